@@ -1,1 +1,1 @@
-"""Studies of hpcdist: `python -m benchmarks` lists them, README.md tells what each has proven."""
+"""Studies of hpcdist. `python -m benchmarks` lists them; README.md has their results."""

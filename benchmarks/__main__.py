@@ -1,4 +1,4 @@
-"""Start of a study: ``python -m benchmarks STUDY [options]``, ``python -m benchmarks STUDY --check``."""
+"""Command line of the studies: ``python -m benchmarks STUDY [options]``, ``python -m benchmarks STUDY --check``."""
 
 import ast
 import importlib
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy is loaded: one thread of each rank is compared
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy is imported: the studies compare ranks of one thread
 
 STUDIES: Final = {
     "architectures": "architectures.study",
@@ -59,13 +59,13 @@ STUDIES: Final = {
 
 
 def summary(module: str) -> str:
-    """Return the first line of the docstring of a study, without importing it."""
+    """Return the first docstring line of a study's module, without importing the module."""
     source = (Path(__file__).parent / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
     return str(ast.get_docstring(ast.parse(source))).splitlines()[0]
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the study that ``words`` begin with, or list all, and return the exit code."""
+    """Run the study named by ``words[0]``, or list all studies. Return the exit code."""
     if not words or words[0] in ("-h", "--help"):
         for name, module in STUDIES.items():
             print(f"{name:18} {summary(module)}")
@@ -80,5 +80,5 @@ def main(words: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, lambda *_: sys.exit(1))  # so that ranks are ended and hosts taken down
+        signal.signal(ending, lambda *_: sys.exit(1))  # so that cleanup ends the ranks and removes test hosts
     sys.exit(main(sys.argv[1:]))

@@ -1,21 +1,22 @@
-"""Harness of all studies: options, contenders in alternation, ratios with intervals, results files, checks.
+"""Harness of all studies: options, alternating contenders, ratios with intervals, results files and checks.
 
-A study is a module. What it has by these names is what the harness calls, or needs to know:
+A study is a module. The harness uses these names of the module:
 
-    SCHEMA          of its results file
-    OPTIONS         defaults of its options by name: numbers, texts, lists of them, False for a flag, a tuple of names
-                    of which some may be chosen, a mapping of which one may
-    options         adds what OPTIONS cannot say to the parser
-    measure         returns `Results`: arrays, what their dims are, attributes; None on ranks but the first. Collective
-    lines           the table of the results; default: that of time_s (contenders, rounds[, ranks])
-    ratios          what is proven: a time over that of the contender next to it in the same round, so that below 1 is
-                    better, and what else the machine does falls on both; default: time_s over the first contender's
-    plot, failures  the picture of the results, and the goals that they miss (exit code 1)
-    RANKS, ON       ranks that are started with MPI, unless a launcher did; "gpu" where it needs one
-    COMMITTED       its result below results/, beside which --check measures with the options of that result and those
-                    of SMALL: exit code 1 where the median of a ratio is WORSE times the committed one
-    NO_CHECK        why it has no --check
-    read, write     of files that are not datasets at the root; WRITES_ITSELF: ``measure`` does, and goes on with a file
+    SCHEMA          schema of the results file
+    OPTIONS         default values of the options by name: a number, a string, a list, False for a flag, a tuple of
+                    names to choose several from, or a mapping to choose one key from
+    options         adds further options to the parser
+    measure         returns `Results`, or None on ranks other than 0. Collective
+    lines           returns the printed table; default: a table of time_s (contenders, rounds[, ranks])
+    ratios          returns the figures to compare: times relative to another contender in the same round; below 1 is
+                    better. Default: time_s relative to the first contender
+    plot, failures  draws the results; returns the missed goals (exit code 1)
+    RANKS, ON       MPI ranks to start without a launcher; "gpu" if the study needs a GPU (exit code 69 without)
+    COMMITTED       committed result below results/. --check measures with its options and SMALL, and exits with 1 if
+                    the median of a ratio is more than WORSE times the committed median
+    NO_CHECK        reason why the study has no --check
+    read, write     replace the functions for files with datasets at the root
+    WRITES_ITSELF   ``measure`` writes the output file, and continues an existing file
 """
 
 import argparse
@@ -51,30 +52,30 @@ from hpcdist.telemetry.provenance import provenance
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 RESULTS: Final = Path(__file__).resolve().parent / "results"
-CONTENDERS: Final = ("contenders", "commands", "compressors", "ways")  # attributes that name them
-LIMIT_S: Final = 1800.0  # of a job that a study starts
-RESAMPLES: Final = 2000  # of the interval of a median
+CONTENDERS: Final = ("contenders", "commands", "compressors", "ways")  # attributes that list the contenders
+LIMIT_S: Final = 1800.0  # timeout of a job that a study starts
+RESAMPLES: Final = 2000  # bootstrap resamples for the interval of a median
 T = TypeVar("T")
-Ratios = Mapping[str, np.ndarray]  # samples by name: times over those of the base, below 1 is better
+Ratios = Mapping[str, np.ndarray]  # samples by name: times over the base's times, below 1 is better
 
 
 @dataclass(frozen=True)
 class Results:
-    """Arrays by name, their dims in words, and attributes of a study's file."""
+    """Arrays by name, their dims in words, and the attributes of a study's file."""
 
     arrays: Mapping[str, np.ndarray]
     dims: Mapping[str, str]
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
     def names(self, attribute: str = "") -> list[str]:
-        """Return the names that ``attribute`` lists; default: those of the contenders."""
+        """Return the names listed in ``attribute``; default: the contenders."""
         text = str(self.attributes[attribute or next(name for name in CONTENDERS if name in self.attributes)])
         return re.split("; ?", text) if ";" in text else text.split(",")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What a module says of its study, by the names of this module's docstring."""
+    """The settings of a study, read from its module; see the module docstring of `benchmarks.harness`."""
 
     schema: str
     measure: Callable[[argparse.Namespace, Session], Any]
@@ -95,15 +96,14 @@ class Study:
 
     @classmethod
     def of(cls, module: ModuleType) -> "Study":
-        """Return the study of ``module``."""
-        known = {key: value for key, value in vars(module).items() if callable(value) or key.isupper()}
-        given = {each.name: known.get(each.name.upper(), known.get(each.name)) for each in fields(cls)}
-        given = {name: value for name, value in given.items() if value is not None}
-        return cls(**given | {"options": lambda parser: add_options(parser, module)})
+        definitions = {key: value for key, value in vars(module).items() if callable(value) or key.isupper()}
+        settings = {item.name: definitions.get(item.name.upper(), definitions.get(item.name)) for item in fields(cls)}
+        settings = {name: value for name, value in settings.items() if value is not None}
+        return cls(**settings | {"options": lambda parser: add_options(parser, module)})
 
 
 def add_options(parser: argparse.ArgumentParser, module: ModuleType) -> None:
-    """Add the options of ``module``: those of OPTIONS, and what its function adds."""
+    """Add the options in OPTIONS, and the options that the module's function adds."""
     for name, default in getattr(module, "OPTIONS", {}).items():
         flag = f"--{name.replace('_', '-')}"
         if default is False:
@@ -113,7 +113,7 @@ def add_options(parser: argparse.ArgumentParser, module: ModuleType) -> None:
                 flag, nargs="+", choices=default, default=list(default), metavar="NAME", help=", ".join(default)
             )
         elif isinstance(default, Mapping):
-            parser.add_argument(flag, choices=default, default=next(iter(default)), help="(default the first)")
+            parser.add_argument(flag, choices=default, default=next(iter(default)), help="(default: the first choice)")
         elif isinstance(default, list):
             parser.add_argument(flag, type=type(default[0]), nargs="+", default=default, help=f"(default {default})")
         else:
@@ -123,7 +123,7 @@ def add_options(parser: argparse.ArgumentParser, module: ModuleType) -> None:
 
 
 def run(module: ModuleType, name: str, words: Sequence[str]) -> int:
-    """Run the study of ``module`` with the options ``words`` and return the exit code. Collective with ranks."""
+    """Run the study ``module`` with arguments ``words`` and return the exit code. Collective if it has ranks."""
     study = Study.of(module)
     try:
         options = parsed(study, module, name, words)
@@ -132,7 +132,7 @@ def run(module: ModuleType, name: str, words: Sequence[str]) -> int:
         if study.on == "gpu":
             from hpcdist.arrays.gpu import device
 
-            device.count()  # on every rank alike, before MPI starts
+            device.count()  # fails on every rank if there is no GPU, before MPI starts
         if study.ranks and environment.launch_environment() is None and options.ranks > 1:
             return launch(options.ranks, ["-m", "benchmarks", name, *words]).returncode
         session = start.start(study.on) if study.ranks else alone()
@@ -141,12 +141,12 @@ def run(module: ModuleType, name: str, words: Sequence[str]) -> int:
     except HpcdistError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return error.exit_code
-    session.leave(_measured(study, options, session))  # an error of one rank ends all of them
+    session.leave(_measured(study, options, session))  # an error on one rank ends all ranks
     return OK
 
 
 def parsed(study: Study, module: ModuleType, name: str, words: Sequence[str]) -> argparse.Namespace:
-    """Return the options; those of a check are the committed file's."""
+    """Parse the options. The defaults of --check are the options of the committed result."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks {name}",
         description=module.__doc__,
@@ -155,11 +155,11 @@ def parsed(study: Study, module: ModuleType, name: str, words: Sequence[str]) ->
     study.options(parser)
     parser.add_argument("-o", "--output", type=Path, help="HDF5 file to write; must not exist")
     parser.add_argument("--anonymous", action="store_true", help="leave host names out of the file")
-    parser.add_argument("--check", action="store_true", help="measure little, and compare with the committed result")
+    parser.add_argument("--check", action="store_true", help="measure briefly and compare with the committed result")
     if study.plot is None:
         parser.set_defaults(plot=None)
     else:
-        parser.add_argument("--plot", type=Path, help="picture to write")
+        parser.add_argument("--plot", type=Path, help="image file to write")
     if study.ranks:
         parser.add_argument("-n", "--ranks", type=int, default=study.ranks, help=f"(default {study.ranks})")
     options = parser.parse_args(words)
@@ -167,11 +167,13 @@ def parsed(study: Study, module: ModuleType, name: str, words: Sequence[str]) ->
         return options
     if not study.committed:
         parser.error(f"--check: {study.no_check}")
-    before = committed(study).attributes
-    given = {key: before[key] for key in vars(options) if key in before and key != "ranks"}
-    defaults = {key: _typed(value) for key, value in given.items()} | dict(study.small)
-    if study.ranks and "ranks" in before:
-        defaults["ranks"] = int(before["ranks"])
+    committed_attributes = committed(study).attributes
+    committed_options = {
+        key: committed_attributes[key] for key in vars(options) if key in committed_attributes and key != "ranks"
+    }
+    defaults = {key: _typed(value) for key, value in committed_options.items()} | dict(study.small)
+    if study.ranks and "ranks" in committed_attributes:
+        defaults["ranks"] = int(committed_attributes["ranks"])
     parser.set_defaults(**defaults)
     return parser.parse_args(words)
 
@@ -181,7 +183,7 @@ def _typed(value: Any) -> Any:
 
 
 def _measured(study: Study, options: argparse.Namespace, session: Session) -> int:
-    """Measure, print, write and draw; or check. Return the exit code of rank 0. Collective."""
+    """Measure, print, write and plot, or check. Return the exit code of rank 0. Collective."""
     output = None if study.writes_itself else options.output
     output_file.check_on_all_ranks(session.comm, lambda: None if output is None else files.check_place(output))
     results = study.measure(options, session)
@@ -194,27 +196,27 @@ def _measured(study: Study, options: argparse.Namespace, session: Session) -> in
         if output is not None:
             origin = provenance(mpi_library=session.library, hosts=hosts, anonymous=options.anonymous)
             (study.write or _writer(study, options))(output, results, origin)
-            print(f"all that was measured is in {output}")
+            print(f"wrote all measurements to {output}")
         if options.plot is not None:
             study.plot(results, options.plot)  # type: ignore[misc]
-            print(f"the picture is {options.plot}")
+            print(f"wrote the plot to {options.plot}")
         if missed := study.failures(results):
             print(f"missed: {'; '.join(missed)}", file=sys.stderr)
             code = FAILURE
         if options.check:
             lines, code = compared(study.ratios(results), study.ratios(committed(study)), study.worse)
-            print("\n".join([f"beside results/{study.committed}:", *lines]))
+            print("\n".join([f"compared with results/{study.committed}:", *lines]))
     return int(session.comm.broadcast_object(code))
 
 
 def _writer(study: Study, options: argparse.Namespace) -> Callable[[Path, Results, Mapping[str, Any]], None]:
-    # With the options, which a later --check measures with, whatever the defaults are by then.
-    chosen = {name: value for name, value in vars(options).items() if name not in ("output", "plot", "check")}
-    chosen = {name: value for name, value in chosen.items() if isinstance(value, str | int | float | list)}
+    # The file keeps the options, because a later --check measures with them even if the defaults have changed.
+    settings = {name: value for name, value in vars(options).items() if name not in ("output", "plot", "check")}
+    settings = {name: value for name, value in settings.items() if isinstance(value, str | int | float | list)}
 
     def write(path: Path, results: Results, origin: Mapping[str, Any]) -> None:
         about = {name: {"dims": dims} for name, dims in results.dims.items()}
-        attributes = {**chosen, **origin, **results.attributes}
+        attributes = {**settings, **origin, **results.attributes}
         files.write_contiguous(path, results.arrays, attributes, about, schema=study.schema, version=1)
 
     return write
@@ -231,7 +233,7 @@ def committed(study: Study) -> Results:
 
 
 def compared(now: Ratios, before: Ratios, worse: float) -> tuple[list[str], int]:
-    """Return a line for each ratio that both have, and 1 where one is ``worse`` times what it was, else 0."""
+    """Compare the ratios in both ``now`` and ``before``: return a table, and 1 if any is above ``worse``, else 0."""
     rows, code = [("", "now", "interval", "committed", "now / committed")], OK
     for name in [name for name in now if name in before]:
         median, low, high = interval(now[name])
@@ -247,14 +249,14 @@ def compared(now: Ratios, before: Ratios, worse: float) -> tuple[list[str], int]
 
 
 def at_least(chosen: argparse.Namespace, **least: int) -> None:
-    """Raise UsageError for an option that is less than its ``least``."""
+    """Raise UsageError if an option is below its minimum."""
     for name, number in least.items():
         if getattr(chosen, name) < number:
-            raise UsageError(f"--{name} {getattr(chosen, name)}: at least {number}")
+            raise UsageError(f"--{name} must be at least {number}, got {getattr(chosen, name)}")
 
 
 def alone() -> Session:
-    """Return the session of a study that is no MPI job."""
+    """Return a session of one rank without MPI."""
     comm = solo()
     return Session(comm, locate(comm, None), "none", os._exit)
 
@@ -262,7 +264,7 @@ def alone() -> Session:
 def launch(
     ranks: int, program: Sequence[str], *, limit_s: float = LIMIT_S, capture: bool = False
 ) -> "subprocess.CompletedProcess[str]":
-    """Run Python with the arguments ``program`` on ``ranks`` ranks; with ``capture`` keep what it prints."""
+    """Run Python with the arguments ``program`` on MPI ranks; ``capture`` keeps the output."""
     launcher = mpirun.find()
     settings = {**mpirun.settings(launcher), "PYTHONPATH": search_path()}
     line = mpirun.command(launcher, ranks, [sys.executable, *program], settings)
@@ -276,7 +278,7 @@ def launch(
 
 
 def search_path() -> str:
-    """Return the PYTHONPATH of processes that import the studies, and the hpcdist beside them."""
+    """Return a PYTHONPATH that begins with the root of this clone."""
     rest = os.environ.get("PYTHONPATH", "")
     return os.pathsep.join([str(ROOT), rest] if rest else [str(ROOT)])
 
@@ -285,9 +287,10 @@ def alternate(
     contenders: Mapping[str, Callable[[], T]], rounds: int, *, warm_up: int = 2, seed: int = 1,
     begin: Callable[[], object] = lambda: None,
 ) -> dict[str, list[T]]:  # fmt: skip
-    """Call all contenders once a round, in an order drawn anew, and return the values of all but the first rounds.
+    """Call every contender once per round, in a new random order, and return the values by contender.
 
-    The order is the same on every rank; ``begin`` is called before each round. Collective where the contenders are.
+    The first ``warm_up`` rounds are dropped. All ranks use the same order. ``begin`` is called before each round.
+    Collective if the contenders are.
     """
     order = np.random.default_rng(seed)
     values: dict[str, list[T]] = {name: [] for name in contenders}
@@ -303,7 +306,7 @@ def alternate(
 def seconds(
     call: Callable[[], object], comm: Communicator | None = None, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Return the seconds of ``call`` on this rank, from a barrier of ``comm`` on."""
+    """Time ``call`` on this rank, after a barrier of ``comm``."""
     if comm is not None:
         comm.barrier()
     begin = clock()
@@ -314,7 +317,7 @@ def seconds(
 def repeated(
     call: Callable[[], object], count: int, comm: Communicator, before: Callable[[], object] = lambda: None
 ) -> Callable[[], float]:
-    """Return what calls ``before`` and makes ``count`` calls from a barrier of ``comm`` on; it returns those of one."""
+    """Return a function that calls ``before``, times ``count`` calls after a barrier, and returns seconds per call."""
 
     def calls() -> None:
         for _ in range(count):
@@ -328,13 +331,12 @@ def repeated(
 
 
 class Stopwatch:
-    """Seconds and calls of this rank's main thread in the functions that it is put around, nested ones counted once."""
+    """Seconds and calls of wrapped functions on this rank's main thread; nested calls count once."""
 
     def __init__(self) -> None:
         self.seconds, self.calls, self._depth = 0.0, 0, 0
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` with its time taken."""
         thread, clock = threading.get_ident(), time.perf_counter
 
         @wraps(function)
@@ -352,30 +354,30 @@ class Stopwatch:
         return timed
 
     def taken(self) -> float:
-        """Return the seconds since the last call."""
+        """Return and reset the counted seconds."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
 
 def of_ranks(comm: Communicator, values: Mapping[str, Sequence[Any]]) -> np.ndarray:
-    """Return the values of all ranks, (contenders, rounds, ranks, ...). Collective."""
-    own = np.array([values[name] for name in values], np.float64)
-    return np.moveaxis(np.array(comm.allgather_object(own)), 0, 2)
+    """Gather the values of all ranks as (contenders, rounds, ranks, ...). Collective."""
+    rank_values = np.array([values[name] for name in values], np.float64)
+    return np.moveaxis(np.array(comm.allgather_object(rank_values)), 0, 2)
 
 
 def slowest(results: Results) -> np.ndarray:
-    """Return ``time_s`` (contenders, rounds), of the slowest rank each."""
+    """Return ``time_s`` (contenders, rounds) of the slowest rank."""
     times = results.arrays["time_s"]
     return times.max(axis=2) if times.ndim == 3 else times
 
 
 def over_base(times: np.ndarray, names: Sequence[str], base: int = 0) -> dict[str, np.ndarray]:
-    """Return ``times`` (contenders, rounds) of all but the base over its time in the same round, by name."""
-    return {name: times[place] / times[base] for place, name in enumerate(names) if place != base}
+    """Return ``times`` (contenders, rounds) divided by the times of the base, by name, without the base."""
+    return {name: times[index] / times[base] for index, name in enumerate(names) if index != base}
 
 
 def interval(samples: np.ndarray) -> tuple[float, float, float]:
-    """Return the median of ``samples`` and its 95 % interval by the bootstrap."""
+    """Return the median of ``samples`` and its 95 % bootstrap interval."""
     samples = np.asarray(samples, np.float64).ravel()
     drawn = np.random.default_rng(0).integers(0, len(samples), (RESAMPLES, len(samples)))
     low, high = np.percentile(np.median(samples[drawn], axis=1), [2.5, 97.5])
@@ -386,43 +388,45 @@ def time_table(
     times: np.ndarray, names: Sequence[str], base: int = 0, *, unit: str = "ms", scale: float = 1e3,
     more: Mapping[str, Sequence[str]] | None = None,
 ) -> list[str]:  # fmt: skip
-    """Return the table of ``times`` (contenders, rounds): median, quartiles, and the ratio to the base with interval.
+    """Tabulate ``times`` (contenders, rounds): median, quartiles, and the ratio to the base with its interval.
 
-    ``more`` are further columns by their title.
+    ``more`` holds further columns by title.
     """
     extra = more or {}
     rows: list[list[str]] = [["", unit, "quartiles", f"x {names[base]}", "interval", *extra]]
-    for place, name in enumerate(names):
-        low, middle, high = np.percentile(times[place] * scale, [25, 50, 75])
-        ratio, least, most = interval(times[place] / times[base])
+    for index, name in enumerate(names):
+        low, middle, high = np.percentile(times[index] * scale, [25, 50, 75])
+        ratio, least, most = interval(times[index] / times[base])
         cells = [f"{middle:.4g}", f"{low:.4g} to {high:.4g}", f"{ratio:.3f}", f"{least:.3f} to {most:.3f}"]
-        rows.append([name, *cells, *(column[place] for column in extra.values())])
+        rows.append([name, *cells, *(column[index] for column in extra.values())])
     return aligned(rows)
 
 
 def beyond_first(results: Results) -> np.ndarray:
-    """Return the median seconds of each contender beyond those of the first in the same round."""
+    """Return the median extra seconds of each contender over the first in the same round."""
     times = slowest(results)
     return np.asarray(np.median(times - times[0], axis=1))
 
 
 def overhead_table(results: Results) -> list[str]:
-    """Return the table of short calls in microseconds, with what each takes more than the first."""
+    """Tabulate short calls in microseconds, with their extra time over the first contender."""
     more = {"more us": [f"{1e6 * value:+.2f}" for value in beyond_first(results)]}
     return time_table(slowest(results), results.names(), unit="us", scale=1e6, more=more)
 
 
 def columns_of(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
-    """Return ``rows`` as the columns of a table of `hpcdist.hdf5.datasets`; what a row lacks is NaN."""
+    """Convert ``rows`` to columns of a `hpcdist.hdf5.datasets` table. A missing value becomes NaN."""
     values = {column.name: [row.get(column.name, np.nan) for row in rows] for column in columns}
-    encoded = {name: [each.encode() if isinstance(each, str) else each for each in own] for name, own in values.items()}
+    encoded = {
+        name: [cell.encode() if isinstance(cell, str) else cell for cell in cells] for name, cells in values.items()
+    }
     return {column.name: np.array(encoded[column.name], column.dtype) for column in columns}
 
 
 def rows_of(columns: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
-    """Return the rows of a table by name of column, with texts and numbers of Python."""
+    """Convert columns to rows of Python strings and numbers."""
     plain = {
-        name: [each.decode() if isinstance(each, bytes) else each for each in own.tolist()]
-        for name, own in columns.items()
+        name: [cell.decode() if isinstance(cell, bytes) else cell for cell in column.tolist()]
+        for name, column in columns.items()
     }
     return [dict(zip(plain, row, strict=True)) for row in zip(*plain.values(), strict=True)]

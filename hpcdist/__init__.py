@@ -1,8 +1,7 @@
 """MPI-native toolkit for distributed training; importing it starts neither MPI nor CUDA.
 
-The names in ``__all__`` are the public API, loaded when they are first used; all other modules may change from
-version to version. `checkpoint` and `energy` are packages with public functions of their own. See ``hpcdist help
-api``. Type checkers read ``__init__.pyi``.
+The names in ``__all__`` are the public API and are imported lazily. All other modules may change between versions.
+See ``hpcdist help api``. Type checkers read ``__init__.pyi``.
 """
 
 import importlib
@@ -41,7 +40,7 @@ _MODULES: Final = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name at its first use."""
+    """Import a public name at its first use."""
     if name in _MODULES:
         value = getattr(importlib.import_module(_MODULES[name]), name)
     elif name in ("checkpoint", "energy"):

@@ -1,4 +1,4 @@
-"""``python -m hpcdist`` is the ``hpcdist`` command, and answers signals from its first moment to its last."""
+"""Entry point of ``python -m hpcdist``, the ``hpcdist`` command."""
 
 import gc
 import sys
@@ -10,20 +10,20 @@ STARTS_OR_TRAINS: Final = ("run", "train")
 
 
 def main() -> NoReturn:
-    """Run the command line and leave with its exit code.
+    """Run the command line and exit with its exit code.
 
-    Those that start or are the ranks of a training leave at a signal with 75 or 130 while they import what they need.
+    ``run`` and ``train`` also react to signals while modules are imported: they exit with code 75 or 130.
     """
     stops = sys.argv[1:2] and sys.argv[1] in STARTS_OR_TRAINS
     if stops:
-        garbage.collect_seldom()  # 13 % of the time of a start; steps collect as usual
+        garbage.collect_seldom()  # saves 13 % of the start time; training steps collect as usual
         exit_file.leave_at_signals()
-    from hpcdist.cli.main import main as command  # late: it takes a quarter of a second
+    from hpcdist.cli.main import main as command  # imported late: it takes 0.25 s
 
     try:
         command()
     finally:
-        gc.freeze()  # nor is anything to be gained from looking through what ends with the process
+        gc.freeze()  # skip the final garbage collection: the process ends
         if stops:
             exit_file.ignore_signals()
 

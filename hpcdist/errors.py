@@ -1,7 +1,7 @@
-"""Errors by audience, and the exit codes that scripts and Slurm branch on.
+"""Exception classes by cause, and the exit codes that scripts and Slurm test.
 
-Every message says what was got, what was expected and what to change. User input raises the ``ValueError`` family;
-``assert`` is for invariants of the code itself.
+Each message states what happened, what was expected and what to change. Invalid user input raises a ``ValueError``
+subclass; ``assert`` guards internal invariants.
 """
 
 from collections.abc import Sequence
@@ -12,25 +12,25 @@ FAILURE: Final = 1
 USAGE: Final = 2
 MISSING_CAPABILITY: Final = 69  # sysexits EX_UNAVAILABLE
 STORAGE: Final = 74  # sysexits EX_IOERR
-REQUEUE: Final = 75  # sysexits EX_TEMPFAIL: checkpointed, or nothing was done yet; start me again
+REQUEUE: Final = 75  # sysexits EX_TEMPFAIL: a checkpoint was saved, or no work was done yet; start the job again
 CONFIGURATION: Final = 78  # sysexits EX_CONFIG
 INTERRUPTED: Final = 130  # 128 + SIGINT
 
 
 class HpcdistError(Exception):
-    """Root of the tree; ``exit_code`` is what the process leaves with."""
+    """Base class of all hpcdist errors; ``exit_code`` is the exit code of the process."""
 
     exit_code: int = FAILURE
 
 
 class UsageError(HpcdistError, ValueError):
-    """The command line or a call does not make sense."""
+    """Invalid command line or invalid arguments of a call."""
 
     exit_code = USAGE
 
 
 class ConfigurationError(HpcdistError, ValueError):
-    """A recipe, an environment variable or a grid cannot be run as written."""
+    """A recipe, an environment variable or a process grid has an invalid value."""
 
     exit_code = CONFIGURATION
 
@@ -42,7 +42,7 @@ class DataError(HpcdistError, ValueError):
 
 
 class MissingCapabilityError(HpcdistError, RuntimeError):
-    """Something this machine, MPI or installation does not have."""
+    """This machine, MPI library or installation lacks a required capability."""
 
     exit_code = MISSING_CAPABILITY
 
@@ -58,9 +58,9 @@ class CommunicationError(HpcdistError, RuntimeError):
 
 
 class RankDiedError(CommunicationError):
-    """A rank has died, or the communicator was revoked because one had. ``ranks`` are those known to be dead, if any.
+    """A rank has died, or the communicator was revoked after a death. ``ranks`` lists the ranks known to be dead.
 
-    See `hpcdist.comm.failure.rank_failures`: the MPI library tells of a death by errors of its own.
+    The MPI library reports a death by its own exceptions: see `hpcdist.comm.failure.rank_failures`.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
@@ -69,23 +69,23 @@ class RankDiedError(CommunicationError):
 
 
 class TooFewRanksError(CommunicationError):
-    """So many ranks have died that the others cannot go on; a new start can."""
+    """Too few ranks are alive to continue. The job must be restarted."""
 
 
 class DeadlineError(CommunicationError):
-    """A communication did not end within its deadline."""
+    """A communication operation did not finish before its deadline."""
 
 
 class BufferHandoverError(HpcdistError, ValueError):
-    """A buffer handed to a communicator is not contiguous, writable or of a supported dtype."""
+    """A buffer passed to a communicator is not contiguous, not writable, or has an unsupported dtype."""
 
 
 class DivergenceError(HpcdistError, RuntimeError):
-    """Replicas that must be identical are not."""
+    """Replicas whose parameters must be identical differ."""
 
 
 class ScheduleError(HpcdistError, ValueError):
-    """Lists of operations that would hang, or compute something else than a training step."""
+    """The operation lists of a schedule would deadlock, or do not compute a training step."""
 
 
 class NonFiniteError(HpcdistError, ArithmeticError):

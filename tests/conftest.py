@@ -57,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
         kernels = subprocess.Popen([sys.executable, "-m", "hpcdist", "warmup"], stdout=subprocess.DEVNULL)
         if not any(Path(__file__).parent.glob("unit/*/__pycache__/*")):
             line = [sys.executable, "-m", "pytest", "--collect-only", "-qq", *config.args]
-            subprocess.run(line, stdout=subprocess.DEVNULL, timeout=600)  # its errors are those of the run itself
+            subprocess.run(line, stdout=subprocess.DEVNULL, timeout=600)  # the run itself prints its errors
         assert kernels.wait(600) == 0
         # A process that dies ends the run, and the test that it ran is named. LoadScopeScheduling gives a process that
         # takes its place the scopes that are complete as well, of which it never asks for more: the run would hang.
@@ -74,7 +74,7 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    # JAX starts threads, and a process that has them should fork no more: its tests come after those that do.
+    # JAX starts threads, and a process that has them should fork no more: its tests come after the tests that fork.
     items.sort(key=lambda item: ("jax" in item.path.name, not item.nodeid.startswith(FIRST)))
     # Of a test over a product of parameters, each value is tried once; the rest of the product is a matrix.
     cases = {}
@@ -97,7 +97,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Let a test that is marked `alone` have the machine for itself among the processes of `pytest -n`."""
+    """Run a test marked `alone` while no other process of `pytest -n` runs a test."""
     folder = getattr(item.config, "workerinput", {}).get("locks")
     if folder is None:
         return (yield)
@@ -112,15 +112,18 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def values_of(item: pytest.Item) -> set[tuple[Any, ...]]:
-    """Return the values of a parametrised test, those of the names that one mark sets together as one."""
+    """Return the values of a parametrised test. Names that one mark sets together count as one value."""
     names = [mark.args[0] for mark in item.iter_markers("parametrize")]
-    together = [[part.strip() for part in own.split(",")] if isinstance(own, str) else own for own in names]
-    together += [[name] for name in item.callspec.params if not any(name in own for own in together)]
-    return {(*own, *(id(item.callspec.params.get(name)) for name in own)) for own in together}
+    together = [
+        [part.strip() for part in local_data.split(",")] if isinstance(local_data, str) else local_data
+        for local_data in names
+    ]
+    together += [[name] for name in item.callspec.params if not any(name in local_data for local_data in together)]
+    return {(*local_data, *(id(item.callspec.params.get(name)) for name in local_data)) for local_data in together}
 
 
 def covering_cases(cases: Sequence[set[Any]]) -> set[int]:
-    """Return the numbers of a few of ``cases`` that together have each value that there is."""
+    """Return the indices of a small subset of ``cases`` that contains every value at least once."""
     missing, chosen = set().union(*cases), set()
     while missing:
         best = max(range(len(cases)), key=lambda number: len(missing & cases[number]))
@@ -142,9 +145,10 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let the processes of `pytest -n` take unit tests and those of Slurm as parts, other jobs file by file.
+    """Let `pytest -n` schedule unit tests and Slurm tests in fixed parts, and other jobs file by file.
 
-    Tests of a part stay in one process and in order: which follows which does not depend on how fast they are.
+
+    Tests of a part run in one process and in a fixed order, so the order does not depend on the speed of the tests.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -161,26 +165,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    """A generator of its own for each test."""
+    """A separate random generator for each test."""
     print(f"repeat with {SEED_VARIABLE}={SEED}")  # shown with a failure
     return np.random.Generator(np.random.Philox(key=[SEED, zlib.crc32(request.node.nodeid.encode())]))
 
 
 @pytest.fixture
 def text(tmp_path: Path, rng: np.random.Generator) -> Path:
-    """A text of words drawn at random."""
+    """A text file of random words."""
     return write_text(tmp_path / "text.txt", rng, 4000)
 
 
 @pytest.fixture
 def words(text: Path) -> dict[str, object]:
-    """Keys of a recipe that has such a text."""
+    """Recipe keys that select the random text as data."""
     return {"data.path": text}
 
 
 @pytest.fixture(scope="session")
 def shared_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same text in every test and run, for trainings of which many are compared with one."""
+    """The same text in every test and run, for many trainings that are compared with one reference."""
     return write_text(tmp_path_factory.mktemp("text") / "text.txt", np.random.default_rng(3))
 
 
@@ -200,6 +204,6 @@ def nvml_stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def nvml_environment(nvml_stub: Path, tmp_path: Path) -> dict[str, str]:
-    """The environment of a program that sees the GPUs which the file ``gpus`` in ``tmp_path`` describes."""
+    """The environment of a program that sees the GPUs described in the file ``gpus`` in ``tmp_path``."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
     return kept | {"LD_LIBRARY_PATH": str(nvml_stub), "NVML_STUB": str(tmp_path / "gpus")}

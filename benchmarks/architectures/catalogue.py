@@ -1,4 +1,4 @@
-"""Models, device counts, and architectures with the layouts that each may choose from."""
+"""Models, device counts, and architectures with their layouts."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -8,22 +8,21 @@ from hpcdist.planner.cluster.hardware import Cluster, LinkLevel
 from hpcdist.planner.layout import ParallelLayout
 
 COUNTS: Final = tuple(8 << doubling for doubling in range(15))  # 8 to 131,072 devices
-SERVED: Final = 8  # devices for each dedicated server, itself included
+SERVED: Final = 8  # devices for each dedicated server, including the server
 MICROBATCHES: Final = (64, 32, 16, 8, 4, 2, 1)
-DEPTHS: Final = (1, 2, 4, 8, 16, 32, 64)  # of pipelines
+DEPTHS: Final = (1, 2, 4, 8, 16, 32, 64)  # pipeline depths
 RECOMPUTE: Final = ("none", "selective", "full")
-# Published kernels, and 16-bit gradients everywhere, so that volumes are those of the literature. What hpcdist sends is
-# another thing (`hpcdist.planner.time.gradient_payloads`): float32 sums in its allreduces, 16 bits to the owners of
-# ZeRO.
+# Published kernels and 16-bit gradients everywhere, for the communication volumes of the literature. hpcdist itself
+# sums float32 in its allreduces and sends 16 bits to ZeRO owners (`hpcdist.planner.time.gradient_payloads`).
 BASE: Final = ParallelLayout(implementation="megatron", precision="bfloat16", main_gradients="working", library="mpi")
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A model on a cluster, with a batch that stays (strong scaling) or grows with the devices (weak).
+    """A model on a cluster, with a fixed batch (strong scaling) or a batch that grows with the devices (weak scaling).
 
-    ``batch`` is that of a step, or the samples a device has for each step where ``weak``. ``node_bits_per_s``: all
-    traffic of a node goes over one such link, as of Ethernet; 0: the cluster's own network.
+    ``batch``: samples per step, or per step and device if ``weak``. ``node_bits_per_s``: the speed of the one link that
+    a node uses for all traffic (Ethernet), or 0 for the cluster's own network.
     """
 
     name: str
@@ -33,16 +32,15 @@ class Scenario:
     node_bits_per_s: float = 0.0
 
     def samples(self, devices: int) -> int:
-        """Return the samples of a step."""
         return round(self.batch * devices) if self.weak else round(self.batch)
 
     def on(self, cluster: Cluster) -> Cluster:
-        """Return ``cluster`` with the network of the scenario, and devices for the largest count."""
+        """Return ``cluster`` with this scenario's network and enough devices."""
         cluster = replace(cluster, devices=max(cluster.devices, COUNTS[-1]))
         if not self.node_bits_per_s:
             return cluster
         inside = cluster.levels[0]
-        # 94 % of the line: TCP payload of frames of 1500 bytes; 30 us, kernel and switches: assumptions of this study.
+        # Assumptions: TCP payload is 94 % of the line rate with 1500-byte frames; kernel and switches take 30 us.
         line = 0.94 * self.node_bits_per_s / 8
         wire = LinkLevel(
             name=f"{self.node_bits_per_s / 1e9:g} Gbit/s Ethernet",
@@ -55,7 +53,6 @@ class Scenario:
 
     @property
     def title(self) -> str:
-        """One line."""
         batch = f"{self.batch:g} samples a device" if self.weak else f"{self.batch:,.0f} samples a step"
         wire = f", {self.node_bits_per_s / 1e9:g} Gbit/s a node" if self.node_bits_per_s else ""
         return f"{self.model}, {'weak' if self.weak else 'strong'} scaling, {batch}{wire}"
@@ -70,12 +67,12 @@ SCENARIOS: Final = (
 )
 
 
-Grids = Callable[[int], Iterator[ParallelLayout]]  # from devices to the layouts of an architecture
+Grids = Callable[[int], Iterator[ParallelLayout]]  # maps a device count to the layouts of an architecture
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """How devices are joined: ``grids`` yields layouts for so many, but for micro-batch and recomputation."""
+    """A rule that connects devices. ``grids`` yields its layouts without micro-batch and recomputation."""
 
     name: str
     label: str
@@ -90,9 +87,9 @@ def _servers(count: Callable[[int], int]) -> Grids:
     return grids
 
 
-def _flat(strategy: str, *ways: tuple[str, str], compressions: tuple[str, ...] = ("none",)) -> Grids:
+def _flat(strategy: str, *algorithms: tuple[str, str], compressions: tuple[str, ...] = ("none",)) -> Grids:
     def grids(devices: int) -> Iterator[ParallelLayout]:
-        for library, algorithm in ways:
+        for library, algorithm in algorithms:
             for compression in compressions:
                 keys = {"library": library, "algorithm": algorithm, "compression": compression}
                 yield replace(BASE, data=devices, strategy=strategy, **keys)  # type: ignore[arg-type]

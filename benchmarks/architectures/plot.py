@@ -1,4 +1,4 @@
-"""Pictures of the study of architectures: how each scales and where time goes, and what a step costs."""
+"""Plots of the architectures study: scaling, losses, and costs of a step."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,30 +39,30 @@ _COLOURS: Final = {
 }
 
 
-def plot(found: Sequence[Found], file: Path) -> None:
-    """Draw efficiency and losses to ``file``, and costs to one with "-costs" in its name.
+def plot(result: Sequence[Found], file: Path) -> None:
+    """Plot efficiency and losses to ``file``, and costs to a file with "-costs" in its name.
 
-    Raises MissingCapabilityError without matplotlib, StorageError when a file cannot be written.
+    Raises MissingCapabilityError without matplotlib, and StorageError if a file cannot be written.
     """
     figures = check_plot(file)
-    scaling = figures.Figure(figsize=(15, 3.9 * len(found) + 0.9), layout="constrained")
-    for row, one in zip(scaling.subplots(len(found), 3, squeeze=False), found, strict=True):
-        _efficiency(row[0], one)
+    scaling = figures.Figure(figsize=(15, 3.9 * len(result) + 0.9), layout="constrained")
+    for row, outcome in zip(scaling.subplots(len(result), 3, squeeze=False), result, strict=True):
+        _efficiency(row[0], outcome)
         for axis, count in zip(row[1:], BARS, strict=True):
-            _bars(axis, one, count)
+            _bars(axis, outcome, count)
     _legend(scaling, scaling.axes[0])
     handles = [scaling.axes[1].barh(0, 0, color=_COLOURS[part]) for part in PARTS]
     scaling.legend(handles, PARTS, loc="outside lower center", ncols=len(PARTS), fontsize=9)
     save(scaling, file)
-    costs = figures.Figure(figsize=(19, 3.7 * len(found) + 0.9), layout="constrained")
-    for row, one in zip(costs.subplots(len(found), 4, squeeze=False), found, strict=True):
-        for axis, (title, of) in zip(row, _COSTS, strict=True):
-            _curves(axis, one, of)
+    costs = figures.Figure(figsize=(19, 3.7 * len(result) + 0.9), layout="constrained")
+    for row, outcome in zip(costs.subplots(len(result), 4, squeeze=False), result, strict=True):
+        for axis, (title, value) in zip(row, _COSTS, strict=True):
+            _curves(axis, outcome, value)
             axis.set_yscale("log")
-            for shown in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
-                shown(_plain(axis.yaxis))
+            for set_formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+                set_formatter(_plain(axis.yaxis))
             axis.set_title(title, fontsize=9)
-        row[0].set_ylabel(one.scenario.title.replace(", ", ",\n", 1), fontsize=9)
+        row[0].set_ylabel(outcome.scenario.title.replace(", ", ",\n", 1), fontsize=9)
     _legend(costs, costs.axes[0])
     save(costs, file.with_stem(f"{file.stem}-costs"))
 
@@ -76,7 +76,7 @@ _COSTS: Final[tuple[tuple[str, Callable[[Point], float]], ...]] = (
 
 
 def _plain(axis: Any) -> Callable[[float, int], str]:
-    """Return what writes 1, 2 and 5 of every decade, and of many decades their beginnings."""
+    """Return a formatter that labels 1, 2 and 5 of every decade, or only powers of 10 over many decades."""
 
     def text(value: float, _: int) -> str:
         low, high = axis.get_view_interval()
@@ -87,32 +87,32 @@ def _plain(axis: Any) -> Callable[[float, int], str]:
     return text
 
 
-def _efficiency(axis: Any, one: Found) -> None:
-    _curves(axis, one, lambda point: 100 * one.efficiency(point))
-    for name, line in one.points.items():
+def _efficiency(axis: Any, outcome: Found) -> None:
+    _curves(axis, outcome, lambda point: 100 * outcome.efficiency(point))
+    for name, line in outcome.points.items():
         for point in line:
-            if point.devices == one.stops[name].last and point.goodput:
-                axis.plot([point.devices], [100 * one.efficiency(point)], "o", color=_STYLE[name][0], markersize=5)
+            if point.devices == outcome.stops[name].last and point.goodput:
+                axis.plot([point.devices], [100 * outcome.efficiency(point)], "o", color=_STYLE[name][0], markersize=5)
     axis.axhline(50, color="black", linewidth=0.6, linestyle=":")
     axis.set_ylim(0, 103)
     axis.set_ylabel("goodput a device, % of the best")
-    axis.set_title(f"{one.scenario.title}\ndots: the last doubling that gave 1.5 times as much", fontsize=9)
+    axis.set_title(f"{outcome.scenario.title}\ndots: the last doubling that gave 1.5 times as much", fontsize=9)
 
 
-def _curves(axis: Any, one: Found, of: Callable[[Point], float]) -> None:
-    for name, line in one.points.items():
-        able = [point for point in line if point.goodput]
+def _curves(axis: Any, outcome: Found, value: Callable[[Point], float]) -> None:
+    for name, line in outcome.points.items():
+        feasible = [point for point in line if point.goodput]
         colour, style = _STYLE[name]
         axis.plot(
-            [point.devices for point in able],
-            [of(point) for point in able],
+            [point.devices for point in feasible],
+            [value(point) for point in feasible],
             style,
             color=colour,
             linewidth=1.5,
             label=LABELS[name],
         )
-        served = [(point.devices, point.server_bytes / 1e9) for point in able if point.server_bytes]
-        if served and of is _COSTS[1][1]:
+        served = [(point.devices, point.server_bytes / 1e9) for point in feasible if point.server_bytes]
+        if served and value is _COSTS[1][1]:
             axis.plot(*zip(*served, strict=True), ":", color=colour, linewidth=1)
     axis.set_xscale("log", base=2)
     axis.set_xlim(COUNTS[0] * 0.9, COUNTS[-1] * 1.1)
@@ -122,27 +122,26 @@ def _curves(axis: Any, one: Found, of: Callable[[Point], float]) -> None:
     axis.grid(True, which="major", alpha=0.3)
 
 
-def _bars(axis: Any, one: Found, count: int) -> None:
-    """Draw what the device-seconds of a sample go to, in those of the best architecture at its best."""
-    at = {name: point for name, line in one.points.items() for point in line if point.devices == count}
-    names = list(at)
+def _bars(axis: Any, outcome: Found, count: int) -> None:
+    points = {name: point for name, line in outcome.points.items() for point in line if point.devices == count}
+    names = list(points)
     if not names:
         axis.set_visible(False)
         return
-    shown = 4.0  # beyond that, the number is written
-    for place, name in enumerate(names):
+    limit = 4.0  # a longer bar is clipped, and its value is written as text
+    for index, name in enumerate(names):
         left = 0.0
         for part in PARTS:
-            width = at[name].losses.get(part, 0.0) * one.ideal
-            axis.barh(place, width, left=left, color=_COLOURS[part])
+            width = points[name].losses.get(part, 0.0) * outcome.ideal
+            axis.barh(index, width, left=left, color=_COLOURS[part])
             left += width
-        if left > shown:
-            axis.text(shown, place, f"{left:.3g} ", va="center", ha="right", fontsize=7, color="white")
+        if left > limit:
+            axis.text(limit, index, f"{left:.3g} ", va="center", ha="right", fontsize=7, color="white")
         elif not left:
-            axis.text(0, place, f" {at[name].reason}", va="center", fontsize=7)
+            axis.text(0, index, f" {points[name].reason}", va="center", fontsize=7)
     axis.set_yticks(range(len(names)), [LABELS[name] for name in names], fontsize=7)
     axis.invert_yaxis()
-    axis.set_xlim(0, shown)
+    axis.set_xlim(0, limit)
     axis.set_xlabel("device-seconds a sample, over those of the best", fontsize=8)
     axis.set_title(f"{count:,} devices", fontsize=9)
 

@@ -1,6 +1,6 @@
-"""Tables of the study of architectures in Markdown: how far each scales, what stops it, what it costs.
+"""Markdown tables of the architectures study: how far each architecture scales, what stops it, and its costs.
 
-Efficiency is goodput a device over that of the best architecture on its best number of devices.
+Efficiency is goodput per device, relative to the best architecture at its best device count.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from benchmarks.architectures.scaling import Found, Point, Stop, said
 from hpcdist.reporting.table import markdown
 
 SHOWN: Final = (64, 1024, 16384, 131072)
-TIGHT: Final = 1024  # devices at which bytes and memory are told
+TIGHT: Final = 1024  # device count of the columns of bytes and memory
 _WHY: Final = {
     "computing": "micro-batches too small for the device",
     "recompute": "activations computed again",
@@ -44,23 +44,22 @@ _OF: Final = {
 LABELS: Final = {one.name: one.label for one in ARCHITECTURES}
 
 
-def text(found: Sequence[Found]) -> str:
-    """Return a table for each scenario."""
-    return "\n\n".join(_scenario(one) for one in found)
+def text(result: Sequence[Found]) -> str:
+    return "\n\n".join(_scenario(outcome) for outcome in result)
 
 
 def words(name: str, reason: str) -> str:
-    """Return what a reason means for an architecture."""
+    """Describe the limit ``reason`` of architecture ``name``."""
     return _OF.get((name, reason), _WHY.get(reason, reason))
 
 
 def why(name: str, stop: Stop) -> str:
-    """Return why an architecture stops, in words."""
+    """Describe why an architecture stops, with the share of extra time."""
     reason = words(name, stop.reason)
     return f"{reason} ({stop.share:.0%})" if stop.share and stop.share < 0.995 else reason
 
 
-def _scenario(one: Found) -> str:
+def _scenario(outcome: Found) -> str:
     rows = [
         [
             "architecture",
@@ -75,20 +74,20 @@ def _scenario(one: Found) -> str:
             "what stops it",
         ]
     ]
-    for name, line in one.points.items():
+    for name, line in outcome.points.items():
         at = {point.devices: point for point in line}
-        stop = one.stops[name]
+        stop = outcome.stops[name]
         rows.append(
-            [LABELS[name], *(_share(one, at.get(count)) for count in SHOWN), *_costs(at), *_stop(name, stop, line)]
+            [LABELS[name], *(_share(outcome, at.get(count)) for count in SHOWN), *_costs(at), *_stop(name, stop, line)]
         )
-    about = f"### {one.scenario.title}"
-    return "\n".join([about, "", *markdown(rows), "", *_best(one)])
+    about = f"### {outcome.scenario.title}"
+    return "\n".join([about, "", *markdown(rows), "", *_best(outcome)])
 
 
-def _share(one: Found, point: Point | None) -> str:
+def _share(outcome: Found, point: Point | None) -> str:
     if point is None or point.estimate is None:
         return "-"
-    return f"{one.efficiency(point):.1%}"
+    return f"{outcome.efficiency(point):.1%}"
 
 
 def _costs(at: dict[int, Point]) -> list[str]:
@@ -121,17 +120,16 @@ def _stop(name: str, stop: Stop, line: Sequence[Point]) -> list[str]:
     ]
 
 
-def _best(one: Found) -> list[str]:
-    """Return the best layout at each of the counts, in words."""
+def _best(outcome: Found) -> list[str]:
     lines = []
     for count in SHOWN:
-        at = [(name, point) for name, line in one.points.items() for point in line if point.devices == count]
+        at = [(name, point) for name, line in outcome.points.items() for point in line if point.devices == count]
         if not at:
             continue
-        name, point = max(at, key=lambda each: each[1].goodput)
+        name, point = max(at, key=lambda item: item[1].goodput)
         estimate = point.estimate
         if estimate is not None:
-            told = (
+            facts = (
                 f"{LABELS[name]} ({said(estimate.layout)})",
                 f"{estimate.step_s:.3g} s a step",
                 f"{point.goodput:,.0f} samples/s",
@@ -139,5 +137,5 @@ def _best(one: Found) -> list[str]:
                 f"a failure every {estimate.run.mtbf_s / 3600:.3g} h",
                 f"{1 - 1 / estimate.run.slowdown:.1%} lost to saves and failures",
             )
-            lines.append(f"- {count:,} devices: {', '.join(told)}")
+            lines.append(f"- {count:,} devices: {', '.join(facts)}")
     return lines

@@ -1,8 +1,8 @@
-"""Results of the study of architectures: one HDF5 file.
+"""HDF5 file with the results of the architectures study.
 
-/         provenance, and the cluster's file as text
-/points   a row for each scenario, architecture and number of devices: the fastest layout that fits
-/stops    where each architecture stops scaling in each scenario, and why
+/         provenance, and the cluster file as text
+/points   the fastest layout that fits, for each scenario, architecture and number of devices
+/stops    the count at which scaling stops, and the reason, for each scenario and architecture
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,27 +52,29 @@ STOPS: Final = (
 )
 
 
-def points(found: Sequence[Found]) -> dict[str, np.ndarray]:
-    """Return the columns of the points of all scenarios."""
+def points(result: Sequence[Found]) -> dict[str, np.ndarray]:
     rows = [
-        _row(each.scenario.name, name, point) for each in found for name, line in each.points.items() for point in line
+        _row(outcome.scenario.name, name, point)
+        for outcome in result
+        for name, line in outcome.points.items()
+        for point in line
     ]
     return columns_of(POINTS, [{"point": number, **row} for number, row in enumerate(rows)])
 
 
-def write(path: Path, found: Sequence[Found], provenance: Mapping[str, Any], cluster: str) -> None:
+def write(path: Path, result: Sequence[Found], provenance: Mapping[str, Any], cluster: str) -> None:
     """Write a new file. Raises StorageError."""
     stops = [
-        {"scenario": each.scenario.name, "architecture": name, **stop._asdict()}
-        for each in found
-        for name, stop in each.stops.items()
+        {"scenario": outcome.scenario.name, "architecture": name, **stop._asdict()}
+        for outcome in result
+        for name, stop in outcome.stops.items()
     ]
     with files.edit(path, SCHEMA, VERSION) as file:
         file.attrs.update({**provenance, "cluster": cluster})
-        for each in found:
-            file.require_group(f"scenarios/{each.scenario.name}").attrs["title"] = each.scenario.title
+        for outcome in result:
+            file.require_group(f"scenarios/{outcome.scenario.name}").attrs["title"] = outcome.scenario.title
         for name, columns, rows in (
-            ("points", POINTS, points(found)),
+            ("points", POINTS, points(result)),
             ("stops", STOPS, columns_of(STOPS, [{"stop": number, **row} for number, row in enumerate(stops)])),
         ):
             datasets.create(file, name, columns)
@@ -80,7 +82,7 @@ def write(path: Path, found: Sequence[Found], provenance: Mapping[str, Any], clu
 
 
 def read(path: Path) -> dict[str, np.ndarray]:
-    """Return the columns of the points of a file. Raises StorageError."""
+    """Read the table of points. Raises StorageError."""
     with files.open_read(path, SCHEMA, VERSION) as file:
         return datasets.read(file, "points")
 

@@ -3,8 +3,8 @@
     python -m benchmarks extremes --ranks 2
     python -m benchmarks extremes --ranks 4 --kib 64 16384 --rounds 30 --output extremes.h5 --anonymous
 
-Each round measures both contenders on the same float32 data; a time is that of the slowest rank. A last call per size
-checks that the result is NaN where one rank has a NaN.
+A round measures both contenders on the same float32 data and takes the time of the slowest rank. A last call per size
+checks that the result is NaN exactly if one rank has a NaN.
 """
 
 import argparse
@@ -26,7 +26,7 @@ OPTIONS: Final = {"kib": [64, 1024, 16384], "rounds": 40}
 
 
 def timed(comm: Communicator, size: int, rounds: int) -> np.ndarray:
-    """Return seconds (contenders, rounds, ranks) of buffers of ``size`` float32. Collective."""
+    """Time buffers of ``size`` float32: seconds (contenders, rounds, ranks). Collective."""
     from mpi4py import MPI
 
     source = np.random.default_rng(comm.rank).standard_normal(size, np.float32)
@@ -36,21 +36,20 @@ def timed(comm: Communicator, size: int, rounds: int) -> np.ndarray:
         "native max": lambda: collectives.allreduce(comm, buffer, "native", "max"),
     }
 
-    def turn(name: str) -> float:
+    def timed_call(name: str) -> float:
         buffer[...] = source
         return harness.seconds(calls[name], comm)
 
-    values = harness.alternate({name: lambda name=name: turn(name) for name in NAMES}, rounds)
+    values = harness.alternate({name: lambda name=name: timed_call(name) for name in NAMES}, rounds)
     if comm.rank == comm.size - 1:
         source[::7] = np.nan
-    turn("native max")
+    timed_call("native max")
     if not np.array_equal(np.isnan(buffer), np.arange(size) % 7 == 0):
         raise SystemExit(f"rank {comm.rank}: the maximum of {size} elements lost or invented a NaN")
     return harness.of_ranks(comm, values)
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return the times of all sizes. Collective."""
     times = [timed(session.comm, kib * 1024 // 4, chosen.rounds) for kib in chosen.kib]
     arrays = {"time_s": np.array(times), "bytes": np.array([kib * 1024 for kib in chosen.kib])}
     about = {"contenders": ";".join(NAMES), "ranks": session.comm.size}
@@ -58,12 +57,11 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
 
 
 def slowest(results: Results) -> dict[int, np.ndarray]:
-    """Return the times (contenders, rounds) of the slowest rank, by KiB."""
+    """Return the times (contenders, rounds) of the slowest rank, by size in KiB."""
     return dict(zip((results.arrays["bytes"] >> 10).tolist(), results.arrays["time_s"].max(axis=-1), strict=True))
 
 
 def ratios(results: Results) -> harness.Ratios:
-    """Return the times relative to those of MPI_MAX."""
     return {
         f"{kib} KiB, {name}": samples
         for kib, times in slowest(results).items()
@@ -72,7 +70,6 @@ def ratios(results: Results) -> harness.Ratios:
 
 
 def lines(results: Results) -> list[str]:
-    """Return a table for each size."""
     return [
         line
         for kib, times in slowest(results).items()

@@ -1,4 +1,4 @@
-"""Jobs of the comparison with other libraries: the algorithms that those can be forced to, and their command lines."""
+"""Jobs of the study `libraries`: the algorithms that other libraries can be forced to use, and command lines."""
 
 import argparse
 import os
@@ -15,7 +15,7 @@ from hpcdist.errors import HpcdistError
 WORKER = ("-m", "benchmarks.collectives.worker")
 AS_IT_COMES = "default"
 OURS = "hpcdist"
-JOB_S = 240.0  # a job that takes longer is ended, and not started again
+JOB_S = 240.0  # timeout of a job; a job that exceeds it is not started again
 
 _TUNED = ("basic_linear", "nonoverlapping", "recursive_doubling", "ring", "segmented_ring", "rabenseifner")
 _INTRA = (
@@ -36,7 +36,7 @@ def _cvar(**values: str) -> tuple[Sequence[str], Mapping[str, str]]:
     return (), {f"MPIR_CVAR_{name}": value for name, value in values.items()}
 
 
-# vendor -> name of an algorithm -> (options of mpirun, environment) that force it
+# vendor -> algorithm name -> (options of mpirun, environment) that force this algorithm
 FORCED: Mapping[str, Mapping[str, tuple[Sequence[str], Mapping[str, str]]]] = {
     mpirun.OPEN_MPI: {
         **{f"tuned {name}": _tuned(number) for number, name in enumerate(_TUNED, 1)},
@@ -51,15 +51,15 @@ FORCED: Mapping[str, Mapping[str, tuple[Sequence[str], Mapping[str, str]]]] = {
         ),
     },
 }
-NEEDS_COMPONENT = ("han", "sm", "xhc")  # of Open MPI: forcing one that is not there measures the default again
+NEEDS_COMPONENT = ("han", "sm", "xhc")  # Open MPI components: forcing a missing one would measure the default again
 
 
 @dataclass(frozen=True)
 class Library:
-    """An MPI: the Python whose mpi4py uses it, its launcher, and the library to load where that is not mpi4py's own.
+    """An MPI library: a Python whose mpi4py uses the library, and the launcher.
 
-    Wheels of mpi4py for MPICH are linked to the name of its ABI, which not all systems have: in ``folder`` the library
-    has that name.
+    ``library`` is the path of the shared library, if mpi4py does not load the right one itself. ``folder`` has a link
+    with the name of the MPICH ABI, which MPICH wheels of mpi4py are linked to and some systems lack.
     """
 
     name: str
@@ -71,19 +71,18 @@ class Library:
     def line(
         self, ranks: int, program: Sequence[str], extra: Sequence[str], env: Mapping[str, str]
     ) -> tuple[list[str], dict[str, str]]:
-        """Return the command line and environment that start ``program`` on ``ranks`` ranks."""
-        added = {**mpirun.settings(self.launcher), **env, "PYTHONPATH": str(harness.ROOT)}
+        variables = {**mpirun.settings(self.launcher), **env, "PYTHONPATH": str(harness.ROOT)}
         if self.library:
-            added["MPI4PY_LIBMPI"] = self.library
+            variables["MPI4PY_LIBMPI"] = self.library
         if self.folder:
-            added["LD_LIBRARY_PATH"] = os.pathsep.join([self.folder, os.environ.get("LD_LIBRARY_PATH", "")])
-        line = mpirun.command(self.launcher, ranks, [self.python, "-P", *program], added, extra)
-        return line, {**os.environ, **added}
+            variables["LD_LIBRARY_PATH"] = os.pathsep.join([self.folder, os.environ.get("LD_LIBRARY_PATH", "")])
+        command = mpirun.command(self.launcher, ranks, [self.python, "-P", *program], variables, extra)
+        return command, {**os.environ, **variables}
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A job: ``library`` is None for gloo; ``algorithm`` is "" for ours, which bring their own list."""
+    """A job. ``library`` is None for gloo; ``algorithm`` is "" for hpcdist, which has its own list of algorithms."""
 
     library: Library | None
     algorithm: str
@@ -92,18 +91,17 @@ class Contender:
 
     @property
     def name(self) -> str:
-        """Name in messages."""
         if self.library is None:
             return "gloo"
         return f"{OURS} on {self.library.name}" if not self.algorithm else f"{self.library.name} {self.algorithm}"
 
 
 def library_of(text: str) -> Library:
-    """Return what ``NAME=PYTHON[@MPIEXEC[@LIBMPI]]`` names; the launcher is looked for beside the Python."""
+    """Parse ``NAME=PYTHON[@MPIEXEC[@LIBMPI]]``. The default launcher is the mpirun in the folder of PYTHON."""
     name, _, rest = text.partition("=")
     python, *more = rest.split("@")
     if not rest or not Path(python).is_file() or len(more) > 2:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=PYTHON[@MPIEXEC[@LIBMPI]], and PYTHON to be there")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=PYTHON[@MPIEXEC[@LIBMPI]] with an existing PYTHON")
     mpiexec = more[0] if more else str(Path(python).parent / "mpirun")
     try:
         return Library(name, python, mpirun.identify(Path(mpiexec)), more[1] if len(more) > 1 else "")
@@ -112,17 +110,16 @@ def library_of(text: str) -> Library:
 
 
 def with_abi_name(library: Library, folder: Path) -> Library:
-    """Return ``library`` with a link of its ABI's name in ``folder``, where it is an MPICH to be loaded by path."""
+    """Create a link with the MPICH ABI name in ``folder`` if ``library`` is an MPICH loaded by path."""
     if not library.library or library.launcher.vendor != mpirun.MPICH:
         return library
-    own = folder / f"abi-{library.name.replace('/', '_')}"
-    own.mkdir()
-    (own / "libmpi.so.12").symlink_to(library.library)
-    return replace(library, folder=str(own))
+    link_folder = folder / f"abi-{library.name.replace('/', '_')}"
+    link_folder.mkdir()
+    (link_folder / "libmpi.so.12").symlink_to(library.library)
+    return replace(library, folder=str(link_folder))
 
 
 def components(library: Library) -> str:
-    """Return what `ompi_info` of an Open MPI says of its components, "" where there is none."""
     info = library.launcher.path.resolve().with_name("ompi_info")
     if not info.exists():
         info = library.launcher.path.with_name("ompi_info")
@@ -134,33 +131,31 @@ def components(library: Library) -> str:
 
 
 def contenders(libraries: Sequence[Library], with_gloo: bool) -> Iterator[Contender]:
-    """Yield all jobs of the first round."""
     for library in libraries:
         yield Contender(library, "")
         yield Contender(library, AS_IT_COMES)
-        found = components(library) if library.launcher.vendor == mpirun.OPEN_MPI else ""
+        component_list = components(library) if library.launcher.vendor == mpirun.OPEN_MPI else ""
         for name, (extra, environment) in FORCED.get(library.launcher.vendor, {}).items():
-            if name not in NEEDS_COMPONENT or f"MCA coll: {name} " in found:
+            if name not in NEEDS_COMPONENT or f"MCA coll: {name} " in component_list:
                 yield Contender(library, name, extra, environment)
     if with_gloo:
         yield Contender(None, AS_IT_COMES)
 
 
-def launch(one: Contender, ranks: int, program: Sequence[str], torch_python: str | None) -> str:
-    """Run the job to its end and return why it failed, "" where it did not."""
-    if one.library is not None:
-        line, environment = one.library.line(ranks, program, one.options, one.environment)
+def launch(contender: Contender, ranks: int, program: Sequence[str], torch_python: str | None) -> str:
+    if contender.library is not None:
+        line, environment = contender.library.line(ranks, program, contender.options, contender.environment)
         jobs = [(line, environment)]
     else:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
         common = {**os.environ, "PYTHONPATH": str(harness.ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks)}
         common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
         line = [str(torch_python), "-P", *program]
         jobs = [(line, common | {"RANK": str(rank)}) for rank in range(ranks)]
-    nowhere = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    started = [subprocess.Popen(line, env=environment, **nowhere) for line, environment in jobs]  # type: ignore[call-overload]
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen(line, env=environment, **streams) for line, environment in jobs]  # type: ignore[call-overload]
     reasons = []
     try:
         for process in started:
@@ -168,9 +163,9 @@ def launch(one: Contender, ranks: int, program: Sequence[str], torch_python: str
             if process.returncode:
                 reasons.append(f"exit code {process.returncode}: {' '.join(stderr.split())[-400:]}")
     except subprocess.TimeoutExpired:
-        reasons.append(f"no end within {JOB_S:g} s")
+        reasons.append(f"timed out after {JOB_S:g} s")
     finally:
         for process in started:
-            process.terminate()  # does nothing to one that has ended
+            process.terminate()  # no effect on an ended process
             process.wait()
     return "; ".join(reasons)

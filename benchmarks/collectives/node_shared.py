@@ -1,12 +1,12 @@
-"""Allreduce in memory that the ranks of a node share, beside copies of the same bytes: what the memory allows.
+"""Allreduce in memory shared by the ranks of a node, compared with copies of the same bytes.
 
     python -m benchmarks node_shared --ranks 4 --mib 64 --rounds 30 --output node_shared.h5 --anonymous
 
-    memcpy         every rank copies its buffer to another one, all at the same time
-    in place       `node_shared_allreduce` of buffers from `allocate`: reads p n bytes and writes p n
-    one result     `allreduce_into` an array that all ranks have in common: reads p n bytes and writes n
+    memcpy         every rank copies its buffer, all at the same time
+    in place       `node_shared_allreduce` of buffers from `allocate`: reads p n bytes and writes p n (p ranks, n bytes)
+    one result     `allreduce_into` an array shared by all ranks: reads p n bytes and writes n
 
-Results are verified in each round. What ordinary arrays and MPI's own cost, `hpcdist bench collectives` measures.
+Each round verifies the results. `hpcdist bench collectives` measures ordinary arrays and MPI's own allreduce.
 """
 
 import argparse
@@ -31,7 +31,7 @@ OPTIONS: Final = {"mib": [4, 16, 64], "rounds": 20}
 
 
 def timed(comm: Communicator, size: int, rounds: int) -> np.ndarray:
-    """Return seconds (contenders, rounds, ranks) of buffers of ``size`` float32. Collective."""
+    """Time buffers of ``size`` float32 in shared memory: seconds (contenders, rounds, ranks). Collective."""
     source = (np.arange(size) % 1009 + comm.rank).astype(FLOAT32)
     total = (np.arange(size) % 1009 * comm.size + sum(range(comm.size))).astype(FLOAT32)
     copy, shared = np.empty(size, FLOAT32), shared_memory.allocate(comm, size, FLOAT32)
@@ -42,23 +42,22 @@ def timed(comm: Communicator, size: int, rounds: int) -> np.ndarray:
         (lambda: shared_memory.allreduce_into(comm, shared, common), common, total),
     ]
 
-    def turn(name: str) -> float:
+    def timed_call(name: str) -> float:
         call, result, expected = calls[NAMES.index(name)]
         shared[...] = source
         elapsed = harness.seconds(call, comm)
         if not np.array_equal(result, expected):
             raise SystemExit(f"{name} gave rank {comm.rank} a wrong result")
-        comm.barrier()  # the common result is written again in a later turn
+        comm.barrier()  # a later turn overwrites the common result
         return elapsed
 
-    values = harness.alternate({name: lambda name=name: turn(name) for name in NAMES}, rounds)
+    values = harness.alternate({name: lambda name=name: timed_call(name) for name in NAMES}, rounds)
     times = harness.of_ranks(comm, values)
     collectives.release(comm)
     return times
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return the times of all sizes. Collective."""
     times = [timed(session.comm, (mib << 20) // FLOAT32.itemsize, chosen.rounds) for mib in chosen.mib]
     arrays = {"time_s": np.array(times), "bytes": np.array([mib << 20 for mib in chosen.mib])}
     about = {"contenders": ";".join(NAMES), "ranks": session.comm.size}
@@ -66,13 +65,12 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
 
 
 def slowest(results: Results) -> dict[int, np.ndarray]:
-    """Return the times (contenders, rounds) of the slowest rank, by MiB."""
+    """Return the times (contenders, rounds) of the slowest rank, by size in MiB."""
     sizes = (results.arrays["bytes"] >> 20).tolist()
     return dict(zip(sizes, results.arrays["time_s"].max(axis=-1), strict=True))
 
 
 def ratios(results: Results) -> harness.Ratios:
-    """Return times over the memcpy's."""
     return {
         f"{mib} MiB, {name}": samples
         for mib, times in slowest(results).items()
@@ -81,5 +79,5 @@ def ratios(results: Results) -> harness.Ratios:
 
 
 def lines(results: Results) -> Sequence[str]:
-    of = slowest(results).items()
-    return [line for mib, times in of for line in (f"{mib} MiB", *harness.time_table(times, results.names()))]
+    times_by_mib = slowest(results).items()
+    return [line for mib, times in times_by_mib for line in (f"{mib} MiB", *harness.time_table(times, results.names()))]

@@ -1,11 +1,11 @@
-"""Cost of the Python layer: an allreduce of eight bytes by mpi4py, by this library, and with the flight recorder.
+"""Cost of the Python layer: an 8-byte allreduce by mpi4py, by hpcdist, and by hpcdist with the flight recorder.
 
     python -m benchmarks overhead
     python -m benchmarks overhead --rounds 400 --output overhead.h5 --anonymous
 
-In each round every contender makes the same number of calls, from a barrier on; a time is that of the slowest rank over
-the calls. "more us" is the difference to `mpi4py.MPI.Comm.Allreduce(MPI.IN_PLACE, ...)` in the same round.
-"begin + end" is the recorder by itself, call site included.
+In each round every contender makes the same number of calls after a barrier; the slowest rank's time counts. "more us"
+is the extra time over `mpi4py.MPI.Comm.Allreduce(MPI.IN_PLACE, ...)` in the same round. "begin + end" is the recorder
+alone, including the call site.
 """
 
 import argparse
@@ -31,37 +31,38 @@ SMALL, WORSE = {"rounds": 40}, 1.5
 
 BASE: Final = "mpi4py"
 EVENT: Final = ("world", "allreduce", "float32", 1024, -1, -1, 0)
-OPTIONS: Final = {"rounds": 200, "calls": 200}  # calls of a turn
+OPTIONS: Final = {"rounds": 200, "calls": 200}  # calls: per contender and round
 lines = harness.overhead_table
 
 
 def contenders(comm: Communicator, recorder: Recorder, calls: int) -> dict[str, Callable[[], float]]:
-    """Return what makes ``calls`` calls and returns the seconds of one, by name."""
     from mpi4py import MPI
 
     buffer, world = np.zeros(1), MPI.COMM_WORLD
 
-    def turn(call: Callable[[], object], sink: EventSink) -> Callable[[], float]:
+    def timed_calls(call: Callable[[], object], sink: EventSink) -> Callable[[], float]:
         return harness.repeated(call, calls, comm, lambda: setattr(comm, "events", sink))
 
     source = "def record(sink):\n    sink.end(sink.begin('world', 'sendrecv', 'float32', 1024, 4096, 1, 0))\n"
     module: dict[str, Any] = {}
-    # As from code in collectives/, whose call site has two lines: the algorithm's and its caller's.
+    # Compiled as code of collectives/: its recorded call site has two lines, the algorithm and its caller.
     exec(compile(source, ring.__file__, "exec"), module)
-    made = {BASE: turn(lambda: world.Allreduce(MPI.IN_PLACE, buffer, MPI.SUM), NULL_SINK)}
+    timed_contenders = {BASE: timed_calls(lambda: world.Allreduce(MPI.IN_PLACE, buffer, MPI.SUM), NULL_SINK)}
     for algorithm in ("native", "node_shared") if comm.nodes().count == 1 else ("native",):
 
         def reduce(algorithm: str = algorithm) -> None:
             collectives.allreduce(comm, buffer, algorithm)
 
-        made |= {algorithm: turn(reduce, NULL_SINK), f"{algorithm}, recorded": turn(reduce, recorder)}
-    made["begin + end"] = turn(lambda: recorder.end(recorder.begin(*EVENT)), NULL_SINK)
-    made["begin + end within collectives/"] = turn(lambda: module["record"](recorder), NULL_SINK)
-    return made
+        timed_contenders |= {
+            algorithm: timed_calls(reduce, NULL_SINK),
+            f"{algorithm}, recorded": timed_calls(reduce, recorder),
+        }
+    timed_contenders["begin + end"] = timed_calls(lambda: recorder.end(recorder.begin(*EVENT)), NULL_SINK)
+    timed_contenders["begin + end within collectives/"] = timed_calls(lambda: module["record"](recorder), NULL_SINK)
+    return timed_contenders
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return the times of all contenders. Collective."""
     comm = session.comm
     with tempfile.TemporaryDirectory() as directory:
         recorder = Recorder(Path(directory) / f"rank-{comm.rank:05d}.rec", comm.rank, comm.size)

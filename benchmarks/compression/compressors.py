@@ -1,12 +1,11 @@
-"""Cost of encoding and decoding a tensor on one core, beside a memcpy of it in the same round.
+"""Cost of encoding and decoding a tensor on one core, compared with a memcpy of the tensor in the same round.
 
     python -m benchmarks compressors --mib 64 --rounds 30 -o compressors.h5 --anonymous
 
-Right before each turn of a compressor the tensor is copied: "x memcpy" is encode + decode over the copy next to it, so
-that what else the machine does falls on both. Values are normal ones, or with --tails Student's t with 2 degrees of
-freedom. Told are also the ratio of the fastest turns, which a busy machine spoils less, the payload, the seconds it
-takes to add one to a sum, and the error. What DGC, PowerSGD of rank 4 and 1-bit Adam do on a rank in a step is timed as
-a whole: a 1-bit step is that of one rank with all of the momentum as its own chunk, more than its share among many.
+The tensor is copied right before each turn of a compressor: "x memcpy" is encode + decode relative to that copy. Values
+are normal, or with --tails Student's t with 2 degrees of freedom. The table also has the ratio of the fastest turns
+(less sensitive to a busy machine), the payload, the time to add a payload to a sum, and the error. A step of DGC,
+PowerSGD of rank 4 and 1-bit Adam is timed as a whole; for 1-bit Adam one rank owns the whole momentum.
 """
 
 import argparse
@@ -54,23 +53,23 @@ OPTIONS: Final = {"mib": 64, "rounds": 20, "tails": False, "only": (*COMPRESSORS
 
 
 def exchanges(values: np.ndarray, out: np.ndarray) -> dict[str, Callable[[], object]]:
-    """Return the local work of a step of DGC, PowerSGD and 1-bit Adam on ``values``, in the order of `EXCHANGES`."""
+    """Return functions for one rank's work in a step of DGC, PowerSGD and 1-bit Adam, by name in `EXCHANGES`."""
     n, density, rank, key = values.size, 0.01, 4, RandomKey(1, 2, 0, 3)
     dgc, sent = DeepGradientCompression(n, momentum=0.9), np.empty(coo.ENTRY_BYTES * coo.count_of(n, density), np.uint8)
     rows = 1 << (n.bit_length() // 2)
     matrix = values[: rows * (n // rows)]
-    low = PowerSgd((rows, matrix.size // rows), rank, seed=0, tensor=0)
-    p, q = np.empty(low.rows * rank, np.float32), np.empty(low.columns * rank, np.float32)
+    low_rank = PowerSgd((rows, matrix.size // rows), rank, seed=0, tensor=0)
+    p, q = np.empty(low_rank.rows * rank, np.float32), np.empty(low_rank.columns * rank, np.float32)
     adam = OneBitAdam(n, 0, 1, AdamMoments())
     adam.warm(values.copy())
     adam.freeze()
     signs = np.empty(adam.compressor.payload_bytes(n), np.uint8)
 
     def gradient_to_factors() -> None:
-        low.project(matrix, p)
-        low.orthogonalise(p)
-        low.project_back(matrix, p, q)
-        low.reconstruct(p, q, out[: matrix.size])
+        low_rank.project(matrix, p)
+        low_rank.orthogonalise(p)
+        low_rank.project_back(matrix, p, q)
+        low_rank.reconstruct(p, q, out[: matrix.size])
 
     def signs_of_momentum() -> None:
         adam.accumulate(values)
@@ -85,17 +84,17 @@ def exchanges(values: np.ndarray, out: np.ndarray) -> dict[str, Callable[[], obj
 
 
 class Tensor:
-    """The buffers of one tensor of ``size`` float32, which every compressor uses."""
+    """Buffers of a tensor of ``size`` float32, shared by all compressors."""
 
     def __init__(self, size: int, tails: bool) -> None:
         rng = np.random.default_rng(1)
         self.values = (rng.standard_t(2, size) if tails else rng.standard_normal(size)).astype(np.float32)
         self.copy, self.out, self.total = (np.ones(size, np.float32) for _ in range(3))
-        self.payloads = {name: np.ones(each.payload_bytes(size), np.uint8) for name, each in COMPRESSORS.items()}
+        self.payloads = {name: np.ones(codec.payload_bytes(size), np.uint8) for name, codec in COMPRESSORS.items()}
         self.step, self.exchanges = 0, exchanges(self.values, self.out)
 
     def turn(self, name: str) -> tuple[list[float], int, float]:
-        """Return the seconds of the phases, the bytes of the payload, and |decoded - values| / |values|."""
+        """Return the seconds of the phases, the payload bytes, and the error |decoded - values| / |values|."""
         copied = harness.seconds(lambda: np.copyto(self.copy, self.values))
         if name in self.exchanges:
             return [copied, harness.seconds(self.exchanges[name]), 0.0, 0.0], 0, np.nan
@@ -110,7 +109,6 @@ class Tensor:
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return times, payloads and errors of all compressors."""
     size = chosen.mib * (1 << 20) // 4
     tensor = Tensor(size, chosen.tails)
     turns = harness.alternate({name: lambda name=name: tensor.turn(name) for name in chosen.only}, chosen.rounds)
@@ -127,7 +125,6 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
 
 
 def ratios(results: Results) -> harness.Ratios:
-    """Return encode and decode over the memcpy next to them."""
     times = results.arrays["time_s"]
     return dict(zip(results.names("compressors"), times[:, :, 1:3].sum(axis=2) / times[:, :, 0], strict=True))
 
@@ -135,12 +132,12 @@ def ratios(results: Results) -> harness.Ratios:
 def lines(results: Results) -> Sequence[str]:
     rows = [["", *(f"{name} ms" for name in PHASES), "x memcpy", "interval", "fastest", "bytes", "smaller", "error"]]
     size, arrays = results.attributes["elements"], results.arrays
-    for place, (name, samples) in enumerate(ratios(results).items()):
-        times, nbytes = arrays["time_s"][place], arrays["payload_bytes"][place]
+    for index, (name, samples) in enumerate(ratios(results).items()):
+        times, nbytes = arrays["time_s"][index], arrays["payload_bytes"][index]
         ratio, low, high = harness.interval(samples)
         least = times.min(axis=0)
         cells = [f"{1e3 * value:.2f}" for value in np.median(times, axis=0)]
         cells += [f"{ratio:.2f}", f"{low:.2f} to {high:.2f}", f"{(least[1] + least[2]) / least[0]:.2f}"]
         smaller = f"{4 * size / nbytes:.2f}" if nbytes else "-"
-        rows.append([name, *cells, f"{nbytes}", smaller, f"{arrays['error'][place]:.2e}"])
+        rows.append([name, *cells, f"{nbytes}", smaller, f"{arrays['error'][index]:.2e}"])
     return [f"{size} float32", *aligned(rows)]

@@ -1,9 +1,9 @@
-"""Trainings of the study of compression, one after the other, and which it makes next. Nothing here trains.
+"""Order of the trainings in the compression study. Nothing here trains.
 
-Every compressor takes the rate that dense gradients were best with, with error feedback and without. Those that the
-study makes claims of (`TUNED`) are tried with the same rates as dense gradients, and each of `SEEDED` is trained again
-at its own best rate with further seeds, since one per cent means something only beside the spread of the seeds. DGC and
-PowerSGD were published for SGD with momentum, and are compared with dense gradients under that, too.
+Every compressor uses the best rate of dense gradients, with error feedback and without. The contenders in `TUNED`, on
+which the study makes claims, also try all rates of dense gradients. The contenders in `SEEDED` train with further seeds
+at their best rate, since a difference of 1 % is meaningful only relative to the spread of the seeds. DGC and PowerSGD
+were published for SGD with momentum, so they are also compared with dense gradients under SGD.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe import settings
 from hpcdist.training.recipe.recipe import Recipe
 
-FOUND: Final = "FOUND "  # what a line of the ranks begins with that is meant for the program that started them
+FOUND: Final = "FOUND "  # prefix of output lines of the ranks that the parent process parses
 DENSE: Final = "dense"
 DENSE_SGD: Final = "dense, sgd"
 _SGD: Final = {"optimizer.name": "sgd"}
 _WAY: Final = "communication.compression"
-# Keys over those of the study. A number of steps may be a share of all of them: `_SHARES`.
+# Keys that override the study's. A number of steps may be given as a share of all steps: `_SHARES`.
 CONTENDERS: Final[Mapping[str, Mapping[str, Any]]] = {
     DENSE: {},
     "float16": {_WAY: "float16"},
@@ -55,7 +55,7 @@ TUNED: Final = (
     "dense, beta1 0.5",
 )
 SEEDED: Final = (DENSE, "int8", "powersgd 4, beta1 0.5", "onebit, 30 % dense", DENSE_SGD, "powersgd 4, sgd")
-SGD_RATES: Final = 25.0  # times those of AdamW
+SGD_RATES: Final = 25.0  # factor from the rates of AdamW to the rates of SGD
 _SHARES: Final = ("compression.warmup_steps",)
 COMMON: Final[Mapping[str, Any]] = {
     "model.layers": 2,
@@ -73,7 +73,7 @@ COMMON: Final[Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Training:
-    """A training of the study: which compressor, and what of it is not the same in all."""
+    """A training of the study: the contender and the settings that differ between trainings."""
 
     contender: str
     feedback: bool
@@ -83,28 +83,26 @@ class Training:
 
 @dataclass(frozen=True)
 class Study:
-    """What is asked for: ``steps`` of each training, the ``rates`` to try, ``seeds`` of those that count, ``names``."""
+    """Settings of the study: ``steps`` per training, ``rates`` to try, ``seeds`` of `SEEDED`, contender ``names``."""
 
     steps: int
     rates: tuple[float, ...]
     seeds: int
     names: tuple[str, ...] = tuple(CONTENDERS)
-    more: tuple[tuple[str, Any], ...] = ()  # keys over those of all
+    more: tuple[tuple[str, Any], ...] = ()  # recipe keys that override `COMMON`
 
     def keys(self, name: str) -> dict[str, Any]:
-        """Return the keys of a recipe that are the contender's own."""
-        found = dict(CONTENDERS[name])
-        return found | {key: round(found[key] * self.steps) for key in _SHARES if key in found}
+        overrides = dict(CONTENDERS[name])
+        return overrides | {key: round(overrides[key] * self.steps) for key in _SHARES if key in overrides}
 
     def settings(self, training: Training) -> dict[str, Any]:
-        """Return the keys of the recipe of ``training``."""
-        own = self.keys(training.contender) | {"optimizer.learning_rate": training.learning_rate}
+        keys = self.keys(training.contender) | {"optimizer.learning_rate": training.learning_rate}
         if not training.feedback:
-            own["compression.error_feedback"] = False
-        return {**COMMON, **dict(self.more), "run.steps": self.steps, "run.seed": training.seed, **own}
+            keys["compression.error_feedback"] = False
+        return {**COMMON, **dict(self.more), "run.steps": self.steps, "run.seed": training.seed, **keys}
 
     def refusal(self, training: Training) -> str:
-        """Return why ``training`` is none that hpcdist makes, "" where it is one."""
+        """Return the reason why hpcdist rejects ``training``, or ""."""
         try:
             made(self.settings(training))
         except ConfigurationError as error:
@@ -112,9 +110,9 @@ class Study:
         return ""
 
     def best(self, name: str, losses: Mapping[Training, float]) -> Training | None:
-        """Return the training of lowest loss among those of ``name`` with feedback and the first seed, if any is good.
+        """Return the training of ``name`` with the lowest loss, or None. Diverged trainings (NaN) are ignored.
 
-        NaN, of a training that diverged, is no loss.
+        Only trainings with error feedback and seed 0 count.
         """
         good = [
             training
@@ -124,10 +122,10 @@ class Study:
         return min(good, key=lambda training: losses[training], default=None)
 
     def next(self, losses: Mapping[Training, float], refused: Sequence[Training]) -> list[Training]:
-        """Return the trainings that are to be made now, given the ``losses`` of those made; none at the end."""
+        """Return the next trainings to run after those in ``losses`` and ``refused``; empty when all are done."""
         stages = (self._of_references, self._everybody, self._other_rates, self._further_seeds, self._without_feedback)
         for stage in stages:
-            missing = [one for one in stage(losses) if one not in losses and one not in refused]
+            missing = [training for training in stage(losses) if training not in losses and training not in refused]
             if missing:
                 return missing
         return []
@@ -143,7 +141,7 @@ class Study:
 
     def _further_seeds(self, losses: Mapping[Training, float]) -> list[Training]:
         best = [self.best(name, losses) for name in SEEDED if name in self.names]
-        return [replace(one, seed=seed) for one in best if one is not None for seed in range(1, self.seeds)]
+        return [replace(item, seed=seed) for item in best if item is not None for seed in range(1, self.seeds)]
 
     def _without_feedback(self, losses: Mapping[Training, float]) -> list[Training]:
         names = [name for name in self._compressors if CONTENDERS[name].get(_WAY, "none") in COMPRESSORS]
@@ -151,33 +149,30 @@ class Study:
 
     @property
     def _references(self) -> list[str]:
-        return [one for one in REFERENCES if any(reference(name) == one for name in self.names)]
+        return [dense for dense in REFERENCES if any(reference(name) == dense for name in self.names)]
 
     @property
     def _compressors(self) -> list[str]:
         return [name for name in self.names if name not in REFERENCES]
 
     def rates_of(self, name: str) -> list[float]:
-        """Return the rates to try with the optimizer of ``name``."""
         factor = SGD_RATES if reference(name) == DENSE_SGD else 1.0
         return [float(f"{rate * factor:.4g}") for rate in self.rates]
 
     def rate(self, name: str, losses: Mapping[Training, float]) -> float:
-        """Return the rate that dense gradients were best with, under the optimizer of ``name``."""
         best = self.best(reference(name), losses)
         return self.rates_of(name)[0] if best is None else best.learning_rate
 
 
 def reference(name: str) -> str:
-    """Return the dense gradients that ``name`` is compared with: those under the same optimizer."""
     return DENSE_SGD if CONTENDERS[name].get("optimizer.name") == "sgd" else DENSE
 
 
 def made(keys: Mapping[str, Any]) -> Recipe:
-    """Return the recipe of ``keys``: nothing but them and the defaults counts. Raises ConfigurationError."""
+    """Build a recipe from ``keys`` and the defaults only. Raises ConfigurationError."""
     tree: dict[str, dict[str, Any]] = {}
     for key, value in keys.items():
         section, _, name = key.partition(".")
         tree.setdefault(section, {})[name] = value
-    known = recipes.defaults()
-    return recipes.load(settings.table(tree, "the study", known, Path()), (), {}).recipe
+    defaults = recipes.defaults()
+    return recipes.load(settings.table(tree, "the study", defaults, Path()), (), {}).recipe

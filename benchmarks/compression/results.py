@@ -1,10 +1,10 @@
-"""Results of the study of compression: one HDF5 file, to which each training is added when it has ended.
+"""HDF5 file with the results of the compression study. Each training is appended when it has ended.
 
-/             provenance, the keys of the study
+/             provenance, and the keys of the study
 /trainings    a row for each training
-/points       its evaluations
+/points       evaluations of the trainings
 /times        steps over slow links, by phase: a row for each step and rank
-/links        what raw TCP carried over the same links between them
+/links        raw TCP rates over the same links, between the steps
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,7 +62,7 @@ _POINTS: Final = tuple(column.name for column in POINTS)
 
 @dataclass(frozen=True)
 class Ended:
-    """What came of a training; ``points`` (evaluations, 4) are those of POINTS without the training."""
+    """Result of a training; ``points`` (evaluations, 4) are the columns of POINTS after the training."""
 
     loss: float
     sent_bytes: float
@@ -73,27 +73,27 @@ class Ended:
 
 @dataclass(frozen=True)
 class Times:
-    """Steps over slow links: ``figures`` by contender (rounds, steps, ranks, phases), and the raw links by round."""
+    """Steps over slow links: ``figures`` (rounds, steps, ranks, phases) by contender, and raw rates by round."""
 
     figures: Mapping[str, np.ndarray]
     bytes_per_s: np.ndarray
 
 
-def ended(found: Mapping[str, Any]) -> Ended:
-    """Return what the ranks say of a training as a row of the file."""
-    sent, losses = np.array(found["sent_bytes"]), np.array(found["losses"])
-    rows, before = [], 0
-    for step, loss in found["points"]:
-        rows.append((step, loss, losses[before:step].mean() if step > before else np.nan, sent[:step].sum()))
-        before = step
+def ended(result: Mapping[str, Any]) -> Ended:
+    """Convert the ``result`` printed by the ranks to a row of the file."""
+    sent, losses = np.array(result["sent_bytes"]), np.array(result["losses"])
+    rows, start = [], 0
+    for step, loss in result["points"]:
+        rows.append((step, loss, losses[start:step].mean() if step > start else np.nan, sent[:step].sum()))
+        start = step
     last = sent[-max(1, len(sent) // 10) :]
     return Ended(
-        found["points"][-1][1], float(sent.sum()), float(np.median(last)), found["wall_s"], np.array(rows, float)
+        result["points"][-1][1], float(sent.sum()), float(np.median(last)), result["wall_s"], np.array(rows, float)
     )
 
 
 class Records:
-    """The results in the file at ``path``, which is made if need be. Raises UsageError where it is of another study."""
+    """Results in the file ``path``, created if missing. Raises UsageError if the file belongs to another study."""
 
     def __init__(self, path: Path, provenance: Mapping[str, Any], study: Mapping[str, Any]) -> None:
         self._path = path
@@ -103,15 +103,15 @@ class Records:
                 for name, columns in (("trainings", TRAININGS), ("points", POINTS), ("times", TIMES), ("links", LINKS)):
                     datasets.create(file, name, columns)
             for name, value in study.items():
-                if (found := file.attrs.get(name)) != value:
+                if (stored := file.attrs.get(name)) != value:
                     raise UsageError(
-                        f"{path}: its trainings have {name} = {found}, these would have {value}; choose "
+                        f"{path}: its trainings have {name} = {stored}, these would have {value}; choose "
                         "another --output"
                     )
         self.known: dict[Training, Ended] = trainings(path)
 
     def add(self, training: Training, one: Ended) -> None:
-        """Write a training. Raises StorageError; the file is then as it was before."""
+        """Append a training. Raises StorageError and leaves the file unchanged."""
         number = len(self.known)
         row = {"training": number, **vars(training), **vars(one)}
         points = [dict(zip(_POINTS, (number, *point), strict=True)) for point in one.points.tolist()]
@@ -121,13 +121,21 @@ class Records:
         self.known[training] = one
 
     def put_times(self, names: Sequence[str], figures: np.ndarray, bytes_per_s: Sequence[float]) -> None:
-        """Write the steps that were timed, (ranks, contenders, rounds, steps, phases), in place of earlier ones."""
+        """Replace the timed steps by ``figures`` (ranks, contenders, rounds, steps, phases)."""
         ranks, _, rounds, turn, _ = figures.shape
         names_of = [column.name for column in TIMES]
-        places = [(place, *index) for place in range(len(names)) for index in np.ndindex(rounds, turn, ranks)]
+        positions = [
+            (contender, *index) for contender in range(len(names)) for index in np.ndindex(rounds, turn, ranks)
+        ]
         rows = [
-            dict(zip(names_of, (number, place, at, rank, *figures[rank, place, at, step]), strict=True))
-            for number, (place, at, step, rank) in enumerate(places)
+            dict(
+                zip(
+                    names_of,
+                    (number, contender, round_number, rank, *figures[rank, contender, round_number, step]),
+                    strict=True,
+                )
+            )
+            for number, (contender, round_number, step, rank) in enumerate(positions)
         ]
         links = {"turn": np.arange(rounds, dtype="i2"), "bytes_per_s": np.array(bytes_per_s)}
         with files.edit(self._path, SCHEMA, VERSION) as file:
@@ -138,30 +146,28 @@ class Records:
             file["times"].attrs["names"] = list(names)
 
     def times(self) -> Times:
-        """Return the steps that were timed; none by name where there are none."""
         with files.open_read(self._path, SCHEMA, VERSION) as file:
             rows, links = datasets.read(file, "times"), datasets.read(file, "links")
             names = [str(name) for name in file["times"].attrs.get("names", ())]
-        found = {}
-        for place, name in enumerate(names):
-            own = rows["contender"] == place
-            shape = (int(rows["round"][own].max()) + 1, -1, int(rows["rank"][own].max()) + 1)
-            columns = [rows[c.name][own].reshape(shape) for c in TIMES[4:]]
-            found[name] = np.stack(columns, axis=-1).astype(float)
-        return Times(found, links["bytes_per_s"])
+        results = {}
+        for index, name in enumerate(names):
+            is_contender = rows["contender"] == index
+            shape = (int(rows["round"][is_contender].max()) + 1, -1, int(rows["rank"][is_contender].max()) + 1)
+            columns = [rows[c.name][is_contender].reshape(shape) for c in TIMES[4:]]
+            results[name] = np.stack(columns, axis=-1).astype(float)
+        return Times(results, links["bytes_per_s"])
 
 
 def trainings(path: Path) -> dict[Training, Ended]:
-    """Return the trainings of a file. Raises StorageError."""
     with files.open_read(path, SCHEMA, VERSION) as file:
         try:
             rows, points = datasets.read(file, "trainings"), datasets.read(file, "points")
         except files.FAILURES as error:
-            raise StorageError(f"{path}: is damaged: {error}") from error
-    values = np.stack([points[c.name].astype(float) for c in POINTS[1:]], axis=1)
-    known = {}
+            raise StorageError(f"{path} is damaged: {error}") from error
+    all_points = np.stack([points[c.name].astype(float) for c in POINTS[1:]], axis=1)
+    results = {}
     for row in rows_of(rows):
         training = Training(row["contender"], bool(row["feedback"]), row["learning_rate"], row["seed"])
-        own = values[points["training_of"] == row["training"]]
-        known[training] = Ended(row["loss"], row["sent_bytes"], row["compressed_bytes"], row["wall_s"], own)
-    return known
+        evaluations = all_points[points["training_of"] == row["training"]]
+        results[training] = Ended(row["loss"], row["sent_bytes"], row["compressed_bytes"], row["wall_s"], evaluations)
+    return results

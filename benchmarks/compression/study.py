@@ -4,19 +4,17 @@
     python -m benchmarks compression --parts losses --ranks 4 --only dense int8 "powersgd 4"
     sudo python -m benchmarks compression --parts times --link 1gbit
 
-Losses: a byte GPT of a million parameters on the source text of the standard library, trained by --ranks ranks with
-every compressor of `communication.compression`, with error feedback and without. Dense gradients, and compressors of
-which something is claimed, are tried with all --rates, the others with the best rate of dense ones; the best rates of
-those that count are trained with further --seeds. Told are the validation loss at the end and on the way, and the bytes
-that a rank sent. What hpcdist refuses is listed with its reason.
+Losses: a byte GPT of a million parameters trains on the source text of the standard library, on --ranks ranks, with
+every compressor of `communication.compression`, with and without error feedback. Dense gradients and the most important
+compressors try all --rates; the others use the best rate of dense gradients. Some train with further --seeds. The
+tables have the final validation loss, the bytes sent by a rank, and the reasons of refused combinations.
 
-Times: the same trainings between two hosts, which are network namespaces of this machine joined by links of --link
-(root only), with one rank each; dense gradients and factors go by the algorithm that is made for it, hierarchical. All
-take turns in one run; before each round raw TCP is measured on the same links. The bound of a step is what it computes,
-encodes and decodes, and what raw TCP needs for its bytes; "of bound" is that over the step that was measured. A loss
-against time is that of the training at the pace that was measured here.
+Times: the same trainings with one rank on each of two hosts (network namespaces of this machine with links of --link,
+root only). Dense gradients and factors use the hierarchical allreduce. Each round also measures raw TCP on the same
+links. The bound of a step is its time to compute, encode and decode, and to send its bytes at the raw TCP rate; "of
+bound" is the bound divided by the measured time.
 
-Trainings go to the file one by one: the same command goes on where it was stopped, and prints and draws what is there.
+Trainings are saved one by one; the same command continues a stopped study.
 """
 
 import argparse
@@ -55,15 +53,15 @@ SMALL, WORSE = (
 WRITES_ITSELF = True
 
 EVALUATIONS: Final = 10
-BURST: Final = "8kb"  # that a link lets pass at any speed after a pause
+BURST: Final = "8kb"  # bytes that a link passes at any speed after a pause
 RAW_BYTES: Final = 4 << 20
-# ranks, steps, seeds: of the trainings for losses; rounds, turn: of times, and the steps of each in a round
+# ranks, steps, seeds: of the trainings for losses; rounds, turn: rounds of the times, and steps per round
 OPTIONS: Final = {"ranks": 2, "threads": False, "steps": 500, "rates": [1e-3, 2e-3, 4e-3], "seeds": 3, "text": ""}
 OPTIONS |= {"link": "100mbit", "rounds": 5, "turn": 6, "parts": ("losses", "times"), "only": tuple(CONTENDERS)}
 
 
-def followed(line: Sequence[str], environment: Mapping[str, str], take: Callable[[dict[str, Any]], None]) -> str:
-    """Run ``line`` and ``take`` what it tells as it comes; return "", or why it ended early."""
+def followed(line: Sequence[str], environment: Mapping[str, str], handle: Callable[[dict[str, Any]], None]) -> str:
+    """Run ``line`` and call ``handle`` on each result it prints. Return "", or the reason of a failure."""
     tail: deque[str] = deque(maxlen=20)
     with subprocess.Popen(
         line, env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -71,39 +69,38 @@ def followed(line: Sequence[str], environment: Mapping[str, str], take: Callable
     ) as process:  # fmt: skip
         assert process.stdout is not None
         try:
-            for said in process.stdout:
-                if said.startswith(FOUND):
-                    take(json.loads(said.removeprefix(FOUND)))
+            for output in process.stdout:
+                if output.startswith(FOUND):
+                    handle(json.loads(output.removeprefix(FOUND)))
                 else:
-                    tail.append(said)
+                    tail.append(output)
         except BaseException:
             process.terminate()
             raise
-    return "" if process.returncode == 0 else f"the ranks ended with {process.returncode}:\n{''.join(tail)}"
+    return "" if process.returncode == 0 else f"the ranks exited with code {process.returncode}:\n{''.join(tail)}"
 
 
 def program(folder: Path, order: Mapping[str, Any]) -> list[str]:
-    """Return the command line of one rank, its ``order`` in ``folder``."""
     path = folder / "order.json"
     path.write_text(json.dumps(order))
     return [sys.executable, "-m", "benchmarks.compression.ranks", str(path)]
 
 
 def losses(study: plan.Study, ranks: int, threads: bool, records: Records, folder: Path) -> dict[Training, str]:
-    """Make the trainings that the file does not have yet; return those that are refused, with the reasons."""
+    """Run the trainings missing in the file; return the refused trainings with the reasons."""
     launcher, refused = mpirun.find(), dict[Training, str]()
-    while missing := study.next({one: ended.loss for one, ended in records.known.items()}, list(refused)):
-        refused |= {one: reason for one in missing if (reason := study.refusal(one))}
-        waiting = deque(one for one in missing if one not in refused)
-        if not waiting:
+    while missing := study.next({item: ended.loss for item, ended in records.known.items()}, list(refused)):
+        refused |= {item: reason for item in missing if (reason := study.refusal(item))}
+        pending = deque(item for item in missing if item not in refused)
+        if not pending:
             continue
 
-        def take(found: dict[str, Any], waiting: deque[Training] = waiting) -> None:
-            training, ended = waiting.popleft(), records_file.ended(found)
+        def handle(result: dict[str, Any], pending: deque[Training] = pending) -> None:
+            training, ended = pending.popleft(), records_file.ended(result)
             records.add(training, ended)
             print(report.line(training, ended), file=sys.stderr, flush=True)
 
-        order = {"what": "losses", "evaluations": EVALUATIONS, "trainings": [study.settings(one) for one in waiting]}
+        order = {"what": "losses", "evaluations": EVALUATIONS, "trainings": [study.settings(item) for item in pending]}
         environment = {
             **os.environ,
             "PYTHONPATH": harness.search_path(),
@@ -113,49 +110,46 @@ def losses(study: plan.Study, ranks: int, threads: bool, records: Records, folde
         line = program(folder, order | {"threads": ranks if threads else 0})
         if not threads:
             line = mpirun.command(launcher, ranks, line, mpirun.settings(launcher))
-        if why := followed(line, environment, take):
-            raise HpcdistError(f"{waiting[0]}: {why}")
+        if problem := followed(line, environment, handle):
+            raise HpcdistError(f"{pending[0]}: {problem}")
     return refused
 
 
 def times(study: plan.Study, chosen: argparse.Namespace, records: Records, folder: Path) -> None:
-    """Time steps of every compressor between two hosts. Raises MissingCapabilityError where none can be made."""
+    """Time steps of every compressor between two hosts. Raises MissingCapabilityError if hosts cannot be created."""
     names, keys = [], []
     for name in study.names:
-        # Those that differ in a warm-up only have the same steps after it.
-        own = study.keys(name) | (
+        # Contenders that differ only in their warm-up have the same steps after the warm-up.
+        contender_keys = study.keys(name) | (
             {"compression.warmup_steps": 2} if "compression.warmup_steps" in study.keys(name) else {}
         )
         feedback = not study.refusal(Training(name, True, study.rates_of(name)[0]))
         training = Training(name, feedback, study.rates_of(name)[0])
         if not study.refusal(training):
             names.append(name)
-            keys.append(study.settings(training) | own | {"communication.algorithm": "hierarchical"})
+            keys.append(study.settings(training) | contender_keys | {"communication.algorithm": "hierarchical"})
     order = {"what": "times", "trainings": keys, "rounds": chosen.rounds, "turn": chosen.turn, "raw_bytes": RAW_BYTES}
     launcher = mpirun.find()
-    os.environ["PYTHONPATH"] = harness.search_path()  # the hosts take it from there
+    os.environ["PYTHONPATH"] = harness.search_path()  # inherited by the hosts
 
-    def take(found: dict[str, Any]) -> None:
-        records.put_times(names, np.array(found["figures"]), found["raw_bytes_per_s"])
+    def handle(result: dict[str, Any]) -> None:
+        records.put_times(names, np.array(result["figures"]), result["raw_bytes_per_s"])
 
-    with Hosts(2, chosen.link, BURST) as made:
-        line = made.command(launcher, 1, program(folder, order))
-        if why := followed(line, made.environment(launcher), take):
-            raise HpcdistError(why)
+    with Hosts(2, chosen.link, BURST) as hosts:
+        line = hosts.command(launcher, 1, program(folder, order))
+        if problem := followed(line, hosts.environment(launcher), handle):
+            raise HpcdistError(problem)
 
 
 @dataclass(frozen=True)
 class Trainings(Results):
-    """Everything that the file has."""
-
     all: report.Found | None = None
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Trainings:
-    """Make what the file does not have yet, and return all that it has."""
     harness.at_least(chosen, ranks=2, steps=20, seeds=1, rounds=1, turn=1)
     with Hosts(2, chosen.link, BURST) if "times" in chosen.parts else nullcontext():
-        pass  # before hours of training: whether there can be any
+        pass  # fail before hours of training if hosts cannot be created
     more = (("data.path", str(Path(chosen.text).resolve())),) if chosen.text else ()
     names = tuple(name for name in CONTENDERS if name in (DENSE, *chosen.only))
     study = plan.Study(chosen.steps, tuple(sorted(chosen.rates)), chosen.seeds, names, more)
@@ -175,25 +169,24 @@ def measure(chosen: argparse.Namespace, session: Session) -> Trainings:
         return Trainings({}, {}, about, report.Found(study, records.known, records.times(), refused))
 
 
-def ratios(found: Any) -> harness.Ratios:
-    """Return the bytes of a step behind its warm-up over those of dense gradients: they do not depend on its length."""
-    trainings = {key.contender: each for key, each in found.all.trainings.items() if key.feedback and key.seed == 0}
+def ratios(result: Any) -> harness.Ratios:
+    """Return bytes per step after the warm-up, relative to dense gradients; these do not depend on the step count."""
+    trainings = {key.contender: ended for key, ended in result.all.trainings.items() if key.feedback and key.seed == 0}
     return {
-        name: np.array([each.compressed_bytes / trainings[plan.reference(name)].compressed_bytes])
-        for name, each in trainings.items()
+        name: np.array([ended.compressed_bytes / trainings[plan.reference(name)].compressed_bytes])
+        for name, ended in trainings.items()
         if plan.reference(name) in trainings
     }
 
 
 def read(path: Path) -> Trainings:
-    """Return the trainings of a file."""
-    known = records_file.trainings(path)
-    return Trainings({}, {}, {}, report.Found(plan.Study(0, (), 0), known, records_file.Times({}, np.zeros(0)), {}))
+    trainings = records_file.trainings(path)
+    return Trainings({}, {}, {}, report.Found(plan.Study(0, (), 0), trainings, records_file.Times({}, np.zeros(0)), {}))
 
 
-def plot(found: Any, path: Path) -> None:
-    report.plot(found.all, path)
+def plot(result: Any, path: Path) -> None:
+    report.plot(result.all, path)
 
 
-def lines(found):
-    return report.text(found.all).splitlines()
+def lines(result):
+    return report.text(result.all).splitlines()

@@ -1,12 +1,11 @@
-"""Fused attention of a GPU in 16-bit floats, forward and backward, beside PyTorch's flash attention, by context.
+"""Fused 16-bit attention on a GPU, forward and backward, compared with PyTorch's flash attention, by context length.
 
     python -m benchmarks gpu.attention
     python -m benchmarks gpu.attention --context 512 8192 --dtype float16 -o gpu_attention.h5 --anonymous
 
-Every context has the same number of tokens, so work grows with the context alone. Outputs and gradients of both are
-compared first. Times are of events on the stream that both use, by turns. "x torch" below 1 is faster. TFLOP/s count
-what causal attention has to do, two products forward and five back over the scores that are not hidden, for both.
-Without a GPU, or a PyTorch that sees it, it leaves with 69.
+Every context has the same number of tokens. The study compares outputs and gradients, then times both libraries
+alternately by events on their common stream. "x torch" below 1: hpcdist is faster. TFLOP/s count the products of
+visible scores: two forward and five backward. Exit code 69 without a GPU or a CUDA build of PyTorch.
 """
 
 import argparse
@@ -31,18 +30,17 @@ from hpcdist.reporting.table import aligned
 SCHEMA, ON = "hpcdist.benchmark.gpu_attention", "gpu"
 
 NAMES: Final = ("hpcdist", "torch")
-AGREE: Final = {"bfloat16": 3e-2, "float16": 5e-3}  # norm of the difference over that of the array
+AGREE: Final = {"bfloat16": 3e-2, "float16": 5e-3}  # largest norm of the difference, relative to the array's norm
 OPTIONS: Final = {"context": [512, 1024, 2048, 4096, 8192, 16384], "tokens": 16384, "heads": 16, "head_size": 64}
 OPTIONS |= {"rounds": 20, "dtype": AGREE, "where": dict.fromkeys(("cuda", "cpu"))}
-Passes = tuple[Callable[[], Any], Callable[[], Any]]  # forward and backward, to be called in turn
+Passes = tuple[Callable[[], Any], Callable[[], Any]]  # forward and backward; call them alternately
 
 
 def ours(qkv: np.ndarray, dy: np.ndarray, size: int, arena: Arena) -> Passes:
-    """Return our passes over copies of the inputs on the GPU."""
-    there, gradient = backend.place(qkv, "gpu"), backend.place(dy, "gpu")
+    inputs, gradient = backend.place(qkv, "gpu"), backend.place(dy, "gpu")
 
     def forward() -> Any:
-        return LocalAttention().forward(there, size, arena.saved(0), causal=True)
+        return LocalAttention().forward(inputs, size, arena.saved(0), causal=True)
 
     def backward() -> Any:
         saved = arena.saved(0)
@@ -54,55 +52,53 @@ def ours(qkv: np.ndarray, dy: np.ndarray, size: int, arena: Arena) -> Passes:
 
 
 def theirs(qkv: np.ndarray, dy: np.ndarray, size: int, where: str) -> Passes:
-    """Return the same in PyTorch, from qkv to the layout of y."""
+    """Return PyTorch's passes, with the array layouts of hpcdist."""
     library = load_torch()
     flash = library.nn.attention.SDPBackend.FLASH_ATTENTION
     batch, context, columns = qkv.shape
     kind = getattr(library, str(qkv.dtype))
     inputs = library.from_numpy(qkv.astype(np.float32)).to(where, kind).requires_grad_()
     output_gradient = library.from_numpy(dy.astype(np.float32)).to(where, kind)
-    done: list[Any] = []
+    outputs: list[Any] = []
 
     def forward() -> Any:
         q, k, v = inputs.view(batch, context, 3, columns // 3 // size, size).permute(2, 0, 3, 1, 4)
         with library.nn.attention.sdpa_kernel(flash):
             y = library.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        done[:] = [y.transpose(1, 2).reshape(batch, context, columns // 3)]
-        return done[0].detach()
+        outputs[:] = [y.transpose(1, 2).reshape(batch, context, columns // 3)]
+        return outputs[0].detach()
 
     def backward() -> Any:
         inputs.grad = None
-        done.pop().backward(output_gradient)
+        outputs.pop().backward(output_gradient)
         return inputs.grad
 
     return forward, backward
 
 
 def on_host(values: Any) -> np.ndarray:
-    """Return what either library computed, in float32."""
     if backend.is_device(values) and not hasattr(values, "detach"):
         return backend.to_host(values).astype(np.float32)
     return np.asarray(values.float().cpu())
 
 
 def measured(context: int, chosen: argparse.Namespace) -> np.ndarray:
-    """Return seconds, (library, rounds, (forward, backward))."""
+    """Check and time a context length: seconds (library, rounds, (forward, backward))."""
     batch, size = max(1, chosen.tokens // context), chosen.head_size
     rng, columns, kind = np.random.default_rng(context), chosen.heads * size, dtype_of(chosen.dtype)
     qkv = rng.standard_normal((batch, context, 3 * columns), np.float32).astype(kind)
     dy = rng.standard_normal((batch, context, columns), np.float32).astype(kind)
     sides = dict(zip(NAMES, (ours(qkv, dy, size, Arena(on="gpu")), theirs(qkv, dy, size, chosen.where)), strict=True))
     both = [[on_host(call()) for call in passes] for passes in sides.values()]
-    for what, own, reference in zip(("output", "gradient"), *both, strict=True):
-        apart = np.linalg.norm(own - reference.reshape(own.shape)) / np.linalg.norm(reference)
+    for what, result, reference in zip(("output", "gradient"), *both, strict=True):
+        apart = np.linalg.norm(result - reference.reshape(result.shape)) / np.linalg.norm(reference)
         if not apart <= AGREE[chosen.dtype]:
             raise SystemExit(f"context {context}: the {what} differs by {apart:.1e} of its norm from PyTorch's")
-    calls = {name: lambda own=own: [event_seconds(call) for call in own] for name, own in sides.items()}
+    calls = {name: lambda passes=passes: [event_seconds(call) for call in passes] for name, passes in sides.items()}
     return np.array(list(harness.alternate(calls, chosen.rounds).values()))
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return the times of every context. Raises MissingCapabilityError without a PyTorch that sees the GPU."""
     device.choose(0)
     if chosen.where == "cuda" and not load_torch().cuda.is_available():
         raise MissingCapabilityError("this PyTorch sees no GPU; install one that is built for CUDA")
@@ -114,10 +110,9 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
 
 
 def ratios(results: Results) -> harness.Ratios:
-    """Return our time over PyTorch's in the same round, of every context."""
     both = results.arrays["time_s"].sum(axis=3)
     contexts = results.arrays["context"].tolist()
-    return {f"context {context}": own[0] / own[1] for context, own in zip(contexts, both, strict=True)}
+    return {f"context {context}": times[0] / times[1] for context, times in zip(contexts, both, strict=True)}
 
 
 def lines(results: Results) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""The GPU of a study: which it is, and the seconds between two events on its stream."""
+"""The GPU of a study: its description, and timing by events on its stream."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from hpcdist.comm.communicator import Communicator
 
 
 def card(comm: Communicator | None = None) -> dict[str, Any]:
-    """Return which GPU and which CUDA it is, and how many of them the ranks of ``comm`` have. Collective."""
+    """Describe the GPU and the CUDA versions, and count the GPUs of the ranks of ``comm``. Collective over ``comm``."""
     runtime = device.cupy().cuda.runtime
     name = runtime.getDeviceProperties(runtime.getDevice())["name"]
     about = {
@@ -18,13 +18,13 @@ def card(comm: Communicator | None = None) -> dict[str, Any]:
         "cuda_runtime": runtime.runtimeGetVersion(),
     }
     if comm is not None:
-        places = comm.allgather_object((comm.nodes().index, device.bus_id()))
-        about |= {"gpus": len(set(places)), "ranks": comm.size}
+        gpus = comm.allgather_object((comm.nodes().index, device.bus_id()))
+        about |= {"gpus": len(set(gpus)), "ranks": comm.size}
     return about
 
 
 def event_seconds(launch: Callable[[], object]) -> float:
-    """Return the seconds between two events around ``launch``."""
+    """Time ``launch`` by two events on the stream, in seconds."""
     cuda = device.cupy().cuda
     begin, end = cuda.Event(), cuda.Event()
     begin.record()

@@ -1,12 +1,11 @@
-"""Checkpoints of a training on GPUs: what one costs the steps when they wait for it, and in the background.
+"""Checkpoints of a training on GPUs: cost for the steps of blocking saves and of background saves.
 
     python -m benchmarks gpu.checkpoint --layers 12 --hidden 768 -o gpu_checkpoint.h5 --anonymous
 
-A GPT is trained on every rank, ZeRO-1. In each round there are some plain steps, a blocking save, and a save in the
-background with the steps that follow until it is complete: first a copy of the state into pinned memory, then threads
-that write it beside the steps. Times are those of the slowest rank, from a barrier until its GPU is done. "x plain" is
-that of a step which begins a save, and of one beside it, over a plain one. What was saved last is verified, digests
-included. Exit code 69 without a GPU.
+Every rank trains a GPT with ZeRO-1. A round has plain steps, a blocking save, and a background save with the steps
+until the save is complete. A background save copies the state into pinned memory; threads write the copy during the
+steps. The slowest rank's time counts, from a barrier until its GPU is done. "x plain" is relative to a plain step. The
+last checkpoint is verified. Exit code 69 without a GPU.
 """
 
 import argparse
@@ -32,22 +31,21 @@ SCHEMA, RANKS, ON = "hpcdist.benchmark.gpu_checkpoint", 1, "gpu"
 SIZES: Final = {"layers": 12, "hidden": 768, "context": 512, "samples": 4}
 OPTIONS: Final = {**SIZES, "rounds": 4, "plain": 8, "directory": ""}
 WARM_UP: Final = 3
-MOST_BESIDE: Final = 500  # steps beside a save
-STEPS: Final = 1 << 20  # of the recipe: the rate of learning is no matter here
+MOST_BESIDE: Final = 500  # maximum steps during a background save
+STEPS: Final = 1 << 20  # steps of the recipe; the learning rate does not matter here
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results | None:
-    """Return the seconds of all kinds of steps. Collective."""
     comm = session.comm
     keys = gpt_keys(chosen, **{"run.global_batch": chosen.samples * comm.size, "run.device": "gpu"})
     training = Training(session, [*texts(keys), "parallel.strategy=zero1"], STEPS)
-    with tempfile.TemporaryDirectory(dir=chosen.directory or None) as own:
-        folder = Path(comm.broadcast_object(own))
+    with tempfile.TemporaryDirectory(dir=chosen.directory or None) as temporary:
+        folder = Path(comm.broadcast_object(temporary))
         seconds, state_bytes, last = _rounds(chosen, session, training, folder)
         damage = verify(last).damage if comm.rank == 0 else ()
         if comm.broadcast_object(bool(damage)):
             raise SystemExit(f"{last.name} is damaged: {'; '.join(damage)}")
-        comm.barrier()  # nobody removes what is still read
+        comm.barrier()  # all reads are done before the folder is removed
     training.close()
     kinds = ";".join(seconds)
     arrays = {f"{name}_s": np.array(values).max(axis=1) for name, values in seconds.items()}
@@ -56,25 +54,23 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results | None:
 
 
 class Steps:
-    """Steps of ``training`` that a saver in the background is told of. Calling one is collective."""
+    """Steps of ``training`` with a background saver. Calling an instance runs a step. Collective."""
 
     def __init__(self, training: Training, saver: BackgroundCheckpointSaver) -> None:
         self._training, self._saver = training, saver
         self.sums = np.zeros(2)
 
     def read(self) -> None:
-        """Read the batch of the next one (local)."""
         self._step = self._training.next_step(self._saver.numbers())
 
     def __call__(self) -> None:
-        """Make it."""
         self.sums = self._step().stop_requests
 
 
 def _rounds(
     chosen: argparse.Namespace, session: Session, training: Training, folder: Path
 ) -> tuple[dict[str, list[Any]], int, Path]:
-    """Return the seconds of all ranks by kind, the bytes of the state, and the last checkpoint. Collective."""
+    """Return the seconds of all ranks by kind of step, the state's bytes, and the last checkpoint. Collective."""
     comm, trainer = session.comm, training.trainer
     background, blocking = BackgroundCheckpointSaver(trainer, folder / "a"), CheckpointSaver(trainer, folder / "b")
     seconds: dict[str, list[Any]] = {name: [] for name in ("plain", "blocking", "saving", "beside", "complete")}
@@ -84,16 +80,16 @@ def _rounds(
         if step in calls:
             step.read()
 
-        def together() -> None:
+        def run_all() -> None:
             for call in calls:
                 call()
             device.synchronise()
 
-        return comm.allgather_object(harness.seconds(together, comm))
+        return comm.allgather_object(harness.seconds(run_all, comm))
 
     for number in range(1 + chosen.rounds):
         plain = [timed(step) for _ in range(chosen.plain if number else WARM_UP)]
-        blocked = timed(lambda: blocking.save(training.number))
+        blocking_s = timed(lambda: blocking.save(training.number))
         saving = timed(step, lambda: background.save(training.number))
         last, beside = folder / "a" / f"step-{training.number}", list[list[float]]()
         while background.is_busy and len(beside) < MOST_BESIDE:
@@ -101,7 +97,7 @@ def _rounds(
         background.finish()
         if number:
             seconds["plain"] += plain
-            seconds["blocking"].append(blocked)
+            seconds["blocking"].append(blocking_s)
             seconds["saving"].append(saving)
             seconds["beside"] += beside
             seconds["complete"].append(np.sum([saving, *beside], axis=0))
@@ -110,7 +106,6 @@ def _rounds(
 
 
 def ratios(results: Results) -> harness.Ratios:
-    """Return seconds over the median of a plain step."""
     plain = float(np.median(results.arrays["plain_s"]))
     names = [name for name in results.names("kinds")[1:] if len(results.arrays[f"{name}_s"])]
     return {name: results.arrays[f"{name}_s"] / plain for name in names}
@@ -123,8 +118,8 @@ def lines(results: Results) -> Sequence[str]:
     rows.append(["plain", f"{1e3 * np.median(plain):.4g}", "1.000", "", ""])
     for name, samples in ratios(results).items():
         ratio, low, high = harness.interval(samples)
-        own_s = float(np.median(results.arrays[f"{name}_s"]))
-        speed = "" if name == "beside" else f"{nbytes / (own_s - (name == 'saving') * np.median(plain)) / 1e9:.3g}"
-        rows.append([name, f"{1e3 * own_s:.4g}", f"{ratio:.3f}", f"{low:.3f} to {high:.3f}", speed])
+        kind_s = float(np.median(results.arrays[f"{name}_s"]))
+        speed = "" if name == "beside" else f"{nbytes / (kind_s - (name == 'saving') * np.median(plain)) / 1e9:.3g}"
+        rows.append([name, f"{1e3 * kind_s:.4g}", f"{ratio:.3f}", f"{low:.3f} to {high:.3f}", speed])
     about = f"{results.attributes['gpu']}: a state of {nbytes / 1e6:.1f} MB, {results.attributes['pinned_memory']}"
     return [about, *aligned(rows)]

@@ -1,12 +1,12 @@
-"""Allreduce of buffers on GPUs: every way there is, beside copies through pageable memory, in one run.
+"""Allreduce of buffers on GPUs: every available path compared with copies through pageable memory, in one run.
 
     python -m benchmarks gpu.collectives
     python -m benchmarks gpu.collectives --ranks 4 --bytes 64M 1M --output gpu_collectives.h5 --anonymous
 
-Ranks take GPUs round robin, so on one GPU they share it. The base is "pageable": the whole buffer to new pageable
-memory, MPI_Allreduce there, and back. Each result is compared with the exact sum, and a time is that of the slowest
-rank from a barrier until its GPU has the result. "x pageable" below 1 is faster. Ways that cannot run here are named
-with the reason. Exit code 69 without a GPU.
+Ranks take GPUs round robin and may share a GPU. The base "pageable" copies the whole buffer to new pageable memory,
+calls MPI_Allreduce, and copies back. Results are compared with the exact sum. The slowest rank's time counts, from a
+barrier until its GPU has the result. "x pageable" below 1 is faster. Unavailable paths are listed with the reason. Exit
+code 69 without a GPU.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def ways_of(comm: Communicator) -> tuple[dict[str, Way], dict[str, str]]:
-    """Return the ways that run here, the base first, and why the others do not. Collective."""
+    """Return the available allreduce paths, base first, and the reasons why the others are unavailable. Collective."""
 
     def pageable(buffer: Array) -> None:
         host = backend.to_host(buffer)
@@ -71,9 +71,9 @@ def ways_of(comm: Communicator) -> tuple[dict[str, Way], dict[str, str]]:
 
 
 def timed(comm: Communicator, ways: dict[str, Way], nbytes: int, repetitions: int) -> np.ndarray:
-    """Return times in s of the slowest rank, (ways, repetitions). Collective.
+    """Time every path: seconds of the slowest rank (ways, repetitions). Collective.
 
-    Values are whole numbers, so that every order of summation gives the same bits.
+    Values are integers, so every summation order gives the same bits.
     """
     count = nbytes // 4
     inputs = [(np.arange(count) * (rank + 1) % 5).astype(np.float32) for rank in range(comm.size)]
@@ -81,7 +81,7 @@ def timed(comm: Communicator, ways: dict[str, Way], nbytes: int, repetitions: in
     source = backend.place(inputs[comm.rank], "gpu")
     buffer = backend.empty(count, np.dtype(np.float32), "gpu")
 
-    def turn(way: str) -> float:
+    def timed_call(way: str) -> float:
         buffer[...] = source
         device.synchronise()
 
@@ -94,15 +94,14 @@ def timed(comm: Communicator, ways: dict[str, Way], nbytes: int, repetitions: in
             raise SystemExit(f"{way} gave rank {comm.rank} a wrong result")
         return elapsed_s
 
-    values = harness.alternate({way: lambda way=way: turn(way) for way in ways}, repetitions, warm_up=WARM_UP)
+    values = harness.alternate({way: lambda way=way: timed_call(way) for way in ways}, repetitions, warm_up=WARM_UP)
     return harness.of_ranks(comm, values).max(axis=2)
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return the times of all sizes. Collective."""
     comm = session.comm
     if comm.size < 2:
-        raise UsageError("one rank has nobody to reduce with; choose --ranks 2")
+        raise UsageError("an allreduce needs at least 2 ranks; choose --ranks 2")
     ways, refused = ways_of(comm)
     arrays = {f"bytes_{nbytes}": timed(comm, ways, nbytes, chosen.repetitions) for nbytes in chosen.bytes}
     about = card(comm) | {"pinned_memory": staging.refusal() or "pinned", "contenders": ";".join(ways)}
@@ -111,10 +110,9 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
 
 
 def ratios(results: Results) -> harness.Ratios:
-    """Return the times of every way over those of pageable memory in the same turn, by size."""
     sizes = {name.removeprefix("bytes_"): times for name, times in results.arrays.items()}
-    over = {size: harness.over_base(times, results.names()) for size, times in sizes.items()}
-    return {f"{way}, {size} bytes": own for size, ways in over.items() for way, own in ways.items()}
+    relative_times = {size: harness.over_base(times, results.names()) for size, times in sizes.items()}
+    return {f"{way}, {size} bytes": samples for size, ways in relative_times.items() for way, samples in ways.items()}
 
 
 def lines(results: Results) -> Sequence[str]:

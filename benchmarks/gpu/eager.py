@@ -1,14 +1,13 @@
-"""A training step of a GPT on one GPU, beside PyTorch, eager and compiled, with its fused attention.
+"""Training step of a GPT on one GPU, compared with PyTorch (eager and compiled, with fused attention).
 
     python -m benchmarks gpu.eager --layers 12 --hidden 1024 --context 1024 --samples 8 -o gpu_eager.h5
     python -m benchmarks gpu.eager --dtype float32 --sides eager
 
-All have the same weights and see the same batches, a step each by turns, each timed by the clock from a device that has
-nothing to do to one that is done. In 16 bits ours keeps a float32 master of its weights; PyTorch's weights are 16-bit
-alone and its AdamW is the fused one, which is the least work that it can do. Losses of the first step must agree.
-Operations a second are counted by the closed form of 6 N + 6 L T H a token, N without what is looked up; "MFU" is their
-share of the fastest product of matrices of the same dtype in the same run, measured between the steps. "x eager" below
-1: ours is faster; the target is at most 1.25. Without a GPU, or a PyTorch that sees it, it leaves with 69.
+All contenders have the same weights and batches, and alternate step by step. A step is timed by the host clock, from an
+idle device to an idle device. In 16 bits, hpcdist keeps float32 master weights; PyTorch has only 16-bit weights and the
+fused AdamW. Losses of the first step must agree. Operations are counted as 6 N + 6 L T H per token (N parameters
+without embeddings, L layers, T context, H hidden size). "MFU" is their rate relative to the fastest matrix product of
+the same dtype in the same run. "x eager" below 1: hpcdist is faster; the target is at most 1.25.
 """
 
 import argparse
@@ -39,17 +38,17 @@ from hpcdist.optim.master_weights import MasterWeights
 
 SCHEMA, ON = "hpcdist.benchmark.gpu_eager", "gpu"
 
-WARM_UP: Final = 3  # kernels are compiled, memory is taken
-AGREEMENT: Final = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 1e-4}  # of the losses of the first step
+WARM_UP: Final = 3  # untimed steps: kernels are compiled, memory is allocated
+AGREEMENT: Final = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 1e-4}  # relative difference of the first losses
 SIZES: Final = {"layers": 12, "hidden": 1024, "heads": 16, "context": 1024, "samples": 8, "vocabulary": 256}
-SIDES: Final = ("eager", "compiled")  # of PyTorch
+SIDES: Final = ("eager", "compiled")  # contenders of PyTorch
 RATE: Final = 1e-4
-PRODUCT: Final = {"cuda": 8192, "cpu": 64}  # rows and columns of the matrices whose product is the peak
+PRODUCT: Final = {"cuda": 8192, "cpu": 64}  # side of the square matrices whose product gives the peak
 OPTIONS: Final = {**SIZES, "steps": 30, "dtype": AGREEMENT, "sides": SIDES, "where": PRODUCT}
 
 
 class Ours:
-    """The built-in model; with 16-bit weights, gradients and activations it has a float32 master."""
+    """hpcdist's model. With 16-bit weights, gradients and activations it has float32 master weights."""
 
     def __init__(self, shape: StepShape, dtype: str, steps: int) -> None:
         sizes = {name: getattr(shape, name) for name in ("layers", "hidden", "heads", "vocabulary")}
@@ -72,14 +71,13 @@ class Ours:
         self._arena = Arena(on="gpu")
 
     def step(self, x: np.ndarray, targets: np.ndarray) -> float:
-        """Make a step and return its mean loss."""
         model, scale = self.model, 1.0 / targets.size
         for stage in self._into:
             stage.begin_step()
-        there = backend.place(x, "gpu"), backend.place(targets, "gpu")
-        logits = model.forward(self._views, there[0], self._arena)
+        inputs = backend.place(x, "gpu"), backend.place(targets, "gpu")
+        logits = model.forward(self._views, inputs[0], self._arena)
         saved = self._arena.saved(model.stages[-1].layer)
-        loss = model.loss.forward(logits, there[1], model.operations, saved)
+        loss = model.loss.forward(logits, inputs[1], model.operations, saved)
         model.backward(self._views, self._into, scale, self._arena)
         self._optimizer.begin_step()
         self._optimizer.direction(self._whole, self._weights, self._gradient)
@@ -88,8 +86,6 @@ class Ours:
 
 
 class Torch:
-    """The same model in PyTorch, as it is or compiled."""
-
     def __init__(self, shape: StepShape, ours: Ours, dtype: str, where: str, compiled: bool) -> None:
         library, self._where = load_torch(), where
         module = torch_twin(shape, ours.model, ours.start).to(where, getattr(library, dtype))
@@ -97,18 +93,17 @@ class Torch:
         self._optimizer = library.optim.AdamW(module.parameters(), lr=RATE, weight_decay=0.0, fused=True)
 
     def step(self, x: np.ndarray, targets: np.ndarray) -> float:
-        """Make a step and return its mean loss."""
         library = load_torch()
-        there, answers = (library.from_numpy(array).to(self._where) for array in (x, targets))
+        inputs, answers = (library.from_numpy(array).to(self._where) for array in (x, targets))
         self._optimizer.zero_grad(set_to_none=True)
-        loss = cross_entropy(self._module(there).float(), answers)
+        loss = cross_entropy(self._module(inputs).float(), answers)
         loss.backward()
         self._optimizer.step()
         return float(loss.detach())
 
 
 def timed(shape: StepShape, dtype: str, steps: int, where: str = "cuda", names: Sequence[str] = ("eager",)) -> Results:
-    """Return seconds and losses of each step of all sides. Raises SystemExit where the first losses differ."""
+    """Measure seconds and losses of each step of all contenders. Raises SystemExit if the first losses differ."""
     drawn, ours = np.random.default_rng(2), Ours(shape, dtype, WARM_UP + steps)
     sides: dict[str, Any] = {"ours": ours}
     sides |= {name: Torch(shape, ours, dtype, where, name == "compiled") for name in names}
@@ -122,15 +117,15 @@ def timed(shape: StepShape, dtype: str, steps: int, where: str = "cuda", names: 
 
             def step(side: Any = side, losses: list[float] = losses, batch: Any = batch) -> None:
                 losses.append(side.step(*batch))
-                device.synchronise()  # what comes behind the loss: PyTorch works on the same stream, the default one
+                device.synchronise()  # includes the work after the loss; PyTorch uses the same default stream
 
             row.append((harness.seconds(step), losses[0]))
         peak.append(product.flops / product.run())
         rows.append(row)
-        (_, first), *others = rows[0]
+        (_, expected), *others = rows[0]
         for name, (_, loss) in zip(list(sides)[1:], others, strict=True):
-            if not abs(first - loss) <= AGREEMENT[dtype] * abs(loss):
-                raise SystemExit(f"the first loss is {first}, and {loss} in PyTorch, {name}")
+            if not abs(expected - loss) <= AGREEMENT[dtype] * abs(loss):
+                raise SystemExit(f"first losses differ: {expected} in hpcdist, {loss} in PyTorch, {name}")
     figures = np.array(rows[WARM_UP:]).transpose(1, 2, 0)  # (sides, seconds and loss, steps)
     arrays = {f"{name}_{kind}": figures[n, k] for n, name in enumerate(sides) for k, kind in enumerate(("s", "loss"))}
     arrays["product_flops"] = np.array(peak)
@@ -139,7 +134,6 @@ def timed(shape: StepShape, dtype: str, steps: int, where: str = "cuda", names: 
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return seconds and losses. Raises MissingCapabilityError without a PyTorch that sees the GPU."""
     device.choose(0)
     if chosen.where == "cuda" and not load_torch().cuda.is_available():
         raise MissingCapabilityError("this PyTorch sees no GPU; install one that is built for CUDA")
@@ -151,15 +145,16 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
 def lines(results: Results) -> Sequence[str]:
     about = results.attributes
     tokens = about["samples"] * about["context"]
-    multiplied = about["parameters"] - (about["vocabulary"] + about["context"]) * about["hidden"]  # rows are looked up
-    flops = tokens * (6.0 * multiplied + 6.0 * about["layers"] * about["context"] * about["hidden"])
+    # Embedding rows are looked up, not multiplied.
+    multiplied_parameters = about["parameters"] - (about["vocabulary"] + about["context"]) * about["hidden"]
+    flops = tokens * (6.0 * multiplied_parameters + 6.0 * about["layers"] * about["context"] * about["hidden"])
     names = results.names()
     times, peak = np.array([results.arrays[f"{name}_s"] for name in names]), results.arrays["product_flops"].max()
     medians = np.median(times, axis=1)
     more = {
-        "tokens/s": [f"{tokens / own:,.0f}" for own in medians],
-        "TFLOP/s": [f"{flops / own / 1e12:.2f}" for own in medians],
-        "MFU": [f"{flops / own / peak:.1%}" for own in medians],
+        "tokens/s": [f"{tokens / median_s:,.0f}" for median_s in medians],
+        "TFLOP/s": [f"{flops / median_s / 1e12:.2f}" for median_s in medians],
+        "MFU": [f"{flops / median_s / peak:.1%}" for median_s in medians],
     }
     base = min(1, len(names) - 1)
     title = f"{about['parameters'] / 1e6:.0f} M parameters; {peak / 1e12:.4g} TFLOP/s in products of matrices"
@@ -167,6 +162,5 @@ def lines(results: Results) -> Sequence[str]:
 
 
 def ratios(results: Results) -> harness.Ratios:
-    """Return our time over that of each other side in the same turn."""
     ours = results.arrays["ours_s"]
     return {f"over {name}": ours / results.arrays[f"{name}_s"] for name in results.names() if name != "ours"}

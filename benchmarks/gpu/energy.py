@@ -1,16 +1,14 @@
-"""The energy counter of a GPU beside its integrated power, under several loads, and what it costs to sample it.
+"""Energy counter of a GPU compared with its integrated power under several loads, and the cost of sampling.
 
     python -m benchmarks gpu.energy
     python -m benchmarks gpu.energy --seconds 20 --side 8192 -o gpu_energy.h5 --anonymous
 
-Loads are products of matrices without a pause, in bursts of --burst seconds with as long a pause, and none. Under each,
-counter and power are read side by side for --seconds; told are the watts by both, and "power / counter": 1 where they
-agree, and the goal is to be within 5 % of it under a load without a pause. A sensor that looks part of the time is off
-under bursts: by how much is what the correction has to take away.
+The loads are continuous matrix products, products in bursts of --burst seconds with equal pauses, and idle. Counter and
+power are read together for --seconds. "power / counter" must be within 5 % of 1 under continuous products. A sensor
+that measures only part of the time is wrong under bursts: that error is what the correction must remove.
 
-Then the products run beside a sampler of the counter, as a training has one, at several intervals: told are the
-seconds of a processor a second that it takes, and the products a second over those without it. Exit code 1 where the
-goal is missed, 69 without a GPU or NVML.
+Then the products run with a sampler of the counter at several intervals. The table has the share of a processor that
+the sampler uses, and the products per second. Exit code 1 if the goal is missed, 69 without a GPU or NVML.
 """
 
 import argparse
@@ -37,32 +35,32 @@ SCHEMA, ON = "hpcdist.benchmark.gpu_energy", "gpu"
 APART: Final = 0.05
 EVERY_S: Final = 0.02  # between two reads
 LOADS: Final = ("products", "bursts", "idle")
-INTERVALS_S: Final = (0.0, 0.1, 0.02)  # of the sampler; 0: there is none
+INTERVALS_S: Final = (0.0, 0.1, 0.02)  # of the sampler; 0: no sampler
 OPTIONS: Final = {"seconds": 12.0, "warm": 2.0, "burst": 0.05, "side": 4096}
 
 
 def products(side: int) -> Callable[[], None]:
-    """Return what multiplies two matrices and waits for it."""
-    one, other, into = (backend.zeros((side, side), np.dtype("float32"), "gpu") for _ in range(3))
-    one += 1
-    other += 1
+    """Return a function that multiplies two matrices and waits for the result."""
+    left, right, out = (backend.zeros((side, side), np.dtype("float32"), "gpu") for _ in range(3))
+    left += 1
+    right += 1
 
     def call() -> None:
-        backend.namespace(one).matmul(one, other, out=into)
+        backend.namespace(left).matmul(left, right, out=out)
         device.synchronise()
 
     return call
 
 
 def watched(load: str, call: Callable[[], None], chosen: argparse.Namespace, readers: Sequence[Any]) -> np.ndarray:
-    """Return seconds and mJ by each reader over --seconds of a load, behind --warm of it. Raises SystemExit."""
+    """Read all ``readers`` under a load after --warm seconds: return seconds, and mJ by reader. Raises SystemExit."""
     first: list[Any] = []
     began_s, read_s, last = time.monotonic(), 0.0, list[Any]()
     while not first or time.monotonic() - began_s < chosen.warm + chosen.seconds:
-        on = load == "products" or (
+        is_loaded = load == "products" or (
             load == "bursts" and (time.monotonic() - began_s) % (2 * chosen.burst) < chosen.burst
         )
-        if on:
+        if is_loaded:
             call()
         else:
             time.sleep(EVERY_S / 10)
@@ -78,28 +76,28 @@ def watched(load: str, call: Callable[[], None], chosen: argparse.Namespace, rea
 
 
 def sampled(call: Callable[[], None], counter: Any, interval_s: float, seconds: float) -> tuple[float, float]:
-    """Return the products a second beside a sampler, and the share of a processor that it takes."""
+    """Run products with a sampler of ``counter``: return products per second, and the sampler's processor share."""
     sampler = EnergySampler([counter] if interval_s else [], interval_s or 1.0)
     sampler.start()
-    began_s, made = time.monotonic(), 0
+    began_s, products_done = time.monotonic(), 0
     while (lasted_s := time.monotonic() - began_s) < seconds:
         call()
-        made += 1
+        products_done += 1
     busy_s, _ = sampler.overhead()
     if interval_s:
         sampler.stop()
-    return made / lasted_s, busy_s / lasted_s
+    return products_done / lasted_s, busy_s / lasted_s
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return the energies by both, and what sampling takes. Raises MissingCapabilityError without a counter."""
+    """Measure the energies and the cost of sampling. Raises MissingCapabilityError without an energy counter."""
     device.choose(0)
     call = products(chosen.side)
     with nvml.NvmlDriver() as driver:
         uuid = driver.at(device.bus_id())
         counter, sensor = driver.counter(uuid, 1, EVERY_S), driver.sensor(uuid)
         if not sensor.field or isinstance(counter, IntegratedPower):
-            raise MissingCapabilityError(f"{counter.about.model} has no counter of energy, or tells no power")
+            raise MissingCapabilityError(f"{counter.about.model} has no energy counter, or does not report its power")
         rows = []
         for load in LOADS:
             power = IntegratedPower(uuid, sensor.power_mw, counter.about, EVERY_S)
@@ -116,11 +114,11 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
 
 
 def ratios(results: Results) -> harness.Ratios:
-    """Return power over counter under each load, and products a second without a sampler over those beside one."""
+    """Return power / counter by load, and the speed without a sampler relative to each sampling interval."""
     energy, sampler = results.arrays["energy"], results.arrays["sampler"]
-    found = {name: own[2:] / own[1] for name, own in zip(results.names("loads"), energy, strict=True)}
-    beside = zip(results.arrays["interval_s"][1:], sampler[1:], strict=True)
-    return found | {f"sampled every {every_s:g} s": sampler[0, :1] / own[:1] for every_s, own in beside}
+    actual = {name: row[2:] / row[1] for name, row in zip(results.names("loads"), energy, strict=True)}
+    sampler_rows = zip(results.arrays["interval_s"][1:], sampler[1:], strict=True)
+    return actual | {f"sampled every {every_s:g} s": sampler[0, :1] / row[:1] for every_s, row in sampler_rows}
 
 
 def lines(results: Results) -> Sequence[str]:

@@ -1,10 +1,10 @@
-"""Elementwise and row kernels of a GPU against the time that their bytes take on its memory.
+"""Elementwise and row kernels of a GPU, compared with the time to move their bytes through its memory.
 
     python -m benchmarks gpu.kernels --dtype bfloat16 --tokens 8192 --hidden 1024 -o gpu_kernels.h5
 
-The floor is the bandwidth of copying device memory that is larger than the caches, measured in the same run between the
-kernels, times the bytes that a kernel has to read and write once. Times are of events on the stream. "x floor" is 1.0
-at the floor; the target is at most 1.3. Without a GPU it leaves with 69.
+The floor is the number of bytes that a kernel must read and write once, divided by the bandwidth of a device copy
+larger than the caches. The copy is measured between the kernels in the same run, by events on the stream. "x floor" is
+1.0 at the floor; the target is at most 1.3. Exit code 69 without a GPU.
 """
 
 import argparse
@@ -27,36 +27,36 @@ from hpcdist.reporting.table import aligned
 SCHEMA, ON = "hpcdist.benchmark.gpu_kernels", "gpu"
 
 VOCABULARY: Final = 256
-Case = tuple[Callable[[], Any], int]  # a launch, and the bytes that it moves at least
+Case = tuple[Callable[[], Any], int]  # a launch, and the minimum number of bytes that it moves
 OPTIONS: Final = {"dtype": dict.fromkeys(("bfloat16", *sorted(FLOATS))), "tokens": 8192, "hidden": 1024, "rounds": 50}
-OPTIONS |= {"copied": 1 << 30}  # bytes of the copy that gives the bandwidth
+OPTIONS |= {"copied": 1 << 30}  # bytes of the copy that measures the bandwidth
 
 
 def cases(dtype: np.dtype, tokens: int, hidden: int) -> dict[str, Case]:
-    """Return the kernels at the sizes of a block of a GPT, 4 hidden wide in the middle."""
+    """Return the kernels with the array sizes of a GPT block (MLP width 4 * ``hidden``)."""
     exact, drawn = accumulation_dtype(dtype), np.random.default_rng(0)
 
-    def made(*shape: int, kind: Any = dtype) -> Any:
+    def random_array(*shape: int, kind: Any = dtype) -> Any:
         return backend.place(drawn.standard_normal(shape, np.float32).astype(kind), "gpu")
 
-    x, y, dx = (made(tokens, hidden) for _ in range(3))
-    wide, out = made(tokens, 4 * hidden), made(tokens, 4 * hidden)
-    scale, bias, dscale, dbias = (made(hidden) for _ in range(4))
-    statistics, turns = made(tokens, 2, kind=exact), made(tokens, 64, kind=exact)
-    logits, sums = made(tokens, VOCABULARY), made(tokens, 2, kind=exact)
+    x, y, dx = (random_array(tokens, hidden) for _ in range(3))
+    wide, out = random_array(tokens, 4 * hidden), random_array(tokens, 4 * hidden)
+    scale, bias, dscale, dbias = (random_array(hidden) for _ in range(4))
+    statistics, turns = random_array(tokens, 2, kind=exact), random_array(tokens, 64, kind=exact)
+    logits, sums = random_array(tokens, VOCABULARY), random_array(tokens, 2, kind=exact)
     targets = backend.place(drawn.integers(0, VOCABULARY, tokens), "gpu")
     count, e, r = tokens * hidden, dtype.itemsize, exact.itemsize
-    weights, m, v = (made(8 * count, kind=exact) for _ in range(3))
+    weights, m, v = (random_array(8 * count, kind=exact) for _ in range(3))
     v *= v
-    gradient = made(8 * count)
+    gradient = random_array(8 * count)
     adam = (1.0, 0.9, 0.1, 0.99, 0.01, 1.0, 1.0, 1e-8, 1e-4)
-    ends = np.linspace(0, 8 * count, 149).astype(np.int64)  # of as many tensors as 12 blocks of a GPT have
+    ends = np.linspace(0, 8 * count, 149).astype(np.int64)  # as many tensors as 12 blocks of a GPT
     tables = np.stack([ends[:-1], ends[1:]], axis=1), np.tile([0.1, 1.0], (148, 1))
     options = optim.TensorOptions(*(backend.place(table, "gpu") for table in tables))
     whole, half = x.reshape(1, tokens, hidden), out.reshape(-1)[: 2 * count].reshape(tokens, -1)
-    sums_of_columns = made(4 * hidden)
+    sums_of_columns = random_array(4 * hidden)
     copy = gradient if e != r else None
-    step, partial = made(8 * count, kind=exact), optim.partial_sums(8 * count, 148)
+    step, partial = random_array(8 * count, kind=exact), optim.partial_sums(8 * count, 148)
     return {
         "gelu": (lambda: models.gelu(wide, out), 8 * count * e),
         "gelu backward": (lambda: models.gelu_backward(out, wide), 12 * count * e),
@@ -87,7 +87,6 @@ def cases(dtype: np.dtype, tokens: int, hidden: int) -> dict[str, Case]:
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return the seconds of all kernels, and of the copy."""
     device.choose(0)
     kernels = cases(dtype_of(chosen.dtype), chosen.tokens, chosen.hidden)
     source, target = (backend.zeros(chosen.copied, np.dtype(np.uint8), "gpu") for _ in range(2))
@@ -98,14 +97,13 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
     launches = {"copy": copy} | {name: launch for name, (launch, _) in kernels.items()}
     calls = {name: lambda launch=launch: event_seconds(launch) for name, launch in launches.items()}
     values = harness.alternate(calls, chosen.rounds)
-    arrays = {f"{name.replace(' ', '_')}_s": np.array(own) for name, own in values.items()}
+    arrays = {f"{name.replace(' ', '_')}_s": np.array(samples) for name, samples in values.items()}
     about = {name: getattr(chosen, name) for name in ("dtype", "tokens", "hidden")} | card()
     moved = [2 * chosen.copied, *(nbytes for _, nbytes in kernels.values())]
     return Results(arrays, dict.fromkeys(arrays, "rounds"), about | {"kernels": ";".join(values), "bytes": moved})
 
 
 def ratios(results: Results) -> harness.Ratios:
-    """Return the times of all kernels over their floors, by the copy of the same round."""
     copy_s, copied = results.arrays["copy_s"], int(results.attributes["bytes"][0])
     return {
         name: results.arrays[f"{name.replace(' ', '_')}_s"] / (copy_s * int(nbytes) / copied)

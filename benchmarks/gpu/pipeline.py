@@ -1,16 +1,16 @@
-"""Steps of one model on GPUs over a pipeline and over tensor ranks, beside one rank: what a cut costs, and saves.
+"""Steps of one model on GPUs with pipeline or tensor parallelism, compared with one rank.
 
     python -m benchmarks gpu.pipeline
     python -m benchmarks gpu.pipeline --set model.hidden=1024 -o gpu_pipeline.h5 --anonymous
 
-All ranks are one pipeline (1f1b, zb-h1) or one tensor axis (whole activations, or cut by tokens), and the first of them
-trains alone; with and without dropout. Each contender trains its own copy of the model, one step each in turn, on the
-same batches, and those with the same dropout must have the same loss in every step. Ranks take GPUs round robin: on one
-GPU they share it, so that a pipeline can only lose there, and shows what it costs.
+All ranks form one pipeline (1f1b, zb-h1) or one tensor axis (with or without sequence parallelism), with and without
+dropout; rank 0 also trains alone. Contenders train separate copies of the model on the same batches, one step each in
+turn. Contenders with the same dropout must have the same loss in every step. Ranks may share a GPU, where a pipeline
+can only be slower.
 
-A step is timed from a barrier until the GPU is done, and takes as long as its slowest rank. "x one rank" is its time
-over that of one rank without dropout in the same turn: below 1 is faster. The seconds by phase are of the rank that
-computes longest; what tensor ranks sum inside of their layers counts as computing. Exit code 69 without a GPU.
+A step is timed from a barrier until the GPU of the slowest rank is done. "x one rank" is the time relative to one rank
+without dropout in the same round. The phase times are from the rank that computes longest; they count reductions inside
+tensor-parallel layers as computing.
 """
 
 import argparse
@@ -33,12 +33,12 @@ from hpcdist.training.recipe import recipe as recipes
 
 SCHEMA, RANKS, ON = "hpcdist.benchmark.gpu_pipeline", 2, "gpu"
 
-WARM_UP: Final = 3  # kernels are compiled, memory is taken
-AGREEMENT: Final = {"float32": 1e-3, "float64": 1e-9}  # of the losses; rounding grows over the steps
+WARM_UP: Final = 3  # untimed steps: kernels are compiled, memory is allocated
+AGREEMENT: Final = {"float32": 1e-3, "float64": 1e-9}  # relative difference of losses; rounding grows over the steps
 PHASES: Final = ("compute_s", "communication_s", "update_s")
-FIRST: Final = ("run.global_batch=32", "parallel.microbatches=8")  # --set comes behind
-ALL: Final = "RANKS"  # stands for their number
-# Keys of each contender; those without ranks are of the first rank alone. The first of each dropout has the right loss.
+FIRST: Final = ("run.global_batch=32", "parallel.microbatches=8")  # --set overrides these keys
+ALL: Final = "RANKS"  # placeholder for the number of ranks
+# Recipe keys of each contender. Contenders without RANKS train on rank 0. The first with each dropout is the reference.
 CONTENDERS: Final[dict[str, tuple[str, ...]]] = {
     "one rank": (),
     "1f1b": (f"parallel.pipeline={ALL}",),
@@ -53,40 +53,40 @@ OPTIONS: Final = {"steps": 30}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of the recipe")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="recipe keys")
 
 
 class Contender:
-    """A model in training, on all ranks or on the first. Building one is collective over the world."""
+    """A model in training, on all ranks or on rank 0. Building it is collective over the world."""
 
     def __init__(self, session: Session, name: str, overrides: Sequence[str], steps: int) -> None:
         comm = session.comm
-        own = [key.replace(ALL, str(comm.size)) for key in CONTENDERS[name]]
-        together = own != list(CONTENDERS[name])
-        keys = [*FIRST, *overrides, *own, "run.device=gpu"]
+        rank_keys = [key.replace(ALL, str(comm.size)) for key in CONTENDERS[name]]
+        uses_all_ranks = rank_keys != list(CONTENDERS[name])
+        keys = [*FIRST, *overrides, *rank_keys, "run.device=gpu"]
         self.recipe = recipes.load(None, [*keys, f"run.steps={steps}"]).recipe
-        group = comm.dup(name.replace(" ", "_")) if together else solo()
-        place = Session(group, session.place, session.library, session.abort)
-        self.training = Training(place, keys, steps) if together or comm.rank == 0 else None
+        group = comm.dup(name.replace(" ", "_")) if uses_all_ranks else solo()
+        group_session = Session(group, session.place, session.library, session.abort)
+        self.training = Training(group_session, keys, steps) if uses_all_ranks or comm.rank == 0 else None
 
     def step(self, comm: Communicator) -> tuple[list[float], float]:
-        """Make a step; return its seconds and those by phase on this rank, and the loss. Collective over ``comm``."""
+        """Run a step; return this rank's seconds (step, then phases) and the loss. Collective over ``comm``."""
         step, done = None if self.training is None else self.training.next_step(), list[StepResult]()
         device.synchronise()
 
-        def whole() -> None:
+        def run_step() -> None:
             if step is not None:
                 done.append(step())
                 device.synchronise()
 
-        step_s = harness.seconds(whole, comm)
+        step_s = harness.seconds(run_step, comm)
         if not done:
             return [0.0] * (1 + len(PHASES)), comm.broadcast_object(None)
         return [step_s, *(done[0].seconds[phase] for phase in PHASES)], comm.broadcast_object(done[0].loss)
 
 
 def check_losses(runs: Mapping[str, Contender], losses: Mapping[str, float], number: int) -> None:
-    """End with an error unless contenders that drop as much have the same loss (local)."""
+    """Raise SystemExit if contenders with the same dropout have different losses. Local."""
     first: dict[float, str] = {}
     for name, run in runs.items():
         other = first.setdefault(run.recipe.model.dropout, name)
@@ -95,12 +95,11 @@ def check_losses(runs: Mapping[str, Contender], losses: Mapping[str, float], num
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return the times of all contenders, ranks and steps. Collective."""
     comm = session.comm
     if comm.size < 2:
-        raise UsageError("one rank has nobody to share a model with; choose --ranks 2")
+        raise UsageError("a pipeline needs at least 2 ranks; choose --ranks 2")
     runs = {name: Contender(session, name, chosen.set, WARM_UP + chosen.steps) for name in CONTENDERS}
-    rows, draw = [], np.random.default_rng(0)  # the same on all ranks
+    rows, draw = [], np.random.default_rng(0)  # the same order on all ranks
     for number in range(1, WARM_UP + chosen.steps + 1):
         turn = {name: runs[name].step(comm) for name in draw.permutation(list(runs)).tolist()}
         check_losses(runs, {name: loss for name, (_, loss) in turn.items()}, number)
@@ -115,7 +114,6 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
 
 
 def ratios(results: Results) -> harness.Ratios:
-    """Return the times of every contender over those of one rank in the same turn."""
     times = np.array(list(results.arrays.values()))[..., 0].max(axis=1)
     return harness.over_base(times, list(results.arrays))
 
@@ -123,6 +121,6 @@ def ratios(results: Results) -> harness.Ratios:
 def lines(results: Results) -> Sequence[str]:
     times = np.array(list(results.arrays.values()))  # (contenders, ranks, steps, step and phases)
     phases = np.median(times[..., 1:], axis=2)
-    longest = [own[own[:, 0].argmax()] for own in phases]
-    more = {phase: [f"{own[place]:.4g}" for own in longest] for place, phase in enumerate(PHASES)}
+    longest = [figures[figures[:, 0].argmax()] for figures in phases]
+    more = {phase: [f"{figures[index]:.4g}" for figures in longest] for index, phase in enumerate(PHASES)}
     return harness.time_table(times[..., 0].max(axis=1), list(results.arrays), more=more)

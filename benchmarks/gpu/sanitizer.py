@@ -1,12 +1,12 @@
-"""Kernels and a training step under compute-sanitizer: accesses out of bounds, races, missing barriers, unset memory.
+"""Kernels and a training step under compute-sanitizer: invalid accesses, races, missing barriers, unset memory.
 
     python -m benchmarks gpu.sanitizer -o gpu_sanitizer.h5
     python -m benchmarks gpu.sanitizer --tools memcheck --programs kernels
 
-It starts `gpu.kernels` at sizes that no vector and no block divides, and `gpu.step` of a small GPT, under each tool of
-CUDA's compute-sanitizer, which is looked for in PATH, $CUDA_HOME and /usr/local/cuda. Memory is not taken from cupy's
-pool, in which a kernel could leave its array unseen. Told are the errors of each, with the first one's text; any error
-is exit code 1. A step takes minutes under a tool. Without the tool, or without a GPU, it leaves with 69.
+Runs `gpu.kernels` with sizes that no vector or block width divides, and `gpu.step` of a small GPT, under each tool of
+CUDA's compute-sanitizer. The sanitizer is searched in PATH, $CUDA_HOME and /usr/local/cuda. cupy's memory pool is off,
+because it would hide accesses outside an array. The table has the number of errors and the first message; any error
+gives exit code 1. A step takes minutes under a tool. Exit code 69 without the sanitizer or a GPU.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from hpcdist.errors import MissingCapabilityError
 from hpcdist.reporting.table import aligned
 
 SCHEMA, ON = "hpcdist.benchmark.gpu_sanitizer", "gpu"
-NO_CHECK = "it counts errors, of which none is allowed"
+NO_CHECK = "it counts errors, and no error is allowed"
 
 TOOLS: Final = ("memcheck", "racecheck", "synccheck", "initcheck")
 PROGRAMS: Final = {
@@ -52,7 +52,7 @@ OPTIONS: Final = {"tools": TOOLS, "programs": tuple(PROGRAMS), "limit": 300.0}
 def sanitizer() -> str:
     """Return the path of compute-sanitizer. Raises MissingCapabilityError."""
     homes = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
-    folders = [f"{home}/{part}" for home in homes if home for part in ("bin", "compute-sanitizer")]
+    folders = [f"{home}/{subfolder}" for home in homes if home for subfolder in ("bin", "compute-sanitizer")]
     path = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=os.pathsep.join(folders))
     if path is None:
         raise MissingCapabilityError(
@@ -62,24 +62,23 @@ def sanitizer() -> str:
 
 
 def checked(tool: str, program: str, limit_s: float) -> tuple[int, str]:
-    """Run ``program`` under ``tool``; return how many errors it found, -1 for no answer, and the first line of one."""
+    """Run ``program`` under ``tool``; return the number of errors, or -1 if unknown, and the first message."""
     line = [sanitizer(), "--tool", tool, sys.executable, "-c", CODE, *PROGRAMS[program]]
     try:
         done = subprocess.run(line, capture_output=True, text=True, cwd=harness.ROOT, timeout=limit_s)
     except subprocess.TimeoutExpired:
-        return -1, f"not ended within {limit_s:g} s"
-    told = [line.removeprefix("========= ") for line in done.stdout.splitlines() if line.startswith("=========")]
+        return -1, f"timed out after {limit_s:g} s"
+    messages = [line.removeprefix("========= ") for line in done.stdout.splitlines() if line.startswith("=========")]
     total = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", done.stdout)
     if total and (int(total[1]) or done.returncode == 0):
-        return int(total[1]), next((line for line in told[1:] if int(total[1])), "")
+        return int(total[1]), next((line for line in messages[1:] if int(total[1])), "")
     return -1, f"exit code {done.returncode}: {(done.stderr.strip().splitlines() or ['nothing printed'])[-1]}"
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return the errors of each tool in each program."""
-    found = [[checked(tool, program, chosen.limit) for tool in chosen.tools] for program in chosen.programs]
-    arrays = {"errors": np.array([[count for count, _ in row] for row in found])}
-    texts = [text for row in found for _, text in row]
+    results = [[checked(tool, program, chosen.limit) for tool in chosen.tools] for program in chosen.programs]
+    arrays = {"errors": np.array([[count for count, _ in row] for row in results])}
+    texts = [text for row in results for _, text in row]
     about = card() | {"tools": ";".join(chosen.tools), "programs": ";".join(chosen.programs), "texts": texts}
     return Results(arrays, {"errors": "programs, tools; -1: no answer"}, about)
 
@@ -90,7 +89,6 @@ def _cells(results: Results) -> list[tuple[str, int]]:
 
 
 def ratios(results: Results) -> harness.Ratios:
-    """Return the errors of each."""
     return {name: np.array([count]) for name, count in _cells(results)}
 
 

@@ -1,12 +1,11 @@
-"""A training step on a GPU, with CUDA graphs and without, against one on the CPU: from the batch to the update.
+"""Training step on a GPU, with and without CUDA graphs, compared with a step on the CPU, from batch to update.
 
     python -m benchmarks gpu.step --set model.hidden=512 run.global_batch=32 -o gpu_step.h5
     python -m benchmarks gpu.step --sides gpu graph --set model.layers=12 precision.mode=bfloat16
 
-All sides train the same recipe on one rank, alternating in one run, and their losses are compared step by step; "graph"
-has `run.cuda_graph`. A step on the GPU is timed by events on its stream, from before the batch is copied there to after
-the update; one on the CPU, and the GPU's step as the host sees it, by the clock. Told are the times, also by phase, and
-the ratio of each to the step of the first side in the same turn: below 1 it is faster. Without a GPU it leaves with 69.
+All sides train the same recipe on one rank, alternating; their losses must agree in every step. "graph" sets
+`run.cuda_graph`. GPU steps are timed by events on the stream, from before the batch copy to after the update; CPU steps
+and the host's share of GPU steps by the clock. Ratios are relative to the first side in the same round.
 """
 
 import argparse
@@ -26,8 +25,8 @@ from hpcdist.training.recipe import recipe as recipes
 
 SCHEMA, ON = "hpcdist.benchmark.gpu_step", "gpu"
 
-WARM_UP: Final = 3  # kernels are compiled, memory is taken, graphs are captured
-AGREEMENT: Final = {"bfloat16": 5e-2, "float16": 2e-2, "float32": 1e-3, "float64": 1e-9}  # losses; rounding grows
+WARM_UP: Final = 3  # untimed steps: kernels are compiled, memory is allocated, graphs are captured
+AGREEMENT: Final = {"bfloat16": 5e-2, "float16": 2e-2, "float32": 1e-3, "float64": 1e-9}  # relative loss difference
 SIDES: Final = {
     "cpu": ("run.device=cpu",),
     "gpu": ("run.device=gpu",),
@@ -37,11 +36,10 @@ OPTIONS: Final = {"steps": 30, "sides": tuple(SIDES)}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of the recipe")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="recipe keys")
 
 
 def step_on(side: Training, on: str) -> tuple[dict[str, float], StepResult]:
-    """Make a step; return its times by name, and what came of it."""
     step, done = side.next_step(), list[StepResult]()
     times: dict[str, float] = {}
 
@@ -57,22 +55,21 @@ def step_on(side: Training, on: str) -> tuple[dict[str, float], StepResult]:
 
 
 def turn(sides: dict[str, Training]) -> dict[str, float]:
-    """Make the next step on all sides, which must agree; return its times in s."""
+    """Run the next step on all sides, check that their losses agree, and return the times in seconds."""
     times, losses = dict[str, float](), dict[str, float]()
     for on, side in sides.items():
-        own, done = step_on(side, on)
-        times |= own
+        side_times, done = step_on(side, on)
+        times |= side_times
         losses[on] = done.loss
-    (first, wanted), *others = losses.items()
-    training = sides[first]
+    (base, expected), *others = losses.items()
+    training = sides[base]
     for on, loss in others:
-        if not abs(loss - wanted) <= AGREEMENT[training.recipe.precision.mode] * abs(wanted):
-            raise SystemExit(f"step {training.number}: loss {loss} of the side {on}, {wanted} of the side {first}")
+        if not abs(loss - expected) <= AGREEMENT[training.recipe.precision.mode] * abs(expected):
+            raise SystemExit(f"step {training.number}: loss {loss} of the side {on}, {expected} of the side {base}")
     return times
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return the times of each step that was not for warming up."""
     device.choose(0)
     steps = WARM_UP + chosen.steps
     sides = {on: Training(session, [*chosen.set, *SIDES[on]], steps) for on in chosen.sides}
@@ -97,7 +94,6 @@ def lines(results: Results) -> Sequence[str]:
 
 
 def sides_of(results: Results) -> list[str]:
-    """Return the sides that were measured, in their order."""
     return [on for on in SIDES if f"{on}_s" in results.arrays]
 
 

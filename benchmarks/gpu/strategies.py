@@ -1,12 +1,11 @@
-"""Losses of every strategy on a GPU that its ranks share, beside those of the same ranks on processors.
+"""Losses of every strategy on a GPU shared by its ranks, compared with the losses of the same ranks on CPUs.
 
     python -m benchmarks gpu.strategies
     python -m benchmarks gpu.strategies --ranks 4 --only zero3 1f1b tensor -o gpu_strategies.h5 --anonymous
 
-Each layout trains the same recipe twice in one job, on CPUs and on GPUs, for as many steps from the same weights on the
-same batches. "apart" is the largest difference of the losses of a step over that on the CPU; the goal is at most 1e-4
-in float32. What a layout is refused for is told. Each is printed as it is done, so that an error names the one behind.
-Exit code 1 where one is farther apart, 69 without a GPU.
+Each layout trains the same recipe twice in one job, on CPUs and on GPUs, from the same weights and on the same batches.
+"apart" is the largest relative difference of a step's losses; the goal is at most 1e-4 in float32. Results are printed
+layout by layout, with the reason if a layout is refused. Exit code 1 if a layout misses the goal, 69 without a GPU.
 """
 
 import argparse
@@ -26,7 +25,7 @@ from hpcdist.reporting.table import aligned
 SCHEMA, RANKS, ON = "hpcdist.benchmark.gpu_strategies", 2, "gpu"
 
 APART: Final = 1e-4
-ALL: Final = "RANKS"  # stands for their number
+ALL: Final = "RANKS"  # placeholder for the number of ranks
 MODEL: Final = ("model.layers=4", "model.hidden=128", "model.heads=4", "data.context=64", "run.global_batch=16")
 _PIPE: Final = (f"parallel.pipeline={ALL}", "parallel.microbatches=8")
 _SERVERS: Final = ("parallel.strategy=parameter_server", "parameter_server.placement=colocated")
@@ -55,11 +54,10 @@ OPTIONS: Final = {"steps": 20, "only": tuple(LAYOUTS)}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of the recipe")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="recipe keys")
 
 
 def losses(session: Session, keys: Sequence[str], steps: int) -> list[float]:
-    """Return the losses of a training. Collective."""
     training = Training(session, keys, steps)
     values = [training.next_step()().loss for _ in range(steps)]
     training.close()
@@ -67,22 +65,21 @@ def losses(session: Session, keys: Sequence[str], steps: int) -> list[float]:
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return the losses of all layouts. Collective."""
     harness.at_least(chosen, steps=1)
     comm, rows, refused = session.comm, dict[str, list[list[float]]](), dict[str, str]()
     for name in chosen.only:
-        own = [key.replace(ALL, str(comm.size)) for key in LAYOUTS[name]]
-        keys = [*MODEL, *own, *chosen.set]
+        layout_keys = [key.replace(ALL, str(comm.size)) for key in LAYOUTS[name]]
+        keys = [*MODEL, *layout_keys, *chosen.set]
         try:
             both = [losses(session, [*keys, f"run.device={on}"], chosen.steps) for on in ("cpu", "gpu")]
-        except (ConfigurationError, MissingCapabilityError) as error:  # of every rank alike, before it trains
+        except (ConfigurationError, MissingCapabilityError) as error:  # raised on every rank, before training
             refused[name] = str(error)
-            told = f"refused, {error}"
+            output = f"refused, {error}"
         else:
             rows[name] = both
-            told = f"{apart(np.array(both)):.2e}"
+            output = f"{apart(np.array(both)):.2e}"
         if comm.rank == 0:
-            print(f"{name}: {told}", flush=True)
+            print(f"{name}: {output}", flush=True)
     about = card(comm) | {"layouts": ";".join(rows), "steps": chosen.steps}
     about |= {f"refused: {name}": reason for name, reason in refused.items()}
     dims = "layouts, (CPU, GPU), steps"
@@ -90,7 +87,7 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
 
 
 def apart(both: np.ndarray) -> float:
-    """Return the largest difference of ``both``, (CPU, GPU), steps, over the first; infinite where one is no number."""
+    """Return the largest relative difference of the losses ``both`` ((CPU, GPU), steps), or infinity if it is NaN."""
     difference = float(np.max(np.abs(both[1] - both[0]) / np.abs(both[0])))
     return difference if np.isfinite(difference) else np.inf
 
@@ -103,14 +100,13 @@ def lines(results: Results) -> Sequence[str]:
 
 
 def ratios(results: Results) -> harness.Ratios:
-    """Return how far each layout is apart, over the goal."""
     both = zip(results.names("layouts"), results.arrays["loss"], strict=True)
-    return {name: np.array([apart(own) / APART]) for name, own in both}
+    return {name: np.array([apart(pair) / APART]) for name, pair in both}
 
 
 def failures(results: Results) -> Sequence[str]:
     return [
-        f"{name} is {own[0] * APART:.1e} apart, more than {APART:g}"
-        for name, own in ratios(results).items()
-        if own[0] > 1
+        f"{name} is {ratio[0] * APART:.1e} apart, more than {APART:g}"
+        for name, ratio in ratios(results).items()
+        if ratio[0] > 1
     ]

@@ -1,26 +1,23 @@
-"""Allreduce over hosts with slow links against a raw TCP stream of the same bytes, in one run. Root only.
+"""Allreduce over hosts with slow links, compared with a raw TCP stream of the same bytes, in one run. Root only.
 
     python -m benchmarks hosts
     python -m benchmarks hosts --hosts 4 --ranks 1 --bytes 16M --output hosts.h5 --anonymous
 
-Hosts are network namespaces of this machine, joined by links of `--rate` in either direction, and MPI is that of this
-Python. "raw" is what TCP does on the same links: each host sends the bytes that the allreduce must put on the wire, 2
-(k-1)/k n for k hosts, to the next host, and receives as many at the same time, on one connection each way. "messages"
-is what MPI does with them, cut into as many streams as a host has ranks: what an allreduce can hope for.
-Both and all algorithms take turns in one run. Before each, 2 MiB drain the token buckets, which let the first bytes of
-a pause pass at any speed. A time is that of the slowest rank, from a barrier on. "of raw" is the time of raw over this
-time. The byte counters of the links show that the data took the wire; a run in which it did not is refused.
+Hosts are network namespaces of this machine with links of `--rate` per direction. "raw" is TCP on the same links: each
+host sends the bytes that the allreduce must send, 2 (k-1)/k n for k hosts and n bytes, to the next host while it
+receives as many. "messages" sends these bytes by MPI, in a stream per rank: the best that an allreduce can reach.
+Before each turn, 2 MiB drain the token buckets, which pass the first bytes after a pause at any speed. "of raw" is the
+time of raw divided by the time. The run fails if the byte counters show that the data did not cross the wire.
 
-What the environment must say, here and on real Ethernet, is set by this program:
+The program sets these options and variables, which real Ethernet needs too unless noted:
 
-    Open MPI   --mca pml ob1 --mca btl tcp,self,sm --mca btl_tcp_if_include NETWORK; and one run with `--mca coll ^han`,
-               since the native allreduce that it chooses by default varies from run to run by a factor of ten. Only
-               here, where hosts share cores that each believes to be its own: --mca mpi_yield_when_idle 1
-    MPICH      MPIR_CVAR_CH4_NETMOD=ofi FI_PROVIDER=tcp (only here: UCX would find that the hosts share memory)
+    Open MPI   --mca pml ob1 --mca btl tcp,self,sm --mca btl_tcp_if_include NETWORK. One run adds `--mca coll ^han`,
+               since the default native allreduce varies by a factor of ten. Only here: --mca mpi_yield_when_idle 1,
+               because the hosts share cores
+    MPICH      MPIR_CVAR_CH4_NETMOD=ofi FI_PROVIDER=tcp (only here: UCX would detect the shared memory)
 
-Limits of eager messages and sizes of socket buffers need no change. What matters is how many messages are under way at
-once: 16 of 256 KiB each way reach 0.92 to 1.0 of raw under either MPI, all 32 of 8 MiB at once 0.62 to 0.74 under Open
-MPI's TCP (0.92 to 0.99 under MPICH), on two busy cores.
+Eager limits and socket buffers need no change. On two busy cores, 16 messages of 256 KiB in flight per direction reach
+0.92 to 1.0 of raw; 32 messages of 8 MiB reach 0.62 to 0.74 with Open MPI's TCP and 0.92 to 0.99 with MPICH.
 """
 
 import argparse
@@ -55,8 +52,8 @@ RAW, MESSAGES = "raw", "messages"
 ALGORITHMS: Final = ("native", "hierarchical", "ring")
 DRAIN_BYTES: Final = 2 << 20
 SEGMENT_BYTES: Final = 256 << 10
-WINDOW: Final = 16  # messages under way; see above
-OPTIONS: Final = {"hosts": 2, "ranks": 2, "rate": "1gbit", "repetitions": 9}  # ranks: of each host
+WINDOW: Final = 16  # messages in flight
+OPTIONS: Final = {"hosts": 2, "ranks": 2, "rate": "1gbit", "repetitions": 9}  # ranks: per host
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -65,9 +62,9 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 class Wire:
-    """Raw TCP between hosts: one connection to the next host and one from the host before, at the first rank of each.
+    """Raw TCP ring between hosts: the first rank of each host connects to the next host. Collective over ``comm``.
 
-    Collective over ``comm``, whose nodes are the hosts.
+    The nodes of ``comm`` are the hosts.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -83,7 +80,7 @@ class Wire:
         self._source, self._target = bytes(8 << 20), bytearray(8 << 20)
 
     def stream(self, nbytes: int) -> None:
-        """Send ``nbytes`` to the next host while as many come from the host before. Collective."""
+        """Send ``nbytes`` to the next host while receiving as many from the previous host. Collective."""
         if self.leads:
             sender = threading.Thread(target=self._send, args=(nbytes,))
             sender.start()
@@ -100,7 +97,6 @@ class Wire:
 
 
 def own_address() -> str:
-    """Return the address of this host on its link."""
     shown = subprocess.run(["ip", "-4", "addr", "show", "eth0"], capture_output=True, text=True, check=True).stdout
     address = re.search(r"inet ([\d.]+)", shown)
     assert address is not None
@@ -108,37 +104,37 @@ def own_address() -> str:
 
 
 def sent_on_wire() -> int:
-    """Return the bytes that this host has sent through its link, headers included."""
-    # /sys shows the devices of the namespace in which it was mounted; /proc/net those of this process.
+    """Return the bytes that this host has sent on its link, including headers."""
+    # /proc/net shows the devices of this process; /sys shows the devices of the namespace that mounted it.
     line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if "eth0:" in line)
     return int(line.split(":")[1].split()[8])
 
 
 def messages(comm: Communicator, nbytes: int) -> Callable[[], None]:
-    """Return what sends ``nbytes`` of each rank to its peer on the next host and receives as many from that before."""
+    """Return a function that exchanges ``nbytes`` with the peers on the next and the previous host."""
     peers = comm.nodes().peers
     source, target = np.ones(nbytes, np.uint8), np.empty(nbytes, np.uint8)
     starts = range(0, nbytes, SEGMENT_BYTES)
-    ahead, behind = (peers.rank + 1) % peers.size, (peers.rank - 1) % peers.size
+    following, previous = (peers.rank + 1) % peers.size, (peers.rank - 1) % peers.size
 
     def exchange() -> None:
-        under_way: deque[tuple[Request, Request]] = deque()
-        for at in (*starts, *[None] * WINDOW):
-            if at is not None:
-                came = peers.irecv(target[at : at + SEGMENT_BYTES], behind)
-                under_way.append((came, peers.isend(source[at : at + SEGMENT_BYTES], ahead)))
-            if under_way and (at is None or len(under_way) > WINDOW):
-                for request in under_way.popleft():
+        in_flight: deque[tuple[Request, Request]] = deque()
+        for offset in (*starts, *[None] * WINDOW):
+            if offset is not None:
+                receive = peers.irecv(target[offset : offset + SEGMENT_BYTES], previous)
+                in_flight.append((receive, peers.isend(source[offset : offset + SEGMENT_BYTES], following)))
+            if in_flight and (offset is None or len(in_flight) > WINDOW):
+                for request in in_flight.popleft():
                     request.wait()
 
     return exchange
 
 
-def timed(comm: Communicator, asked: dict[str, Any]) -> dict[str, Any]:
-    """Return times in s of the slowest rank and bytes sent by the busiest host, of each contender. Collective."""
-    nodes, hosts, nbytes = comm.nodes(), asked["hosts"], asked["bytes"]
-    if (nodes.count, nodes.intra.size) != (hosts, asked["ranks"]):
-        raise SystemExit(f"MPI sees {nodes.count} nodes of {nodes.intra.size} ranks, not the hosts that were made")
+def timed(comm: Communicator, request: dict[str, Any]) -> dict[str, Any]:
+    """Time each contender (slowest rank, seconds) and count its sent bytes (busiest host). Collective."""
+    nodes, hosts, nbytes = comm.nodes(), request["hosts"], request["bytes"]
+    if (nodes.count, nodes.intra.size) != (hosts, request["ranks"]):
+        raise SystemExit(f"MPI sees {nodes.count} nodes of {nodes.intra.size} ranks, not the created hosts")
     wire, payload = Wire(comm), 2 * (hosts - 1) * nbytes // hosts
     buffer, expected = np.empty(nbytes // 4, np.float32), comm.size * (comm.size + 1) // 2
 
@@ -146,41 +142,40 @@ def timed(comm: Communicator, asked: dict[str, Any]) -> dict[str, Any]:
         return lambda: collectives.allreduce(comm, buffer, name)
 
     runs: dict[str, Callable[[], None]] = {RAW: lambda: wire.stream(payload)}
-    runs[MESSAGES] = messages(comm, payload // asked["ranks"])
-    runs |= {name: reduce(name) for name in asked["algorithms"]}
+    runs[MESSAGES] = messages(comm, payload // request["ranks"])
+    runs |= {name: reduce(name) for name in request["algorithms"]}
 
-    def turn(name: str) -> list[float]:
+    def timed_call(name: str) -> list[float]:
         buffer[...] = comm.rank + 1
         wire.stream(DRAIN_BYTES)
         comm.barrier()
         before, begin = sent_on_wire(), time.perf_counter()
         runs[name]()
-        took = np.array([time.perf_counter() - begin, sent_on_wire() - before])
-        if name in asked["algorithms"] and not (buffer == expected).all():
+        figures = np.array([time.perf_counter() - begin, sent_on_wire() - before])
+        if name in request["algorithms"] and not (buffer == expected).all():
             raise SystemExit(f"{name} gave rank {comm.rank} a wrong result")
-        collectives.allreduce(comm, took, "recursive_doubling", "max")
-        return took.tolist()
+        collectives.allreduce(comm, figures, "recursive_doubling", "max")
+        return figures.tolist()
 
-    calls = {name: lambda name=name: turn(name) for name in runs}
-    values = np.array(list(harness.alternate(calls, asked["repetitions"], warm_up=1).values()))
+    calls = {name: lambda name=name: timed_call(name) for name in runs}
+    values = np.array(list(harness.alternate(calls, request["repetitions"], warm_up=1).values()))
     times, sent = values[..., 0].tolist(), values[..., 1].max(axis=1).tolist()
     return {"names": list(runs), "times": times, "sent": sent, "payload": payload}
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Make the hosts, and return what their ranks measured."""
     harness.at_least(chosen, hosts=2, ranks=1, repetitions=1)
     launcher = mpirun.find()
-    asked = {name: getattr(chosen, name) for name in ("hosts", "ranks", "rate", "bytes")}
+    request = {name: getattr(chosen, name) for name in ("hosts", "ranks", "rate", "bytes")}
     more = {name: getattr(chosen, name) for name in ("algorithms", "repetitions")}
     settings = {"tuned collectives": tuned(launcher)} if launcher.vendor == mpirun.OPEN_MPI else {}
     with Hosts(chosen.hosts, chosen.rate) as hosts:
         runs = {
-            title: hosts.results(launcher, chosen.ranks, __spec__.name, asked | more, extra)
+            title: hosts.results(launcher, chosen.ranks, __spec__.name, request | more, extra)
             for title, extra in (settings | {"default collectives": []}).items()
         }
     first = next(iter(runs.values()))
-    about = {**asked, "runs": ",".join(runs), "contenders": ",".join(first["names"]), "dtype": "float32"}
+    about = {**request, "runs": ",".join(runs), "contenders": ",".join(first["names"]), "dtype": "float32"}
     about |= {"payload_bytes": first["payload"], "mpi_library": first["library"]}
     arrays = {
         "time_s": np.array([run["times"] for run in runs.values()]),
@@ -190,7 +185,6 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
 
 
 def ratios(results: Results) -> harness.Ratios:
-    """Return the times over raw's of the same turn, in each run."""
     return {
         f"{title}, {name}": samples
         for title, times in zip(results.names("runs"), results.arrays["time_s"], strict=True)
@@ -199,24 +193,22 @@ def ratios(results: Results) -> harness.Ratios:
 
 
 def lines(results: Results) -> Sequence[str]:
-    shown, payload = [str(results.attributes["mpi_library"])], int(results.attributes["payload_bytes"])
+    output, payload = [str(results.attributes["mpi_library"])], int(results.attributes["payload_bytes"])
     for title, times, sent in zip(results.names("runs"), *results.arrays.values(), strict=True):
-        more = {f"of {payload} bytes": [f"{own / payload:.3f}" for own in sent]}
-        shown += [title, *harness.time_table(times, results.names(), more=more)]
-    return shown
+        more = {f"of {payload} bytes": [f"{nbytes / payload:.3f}" for nbytes in sent]}
+        output += [title, *harness.time_table(times, results.names(), more=more)]
+    return output
 
 
 def failures(results: Results) -> list[str]:
-    """Return the contenders whose data took another way than the wire."""
     least = 0.99 * int(results.attributes["payload_bytes"])
     names = [
-        name for place, name in enumerate(results.names()) if (results.arrays["sent_bytes"][:, place] < least).any()
+        name for index, name in enumerate(results.names()) if (results.arrays["sent_bytes"][:, index] < least).any()
     ]
-    return [f"{name} put fewer bytes on the wire than must cross it: this MPI found another way" for name in names]
+    return [f"{name} sent fewer bytes on the wire than necessary: this MPI used another path" for name in names]
 
 
 def work(words: str, result: str) -> None:
-    """Be one of the ranks."""
     session = start.start()
     figures = timed(session.comm, json.loads(words))
     if session.comm.rank == 0:

@@ -1,20 +1,20 @@
-"""Steps of DDP over hosts with slow links: over hpcdist, over gloo, and hpcdist's own trainer. Root only.
+"""Steps of DDP over hosts with slow links: over hpcdist, over gloo, and with hpcdist's own trainer. Root only.
 
     python -m benchmarks hosts.torch
     python -m benchmarks hosts.torch --batch 2 --output hosts-torch.h5 --anonymous
 
-Hosts are those of `benchmarks hosts`, one rank on each. All contenders train the GPT of `wrapped.torch` from the same
-values, and take turns in one run:
+`benchmarks hosts` describes the hosts; each has one rank. All contenders train the GPT of `wrapped.torch` from the same
+values, alternating in one run:
 
-    raw         TCP streams of as many bytes as an allreduce of the gradients must put on each link
-    compute     a step of DDP without its allreduce
-    trainer     the same modules, wrapped: the step of hpcdist's own allreduce
+    raw         TCP streams with the bytes that an allreduce of the gradients must send on each link
+    compute     a DDP step without its allreduce
+    trainer     the same modules, wrapped, with hpcdist's allreduce
     ddp         DistributedDataParallel over the backend hpcdist, and over gloo
-    all_reduce  of as many bytes as the gradients have, over both backends
+    all_reduce  an allreduce of a buffer as large as the gradients, over both backends
 
-No step takes less than raw or compute: the larger of both is the bound. "of bound" is the bound over the time. The goal
-is that DDP over hpcdist reaches 0.95 of what the trainer reaches. The byte counters of the links show that the data
-took the wire; a run in which it did not is refused. Needs the extra `torch`.
+The larger of raw and compute is a lower bound of the step time. "of bound" is the bound divided by the time. The goal
+is that DDP over hpcdist reaches 0.95 of the trainer's speed. The byte counters of the links must show that the data
+crossed the wire; otherwise the run fails. Needs the extra `torch`.
 """
 
 import argparse
@@ -45,11 +45,11 @@ OPTIONS: Final = {**wrapped.SIZES, "batch": 1, "hosts": 2, "rate": "1gbit", "rou
 RAW, COMPUTE, TRAINER, DDP, DDP_GLOO = "raw", "compute", "trainer", "ddp", "ddp over gloo"
 REDUCE, REDUCE_GLOO = "all_reduce", "all_reduce over gloo"
 LOCAL: Final = (RAW, COMPUTE)
-GOAL: Final = 0.95  # of the share of the bound that the trainer reaches
+GOAL: Final = 0.95  # least speed of DDP, relative to the trainer
 
 
 def timed(session: Session, chosen: argparse.Namespace) -> dict[str, Any]:
-    """Return times in s of the slowest rank and bytes sent by the busiest host, of each contender. Collective."""
+    """Time each contender (slowest rank, seconds), and count its sent bytes (busiest host). Collective."""
     import torch
     import torch.distributed as dist
 
@@ -67,13 +67,13 @@ def timed(session: Session, chosen: argparse.Namespace) -> dict[str, Any]:
     payload = 2 * (comm.size - 1) * gradient.nbytes // comm.size
     rng, batch = np.random.default_rng(1), list[np.ndarray]()
     example = np.zeros((1, shape.context), np.int64)
-    whole = wrap(twins[TRAINER], contenders.cross_entropy, example=example, tokens_per_sample=shape.context)
-    trained = wrapped.step_of(session, chosen, whole, "allreduce")
-    runs: dict[str, Callable[[], Any]] = {RAW: lambda: wire.stream(payload), TRAINER: lambda: trained(tuple(batch))}  # type: ignore[arg-type]
+    wrapped_model = wrap(twins[TRAINER], contenders.cross_entropy, example=example, tokens_per_sample=shape.context)
+    train_step = wrapped.step_of(session, chosen, wrapped_model, "allreduce")
+    runs: dict[str, Callable[[], Any]] = {RAW: lambda: wire.stream(payload), TRAINER: lambda: train_step(tuple(batch))}  # type: ignore[arg-type]
 
     def tensors() -> list[Any]:
-        own = slice(comm.rank * chosen.batch, (comm.rank + 1) * chosen.batch)
-        return [torch.from_numpy(values[own].astype(np.int64)) for values in batch]
+        rows = slice(comm.rank * chosen.batch, (comm.rank + 1) * chosen.batch)
+        return [torch.from_numpy(values[rows].astype(np.int64)) for values in batch]
 
     def add_step(name: str, group: Any, ranks: int) -> None:
         step = process_groups.step_of("ddp", twins[name], group, ranks)
@@ -89,15 +89,15 @@ def timed(session: Session, chosen: argparse.Namespace) -> dict[str, Any]:
         tokens = rng.integers(0, chosen.vocabulary, (chosen.batch * comm.size, chosen.context + 1), np.int32)
         batch[:] = [tokens[:, :-1], tokens[:, 1:]]
 
-    def turn(name: str) -> list[float]:
+    def timed_call(name: str) -> list[float]:
         wire.stream(wires.DRAIN_BYTES)
         comm.barrier()
         sent, started = wires.sent_on_wire(), time.perf_counter()
         runs[name]()
-        took = [time.perf_counter() - started, wires.sent_on_wire() - sent]
-        return [float(each) for each in np.max(comm.allgather_object(took), axis=0)]
+        figures = [time.perf_counter() - started, wires.sent_on_wire() - sent]
+        return [float(value) for value in np.max(comm.allgather_object(figures), axis=0)]
 
-    calls = {name: lambda name=name: turn(name) for name in runs}
+    calls = {name: lambda name=name: timed_call(name) for name in runs}
     values = np.array(list(harness.alternate(calls, chosen.rounds, begin=begin).values()))
     dist.destroy_process_group()
     times, sent = values[..., 0].tolist(), np.median(values[..., 1], axis=1).tolist()
@@ -105,14 +105,13 @@ def timed(session: Session, chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Make the hosts, and return what their ranks measured."""
     harness.at_least(chosen, hosts=2, rounds=1)
-    launcher, asked = mpirun.find(), {name: getattr(chosen, name) for name in OPTIONS}
+    launcher, request = mpirun.find(), {name: getattr(chosen, name) for name in OPTIONS}
     with Hosts(chosen.hosts, chosen.rate) as hosts:
-        found = hosts.results(launcher, 1, __spec__.name, asked, tuned(launcher))
-    about = {"contenders": ";".join(found["names"]), "payload_bytes": found["payload"], "torch": found["torch"]}
-    about |= {"mpi_library": found["library"]}
-    arrays = {"time_s": np.array(found["times"]), "sent_bytes": np.array(found["sent"])}
+        result = hosts.results(launcher, 1, __spec__.name, request, tuned(launcher))
+    about = {"contenders": ";".join(result["names"]), "payload_bytes": result["payload"], "torch": result["torch"]}
+    about |= {"mpi_library": result["library"]}
+    arrays = {"time_s": np.array(result["times"]), "sent_bytes": np.array(result["sent"])}
     return Results(arrays, {"time_s": "contenders, rounds", "sent_bytes": "contenders"}, about)
 
 
@@ -121,7 +120,6 @@ def _rows(results: Results) -> dict[str, np.ndarray]:
 
 
 def ratios(results: Results) -> harness.Ratios:
-    """Return the times of DDP over those of the trainer and of gloo, and of an all_reduce over raw and gloo."""
     rows = _rows(results)
     pairs = [(DDP, TRAINER), (DDP, DDP_GLOO), (REDUCE, RAW), (REDUCE, REDUCE_GLOO)]
     return {f"{name} / {base}": rows[name] / rows[base] for name, base in pairs}
@@ -134,8 +132,8 @@ def lines(results: Results) -> Sequence[str]:
         low, middle, high = np.percentile(1e3 * times, [25, 50, 75])
         bound = rows[RAW] if name.startswith(REDUCE) else np.maximum(rows[RAW], rows[COMPUTE])
         share, least, most = harness.interval(bound / times)
-        shown = ("", "") if name in LOCAL else (f"{share:.3f}", f"{least:.3f} to {most:.3f}")
-        table.append((name, f"{middle:.1f}", f"{low:.1f} to {high:.1f}", *shown, f"{sent / payload:.3f}"))
+        bound_cells = ("", "") if name in LOCAL else (f"{share:.3f}", f"{least:.3f} to {most:.3f}")
+        table.append((name, f"{middle:.1f}", f"{low:.1f} to {high:.1f}", *bound_cells, f"{sent / payload:.3f}"))
     shown_ratios = [f"{name} {median:.3f} ({low:.3f} to {high:.3f})" for name, (median, low, high) in _medians(results)]
     return [str(results.attributes["mpi_library"]), *aligned(table), *shown_ratios]
 
@@ -145,19 +143,17 @@ def _medians(results: Results) -> list[tuple[str, tuple[float, float, float]]]:
 
 
 def failures(results: Results) -> list[str]:
-    """Return the contenders whose data took another way than the wire, and the goal if it was missed."""
     least = 0.98 * int(results.attributes["payload_bytes"])
     sent = dict(zip(results.names(), results.arrays["sent_bytes"], strict=True))
-    missed = [f"{name} put fewer bytes on the wire than must cross it" for name in sent if sent[name] < least]
+    missed = [f"{name} sent fewer bytes on the wire than necessary" for name in sent if sent[name] < least]
     missed = [text for text in missed if not text.startswith(COMPUTE)]
     reached = 1 / dict(_medians(results))[f"{DDP} / {TRAINER}"][0]
     if reached < GOAL:
-        missed.append(f"{DDP} reaches {reached:.3f} of what the trainer does, not {GOAL}")
+        missed.append(f"{DDP} reaches {reached:.3f} of the trainer's speed, less than {GOAL}")
     return missed
 
 
 def work(words: str, result: str) -> None:
-    """Be one of the ranks."""
     import hpcdist.torch
 
     world = hpcdist.init()

@@ -1,8 +1,8 @@
-"""Images as tables of pixels and classes: scikit-learn's digits, and files of MNIST and CIFAR.
+"""Images as tables of pixels and classes: scikit-learn's digits, MNIST files and CIFAR files.
 
-MNIST (LeCun, Cortes & Burges; Fashion-MNIST and others have the same form): idx files, big-endian, magic 0x803 (bytes,
-three dims) for images and 0x801 (bytes, one dim) for labels, as they are or compressed by gzip. CIFAR (Krizhevsky
-2009): .bin files of records, one byte of label (CIFAR-10) or two, coarse and fine (CIFAR-100), before 3,072 of pixels.
+MNIST (LeCun, Cortes & Burges) and datasets of the same format (Fashion-MNIST): big-endian idx files, plain or gzipped;
+magic 0x803 (bytes, three dims) for images and 0x801 (bytes, one dim) for labels. CIFAR (Krizhevsky 2009): .bin files of
+records; 3,072 bytes of pixels after one label byte (CIFAR-10) or two, coarse and fine (CIFAR-100).
 """
 
 import gzip
@@ -28,7 +28,7 @@ EXPECTED: Final = (
 
 @dataclass(frozen=True)
 class Table:
-    """Pixels ``x`` (rows, ...) and classes ``y`` (rows,); the last ``validation`` rows are not trained on."""
+    """Pixels ``x`` (rows, ...) and classes ``y`` (rows,); the last ``validation`` rows are only for validation."""
 
     name: str
     x: np.ndarray
@@ -36,20 +36,20 @@ class Table:
     validation: int
 
     def write(self, path: Path) -> None:
-        """Write it as a training reads it."""
+        """Write the table in the format that a training reads."""
         files.write_contiguous(path, {"x": self.x, "y": self.y}, {}, schema="hpcdist.benchmark.table", version=1)
 
 
 def digits() -> Table:
-    """Return scikit-learn's 1,797 digits of 8 x 8 pixels, in a random order: as they come, the last are of few writers.
+    """Return scikit-learn's 1,797 digits of 8 x 8 pixels in random order. Raises MissingCapabilityError.
 
-    Raises MissingCapabilityError.
+    The original order ends with digits of only a few writers.
     """
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise MissingCapabilityError(
-            f"the digits are scikit-learn's: pip install 'hpcdist[study]' ({error}), or leave them out with --tasks"
+            f"the digits need scikit-learn: pip install 'hpcdist[study]' ({error}), or omit this task with --tasks"
         ) from error
     x, y = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(x))
@@ -57,7 +57,7 @@ def digits() -> Table:
 
 
 def images(path: Path) -> Table:
-    """Return the images in the directory ``path``, told apart by the names of its files. Raises DataError."""
+    """Load the images in the directory ``path``; the file names select the format. Raises DataError."""
     try:
         names = {file.name for file in path.iterdir()}
     except OSError as error:
@@ -74,11 +74,13 @@ def images(path: Path) -> Table:
 
 
 def idx(path: Path, dims: int) -> np.ndarray:
-    """Return the bytes of an idx file with so many dims. Raises DataError."""
+    """Read the bytes of an idx file with ``dims`` dims. Raises DataError."""
     content = _content(path)
-    magic, wanted = content[:4], bytes([0, 0, 8, dims])
-    if magic != wanted:
-        raise DataError(f"{path}: starts with {magic.hex() or 'nothing'}, not {wanted.hex()} for {dims} dims of bytes")
+    magic, expected = content[:4], bytes([0, 0, 8, dims])
+    if magic != expected:
+        raise DataError(
+            f"{path}: starts with {magic.hex() or 'nothing'}, not {expected.hex()} for {dims} dims of bytes"
+        )
     header = 4 + 4 * dims
     if len(content) < header:
         raise DataError(f"{path}: ends within its header; expected {header} bytes of it")
@@ -89,11 +91,11 @@ def idx(path: Path, dims: int) -> np.ndarray:
 
 
 def records(path: Path, labels: int, classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return pixels and classes of records with so many bytes of labels, the last of which counts. Raises DataError."""
-    content, each = _content(path), labels + PIXELS
-    if not content or len(content) % each:
-        raise DataError(f"{path}: {len(content)} bytes; expected a multiple of {each}; get the file again")
-    rows = np.frombuffer(content, np.uint8).reshape(-1, each)
+    """Read pixels and classes of records with ``labels`` label bytes, of which the last counts. Raises DataError."""
+    content, record_bytes = _content(path), labels + PIXELS
+    if not content or len(content) % record_bytes:
+        raise DataError(f"{path}: {len(content)} bytes; expected a multiple of {record_bytes}; get the file again")
+    rows = np.frombuffer(content, np.uint8).reshape(-1, record_bytes)
     y = rows[:, labels - 1].astype(np.int64)
     if y.max() >= classes:
         raise DataError(f"{path}: a label of {y.max()}; expected classes from 0 to {classes - 1}")
@@ -102,12 +104,12 @@ def records(path: Path, labels: int, classes: int) -> tuple[np.ndarray, np.ndarr
 
 def _mnist(path: Path, names: set[str]) -> Table:
     parts = []
-    for part in ("train", "t10k"):
-        pair = [f"{part}-{kind}" for kind in (IMAGES, LABELS)]
-        found = [path / (name if name in names else f"{name}.gz") for name in pair]
-        x, y = idx(found[0], 3), idx(found[1], 1)
+    for subset in ("train", "t10k"):
+        pair = [f"{subset}-{kind}" for kind in (IMAGES, LABELS)]
+        paths = [path / (name if name in names else f"{name}.gz") for name in pair]
+        x, y = idx(paths[0], 3), idx(paths[1], 1)
         if len(x) != len(y):
-            raise DataError(f"{path}: {len(x)} {part} images and {len(y)} labels; they must be as many")
+            raise DataError(f"{path}: {len(x)} {subset} images and {len(y)} labels; the numbers must be equal")
         parts.append((x, y.astype(np.int64)))
     return _joined("mnist", parts)
 
@@ -117,13 +119,12 @@ def _cifar(name: str, batches: list[Path], test: Path, labels: int, classes: int
 
 
 def _joined(name: str, parts: list[tuple[np.ndarray, np.ndarray]]) -> Table:
-    """Return all parts as one table, the last to validate with."""
     shapes = {x.shape[1:] for x, _ in parts}
     if len(shapes) > 1:
-        raise DataError(f"{name}: images of the shapes {sorted(shapes)}; expected one")
+        raise DataError(f"{name}: images of the shapes {sorted(shapes)}; expected a single shape")
     x, y = np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
     if 2 * len(parts[-1][0]) > len(x):
-        raise DataError(f"{name}: {len(parts[-1][0])} images to validate with of {len(x)}; expected at most half")
+        raise DataError(f"{name}: {len(parts[-1][0])} of {len(x)} images are for validation; expected at most half")
     return Table(name, x, y, len(parts[-1][0]))
 
 

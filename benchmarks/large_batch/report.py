@@ -1,4 +1,4 @@
-"""Report of the study of large batches: tables in Markdown, an answer for each task, and curves."""
+"""Report of the large-batch study: Markdown tables, a verdict for each task, and plots."""
 
 import math
 import statistics
@@ -15,28 +15,26 @@ from hpcdist.reporting.table import markdown
 from hpcdist.reporting.units import counted
 
 LAYERWISE: Final = ("lars", "lamb")
-TWICE: Final = 2.0  # the fewest samples: what a batch beyond the critical one needs
+TWICE: Final = 2.0  # factor over the fewest samples at the critical batch
 
 
 @dataclass(frozen=True)
 class Point:
-    """Samples to the target over the seeds, infinite where it was missed; of the search itself without any seeds."""
+    """Samples to the target by seed, infinite if missed. Without seeds, the samples of the search."""
 
     cell: Cell
 
     @property
     def found(self) -> list[float]:
-        """Samples of each seed in rising order."""
-        ended = self.cell.checks or (self.cell.searched,)
-        return sorted(math.inf if math.isnan(one.samples) else one.samples for one in ended)
+        trainings = self.cell.checks or (self.cell.searched,)
+        return sorted(math.inf if math.isnan(training.samples) else training.samples for training in trainings)
 
     @property
     def median(self) -> float:
-        """The median over the seeds."""
         return statistics.median_low(self.found)
 
     def text(self) -> str:
-        """Return the median, the range, and the rate; a star where better rates may lie beyond those tried."""
+        """Format median, range and rate. A star marks a best rate at the border of the tried rates."""
         at = f"at {self.cell.learning_rate:.3g}{'*' if self.cell.at_border else ''}"
         if math.isinf(self.found[0]):
             return f"missed {at}"
@@ -44,36 +42,36 @@ class Point:
 
 
 def curves(cells: Sequence[Cell], task: str) -> dict[str, list[Point]]:
-    """Return the points of each optimizer by batch."""
-    found: dict[str, list[Point]] = {}
+    result: dict[str, list[Point]] = {}
     for cell in sorted(cells, key=lambda cell: cell.batch):
         if cell.task == task:
-            found.setdefault(cell.optimizer, []).append(Point(cell))
-    return found
+            result.setdefault(cell.optimizer, []).append(Point(cell))
+    return result
 
 
 def bend(line: Sequence[Point]) -> float:
-    """Return the batch at which a run takes twice the fewest samples, and twice the fewest steps; NaN if not known.
+    """Return the batch with twice the fewest samples and twice the fewest steps, or NaN if unknown.
 
-    Of samples = E + S batch, E the fewest samples and S the fewest steps (McCandlish et al. 2018, arXiv:1812.06162),
-    fitted to the medians by least squares of relative errors: E / S. Infinite where samples do not grow.
+    The fit is samples = E + S batch with the fewest samples E and the fewest steps S (McCandlish et al. 2018,
+    arXiv:1812.06162), by least squares of relative errors of the medians. The result is E / S, or infinity if samples
+    do not grow.
     """
-    known = [(point.cell.batch, point.median) for point in line if math.isfinite(point.median)]
-    if len(known) < 3:
+    points = [(point.cell.batch, point.median) for point in line if math.isfinite(point.median)]
+    if len(points) < 3:
         return math.nan
-    batch, samples = np.array(known, float).T
-    (fewest, steps), *_ = np.linalg.lstsq(np.stack([1 / samples, batch / samples], axis=1), np.ones(len(known)))
+    batch, samples = np.array(points, float).T
+    (fewest, steps), *_ = np.linalg.lstsq(np.stack([1 / samples, batch / samples], axis=1), np.ones(len(points)))
     return math.inf if steps <= 0 else max(0.0, float(fewest / steps))
 
 
 def reach(line: Sequence[Point]) -> int:
-    """Return the largest batch that needs at most twice the samples of the best one of the same optimizer; 0: none."""
+    """Return the largest batch with at most twice the samples of the optimizer's best batch, or 0."""
     least = min(point.median for point in line)
     return max((p.cell.batch for p in line if math.isfinite(p.median) and p.median <= TWICE * least), default=0)
 
 
 def noise(line: Sequence[Point]) -> tuple[int, float, float]:
-    """Return the batch at which the noise scale was measured, what it was after half of the samples, and at last."""
+    """Return the batch, the noise scale after half of the samples, and the final noise scale."""
     for point in line:
         if point.cell.noise is not None:
             samples, _, scales = point.cell.noise.curve.T
@@ -83,15 +81,14 @@ def noise(line: Sequence[Point]) -> tuple[int, float, float]:
 
 
 def text(cells: Sequence[Cell]) -> str:
-    """Return all tables and answers."""
     blocks = []
     for task in dict.fromkeys(cell.task for cell in cells):
         lines = curves(cells, task)
         batches = sorted({cell.batch for cell in cells if cell.task == task})
         rows = [["samples a step", *lines, "layer-wise over others"]]
         for batch in batches:
-            at = {name: point.text() for name, line in lines.items() for point in line if point.cell.batch == batch}
-            rows.append([f"{batch}", *(at.get(name, "-") for name in lines), _ratio(*best(lines, batch))])
+            texts = {name: point.text() for name, line in lines.items() for point in line if point.cell.batch == batch}
+            rows.append([f"{batch}", *(texts.get(name, "-") for name in lines), _ratio(*best(lines, batch))])
         rows.append(["at most twice its fewest samples up to", *(_batch(reach(line)) for line in lines.values()), ""])
         rows.append(["the curve bends at", *(_batch(bend(line)) for line in lines.values()), ""])
         scales = [noise(line) for line in lines.values()]
@@ -99,29 +96,29 @@ def text(cells: Sequence[Cell]) -> str:
         rows.append(["noise scale at the target", *(_batch(last) for _, _, last in scales), ""])
         missing = sum(point.cell.at_border for line in lines.values() for point in line)
         about = f"### {task}: samples to the target, median (range) over seeds, at the best rate"
-        notes = [f"\\* the best of the rates tried is at their border: {counted(missing, 'cell')}"] if missing else []
+        notes = [f"\\* the best of the tried rates is at their border: {counted(missing, 'cell')}"] if missing else []
         blocks.append("\n".join([about, "", *markdown(rows), "", *notes, *answer(task, lines)]))
     return "\n\n".join(blocks)
 
 
 def answer(task: str, lines: dict[str, list[Point]]) -> list[str]:
-    """Return whether the layer-wise optimizers reach larger batches than the others, in words."""
+    """Formulate the verdict on ``task``: whether layer-wise optimizers reach larger batches than the others."""
     reached = {point.cell.batch for line in lines.values() for point in line if math.isfinite(point.median)}
     if not reached:
         return [f"{task}: no optimizer reaches the target."]
     layerwise, plain = best(lines, max(reached))
     if layerwise is None or plain is None:
         return []
-    said = (
-        f"{task}, {max(reached)} samples a step, the largest with which any reaches the target: of the layer-wise "
-        f"{layerwise.cell.optimizer} is the better, {_needs(layerwise)}; of the others {plain.cell.optimizer}, "
-        f"{_needs(plain)}."
+    output = (
+        f"{task}, {max(reached)} samples a step, the largest batch that reaches the target: the best layer-wise "
+        f"optimizer is {layerwise.cell.optimizer}, {_needs(layerwise)}; the best other optimizer is "
+        f"{plain.cell.optimizer}, {_needs(plain)}."
     )
-    return [f"{said} **{_verdict(layerwise, plain)}**"]
+    return [f"{output} **{_verdict(layerwise, plain)}**"]
 
 
 def best(lines: dict[str, list[Point]], batch: int) -> tuple[Point | None, Point | None]:
-    """Return the points of fewest samples at ``batch``, of the layer-wise optimizers and of the others."""
+    """Return the points with the fewest samples at ``batch``: of layer-wise optimizers, and of the others."""
     groups: dict[bool, list[Point]] = {True: [], False: []}
     for name, line in lines.items():
         groups[name in LAYERWISE] += [point for point in line if point.cell.batch == batch]
@@ -161,10 +158,10 @@ def _batch(value: float) -> str:
 
 
 def plot(cells: Sequence[Cell], file: Path) -> None:
-    """Draw samples and updates to the target against the batch, a row of panels for each task.
+    """Plot samples and updates to the target over the batch, with a row of panels for each task.
 
-    Dotted lines are the noise scales at the target. Raises MissingCapabilityError without matplotlib, StorageError when
-    the file cannot be written.
+    Dotted lines are the noise scales at the target. Raises MissingCapabilityError without matplotlib, and StorageError
+    if the file cannot be written.
     """
     figures = check_plot(file)
     tasks = list(dict.fromkeys(cell.task for cell in cells))
@@ -192,12 +189,11 @@ def plot(cells: Sequence[Cell], file: Path) -> None:
 
 
 def _draw(axis: Any, line: Sequence[Point], number: int, name: str, *, updates: bool) -> None:
-    """Draw the medians of one optimizer, and the range of those seeds that reached the target, beside each other."""
-    good = [point for point in line if math.isfinite(point.median)]
-    batches = np.array([point.cell.batch for point in good], float)
-    by = batches if updates else np.ones(len(good))
-    medians = np.array([point.median for point in good])
-    most = np.array([max(filter(math.isfinite, point.found)) for point in good])
-    ranges = np.array([medians - [point.found[0] for point in good], most - medians]) / by
+    reached = [point for point in line if math.isfinite(point.median)]
+    batches = np.array([point.cell.batch for point in reached], float)
+    by = batches if updates else np.ones(len(reached))
+    medians = np.array([point.median for point in reached])
+    most = np.array([max(filter(math.isfinite, point.found)) for point in reached])
+    ranges = np.array([medians - [point.found[0] for point in reached], most - medians]) / by
     style = {"color": f"C{number}", "label": name, "marker": "o", "markersize": 4, "capsize": 3}
     axis.errorbar(batches * 1.03**number, medians / by, ranges, **style)

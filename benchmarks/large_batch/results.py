@@ -1,9 +1,9 @@
-"""Results of the study of large batches: one HDF5 file, to which each training is added when it has ended.
+"""HDF5 file with the results of the large-batch study. Each training is appended when it has ended.
 
 /                 provenance
-/tasks/<name>     what is the same in all trainings of a task
+/tasks/<name>     settings common to all trainings of a task
 /trials           a row for each training
-/curves           its evaluations: samples, validation loss, noise scale
+/curves           evaluations of the trainings: samples, validation loss, noise scale
 """
 
 from collections.abc import Mapping
@@ -41,23 +41,23 @@ CURVES: Final = (
 
 
 class Records:
-    """The trainings in the file at ``path``, which is made when the first is added."""
+    """Trainings in the file ``path``. The first training creates the file."""
 
     def __init__(self, path: Path, provenance: Mapping[str, Any]) -> None:
         self._path, self._provenance = path, provenance
         self.known: dict[Wanted, Ended] = trainings(path) if path.exists() else {}
 
     def begin(self, task: str, settings: Mapping[str, Any]) -> None:
-        """Keep the ``settings`` of a task. Raises UsageError where the file has trainings with others."""
-        known = _settings(self._path, task) if self._path.exists() else {}
+        """Store the ``settings`` of a task. Raises UsageError if the file's trainings have other settings."""
+        stored_settings = _settings(self._path, task) if self._path.exists() else {}
         for name, value in settings.items():
-            if (found := known.get(name, value)) != value:
+            if (stored := stored_settings.get(name, value)) != value:
                 raise UsageError(
-                    f"{self._path}: its trainings of {task} have {name} = {found}, these would have {value}; "
+                    f"{self._path}: its trainings of {task} have {name} = {stored}, these would have {value}; "
                     "choose another --output"
                 )
-        if known:
-            return  # a file that is only read stays as it is
+        if stored_settings:
+            return  # do not modify the file when it is only read
         with files.edit(self._path, SCHEMA, VERSION) as file:
             if TRIALS[0].name not in file.get("trials", ()):
                 file.attrs.update(self._provenance)
@@ -65,15 +65,15 @@ class Records:
                 datasets.create(file, "curves", CURVES)
             file.require_group(f"tasks/{task}").attrs.update(settings)
 
-    def add(self, wanted: Wanted, ended: Ended) -> None:
-        """Write a training. Raises StorageError; the file is then as it was before."""
+    def add(self, trial: Wanted, ended: Ended) -> None:
+        """Append the training ``trial`` and its result to the file. Raises StorageError."""
         number = len(self.known)
-        row = {"trial": number, **vars(wanted), **{name: getattr(ended, name) for name in _ENDED}}
+        row = {"trial": number, **vars(trial), **{name: getattr(ended, name) for name in _ENDED}}
         curve = [dict(zip(_CURVES, (number, *point), strict=True)) for point in ended.curve.tolist()]
         with files.edit(self._path, SCHEMA, VERSION) as file:
             datasets.extend(file, "trials", columns_of(TRIALS, [row]))
             datasets.extend(file, "curves", columns_of(CURVES, curve))
-        self.known[wanted] = ended
+        self.known[trial] = ended
 
 
 _NAMES: Final = ("task", "optimizer", "batch", "seed", "role", "learning_rate")
@@ -88,15 +88,14 @@ def _settings(path: Path, task: str) -> dict[str, Any]:
 
 
 def trainings(path: Path) -> dict[Wanted, Ended]:
-    """Return the trainings of a file. Raises StorageError."""
     with files.open_read(path, SCHEMA, VERSION) as file:
         try:
             rows, curves = datasets.read(file, "trials"), datasets.read(file, "curves")
         except files.FAILURES as error:
-            raise StorageError(f"{path}: is damaged: {error}") from error
+            raise StorageError(f"{path} is damaged: {error}") from error
     points = np.stack([curves[name].astype(float) for name in _CURVES[1:]], axis=1)
-    known = {}
+    ended = {}
     for row in rows_of(rows):
-        wanted = Wanted(**{name: row[name] for name in _NAMES}, limit_samples=0)
-        known[wanted] = Ended(*(row[name] for name in _ENDED), points[curves["trial_of"] == row["trial"]])
-    return known
+        trial = Wanted(**{name: row[name] for name in _NAMES}, limit_samples=0)
+        ended[trial] = Ended(*(row[name] for name in _ENDED), points[curves["trial_of"] == row["trial"]])
+    return ended

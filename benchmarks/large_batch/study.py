@@ -1,23 +1,21 @@
-"""Samples to a target loss against the batch size, for SGD with momentum, AdamW, LARS and LAMB, each tuned alike.
+"""Samples to a target loss over the batch size, for SGD with momentum, AdamW, LARS and LAMB with equal tuning.
 
     python -m benchmarks large_batch -o large-batch.h5 --plot large-batch.png --anonymous
     python -m benchmarks large_batch --tasks digits --jobs 2
     python -m benchmarks large_batch --tasks mnist --data MNIST      # the idx files, or the .bin files of CIFAR
 
 Tasks: a byte GPT of 135 thousand parameters on the source text of the standard library, and a perceptron on
-scikit-learn's digits (pip install 'hpcdist[study]'), or on MNIST or CIFAR. For every task, optimizer and batch size the
-learning rate is searched for among the same number of rates (--trials): three around the scaling rule's prediction
-(linear for sgd and lars, square root for adamw and lamb, from the best rate of the batch before), then beyond the
-border where the best is there, else between its neighbours. On images each rate is tried with three seeds, of which the
-median counts. The best rate is trained again with --seeds that the search has not seen. A training is given up where it
-needs more samples than a better rate, or a quarter more updates than the batch before.
+scikit-learn's digits (pip install 'hpcdist[study]'), MNIST or CIFAR. For each task, optimizer and batch size, the
+search tries --trials learning rates: three around the prediction of the scaling rule (linear for sgd and lars, square
+root for adamw and lamb, from the best rate of the previous batch), then rates beyond the border or next to the best.
+Image tasks take the median of three seeds. The best rate trains again with --seeds new seeds. A training stops early if
+it needs more samples than a better rate, or a quarter more updates than the previous batch.
 
-Momentum 0.9, betas 0.9 and 0.95, trust coefficient 0.02, no weight decay, gradients clipped to a norm of 1, warm-up
-over 1,024 samples, then a constant rate. The gradient noise scale is measured at the batch before the last.
+Settings: momentum 0.9, betas 0.9 and 0.95, trust coefficient 0.02, no weight decay, gradients clipped to norm 1, a
+warm-up of 1,024 samples, then a constant rate. The gradient noise scale is measured at the second-largest batch.
 
-A training that diverges has not reached the target. Results go to the file one by one: the same command goes on where
-it was stopped, and draws and prints what is there. Metric and questions are those of Shallue et al. 2018
-(arXiv:1811.03600) and Nado et al. 2021 (arXiv:2102.06356), at the size of a workstation.
+Results are saved one by one; the same command continues a stopped study. The metric and the questions follow Shallue et
+al. 2018 (arXiv:1811.03600) and Nado et al. 2021 (arXiv:2102.06356), at workstation size.
 """
 
 import argparse
@@ -55,11 +53,10 @@ OPTIONS |= {"report": False, "optimizers": tuple(RULES)}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, help="directory of MNIST's or CIFAR's files; name the task too")
+    parser.add_argument("--data", type=Path, help="directory of MNIST or CIFAR files; also name the task in --tasks")
 
 
 def tasks_of(options: argparse.Namespace, folder: Path) -> list[Task]:
-    """Return the tasks that were asked for, with their images as tables in ``folder``. Raises HpcdistError."""
     makers: dict[str, Callable[[], Task]] = {
         "gpt": lambda: tasks.gpt(options.text),
         "digits": lambda: _of(data.digits(), folder),
@@ -80,10 +77,9 @@ def _of(table: data.Table, folder: Path) -> Task:
 
 
 class Here(Executor):
-    """Makes each training in this process, when it is submitted."""
+    """Executor that runs each training in this process at its submission."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Return what ``fn`` returns, as a future that is done."""
         future: Future[Any] = Future()
         future.set_result(fn(*args, **kwargs))
         return future
@@ -94,26 +90,26 @@ def run(
     pool: Executor,
     jobs: int,
     train: Callable[[Wanted], tuple[Callable[..., Ended], Task, Wanted]],
-    known: Mapping[Wanted, Ended],
+    completed: Mapping[Wanted, Ended],
     note: Callable[[Wanted, Ended], None],
 ) -> list[Cell]:
-    """Make the trainings of ``lines`` that are not ``known`` in ``pool``, ``note`` each, and return what was found.
+    """Run the trainings of ``lines`` that are not ``completed``, call ``note`` on each, and return the cells.
 
-    ``train`` says what one of the ``jobs`` workers is to call. With no jobs nothing is made, and what is found is of
-    batches that are complete. Lines take turns, each with one training at a time.
+    ``train`` returns the function and arguments for a worker of ``pool``. With 0 ``jobs`` nothing is trained, and only
+    complete cells are returned. Lines alternate, each with one training at a time.
     """
     cells: list[list[Cell]] = [[] for _ in lines]
-    going = [trials(line, found) for line, found in zip(lines, cells, strict=True)]
+    searches = [trials(line, line_cells) for line, line_cells in zip(lines, cells, strict=True)]
     waiting: dict[Future[Ended], tuple[int, Wanted]] = {}
 
     def advance(number: int, ended: Ended | None) -> None:
         try:
-            while (wanted := going[number].send(ended)) in known:  # type: ignore[arg-type]
-                ended = known[wanted]
+            while (trial := searches[number].send(ended)) in completed:  # type: ignore[arg-type]
+                ended = completed[trial]
         except StopIteration:
             return
         if jobs:
-            waiting[pool.submit(*train(wanted))] = number, wanted
+            waiting[pool.submit(*train(trial))] = number, trial
 
     ready: deque[tuple[int, Ended | None]] = deque((number, None) for number in range(len(lines)))
     while ready or waiting:
@@ -123,14 +119,14 @@ def run(
             continue
         done, _ = wait(waiting, return_when=FIRST_COMPLETED)
         for future in done:
-            number, wanted = waiting.pop(future)
-            note(wanted, future.result())
+            number, trial = waiting.pop(future)
+            note(trial, future.result())
             ready.append((number, future.result()))
-    return [cell for found in cells for cell in found]
+    return [cell for line_cells in cells for cell in line_cells]
 
 
 def line(task: Task, optimizer: str, options: argparse.Namespace) -> Line:
-    """Return what is studied of ``optimizer`` on ``task``: the same for all optimizers but rule and first rate."""
+    """Return the plan for ``optimizer`` on ``task``. Optimizers differ only in rule and first rate."""
     seeds = tuple(range(task.search_seeds + options.seeds))
     return Line(
         task.name,
@@ -146,22 +142,22 @@ def line(task: Task, optimizer: str, options: argparse.Namespace) -> Line:
 
 
 def study(options: argparse.Namespace, folder: Path, path: Path) -> list[Cell]:
-    """Make what is not in the file at ``path`` yet, and return what was found."""
-    wanted_tasks = {task.name: task for task in tasks_of(options, folder)}
+    """Run the trainings that the file ``path`` lacks, and return all cells."""
+    tasks_by_name = {task.name: task for task in tasks_of(options, folder)}
     records = Records(path, provenance(anonymous=options.anonymous))
-    for task in wanted_tasks.values():
+    for task in tasks_by_name.values():
         fingerprint = open_source(task.data, task.model, solo()).fingerprint
         records.begin(task.name, {**task.settings(), "fingerprint": fingerprint})
-    lines = [line(task, name, options) for task in wanted_tasks.values() for name in options.optimizers]
+    lines = [line(task, name, options) for task in tasks_by_name.values() for name in options.optimizers]
 
-    def note(wanted: Wanted, ended: Ended) -> None:
-        records.add(wanted, ended)
-        told = f"{ended.status} {ended.samples:,.0f} samples" if ended.status == "reached" else ended.status
-        which = f"{wanted.task} {wanted.optimizer} {wanted.batch} {wanted.role} {wanted.seed}"
-        print(f"{which}: rate {wanted.learning_rate:.4g}, {told}, {ended.wall_s:.1f} s", file=sys.stderr, flush=True)
+    def note(trial: Wanted, ended: Ended) -> None:
+        records.add(trial, ended)
+        output = f"{ended.status} {ended.samples:,.0f} samples" if ended.status == "reached" else ended.status
+        label = f"{trial.task} {trial.optimizer} {trial.batch} {trial.role} {trial.seed}"
+        print(f"{label}: rate {trial.learning_rate:.4g}, {output}, {ended.wall_s:.1f} s", file=sys.stderr, flush=True)
 
-    def call(wanted: Wanted) -> tuple[Callable[..., Ended], Task, Wanted]:
-        return tasks.train, wanted_tasks[wanted.task], wanted
+    def call(trial: Wanted) -> tuple[Callable[..., Ended], Task, Wanted]:
+        return tasks.train, tasks_by_name[trial.task], trial
 
     jobs = 0 if options.report else options.jobs
     with Here() if jobs < 2 else ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
@@ -170,22 +166,22 @@ def study(options: argparse.Namespace, folder: Path, path: Path) -> list[Cell]:
 
 @dataclass(frozen=True)
 class Cells(Results):
-    """Cells of the study, or trainings of one of them."""
+    """Cells of the study, or the samples of one training."""
 
     cells: Sequence[Cell] = ()
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Cells:
-    """Make what the file does not have yet, and return all that it has; a check makes one training again."""
+    """Run the missing trainings and return all cells. A check repeats a single training."""
     harness.at_least(chosen, trials=3, seeds=1, largest=16, jobs=1)
     if chosen.report and not (chosen.output and chosen.output.exists()):
-        raise UsageError(f"--report: there is no --output {chosen.output or ''}")
+        raise UsageError(f"--report: the file --output {chosen.output or ''} does not exist")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if chosen.check:
-            wanted = next(key for key in records_file.trainings(harness.RESULTS / COMMITTED) if _is_short(key))
+            trial = next(key for key in records_file.trainings(harness.RESULTS / COMMITTED) if _is_short(key))
             task = tasks_of(chosen, folder)[0]
-            limited = Wanted(**{**vars(wanted), "limit_samples": task.limit_samples})
+            limited = Wanted(**{**vars(trial), "limit_samples": task.limit_samples})
             return Cells({"samples": np.array([tasks.train(task, limited).samples])}, {})
         path = chosen.output or folder / "large-batch.h5"
         results.check_place(path)
@@ -198,18 +194,17 @@ def _is_short(key: Wanted) -> bool:
 
 
 def read(path: Path) -> Cells:
-    """Return the samples of the training that a check makes again."""
-    known = records_file.trainings(path)
-    return Cells({"samples": np.array([next(ended.samples for key, ended in known.items() if _is_short(key))])}, {})
+    trainings = records_file.trainings(path)
+    return Cells({"samples": np.array([next(ended.samples for key, ended in trainings.items() if _is_short(key))])}, {})
 
 
-def plot(found: Any, path: Path) -> None:
-    report.plot(found.cells, path)
+def plot(result: Any, path: Path) -> None:
+    report.plot(result.cells, path)
 
 
-def lines(found):
-    return report.text(found.cells).splitlines()
+def lines(result):
+    return report.text(result.cells).splitlines()
 
 
-def ratios(found):
-    return {"samples to the target, digits, adamw, 32 a step": found.arrays["samples"]}
+def ratios(result):
+    return {"samples to the target, digits, adamw, 32 a step": result.arrays["samples"]}

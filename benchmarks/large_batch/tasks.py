@@ -1,8 +1,7 @@
-"""Tasks of the study of large batches, and one training of them: hpcdist's own trainer, on one rank.
+"""Tasks of the large-batch study, and their trainings with hpcdist's trainer on one rank.
 
-For all optimizers alike: no weight decay, gradients clipped to a norm of 1, a linear warm-up over as many samples
-whatever the batch, then a constant rate. So a training that reaches its target does not depend on how long it could
-have gone on, and what differs is the optimizer and its rate.
+All optimizers train without weight decay, with gradients clipped to norm 1, and with a linear warm-up over a fixed
+number of samples, then a constant rate. So the result does not depend on the planned length of the training.
 """
 
 import math
@@ -33,18 +32,18 @@ from hpcdist.training.recipe.recipe import Recipe
 from hpcdist.training.run.loop import mean_validation_loss
 
 RULES: Final[Mapping[str, Scaling]] = {"sgd": "linear", "adamw": "sqrt", "lars": "linear", "lamb": "sqrt"}
-EVERY: Final = 1.1  # an evaluation after a tenth more samples, at the end of an update
-DIVERGED: Final = 2.0  # times the loss of the start
-TRUST: Final = 0.02  # of lars: tensors that are not adapted take the rate as it is, so it must be one for sgd too
-MICROBATCHES: Final = 4  # where the noise scale is measured: the first is the small batch
+EVERY: Final = 1.1  # factor of samples between evaluations, rounded up to whole updates
+DIVERGED: Final = 2.0  # factor over the initial loss
+TRUST: Final = 0.02  # of lars: unadapted tensors take the unscaled rate, which must also suit sgd
+MICROBATCHES: Final = 4  # with noise scale: its small batch is the first micro-batch
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model on data, and how far it is trained: to a ``target`` of the validation loss, within ``limit_samples``.
+    """A model on data, trained to a validation loss of ``target`` within ``limit_samples``.
 
-    ``rates`` are where the search begins, for the smallest of ``batches``, each with ``search_seeds`` seeds: more than
-    one where trainings with the same rate differ much.
+    ``rates`` are the search centres for the smallest of ``batches``. Each rate trains with ``search_seeds`` seeds, more
+    than one if trainings with the same rate differ much.
     """
 
     name: str
@@ -60,7 +59,7 @@ class Task:
     about: str = field(default="", compare=False)
 
     def settings(self) -> dict[str, Any]:
-        """Return what must be the same in trainings that are compared, as scalars."""
+        """Return the settings that comparable trainings share, as scalars."""
         model, data = self.model, self.data
         return {
             "model": f"{model.kind}, {model.layers} layers of {model.hidden}",
@@ -75,7 +74,6 @@ class Task:
 
 
 def gpt(text: str) -> Task:
-    """Return the byte GPT on a text, "" for the standard library's."""
     return Task(
         "gpt",
         ModelConfig(layers=2, hidden=64, heads=2),
@@ -91,7 +89,7 @@ def gpt(text: str) -> Task:
 
 
 def classifier(name: str, path: Path, fraction: float, rows: int) -> Task:
-    """Return a perceptron on a table of images in ``path``, of which the last ``fraction`` is to validate with."""
+    """Return a perceptron on a table of images; the last ``fraction`` of the images is for validation."""
     small = name == "digits"
     targets = {"digits": 0.1, "mnist": 0.12, "cifar10": 1.5, "cifar100": 3.4}
     return Task(
@@ -109,15 +107,14 @@ def classifier(name: str, path: Path, fraction: float, rows: int) -> Task:
     )
 
 
-def recipe(task: Task, wanted: Wanted) -> Recipe:
-    """Return the recipe of a training."""
-    noise = wanted.role == "noise"
+def recipe(task: Task, trial: Wanted) -> Recipe:
+    noise = trial.role == "noise"
     return Recipe(
         model=task.model,
         data=task.data,
         optimizer=OptimizerConfig(
-            name=wanted.optimizer,  # type: ignore[arg-type]
-            learning_rate=wanted.learning_rate,
+            name=trial.optimizer,  # type: ignore[arg-type]
+            learning_rate=trial.learning_rate,
             weight_decay=0.0,
             trust_coefficient=TRUST,
             decay="constant",
@@ -126,9 +123,9 @@ def recipe(task: Task, wanted: Wanted) -> Recipe:
         parallel=ParallelConfig(microbatches=MICROBATCHES if noise else 1),
         communication=CommunicationConfig(algorithm="native"),
         run=RunConfig(
-            steps=-(-wanted.limit_samples // wanted.batch),
-            global_batch=wanted.batch,
-            seed=wanted.seed,
+            steps=-(-trial.limit_samples // trial.batch),
+            global_batch=trial.batch,
+            seed=trial.seed,
             sentinel_every_steps=0,
             validation_samples=task.validation_samples,
             noise_scale_every_steps=1 if noise else 0,
@@ -138,39 +135,38 @@ def recipe(task: Task, wanted: Wanted) -> Recipe:
     )
 
 
-def train(task: Task, wanted: Wanted) -> Ended:
-    """Make one training in this process."""
-    began = time.perf_counter()
+def train(task: Task, trial: Wanted) -> Ended:
+    start_s = time.perf_counter()
     comm = solo()
-    with np.errstate(over="ignore", invalid="ignore"):  # whoever diverges is told by the loss
-        trainer = assemble(Session(comm, locate(comm, None), "none", os._exit), recipe(task, wanted))
+    with np.errstate(over="ignore", invalid="ignore"):  # the loss shows that a training diverges
+        trainer = assemble(Session(comm, locate(comm, None), "none", os._exit), recipe(task, trial))
         try:
             curve = [_evaluated(trainer, 0)]
-            diverged = _steps(trainer, wanted.batch, task.target, curve)
+            diverged = _steps(trainer, trial.batch, task.target, curve)
         finally:
             trainer.close()
     samples, losses = [row[0] for row in curve], [row[1] for row in curve]
     reached = crossing(samples, losses, task.target)
     finite = [loss for loss in losses if math.isfinite(loss)]
-    wall_s, rows = time.perf_counter() - began, np.array(curve)
+    wall_s, rows = time.perf_counter() - start_s, np.array(curve)
     if not math.isnan(reached):
         return Ended("reached", reached, min(finite), wall_s, rows)
     return Ended("diverged" if diverged else "missed", math.nan, min(finite), wall_s, rows)
 
 
 def _steps(trainer: Trainer, batch: int, target: float, curve: list[tuple[float, float, float]]) -> bool:
-    """Train to the target or the last step, and add to ``curve``; return whether the training diverged."""
-    steps, due = trainer.recipe.run.steps, 0.0
+    """Train to the target or the last step and append to ``curve``. Return True if the training diverged."""
+    steps, next_evaluation = trainer.recipe.run.steps, 0.0
     with trainer.batches(steps) as batches:
         for number, batch_of_step in enumerate(batches, start=1):
             try:
                 trainer.step(number, trainer.cut(trainer.place(batch_of_step)), np.zeros(1))
             except NonFiniteError:
                 return True
-            if number * batch < due and number < steps:
+            if number * batch < next_evaluation and number < steps:
                 continue
             curve.append(_evaluated(trainer, number * batch))
-            due = EVERY * number * batch
+            next_evaluation = EVERY * number * batch
             if curve[-1][1] <= target:
                 return False
             if not curve[-1][1] < DIVERGED * curve[0][1]:

@@ -1,12 +1,12 @@
-"""A sensor that looks 25 ms of every 100 ms at loads whose energy is known: readings summed up, and corrected.
+"""A sensor that measures 25 ms of every 100 ms, under loads of known energy: summed and corrected readings.
 
     python -m benchmarks energy_sensor --rounds 200 --output sensor.h5 --anonymous
 
-Loads are square waves of 400 W and 70 W, of several periods and duties, and steps of a training, whose forward,
-backward, waiting and update jitter. In each round the sensor begins anywhere in its period. "still" is the load as it
-is, "shifted" the same load with `hpcdist.energy.accounts.part_time_sensor.SensorShift` before its steps. Of each load
-the table has the error of the sum of power x 100 ms, and of the estimate that knows what the job did when: median and
-worst of all rounds, and how many of the estimates were refused because the sensor never saw a part of the step.
+Loads are square waves of 400 W and 70 W with several periods and duty cycles, and training steps with jitter. The
+sensor starts at a random point of its period. "shifted" adds pauses by
+`hpcdist.energy.accounts.part_time_sensor.SensorShift`, "still" does not. The table has the errors of the sum of
+power x 100 ms and of the estimate (median and worst of all rounds), and the number of refused estimates, for which the
+sensor never saw a part of the step.
 """
 
 import argparse
@@ -45,29 +45,27 @@ OPTIONS: Final = {"rounds": 40, "seed": 1}
 
 @dataclass(frozen=True)
 class Case:
-    """Steps of ``length_ms`` with ``power_w`` over ``shares`` of them; each is longer by up to ``jitter`` of it."""
+    """Steps of ``length_ms``, lengthened by up to ``jitter`` (relative), with ``power_w`` over ``shares`` of a step."""
 
     name: str
     length_ms: float
     shares: tuple[float, ...]
     power_w: tuple[float, ...]
     jitter: float = 0.0
-    late: bool = False  # a few of the last steps are, by themselves
+    late: bool = False  # a few of the last steps start late
 
     @property
     def steps(self) -> int:
-        """So many that they last for ten seconds, and 64 at the least."""
+        """Number of steps: at least 64 and ten seconds."""
         return max(64, math.ceil(10_000 / self.length_ms))
 
     def load(self, rng: np.random.Generator, pause_s: Callable[[int], float]) -> SyntheticLoad:
-        """Return the load, with pauses before its steps."""
         lengths = np.rint(self.length_ms * 1e6 * (1 + self.jitter * rng.random(self.steps)))
         shares, power_w = np.array(self.shares), np.array(self.power_w)
         return synthetic_load.training_load(shares, power_w, lengths, IDLE_W, pause_s=pause_s)
 
 
 def cases() -> Iterator[Case]:
-    """Yield the loads."""
     for length_ms, duty in itertools.product(PERIODS_MS, DUTIES):
         yield Case(f"square wave, {length_ms} ms, {duty:.0%}", length_ms, (duty, 1 - duty), (400.0, 70.0))
     for duty in DUTIES:
@@ -78,23 +76,23 @@ def cases() -> Iterator[Case]:
 
 
 def looked_at(load: SyntheticLoad, first_ns: int, rng: np.random.Generator) -> tuple[float, EnergyEstimate]:
-    """Return the error of the sum, and the estimate, of what the sensor saw of ``load``."""
+    """Return the relative error of the sum, and the corrected estimate, from the sensor's readings of ``load``."""
     updates, power_w = synthetic_load.readings(load, SENSOR, first_ns, rng, NOISE_W)
     corrected = estimate(SENSOR, updates, power_w, load.work, load.begin_ns, load.end_ns)
     return naive_j(power_w, SENSOR.update_s) / load.energy_j - 1, corrected
 
 
 def still(case: Case) -> Callable[[int], float]:
-    """Return the pauses that a load makes by itself."""
+    """Return the pauses of an unshifted load, as a function of the time."""
     slot_s = SENSOR.window_s / 2
-    every = case.steps // 40
-    late = {case.steps - every * (turn + 1) for turn in range(8)} if case.late else set()
+    interval = case.steps // 40
+    late_steps = {case.steps - interval * (turn + 1) for turn in range(8)} if case.late else set()
     steps = itertools.count()
-    return lambda now_ns: slot_s * (next(steps) in late)
+    return lambda now_ns: slot_s * (next(steps) in late_steps)
 
 
 def of_case(case: Case, rounds: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Return relative errors (rounds, 4) in the order of `MEASURED`, NaN: refused; and standard errors (rounds, 2)."""
+    """Return relative errors (rounds, 4) in the order of `MEASURED` (NaN: refused), and standard errors (rounds, 2)."""
     errors, standard = np.full((rounds, 4), math.nan), np.full((rounds, 2), math.nan)
     for turn in range(rounds):
         first_ns = int(rng.integers(0, 10**8))
@@ -107,7 +105,6 @@ def of_case(case: Case, rounds: int, rng: np.random.Generator) -> tuple[np.ndarr
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return all errors."""
     rng, loads = np.random.default_rng(chosen.seed), list(cases())
     errors, standard = zip(*(of_case(case, chosen.rounds, rng) for case in loads), strict=True)
     arrays = {
@@ -126,38 +123,36 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
 
 
 def _shown(errors: np.ndarray) -> str:
-    """Return median and worst of the absolute errors, and how many were refused."""
-    known = np.abs(errors[~np.isnan(errors)])
-    refused = f" ({len(errors) - len(known)} refused)" if len(known) < len(errors) else ""
-    return f"{np.median(known):.1%}, {known.max():.1%}{refused}" if len(known) else "refused"
+    valid = np.abs(errors[~np.isnan(errors)])
+    refused = f" ({len(errors) - len(valid)} refused)" if len(valid) < len(errors) else ""
+    return f"{np.median(valid):.1%}, {valid.max():.1%}{refused}" if len(valid) else "refused"
 
 
 def lines(results: Results) -> Sequence[str]:
-    """Return the table, and what it says of sums that are far off."""
     errors = results.arrays["error"]
     rows = [["|error|: median, worst", "steps", *MEASURED]]
-    for name, steps, own in zip(results.names("loads"), results.arrays["steps"].tolist(), errors, strict=True):
-        rows.append([name, f"{steps}", *(_shown(own[:, way]) for way in range(len(MEASURED)))])
+    for name, steps, case_errors in zip(results.names("loads"), results.arrays["steps"].tolist(), errors, strict=True):
+        rows.append([name, f"{steps}", *(_shown(case_errors[:, way]) for way in range(len(MEASURED)))])
     shown = aligned(rows)
-    every = errors.reshape(-1, len(MEASURED))
-    far = np.abs(every[:, 0]) >= 0.3
+    all_errors = errors.reshape(-1, len(MEASURED))
+    far = np.abs(all_errors[:, 0]) >= 0.3
     for way in (1, 3):
-        known = np.abs(every[~np.isnan(every[:, way]), way])
-        shown.append(f"{MEASURED[way]}: {len(known)} of {len(every)} known, the worst {known.max():.1%}")
+        valid = np.abs(all_errors[~np.isnan(all_errors[:, way]), way])
+        shown.append(f"{MEASURED[way]}: {len(valid)} of {len(all_errors)} estimated, the worst {valid.max():.1%} off")
     for way, which in ((1, "corrected from the same readings"), (3, "corrected and shifted")):
-        known = np.abs(every[far & ~np.isnan(every[:, way]), way])
-        if len(known):
-            shown.append(f"of {far.sum()} sums 30 % off and more, {len(known)} {which}, worst {known.max():.1%} off")
+        valid = np.abs(all_errors[far & ~np.isnan(all_errors[:, way]), way])
+        if len(valid):
+            shown.append(f"of {far.sum()} sums at least 30 % off, {len(valid)} {which}, worst {valid.max():.1%} off")
     return shown
 
 
 def ratios(results: Results) -> harness.Ratios:
-    """Return by kind of load the estimate over the true energy, or its inverse: 1 is exact."""
+    """Return 1 + the relative error of the estimate, by kind of load: 1 is exact."""
     errors = results.arrays["error"]
     kinds = [name.split(",")[0] for name in results.names("loads")]
-    of = {kind: errors[[other == kind for other in kinds]] for kind in dict.fromkeys(kinds)}
+    by_kind = {kind: errors[[other == kind for other in kinds]] for kind in dict.fromkeys(kinds)}
     return {
-        f"{kind}, {MEASURED[way]}": 1 + np.abs(own[..., way][~np.isnan(own[..., way])])
-        for kind, own in of.items()
+        f"{kind}, {MEASURED[way]}": 1 + np.abs(kind_errors[..., way][~np.isnan(kind_errors[..., way])])
+        for kind, kind_errors in by_kind.items()
         for way in (1, 3)
     }

@@ -1,7 +1,7 @@
-"""Energy of a load that a part-time sensor saw, from its readings folded over the position in the step.
+"""Energy of a load measured by a part-time sensor, from readings folded over the position in a step.
 
-Steps are alike: all readings are solved for the power at each position in a step
-(`hpcdist.energy.accounts.part_time_sensor.solve`), which needs every position to be seen.
+Steps are alike, so all readings together determine the power at each position in a step
+(`hpcdist.energy.accounts.part_time_sensor.solve`), if the sensor has seen every position.
 """
 
 import math
@@ -13,19 +13,19 @@ import numpy as np
 
 from hpcdist.energy.accounts.part_time_sensor import PowerSensor, solve
 
-# Of the time of the steps; up to so much, positions never seen are taken from their neighbours.
+# Share of the step time: up to this share, unseen positions take the power of their neighbours.
 OPEN_SHARE: Final = 0.02
 MIN_UPDATES: Final = 8
 MAX_BINS: Final = 96
-STIFFNESS: Final = 1e-4  # of the profile, against the mean weight of what was seen of a bin
+STIFFNESS: Final = 1e-4  # weight of the smoothness of the profile, relative to the mean weight of a bin's readings
 
 
 @dataclass(frozen=True)
 class WorkIntervals:
-    """Work of a job, in ns of one clock: its ``steps``, and ``others`` by name; the rest is idle.
+    """Intervals of a job's work in ns of one clock: ``steps``, and ``others`` by name. The rest is idle.
 
-    A step is a row of at least two increasing times: its begin, moments that all steps have at positions that vary
-    (as the end of the backward), and its end. Nothing overlaps.
+    A step is a row of at least two increasing times: start, intermediate events (such as the end of the backward pass),
+    and end. Intervals must not overlap.
     """
 
     steps: np.ndarray  # (steps, edges) int64
@@ -34,10 +34,10 @@ class WorkIntervals:
 
 @dataclass(frozen=True)
 class EnergyEstimate:
-    """Estimate of the joules of a load, NaN with a ``reason`` where not known; ``error_j`` is a standard error.
+    """Estimated joules of a load with standard error ``error_j``, or NaN with a ``reason``.
 
-    ``by_phase``: joules of "step", of each of the others, and of "idle". ``profile_w``: watts over the step, in bins of
-    equal shares of the time between two of its edges. ``seen_share``: of the time of steps, in all positions together.
+    ``by_phase``: joules of "step", of each of the others, and of "idle". ``profile_w``: watts over the step, in equal
+    bins between two edges. ``seen_share``: share of the step time whose positions the sensor has seen.
     """
 
     energy_j: float
@@ -49,22 +49,22 @@ class EnergyEstimate:
 
 
 def naive_j(power_w: np.ndarray, update_s: float) -> float:
-    """Return the plain sum of power x time, which is wrong for a part-time sensor (for comparison)."""
+    """Return the sum of power x time, which is wrong for a part-time sensor; for comparison."""
     return float(np.sum(power_w)) * update_s
 
 
 def estimate(
     sensor: PowerSensor, updates_ns: np.ndarray, power_w: np.ndarray, work: WorkIntervals, begin_ns: int, end_ns: int
 ) -> EnergyEstimate:
-    """Return the energy between ``begin_ns`` and ``end_ns``, of updates (n,) at which ``power_w`` (n,) became visible.
+    """Estimate the energy from ``begin_ns`` to ``end_ns`` by readings ``power_w`` (n,) published at ``updates_ns``.
 
-    The moments of the updates have to be known to a small part of the window, so polling has to be as frequent.
+    Update times must be accurate to a small part of the window, so poll frequently.
 
-    It does not work where power is no function of the position in the step: random bursts, steps of different kinds
-    (give those that differ as ``others``), a power that drifts as the chip warms up while one position is seen early
-    and another late. What is shorter than the window is smeared over it, which leaves the sum as it is. An error of the
-    gain, 5 % from board to board, and a delay of the sensor are not corrected.
+    The method fails if power is not a function of the position in the step: random bursts, different kinds of steps
+    (pass these as ``others``), or power that drifts as the chip warms up. Events shorter than the window are smeared,
+    which does not change the sum. Gain errors (5 % between boards) and sensor delay are not corrected.
     """
+    # Times since the start: float64 cannot represent nanoseconds of a wall clock.
     # Times since the begin: a float64 does not hold the nanoseconds of a wall clock.
     work = WorkIntervals(work.steps - begin_ns, {name: spans - begin_ns for name, spans in work.others.items()})
     updates_ns, begin_ns, end_ns = updates_ns - begin_ns, 0, end_ns - begin_ns
@@ -76,7 +76,7 @@ def estimate(
     open_share = float(seen.open_s / seen.steps_s) if seen.steps_s else 0.0
     reason = ""
     if len(ends) < MIN_UPDATES:
-        reason = f"the sensor had {len(ends)} new values, and less than {MIN_UPDATES} say nothing: measure for longer"
+        reason = f"the sensor had {len(ends)} new values, but {MIN_UPDATES} are needed: measure for longer"
     elif open_share > OPEN_SHARE:
         reason = (
             f"the sensor never looked at {open_share:.0%} of the step; the steps and the sensor are in step: shift them"
@@ -89,7 +89,7 @@ def estimate(
 
 @dataclass(frozen=True)
 class _Cells:
-    """Cells: disjoint intervals in order. ``labels`` below ``bins`` are positions in a step, then others, then idle."""
+    """Disjoint ordered intervals. ``labels`` below ``bins`` are positions in a step, then others, then idle."""
 
     begins: np.ndarray
     ends: np.ndarray
@@ -112,7 +112,7 @@ class _SeenSummary:
 
 
 def _bins(lengths: np.ndarray, bin_s: float, most: int) -> list[int]:
-    """Return how many bins each part of a step gets, of about ``bin_s`` seconds, ``most`` together."""
+    """Return the number of bins of each part of a step, each about ``bin_s`` seconds long, ``most`` in total."""
     if not lengths.size:
         return [1] * lengths.shape[1]
     typical = np.median(lengths, axis=0) / 1e9
@@ -121,8 +121,8 @@ def _bins(lengths: np.ndarray, bin_s: float, most: int) -> list[int]:
 
 
 def _cells(work: WorkIntervals, begin_ns: int, end_ns: int, bins: Sequence[int]) -> _Cells:
-    """Return the time from ``begin_ns`` to ``end_ns`` as cells; ``bins`` are those of each part of a step."""
-    # Each part of a step, between two of its edges, is cut evenly: (steps, bins of the part) begins.
+    """Divide ``begin_ns`` to ``end_ns`` into cells; ``bins`` has the number of bins of each part of a step."""
+    # Each part of a step, between two edges, is divided evenly: (steps, bins of the part) starts.
     edges = [work.steps[:, part : part + 1] + np.diff(work.steps)[:, part : part + 1] * (np.arange(count) / count)
              for part, count in enumerate(bins)]  # fmt: skip
     inner = np.concatenate([*edges, work.steps[:, -1:]], axis=1)  # (steps, bins + 1)
@@ -137,8 +137,8 @@ def _cells(work: WorkIntervals, begin_ns: int, end_ns: int, bins: Sequence[int])
     order = np.argsort(begin, kind="stable")
     begin, end, label = begin[order], end[order], label[order]
     if np.any(end < begin) or np.any(begin[1:] < end[:-1] - 1):
-        raise ValueError("steps and others overlap, or end before they begin; give what was done when, one by one")
-    # What lies between two neighbours is idle.
+        raise ValueError("steps and others overlap, or an interval ends before it begins; pass disjoint intervals")
+    # Gaps between neighbours are idle.
     free_begin, free_end = np.append(begin_ns, end), np.append(begin, end_ns)
     idle = free_end > free_begin
     begin, end = np.append(begin, free_begin[idle]), np.append(end, free_end[idle])
@@ -149,16 +149,16 @@ def _cells(work: WorkIntervals, begin_ns: int, end_ns: int, bins: Sequence[int])
 
 
 def _overlaps(cells: _Cells, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the parts of cells that lie in windows: the window's number, the cell's label, and seconds, each (parts,).
+    """Intersect cells with windows: return window number, cell label and seconds, each (intersections,).
 
-    Cells are ordered and disjoint, so those of window k are a range, from ``first[k]`` to ``last[k]``.
+    Cells are ordered and disjoint, so window k intersects the cells ``first[k]`` to ``last[k]`` - 1.
     """
     first = np.searchsorted(cells.ends, starts, side="right")
     last = np.searchsorted(cells.begins, ends, side="left")
     counts = np.maximum(last - first, 0)
     rows = np.repeat(np.arange(len(starts)), counts)
-    # The ranges of all windows one behind the other, without a loop: the place in that list, minus where the range of
-    # the window begins in it, plus the first cell of the window.
+    # Concatenate the cell ranges of all windows without a loop: position in the concatenation, minus the start of the
+    # window's range there, plus the first cell of the window.
     index = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(first, counts)
     seconds = np.minimum(cells.ends[index], ends[rows]) - np.maximum(cells.begins[index], starts[rows])
     return rows, cells.labels[index], np.maximum(seconds, 0) / 1e9
@@ -166,9 +166,9 @@ def _overlaps(cells: _Cells, starts: np.ndarray, ends: np.ndarray) -> tuple[np.n
 
 def _summarise_seen(cells: _Cells, starts: np.ndarray, ends: np.ndarray) -> _SeenSummary:
     _, labels, seconds = _overlaps(cells, starts, ends)
-    looked = np.bincount(labels, seconds, cells.unknowns)[: cells.bins] > 0
+    is_seen = np.bincount(labels, seconds, cells.unknowns)[: cells.bins] > 0
     spent = cells.seconds()[: cells.bins]
-    return _SeenSummary(float(spent.sum()), float(spent[~looked].sum()))
+    return _SeenSummary(float(spent.sum()), float(spent[~is_seen].sum()))
 
 
 def _solved(
@@ -182,8 +182,8 @@ def _solved(
     used = np.flatnonzero(spent > 0)
     table = table[:, used]
     gram = table.T @ table
-    # A penalty on differences of neighbouring bins, the last and the first too, as a step follows a step: the Laplacian
-    # of a ring, which leaves their mean free.
+    # A penalty on differences of neighbouring bins, including last and first since step follows step: the Laplacian of
+    # a ring, which does not constrain the mean.
     stiffness = np.zeros((unknowns, unknowns))
     ring = np.arange(cells.bins)
     np.add.at(stiffness, (ring, ring), 2.0)
@@ -194,18 +194,18 @@ def _solved(
     solution = solve(gram, table.T @ power_w, float(power_w @ power_w), independent, penalty)
     watts = np.zeros(unknowns)
     watts[used] = solution.values
-    blind = used[(used >= cells.bins) & ~table.any(axis=0)]
-    watts[blind] = watts[: cells.bins].mean()
-    names = [cells.names[label - cells.bins] for label in blind]
+    unseen = used[(used >= cells.bins) & ~table.any(axis=0)]
+    watts[unseen] = watts[: cells.bins].mean()
+    names = [cells.names[label - cells.bins] for label in unseen]
     joules = watts * spent
     by_phase = {"step": float(joules[: cells.bins].sum())} if spent[: cells.bins].any() else {}
     for index, name in enumerate(cells.names, start=cells.bins):
         if spent[index] > 0:
             by_phase[name] = math.nan if name in names else float(joules[index])
-    # The power in time that no window covers may be anything between the least and the most that was seen.
-    open_s = open_share * float(spent[: cells.bins].sum()) + float(spent[blind].sum())
+    # The power in time that no window covers is bounded by the least and the greatest reading.
+    open_s = open_share * float(spent[: cells.bins].sum()) + float(spent[unseen].sum())
     error = math.hypot(math.sqrt(spent[used] @ solution.covariance @ spent[used]), open_s * float(np.ptp(power_w)) / 2)
-    if spent[blind].sum() > OPEN_SHARE * spent.sum():
+    if spent[unseen].sum() > OPEN_SHARE * spent.sum():
         reason = f"the sensor never looked at {', '.join(names)}: measure for longer"
         return EnergyEstimate(math.nan, math.nan, by_phase, watts[: cells.bins], 1 - open_share, reason)
     return EnergyEstimate(float(joules.sum()), error, by_phase, watts[: cells.bins], 1 - open_share)

@@ -1,17 +1,16 @@
-"""Time that a job of Slurm stands still when one of its nodes crashes, and whether its bits stay the same.
+"""Downtime of a Slurm job when one of its nodes crashes, and whether its results stay bitwise identical.
 
     python -m benchmarks node_crashes --launcher mpirun --crashes 10 -o crashes.h5 --anonymous
 
-Needs what tests/launch/slurm/test_crash.py needs: Slurm, munge, root and namespaces; for `--launcher srun` with Open
-MPI also libpmix-dev. The nodes are virtual: each is a slurmd in namespaces of its own, and a crash is SIGKILL of
-everything there, of which Slurm learns by its SlurmdTimeout alone. Drawn are the node (the first of the job, with its
-script, one in the middle, or the last) and the moment: after the job has begun (in its check, or before its first
-step), in a step after a checkpoint, or while a checkpoint is written. There is one node more than the job needs, and a
-crashed one comes back when Slurm has declared it down.
+Needs Slurm, munge, root and namespaces, like tests/launch/slurm/test_crash.py; `--launcher srun` with Open MPI also
+needs libpmix-dev. Each virtual node is a slurmd in separate namespaces. A crash sends SIGKILL to all processes of the
+node; Slurm notices only by its SlurmdTimeout. The node (first, middle or last of the job) and the moment (after the
+start, in a step after a checkpoint, or during a save) are random. One node is spare, and a crashed node returns after
+Slurm has declared it down.
 
-Told are, for each crash, when Slurm declared the node down (nan: not at all) and when the training went on, in seconds
-after the crash, and from which step. It must not be before the newest checkpoint of the moment of the crash. In the end
-the losses of all steps and the parameters are compared with those of the same training without a crash, to the bit.
+For each crash the table has the seconds until Slurm declared the node down (nan: never) and until the training resumed,
+and the first step, which must not precede the newest checkpoint. At the end the losses of all steps and the parameters
+must be bitwise equal to a training without crashes.
 """
 
 import argparse
@@ -42,38 +41,37 @@ sys.path.insert(0, str(harness.ROOT / "tests"))
 from stubs.slurm_cluster import Cluster, Jobs, isolation_refused
 
 SCHEMA = "hpcdist-benchmark-node-crashes"
-NO_CHECK = "a crash takes a minute and a Slurm; run it with --crashes 1"
+NO_CHECK = "a crash takes a minute and needs Slurm; run it with --crashes 1"
 
-NODES: Final = 3  # of the job
+NODES: Final = 3  # nodes of the job
 MOMENTS: Final = ("start", "step", "save")
 STEP_S: Final = 0.1
 STEPS_A_CRASH: Final = 50
 EVERY: Final = 10  # steps between two checkpoints
-LIMIT_S: Final = 600.0  # for whatever is waited for
+LIMIT_S: Final = 600.0  # timeout of every wait
 SITES: Final = {
     "mpirun": "based_on = 'slurm-openmpi'\n",
     "srun": "based_on = 'slurm-openmpi'\n[launcher]\nkind = 'srun'\npmi = 'pmix'\n",
     "mpich": "based_on = 'slurm-mpich'\n",
 }
-# slurmd_timeout: SlurmdTimeout in seconds; requeue_delay: cred_expire in seconds (120 of Slurm itself)
+# slurmd_timeout: SlurmdTimeout in seconds; requeue_delay: cred_expire in seconds (Slurm's default is 120)
 OPTIONS: Final = {"crashes": 10, "seed": 0, "slurmd_timeout": 15, "requeue_delay": 5, "launcher": SITES}
 
 
 @dataclass(frozen=True)
 class Crash:
-    """What came of one crash; times are seconds after it, ``moment`` and ``node`` are indices."""
+    """Result of a crash. Times are seconds after the crash; ``moment`` and ``node`` are indices."""
 
     moment: int
     node: int
     down_s: float
     resumed_s: float
     saved: int  # steps of the newest checkpoint when the node crashed
-    resumed: int  # steps from which the training went on
+    resumed: int  # steps of the checkpoint that the training resumed from
 
 
 @contextlib.contextmanager
 def started(chosen: argparse.Namespace) -> Iterator[Cluster]:
-    """Start a cluster that has one node more than the job needs."""
     refused = isolation_refused()
     if refused:
         sys.exit(refused)
@@ -88,13 +86,12 @@ def started(chosen: argparse.Namespace) -> Iterator[Cluster]:
 
 
 def begin(jobs: Jobs, name: str, step_s: float, steps: int) -> str:
-    """Submit the training whose steps take ``step_s`` at the least, and return the number of the job."""
     keys = (f"--set=chaos.step_s={step_s}", f"--set=checkpoint.every_steps={EVERY}")
     return jobs.begin(f"--out={name}", "--site=site.toml", *keys, nodes=NODES, ranks=1, steps=steps)
 
 
 class Victim:
-    """A job, in the directory `crashed`, whose nodes crash one after another."""
+    """A job in the directory `crashed` whose nodes crash one after another."""
 
     def __init__(self, jobs: Jobs, number: str, seed: int = 0) -> None:
         self.jobs, self.cluster, self.number = jobs, jobs.cluster, number
@@ -103,11 +100,11 @@ class Victim:
         self.wait(lambda: self.starts() == 1, "first start")
 
     def wait(self, condition: Callable[[], object], what: str, pause_s: float = 0.2) -> None:
-        """Wait for ``condition``; end with the log where it does not come."""
+        """Wait for ``condition``. On a timeout or an ended job, exit with the job's log."""
         limit, look = time.monotonic() + LIMIT_S, 0.0
         while not condition():
             now = time.monotonic()
-            if now > look:  # not each time: a save lasts milliseconds
+            if now > look:  # query Slurm rarely, because a save lasts milliseconds
                 look, state = now + 2.0, self.state()
                 if now > limit or state not in ("PENDING", "RUNNING", "SIGNALING", "COMPLETING", "REQUEUED"):
                     log = self.jobs.log(self.number)
@@ -115,31 +112,27 @@ class Victim:
             time.sleep(pause_s)
 
     def state(self) -> str:
-        """Return what Slurm calls the state of the job."""
         return self.cluster.job(self.number).get("JobState", "gone")
 
     def starts(self) -> int:
-        """Return how often the job has begun."""
         return sum(entry.event == ledger.BEGAN for entry in ledger.read(self.run_dir))
 
     def saved(self) -> int:
-        """Return the steps of the newest checkpoint; 0 where there is none."""
+        """Return the steps of the newest checkpoint, or 0."""
         folder = self.run_dir / "checkpoints"
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
         return max((int(name[5:]) for name in names if re.fullmatch(r"step-\d+", name)), default=0)
 
     def saves(self) -> bool:
-        """Whether a checkpoint is being written."""
         return any((self.run_dir / "checkpoints").glob("step-*.tmp"))
 
     def reach(self, moment: str, first: bool) -> None:
-        """Wait until the job is in the moment in which it is to crash."""
         before = self.saved()
         if moment == "start":
-            if not first:  # let it save, and begin anew
-                begun = self.starts()
+            if not first:  # stop the job after a save, and wait for its restart
+                starts = self.starts()
                 self.jobs.stop(self.number)
-                self.wait(lambda: self.starts() > begun, "start after SIGUSR1")
+                self.wait(lambda: self.starts() > starts, "start after SIGUSR1")
             time.sleep(self.draw.uniform(0.0, 8.0))
             return
         self.wait(lambda: self.saved() > before, "new checkpoint")
@@ -149,13 +142,13 @@ class Victim:
             self.wait(self.saves, "save", 0.0005)
 
     def crash(self, moment: str, place: int, first: bool) -> Crash:
-        """Crash the node in ``place`` of the job in ``moment``, and return what came of it when it trains again."""
+        """Crash the node with index ``place`` at ``moment``, wait until the job trains again, and return the result."""
         self.reach(moment, first)
         shown = self.cluster.run("scontrol", "show", "hostnames", self.cluster.job(self.number)["NodeList"])
         node = shown.stdout.split()[place]
         if moment == "save":
             self.wait(self.saves, "save", 0.0005)
-        saved, begun, logged, began = self.saved(), self.starts(), len(self.jobs.log(self.number)), time.monotonic()
+        saved, starts, logged, crashed = self.saved(), self.starts(), len(self.jobs.log(self.number)), time.monotonic()
         self.cluster.crash(node)
         down_s = resumed_s = 0.0
         resumed = -1
@@ -163,15 +156,15 @@ class Victim:
         def trains() -> bool:
             nonlocal down_s, resumed_s, resumed
             state = self.cluster.run("sinfo", "-h", "-n", node, "-o", "%T").stdout
-            passed = time.monotonic() - began
-            # Where its cores count as used by the job that has begun anew without it, Slurm calls it mixed* for ever.
+            passed = time.monotonic() - crashed
+            # Slurm shows mixed* forever if the restarted job still occupies the node's cores in its accounting.
             late = resumed_s and passed > self.cluster.timeout_s + 30
             if not down_s and (late or state.startswith("down")):
                 down_s = math.nan if late else passed
                 self.cluster.revive(node)
             shown_steps = re.findall(r"\nrun directory .*\nstep (\d+)/", self.jobs.log(self.number)[logged:])
-            if not resumed_s and self.starts() > begun and shown_steps:
-                resumed_s, resumed = time.monotonic() - began, int(shown_steps[-1]) - 1
+            if not resumed_s and self.starts() > starts and shown_steps:
+                resumed_s, resumed = time.monotonic() - crashed, int(shown_steps[-1]) - 1
             return bool(down_s and resumed_s)
 
         self.wait(trains, f"training after the crash of {node}")
@@ -179,19 +172,19 @@ class Victim:
 
 
 def same_bits(jobs: Jobs) -> tuple[bool, bool]:
-    """Return whether the losses of all steps, and the last parameters, are those of the training without a crash."""
+    """Compare with the training without crashes: return (losses are equal, parameters are equal)."""
     runs = [jobs.folder / name for name in ("whole", "crashed")]
-    one, two = (step_metrics.read(run / METRICS_FILE).steps["loss"] for run in runs)
+    whole_losses, crashed_losses = (step_metrics.read(run / METRICS_FILE).steps["loss"] for run in runs)
     for run in runs:
         line = [sys.executable, "-P", "-m", "hpcdist", "checkpoint", "export", str(run), f"{run}.safetensors"]
         subprocess.run(line, check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL)
     exported = [Path(f"{run}.safetensors").read_bytes() for run in runs]
-    tensors = [data[8 + int.from_bytes(data[:8], "little") :] for data in exported]  # the header has times in it, too
-    return np.array_equal(one, two), tensors[0] == tensors[1]
+    tensors = [data[8 + int.from_bytes(data[:8], "little") :] for data in exported]  # skip the header, which has times
+    return np.array_equal(whole_losses, crashed_losses), tensors[0] == tensors[1]
 
 
 def campaign(cluster: Cluster, chosen: argparse.Namespace) -> tuple[list[Crash], tuple[bool, bool]]:
-    """Crash nodes one after another, print each, and return all, and whether losses and parameters are the same."""
+    """Crash nodes one after another; return the crashes, and whether losses and parameters stayed equal."""
     jobs = Jobs(cluster, cluster.folder / "jobs")
     (jobs.folder / "site.toml").write_text(SITES[chosen.launcher])
     steps = STEPS_A_CRASH * (chosen.crashes + 1)
@@ -213,7 +206,6 @@ def campaign(cluster: Cluster, chosen: argparse.Namespace) -> tuple[list[Crash],
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Make the crashes and return what came of them."""
     with started(chosen) as cluster:
         crashes, (losses, parameters) = campaign(cluster, chosen)
     about = {"launcher": chosen.launcher, "slurmd_timeout_s": chosen.slurmd_timeout, "seed": chosen.seed}

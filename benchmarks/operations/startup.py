@@ -1,8 +1,8 @@
-"""Seconds that commands of a login node take, from the shell's point of view, beside a Python that does nothing.
+"""Wall time of login-node commands, compared with an empty Python program.
 
     python -m benchmarks startup --rounds 20 --output startup.h5 --anonymous
 
-A first call of each command fills the page cache and is not counted.
+The first call of each command fills the page cache and is not counted.
 """
 
 import argparse
@@ -35,19 +35,21 @@ OPTIONS: Final = {"rounds": 15}
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return the times of all commands. Raises CalledProcessError where one fails."""
-    words = {"python -c pass": ["-P", "-c", "pass"]}
-    words |= {name: ["-P", "-m", "hpcdist", *own] for name, own in COMMANDS.items()}
+    programs = {"python -c pass": ["-P", "-c", "pass"]}
+    programs |= {name: ["-P", "-m", "hpcdist", *arguments] for name, arguments in COMMANDS.items()}
     environment = {**os.environ, "PYTHONPATH": harness.search_path()}
     with tempfile.TemporaryDirectory() as folder:
 
-        def call(own: Sequence[str]) -> None:
-            line = [sys.executable, *own]
+        def call(arguments: Sequence[str]) -> None:
+            line = [sys.executable, *arguments]
             subprocess.run(
                 line, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=True, timeout=60
             )
 
-        calls = {name: lambda own=own: harness.seconds(lambda: call(own)) for name, own in words.items()}
+        calls = {
+            name: lambda arguments=arguments: harness.seconds(lambda: call(arguments))
+            for name, arguments in programs.items()
+        }
         values = harness.alternate(calls, chosen.rounds, warm_up=1)
     about = {"commands": "; ".join(values)}
     return Results({"time_s": np.array(list(values.values()))}, {"time_s": "commands, rounds"}, about)

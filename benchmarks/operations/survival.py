@@ -1,13 +1,11 @@
-"""Seconds that a job that outlives its ranks stands still when one dies, and the cost when none does.
+"""Downtime when a rank dies in a job that survives deaths, and the cost of this feature without deaths.
 
     python -m benchmarks survival -o survival.h5 --anonymous
 
-Each case is one job of four ranks (`hpcdist run --survive`), of which --kills die one after another: SIGKILL to
-themselves in the middle of a step (its exchange and its update by turns). Told is the time from the first error on any
-rank until all go on with the next step; how many steps were made again; whether the losses are those of the same run
-without a death (to the bit where places are taken again, by the greatest relative difference where ranks are fewer);
-and the memory of the largest rank after each death. Then, without deaths and in turns, the median step of the same
-training with --survive and without.
+A case is a job of four ranks (`hpcdist run --survive`), of which --kills die one after another by SIGKILL during a step
+(alternately in its exchange and its update). The output has the time from the first error until all ranks continue with
+the next step, the number of repeated steps, the relative difference of the losses from a run without deaths, and the
+memory of the largest rank. Then the median step is compared with and without --survive, without deaths.
 """
 
 import argparse
@@ -56,15 +54,14 @@ OPTIONS |= {"architectures": tuple(ARCHITECTURES), "modes": tuple(MODES)}
 
 @dataclass(frozen=True)
 class Job:
-    """Figures of a job that has ended; ``deaths`` are the columns of its table of deaths."""
+    """Results of an ended job; ``deaths`` has the columns of its table of deaths."""
 
     losses: np.ndarray
-    step_s: float  # median over the steps but the first, of the slowest rank
+    step_s: float  # of the slowest rank, median over all steps except the first
     deaths: dict[str, np.ndarray]
 
 
-def run_job(chosen: argparse.Namespace, folder: Path, launched: Sequence[str], keys: Mapping[str, Any]) -> Job:
-    """Run a training to its end and return its figures."""
+def run_job(chosen: argparse.Namespace, folder: Path, options: Sequence[str], keys: Mapping[str, Any]) -> Job:
     out = Path(tempfile.mkdtemp(dir=folder)) / "run"
     common = {
         "model.layers": chosen.layers,
@@ -77,11 +74,11 @@ def run_job(chosen: argparse.Namespace, folder: Path, launched: Sequence[str], k
         "communication.algorithm": "native",
     }
     settings = [f"--set={text}" for text in texts({**common, **keys})]
-    line = [sys.executable, "-m", "hpcdist", "run", "-n", str(WORLD), *launched, "train", "--out", str(out), *settings]
+    line = [sys.executable, "-m", "hpcdist", "run", "-n", str(WORLD), *options, "train", "--out", str(out), *settings]
     environment = {**os.environ, "PYTHONPATH": harness.search_path()}
     done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=chosen.limit_s, check=False)
     if done.returncode:
-        sys.exit(f"{' '.join(line)}\nended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
+        sys.exit(f"{' '.join(line)}\nexited with code {done.returncode}:\n{done.stderr[-3000:]}")
     steps = step_metrics.read(out / METRICS_FILE).steps
     with files.open_read(out / METRICS_FILE, step_metrics.SCHEMA, step_metrics.VERSION) as file:
         deaths = datasets.read(file, "lives") if "lives" in file else {}
@@ -90,22 +87,22 @@ def run_job(chosen: argparse.Namespace, folder: Path, launched: Sequence[str], k
 
 
 def survived(chosen: argparse.Namespace, folder: Path, name: str, mode: str) -> np.ndarray:
-    """Return the `FIGURES` of each death, (deaths, figures), of a job of architecture ``name``; print a line."""
+    """Run a job of architecture ``name`` with deaths, print a line, and return `FIGURES` (deaths, figures)."""
     kills = 1 if mode == "shrink" else chosen.kills
     keys = {**ARCHITECTURES[name], "run.steps": EVERY * (kills + 1)}
-    calm = run_job(chosen, folder, [], keys)
+    undisturbed = run_job(chosen, folder, [], keys)
     moments = [(EVERY * (death + 1), ("exchange", "update")[death % 2]) for death in range(kills)]
     killed = [f"{(3 * death + 1) % WORLD}@{step}:{moment}" for death, (step, moment) in enumerate(moments)]
-    launched = [*MODES[mode], *([str(kills)] if mode == "spare" else [])]
-    job = run_job(chosen, folder, launched, keys | {"chaos.kill": killed})
+    run_options = [*MODES[mode], *([str(kills)] if mode == "spare" else [])]
+    job = run_job(chosen, folder, run_options, keys | {"chaos.kill": killed})
     deaths = job.deaths
     repeated = np.maximum(np.array([step - 1 for step, _ in moments]) - deaths["step"], 0)
-    difference = float(np.max(np.abs(job.losses / calm.losses - 1)))
+    difference = float(np.max(np.abs(job.losses / undisturbed.losses - 1)))
     losses = "the same losses" if difference == 0 else f"losses within {difference:.1e}"
     first, last = deaths["pss_bytes"][[0, -1]] / 2**20
     print(
         f"{name:<20} {mode:<12} {kills} deaths: {statistics.median(deaths['seconds']):.2f} s (longest "
-        f"{max(deaths['seconds']):.2f} s), at most {max(repeated)} step made again, {losses}, "
+        f"{max(deaths['seconds']):.2f} s), at most {max(repeated)} step repeated, {losses}, "
         f"{first:.0f} -> {last:.0f} MiB",
         flush=True,
     )
@@ -113,7 +110,6 @@ def survived(chosen: argparse.Namespace, folder: Path, name: str, mode: str) -> 
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return all deaths, and the medians of steps without one, ready to survive and not."""
     deaths, steps = {}, {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -141,13 +137,12 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
 
 
 def ratios(results: Results) -> harness.Ratios:
-    """Return the step of a training that would survive over that of one that would not."""
     names = str(results.attributes["architectures"]).split("; ")
-    return {name: own[:1] / own[1] for name, own in zip(names, results.arrays["step_s"], strict=True)}
+    return {name: pair[:1] / pair[1] for name, pair in zip(names, results.arrays["step_s"], strict=True)}
 
 
 def lines(results: Results) -> Sequence[str]:
     rows = [["a step, ms", "ready to survive", "plain", "x plain"]]
-    for (name, ratio), own in zip(ratios(results).items(), 1e3 * results.arrays["step_s"], strict=True):
-        rows.append([name, f"{own[0]:.1f}", f"{own[1]:.1f}", f"{ratio[0]:.3f}"])
+    for (name, ratio), pair_ms in zip(ratios(results).items(), 1e3 * results.arrays["step_s"], strict=True):
+        rows.append([name, f"{pair_ms[0]:.1f}", f"{pair_ms[1]:.1f}", f"{ratio[0]:.3f}"])
     return aligned(rows)

@@ -1,13 +1,12 @@
-"""Cost of observing a training: flight recorder, spans, metrics with their sinks, and the energy sampler.
+"""Cost of observing a training: flight recorder, spans, metrics with their sinks, and energy sampler.
 
     python -m benchmarks telemetry -o telemetry.h5 --anonymous
 
-Every size is trained on --ranks ranks as `hpcdist train` does it, with all sinks that need no server, and the calls
-that look on are timed where they are made: those of the flight recorder with the sums by operation, those that book
-operations and keep spans, those that gather rows, write them and tell the sinks (waiting for the other ranks included),
-and the looks at the edges of energy windows. What the timing itself takes is measured and left out. The energy sampler
-tells the processor time of its own thread; it reads a powercap tree of two zones that this program makes, as fast as
-the recipe's default. Told is the share of the time of all steps but the first, of the rank with most, by repetition.
+Every size trains on --ranks ranks like `hpcdist train`, with all sinks that need no server. The study times the
+observing calls in place: flight recorder with sums by operation; booking of operations and spans; gathering, writing
+and publishing of rows, including waits; and the reads at the edges of energy windows. The cost of the timing itself is
+subtracted. The energy sampler reads a simulated powercap tree at the recipe's default rate. The results are shares of
+the time of all steps except the first, for the rank with the largest share.
 """
 
 import argparse
@@ -44,7 +43,7 @@ SCHEMA = "hpcdist-benchmark-telemetry"
 
 FOUND: Final = "FOUND "
 LIMIT_S: Final = 900.0
-SIZES: Final[Mapping[str, tuple[int, Mapping[str, Any]]]] = {  # steps, and keys
+SIZES: Final[Mapping[str, tuple[int, Mapping[str, Any]]]] = {  # number of steps, and recipe keys
     "small": (3000, {"model.layers": 2, "model.hidden": 64, "model.heads": 2, "data.context": 64}),
     "GPT 3.4 M": (200, {"model.layers": 4, "model.hidden": 256, "model.heads": 4, "data.context": 256}),
 }
@@ -66,7 +65,7 @@ OPTIONS: Final = {"ranks": 2, "repeats": 3, "sizes": tuple(SIZES)}
 
 
 def cost_s() -> float:
-    """Return what a stopwatch adds to each call, of what it then counts: the least of several measurements."""
+    """Return the overhead per call that a stopwatch measures for an empty function: the minimum of 20 measurements."""
     costs = []
     for _ in range(20):
         watch = harness.Stopwatch()
@@ -78,7 +77,7 @@ def cost_s() -> float:
 
 
 def as_rank(out: str, *settings: str) -> None:
-    """Train as one rank of a job, and print what looking on took. Collective."""
+    """Train as one rank of a job, and print the cost of observing. Collective."""
     watches = {name: harness.Stopwatch() for name in WATCHED}
     for name, methods in WATCHED.items():
         for kind, method in methods:
@@ -86,36 +85,36 @@ def as_rank(out: str, *settings: str) -> None:
     before: dict[str, tuple[float, int]] = {}
     step, finish = TrainingLoop._step, TrainingJob.finish
 
-    def first_left_out(loop: TrainingLoop, number: int, batches: list[Any]) -> None:
+    def skip_first(loop: TrainingLoop, number: int, batches: list[Any]) -> None:
         step(loop, number, batches)
         if not before:
             before.update({name: (watch.seconds, watch.calls) for name, watch in watches.items()})
 
-    def told(job: TrainingJob, loop: TrainingLoop, *result: Any) -> int:
-        own_s, empty = loop.outcome.steps.sums["step_s"], cost_s()
-        found = {
-            name: (watch.seconds - before[name][0] - empty * (watch.calls - before[name][1])) / own_s
+    def report_and_finish(job: TrainingJob, loop: TrainingLoop, *result: Any) -> int:
+        steps_s, stopwatch_s = loop.outcome.steps.sums["step_s"], cost_s()
+        shares = {
+            name: (watch.seconds - before[name][0] - stopwatch_s * (watch.calls - before[name][1])) / steps_s
             for name, watch in watches.items()
         }
         busy_s, lasted_s = loop.energy.monitor.sampler.overhead()
         if lasted_s:
-            found[SAMPLER] = busy_s / lasted_s
+            shares[SAMPLER] = busy_s / lasted_s
         calls = {name: watch.calls / loop.outcome.steps.count for name, watch in watches.items()}
         figures = {
-            "shares": found,
+            "shares": shares,
             "calls": calls,
             "step_s": statistics.median(step_s for step_s, _ in loop.outcome.steps.sample),
         }
-        sys.stdout.write(f"\n{FOUND}{json.dumps(figures)}\n")  # one write: ranks share the stream
+        sys.stdout.write(f"\n{FOUND}{json.dumps(figures)}\n")  # one write, because the ranks share the stream
         sys.stdout.flush()
         return finish(job, loop, *result)
 
-    TrainingLoop._step, TrainingJob.finish = first_left_out, told  # type: ignore[method-assign]
+    TrainingLoop._step, TrainingJob.finish = skip_first, report_and_finish  # type: ignore[method-assign]
     train(recipes.load(None, settings).recipe, Path(out), "never", as_json=False)
 
 
 def feed(root: Path, ended: threading.Event) -> None:
-    """Keep a powercap tree of a package of 65 W and its memory of 8 W up to date until ``ended``."""
+    """Update a simulated powercap tree of a package (65 W) and its memory (8 W) until ``ended``."""
     zones = {root / "intel-rapl:0": ("package-0", 65e6), root / "intel-rapl:0" / "intel-rapl:0:0": ("dram", 8e6)}
     for zone, (name, _) in zones.items():
         zone.mkdir(parents=True)
@@ -130,17 +129,17 @@ def feed(root: Path, ended: threading.Event) -> None:
 
 
 def trained(ranks: int, size: str, folder: Path) -> dict[str, Any]:
-    """Train once; return the shares, calls a step and seconds a step of the rank with most. Raises RuntimeError."""
+    """Train once; return shares, calls per step and step time, each the maximum of all ranks. Raises RuntimeError."""
     steps, keys = SIZES[size]
-    place = Path(tempfile.mkdtemp(dir=folder))
+    parent = Path(tempfile.mkdtemp(dir=folder))
     ended = threading.Event()
-    feeder = threading.Thread(target=feed, args=(place / "powercap", ended))
+    feeder = threading.Thread(target=feed, args=(parent / "powercap", ended))
     feeder.start()
-    while not (place / "powercap" / "intel-rapl:0" / "intel-rapl:0:0" / "energy_uj").exists():
+    while not (parent / "powercap" / "intel-rapl:0" / "intel-rapl:0:0" / "energy_uj").exists():
         time.sleep(0.01)
-    settings = {**COMMON, **keys, "run.steps": steps, "energy.powercap": place / "powercap"}
+    settings = {**COMMON, **keys, "run.steps": steps, "energy.powercap": parent / "powercap"}
     try:
-        program = ["-m", __spec__.name, str(place / "run"), *(f"{name}={value}" for name, value in settings.items())]
+        program = ["-m", __spec__.name, str(parent / "run"), *(f"{name}={value}" for name, value in settings.items())]
         done = harness.launch(ranks, program, limit_s=LIMIT_S, capture=True)
     finally:
         ended.set()
@@ -148,20 +147,19 @@ def trained(ranks: int, size: str, folder: Path) -> dict[str, Any]:
     of_ranks = [json.loads(row.removeprefix(FOUND)) for row in done.stdout.splitlines() if row.startswith(FOUND)]
     if done.returncode or len(of_ranks) != ranks:
         raise RuntimeError(f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
-    most = {name: max(rank["shares"].get(name, 0.0) for rank in of_ranks) for name in PARTS}
+    largest_shares = {name: max(rank["shares"].get(name, 0.0) for rank in of_ranks) for name in PARTS}
     calls = {name: max(rank["calls"][name] for rank in of_ranks) for name in WATCHED}
-    return {"shares": most, "calls": calls, "step_s": max(rank["step_s"] for rank in of_ranks)}
+    return {"shares": largest_shares, "calls": calls, "step_s": max(rank["step_s"] for rank in of_ranks)}
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return the shares of all sizes and repeats."""
     with tempfile.TemporaryDirectory() as folder:
         calls = {size: lambda size=size: trained(chosen.ranks, size, Path(folder)) for size in chosen.sizes}
         values = list(harness.alternate(calls, chosen.repeats, warm_up=0).values())
     arrays = {
-        "share": np.array([[[each["shares"][name] for name in PARTS] for each in own] for own in values]),
-        "step_s": np.array([[each["step_s"] for each in own] for own in values]),
-        "calls": np.array([[[each["calls"][name] for name in WATCHED] for each in own] for own in values]),
+        "share": np.array([[[result["shares"][name] for name in PARTS] for result in repeats] for repeats in values]),
+        "step_s": np.array([[result["step_s"] for result in repeats] for repeats in values]),
+        "calls": np.array([[[result["calls"][name] for name in WATCHED] for result in repeats] for repeats in values]),
     }
     about = {"ranks": chosen.ranks, "sizes": "; ".join(chosen.sizes), "parts": "; ".join(PARTS)}
     dims = {"share": "sizes, repeats, parts", "step_s": "sizes, repeats", "calls": "sizes, repeats, parts"}
@@ -171,12 +169,12 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
 def lines(results: Results) -> Sequence[str]:
     rows = [["share of a step (calls a step)", "step ms", *results.names("parts")]]
     share, calls = (np.median(results.arrays[name], axis=1) for name in ("share", "calls"))
-    for place, size in enumerate(results.names("sizes")):
-        cells = [f"{value:.3%}" for value in share[place]]
-        cells = [f"{cell} ({number:.1f})" for cell, number in zip(cells, calls[place], strict=False)] + cells[
+    for index, size in enumerate(results.names("sizes")):
+        cells = [f"{value:.3%}" for value in share[index]]
+        cells = [f"{cell} ({number:.1f})" for cell, number in zip(cells, calls[index], strict=False)] + cells[
             len(WATCHED) :
         ]
-        rows.append([size, f"{1e3 * np.median(results.arrays['step_s'][place]):.2f}", *cells])
+        rows.append([size, f"{1e3 * np.median(results.arrays['step_s'][index]):.2f}", *cells])
     return aligned(rows)
 
 

@@ -1,7 +1,7 @@
-"""Start of a program on one core that is its rank's: `python pin.py PROGRAM ...`, behind mpirun.
+"""Run a program with the rank pinned to a core: `mpirun ... python pin.py PROGRAM ...`.
 
-Ranks beyond the cores share them in order, so that those of one host have the same. Where nothing binds ranks, a kernel
-may leave two that wait for each other on one core for a while, and what is measured then is its time slice.
+If there are more ranks than cores, neighbouring ranks share a core. Without pinning, a kernel may leave two ranks that
+wait for each other on one core for a while; measured times then show its time slice.
 """
 
 import os
@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Final
 
 RANKS: Final = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
-PINNED: Final = (sys.executable, __file__, sys.executable)  # what a program in Python is started by
+PINNED: Final = (sys.executable, __file__, sys.executable)  # prefix of a pinned Python program
 
 
 def core(cores: list[int], environment: Mapping[str, str]) -> int:
-    """Return the core of the rank that a launcher names in ``environment``; the first one without a launcher."""
+    """Return the core for the rank in ``environment``, or the first core without a launcher."""
     for rank, size in RANKS:
         if rank in environment:
             return cores[int(environment[rank]) * len(cores) // max(int(environment[size]), len(cores))]
@@ -22,7 +22,6 @@ def core(cores: list[int], environment: Mapping[str, str]) -> int:
 
 
 def main() -> None:
-    """Become the program."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {core(sorted(os.sched_getaffinity(0)), os.environ)})
     os.execvp(sys.argv[1], sys.argv[1:])

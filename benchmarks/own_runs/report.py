@@ -1,4 +1,4 @@
-"""Report of own runs: predicted beside measured, as a table and an HDF5 file."""
+"""Report of own runs: predicted and measured figures, as a table and an HDF5 file."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from hpcdist.reporting.table import aligned
 
 SCHEMA: Final = "hpcdist.benchmark.own-runs"
 GOALS: Final = {"step": 0.15, "memory": 0.05}
-AGREED_BYTES: Final = 1024  # a step at most: norm, loss and wishes, which the planner does not count
+AGREED_BYTES: Final = 1024  # largest uncounted bytes per step: norm, loss and stop requests
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A training, what was measured of it, and what the planner said. ``bytes`` are NaN where they are no messages."""
+    """A training, its measurement and its prediction. ``bytes`` is NaN if not all traffic is by messages."""
 
     name: str
     ranks: int
@@ -42,67 +42,60 @@ class Compared:
 
     @property
     def measured_s(self) -> float:
-        """The median."""
         return float(np.median(self.step_s))
 
     @property
     def errors(self) -> dict[str, float]:
-        """Relative, of step time and memory."""
         return {"step": self.predicted_s / self.measured_s - 1, "memory": self.predicted_memory / self.peak_bytes - 1}
 
     @property
     def beside(self) -> float:
-        """Bytes that were sent and not predicted."""
+        """Sent bytes minus predicted bytes."""
         return self.nbytes - self.predicted_bytes
 
 
 class Places(NamedTuple):
-    """Where results go."""
-
     file: Path
     cluster: Path
 
 
 def places(prefix: Path) -> Places:
-    """Return the files, which can be written. Raises StorageError."""
-    found = Places(*(prefix.with_name(prefix.name + end) for end in (".h5", "-cluster.toml")))
-    for path in found:
+    result = Places(*(prefix.with_name(prefix.name + end) for end in (".h5", "-cluster.toml")))
+    for path in result:
         files.check_place(path)
-    return found
+    return result
 
 
 def estimate(row: Row, cluster: Cluster) -> PlanEstimate:
-    """Return what the planner says of the recipe of ``row``."""
     from hpcdist.planner.plan import plan
     from hpcdist.training.recipe import recipe as recipes
     from hpcdist.training.use_cases.recipe_plan import plan_of_recipe
 
-    asked = plan_of_recipe(recipes.load(None, texts(row.keys), {}).recipe, row.name)
-    return plan(asked.description, asked.layout, cluster, asked.global_batch, 1, simulate=True)
+    recipe_plan = plan_of_recipe(recipes.load(None, texts(row.keys), {}).recipe, row.name)
+    return plan(recipe_plan.description, recipe_plan.layout, cluster, recipe_plan.global_batch, 1, simulate=True)
 
 
-def compared(row: Row, told: Mapping[str, Any], cluster: Cluster, where: str = "one host") -> Compared:
-    """Return what was ``told`` of ``row`` beside the plan of it."""
-    if told["name"] != row.name:
-        raise SystemExit(f"{told['name']} was measured where {row.name} was asked for")
-    found = estimate(row, cluster)
-    fullest = int(np.argmax(told["peak_bytes"]))
+def compared(row: Row, measurement: Mapping[str, Any], cluster: Cluster, where: str = "one host") -> Compared:
+    if measurement["name"] != row.name:
+        raise SystemExit(f"expected a measurement of {row.name}, got {measurement['name']}")
+    result = estimate(row, cluster)
+    fullest = int(np.argmax(measurement["peak_bytes"]))
     return Compared(
         name=row.name,
         ranks=row.ranks,
         where=where,
-        step_s=np.array(told["step_s"]),
-        bubble=float(np.median(told["bubble"])) if row.pipeline else np.nan,
-        nbytes=told["sent_bytes"] if row.counted and not told["unknown_calls"] else np.nan,
-        peak_bytes=told["peak_bytes"][fullest],
-        by_kind=tuple(told["peak_by_kind"][fullest]),
-        predicted_s=found.step_s,
-        predicted_bubble=found.timing.bubble,
-        predicted_bytes=sum(found.timing.bytes.values()) if row.ranks > 1 else 0.0,
-        predicted_memory=found.memory.bytes - found.memory.terms["reserved"],
-        terms_s=dict(found.timing.terms),
-        terms_bytes=dict(found.memory.terms),
-        flags=found.flags,
+        step_s=np.array(measurement["step_s"]),
+        bubble=float(np.median(measurement["bubble"])) if row.pipeline else np.nan,
+        nbytes=measurement["sent_bytes"] if row.counted and not measurement["unknown_calls"] else np.nan,
+        peak_bytes=measurement["peak_bytes"][fullest],
+        by_kind=tuple(measurement["peak_by_kind"][fullest]),
+        predicted_s=result.step_s,
+        predicted_bubble=result.timing.bubble,
+        predicted_bytes=sum(result.timing.bytes.values()) if row.ranks > 1 else 0.0,
+        predicted_memory=result.memory.bytes - result.memory.terms["reserved"],
+        terms_s=dict(result.timing.terms),
+        terms_bytes=dict(result.memory.terms),
+        flags=result.flags,
     )
 
 
@@ -112,7 +105,7 @@ def _signed(value: float, goal: str) -> str:
 
 def _cells(one: Compared) -> list[str]:
     step = [f"{1e3 * one.measured_s:.1f}", f"{1e3 * one.predicted_s:.1f}", _signed(one.errors["step"], "step")]
-    memory = [f"{each / 2**20:.1f}" for each in (one.peak_bytes, one.predicted_memory)]
+    memory = [f"{nbytes / 2**20:.1f}" for nbytes in (one.peak_bytes, one.predicted_memory)]
     sent = ["-", "-"] if np.isnan(one.nbytes) else [f"{one.nbytes:,.0f}", f"{one.beside:+,.0f}"]
     bubble = ["-", "-"] if np.isnan(one.bubble) else [f"{one.bubble:.1%}", f"{one.predicted_bubble:.1%}"]
     return [
@@ -127,68 +120,69 @@ def _cells(one: Compared) -> list[str]:
     ]
 
 
-def table(found: Sequence[Compared]) -> str:
-    """Return all trainings, "!" behind what misses its goal, and how many meet it."""
+def table(result: Sequence[Compared]) -> str:
+    """Tabulate all trainings, with "!" after values that miss their goal, and count the trainings within the goals."""
     head = ["training, model, batch", "ranks", "on", "ms", "planned", "off", "MiB", "planned", "off"]
-    lines = aligned([[*head, "bytes", "more", "bubble", "planned"], *map(_cells, found)])
-    for goal, most in GOALS.items() if found else ():
-        errors = np.array([abs(one.errors[goal]) for one in found])
+    lines = aligned([[*head, "bytes", "more", "bubble", "planned"], *map(_cells, result)])
+    for goal, most in GOALS.items() if result else ():
+        errors = np.array([abs(one.errors[goal]) for one in result])
         met = int((errors <= most).sum())
         lines.append(
-            f"{goal}: {met} of {len(found)} within {most:.0%}, median {np.median(errors):.1%}, worst {errors.max():.1%}"
+            f"{goal}: {met} of {len(result)} within {most:.0%}, median {np.median(errors):.1%}, "
+            f"worst {errors.max():.1%}"
         )
-    counted = [one for one in found if not np.isnan(one.nbytes)]
+    counted = [one for one in result if not np.isnan(one.nbytes)]
     exact = sum(0 <= one.beside <= AGREED_BYTES for one in counted)
     lines.append(f"bytes: {exact} of {len(counted)} exact but for what ranks agree on (at most {AGREED_BYTES} a step)")
     return "\n".join(lines)
 
 
-def missed(found: Sequence[Compared]) -> list[str]:
-    """Return the goals that not every training meets, with how many do not and the worst; a NaN meets none."""
-    said = []
+def missed(result: Sequence[Compared]) -> list[str]:
+    """Describe each goal that some trainings miss: their number and the worst. NaN misses every goal."""
+    messages = []
     for goal, most in GOALS.items():
-        worse = [one for one in found if not abs(one.errors[goal]) <= most]
-        if worse:
-            worst = max(worse, key=lambda one: np.nan_to_num(abs(one.errors[goal]), nan=np.inf))
-            said.append(
-                f"{goal} within {most:.0%} in {len(worse)} of {len(found)} trainings, the worst {worst.name} "
+        failing = [one for one in result if not abs(one.errors[goal]) <= most]
+        if failing:
+            worst = max(failing, key=lambda one: np.nan_to_num(abs(one.errors[goal]), nan=np.inf))
+            messages.append(
+                f"{goal} within {most:.0%} in {len(failing)} of {len(result)} trainings, the worst {worst.name} "
                 f"({worst.where}), {worst.errors[goal]:+.1%}"
             )
-    return said
+    return messages
 
 
 def write(
-    outputs: Places, found: Sequence[Compared], times: Sequence[Time], cluster: str, library: str, *, anonymous: bool
+    outputs: Places, result: Sequence[Compared], times: Sequence[Time], cluster: str, library: str, *, anonymous: bool
 ) -> None:
-    """Write the HDF5 file, and the cluster that the predictions are of."""
+    """Write the HDF5 file, and the cluster used for the predictions."""
     from hpcdist.arrays.memory import CATEGORIES
     from hpcdist.telemetry.provenance import provenance
 
-    steps = max(len(one.step_s) for one in found)
-    step_s = np.full((len(found), steps), np.nan)
-    for place, one in enumerate(found):
-        step_s[place, : len(one.step_s)] = one.step_s
-    names = list(dict.fromkeys(name for one in found for name in one.terms_s))
-    memory = list(dict.fromkeys(name for one in found for name in one.terms_bytes))
+    steps = max(len(one.step_s) for one in result)
+    step_s = np.full((len(result), steps), np.nan)
+    for index, one in enumerate(result):
+        step_s[index, : len(one.step_s)] = one.step_s
+    names = list(dict.fromkeys(name for one in result for name in one.terms_s))
+    memory = list(dict.fromkeys(name for one in result for name in one.terms_bytes))
     numbers = {
         "predicted_s": "s", "bubble": "1", "predicted_bubble": "1", "nbytes": "By", "predicted_bytes": "By",
         "peak_bytes": "By", "predicted_memory": "By",
     }  # fmt: skip
-    columns = {name: np.array([getattr(one, name) for one in found], np.float64) for name in numbers}
+    columns = {name: np.array([getattr(one, name) for one in result], np.float64) for name in numbers}
     files.write_contiguous(
         outputs.file,
         {
             "step_s": step_s,
             **columns,
-            "ledger_bytes": np.array([one.by_kind for one in found], np.float64),
-            "predicted_terms_s": np.array([[one.terms_s.get(name, 0.0) for name in names] for one in found]),
+            "ledger_bytes": np.array([one.by_kind for one in result], np.float64),
+            "predicted_terms_s": np.array([[one.terms_s.get(name, 0.0) for name in names] for one in result]),
             "times": np.array([[one.nbytes, one.measured_s, one.predicted_s] for one in times]).reshape(-1, 3),
-            "predicted_terms_bytes": np.array([[one.terms_bytes.get(name, 0.0) for name in memory] for one in found]),
+            "predicted_terms_bytes": np.array([[one.terms_bytes.get(name, 0.0) for name in memory] for one in result]),
         },
         {
             **provenance(mpi_library=library, anonymous=anonymous),
-            "trainings": "; ".join(f"{one.where}: {one.name}" for one in found),
-            "ranks": [one.ranks for one in found],
+            "trainings": "; ".join(f"{one.where}: {one.name}" for one in result),
+            "ranks": [one.ranks for one in result],
             "times": "; ".join(f"{one.where}, {one.what}, {one.way}" for one in times),
             "calibration": CALIBRATION,
             "cluster": cluster,

@@ -1,4 +1,4 @@
-"""Ranks of the study of own runs: trainings take turns, and tell their times, bytes, memory and bubble.
+"""Ranks of the study `own_runs`: alternate the trainings, and report their times, bytes, memory and bubble.
 
 python -m benchmarks.own_runs.worker FILE.json TURNS cpu|gpu one|hosts [NAME ...]"""
 
@@ -27,17 +27,17 @@ from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.recipe import recipe as recipes
 
 RECEIVES: Final = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)
-WARM: Final = 1  # step of a turn that is not kept: what the others left in the caches is gone
+WARM: Final = 1  # dropped steps per turn, which refill the caches
 KEPT: Final = 2
 BATCHES: Final = 3
 
 
 class Run:
-    """A training, with its clock. Building one is collective over the world."""
+    """A training with timed operations. Building it is collective over the world."""
 
     def __init__(self, session: Session, row: Row, on: str) -> None:
         self.row, self._comm, self._number, self._on = row, session.comm, 0, on
-        collectives.release(session.comm)  # so that what this one takes is in its own ledger
+        collectives.release(session.comm)  # so that this training's buffers are in its own ledger
         self.trainer: Trainer = assemble(session, recipes.load(None, [*texts(row.keys), f"run.device={on}"], {}).recipe)
         with self.trainer.batches(BATCHES) as batches:
             self._batches = [self.trainer.cut(self.trainer.place(batch)) for batch in batches]
@@ -63,7 +63,7 @@ class Run:
         return timed
 
     def step(self) -> tuple[float, float]:
-        """Make a step from a barrier on; return its seconds and its bubble, on this rank (collective)."""
+        """Run a step after a barrier; return its seconds and its bubble on this rank. Collective."""
         self._number += 1
         self._timed.clear()
         batches = self._batches[self._number % BATCHES]
@@ -71,11 +71,11 @@ class Run:
         begin_s = time.perf_counter()
         self.trainer.step(self._number, batches, np.zeros(2))
         if self._on == "gpu":
-            device.synchronise()  # the update is behind the loss
+            device.synchronise()  # the update runs after the loss
         return time.perf_counter() - begin_s, self._bubble()
 
     def _bubble(self) -> float:
-        """Return what this rank waits in receives of its span from the first pass to the last."""
+        """Return the time that this rank waits in receives, relative to its span from the first to the last pass."""
         steps = self.trainer.operations
         begin_s, end_s = np.array(self._timed).T
         computes = np.array([op.kind in COMPUTE for op in steps])
@@ -85,7 +85,6 @@ class Run:
 
 
 def work(session: Session, rows: Sequence[Row], turns: int, path: Path, on: str) -> None:
-    """Let the trainings take turns; rank 0 writes what was found to ``path``. Collective over the world."""
     comm = session.comm
     runs = []
     for row in rows:
@@ -93,40 +92,38 @@ def work(session: Session, rows: Sequence[Row], turns: int, path: Path, on: str)
             print(f"  {row.name}", flush=True)
         runs.append(Run(session, row, on))
     order = np.random.default_rng(0)
-    taken: list[list[tuple[float, float]]] = [[] for _ in runs]
+    timings: list[list[tuple[float, float]]] = [[] for _ in runs]
     gc.collect()
     gc.disable()
     for _ in range(turns):
-        for place in order.permutation(len(runs)).tolist():
-            made = [runs[place].step() for _ in range(WARM + KEPT)]
-            taken[place] += made[WARM:]
+        for index in order.permutation(len(runs)).tolist():
+            steps = [runs[index].step() for _ in range(WARM + KEPT)]
+            timings[index] += steps[WARM:]
     gc.enable()
-    found = [_of_all(comm, run, times) for run, times in zip(runs, taken, strict=True)]
+    results = [_of_all(comm, run, times) for run, times in zip(runs, timings, strict=True)]
     if comm.rank == 0:
-        path.write_text(json.dumps({"library": session.library, "rows": found}), encoding="utf-8")
+        path.write_text(json.dumps({"library": session.library, "rows": results}), encoding="utf-8")
     comm.barrier()
     for run in runs:
         run.trainer.close()
 
 
-def _of_all(comm: Communicator, run: Run, taken: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Return what the ranks tell of one training. Collective."""
-    step_s, bubble = np.array(comm.allgather_object(taken)).transpose(2, 1, 0)  # (steps, ranks) each
+def _of_all(comm: Communicator, run: Run, timings: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    step_s, bubble = np.array(comm.allgather_object(timings)).transpose(2, 1, 0)  # (steps, ranks) each
     of_ranks = comm.allgather_object((run.sent, run.unknown, run.peak, run.by_kind))
     return {
         "name": run.row.name,
         "step_s": step_s.max(axis=1).tolist(),
         "bubble": bubble.max(axis=1).tolist(),
-        "sent_bytes": max(one[0] for one in of_ranks),
-        "unknown_calls": max(one[1] for one in of_ranks),
-        "peak_bytes": [one[2] for one in of_ranks],
-        "peak_by_kind": [one[3] for one in of_ranks],
+        "sent_bytes": max(figures[0] for figures in of_ranks),
+        "unknown_calls": max(figures[1] for figures in of_ranks),
+        "peak_bytes": [figures[2] for figures in of_ranks],
+        "peak_by_kind": [figures[3] for figures in of_ranks],
         "algorithm": run.trainer.selection.algorithm,
     }
 
 
 def main(path: str, turns: str, on: str, place: str, *names: str) -> None:
-    """Be one of the ranks."""
     session = start.start(on)
     work(session, chosen_rows(session.comm.size, names, hosts=place == "hosts"), int(turns), Path(path), on)
     session.leave(0)

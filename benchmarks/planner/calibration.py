@@ -1,8 +1,7 @@
-"""Constants that the calibration rows choose: errors over a grid of memory shares and heights of the curve.
+"""Choice of a device's constants from the calibration rows, by a grid of memory shares and curve factors.
 
-Two numbers of a device are chosen, by the calibration rows alone: the share of the memory's bandwidth that elementwise
-kernels reach, and a factor of the curve of products. A point's score is the root of the mean of squared errors, each
-table counting the same.
+The memory share is the fraction of the bandwidth that elementwise kernels reach; the factor scales the efficiency curve
+of matrix products. The score of a point is the root mean square of the errors, with equal weight for each table.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,13 +17,13 @@ from hpcdist.planner.cluster.hardware import Cluster, EfficiencyCurve
 
 FACTORS: Final = (0.92, 0.96, 0.98, 1.0, 1.02, 1.04, 1.08)
 SHARES: Final = (0.73, 0.76, 0.79, 0.82, 0.85, 0.88, 0.91)
-# Parts of what other quantities of the same rows are the sum of, and what has constants of its own.
+# Quantities that are parts of other quantities of the same rows, or that have separate constants.
 PARTS: Final = ("block_forward_ms", "stage_forward_ms", "stage_input_ms", "stage_weight_ms", "message_ms")
 TYPES: Final = ("float16", "bfloat16")
 
 
 class Point(NamedTuple):
-    """A memory share, a factor of the curve, and how far the calibration rows are from their predictions."""
+    """A memory share, a curve factor, and the errors of the calibration rows."""
 
     share: float
     factor: float
@@ -32,23 +31,22 @@ class Point(NamedTuple):
     worst: float
 
 
-def points(known: Mapping[str, Table], name: str) -> Iterator[Point]:
-    """Yield the grid around the cluster ``name`` as it is shipped."""
-    chosen = [
+def points(published: Mapping[str, Table], name: str) -> Iterator[Point]:
+    """Yield the grid around the constants of the shipped cluster ``name``."""
+    calibration_tables = [
         replace(table, rows=rows)
-        for table in known.values()
+        for table in published.values()
         if (rows := tuple(row for row in table.rows if row.role == "calibration" and row.cluster == name))
     ]
     shipped = predictions.cluster_of(name)
     for share in SHARES:
         for factor in FACTORS:
-            errors = _errors(chosen, changed(shipped, share, factor))
-            score = float(np.sqrt(np.mean([np.mean(np.square(own)) for own in errors])))
-            yield Point(share, factor, score, max(float(np.abs(own).max()) for own in errors))
+            errors = _errors(calibration_tables, changed(shipped, share, factor))
+            score = float(np.sqrt(np.mean([np.mean(np.square(table_errors)) for table_errors in errors])))
+            yield Point(share, factor, score, max(float(np.abs(table_errors).max()) for table_errors in errors))
 
 
 def changed(cluster: Cluster, share: float, factor: float) -> Cluster:
-    """Return ``cluster`` with another memory share, and its 16-bit curves times ``factor``."""
     device = cluster.device
     curves = dict(device.matmul)
     for kind in TYPES:
@@ -61,7 +59,6 @@ def changed(cluster: Cluster, share: float, factor: float) -> Cluster:
 
 
 def _errors(chosen: Sequence[Table], cluster: Cluster) -> list[list[float]]:
-    """Return the errors of the rows by table, with ``cluster`` in the place of the shipped one."""
-    found = [one for table in chosen for one in predictions.compared(table, cluster)]
-    counted = [one for one in found if one.kind in ("throughput", "layer") and one.quantity not in PARTS]
-    return [[one.error for one in own] for _, own in groupby(counted, lambda one: one.table)]
+    results = [row for table in chosen for row in predictions.compared(table, cluster)]
+    counted = [row for row in results if row.kind in ("throughput", "layer") and row.quantity not in PARTS]
+    return [[row.error for row in group] for _, group in groupby(counted, lambda row: row.table)]

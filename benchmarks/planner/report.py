@@ -1,4 +1,4 @@
-"""Report of the comparisons with published trainings: lines, summaries, shapes of strong scaling, a picture, a file."""
+"""Report of the comparisons with published trainings: lines, summaries, strong scaling, a plot and a file."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -15,7 +15,7 @@ from hpcdist.hdf5.datasets import Column
 from hpcdist.reporting.plotting import check_plot, save
 
 SCHEMA, VERSION = "hpcdist.benchmark.validate_planner", 2
-NEAR, FAR = 0.10, 0.20  # what throughput is to be within: most rows, all rows
+NEAR, FAR = 0.10, 0.20  # error limits of throughput for most rows, and for all rows
 MOST: Final = 0.80
 MARKS: Final[Mapping[str, Mapping[str, Any]]] = {
     "test": {"marker": "o", "markersize": 5},
@@ -42,46 +42,46 @@ COLUMNS: Final = (
 )
 
 
-def lines(found: Sequence[Compared], known: Mapping[str, Table]) -> Iterator[str]:
-    """Yield a title and a line for each comparison, table by table; closed forms that agree as one line."""
-    for key, group in groupby(found, lambda one: one.table):
-        own = list(group)
+def lines(result: Sequence[Compared], published: Mapping[str, Table]) -> Iterator[str]:
+    """Yield a title per table and a line per comparison. Exact closed forms share a line."""
+    for key, group in groupby(result, lambda one: one.table):
+        comparisons = list(group)
         yield ""
-        yield f"{known[key].title} ({known[key].source})"
+        yield f"{published[key].title} ({published[key].source})"
         yield f"  {'row':<52}{'quantity':<22}{'published':>10}{'predicted':>11}{'error':>8}  role"
-        for one in own:
+        for one in comparisons:
             if one.kind in ("closed", "bubble") and one.exact:
                 continue
             error = f"{100 * one.error:+7.1f}%" if one.kind != "bubble" else f"{one.predicted - one.published:+8.4f}"
             yield f"  {one.row:<52}{one.quantity:<22}{one.published:10.5g}{one.predicted:11.5g}{error}  {one.role}"
-        exact = sum(one.exact for one in own if one.kind in ("closed", "bubble"))
+        exact = sum(one.exact for one in comparisons if one.kind in ("closed", "bubble"))
         if exact:
             yield f"  {exact} closed forms agree to the last printed digit"
-        if cut := [f"{one.row} ({one.published:g}, {one.predicted:.6g})" for one in own if _is_cut(one)]:
+        if cut := [f"{one.row} ({one.published:g}, {one.predicted:.6g})" for one in comparisons if _is_cut(one)]:
             yield f"  {len(cut)} of them as printed with the other digits cut off, not rounded: {'; '.join(cut)}"
-        for what in known[key].unmodelled:
-            yield f"  not modelled: {what}"
+        for aspect in published[key].unmodelled:
+            yield f"  not modelled: {aspect}"
 
 
 def _is_cut(one: Compared) -> bool:
     return one.kind in ("closed", "bubble") and one.cut
 
 
-def summary(found: Sequence[Compared]) -> dict[str, dict[str, float]]:
-    """Return counts and errors by table, kind and role, and over all test rows (those of "all")."""
+def summary(comparisons: Sequence[Compared]) -> dict[str, dict[str, float]]:
+    """Return counts and errors by table, kind and role; the table "all" combines all tables."""
     result: dict[str, dict[str, float]] = {}
-    for one in found:
+    for one in comparisons:
         names = f"{one.table}, {one.kind}, {one.role}", f"all, {one.kind}, {one.role}"
         for name in names:
             result.setdefault(name, {})
     for name in result:
         table, kind, role = name.split(", ")
-        own = [o for o in found if table in (o.table, "all") and (o.kind, o.role) == (kind, role)]
-        signed = np.array([one.error for one in own])
+        selected = [o for o in comparisons if table in (o.table, "all") and (o.kind, o.role) == (kind, role)]
+        signed = np.array([one.error for one in selected])
         errors = np.abs(signed)
         result[name] = {
-            "rows": len(own),
-            "exact": sum(one.exact for one in own),
+            "rows": len(selected),
+            "exact": sum(one.exact for one in selected),
             "near": int((errors <= NEAR).sum()),
             "far": int((errors <= FAR).sum()),
             "mean": float(errors.mean()),
@@ -93,24 +93,25 @@ def summary(found: Sequence[Compared]) -> dict[str, dict[str, float]]:
 
 
 def missed(result: Mapping[str, Mapping[str, float]]) -> tuple[str, ...]:
-    """Return the goals that test rows of a `summary` miss, in words; those of kinds that it lacks are none."""
-    found = []
+    """Describe the goals that the test rows of a `summary` miss. Kinds without rows miss no goal."""
+    messages = []
     for kind in ("closed", "bubble"):
         one = result.get(f"all, {kind}, test")
         if one and one["exact"] < one["rows"]:
-            found.append(f"{one['rows'] - one['exact']:.0f} of {one['rows']:.0f} closed forms ({kind}) are not exact")
-    whole = result.get("all, throughput, test")
-    if whole and whole["near"] < MOST * whole["rows"]:
-        found.append(f"{whole['near']:.0f} of {whole['rows']:.0f} rows within {NEAR:.0%}, wanted {MOST:.0%} of them")
-    if whole and whole["far"] < whole["rows"]:
-        found.append(
-            f"{whole['far']:.0f} of {whole['rows']:.0f} rows within {FAR:.0%}, wanted all; {whole['worst']:.1%}"
+            messages.append(
+                f"{one['rows'] - one['exact']:.0f} of {one['rows']:.0f} closed forms ({kind}) are not exact"
+            )
+    speed = result.get("all, throughput, test")
+    if speed and speed["near"] < MOST * speed["rows"]:
+        messages.append(f"{speed['near']:.0f} of {speed['rows']:.0f} rows within {NEAR:.0%}, wanted {MOST:.0%} of them")
+    if speed and speed["far"] < speed["rows"]:
+        messages.append(
+            f"{speed['far']:.0f} of {speed['rows']:.0f} rows within {FAR:.0%}, wanted all; {speed['worst']:.1%}"
         )
-    return tuple(found)
+    return tuple(messages)
 
 
 def said(result: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """Yield the lines of a `summary`, those over all tables last, and whether the goals are met."""
     yield ""
     numbers = f"{'rows':>5}{'exact':>7}{'<= 10 %':>9}{'<= 20 %':>9}{'mean':>8}{'worst':>8}{'signed':>9}"
     yield f"{'table, kind, role':<56}{numbers}"
@@ -128,47 +129,45 @@ def said(result: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
 
 
 def _counted(result: Mapping[str, Mapping[str, float]], roles: Sequence[str], what: str) -> str:
-    """Return how near the throughput of rows of ``roles`` is, and to which side they lie."""
-    own = [one for role in roles if (one := result.get(f"all, throughput, {role}"))]
-    near, far, fast, rows = (sum(one[key] for one in own) for key in ("near", "far", "fast", "rows"))
-    signed = sum(one["rows"] * one["signed"] for one in own) / rows
+    summaries = [one for role in roles if (one := result.get(f"all, throughput, {role}"))]
+    near, far, fast, rows = (sum(one[key] for one in summaries) for key in ("near", "far", "fast", "rows"))
+    signed = sum(one["rows"] * one["signed"] for one in summaries) / rows
     return (
         f"throughput, {what}: within {NEAR:.0%} {near:.0f} of {rows:.0f} ({near / rows:.0%}), within {FAR:.0%} "
         f"{far:.0f}; the mean is {signed:+.1%}, {fast:.0f} of {rows:.0f} are predicted faster than they were"
     )
 
 
-def shapes(found: Sequence[Compared]) -> Iterator[tuple[str, str, list[float], list[float]]]:
-    """Yield each series of strong scaling: its role, and a device's throughput over that of the first row.
+def shapes(result: Sequence[Compared]) -> Iterator[tuple[str, str, list[float], list[float]]]:
+    """Yield name, role, published and predicted throughputs of each strong-scaling series.
 
-    First as published, then as predicted.
+    Throughputs are per device, relative to the first row of the series.
     """
-    rows = [one for one in found if one.series and one.kind == "throughput"]
+    rows = [one for one in result if one.series and one.kind == "throughput"]
     for name in dict.fromkeys(one.series for one in rows):
-        own = [one for one in rows if one.series == name]
-        first = own[0]
+        series = [one for one in rows if one.series == name]
+        first = series[0]
         yield (
             name,
             first.role,
-            [one.published / first.published for one in own],
-            [one.predicted / first.predicted for one in own],
+            [one.published / first.published for one in series],
+            [one.predicted / first.predicted for one in series],
         )
 
 
-def scaling(found: Sequence[Compared]) -> Iterator[str]:
-    """Yield a line for each series of strong scaling."""
-    for name, role, published, predicted in shapes(found):
+def scaling(result: Sequence[Compared]) -> Iterator[str]:
+    for name, role, published, predicted in shapes(result):
         pairs = list(zip(published, predicted, strict=True))
-        apart = max(abs(other / one - 1) for one, other in pairs)
+        difference = max(abs(other / one - 1) for one, other in pairs)
         both = ", ".join(f"{one:.2f} / {other:.2f}" for one, other in pairs[1:])
-        yield f"strong scaling of {name} ({role}), published / predicted: {both}; {apart:.0%} apart at most"
+        yield f"strong scaling of {name} ({role}), published / predicted: {both}; {difference:.0%} apart at most"
 
 
-def write(path: Path, found: Sequence[Compared], attributes: Mapping[str, Any]) -> None:
+def write(path: Path, result: Sequence[Compared], attributes: Mapping[str, Any]) -> None:
     """Write all comparisons to a new file. Raises StorageError."""
     files.check_place(path)
     names = [column.name for column in COLUMNS[1:]]
-    rows = [{"comparison": number, **{name: getattr(one, name) for name in names}} for number, one in enumerate(found)]
+    rows = [{"comparison": number, **{name: getattr(one, name) for name in names}} for number, one in enumerate(result)]
     with files.edit(path, SCHEMA, VERSION) as file:
         file.attrs.update(attributes)
         datasets.create(file, "comparisons", COLUMNS)
@@ -176,26 +175,26 @@ def write(path: Path, found: Sequence[Compared], attributes: Mapping[str, Any]) 
 
 
 def read(path: Path) -> list[Compared]:
-    """Return the comparisons of a file. Raises StorageError."""
+    """Read the comparisons of a file. Raises StorageError."""
     with files.open_read(path, SCHEMA, VERSION) as file:
         rows = datasets.read(file, "comparisons")
     return [Compared(**{name: row[name] for name in row.keys() - {"comparison", "error"}}) for row in rows_of(rows)]
 
 
-def plot(path: Path, found: Sequence[Compared], known: Mapping[str, Table]) -> None:
-    """Draw predicted against published; calibration rows are hollow, those that share their run half, extras crosses.
+def plot(path: Path, result: Sequence[Compared], published: Mapping[str, Table]) -> None:
+    """Plot predicted over published numbers: calibration rows hollow, shared rows half-filled, extra rows as crosses.
 
     Raises MissingCapabilityError without matplotlib.
     """
     figure = check_plot(path).Figure(figsize=(11, 5.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
-    rows = [one for one in found if one.kind in ("throughput", "layer")]
+    rows = [one for one in result if one.kind in ("throughput", "layer")]
     colours = {key: f"C{number}" for number, key in enumerate(dict.fromkeys(one.table for one in rows))}
     for key, colour in colours.items():
-        right.plot([], [], color=colour, linestyle="none", label=known[key].title, **MARKS["test"])
+        right.plot([], [], color=colour, linestyle="none", label=published[key].title, **MARKS["test"])
         for role, style in MARKS.items():
-            own = [one for one in rows if (one.table, one.role) == (key, role) and one.tflops == one.tflops]
-            speeds = np.array([(one.tflops / (1 + one.error), one.tflops) for one in own]).reshape(-1, 2)
+            selected = [one for one in rows if (one.table, one.role) == (key, role) and one.tflops == one.tflops]
+            speeds = np.array([(one.tflops / (1 + one.error), one.tflops) for one in selected]).reshape(-1, 2)
             left.plot(*speeds.T, color=colour, linestyle="none", **style)
     _bands(left)
     _errors(right, rows, colours)
@@ -222,8 +221,8 @@ def _errors(axes: Any, rows: Sequence[Compared], colours: Mapping[str, str]) -> 
     for share, alpha in ((FAR, 0.10), (NEAR, 0.18)):
         axes.axhspan(-100 * share, 100 * share, color="grey", alpha=alpha, linewidth=0)
     axes.axhline(0, color="grey", linewidth=0.8)
-    for at, one in enumerate(rows):
-        axes.plot(at, 100 * one.error, color=colours[one.table], **MARKS[one.role])
+    for index, one in enumerate(rows):
+        axes.plot(index, 100 * one.error, color=colours[one.table], **MARKS[one.role])
     axes.set_xlabel("row, steps and layers, in the order that is printed")
     axes.set_ylabel("error of throughput (%), above 0: predicted faster")
     axes.legend(fontsize=8, loc="upper right")

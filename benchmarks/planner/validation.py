@@ -1,16 +1,15 @@
-"""Predictions of the planner beside published trainings: rows of published tables on the shipped clusters.
+"""Predictions of the planner compared with published trainings, on the shipped clusters.
 
     python -m benchmarks planner
     python -m benchmarks planner -o validate.h5 --plot validate.png
     python -m benchmarks planner --calibrate a100-selene
 
-The rows are in benchmarks/planner/published, with their sources and what had to be assumed. Constants of the shipped
-clusters were chosen with the rows marked "calibration" alone; "test" rows count in the summary; "shared" rows are whole
-steps of runs whose stages or blocks calibrate, and are counted apart; "extra" rows are shown, and their file tells why
-they do not count. Closed forms (bytes of ZeRO, parameters, MFU and HFU of a known time, bubbles of known stage times)
-have to agree to the last digit that is printed. Errors are of throughput: above 0 the planner is faster than what was
-published. The exit code is 1 where a goal is missed: four fifths of the test rows within 10 %, all of them within 20 %,
-closed forms exact.
+The rows, sources and assumptions are in benchmarks/planner/published. "calibration" rows alone determined the constants
+of the shipped clusters. "test" rows count in the summary. "shared" rows are steps of runs whose stages or blocks are
+calibration rows; they are counted separately. "extra" rows do not count, for the reason in their file. Closed forms
+(ZeRO bytes, parameters, MFU and HFU of a published time, bubbles of published stage times) must agree to the last
+printed digit. Errors are of throughput: positive if the planner predicts a faster training. Goals: 80 % of the test
+rows within 10 %, all within 20 %, closed forms exact; otherwise exit code 1.
 """
 
 import argparse
@@ -36,44 +35,40 @@ WORSE = 1.01
 
 @dataclass(frozen=True)
 class Comparisons(Results):
-    """All comparisons, and whether they are of all tables."""
-
     rows: Sequence[Compared] = ()
     complete: bool = True
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the study."""
     parser.add_argument("--table", nargs="+", help="files in benchmarks/planner/published; default: all")
     parser.add_argument(
-        "--calibrate", metavar="CLUSTER", help="errors of its calibration rows over a grid of constants"
+        "--calibrate", metavar="CLUSTER", help="print the errors of its calibration rows over a grid of constants"
     )
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Comparisons | None:
-    """Return all comparisons; None where a grid of constants is asked for, and printed."""
-    known = tables()
+    """Compare all chosen tables. With --calibrate, print a grid of constants and return None."""
+    published = tables()
     if chosen.calibrate:
         print(f"{'memory share':>12}{'curve x':>9}{'score':>8}{'worst':>8}")
-        for point in sorted(points(known, chosen.calibrate), key=lambda each: each.score):
+        for point in sorted(points(published, chosen.calibrate), key=lambda candidate: candidate.score):
             print(f"{point.share:12.2f}{point.factor:9.2f}{100 * point.score:7.2f}%{100 * point.worst:7.1f}%")
         return None
-    names = chosen.table or list(known)
-    if missing := [name for name in names if name not in known]:
-        sys.exit(f"no table {', '.join(missing)}; there are {', '.join(known)}")
-    rows = [row for name in names for row in compared(known[name])]
+    names = chosen.table or list(published)
+    if missing := [name for name in names if name not in published]:
+        sys.exit(f"no table {', '.join(missing)}; choose from {', '.join(published)}")
+    rows = [row for name in names for row in compared(published[name])]
     return Comparisons({}, {}, {}, rows, not chosen.table)
 
 
 def lines(results: Any) -> list[str]:
-    """Return all comparisons, their summary and the shapes of strong scaling."""
-    shown: list[Iterable[str]] = [report.lines(results.rows, tables())]
-    shown += [report.said(report.summary(results.rows))] if results.complete else []
-    return [line for part in (*shown, report.scaling(results.rows)) for line in part]
+    sections: list[Iterable[str]] = [report.lines(results.rows, tables())]
+    sections += [report.said(report.summary(results.rows))] if results.complete else []
+    return [line for section in (*sections, report.scaling(results.rows)) for line in section]
 
 
 def ratios(results: Any) -> harness.Ratios:
-    """Return, by table and kind, the larger of predicted and published over the smaller: 1 is exact."""
+    """Return the larger of predicted / published and its inverse, by table and kind: 1 is exact."""
     by_kind: dict[str, list[float]] = {}
     for row in results.rows:
         if row.published and row.predicted:

@@ -1,13 +1,12 @@
-"""Attention against PyTorch's fused one, forward and backward, one thread each, alternating in one run.
+"""Attention compared with PyTorch's fused attention, forward and backward, on one thread, alternating in one run.
 
     python -m benchmarks attention
     python -m benchmarks attention --context 256 4096 --full -o attention.h5
 
-Every context has the same number of tokens, so work grows with the context alone. Outputs and gradients of both are
-compared first. Times are CPU seconds, medians over the rounds; "x pytorch" below 1 is faster. "GFLOP/s" counts what a
-causal attention has to do, two products forward and four back over the scores that are not hidden, for both: computing
-scores again does not count. "held" is what our arena has taken behind forward and backward, "square" the probabilities
-that are not in it. Needs the extra `reference`.
+Every context has the same number of tokens. The study compares outputs and gradients, then times both libraries in CPU
+seconds (medians over the rounds); "x pytorch" below 1 is faster. GFLOP/s count the products of visible scores: two
+forward and four backward, without recomputed scores. "held" is the memory of hpcdist's arena after forward and
+backward; "square" is the size of the probabilities, which it does not store. Needs the extra `reference`.
 """
 
 import argparse
@@ -30,13 +29,12 @@ SMALL = {"context": [64, 256, 1024], "rounds": 5}
 
 NAMES: Final = ("hpcdist", "pytorch")
 SIZES: Final = {"tokens": 2048, "heads": 4, "head_size": 64}
-AGREE: Final = 1e-4  # norm of the difference over that of the array, in float32
-Pass = Callable[[], tuple[np.ndarray, np.ndarray, float, float]]  # output, gradient, seconds forward and back
+AGREE: Final = 1e-4  # largest norm of the difference, relative to the array's norm, in float32
+Pass = Callable[[], tuple[np.ndarray, np.ndarray, float, float]]  # returns output, gradient, forward s, backward s
 OPTIONS: Final = {"context": [64, 128, 256, 512, 1024, 2048], **SIZES, "full": False, "rounds": 15}
 
 
 def ours(qkv: np.ndarray, dy: np.ndarray, size: int, causal: bool, arena: Arena) -> Pass:
-    """Return a function that does forward and backward."""
 
     def run() -> tuple[np.ndarray, np.ndarray, float, float]:
         saved, start = arena.saved(0), time.process_time()
@@ -52,7 +50,6 @@ def ours(qkv: np.ndarray, dy: np.ndarray, size: int, causal: bool, arena: Arena)
 
 
 def theirs(qkv: np.ndarray, dy: np.ndarray, size: int, causal: bool) -> Pass:
-    """Return the same in PyTorch, from qkv to the layout of y."""
     import torch
 
     torch.set_num_threads(1)
@@ -75,7 +72,7 @@ def theirs(qkv: np.ndarray, dy: np.ndarray, size: int, causal: bool) -> Pass:
 
 
 def measured(context: int, chosen: argparse.Namespace) -> tuple[np.ndarray, int]:
-    """Return medians (library, forward or backward) in seconds, and the bytes of our arena."""
+    """Return median seconds (library, forward or backward), and the bytes of hpcdist's arena."""
     batch, size, causal = max(1, chosen.tokens // context), chosen.head_size, not chosen.full
     rng, columns = np.random.default_rng(context), chosen.heads * chosen.head_size
     qkv = rng.standard_normal((batch, context, 3 * columns)).astype(np.float32)
@@ -83,15 +80,14 @@ def measured(context: int, chosen: argparse.Namespace) -> tuple[np.ndarray, int]
     ledger = Ledger()
     passes = dict(zip(NAMES, (ours(qkv, dy, size, causal, Arena(ledger)), theirs(qkv, dy, size, causal)), strict=True))
     both = [run()[:2] for run in passes.values()]
-    for own, reference in zip(*both, strict=True):
-        apart = np.linalg.norm(own - reference) / np.linalg.norm(reference)
+    for result, reference in zip(*both, strict=True):
+        apart = np.linalg.norm(result - reference) / np.linalg.norm(reference)
         assert apart < AGREE, f"context {context}: the libraries differ by {apart:.1e} of the norm"
     values = harness.alternate({name: lambda run=run: run()[2:] for name, run in passes.items()}, chosen.rounds)
     return np.median(np.array(list(values.values())), axis=1), ledger.current["activations"]
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return the medians of every context."""
     import torch
 
     medians, held = zip(*(measured(context, chosen) for context in chosen.context), strict=True)
@@ -103,10 +99,9 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
 
 
 def ratios(results: Results) -> harness.Ratios:
-    """Return our time over PyTorch's of every context."""
     both = results.arrays["cpu_s"].sum(axis=2)
     contexts = results.arrays["context"].tolist()
-    return {f"context {context}": own[:1] / own[1] for context, own in zip(contexts, both, strict=True)}
+    return {f"context {context}": times[:1] / times[1] for context, times in zip(contexts, both, strict=True)}
 
 
 def lines(results: Results) -> Sequence[str]:

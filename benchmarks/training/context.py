@@ -1,17 +1,16 @@
-"""Steps of one GPT over the context axis and the data axis, alternating in one process, with the same tokens in all.
+"""Steps of a GPT over the context axis and the data axis, alternating in one process, with the same tokens.
 
     python -m benchmarks context
     python -m benchmarks context --context 4096 --steps 8 --output context.h5 --anonymous
     python -m benchmarks context --memory --ranks 4 --samples 1
 
-"x data" is the time of a step over that of the data axis in the same turn: below 1 is faster. "sent" is what a rank
-sends by messages in a step, "activations" what the ledger has of them on a rank. "uneven" is the computation of the
-rank that computes longest over the mean of the ranks, less 1: with a causal mask that of head and tail.
+"x data" is the step time relative to the data axis in the same round. "sent" is the bytes of a rank's messages in a
+step; "activations" is a rank's bytes in the ledger. "uneven" is the compute time of the slowest rank relative to the
+mean, less 1.
 
-With --memory nothing is timed. The peak of the activations with ``--context`` tokens on one rank stands beside that of
-samples of as many tokens on each rank, which are to be at most 1.1 of the first. Then each process gets a cap on its
-memory (RLIMIT_DATA), twice what a rank of the ring holds: over the ranks a step of the long samples is to fit, on
-one rank alone it is not.
+--memory times nothing. The peak of activations of N times longer samples on N ranks must be at most 1.1 times the peak
+of ``--context`` tokens on one rank. Then the memory of each process is capped (RLIMIT_DATA) at twice the peak of a ring
+rank: a step of the long samples must fit on N ranks and fail on one.
 """
 
 import argparse
@@ -32,21 +31,19 @@ from hpcdist.reporting.table import aligned
 SCHEMA, RANKS, COMMITTED = "hpcdist-benchmark-context", 2, "training/2026-11-28-context.h5"
 SMALL = {"context": 512, "steps": 4}
 
-CONTENDERS: Final = ("data", "ring", "all_to_all")  # the first is the measure
+CONTENDERS: Final = ("data", "ring", "all_to_all")  # the first is the base
 OPTIONS: Final = {"layers": 4, "hidden": 256, "heads": 4, "context": 4096, "samples": 2, "steps": 8, "memory": False}
-GOAL: Final = 1.1  # of the activations of one rank, on each of the ranks that have as many tokens
-MMAP_THRESHOLD: Final = -3  # of glibc's mallopt: from so many bytes on memory is a mapping of its own
+GOAL: Final = 1.1  # limit of a rank's activations, relative to one rank with as many tokens per rank
+MMAP_THRESHOLD: Final = -3  # parameter of glibc's mallopt: larger allocations get a separate mapping
 T = TypeVar("T")
 
 
 def keys_of(name: str, ranks: int) -> dict[str, Any]:
-    """Return the keys of a contender."""
-    cut: Mapping[str, Any] = {"parallel.context": ranks, "parallel.context_method": name}
-    return {"communication.algorithm": "ring", **({} if name == "data" else cut)}
+    context_keys: Mapping[str, Any] = {"parallel.context": ranks, "parallel.context_method": name}
+    return {"communication.algorithm": "ring", **({} if name == "data" else context_keys)}
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return times and bytes of all contenders, or their memory. Collective."""
     if chosen.memory:
         return measure_memory(chosen, session)
     contenders = {name: keys_of(name, session.comm.size) for name in CONTENDERS}
@@ -54,25 +51,31 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
 
 
 def measure_memory(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return the peaks of one rank and of longer samples on all, and what fits under a cap. Collective."""
-    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 16)  # what is free goes back, and is no room under the cap
+    """Return the memory peaks, and whether the long samples fit under a cap. Collective."""
+    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 16)  # freed memory is returned and does not count under the cap
     comm, long = session.comm, argparse.Namespace(**vars(chosen))
     long.context *= comm.size
 
     def alone(call: Callable[[Session], T]) -> T:
         return comm.broadcast_object(call(harness.alone()) if comm.rank == 0 else None)  # type: ignore[no-any-return]
 
-    one, whole = (turns.gpt_keys(sizes, **{"run.global_batch": chosen.samples}) for sizes in (chosen, long))
-    cut = {name: {**whole, **keys_of(name, comm.size)} for name in CONTENDERS[1:]}
-    peaks = [alone(lambda own: turns.peaks(own, one)), *(turns.peaks(session, keys) for keys in cut.values())]
+    short_keys, long_keys = (turns.gpt_keys(sizes, **{"run.global_batch": chosen.samples}) for sizes in (chosen, long))
+    context_keys = {name: {**long_keys, **keys_of(name, comm.size)} for name in CONTENDERS[1:]}
+    peaks = [
+        alone(lambda solo_session: turns.peaks(solo_session, short_keys)),
+        *(turns.peaks(session, keys) for keys in context_keys.values()),
+    ]
     gc.collect()
     cap = 2 * round(peaks[1][1])
-    fits = [alone(lambda own: turns.fits(own, whole, cap)), *(turns.fits(session, keys, cap) for keys in cut.values())]
+    fits = [
+        alone(lambda solo_session: turns.fits(solo_session, long_keys, cap)),
+        *(turns.fits(session, keys, cap) for keys in context_keys.values()),
+    ]
     about = {
         "context": chosen.context,
         "ranks": comm.size,
         "cap_bytes": cap,
-        "contenders": "; ".join(["one rank", *cut]),
+        "contenders": "; ".join(["one rank", *context_keys]),
     }
     dims = {"peak_bytes": "contenders, (activations, all)", "fits": "contenders, with the long samples under the cap"}
     return Results({"peak_bytes": np.array(peaks), "fits": np.array(fits, np.float64)}, dims, about)
@@ -113,5 +116,5 @@ def failures(results: Results) -> Sequence[str]:
         f"{name} has {peak / one:.3f} of the activations of one rank" for name, peak in named if peak > GOAL * one
     ]
     if alone or not together[0]:
-        missed.append("under the cap a step fits on one rank, or does not on all")
+        missed.append("under the cap, a step must fit on all ranks but not on one")
     return missed

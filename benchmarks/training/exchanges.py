@@ -1,10 +1,10 @@
-"""Steps of every lock-step exchange on one model, alternating in one process: what an architecture costs, and saves.
+"""Steps of every synchronous exchange strategy on one model, alternating in one process: time and memory.
 
     python -m benchmarks exchanges
     python -m benchmarks exchanges --hidden 128 --steps 50 --output exchanges.h5 --anonymous
 
-"x allreduce" is the time of a step over that of the first contender in the same turn: below 1 is faster. "memory" is
-what the ledger has of parameters, gradients and optimizer state on a rank.
+"x allreduce" is the step time relative to the first contender in the same round: below 1 is faster. "memory" is a
+rank's ledger bytes of parameters, gradients and optimizer state.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def _servers(transport: str) -> dict[str, Any]:
     return _keys("parameter_server", "native", **keys)
 
 
-CONTENDERS: Final[Mapping[str, turns.Keys]] = {  # the first is what the others are compared with
+CONTENDERS: Final[Mapping[str, turns.Keys]] = {  # the first is the base
     "allreduce": _keys("allreduce"),
     "allreduce, native": _keys("allreduce", "native"),
     "zero1": _keys("zero1"),
@@ -52,19 +52,18 @@ OPTIONS: Final = {"layers": 4, "hidden": 256, "context": 256, "samples": 4, "ste
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return times and memory of all contenders. Collective."""
     comm, first = session.comm, next(iter(CONTENDERS))
     if not shared_memory.is_available(comm):
-        raise SystemExit("the ranks cannot share memory: they must be on one node")
+        raise SystemExit("the ranks cannot share memory; start all ranks on one node")
     contenders = {name: keys for name, keys in CONTENDERS.items() if name in (first, *chosen.only)}
     common = turns.gpt_keys(chosen, **{"run.global_batch": chosen.samples * comm.size})
-    made, times = turns.measure(session, contenders, common, chosen.steps)
-    turns.check_weights(comm, made)
-    held = [sum(each.trainer.ledger.peak[kind] for kind in turns.STATES) for each in made.values()]
+    trainings, times = turns.measure(session, contenders, common, chosen.steps)
+    turns.check_weights(comm, trainings)
+    held = [sum(run.trainer.ledger.peak[kind] for kind in turns.STATES) for run in trainings.values()]
     memory = np.array(comm.allgather_object(held))
-    for training in made.values():
+    for training in trainings.values():
         training.close()
-    about = {"ranks": comm.size, "contenders": "; ".join(made)}
+    about = {"ranks": comm.size, "contenders": "; ".join(trainings)}
     dims = {"time_s": "contenders, (step, communication), ranks, steps", "memory_bytes": "ranks, contenders"}
     return Results({"time_s": times[:, :2], "memory_bytes": memory}, dims, about)
 

@@ -1,10 +1,10 @@
-"""Validation losses of a mixture of experts and of the dense GPT with as many products a token, by seeds.
+"""Validation losses of a mixture of experts and of a dense GPT with equal matrix products per token, by seed.
 
     python -m benchmarks experts.losses
     python -m benchmarks experts.losses --seeds 1 --steps 1000 --output losses.h5 --anonymous
 
-Both train as many steps on the default text, on one rank. "x dense" is the validation loss in nats over that of the
-dense model of the same seed: below 1 the mixture has learned more of the same computation.
+Both train equally many steps on the default text, on one rank. "x dense" is the loss relative to the dense model with
+the same seed: below 1 the mixture is better.
 """
 
 import argparse
@@ -41,7 +41,6 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
 
 
 def trained(session: Session, keys: turns.Keys, steps: int) -> float:
-    """Return the validation loss after ``steps`` steps."""
     training = turns.Training(session, keys, steps)
     for _ in range(steps):
         training.next_step()()
@@ -51,7 +50,6 @@ def trained(session: Session, keys: turns.Keys, steps: int) -> float:
 
 
 def ratios(results: Results) -> harness.Ratios:
-    """Return the losses over those of the dense model with the same seed."""
     return harness.over_base(results.arrays["loss"], results.names())
 
 
@@ -62,4 +60,4 @@ def lines(results: Results) -> Sequence[str]:
 def failures(results: Results) -> Sequence[str]:
     dense, mixture = results.arrays["loss"]
     worse = np.flatnonzero(mixture >= dense)
-    return [f"seed {results.attributes['seeds'][place]}: the mixture has not learned more" for place in worse]
+    return [f"seed {results.attributes['seeds'][index]}: the mixture's loss is not lower" for index in worse]

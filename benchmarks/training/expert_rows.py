@@ -1,12 +1,12 @@
-"""Rows of tokens that go to the experts of other ranks and back: memory of the node beside MPI's Alltoallv.
+"""Rows of tokens sent to the experts of other ranks and back: shared memory of the node compared with MPI's Alltoallv.
 
     python -m benchmarks experts.rows
     python -m benchmarks experts.rows --ranks 4 --output rows.h5 --anonymous
 
-"node memory" and "messages" are what a mixture of experts does with its rows, once packed by expert: their numbers are
-exchanged, rows come to the ranks of their experts and are sorted by expert there, and results go the same way back.
-"Alltoallv" is two calls of MPI's alone, without numbers and sorting. A size is that of the rows of a rank, float32.
-Loads are even, so nothing is lent. "x Alltoallv" below 1 is faster.
+"node memory" and "messages" are the exchange of a mixture of experts after packing by expert: the ranks exchange row
+counts, send rows to the experts' ranks, sort rows by expert, and return the results. "Alltoallv" is two calls of MPI
+only. A size is the float32 bytes of a rank's rows. Loads are even, so no expert is lent to another rank. "x Alltoallv"
+below 1 is faster.
 """
 
 import argparse
@@ -42,7 +42,7 @@ OPTIONS: Final = {"bytes": [1 << 20, 4 << 20, 16 << 20, 64 << 20], "hidden": 256
 
 
 def round_trip(travel: StayingRows, tokens: np.ndarray, starts: np.ndarray, comm: Communicator) -> Callable[[], float]:
-    """Return what sends ``tokens`` out and back, less the seconds of filling the buffers, which experts do."""
+    """Return a function that sends ``tokens`` out and back, and returns the seconds without filling the buffers."""
     nothing = np.zeros((1, 1, 1), np.float32)
     parameters, arena = dict.fromkeys(TENSORS, nothing), Arena()
 
@@ -51,14 +51,14 @@ def round_trip(travel: StayingRows, tokens: np.ndarray, starts: np.ndarray, comm
         comm.barrier()
         begin = time.perf_counter()
         rows = travel.send_buffer(starts, tokens, parameters, saved)
-        filling = harness.seconds(lambda: np.copyto(rows, tokens))
-        own, _ = travel.send_out(rows, starts, parameters, saved)()
-        results = travel.result_buffer("results", own.shape, own.dtype, saved)
-        filling += harness.seconds(lambda: np.copyto(results, own))
+        fill_s = harness.seconds(lambda: np.copyto(rows, tokens))
+        received, _ = travel.send_out(rows, starts, parameters, saved)()
+        results = travel.result_buffer("results", received.shape, received.dtype, saved)
+        fill_s += harness.seconds(lambda: np.copyto(results, received))
         back = travel.bring_back(results, "back", saved)
-        spent = time.perf_counter() - begin - filling
+        spent = time.perf_counter() - begin - fill_s
         if not np.array_equal(back, tokens):
-            raise SystemExit(f"rows came back as others with {type(travel).__name__}")
+            raise SystemExit(f"{type(travel).__name__} returned wrong rows")
         saved.release()
         return spent
 
@@ -66,14 +66,14 @@ def round_trip(travel: StayingRows, tokens: np.ndarray, starts: np.ndarray, comm
 
 
 def two_calls(tokens: np.ndarray, counts: np.ndarray, comm: Communicator) -> Callable[[], float]:
-    """Return two calls of MPI's Alltoallv, the second one back; ``counts`` (ranks, ranks) are rows from and to each."""
+    """Return a timed pair of Alltoallv calls, out and back; ``counts`` (ranks, ranks) are rows between all ranks."""
     width, rank = tokens.shape[1], comm.rank
-    sent, received = (_ranges(each * width) for each in (counts[rank], counts[:, rank]))
-    there, back = np.empty(received[-1].stop, np.float32), np.empty_like(tokens).reshape(-1)
+    sent, received = (_ranges(row_counts * width) for row_counts in (counts[rank], counts[:, rank]))
+    remote, back = np.empty(received[-1].stop, np.float32), np.empty_like(tokens).reshape(-1)
 
     def calls() -> None:
-        collectives.all_to_all(comm, tokens.reshape(-1), there, sent, received, "native")
-        collectives.all_to_all(comm, there, back, received, sent, "native")
+        collectives.all_to_all(comm, tokens.reshape(-1), remote, sent, received, "native")
+        collectives.all_to_all(comm, remote, back, received, sent, "native")
 
     return lambda: harness.seconds(calls, comm)
 
@@ -84,10 +84,9 @@ def _ranges(counts: np.ndarray) -> list[Range]:
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return seconds of a way out and back, of the slowest rank. Collective."""
     comm = session.comm
     if comm.size == 1 or chosen.experts % comm.size:
-        sys.exit("rows travel between several ranks, which have the same number of experts; choose --ranks 2")
+        sys.exit("at least 2 ranks with equal numbers of experts are needed; choose --ranks 2")
     times = []
     for nbytes in chosen.bytes:
         count = nbytes // (4 * chosen.hidden)
@@ -109,11 +108,10 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
 
 
 def ratios(results: Results) -> harness.Ratios:
-    """Return the times over those of Alltoallv in the same round."""
     return {
-        f"{name} {format_bytes(nbytes)}": rows[place] / rows[-1]
+        f"{name} {format_bytes(nbytes)}": rows[index] / rows[-1]
         for nbytes, rows in zip(results.arrays["bytes"].tolist(), results.arrays["time_s"], strict=True)
-        for place, name in enumerate(NAMES[:-1])
+        for index, name in enumerate(NAMES[:-1])
     }
 
 

@@ -1,17 +1,15 @@
-"""Memory of the model states, by the ledger and by the kernel, of each strategy on 1 to 4 ranks.
+"""Memory of the model states of each strategy on 1 to 4 ranks, by the ledger and by the kernel.
 
     python -m benchmarks memory -o memory.h5 --anonymous
     python -m benchmarks memory --ranks 1 2 --strategy zero2 zero3
 
-Every case is a job of its own, of a model of 50 million parameters in float32 with AdamW: two steps of a tiny batch.
-"states" are the bytes a parameter that the ledger holds behind a step as parameters, gradients and optimizer state, on
-the rank that holds most. They are to be 16, 8 + 8/N, 4 + 12/N and 16/N bytes (Rajbhandari et al., arXiv:1910.02054,
-K = 12 without copies in 16 bits: 4 of parameters, 4 of gradients, 8 of moments). What is above that is whole layers,
-which come and go in memory that stays taken; "layers" tells how many, and they are the named buffers.
+Each case is a job that trains 50 million float32 parameters with AdamW for two steps. "states" is the ledger's bytes
+per parameter of parameters, gradients and optimizer state after a step, on the rank with the most. On N ranks the
+expected numbers are 16, 8 + 8/N, 4 + 12/N and 16/N (Rajbhandari et al., arXiv:1910.02054, with K = 12 and no 16-bit
+copies). The excess is buffers of whole layers; "layers" is their number.
 
-"PSS" is what the kernel counts of all ranks together, above what it counts of the same job with a tiny model in the
-place of the large one: interpreter, libraries, kernels and connections. "ledger" are the bytes of all ranks and all
-categories at the same moment. Memory that ranks share is there once in both.
+"PSS" is the kernel's count for all ranks, minus the same job with a tiny model. "ledger" is the bytes of all ranks and
+categories at the same time. Both count shared memory once.
 """
 
 import argparse
@@ -55,7 +53,7 @@ OPTIONS: Final = {"ranks": [1, 2, 3, 4], "layers": 64, "hidden": 256, "strategy"
 
 
 def work(name: str, layers: int, hidden: int) -> None:
-    """Train the tiny model, then the large one, and print what both hold on rank 0. Collective over the world."""
+    """Train a tiny model, then the large one, and print the memory of both on rank 0. Collective over the world."""
     session = start.start()
     comm = session.comm
     _trained(session, name, 1, 32)
@@ -64,11 +62,11 @@ def work(name: str, layers: int, hidden: int) -> None:
     before = comm.allgather_object(pss_bytes())
     trainer = _trained(session, name, layers, hidden).trainer
     gc.collect()
-    comm.barrier()  # all hold what they hold: shares of common pages do not change while somebody looks
+    comm.barrier()  # so that no rank allocates, which would change shares of common pages, while others measure
     held = comm.allgather_object((pss_bytes(), trainer.ledger.current))
     if comm.rank == 0:
         layout = trainer.model.layout
-        longest = max(part.size for part in layout.units.values()) * trainer.model.dtype.itemsize
+        longest = max(unit.size for unit in layout.units.values()) * trainer.model.dtype.itemsize
         case = {"parameters": layout.parameters, "longest_layer_bytes": longest, "pss_before": before}
         print(json.dumps(case | {"pss": [pss for pss, _ in held], "ledger": [now for _, now in held]}), flush=True)
     comm.barrier()
@@ -76,7 +74,6 @@ def work(name: str, layers: int, hidden: int) -> None:
 
 
 def _trained(session: Session, name: str, layers: int, hidden: int) -> Training:
-    """Return a training after its two steps. Collective over the world."""
     shape = {"model.layers": layers, "model.hidden": hidden, "model.heads": max(1, hidden // 64)}
     training = Training(session, {**COMMON, **CASES[name], **shape}, 2)
     for _ in range(2):
@@ -86,20 +83,19 @@ def _trained(session: Session, name: str, layers: int, hidden: int) -> Training:
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return what every rank of every case held, NaN where there was no such rank."""
     shape = (len(chosen.strategy), len(chosen.ranks), max(chosen.ranks))
     ledger, pss = np.full((*shape, len(CATEGORIES)), np.nan), np.full((*shape, 2), np.nan)
     case: dict[str, Any] = {}
-    for place in np.ndindex(*shape[:2]):
-        name, ranks = chosen.strategy[place[0]], chosen.ranks[place[1]]
+    for position in np.ndindex(*shape[:2]):
+        name, ranks = chosen.strategy[position[0]], chosen.ranks[position[1]]
         program = ["-m", __spec__.name, name, str(chosen.layers), str(chosen.hidden)]
         done = harness.launch(ranks, program, limit_s=LIMIT_S, capture=True)
         if done.returncode:
-            sys.exit(f"{name} on {ranks} ranks ended with {done.returncode}:\n{done.stderr}")
+            sys.exit(f"{name} on {ranks} ranks exited with code {done.returncode}:\n{done.stderr}")
         case = json.loads(done.stdout.strip().splitlines()[-1])
         for rank, held in enumerate(case["ledger"]):
-            ledger[(*place, rank)] = [held[kind] for kind in CATEGORIES]
-            pss[(*place, rank)] = case["pss_before"][rank], case["pss"][rank]
+            ledger[(*position, rank)] = [held[kind] for kind in CATEGORIES]
+            pss[(*position, rank)] = case["pss_before"][rank], case["pss"][rank]
     about = {"strategies": ",".join(chosen.strategy), "ranks": chosen.ranks}
     about |= {name: case[name] for name in ("parameters", "longest_layer_bytes")}
     dims = {
@@ -110,19 +106,18 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
 
 
 def states(results: Results) -> np.ndarray:
-    """Return the bytes a parameter of the states, (strategies, ranks), on the rank that holds most."""
+    """Return the bytes of states per parameter (strategies, ranks), on the rank with the most."""
     kinds = [CATEGORIES.index(kind) for kind in STATES]
     held = results.arrays["ledger_bytes"][..., kinds].sum(axis=-1)
     return np.nanmax(held, axis=2) / results.attributes["parameters"]
 
 
 def ratios(results: Results) -> harness.Ratios:
-    """Return the bytes of the states over what a plain training has."""
-    of = states(results) / EXPECTED["allreduce"](1)
+    shares = states(results) / EXPECTED["allreduce"](1)
     worlds = list(results.attributes["ranks"])
     names = results.names("strategies")
     return {
-        f"{name} on {ranks}": of[row, column : column + 1]
+        f"{name} on {ranks}": shares[row, column : column + 1]
         for row, name in enumerate(names)
         for column, ranks in enumerate(worlds)
     }

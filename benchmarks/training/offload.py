@@ -1,17 +1,15 @@
-"""Training states that are larger than a cap on memory, with and without files, in one run.
+"""Training with model states larger than a memory cap, with and without offloading to files, in one run.
 
     python -m benchmarks offload
     python -m benchmarks offload --ranks 2 --directory /local/scratch --output offload.h5 --anonymous
 
-First the memory: model states of 16 bytes a parameter (divided by the ranks) are at least three times the cap. Under a
-cap that the kernel enforces (RLIMIT_DATA: what the process may have of private, writable memory beyond what it had
-before), zero3 with optimizer state, parameters and gradients in files takes some steps, evaluates, saves a checkpoint
-and restores it. Its PSS (/proc/self/smaps_rollup) is sampled all the while. Then the same recipe without files tries
-under the same cap. Pages of the page cache, where the kernel keeps what files hold while memory is free, are in neither
-figure: they belong to no process, and a job whose memory is capped by its cgroup loses them first.
+Memory: model states (16 bytes per parameter, divided by the ranks) are at least three times the cap. The kernel
+enforces the cap on additional private writable memory (RLIMIT_DATA). With all states in files, zero3 runs some steps,
+evaluates, saves a checkpoint and restores it, while its PSS is sampled. Then the same recipe tries without files. The
+page cache, which keeps file contents while memory is free, does not count: it belongs to no process.
 
-Then the time: without a cap the two take turns, a step each. "cached" reads what the page cache still has; "from disk"
-begins each step without any of it in memory and ends it when all is on the disk. A step is that of the slowest rank.
+Time: without a cap, both alternate step by step. "cached" reads from the page cache. "from disk" starts each step with
+an empty page cache, and ends when all data is on disk.
 """
 
 import argparse
@@ -43,22 +41,22 @@ from hpcdist.training.run.saving import CheckpointSaver
 SCHEMA, RANKS, COMMITTED = "hpcdist-benchmark-offload", 1, "training/2026-11-21-offload.h5"
 SMALL, WORSE = {"steps": 3}, 1.6
 
-STATE_BYTES: Final = 16  # of each parameter: itself, its gradient, two moments
+STATE_BYTES: Final = 16  # bytes per parameter: value, gradient, two moments
 WAYS: Final = ("in memory", "cached", "from disk")
 MIB: Final = 1 << 20
 OPTIONS: Final = {"layers": 10, "hidden": 768, "steps": 5}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch", type=int, help="samples of a step, of 128 tokens each (default: one for each rank)")
+    parser.add_argument("--batch", type=int, help="samples per step, of 128 tokens each (default: 1 per rank)")
     parser.add_argument("--optimizer", default="adamw", choices=("adamw", "lamb"))
-    parser.add_argument("--cap", type=parse_bytes, help="bytes of memory of a rank (default: a third of its states)")
-    parser.add_argument("--directory", type=Path, help="where files go (default: the temporary directory)")
+    parser.add_argument("--cap", type=parse_bytes, help="memory cap per rank in bytes (default: a third of its states)")
+    parser.add_argument("--directory", type=Path, help="folder for the files (default: the temporary directory)")
 
 
 @contextmanager
 def peak_pss() -> Iterator[list[float]]:
-    """Sample the PSS of this process in a thread; the list has its peak behind the block."""
+    """Sample the PSS of this process in a thread. The yielded list contains the peak after the block."""
     peak, done = [0.0], threading.Event()
 
     def sample() -> None:
@@ -75,7 +73,6 @@ def peak_pss() -> Iterator[list[float]]:
 
 
 def keys_of(chosen: argparse.Namespace, folder: Path | None) -> dict[str, object]:
-    """Return the keys of the training; its states are in files in ``folder``, if one is given."""
     keys: dict[str, object] = {
         "model.layers": chosen.layers,
         "model.hidden": chosen.hidden,
@@ -94,7 +91,6 @@ def keys_of(chosen: argparse.Namespace, folder: Path | None) -> dict[str, object
 
 @contextmanager
 def training_of(session: Session, chosen: argparse.Namespace, folder: Path | None) -> Iterator[Training]:
-    """Give a training for some steps. Collective."""
     training = Training(session, keys_of(chosen, folder), chosen.steps + 3)
     try:
         yield training
@@ -103,7 +99,6 @@ def training_of(session: Session, chosen: argparse.Namespace, folder: Path | Non
 
 
 def step(session: Session, training: Training, *, to_disk: bool = False) -> float:
-    """Make a step and return its seconds, of the slowest rank. Collective."""
     exchange, call = training.trainer.exchange, training.next_step()
     held = [exchange.parameters, exchange.gradients, *exchange.sharded_update.optimizer.slots.values()]  # type: ignore[attr-defined]
     stores = [store for store in held if to_disk and isinstance(store, FileStore)]
@@ -112,21 +107,21 @@ def step(session: Session, training: Training, *, to_disk: bool = False) -> floa
         for store in stores:
             store.forget()
 
-    def whole() -> None:
+    def run_step() -> None:
         call()
         forget()
 
     forget()
-    longest = np.array([harness.seconds(whole, session.comm)])
+    longest = np.array([harness.seconds(run_step, session.comm)])
     session.comm.allreduce(longest, "max")
     return float(longest[0])
 
 
 def under_cap(session: Session, chosen: argparse.Namespace, folder: Path, limit: int) -> dict[str, float]:
-    """Return the peaks of memory in bytes, of the rank that has most. Collective."""
+    """Train under a memory cap and return the peaks in bytes, on the rank with the highest peak. Collective."""
     comm = session.comm
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        checkpoints = Path(comm.broadcast_object(own))
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        checkpoints = Path(comm.broadcast_object(temporary))
         baseline = pss_bytes()
         with cap(limit), peak_pss() as peak, training_of(session, chosen, folder) as training:
             trainer = training.trainer
@@ -143,13 +138,12 @@ def under_cap(session: Session, chosen: argparse.Namespace, folder: Path, limit:
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return the seconds of steps and the figures of the memory. Collective."""
     comm = session.comm
     chosen.batch = chosen.batch or comm.size
     folder = Path(comm.broadcast_object(str(chosen.directory or tempfile.gettempdir())))
     small = argparse.Namespace(**{**vars(chosen), "layers": 1, "hidden": 64})
-    for place in (None, folder):  # kernels are compiled and communicators split
-        with training_of(session, small, place) as training:
+    for state_folder in (None, folder):  # compiles kernels and splits communicators
+        with training_of(session, small, state_folder) as training:
             step(session, training)
     gc.collect()
     recipe = recipes.load(None, texts(keys_of(chosen, None)), {}).recipe
@@ -162,8 +156,8 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
     gc.collect()
     with ExitStack() as open_:
         calls = {}
-        for name, place in zip(WAYS, (None, folder, folder), strict=True):
-            training = open_.enter_context(training_of(session, chosen, place))
+        for name, state_folder in zip(WAYS, (None, folder, folder), strict=True):
+            training = open_.enter_context(training_of(session, chosen, state_folder))
             calls[name] = partial(step, session, training, to_disk=name == "from disk")
         times = harness.alternate(calls, chosen.steps, warm_up=1)
     about = {"ranks": comm.size, "parameters": parameters, "optimizer": chosen.optimizer, "state_bytes": states}

@@ -1,13 +1,12 @@
-"""Clipped updates of a GPT's parameters on one core, beside PyTorch's optimizers and a memcpy.
+"""Clipped updates of a GPT's parameters on one core, compared with PyTorch's optimizers and with a memcpy.
 
     python -m benchmarks optimizers
     python -m benchmarks optimizers --layers 12 --hidden 768 -o optimizers.h5
 
-Each contender has its own parameters, all with the same values, and in each round its turn: the norm of its gradient,
-then the update, clipped. Right before each turn an array as long is copied. An update has words to move: n for the
-norm, and to read the gradient, to read and write the weights and each slot; the copy moves 2 n of them. Told is norm
-and update over copies of as many words: below 1 where several arrays at once go faster than one. Times are CPU seconds,
-of one thread. The weights of both libraries are compared after the last round. Needs the extra `reference`.
+A turn copies an array of n parameters, computes the gradient norm, and applies the clipped update. Words to move: n for
+the norm, n for the gradient, and 2 n for the weights and for each slot; the copy moves 2 n. The result is norm + update
+relative to a copy of as many words; below 1 is possible, since several arrays at once can be faster. Times are CPU
+seconds of one thread. After the last round the weights must agree. Needs the extra `reference`.
 """
 
 import argparse
@@ -42,15 +41,15 @@ CONFIGS: Final = {
     "lamb": OptimizerConfig(name="lamb", weight_decay=0.1, **COMMON),
     "lars": OptimizerConfig(name="lars", momentum=0.9, weight_decay=0.1, **COMMON),
 }
-# PyTorch's, and what it is compared with
+# PyTorch's optimizers: the config to compare with, and the implementation
 TORCH: Final = {"PyTorch adamw": ("adamw", "fused"), "PyTorch adamw, foreach": ("adamw", "foreach"),
                 "PyTorch sgd": ("sgd", "fused"), "PyTorch sgd, foreach": ("sgd", "foreach")}  # fmt: skip
-AGREE: Final = 1e-4  # norm of the difference of the weights over that of what has moved, in float32
+AGREE: Final = 1e-4  # largest norm of the weights' difference, relative to the norm of their change, in float32
 OPTIONS: Final = {"layers": 4, "hidden": 256, "heads": 4, "context": 256, "rounds": 30, "only": (*CONFIGS, *TORCH)}
 
 
 class Ours:
-    """An optimizer of this library over parameters of its own; ``words`` are what norm and update move of each."""
+    """An optimizer of hpcdist with separate parameters. ``words`` is the number of words moved per parameter."""
 
     def __init__(self, name: str, layout: Layout, start: np.ndarray) -> None:
         self._whole, dtype = Range(0, layout.size), np.dtype(np.float32)
@@ -58,15 +57,13 @@ class Ours:
         self._master, self._gradient = FlatStore(layout, dtype), FlatStore(layout, dtype)
         self.weights, self.gradient = self._master.array, self._gradient.array
         self.weights[...] = start
-        # Layer-wise, the direction is written and read again, and so are the weights read.
+        # Layer-wise rules also write and read the direction, and read the weights again.
         self.words = 1 + 1 + 2 + 2 * len(self._rule.slots) + (3 if self._rule.needs_norms else 0)
 
     def norm(self) -> None:
-        """Compute the norm of the gradient, and what clips it."""
         self._scale = norms.clip_scale(norms.sum_of_squares(self._gradient), 1.0)
 
     def update(self) -> None:
-        """Step, with the norms of tensors where the rule needs them."""
         rule = self._rule
         rule.begin_step()
         rule.direction(self._whole, self._master, self._gradient, self._scale)
@@ -75,7 +72,7 @@ class Ours:
 
 
 class Theirs:
-    """An optimizer of PyTorch over views of two flat arrays, with its own clipping."""
+    """An optimizer of PyTorch over views of two flat arrays, with PyTorch's clipping."""
 
     def __init__(self, name: str, layout: Layout, start: np.ndarray) -> None:
         import torch
@@ -87,9 +84,9 @@ class Theirs:
         self.weights, self.gradient = start.copy(), np.zeros_like(start)
         groups: dict[bool, list[Any]] = {True: [], False: []}
         for segment in layout.segments:
-            place, shape = segment.range.slice, segment.spec.shape
-            tensor = torch.from_numpy(self.weights[place]).view(shape)
-            tensor.grad = torch.from_numpy(self.gradient[place]).view(shape)
+            tensor_slice, shape = segment.range.slice, segment.spec.shape
+            tensor = torch.from_numpy(self.weights[tensor_slice]).view(shape)
+            tensor.grad = torch.from_numpy(self.gradient[tensor_slice]).view(shape)
             groups[segment.spec.adapted].append(tensor)
         self._all = [tensor for group in groups.values() for tensor in group]
         decays = {True: config.weight_decay, False: 0.0}
@@ -103,27 +100,25 @@ class Theirs:
         self.words = 1 + 1 + 2 + 2 * (2 if kind == "adamw" else 1)
 
     def norm(self) -> None:
-        """Compute the norm of the gradient, and scale it."""
         self._torch.nn.utils.clip_grad_norm_(self._all, 1.0, foreach=True)
 
     def update(self) -> None:
-        """Step."""
         self._rule.step()
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return the times of all contenders. Raises HpcdistError where weights are not the same."""
+    """Time all contenders. Raises HpcdistError if the weights differ."""
     import torch
 
     config = ModelConfig(layers=chosen.layers, hidden=chosen.hidden, heads=chosen.heads)
     model = models.build(config, "float32", context=chosen.context)
     store, layout = FlatStore(model.layout, model.dtype), model.layout
     model.initialise(store, 0)
-    made = {name: (Ours if name in CONFIGS else Theirs)(name, layout, store.array) for name in chosen.only}
+    optimizers = {name: (Ours if name in CONFIGS else Theirs)(name, layout, store.array) for name in chosen.only}
     drawn, source, copy = np.random.default_rng(2), *(np.ones(layout.size, np.float32) for _ in range(2))
     gradient = np.empty(layout.size, np.float32)
 
-    def turn(contender: Ours | Theirs) -> list[float]:
+    def timed_phases(contender: Ours | Theirs) -> list[float]:
         contender.gradient[...] = gradient
         calls: list[Callable[[], object]] = [lambda: np.copyto(copy, source), contender.norm, contender.update]
         return [harness.seconds(call, clock=time.process_time) for call in calls]
@@ -132,29 +127,28 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
         gradient[...] = drawn.standard_normal(layout.size, np.float32)
 
     values = harness.alternate(
-        {name: lambda contender=contender: turn(contender) for name, contender in made.items()},
+        {name: lambda contender=contender: timed_phases(contender) for name, contender in optimizers.items()},
         chosen.rounds,
         begin=draw,
     )
-    check(made, store.array)
-    words = np.array([contender.words for contender in made.values()])
-    about = {"contenders": ";".join(made), "phases": ";".join(PHASES), "parameters": layout.parameters}
+    check(optimizers, store.array)
+    words = np.array([contender.words for contender in optimizers.values()])
+    about = {"contenders": ";".join(optimizers), "phases": ";".join(PHASES), "parameters": layout.parameters}
     dims = {"time_s": "contenders, rounds, phases", "words": "contenders"}
     arrays = {"time_s": np.array(list(values.values())), "words": words}
     return Results(arrays, dims, about | {"torch": str(torch.__version__)})
 
 
-def check(made: dict[str, Any], start: np.ndarray) -> None:
-    """Raise HpcdistError where PyTorch's weights are further from ours than `AGREE` of how far ours moved."""
-    for name in [name for name in TORCH if name in made and TORCH[name][0] in made]:
-        ours = made[TORCH[name][0]].weights
-        apart = np.linalg.norm(made[name].weights - ours) / np.linalg.norm(ours - start)
+def check(optimizers: dict[str, Any], start: np.ndarray) -> None:
+    """Raise HpcdistError if PyTorch's weights differ by more than `AGREE`, relative to the change of the weights."""
+    for name in [name for name in TORCH if name in optimizers and TORCH[name][0] in optimizers]:
+        ours = optimizers[TORCH[name][0]].weights
+        apart = np.linalg.norm(optimizers[name].weights - ours) / np.linalg.norm(ours - start)
         if not apart < AGREE:
-            raise HpcdistError(f"{name} is {apart:.2e} of the way from ours; they are to agree to {AGREE}")
+            raise HpcdistError(f"{name} differs from hpcdist by {apart:.2e} of the weights' change; limit {AGREE}")
 
 
 def ratios(results: Results) -> harness.Ratios:
-    """Return norm and update over copies of as many words, in the same turn."""
     times, words = results.arrays["time_s"], results.arrays["words"]
     copies = times[:, :, 0] / 2 * words[:, None]
     return dict(zip(results.names(), times[:, :, 1:].sum(axis=2) / copies, strict=True))
@@ -163,9 +157,11 @@ def ratios(results: Results) -> harness.Ratios:
 def lines(results: Results) -> Sequence[str]:
     rows = [["", *(f"{name} ms" for name in PHASES), "words", "x memcpy", "interval"]]
     medians = 1e3 * np.median(results.arrays["time_s"], axis=1)
-    for (name, samples), own, words in zip(
+    for (name, samples), phase_ms, words in zip(
         ratios(results).items(), medians, results.arrays["words"].tolist(), strict=True
     ):
         ratio, low, high = harness.interval(samples)
-        rows.append([name, *(f"{value:.3f}" for value in own), f"{words}", f"{ratio:.2f}", f"{low:.2f} to {high:.2f}"])
+        rows.append(
+            [name, *(f"{value:.3f}" for value in phase_ms), f"{words}", f"{ratio:.2f}", f"{low:.2f} to {high:.2f}"]
+        )
     return [f"{results.attributes['parameters']} parameters; CPU time", *aligned(rows)]

@@ -1,19 +1,17 @@
-r"""Training steps with and without exchanges behind the computation, alternating in one run, on the real model.
+r"""Training steps with and without overlap of communication and computation, alternating in one run.
 
     python -m benchmarks overlap
     python -m benchmarks overlap --hidden 256 --samples 8 --output overlap.h5 --anonymous
     python -m benchmarks overlap --strategies allreduce zero1 zero2 zero3 --algorithm node_shared \
         --hidden 256 --context 256 --samples 4 --bucket-bytes 4194304 --steps 10
 
-"none" reduces a bucket of gradients and goes on when that is done; "thread" and "poll" are the two kinds of
-communication.overlap; "delayed" sums behind the whole next step. Of ZeRO, "+k" gathers k units ahead. The weights of
-contenders of one strategy with one algorithm are compared bit by bit.
+"none" reduces each bucket of gradients before it goes on; "thread" and "poll" are the kinds of communication.overlap;
+"delayed" reduces during the whole next step. For ZeRO, "+k" prefetches k units. Contenders with the same strategy and
+algorithm must have bitwise equal weights.
 
-"x none" is the time of a step over that of "none" in the same turn: below 1 is faster. "exposed" is the time of a step
-in which a rank did nothing but communicate: in the mean over the ranks, for it includes waiting for the other. "hidden"
-is how much of what "none" needs is gone: 1 - exposed / exposed of none. "of the thread" is hidden / total as the rank
-itself sees it, which is what the summary of a run shows: 1 - (time spent starting and waiting) / (time in which the
-thread was at work).
+"x none" is the step time relative to "none" in the same round. "exposed" is the mean time in which a rank only
+communicates or waits. "hidden" is 1 - exposed / exposed of "none". "of the thread" is the local view of a rank, as in a
+run's summary: 1 - (time to start and wait) / (busy time of the thread).
 """
 
 import argparse
@@ -34,7 +32,7 @@ SCHEMA, RANKS, COMMITTED = "hpcdist-benchmark-overlap", 2, "training/2026-11-21-
 SMALL = {"steps": 8}
 
 OPTIONS: Final = {"layers": 4, "hidden": 384, "context": 64, "samples": 2, "bucket_bytes": 1 << 20, "steps": 30}
-OPTIONS |= {"ahead": [1, 2]}  # units that zero3 gathers ahead
+OPTIONS |= {"ahead": [1, 2]}  # units that zero3 prefetches
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -43,12 +41,14 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def contenders(chosen: argparse.Namespace, threads: bool) -> dict[str, dict[str, Any]]:
-    """Return the keys of what runs here by name, "none" first; ``threads``: whether MPI may be called by several."""
+    """Return the recipe keys of the contenders, "none" first; ``threads``: MPI supports calls by several threads."""
 
     def keys(strategy: str, overlap: str = "none", algorithm: str = "", **more: Any) -> dict[str, Any]:
-        own = {"communication.overlap": overlap, "communication.algorithm": algorithm or chosen.algorithm}
-        own |= {"communication.bucket_bytes": chosen.bucket_bytes} if strategy == "allreduce" else {}
-        return {"parallel.strategy": strategy, **own, **{key.replace("__", "."): value for key, value in more.items()}}
+        common = {"communication.overlap": overlap, "communication.algorithm": algorithm or chosen.algorithm}
+        common |= {"communication.bucket_bytes": chosen.bucket_bytes} if strategy == "allreduce" else {}
+        return {
+            "parallel.strategy": strategy, **common, **{key.replace("__", "."): value for key, value in more.items()}
+        }  # fmt: skip
 
     made: dict[str, dict[str, Any]] = {}
     engines = [*(["thread"] if threads else []), *(["poll"] if chosen.algorithm == "ring" else [])]
@@ -67,21 +67,20 @@ def contenders(chosen: argparse.Namespace, threads: bool) -> dict[str, dict[str,
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return the figures of all contenders. Collective."""
     comm = session.comm
     if comm.size == 1:
-        raise SystemExit("one rank has nobody to exchange gradients with; choose --ranks 2")
+        raise SystemExit("a gradient exchange needs at least 2 ranks; choose --ranks 2")
     keys = contenders(chosen, comm.supports("thread_multiple"))
     common = turns.gpt_keys(chosen, **{"run.global_batch": chosen.samples * comm.size})
-    made, times = turns.measure(session, keys, common, chosen.steps)
+    trainings, times = turns.measure(session, keys, common, chosen.steps)
     groups: dict[str, Hashable] = {
-        name: (own["parallel.strategy"], own["communication.algorithm"], "communication.delayed" in own)
-        for name, own in keys.items()
+        name: (settings["parallel.strategy"], settings["communication.algorithm"], "communication.delayed" in settings)
+        for name, settings in keys.items()
     }
-    turns.check_bits(comm.rank, made, groups)
-    for training in made.values():
+    turns.check_bits(comm.rank, trainings, groups)
+    for training in trainings.values():
         training.close()
-    about = {"ranks": comm.size, "contenders": ",".join(made)}
+    about = {"ranks": comm.size, "contenders": ",".join(trainings)}
     return Results({"time_s": times}, {"time_s": f"contenders, ({', '.join(turns.FIGURES)}), ranks, steps"}, about)
 
 
@@ -89,10 +88,10 @@ def lines(results: Results) -> Sequence[str]:
     times = results.arrays["time_s"]
     exposed_s = np.median(times[:, 1].mean(axis=1), axis=1)
     with np.errstate(invalid="ignore"):
-        of_thread = 1 - times[:, 2].sum(axis=(1, 2)) / times[:, 3].sum(axis=(1, 2))
+        hidden_share = 1 - times[:, 2].sum(axis=(1, 2)) / times[:, 3].sum(axis=(1, 2))
     more = {
         "exposed ms": [f"{1e3 * value:.1f}" for value in exposed_s],
         "hidden": [f"{1 - value / exposed_s[0]:.1%}" for value in exposed_s],
-        "of the thread": [f"{value:.1%}" if np.isfinite(value) else "-" for value in of_thread],
+        "of the thread": [f"{value:.1%}" if np.isfinite(value) else "-" for value in hidden_share],
     }
     return harness.time_table(turns.slowest(results), results.names(), more=more)

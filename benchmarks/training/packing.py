@@ -1,13 +1,13 @@
-"""Places that packed documents waste, and the time of a step, beside other ways to fill samples.
+"""Tokens without a loss in packed documents, and the step time, compared with other ways to fill samples.
 
     python -m benchmarks packing
     python -m benchmarks packing --context 64 8192 --median 200
 
-Documents of drawn lengths (log-normal) fill samples in four ways: packed by best fit; one document a sample; one a
-sample, of which nothing beyond the context is taken ("truncated"); and one text without borders, cut anywhere. Longer
-documents are cut into several in the first two. "wasted" is the share of all places, and of tokens that are thrown
-away, that bear no loss; "cut" that of the documents that end in another sample than they begin in. Seconds are those of
-forward and backward of a small gpt at the first context, a target, on one core, in turns.
+Documents of random (log-normal) lengths fill samples in four ways: packed by best fit; one document per sample; one
+document per sample without its tokens beyond the context ("truncated"); and one text without borders. The first two
+divide longer documents. "wasted" is the share of token positions and of dropped tokens that have no loss; "cut" is the
+share of documents that span several samples. Seconds are CPU time per target of a small GPT, forward and backward, at
+the first context.
 """
 
 import argparse
@@ -46,26 +46,25 @@ OPTIONS: Final = {
 
 
 def drawn(chosen: argparse.Namespace) -> np.ndarray:
-    """Return the lengths of documents, at least 2."""
     sizes = np.random.default_rng(1).lognormal(np.log(chosen.median), chosen.spread, chosen.documents)
     return np.maximum(2, sizes.round().astype(np.int64))
 
 
 def wasted(sizes: np.ndarray, context: int, packed: PackedSamples) -> tuple[list[float], list[float]]:
-    """Return the shares of places without a loss, and of documents that are cut, of all ways."""
-    places = sizes - 1  # each token of a document is said but the first
-    parts = -(-places // context)
-    held = np.minimum(places, context)
-    used = [1 - packed.padding, places.sum() / (parts.sum() * context)]
-    used += [held.sum() / (len(sizes) * context + (places - held).sum()), 1 - len(sizes) / sizes.sum()]
-    longer = float((places > context).mean())
+    """Return the share of positions without a loss, and of divided documents, for all ways to fill samples."""
+    targets = sizes - 1  # all tokens of a document except the first are predicted
+    parts = -(-targets // context)
+    held = np.minimum(targets, context)
+    used = [1 - packed.padding, targets.sum() / (parts.sum() * context)]
+    used += [held.sum() / (len(sizes) * context + (targets - held).sum()), 1 - len(sizes) / sizes.sum()]
+    longer = float((targets > context).mean())
     ends = np.cumsum(sizes)
-    over = float(((ends - sizes) // context != (ends - 1) // context).mean())
-    return [1 - float(share) for share in used], [longer, longer, longer, over]
+    across = float(((ends - sizes) // context != (ends - 1) // context).mean())
+    return [1 - float(share) for share in used], [longer, longer, longer, across]
 
 
 def step_of(batch: Batch, chosen: argparse.Namespace, targets: int) -> Callable[[], float]:
-    """Return a function that computes a batch forward and backward, and returns its CPU seconds a target."""
+    """Return a function that runs forward and backward of a batch, and returns the CPU seconds per target."""
     config = ModelConfig(layers=chosen.layers, hidden=chosen.hidden, heads=chosen.heads)
     model = models.build(config, context=chosen.context[0])
     store, gradient = FlatStore(model.layout, model.dtype), FlatStore(model.layout, model.dtype)
@@ -85,7 +84,6 @@ def step_of(batch: Batch, chosen: argparse.Namespace, targets: int) -> Callable[
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return the shares of every context, and the seconds of the first."""
     sizes = drawn(chosen)
     text, ends = np.random.default_rng(2).integers(0, 256, sizes.sum()).astype(np.uint8), np.cumsum(sizes)
     shares, packed = [], []
@@ -95,15 +93,15 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
         shares.append([*wasted(sizes, context, packed[-1]), [time.perf_counter() - begin] * len(NAMES)])
     context = chosen.context[0]
     count = max(1, chosen.tokens // context)
-    some = np.random.default_rng(3).permutation(packed[0].count)[:count]
+    sampled = np.random.default_rng(3).permutation(packed[0].count)[:count]
     first = np.random.default_rng(4).permutation(np.flatnonzero(sizes <= context))[:count]
-    windows = np.concatenate([text[ends[place] - sizes[place] : ends[place]] for place in first])
+    windows = np.concatenate([text[ends[document] - sizes[document] : ends[document]] for document in first])
     alone = PackedSamples(windows, 0, np.cumsum(sizes[first]), context, predicting=True, cut=False)
-    single = [alone.take(np.arange(alone.count), 0), TokenWindows(text, context, shifting=False).take(some, 0)]
-    one = _apart(single[0], context)
+    single = [alone.take(np.arange(alone.count), 0), TokenWindows(text, context, shifting=False).take(sampled, 0)]
+    separate = _apart(single[0], context)
     contenders = {
-        "packed": step_of(packed[0].take(some, 0), chosen, packed[0].targets(some)),
-        "one document": step_of(one, chosen, int((one[1] >= 0).sum())),
+        "packed": step_of(packed[0].take(sampled, 0), chosen, packed[0].targets(sampled)),
+        "one document": step_of(separate, chosen, int((separate[1] >= 0).sum())),
         "no borders": step_of(single[1], chosen, count * context),
     }
     values = harness.alternate(contenders, chosen.rounds)
@@ -114,11 +112,10 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
 
 
 def _apart(batch: Batch, context: int) -> Batch:
-    """Return the documents of packed samples in a sample each, with padding that bears no loss."""
-    tokens, places, _ = batch[0].arrays  # type: ignore[attr-defined]
+    tokens, positions, _ = batch[0].arrays  # type: ignore[attr-defined]
     rows: list[tuple[np.ndarray, np.ndarray]] = []
-    for row, start in zip(*np.nonzero((places == 0) & (batch[1] >= 0)), strict=True):
-        ends = np.flatnonzero(places[row, start + 1 :] == 0)
+    for row, start in zip(*np.nonzero((positions == 0) & (batch[1] >= 0)), strict=True):
+        ends = np.flatnonzero(positions[row, start + 1 :] == 0)
         stop = start + 1 + int(ends[0]) if ends.size else context
         x, y = np.zeros(context, tokens.dtype), np.full(context, -1)
         x[: stop - start], y[: stop - start] = tokens[row, start:stop], batch[1][row, start:stop]
@@ -127,7 +124,7 @@ def _apart(batch: Batch, context: int) -> Batch:
 
 
 def ratios(results: Results) -> harness.Ratios:
-    """Return the packed waste over that of one document a sample, and times a target over those of no borders."""
+    """Return the waste of packing relative to one document per sample, and times relative to a text without borders."""
     packed, one, *_ = results.arrays["shares"][:, 0].T
     contexts = results.arrays["context"].tolist()
     times = harness.over_base(results.arrays["time_s"], results.names("contenders"), base=2)
@@ -136,7 +133,6 @@ def ratios(results: Results) -> harness.Ratios:
 
 
 def lines(results: Results) -> Sequence[str]:
-    """Return the table of shares, and that of times."""
     rows = [["context", *(f"{way}: wasted" for way in NAMES), *(f"{way}: cut" for way in NAMES), "packed in s"]]
     for size, (waste, cut, seconds) in zip(results.arrays["context"].tolist(), results.arrays["shares"], strict=True):
         rows.append([str(size), *(f"{share:.1%}" for share in (*waste, *cut)), f"{seconds[0]:.2f}"])

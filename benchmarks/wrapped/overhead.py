@@ -1,13 +1,13 @@
-"""Cost of the Python layer of the backend hpcdist: an all_reduce of eight bytes beside the collective below it.
+"""Cost of the Python layer of the backend hpcdist: an 8-byte all_reduce, compared with the collective inside it.
 
     python -m benchmarks wrapped.overhead
     python -m benchmarks wrapped.overhead --rounds 400 --output overhead.h5 --anonymous
 
-"collective" is `hpcdist.collectives.dispatch.allreduce` by the algorithm that the backend takes for this size, on the
-memory of the same tensor, without the flight recorder. The others are calls of `torch.distributed.all_reduce`: with the
-recorder, as every program has it, without, asynchronous and waited for at once, and over gloo in the same processes. In
-each round every contender makes the same number of calls, from a barrier on; a time is that of the slowest rank over
-the calls. "more us" is the difference to the collective in the same round. Needs the extra `torch`.
+"collective" is `hpcdist.collectives.dispatch.allreduce` on the tensor's memory, with the algorithm that the backend
+chooses for this size and without the flight recorder. The others call `torch.distributed.all_reduce`: with the recorder
+(the default), without it, asynchronously with an immediate wait, and over gloo. In each round every contender makes the
+same number of calls after a barrier; the slowest rank's time counts. "more us" is the extra time over the collective in
+the same round. Needs the extra `torch`.
 """
 
 import argparse
@@ -27,20 +27,19 @@ SCHEMA, RANKS = "hpcdist-benchmark-process-group-overhead", 2
 COMMITTED = "wrapped/2026-11-28-overhead.h5"
 SMALL, WORSE = {"rounds": 40}, 1.5
 BASE, RECORDED, GLOO = "collective", "all_reduce", "gloo"
-MOST_S: Final = 25e-6  # more than the collective
-OPTIONS: Final = {"rounds": 200, "calls": 200}  # calls of a turn
+MOST_S: Final = 25e-6  # largest extra time over the collective
+OPTIONS: Final = {"rounds": 200, "calls": 200}  # calls: per contender and round
 lines = harness.overhead_table
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return the times of all contenders. Collective."""
     import torch
     import torch.distributed as dist
 
     import hpcdist.torch
 
     if session.comm.size == 1:
-        sys.exit("one rank has nothing to reduce; choose --ranks 2")
+        sys.exit("an allreduce needs at least 2 ranks; choose --ranks 2")
     dist.init_process_group(hpcdist.torch.NAME)
     group = dist.group.WORLD
     assert isinstance(group, hpcdist.torch.Group)
@@ -49,15 +48,15 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
     array = tensor.numpy()
     algorithm = algorithm_for(comm, array)
 
-    def turn(call: Callable[[], object], sink: EventSink) -> Callable[[], float]:
+    def timed_calls(call: Callable[[], object], sink: EventSink) -> Callable[[], float]:
         return harness.repeated(call, chosen.calls, session.comm, lambda: setattr(comm, "events", sink))
 
     contenders = {
-        BASE: turn(lambda: dispatch.allreduce(comm, array, algorithm), NULL_SINK),
-        RECORDED: turn(lambda: dist.all_reduce(tensor), recorder),
-        f"{RECORDED}, not recorded": turn(lambda: dist.all_reduce(tensor), NULL_SINK),
-        f"{RECORDED}, asynchronous": turn(lambda: dist.all_reduce(tensor, async_op=True).wait(), recorder),
-        GLOO: turn(lambda: dist.all_reduce(tensor, group=gloo), NULL_SINK),
+        BASE: timed_calls(lambda: dispatch.allreduce(comm, array, algorithm), NULL_SINK),
+        RECORDED: timed_calls(lambda: dist.all_reduce(tensor), recorder),
+        f"{RECORDED}, not recorded": timed_calls(lambda: dist.all_reduce(tensor), NULL_SINK),
+        f"{RECORDED}, asynchronous": timed_calls(lambda: dist.all_reduce(tensor, async_op=True).wait(), recorder),
+        GLOO: timed_calls(lambda: dist.all_reduce(tensor, group=gloo), NULL_SINK),
     }
     gc.disable()
     values = harness.alternate(contenders, chosen.rounds)
@@ -70,6 +69,5 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
 
 
 def failures(results: Results) -> list[str]:
-    """Return what is wrong with the goal: a call takes at most 25 us more than the collective."""
     beyond = float(harness.beyond_first(results)[results.names().index(RECORDED)])
-    return [] if beyond <= MOST_S else [f"{RECORDED} takes {1e6 * beyond:.1f} us more than the collective, not 25"]
+    return [] if beyond <= MOST_S else [f"{RECORDED} takes {1e6 * beyond:.1f} us more than the collective; limit 25"]

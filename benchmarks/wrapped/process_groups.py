@@ -1,14 +1,13 @@
-"""Backend hpcdist of torch.distributed beside gloo: collectives by size, and steps of DDP and FSDP2.
+"""Backend hpcdist of torch.distributed compared with gloo: collectives by size, and steps of DDP and FSDP2.
 
     python -m benchmarks wrapped.process_groups --output process-groups.h5 --anonymous
     python -m benchmarks wrapped.process_groups --where cuda --operations all_reduce --steps ddp --output on-a-gpu.h5
 
-Both backends are groups of the same processes, on tensors of float32 in host memory, one thread a rank. A size is that
-of the whole: the buffer of an allreduce, the output of an all-gather, the input of a reduce-scatter or an all-to-all.
-Steps are those of the GPT of `wrapped.torch`, from the same values on the same batches; their losses are compared, to
-1e-6, in every round. A third step of DDP keeps each rank's gradients and sends nothing: no backend makes a shorter one.
-"x gloo" below 1 is faster. With `--where cuda` tensors are on GPUs, and a call lasts until the
-GPU has done it; `--base nccl` takes the place of gloo. Needs the extra `torch`; exit code 69 without a GPU.
+Both backends are groups of the same processes, on float32 tensors in host memory, with one thread per rank. A size is
+the buffer of an allreduce, the output of an all-gather, or the input of a reduce-scatter or all-to-all. Steps train the
+GPT of `wrapped.torch` on the same batches; the losses must agree to 1e-6 in every round. A third DDP step sends
+nothing: no backend can be faster. `--where cuda` uses GPU tensors (exit code 69 without a GPU); `--base nccl` replaces
+gloo. Needs the extra `torch`.
 """
 
 import argparse
@@ -33,7 +32,7 @@ SMALL = {"rounds": 6}
 OPERATIONS: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 STEPS: Final = ("ddp", "fsdp2")
 BYTES: Final = [8, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
-LEAST: Final = {"all_reduce": 8}  # of other operations 1 MiB and more are measured
+LEAST: Final = {"all_reduce": 8}  # smallest measured size; 1 MiB for other operations
 BASES: Final = {"gloo": "hpcdist;gloo", "nccl": "hpcdist;nccl"}  # contenders
 UNSENT: Final = "nothing sent"
 WHERE: Final = {"cpu": "", "cuda": ""}
@@ -47,20 +46,19 @@ OPTIONS: Final = {
     "base": BASES,
 }
 AGREE: Final = 1e-6
-MOVED: Final = 8 << 20  # bytes of the repetitions that are timed together
+MOVED: Final = 8 << 20  # bytes of the repetitions in one timed interval
 
 
 def collective(name: str, nbytes: int, group: Any, ranks: int, where: str) -> Callable[[], None]:
-    """Return one call of the operation ``name`` on ``group``."""
     import torch
     import torch.distributed as dist
 
     whole = torch.ones(max(nbytes // 4 // ranks * ranks, 2), device=where)
-    part = torch.ones(max(whole.numel() // ranks, 1), device=where)
+    shard = torch.ones(max(whole.numel() // ranks, 1), device=where)
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_gather": lambda: dist.all_gather_single(whole, part, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_single(part, whole, group=group),
+        "all_gather": lambda: dist.all_gather_single(whole, shard, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_single(shard, whole, group=group),
         "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
     }
     other = torch.empty_like(whole)
@@ -74,8 +72,8 @@ def collective(name: str, nbytes: int, group: Any, ranks: int, where: str) -> Ca
     return call
 
 
-def keep_gradients(_, bucket):  # DDP refuses other annotations than its own
-    """Return the own gradients of ``bucket`` as those of all ranks: a hook of DDP."""
+def keep_gradients(_, bucket):  # DDP accepts no other annotations than its own
+    """DDP communication hook that returns this rank's gradients as the result of the allreduce."""
     import torch
 
     future: Any = torch.futures.Future()
@@ -86,7 +84,7 @@ def keep_gradients(_, bucket):  # DDP refuses other annotations than its own
 def step_of(
     name: str, twin: Any, group: Any, ranks: int, where: str = "cpu", sends: bool = True
 ) -> Callable[[Any], float]:
-    """Return the step of ``twin`` under DDP or FSDP2 over ``group``; it returns the mean loss. Collective."""
+    """Return a training step of ``twin`` under DDP or FSDP2 that returns the mean loss. Collective over ``group``."""
     import torch
     import torch.distributed as dist
 
@@ -108,7 +106,6 @@ def step_of(
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return seconds of one call or step of all cases under both backends. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -116,7 +113,7 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
 
     comm = session.comm
     if comm.size == 1:
-        sys.exit("one rank has nothing to send; choose --ranks 2")
+        sys.exit("a collective needs at least 2 ranks; choose --ranks 2")
     if chosen.where == "cuda" and not torch.cuda.is_available():
         raise MissingCapabilityError("this PyTorch sees no GPU; install one that is built for CUDA")
     torch.set_num_threads(1)
@@ -140,8 +137,8 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
             if abs(both[0] - both[1]) > AGREE * abs(both[1]):
                 sys.exit(f"the losses of {name} differ: {both}")
         tokens = rng.integers(0, chosen.vocabulary, (comm.size, chosen.batch, chosen.context + 1))
-        own = torch.from_numpy(tokens[comm.rank]).to(chosen.where)
-        batch[:] = [own[:, :-1], own[:, 1:]]
+        local_tokens = torch.from_numpy(tokens[comm.rank]).to(chosen.where)
+        batch[:] = [local_tokens[:, :-1], local_tokens[:, 1:]]
 
     def timed_step(key: tuple[str, str], step: Callable[[Any], float]) -> Callable[[], float]:
         return harness.repeated(lambda: losses.update({key: step(batch)}), 1, comm)
@@ -165,7 +162,6 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
 
 
 def ratios(results: Results) -> harness.Ratios:
-    """Return the times over hpcdist over those over the other backend, round by round."""
     rows = dict(zip(results.names(), results.arrays["time_s"], strict=True))
     ours, base = _backends(results)
     both = {case: rows[f"{ours} {case}"] / rows[f"{base} {case}"] for case in results.names("cases")}

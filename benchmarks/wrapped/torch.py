@@ -1,12 +1,11 @@
-"""A model of PyTorch sharded by this library, beside PyTorch's own ways to train it on as many ranks.
+"""A PyTorch model sharded by hpcdist, compared with DDP and FSDP2 on as many ranks.
 
     python -m benchmarks wrapped.torch --output wrapped-torch.h5 --anonymous
 
-A GPT (by default 4 layers, hidden 256, 4 heads, context 256, 8 samples a rank, vocabulary 256, AdamW), from the same
-values and on the same batches, one thread a rank. "ddp" is DistributedDataParallel and "fsdp2" is `fully_shard` of each
-block, over gloo. "allreduce", "zero1" and "zero3" are the same modules, wrapped. Losses of all contenders are compared,
-to 1e-4, in every round. "x ddp" below 1 is faster, by the clock and in CPU seconds, which other work on the machine
-does not change. On one rank `hpcdist bench step` measures the wrapped model. Needs the extra `torch`.
+All contenders train a GPT with AdamW from the same values on the same batches, with one thread per rank. "ddp" is
+DistributedDataParallel, and "fsdp2" is `fully_shard` of each block, over gloo. "allreduce", "zero1" and "zero3" are the
+same modules, wrapped. Losses must agree to 1e-4 in every round. The tables are of wall time and of CPU seconds, which
+do not depend on other load. For one rank use `hpcdist bench step`. Needs the extra `torch`.
 """
 
 import argparse
@@ -40,13 +39,12 @@ WRAPPED: Final = ("allreduce", "zero1", "zero3")
 OPTIMIZER: Final = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1}
 SIZES: Final = {"layers": 4, "hidden": 256, "heads": 4, "context": 256, "batch": 8, "vocabulary": 256}
 OPTIONS: Final = {**SIZES, "rounds": 20}
-AGREE: Final = 1e-4  # of the losses of a round
+AGREE: Final = 1e-4  # largest relative difference of the losses in a round
 Batch = tuple[np.ndarray, np.ndarray]
-Step = Callable[[Batch], float]  # makes a step on a batch of all ranks, and returns its mean loss
+Step = Callable[[Batch], float]  # trains on a batch of all ranks, and returns the mean loss
 
 
 def divided(name: str, module: Any, group: Any, where: str = "cpu") -> Any:
-    """Return ``module`` under DDP or FSDP2 over ``group``. Collective."""
     if name == "ddp":
         return contenders.load_torch().nn.parallel.DistributedDataParallel(module, process_group=group)
     from torch.distributed.device_mesh import DeviceMesh
@@ -60,14 +58,13 @@ def divided(name: str, module: Any, group: Any, where: str = "cpu") -> Any:
 
 
 def plain(name: str, session: Session, twin: Callable[[], Any]) -> Step:
-    """Return the step of a script of PyTorch's own. Collective over the world."""
-    torch, own = contenders.load_torch(), OPTIMIZER
+    torch, config = contenders.load_torch(), OPTIMIZER
     module = divided(name, twin(), torch.distributed.group.WORLD)
     matrices = [parameter for parameter in module.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in module.parameters() if parameter.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": own["weight_decay"]}, {"params": others, "weight_decay": 0.0}]
+    groups = [{"params": matrices, "weight_decay": config["weight_decay"]}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(
-        groups, lr=own["learning_rate"], betas=(own["beta1"], own["beta2"]), eps=own["epsilon"], fused=True
+        groups, lr=config["learning_rate"], betas=(config["beta1"], config["beta2"]), eps=config["epsilon"], fused=True
     )
     rank, ranks = session.comm.rank, session.comm.size
 
@@ -83,7 +80,6 @@ def plain(name: str, session: Session, twin: Callable[[], Any]) -> Step:
 
 
 def built(chosen: argparse.Namespace) -> tuple[StepShape, Model, FlatStore]:
-    """Return the shape, and the built-in GPT with the values that all begin with."""
     sizes = {name: getattr(chosen, name) for name in SIZES if name != "batch"}
     shape = StepShape(samples=chosen.batch, **sizes)
     config = ModelConfig(**{name: value for name, value in sizes.items() if name != "context"})
@@ -94,7 +90,7 @@ def built(chosen: argparse.Namespace) -> tuple[StepShape, Model, FlatStore]:
 
 
 def step_of(session: Session, chosen: argparse.Namespace, model: Model, strategy: str) -> Step:
-    """Return the step of this library under ``strategy``. Collective over the world."""
+    """Return hpcdist's training step under ``strategy``. Collective over the world."""
     keys: dict[str, Any] = {
         "model.kind": "mlp",
         "parallel.strategy": strategy,
@@ -107,19 +103,19 @@ def step_of(session: Session, chosen: argparse.Namespace, model: Model, strategy
     }
     recipe = recipes.load(None, texts(keys), {}).recipe
     trainer: Trainer = assemble(session, recipe, script_model=model)
-    made = [0]
+    count = [0]
 
     def step(batch: Batch) -> float:
-        own = own_samples(recipe, trainer.data_axis, made[0], trainer.shares).slice
-        made[0] += 1
-        return trainer.step(made[0], trainer.cut((batch[0][own], batch[1][own])), np.zeros(0)).loss
+        local_slice = own_samples(recipe, trainer.data_axis, count[0], trainer.shares).slice
+        count[0] += 1
+        return trainer.step(count[0], trainer.cut((batch[0][local_slice], batch[1][local_slice])), np.zeros(0)).loss
 
     return step
 
 
 def timed(session: Session, steps: Mapping[str, Step], chosen: argparse.Namespace) -> np.ndarray:
-    """Return (contenders, rounds, clock and CPU) seconds of the slowest rank. Collective."""
-    rng, comm = np.random.default_rng(1), session.comm  # the same on every rank
+    """Time all steps: (contenders, rounds, (clock, CPU)) seconds of the slowest rank. Collective."""
+    rng, comm = np.random.default_rng(1), session.comm  # the same tokens on every rank
     losses: dict[str, float] = {}
     tokens = np.zeros(0)
 
@@ -129,27 +125,26 @@ def timed(session: Session, steps: Mapping[str, Step], chosen: argparse.Namespac
             sys.exit(f"the losses differ: {losses}")
         tokens = rng.integers(0, chosen.vocabulary, (chosen.batch * comm.size, chosen.context + 1), np.int32)
 
-    def turn(name: str) -> tuple[float, float]:
+    def timed_step(name: str) -> tuple[float, float]:
         def step() -> None:
             losses[name] = steps[name]((tokens[:, :-1], tokens[:, 1:]))
 
-        worked = time.process_time()
+        cpu_start = time.process_time()
         clock_s = harness.seconds(step, comm)
-        return clock_s, time.process_time() - worked
+        return clock_s, time.process_time() - cpu_start
 
-    calls = {name: lambda name=name: turn(name) for name in steps}
+    calls = {name: lambda name=name: timed_step(name) for name in steps}
     times = harness.of_ranks(comm, harness.alternate(calls, chosen.rounds, begin=begin)).max(axis=2)
     begin()
     return times
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Return the times of all contenders. Collective."""
     from hpcdist.adapters.torch.model import wrap
 
     comm = session.comm
     if comm.size == 1:
-        sys.exit("one rank has nothing to share: `hpcdist bench step` measures it; choose --ranks 2")
+        sys.exit("a sharded step needs at least 2 ranks; choose --ranks 2, or use `hpcdist bench step` for one rank")
     contenders.begin_torch(comm, Path(comm.broadcast_object(tempfile.mkdtemp())), threads=1)
     shape, model, store = built(chosen)
 
@@ -170,7 +165,6 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
 
 
 def ratios(results: Results) -> harness.Ratios:
-    """Return CPU seconds over those of the first contender."""
     return harness.over_base(results.arrays["time_s"][..., 1], results.names())
 
 

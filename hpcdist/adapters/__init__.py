@@ -1,6 +1,5 @@
-"""Adapters: models of PyTorch and JAX as models of hpcdist, trained by every strategy.
+"""Adapters: wrap PyTorch and JAX models as models of hpcdist, which every strategy can train.
 
-Floor 3.5: imports models, arrays and errors. Importing a module loads neither torch nor jax: `torch.arrays.library` and
-`jax.parameters.library` do, once they are needed.
+Floor 3.5: imports models, arrays and errors; torch and jax are imported at the first use.
 Begin with `torch.model.wrap` and `jax.model.wrap`.
 """

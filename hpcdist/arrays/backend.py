@@ -1,8 +1,4 @@
-"""Array functions for numpy and cupy arrays alike: placement, allocation, and conversion of foreign tensors.
-
-The library is found from the array itself (`namespace`), never from a module global, so arrays in host memory and on a
-GPU can be used side by side in one process.
-"""
+"""Functions for both numpy and cupy arrays: placement, allocation and conversion of foreign tensors."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,16 +12,16 @@ from hpcdist.arrays.gpu import device, graphs
 from hpcdist.arrays.ranges import ALIGN_BYTES
 from hpcdist.errors import UsageError
 
-Array: TypeAlias = np.ndarray  # or cupy.ndarray: the part of the interface that both have
+Array: TypeAlias = np.ndarray  # or cupy.ndarray: only the interface that both share is used
 MOST_BYTES: Final = 1 << 47  # the address space of a process on x86-64; numpy refuses larger sizes with a ValueError
-Scalar: TypeAlias = float | Array  # a number of the host, or an array () that is still to be computed on a GPU
+Scalar: TypeAlias = float | Array  # a Python number, or a 0-d array that a GPU has yet to compute
 
 
 @dataclass(frozen=True)
 class ArrayGroup:
-    """Several arrays (samples, ...) that form one batch, such as tokens and their mask: indexed and placed as one.
+    """A batch of several arrays, such as tokens and their mask. Axis 0 of each array counts the samples.
 
-    ``names`` are the keys where they came as a dict, None where they came as a tuple.
+    ``names`` are the keys if the batch was passed as a dict, or None if it was passed as a tuple.
     """
 
     arrays: tuple[Any, ...]
@@ -38,37 +34,40 @@ class ArrayGroup:
         return self.map(lambda array: array[samples])
 
     def map(self, function: Callable[[Any], Any]) -> "ArrayGroup":
-        """Return the group of ``function(array)`` for each array."""
+        """Return an `ArrayGroup` with ``function`` applied to each array."""
         return replace(self, arrays=tuple(map(function, self.arrays)))
 
     @property
     def given(self) -> tuple[Any, ...] | dict[str, Any]:
-        """The arrays in the form in which they came: a tuple, or a dict."""
+        """The arrays in the form in which the caller passed them: a tuple or a dict."""
         return self.arrays if self.names is None else dict(zip(self.names, self.arrays, strict=True))
 
 
 def arrays_in(values: Any) -> tuple[Any, ...]:
-    """Return the arrays in ``values``: all of an `ArrayGroup`, else the one array itself."""
+    """Return the arrays of ``values`` if it is an `ArrayGroup`, else ``(values,)``."""
     return values.arrays if isinstance(values, ArrayGroup) else (values,)
 
 
 def is_device(array: Any) -> bool:
-    """Whether ``array`` lives on a GPU."""
+    """Return True if ``array`` is in GPU memory."""
     return not isinstance(array, np.ndarray) and device.is_device_array(array)
 
 
 def namespace(array: Any) -> ModuleType:
-    """Return the module (numpy or cupy) whose functions take ``array`` without a copy."""
+    """Return the module whose functions compute with ``array``: numpy or cupy."""
     return device.cupy() if is_device(array) else np
 
 
 def address(array: Any) -> int:
-    """Return the address of the first element of ``array``, on either side."""
+    """Return the memory address of the first element of ``array``, on the host or a GPU."""
     return int(array.data.ptr if is_device(array) else array.ctypes.data)
 
 
 def matmul(a: Array, b: Array, out: Array) -> None:
-    """Write the product of two arrays, which have 2 dims or more, to ``out``, on either side."""
+    """Write the matrix product ``a @ b`` to ``out``.
+
+    All three are on the host or all on the GPU, with 2 or more dims.
+    """
     if is_device(a):
         graphs.matmul(a, b, out)
     else:
@@ -76,18 +75,18 @@ def matmul(a: Array, b: Array, out: Array) -> None:
 
 
 def synchronise(array: Any) -> None:
-    """Wait until the kernels that write ``array`` are done; nothing to do for host memory."""
+    """Wait for the kernels that write ``array``. Does nothing if ``array`` is on the host."""
     if is_device(array):
         device.synchronise()
 
 
 def to_host(array: Any) -> np.ndarray:
-    """Return ``array`` as numpy: itself on the host, an explicit copy from a GPU."""
+    """Return ``array`` itself if it is on the host, else a copy of it as a numpy array."""
     return device.cupy().asnumpy(array) if is_device(array) else array
 
 
 def place(array: Any, on: str) -> Array:
-    """Return ``array`` on ``"cpu"`` or ``"gpu"``: itself where it is there already, else an explicit copy."""
+    """Return ``array`` itself if it is on the device ``on`` ("cpu" or "gpu"), else a copy of it on this device."""
     if isinstance(array, ArrayGroup):
         return array.map(lambda member: place(member, on))  # type: ignore[return-value]
     if on == "gpu":
@@ -96,10 +95,10 @@ def place(array: Any, on: str) -> Array:
 
 
 def as_array(values: Any) -> Array:
-    """Return ``values``, an array or tensor of any library, as an array over the same memory, on either side.
+    """Return a numpy or cupy array that shares the memory of ``values``, an array or tensor of any library.
 
-    A tuple or a dict of them becomes an `ArrayGroup`, whose arrays must have equally many samples. Raises UsageError
-    for anything else, such as a masked array, or a tensor that another library still differentiates.
+    A tuple or dict of arrays becomes an `ArrayGroup`. Raises UsageError for unequal numbers of samples, masked arrays
+    and tensors that require gradients.
     """
     if type(values) is np.ndarray:
         return values
@@ -111,7 +110,9 @@ def as_array(values: Any) -> Array:
         inputs = values.values() if isinstance(values, Mapping) else values
         names = tuple(map(str, values)) if isinstance(values, Mapping) else None
         if any(isinstance(member, tuple | Mapping) for member in inputs):
-            raise UsageError(f"a {type(values).__name__} of tuples or dicts; several arrays go together in one of them")
+            raise UsageError(
+                f"a {type(values).__name__} of tuples or dicts is not supported; pass a flat {type(values).__name__}"
+            )
         several = ArrayGroup(tuple(map(as_array, inputs)), names)
         members = dict(zip(names or range(len(values)), several.arrays, strict=True))
         if single := [str(name) for name, array in members.items() if not array.ndim]:
@@ -122,35 +123,38 @@ def as_array(values: Any) -> Array:
         sizes = {name: len(array) for name, array in members.items()}
         if len(set(sizes.values())) > 1:
             counts = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-            raise UsageError(f"what goes together has unequally many samples ({counts}); the first dim is theirs")
+            raise UsageError(
+                f"the arrays of a batch have different numbers of samples ({counts}) along the first dim; pass arrays "
+                "of equal length"
+            )
         return several  # type: ignore[return-value]
     try:
-        # Ask the object, not its type: PyTorch's tensor type has the attribute, its tensors on the host do not.
+        # Test the object, not its type: PyTorch's tensor type has the attribute, but a host tensor does not.
         if hasattr(values, "__cuda_array_interface__"):
             return device.cupy().asarray(values)
         array = np.asarray(values)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise UsageError(f"a {type(values).__name__} cannot be read as an array: {error}") from error
+        raise UsageError(f"a {type(values).__name__} cannot be converted to an array: {error}") from error
     if not array.ndim or array.dtype.hasobject:
-        raise UsageError(f"a {type(values).__name__} is no array of numbers; give one, or a tensor")
+        raise UsageError(f"a {type(values).__name__} is not an array of numbers; pass a numeric array or a tensor")
     return array
 
 
 def empty(shape: int | tuple[int, ...], dtype: np.dtype, on: str = "cpu") -> Array:
-    """Return uninitialised memory on ``"cpu"`` or ``"gpu"``."""
+    """Return an uninitialised array on the device ``on``, "cpu" or "gpu"."""
     return device.cupy().empty(shape, dtype) if on == "gpu" else np.empty(shape, dtype)
 
 
 def zeros(shape: int | tuple[int, ...], dtype: np.dtype, on: str = "cpu") -> Array:
-    """Return zeroed memory on ``"cpu"`` or ``"gpu"``, aligned to a cache line: JAX shares only such memory.
+    """Return an array of zeros on ``on`` ("cpu" or "gpu"), aligned to a cache line.
 
-    On the host the owner of the memory is the ``base`` of the returned array.
+    The ``base`` of a host array owns its memory.
     """
     if on == "gpu":
         return device.cupy().zeros(shape, dtype)
     nbytes = prod(shape if isinstance(shape, tuple) else (shape,)) * np.dtype(dtype).itemsize
     if nbytes > MOST_BYTES:
-        raise MemoryError(f"an array of shape {shape} and type {np.dtype(dtype)} has {nbytes:.3g} bytes")
+        raise MemoryError(f"cannot allocate an array of shape {shape} and type {np.dtype(dtype)}: {nbytes:.3g} bytes")
     owner = np.zeros(nbytes + ALIGN_BYTES, np.uint8)  # numpy itself aligns to 16 bytes
     start = -owner.ctypes.data % ALIGN_BYTES
     array: Array = owner[start : start + nbytes].view(dtype).reshape(shape)

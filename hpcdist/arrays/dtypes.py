@@ -1,4 +1,4 @@
-"""Element types: their names in recipes and files, and the precision in which each is summed."""
+"""Element types: names in recipes and files, and the dtype in which each type is summed."""
 
 from typing import Final
 
@@ -17,7 +17,7 @@ _NAMES: Final = {dtype: name for name, dtype in _BY_NAME.items()}
 
 
 def dtype_of(name: str) -> np.dtype:
-    """Return the dtype called ``name``, bfloat16 (which numpy lacks) included."""
+    """Return the numpy dtype with this ``name``, including bfloat16 (from ml_dtypes)."""
     try:
         return _BY_NAME[name]
     except KeyError:
@@ -25,7 +25,7 @@ def dtype_of(name: str) -> np.dtype:
 
 
 def name_of(dtype: np.dtype) -> str:
-    """Return the name under which ``dtype`` stands in recipes, files and errors."""
+    """Return the name of ``dtype`` as used in recipes, files and error messages."""
     try:
         return _NAMES[np.dtype(dtype)]
     except KeyError:
@@ -33,12 +33,12 @@ def name_of(dtype: np.dtype) -> str:
 
 
 def is_supported(dtype: np.dtype) -> bool:
-    """Whether buffers of ``dtype`` may be sent and reduced (native byte order only)."""
+    """Return True if arrays of ``dtype`` can be sent and reduced. False for non-native byte order."""
     return dtype in _NAMES
 
 
 def fault_in(dtype: np.dtype) -> str:
-    """Return why buffers of ``dtype`` are rejected, and what to pass instead; "" for a supported dtype."""
+    """Return the reason why ``dtype`` is not supported and what to use instead, or "" if it is supported."""
     if is_supported(dtype):
         return ""
     if dtype.kind in "SUV":
@@ -59,10 +59,10 @@ def fault_in(dtype: np.dtype) -> str:
 
 
 def is_16bit_float(dtype: np.dtype) -> bool:
-    """Whether sums of ``dtype`` are carried in float32 and rounded once."""
+    """Return True if ``dtype`` is float16 or bfloat16. Sums of these are computed in float32 and rounded once."""
     return dtype == BFLOAT16 or dtype == np.float16
 
 
 def accumulation_dtype(dtype: np.dtype) -> np.dtype:
-    """Return the dtype in which values of ``dtype`` are summed."""
+    """Return the dtype in which sums of ``dtype`` values are computed."""
     return FLOATS["float32"] if is_16bit_float(dtype) else np.dtype(dtype)

@@ -1,12 +1,8 @@
 """File-backed store for states that are larger than memory.
 
-The file has no name: it is unlinked as soon as it is open, so that a process that is killed leaves nothing behind.
-Its space is reserved at the start, so that a file system that is too small fails before the first step. Bytes move
-between the file and the buffers of the caller (pread, pwrite) without the GIL and without a copy beside the kernel's.
-
-Written pages stay in the page cache while memory is free, and are read from there. They belong to the kernel, not to
-the process (they are not in its PSS), and the kernel drops clean pages when memory is short. It cannot drop dirty
-pages: so each write starts their write-back at once (sync_file_range), without waiting for it.
+The file is unlinked when it is opened, so a killed process leaves no file. Its space is reserved at the start, so a
+full file system fails before the first step. Written pages stay in the page cache. The kernel can drop only clean
+pages, so each write starts its write-back at once (sync_file_range).
 """
 
 import ctypes
@@ -30,17 +26,17 @@ from hpcdist.arrays.ranges import Range, cut
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import StorageError
 
-BLOCK_BYTES: Final = 1 << 20  # the blocks of an update then stay in a cache of a few megabytes (empirical)
-_WRITE_BACK: Final = 2  # SYNC_FILE_RANGE_WRITE: begin to write the dirty pages of the range, and return
+BLOCK_BYTES: Final = 1 << 20  # keeps the blocks of an update in a cache of a few megabytes (empirical)
+_WRITE_BACK: Final = 2  # SYNC_FILE_RANGE_WRITE: start to write the dirty pages of the range, and return
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 class FileStore(FlatStore):
-    """A `FlatStore` that holds ``parts`` in a file in ``directory``; zero at first.
+    """A `FlatStore` that keeps its elements, initially zeros, in an unnamed file in ``directory``.
 
-    A file has no views: use `read`, `write`, `add`, `blocks` and `contents`, not ``range`` or ``view``. ``array`` is
-    empty, on the device where its owner computes. ``what`` names the contents in errors. Raises StorageError, naming
-    directory and bytes, where the space cannot be reserved.
+    A file has no array views: use `read`, `write`, `add`, `blocks` and `contents`, not ``range`` or ``view``. ``array``
+    is an empty array on device ``on``. ``what`` names the stored data in error messages. Raises StorageError if there
+    is no space.
     """
 
     def __init__(
@@ -60,47 +56,47 @@ class FileStore(FlatStore):
         self.nbytes = self.size * self.dtype.itemsize
         self._fd = _reserved(self.directory, self.nbytes, what)
         weakref.finalize(self, os.close, self._fd)
-        self.read_bytes = self.written_bytes = 0  # so far
+        self.read_bytes = self.written_bytes = 0  # totals
         self._category, self._ledger = category, ledger
         self._block: np.ndarray | None = None
 
     @property
     def block(self) -> int:
-        """Number of elements that are moved at a time, `BLOCK_BYTES` of them."""
+        """Number of elements that are read or written at once: as many as fit in `BLOCK_BYTES` bytes."""
         return BLOCK_BYTES // self.dtype.itemsize
 
-    def range(self, wanted: Range) -> Array:
-        """Return the empty view of an empty range; for any other range there is no view, and this asserts."""
-        assert not wanted, f"{wanted} lies in a file: read it"
+    def range(self, elements: Range) -> Array:
+        """Return an empty array if the range ``elements`` is empty.
+
+        Other ranges have no view, as they are in a file.
+        """
+        assert not elements, f"{elements} lies in a file: read it"
         return self.array
 
-    def read(self, wanted: Range, out: Array) -> None:
-        """Read ``wanted`` into ``out``, 1-D, on the host or a GPU. Raises StorageError."""
-        if not wanted:
+    def read(self, elements: Range, out: Array) -> None:
+        if not elements:
             return
-        start = self._offset(wanted)
+        start = self._offset(elements)
         if backend.is_device(out):
             staging.to_device_in_blocks(out, lambda where, block: self._pread(block, start + where.start))
         else:
             self._pread(out, start)
 
-    def write(self, wanted: Range, values: Array) -> None:
-        """Write ``values``, 1-D, on the host or a GPU, to ``wanted``. Raises StorageError."""
-        if not wanted:
+    def write(self, elements: Range, values: Array) -> None:
+        if not elements:
             return
-        start = self._offset(wanted)
+        start = self._offset(elements)
         if backend.is_device(values):
             staging.to_host_in_blocks(values, lambda where, block: self._pwrite(block, start + where.start))
         else:
             self._pwrite(values, start)
 
-    def add(self, wanted: Range, values: Array) -> None:
-        """Add ``values``, 1-D, on the host or a GPU, to ``wanted``. Raises StorageError."""
-        if not wanted:
+    def add(self, elements: Range, values: Array) -> None:
+        if not elements:
             return
-        start = self._offset(wanted)
+        start = self._offset(elements)
 
-        # Read, add and write back block by block: never more than one block of the file is in memory.
+        # Read, add and write back block by block: at most one block of the file is in memory.
         def into(where: Range, block: np.ndarray) -> None:
             held = self._buffer(where.size)
             self._pread(held, start + where.start)
@@ -110,30 +106,31 @@ class FileStore(FlatStore):
         if backend.is_device(values):
             staging.to_host_in_blocks(values, into)
         else:
-            for where in cut(Range(0, wanted.size), self.block):
+            for where in cut(Range(0, elements.size), self.block):
                 into(where, values[where.slice])
 
-    def blocks(self, wanted: Range) -> Iterator[Array]:
-        """Yield ``wanted`` in order, on the host; each block overwrites the one before in memory."""
-        start = self._offset(wanted) if wanted else 0
-        for where in cut(Range(0, wanted.size), self.block):
+    def blocks(self, elements: Range) -> Iterator[Array]:
+        """Yield the values of the range ``elements`` as host arrays of up to `block` elements.
+
+        Each array is valid until the next one, which uses the same memory.
+        """
+        start = self._offset(elements) if elements else 0
+        for where in cut(Range(0, elements.size), self.block):
             held = self._buffer(where.size)
             self._pread(held, start + where.start)
             yield held
 
-    def contents(self, wanted: Range) -> Array:
-        """Return the array of a `Piece` of ``wanted``: here a `FileSlice`, which is read and written in blocks."""
-        return FileSlice(self, wanted)  # type: ignore[return-value]
+    def contents(self, elements: Range) -> Array:
+        """Return a `FileSlice` of the range ``elements``, for use as the ``array`` of a `Piece`."""
+        return FileSlice(self, elements)  # type: ignore[return-value]
 
     def copy_from(self, other: FlatStore) -> None:
-        """Copy from ``other``, a store in memory of the same layout and dtype, the elements that both hold."""
         for part in self.parts:
             for theirs in other.parts:
                 common = part.intersect(theirs)
                 self.write(common, other.range(common))
 
     def zero(self) -> None:
-        """Set every element, padding included, to zero."""
         for part in self.parts:
             for where in cut(part, self.block):
                 held = self._buffer(where.size)
@@ -141,12 +138,11 @@ class FileStore(FlatStore):
                 self.write(where, held)
 
     def forget(self) -> None:
-        """Wait until all is on the disk, and drop it from the page cache: the next read comes from the disk."""
+        """Flush the file to the disk and drop it from the page cache, so that later reads come from the disk."""
         os.fdatasync(self._fd)
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _buffer(self, size: int) -> np.ndarray:
-        """Return the first ``size`` elements of the one block of memory that the store has, for one thread."""
         if self._block is None:
             self._block = np.empty(min(self.block, max(part.size for part in self.parts)), self.dtype)
             if self._ledger is not None:
@@ -163,8 +159,7 @@ class FileStore(FlatStore):
         begin_write_back(self._fd, start * self.dtype.itemsize, values.nbytes)
 
     def _move(self, verb: str, move: Callable[[memoryview, int], int], array: np.ndarray, start: int) -> None:
-        """Move all bytes of ``array``, whose first element is element ``start`` of the file."""
-        # preadv and pwrite may move fewer bytes than asked for (2 GiB at most): go on behind those.
+        # preadv and pwrite may move fewer bytes than requested (2 GiB at most): continue after the moved bytes.
         view, at = array.view(np.uint8).data, start * self.dtype.itemsize
         while view.nbytes:
             try:
@@ -172,59 +167,59 @@ class FileStore(FlatStore):
             except OSError as error:
                 raise StorageError(
                     f"{self.directory}: {view.nbytes} bytes of the {self._what} could not be {verb}: {error.strerror}; "
-                    f"{self.nbytes} bytes are kept there: give zero.offload_directory a disk that has them"
+                    f"set zero.offload_directory to a disk with {self.nbytes} free bytes"
                 ) from error
             if not moved:
-                raise StorageError(f"{self.directory}: the file of the {self._what} ends at byte {at} of {self.nbytes}")
+                raise StorageError(
+                    f"{self.directory}: the file of the {self._what} ends at byte {at}, expected {self.nbytes} bytes; "
+                    "check the disk and its file system"
+                )
             view, at = view[moved:], at + moved
 
 
 @dataclass(frozen=True)
 class FileSlice:
-    """Elements ``where`` of ``store``: stands in for a 1-D array of them in a `Piece`."""
+    """The range ``where`` of elements in the file of ``store``, used instead of the 1-D array of a `Piece`."""
 
     store: FileStore
     where: Range
 
     @property
     def dtype(self) -> np.dtype:
-        """Type of the elements."""
+        """Data type of the elements in the slice."""
         return self.store.dtype
 
     @property
     def shape(self) -> tuple[int]:
-        """Shape of the array that it stands in for."""
+        """Shape (n,) of the 1-D array that this slice replaces."""
         return (self.where.size,)
 
     def read(self, part: Range, out: np.ndarray) -> None:
-        """Read ``part``, counted from the beginning of the slice."""
+        """Read the elements ``part``, a range relative to the start of the slice, into ``out``."""
         self.store.read(part.shift(self.where.start), out)
 
     def write(self, part: Range, values: np.ndarray) -> None:
-        """Write ``part``, counted from the beginning of the slice."""
+        """Write ``values`` to the elements ``part``, a range relative to the start of the slice."""
         self.store.write(part.shift(self.where.start), values)
 
     def copy(self) -> np.ndarray:
-        """Return all elements, in memory."""
+        """Return the elements of the slice as an array in memory."""
         values = np.empty(self.where.size, self.dtype)
         self.store.read(self.where, values)
         return values
 
 
 def _reserved(directory: Path, nbytes: int, what: str) -> int:
-    """Return the descriptor of a new unnamed file in ``directory`` of ``nbytes`` bytes, all of them reserved."""
     needs = f"{nbytes} bytes are needed there for the {what}"
-    hint = "give zero.offload_directory a directory on a disk of this node that has them"
+    hint = "give zero.offload_directory a directory on a disk of this node that has enough free space"
     try:
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
-            fd = os.dup(
-                file.fileno()
-            )  # outlives the context manager; the name is gone already (O_TMPFILE, or unlinked)
+            fd = os.dup(file.fileno())  # stays open after the context manager; the file has no name
     except OSError as error:
         raise StorageError(f"{directory} cannot be written ({error.strerror}), and {needs}; {hint}") from error
     try:
         if nbytes:
-            os.posix_fallocate(fd, 0, nbytes)  # not a hole: a disk that fills up later cannot fail a write of a step
+            os.posix_fallocate(fd, 0, nbytes)  # not a sparse file: a later full disk cannot fail a write
     except OSError as error:
         os.close(fd)
         space = os.statvfs(directory)
@@ -234,9 +229,9 @@ def _reserved(directory: Path, nbytes: int, what: str) -> int:
 
 
 def begin_write_back(fd: int, start: int, nbytes: int) -> None:
-    """Start the write-back of the pages of a byte range, without waiting; does nothing where that is not possible."""
+    """Start to write the ``nbytes`` bytes of file ``fd`` from byte ``start`` on to the disk. Needs sync_file_range."""
     if _sync_file_range is not None:
         _sync_file_range(fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), _WRITE_BACK)
 
 
-_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux's own; without the GIL, as all of ctypes
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux only; ctypes releases the GIL

@@ -1,11 +1,8 @@
-"""Intrinsics for compiled loops: ordered memory access between processes, and the bits of a float32.
+"""Primitives for functions under `arrays.jit`: ordered memory access between processes, and the bits of a float32.
 
-The compiler of a numba loop assumes that no other thread or process writes: it may keep a flag in a register for ever,
-and may store the data after the flag that announces it. `store_release` and `load_acquire` are LLVM's atomics: a value
-written before the release is visible to a process that has read the flag with the acquire. On x86-64 both are plain
-moves, so a missing one shows on ARM first. `bits_of` and `float_of` are moves between registers; nothing is computed.
-
-They can be called inside functions under `arrays.jit`, not from Python. An address is an integer.
+numba assumes that no other process writes a loop's memory. `store_release` and `load_acquire` are LLVM atomics: data
+written before the release is visible to a process that has read the flag with the acquire. Both are plain moves on
+x86-64, so a missing primitive fails first on ARM.
 """
 
 from typing import Any
@@ -60,7 +57,7 @@ def _pause(numba: Any) -> Any:
 
     from llvmlite import ir
 
-    # Tells the core that this is a spin wait: without it the loop's speculative loads flush the pipeline at its end.
+    # Marks a spin wait: without the hint the loop's speculative loads flush the pipeline when the loop ends.
     name = {"x86_64": "llvm.x86.sse2.pause", "aarch64": "llvm.aarch64.hint"}.get(platform.machine())
 
     def intrinsic(context: Any) -> Any:
@@ -121,7 +118,7 @@ def _copy_bytes(numba: Any) -> Any:
 
     def intrinsic(context: Any, source: Any, target: Any, nbytes: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            pointers = [builder.inttoptr(place, ir.IntType(8).as_pointer()) for place in args[:2]]
+            pointers = [builder.inttoptr(address, ir.IntType(8).as_pointer()) for address in args[:2]]
             numba.core.cgutils.raw_memcpy(builder, pointers[1], pointers[0], args[2], 1)
             return context.get_dummy_value()
 
@@ -131,21 +128,20 @@ def _copy_bytes(numba: Any) -> Any:
 
 
 def _view(numba: Any, context: Any, builder: Any, kind: Any, pointer: Any, size: Any) -> Any:
-    """Generate the numba array of type ``kind`` over ``size`` elements from ``pointer`` on; it owns no memory."""
     array = numba.np.arrayobj.make_array(kind)(context, builder)
     step = context.get_constant(numba.types.intp, context.get_abi_sizeof(context.get_data_type(kind.dtype)))
     numba.np.arrayobj.populate_array(array, data=pointer, shape=[size], strides=[step], itemsize=step, meminfo=None)
     return array._getvalue()
 
 
-load_acquire = Primitive(_load_acquire, "(address) -> int64: what is at the aligned address, and all written before it")
-store_release = Primitive(_store_release, "(address, value): store an int64 after everything written before")
-pause = Primitive(_pause, "(): a moment of waiting, for the body of a spinning loop")
-yield_core = Primitive(_yield_core, "(): let another process run on this core")
-array_at = Primitive(_array_at, "(address, size, like): a 1-D view of memory, of the dtype of the array `like`")
-array_behind = Primitive(_array_behind, "(pointer, size): a 1-D view of memory, of what the pointer points to")
-call = Primitive(_call, "(address, arguments): call what `Kernel.address` returned, with a tuple of its types")
-copy_bytes = Primitive(_copy_bytes, "(source, target, nbytes): memcpy between addresses; they must not overlap")
+load_acquire = Primitive(_load_acquire, "(address) -> int64: load with acquire order from an aligned address")
+store_release = Primitive(_store_release, "(address, value): store an int64 with release order, after earlier writes")
+pause = Primitive(_pause, "(): CPU pause hint for the body of a spin loop")
+yield_core = Primitive(_yield_core, "(): let another process run on this core (sched_yield)")
+array_at = Primitive(_array_at, "(address, size, like): 1-D view of memory, with the dtype of the array `like`")
+array_behind = Primitive(_array_behind, "(pointer, size): 1-D view of memory, with the dtype of the pointer")
+call = Primitive(_call, "(address, arguments): call the machine code at an address from `Kernel.address`")
+copy_bytes = Primitive(_copy_bytes, "(source, target, nbytes): memcpy between addresses that do not overlap")
 
 
 def _reinterpreted(numba: Any, source: str, target: str) -> Any:
@@ -160,5 +156,5 @@ def _reinterpreted(numba: Any, source: str, target: str) -> Any:
     return numba.extending.intrinsic(intrinsic)
 
 
-bits_of = Primitive(lambda numba: _reinterpreted(numba, "float32", "uint32"), "(float32) -> uint32: its bits")
-float_of = Primitive(lambda numba: _reinterpreted(numba, "uint32", "float32"), "(uint32) -> float32: of these bits")
+bits_of = Primitive(lambda numba: _reinterpreted(numba, "float32", "uint32"), "(float32) -> uint32: bits of a float")
+float_of = Primitive(lambda numba: _reinterpreted(numba, "uint32", "float32"), "(uint32) -> float32 with these bits")

@@ -1,8 +1,7 @@
-"""Just-in-time compilation of scalar loops by numba: at the first call, cached on disk.
+"""Just-in-time compilation of scalar loops by numba at the first call, with a cache on disk.
 
-The only importer of numba. Importing a module that uses `jit` imports and compiles nothing. The machine code is cached
-in a private directory of the user (it is code, so owner and mode of the directory are checked), or in NUMBA_CACHE_DIR.
-Of the processes on a node that need a kernel at the same time, one compiles it, and the others load it.
+The only importer of numba. The machine code is cached in NUMBA_CACHE_DIR or in a private directory of the user, whose
+owner and mode are checked because it holds code. One process of a node compiles a kernel; the others load it.
 """
 
 import contextlib
@@ -23,15 +22,15 @@ from typing import Any, Final, overload
 from hpcdist.arrays.gpu.device import is_device_array
 from hpcdist.errors import MissingCapabilityError
 
-FEW_KERNELS: Final = 10  # a step of the smallest model has more
+FEW_KERNELS: Final = 10  # a training step of the smallest model uses more kernels
 
 _lock = threading.Lock()
 _kernels: list["Kernel"] = []
-_prepared: str | None = None  # the directory that NUMBA_CACHE_DIR names since it was found to be writable
+_prepared: str | None = None  # value of NUMBA_CACHE_DIR that was checked to be writable
 
 
 def cache_directory() -> Path:
-    """Return the directory of compiled kernels: node-local and per user unless NUMBA_CACHE_DIR names another."""
+    """Return the directory of the compiled kernels: NUMBA_CACHE_DIR, or else this user's directory on the node."""
     chosen = os.environ.get("NUMBA_CACHE_DIR")
     return Path(chosen) if chosen else _private(tempfile.gettempdir())
 
@@ -41,45 +40,38 @@ def _private(folder: str) -> Path:
 
 
 def prepare_cache() -> bool:
-    """Create the cache directory; return whether there is one. Refuses one that another user could have written to.
+    """Create the cache directory, or else a temporary directory on this node. Return False if neither can be written.
 
-    Where it cannot be written, the processes of this user on the node share one in a temporary directory instead:
-    otherwise numba would compile all kernels again in each of them.
+    Raises MissingCapabilityError if other users can access the directory.
     """
     global _prepared
     chosen, sources = os.environ.get("NUMBA_CACHE_DIR"), _digest_of_sources()
     if _prepared is not None and _prepared == chosen:
         return True
-    wanted = cache_directory()
-    reason = "" if chosen else _why_not_private(wanted)
-    if wanted.name != sources:  # a process that this one started finds the name already there
-        wanted /= sources
-    reason = reason or _why_not_writable(wanted)
+    primary = cache_directory()
+    reason = "" if chosen else _why_not_private(primary)
+    if primary.name != sources:  # a parent process may have appended the name already
+        primary /= sources
+    reason = reason or _why_not_writable(primary)
     if not reason:
-        os.environ["NUMBA_CACHE_DIR"] = _prepared = str(wanted)
+        os.environ["NUMBA_CACHE_DIR"] = _prepared = str(primary)
         return True
     for folder in (tempfile.gettempdir(), "/dev/shm"):
         private = _private(folder)
         instead = private / sources
-        if instead == wanted or _why_not_private(private):
+        if instead == primary or _why_not_private(private):
             continue
-        is_first = _copy_cache(
-            wanted, instead
-        )  # this process is the first on the node; the others, and later ones, share its cache
+        is_first = _copy_cache(primary, instead)  # other processes on the node share the directory
         if not _why_not_writable(instead):
             if is_first:
-                _warn(f"{wanted} cannot be written ({reason}): compiled kernels are kept in {instead}, for this node")
+                _warn(f"{primary} cannot be written ({reason}): compiled kernels are kept in {instead}, for this node")
             os.environ["NUMBA_CACHE_DIR"] = _prepared = str(instead)
             return True
-    _warn(f"{wanted} cannot be written ({reason}), nor a temporary directory: each process compiles its kernels anew")
+    _warn(f"{primary} cannot be written ({reason}), nor a temporary directory: each process compiles its kernels anew")
     return False
 
 
 def _why_not_private(directory: Path) -> str:
-    """Make ``directory``, and return why that is not possible; "" where it is.
-
-    Raises MissingCapabilityError for one that others can write.
-    """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.lstat()
@@ -87,14 +79,13 @@ def _why_not_private(directory: Path) -> str:
         return error.strerror or str(error)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise MissingCapabilityError(
-            f"{directory} is not a private directory of this user, and it holds code; "
+            f"{directory} must be accessible only to this user, because it contains code that is executed; "
             "remove it, or set NUMBA_CACHE_DIR to a directory that only you can write"
         )
     return ""
 
 
 def _why_not_writable(directory: Path) -> str:
-    """Make ``directory``, and return why no file can be made in it; "" where one can."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -104,17 +95,14 @@ def _why_not_writable(directory: Path) -> str:
 
 
 def _copy_cache(source: Path, directory: Path) -> bool:
-    """Make ``directory`` as a copy of ``source``, empty where there is none; False where it was there already.
-
-    numba reads no kernels where it cannot write any, even if somebody has compiled all of them.
-    """
+    """Copy the cache ``source`` to ``directory``, which numba can write. Return False if ``directory`` exists."""
     if directory.exists():
         return False
     new = None
     try:
         new = tempfile.mkdtemp(dir=directory.parent)
         if source.is_dir():
-            with contextlib.suppress(shutil.Error):  # some of it: the rest is compiled
+            with contextlib.suppress(shutil.Error):  # an incomplete copy: the missing kernels are compiled
                 shutil.copytree(source, new, dirs_exist_ok=True)
         os.rename(new, directory)
     except OSError:
@@ -131,9 +119,9 @@ def _warn(text: str) -> None:
 
 @contextlib.contextmanager
 def _locked(function: Callable[..., Any], how: int) -> Iterator[None]:
-    """Hold the lock of ``function`` among the processes with this cache: fcntl.LOCK_EX, or LOCK_SH for readers (local).
+    """Context that holds a lock on the compiled-code cache of ``function``: ``how`` is fcntl.LOCK_EX or LOCK_SH.
 
-    numba reads the index of a function's code and writes it anew: one of two writers would lose what the other keeps.
+    Local.
     """
     name = Path(os.environ["NUMBA_CACHE_DIR"]) / f"{function.__module__}.{function.__qualname__}.lock"
     with contextlib.ExitStack() as lock:
@@ -143,19 +131,16 @@ def _locked(function: Callable[..., Any], how: int) -> Iterator[None]:
 
 
 def _compile_once(function: Callable[..., Any], dispatcher: Any) -> None:
-    """Let one process with this cache compile ``function``; the others wait for it and load its code (local).
-
-    Processes that find the code load it side by side: on a node with many ranks, one after another would take seconds.
-    """
+    """Compile ``function`` in one process per node, while the others wait. Then load the compiled code. Local."""
     load, compile_for, here = dispatcher._cache.load_overload, dispatcher.compile, threading.local()
 
     def load_or_wait(signature: Any, context: Any) -> Any:
         with _locked(function, fcntl.LOCK_SH):
-            found = load(signature, context)
-        if found is None:
+            code = load(signature, context)
+        if code is None:
             here.compiling.enter_context(_locked(function, fcntl.LOCK_EX))
-            found = load(signature, context)  # another process may have compiled it meanwhile
-        return found
+            code = load(signature, context)  # another process may have compiled it meanwhile
+        return code
 
     def compile_alone(signature: Any) -> Any:
         with contextlib.ExitStack() as here.compiling:
@@ -166,11 +151,7 @@ def _compile_once(function: Callable[..., Any], dispatcher: Any) -> None:
 
 @functools.cache
 def _digest_of_sources() -> str:
-    """Return a name for the text of all modules with kernels.
-
-    numba sees only whether the file of a kernel has changed, and not those of the kernels that it calls; and the files
-    of two releases may have the same times.
-    """
+    """Return a hash of all kernel sources. Numba alone misses a change in a kernel that another kernel calls."""
     package = Path(__file__).parents[1]
     sources = {path: path.read_bytes() for path in sorted(package.rglob("*.py"))}
     text = hashlib.blake2b(digest_size=8)
@@ -181,7 +162,7 @@ def _digest_of_sources() -> str:
 
 
 class Primitive:
-    """An instruction that numba does not offer, to be called inside compiled functions; ``build(numba)`` makes it."""
+    """An instruction for compiled functions that numba does not have. ``build(numba)`` creates the numba intrinsic."""
 
     def __init__(self, build: Callable[[Any], Any], doc: str) -> None:
         self.__doc__ = doc
@@ -189,18 +170,17 @@ class Primitive:
 
     @functools.cached_property
     def intrinsic(self) -> Any:
-        """The numba intrinsic that stands in for this object in compiled functions."""
+        """The numba intrinsic of this primitive."""
         import numba
 
         return self._build(numba)
 
     def __call__(self, *args: Any) -> Any:
-        """Raise TypeError: only compiled code can call it."""
-        raise TypeError(f"to be called inside a function under arrays.jit only: {self.__doc__}")
+        raise TypeError(f"only functions compiled by hpcdist.arrays.jit can call this primitive: {self.__doc__}")
 
 
 class Kernel:
-    """A function that is compiled for the types of its arguments when it is first called with them."""
+    """A function that numba compiles at the first call with each combination of argument types."""
 
     __name__: str
 
@@ -217,12 +197,12 @@ class Kernel:
 
     @property
     def compiled(self) -> Callable[..., Any]:
-        """The numba dispatcher, made at the first use; other kernels call it from inside theirs."""
+        """The numba dispatcher of the function, created at the first use."""
         if self._compiled is None:
             with _lock:
                 if self._compiled is None:
                     is_cached = prepare_cache()
-                    import numba  # 0.4 s: paid by the first kernel, not by `hpcdist --help`
+                    import numba  # takes 0.4 s, only when the first kernel is used
                     import numba.extending
 
                     dispatcher: Any = numba.njit(
@@ -230,7 +210,7 @@ class Kernel:
                         nogil=True,
                         cache=is_cached,
                         fastmath=self.fastmath,
-                        error_model="numpy",  # a check for zero before every division keeps loops scalar
+                        error_model="numpy",  # a check for division by zero would prevent vectorisation
                     )
                     if is_cached:
                         _compile_once(self.function, dispatcher)
@@ -238,10 +218,7 @@ class Kernel:
         return self._compiled
 
     def inner(self, numba: Any) -> Any:
-        """Return the numba function that other kernels call, one for all callers, so that it is compiled once.
-
-        The caller holds the lock of this module.
-        """
+        """Return the numba function that other kernels call. The caller must hold the lock of this module."""
         if self._inner is None:
             linked = _linked(self.function, numba)
             self._inner = numba.njit(
@@ -250,9 +227,9 @@ class Kernel:
         return self._inner
 
     def address(self, *types: str) -> int:
-        """Return the address of the machine code for these argument types, for `intrinsics.call`; its result is void.
+        """Return the address of the machine code for arguments of ``types``, for `intrinsics.call`.
 
-        Types are numba's by name; a star behind the name makes it a pointer. The code lives as long as the process.
+        ``types`` are numba type names; a trailing ``*`` marks a pointer. The code returns nothing.
         """
         with _lock:
             if types not in self._exported:
@@ -260,13 +237,13 @@ class Kernel:
                 import numba
                 import numba.extending
 
-                known = [getattr(numba.types, name.rstrip("*")) for name in types]
-                taken = [
+                kinds = [getattr(numba.types, name.rstrip("*")) for name in types]
+                params = [
                     numba.types.CPointer(kind) if name.endswith("*") else kind
-                    for kind, name in zip(known, types, strict=True)
+                    for kind, name in zip(kinds, types, strict=True)
                 ]
                 export = numba.cfunc(
-                    numba.types.void(*taken), cache=is_cached, fastmath=self.fastmath, error_model="numpy", nogil=True
+                    numba.types.void(*params), cache=is_cached, fastmath=self.fastmath, error_model="numpy", nogil=True
                 )
                 alone = _locked(self.function, fcntl.LOCK_EX) if is_cached else contextlib.nullcontext()
                 with alone:
@@ -274,28 +251,26 @@ class Kernel:
             return int(self._exported[types].address)
 
     def __call__(self, *args: Any) -> Any:
-        """Run the compiled function. Raises TypeError for an array on a GPU: the caller has missed its own branch."""
         try:
             return (self._compiled or self.compiled)(*args)
         except Exception as error:
             if any(is_device_array(arg) for arg in args):
                 raise TypeError(
-                    f"{self.__name__} is a loop of the CPU, and got an array on a GPU; "
-                    "ask hpcdist.arrays.backend.is_device and compute with its namespace there"
+                    f"{self.__name__} runs on the CPU but got an array on a GPU; "
+                    "check hpcdist.arrays.backend.is_device(array) and compute with backend.namespace(array) instead"
                 ) from error
             raise
 
     def sample(self, arguments: Callable[..., tuple[Any, ...]]) -> None:
-        """Register arguments with which `warm` calls the kernel, once for each set of types."""
+        """Register sample arguments, for which `warm` compiles the kernel. ``arguments()`` returns them."""
         self._samples.append(arguments)
 
     def sample_address(self, *types: str) -> None:
-        """Register argument types for which `warm` asks `address`."""
+        """Register the argument types ``types``, for which `warm` compiles the kernel for `address`."""
         self._addressed.append(types)
 
 
 def _linked(function: Callable[..., Any], numba: Any) -> FunctionType:
-    """Return ``function`` with the kernels and primitives that it names replaced by what numba can call."""
     assert isinstance(function, FunctionType)
     names = {**function.__globals__}
     for name in function.__code__.co_names:
@@ -309,7 +284,7 @@ def _linked(function: Callable[..., Any], numba: Any) -> FunctionType:
     return linked
 
 
-FastMath = bool | set[str]  # all of LLVM's fast-math flags, or those named
+FastMath = bool | set[str]  # True: all of LLVM's fast-math flags; a set: these flags
 
 
 @overload
@@ -317,9 +292,9 @@ def jit(function: Callable[..., Any]) -> Kernel: ...
 @overload
 def jit(*, fastmath: FastMath = False) -> Callable[[Callable[..., Any]], Kernel]: ...
 def jit(function: Callable[..., Any] | None = None, *, fastmath: FastMath = False) -> Any:
-    """Decorate a scalar-loop function: ``@jit`` or ``@jit(fastmath=True)``. The GIL is released while it runs.
+    """Decorate a scalar loop for compilation: ``@jit`` or ``@jit(fastmath=True)``. The code releases the GIL.
 
-    Full ``fastmath`` lets the compiler assume that there is no NaN; name the flags where one must stay visible.
+    ``fastmath=True`` assumes that there are no NaNs. If NaNs must propagate, pass a set of single LLVM flags.
     """
     if function is None:
         return lambda inner: Kernel(inner, fastmath)
@@ -327,7 +302,7 @@ def jit(function: Callable[..., Any] | None = None, *, fastmath: FastMath = Fals
 
 
 def is_cold() -> bool:
-    """Return whether hardly any kernel of this version lies in the cache of this process: a step compiles (local)."""
+    """Return True if the cache has fewer than `FEW_KERNELS` kernels. The first step then compiles kernels. Local."""
     folder = cache_directory()
     sources = _digest_of_sources()
     folder = folder if folder.name == sources else folder / sources
@@ -340,9 +315,9 @@ def count() -> int:
 
 
 def warm(part: int = 0, parts: int = 1) -> Iterator[str]:
-    """Compile the registered kernels for their samples into the cache; yield the name of each when it is done.
+    """Compile the kernels with numbers ``part``, ``part + parts``, ... for their sample arguments.
 
-    Processes that share the work each take one of ``parts``: every so many kernels, beginning with ``part``.
+    Yield their names.
     """
     for kernel in _kernels[part::parts]:
         for arguments in kernel._samples:

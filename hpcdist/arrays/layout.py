@@ -1,7 +1,6 @@
 """Layout of a model: named tensors at aligned offsets of one flat address space.
 
-A `Layout` holds no bytes and depends on no rank and no number of parts: it is the same on every rank and for every
-world size, so a range of it means the same thing everywhere.
+A `Layout` holds no bytes and is the same on every rank and for every world size.
 """
 
 import math
@@ -12,26 +11,21 @@ from functools import cached_property
 
 from hpcdist.arrays.ranges import Range, align_up
 
-# 32 elements are one 64-byte line at 2 bytes an element, two at 4: one layout serves the master and the working dtype.
+# 32 elements fill one 64-byte cache line at 2 bytes each, or two at 4 bytes: master and working dtypes share a layout.
 ALIGN_ELEMENTS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A parameter tensor as its model declares it.
+    """A model's declaration of one parameter tensor.
 
-    ``layer`` is the global layer id (the same on every rank, whatever the cut into stages). ``adapted`` says whether
-    weight decay and layer-wise rates apply: matrices yes, biases and norm scales no. ``cut`` is the dim along which
-    tensor parallelism cuts it; None: every rank has all of it.
+    ``layer`` is the number of the layer in the model. ``adapted``: weight decay and layer-wise rates apply. ``cut`` is
+    the dim that tensor parallelism splits, or None. If the tensor is split, this rank holds the range ``box`` (start,
+    stop per dim) of the full shape ``whole``. ``room`` is the number of elements to reserve: the maximum over all
+    ranks.
 
-    Of a tensor that is cut, a rank has the box ``box`` (per dim, half-open) of the shape ``whole``; both are empty
-    where it has all of it. ``room`` is the number of elements that the layout reserves, the most that any rank has: so
-    the layouts of all ranks agree.
-
-    ``stacked`` is how many tensors of one shape lie one behind the other along the first dim, as query, key and value
-    do: their biases (3, h) are three vectors and no matrix.
-
-    ``expert``: its first dim counts experts, which ranks may share out. These tensors are the last of their layer.
+    ``stacked``: number of tensors of one shape stacked along dim 0, such as query, key and value. ``expert``: dim 0
+    counts experts, which can be distributed over ranks. Expert tensors are the last of their layer.
     """
 
     layer: int
@@ -47,74 +41,77 @@ class TensorSpec:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it has two dims or more, not counting that of a stack: a stack of vectors is no matrix."""
+        """True if the tensor has at least two dims, not counting the dim along which tensors are stacked."""
         return len(self.shape) - (self.stacked > 1) > 1
 
     @property
     def key(self) -> str:
-        """``layer.name``: the name of the tensor in errors, checkpoints and reports."""
+        """Name of the tensor in errors, checkpoints and reports: ``layer.name``."""
         return f"{self.layer}.{self.name}"
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements of the tensor or of this rank's shard, without padding."""
         return math.prod(self.shape)
 
     @property
     def padded(self) -> int:
-        """Number of elements that a layout reserves for it, padding included."""
+        """Number of elements that a layout reserves for the tensor, padding included."""
         return align_up(max(self.size, self.room), ALIGN_ELEMENTS)
 
     def part(self, along: Range, longest: int) -> "TensorSpec":
-        """Return the part ``along`` the dim ``cut``; no rank has more than ``longest`` of that dim."""
+        """Return the spec of one rank's shard of this tensor: the range ``along`` of dim ``cut``.
+
+        ``longest`` is the longest range of all ranks, which determines the reserved elements.
+        """
         assert self.cut is not None and not self.whole, f"{self.key} cannot be cut"
         shape = tuple(along.size if dim == self.cut else size for dim, size in enumerate(self.shape))
         box = tuple((along.start, along.stop) if dim == self.cut else (0, size) for dim, size in enumerate(self.shape))
         room = self.size // self.shape[self.cut] * longest
         return replace(self, shape=shape, whole=self.shape, box=box, room=room)
 
-    def of_experts(self, own: Range) -> "TensorSpec":
-        """Return the part of the experts ``own``; each rank has as many. A cut along another dim stays."""
+    def of_experts(self, local_experts: Range) -> "TensorSpec":
+        """Return the spec of the range ``local_experts`` of this tensor's experts. All ranks must have equally many."""
         assert self.expert, f"{self.key} has no experts"
         box = self.box or tuple((0, size) for size in self.shape)
         return replace(
             self,
-            shape=(own.size, *self.shape[1:]),
+            shape=(local_experts.size, *self.shape[1:]),
             whole=self.whole or self.shape,
-            box=((own.start, own.stop), *box[1:]),
-            room=self.room // self.shape[0] * own.size,
+            box=((local_experts.start, local_experts.stop), *box[1:]),
+            room=self.room // self.shape[0] * local_experts.size,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A tensor and its ``range`` of the flat space, without the padding behind it."""
+    """A tensor, and the ``range`` of its elements in the flat array of a `Layout`, without padding."""
 
     spec: TensorSpec
     range: Range
 
     @property
     def key(self) -> str:
-        """Name of the tensor."""
+        """Name of the tensor: ``layer.name``."""
         return self.spec.key
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Segments in order of their offsets; ``size`` counts elements, padding included."""
+    """Order and offsets of tensors in one flat array. ``size`` is the length of this array, padding included."""
 
     segments: tuple[Segment, ...]
     size: int
 
     @classmethod
     def of(cls, specs: Iterable[TensorSpec]) -> "Layout":
-        """Place ``specs`` one behind the other. Raises ValueError when two have the same key."""
+        """Return a layout of the tensors ``specs`` in the given order. Raises ValueError for duplicate keys."""
         segments: list[Segment] = []
         seen: set[str] = set()
         offset = 0
         for spec in specs:
             if spec.key in seen:
-                raise ValueError(f"two tensors are called {spec.key}; a layout needs one name for each")
+                raise ValueError(f"two tensors are called {spec.key}; give each tensor of a layout a different name")
             seen.add(spec.key)
             segments.append(Segment(spec, Range(offset, offset + spec.size)))
             offset += spec.padded
@@ -122,17 +119,17 @@ class Layout:
 
     @cached_property
     def by_key(self) -> dict[str, Segment]:
-        """Segments by the name of their tensor."""
+        """The segments (tensors with their ranges) of this layout, keyed by tensor name ``LAYER.NAME``."""
         return {segment.key: segment for segment in self.segments}
 
     @cached_property
     def parameters(self) -> int:
-        """Number of elements of all tensors, of those that are cut too, without padding."""
+        """Number of parameters of the whole model, without padding. A split tensor counts with its whole shape."""
         return sum(math.prod(segment.spec.whole or segment.spec.shape) for segment in self.segments)
 
     @cached_property
     def units(self) -> dict[int, Range]:
-        """The range of each layer, padding included: the unit that ZeRO-3 gathers and frees."""
+        """The range of each layer in the flat array, padding included. ZeRO-3 gathers and frees one layer at a time."""
         units: dict[int, Range] = {}
         for segment in self.segments:
             stop = segment.range.start + segment.spec.padded
@@ -145,7 +142,7 @@ class Layout:
         return units
 
     def part_of(self, layer: int, portion: str) -> Range:
-        """Return the range of a layer, all of it or its ``portion``: "expert", or "dense", what is before that."""
+        """Return the range of ``layer``, or of its ``portion``: "dense", or "expert" for expert tensors after it."""
         unit = self.units[layer]
         if not portion:
             return unit
@@ -158,8 +155,11 @@ class Layout:
         return [segment.range.start for segment in self.segments]
 
     def within(self, part: Range) -> list[tuple[Segment, Range]]:
-        """Return, for each tensor that ``part`` touches, the segment and the touched range of the flat space."""
-        # The last tensor that begins at or before the part may still reach into it.
+        """Return (segment, overlap) for each tensor that overlaps ``part``, a range of the flat array.
+
+        The overlap is a range of the flat array.
+        """
+        # The last tensor that begins at or before the start of `part` may overlap `part`.
         first = max(0, bisect_right(self._starts, part.start) - 1)
         touched = []
         for segment in self.segments[first:]:

@@ -1,7 +1,4 @@
-"""Memory of a training step by category (parameters, gradients, communication, ...), now and at its peak.
-
-Code that allocates a buffer registers it with `Ledger.track`; its bytes leave the sum when it is collected.
-"""
+"""Memory of a training step by category (parameters, gradients, ...): current and peak bytes."""
 
 import threading
 import weakref
@@ -16,32 +13,29 @@ CATEGORIES = (
     "activations",
     "communication",
     "checkpoint",
-    "buddy_copies",  # copies of the own state
-    "partner_copies",  # copies of the state of another rank
+    "buddy_copies",  # copies of this rank's state
+    "partner_copies",  # copies of another rank's state
 )
 
 
 class Ledger:
-    """Count of the bytes of live arrays by category, from their creation to their collection.
-
-    Only owners of memory are tracked, never views. Any thread may drop an array, hence the lock.
-    """
+    """Counter of the bytes of live arrays, by category. Thread-safe. Track only arrays that own their memory."""
 
     def __init__(self) -> None:
         self._current: defaultdict[str, int] = defaultdict(int)
         self._peak: defaultdict[str, int] = defaultdict(int)
         self._total = self._total_peak = 0
-        self._lock = threading.RLock()  # a finalizer may run inside `_add` of the same thread
+        self._lock = threading.RLock()  # reentrant: a finalizer may run inside `_add` of the same thread
 
     def track(self, array: Array, category: str, owner: Array | None = None) -> Array:
-        """Count ``array`` under ``category`` until it, or the ``owner`` of its memory, is collected; return it."""
-        assert category in CATEGORIES, f"category {category!r} is none of {CATEGORIES}"
+        """Count ``array`` until it, or the ``owner`` of its memory, is garbage-collected. Return ``array``."""
+        assert category in CATEGORIES, f"category {category!r} is not one of {CATEGORIES}"
         self.add(category, array.nbytes)
         weakref.finalize(array if owner is None else owner, self.add, category, -array.nbytes).atexit = False
         return array
 
     def add(self, category: str, nbytes: int) -> None:
-        """Count ``nbytes`` more under ``category``, of memory that is no array."""
+        """Add ``nbytes`` bytes of memory that does not belong to arrays to ``category``."""
         with self._lock:
             self._current[category] += nbytes
             self._peak[category] = max(self._peak[category], self._current[category])
@@ -50,15 +44,15 @@ class Ledger:
 
     @property
     def current(self) -> dict[str, int]:
-        """Bytes alive by category."""
+        """Bytes of the counted arrays that are alive now, by category."""
         return {category: self._current[category] for category in CATEGORIES}
 
     @property
     def peak(self) -> dict[str, int]:
-        """The most bytes that were alive at once, each category for itself."""
+        """For each category, the largest number of bytes that were alive at one time."""
         return {category: self._peak[category] for category in CATEGORIES}
 
     @property
     def peak_total(self) -> int:
-        """The most bytes that were alive at once, of all categories together."""
+        """The largest number of bytes that were alive at one time, in all categories together."""
         return self._total_peak

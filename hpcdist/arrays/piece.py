@@ -1,7 +1,7 @@
-"""Pieces: names for parts of a tensor outside the run, independent of layout, padding or number of ranks.
+"""Pieces: parts of a tensor, described independently of layout, padding and number of ranks.
 
-A piece is what a checkpoint holds and what a restore asks for. Both sides reduce a piece to *runs*: ranges that are
-contiguous in the row-major order of the whole tensor. Two pieces are then intersected as two sorted lists of runs.
+Checkpoints store pieces, and a restore requests pieces. Both convert a piece to runs: ranges that are contiguous in the
+row-major order of the whole tensor.
 """
 
 import math
@@ -21,9 +21,9 @@ Box = tuple[tuple[int, int], ...]  # per dim, half-open
 
 @dataclass(frozen=True)
 class Runs:
-    """Contiguous stretches of a tensor, in ascending order: three int64 arrays of equal length.
+    """Runs of consecutive elements of a tensor, in ascending order, as int64 arrays.
 
-    ``start`` counts elements of the whole tensor, ``local`` elements of the piece's array.
+    ``start`` is a run's offset in the whole tensor, ``local`` its offset in this rank's array, ``size`` its length.
     """
 
     start: np.ndarray
@@ -33,10 +33,11 @@ class Runs:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``flat`` (row-major) of the box ``box`` of tensor ``tensor``, held in ``array``.
+    """Elements of a tensor that this rank holds in the 1-D ``array``.
 
-    ``kind`` says which of its arrays: "parameters", "optimizer.m", ... ``array`` is 1-D with ``flat.size`` elements;
-    a view of the state that is saved or restored in place, or a `FileSlice` of a file-backed store.
+    ``box`` is a region of the tensor, (start, stop) per dim, and ``flat`` the range of held elements in the box, in
+    row-major order. ``kind`` names the state: "parameters", "optimizer.m", ... ``array`` is a view of the state, or a
+    `FileSlice`.
     """
 
     kind: str
@@ -44,7 +45,7 @@ class Piece:
     global_shape: tuple[int, ...]
     box: Box
     flat: Range
-    array: Array  # or a `hpcdist.arrays.filestore.FileSlice`, which has the same shape, dtype and copy
+    array: Array  # or a `hpcdist.arrays.filestore.FileSlice`
 
     def __post_init__(self) -> None:
         inside = len(self.box) == len(self.global_shape) and all(
@@ -57,42 +58,45 @@ class Piece:
 
     @classmethod
     def of(cls, kind: str, segment: Segment, touched: Range, array: Array) -> "Piece":
-        """Return the piece of ``segment`` that lies at ``touched`` in the flat space of its layout."""
+        """Return the piece for ``touched``: elements of the tensor ``segment``, as a range of the layout's array."""
         spec = segment.spec
         shape = spec.whole or spec.shape
         return cls(kind, spec.key, shape, spec.box or whole_box(shape), touched.shift(-segment.range.start), array)
 
     @classmethod
     def whole(cls, kind: str, tensor: str, array: Array) -> "Piece":
-        """Return the piece that is the whole of a contiguous ``array`` of any shape."""
+        """Return the piece for a whole ``tensor``, held in a contiguous ``array`` of any shape."""
         return cls(kind, tensor, array.shape, whole_box(array.shape), Range(0, array.size), array.reshape(-1))
 
     @property
     def name(self) -> str:
-        """Name for errors and files."""
+        """Name of the piece in errors and files: state name and tensor name."""
         return f"{self.kind}/{self.tensor}"
 
 
 def whole_box(shape: tuple[int, ...]) -> Box:
-    """Return the box that is all of a tensor."""
+    """Return the box, (start, stop) per dim, that contains a whole tensor of this ``shape``."""
     return tuple((0, size) for size in shape)
 
 
 def runs(shape: tuple[int, ...], box: Box, flat: Range) -> Runs:
-    """Return the runs of a piece: one for a cut by rows, one per row for a cut by columns."""
+    """Return the runs of consecutive elements of a piece in a tensor of ``shape``.
+
+    ``box`` and ``flat`` are the fields of the `Piece`. A shard of columns has one run per row.
+    """
     extent = tuple(stop - start for start, stop in box)
-    # A run ends where the box does not span a whole dim: join dims from the last one on, as long as the box spans them.
-    outer = len(shape)  # dims before `outer` are stepped through; those behind lie inside one run
+    # Join trailing dims into one run as long as the box spans the whole dim.
+    outer = len(shape)  # dims before `outer` are stepped through; later dims are inside one run
     while outer > 0 and (outer == len(shape) or extent[outer] == shape[outer]):
         outer -= 1
     length = math.prod(extent[outer:])
     if not flat or not length:
         empty = np.zeros(0, np.int64)
         return Runs(empty, empty, empty)
-    # Numbers of the runs that `flat` touches, the first and the last perhaps in part.
+    # Indices of the runs that `flat` touches; the first and the last run may be partial.
     index = np.arange(flat.start // length, -(-flat.stop // length), dtype=np.int64)
     start = np.zeros(index.size, np.int64)
-    # Each number, written in the mixed radix of the outer extents, is the run's position in the box.
+    # The mixed-radix digits of a run index, in the outer extents, are the run's position in the box.
     rest, stride = index, math.prod(shape[outer:])
     for dim in reversed(range(outer)):
         rest, position = np.divmod(rest, extent[dim])
@@ -107,13 +111,16 @@ def runs(shape: tuple[int, ...], box: Box, flat: Range) -> Runs:
 
 
 def intersect_runs(left: Runs, right: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return ``(local of left, local of right, size)`` of the elements that both have, ordered as in the tensor."""
+    """Return the elements that are in the runs of both ``left`` and ``right``, as runs.
+
+    The result has three arrays: offset in the array of ``left``, offset in the array of ``right``, and size.
+    """
     # Both lists ascend and are disjoint: the runs of `right` that overlap run i of `left` are first[i] .. last[i] - 1.
     first = np.searchsorted(right.start + right.size, left.start, side="right")
     last = np.searchsorted(right.start, left.start + left.size, side="left")
     count = np.maximum(last - first, 0)
     mine = np.repeat(np.arange(left.start.size), count)
-    # For each pair the index in `right`: a global count, shifted so that it begins at first[i] for each i.
+    # The index in `right` for each pair: a running count, shifted so that it begins at first[i] for each i.
     theirs = np.arange(count.sum()) + np.repeat(first - (np.cumsum(count) - count), count)
     start = np.maximum(left.start[mine], right.start[theirs])
     stop = np.minimum(left.start[mine] + left.size[mine], right.start[theirs] + right.size[theirs])
@@ -122,7 +129,7 @@ def intersect_runs(left: Runs, right: Runs) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def grouped_alike(left: tuple[int, ...], right: tuple[int, ...]) -> bool:
-    """Whether one shape is the other with neighbouring dims joined, as (12, 5) is of (3, 4, 5): same flat order."""
+    """Return True if the shapes ``left`` and ``right`` differ only by joined dims, such as (3, 4, 5) and (12, 5)."""
     if left == right:
         return True
     ends, others = (set(accumulate(shape, mul)) for shape in (left, right))
@@ -130,12 +137,15 @@ def grouped_alike(left: tuple[int, ...], right: tuple[int, ...]) -> bool:
 
 
 def first_gap(stretches: Iterable[tuple[np.ndarray, np.ndarray]], size: int) -> int | None:
-    """Return the first of ``size`` elements that no stretch ``(start, size)`` covers; None when all are covered."""
+    """Return the first element number in 0 to ``size`` - 1 that no range (start, size) in ``stretches`` covers.
+
+    Return None if all are covered.
+    """
     pairs = list(stretches)
     start = np.concatenate([np.zeros(0, np.int64), *(pair[0] for pair in pairs), [size]])
     stop = np.concatenate([np.zeros(0, np.int64), *(pair[0] + pair[1] for pair in pairs), [size]])
     order = np.argsort(start, kind="stable")
-    # Where everything before each stretch ends; an empty stretch at `size` makes a gap at the end visible.
+    # The end of all ranges before each range; an empty range at `size` makes a gap at the end visible.
     reached = np.concatenate([[0], np.maximum.accumulate(stop[order])[:-1]])
     gaps = np.flatnonzero(start[order] > reached)
     return int(reached[gaps[0]]) if gaps.size else None

@@ -1,20 +1,18 @@
-"""Integer arithmetic of half-open ranges of one flat address space.
+"""Half-open ranges of one flat address space, and pure functions to split, intersect and align them.
 
-Ranges name everything that is a part of a model's flat space: bucket, shard, chunk of a ring, key of a parameter
-server, piece of a checkpoint. The arithmetic is here, in pure functions, so that the awkward cases (fewer elements than
-ranks, empty parts, a ragged tail) are decided and tested once.
+Buckets, shards, ring chunks, parameter-server keys and checkpoint pieces are all ranges.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-ALIGN_BYTES = 64  # a cache line, and the widest vector register: no line is shared by two owners
+ALIGN_BYTES = 64  # a cache line, and the widest vector register: two owners never share a line
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Range:
-    """Elements ``start <= i < stop``; empty when ``start == stop``."""
+    """Range of integers i (element numbers) with ``start <= i < stop``. It is empty if ``start == stop``."""
 
     start: int
     stop: int
@@ -24,12 +22,12 @@ class Range:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements in the range."""
         return self.stop - self.start
 
     @property
     def slice(self) -> slice:
-        """The same range as a ``slice``."""
+        """This range as a Python ``slice``."""
         return slice(self.start, self.stop)
 
     def __bool__(self) -> bool:
@@ -39,44 +37,44 @@ class Range:
         return self.start <= index < self.stop
 
     def shift(self, by: int) -> "Range":
-        """Return the range moved by ``by`` elements."""
+        """Return this range moved by ``by`` elements."""
         return Range(self.start + by, self.stop + by)
 
     def intersect(self, other: "Range") -> "Range":
-        """Return the common part; where there is none, an empty range at the later start."""
+        """Return the range of elements in this range and in ``other``, or an empty range if they are disjoint."""
         start = max(self.start, other.start)
         return Range(start, max(start, min(self.stop, other.stop)))
 
 
 def split(size: int, parts: int, itemsize: int, align_bytes: int = ALIGN_BYTES) -> list[Range]:
-    """Cut ``size`` elements of ``itemsize`` bytes into ``parts`` ranges, balanced in aligned blocks.
+    """Split the range of ``size`` elements (of ``itemsize`` bytes) into ``parts`` ranges of nearly equal size.
 
-    Every boundary but the last lies on a multiple of ``align_bytes``, so parts differ by at most one block. The first
-    parts are the longer ones; with fewer blocks than parts the last parts are empty.
+    Every boundary except the last is a multiple of ``align_bytes`` bytes. If there are not enough elements, the last
+    ranges are empty.
     """
     assert size >= 0 and parts >= 1 and itemsize >= 1 and align_bytes >= 1
     block = max(1, align_bytes // itemsize)
     blocks = -(-size // block)
-    # The first `longer` parts have one block more; the last boundary is cut to the size, which need not be aligned.
+    # The first `longer` parts have one block more; the last boundary is limited to the size, which may be unaligned.
     shortest, longer = divmod(blocks, parts)
     bounds = [min(size, block * (part * shortest + min(part, longer))) for part in range(parts + 1)]
     return [Range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
 
 
 def consecutive(sizes: Iterable[int]) -> list[Range]:
-    """Return the ranges of ``sizes`` elements, one behind the other from 0 on."""
+    """Return adjacent ranges: the n-th has ``sizes[n]`` elements. The first range begins at 0."""
     return [Range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
 def cut(whole: Range, longest: int) -> Iterator[Range]:
-    """Yield consecutive ranges of at most ``longest`` elements that cover ``whole``."""
+    """Yield adjacent ranges of at most ``longest`` elements that together cover the range ``whole``."""
     assert longest >= 1
     for start in range(whole.start, whole.stop, longest):
         yield Range(start, min(whole.stop, start + longest))
 
 
 def coverage(whole: Range, parts: Iterable[Range]) -> list[tuple[Range, int]]:
-    """Cut ``whole`` where any of ``parts`` begins or ends; return each piece and how many of them cover it."""
+    """Split ``whole`` at the boundaries of ``parts``. Return (range, number of ``parts`` that contain it) pairs."""
     within = [part for part in (part.intersect(whole) for part in parts) if part]
     bounds = sorted({whole.start, whole.stop, *(p.start for p in within), *(p.stop for p in within)})
     pieces = [Range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
@@ -84,7 +82,7 @@ def coverage(whole: Range, parts: Iterable[Range]) -> list[tuple[Range, int]]:
 
 
 def gaps(whole: Range, parts: Iterable[Range]) -> list[Range]:
-    """Return the stretches of ``whole`` that none of ``parts`` covers, in order."""
+    """Return, in order, the subranges of ``whole`` that no range of ``parts`` covers."""
     uncovered, reached = [], whole.start
     for part in sorted(part for part in parts if part):
         if part.start > reached:
@@ -96,5 +94,5 @@ def gaps(whole: Range, parts: Iterable[Range]) -> list[Range]:
 
 
 def align_up(size: int, multiple: int) -> int:
-    """Return the least multiple of ``multiple`` that is not below ``size``."""
+    """Return the smallest multiple of ``multiple`` that is at least ``size``."""
     return -(-size // multiple) * multiple

@@ -1,6 +1,6 @@
-"""Random numbers by logical stream: counter-based (Philox), so that no partition of the work changes a draw.
+"""Counter-based random numbers (Philox): a draw depends only on its logical stream, not on the partition of the work.
 
-`stream` is for the host; `philox` (compiled loops) and `philox_arrays` (numpy, cupy) draw the same words anywhere.
+`stream` is for the host. `philox` (compiled loops) and `philox_arrays` (numpy, cupy) draw equal words.
 """
 
 from typing import Any, Final
@@ -11,7 +11,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.jit import jit
 
 ROUNDS: Final = 10
-# Constants of Philox4x32: the two factors of a round, and the increments of the two key words between rounds.
+# Constants of Philox4x32: the two multipliers of a round, and the increments of the two key words between rounds.
 _FACTORS: Final = 0xD2511F53, 0xCD9E8D57
 _GROWTHS: Final = 0x9E3779B9, 0xBB67AE85
 _WORD: Final = 0xFFFFFFFF
@@ -21,10 +21,9 @@ _LOW, _HALF = np.uint64(_WORD), np.uint64(32)
 
 
 def stream(seed: int, *keys: int) -> np.random.Generator:
-    """Return the generator of the stream named by ``(seed, *keys)``: the same on every rank, in any order of use.
+    """Return a Philox4x64 random generator (Salmon et al., SC'11) for (seed, *keys).
 
-    Philox4x64 (Salmon et al., SC'11) is keyed by a hash of the names (numpy's ``SeedSequence``), so a stream can be
-    opened anywhere, for example by (seed, step, micro-batch, global layer).
+    Its numbers are identical on every rank.
     """
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, *keys])))
 
@@ -33,11 +32,12 @@ def stream(seed: int, *keys: int) -> np.random.Generator:
 def philox(
     words: Any, count: Any, first: Any, counter1: Any, counter2: Any, counter3: Any, key0: Any, key1: Any
 ) -> None:
-    """Write the words of Philox4x32-10 (Salmon et al., SC'11) at ``count`` counters to ``words`` (4 count,) of uint32.
+    """Write random words of Philox4x32-10 (Salmon et al., SC'11) to ``words``, uint32 (4 count,).
 
-    For compiled kernels. The lowest word of the counter counts from ``first`` on, the others are the same for all.
+    Each of ``count`` counters gives four words. The lowest word of the counters is ``first``, ``first`` + 1, ...; the
+    other words are ``counter1`` to ``counter3``. ``key0`` and ``key1`` are the key. For compiled kernels.
     """
-    # The rounds stand here and not in a function for one counter: LLVM makes vector code of this loop alone.
+    # The rounds are inlined: LLVM vectorises this loop, but not a loop over calls.
     for i in range(count):
         a, b, c, d = np.uint64(first + i), np.uint64(counter1), np.uint64(counter2), np.uint64(counter3)
         k, m = np.uint64(key0), np.uint64(key1)
@@ -53,10 +53,7 @@ def philox(
 
 
 def philox_arrays(counter: tuple[Array | int, ...], key: tuple[int, int]) -> tuple[Array | int, ...]:
-    """Return the four words of Philox4x32-10 as `philox` does, for counters that are uint64 arrays or one number.
-
-    Arrays may lie on the host or on a GPU.
-    """
+    """Return the four random words of Philox4x32-10 for words ``counter`` and ``key``: integers or uint64 arrays."""
     a, b, c, d = counter
     k, m = key
     for _ in range(ROUNDS):

@@ -1,7 +1,4 @@
-"""Flat store: one array for the ranges of a model's flat layout that a rank holds in memory.
-
-Shards of parameters, gradients and optimizer state are such stores; tensors are views of them.
-"""
+"""Flat store: one array for the ranges of the flat layout that a rank holds, such as shards of optimizer state."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -21,10 +18,10 @@ Allocate = Callable[[int, "np.dtype[Any]"], Array]
 
 
 class FlatStore:
-    """A 1-D array that holds ``parts`` of the flat space of ``layout`` one behind the other, padding included and zero.
+    """A 1-D array for parts of a flat array of tensors, whose order and offsets are in ``layout``. Padding is zero.
 
-    ``parts`` are disjoint ranges in ascending order, or one range; None stands for the whole space. For memory of a
-    special kind (shared by the ranks of a node, pinned, from a pool) pass ``allocate(elements, dtype)``.
+    ``parts`` is one range of the flat array, or several ascending, disjoint ranges; None means all. The function
+    ``allocate(elements, dtype)`` can provide special memory (shared, pinned, pooled).
     """
 
     def __init__(
@@ -41,7 +38,7 @@ class FlatStore:
         self.layout = layout
         self.parts = _ranges(layout, parts)
         self._starts = [part.start for part in self.parts]
-        # _shifts[i] is where part i begins in `array`, as _starts[i] is where it begins in the flat space.
+        # _shifts[i] is the start of part i in `array`; _starts[i] is its start in the flat space.
         self._shifts = list(accumulate((part.size for part in self.parts[:-1]), initial=0))
         self.size = sum(part.size for part in self.parts)
         self.dtype = np.dtype(dtype)
@@ -49,32 +46,34 @@ class FlatStore:
         if ledger is not None:
             ledger.track(self.array, category, None if allocate or on == "gpu" else self.array.base)
 
-    def range(self, wanted: Range) -> Array:
-        """Return the 1-D view of ``wanted``, given in offsets of the layout; it must lie inside one of the parts."""
-        if not wanted:
+    def range(self, elements: Range) -> Array:
+        """Return a 1-D view of the range ``elements`` of the layout, which must lie within one of the ``parts``."""
+        if not elements:
             return self.array[:0]
-        start = self._offset(wanted)
-        return self.array[start : start + wanted.size]
+        start = self._offset(elements)
+        return self.array[start : start + elements.size]
 
-    def _offset(self, wanted: Range) -> int:
-        """Return the index in ``array`` at which ``wanted`` begins."""
-        index = bisect_right(self._starts, wanted.start) - 1
-        assert index >= 0 and wanted.stop <= self.parts[index].stop, f"{wanted} is not inside one of {self.parts}"
-        return wanted.start + self._shifts[index] - self._starts[index]
+    def _offset(self, elements: Range) -> int:
+        index = bisect_right(self._starts, elements.start) - 1
+        assert index >= 0 and elements.stop <= self.parts[index].stop, f"{elements} is not inside one of {self.parts}"
+        return elements.start + self._shifts[index] - self._starts[index]
 
     def view(self, key: str) -> Array:
-        """Return tensor ``key`` in its shape; it must lie inside one of the parts as a whole."""
+        """Return a view of tensor ``key`` in its shape. One of the ``parts`` must contain the whole tensor."""
         segment = self.layout.by_key[key]
         return self.range(segment.range).reshape(segment.spec.shape)
 
     def tensors(self) -> Iterator[tuple[Segment, Range]]:
-        """Yield each tensor that the parts touch, and the touched range of the flat space; padding is left out."""
+        """Yield (segment, range) for each tensor of which this store has elements, without padding.
+
+        The range is in the layout's flat array.
+        """
         for part in self.parts:
             yield from self.layout.within(part)
 
-    def read(self, wanted: Range, out: Array) -> None:
-        """Copy ``wanted`` into ``out``, 1-D, on the host or a GPU."""
-        values = self.range(wanted)
+    def read(self, elements: Range, out: Array) -> None:
+        """Copy the range ``elements`` of the layout to ``out``, a 1-D host or GPU array."""
+        values = self.range(elements)
         if backend.is_device(values) == backend.is_device(out):
             out[...] = values
         elif backend.is_device(out):
@@ -82,9 +81,9 @@ class FlatStore:
         else:
             staging.to_host_in_blocks(values, lambda where, block: np.copyto(out[where.slice], block))
 
-    def write(self, wanted: Range, values: Array) -> None:
-        """Copy ``values``, 1-D, on the host or a GPU, to ``wanted``."""
-        held = self.range(wanted)
+    def write(self, elements: Range, values: Array) -> None:
+        """Copy ``values``, a 1-D host or GPU array, to the range ``elements`` of the layout."""
+        held = self.range(elements)
         if backend.is_device(values) == backend.is_device(held):
             held[...] = values
         elif backend.is_device(values):
@@ -92,27 +91,27 @@ class FlatStore:
         else:
             staging.to_device_in_blocks(held, lambda where, block: np.copyto(block, values[where.slice]))
 
-    def add(self, wanted: Range, values: Array) -> None:
-        """Add ``values``, 1-D, on the same device as this store or on a GPU, to ``wanted``."""
-        held = self.range(wanted)
+    def add(self, elements: Range, values: Array) -> None:
+        """Add ``values`` to the range ``elements`` of the layout in place. A GPU store needs ``values`` on the GPU."""
+        held = self.range(elements)
         if backend.is_device(values) and not backend.is_device(held):
             staging.to_host_in_blocks(
                 values, lambda where, block: np.add(held[where.slice], block, out=held[where.slice])
             )
         else:
-            with np.errstate(all="ignore"):  # infinity is for the caller to find, as in a collective
+            with np.errstate(all="ignore"):  # the caller checks for infinity, as after a collective
                 held += values
 
-    def blocks(self, wanted: Range) -> Iterator[Array]:
-        """Yield ``wanted`` in order, in blocks to be read before the next is asked for; here it is one view."""
-        yield self.range(wanted)
+    def blocks(self, elements: Range) -> Iterator[Array]:
+        """Yield the values of the range ``elements``, in blocks: here, a single view of all values."""
+        yield self.range(elements)
 
-    def contents(self, wanted: Range) -> Array:
-        """Return the array of a `Piece` of ``wanted``: here the view itself."""
-        return self.range(wanted)
+    def contents(self, elements: Range) -> Array:
+        """Return a view of the values in the range ``elements``, for use as the ``array`` of a `Piece`."""
+        return self.range(elements)
 
     def copy_from(self, other: "FlatStore") -> None:
-        """Copy from ``other``, of the same layout and dtype, on any device, the elements that both hold."""
+        """Copy the elements that both stores have from ``other``, which has equal layout and dtype, on any device."""
         on = "gpu" if backend.is_device(self.array) else "cpu"
         for part in self.parts:
             for theirs in other.parts:
@@ -121,12 +120,11 @@ class FlatStore:
                     self.range(common)[...] = backend.place(other.range(common), on)
 
     def zero(self) -> None:
-        """Set every element, padding included, to zero."""
+        """Set all elements and the padding to zero."""
         self.array[...] = 0
 
 
 def _ranges(layout: Layout, parts: Range | Sequence[Range] | None) -> tuple[Range, ...]:
-    """Return ``parts`` without the empty ones. They must be ascending and disjoint."""
     if parts is None:
         parts = Range(0, layout.size)
     ranges = tuple(part for part in ((parts,) if isinstance(parts, Range) else parts) if part)

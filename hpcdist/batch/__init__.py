@@ -1,10 +1,7 @@
-"""Batch jobs: the script of a training, its way to Slurm, PBS or a workstation, and what becomes of it.
+"""Batch jobs: job scripts, their submission to Slurm, PBS or a workstation, and requeue decisions.
 
-Floor 5: imports comm, arrays, reporting and errors, no other package of this floor; starts no MPI, and is fast to
-import on a login node. `sites` are the profiles of clusters, `schedulers` the commands of Slurm and PBS and jobs
-without either, `packaging` modulefiles and wheelhouses; `carbon` chooses a begin.
-Begin with `job.BatchJob` and `submission.submit`.
-
-`requeue` decides whether a job is requeued; `hpcdist jobs end` asks it, and the block ``again`` of
-``slurm/templates/slurm.j2`` carries the answer out.
+Starts no MPI, and is fast to import on a login node. `sites`: cluster profiles. `schedulers`: commands of Slurm and
+PBS, and jobs without a scheduler. `packaging`: modulefiles and wheelhouses. `carbon`: choice of the start time.
+`requeue`: the decision that `hpcdist jobs end` prints and the block ``again`` of slurm/templates/slurm.j2 carries out.
+Start reading with `job.BatchJob` and `submission.submit`.
 """

@@ -1,7 +1,4 @@
-"""Batch jobs other than one training: arrays of trials of a sweep or of a script, a benchmark, separate servers.
-
-Loaded only when such a job is submitted.
-"""
+"""Batch jobs other than one training: arrays of sweep trials or scripts, benchmarks, separate parameter servers."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -13,7 +10,7 @@ from hpcdist.errors import UsageError
 from hpcdist.reporting.units import counted
 
 _MERGE_TIME: Final = "00:10:00"
-# Fields of a sweep that the job which merges its results has as well.
+# Fields that a merge job copies from its sweep job.
 _OF_MERGED: Final = (
     *("python", "python_path", "partition", "account", "qos", "constraint", "run_dir", "sbatch_args", "sweep"),
     "folder",
@@ -22,38 +19,37 @@ _OF_MERGED: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayJob(BatchJob):
-    """A job array, of which ``at_most`` tasks run at a time (0: as many as there is room for)."""
+    """Job array of which at most ``at_most`` tasks run at the same time (0: no limit)."""
 
     at_most: int = 0
-    option: ClassVar[str]  # that asks for it
+    option: ClassVar[str]  # the option of `hpcdist submit` that requests this kind of job
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.links > 1:
             raise UsageError(
-                f"--chain {self.links} with {self.option}: a task that is stopped starts again by itself; leave "
-                "--chain out"
+                f"--chain {self.links} with {self.option}: a stopped task restarts without a chain; leave --chain out"
             )
         if self.at_most < 0:
-            raise UsageError(f"--at-most {self.at_most}: give how many tasks run at a time, or 0 for no limit")
+            raise UsageError(f"--at-most {self.at_most}: must be at least 0 concurrent tasks (0: no limit)")
 
     @property
     def count(self) -> int:
-        """Number of tasks."""
+        """Number of tasks of the array."""
         raise NotImplementedError
 
     @property
     def array(self) -> str:
-        """The tasks, as sbatch reads them."""
+        """Task range in sbatch syntax."""
         return f"0-{self.count - 1}" + (f"%{self.at_most}" if self.at_most else "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepJob(ArrayJob):
-    """A sweep as a job array: task K runs trial K, on no more ranks than ``nodes`` x ``ranks_per_node`` hold.
+    """Sweep as a job array: task K runs trial K on at most ``nodes`` x ``ranks_per_node`` ranks.
 
-    ``trial_ranks`` has the ranks of its trials. Their results and the logs of the tasks lie in ``run_dir``, which
-    exists when the job is submitted. With ``retry_failed`` a trial that is recorded as failed is run again.
+    ``trial_ranks``: number of ranks of each trial. Results and logs are in ``run_dir``, which must exist at submission.
+    ``retry_failed``: repeat trials that are recorded as failed.
     """
 
     template: ClassVar[str] = "sweep.sbatch.j2"
@@ -68,42 +64,38 @@ class SweepJob(ArrayJob):
         _check_trials(self, self.trial_ranks)
         if self.restarts or self.survive != "none":
             raise UsageError(
-                "--restarts and --survive with --array: they would hide what a trial measures; leave them out"
+                "--restarts and --survive with --array: restarts would distort the measured times; leave them out"
             )
         if "\\" in str(self.run_dir):
-            raise UsageError(f"--out {self.run_dir}: Slurm puts no number of a task into a path with \\; rename it")
+            raise UsageError(f"--out {self.run_dir}: Slurm cannot put a task number into a path with \\; rename it")
 
     @property
     def count(self) -> int:
-        """Number of tasks."""
         return len(self.trial_ranks)
 
     @property
     def limit_s(self) -> int | None:
-        """The time after which a trial counts as failed; None where the walltime is not known."""
+        """Time limit of a trial in s, after which it counts as failed. None if the walltime is unknown."""
         return None if self.walltime is None else walltime_s(self.walltime) - self.signal_s
 
     @property
     def followers(self) -> "tuple[BatchJob, ...]":
-        """The job that puts the results of all tasks into one file."""
+        """Merge job, which collects the results of all tasks in one file."""
         return (MergeJob.of(self),)
 
     def log(self, folder: Path, number: str) -> Path:
-        """Return the path of the logs, in which %a stands for the number of a task."""
+        """Return the path of the task logs of job number ``number``. Slurm replaces %a in it by the task number."""
         return self.run_dir / f"{number}_%a.out"
 
     @property
     def folder(self) -> str:
-        """The directory of the results as a pattern of Slurm's, in which % is written twice."""
+        """Results directory. Each % is doubled, because Slurm reads the directory as a file name pattern."""
         return str(self.run_dir).replace("%", "%%")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptArrayJob(ArrayJob):
-    """A script as a job array of ``tasks``: each a run of its own, in a folder of ``run_dir``, that goes on by itself.
-
-    Which of them it is, a script knows by HPCDIST_TASK.
-    """
+    """Script as a job array: ``tasks`` runs in subfolders of ``run_dir``, each with its task number as HPCDIST_TASK."""
 
     template: ClassVar[str] = "script_array.sbatch.j2"
     option: ClassVar[str] = "--tasks"
@@ -117,17 +109,15 @@ class ScriptArrayJob(ArrayJob):
 
     @property
     def count(self) -> int:
-        """Number of tasks."""
         return self.tasks
 
     def log(self, folder: Path, number: str) -> Path:
-        """Return the path of the logs, in which %a stands for the number of a task."""
         return folder / f"hpcdist-{number}_%a.out"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergeJob(BatchJob):
-    """Job that puts the results of a `SweepJob` into one file when all of its tasks have ended: the link after it."""
+    """Job that merges the results of a `SweepJob` into one file after all tasks have ended."""
 
     template: ClassVar[str] = "merge.sbatch.j2"
 
@@ -136,20 +126,19 @@ class MergeJob(BatchJob):
 
     @classmethod
     def of(cls, job: SweepJob) -> "MergeJob":
-        """Return the job for the results of ``job``: one core, in the same partition and at the same expense."""
+        """Return the merge job for the sweep ``job``, with one core and the partition and account of ``job``."""
         same = {name: getattr(job, name) for name in _OF_MERGED}
         return cls(**same, nodes=1, name=f"{job.name}-merge", walltime=_MERGE_TIME, check=False, link=2, links=2)
 
     def log(self, folder: Path, number: str) -> Path:
-        """Return the path of the log, which is beside the results."""
         return self.run_dir / f"merge-{number}.out"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkJob(BatchJob):
-    """Benchmark, one of the SUITES, on nodes that nobody else uses; ``arguments`` are those of `hpcdist bench SUITE`.
+    """Benchmark suite ``suite`` on exclusive nodes. ``arguments`` are options of `hpcdist bench SUITE`.
 
-    The suite "sweep" measures the trials of ``sweep`` one after the other; ``trial_ranks`` has their ranks.
+    The suite "sweep" measures the trials of ``sweep`` one after the other, with ``trial_ranks`` ranks each.
     """
 
     template: ClassVar[str] = "benchmark.sbatch.j2"
@@ -162,25 +151,22 @@ class BenchmarkJob(BatchJob):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.suite not in SUITES:
-            raise UsageError(f"--bench {self.suite!r}: choose one of {', '.join(SUITES)}")
+            raise UsageError(f"--bench {self.suite!r}: unknown suite; choose one of {', '.join(SUITES)}")
         _check_trials(self, self.trial_ranks)
         if bool(self.sweep) != (self.suite == SWEEP):
-            raise UsageError(f"--bench {self.suite}: a sweep file belongs to the suite sweep, and to no other")
+            raise UsageError(f"--bench {self.suite}: only the suite sweep takes a sweep file")
         if self.links > 1 or self.restarts or self.survive != "none":
-            raise UsageError("--chain, --restarts and --survive are for trainings; leave them out with --bench")
+            raise UsageError("--chain, --restarts and --survive are only for trainings; leave them out with --bench")
 
     @property
     def on_all_ranks(self) -> bool:
-        """Whether all ranks of the job run the benchmark together."""
+        """Whether all ranks of the job run the benchmark together. Otherwise the benchmark starts ranks itself."""
         return SUITES[self.suite]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServersJob(BatchJob):
-    """A training whose parameter servers have nodes of their own, of another kind: a heterogeneous job.
-
-    The workers are the ranks on ``nodes``, and the first of the world; the servers are the last, as recipes have it.
-    """
+    """Training with parameter servers (its last ranks) on separate nodes: a heterogeneous Slurm job."""
 
     template: ClassVar[str] = "servers.sbatch.j2"
 
@@ -198,41 +184,40 @@ class ServersJob(BatchJob):
             raise UsageError("--server-partition is empty; give a name, or leave the option out")
         if self.spare_nodes or self.survive != "none":
             raise UsageError(
-                "--spare-nodes and --survive with --server-nodes: srun starts both kinds of nodes as one, and ends all "
-                "with the first; use --restarts, or leave them out"
+                "--spare-nodes and --survive with --server-nodes: srun starts workers and servers as a single step; "
+                "use --restarts, or leave them out"
             )
         for argument in self.server_sbatch_args:
-            # Checks it as it does others; nodes of another kind may have other features, memory and QOS.
+            # Same checks as for sbatch_args, but server nodes may have other features, memory and QOS.
             alone = dataclasses.replace(self, server_sbatch_args=(), constraint=None, mem=None, qos=None)
             dataclasses.replace(alone, sbatch_args=(argument,))
 
     @property
     def server_gpus_per_node(self) -> int:
-        """GPUs of a node of servers: one a rank where workers have some, since a server computes as they do."""
+        """GPUs per server node: one per rank if the workers have GPUs, else 0."""
         return self.server_ranks_per_node if self.gpus_per_node else 0
 
     @property
     def gpus_of_nodes(self) -> set[int]:
-        """The GPUs that are asked for of a node of each kind."""
+        """Set of the numbers of GPUs per node: for worker nodes and for server nodes."""
         return {self.gpus_per_node, self.server_gpus_per_node}
 
     @property
     def servers(self) -> int:
-        """Number of ranks that serve."""
+        """Number of parameter server ranks."""
         return self.server_nodes * self.server_ranks_per_node
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of the whole job, servers included."""
+        """Number of ranks of the job: workers and servers."""
         return super().ranks + self.servers
 
 
 def _check_trials(job: BatchJob, trial_ranks: tuple[int, ...]) -> None:
-    """Raise UsageError for a trial that has more ranks than the job."""
     for trial, ranks in enumerate(trial_ranks):
         if ranks > job.ranks:
             raise UsageError(
-                f"trial {trial} of the sweep has {counted(ranks, 'rank')}, and {counted(job.nodes, 'node')} x "
-                f"{counted(job.ranks_per_node, 'rank')} hold {job.ranks}; use --nodes "
+                f"trial {trial} of the sweep has {counted(ranks, 'rank')}, but {counted(job.nodes, 'node')} x "
+                f"{counted(job.ranks_per_node, 'rank')} provide {job.ranks}; use --nodes "
                 f"{-(-ranks // job.ranks_per_node)}, or more --ranks-per-node"
             )

@@ -1,4 +1,4 @@
-"""Description of a batch job: shape, limits and what it trains, checked before any scheduler sees it."""
+"""Description of a batch job (size, limits, input), validated before a scheduler sees it."""
 
 import hashlib
 import os
@@ -14,14 +14,13 @@ import hpcdist
 from hpcdist.comm.launch.exit_file import SURVIVE_MODES
 from hpcdist.errors import MissingCapabilityError, UsageError
 
-TEMPLATES: Final = "templates"  # of job scripts
-PROFILES: Final = "profiles"  # of sites: generic/ and machines/
+TEMPLATES: Final = "templates"  # job scripts
+PROFILES: Final = "profiles"  # site profiles: generic/ and machines/
 INSTALL: Final = "install"  # for administrators: epilog, Apptainer, Spack, EasyBuild
-MONITORING: Final = "monitoring"  # of Prometheus and Grafana
+MONITORING: Final = "monitoring"  # Prometheus and Grafana
 MODULEFILES: Final = "modulefiles"
 
-# Folder -> where it lies in the clone. In a wheel the same path lies in hpcdist/batch: setup.cfg maps slurm/ and
-# modulefiles/ there, as packages of data.
+# Folder -> its path in a clone. In a wheel the same path is in hpcdist/batch (see the package data in setup.cfg).
 _PATHS: Final = {
     TEMPLATES: "slurm/templates",
     PROFILES: "slurm/profiles",
@@ -32,21 +31,21 @@ _PATHS: Final = {
 
 
 def folder(name: str) -> Path:
-    """Return one of the folders above. Raises MissingCapabilityError where neither a wheel nor a clone has it."""
+    """Return the path of this installation's data folder ``name``. Raises MissingCapabilityError if it is missing."""
     clone = Path(hpcdist.__file__).resolve().parents[1]
     places = [root / _PATHS[name] for root in (Path(str(files("hpcdist.batch"))), clone)]
     for place in places:
         if place.is_dir():
             return place
     raise MissingCapabilityError(
-        f"this installation has no {name} of hpcdist (looked in {places[0]} and {places[1]}); install the wheel again, "
-        "or use a complete clone"
+        f"this installation has no folder {name} (searched {places[0]} and {places[1]}); reinstall the wheel, or use a "
+        "complete clone"
     )
 
 
 SURVIVE: Final = ("none", *SURVIVE_MODES)
-RECIPE_FILE: Final = "recipe.toml"  # of a run directory, as `hpcdist.training` names it, which is slow to load
-# Benchmark -> whether all ranks of the job run it; the others start ranks themselves.
+RECIPE_FILE: Final = "recipe.toml"  # in a run directory; repeated here because `hpcdist.training` is slow to import
+# Benchmark suite -> True if all ranks of the job run it; the other suites start ranks themselves.
 SWEEP: Final = "sweep"
 SUITES: Final[Mapping[str, bool]] = {
     "collectives": True,
@@ -55,8 +54,8 @@ SUITES: Final[Mapping[str, bool]] = {
     "data": False,
     SWEEP: False,
 }
-RESOURCES: Final = ("qos", "constraint", "mem")  # fields that sbatch has as options
-MAX_SIGNAL_S: Final = 65535  # of sbatch --signal
+RESOURCES: Final = ("qos", "constraint", "mem")  # fields that are also sbatch options
+MAX_SIGNAL_S: Final = 65535  # limit of sbatch --signal
 
 _WALLTIME: Final = re.compile(
     r"(?:(?P<days>\d{1,4})-)?(?P<hours>\d{1,4}):(?P<minutes>[0-5]\d):(?P<seconds>[0-5]\d)", re.ASCII
@@ -64,7 +63,7 @@ _WALLTIME: Final = re.compile(
 _MEMORY: Final = re.compile(r"(\d{1,9})([KMGT]?)", re.ASCII | re.IGNORECASE)
 _MIB: Final = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
 _SBATCH_ARGUMENT: Final = re.compile(r"(?P<option>--[a-z][a-z0-9-]*)(=.*)?", re.DOTALL)
-# Options of sbatch that the script has, and what to use in place of them; it would not work with others.
+# sbatch options that hpcdist's script sets, with the hpcdist option to use instead.
 _OWNED: Final = {
     "--job-name": "use --job-name",
     "--nodes": "use --nodes",
@@ -77,50 +76,45 @@ _OWNED: Final = {
     "--signal": "use --signal-seconds",
     "--output": "the log of all starts is hpcdist-<job>.out",
     "--open-mode": "the log of all starts is hpcdist-<job>.out",
-    "--requeue": "it does until all steps are done, but with --chain",
-    "--no-requeue": "--chain does without, and so does a profile of the site with scheduler.requeue = false",
+    "--requeue": "it is requeued until all steps are done, except with --chain",
+    "--no-requeue": "use --chain, or a site profile with scheduler.requeue = false",
     "--chdir": "submit from that directory",
-    "--test-only": "use --dry-run; submit asks Slurm in any case",
-    "--wait": "`hpcdist jobs status` tells when the job has ended",
-    "--wrap": "the script is that of hpcdist",
-    "--dependency": "use --chain for jobs that go on with one another",
+    "--test-only": "use --dry-run; submit always tests with Slurm first",
+    "--wait": "check `hpcdist jobs status` for the end of the job",
+    "--wrap": "hpcdist writes the script",
+    "--dependency": "use --chain for consecutive jobs",
     "--array": "use --array",
 }
 _OWNED_WITH_GPU: Final = {
     "--gpus-per-node": "use --gpus-per-node",
-    "--gpu-bind": "the site profile says it, with gpu.bind",
+    "--gpu-bind": "set gpu.bind in the site profile",
 }
 _OWNED_WITH_MEM: Final = {"--mem-per-cpu": "use --mem", "--mem-per-gpu": "use --mem"}
-_OWNED_WITH_BEGIN: Final = {"--begin": "--carbon says when"}
+_OWNED_WITH_BEGIN: Final = {"--begin": "--carbon sets the start time"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchJob:
-    """A training on ``nodes`` x ``ranks_per_node`` ranks.
+    """Training on ``nodes`` x ``ranks_per_node`` ranks.
 
-    ``walltime`` is written as Slurm reads it, and None leaves it to the partition. ``signal_s`` seconds before its end
-    the job saves and is started again. ``recipe`` is the text of a whole recipe, which every start trains in
-    ``run_dir``; or, where there is none, ``sweep`` is that of a sweep which needs no other file, or ``program`` has the
-    words of a command, which every start runs, with its run directory and the variables ``program_keys``
-    (HPCDIST_SET__..., pairs of name and value). ``mem`` is the memory of a node as Slurm reads it ("0": all of it),
-    ``constraint`` what nodes must have, and ``qos`` a quality of service. ``sbatch_args`` are further options of the
-    scheduler, ``mpi_args`` of the launcher. ``python`` runs hpcdist, and finds it in ``python_path`` where that is not
-    None.
+    Input, one of three: ``recipe``, the text of a complete recipe, which every start trains in ``run_dir``; ``sweep``,
+    the text of a self-contained sweep; or ``program``, a command line, with the environment variables ``program_keys``.
 
-    A start that fails is repeated, up to ``restarts`` times, inside of the job, whose ``spare_nodes`` then take the
-    place of nodes that it has lost. With ``survive`` other than "none" it outlives its ranks: see `hpcdist run`.
+    Resources: ``walltime`` in Slurm's format (None: the partition's default). The job saves and restarts ``signal_s``
+    seconds before its end. ``mem``: memory per node in Slurm's format ("0": all). ``constraint``: required node
+    features. ``sbatch_args`` and ``mpi_args``: additional options. ``begin``: earliest start time, with time zone.
 
-    It is link ``link`` of a chain of ``links`` jobs, each of which goes on where the one before it stopped; a job alone
-    is requeued in place of that. After ``most_fruitless`` starts in a row that saved nothing new none is made (0: there
-    always is).
+    Failures: ``restarts``: maximum number of restarts within the job. ``spare_nodes``: nodes that replace lost nodes.
+    ``survive``: see `hpcdist run`. The job is number ``link`` of a chain of ``links`` jobs. ``most_fruitless``: maximum
+    number of consecutive starts without a new checkpoint (0: no limit).
 
-    ``python_of_ranks`` runs hpcdist on the ranks, where ``python`` does not (words, as of a container). ``environment``
-    is an archive that each node unpacks for itself, ``data`` a file or directory that it copies; both lie in ``local``
-    then. With ``warmup`` each node compiles the kernels first. With ``check`` the ranks look at their nodes and at
-    one another before they train. ``begin`` (aware) is when the job may start.
+    Software: ``python``: interpreter that runs hpcdist. ``python_path``: folder to import hpcdist from, or None.
+    ``python_of_ranks``: interpreter on the ranks, if different. ``environment``: archive to unpack into ``local``.
+    ``data``: file or directory to copy to ``local``. ``warmup``: compile the kernels first. ``check``: check the nodes
+    first.
     """
 
-    template: ClassVar[str | None] = None  # None: that of a training, which each scheduler has
+    template: ClassVar[str | None] = None  # None: the scheduler's template of a training
 
     nodes: int
     python: str
@@ -167,21 +161,21 @@ class BatchJob:
         if not 1 <= self.link <= self.links:
             raise UsageError(f"--chain {self.links}: give the number of jobs, at least 1")
         if self.restarts < 0:
-            raise UsageError(f"--restarts {self.restarts}: give how often a failed start is repeated, or 0")
+            raise UsageError(f"--restarts {self.restarts}: must be at least 0 restarts")
         if self.spare_nodes < 0 or (self.spare_nodes and not self.restarts):
             raise UsageError(
-                f"--spare-nodes {self.spare_nodes}: they take the place of failed nodes when the training starts "
-                "again; add --restarts, or leave them out"
+                f"--spare-nodes {self.spare_nodes}: spare nodes replace failed nodes in a restart; add --restarts, or "
+                "leave --spare-nodes out"
             )
         if self.environment is not None and self.python_of_ranks:
             raise UsageError(
-                "--stage-environment with a container: the image has an environment of its own; leave one of them out"
+                "--stage-environment with a container: the image already has an environment; leave one of them out"
             )
         if self.survive not in SURVIVE:
             raise UsageError(f"--survive {self.survive}: choose one of {', '.join(SURVIVE)}")
         if self.program and self.survive != "none":
             raise UsageError(
-                f"--survive {self.survive}: only the training of a recipe goes on without a rank, not "
+                f"--survive {self.survive}: only the training of a recipe can continue without a rank, not "
                 f"{self.program[0]}; leave it out, or use --restarts"
             )
         for name in ("name", "partition", "account", "qos", "constraint"):
@@ -203,9 +197,9 @@ class BatchJob:
         with_own_options = {f"--{name}": f"use --{name}" for name in RESOURCES if getattr(self, name) is not None}
         for owned, cure in (_OWNED | with_gpu | with_begin | with_own_options | with_mem).items():
             if owned in ("--requeue", "--no-requeue") and owned.startswith(match["option"]):
-                raise UsageError(f"--sbatch-arg {argument!r}: the script says whether the job is requeued; {cure}")
+                raise UsageError(f"--sbatch-arg {argument!r}: the script controls requeueing; {cure}")
             if owned.startswith(match["option"]):  # sbatch takes abbreviations
-                raise UsageError(f"--sbatch-arg {argument!r} contradicts {owned} of the script; {cure}")
+                raise UsageError(f"--sbatch-arg {argument!r} conflicts with {owned} of the script; {cure}")
 
     def _check_times(self) -> None:
         limit_s = None if self.walltime is None else walltime_s(self.walltime)
@@ -213,46 +207,43 @@ class BatchJob:
             raise UsageError(f"--signal-seconds {self.signal_s}: it must be between 1 and {MAX_SIGNAL_S}")
         if limit_s is not None and self.signal_s >= limit_s:
             raise UsageError(
-                f"--signal-seconds {self.signal_s} is not less than the walltime {self.walltime} ({limit_s} s): the "
-                "job would be told to stop before it starts; use a longer --time, or fewer --signal-seconds"
+                f"--signal-seconds {self.signal_s} must be less than the walltime {self.walltime} ({limit_s} s): the "
+                "job would be stopped before it starts; use a longer --time, or fewer --signal-seconds"
             )
 
     @property
     def input_text(self) -> str:
-        """The text that its starts read: that of the recipe, or of the sweep; "" for a program."""
+        """The text of the recipe or of the sweep; "" for a program."""
         return self.recipe or self.sweep
 
     @property
     def input_file(self) -> Path:
-        """The file of that text, in the run directory, named by its content: no later submission changes it."""
+        """Path of the file with `input_text`. Its name contains a digest, so later submissions do not overwrite it."""
         digest = hashlib.blake2b(os.fsencode(self.input_text), digest_size=4).hexdigest()
         return self.run_dir / f"job-{digest}.toml"
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of the whole job."""
+        """Number of ranks of the job."""
         return self.nodes * self.ranks_per_node
 
     @property
     def gpus_of_nodes(self) -> set[int]:
-        """The GPUs that are asked for of a node: one number, unless there are nodes of several kinds."""
+        """Set of the numbers of GPUs per node. It has several elements if groups of nodes differ, as with servers."""
         return {self.gpus_per_node}
 
     @property
     def followers(self) -> "tuple[BatchJob, ...]":
-        """The jobs that start when this one has ended, each after the one before, beside the links of its chain."""
+        """Jobs to submit after the jobs of the chain. Each of these jobs starts when the previous job has ended."""
         return ()
 
     def log(self, folder: Path, number: str) -> Path:
-        """Return where the log goes when the job has the ``number`` and was submitted from ``folder``."""
+        """Return the path of the log of the job with ``number``, submitted from the directory ``folder``."""
         return folder / f"hpcdist-{number}.out"
 
 
 def walltime_s(text: str, option: str = "--time") -> int:
-    """Return the seconds of a walltime: D-HH:MM:SS, HH:MM:SS or minutes. Raises UsageError for anything else.
-
-    Slurm reads 10:00 as ten minutes, which is easily meant as ten hours: so two fields are refused.
-    """
+    """Convert D-HH:MM:SS, HH:MM:SS or minutes to seconds. Raises UsageError. 10:00 is ambiguous and an error."""
     match, seconds = _WALLTIME.fullmatch(text), 0
     if match is None:
         seconds = int(text) * 60 if re.fullmatch(r"\d{1,9}", text, re.ASCII) else 0
@@ -261,14 +252,14 @@ def walltime_s(text: str, option: str = "--time") -> int:
         seconds = (hours * 60 + int(match["minutes"])) * 60 + int(match["seconds"])
     if seconds < 60:
         raise UsageError(
-            f"{option} {text!r}: expected D-HH:MM:SS, HH:MM:SS or whole minutes, at least one minute in all; "
+            f"{option} {text!r}: expected D-HH:MM:SS, HH:MM:SS or whole minutes, at least one minute; "
             "for example 1-12:00:00, 00:30:00 or 90"
         )
     return seconds
 
 
 def memory_mib(text: str, option: str = "--mem") -> float:
-    """Return the MiB of a memory size: a number, of MiB, or with K, M, G or T. Raises UsageError for anything else."""
+    """Convert a memory size (number in MiB, or with suffix K, M, G or T) to MiB. Raises UsageError."""
     match = _MEMORY.fullmatch(text)
     if match is None:
         raise UsageError(f"{option} {text!r}: expected MiB, or a number with K, M, G or T; for example 4000 or 200G")

@@ -1,8 +1,7 @@
-"""Render the script of a job, write it beside the run, submit it to the scheduler, and enter it in the ledger.
+"""Render the script of a job, write it to the run directory, submit it, and record it in the ledger.
 
-Rendering is pure. Templates are Jinja in a sandbox, since a site profile may replace blocks of them, and every value is
-quoted for the language it lands in: bash, #SBATCH lines or #PBS lines. The modules that talk to a scheduler are
-imported late: printing a script is instant.
+Rendering is pure. Templates run in a Jinja sandbox, because site profiles may replace blocks. Every value is quoted for
+its language: bash, #SBATCH or #PBS lines. Scheduler modules are imported late, so that printing a script is fast.
 """
 
 import fcntl
@@ -30,7 +29,7 @@ from hpcdist.reporting import template as template_files
 from hpcdist.reporting.nearest import suggestion
 from hpcdist.reporting.template import Templates, block_names
 
-# Scheduler of a site -> the template of a training, from whose name that of the script in the run directory is made.
+# Scheduler of a site -> template of a training. The script in the run directory gets the suffix of its template.
 TEMPLATES: Final = {"slurm": "train.sbatch.j2", "pbs": "train.pbs.j2", "none": "train.sh.j2"}
 CODES: Final = SimpleNamespace(
     failure=errors.FAILURE, missing=errors.MISSING_CAPABILITY, requeue=errors.REQUEUE, storage=errors.STORAGE
@@ -39,24 +38,24 @@ CODES: Final = SimpleNamespace(
 _WRITE_CURE: Final = "free space there, or choose another --out"
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.,:@%+=/-]+")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-_SITE_PREFIX: Final = "of the site"  # name of the template that has a profile's blocks
+_SITE_PREFIX: Final = "of the site"  # name of the template made from a profile's blocks
 
 
 def render(job: BatchJob, site: SiteProfile) -> str:
-    """Return the script of ``job`` at ``site``.
+    """Return the text of the job script of ``job`` at ``site``.
 
-    Raises UsageError for a value that no directive can hold, and ConfigurationError for a block of the profile that no
-    template has, or that is no Jinja.
+    Raises UsageError for a value that cannot be quoted in a directive. Raises ConfigurationError if a block in the site
+    profile is unknown or is invalid Jinja.
     """
     job = site.complete(job)
     templates = environment()
     name = job.template or TEMPLATES[site.scheduler.kind]
     if site.blocks:
         _check_blocks(templates, site)
-        own = [key for key in site.blocks if key in block_names(templates, name)]
-        # The blocks of the profile become a template that extends the shipped one: {{ super() }} is the shipped block.
-        # A block of another template is left out here: Jinja would silently never render it.
-        text = "".join(f"{{% block {key} %}}\n{site.blocks[key]}{{% endblock %}}\n" for key in own)
+        site_blocks = [key for key in site.blocks if key in block_names(templates, name)]
+        # The blocks become a template that extends the shipped template: {{ super() }} is the shipped block.
+        # Blocks of other templates are left out; Jinja would ignore them silently.
+        text = "".join(f"{{% block {key} %}}\n{site.blocks[key]}{{% endblock %}}\n" for key in site_blocks)
         templates = template_files.extended(templates, _SITE_PREFIX, name, text)
         name = _SITE_PREFIX
     try:
@@ -75,7 +74,7 @@ def render(job: BatchJob, site: SiteProfile) -> str:
 
 
 def environment() -> Templates:
-    """Return the templates of this installation, in which an unknown name is an error and not an empty text."""
+    """Return the Jinja environment with this installation's templates. It raises an error for undefined names."""
     return _environment(batch_job.folder(batch_job.TEMPLATES))
 
 
@@ -97,17 +96,14 @@ def _environment(folder: Path) -> Templates:
 
 
 def _begin(moment: datetime, scheduler: str = "slurm") -> str:
-    from hpcdist.batch import carbon  # late: few jobs have a time to begin at
+    from hpcdist.batch import carbon  # late: few jobs use it
 
     return carbon.begin_text(moment, scheduler)
 
 
 def directive(value: object) -> str:
-    r"""Return ``value`` quoted for sbatch's parser of #SBATCH lines, which takes \ as an escape in any quotes.
-
-    Raises UsageError for control characters: a newline would end the line, and begin another option or a command.
-    """
-    text = _one_line(value, "no #SBATCH line can hold")
+    """Quote ``value`` for #SBATCH lines, where a backslash escapes. Raises UsageError for control characters."""
+    text = _one_line(value, "an #SBATCH line cannot contain")
     if _PLAIN.fullmatch(text):
         return text
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
@@ -115,22 +111,18 @@ def directive(value: object) -> str:
 
 
 def pbs(value: object) -> str:
-    """Return ``value`` as one word of a #PBS line: letters, digits and _.,:@%+=/- and nothing else.
-
-    What PBS makes of quotes and escapes differs between its versions and derivatives: so nothing is quoted, and
-    UsageError raised for what would need it.
-    """
+    """Return ``value`` unquoted, for a #PBS line. Raises UsageError for characters that would need quotes."""
     text = str(value)
     if not _PLAIN.fullmatch(text):
         raise UsageError(
-            f"{text!r}: a #PBS line holds letters, digits and _ . , : @ % + = / - alone; choose other names"
+            f"{text!r}: a #PBS line may only contain letters, digits and _ . , : @ % + = / -; choose other names"
         )
     return text
 
 
 def comment(value: object) -> str:
-    """Return ``value`` as part of a comment line. Raises UsageError where it would end the line."""
-    return _one_line(value, "no comment can hold")
+    """Return ``value`` as text for a comment line of a job script. Raises UsageError for control characters."""
+    return _one_line(value, "a comment cannot contain")
 
 
 def _one_line(value: object, refused: str) -> str:
@@ -141,19 +133,18 @@ def _one_line(value: object, refused: str) -> str:
 
 
 def _memory(text: str) -> str:
-    """Return a memory size of Slurm's as PBS writes it: 200G is 200gb, and a bare number is of MiB in both."""
+    """Convert a memory size from Slurm's format to PBS's: 200G to 200gb. Both read a plain number as MiB."""
     number = text.rstrip("KMGTkmgt")
     return number + (text[len(number) :].lower() or "m") + "b"
 
 
 def _variable(name: str) -> str:
     if not _VARIABLE.fullmatch(name):
-        raise ConfigurationError(f"{name!r} is no name of an environment variable")
+        raise ConfigurationError(f"{name!r} is not a valid environment variable name")
     return name
 
 
 def _rank_python(job: BatchJob, site: SiteProfile) -> tuple[str, ...]:
-    """Return the words that run Python on the ranks, none where it is that of the job."""
     words = job.python_of_ranks
     if job.environment is not None:
         words = (f"{job.local}/environment/bin/python",)
@@ -164,39 +155,38 @@ def _rank_python(job: BatchJob, site: SiteProfile) -> tuple[str, ...]:
 
 
 def _orders_gpus(job: BatchJob, site: SiteProfile) -> bool:
-    """Whether ranks take GPUs in the order of the site: where each node gives all, or some are not there."""
+    """Return True if the GPU order of the site profile applies: the job uses all GPUs of each node."""
     return job.gpus_of_nodes == {len(site.gpu.order)} and job.gpus_per_node > 0
 
 
 def _check_blocks(templates: Templates, site: SiteProfile) -> None:
-    """Raise ConfigurationError for a block of the profile that no template has, with the nearest one."""
-    known = sorted(set().union(*(block_names(templates, name) for name in templates.list_templates(["j2"]))))
+    shipped = sorted(set().union(*(block_names(templates, name) for name in templates.list_templates(["j2"]))))
     for name in site.blocks:
-        if name not in known:
+        if name not in shipped:
             raise ConfigurationError(
-                f"[blocks] of the site {site.name!r}: no template has a block {name!r}; {suggestion(name, known)}"
+                f"[blocks] of the site {site.name!r}: no template has a block {name!r}; {suggestion(name, shipped)}"
             )
 
 
 @dataclass(frozen=True)
 class SubmittedJob:
-    """Job in the queue: its number, and where its log goes."""
+    """A submitted job: its number and the path of its log."""
 
     number: str
     log: Path
 
 
 def chain(job: BatchJob, site: SiteProfile) -> list[tuple[BatchJob, str]]:
-    """Return the links of the chain of ``job`` and what follows it, with their scripts (local)."""
+    """Return pairs (job, script) to submit: the jobs of the chain of ``job``, then its follower jobs. Local."""
     links = [*(replace(job, link=number) for number in range(1, job.links + 1)), *job.followers]
     return [(link, render(link, site)) for link in links]
 
 
 def submit(links: Sequence[tuple[BatchJob, str]], site: SiteProfile, folder: Path) -> Iterator[SubmittedJob]:
-    """Hand the scripts to the scheduler of ``site``, each to start after the one before; logs go into ``folder``.
+    """Submit ``links``, pairs (job, script), at ``site``. Each job starts after the previous job has ended.
 
-    Each job is entered in the ledger of its run, and yielded before the next is submitted: of a chain that the
-    scheduler takes in part, its numbers are known. Raises what `slurm.submit` does, and StorageError.
+    Logs go into ``folder``. Each job is recorded in the ledger and yielded before the next job is submitted, so the
+    numbers of a partially submitted chain are available. Raises StorageError and the errors of `slurm.submit`.
     """
     if site.scheduler.kind == "slurm":
         from hpcdist.batch.schedulers.slurm import submit
@@ -213,29 +203,29 @@ def submit(links: Sequence[tuple[BatchJob, str]], site: SiteProfile, folder: Pat
         submitted.append(SubmittedJob(number, log))
         scheduler = "local" if site.scheduler.kind == "none" else site.scheduler.kind
         values = {"scheduler": scheduler, "site": site.name, "name": job.name, "log": str(log), "script": str(path)}
-        # The chain so far is entered with each link: `jobs cancel` finds the later links by the newest entry.
+        # Each link records the chain so far: `jobs cancel` finds later links by the newest entry.
         try:
             ledger.record(
                 job.run_dir, ledger.SUBMITTED, job=number, **values, chain=[earlier.number for earlier in submitted]
             )
         except StorageError as error:
-            raise StorageError(f"job {number} is submitted, but {error}") from error
+            raise StorageError(f"job {number} was submitted, but {error}") from error
         yield submitted[-1]
 
 
 def script_with_input(job: BatchJob, text: str) -> str:
-    """Return the script ``text`` of ``job`` with its input file as comments at the end: complete, and never parsed."""
+    """Return the job script ``text`` for `--dry-run`, followed by the input file of ``job`` as comment lines."""
     if not job.input_text:
         return text
     lines = "".join(f"#: {line}\n" for line in job.input_text.removesuffix("\n").split("\n"))
-    return f"{text}\n# `hpcdist submit` puts this into the file that the script reads:\n{lines}"
+    return f"{text}\n# `hpcdist submit` writes these lines to the input file of the script:\n{lines}"
 
 
 @contextmanager
 def exclusive(run_dir: Path) -> Iterator[None]:
-    """Wait until nobody else submits jobs of ``run_dir``, and keep others from it: two at once would both submit.
+    """Lock ``run_dir`` so that only one process submits jobs for it. Raises StorageError.
 
-    Where the file system has no locks, they are not kept from it. Raises StorageError.
+    No lock is taken if the file system has no locks.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -245,15 +235,15 @@ def exclusive(run_dir: Path) -> Iterator[None]:
             f"{run_dir / ledger.FILE_NAME} cannot be written: {error.strerror}; choose another --out"
         ) from error
     try:
-        with suppress(OSError):  # a file system without locks: better two jobs than none
-            fcntl.flock(fd, fcntl.LOCK_EX)  # on the ledger itself: no lock file is left behind
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(fd, fcntl.LOCK_EX)  # on the ledger itself: no lock file remains
         yield
     finally:
         os.close(fd)
 
 
 def unfinished_states(run_dir: Path) -> Mapping[str, str]:
-    """Return the jobs of ``run_dir`` that wait or run, by number, with their states (asks the scheduler)."""
+    """Ask the scheduler and return the states of the waiting and running jobs of ``run_dir``, by job number."""
     from hpcdist.batch.schedulers import dispatch
 
     states = dispatch.states(job.id for job in ledger.jobs(ledger.read(run_dir)).values() if not job.is_ended)
@@ -263,19 +253,18 @@ def unfinished_states(run_dir: Path) -> Mapping[str, str]:
 
 
 def script_path(job: BatchJob, site: SiteProfile) -> Path:
-    """Return where the script of ``job`` is kept, to read or to submit by hand."""
+    """Return the path at which `hpcdist submit` stores the script of ``job``."""
     suffix = TEMPLATES[site.scheduler.kind].removeprefix("train.").removesuffix(".j2")
     link = f"-{job.link}" if job.links > 1 else ""
     return job.run_dir / f"job{link}.{suffix}"
 
 
 def _submit_one(job: BatchJob, text: str, site: SiteProfile, folder: Path, after: str | None) -> tuple[str, Path]:
-    """Return the number of the job, and where its log goes."""
     from hpcdist.batch.schedulers import local, pbs
     from hpcdist.batch.schedulers.slurm import submit
 
     if site.scheduler.kind == "none":
-        log = folder / f"hpcdist-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.out"  # its number is not known yet
+        log = folder / f"hpcdist-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.out"  # the number is not yet known
         return local.submit(text, log, job.begin), log
     number = submit.submit(text, after) if site.scheduler.kind == "slurm" else pbs.submit(text, after)
     return number, job.log(folder, number)

@@ -1,11 +1,8 @@
-"""Checkpoints: one shard per writer and a manifest, saved on any number of ranks and restored on any other.
+"""Checkpoints: one shard per writer and a manifest, saved on any number of ranks and restored on any other number.
 
-Floor 5: imports models and everything below, no other package of this floor. `format` is what lies on the disk,
-`saving` and `restoring` the two directions, `partner` the copies in memory that survive the death of a rank,
-`convert` files of other formats; beside them are the directory, its lock, listing, verification, pruning and
-striping. Begin with `saving.two_phase.save` and `restoring.restore.restore`.
-
-The names in ``__all__`` are part of the public API: see `hpcdist.checkpoint.state`.
+Floor 5: imports models and everything below, no other package of this floor. `format` has the files on disk, `saving`
+and `restoring` write and read them, `partner` keeps in-memory copies that survive the death of a rank, `convert`
+handles other file formats. Start with `saving.two_phase.save` and `restoring.restore.restore`. Public API: ``__all__``.
 """
 
 import importlib
@@ -18,7 +15,7 @@ __all__ = ["Sharded", "load", "save"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name at its first use: importing a module of this package loads no MPI."""
+    """Import a public name on first use, so that importing this package does not load MPI."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("hpcdist.checkpoint.state"), name)

@@ -1,4 +1,4 @@
-"""Configuration of checkpoints: the ``[checkpoint]`` section of a recipe. Imports nothing but `reporting`."""
+"""Configuration of checkpoints: the ``[checkpoint]`` section of a recipe. Imports only `reporting`."""
 
 import math
 import shlex
@@ -13,20 +13,19 @@ OBSERVED: Final = "observed"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Section ``[checkpoint]``: when a run is saved, by which ranks, and which checkpoints are kept.
+    """Section ``[checkpoint]``: when a run is saved, which ranks write, and which checkpoints are kept.
 
-    A run is saved at its end and every ``every_steps`` steps (0: at the end only); the newest ``keep`` stay.
-    ``writers`` says who writes files: every "rank", one rank of a "node", or so many ranks (a number). The others send
-    them what they hold. ``asynchronous``: steps go on while threads write a copy of the state, which takes its memory
-    once more, or space in ``local_directory``, on a disk of the node. ``incremental``: what has not changed since the
-    checkpoint before is linked, not written again, which pays for frozen layers only.
-
-    ``mtbf_s`` is the mean time between failures of the job, in the place of ``every_steps``: the run is saved when the
-    interval of `hpcdist.strategies.core.daly_interval.daly` is over, by the measured cost of a save (0: not used;
-    "observed": the time that all starts of the run have lasted, over the number of those that failed and one more).
-    ``keep_every`` keeps the first checkpoint of each so many steps, too, and ``keep_best`` those with the lowest
-    validation loss, which is then computed before each save (0: none). ``stripe`` spreads them over the servers of a
-    Lustre or BeeGFS ("auto", "none", or options of its tool).
+    Args:
+        every_steps: Number of steps between saves. The end of the run is always saved (0: only the end).
+        mtbf_s: Mean time between failures of the job. If not 0, `hpcdist.strategies.core.daly_interval.daly` derives
+            the save interval. "observed": run time of all starts / (failed starts + 1).
+        keep: Number of newest checkpoints to keep.
+        keep_every: Also keep the first checkpoint at or after each multiple of this number of steps (0: none).
+        keep_best: Also keep this number of checkpoints with the lowest validation loss (0: none).
+        stripe: Striping on Lustre or BeeGFS: "auto", "none", or options of the tool.
+        writers: "rank" (every rank), "node" (one rank per node), or the number of ranks that write.
+        asynchronous: Threads write a copy of the state, in memory or ``local_directory``, during training.
+        incremental: Hard-link data that has not changed since the last checkpoint.
     """
 
     every_steps: int = 0
@@ -45,7 +44,7 @@ class CheckpointConfig:
 
 
 def _options(text: str) -> list[str]:
-    """Return the options in ``text``, none where they are not what a shell would take for options."""
+    """Return the words of ``text`` as a list if they look like command-line options, else []."""
     try:
         words = shlex.split(text)
     except ValueError:
@@ -63,21 +62,21 @@ RULES: Final = (
     ),
     rule(
         "checkpoint.local_directory with checkpoint.asynchronous=false",
-        "a state would be written there and copied while all ranks wait",
+        "the state would be written to the local disk and copied while all ranks wait",
         "set checkpoint.asynchronous = true",
     ),
     rule(
         "checkpoint.incremental with checkpoint.writers!=rank where checkpoint.asynchronous=false",
-        "a writer would have to be sent what it then leaves out",
+        "a rank would have to send data that its writer then skips",
         "set checkpoint.asynchronous = true, or writers = 'rank'",
     ),
     *at_least(0, "checkpoint.keep_every", "checkpoint.keep_best", expected="give a number, or 0 for none"),
     must(
         "checkpoint.mtbf_s",
         lambda mtbf_s: mtbf_s == OBSERVED or (not isinstance(mtbf_s, str) and 0 <= mtbf_s < math.inf),
-        "give the seconds between two failures of the job, 'observed', or 0",
+        "give the mean time between failures in seconds, 'observed', or 0",
     ),
-    rule("checkpoint.mtbf_s with checkpoint.every_steps", "one of them says when to save", "set the other to 0"),
+    rule("checkpoint.mtbf_s with checkpoint.every_steps", "only one of the two may set the interval", "set one to 0"),
     must(
         "checkpoint.stripe",
         lambda text: text in ("auto", "none") or _options(text),

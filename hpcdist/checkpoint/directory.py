@@ -1,10 +1,7 @@
 """Directory of checkpoints: names, the atomic commit, the retention rule, and the removal of old checkpoints.
 
-``step-N.tmp`` is being written, ``step-N`` is complete, ``step-N.replaced`` is the older of two while one takes the
-other's place, ``step-N.abandoned`` lies beyond a step from which the run was continued anew.
-
-`Retention` says which checkpoints stay: the newest, one of every so many steps, and those with the lowest validation
-loss. It is a function of steps and losses alone, so that the same checkpoints stay on every call.
+``step-N.tmp`` is being written. ``step-N`` is complete. ``step-N.replaced`` is an old ``step-N`` while a new one
+replaces it. ``step-N.abandoned`` is later than the step from which the run was resumed.
 """
 
 import math
@@ -27,10 +24,12 @@ _NAME: Final = re.compile(r"step-(\d+)(\.tmp|\.replaced)?")
 
 @dataclass(frozen=True)
 class Retention:
-    """Retention rule: the ``last`` checkpoints stay, and those that ``every_steps`` and ``best`` keep (0: none).
+    """Rule for the checkpoints to keep. It depends only on their steps and validation losses.
 
-    ``every_steps`` keeps the first checkpoint of each stretch of so many steps that begins at a multiple; where a run
-    saves at the multiples, these. ``best`` keeps so many with the lowest validation loss.
+    Args:
+        last: Number of newest checkpoints to keep.
+        every_steps: Also keep the first checkpoint at or after each multiple of this number of steps (0: none).
+        best: Also keep this number of checkpoints with the lowest validation loss (0: none).
     """
 
     last: int = 2
@@ -38,28 +37,28 @@ class Retention:
     best: int = 0
 
     def __post_init__(self) -> None:
-        assert self.last >= 1, f"{self.last} checkpoints are kept: one that is thrown away at once saves nothing"
+        assert self.last >= 1, f"Retention.last must be at least 1, got {self.last}"
         assert self.every_steps >= 0 and self.best >= 0
 
     @classmethod
     def of(cls, keep: "int | Retention") -> "Retention":
-        """Return the rule that ``keep`` stands for: a number keeps the newest so many (local)."""
+        """Return ``keep`` as a Retention. A number N means to keep the newest N checkpoints."""
         return keep if isinstance(keep, Retention) else cls(keep)
 
     def kept(self, losses: Mapping[int, float]) -> set[int]:
-        """Return the steps that stay of those in ``losses``, which has a NaN where no loss is known (local)."""
+        """Return the steps to keep. ``losses`` maps each saved step to its validation loss (NaN if it has no loss)."""
         steps = sorted(losses)
         stay = set(steps[-self.last :])
         if self.every_steps:
             first = {step // self.every_steps: step for step in reversed(steps)}
             stay |= {step for stretch, step in first.items() if stretch}
-        known = [step for step in steps if not math.isnan(losses[step])]
-        # Of equal losses the later: the earlier one is no better and has less behind it.
-        return stay | set(sorted(known, key=lambda step: (losses[step], -step))[: self.best])
+        with_loss = [step for step in steps if not math.isnan(losses[step])]
+        # Of equal losses the later checkpoint wins: it has more training.
+        return stay | set(sorted(with_loss, key=lambda step: (losses[step], -step))[: self.best])
 
 
 def loss_of(path: Path) -> float:
-    """Return the validation loss that the checkpoint at ``path`` was saved with; NaN where none is known (local)."""
+    """Return the validation loss stored in the checkpoint at ``path``, or NaN if it has no loss. Local."""
     try:
         loss = manifest.load(path).scalars.get(VAL_LOSS)
         return float(loss) if isinstance(loss, int | float) else math.nan
@@ -68,7 +67,7 @@ def loss_of(path: Path) -> float:
 
 
 def candidates(directory: Path) -> list[tuple[int, Path]]:
-    """Return ``(step, path)`` of everything that is or was to become a checkpoint, the most recent first."""
+    """Return the (step, path) of every checkpoint, also of unfinished and replaced ones, the most recent first."""
     if not directory.is_dir():
         return []
     preference = ["", ".replaced", ".tmp"]
@@ -81,9 +80,9 @@ def candidates(directory: Path) -> list[tuple[int, Path]]:
 
 
 def begin(directory: Path, step: int, inside: Sequence[str] = ()) -> Path:
-    """Make the empty ``step-N.tmp``, with the directories ``inside``, and return it. Raises OSError.
+    """Create an empty directory ``step-N.tmp`` with the subdirectories named in ``inside``, and return its path.
 
-    What crashed saves left is removed.
+    Removes the ``.tmp`` directories of other steps. Raises OSError.
     """
     if not directory.is_dir():
         directory.mkdir(parents=True)
@@ -100,9 +99,9 @@ def begin(directory: Path, step: int, inside: Sequence[str] = ()) -> Path:
 
 
 def commit(directory: Path, step: int, text: str, keep: int | Retention) -> Path:
-    """Write the manifest ``text``, give ``step-N.tmp`` its name and prune. Raises OSError.
+    """Write the manifest ``text``, rename ``step-N.tmp`` to ``step-N``, and remove checkpoints that ``keep`` excludes.
 
-    Until the rename, the previous checkpoint is the newest; from then on, this one is.
+    The rename is the commit: until then, the previous checkpoint is the newest complete one. Raises OSError.
     """
     temporary, final = directory / f"step-{step}.tmp", directory / f"step-{step}"
     for inside in temporary.iterdir():
@@ -121,12 +120,15 @@ def commit(directory: Path, step: int, text: str, keep: int | Retention) -> Path
 
 
 def replace(path: Path, text: str) -> None:
-    """Replace the content of ``path`` by ``text``, atomically and durably. Raises OSError."""
+    """Replace the content of the file ``path`` by ``text``, atomically, and flush it to disk. Raises OSError."""
     atomic.write(path, text, durable=True)
 
 
 def _prune(directory: Path, step: int, keep: Retention) -> None:
-    """Remove what ``keep`` does not keep up to ``step``; set aside what lies beyond. Failures go to stderr."""
+    """Remove the checkpoints up to ``step`` that ``keep`` excludes, and rename the checkpoints after ``step``.
+
+    Later checkpoints are outdated, because the run was resumed from an earlier step. Errors go to stderr.
+    """
     directories = candidates(directory)
     complete = [(number, path) for number, path in directories if not path.suffix and number <= step]
     stay = keep.kept({number: loss_of(path) if keep.best else math.nan for number, path in complete})
@@ -142,16 +144,16 @@ def _prune(directory: Path, step: int, keep: Retention) -> None:
 
 
 def _set_aside(path: Path) -> None:
-    # The run was continued from an earlier step, so this one must not be taken for its newest; but it may be wanted.
+    # The run was resumed from an earlier step, so this checkpoint must not count as its newest. The user may want it.
     aside = path.with_name(f"{path.name.split('.')[0]}.abandoned")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
-    print(f"hpcdist: {path} is from before the run was continued at an earlier step; now {aside.name}", file=sys.stderr)
+    print(f"hpcdist: the run was resumed from a step before {path}; renamed it to {aside.name}", file=sys.stderr)
 
 
 def remove(path: Path) -> None:
-    """Remove what is at ``path``. Raises OSError."""
-    # Under its final name a directory is always complete, so it loses that name first.
+    """Remove the checkpoint directory ``path``. Raises OSError."""
+    # A directory with a final name must always be complete, so rename it first.
     doomed = path if path.suffix == ".tmp" else path.with_name(f"{path.name.split('.')[0]}.tmp")
     path.rename(doomed)
     shutil.rmtree(doomed)

@@ -1,6 +1,6 @@
-"""List the checkpoints of a run and the tensors of one, from names, sizes and manifests alone (local).
+"""List the checkpoints of a run, and the tensors of a checkpoint, from names, file sizes and manifests. Local.
 
-No shard is read. Each entry is complete, unfinished, damaged, or of a newer version of hpcdist, with the reason.
+Reads no shard. Each checkpoint is complete, unfinished, damaged, or of a newer version of hpcdist, with the reason.
 """
 
 import math
@@ -26,7 +26,7 @@ NEWER: Final = "newer"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Whole tensor of a checkpoint, whatever pieces it is stored in."""
+    """Kind, name, dtype and shape of a whole tensor in a checkpoint, which may be stored in several pieces."""
 
     kind: str
     name: str
@@ -35,20 +35,20 @@ class StoredTensor:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
+        """Size of the tensor in bytes."""
         return self.size * dtype_of(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """Listed directory that is, or was to become, a checkpoint. ``reason`` says why it cannot be used ("": it can).
+    """Directory of a complete, damaged or unfinished checkpoint. ``reason`` explains why it is unusable, or is "".
 
-    Sizes have been compared with the manifest, digests have not.
+    The sizes of its files match the manifest if it is complete; the digests of its data were not checked.
     """
 
     path: Path
@@ -59,7 +59,7 @@ class ListedCheckpoint:
 
     @property
     def written_utc(self) -> str:
-        """The time at which its manifest was written; "" where there is none."""
+        """UTC time at which the manifest was written, in ISO format, or "" if there is no manifest."""
         try:
             seconds = (self.path / manifest.FILE_NAME).stat().st_mtime
         except OSError:
@@ -68,31 +68,31 @@ class ListedCheckpoint:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its shards by the manifest."""
+        """Total size of the shards in bytes, according to the manifest."""
         return sum(self.manifest.files.values()) if self.manifest is not None else 0
 
 
 def checkpoints_directory(run_dir: Path) -> Path:
-    """Return the directory of checkpoints: of a run, or ``run_dir`` itself. Raises StorageError where there is none."""
+    """Return ``run_dir/checkpoints``, or ``run_dir`` if it has checkpoints. Raises StorageError if both lack any."""
     inside = run_dir / "checkpoints"
     if inside.is_dir():
         return inside
     if run_dir.is_dir() and names.candidates(run_dir):
         return run_dir
-    raise StorageError(f"{run_dir} has no checkpoints; give the directory of a run (its --out)")
+    raise StorageError(f"{run_dir} has no checkpoints; give the directory of a run (the --out of its hpcdist run)")
 
 
 def list_checkpoints(run_dir: Path) -> list[ListedCheckpoint]:
-    """Return every finished, unfinished or damaged checkpoint of ``run_dir``, the most recent first."""
+    """Return every complete, unfinished or damaged checkpoint of ``run_dir``, the most recent first."""
     return [inspect(path) for _, path in names.candidates(checkpoints_directory(run_dir))]
 
 
 def inspect(path: Path) -> ListedCheckpoint:
-    """Return the state of the checkpoint at ``path``, from its manifest and the sizes of its files."""
+    """Return the checkpoint at ``path`` with its state, judged from the manifest and the sizes of the files."""
     stem = path.name.partition(".")[0].removeprefix("step-")
     step = int(stem) if stem.isdecimal() else -1
     if path.suffix == ".tmp":
-        return ListedCheckpoint(path, step, UNFINISHED, "it was not finished, or is being written", None)
+        return ListedCheckpoint(path, step, UNFINISHED, "the save did not finish, or is still running", None)
     try:
         loaded = manifest.load(path)
     except StorageError as error:
@@ -106,7 +106,7 @@ def inspect(path: Path) -> ListedCheckpoint:
 
 
 def load_usable(path: Path) -> Manifest:
-    """Return the manifest of the checkpoint at ``path``. Raises StorageError where no run could resume from it."""
+    """Return the manifest of the checkpoint at ``path``. Raises StorageError if no run could resume from it."""
     listed = inspect(path)
     if listed.manifest is None or listed.reason:
         raise StorageError(f"{path} is {listed.state}: {listed.reason}")
@@ -114,26 +114,27 @@ def load_usable(path: Path) -> Manifest:
 
 
 def load_parameters(path: Path) -> Manifest:
-    """Return the manifest of the checkpoint at ``path``, without the pieces of all other kinds. Raises StorageError."""
+    """Return the manifest of the checkpoint at ``path``, reduced to the model parameters. Raises StorageError."""
     loaded = manifest.load(path)
     return replace(loaded, pieces=tuple(entry for entry in loaded.pieces if entry.kind == PARAMETERS), unused=())
 
 
 def select(path: Path) -> Path:
-    """Return ``path`` where it is a checkpoint, else the newest complete one of the run there. Raises StorageError.
+    """Return ``path`` if it is a checkpoint, else the newest complete checkpoint of the run in ``path``.
 
-    A directory that was begun as a checkpoint is returned as it is, so that reading it raises what it lacks.
+    If ``path`` is an unfinished ``step-N``, it is returned too. Raises StorageError if the run has no complete
+    checkpoint.
     """
     if (path / manifest.FILE_NAME).exists() or (path.is_dir() and path.name.startswith("step-")):
         return path
     for listed in list_checkpoints(path):
         if listed.state == COMPLETE:
             return listed.path
-    raise StorageError(f"{path} has no complete checkpoint; `hpcdist checkpoint ls {path}` says why")
+    raise StorageError(f"{path} has no complete checkpoint; `hpcdist checkpoint ls {path}` lists the reasons")
 
 
 def stored_tensors(loaded: Manifest, kinds: Collection[str] | None = None) -> list[StoredTensor]:
-    """Return the tensors of ``kinds`` (None: of all), ordered by kind, layer and name."""
+    """Return the tensors whose kind of state is in ``kinds`` (None: all), ordered by kind, layer and name."""
     tensors = {
         (entry.kind, entry.tensor): StoredTensor(entry.kind, entry.tensor, entry.dtype, entry.shape)
         for entry in loaded.pieces
@@ -148,7 +149,7 @@ def _by_layer(name: str) -> tuple[int, str]:
 
 
 def summary(listed: ListedCheckpoint) -> dict[str, Any]:
-    """Return the summary of a checkpoint for people, as JSON values: step, state, sizes, and sums by kind."""
+    """Return the step, state, sizes, and totals per kind of tensor of a checkpoint as a JSON object."""
     loaded = listed.manifest
     figures: dict[str, Any] = {
         "path": str(listed.path),

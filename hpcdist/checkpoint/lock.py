@@ -1,16 +1,10 @@
-"""Lock of a run directory, so that no two jobs write the same checkpoints (local).
+"""Lock of a run directory, so that no two jobs write the same checkpoints. Local.
 
-The file ``lock`` names host, process and job of its holder, whose thread touches it every `HEARTBEAT_S`. It is stale
-when the holder is known to be dead (same machine and namespace of processes, and no such process), when it is an
-earlier start of the same batch job, or when it was not touched for `STALE_S` by the clock of the file system. The
-lock of another machine, whose processes cannot be seen from here, is waited for so long: a job that was
-requeued to another node then goes on by itself.
+The file ``lock`` names the host, process and job of its holder, and its own directory and inode, to detect copies. A
+thread of the holder touches it every `HEARTBEAT_S`. The lock is stale if its holder is known to be dead or is an
+earlier start of the same batch job, or if the file was not touched for `STALE_S` by the clock of the file system.
 
-A process that was frozen, or cut off from the file system, for longer may have lost its lock meanwhile. It checks
-that with `lost` before it writes a checkpoint and before it makes one visible, and never touches the lock of another.
-
-The file also names its directory and its inode. A file with another directory and another inode is a copy of a lock:
-it locks nothing.
+A suspended process may lose its lock, so it must call `lost` before it writes or commits a checkpoint.
 """
 
 import contextlib
@@ -30,25 +24,22 @@ from hpcdist.errors import StorageError
 from hpcdist.reporting import atomic, regular
 
 LOCK_FILE: Final = "lock"
-MAX_BYTES: Final = 1 << 16  # of a lock, which has a few hundred
+MAX_BYTES: Final = 1 << 16  # largest accepted lock file; a normal one has a few hundred bytes
 HEARTBEAT_S: Final = 10.0
-_PLACE: Final = "place"  # key of the directory and the inode of the lock file in its entry
+_PLACE: Final = "place"  # key of the directory and the inode in the lock file
 STALE_S: Final = 60.0
 
-_held_locks: dict[Path, "RunLock"] = {}  # by directory: those of this process
+_held_locks: dict[Path, "RunLock"] = {}  # the locks of this process, by directory
 
 
 def lost(directory: Path) -> str:
-    """Return why this process has lost its lock of ``directory`` and must not write there; "" where it may (local).
-
-    A process that never had the lock may write.
-    """
+    """Return the reason why this process has lost its lock on ``directory``, or "" if it may still write. Local."""
     lock = _held_locks.get(directory.resolve())
     return "" if lock is None else lock.lost()
 
 
 def is_held(directory: Path) -> bool:
-    """Whether a process has the lock of ``directory``, as far as can be seen from here; writes nothing (local)."""
+    """Return True if a live process seems to hold the lock on ``directory``. Writes nothing. Local."""
     path = directory / LOCK_FILE
     try:
         if time.time() - path.stat().st_mtime >= STALE_S:
@@ -62,7 +53,7 @@ def is_held(directory: Path) -> bool:
 
 
 class RunLock:
-    """Lock of one process on a run directory. The rank that commits takes it; a crash leaves the file behind."""
+    """Lock file in a run directory, created by the rank that commits checkpoints. After a crash, the file stays."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         self._own = _identity(environment)
@@ -70,32 +61,33 @@ class RunLock:
         self._ended = threading.Event()
 
     def take(self, directory: Path, *, waits: bool = True, otherwise: str = "choose another --out") -> None:
-        """Lock ``directory``, which exists. Raises StorageError while another process has it.
+        """Lock the existing ``directory``. Raises StorageError if another process holds the lock.
 
-        Without ``waits`` a holder that may be dead is taken for alive. ``otherwise`` completes the error message.
+        If it is unclear whether the holder is alive, wait to find out; if the keyword ``waits`` is false, treat it as
+        alive. The keyword ``otherwise`` is the advice in the error message.
         """
         path = directory / LOCK_FILE
         if path.is_dir():
-            raise StorageError(f"{path} is a directory; expected the lock file of the run, or nothing: move it away")
+            raise StorageError(f"{path} is a directory; expected a lock file or nothing; move the directory away")
         limit = time.monotonic() + STALE_S + HEARTBEAT_S
         seen = None
         while not self._made(path):
             holder, age_s = _read_holder(path)
             if holder is None or is_dead(holder, self._own) or age_s > STALE_S:
                 _remove(path, holder)
-                continue  # others may do the same now: the link in `_made` decides who has it
+                continue  # other waiters may do the same: the link in `_made` decides which process gets the lock
             touched = path.stat().st_mtime_ns if path.exists() else None
-            # A heartbeat was seen while this process waited: the holder lives, wherever it is.
+            # A heartbeat during the wait proves that the holder lives, on whatever machine.
             alive = not waits or _is_visible(holder, self._own) or (seen is not None and touched != seen)
             if alive or time.monotonic() > limit:
                 raise StorageError(
-                    f"{_description(directory, holder, age_s)}; wait for its end or {otherwise}; if there is no such "
-                    f"process any more, remove {path}"
+                    f"{_description(directory, holder, age_s)}; wait until it ends, or {otherwise}; if that process "
+                    f"no longer exists, remove {path}"
                 )
             if seen is None:
                 sys.stderr.write(
-                    f"hpcdist: {_description(directory, holder, age_s)}; waiting until {path} is untouched for "
-                    f"{STALE_S:.0f} s\n"
+                    f"hpcdist: {_description(directory, holder, age_s)}; waiting for {STALE_S:.0f} s without a "
+                    f"heartbeat in {path}\n"
                 )
                 sys.stderr.flush()
             seen = touched
@@ -105,23 +97,23 @@ class RunLock:
         threading.Thread(target=self._beat, name="hpcdist lock", daemon=True).start()
 
     def lost(self) -> str:
-        """Return which process has taken this one's lock; "" where this process has it, or never had one."""
+        """Return a message on the process that took over this lock, or "" if this process still holds it."""
         path = self._path
         if path is None:
             return ""
         holder, _ = _read_holder(path)
-        if not holder:  # None: the file was removed, and is made again here; {}: it cannot be read
+        if not holder:  # None: the file was removed, so create it again; {}: it cannot be read
             try:
                 if holder is not None or self._made(path):
                     return ""
-            except StorageError as error:  # returned, not raised: the calling rank tells all others
+            except StorageError as error:  # returned, not raised: the calling rank reports it to all others
                 return str(error)
             holder = _read_holder(path)[0] or {}
         if holder == self._own:
             return ""
         return (
-            f"process {holder.get('pid')} on {holder.get('host')} has taken {path.parent} over, since this one had "
-            f"not been heard of for more than {STALE_S:.0f} s; it writes there no more"
+            f"process {holder.get('pid')} on {holder.get('host')} has taken {path.parent} over, because this process "
+            f"did not update its lock for more than {STALE_S:.0f} s; this process may not write there any more"
         )
 
     @property
@@ -130,19 +122,22 @@ class RunLock:
         return self._own
 
     def take_over(self, directory: Path, predecessor: Mapping[str, Any] | None) -> None:
-        """Lock ``directory`` in the place of ``predecessor``, which had it and is known to be dead.
+        """Lock ``directory`` in place of a dead process, whose lock file entry is ``predecessor``.
 
-        Nothing happens where this process has it. Raises StorageError while another process has it.
+        Does nothing if this process already holds the lock. Raises StorageError if another process holds it.
         """
         if self._path is not None:
             return
         holder, _ = _read_holder(directory / LOCK_FILE)
-        if holder and holder == predecessor:  # it may have died on another machine, which cannot be seen from here
+        if holder and holder == predecessor:  # its machine may not be visible from here
             _remove(directory / LOCK_FILE, holder)
         self.take(directory)
 
     def _made(self, path: Path) -> bool:
-        """Try to create the lock; whether this process has it now. Raises StorageError where no file can be made."""
+        """Create the lock file ``path``. Return False if it already exists, else True.
+
+        Raises StorageError for other failures.
+        """
         new = atomic.temporary_path(path)
         try:
             with open(atomic.create(new), "w", encoding="utf-8") as file:
@@ -152,9 +147,7 @@ class RunLock:
         except FileExistsError:
             return False
         except OSError as error:
-            raise StorageError(
-                f"{path} cannot be made: {error.strerror}; choose a directory that can be written"
-            ) from error
+            raise StorageError(f"{path} cannot be created: {error.strerror}; choose a writable directory") from error
         finally:
             atomic.discard(new)
         return True
@@ -164,13 +157,13 @@ class RunLock:
         while not self._ended.wait(HEARTBEAT_S):
             try:
                 if _entry(self._path) != self._own:
-                    return  # it is another's now: that one touches it
+                    return  # another process has the lock now
                 os.utime(self._path)
             except (OSError, ValueError):
-                continue  # the file system may come back, and `lost` makes a lock that is gone again
+                continue  # the file system may come back; `lost` creates a missing lock file again
 
     def release(self) -> None:
-        """Release the directory, where this process has it."""
+        """Release the lock, if this process holds it."""
         self._ended.set()
         if self._path is not None:
             _held_locks.pop(self._path.parent.resolve(), None)
@@ -180,17 +173,14 @@ class RunLock:
 
 
 def _link_new(new: Path, path: Path) -> None:
-    """Create ``path`` with the contents of ``new``. Raises FileExistsError where it exists.
-
-    link(2) fails where the name exists, also on NFS, and gives it whole: no other process reads half of an entry.
-    """
+    """Create ``path`` atomically, also on NFS, as a link to ``new``. Raises FileExistsError if ``path`` exists."""
     try:
         os.link(new, path)
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
             raise
-        with path.open("x", encoding="utf-8") as file:  # a file system without links: whole a moment later
-            file.write(json.dumps(_read_holder(new)[0] or {}) + "\n")  # the copy has another inode: without it
+        with path.open("x", encoding="utf-8") as file:  # no hard links on this file system: briefly incomplete
+            file.write(json.dumps(_read_holder(new)[0] or {}) + "\n")  # no inode: the copy has another
 
 
 def _identity(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -206,15 +196,15 @@ def _identity(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _entry(path: Path) -> dict[str, Any] | None:
-    """Return the holder in the lock ``path``; {} if the content is invalid, None for the copy of another lock.
+    """Return the lock file's entry, {} if its content is invalid, or None if it was copied from another directory.
 
-    Raises OSError, ValueError.
+    Raises OSError if it cannot be read, ValueError if it is not JSON.
     """
     entry = regular.json_value(path, MAX_BYTES)
     if not isinstance(entry, dict):
         return {}
     place = entry.pop(_PLACE, None)
-    # A shared file system may have other mount points on other nodes, and few file systems change inodes: both differ.
+    # Mount points differ between nodes, and a few file systems change inodes. In a copy, both differ.
     copied = (
         isinstance(place, dict)
         and place.get("directory") != str(path.parent.resolve())
@@ -224,7 +214,6 @@ def _entry(path: Path) -> dict[str, Any] | None:
 
 
 def _description(directory: Path, holder: Mapping[str, Any], age_s: float) -> str:
-    """Return the clause of a message that names the ``holder`` of the lock of ``directory``."""
     touched = f"(touched {age_s:.0f} s ago)"
     if not holder:
         return f"{directory / LOCK_FILE} is damaged {touched}: the process that writes {directory} is unknown"
@@ -233,12 +222,7 @@ def _description(directory: Path, holder: Mapping[str, Any], age_s: float) -> st
 
 
 def _read_holder(path: Path) -> tuple[dict[str, Any] | None, float]:
-    """Return the entry in the lock and the seconds since it was touched; {}: not readable, None: there is no lock.
-
-    A copy of the lock of another directory is no lock, but its file exists.
-
-    Both times are those of the file system, whose clock may differ from this machine's: a new file says what is now.
-    """
+    """Return the lock file's entry and its age in seconds. Entry {}: unreadable; None: absent or copied."""
     now, age_s = atomic.temporary_path(path), 0.0
     try:
         os.close(atomic.create(now))
@@ -252,31 +236,27 @@ def _read_holder(path: Path) -> tuple[dict[str, Any] | None, float]:
         atomic.discard(now)
 
 
-def is_dead(holder: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-    """Whether the process ``holder`` is known not to run any more, as ``own`` sees it."""
-    if own["job"] and holder.get("job") == own["job"] and holder.get("restarts") != own["restarts"]:
-        return True  # the batch system restarts a job only when its earlier start has ended
-    return _is_visible(holder, own) and _started(holder.get("pid")) != holder.get("started")
+def is_dead(holder: Mapping[str, Any], identity: Mapping[str, Any]) -> bool:
+    """Return True if the process of lock entry ``holder`` has surely ended. ``identity`` is this process's entry."""
+    if identity["job"] and holder.get("job") == identity["job"] and holder.get("restarts") != identity["restarts"]:
+        return True  # the batch system restarts a job only after its earlier start has ended
+    return _is_visible(holder, identity) and _started(holder.get("pid")) != holder.get("started")
 
 
-def _is_visible(holder: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-    """Whether processes of ``holder`` can be seen from here."""
-    return bool(own["machine"]) and holder.get("machine") == own["machine"]
+def _is_visible(holder: Mapping[str, Any], identity: Mapping[str, Any]) -> bool:
+    return bool(identity["machine"]) and holder.get("machine") == identity["machine"]
 
 
 def _started(pid: Any) -> str:
-    """Return when a process was started, in clock ticks since boot; "" where there is none, or it is a zombie.
-
-    With it a process is told from a later one with the same number.
-    """
+    """Return the start time of process ``pid`` in clock ticks since boot, or "" if it is a zombie or does not run."""
     return str(start_ticks(pid) or "") if type(pid) is int else ""
 
 
 def _remove(path: Path, holder: Mapping[str, Any] | None) -> None:
-    """Remove the stale lock of ``holder``, unless another process has done so and holds a new one now.
+    """Remove the stale lock file of the process ``holder``.
 
-    Between the look at the lock and its removal, another waiter may have replaced it. So the file is renamed, which one
-    process alone succeeds in, and looked at once more: a lock of another than ``holder`` is given its name back.
+    The file is renamed first, which only one process can do, and then read. If it turns out to be the new lock of
+    another process, it is renamed back.
     """
     aside = path.with_name(f"{LOCK_FILE}.stale.{os.getpid()}")
     try:

@@ -1,8 +1,4 @@
-"""Checkpoints of any program: `save` and `load` of named arrays, whole or in parts, and of small values.
-
-`hpcdist.checkpoint.save`, `load` and `Sharded` are these names. A checkpoint is that of a training: one shard a rank,
-committed by one rename, with a digest of every block; ``hpcdist checkpoint ls DIRECTORY`` and its like read it.
-"""
+"""Checkpoints of any program: `save` and `load` named arrays, whole or sharded, and small JSON values."""
 
 import json
 from collections.abc import Mapping
@@ -33,11 +29,14 @@ FOLDER: Final = "checkpoints"
 
 @dataclass(frozen=True)
 class Sharded:
-    """This rank's part of an array that the ranks hold together.
+    """This rank's part of an array that is distributed over the ranks.
 
-    ``array`` is the part, numpy or cupy. Without more, parts are rows, one behind the other in the order of the ranks;
-    their numbers may differ. Blocks of any shape have their first index ``start`` in the whole array, whose ``shape``
-    is then given, too; together they cover it. Integers of numpy are accepted. Raises UsageError for other numbers.
+    Args:
+        array: The part, a numpy or cupy array.
+        start: Index of the first element of the part in the whole array. Default: parts are rows in rank order.
+        shape: Shape of the whole array, required with ``start``. The parts must cover it.
+
+    Raises UsageError for an invalid ``start`` or ``shape``.
     """
 
     array: Array
@@ -46,9 +45,9 @@ class Sharded:
 
     def __post_init__(self) -> None:
         if (self.start is None) != (self.shape is None):
-            raise UsageError("Sharded takes both start and shape, or neither for rows in the order of the ranks")
+            raise UsageError("Sharded needs both start and shape, or neither if the parts are rows in rank order")
         if not getattr(self.array, "ndim", 0):
-            raise UsageError(f"Sharded takes an array with at least one dimension, got a {type(self.array).__name__}")
+            raise UsageError(f"Sharded needs an array with at least one dimension, got {type(self.array).__name__}")
         if self.start is not None and self.shape is not None:
             for name in ("start", "shape"):
                 object.__setattr__(self, name, _whole_numbers(name, getattr(self, name)))
@@ -56,12 +55,11 @@ class Sharded:
             fits = len(self.start) == len(self.shape) == self.array.ndim
             if not fits or min(self.start) < 0 or any(end > size for end, size in zip(ends, self.shape, strict=True)):
                 raise UsageError(
-                    f"a part of shape {self.array.shape} at {self.start} is not inside an array of {self.shape}"
+                    f"the part of shape {self.array.shape} at {self.start} is not inside the array shape {self.shape}"
                 )
 
 
 def _whole_numbers(name: str, values: Any) -> tuple[int, ...]:
-    """Return ``values`` as a tuple of int. Raises UsageError, with ``name``, if they are not whole numbers."""
     try:
         values = tuple(values)
     except TypeError:
@@ -73,17 +71,17 @@ State: TypeAlias = Mapping[str, "Array | Sharded | Any"]
 
 
 def save(directory: str | Path, state: State, *, step: int | None = None, keep: int = 2, comm: AnyComm = None) -> Path:
-    """Save ``state`` in ``directory``; return ``directory/checkpoints/step-N``. Collective over ``comm``.
+    """Save ``state`` in ``directory`` and return ``directory/checkpoints/step-N``. Collective over the communicator.
 
-    ``state`` has the same names on all ranks. Its values are numpy or cupy arrays that all ranks have alike (each rank
-    writes a share of them), `Sharded` arrays of which each has a part, and JSON values (taken from rank 0). ``step``
-    is N, one more than the newest by default. The newest ``keep`` checkpoints stay. All of a checkpoint becomes
-    visible at once, or nothing. From the first save on no other job may save there. Raises StorageError on all ranks
-    when one cannot write, UsageError for a value that cannot be saved or ``keep`` below 1.
+    ``state`` must have the same names on all ranks. A value is an array that is equal on all ranks, a `Sharded` part of
+    an array, or a JSON value (used from rank 0). ``step`` is N, by default the newest step + 1. ``keep`` is the number
+    of newest checkpoints to keep. The save is atomic. Afterwards, no other job can save in ``directory``.
+
+    Raises StorageError on all ranks if one cannot write, and UsageError for an invalid argument.
     """
     keep, step = whole_number("keep", keep), None if step is None else whole_number("step", step)
     if keep < 1:
-        raise UsageError(f"keep = {keep}; at least one checkpoint is kept")
+        raise UsageError(f"keep = {keep}; expected at least 1 checkpoint to keep")
     where, folder = communicator_of(comm), Path(directory) / FOLDER
 
     def begin() -> int:
@@ -102,13 +100,11 @@ def save(directory: str | Path, state: State, *, step: int | None = None, keep: 
 
 
 def load(directory: str | Path, state: State | None = None, *, comm: AnyComm = None) -> dict[str, Any] | None:
-    """Return the newest checkpoint in ``directory``; None where there is none. Collective over ``comm``.
+    """Return the newest checkpoint in ``directory`` as a dict, or None. Collective over the communicator.
 
-    ``state`` names the arrays that are wanted, and has memory for them: arrays, which get all of an array, and
-    `Sharded` parts, in any cut and on any number of ranks, whoever saved them. They are filled, and returned with the
-    JSON values of the checkpoint. Without ``state`` every rank gets new numpy arrays of everything. A checkpoint with
-    damaged bytes is skipped for the one before, which is reported. Raises StorageError for arrays that the checkpoint
-    does not have, or has in another shape or dtype.
+    ``state`` holds the arrays to fill, whole or `Sharded`, with any sharding. Without ``state``, every rank gets all
+    arrays as new numpy arrays. A damaged checkpoint is reported and skipped. Raises StorageError if the checkpoint
+    lacks an array of ``state``, or has it in another shape or dtype.
     """
     where = communicator_of(comm)
 
@@ -119,12 +115,11 @@ def load(directory: str | Path, state: State | None = None, *, comm: AnyComm = N
 
 
 def is_array(value: object) -> bool:
-    """Whether ``value`` is saved as an array, not as JSON (local)."""
+    """Return True if ``value`` is to be saved as an array, False if as JSON. Local."""
     return isinstance(value, Sharded | np.ndarray | np.generic) or backend.is_device(value)
 
 
 def _check_values(values: Mapping[str, Any]) -> None:
-    """Raise UsageError for a value that is no JSON (local)."""
     for name, value in values.items():
         try:
             json.dumps(value)
@@ -134,13 +129,13 @@ def _check_values(values: Mapping[str, Any]) -> None:
             ) from error
 
 
-_locks: Final[dict[Path, RunLock]] = {}  # of this process, which has them to its end
+_locks: Final[dict[Path, RunLock]] = {}  # the locks of this process, held until it exits
 
 
 def _lock(directory: Path) -> None:
-    """Let no other job write in ``directory`` (local). Raises StorageError while one does."""
-    place = directory.resolve()
-    if place in _locks:
+    """Lock ``directory`` against other jobs. Raises StorageError if another job holds the lock."""
+    resolved = directory.resolve()
+    if resolved in _locks:
         return
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -149,7 +144,7 @@ def _lock(directory: Path) -> None:
     lock = RunLock()
     lock.take(directory, otherwise="save in another directory")
     at_exit(lock.release)
-    _locks[place] = lock
+    _locks[resolved] = lock
 
 
 def _next_step(folder: Path) -> int:
@@ -177,25 +172,24 @@ def _load(comm: Communicator, path: Path, state: State | None) -> dict[str, Any]
 
 
 def _stored_arrays(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return shape and dtype of the arrays of the checkpoint at ``path`` by name (local)."""
     return {entry.tensor: (entry.shape, entry.dtype) for entry in manifest.load(path).pieces if entry.kind == KIND}
 
 
 def _check_stored(path: Path, piece: Piece, stored: tuple[tuple[int, ...], str] | None) -> None:
     if stored is None:
-        raise StorageError(f"{path} has no array {piece.tensor!r}")
+        raise StorageError(f"{path} has no array named {piece.tensor!r}")
     shape, dtype = stored
     if (tuple(shape), dtype) != (piece.global_shape, name_of(piece.array.dtype)):
         raise StorageError(
-            f"{path}: {piece.tensor} is {dtype}{list(shape)}, and the program has "
-            f"{name_of(piece.array.dtype)}{list(piece.global_shape)}"
+            f"{path}: {piece.tensor} is {dtype}{list(shape)}, but the array to fill is "
+            f"{name_of(piece.array.dtype)}{list(piece.global_shape)}; they must be equal"
         )
 
 
 def _piece(comm: Communicator, name: str, value: Any, *, split_whole: bool) -> tuple[Piece, bool]:
-    """Return the piece of this rank for ``value``, and whether its memory is a copy. Collective for rows.
+    """Return this rank's piece of ``value``, and True if it is a copy, else False. Collective for `Sharded` rows.
 
-    With ``split_whole`` an array that all ranks have is cut into one share for each.
+    If the keyword ``split_whole`` is true, each rank gets a different part of an array that all ranks hold.
     """
     array = value.array if isinstance(value, Sharded) else value
     if isinstance(array, np.ma.MaskedArray):
@@ -215,7 +209,6 @@ def _piece(comm: Communicator, name: str, value: Any, *, split_whole: bool) -> t
 
 
 def _placed(comm: Communicator, part: Sharded) -> tuple[Box, tuple[int, ...]]:
-    """Return the box of ``part`` and the shape of the whole. Collective."""
     start, shape = part.start, part.shape
     if start is None or shape is None:
         rows = comm.allgather_object(part.array.shape[0])

@@ -1,15 +1,11 @@
-"""Stripe the directory of checkpoints on file systems that spread files over servers: Lustre and BeeGFS (local).
+"""Stripe the directory of checkpoints on file systems that spread files over servers: Lustre and BeeGFS. Local.
 
-A file is striped when it is made, after its directory. The right layout follows from the size of a shard and from how
-many are written at once: shards of a few hundred megabytes, one a rank, spread the load by their number, and one
-stripe each is best; few large ones need several. On Lustre the layout is progressive (``lfs setstripe -E``): the
-first bytes, all that a small file has, lie on one server, and only what follows is spread.
+A file inherits the stripe layout of its directory. On Lustre the layout is progressive (``lfs setstripe -E``).
 
     per_shard = bytes / writers
-    stripes   = min(per_shard / 1 GiB, servers / writers (8 where the number of servers is not known)), at least 1,
-                and at least one for each 100 GB
+    stripes   = min(per_shard / 1 GiB, servers / writers), at least 1, and at least one for each 100 GB
 
-The recipe, and so the site profile, may say otherwise with ``checkpoint.stripe``: "none", or the options themselves.
+If the number of servers is unknown, 8 replaces servers / writers.
 """
 
 import ctypes
@@ -39,20 +35,20 @@ MAX_STRIPES: Final = 128
 
 @dataclass(frozen=True)
 class MountedFileSystem:
-    """File system under a path. ``kind`` is "lustre", "beegfs", or the name that the mount table has."""
+    """File system that contains a path. ``kind``: "lustre", "beegfs", or the type that the mount table gives."""
 
     kind: str
     mount: str
 
     @property
     def striped(self) -> bool:
-        """Whether files can be spread over servers."""
+        """True if the file system can stripe a file over several servers."""
         return self.kind in (LUSTRE, BEEGFS)
 
 
 @dataclass(frozen=True)
 class StripePlan:
-    """Stripes of a directory. ``command`` is empty where it gets none, for the reason in ``why``."""
+    """Striping of a directory: the ``command`` to run (empty if there is nothing to do), and the reason in ``why``."""
 
     system: MountedFileSystem
     command: tuple[str, ...]
@@ -60,12 +56,15 @@ class StripePlan:
 
     @property
     def text(self) -> str:
-        """The command as a shell takes it."""
+        """The command as text, quoted for a shell."""
         return shlex.join(self.command)
 
 
 def file_system(path: Path, mounts: Path = MOUNTS) -> MountedFileSystem:
-    """Return the file system of ``path``, or of the nearest directory above it that exists."""
+    """Return the file system of ``path``, or of its nearest existing parent directory.
+
+    ``mounts`` is the mount table's path.
+    """
     there = path.absolute()
     while not there.exists() and there != there.parent:
         there = there.parent
@@ -74,7 +73,7 @@ def file_system(path: Path, mounts: Path = MOUNTS) -> MountedFileSystem:
 
 
 def _magic(path: Path) -> int:
-    """Return statfs f_type, the first word of the structure on every Linux; 0 where it cannot be had."""
+    """Return the magic number of the file system of ``path`` (f_type of statfs), or 0 on failure."""
     words = (ctypes.c_long * 64)()
     try:
         failed = ctypes.CDLL(None).statfs(os.fsencode(path), words)
@@ -84,7 +83,7 @@ def _magic(path: Path) -> int:
 
 
 def _mount_of(path: Path, mounts: Path) -> tuple[str, str]:
-    """Return mount point and type of what ``path`` lies on, by the mount table; the last of the longest wins."""
+    """Return mount point and type of ``path``'s file system: the last of the longest matches in the mount table."""
     best = ("", "unknown")
     try:
         lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
@@ -94,14 +93,14 @@ def _mount_of(path: Path, mounts: Path) -> tuple[str, str]:
         fields = line.split()
         if len(fields) < 3:
             continue
-        point = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), fields[1])
+        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[1])
         if (path == Path(point) or Path(point) in path.parents) and len(point) >= len(best[0]):
             best = (point, fields[2])
     return best
 
 
 def stripes(nbytes: int, writers: int, servers: int | None = None) -> int:
-    """Return over how many servers a shard is spread when ``writers`` write ``nbytes`` together."""
+    """Return the number of servers over which to stripe each shard, if ``writers`` ranks write ``nbytes`` in total."""
     shard = -(-nbytes // max(1, writers))
     most = UNKNOWN_SERVERS_STRIPES if servers is None else max(1, servers // max(1, writers))
     count = max(1, min(shard // PER_STRIPE_BYTES, most), -(-shard // MAX_BYTES_PER_STRIPE))
@@ -109,9 +108,10 @@ def stripes(nbytes: int, writers: int, servers: int | None = None) -> int:
 
 
 def plan(directory: Path, nbytes: int, writers: int, options: str = "auto", mounts: Path = MOUNTS) -> StripePlan:
-    """Return how ``directory`` is to be striped before ``writers`` write ``nbytes`` into it.
+    """Return the striping of ``directory`` for ``writers`` ranks that write ``nbytes`` bytes in total.
 
-    ``options`` is ``checkpoint.stripe``: "auto", "none", or options of the tool in its place.
+    ``options`` is the recipe key ``checkpoint.stripe``: "auto", "none", or options for the file system's striping
+    command.
     """
     system = file_system(directory, mounts)
     if options == "none":
@@ -120,11 +120,14 @@ def plan(directory: Path, nbytes: int, writers: int, options: str = "auto", moun
     if options == "auto":
         servers = _servers(directory) if system.kind == LUSTRE else None
         count = stripes(nbytes, writers, servers)
-        known = "an unknown number of servers" if servers is None else counted(servers, "server")
-        why = f"{format_bytes(nbytes)} by {counted(writers, 'writer')} on {known}: {counted(count, 'stripe')} a shard"
+        servers_text = "an unknown number of servers" if servers is None else counted(servers, "server")
+        why = (
+            f"{format_bytes(nbytes)} by {counted(writers, 'writer')} on {servers_text}: "
+            f"{counted(count, 'stripe')} a shard"
+        )
         words = _options(begin, count)
     else:
-        words, why = tuple(shlex.split(options)), "checkpoint.stripe says so"
+        words, why = tuple(shlex.split(options)), "set by checkpoint.stripe"
     command = (*begin, *words, str(directory))
     if system.striped:
         return StripePlan(system, command, why)
@@ -139,7 +142,6 @@ def _base_command(kind: str) -> tuple[str, ...]:
 
 
 def _options(begin: tuple[str, ...], count: int) -> tuple[str, ...]:
-    """Return the options of the tool for ``count`` stripes: on Lustre a progressive layout."""
     if begin[0] == "beegfs":
         return ("--chunk-size", "4Mi", "--num-targets", str(count))
     if begin[0] == "beegfs-ctl":
@@ -153,7 +155,7 @@ def _options(begin: tuple[str, ...], count: int) -> tuple[str, ...]:
 
 
 def _servers(directory: Path) -> int | None:
-    """Return how many servers (OSTs) the Lustre of ``directory`` has; None where ``lfs`` does not say."""
+    """Return the number of Lustre object servers (OSTs) of ``directory``, or None if ``lfs`` does not report it."""
     there = next(
         (ancestor for ancestor in (directory.absolute(), *directory.absolute().parents) if ancestor.exists()), Path("/")
     )
@@ -164,7 +166,7 @@ def _servers(directory: Path) -> int | None:
 
 
 def apply(stripe_plan: StripePlan) -> str:
-    """Stripe the existing directory; return the error, "" on success and where nothing is to be done."""
+    """Run the command of ``stripe_plan`` on the existing directory. Return an error message, or ""."""
     if not stripe_plan.command:
         return ""
     result = _run(stripe_plan.command)

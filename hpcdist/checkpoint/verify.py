@@ -1,8 +1,6 @@
-"""Verify every byte of a checkpoint against its digests, and prune checkpoints on request (local).
+"""Verify every byte of a checkpoint against its digests, and prune checkpoints on request. Local.
 
-`verify` reports all damage, not the first alone. `plan` and `remove` prune: what stays is verified first, and jobs of
-the run are kept out meanwhile (`exclude_jobs`). The automatic removal after each save is `directory.commit`. Used by
-`hpcdist checkpoint verify` and `hpcdist checkpoint prune`.
+`verify` reports all damage, not only the first. Used by `hpcdist checkpoint verify` and `prune`.
 """
 
 import os
@@ -29,9 +27,9 @@ from hpcdist.reporting.units import counted
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """Result of `verify`. ``damage`` names file, bytes and tensor of each block that cannot be used.
+    """Result of `verify`. ``damage`` lists the file, bytes and tensor of each damaged block.
 
-    ``not_covered`` says which bytes have no digest, so that damage in them cannot be seen.
+    ``not_covered`` lists the bytes without a digest: damage to them cannot be detected.
     """
 
     path: Path
@@ -42,7 +40,7 @@ class VerifyResult:
 
 
 def verify(path: Path) -> VerifyResult:
-    """Read the whole checkpoint at ``path``, its files side by side (xxhash and pread work without the GIL)."""
+    """Read and verify the whole checkpoint at ``path``. Threads read its files in parallel."""
     listed = listing.inspect(path)
     loaded = listed.manifest
     if loaded is None:
@@ -53,7 +51,7 @@ def verify(path: Path) -> VerifyResult:
     with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
         results = list(pool.map(lambda name: _of_file(path, loaded, name, by_file[name]), by_file))
     results.append(_of_index(path, loaded))
-    # A file of another size may still hold every block, and is damaged all the same: it is not what was written.
+    # A file of another size is damaged even if it holds every block: it is not the file that was written.
     damage = [listed.reason] if listed.reason else []
     damage += [line for lines, _ in results for line in lines]
     state = listing.DAMAGED if damage else listing.COMPLETE
@@ -61,14 +59,13 @@ def verify(path: Path) -> VerifyResult:
 
 
 def _not_covered(path: Path, loaded: Manifest) -> tuple[str, ...]:
-    """Return descriptions of the bytes for which the manifest, of an earlier version, has no digest."""
     lacking = len(loaded.files.keys() - loaded.outside.keys())
     lines = [f"HDF5's own bytes in {counted(lacking, 'shard')}"] if lacking else []
     return (*lines, INDEX_FILE) if loaded.index is None and (path / INDEX_FILE).exists() else tuple(lines)
 
 
 def _of_index(path: Path, loaded: Manifest) -> tuple[list[str], int]:
-    """Return the damage in the index file, which a restore does not need, and the bytes that were read of it."""
+    """Return the damage in the index file, and the number of bytes read. A restore does not need this file."""
     index = loaded.index
     if index is None:
         return [], 0
@@ -88,7 +85,6 @@ def _of_index(path: Path, loaded: Manifest) -> tuple[list[str], int]:
 
 
 def _of_file(path: Path, loaded: Manifest, name: str, entries: Sequence[StoredPiece]) -> tuple[list[str], int]:
-    """Return the damage in the shard ``name``, which holds ``entries``, and the bytes that were read."""
     damage, read_bytes = [], 0
     with BlockReader(path) as reader:
         for entry in entries:
@@ -97,13 +93,13 @@ def _of_file(path: Path, loaded: Manifest, name: str, entries: Sequence[StoredPi
                     read_bytes += reader.read(entry, block)
                 except StorageError as error:
                     damage.append(str(error))
-                except OSError as error:  # the file is not there, or may not be read
+                except OSError as error:  # the file is missing or not readable
                     damage.append(f"{path.name}/{name} cannot be read: {error.strerror}; it holds {entry.name}")
                     return damage, read_bytes
-        if name in loaded.outside:  # HDF5's own bytes: all that lies between the pieces
-            places = [Range(entry.offset, entry.offset + entry.nbytes) for entry in entries]
+        if name in loaded.outside:  # the digest of HDF5's own bytes: everything between the pieces
+            tensor_ranges = [Range(entry.offset, entry.offset + entry.nbytes) for entry in entries]
             try:
-                count, digest = reader.digest_of(name, gaps(Range(0, loaded.files[name]), places))
+                count, digest = reader.digest_of(name, gaps(Range(0, loaded.files[name]), tensor_ranges))
             except OSError as error:
                 return [*damage, f"{path.name}/{name} cannot be read: {error.strerror}"], read_bytes
             read_bytes += count
@@ -125,10 +121,10 @@ class PrunePlan:
 
 @contextmanager
 def exclude_jobs(run_dir: Path) -> Iterator[None]:
-    """Keep jobs out of ``run_dir``. Raises StorageError while one is there: it may be reading what would be removed."""
-    place, lock = listing.checkpoints_directory(run_dir), RunLock()
+    """Context manager that prevents job starts in ``run_dir``. Raises StorageError if a job is running there."""
+    folder, lock = listing.checkpoints_directory(run_dir), RunLock()
     lock.take(
-        place.parent if place.name == "checkpoints" else place,
+        folder.parent if folder.name == "checkpoints" else folder,
         waits=False,
         otherwise="let it keep fewer itself (checkpoint.keep)",
     )
@@ -139,9 +135,9 @@ def exclude_jobs(run_dir: Path) -> Iterator[None]:
 
 
 def plan(run_dir: Path, rule: Retention, damaged: bool = False) -> PrunePlan:
-    """Return what ``rule`` keeps and removes of ``run_dir``. Raises StorageError when none can be restored.
+    """Return the checkpoints of ``run_dir`` to keep and to remove by ``rule``. ``damaged``: remove damaged ones too.
 
-    The newest complete one is read in full: where its bytes are damaged, the one before is the newest.
+    The newest checkpoint to keep is verified in full. Raises StorageError if no checkpoint is usable.
     """
     checkpoints = [listed for listed in listing.list_checkpoints(run_dir) if listed.path.suffix == ""]
     complete = [listed for listed in checkpoints if listed.state == COMPLETE]
@@ -150,7 +146,7 @@ def plan(run_dir: Path, rule: Retention, damaged: bool = False) -> PrunePlan:
     if not complete:
         raise StorageError(
             f"{run_dir} has no checkpoint that can be restored; nothing is removed. `hpcdist checkpoint verify "
-            f"{run_dir}` says what is damaged"
+            f"{run_dir}` lists the damage"
         )
     stay = rule.kept({listed.step: loss_of(listed.path) if rule.best else float("nan") for listed in complete})
     usable = {listed.path for listed in complete}
@@ -164,7 +160,7 @@ def plan(run_dir: Path, rule: Retention, damaged: bool = False) -> PrunePlan:
 
 
 def remove(prune_plan: PrunePlan) -> tuple[list[Path], dict[Path, str]]:
-    """Remove the ``doomed`` checkpoints; return those removed, and the reasons for those that could not be."""
+    """Remove the ``doomed`` checkpoints. Return the removed paths, and an error message for each failed removal."""
     gone, failed = [], {}
     for checkpoint in prune_plan.doomed:
         try:

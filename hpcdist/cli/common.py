@@ -1,6 +1,6 @@
-"""Parts that commands share: the lazy group, options and arguments that several have, and types of their values.
+"""Options, arguments, value types and the lazily importing group that several commands share.
 
-Light: `hpcdist --help` imports it, and of all commands only the one that is called.
+`hpcdist --help` imports this module, so it imports nothing expensive.
 """
 
 import importlib
@@ -32,7 +32,7 @@ set_option = click.option(
 
 
 def stacked(*options: Decorator) -> Decorator:
-    """Return one decorator for ``options``, which stand in this order in the help."""
+    """Return a decorator that adds ``options`` to a command. The command's help lists them in this order."""
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(options):
@@ -43,13 +43,12 @@ def stacked(*options: Decorator) -> Decorator:
 
 
 class Parsed(click.ParamType):
-    """Click type of what ``parse`` makes of a text; it raises ValueError for another. What is no text passes."""
+    """Click type that converts texts with the function ``parse``, which raises ValueError. Other values are kept."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name, self._parse = name, parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the value; refuse another text."""
         try:
             return self._parse(value) if isinstance(value, str) else value
         except ValueError as error:
@@ -60,7 +59,7 @@ BYTE_SIZE: Final = Parsed("size", parse_bytes)  # 4096, 16K, 1M, 2G
 
 
 def check_plot(file: Path | None) -> None:
-    """Raise where ``file`` cannot be drawn, before anything else is done."""
+    """Raise an error if no plot can be written to ``file``. If it is None, do nothing. Call this before other work."""
     if file is not None:
         from hpcdist.reporting import plotting
 
@@ -68,32 +67,29 @@ def check_plot(file: Path | None) -> None:
 
 
 class LazyGroup(click.Group):
-    """Group that knows the names and one-liners of its commands, and imports only the one that is called.
-
-    ``lazy`` has for each name where its click command is, "module:attribute", and what the overview says of it. A
-    misspelt name is answered with the nearest known.
-    """
+    """Click group that imports a command on first use. ``lazy``: command name -> ("module:attribute", help line)."""
 
     def __init__(self, *args: Any, lazy: Mapping[str, tuple[str, str]], **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.lazy = lazy
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names, in the order of ``lazy``."""
         return list(self.lazy)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return a command; None for an unknown name. Raises click.UsageError where one is near."""
+        """Import and return the command ``cmd_name``, or return None for an unknown name.
+
+        Raises click.UsageError if the unknown name is similar to a command; its message suggests that command.
+        """
         if cmd_name not in self.lazy:
             near = nearest(cmd_name, self.lazy)
             if near is not None and not ctx.resilient_parsing:
-                ctx.fail(f"there is no command {cmd_name!r}; the nearest known is {near!r}")
+                ctx.fail(f"there is no command {cmd_name!r}; did you mean {near!r}?")
             return None
         module, _, attribute = self.lazy[cmd_name][0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the overview without importing a command."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in self.lazy.items()])

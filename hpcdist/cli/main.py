@@ -1,8 +1,4 @@
-"""The ``hpcdist`` command: a table of sub-commands that are imported when they are called.
-
-``COMMANDS`` has the module, attribute and one-liner of each command. `main` turns errors of hpcdist into messages and
-exit codes: before a job has started an error is one message of rank 0, afterwards it ends the job (`comm` failfast).
-"""
+"""The ``hpcdist`` command: the table ``COMMANDS`` of sub-commands, and `main`, which maps errors to exit codes."""
 
 import io
 import os
@@ -20,29 +16,29 @@ from hpcdist.comm.failure import exits, failfast
 from hpcdist.comm.launch import environment, exit_file, standard_streams
 from hpcdist.errors import FAILURE, INTERRUPTED, STORAGE, HpcdistError
 
-# name -> (where its click command is, what the overview says of it), in the order in which a user needs them
+# name -> ("module:attribute" of the click command, its line in the overview), in the order in which users need them
 COMMANDS: Final = {
     "help": ("hpcdist.cli.help:command", "Show a page of the documentation, or a key of a recipe."),
-    "plan": ("hpcdist.cli.plan.group:command", "Say what a training needs of a cluster before it is started."),
+    "plan": ("hpcdist.cli.plan.group:command", "Predict time, memory and cost of a training before it is started."),
     "run": ("hpcdist.cli.run:command", "Start a command on N ranks with this environment's mpirun."),
     "submit": ("hpcdist.cli.submit.command:command", "Submit the training of a recipe as a batch job."),
-    "jobs": ("hpcdist.cli.jobs.group:command", "Look at jobs, read their logs, cancel and account for them."),
+    "jobs": ("hpcdist.cli.jobs.group:command", "Show, cancel and account for batch jobs, and read their logs."),
     "train": ("hpcdist.cli.train:train", "Train the model of a recipe."),
-    "grow": ("hpcdist.cli.train:grow", "Let more ranks join a training that runs."),
+    "grow": ("hpcdist.cli.train:grow", "Add ranks to a running training."),
     "evaluate": ("hpcdist.cli.train:evaluate", "Print the validation loss of a trained model."),
     "sample": ("hpcdist.cli.train:sample", "Print text from a trained model."),
     "runs": ("hpcdist.cli.runs.listing:command", "List runs: state, steps, loss, speed, age."),
-    "report": ("hpcdist.cli.runs.report:report", "Print, or plot, what runs or a sweep measured."),
+    "report": ("hpcdist.cli.runs.report:report", "Print or plot the measurements of runs or of a sweep."),
     "bench": ("hpcdist.cli.bench.group:command", "Measure many configurations, or collective operations."),
-    "compare": ("hpcdist.cli.bench.group:compare", "Compare two runs, or tell whether a benchmark became slower."),
+    "compare": ("hpcdist.cli.bench.group:compare", "Compare two runs, or check a benchmark for regressions."),
     "tune": ("hpcdist.cli.tune:tune", "Measure which allreduce is fastest here."),
-    "schedule": ("hpcdist.cli.plan.schedule:command", "Show what pipeline schedules cost, and draw them."),
-    "checkpoint": ("hpcdist.cli.runs.checkpoint:command", "List, verify, export and import what runs have saved."),
-    "trace": ("hpcdist.cli.runs.trace:command", "Write the timeline of a run for Perfetto; who waited for whom."),
-    "hang": ("hpcdist.cli.runs.hang:command", "Name the rank and the line at which a run came apart."),
-    "config": ("hpcdist.cli.train:config", "Show a recipe as it will run, and where each value comes from."),
-    "energy": ("hpcdist.cli.energy.group:command", "Show what energy can be measured, and what runs used."),
-    "site": ("hpcdist.cli.site:command", "Show profiles of sites; make modulefiles, wheelhouses."),
+    "schedule": ("hpcdist.cli.plan.schedule:command", "Show the cost of pipeline schedules, and draw them."),
+    "checkpoint": ("hpcdist.cli.runs.checkpoint:command", "List, verify, export and import checkpoints."),
+    "trace": ("hpcdist.cli.runs.trace:command", "Write the timeline of a run for Perfetto, and show waiting times."),
+    "hang": ("hpcdist.cli.runs.hang:command", "Name the rank and source line at which a run hangs."),
+    "config": ("hpcdist.cli.train:config", "Show all values of a recipe, and the source of each value."),
+    "energy": ("hpcdist.cli.energy.group:command", "List the energy meters here, and show the energy of runs."),
+    "site": ("hpcdist.cli.site:command", "Show site profiles; write modulefiles and wheelhouses."),
     "doctor": ("hpcdist.cli.doctor.command:command", "Check MPI, launcher, GPU, HDF5 and this machine."),
     "warmup": ("hpcdist.cli.tune:warmup", "Compile the kernels into a cache."),
 }
@@ -61,10 +57,7 @@ def group() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and leave with its exit code (see `hpcdist.errors`).
-
-    Before a job has started, an error of ours is one message. Afterwards it takes the job with it (`comm.failfast`).
-    """
+    """Run the command line and exit with its exit code (see `hpcdist.errors`)."""
     standard_streams.protect()
     environment.provide_home()
     environment.drop_empty()
@@ -81,21 +74,21 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except OSError as error:
         if error is not standard_streams.failure():
             raise
-        standard_streams.tolerate()  # it is not tried again at the end of Python
-        code = FAILURE  # whoever reads has seen enough
+        standard_streams.tolerate()  # do not let Python flush the broken stream again at exit
+        code = FAILURE  # the reader closed the pipe
         if not isinstance(error, BrokenPipeError):
             click.echo(f"Error: standard output cannot be written: {error.strerror}", err=True)
             code = STORAGE
     if code:
-        exit_file.write_exit_code(code)  # as `comm.failfast` does once a job has started
+        exit_file.write_exit_code(code)  # `comm.failfast` does this once a job has started
     sys.exit(code)
 
 
 def _print_error(text: str) -> None:
-    """Tell what has ended this process before a job has started: `hpcdist run` shows it after its launcher's words.
+    """Print an error that ends this process before a job has started. `hpcdist run` repeats it after the launcher ends.
 
-    Another rank than 0 lets that one speak first: it most likely has the same to say, and when it has left, the
-    launcher ends the others.
+    Ranks other than 0 wait GIVE_WAY_S first: rank 0 most likely prints the same error, and then the launcher ends the
+    other ranks.
     """
     launched = environment.launch_environment()
     rank = launched.rank or 0 if launched is not None else 0
@@ -108,17 +101,13 @@ def _print_error(text: str) -> None:
 
 
 def _colour() -> bool | None:
-    """Return False where colours are not wanted, None where the terminal decides.
-
-    Open MPI's mpirun shows its ranks a terminal, whatever its output is: what that is `hpcdist run` knows alone.
-    """
+    """Return the value of click's colour setting: False to disable colours, None to colour only on a terminal."""
     launched = environment.launch_environment()
-    unknown = launched is not None and launched.size > 1 and exit_file.LAUNCH_DIR not in os.environ
-    return False if unknown or os.environ.get("NO_COLOR") else None
+    is_unknown_launcher = launched is not None and launched.size > 1 and exit_file.LAUNCH_DIR not in os.environ
+    return False if is_unknown_launcher or os.environ.get("NO_COLOR") else None
 
 
 def _invoke(arguments: Sequence[str] | None) -> int:
-    """Return the exit code of the command; usage errors are shown here."""
     try:
         value = group.main(args=arguments, prog_name="hpcdist", standalone_mode=False, color=_colour())
         sys.stdout.flush()

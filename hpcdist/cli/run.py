@@ -1,8 +1,8 @@
 """`hpcdist run`: start one command on N ranks, on a workstation or inside a batch job.
 
-It starts ranks with the launcher at hand (mpirun, srun and others), starts them again after a failure (--restarts)
-from the newest checkpoint and without lost nodes, checks beforehand what every rank of a training would refuse, and
-shows the failure of the rank that failed first. It also lists the complete checkpoints of a run, without MPI.
+It selects a launcher (mpirun, srun and others), checks the command before any rank starts, and restarts failed
+trainings (--restarts) from the newest checkpoint without lost nodes. At the end it prints the first failure of a rank.
+It also lists the complete checkpoints of a run, without MPI.
 """
 
 import json
@@ -41,51 +41,51 @@ from hpcdist.comm.launch.environment import (
 from hpcdist.errors import INTERRUPTED, OK, REQUEUE, UsageError
 
 _LAUNCH_PREFIX = "hpcdist-run-"
-_OWNER_FILE = "owner.json"  # says whose a directory with this prefix is
-# What starts ranks itself, or asks for none.
+_OWNER_FILE = "owner.json"  # identity of the process that created the launch directory
+# Commands that start ranks themselves, or need only one process.
 _ONE_PROCESS_COMMANDS = ("run", "submit", "jobs", "grow", "bench", "compare", "plan")
 
-_OUR_PYTHON = ("python", "python3")  # ours: that of PATH need not have hpcdist
+_OUR_PYTHON = ("python", "python3")  # run by this Python: the Python on PATH may lack hpcdist
 
 
 @click.command(
     "run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}, no_args_is_help=True
 )
 @click.option("-n", "--ranks", type=COUNT, required=True, help="Number of ranks.")
-@click.option("--ranks-per-node", type=COUNT, help="Ranks on each node.  [default: the launcher's]")
-@click.option("--cpus-per-task", type=COUNT, help="Cores and threads of a rank.  [default: job's or 1]")
+@click.option("--ranks-per-node", type=COUNT, help="Ranks per node.  [default: the launcher's]")
+@click.option("--cpus-per-task", type=COUNT, help="Cores and threads per rank.  [default: the job's, else 1]")
 @click.option(
     "--launcher",
     default=launchers.AUTO,
     show_default=False,
     metavar="NAME",
-    help=f"What starts the ranks: {', '.join(launchers.KINDS)}.  [default: ${launchers.VARIABLE}, else mpirun]",
+    help=f"Launcher of the ranks: {', '.join(launchers.KINDS)}.  [default: ${launchers.VARIABLE}, else mpirun]",
 )
-@click.option("--pmi", metavar="TYPE", help="How ranks find each other, e.g. pmix or pmi2.  [default: the launcher's]")
-@click.option("--mpi-args", default="", help="Further options of the launcher, in one string; they win over ours.")
-@click.option("--python", metavar="WORDS", help="What runs hpcdist on the ranks, e.g. 'apptainer exec my.sif python3'.")
-@click.option("--grace", default=30.0, type=click.FloatRange(min=0.0), help="Seconds the ranks have to save and stop.")
+@click.option("--pmi", metavar="TYPE", help="Process management interface, e.g. pmix or pmi2.  [default: launcher's]")
+@click.option("--mpi-args", default="", help="Additional launcher options, in one string; they take precedence.")
+@click.option("--python", metavar="WORDS", help="Python command of the ranks, e.g. 'apptainer exec my.sif python3'.")
+@click.option("--grace", default=30.0, type=click.FloatRange(min=0.0), help="Seconds to save and stop after a signal.")
 @click.option(
     "--restarts",
     "most_restarts",
     default=0,
     type=click.IntRange(min=0),
-    help="How often a failed `train --out DIR` is started again, from its newest checkpoint.",
+    help="Maximum restarts of a failed `train --out DIR`, each from its newest checkpoint.",
 )
 @click.option(
     "--survive",
     type=click.Choice(exit_file.SURVIVE_MODES),
-    help="Let `train` outlive dead ranks: with fewer, or with new ones in their place (Open MPI 5).",
+    help="Let `train` continue after rank failures: without the dead ranks, or with new ranks (Open MPI 5).",
 )
-@click.option("--spares", type=COUNT, help="Ranks more that wait to replace a dead one, with --survive replace.")
-@click.option("--out", type=DIRECTORY, help="Run directory of the Training in a script, whatever the script says.")
+@click.option("--spares", type=COUNT, help="Additional idle ranks that replace dead ranks, with --survive replace.")
+@click.option("--out", type=DIRECTORY, help="Run directory of a script's Training; overrides the script.")
 @click.option(
     "--resume",
     type=click.Choice(["auto", "never"]),
-    help="Whether that Training goes on from its newest checkpoint, whatever the script says.",
+    help="Whether a script's Training resumes from its newest checkpoint; overrides the script.",
 )
-@click.option("--energy", is_flag=True, help="Print at its end the joules of a script over `hpcdist.torch`.")
-@click.option("--dry-run", is_flag=True, help="Print the command line and start nothing.")
+@click.option("--energy", is_flag=True, help="Print the energy in joules of a script that uses `hpcdist.torch`.")
+@click.option("--dry-run", is_flag=True, help="Print the command line without starting anything.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(
     ranks: int,
@@ -109,18 +109,17 @@ def command(
 
     For example `hpcdist run -n 2 train recipe.toml`, or `hpcdist run -n 2 -- python train.py --my-option`.
 
-    The mpirun is that of this Python's environment, else the first on PATH; the other launchers belong to a site.
-    Ctrl-C, SIGTERM and SIGUSR1 reach the ranks, which save and stop at the next step (exit code 130, or 75 for the
-    scheduler to start them again), or at once while there is nothing to save; a second Ctrl-C, or the end of the
-    grace, kills them. The first failure of a rank is shown last.
+    The default launcher is the mpirun of this Python's environment, else the first on PATH. After Ctrl-C, SIGTERM or
+    SIGUSR1 the ranks save and stop after the current step (exit code 130, or 75 if the scheduler should requeue). A
+    second Ctrl-C, or the end of --grace, kills the ranks. The first failure of a rank is printed last.
 
-    With --restarts, a training that fails is started again with `--resume auto`, on the nodes that are left, but not
-    after exit codes 0, 2, 69, 75, 78 and 130, a signal to stop, or two starts in a row without a new checkpoint. With
-    --survive, the others go on when ranks die, not when a node does, which ends Open MPI's mpirun. Both go together.
+    --restarts starts a failed training again with `--resume auto` on the remaining nodes, but not after exit codes 0,
+    2, 69, 75, 78 and 130, a stop signal, or two consecutive starts without a new checkpoint. --survive continues after
+    the death of ranks, but not of a node. Both can be combined.
 
-    A script that makes a `hpcdist.training.pytorch.Training` gets all of this but --survive; --out is for --restarts to
-    know its checkpoints. `python` is the Python of hpcdist, or --python. A program without hpcdist is started, its exit
-    code is returned, and signals are passed on to it.
+    A script with a `hpcdist.training.pytorch.Training` supports all options but --survive; --restarts needs --out to
+    find its checkpoints. `python` means the Python of hpcdist, or --python. Any other program receives the signals, and
+    its exit code is returned.
     """
     script, options, interpreter = _check(command, energy), launcher_options(mpi_args), interpreter_words(python)
     typed = _typed_command(len(command) if script else 0)
@@ -130,7 +129,7 @@ def command(
         command = (*interpreter, *command[1:])
     run_dir = _run_dir(command, script, out, resume) if most_restarts or out or resume else None
     world = ranks + (spares or 0)
-    ranks_per_node = ranks_per_node and -(-world // -(-ranks // ranks_per_node))  # spares go to the same nodes
+    ranks_per_node = ranks_per_node and -(-world // -(-ranks // ranks_per_node))  # spares use the same nodes
     layout = launchers.LaunchRequest(world, ranks_per_node, cpus_per_task, pmi)
     starter = launchers.choose_starter(launchers.kind_named(launcher), layout, survive)
     settings = starter.settings() | (python_path_variables() if python is None else {})
@@ -142,18 +141,19 @@ def command(
         click.echo(job.line(command))
         return OK
     if command[0] == "train":
-        known = None if options or survive else ranks  # the launcher's options, or deaths, may change it
+        training_ranks = None if options or survive else ranks  # launcher options or rank failures may change it
         here = python is None and not options and starter.kind is launchers.MPIRUN
-        check_training(command, known, survive, spares or 0, elsewhere=not here)
+        check_training(command, training_ranks, survive, spares or 0, elsewhere=not here)
     _check_starter(starter, options, trains=script or command[0] == "train")
     return job.run(command, run_dir, most_restarts)
 
 
 @dataclass(frozen=True)
 class _Launch:
-    """Settings of all starts; ``program`` runs hpcdist, ``options`` are those of the launcher.
+    """Settings that all starts of one `hpcdist run` share.
 
-    A ``script`` is a command of its own, which ``program`` does not run. ``typed`` is the line of `hpcdist run` itself.
+    ``program`` are the words that run hpcdist (empty for a ``script``). ``options`` are options of the launcher.
+    ``typed`` is the command line of `hpcdist run`.
     """
 
     starter: launchers.Starter
@@ -166,12 +166,11 @@ class _Launch:
     typed: Sequence[str]
 
     def line(self, command: Sequence[str]) -> str:
-        """Return what a shell would be told."""
         words = self._words(command, self.settings)
         return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in self.settings.items()), shlex.join(words)])
 
     def run(self, command: Sequence[str], run_dir: Path | None, most_restarts: int) -> int:
-        """Run ``command`` to its end, started again up to ``most_restarts`` times; return its exit code."""
+        """Run ``command``, restart it up to ``most_restarts`` times, and return its exit code."""
         if unbound := self.starter.unbound(self.options):
             click.echo(f"hpcdist run: ranks are not bound to cores: {unbound}", err=True)
         with supervisor.signals_held() as mask:
@@ -206,23 +205,22 @@ class _Launch:
         *,
         repeated: bool = False,
     ) -> supervisor.LaunchOutcome:
-        """Run the hpcdist ``command`` to its end, and show its first failure.
+        """Run ``command`` once, print its first failure, and return its exit code.
 
-        A start that follows another says ``where``, by options of the launcher: on which nodes, none for all.
-
-        Where no other one follows, it tells what is left of a training that failed, and the command that goes on: one
-        that is ``repeated`` has another behind it, unless its exit code forbids that.
+        ``where`` lists launcher options that select nodes in a restart; it is None in the first start. If the keyword
+        ``repeated`` is true, a restart may follow; the command to resume by hand is then printed only if the exit code
+        is final.
         """
         began_ns = time.time_ns()
         with _launch_dir() as folder:
             settings = {**self.settings, FAILURE_DIR: folder, exit_file.LAUNCH_DIR: folder, **_terminal_environment()}
             settings[exit_file.COMMAND] = shlex.join(self.typed)
             words = self._words(command, settings, where or ())
-            own = self.starter.session(Path(folder), self.options)
+            session_variables = self.starter.session(Path(folder), self.options)
             inherited = os.environ if where is None else launchers.restart_environment(os.environ)
             outcome = supervisor.Supervision(
                 words,
-                {**inherited, **settings, **own},
+                {**inherited, **settings, **session_variables},
                 Path(folder),
                 self.grace_s,
                 mask,
@@ -232,7 +230,7 @@ class _Launch:
                 self.script,
             ).run()
             run_dir, stopped = exit_file.read_announcements(Path(folder))
-            # What single ranks said before the others went on without them, and ended well, is no failure of the job.
+            # After an agreed end, messages of single ranks that the others outlived are not a failure of the job.
             if outcome.code not in ((OK, REQUEUE, INTERRUPTED) if outcome.agreed else (OK,)):
                 if run_dir and (not repeated or outcome.code in restarts.FINAL_CODES):
                     _print_resume_command(Path(run_dir), self.typed, self.script)
@@ -244,14 +242,13 @@ class _Launch:
     def start_again(
         self, nodes: SlurmAllocation, command: Sequence[str], mask: set[signal.Signals]
     ) -> supervisor.LaunchOutcome:
-        """Run ``command`` as `start` does, from its newest checkpoint, and not on nodes that were lost."""
         where: list[str] = []
         if nodes.lost:
-            click.echo(f"hpcdist run: without {', '.join(nodes.lost)}, which the job has lost", err=True)
+            click.echo(f"hpcdist run: restarting without the lost nodes {', '.join(nodes.lost)}", err=True)
             where = self.starter.without(nodes.lost, nodes.left)
         if self.script:
-            again = replace(self, settings={**self.settings, RESUME: "auto"})
-            return again.start(command, mask, where, repeated=True)
+            resumed = replace(self, settings={**self.settings, RESUME: "auto"})
+            return resumed.start(command, mask, where, repeated=True)
         return self.start(exit_file.resume_command(command), mask, where, repeated=True)
 
     def _words(self, command: Sequence[str], settings: Mapping[str, str], where: Sequence[str] = ()) -> list[str]:
@@ -260,8 +257,8 @@ class _Launch:
 
 @contextmanager
 def _launch_dir() -> Iterator[str]:
-    """Make the directory of one start, which names its owner, and remove it."""
-    # A process that is just being ended may still write there: what it leaves is no failure of the job.
+    """Context manager for a temporary directory of one start. A file in it identifies the process that owns it."""
+    # Ignore cleanup errors: a process that is being killed may still write there.
     with tempfile.TemporaryDirectory(prefix=_LAUNCH_PREFIX, ignore_cleanup_errors=True) as folder:
         (Path(folder) / _OWNER_FILE).write_text(json.dumps(RunLock().identity), encoding="utf-8")
         try:
@@ -271,8 +268,8 @@ def _launch_dir() -> Iterator[str]:
 
 
 def _remove_abandoned() -> None:
-    """Remove the directories of starts of this user whose `hpcdist run` is known to be dead, and what they name."""
-    own = RunLock().identity
+    """Remove this user's launch directories whose `hpcdist run` has died, and their shared-memory segments."""
+    identity = RunLock().identity
     for folder in Path(tempfile.gettempdir()).glob(f"{_LAUNCH_PREFIX}*"):
         try:
             status = folder.lstat()
@@ -280,78 +277,76 @@ def _remove_abandoned() -> None:
                 continue
             holder = json.loads((folder / _OWNER_FILE).read_bytes())
         except (OSError, ValueError, RecursionError):
-            continue  # of an older hpcdist, or just being made or removed
-        if isinstance(holder, dict) and is_dead(holder, own):
+            continue  # from an older hpcdist, or just being created or removed
+        if isinstance(holder, dict) and is_dead(holder, identity):
             exit_file.remove_segments(folder)
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_starter(starter: launchers.Starter, options: Sequence[str], *, trains: bool) -> None:
-    """Check ``starter``, and say how ranks with one thread each by default may have the idle cores, too."""
     starter.check()
     cores, ranks = len(os.sched_getaffinity(0)), starter.layout.ranks
-    chosen = starter.layout.cpus_per_task is not None or "OMP_NUM_THREADS" in os.environ or bool(options)
-    here = starter.kind is launchers.MPIRUN and not mpirun.is_managed()
-    if chosen or not trains or not here or cores < 2 * ranks:
+    has_threads = starter.layout.cpus_per_task is not None or "OMP_NUM_THREADS" in os.environ or bool(options)
+    is_local = starter.kind is launchers.MPIRUN and not mpirun.is_managed()
+    if has_threads or not trains or not is_local or cores < 2 * ranks:
         return
-    used, each = f"{ranks} of {cores} cores", cores // ranks
-    click.echo(f"hpcdist run: the ranks use {used}; --cpus-per-task {each} gives each {each} threads", err=True)
+    used, threads = f"{ranks} of {cores} cores", cores // ranks
+    click.echo(f"hpcdist run: the ranks use {used}; --cpus-per-task {threads} gives each {threads} threads", err=True)
 
 
 def _check(command: tuple[str, ...], energy: bool) -> bool:
-    """Refuse what would fail on every rank at once; return whether ``command`` is a program of its own."""
-    known = ", ".join(name for name in COMMANDS if name not in _ONE_PROCESS_COMMANDS)
-    # A sweep starts ranks itself; the other benchmarks are measured by ranks.
+    """Raise UsageError if ``command`` would fail on every rank. Return True if it is a script or other program."""
+    rank_commands = ", ".join(name for name in COMMANDS if name not in _ONE_PROCESS_COMMANDS)
+    # `bench` of a sweep starts ranks itself; the other benchmarks run on ranks.
     measured = [("bench", name) for name in ("collectives", "pipeline", "checkpoint", "step")]
     measured += [("plan", "calibrate"), ("plan", "--calibrate")]
     script = command[0] not in COMMANDS and (command[0] in _OUR_PYTHON or shutil.which(command[0]) is not None)
-    if not script and command[0] not in known.split(", ") and command[:2] not in measured:
+    if not script and command[0] not in rank_commands.split(", ") and command[:2] not in measured:
         raise click.UsageError(
-            f"{command[0]!r} is no program, nor a command to run on ranks; known: {known}, "
+            f"{command[0]!r} is neither a program nor a command to run on ranks; commands: {rank_commands}, "
             f"{', '.join(' '.join(words) for words in measured)}; for a script write: python SCRIPT"
         )
     if energy and not script:
-        raise UsageError(f"--energy is for scripts: {command[0]} counts joules by itself, see `hpcdist help energy`")
+        raise UsageError(f"--energy is for scripts: {command[0]} always measures energy; see `hpcdist help energy`")
     launched = launch_environment()
-    if launched is not None and launched.size > 1:  # one rank is an interactive shell: srun --pty bash
+    if launched is not None and launched.size > 1:  # size 1 is an interactive shell: srun --pty bash
         raise UsageError(
             f"this process is already one of {launched.size} ranks of {launched.launcher}; "
-            f"start `{'' if script else 'hpcdist '}{command[0]}` there, without `hpcdist run`"
+            f"give that launcher `{'' if script else 'hpcdist '}{command[0]}` instead of `hpcdist run`"
         )
     return script
 
 
 def _check_survival(name: str, survive: str | None, spares: int | None) -> None:
     if spares is not None and survive != "replace":
-        raise UsageError(f"--spares {spares}: ranks that wait replace dead ones; add --survive replace")
+        raise UsageError(f"--spares {spares} needs --survive replace: spare ranks replace dead ranks; add that option")
     if survive is not None and name != "train":
         raise UsageError(
-            f"--survive {survive}: only train goes on without a rank, not {name}; leave it out, or use --restarts N"
+            f"--survive {survive} works only with train, not with {name}; leave it out, or use --restarts N"
         )
 
 
 def _run_dir(command: Sequence[str], script: bool, out_option: Path | None, resume: str | None) -> Path | None:
-    """Return the directory of a training: the --out of a script, or of a `train` that shall be started again.
+    """Return the run directory: ``out_option`` for a script, else the option --out of `hpcdist train` in ``command``.
 
-    Raises UsageError for another command, without one where it is needed, or where it is said in the wrong place.
+    Raises UsageError if --out is missing or misplaced.
     """
     if script:
         if out_option is None:
-            raise UsageError("--restarts and --resume need to know where checkpoints are; add --out DIR")
+            raise UsageError("--restarts and --resume need the directory of the checkpoints; add --out DIR")
         return out_option
     if out_option is not None or resume is not None:
         word = "--out" if out_option is not None else "--resume"
-        raise UsageError(f"{word} before {command[0]} is for scripts; write: {command[0]} ... {word}")
+        raise UsageError(f"{word} before {command[0]} is only for scripts; write: {command[0]} ... {word}")
     if command[0] != "train":
-        raise UsageError(f"--restarts: only train goes on from a checkpoint, not {command[0]}; leave it out")
+        raise UsageError(f"--restarts works only with train, not with {command[0]}; leave it out")
     out: Path | None = _train_options(command)["out"]
     if out is None:
-        raise UsageError("--restarts needs to know where checkpoints are; write: train ... --out DIR")
+        raise UsageError("--restarts needs the directory of the checkpoints; write: train ... --out DIR")
     return out
 
 
 def _train_options(command: Sequence[str]) -> dict[str, Any]:
-    """Return the options of the `train` in ``command``, by its own parser: what it refuses need not be started."""
     from hpcdist.cli.train import train
 
     return train.make_context("hpcdist train", list(command[1:])).params
@@ -360,10 +355,10 @@ def _train_options(command: Sequence[str]) -> dict[str, Any]:
 def check_training(
     command: Sequence[str], ranks: int | None, survive: str | None, spares: int, *, elsewhere: bool
 ) -> None:
-    """Raise here what every rank of a `train` would raise, as far as it can be known without them.
+    """Raise errors that every rank of `hpcdist train` would raise, as far as they can be detected before the start.
 
-    ``ranks`` is how many train, None where that is not known yet. Ranks that run ``elsewhere``, as in a container
-    or on other hosts, see other files.
+    ``ranks`` is the number of training ranks, or None if unknown. The keyword ``elsewhere`` means that the ranks run in
+    a container or on other hosts, so they may see other files.
     """
     from hpcdist.cli import train
     from hpcdist.training.recipe import requirements
@@ -382,19 +377,16 @@ def check_training(
 
 
 def _typed_command(script_words: int) -> list[str]:
-    """Return the command line of this process, as a person types it, with `--` before the words of a script."""
+    """Return the command line of this process as typed, with `--` before the words of a script."""
     words = [Path(sys.argv[0]).name.replace("__main__.py", "hpcdist"), *sys.argv[1:]]
     begin = len(words) - script_words
-    if script_words and "--" not in words[begin - 1 : begin]:  # called from Python, the process has other words
+    if script_words and "--" not in words[begin - 1 : begin]:  # click removes the `--`
         words.insert(begin, "--")
     return words
 
 
 def _terminal_environment() -> dict[str, str]:
-    """Return what tells the ranks of this terminal, or that there is none: to them a launcher shows its own.
-
-    Rank 0 draws its bar where standard error is a terminal; without one behind standard output nobody uses colours.
-    """
+    """Return environment variables that describe the real terminal, because the ranks see a pseudo-terminal."""
     variables = {} if sys.stdout.isatty() else {"NO_COLOR": "1"}
     if sys.stderr.isatty():
         with suppress(OSError):
@@ -404,35 +396,32 @@ def _terminal_environment() -> dict[str, str]:
 
 
 def _print_resume_command(run_dir: Path, words: Sequence[str], script: bool = False) -> None:
-    """Name the newest checkpoint of a training that did not end as it should, the command that goes on, and `hang`."""
+    """Print a failed training's newest checkpoint, and the commands to resume it and to analyse a hang."""
     newest = next(iter(checkpoints(run_dir)), None)
     where = f"the newest checkpoint is {run_dir / 'checkpoints' / newest}" if newest else "there is no checkpoint yet"
     typed = shlex.join(exit_file.resume_command(words, run_dir, script=script))
-    click.echo(f"hpcdist run: {where}; {'go on' if newest else 'begin again'} with {typed}", err=True)
+    click.echo(f"hpcdist run: {where}; {'resume' if newest else 'start again'} with {typed}", err=True)
     if run_dir.is_dir():
-        click.echo(f"hpcdist run: what each rank did last: hpcdist hang {shlex.quote(str(run_dir))}", err=True)
+        click.echo(f"hpcdist run: show the last operations: hpcdist hang {shlex.quote(str(run_dir))}", err=True)
 
 
 def checkpoints(run_dir: Path) -> dict[str, int]:
-    """Return the complete checkpoints of a run, the most recent first, and when each was written.
-
-    By their names alone: this process forks, so it loads nothing that starts threads.
-    """
+    """Return a dict: name of each complete checkpoint -> its write time in ns, newest first. Does not load HDF5."""
     written_ns = {}
     for path in (run_dir / "checkpoints").glob("step-*/manifest.json"):
         step = path.parent.name.removeprefix("step-")
         if step.isascii() and step.isdecimal():
-            with suppress(OSError):  # just removed
+            with suppress(OSError):  # just deleted
                 written_ns[int(step)] = path.stat().st_mtime_ns
     return {f"step-{step}": written_ns[step] for step in sorted(written_ns, reverse=True)}
 
 
 def _show_first_failure(folder: Path, run_dir: str, began_ns: int) -> None:
-    """Print each different failure of the ranks once, after the launcher's output; the first failure comes last."""
+    """Print each distinct failure of the ranks once, after the launcher's output. The earliest failure comes last."""
     written_ns = {path: path.stat().st_mtime_ns for path in folder.glob("rank-*.txt")}
-    if run_dir:  # ranks of other hosts, which have no such folder, write beside their records
-        beside = {path: path.stat().st_mtime_ns for path in (Path(run_dir) / "recorder").glob("rank-*.failed")}
-        written_ns |= {path: time_ns for path, time_ns in beside.items() if time_ns >= began_ns}
+    if run_dir:  # ranks on other hosts write their failure next to their recorder file
+        recorded_ns = {path: path.stat().st_mtime_ns for path in (Path(run_dir) / "recorder").glob("rank-*.failed")}
+        written_ns |= {path: time_ns for path, time_ns in recorded_ns.items() if time_ns >= began_ns}
     failures = sorted(written_ns, key=written_ns.__getitem__)
     if failures:
         others = f" (of {len(failures)} that failed)" if len(failures) > 1 else ""
@@ -442,5 +431,5 @@ def _show_first_failure(folder: Path, run_dir: str, began_ns: int) -> None:
             alike.setdefault(re.sub(r"^\[rank \d+\] (rank \d+)?", "", text, flags=re.MULTILINE), []).append(text)
         for texts in reversed(alike.values()):
             which = f"the first failure{others}" if texts is next(iter(alike.values())) else "another failure"
-            same = f", and {len(texts) - 1} more in the same way" if len(texts) > 1 else ""
+            same = f", and {len(texts) - 1} more like it" if len(texts) > 1 else ""
             click.echo(f"\nhpcdist run: {which}{same}:\n{texts[0]}", err=True)

@@ -1,8 +1,7 @@
-"""`hpcdist site`: profiles of sites, and modulefiles and wheelhouses for administrators.
+"""`hpcdist site`: show site profiles; write modulefiles, wheelhouses and monitoring files. Runs on login nodes.
 
-`list` and `show` print profiles; `modulefile` writes what an administrator puts on MODULEPATH; `wheelhouse` collects
-hpcdist and its dependencies as files, for a machine without a network; `monitoring` writes the files for Prometheus and
-Grafana. Light: it runs on login nodes.
+`list` and `show` print profiles. `modulefile` writes files for MODULEPATH. `wheelhouse` downloads hpcdist and its
+dependencies for a machine without a network. `monitoring` writes the files for Prometheus and Grafana.
 """
 
 import json
@@ -23,33 +22,36 @@ from hpcdist.reporting.toml_text import toml_lines
     "--kind",
     type=click.Choice(["lua", "tcl", "both"]),
     default="both",
-    help="lua for Lmod, tcl for Environment Modules (and Lmod).",
+    help="Module system: lua for Lmod, tcl for Environment Modules (and Lmod).",
 )
 @click.option(
     "--prefix",
     type=DIRECTORY,
-    help="Where hpcdist is: an environment, a folder of `pip install --target`, a clone.  [default: this installation]",
+    help="hpcdist installation: a virtual environment, a `pip install --target` folder or a clone.  "
+    "[default: this installation]",
 )
 @click.option(
-    "--in-place", is_flag=True, help="Write, instead of --prefix, one that finds hpcdist from where it lies itself."
+    "--in-place",
+    is_flag=True,
+    help="Instead of --prefix: let the modulefile locate hpcdist relative to itself, so that the tree can be moved.",
 )
-@click.option("--mpi", default="", metavar="MODULE", help="Module of the MPI that mpi4py was built for.")
-@click.option("--depends-on", multiple=True, metavar="MODULE", help="Further module to load with it, e.g. cuda/12.4.")
+@click.option("--mpi", default="", metavar="MODULE", help="MPI module to load: the MPI that mpi4py was built with.")
+@click.option("--depends-on", multiple=True, metavar="MODULE", help="Other module to load, e.g. cuda/12.4; repeatable.")
 @click.option(
     "--setenv",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Variable to set while it is loaded, e.g. HPCDIST_SITE or NUMBA_CACHE_DIR; VALUE is taken as it is.",
+    help="Environment variable that the module sets, e.g. HPCDIST_SITE=NAME; repeatable.",
 )
 @click.option(
-    "--environment", is_flag=True, help="Show all commands of its environment, python3, pip and mpirun among them."
+    "--environment", is_flag=True, help="Put every command of the environment on PATH (python3, pip, mpirun, ...)."
 )
 @click.option(
     "--output",
     type=DIRECTORY,
-    help="Folder of MODULEPATH; the files are hpcdist/VERSION and hpcdist/VERSION.lua in it.  [default: print]",
+    help="Folder of MODULEPATH; writes hpcdist/VERSION and hpcdist/VERSION.lua into it.  [default: print]",
 )
-@click.option("--force", is_flag=True, help="Replace files of another content.")
+@click.option("--force", is_flag=True, help="Overwrite existing files with different content.")
 def modulefile(
     kind: str,
     prefix: Path | None,
@@ -59,21 +61,18 @@ def modulefile(
     force: bool,
     **choices: Any,
 ) -> None:
-    """Write modulefiles for an installation of hpcdist: HPCDIST_ROOT, PATH, its MPI, completion for bash, help.
+    """Write modulefiles for an installation of hpcdist: HPCDIST_ROOT, PATH, MPI module, bash completion and help.
 
-    PATH gets a folder with the command hpcdist alone, which knows its own Python and mpirun; with --environment all
-    commands of its environment, which then hide others of their names.
-
-    A load is refused with the reason when the installation is gone, an unload brings back what was before. The paths
-    of the files are printed.
+    By default PATH gets a folder with only the command hpcdist. With --environment PATH gets all commands of the
+    environment, which then take precedence over commands of the same name. Prints the paths of the files.
     """
     from hpcdist import __version__
     from hpcdist.batch.packaging import modulefile
 
     if in_place and prefix is not None:
-        raise UsageError("--in-place looks from where the modulefile lies: leave out --prefix, or --in-place")
+        raise UsageError("--in-place and --prefix exclude each other; leave one out")
     if force and output is None:
-        raise UsageError("--force replaces files: name their folder, --output DIR")
+        raise UsageError("--force overwrites files, so it needs --output DIR")
     installation = None if in_place else modulefile.find_installation(prefix or modulefile.running_installation())
     if installation and not choices["environment"]:
         installation.check_alone()
@@ -95,20 +94,20 @@ def modulefile(
 
 
 def parse_variables(texts: tuple[str, ...]) -> dict[str, str]:
-    """Return the variables in texts NAME=VALUE; a name may be there once. Raises UsageError."""
+    """Parse texts NAME=VALUE into a dict. Raises UsageError for another format or a repeated name."""
     variables: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
             raise UsageError(f"--setenv {text}: expected NAME=VALUE, for example HPCDIST_TUNING=off")
         if name in variables:
-            raise UsageError(f"--setenv {name}: is there twice, {variables[name]!r} and {value!r}; keep one")
+            raise UsageError(f"--setenv {name} is given twice, with {variables[name]!r} and {value!r}; keep one")
         variables[name] = value
     return variables
 
 
 @click.command("wheelhouse")
-@click.option("--output", required=True, metavar="DIR", type=DIRECTORY, help="A new folder.")
+@click.option("--output", required=True, metavar="DIR", type=DIRECTORY, help="New folder to write the wheelhouse into.")
 @click.option("--extra", "extras", multiple=True, metavar="NAME", help="Extra of hpcdist, e.g. cuda12x; repeatable.")
 @click.option(
     "--requirement",
@@ -116,26 +115,30 @@ def parse_variables(texts: tuple[str, ...]) -> dict[str, str]:
     multiple=True,
     metavar="FILE",
     type=EXISTING_FILE,
-    help="Further requirements, or versions that the site fixes, as pip reads them; repeatable.",
+    help="Requirements file with further packages or pinned versions, as pip reads it; repeatable.",
 )
-@click.option("--platform", default="", metavar="TAG", help="Another machine: manylinux_2_28_x86_64 (glibc 2.28).")
-@click.option("--python-version", default="", metavar="3.N", help="Another Python.  [default: this one]")
+@click.option(
+    "--platform", default="", metavar="TAG", help="Platform tag of the target machine, e.g. manylinux_2_28_x86_64."
+)
+@click.option(
+    "--python-version", default="", metavar="3.N", help="Python version of the target machine.  [default: this one]"
+)
 @click.option(
     "--wheel",
     metavar="FILE",
     type=FILE,
-    help="Wheel of hpcdist itself.  [default: built from the clone, of this hpcdist or this directory]",
+    help="Wheel of hpcdist to include.  [default: build it from the clone]",
 )
-@click.option("--with-mpi4py-source", "mpi4py_source", is_flag=True, help="Also what builds mpi4py on the site's MPI.")
+@click.option(
+    "--with-mpi4py-source", "mpi4py_source", is_flag=True, help="Add what is needed to build mpi4py for the site's MPI."
+)
 def wheelhouse(**order: Any) -> None:
-    """Collect hpcdist's wheel and those of all it needs in DIR, with their SHA-256 and a script that installs them.
+    """Collect the wheels of hpcdist and its dependencies in DIR, with SHA-256 hashes and an install script.
 
-    On the machine without a network `DIR/install.sh VENV` makes a virtual environment of them, or by hand:
+    On a machine without a network, `DIR/install.sh VENV` creates a virtual environment with hpcdist.
 
-    pip install --no-index --find-links DIR --require-hashes -r DIR/requirements.txt
-
-    pip of this Python downloads; its settings (PIP_INDEX_URL, proxies) apply. Markers of the requirements that name a
-    Python version are read for this Python, also with --python-version: that is pip's way.
+    The pip of this Python downloads the wheels, with its settings (PIP_INDEX_URL, proxies). Environment markers that
+    name a Python version are evaluated for this Python, even with --python-version.
     """
     from hpcdist.batch.packaging import wheelhouse
     from hpcdist.reporting.units import counted, format_bytes
@@ -145,24 +148,21 @@ def wheelhouse(**order: Any) -> None:
         order["wheel"] = order["wheel"].absolute()
     collected = wheelhouse.collect(wheelhouse.WheelhouseOrder(**order))
     click.echo(f"{counted(collected.files, 'file')}, {format_bytes(collected.nbytes)}", err=True)
-    built = f"MPICC=mpicc {collected.folder}/install.sh VENV builds it on the MPI there (on a Cray MPICC=cc)"
+    note = f"`MPICC=mpicc {collected.folder}/install.sh VENV` builds it for the site's MPI (on a Cray MPICC=cc)"
     if not order["mpi4py_source"]:
-        built = (
-            "this is its wheel, which opens the MPI it finds at run time (MPICH's ABI or Open MPI). To build it on the "
-            "MPI of the site (MPICC=mpicc), collect again with --with-mpi4py-source"
+        note = (
+            "included as a wheel, which opens the MPI it finds at run time (MPICH's ABI or Open MPI). To build it for "
+            "the site's MPI (MPICC=mpicc), collect again with --with-mpi4py-source"
         )
-    click.echo(f"mpi4py: {built}", err=True)
+    click.echo(f"mpi4py: {note}", err=True)
     click.echo(collected.folder)
 
 
 @click.command("monitoring")
 @click.option("--output", required=True, metavar="DIR", type=DIRECTORY, help="Folder to write the files into.")
-@click.option("--force", is_flag=True, help="Replace files of another content.")
+@click.option("--force", is_flag=True, help="Overwrite existing files with different content.")
 def monitoring(output: Path, force: bool) -> None:
-    """Write the Grafana dashboard, the Prometheus rules, alerts and scrape configuration, and their README.
-
-    The paths of the files are printed.
-    """
+    """Write a Grafana dashboard, Prometheus rules, alerts and scrape configuration, and a README. Prints the paths."""
     from hpcdist.batch import job
     from hpcdist.reporting import regular
 
@@ -175,15 +175,15 @@ def monitoring(output: Path, force: bool) -> None:
 
 @click.group("site")
 def command() -> None:
-    """Show profiles of sites; write modulefiles, wheelhouses, and files for Prometheus and Grafana."""
+    """Show site profiles; write modulefiles, wheelhouses, and files for Prometheus and Grafana."""
 
 
 @command.command("list")
 def profiles() -> None:
-    """List the profiles there are, and the folder of those that do not come with hpcdist.
+    """List the site profiles. For profiles that do not come with hpcdist, also print their folder.
 
-    They are looked for in $XDG_CONFIG_HOME/hpcdist/sites, the folders of $HPCDIST_SITE_PATH, /etc/hpcdist/sites, and
-    among those of hpcdist; the first of a name counts.
+    Search order: $XDG_CONFIG_HOME/hpcdist/sites, the folders of $HPCDIST_SITE_PATH, /etc/hpcdist/sites, and the
+    profiles shipped with hpcdist. If several profiles have the same name, the first is used.
     """
     from hpcdist.batch.sites import search
 
@@ -192,7 +192,7 @@ def profiles() -> None:
     for name, path in sorted(paths.items()):
         try:
             text = search.load(name).description or str(path)
-        except HpcdistError as error:  # the others can be used all the same
+        except HpcdistError as error:  # a damaged profile does not keep the others from being listed
             text = f"cannot be used: {error}"
         if path.parent not in shipped:
             text += f" [{path.parent}]"
@@ -204,7 +204,7 @@ def profiles() -> None:
 @click.argument("named", metavar="[NAME|FILE]", required=False)
 @json_option
 def show(named: str | None, as_json: bool) -> None:
-    """Print a profile with all its fields; without a name, the one that `hpcdist submit` would choose."""
+    """Print all fields of a site profile. Without a name, print the profile that `hpcdist submit` would choose."""
     from hpcdist.batch.sites import search
 
     site = search.load_selected(named)

@@ -1,8 +1,6 @@
-"""Commands of one training: `hpcdist train`, `grow`, `evaluate` and `sample`, and `hpcdist config show` of its recipe.
+"""Commands of one training: `hpcdist train`, `grow`, `evaluate`, `sample`, and `hpcdist config show` for recipes.
 
-`train`: every rank of a job runs it; `hpcdist run -n N train` starts them on a workstation. `grow`: a training that
-was started with --survive takes in more ranks. `evaluate` prints the validation loss of a run's newest checkpoint,
-`sample` text from a trained model. All imports of the training are late.
+Training modules are imported late, so that --help is fast.
 """
 
 import json
@@ -38,32 +36,30 @@ if TYPE_CHECKING:
     "--resume",
     type=click.Choice(["auto", "never"]),
     default="never",
-    help="auto: go on from the newest valid checkpoint in --out, or start where there is none.",
+    help="auto: resume from the newest valid checkpoint in --out, or start without it. never: start anew.",
 )
 @click.option(
     "--init-from",
     type=PATH,
-    help="Begin with the parameters of a checkpoint, or of a run's newest, in any layout: run.init_from.",
+    help="Start from the parameters of a checkpoint or of a run's newest checkpoint (recipe key run.init_from).",
 )
 @click.option(
     "--allow-partial",
     is_flag=True,
-    help="With --init-from: draw tensors that it lacks, that are damaged, or of another shape; each is named.",
+    help="With --init-from: initialize missing, damaged or mismatched tensors at random, and list them.",
 )
 @click.option(
     "--time-limit",
     metavar="WALLTIME",
-    help="Save and stop in time, with exit code 75: D-HH:MM:SS, HH:MM:SS or minutes.  [default: the job's, in Slurm]",
+    help="Save and stop before this walltime (exit code 75): D-HH:MM:SS, HH:MM:SS or minutes.  "
+    "[default: the Slurm job's]",
 )
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the summary as one JSON object on the last line of stdout."
 )
-@click.option("-v", "--verbose", is_flag=True, help="Print the selected algorithms and the proof of the step, too.")
+@click.option("-v", "--verbose", is_flag=True, help="Also print the selected algorithms and the proof of the step.")
 def train(out: Path | None, resume: str, time_limit: str | None, as_json: bool, verbose: bool, **options: Any) -> None:
-    """Train the model of RECIPE (TOML), or of the default recipe, on every rank that the launcher started.
-
-    Without a launcher it trains in this process alone.
-    """
+    """Train the model of RECIPE (TOML), or of the default recipe, on all ranks of the launcher, or in one process."""
     from hpcdist.training.run import entry_point
 
     recipe, limit_s = recipe_from_options(options), time_limit_s(time_limit)
@@ -71,7 +67,7 @@ def train(out: Path | None, resume: str, time_limit: str | None, as_json: bool, 
 
 
 def recipe_from_options(options: Mapping[str, Any]) -> "Recipe":
-    """Return the recipe that the options of `train` describe (local). Raises ConfigurationError and UsageError."""
+    """Return the recipe that the `hpcdist train` options describe. Local. Raises ConfigurationError, UsageError."""
     from hpcdist.training.recipe import recipe as recipes
 
     overrides: tuple[str, ...] = options["overrides"]
@@ -83,7 +79,7 @@ def recipe_from_options(options: Mapping[str, Any]) -> "Recipe":
 
 
 def time_limit_s(walltime: str | None) -> int | None:
-    """Return the seconds of --time-limit. Raises UsageError."""
+    """Convert the value of --time-limit to seconds (None if not given). Raises UsageError."""
     from hpcdist.batch.job import walltime_s
 
     return None if walltime is None else walltime_s(walltime, "--time-limit")
@@ -93,53 +89,51 @@ def time_limit_s(walltime: str | None) -> int | None:
 @run_dir_argument
 @click.argument("ranks", type=COUNT)
 def grow(run_dir: Path, ranks: int) -> None:
-    """Let RANKS more ranks join the training in RUN_DIR after its next step.
+    """Add RANKS ranks to the training in RUN_DIR after its next step.
 
-    It must have been started by `hpcdist run --survive`. Its launcher starts them, on the machines that it has; the
-    global batch stays what it is, so each rank has less to do. Another call before they have come takes the place of
-    the first.
+    The training must have been started by `hpcdist run --survive`; its launcher starts the ranks on the machines of the
+    job. The global batch stays the same. A repeated call replaces a request that has not been served yet.
     """
     from hpcdist.training.run.stop_requests import GROW_FILE
 
     check_can_grow(run_dir)
     atomic.save(run_dir / GROW_FILE, f"{ranks}\n")
-    click.echo(f"asked for {ranks} more: {run_dir / GROW_FILE} is there until they have come", err=True)
+    click.echo(f"requested {ranks} more ranks: {run_dir / GROW_FILE} exists until they have joined", err=True)
 
 
 def check_can_grow(run_dir: Path) -> None:
-    """Raise ConfigurationError where no training runs in ``run_dir`` that takes in ranks, StorageError if unknown."""
+    """Raise ConfigurationError unless a training that accepts more ranks runs in ``run_dir``. Raises StorageError."""
     from hpcdist.checkpoint.lock import LOCK_FILE
     from hpcdist.training.run import start_record
     from hpcdist.training.run_directory import RECIPE_FILE
 
     if not (run_dir / RECIPE_FILE).exists():
-        raise ConfigurationError(f"{run_dir} holds no run of hpcdist; give the --out of the training")
+        raise ConfigurationError(f"{run_dir} contains no run of hpcdist; give the training's --out directory")
     record = run_dir / start_record.STARTS_FILE
     try:
         starts = start_record.read_starts(record)
     except (OSError, ValueError) as error:
-        raise StorageError(f"{record} cannot be read, which says whether the training can grow: {error}") from error
+        raise StorageError(f"{record} cannot be read, so it is unknown if the training can grow: {error}") from error
     if not starts or starts[-1].end or not (run_dir / LOCK_FILE).exists():
         raise ConfigurationError(
-            f"nothing trains in {run_dir} now; start it with that many ranks: hpcdist run -n RANKS train ... --resume "
-            "auto"
+            f"no training runs in {run_dir} now; start it with more ranks: hpcdist run -n RANKS train ... --resume auto"
         )
     if not starts[-1].survives:
         raise ConfigurationError(
-            f"the training in {run_dir} has a fixed number of ranks; stop it (touch {run_dir}/stop), and start it with "
-            "more, or with `hpcdist run --survive`"
+            f"the training in {run_dir} has a fixed number of ranks; stop it (touch {run_dir}/stop), and restart it "
+            "with more ranks, or with `hpcdist run --survive`"
         )
 
 
 @click.command()
 @existing_run_argument
-@click.option("--trust", is_flag=True, help="Execute the model.factory of the run's recipe, whoever wrote it.")
+@click.option("--trust", is_flag=True, help="Execute the recipe's model.factory even if its file is new or changed.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
 def evaluate(run_dir: Path, trust: bool, as_json: bool) -> None:
-    """Print the validation loss of the newest checkpoint in RUN_DIR; under a launcher the ranks share the work.
+    """Print the validation loss of the newest checkpoint in RUN_DIR. The ranks of a launcher share the work.
 
-    A model that its recipe imports (model.kind = 'import') is made by code: it is executed where the file is the one
-    that you trained it with, and else with --trust alone.
+    If model.kind = 'import', user code creates the model. It is executed if its file is unchanged since the training,
+    otherwise only with --trust.
     """
     from hpcdist.errors import OK
     from hpcdist.models.config import loss_unit
@@ -160,12 +154,12 @@ def evaluate(run_dir: Path, trust: bool, as_json: bool) -> None:
 @click.command()
 @existing_run_argument
 @click.option("--prompt", default="def ", help="Text to continue.")
-@click.option("--tokens", default=400, type=COUNT, help="How many bytes to write.")
-@click.option("--temperature", default=0.8, type=click.FloatRange(min=0.0), help="0 takes the likeliest byte.")
-@click.option("--top-k", default=0, type=click.IntRange(min=0), help="Keep the k likeliest bytes only; 0 keeps all.")
-@click.option("--seed", default=0, type=click.IntRange(min=0), help="Seed of the draws.")
+@click.option("--tokens", default=400, type=COUNT, help="Number of bytes to generate.")
+@click.option("--temperature", default=0.8, type=click.FloatRange(min=0.0), help="Sampling temperature; 0: greedy.")
+@click.option("--top-k", default=0, type=click.IntRange(min=0), help="Sample only from the k likeliest bytes; 0: all.")
+@click.option("--seed", default=0, type=click.IntRange(min=0), help="Random seed.")
 def sample(run_dir: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> None:
-    """Print text that the model in RUN_DIR writes. It must be a gpt on bytes (model.vocabulary 256)."""
+    """Generate text with the model in RUN_DIR, which must be a GPT trained on bytes (model.vocabulary 256)."""
     from hpcdist.training import inference
 
     try:
@@ -173,22 +167,22 @@ def sample(run_dir: Path, prompt: str, tokens: int, temperature: float, top_k: i
             sys.stdout.write(part)
             sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever reads has seen enough; the interpreter must not complain when it flushes at exit.
+        # The reader closed the pipe: keep the interpreter from failing when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @click.group("config")
 def config() -> None:
-    """Recipes: their keys, values and origins."""
+    """Show recipes."""
 
 
 @config.command()
 @recipe_argument
 @set_option
-@click.option("--origin", is_flag=True, help="Say where each value comes from.")
+@click.option("--origin", is_flag=True, help="Print the source of each value.")
 @json_option
 def show(recipe: Path | None, overrides: tuple[str, ...], origin: bool, as_json: bool) -> None:
-    """Print RECIPE (TOML), or the default recipe, as a run resolves it: valid TOML with every key."""
+    """Print RECIPE (TOML), or the default recipe, as valid TOML with every key and the value that a run would use."""
     from hpcdist.training.recipe import recipe as recipes
 
     resolved = recipes.load(recipe, overrides)
@@ -201,8 +195,7 @@ def show(recipe: Path | None, overrides: tuple[str, ...], origin: bool, as_json:
 
 
 def _with_origins(text: str, origins: list[str]) -> str:
-    """Return ``text`` with the origin of each key as a comment behind it."""
     width = max(len(line) for line in text.splitlines())
-    places = iter(origins)
-    lines = [f"{line:<{width}}  # {next(places)}" if " = " in line else line for line in text.splitlines()]
+    comments = iter(origins)
+    lines = [f"{line:<{width}}  # {next(comments)}" if " = " in line else line for line in text.splitlines()]
     return "\n".join(lines) + "\n"

@@ -1,9 +1,4 @@
-"""Caches that trainings read later: `hpcdist tune` (fastest allreduce) and `hpcdist warmup` (compiled kernels).
-
-`tune` measures on the ranks of a launcher which algorithm communication.algorithm = "auto" shall take for each size.
-`warmup` compiles once what every rank of every job would otherwise compile at its first step: it imports every module
-of the packages that hold kernels, which register themselves with `arrays.jit`.
-"""
+"""Fill caches for later trainings: `hpcdist tune` (fastest allreduce) and `hpcdist warmup` (compiled kernels)."""
 
 import json
 import os
@@ -22,7 +17,7 @@ if TYPE_CHECKING:  # late at run time: --help must not load numpy
 
 
 MOST_JOBS: Final = 8
-KERNEL_PACKAGES: Final = ("arrays", "collectives", "models", "optim", "strategies", "training.data")  # with kernels
+KERNEL_PACKAGES: Final = ("arrays", "collectives", "models", "optim", "strategies", "training.data")
 
 
 @click.command()
@@ -30,32 +25,36 @@ KERNEL_PACKAGES: Final = ("arrays", "collectives", "models", "optim", "strategie
     "--max-bytes",
     type=BYTE_SIZE,
     default="4M",
-    help="The largest buffer. The result serves trainings whose gradients, or communication.bucket_bytes, are no more; "
-    "with --sharded those whose gradients of a layer, rounded up to a power of two, are as much.",
+    help="Largest buffer to measure: at least the bytes of the gradients, or communication.bucket_bytes; with "
+    "--sharded the gradient bytes of a layer, rounded up to a power of two.",
 )
-@click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float32", help="Type of the gradients.")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "float64"]), default="float32", help="Element type of the gradients."
+)
 @click.option(
     "--buffer",
     type=click.Choice(["shared", "host", "device"]),
     default="shared",
-    help="Where buffers lie; shared: in memory of the node, as gradients of `train` on CPUs do.",
+    help="Memory of the buffers: shared (memory of the node, as `train` on CPUs uses), host or device (GPU).",
 )
-@click.option("--sharded", is_flag=True, help="Choose a reduce-scatter and all-gather, as the strategies zero1-3 need.")
-@click.option("--budget-s", type=click.FloatRange(min=0.01), help="Seconds to aim at.  [default: as a training does]")
-@click.option("--ranks-per-node", type=COUNT, help="Treat so many ranks as a node.")
-@click.option("--no-cache", is_flag=True, help="Measure, and keep nothing.")
-@click.option("--show", is_flag=True, help="Print what was measured before, and measure nothing.")
-@click.option("--clear", is_flag=True, help="Remove all that was kept.")
+@click.option("--sharded", is_flag=True, help="Tune reduce-scatter and all-gather instead of allreduce (zero1-3).")
+@click.option(
+    "--budget-s", type=click.FloatRange(min=0.01), help="Time budget of the measurement in s.  [default: as in `train`]"
+)
+@click.option("--ranks-per-node", type=COUNT, help="Number of consecutive ranks to treat as one node.")
+@click.option("--no-cache", is_flag=True, help="Measure, but do not store the result.")
+@click.option("--show", is_flag=True, help="Print the stored results; measure nothing.")
+@click.option("--clear", is_flag=True, help="Remove all stored results.")
 @json_option
 def tune(show: bool, clear: bool, as_json: bool, **measured: Any) -> None:
     """Measure the algorithms of communication.algorithm = "auto" on the ranks that the launcher started.
 
-    `train` does the same at its start where nothing is kept for its ranks, machines and sizes. Kept are one file for
-    each of those in ~/.cache/hpcdist/tuning; the choice of an earlier measurement is replaced. Prints predicted and
-    measured microseconds by size, and the choice as a text that communication.algorithm takes.
+    `train` does this at its start if no result is stored for its ranks, machines and sizes. A new measurement replaces
+    the old one. Prints predicted and measured microseconds by size, and the choice as a value for
+    communication.algorithm.
     """
     if show and clear:
-        raise click.UsageError("--show and --clear exclude each other")
+        raise click.UsageError("--show and --clear exclude each other; leave one out")
     if show or clear:
         _show_cache(clear, as_json)
     else:
@@ -63,7 +62,7 @@ def tune(show: bool, clear: bool, as_json: bool, **measured: Any) -> None:
 
 
 def _show_cache(clear: bool, as_json: bool) -> None:
-    """Print, or remove, what is kept; of the ranks of a launcher only rank 0 does."""
+    """Print the stored tuning results, or remove them if ``clear``. Of several ranks, only rank 0 does so."""
     from hpcdist.collectives.tuning import cache
     from hpcdist.comm.launch.environment import launch_environment
 
@@ -105,7 +104,6 @@ def _measure(
     ranks_per_node: int | None,
     no_cache: bool,
 ) -> None:
-    """Measure on all ranks, keep the result and print it. Collective."""
     import numpy as np
 
     from hpcdist.collectives.node import shared_memory
@@ -114,13 +112,13 @@ def _measure(
     from hpcdist.errors import OK
 
     session = start("gpu" if buffer == "device" else "cpu", ranks_per_node)
-    of = np.dtype(dtype)
+    kind = np.dtype(dtype)
     request = autotune.TuningRequest(
         max_bytes=max_bytes,
-        dtype=of,
+        dtype=kind,
         kind=autotune.SHARDED_KIND if sharded else autotune.ALLREDUCE_KIND,
         buffer=buffer,
-        allocate=(lambda size: shared_memory.allocate(session.comm, size, of)) if buffer == "shared" else None,
+        allocate=(lambda size: shared_memory.allocate(session.comm, size, kind)) if buffer == "shared" else None,
         budget_s=budget_s or autotune.BUDGET_S,
     )
     comm = session.comm
@@ -139,7 +137,6 @@ def _as_json(tuning: "Tuning", session: "Session") -> dict[str, Any]:
 
 
 def _table(tuning: "Tuning", session: "Session") -> str:
-    """Return predicted and measured times, in us, with a star at the choice."""
     lines = [f"{counted(session.comm.size, 'rank')} on {counted(session.place.nodes, 'node')}; {session.library}"]
     if tuning.machine is not None:
         for name, link in tuning.machine.links.items():
@@ -163,13 +160,13 @@ def _rate(s_per_byte: float) -> str:
 @click.option(
     "--cache",
     type=DIRECTORY,
-    help="Directory of compiled kernels; jobs find it through NUMBA_CACHE_DIR.  [default: that of this user and node]",
+    help="Directory for compiled kernels; jobs find it by NUMBA_CACHE_DIR.  [default: this user's cache on this node]",
 )
-@click.option("--jobs", type=COUNT, help="Processes that compile.  [default: one a core, at most 8]")
+@click.option("--jobs", type=COUNT, help="Number of compiling processes.  [default: one per core, at most 8]")
 def warmup(cache: Path | None, jobs: int | None) -> None:
-    """Compile the kernels into a cache, for this processor and this version of hpcdist.
+    """Compile the CPU kernels into a cache, for this processor and this version of hpcdist.
 
-    Whoever may write into the cache may run code in the jobs that load it: a site's cache belongs to the administrator.
+    Anyone who can write to the cache can run code in the jobs that load it: only an administrator should share one.
     """
     if cache is not None:
         cache.mkdir(parents=True, exist_ok=True)
@@ -178,7 +175,7 @@ def warmup(cache: Path | None, jobs: int | None) -> None:
 
     began = time.perf_counter()
     _import_kernels()
-    jit.prepare_cache()  # before the processes part, so that all of them use the same one
+    jit.prepare_cache()  # before the fork, so that all processes use one cache
     _compile(jobs or min(MOST_JOBS, len(os.sched_getaffinity(0))))
     click.echo(f"{jit.count()} kernels in {jit.cache_directory()} ({time.perf_counter() - began:.1f} s)")
     if cache is not None:
@@ -186,7 +183,6 @@ def warmup(cache: Path | None, jobs: int | None) -> None:
 
 
 def _compile(jobs: int) -> None:
-    """Compile the kernels in ``jobs`` processes, with a bar on a terminal. Raises HpcdistError where one fails."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor, as_completed
 
@@ -195,11 +191,11 @@ def _compile(jobs: int) -> None:
     from hpcdist.arrays import jit
     from hpcdist.errors import HpcdistError
 
-    count, fork = jit.count(), multiprocessing.get_context("fork")  # a child has the kernels that are registered here
+    count, fork = jit.count(), multiprocessing.get_context("fork")  # children inherit the registered kernels
     with ProcessPoolExecutor(jobs, fork) as pool, tqdm(total=count, unit="kernel", disable=None) as bar:
         for compiled in as_completed([pool.submit(_compile_kernel, number, count) for number in range(count)]):
             if (error := compiled.exception()) is not None:
-                raise HpcdistError(f"not all kernels were compiled: {type(error).__name__}: {error}") from error
+                raise HpcdistError(f"a kernel failed to compile: {type(error).__name__}: {error}") from error
             bar.update()
 
 
@@ -211,7 +207,7 @@ def _compile_kernel(number: int, count: int) -> None:
 
 
 def _import_kernels() -> None:
-    """Import every module of the floors that hold kernels: they register themselves with `arrays.jit`."""
+    """Import every module that may contain kernels. Kernels register themselves with `arrays.jit` on import."""
     import importlib
     import pkgutil
 

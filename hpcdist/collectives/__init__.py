@@ -1,12 +1,10 @@
-"""Collective operations: allreduce, its two halves, broadcast and all-to-all on numpy and cupy buffers.
+"""Collective operations for strategies: allreduce, reduce-scatter, all-gather, broadcast and all-to-all.
 
-Floor 2: imports comm, arrays and errors. `algorithms` are the message algorithms, `node` works through memory that
-the ranks of a node share, `gpu` moves buffers of GPUs, `nonblocking` runs operations beside a computation, `tuning`
-selects an algorithm by measurement. Begin with `dispatch.allreduce`, which strategies call, and `sharded.Sharding`,
-its two halves for shards. This package re-exports the functions that users call.
+Floor 2: imports comm, arrays and errors. Begin with `allreduce` and `Sharding`. The functions for users are in `arrays`
+and exported by `hpcdist`.
 
-Costs in the docstrings are for n bytes on p ranks: α is the latency of a message in s, β the time on the wire in
-s/byte, γ the time to reduce in s/byte.
+Costs in docstrings are for n bytes on p ranks: α is the latency of a message in s, β the transfer time in s/byte, γ the
+reduction time in s/byte.
 """
 
 from hpcdist.collectives import segments
@@ -61,9 +59,9 @@ __all__ = [
 
 
 def release(comm: Communicator) -> None:
-    """Give back the scratch memory of this thread and what was shared for ``comm``. Collective over ``comm``.
+    """Free this thread's scratch memory, and the memory that collectives share for ``comm``. Collective.
 
-    Only needed where the memory is wanted for something else: later calls take it again.
+    Later collectives allocate the memory again.
     """
     flow.release(comm)
     shared_memory.release(comm)

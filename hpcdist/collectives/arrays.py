@@ -1,9 +1,8 @@
-"""Collective operations on arrays of any shape: `hpcdist.allreduce` and its like.
+"""Collective operations for users, on arrays of any shape: `hpcdist.allreduce` and others.
 
-They choose the algorithm by measurement. The first call of a program for a type of elements measures about a second on
-all ranks, and the result is kept in the user's cache for later starts on the same machines; `hpcdist tune` does it
-beforehand, and HPCDIST_TUNING=off leaves it to the MPI library. Every function is collective: all ranks of ``comm``
-call it, with arrays of the same dtype.
+The algorithm is chosen by measurement: the first call for a dtype measures for about a second on all ranks, and the
+result is cached for later starts on the same machines. `hpcdist tune` measures in advance. HPCDIST_TUNING=off uses the
+MPI library's algorithms. All ranks of ``comm`` must call each function, with arrays of the same dtype.
 """
 
 import functools
@@ -34,10 +33,10 @@ from hpcdist.errors import BufferHandoverError, HpcdistError, UsageError
 
 MEAN: Final = "mean"
 OPS: Final = ("sum", MEAN, "max", "min")
-MEASURED_BYTES: Final = 4 << 20  # the last row of such a table serves larger buffers
+MEASURED_BYTES: Final = 4 << 20  # the largest measured size; its algorithm also serves larger buffers
 BUDGET_S: Final = autotune.BUDGET_S
 _AS_FLOAT: Final = "Pass smaller numbers, or floats."
-_UNORDERED: Final = "hierarchical"  # its shares do not ascend with the rank, as rows do
+_UNORDERED: Final = "hierarchical"  # its shares are not in rank order, as the rows of the result must be
 
 Number = TypeVar("Number", int, float)
 
@@ -47,13 +46,13 @@ def allreduce(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Array: 
 @overload
 def allreduce(array: Number, op: str = "sum", *, comm: AnyComm = None) -> Number: ...
 def allreduce(array: Any, op: str = "sum", *, comm: AnyComm = None) -> Any:
-    """Reduce ``array`` over all ranks in place, and return it. Collective over ``comm``.
+    """Reduce ``array`` over all ranks in place, and return the result. Collective over ``comm``.
 
-    ``array`` is a numpy or cupy array, or a tensor of PyTorch, of any shape, the same on all ranks, of floats (16 to 64
-    bits, bfloat16 included) or integers; or a number of Python or numpy, of which the reduced one is returned. Python
-    integers must fit in 64 bits; their sum is exact. ``op`` is "sum", "mean" (not of integer arrays), "max" or "min".
-    All ranks get the same bits. 16-bit floats are summed in float32 and rounded once. Raises UsageError for another op,
-    BufferHandoverError for another dtype or a read-only array.
+    ``array`` is a numpy or cupy array or a PyTorch tensor of floats (16 to 64 bits) or integers, of the same shape on
+    all ranks, or a number. A number cannot change: use the return value. Python integers must fit in 64 bits; their sum
+    is exact. ``op`` is "sum", "mean" (not for integer arrays), "max" or "min". All ranks get the same bits. 16-bit
+    floats are summed in float32 and rounded once. Raises UsageError for an invalid op, and BufferHandoverError for an
+    unsupported dtype or a read-only array.
     """
     where = communicator_of(comm)
     if isinstance(array, int | float):
@@ -70,13 +69,9 @@ def allreduce(array: Any, op: str = "sum", *, comm: AnyComm = None) -> Any:
 
 
 def _reduced_number(comm: Communicator, number: int | float, op: str) -> int | float:
-    """Return the reduced ``number``, exact for integers and the same on every rank. Collective.
-
-    The numbers of all ranks are gathered, so integers and floats may be mixed. Raises UsageError for another op, and on
-    every rank if an integer of any rank exceeds 64 bits.
-    """
+    """Return the reduced ``number``, exact for integers. Collective. Raises UsageError on all ranks above 64 bits."""
     if op not in OPS:
-        raise UsageError(f"op = {op!r}; choose {', '.join(OPS)}")
+        raise UsageError(f"op = {op!r} is unknown; choose {', '.join(OPS)}")
     is_whole = isinstance(number, int)
     is_too_large = is_whole and not -(2**63) <= number < 2**63
     value = np.array([0 if is_too_large else number], np.int64 if is_whole else np.float64)
@@ -94,12 +89,11 @@ def _reduced_number(comm: Communicator, number: int | float, op: str) -> int | f
 
 
 def reduce_scatter(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Array:
-    """Return this rank's rows of the sum of ``array`` over all ranks. Collective over ``comm``.
+    """Return this rank's rows of the reduction of ``array`` over all ranks. Collective over ``comm``.
 
-    ``array`` (n, ...) is the same shape on all ranks and is not changed. Rank r gets rows n r / p to n (r+1) / p as
-    `numpy.array_split` cuts them, in a new array; rows need not divide evenly. ``op`` is "sum", "mean" (not of
-    integers), "max" or "min". Raises UsageError for an array without rows or another op, BufferHandoverError for
-    another dtype.
+    ``array`` (n, ...) has the same shape on all ranks and is not changed. Its n rows are split as by
+    `numpy.array_split`. ``op`` is as in `allreduce`. Raises UsageError for a 0-d array or an invalid op, and
+    BufferHandoverError for an unsupported dtype.
     """
     where = communicator_of(comm)
     array = _accept(where, array, "reduce_scatter", op)
@@ -107,18 +101,17 @@ def reduce_scatter(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Ar
     shares = [Range(part.start * width, part.stop * width) for part in rows]
     buffer = array.reshape(-1).copy()  # the algorithms work in place
     sharding_for(where, buffer).reduce_scatter(where, buffer, shares, "sum" if op == MEAN else op)
-    own = buffer[shares[where.rank].slice].copy().reshape(rows[where.rank].size, *array.shape[1:])
+    local_rows = buffer[shares[where.rank].slice].copy().reshape(rows[where.rank].size, *array.shape[1:])
     if op == MEAN:
-        own /= where.size
-    return own
+        local_rows /= where.size
+    return local_rows
 
 
 def all_gather(array: Array, *, comm: AnyComm = None) -> Array:
-    """Return the rows of all ranks, in the order of the ranks. Collective over ``comm``.
+    """Return the rows of all ranks' arrays, concatenated in rank order. Collective over ``comm``.
 
-    ``array`` is (n, ...); n may differ from rank to rank and may be 0, the other lengths and the dtype may not. The
-    result is a new array (sum of n, ...) on every rank. Raises UsageError for an array without rows,
-    BufferHandoverError for another dtype.
+    ``array`` is (n, ...). The number of rows n may differ between ranks; the other dims and the dtype must be equal.
+    Raises UsageError for a 0-d array or unequal dims, and BufferHandoverError for an unsupported dtype.
     """
     where = communicator_of(comm)
     array = _accept(where, array, "all_gather")
@@ -138,10 +131,10 @@ def all_gather(array: Array, *, comm: AnyComm = None) -> Array:
 
 
 def broadcast(array: Array, root: int = 0, *, comm: AnyComm = None) -> Array:
-    """Overwrite ``array`` with that of rank ``root``, and return it. Collective over ``comm``.
+    """Overwrite ``array`` with the array of rank ``root``, and return ``array``. Collective over ``comm``.
 
-    ``array`` has the same shape and dtype on all ranks. Raises UsageError for a root that does not exist,
-    BufferHandoverError for another dtype or a read-only array.
+    Shape and dtype are equal on all ranks. Raises UsageError for an invalid root, and BufferHandoverError for an
+    unsupported dtype or a read-only array.
     """
     where, root = communicator_of(comm), whole_number("root", root)
     view = _accept(where, array, "broadcast", in_place=True)
@@ -150,11 +143,10 @@ def broadcast(array: Array, root: int = 0, *, comm: AnyComm = None) -> Array:
 
 
 def all_to_all(parts: Sequence[Array], *, comm: AnyComm = None) -> list[Array]:
-    """Send ``parts[q]`` to each rank q; return the parts that came from the ranks, in their order. Collective.
+    """Send ``parts[q]`` to each rank q. Return the received arrays in rank order. Collective over ``comm``.
 
-    ``parts`` are one array for each rank, or an array whose first dimension they are. They have one dtype and, but for
-    their numbers of rows, one shape. Raises UsageError for another number of parts, BufferHandoverError for another
-    dtype.
+    ``parts`` holds one array per rank. All have the same dtype and shape, except for the number of rows. Raises
+    UsageError for a wrong number of parts, and BufferHandoverError for an unsupported dtype.
     """
     where = communicator_of(comm)
     if not hasattr(parts, "__len__") or getattr(parts, "ndim", 1) == 0 or len(parts) != where.size:
@@ -181,16 +173,13 @@ def all_to_all(parts: Sequence[Array], *, comm: AnyComm = None) -> list[Array]:
 
 
 def _accept(comm: Communicator, array: Any, name: str, op: str = "sum", *, in_place: bool = False) -> Array:
-    """Return ``array`` as a numpy or cupy array that the call ``name`` accepts, without a copy.
-
-    Raises UsageError or BufferHandoverError. In checked mode the other ranks learn of the error.
-    """
+    """Return ``array`` as a numpy or cupy array for the call ``name``. In checked mode, an error reaches all ranks."""
     try:
         if op not in OPS:
-            raise UsageError(f"op = {op!r}; choose {', '.join(OPS)}")
+            raise UsageError(f"op = {op!r} is unknown; choose {', '.join(OPS)}")
         accepted = _accepted(array, name, in_place)
         if op == MEAN and accepted.dtype.kind in "iu":
-            raise UsageError(f"the mean of {accepted.dtype} arrays is not whole; reduce them as floats")
+            raise UsageError(f"the mean of {accepted.dtype} arrays is not an integer; reduce them as floats")
     except HpcdistError as error:
         checks.announce_refusal(comm, checks.describe_call(name, "array", array, op), error)
         raise
@@ -203,12 +192,12 @@ def _accepted(array: Any, name: str, in_place: bool) -> Array:
         raise UsageError(f"{name} does not accept masked arrays; pass array.filled(value)")
     if in_place:
         if isinstance(array, list | tuple | Mapping):
-            raise UsageError(f"{name} works in place, and got a {kind}; pass numpy.array(...) of it")
+            raise UsageError(f"{name} works in place, and got a {kind}; pass a numpy array")
         array = backend.as_array(array)
     elif not getattr(array, "ndim", 0) or not hasattr(array, "flags"):
-        raise UsageError(f"{name} needs an array with at least one dimension, of numpy or cupy, got {kind}")
+        raise UsageError(f"{name} needs a numpy or cupy array with at least one dimension, got {kind}")
     if isinstance(array, np.ndarray):
-        array = np.asarray(array)  # a numpy.matrix stays 2-D when it is flattened
+        array = np.asarray(array)  # a numpy.matrix would stay 2-D when flattened
     if fault := fault_in(array.dtype):
         raise BufferHandoverError(f"{name}: {fault}")
     if in_place and isinstance(array, np.ndarray):
@@ -224,7 +213,6 @@ def _accepted(array: Any, name: str, in_place: bool) -> Array:
 
 
 def _may_overlap(array: np.ndarray) -> bool:
-    """Return True if two elements of ``array`` may share memory."""
     extent = array.itemsize
     for stride, count in sorted((abs(stride), count) for stride, count in zip(array.strides, array.shape, strict=True)):
         if count > 1 and stride < extent:
@@ -238,10 +226,7 @@ def _row_size(array: Array) -> int:
 
 
 def _on_flat(array: Array, run: Callable[[Array], object], changes: bool) -> None:
-    """Call ``run`` on the elements of ``array`` as a 1-D contiguous buffer.
-
-    A strided or unaligned array is copied, and copied back where it ``changes``.
-    """
+    """Call ``run`` on ``array`` as a flat contiguous buffer, copied if needed. If ``changes``, copy the result back."""
     if array.flags.c_contiguous:
         if getattr(array.flags, "aligned", True):
             run(array.reshape(-1))
@@ -255,18 +240,20 @@ def _on_flat(array: Array, run: Callable[[Array], object], changes: bool) -> Non
 
 
 def algorithm_for(comm: Communicator, buffer: Array) -> str:
-    """Return the table of algorithms for buffers like ``buffer``. Collective at the first call for its type."""
+    """Return the selected allreduce algorithms for ``buffer``, as text for `parse_algorithm`.
+
+    Collective at the first call for its dtype and device.
+    """
     return _selected(comm, buffer, autotune.ALLREDUCE_KIND)
 
 
 def sharding_for(comm: Communicator, buffer: Array) -> Sharding:
-    """Return the two halves of an allreduce for buffers like ``buffer``. Collective as `algorithm_for`."""
+    """Return the sharding algorithm for ``buffer``. Collective at the first call for its dtype and device."""
     name = _selected(comm, buffer, autotune.SHARDED_KIND)
     return (SHARDED | SHARDED_ON_GPUS)["ring" if name == _UNORDERED else name]
 
 
 def _selected(comm: Communicator, buffer: Array, kind: str) -> str:
-    """Return the text of the selection of ``kind`` for the type of ``buffer``, kept on ``comm`` from the first call."""
     if comm.size == 1:
         return autotune.NATIVE
     key = kind, buffer.dtype, type(buffer)
@@ -277,15 +264,14 @@ def _selected(comm: Communicator, buffer: Array, kind: str) -> str:
 
 
 def _select(comm: Communicator, buffer: Array, kind: str) -> str:
-    """Return the selection of ``kind`` for the type of ``buffer``, measured now or by an earlier start. Collective."""
     check_buffer(buffer)
     if comm.broadcast_object(os.environ.get(autotune.TUNING)) == "off":
         return autotune.NATIVE
     dtype = buffer.dtype
-    if dtype.kind in "iu":  # they travel as floats of their size
+    if dtype.kind in "iu":  # integers take the selection of floats of their size
         dtype = np.dtype(np.float64 if dtype.itemsize == 8 else np.float32)
-    place = "device" if backend.is_device(buffer) else "host"
-    request = autotune.TuningRequest(max_bytes=MEASURED_BYTES, dtype=dtype, kind=kind, buffer=place, budget_s=BUDGET_S)
+    device = "device" if backend.is_device(buffer) else "host"
+    request = autotune.TuningRequest(max_bytes=MEASURED_BYTES, dtype=dtype, kind=kind, buffer=device, budget_s=BUDGET_S)
 
     def announce() -> None:
         if comm.rank == 0:

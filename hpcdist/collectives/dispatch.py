@@ -1,16 +1,12 @@
-"""Dispatch of an allreduce by name or by a table of sizes: checks, 16-bit floats, scale, recording.
+"""Dispatch of an allreduce by algorithm name or by a table of sizes: checks, 16-bit floats, scale, event recording.
 
-`allreduce` is the function that strategies call, whatever the algorithm. On eight bytes this layer takes most of the
-time that the MPI library does not, so everything that depends only on the algorithm, the op and the dtype is prepared
-at the first such call on a communicator and cached there; later calls only check the flags of the buffer.
-
-An `AlgorithmTable` selects the algorithm by the size of the buffer. Its text is itself the name of an algorithm:
+Everything that depends only on algorithm, op and dtype is cached per communicator, since this layer would dominate the
+time of an 8-byte allreduce. An `AlgorithmTable` selects the algorithm by the buffer size. Its text form, which is a
+valid algorithm name,
 
     recursive_doubling<=4096,native<=262144,node_shared
 
-is recursive doubling up to 4096 bytes, the MPI library's up to 256 KiB, shared memory beyond. A single name is a
-table of one row. Checkpoints and summaries store this text. The size of a buffer is the same on all ranks, so all
-ranks select the same row.
+means recursive doubling up to 4096 bytes, the MPI library up to 256 KiB, and shared memory above.
 """
 
 import functools
@@ -50,7 +46,7 @@ from hpcdist.errors import HpcdistError, UsageError
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmTable:
-    """Algorithms by size: ``names[i]`` for buffers up to ``limits[i]`` bytes, ascending, the last name beyond."""
+    """Allreduce algorithms by buffer size: ``names[i]`` up to ``limits[i]`` bytes (ascending), else the last name."""
 
     names: tuple[str, ...]
     limits: tuple[int, ...] = ()
@@ -58,12 +54,12 @@ class AlgorithmTable:
     def __post_init__(self) -> None:
         if len(self.names) != len(self.limits) + 1 or list(self.limits) != sorted(set(self.limits)):
             raise UsageError(
-                f"a choice of allreduce has limits that ascend and one name more than limits, got {self.names} and "
+                f"an allreduce table needs ascending limits and one more name than limits, got {self.names} and "
                 f"{self.limits}"
             )
 
     def at(self, nbytes: int) -> str:
-        """Return the algorithm for a buffer of ``nbytes`` bytes (local)."""
+        """Return the algorithm for a buffer of ``nbytes`` bytes. Local."""
         return self.names[bisect_left(self.limits, nbytes)]
 
     def __str__(self) -> str:
@@ -72,19 +68,22 @@ class AlgorithmTable:
 
     @classmethod
     def of(cls, rows: list[tuple[int, str]]) -> "AlgorithmTable":
-        """Return the table in which ``rows`` are (largest size in bytes, name), ascending; the last has no end."""
+        """Return the table that ``rows`` describe: (largest buffer size in bytes, algorithm name), ascending.
+
+        The last algorithm has no size limit.
+        """
         run_ends = [row for row, after in zip(rows, rows[1:], strict=False) if row[1] != after[1]]
         return cls((*(name for _, name in run_ends), rows[-1][1]), tuple(limit for limit, _ in run_ends))
 
 
 @functools.lru_cache(maxsize=64)
 def parse_algorithm(text: "str | AlgorithmTable") -> AlgorithmTable:
-    """Return the choice that ``text`` stands for, of algorithms that exist (local). Raises UsageError."""
-    known = [*ALLREDUCE, *ON_GPUS]
-    fault = fault_in_table(str(text), known)
+    """Return the algorithm table that ``text`` describes. Local. Raises UsageError for unknown algorithms."""
+    names = [*ALLREDUCE, *ON_GPUS]
+    fault = fault_in_table(str(text), names)
     if fault:
         raise UsageError(
-            f"allreduce algorithm{',' * fault.startswith('row')} {fault}; choose one of {', '.join(known)}, or a table "
+            f"allreduce algorithm{',' * fault.startswith('row')} {fault}; choose one of {', '.join(names)}, or a table "
             "NAME<=BYTES,...,NAME of them, for example recursive_doubling<=4096,ring"
         )
     return text if isinstance(text, AlgorithmTable) else _rows(text)
@@ -108,18 +107,16 @@ ALLREDUCE: Final[dict[str, AllreduceFunction]] = {
     "all_to_all": all_to_all_allreduce,
 }
 
-# What these do on the host: a run on GPUs reduces norms, losses and flags there.
+# Algorithms for GPU buffers, with their fallback for host buffers: a GPU run also reduces norms, losses and flags.
 ON_GPUS: Final[dict[str, AllreduceFunction]] = {"nccl": native_allreduce}
 _BY_NAME: Final = ALLREDUCE | ON_GPUS
 
-# No partial sum travels in 16 bits: they need no float32 copy.
+# Algorithms that need no float32 copy, since they send no 16-bit partial sums.
 SUM_16_BITS: Final = ("all_to_all", "node_shared", "nccl")
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """Prepared call for an algorithm, an op and a dtype; ``run`` and ``scaled`` check no argument again."""
-
     event: str
     dtype: str
     may_scale: bool
@@ -135,12 +132,11 @@ def allreduce(
     *,
     scale: float = 1.0,
 ) -> None:
-    """Reduce ``buffer`` over all ranks in place; afterwards all hold the same bits. Collective over ``comm``.
+    """Reduce ``buffer`` in place by ``algorithm``, with equal bits on all ranks. Collective over ``comm``.
 
-    ``buffer`` is 1-D, contiguous, of the same size and dtype on every rank; ``op`` is "sum", "max" or "min". The result
-    is multiplied by ``scale``, the same on every rank, once. 16-bit floats are summed and scaled in float32 and rounded
-    once; algorithms that are not in `SUM_16_BITS` send float32 for them. Raises UsageError for an unknown algorithm or
-    op and for integers that are to be scaled, BufferHandoverError for a buffer that cannot travel.
+    ``buffer`` is 1-D, contiguous, of equal size and dtype on every rank. ``op`` is "sum", "max" or "min". The result is
+    multiplied by ``scale`` once. 16-bit floats are summed and scaled in float32 and rounded once. Raises UsageError for
+    an unknown algorithm or op, or scaled integers, and BufferHandoverError for an unsupported buffer.
     """
     if algorithm not in _BY_NAME:
         algorithm = _row(comm, buffer, algorithm, op)
@@ -153,7 +149,7 @@ def allreduce(
         if scale != 1.0:
             _scale_alone(buffer, scale)
         return
-    # One event over the messages within: a rank that skips the call is then named, whatever the algorithm.
+    # One event for the whole call, so that the watchdog can name a rank that skips the call.
     events = comm.events
     token = events.begin(comm.name, settled.event, settled.dtype, buffer.size, 0, -1, 0)
     try:
@@ -162,13 +158,12 @@ def allreduce(
         else:
             settled.scaled(comm, buffer, op, scale=scale)
     except REFUSALS:
-        events.end(token)  # no rank waits in it: left open, the watchdog would report it after its deadline
+        events.end(token)  # no rank waits: an open event would be reported by the watchdog
         raise
     events.end(token)
 
 
 def _row(comm: Communicator, buffer: Array, algorithm: str | AlgorithmTable, op: str) -> str:
-    """Return the algorithm that the table ``algorithm`` has for the size of ``buffer``."""
     try:
         return parse_algorithm(algorithm).at(buffer.nbytes)
     except HpcdistError as error:
@@ -177,7 +172,6 @@ def _row(comm: Communicator, buffer: Array, algorithm: str | AlgorithmTable, op:
 
 
 def _prepare(comm: Communicator, buffer: Array, algorithm: str, op: str) -> _Prepared:
-    """Return the prepared call for ``buffer``, cached on ``comm``. Raises as `allreduce` does."""
     try:
         check_buffer(buffer)
         check_op(op)
@@ -193,7 +187,6 @@ def _prepare(comm: Communicator, buffer: Array, algorithm: str, op: str) -> _Pre
 
 
 def _compose(comm: Communicator, algorithm: str, dtype: np.dtype, on_gpu: bool) -> _Prepared:
-    """Return the prepared call of ``algorithm`` for buffers of ``dtype`` (local)."""
     run: Callable[..., None] = _BY_NAME[algorithm]
     if on_gpu:
         run = staging.route(algorithm, run)
@@ -214,7 +207,7 @@ def _refuse_scale(comm: Communicator, buffer: Array, algorithm: str, op: str, sc
 
 
 def with_scale(function: AllreduceFunction) -> ScaledFunction:
-    """Return ``function`` where it takes a ``scale``, else one that multiplies its result (local)."""
+    """Return ``function`` if it has a ``scale`` argument, else a wrapper that scales the result afterwards. Local."""
     if "scale" in inspect.signature(function).parameters:
         return cast(ScaledFunction, function)
 
@@ -226,7 +219,6 @@ def with_scale(function: AllreduceFunction) -> ScaledFunction:
 
 
 def _scale_alone(buffer: Array, scale: float) -> None:
-    """Multiply the ``buffer`` of the only rank (local)."""
     if not is_16bit_float(buffer.dtype):
         multiply(buffer, scale)
         return

@@ -1,18 +1,11 @@
 """16-bit floats: conversion to and from float32, and an allreduce that rounds only once.
 
-`widened_allreduce` makes a float32 copy for an algorithm that sends partial sums. A ring in 16 bits would round p-1
-times: with 4 ranks more than a fifth of its elements differ from the true sum, rounded. The bytes sent are those of
-float32; `all_to_all` is the algorithm that keeps 16 bits on the wire.
+`widened_allreduce` reduces a float32 copy, for algorithms that send partial sums: a 16-bit ring would round p-1 times.
+Widening is exact. Rounding is to nearest, ties to even; overflow gives infinity, underflow gives subnormals or zero,
+and a NaN keeps its sign and the leading bits of its payload.
 
-The conversions are loops over uint16 that the compiler vectorises.
-
-Widening is exact. Rounding is to nearest, ties to even; what is beyond the range becomes infinite, what is too small
-subnormal or zero, and a NaN stays one with its sign and as much of its payload as there is room for. There is no
-branch per element and no call, so that a loop of them runs at the speed of the memory: numpy and ml_dtypes convert
-one element at a time.
-
-A bfloat16 is the upper half of a float32. A float16 has 5 bits of exponent with bias 15, and 10 of fraction: its bits
-moved to those of a float32 read 2^112 too small, and a sum with a power of two does the rounding of a subnormal.
+A bfloat16 is the upper half of a float32. A float16 has 5 exponent bits (bias 15) and 10 fraction bits: its bits,
+shifted to the fields of a float32, read 2^112 too small.
 """
 
 from typing import Any, Final
@@ -27,7 +20,7 @@ from hpcdist.collectives.reduction import AllreduceFunction
 from hpcdist.collectives.segments import scratch
 from hpcdist.comm.communicator import Communicator
 
-# Constants of one type: a Python integer would make every operation one of 64 bits, and halve the width of a vector.
+# uint32 constants: Python integers would make every operation 64 bits wide and halve the vector width.
 _SIGN16: Final = np.uint32(0x8000)
 _MAGNITUDE16: Final = np.uint32(0x7FFF)
 _MAGNITUDE32: Final = np.uint32(0x7FFF_FFFF)
@@ -36,13 +29,13 @@ _SUBNORMAL16_BELOW: Final = np.uint32(0x0400)
 _INFINITY16: Final = np.uint32(0x7C00)
 _QUIET16: Final = np.uint32(0x7E00)
 _FRACTION16: Final = np.uint32(0x03FF)
-_SHIFT: Final = np.uint32(13)  # bits of fraction that a float32 has and a float16 has not
+_SHIFT: Final = np.uint32(13)  # number of fraction bits of float32 minus float16
 _HALF_WORD: Final = np.uint32(16)
 _ONE: Final = np.uint32(1)
-_BIAS: Final = np.uint32(112 << 23)  # what the exponents differ by
+_BIAS: Final = np.uint32(112 << 23)  # difference of the exponent biases
 _SMALLEST_NORMAL: Final = np.uint32(113 << 23)  # 2^-14
 _BEYOND: Final = np.uint32(143 << 23)  # 2^16
-_ROUNDER: Final = np.uint32(126 << 23)  # 0.5: its last bit is worth 2^-24, as that of a subnormal float16
+_ROUNDER: Final = np.uint32(126 << 23)  # 0.5: its last bit is worth 2^-24, like the last bit of a subnormal float16
 _BELOW_HALF_13: Final = np.uint32(0x0FFF)
 _BELOW_HALF_16: Final = np.uint32(0x7FFF)
 _QUIET32: Final = np.uint32(0x0040_0000)
@@ -50,13 +43,13 @@ _QUIET32: Final = np.uint32(0x0040_0000)
 
 @jit
 def float16_to_float32(half: Any) -> Any:
-    """Return the uint16 ``half``, read as a float16, as float32. For compiled loops."""
+    """Return the float16 with the bits ``half`` (uint16) as float32. For use in compiled loops."""
     word = np.uint32(half)
     magnitude = np.uint32(word & _MAGNITUDE16)
-    moved = np.uint32(magnitude << _SHIFT)  # exponent and fraction at the places that a float32 has them
+    moved = np.uint32(magnitude << _SHIFT)  # exponent and fraction in the fields of a float32
     normal = np.uint32(moved + _BIAS)
     special = np.uint32(normal + _BIAS)  # the exponent 31 becomes 255, with the payload of a NaN
-    # A subnormal has no hidden bit: read with that of 2^-14, less 2^-14.
+    # A subnormal has no hidden bit: read it with the hidden bit of 2^-14, then subtract 2^-14.
     subnormal = bits_of(np.float32(float_of(np.uint32(moved + _SMALLEST_NORMAL)) - float_of(_SMALLEST_NORMAL)))
     finite = subnormal if magnitude < _SUBNORMAL16_BELOW else normal
     wide = special if magnitude >= _INFINITY16 else finite
@@ -65,13 +58,13 @@ def float16_to_float32(half: Any) -> Any:
 
 @jit
 def float32_to_float16(value: Any) -> Any:
-    """Return the float32 ``value`` rounded to float16, as uint16. For compiled loops."""
+    """Return the bits (uint16) of float32 ``value`` rounded to float16. For use in compiled loops."""
     word = bits_of(value)
     magnitude = np.uint32(word & _MAGNITUDE32)
     shifted = np.uint32(magnitude >> _SHIFT)
-    tie = np.uint32(shifted & _ONE)  # just under half is added, and 1 more where the last bit is odd: ties to even
+    tie = np.uint32(shifted & _ONE)  # add just under half, plus 1 if the last bit is odd: ties to even
     normal = np.uint32(np.uint32(np.uint32(magnitude - _BIAS) + _BELOW_HALF_13) + tie) >> _SHIFT
-    # The processor rounds the sum with 0.5 to multiples of 2^-24, the unit of subnormals; they are its lowest bits.
+    # The sum with 0.5 is rounded to multiples of 2^-24, the unit of subnormals, which are its lowest bits.
     subnormal = np.uint32(bits_of(np.float32(float_of(magnitude) + float_of(_ROUNDER))) - _ROUNDER)
     quiet = np.uint32(_QUIET16 | np.uint32(shifted & _FRACTION16))
     special = quiet if magnitude > _INFINITY32 else _INFINITY16
@@ -82,13 +75,13 @@ def float32_to_float16(value: Any) -> Any:
 
 @jit
 def bfloat16_to_float32(half: Any) -> Any:
-    """Return the uint16 ``half``, read as a bfloat16, as float32. For compiled loops."""
+    """Return the bfloat16 with the bits ``half`` (uint16) as float32. For use in compiled loops."""
     return float_of(np.uint32(np.uint32(half) << _HALF_WORD))
 
 
 @jit
 def float32_to_bfloat16(value: Any) -> Any:
-    """Return the float32 ``value`` rounded to bfloat16, as uint16. For compiled loops."""
+    """Return the bits (uint16) of float32 ``value`` rounded to bfloat16. For use in compiled loops."""
     word = bits_of(value)
     tie = np.uint32(np.uint32(word >> _HALF_WORD) & _ONE)
     rounded = np.uint32(np.uint32(word + _BELOW_HALF_16) + tie)
@@ -99,40 +92,40 @@ def float32_to_bfloat16(value: Any) -> Any:
 
 @jit
 def widen_float16(source: Any, target: Any) -> None:
-    """Widen an array of float16, held as uint16, into one of float32 of the same size."""
+    """Convert float16 elements, stored as uint16 in ``source``, to float32 in ``target``."""
     for i in range(target.size):
         target[i] = float16_to_float32(source[i])
 
 
 @jit
 def widen_bfloat16(source: Any, target: Any) -> None:
-    """Widen an array of bfloat16, held as uint16, into one of float32 of the same size."""
+    """Convert bfloat16 elements, stored as uint16 in ``source``, to float32 in ``target``."""
     for i in range(target.size):
         target[i] = bfloat16_to_float32(source[i])
 
 
 @jit
 def round_float16(target: Any, source: Any) -> None:
-    """Round an array of float32 into one of float16, held as uint16, of the same size."""
+    """Round float32 elements of ``source`` to float16, stored as uint16 in ``target``."""
     for i in range(target.size):
         target[i] = float32_to_float16(source[i])
 
 
 @jit
 def round_bfloat16(target: Any, source: Any) -> None:
-    """Round an array of float32 into one of bfloat16, held as uint16, of the same size."""
+    """Round float32 elements of ``source`` to bfloat16, stored as uint16 in ``target``."""
     for i in range(target.size):
         target[i] = float32_to_bfloat16(source[i])
 
 
 def widen_on_host(source: Array, target: Array) -> None:
-    """Widen ``source``, 16-bit floats on the host, 1-D and contiguous, into the float32 ``target`` (local)."""
+    """Convert a contiguous host array of 16-bit floats to the float32 array ``target``. Local."""
     loop = widen_bfloat16 if source.dtype == BFLOAT16 else widen_float16
     loop(source.view(np.uint16), target)
 
 
 def round_on_host(target: Array, source: Array) -> None:
-    """Round the float32 ``source`` into ``target``, 16-bit floats on the host, 1-D and contiguous (local)."""
+    """Round the float32 array ``source`` into a contiguous host array of 16-bit floats. Local."""
     loop = round_bfloat16 if target.dtype == BFLOAT16 else round_float16
     loop(target.view(np.uint16), source)
 
@@ -144,10 +137,7 @@ for _loop in (widen_float16, widen_bfloat16, round_float16, round_bfloat16):
 def widened_allreduce(
     algorithm: AllreduceFunction, comm: Communicator, buffer: Array, op: str = "sum", *, scale: float = 1.0
 ) -> None:
-    """Reduce the 16-bit ``buffer`` in place by ``algorithm`` on a float32 copy. Collective over ``comm``.
-
-    The result is multiplied by ``scale`` before it is rounded.
-    """
+    """Reduce a 16-bit ``buffer`` in place: run ``algorithm`` on a float32 copy, scale, and round once. Collective."""
     wide = scratch("widened", buffer.size, accumulation_dtype(buffer.dtype), buffer)
     widen(buffer, wide)
     algorithm(comm, wide, op)
@@ -156,7 +146,7 @@ def widened_allreduce(
 
 
 def widen(source: Array, target: Array) -> None:
-    """Copy ``source`` into ``target``, which is of the same dtype or of that for sums of it (local)."""
+    """Copy ``source`` to ``target``, which has the dtype of ``source`` or its accumulation dtype. Local."""
     if is_16bit_float(source.dtype) and not is_device(source):
         widen_on_host(source, target)
     else:
@@ -164,16 +154,16 @@ def widen(source: Array, target: Array) -> None:
 
 
 def round_into(target: Array, total: Array) -> None:
-    """Round ``total`` to the dtype of ``target``; a sum beyond its range becomes infinite (local)."""
+    """Round ``total`` to the dtype of ``target`` and write it there. Overflow becomes infinity. Local."""
     if is_16bit_float(target.dtype) and not is_device(target):
         round_on_host(target, total)
         return
-    with np.errstate(over="ignore"):  # infinity is the message: loss scaling looks for it
+    with np.errstate(over="ignore"):  # loss scaling checks for infinity
         target[...] = total
 
 
 def multiply(total: Array, scale: float) -> None:
-    """Multiply ``total``, of a dtype that is summed as it is, by ``scale`` in its own precision (local)."""
+    """Multiply ``total`` in place by ``scale``, in the dtype of ``total``. Local."""
     if scale != 1.0:
-        with np.errstate(all="ignore"):  # infinity and NaN are for the caller to find
+        with np.errstate(all="ignore"):  # the caller checks for infinity and NaN
             total *= total.dtype.type(scale)

@@ -1,8 +1,7 @@
-"""Reduction operators and buffer checks that all algorithms share, and the MPI library's own allreduce.
+"""Reduction operators and buffer checks of all algorithms, and the MPI library's allreduce.
 
-The operator is a ufunc of the library that owns the buffer, numpy or cupy. An algorithm in which several ranks
-compute the same element must pass the operands in the same order on each of them: the sign of a zero and the payload
-of a NaN depend on the order. `AllreduceFunction` is an algorithm.
+Operators are ufuncs of numpy or cupy. If several ranks compute the same element, all must pass the operands in the same
+order: the sign of a zero and the payload of a NaN depend on it.
 """
 
 from collections.abc import Callable
@@ -15,10 +14,10 @@ from hpcdist.arrays.dtypes import fault_in, is_16bit_float, name_of
 from hpcdist.comm.communicator import REDUCTIONS, Communicator
 from hpcdist.errors import BufferHandoverError, ConfigurationError, MissingCapabilityError, UsageError
 
-# An algorithm raises these on all ranks of its communicator alike, before it has sent anything: they stay in step.
+# Errors that an algorithm raises on all ranks before it sends anything, so that the ranks stay in step.
 REFUSALS: Final = (UsageError, ConfigurationError, MissingCapabilityError, BufferHandoverError)
 
-Combine: TypeAlias = Callable[[Array, Array, Array], None]  # (left, right, out), all of one shape; out may be either
+Combine: TypeAlias = Callable[[Array, Array, Array], None]  # (left, right, out) of equal shape; out may be an operand
 
 _UFUNCS: Final = {"sum": "add", "max": "maximum", "min": "minimum"}
 assert tuple(_UFUNCS) == REDUCTIONS
@@ -29,17 +28,17 @@ AllreduceFunction: TypeAlias = Callable[[Communicator, Array, str], None]
 
 
 class ScaledFunction(Protocol):
-    """An algorithm that multiplies the result by ``scale``, once, before it is rounded. Collective over ``comm``."""
+    """An allreduce algorithm that multiplies the result by ``scale`` before it rounds. Collective over ``comm``."""
 
     def __call__(self, comm: Communicator, buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
-        """Reduce ``buffer`` by ``op`` and multiply it."""
+        """Reduce ``buffer`` in place and multiply the result by ``scale``."""
 
 
 def combiner(buffer: Array, op: str) -> Combine:
-    """Return the ufunc of ``op`` for ``buffer``, which must be one that can be reduced as it is.
+    """Return the numpy or cupy ufunc that performs ``op`` on ``buffer``.
 
-    Raises UsageError for an unknown op, BufferHandoverError for a buffer that cannot be sent or would round at every
-    partial sum (16-bit floats).
+    Raises UsageError for an unknown op, and BufferHandoverError for an unsupported buffer. 16-bit floats are
+    unsupported, because every partial sum would be rounded.
     """
     check_buffer(buffer)
     if is_16bit_float(buffer.dtype):
@@ -51,14 +50,14 @@ def combiner(buffer: Array, op: str) -> Combine:
 
 
 def ufunc(buffer: Array, op: str) -> Combine:
-    """Return the ufunc of ``op`` for ``buffer``, whatever its dtype. Raises UsageError."""
+    """Return the numpy or cupy ufunc that performs ``op``, for any dtype. Raises UsageError for an unknown op."""
     check_op(op)
     function = getattr(namespace(buffer), _UFUNCS[op])
-    if buffer.dtype.kind in "iu":  # integers wrap around and warn of nothing
+    if buffer.dtype.kind in "iu":  # integers wrap around without warnings
         return lambda left, right, out: function(left, right, out=out)
 
     def combine(left: Array, right: Array, out: Array) -> None:
-        # Infinity and NaN are for the caller to find: no MPI library warns of them either.
+        # The caller checks for infinity and NaN; MPI libraries do not warn either.
         with np.errstate(all="ignore"):
             function(left, right, out=out)
 
@@ -66,21 +65,18 @@ def ufunc(buffer: Array, op: str) -> Combine:
 
 
 def may_lose_nan(buffer: Array, op: str) -> bool:
-    """Return True for the maximum and the minimum of floats, in which foreign libraries may lose NaN (local)."""
+    """Return True for max and min of floats, in which MPI and NCCL may lose NaNs. Local."""
     return op != "sum" and buffer.dtype.kind == "f"
 
 
 def check_op(op: str) -> None:
-    """Raise UsageError for an unknown reduction (local)."""
+    """Raise UsageError if ``op`` is unknown. Local."""
     if op not in _UFUNCS:
         raise UsageError(f"reduction {op!r} is unknown; choose one of {', '.join(_UFUNCS)}")
 
 
 def check_buffer(buffer: Array) -> None:
-    """Raise BufferHandoverError unless ``buffer`` is 1-D, contiguous, writable and of a supported dtype (local).
-
-    The hand-over of a message checks the same; here it is checked whole and on any number of ranks, one included.
-    """
+    """Raise BufferHandoverError unless ``buffer`` is 1-D, contiguous, writable and of a supported dtype. Local."""
     if buffer.ndim != 1 or not buffer.flags.c_contiguous:
         raise BufferHandoverError(
             f"a collective needs a 1-D contiguous buffer, got shape {buffer.shape} with strides {buffer.strides}; "
@@ -93,9 +89,5 @@ def check_buffer(buffer: Array) -> None:
 
 
 def native_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Reduce ``buffer`` in place by MPI_Allreduce. Collective over ``comm``.
-
-    The library chooses the algorithm by size and topology, so neither cost nor bytes sent are known here. The
-    MPI standard requires that all ranks receive identical results.
-    """
-    comm.allreduce(buffer, op)  # which refuses what every other algorithm does
+    """Reduce ``buffer`` in place by MPI_Allreduce, which chooses the algorithm. Collective over ``comm``."""
+    comm.allreduce(buffer, op)  # also checks the buffer

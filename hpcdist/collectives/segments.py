@@ -1,12 +1,8 @@
-"""Scratch memory of the algorithms, segments of a buffer, and receives posted ahead of their use.
+"""Scratch buffers of the algorithms, segments of a buffer, and receives posted in advance.
 
-Scratch is reused from call to call: a fresh array in every step would cause page faults again and again, and caches
-of registered memory in the message layer are keyed by address. Each thread has its own, so that a collective may run
-beside another one.
-
-Pipelined algorithms cut a buffer into segments: while one is combined or passed on, the next are on their way. Sender
-and receiver cut alike, because both cut the ranges that all ranks know; messages between two ranks with one tag arrive
-in the order in which they were sent.
+Scratch buffers are reused between calls, because fresh arrays would cause page faults. Each thread has its own scratch
+buffers. Pipelined algorithms split a buffer into segments: while one segment is reduced or forwarded, the next are in
+flight. Sender and receiver split the same ranges alike.
 """
 
 import threading
@@ -24,14 +20,12 @@ from hpcdist.arrays.ranges import Range, split
 from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.errors import UsageError
 
-AHEAD: Final = 2  # receives posted at any time: one that is waited for, one that may already arrive
+AHEAD: Final = 2  # receives posted at any time: the one to wait for, and the next
 
 Buffers: TypeAlias = dict[tuple[str, str], Array]  # (name, "cpu" or "gpu") -> bytes
 
 
 class _Workspace(threading.local):
-    """Scratch of one thread, by name, and the ledger that counts it."""
-
     def __init__(self) -> None:
         self.arrays: Buffers = {}
         self.ledger: Ledger | None = None
@@ -41,30 +35,31 @@ _here = _Workspace()
 
 
 def scratch(name: str, size: int, dtype: np.dtype, like: Array) -> Array:
-    """Return ``size`` uninitialised elements where ``like`` lives; the next call of this name overwrites them (local).
+    """Return a scratch buffer of ``size`` uninitialised elements, on the device of the array ``like``. Local.
 
-    Callers that may be active at once use different names.
+    The next call with the same ``name`` in this thread returns the same memory. So buffers in use at the same time need
+    different names.
     """
     return scratch_in(_here.arrays, name, size, dtype, like)
 
 
 def scratch_in(buffers: Buffers, name: str, size: int, dtype: np.dtype, like: Array) -> Array:
-    """Return the same as `scratch`, out of ``buffers``, which belong to the caller (local)."""
+    """Return a scratch buffer as `scratch` does, but keep it in the caller's dict ``buffers``. Local."""
     nbytes = size * dtype.itemsize
     key = (name, "gpu" if backend.is_device(like) else "cpu")
     if key not in buffers or buffers[key].nbytes < nbytes:
-        buffers.pop(key, None)  # before the larger one is allocated: never both at once
+        buffers.pop(key, None)  # free the old buffer before the allocation of the new one
         buffers[key] = count_in_ledger(backend.empty(nbytes, np.dtype(np.uint8), key[1]))
     return buffers[key][:nbytes].view(dtype)
 
 
 def count_in_ledger(array: Array) -> Array:
-    """Enter ``array`` in this thread's ledger, if it has one, and return it (local)."""
+    """Count ``array`` in this thread's memory ledger, if the thread has one, and return ``array``. Local."""
     return array if _here.ledger is None else _here.ledger.track(array, "communication")
 
 
 def account(ledger: Ledger | None) -> None:
-    """Count the scratch of this thread, held now or later, as "communication" of ``ledger``; None stops (local)."""
+    """Count this thread's current and future scratch buffers in the memory ``ledger``. None stops counting. Local."""
     if ledger is not None and ledger is not _here.ledger:
         for array in _here.arrays.values():
             ledger.track(array, "communication")
@@ -73,18 +68,18 @@ def account(ledger: Ledger | None) -> None:
 
 
 def ledger() -> Ledger | None:
-    """Return the ledger that counts the scratch of this thread, for a thread that works for it (local)."""
+    """Return the memory ledger that counts this thread's scratch buffers, or None. Local."""
     return _here.ledger
 
 
 def release() -> None:
-    """Drop the scratch of this thread, and pinned memory that nobody uses (local)."""
+    """Free this thread's scratch buffers and all unused pinned memory. Local."""
     _here.arrays.clear()
     staging.release()
 
 
 def check_ranges(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> None:
-    """Raise UsageError unless ``ranges`` are one for each rank and inside ``buffer`` (local)."""
+    """Raise UsageError unless ``ranges`` has one range per rank, each inside ``buffer``. Local."""
     if len(ranges) != comm.size or any(part.stop > buffer.size for part in ranges):
         raise UsageError(
             f"a collective of {comm.size} ranks over {buffer.size} elements needs one range inside them for each rank, "
@@ -92,31 +87,31 @@ def check_ranges(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> 
         )
 
 
-def gather_counts(comm: Communicator, own: np.ndarray) -> np.ndarray:
-    """Return ``own``, int64 of the same shape on all ranks, of every rank: (ranks, ...). Collective over ``comm``."""
-    everybody = np.empty((comm.size, *own.shape), np.int64)
-    everybody[comm.rank] = own
-    comm.all_gather(everybody.reshape(-1), [Range(own.size * rank, own.size * (rank + 1)) for rank in range(comm.size)])
-    return everybody
+def gather_counts(comm: Communicator, row: np.ndarray) -> np.ndarray:
+    """Return the int64 array ``row`` of each rank, stacked as (ranks, ...). Collective over ``comm``."""
+    gathered = np.empty((comm.size, *row.shape), np.int64)
+    gathered[comm.rank] = row
+    comm.all_gather(gathered.reshape(-1), [Range(row.size * rank, row.size * (rank + 1)) for rank in range(comm.size)])
+    return gathered
 
 
 def check_segment(segment_bytes: int) -> None:
-    """Raise UsageError unless pieces can have ``segment_bytes`` (local)."""
+    """Raise UsageError unless ``segment_bytes`` is at least 1. Local."""
     if segment_bytes < 1:
         raise UsageError(f"segment_bytes = {segment_bytes}; it must be at least 1, and the same on every rank")
 
 
 def cut_evenly(part: Range, itemsize: int, segment_bytes: int) -> list[Range]:
-    """Cut ``part`` into as few pieces as keep to ``segment_bytes``, balanced in blocks of 64 bytes.
+    """Split the range ``part`` into the fewest balanced pieces of about ``segment_bytes`` bytes, aligned to 64 bytes.
 
-    A piece may be one block longer than ``segment_bytes``; an empty range has no pieces.
+    A piece may be up to 64 bytes longer than ``segment_bytes``. An empty range has no pieces.
     """
     count = -(-part.size * itemsize // segment_bytes)
     return [piece.shift(part.start) for piece in split(part.size, count, itemsize) if piece] if count else []
 
 
 def join(ranges: Iterable[Range]) -> list[Range]:
-    """Return the ranges with neighbours made one and empty ones left out, in the order given."""
+    """Return the non-empty ranges of ``ranges`` in order, with adjacent ranges merged."""
     runs: list[Range] = []
     for part in ranges:
         if part and runs and runs[-1].stop == part.start:
@@ -127,9 +122,9 @@ def join(ranges: Iterable[Range]) -> list[Range]:
 
 
 def slots(name: str, pieces: Sequence[Range], dtype: np.dtype, like: Array) -> list[Array]:
-    """Return scratch for each of ``pieces``, to be received one after the other by `PostedReceives` (local).
+    """Return a scratch buffer for each of the ranges ``pieces``, for use as targets of `PostedReceives`. Local.
 
-    Piece i lies where piece i - AHEAD did: little memory, which stays in the cache.
+    Piece i uses the same memory as piece i - AHEAD.
     """
     longest = max((piece.size for piece in pieces), default=0)
     memory = scratch(name, AHEAD * longest, dtype, like)
@@ -138,7 +133,7 @@ def slots(name: str, pieces: Sequence[Range], dtype: np.dtype, like: Array) -> l
 
 
 class PostedReceives:
-    """The messages of one rank with one tag, into ``targets`` in this order; AHEAD of them are posted at any time."""
+    """Receives messages from ``source`` into ``targets``, in order. Up to AHEAD receives are posted in advance."""
 
     def __init__(self, comm: Communicator, source: int, targets: Sequence[Array], tag: int = 0) -> None:
         self._comm, self._source, self._targets, self._tag = comm, source, targets, tag
@@ -152,8 +147,8 @@ class PostedReceives:
             self._posted.append(self._comm.irecv(target, self._source, self._tag))
 
     def take(self) -> Array:
-        """Wait for the next message and return its target, which is the caller's until the next call (local)."""
-        # With targets of `slots` the receive posted here reuses the memory of the piece that was returned last.
+        """Wait for the next message. Return its target, which is valid until the next call. Local."""
+        # With targets from `slots`, the receive posted here reuses the memory that the previous call returned.
         self._post()
         self._posted.popleft().wait()
         self._taken += 1
@@ -161,6 +156,6 @@ class PostedReceives:
 
 
 def wait_all(requests: Iterable[Request]) -> None:
-    """Return when all of ``requests`` are complete (local)."""
+    """Wait for all ``requests``. Local."""
     for request in requests:
         request.wait()

@@ -1,23 +1,17 @@
 """Sharded reductions by name: reduce-scatter to the owners of shares, and all-gather back to all ranks.
 
-These are the two halves of an allreduce, for strategies (ZeRO) that update a shard in between. By name:
+Shares are in rank order, except for hierarchical. Costs are per half of an allreduce:
 
-    native        the MPI library's; shares in the order of the ranks
-    ring          (p-1) α + (p-1)/p n β for each half; shares in the order of the ranks
-    node_shared   no message: memory that the ranks of one node share; shares in the order of the ranks
-    circulant     ceil(log2 p) α + (p-1)/p n β for each half; shares in the order of the ranks
-    hierarchical  much traffic inside the nodes, little between them
-    nccl          NCCL's, between GPUs; shares in the order of the ranks
+    native        MPI library
+    ring          (p-1) α + (p-1)/p n β
+    node_shared   shared memory of one node, no messages
+    circulant     ceil(log2 p) α + (p-1)/p n β
+    hierarchical  inside nodes (m-1) α + (m-1)/m n β, between nodes (k-1) α + (k-1)/k (n/m) β
+    nccl          NCCL, between GPUs
 
-Hierarchical, with m ranks on each of k nodes: a reduce-scatter inside the node leaves chunk i of m to its rank i, and
-a reduce-scatter between the ranks i of all nodes leaves sub-chunk j of k of that chunk to the one on node j. The
-all-gather is the way back. Each half costs
-
-    inside   (m-1) α + (m-1)/m n β        between  (k-1) α + (k-1)/k (n/m) β
-
-Between nodes each rank sends its part of 1/m, all ranks of a node at once; in a flat ring one rank sends for all of
-its node, in p-1 steps. These are the two halves of the 2D torus of H. Mikami et al., arXiv:1811.05233 (2018), with
-the reduction between the nodes halved as well.
+Hierarchical, with m ranks on each of k nodes: a reduce-scatter inside the node leaves chunk i of m on local rank i; a
+reduce-scatter between the local ranks i of all nodes leaves sub-chunk j of k on node j. The all-gather reverses both
+steps (2D torus: H. Mikami et al., arXiv:1811.05233, 2018).
 """
 
 from collections.abc import Callable, Sequence
@@ -38,36 +32,36 @@ from hpcdist.comm import checks
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import HpcdistError, UsageError
 
-SUM_16_BITS: Final = ("node_shared", "nccl")  # sum them in float32 by themselves
+SUM_16_BITS: Final = ("node_shared", "nccl")  # algorithms that sum 16-bit floats in float32 themselves
 
 
-# Cuts (size, itemsize) into a range for each rank; any may be empty. Local, but the first call may be collective.
+# Splits (size, itemsize) into one range per rank, which may be empty. Local, but the first call may be collective.
 SharesFunction: TypeAlias = Callable[[Communicator, int, int], list[Range]]
 
 
 class ReduceScatterFunction(Protocol):
-    """Reduces in place; afterwards ``buffer[shares[rank]]`` is defined, the rest not. Collective over ``comm``."""
+    """Type of a function that reduces ``buffer`` so that ``buffer[shares[rank]]`` is the result. Collective."""
 
     def __call__(
         self, comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum", result: Array | None = None
     ) -> None:
-        """Reduce ``buffer`` by ``op``; into ``result``, as long as the own share, if there is one: on every rank.
+        """Reduce ``buffer`` by ``op`` in place, or into ``result``. Either all ranks or no rank must pass ``result``.
 
-        Then ``buffer`` keeps its values, but for the own share where ``result`` is that.
+        ``result`` has the size of this rank's share. If it is passed, ``buffer`` is not changed, unless ``result`` is a
+        view of ``buffer``.
         """
 
 
-# Gives ``buffer[shares[rank]]`` to all and fills the other shares, in place. Collective over ``comm``.
+# Fills ``buffer`` in place: each rank contributes ``buffer[shares[rank]]``. Collective over ``comm``.
 AllGatherFunction: TypeAlias = Callable[[Communicator, Array, Sequence[Range]], None]
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Sharding algorithm: how a buffer is cut, and its two collectives, which take what ``shares`` returned.
+    """Algorithm that splits a buffer into one share per rank, reduce-scatters to these shares, and all-gathers them.
 
-    Boundaries of shares lie on 64 bytes and do not ascend with the rank in every algorithm. 16-bit floats stay so on
-    the wire: they go straight to the owner of a share, who sums them in rank order in float32 and rounds once (see
-    `all_to_all`), since the partial sums of any other algorithm would be rounded, or twice as long.
+    Share boundaries are multiples of 64 bytes. Values of 16-bit floats are sent to the owner of a share. The owner sums
+    them in rank order in float32, and rounds once (see `all_to_all`).
     """
 
     shares: SharesFunction
@@ -118,7 +112,10 @@ def _node_shared_all_gather(comm: Communicator, buffer: Array, shares: Sequence[
 
 
 def _nested(comm: Communicator, size: int, itemsize: int) -> list[Range]:
-    """Cut into one chunk for each rank of a node, and each chunk into one share for each node."""
+    """Return the range of each rank's share of a buffer of ``size`` elements. Collective.
+
+    The buffer is split into one chunk per local rank, and each chunk into one share per node.
+    """
     nodes = comm.nodes()
     if not nodes.uniform:
         return _in_rank_order(comm, size, itemsize)
@@ -131,12 +128,12 @@ def _nested(comm: Communicator, size: int, itemsize: int) -> list[Range]:
 
 def _hierarchical_reduce_scatter(comm: Communicator, buffer: Array, shares: Sequence[Range], op: str) -> None:
     nodes = comm.nodes()
-    if not nodes.uniform:  # chunks of one node are not those of another
+    if not nodes.uniform:  # the chunks would differ between nodes
         ring.reduce_scatter(comm, buffer, shares, op)
         return
-    chunks, own = _levels(comm, shares)
+    chunks, shares_in_chunk = _levels(comm, shares)
     ring.reduce_scatter(nodes.intra, buffer, chunks, op)
-    ring.reduce_scatter(nodes.peers, buffer, own, op)
+    ring.reduce_scatter(nodes.peers, buffer, shares_in_chunk, op)
 
 
 def _hierarchical_all_gather(comm: Communicator, buffer: Array, shares: Sequence[Range]) -> None:
@@ -144,28 +141,27 @@ def _hierarchical_all_gather(comm: Communicator, buffer: Array, shares: Sequence
     if not nodes.uniform:
         ring.all_gather(comm, buffer, shares)
         return
-    chunks, own = _levels(comm, shares)
-    ring.all_gather(nodes.peers, buffer, own)
+    chunks, shares_in_chunk = _levels(comm, shares)
+    ring.all_gather(nodes.peers, buffer, shares_in_chunk)
     ring.all_gather(nodes.intra, buffer, chunks)
 
 
 def _columns(comm: Communicator) -> list[list[int]]:
-    """Return the ranks of each ``nodes().peers``, in its order, which is that of the ranks (local)."""
     return [sorted(column) for column in zip(*comm.nodes().members, strict=True)]
 
 
 def _levels(comm: Communicator, shares: Sequence[Range]) -> tuple[list[Range], list[Range]]:
-    """Return the chunks of the ranks of a node, and the shares within the own chunk (local).
+    """Return the chunk of each local rank of this node, and the shares inside this rank's chunk. Local.
 
-    Raises UsageError, on every rank, unless the shares of each rank number in a node join to one chunk.
+    Raises UsageError, on every rank, unless the shares of all ranks with the same local rank are consecutive.
     """
     columns = _columns(comm) if len(shares) == comm.size else []
     parts = [[shares[rank] for rank in column] for column in columns]
     joined = [a.stop == b.start for column in parts for a, b in zip(column, column[1:], strict=False)]
     if not columns or not all(joined):
         raise UsageError(
-            f"hierarchical shares of {comm.size} ranks on {comm.nodes().count} nodes must be those that its `shares` "
-            f"returned, got {[(part.start, part.stop) for part in shares]}"
+            f"hierarchical shares of {comm.size} ranks on {comm.nodes().count} nodes must be the result of "
+            f"`Sharding.shares`, got {[(part.start, part.stop) for part in shares]}"
         )
     return [Range(column[0].start, column[-1].stop) for column in parts], parts[comm.nodes().intra.rank]
 
@@ -175,12 +171,11 @@ def _check_result(buffer: Array, share: Range, result: Array) -> None:
     if result.dtype != buffer.dtype or result.size != share.size:
         raise UsageError(
             f"the result has {result.size} {name_of(result.dtype)}, the share {share.size} {name_of(buffer.dtype)}; "
-            "they must be alike"
+            "size and dtype must be equal"
         )
 
 
 def _end_with(comm: Communicator, token: int, call: Callable[[], None]) -> None:
-    """Make ``call`` and end its event, also where it is refused: then no rank waits in it."""
     try:
         call()
     except REFUSALS:
@@ -195,16 +190,13 @@ def _watched(
     reduce_scatter: Callable[[Communicator, Array, Sequence[Range], str], None],
     all_gather: AllGatherFunction,
 ) -> Sharding:
-    """Return a sharding that checks its arguments, returns at once on one rank, and records one event for each call.
-
-    The event is over the messages within: a rank that skips the call is then named, whatever the algorithm.
-    """
+    """Return a `Sharding` that checks arguments and records each call as one event, for the watchdog. Local."""
 
     def watched_reduce_scatter(
         comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum", result: Array | None = None
     ) -> None:
         halves = is_16bit_float(buffer.dtype)
-        try:  # the same refusals for every algorithm, on any number of ranks
+        try:  # the same checks for every algorithm and number of ranks
             if halves:
                 check_buffer(buffer)
                 check_op(op)
@@ -218,8 +210,8 @@ def _watched(
         if comm.size > 1:
             token = comm.events.begin(comm.name, f"{name}_reduce_scatter", name_of(buffer.dtype), buffer.size, 0, -1, 0)
             if comm.checked:
-                known = checks.ranges_fingerprint(shares)
-                checks.compare_calls(comm, checks.describe_call("reduce_scatter", name, buffer, op, known))
+                fingerprint = checks.ranges_fingerprint(shares)
+                checks.compare_calls(comm, checks.describe_call("reduce_scatter", name, buffer, op, fingerprint))
             run = all_to_all_reduce_scatter if halves and name not in SUM_16_BITS else reduce_scatter
             if result is None:
                 _end_with(comm, token, lambda: run(comm, buffer, shares, op))
@@ -237,8 +229,8 @@ def _watched(
         if comm.size > 1:
             token = comm.events.begin(comm.name, f"{name}_all_gather", name_of(buffer.dtype), buffer.size, 0, -1, 0)
             if comm.checked:
-                known = checks.ranges_fingerprint(shares)
-                checks.compare_calls(comm, checks.describe_call("all_gather", name, buffer, extra=known))
+                fingerprint = checks.ranges_fingerprint(shares)
+                checks.compare_calls(comm, checks.describe_call("all_gather", name, buffer, extra=fingerprint))
             _end_with(comm, token, lambda: all_gather(comm, buffer, shares))
 
     return Sharding(shares, watched_reduce_scatter, watched_all_gather)
@@ -251,7 +243,7 @@ SHARDED: Final[dict[str, Sharding]] = {
     "node_shared": _watched("node_shared", _in_rank_order, _node_shared_reduce_scatter, _node_shared_all_gather),
     "hierarchical": _watched("hierarchical", _nested, _hierarchical_reduce_scatter, _hierarchical_all_gather),
 }
-# For buffers on GPUs alone; they refuse others.
+# For GPU buffers only; host buffers are rejected.
 SHARDED_ON_GPUS: Final[dict[str, Sharding]] = {
     "nccl": _watched("nccl", _in_rank_order, nccl.reduce_scatter, nccl.all_gather)
 }

@@ -1,15 +1,12 @@
-"""Checks of a collective before it begins: of the local arguments, and between the ranks in checked mode.
+"""Checks before a collective: of the local arguments, and in checked mode of the calls of all ranks.
 
-Ranks that call one collective with different sizes, dtypes or algorithms hang, or go on with wrong numbers. In checked
-mode (``communication.checked``, or HPCDIST_CHECK_COLLECTIVES=1) each call first sends a record of fixed size to all.
-For p ranks this costs:
+In checked mode (``communication.checked``, or HPCDIST_CHECK_COLLECTIVES=1) ranks compare their calls before each
+collective, because calls with different sizes, dtypes or algorithms hang or give wrong numbers. For p ranks this costs:
 
-    one native all-gather of 1024 p bytes for each call (an iallreduce of as many where other operations must progress
-        meanwhile), and for each collective of the communicator that the algorithm uses
-    another of 16 p bytes a rank for an all-to-all, whose parts differ by rank
+    one native all-gather of 1024 p bytes per call, and per collective of the communicator that the algorithm uses
+    another of 16 p bytes per rank for an all-to-all, whose parts differ by rank
 
-A rank whose own call is refused tells the others, which would wait for it otherwise. The call site is shown, not
-compared: ranks may reach the same call from different lines.
+A rank that refuses its call informs the other ranks.
 """
 
 import contextlib
@@ -35,15 +32,12 @@ _KNOWN_TO_MPI: Final = frozenset((*INTEGERS.values(), FLOATS["float32"], FLOATS[
 
 
 def is_plain(buffer: Array) -> bool:
-    """Whether messages and reductions may work on ``buffer`` as it is: nothing to refuse, nothing to stage (local).
-
-    All other buffers go through `comm.handover`, which refuses or stages them.
-    """
+    """Return True if MPI can use ``buffer`` without conversion or a copy in host memory. Local."""
     return type(buffer) is np.ndarray and buffer.ndim == 1 and buffer.flags.carray and buffer.dtype in _KNOWN_TO_MPI
 
 
 def check_tiling(buffer: Array, ranges: Sequence[Range], ranks: int) -> None:
-    """Raise CommunicationError unless ``ranges`` tile ``buffer`` in the order of the ranks (local)."""
+    """Raise CommunicationError unless ``ranges``, one for each of ``ranks`` ranks, cover ``buffer`` in order. Local."""
     ends = [0, *(part.stop for part in ranges)]
     starts = [*(part.start for part in ranges), buffer.size]
     if len(ranges) != ranks or ends != starts:
@@ -54,12 +48,15 @@ def check_tiling(buffer: Array, ranges: Sequence[Range], ranks: int) -> None:
 
 
 def check_reduction(buffer: Array, op: str) -> None:
-    """Raise UsageError for an unknown reduction, BufferHandoverError for what MPI must not reduce (local)."""
+    """Raise UsageError if the reduction ``op`` is unknown.
+
+    Raises BufferHandoverError for 16-bit floats, because MPI would round every partial sum. Local.
+    """
     if op not in REDUCTIONS:
-        raise UsageError(f"reduction {op!r} is not one of {', '.join(REDUCTIONS)}")
+        raise UsageError(f"reduction {op!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
     if is_16bit_float(np.dtype(buffer.dtype)):
         raise BufferHandoverError(
-            f"{name_of(buffer.dtype)} is not reduced by the MPI library (it would be rounded at every partial sum); "
+            f"the MPI library would round {name_of(buffer.dtype)} values at every partial sum; "
             "use hpcdist.collectives.allreduce, which sums in float32 and rounds once"
         )
 
@@ -67,17 +64,17 @@ def check_reduction(buffer: Array, op: str) -> None:
 RECORD_BYTES: Final = 1024
 NATIVE_ALGORITHM: Final = "communicator's"
 NO_BUFFER: Final = np.empty(0, np.uint8)  # the buffer of a barrier
-_FIELD_CHARACTERS: Final = 80  # at most, of each of the 7 fields; the rest of the record holds the call site
+_FIELD_CHARACTERS: Final = 80  # at most, per field (7 fields); the rest of the record holds the call site
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _INTERNAL: Final = (*(os.path.join(_PACKAGE, name) + os.sep for name in ("collectives", "comm")), contextlib.__file__)
 
 
-Move: TypeAlias = Callable[[Request], None]  # progresses other operations while the request is under way
+Move: TypeAlias = Callable[[Request], None]  # progresses other operations while the request is in flight
 
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """Description of a rank's call, equal on all ranks if correct; ``extra`` has arguments of some collectives only."""
+    """Description of one rank's collective call, to compare between ranks. ``extra`` describes further arguments."""
 
     operation: str
     algorithm: str
@@ -85,7 +82,7 @@ class CollectiveCall:
     count: str
     reduction: str = ""
     extra: str = ""
-    refused: str = ""  # why this rank refuses to make the call; "" where it does not
+    refused: str = ""  # the reason why this rank refuses the call, or ""
 
     def __str__(self) -> str:
         if self.refused:
@@ -98,26 +95,26 @@ class CollectiveCall:
 def describe_call(
     operation: str, algorithm: str, buffer: Array, reduction: str = "", extra: str = ""
 ) -> CollectiveCall:
-    """Return the description of a call on ``buffer``, which may be any object that a caller has passed (local)."""
+    """Return the description of a collective call. ``buffer`` may be any, even invalid, object. Local.
+
+    ``extra`` describes further arguments.
+    """
     count, dtype = getattr(buffer, "size", "?"), getattr(buffer, "dtype", None)
     name = type(buffer).__name__ if dtype is None else name_of(dtype)
     return CollectiveCall(operation, algorithm, name, str(count), reduction, extra)
 
 
 def compare_native(comm: Communicator, operation: str, buffer: Array, reduction: str = "", extra: str = "") -> None:
-    """Compare the call of a native collective of the communicator. Collective.
-
-    Native calls within the algorithms of `hpcdist.collectives` are compared as well.
-    """
+    """Check that all ranks pass equal arguments to a collective that MPI executes. Collective over ``comm``."""
     if comm.size > 1 and not comm.is_comparing:
         compare_calls(comm, describe_call(operation, NATIVE_ALGORITHM, buffer, reduction, extra))
 
 
 def compare_calls(comm: Communicator, call: CollectiveCall, move: Move | None = None) -> None:
-    """Raise CommunicationError on every rank unless all are about to make the same ``call``. Collective.
+    """Raise CommunicationError on every rank unless all ranks pass an equal ``call``. Collective.
 
-    ``move`` is called for other operations until all have come: a rank that still waits for one of these would
-    otherwise never come.
+    ``move`` is called repeatedly until all ranks have arrived. It must progress this rank's earlier operations, because
+    other ranks may still wait for them.
     """
     everybody = _exchange_calls(comm, call, move)
     if any(other != everybody[0][0] for other, _ in everybody):
@@ -125,10 +122,9 @@ def compare_calls(comm: Communicator, call: CollectiveCall, move: Move | None = 
 
 
 def announce_refusal(comm: Communicator, call: CollectiveCall, error: HpcdistError, move: Move | None = None) -> None:
-    """Tell the other ranks, in checked mode, that this one raises ``error`` instead of joining in ``call``.
+    """Tell all ranks that this rank refuses ``call`` because of ``error``. Collective.
 
-    Collective over ``comm`` in checked mode: the others compare their own calls meanwhile, with
-    the same ``move``.
+    Outside checked mode, this function does nothing.
     """
     if comm.checked and comm.size > 1:
         _exchange_calls(
@@ -137,7 +133,7 @@ def announce_refusal(comm: Communicator, call: CollectiveCall, error: HpcdistErr
 
 
 def with_comparison(function: Callable[..., None], algorithm: str) -> Callable[..., None]:
-    """Return a wrapper of the allreduce ``function`` that compares the calls first (local)."""
+    """Return a version of the allreduce ``function`` that first checks that all ranks make the same call. Local."""
 
     def compare_then_run(comm: Communicator, buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
         times = "" if scale == 1.0 else f"times {float(scale)!r}"
@@ -151,12 +147,12 @@ def with_comparison(function: Callable[..., None], algorithm: str) -> Callable[.
 
 
 def ranges_fingerprint(shares: Sequence[Range]) -> str:
-    """Return a short checksum of ``shares`` for a call's description (local)."""
+    """Return text with a checksum of ``shares``, one range of elements per rank, to compare between ranks. Local."""
     return f"shares {zlib.crc32(repr([(part.start, part.stop) for part in shares]).encode()):08x}"
 
 
 def call_site() -> str:
-    """Return the line that calls are attributed to, else the innermost outside of collectives/ and comm/ (local)."""
+    """Return "file:line" of the code that requested the current collective, outside collectives/ and comm/. Local."""
     site = events.attributed.get(get_ident()) or events.call_site(sys._getframe(1), _INTERNAL)
     return "an unknown place" if site is None else f"{site.code.co_filename}:{site.line}"
 
@@ -164,23 +160,22 @@ def call_site() -> str:
 def _exchange_calls(
     comm: Communicator, call: CollectiveCall, move: Move | None = None
 ) -> list[tuple[CollectiveCall, str]]:
-    """Return the call of each rank and its call site, in rank order; calls ``move`` while it waits, if given."""
     fields = [" ".join(field.split())[:_FIELD_CHARACTERS] for field in astuple(call)]
     text = "\t".join(fields).encode("ascii", "replace") + b"\n"
-    place = call_site().encode("ascii", "replace")[len(text) - RECORD_BYTES :]  # of a long path the end
-    mine = (text + place).ljust(RECORD_BYTES, b"\0")
+    site = call_site().encode("ascii", "replace")[len(text) - RECORD_BYTES :]  # keeps the end of a long path
+    mine = (text + site).ljust(RECORD_BYTES, b"\0")
     records: Any = np.empty(RECORD_BYTES * comm.size, np.uint8)
     ranges = [Range(RECORD_BYTES * rank, RECORD_BYTES * (rank + 1)) for rank in range(comm.size)]
     records[ranges[comm.rank].slice] = np.frombuffer(mine, np.uint8)
     if move is None:
-        comm.is_comparing = True  # this gather is not to be compared in turn
+        comm.is_comparing = True  # so that this gather is not compared itself
         try:
             comm.all_gather(records, ranges)
         finally:
             comm.is_comparing = False
     else:
         records[: ranges[comm.rank].start] = records[ranges[comm.rank].stop :] = 0
-        request = comm.iallreduce(records.view(np.int64), "sum")  # a gather, for all others bring zeros
+        request = comm.iallreduce(records.view(np.int64), "sum")  # a gather, because all other parts are zeros
         while not request.test():
             move(request)
     return [_parse_call(records[part.slice].tobytes()) for part in ranges]
@@ -192,7 +187,6 @@ def _parse_call(record: bytes) -> tuple[CollectiveCall, str]:
 
 
 def _difference(name: str, everybody: Sequence[tuple[CollectiveCall, str]]) -> str:
-    """Return the error text: each distinct call with the ranks that made it."""
     groups: dict[tuple[CollectiveCall, str], list[int]] = {}
     for rank, call_and_site in enumerate(everybody):
         groups.setdefault(call_and_site, []).append(rank)

@@ -1,4 +1,4 @@
-"""The ``[communication]`` section of a recipe; imports only the errors and `reporting`: it is read fast."""
+"""The ``[communication]`` section of a recipe. Imports only errors and `reporting`, so that it loads fast."""
 
 import re
 from collections.abc import Sequence
@@ -43,43 +43,40 @@ COMPRESSIONS: Final = (
     "dgc",
     "onebit",
 )
-POLLED: Final = ("ring",)  # algorithms that can be polled step by step, with the same bits
+POLLED: Final = ("ring",)  # algorithms that can be polled step by step, with bitwise equal results
 BUCKET_BYTES: Final = 4 << 20
 RULES: Final = (
     one_of("communication.overlap", OVERLAPS),
     rule(
         "communication.overlap=poll with communication.algorithm!={polled}",
-        "it has no steps with the same bits",
+        "it cannot be polled step by step",
         f"choose the algorithm {' or '.join(POLLED)}, or the overlap 'thread'",
         polled=POLLED,
     ),
     rule(
         "communication.delayed with communication.overlap=none",
-        "nothing would sum gradients behind the next step",
+        "gradients cannot be summed during the next step",
         "choose the overlap 'thread' or 'poll'",
     ),
     one_of("communication.compression", COMPRESSIONS),
     *at_least(1, "communication.bucket_bytes"),
     finite("communication.deadline_s", lambda seconds: seconds > 0, "above 0"),
-    *at_least(0, "communication.ranks_per_node", expected="give a number of ranks, or 0 for nodes as found"),
+    *at_least(0, "communication.ranks_per_node", expected="give a number of ranks, or 0 for the real nodes"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationConfig:
-    """Section ``[communication]``: the exchange of gradients.
+    """Section ``[communication]``: how ranks exchange gradients.
 
-    ``algorithm`` is an allreduce by name, a table of names by size (see `hpcdist.collectives.dispatch`), or ``auto``:
-    chosen by measurement at the start of a run and kept in its checkpoints. ``compression`` is the form in which
-    gradients travel between replicas (see the section ``[compression]``); with ``auto`` they are compressed where that
-    is measured to be faster. With the strategy allreduce a bucket of gradients is sent once ``bucket_bytes`` of it are
-    complete; the other strategies send layer by layer. With ``overlap`` a bucket travels while the gradients before it
-    are computed: a "thread" of each rank moves it, or the rank itself between two layers ("poll"), with the same bits
-    as result. With ``delayed`` (allreduce) a sum is hidden behind the whole next step, and its update comes after that:
-    each gradient is one step late. A communication that takes longer than ``deadline_s`` ends the job.
-    ``ranks_per_node`` treats that many consecutive ranks as a node, to try code for several nodes on one; 0 takes the
-    nodes as they are found. With ``checked`` the ranks compare what they are about to do before each collective, and
-    all fail with what each brought where it differs.
+    ``algorithm`` is the name of an allreduce algorithm, a table of algorithms by buffer size (see
+    `hpcdist.collectives.dispatch`), or ``auto``, which measures the algorithms at the start of a run. ``compression``
+    compresses gradients between replicas; ``auto`` compresses if a measurement shows that it is faster. The strategy
+    "allreduce" sends buckets of ``bucket_bytes`` bytes. ``overlap`` sends a bucket during the backward pass: in a
+    thread ("thread") or between layers ("poll"). ``delayed`` (strategy "allreduce" only) applies gradients one step
+    late. An operation that takes longer than ``deadline_s`` seconds ends the job. ``ranks_per_node`` simulates nodes of
+    that many consecutive ranks; 0 uses the real nodes. If ``checked`` is true, all ranks fail when their collective
+    calls differ.
     """
 
     algorithm: str = "auto"
@@ -102,7 +99,10 @@ class CommunicationConfig:
 
 
 def fault_in_table(text: str, names: Sequence[str]) -> str:
-    """Return the fault of the first bad row of NAME<=BYTES,...,NAME, or of a NAME alone; "" for none (local)."""
+    """Return the fault in the algorithm setting ``text``, or "" if it is valid. Local.
+
+    Valid are one of ``names``, and a table by buffer size "NAME<=BYTES,...,NAME".
+    """
     rows, before = text.split(","), -1
     for number, row in enumerate(rows, 1):
         name, sign, limit = row.partition("<=")
@@ -115,6 +115,6 @@ def fault_in_table(text: str, names: Sequence[str]) -> str:
         if sign and not _LIMIT.fullmatch(limit):
             return f"{shown}: sizes are plain bytes: 4096, not 4K"
         if sign and int(limit) <= before:
-            return f"{shown}: sizes ascend, and the row before has {before}"
+            return f"{shown}: sizes must ascend, but the previous row has {before}"
         before = int(limit or 0)
     return ""

@@ -1,17 +1,17 @@
-"""Events of a communicator: the sink that gets every operation, and the base class that holds it.
+"""Event sink that receives every operation of a communicator, and the base class that holds the sink.
 
-The flight recorder, the timing of operations and the counting of traffic are sinks (see `comm.record`).
+The flight recorder, the timing of operations and the traffic counters are sinks (see `comm.record`).
 """
 
 from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple
 
-UNKNOWN_BYTES: Final = -1  # the MPI library chose the algorithm, so the volume is not known
+UNKNOWN_BYTES: Final = -1  # the MPI library chose the algorithm, so the volume is unknown
 
 
 class CallSite(NamedTuple):
-    """Line of a program: what asked for an operation that another thread, or a later call, makes."""
+    """Line of code that requested an operation. The operation may be executed later, or by another thread."""
 
     code: CodeType
     instruction: int
@@ -19,55 +19,57 @@ class CallSite(NamedTuple):
 
 
 def call_site(frame: FrameType | None, outside: tuple[str, ...]) -> CallSite | None:
-    """Return the innermost line at or above ``frame`` in a file that begins with none of ``outside`` (local)."""
+    """Return the innermost line in the call stack of ``frame`` whose file is not under ``outside``, or None."""
     while frame is not None and frame.f_code.co_filename.startswith(outside):
         frame = frame.f_back
     return None if frame is None else CallSite(frame.f_code, frame.f_lasti, frame.f_lineno)
 
 
-attributed: Final[dict[int, CallSite]] = {}  # by thread: the line of all that it begins, instead of the one that calls
+attributed: Final[dict[int, CallSite]] = {}  # by thread: the call site of its operations, instead of the calling line
 
 
 def attribute(site: CallSite | None) -> None:
-    """Let ``site`` be the line of all that this thread begins from now on; None: the line that calls (local)."""
+    """Record ``site`` as the calling line of all later operations of this thread. Local.
+
+    None restores the default: the actual calling line.
+    """
     attributed.pop(get_ident(), None)
     if site is not None:
         attributed[get_ident()] = site
 
 
 class EventSink:
-    """Observer of a communicator, called when an operation begins and when it ends; this one observes nothing.
+    """Observer of a communicator's operations. This base class does nothing.
 
-    An operation that raises never ends, so that the last open event shows where the failure happened.
+    `end` is not called for an operation that raises an error. So the last operation without an end shows the failure.
     """
 
     def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
-        """Note an operation on ``count`` elements and return a token for `end`.
+        """Record the start of operation ``op`` on ``count`` elements. Return a token to pass to `end`.
 
-        ``sent_bytes`` is what this rank puts on the wire as messages, or `UNKNOWN_BYTES`; ``peer`` is -1 where
-        there is none.
+        ``sent_bytes`` is the volume of this rank's messages, or `UNKNOWN_BYTES`. ``peer`` is the other rank, or -1.
         """
         return 0
 
     def end(self, token: int) -> None:
-        """Note that the operation behind ``token`` is complete."""
+        """Record the end of the operation for which `begin` returned ``token``."""
 
 
 NULL_SINK: Final = EventSink()
 
 
 class Observable:
-    """Base of `endpoint.Endpoint`: the event sink, checked mode, and a cache for callers."""
+    """Base class of `endpoint.Endpoint`: holds a communicator's event sink, checked mode, and a cache for callers."""
 
     def __init__(self) -> None:
-        self._sink_cell: list[EventSink] = [NULL_SINK]  # one cell, shared with all communicators made from this one
+        self._sink_cell: list[EventSink] = [NULL_SINK]  # shared with all communicators derived from this one
         self._checked = False
-        self.is_comparing = False  # in the exchange before a collective, by which the ranks compare their calls
+        self.is_comparing = False  # True while the ranks compare their calls before a collective
         self.settled: dict[Any, Any] = {}
 
     @property
     def events(self) -> EventSink:
-        """The sink of the operations of this communicator and of all that were made from it."""
+        """The event sink of this communicator and of all communicators derived from it."""
         return self._sink_cell[0]
 
     @events.setter
@@ -75,13 +77,13 @@ class Observable:
         self._sink_cell[0] = sink
 
     def observe_like(self, other: "Observable") -> None:
-        """Report to the event sink of ``other``, also when it gets another one, and check calls as it does (local)."""
+        """Share the event sink of ``other``, including later replacements, and copy its checked mode. Local."""
         self._sink_cell = other._sink_cell
         self.checked = other.checked
 
     @property
     def checked(self) -> bool:
-        """Whether the ranks compare their calls before each collective; communicators made from this one inherit it."""
+        """Whether ranks compare their calls before each collective. Derived communicators inherit this value."""
         return self._checked
 
     @checked.setter

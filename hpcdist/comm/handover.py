@@ -1,13 +1,12 @@
-"""Hand-over of a buffer to the message layer: contiguity, dtype, stream order and staging, decided here alone.
+"""Hand-over of buffers to the message layer: contiguity, dtype, stream order and staging.
 
-mpi4py synchronises no stream and checks no layout; here that is done for every buffer. For a buffer on a GPU:
+mpi4py neither synchronises streams nor checks layouts. For a buffer on a GPU:
 
-- Data to be sent is produced by kernels that may still run. An event is recorded behind them on the current stream, and
-  the host waits for that event before the message layer reads: not for the device, nor for kernels launched later.
-- Where the message layer takes device pointers for the operation (`mpi.cuda_aware` tests it, operation by operation),
-  the same event also stands before it writes.
-- Otherwise the data goes through pinned memory: the copy to the host waits for the event on a stream of its own, and
-  the copy back is made on the current stream, so that kernels launched afterwards see it and no host waits for it.
+- Before a send, the host waits for an event recorded on the current stream.
+- If the message layer takes device pointers for the operation (see `mpi.cuda_aware`), the host also waits for this
+  event before the layer writes.
+- Otherwise data goes through pinned memory. The copy to the host waits for the event on a separate stream. The copy
+  back runs on the current stream.
 """
 
 from collections.abc import Callable, Collection
@@ -27,26 +26,28 @@ OPERATIONS: Final = (MESSAGES, *COLLECTIVES)
 
 
 class Handover:
-    """Conversion of the caller's buffers into memory that the message layer may read or write.
+    """Converter of the caller's buffers to memory that MPI may read or write.
 
-    ``device_pointers`` says for which of `OPERATIONS` the layer below takes pointers into GPU memory (True: all of
-    them); where it does not, device buffers travel through pinned memory. Non-blocking collectives are never among
-    them: Open MPI reads device memory in those as if it were the host's.
+    ``device_pointers`` lists the `OPERATIONS` for which MPI accepts pointers to GPU memory; True means all, False none.
+    Other operations, and all non-blocking collectives, stage GPU buffers in pinned host memory.
     """
 
     def __init__(self, device_pointers: bool | Collection[str]) -> None:
         if isinstance(device_pointers, bool):
             device_pointers = OPERATIONS if device_pointers else ()
         self.pointers = frozenset(device_pointers)
-        assert self.pointers <= set(OPERATIONS), f"{set(self.pointers)} has operations that are none of {OPERATIONS}"
+        assert self.pointers <= set(OPERATIONS), f"{set(self.pointers)} must contain only operations of {OPERATIONS}"
 
     @property
     def device_pointers(self) -> bool:
-        """Whether messages take device pointers."""
+        """Whether point-to-point messages accept pointers to GPU memory."""
         return MESSAGES in self.pointers
 
     def outgoing(self, buffer: Array, operation: str = MESSAGES) -> Array:
-        """Return ``buffer`` as memory that may be read at once: its kernels have ended, 16-bit floats are uint16."""
+        """Return memory with the data of ``buffer`` that MPI can send. 16-bit floats are viewed as uint16.
+
+        A GPU buffer is copied to the host if ``operation`` does not accept device pointers.
+        """
         _check(buffer)
         if backend.is_device(buffer):
             if operation in self.pointers:
@@ -56,7 +57,10 @@ class Handover:
         return _bits(buffer)
 
     def incoming(self, buffer: Array, operation: str = MESSAGES) -> tuple[Array, Callable[[], None] | None]:
-        """Return memory to receive into, and the function to call when the data has arrived (None: nothing to do)."""
+        """Return memory into which MPI can receive, and a function to call after the data has arrived, or None.
+
+        The function copies the data to ``buffer``. It is None if MPI receives directly into ``buffer``.
+        """
         _check(buffer)
         if isinstance(buffer, np.ndarray):
             if not buffer.flags.writeable:
@@ -64,19 +68,20 @@ class Handover:
         elif backend.is_device(buffer):
             if operation not in self.pointers:
                 host = staging.lease(buffer.size, buffer.dtype)
-                # No wait here: the copy back is enqueued on the current stream, behind kernels that still use `buffer`.
+                # No wait here: the copy back follows kernels on the current stream that still use `buffer`.
                 return _bits(host), lambda: _copy_back(host, buffer)
-            # MPI writes the device memory by itself, in no stream: kernels that still read it must end first.
+            # MPI writes device memory outside of any stream: kernels that still read the memory must end first.
             device.produced()
         return _bits(buffer), None
 
     def both(self, buffer: Array, operation: str = "") -> tuple[Array, Callable[[], None] | None]:
-        """Return memory with the buffer's data for an in-place operation, and the function to call after it (or None).
+        """Return memory with the buffer's data for an in-place operation, and a function to call afterwards, or None.
 
-        An operation that is not among `OPERATIONS`, such as a non-blocking one, is staged.
+        GPU buffers are staged if ``operation`` does not accept device pointers. Then the function copies the result to
+        ``buffer``.
         """
         message, finish = self.incoming(buffer, operation)
-        # A `finish` means that `message` is a pinned block, which has to be filled; `view` undoes `_bits` for the copy.
+        # A `finish` means that `message` is a pinned block that must be filled; `view` reverts `_bits` for the copy.
         if finish is not None:
             staging.begin_to_host(buffer, message.view(buffer.dtype)).synchronize()
         return message, finish
@@ -97,5 +102,5 @@ def _check(buffer: Array) -> None:
 
 
 def _bits(buffer: Array) -> Array:
-    """Show 16-bit floats as uint16: most MPI libraries know neither of them, and none may reduce them."""
+    """Return ``buffer``, with 16-bit floats viewed as uint16, because most MPI libraries do not support them."""
     return buffer.view(np.uint16) if is_16bit_float(buffer.dtype) else buffer

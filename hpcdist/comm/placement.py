@@ -1,4 +1,4 @@
-"""Placement of a rank: its node, its local rank, its cores, and the GPU that follows from the local rank."""
+"""Placement of a rank: its node, local rank and cores, and the GPU chosen by the local rank."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ MOST_SHOWN: Final = 8
 
 @dataclass(frozen=True)
 class Placement:
-    """Node as MPI finds it, local rank as the launcher numbers it, host name, and the cores of this process."""
+    """Location of this process: node (found by MPI), local rank (announced by the launcher), host name and cores."""
 
     node: int
     nodes: int
@@ -26,10 +26,7 @@ class Placement:
 
 
 def choose_gpu(announced: LaunchEnvironment | None) -> int:
-    """Make a GPU current by the launcher's local rank, before MPI starts; return its index (local).
-
-    A CUDA-aware MPI opens its context on the current device during MPI_Init, when no communicator exists yet.
-    """
+    """Select the GPU of the announced local rank, before MPI_Init uses a GPU. Return the GPU's index. Local."""
     if announced is not None and announced.local_rank is None and announced.size > 1:
         raise ConfigurationError(
             f"{announced.launcher} announces {announced.size} ranks but no local rank, so no GPU can be chosen before "
@@ -41,10 +38,10 @@ def choose_gpu(announced: LaunchEnvironment | None) -> int:
 def locate(comm: Communicator, announced: LaunchEnvironment | None) -> Placement:
     """Return the placement of this rank. Collective over ``comm``.
 
-    The local rank is the announced one, since the GPU was chosen by it, else the rank's index on the node. The two may
-    differ: Open MPI numbers the ranks of a node by package or NUMA domain where it maps them so. Raises
-    ConfigurationError where the announced numbers of a node are not 0 .. n - 1 in some order: then the launcher does
-    not belong to this MPI.
+    Its local rank is the ``announced`` local rank, because the launcher's number selected the GPU. If the launcher
+    announced none, it is the rank's index among the ranks of its node. The two numbers differ if Open MPI maps ranks by
+    package or NUMA domain. Raises ConfigurationError if the announced local ranks of a node are not 0 .. n - 1 in any
+    order.
     """
     nodes = comm.nodes()
     local_rank = nodes.intra.rank
@@ -70,15 +67,15 @@ def locate(comm: Communicator, announced: LaunchEnvironment | None) -> Placement
 
 
 def is_permutation(local_ranks: Sequence[int]) -> bool:
-    """Return whether the numbers are 0 .. n - 1 in some order."""
+    """Return True if ``local_ranks`` are 0 .. n - 1 in any order."""
     return sorted(local_ranks) == list(range(len(local_ranks)))
 
 
 def shown(local_ranks: Sequence[int]) -> str:
-    """Return the first `MOST_SHOWN` numbers as text."""
+    """Return the local ranks as text, truncated after the first `MOST_SHOWN`."""
     return " ".join(map(str, local_ranks[:MOST_SHOWN])) + (" ..." if len(local_ranks) > MOST_SHOWN else "")
 
 
 def alone() -> Placement:
-    """Return the placement of a process on its own (local)."""
+    """Return the placement of a process that is the only rank of its job. Local."""
     return Placement(0, 1, 0, socket.gethostname(), tuple(sorted(os.sched_getaffinity(0))))

@@ -1,8 +1,7 @@
 """Start and end of a job: MPI_Init with the thread level, checks of the world, and the common end of all ranks.
 
-Entry points call `start` once and get a `Session`: the world communicator, the placement of this rank, its recorder and
-watchdog, and the ways to leave the job or to go on without ranks that died. All other code takes the communicator of
-the session. Importing this module starts nothing.
+Entry points call `start` once and get a `Session` with the world communicator, this rank's placement, recorder and
+watchdog. A session can leave the job or continue without dead ranks. Importing this module starts nothing.
 """
 
 import contextlib
@@ -38,25 +37,25 @@ from hpcdist.reporting import atomic
 
 @dataclass
 class Session:
-    """A started job: its world, this rank's placement, and its recorder and watchdog."""
+    """A started job: its world communicator, and this rank's placement, recorder and watchdog."""
 
     comm: Communicator
     place: placement.Placement
-    library: str  # the MPI library's own version string; "none" for a process on its own
+    library: str  # version string of the MPI library; "none" without MPI
     abort: Callable[[int], None]
     recorder: Recorder | None = None
     watchdog: Watchdog | None = None
     device_pointers: cuda_aware.DevicePointerSupport | None = (
-        None  # what MPI takes of GPU memory; None for a run on the CPU
+        None  # support of MPI for GPU memory; None for a run on the CPU
     )
-    outlives: bool = False  # the job goes on when a rank dies (ULFM): see `survive`, and `hpcdist run --survive`
+    outlives: bool = False  # the job continues when a rank dies (ULFM): see `survive`, and `hpcdist run --survive`
     _finalise: Callable[[], None] = field(default=lambda: None)
-    spans: SpanSink = NULL_SPANS  # named intervals of this rank beside its messages
+    spans: SpanSink = NULL_SPANS  # named intervals of this rank, in addition to its messages
 
     def record(self, directory: Path, deadline_s: float, *, spans: bool = False) -> None:
-        """Keep the last operations in ``directory``/recorder and hold each to ``deadline_s`` seconds. Collective.
+        """Record operations in ``directory``, each with a deadline of ``deadline_s`` seconds. Collective.
 
-        With ``spans``, also record the named intervals between them.
+        If ``spans`` is True, also record named time intervals.
         """
         folder = directory / "recorder"
         try:
@@ -74,13 +73,13 @@ class Session:
         self.watchdog.relax()  # the first step compiles kernels and opens connections
         self.watchdog.start()
         failfast.attach(self.recorder)
-        self.comm.barrier()  # with a record, so that `hpcdist hang` finds the ranks that never come here
+        self.comm.barrier()  # recorded, so that `hpcdist hang` finds ranks that do not arrive here
 
     def stop_recording(self) -> None:
-        """End `record`: close its files; no operation has a deadline any more (local).
+        """Stop recording: close the files that `record` opened, and remove the deadlines of operations. Local.
 
-        In a job that outlives rank failures the next `record`, or the end, must come within the deadline of a first
-        step.
+        If the job survives rank failures, either `record` must be called again or the job must end within the deadline
+        of a first step.
         """
         if self.watchdog is not None and self.recorder is not None:
             if self.outlives:
@@ -96,31 +95,30 @@ class Session:
         self.spans = NULL_SPANS
 
     def survive(self, comm: Communicator) -> "Session":
-        """Return the session of the survivors, whose communicator is ``comm``. Collective over ``comm``.
-
-        From here on failures are reported under the ranks of ``comm``. This session must not be used any more; its
-        recording has stopped, and `record` begins a new one.
-        """
+        """Return a session on ``comm``, the survivors' communicator. Do not use this old session again. Collective."""
         self.stop_recording()
         session = replace(self, comm=comm, place=placement.locate(comm, None))
-        if failfast.is_installed():  # not where ranks are threads of a test
+        if failfast.is_installed():  # false if ranks are threads of a test
             failfast.set_rank(comm.rank)
             session.speak_as_one()
         return session
 
     def speak_as_one(self) -> None:
-        """Report a failure that all ranks share once; with ULFM, let threads end silently by rank failures (local)."""
+        """From now on, print an error that all ranks raise only once. Local.
+
+        With ULFM, a rank failure then ends only the thread that detects it.
+        """
         if self.comm.size > 1:
             failfast.set_agreement(functools.partial(all_agree, self.comm), self.withdraw)
         if self.outlives:
             failfast.set_survivable(is_rank_failure)
 
     def leave(self, code: int) -> NoReturn:
-        """End together with exit code ``code``, all ranks having agreed on it. Collective.
+        """End all ranks with exit code ``code``, on which they have agreed before. Collective.
 
-        The first process that leaves with a non-zero code makes the launcher kill the others, so every rank flushes
-        and finalises first. In a job that outlives rank failures the survivors agree instead of waiting in a barrier,
-        and the code is written for `hpcdist run`.
+        The launcher kills the other ranks at the first non-zero exit. So every rank first flushes its output and
+        finalises MPI. In a job that survives rank failures, an ULFM agreement replaces the barrier. `hpcdist run`
+        receives the code.
         """
         if self.outlives:
             self.comm.agree(True)
@@ -132,11 +130,7 @@ class Session:
         failfast.agreed_exit(code)
 
     def withdraw(self) -> None:
-        """Stop the watchdog and finalise MPI: nothing may be sent afterwards. Collective.
-
-        MPI is not finalised in a job that outlives rank failures: that may wait for failed ranks, or for spares, for
-        ever.
-        """
+        """Stop the watchdog and, unless the job survives rank failures, finalise MPI. Collective."""
         if self.watchdog is not None:
             self.watchdog.stop()
         sys.stdout.flush()
@@ -152,21 +146,20 @@ __all__ = [
 ]  # fmt: skip
 
 CHECK_COLLECTIVES: Final = "HPCDIST_CHECK_COLLECTIVES"
-_rank_pids: Final[list[int]] = []  # the process that started MPI, also in its forked children
-STARTING_S: Final = 600  # for MPI to start: it waits for ever for a rank that died meanwhile, or never came
-JOINING_S: Final = 120  # a spawned process that has not joined by then ends: its parents have died, or gave up
+_rank_pids: Final[list[int]] = []  # the process that started MPI; forked children keep this entry
+STARTING_S: Final = 600  # limit of the start of MPI, which waits for ever for a rank that died or never came
+JOINING_S: Final = 120  # limit for a spawned process to join; afterwards its parents have died or given up
 
 
 def start(
     device: str = "cpu", ranks_per_node: int | None = None, checked: bool = False, examined: bool = False
 ) -> Session:
-    """Start MPI where a launcher announced a world, else a world of this process alone. Collective.
+    """Start MPI if a launcher announced a world, otherwise a world of only this process. Collective.
 
-    With ``checked``, or HPCDIST_CHECK_COLLECTIVES=1 on any rank, all ranks compare their calls before each collective.
-    MPI that has not started after STARTING_S seconds ends this process, with its stacks, and so the job.
-    From here on an uncaught exception of any thread, or a non-zero SystemExit, ends the whole job with its exit code.
-    Raises ConfigurationError when MPI's world is not the announced one, or the local ranks are not, unless the caller
-    checks those itself (``examined``).
+    If ``checked`` is True, or HPCDIST_CHECK_COLLECTIVES=1 on any rank, ranks compare their calls before each
+    collective. If MPI has not started after STARTING_S seconds, the job ends. After the start, an uncaught exception or
+    a non-zero SystemExit ends the job. Raises ConfigurationError if MPI's world or local ranks differ from the
+    launcher's. ``examined`` skips the check of local ranks.
     """
     refuse_worker()
     standard_streams.protect()
@@ -182,7 +175,7 @@ def start(
     if launch is None:
         return start_alone()
     guard.end_with_launcher()
-    # A thread of C: it also works while this one waits in MPI_Init with the interpreter's lock.
+    # A C thread, which also works while this thread waits in MPI_Init with the interpreter's lock.
     faulthandler.dump_traceback_later(STARTING_S, exit=True, file=failfast.STDERR)
     mpi = import_mpi()
     _rank_pids.append(os.getpid())
@@ -192,12 +185,12 @@ def start(
     exit_file.announce_segments()
     library_version = library(mpi)
     check_world(launch, world.Get_size(), library_version)
-    own = world.Dup()  # a context of our own: messages never match those of user code on COMM_WORLD
-    own.Set_name("world")
-    handover = Handover(device_pointers=False)  # until all ranks have agreed, which takes messages
-    node = None if ranks_per_node is None else own.Get_rank() // ranks_per_node
-    comm = MpiCommunicator(mpi, own, "world", handover, node)
-    # Agree: a launcher need not pass the environment to other hosts, and if only some ranks compare, all hang.
+    world_copy = world.Dup()  # a separate context, so that messages never match messages of user code on COMM_WORLD
+    world_copy.Set_name("world")
+    handover = Handover(device_pointers=False)  # until all ranks have agreed by messages
+    node = None if ranks_per_node is None else world_copy.Get_rank() // ranks_per_node
+    comm = MpiCommunicator(mpi, world_copy, "world", handover, node)
+    # Agree: the environment may not reach other hosts, and if only some ranks compared calls, all would hang.
     comm.checked = any(comm.allgather_object(_wants_checks(checked)))
     if device == "gpu":
         pointers = cuda_aware.agree(comm, pointers)
@@ -209,10 +202,10 @@ def start(
 
 
 def is_worker() -> bool:
-    """Return True in a process that a rank of a launched job started by `multiprocessing`, or forked (local).
+    """Return True in a worker process that a rank of a launched job forked or started by `multiprocessing`. Local.
 
-    Processes of spawn and forkserver import the script of the rank before `multiprocessing` sets their parent.
-    Without a launcher every process is a world of its own, and none is a worker.
+    This also holds while a process started by spawn or forkserver imports the rank's script, before `multiprocessing`
+    sets the parent process. Without a launcher, no process is a worker.
     """
     if _rank_pids:
         return os.getpid() not in _rank_pids
@@ -225,7 +218,7 @@ def is_worker() -> bool:
 
 
 def refuse_worker() -> None:
-    """Raise UsageError if this process is a worker of a rank: only the rank takes part in MPI (local)."""
+    """Raise UsageError if this is a worker process of a rank, because only the rank itself takes part in MPI. Local."""
     if is_worker():
         raise UsageError(
             f"process {os.getpid()} is a worker that a rank started (multiprocessing, DataLoader or fork), and has no "
@@ -234,9 +227,9 @@ def refuse_worker() -> None:
 
 
 def fail_alike(*, launched: bool = False) -> None:
-    """End this process with its exit code at an uncaught exception before `start`, too (local).
+    """From now on, end this process with its exit code at an exception before `start`. Local.
 
-    The launcher then ends the other ranks. With ``launched``, do nothing in a process that no launcher started.
+    If ``launched`` is True, do this only in a process that a launcher started.
     """
     launch = environment.launch_environment()
     if not failfast.is_installed() and not (launched and launch is None):
@@ -244,19 +237,19 @@ def fail_alike(*, launched: bool = False) -> None:
 
 
 def start_joined() -> Session:
-    """Start MPI in a process that `spawn.spawn` started, and return the session with its parents. Collective.
+    """Start MPI in a process that `spawn.spawn` started. Return its session with the existing ranks. Collective.
 
-    Import everything needed before, since the others wait. Where the start fails this process ends alone, and the
-    others go on without it. The placement is that of a process on its own until `Session.survive`.
+    Import all modules before this call, because the existing ranks wait for it. If the start fails, only this process
+    ends. Until `Session.survive`, the placement covers only this process.
     """
     failfast.answer_requests_for_stacks()
-    signal.alarm(JOINING_S)  # its default action needs no Python, which waits within MPI
+    signal.alarm(JOINING_S)  # its default action needs no Python code, which could not run during an MPI call
     try:
         mpi = import_mpi()
         comm = spawn.join_parent(mpi)
         if comm is None:
-            raise ConfigurationError("no job started this process to join it; use start")
-    except Exception as error:  # noqa: BLE001 - whatever it was
+            raise ConfigurationError("no running job spawned this process; call start instead of start_joined")
+    except Exception as error:  # noqa: BLE001 - any error
         end_alone(error)
     signal.alarm(0)
     failfast.install(mpi.COMM_WORLD.Abort, comm.rank)
@@ -268,25 +261,25 @@ def start_joined() -> Session:
 
 
 def end_alone(error: Exception) -> NoReturn:
-    """End a spawned process that could not join because of ``error``: the others go on without it (local)."""
-    sys.stderr.write(f"hpcdist: a process that was started to replace a rank was not taken in: {error!r}\n")
+    """End a spawned process that failed to join because of ``error``. The other ranks continue. Local."""
+    sys.stderr.write(f"hpcdist: a process that was started to replace a rank could not join the job: {error!r}\n")
     sys.stderr.flush()
     os._exit(FAILURE)  # the end of Python would finalise MPI, and hang in it
 
 
 def outlives(comm: Communicator) -> bool:
-    """Whether this job is to go on when a rank dies (local). Raises MissingCapabilityError where it cannot."""
-    wanted = os.environ.get(exit_file.SURVIVE, "")
-    if wanted and not comm.supports("ulfm"):
+    """Return True if this job continues after a rank failure. Raises MissingCapabilityError without ULFM. Local."""
+    mode = os.environ.get(exit_file.SURVIVE, "")
+    if mode and not comm.supports("ulfm"):
         raise MissingCapabilityError(
-            f"{exit_file.SURVIVE}={wanted} asks to go on after deaths, and this MPI was not started to; start the job "
-            "by `hpcdist run --survive` with Open MPI 5, or unset it"
+            f"{exit_file.SURVIVE}={mode} requires the job to continue after rank failures, but this MPI was started "
+            "without ULFM; start the job by `hpcdist run --survive` with Open MPI 5, or unset the variable"
         )
-    return bool(wanted)
+    return bool(mode)
 
 
 def library(mpi: Any) -> str:
-    """Return the MPI library's own version string, one line (local)."""
+    """Return the first line of the MPI library's version string. Local."""
     text: str = mpi.Get_library_version()
     return text.split("\n")[0].strip("\x00 ")
 
@@ -299,14 +292,14 @@ def _wants_checks(checked: bool) -> bool:
 
 
 def start_alone() -> Session:
-    """Start a world of this process alone, whatever launched it: no MPI."""
+    """Return a session with only this process and without MPI, even if a launcher started the process."""
     failfast.install(_exit_process, 0)
     comm = solo()
     return Session(comm, placement.locate(comm, None), "none", _exit_process)
 
 
 def check_world(launch: environment.LaunchEnvironment, size: int, library: str) -> None:
-    """Raise ConfigurationError when ``size``, which MPI found, is not what the launcher announced (local)."""
+    """Raise ConfigurationError if MPI's world ``size`` differs from the launcher's announcement. Local."""
     if size != launch.size:
         raise ConfigurationError(
             f"{launch.launcher} announced {launch.size} ranks, but MPI ({library}) sees a world of {size}: the "
@@ -317,19 +310,18 @@ def check_world(launch: environment.LaunchEnvironment, size: int, library: str) 
 
 
 def _refuse_unknown_launcher(launch: environment.LaunchEnvironment | None) -> None:
-    """Raise ConfigurationError for a launcher that announces no world size: each rank would train by itself."""
     signs = [name for name in ("PMIX_RANK", "PMI_RANK", "PMI_FD") if name in os.environ]
     if launch is None and signs:
         raise ConfigurationError(
-            f"{', '.join(signs)} is set, so a launcher started this process, but none that says how many there are; "
-            "start the job with mpirun or srun, or unset it to train in one process"
+            f"{', '.join(signs)} is set, so a launcher started this process, but it announces no number of ranks; "
+            "start the job with mpirun or srun, or unset the variable to train in one process"
         )
 
 
 def announce_pid(name: object) -> None:
-    """Write the process id of this rank for `hpcdist run`, under a unique ``name``, unless that is None (local).
+    """Write this rank's process id to the file pid-``name``, so that `hpcdist run` can send signals. Local.
 
-    `hpcdist run` signals the ranks by these ids, since a launcher need not forward signals.
+    Does nothing if ``name`` is None.
     """
     folder = os.environ.get(exit_file.LAUNCH_DIR)
     if folder and name is not None:
@@ -339,10 +331,10 @@ def announce_pid(name: object) -> None:
 
 
 def import_mpi() -> Any:
-    """Import mpi4py.MPI, which initialises MPI: THREAD_MULTIPLE is requested, a lower level is accepted.
+    """Import mpi4py.MPI, which initialises MPI. Requests THREAD_MULTIPLE, but also accepts a lower level.
 
-    A job that is to outlive ranks requests THREAD_SERIALIZED: with locks, a thread of Open MPI 5 that meets a dead
-    rank while it sends over TCP revokes communicators, which sends over the connection that it holds the lock of.
+    A job that survives rank failures requests only THREAD_SERIALIZED. With THREAD_MULTIPLE, Open MPI 5 may deadlock if
+    a thread detects a dead rank while it sends over TCP.
     """
     environment.provide_home()
     listeners.exclude_tcp()
@@ -365,18 +357,15 @@ def import_mpi() -> Any:
         ) from error
     listeners.restrict_to_loopback()
     if finalizes:
-        setattr(sys, _Finalizer.__name__, _Finalizer(MPI))  # Python empties `sys` as the last module but builtins
+        setattr(sys, _Finalizer.__name__, _Finalizer(MPI))  # Python empties `sys` as the last module except builtins
     return MPI
 
 
 class _Finalizer:
-    """Finalizes MPI when Python destroys this object, as late as mpi4py would, but not in a forked child.
-
-    MPI_Finalize of a forked child waits for a thread that only the rank has, or ends the rank's connections.
-    """
+    """Finalises MPI when Python destroys this object at exit, but not in a forked child, where it would hang."""
 
     def __init__(self, mpi: Any) -> None:
-        self._calls = mpi.Is_finalized, mpi.Finalize, os.getpid  # modules are empty by then
+        self._calls = mpi.Is_finalized, mpi.Finalize, os.getpid  # modules are empty when `__del__` runs
         self._pid = os.getpid()
 
     def __del__(self) -> None:
@@ -386,7 +375,6 @@ class _Finalizer:
 
 
 def _exit_process(code: int) -> None:
-    """Leave at once: the `Abort` of a process on its own."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

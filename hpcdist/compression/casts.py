@@ -1,10 +1,9 @@
-"""16-bit floats as a compressor: half the bytes, rounded to nearest, ties to even.
+"""Compressors to 16-bit floats: half the bytes, rounded to nearest, ties to even.
 
-float16 has 11 bits of precision and ends at 65504; bfloat16 has 8 and the range of float32. What is beyond the range
-becomes the largest finite value: the values are finite, and an infinity would take error feedback with it.
+Values out of range become the largest finite value, because an infinity would make error feedback infinite too.
 
-Bytes: 2 n. Error of a value v: at most |v| / 2^11 (float16, from 2^-14 on, 2^-25 below) or |v| / 2^8 (bfloat16, half
-of 2^-133 below 2^-126). Payloads may be summed: as 16-bit floats in float32, rounded once.
+The error of a value v is at most |v| / 2^11 (float16 from 2^-14 on, 2^-25 below) or |v| / 2^8 (bfloat16, half of 2^-133
+below 2^-126). Payloads may be summed.
 """
 
 from dataclasses import dataclass
@@ -33,11 +32,9 @@ class _Cast(DenseCompressor):
     dtype: ClassVar[np.dtype]
 
     def payload_bytes(self, n: int) -> int:
-        """Return 2 n."""
         return 2 * n
 
     def summable(self, payload: Array) -> Array:
-        """Return ``payload`` as 16-bit floats (n,), a view."""
         return payload.view(self.dtype)
 
     def _decoded(self, payload: Array, n: int) -> Array:
@@ -58,7 +55,7 @@ class _Cast(DenseCompressor):
 
 @dataclass(frozen=True)
 class Float16(_Cast):
-    """IEEE half precision."""
+    """Compressor that rounds values to IEEE half precision (float16)."""
 
     name: ClassVar[str] = "float16"
     dtype: ClassVar[np.dtype] = np.dtype(np.float16)
@@ -72,7 +69,7 @@ class Float16(_Cast):
 
 @dataclass(frozen=True)
 class BFloat16(_Cast):
-    """The upper half of a float32."""
+    """Compressor that rounds values to bfloat16, the upper half of a float32."""
 
     name: ClassVar[str] = "bfloat16"
     dtype: ClassVar[np.dtype] = BFLOAT16

@@ -1,23 +1,17 @@
-"""Compressor protocol, values of a tensor to bytes and back, and error feedback, which sends later what was lost.
+"""Compressors of float32 values to bytes, and error feedback of the values lost.
 
-A payload is a 1-D uint8 array that holds everything the receiver needs but the number of values: scales, codes,
-indices. It begins at a multiple of `ALIGNMENT` bytes, since its head is read as words; `align` says where the next
-one in a message may begin. All methods are local. On numpy they are loops under `arrays.jit` (one thread, without the
-GIL) that allocate nothing as large as the values; on cupy they are array operations that give the same bits. Values
-are finite: the caller looks for NaN and infinity before (`is_finite`), because signs and codes hide them.
+A payload is a 1-D uint8 array with everything that the receiver needs except the number of values. It starts at a
+multiple of `ALIGNMENT` bytes. All methods are local. Results on numpy and cupy are equal to the bit. Values must be
+finite: check with `is_finite` first, because signs and codes hide NaN and infinity.
 
-`ErrorFeedback` (Seide et al. 2014; Karimireddy et al., arXiv:1901.09847) adds what a compressor lost of a gradient to
-the next gradient. With C a compressor, D what its payload decodes to, and e = 0 at first:
+`ErrorFeedback` (Seide et al. 2014; Karimireddy et al., arXiv:1901.09847) adds the compression error of a gradient to
+the next gradient. With a compressor C, its decoder D, a gradient g and a residual e, initially 0:
 
     p = g + e;  send C(p);  e <- p - D(C(p))
 
-so that after any number of steps the sum of what was sent is the sum of all gradients less the last e (but for the
-rounding of float32). Residuals are named by where they lie in the layout, which is by tensor, never by bucket:
-buckets may be cut anew. The caller gives gradients in unscaled units, so that another loss scale changes nothing.
-Gradients must be finite: one NaN would stay in e for ever.
-
-After a step that is skipped, `rollback` brings back the residuals of before it, to the bit. They take 4 bytes for an
-element, and 4 more where steps can be rolled back.
+So the sum of the sent values equals the sum of all gradients minus the last e. Residuals are stored by tensor, so
+bucket boundaries may change. They take 4 bytes per element, or 8 with rollback. Pass unscaled gradients, so that a new
+loss scale has no effect.
 """
 
 from abc import ABC, abstractmethod
@@ -40,7 +34,7 @@ _INFINITE: Final = np.uint32(0x7F80_0000)
 
 
 def is_finite(values: Array) -> bool:
-    """Return whether no value of the float32 ``values`` (n,) is NaN or infinite (local; waits for a GPU)."""
+    """Return True if the float32 ``values`` (n,) contain no NaN and no infinity. Local. Waits for a GPU."""
     if is_device(values):
         return bool(namespace(values).isfinite(values).all())
     return bool(_largest(values.view(np.uint32)) < _INFINITE)
@@ -57,18 +51,18 @@ def _largest(words: Any) -> Any:
 _largest.sample(lambda: (np.zeros(2, np.uint32),))
 
 
-ALIGNMENT: Final = 4  # bytes: a word. Lines of the cache would cost small tensors more than their payload saves
+ALIGNMENT: Final = 4  # bytes: a word. With cache lines, padding of small tensors would exceed the compression gain
 _WORD: Final = 0xFFFFFFFF
-# The streams of compression are none of those of dropout, whose keys are the bare seed.
+# Separates the streams of compression from the streams of dropout, whose keys are the bare seed.
 _DOMAIN: Final = 0x636F6D70
 
 
 @dataclass(frozen=True)
 class RandomKey:
-    """Key of a stream of random numbers: everything that is encoded once has its own.
+    """Key of a stream of random numbers. Every call of `Compressor.encode` needs another key.
 
-    ``tensor`` numbers what is encoded: tensors, and pieces or phases of one where they are encoded by themselves.
-    Streams that ranks draw in common (the indices of random-k) are asked for with ``rank`` 0 on all of them.
+    ``tensor``: number of the encoded tensor, or of a separately encoded piece or phase of a tensor. For streams that
+    are equal on all ranks (the indices of random-k), pass ``rank`` 0 on every rank.
     """
 
     seed: int
@@ -78,16 +72,16 @@ class RandomKey:
 
     @property
     def words(self) -> tuple[int, int, int, int, int]:
-        """The three upper words of the counter and the two of the key, as `hpcdist.arrays.rng.philox` takes them."""
+        """The three upper counter words and the two key words for the generator `hpcdist.arrays.rng.philox`."""
         high = self.seed >> 32 & _WORD
         return self.tensor & _WORD, self.step & _WORD, self.rank & _WORD, self.seed & _WORD, high ^ _DOMAIN
 
 
 class Compressor(ABC):
-    """Protocol of a compressor: n float32 values as ``payload_bytes(n)`` bytes.
+    """Base class of compressors, which encode n float32 values as a payload of ``payload_bytes(n)`` bytes.
 
-    ``is_linear``: the sum of payloads, taken elementwise over `summable`, decodes to the sum of the values (rounded in
-    the dtype of that view, so its sums are carried in float32). One that is biased wants `ErrorFeedback`.
+    ``is_linear``: the elementwise sum of payloads, viewed with `summable`, decodes to the sum of the values. Payloads
+    are summed in float32, and the sum is rounded to the view's dtype. A biased compressor needs `ErrorFeedback`.
     """
 
     name: ClassVar[str]
@@ -95,59 +89,56 @@ class Compressor(ABC):
 
     @property
     def is_random(self) -> bool:
-        """Whether the bits depend on the key."""
+        """Whether the payload depends on the random key."""
         return False
 
     @abstractmethod
     def payload_bytes(self, n: int) -> int:
-        """Return the bytes of a payload of ``n`` values; a bound where their number depends on the values."""
+        """Return the payload size in bytes for ``n`` values, or an upper bound if the size depends on the values."""
 
     def encode(self, values: Array, payload: Array, key: RandomKey) -> None:
-        """Write the float32 ``values`` (n,) to ``payload`` (payload_bytes(n),); the values are kept."""
+        """Compress the float32 ``values`` (n,) into ``payload`` (payload_bytes(n),). ``values`` do not change."""
         self.check(values, payload)
         if values.size:
             self._encode(values, payload, key)
 
     def decode(self, payload: Array, out: Array) -> None:
-        """Write what ``payload`` says to the float32 ``out`` (n,), n as it was for `encode`."""
+        """Decompress ``payload`` into the float32 ``out`` (n,), with the n of `encode`."""
         self.check(out, payload)
         if out.size:
             self._decode(payload, out)
 
     def add(self, payload: Array, out: Array, factor: float = 1.0) -> None:
-        """Add ``factor`` times what ``payload`` says to the float32 ``out`` (n,): one rounding of each, in one pass."""
+        """Add ``factor`` times the decoded ``payload`` to the float32 ``out`` (n,). Each value is rounded only once."""
         self.check(out, payload)
         if out.size:
             self._add(payload, out, np.float32(factor))
 
     @abstractmethod
     def _encode(self, values: Array, payload: Array, key: RandomKey) -> None:
-        """Do what `encode` does, of one value or more."""
+        """Compress ``values`` (at least one) into ``payload``. Called by `encode`, which handles empty arrays."""
 
     @abstractmethod
     def _decode(self, payload: Array, out: Array) -> None:
-        """Do what `decode` does, of one value or more."""
+        """Decompress ``payload`` into ``out`` (at least one value). Called by `decode`, which handles empty arrays."""
 
     @abstractmethod
     def _add(self, payload: Array, out: Array, factor: np.float32) -> None:
-        """Do what `add` does, of one value or more."""
+        """Add ``factor`` times the decoded ``payload`` to ``out`` (at least one value). Called by `add`."""
 
     def poison(self, payload: Array, key: RandomKey) -> None:
-        """Write a payload of some values that decodes to NaN: the message of a rank whose values are not finite.
-
-        What others add to it is NaN too, so that every rank sees it in the sum.
-        """
-        payload[...] = 0xFF  # every scale and every float is NaN
+        """Write a payload that decodes to NaN, so that all ranks notice that values of this rank are not finite."""
+        payload[...] = 0xFF  # every scale and float becomes NaN
 
     def summable(self, payload: Array) -> Array:
-        """Return ``payload`` as the floats that may be summed. Raises UsageError where they may not."""
+        """Return a view of ``payload`` as floats that may be summed. Raises UsageError if payloads cannot be summed."""
         raise UsageError(
             f"payloads of {self.name} cannot be summed without being decoded; use an exchange that gathers payloads "
-            "and adds what they decode to, or a linear compressor (float16, bfloat16)"
+            "and adds the decoded values, or a linear compressor (float16, bfloat16)"
         )
 
     def check(self, values: Array, payload: Array) -> None:
-        """Raise UsageError unless the buffers are what the loops take: dtypes, sizes, contiguous, at a word."""
+        """Raise UsageError unless both buffers are contiguous, with the expected dtypes, sizes and alignment."""
         expected = self.payload_bytes(values.size)
         if values.ndim != 1 or values.dtype != np.float32 or not values.flags.c_contiguous:
             raise UsageError(
@@ -156,16 +147,16 @@ class Compressor(ABC):
         if payload.dtype != np.uint8 or payload.shape != (expected,) or not payload.flags.c_contiguous:
             raise UsageError(
                 f"{self.name}: the payload of {values.size} values is {payload.dtype} {payload.shape}; "
-                f"pass a contiguous uint8 array ({expected},), as payload_bytes says"
+                f"pass a contiguous uint8 array ({expected},), the size that payload_bytes returns"
             )
         if expected and address(payload) % 4:
             raise UsageError(
-                f"{self.name}: the payload begins {address(payload) % 4} bytes behind a word; place it by align()"
+                f"{self.name}: the payload starts {address(payload) % 4} bytes after a 4-byte boundary; use align()"
             )
 
 
 class DenseCompressor(Compressor):
-    """Base of compressors whose payloads have a code for each value: a loop on the host, array operations on a GPU."""
+    """Base class of compressors that encode each value separately (host: a loop, GPU: array operations)."""
 
     def _decode(self, payload: Array, out: Array) -> None:
         if is_device(out):
@@ -181,20 +172,20 @@ class DenseCompressor(Compressor):
 
     @abstractmethod
     def _decoded(self, payload: Array, n: int) -> Array:
-        """Return the ``n`` values that ``payload`` on a GPU says."""
+        """Return ``n`` values decoded from ``payload`` on a GPU."""
 
     @abstractmethod
     def _decode_on_host(self, payload: Array, out: Array, factor: np.float32 | None = None) -> None:
-        """Write what ``payload`` says to ``out``, or add ``factor`` times that, where there is one."""
+        """Write the decoded ``payload`` to ``out``. If ``factor`` is given, add ``factor`` times the decoded values."""
 
 
 def align(offset_bytes: int) -> int:
-    """Return where in a message the next payload may begin, at ``offset_bytes`` or a little behind."""
+    """Return ``offset_bytes`` rounded up to an offset in a message at which a payload may start."""
     return align_up(offset_bytes, ALIGNMENT)
 
 
 def address(array: Array) -> int:
-    """Return the address of the first element, in host or device memory."""
+    """Return the memory address of the first element of ``array``."""
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
 
 
@@ -202,10 +193,11 @@ _FLOAT32: Final = np.dtype(np.float32)
 
 
 class ErrorFeedback:
-    """The residuals of this rank for ``parts`` of ``layout`` (all of it: None). All of it is local.
+    """Compression errors (residuals) of this rank, which are added to later gradients.
 
-    In a step each range is given to `encode`, or to `compensate` where the caller compresses, once; then `keep` ends
-    the step, or `rollback` where it is skipped.
+    Residuals exist for the ranges ``parts`` of the flat parameter vector ``layout`` (None: all elements). In a step,
+    pass each range once to `encode`, or to `compensate` if the caller compresses. Then call `keep`, or `rollback` if
+    the step is skipped.
     """
 
     def __init__(
@@ -225,22 +217,22 @@ class ErrorFeedback:
         self._open: list[Range] = []
 
     def encode(self, where: Range, gradient: Array, compressor: Compressor, payload: Array, key: RandomKey) -> None:
-        """Write ``gradient`` (where.size,), which is kept, plus the residual of ``where`` to ``payload``.
+        """Compress the sum of ``gradient`` (where.size,) and the residual of range ``where`` into ``payload``.
 
-        What that loses is the new residual.
+        The compression error becomes the new residual of the range.
         """
         compensated = self.compensate(where, gradient)
         compressor.encode(compensated, payload, key)
         compressor.add(payload, compensated, -1.0)
 
     def compensate(self, where: Range, gradient: Array) -> Array:
-        """Add ``gradient`` to the residual of ``where`` and return it, a view: p.
+        """Add ``gradient`` to the residual of range ``where``, and return a view of this sum.
 
-        The caller subtracts from the view what the others will make of it.
+        The caller must subtract from the view the values that the other ranks will decode.
         """
-        taken = next((other for other in self._open if other.intersect(where)), None)
-        if taken is not None:
-            raise UsageError(f"residuals of {where} meet those of {taken} in one step; end it by keep() or rollback()")
+        overlap = next((other for other in self._open if other.intersect(where)), None)
+        if overlap is not None:
+            raise UsageError(f"residuals of {where} overlap {overlap} in one step; end the step: keep() or rollback()")
         if where:
             self._open.append(where)
         residual = self.residuals.range(where)
@@ -256,13 +248,13 @@ class ErrorFeedback:
         return residual
 
     def keep(self) -> None:
-        """End a step that is applied."""
+        """End a step whose update was applied, and keep the new residuals."""
         self._open.clear()
 
     def rollback(self) -> None:
-        """End a step that is skipped: the residuals are those of before it."""
+        """End a skipped step, and restore the residuals from before the step."""
         if self._before is None and self._open:
-            raise UsageError("residuals of before the step were not kept; make ErrorFeedback with can_roll_back=True")
+            raise UsageError("residuals before the step were not saved; create ErrorFeedback with can_roll_back=True")
         for where in self._open:
             assert self._before is not None
             self.residuals.range(where)[...] = self._before.range(where)

@@ -1,23 +1,18 @@
-"""PowerSGD: a gradient matrix as a product of two thin ones, Vogels, Karimireddy & Jaggi 2019 (arXiv:1905.13727).
+"""PowerSGD: a gradient matrix as a product of two thin matrices, Vogels, Karimireddy & Jaggi 2019 (arXiv:1905.13727).
 
-A tensor is read as a matrix M (a, b): its first dims by the others, cut so that a + b is least, which is what
-travels: query, key and value of (3, h, h) are (3h, h), a convolution (out, in, 3, 3) is (out, 9 in). With rank r,
-clamped to min(r, a, b), a step is one step of subspace iteration, warm-started with the Q (b, r) of the step before,
-the same on all ranks:
+A tensor is reshaped to a matrix M (a, b): its first dims by its other dims, split such that a + b is smallest. With
+rank r, at most min(a, b), a step is one subspace iteration. It starts from Q (b, r) of the previous step, which is
+equal on all ranks:
 
     P = M Q       mean of P over the ranks      P <- orthonormal columns      (Algorithm 1)
-    Q = M^T P     mean of Q over the ranks      M is taken as P Q^T
+    Q = M^T P     mean of Q over the ranks      M is replaced by P Q^T
 
-Both rounds are linear: plain allreduces, of r a and then r b float32 values. For replicas of one M the result is P
-P^T M, the projection of the mean gradient on a subspace that follows its leading singular vectors. 4 r (a + b) bytes
-instead of 4 a b; vectors, and matrices where that does not pay by ``least_saving``, are sent as they are. It is
-biased: error feedback takes e <- M - P Q^T with the mean Q, so that no part of the mean gradient is lost. The whole
-tensor is needed, not a shard; another shape is another result.
+The two means are allreduces of r a and r b float32 values: 4 r (a + b) bytes instead of 4 a b. Vectors, and matrices
+that would shrink by less than ``least_saving``, are sent uncompressed. Error feedback sets e <- M - P Q^T with the mean
+Q, so that no part of the mean gradient is lost. Shards cannot be compressed alone.
 
-P is made orthonormal by modified Gram-Schmidt in float64, the same operations in the same order on every CPU: ranks
-hold the same P after the first round, and must after this. A column that depends on those before it becomes 0 rather
-than noise, and the next step takes a fresh one in its place, so that a gradient of lower rank, or a zero one, costs
-no rank later.
+P is orthonormalised by modified Gram-Schmidt in float64, in the same order on every CPU, so P is equal on all ranks. A
+column that depends on earlier columns becomes 0.
 """
 
 import math
@@ -32,24 +27,25 @@ from hpcdist.arrays.jit import jit
 from hpcdist.arrays.rng import stream
 from hpcdist.errors import UsageError
 
-_DOMAIN: Final = 0x70737164  # of the streams that first factors are drawn from
-_DEPENDENT: Final = 1e-9  # of a column's norm: what is left of it is below the rounding of float32
+_DOMAIN: Final = 0x70737164  # random streams of the initial factors
+_DEPENDENT: Final = 1e-9  # a column's remainder below this share of its norm is float32 rounding noise
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return (rows, columns) of a tensor of ``shape``: its first dims by the others, cut so that both are few."""
-    cuts = [(math.prod(shape[:place]), math.prod(shape[place:])) for place in range(1, len(shape))]
-    return min(cuts, key=sum, default=(math.prod(shape), 1))
+    """Return (rows, columns) of a tensor as a matrix: ``shape`` split into two such that rows + columns is smallest."""
+    splits = [(math.prod(shape[:dim]), math.prod(shape[dim:])) for dim in range(1, len(shape))]
+    return min(splits, key=sum, default=(math.prod(shape), 1))
 
 
 def rank_of(shape: Sequence[int], rank: int, least_saving: float = 1.0) -> int:
-    """Return min(``rank``, rows, columns) for a tensor of ``shape``, or 0 where it is sent as it is.
+    """Return the rank of PowerSGD's factors for a tensor of ``shape``: min(``rank``, rows, columns), or 0.
 
-    That is a vector, and a matrix of which the factors are not more than ``least_saving`` times smaller. A stack of
-    vectors, as three biases are, looks like a matrix here: see `hpcdist.arrays.layout.TensorSpec.is_matrix`.
+    0 means that the tensor is sent uncompressed: a vector, or a matrix that would shrink by less than the factor
+    ``least_saving``. A stack of vectors, such as three biases, has the shape of a matrix: detect it with
+    `hpcdist.arrays.layout.TensorSpec.is_matrix`.
     """
     if rank < 1:
-        raise UsageError(f"rank {rank} of PowerSGD; pass 1 or more")
+        raise UsageError(f"the rank of PowerSGD must be at least 1, got {rank}")
     rows, columns = matrix_shape(shape)
     clamped = min(rank, rows, columns)
     pays = rows * columns > least_saving * clamped * (rows + columns)
@@ -57,29 +53,32 @@ def rank_of(shape: Sequence[int], rank: int, least_saving: float = 1.0) -> int:
 
 
 def round_elements(shape: Sequence[int], rank: int, least_saving: float = 1.0) -> tuple[int, int]:
-    """Return how many float32 values of a tensor travel in the first round (P, or all of it) and in the second (Q)."""
+    """Return two numbers of float32 values to send: in round 1 P or the whole tensor, in round 2 Q (or 0)."""
     clamped = rank_of(shape, rank, least_saving)
     rows, columns = matrix_shape(shape)
     return (clamped * rows, clamped * columns) if clamped else (rows * columns, 0)
 
 
 def wire_bytes(shapes: Iterable[Sequence[int]], rank: int, least_saving: float = 1.0) -> int:
-    """Return the bytes that a rank brings to the two allreduces: 4 times the sum of r (a + b), and of vectors."""
+    """Return the total bytes that a rank passes to the two allreduces of a step, for tensors of ``shapes``.
+
+    These are 4 r (a + b) for an (a, b) matrix with factors of rank r, and 4 n for n uncompressed values.
+    """
     return sum(4 * sum(round_elements(shape, rank, least_saving)) for shape in shapes)
 
 
 class PowerSgd:
-    """The state of one matrix: Q of the step before, (columns, rank) of float32, equal on all ranks (local).
+    """State of PowerSGD for one matrix M: the factor Q of the last step, float32 (columns, rank). Methods are local.
 
-    A step calls `project`, `orthogonalise` after the first allreduce, `project_back`, and after the second
-    `reconstruct`. ``matrix`` is the whole tensor as 1-D float32 (n,): gradient plus residual of error feedback.
+    A step calls `project`, then `orthogonalise` after the first allreduce, `project_back`, and `reconstruct` after the
+    second allreduce. ``matrix`` is 1-D float32: gradient plus residual.
     """
 
     def __init__(self, shape: Sequence[int], rank: int, *, seed: int, tensor: int, on: str = "cpu") -> None:
         self.rows, self.columns = matrix_shape(shape)
         if not 1 <= rank <= min(self.rows, self.columns):
             raise UsageError(
-                f"rank {rank} for a matrix of {self.rows} x {self.columns}; pass what rank_of says, where it is not 0"
+                f"rank {rank} for a matrix of {self.rows} x {self.columns}; pass the result of rank_of, if it is not 0"
             )
         self.rank = rank
         drawn = stream(seed, _DOMAIN, tensor).standard_normal((self.columns, rank), np.float32)
@@ -87,31 +86,31 @@ class PowerSgd:
         self.query: Array = self._first.copy()
 
     def project(self, matrix: Array, p: Array) -> None:
-        """Write M Q to ``p`` (rows * rank,): of the first round, to be averaged."""
-        # Orthonormal too: Q has the scale of the gradient, and its product with M would have the square of that.
+        """Write M Q to ``p`` (rows * rank,). The caller averages ``p`` over the ranks in the first allreduce."""
+        # Orthonormal too: Q has the scale of the gradient, and M Q would have the square of this scale.
         orthogonalise(self.query)
         alive = (self.query * self.query).sum(axis=0) > 0  # (rank,)
         self.query[...] = namespace(p).where(alive, self.query, self._first)
-        with np.errstate(all="ignore"):  # what is not finite is for the caller to find
+        with np.errstate(all="ignore"):  # the caller checks for non-finite values
             namespace(p).matmul(self._matrix(matrix), self.query, out=self._p(p))
 
     def orthogonalise(self, p: Array) -> None:
-        """Make the columns of the averaged ``p`` orthonormal, or 0."""
+        """Make the columns of the averaged ``p`` orthonormal. A column that depends on earlier columns becomes 0."""
         orthogonalise(self._p(p))
 
     def project_back(self, matrix: Array, p: Array, q: Array) -> None:
-        """Write M^T P to ``q`` (columns * rank,): of the second round, to be averaged."""
+        """Write M^T P to ``q`` (columns * rank,). The caller averages ``q`` over the ranks in the second allreduce."""
         with np.errstate(all="ignore"):
             namespace(q).matmul(self._matrix(matrix).T, self._p(p), out=self._q(q))
 
     def reconstruct(self, p: Array, q: Array, out: Array) -> None:
-        """Write P Q^T to ``out`` (n,), and keep the averaged ``q`` for the next step."""
+        """Write the decompressed matrix P Q^T to ``out`` (n,). Keep the averaged ``q`` for the next step."""
         self.query[...] = self._q(q)
         with np.errstate(all="ignore"):
             namespace(out).matmul(self._p(p), self.query.T, out=self._matrix(out))
 
     def arrays(self) -> Mapping[str, Array]:
-        """Return by name what a checkpoint keeps: the same on all ranks."""
+        """Return the arrays to save in a checkpoint, by name. They are equal on all ranks."""
         return {"query": self.query}
 
     def _matrix(self, flat: Array) -> Array:
@@ -127,13 +126,13 @@ class PowerSgd:
         if flat.dtype != np.float32 or flat.shape != (shape[0] * shape[1],) or not flat.flags.c_contiguous:
             raise UsageError(
                 f"PowerSGD: {name} is {flat.dtype} {flat.shape}; pass a contiguous float32 array "
-                f"({shape[0] * shape[1]},), all of the {shape[0]} x {shape[1]}: a shard has no factors of its own"
+                f"({shape[0] * shape[1]},) with the whole {shape[0]} x {shape[1]} matrix, not only a shard"
             )
         return flat.reshape(shape)
 
 
 def orthogonalise(columns: Array) -> None:  # (length, count)
-    """Make the float32 ``columns`` orthonormal, in place; one that depends on those before it becomes 0."""
+    """Make the float32 ``columns`` orthonormal, in place. A column that depends on earlier columns becomes 0."""
     if is_device(columns):
         _orthogonalise_device(columns)
     else:

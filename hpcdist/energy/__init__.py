@@ -1,11 +1,8 @@
 """Energy of a run: counters of GPUs and processors, read by one rank of each node, attributed to phases.
 
-Floor 5: imports comm, hdf5, reporting and errors, no other package of this floor. `sources` are the sensors,
-`monitor` reads them while a job runs, `accounts` computes from what was read, `power_limits` changes limits for a
-while, and `report` makes the joules of a job of those of its nodes.
-Begin with `monitor.monitor.EnergyMonitor` and `report.merge`.
-
-The names in ``__all__`` are part of the public API: see `hpcdist.energy.phases`.
+Floor 5: imports comm, hdf5, reporting and errors, no other package of this floor. `sources` are the sensors, `monitor`
+reads them during a job, `accounts` evaluates samples, `power_limits` changes limits temporarily, and `report` merges
+the nodes' joules. Begin with `monitor.monitor.EnergyMonitor` and `report.merge`. ``__all__`` is the public API.
 """
 
 import importlib
@@ -18,7 +15,7 @@ __all__ = ["configure", "usage", "window"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name at its first use: importing a module of this package loads no MPI."""
+    """Load a public name at its first use, so that importing this package loads no MPI."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("hpcdist.energy.phases"), name)

@@ -1,6 +1,6 @@
-"""Energy of the phases of any program: `window`, `usage` and `configure`.
+"""Energy of the phases of any program: `window`, `usage` and `configure`, as exported by `hpcdist.energy`.
 
-`hpcdist.energy.window` and its like are these names. They use one `EnergyMonitor` over all ranks of the job.
+They use one `EnergyMonitor` over all ranks of the job.
 """
 
 import math
@@ -18,19 +18,19 @@ from hpcdist.errors import ConfigurationError, UsageError
 
 VARIABLES: Final = "HPCDIST_SET__ENERGY__"  # prefix of the variables that set keys of [energy]
 
-_monitors: Final[list[EnergyMonitor]] = []  # the one of this process
+_monitors: Final[list[EnergyMonitor]] = []  # the monitor of this process
 _entered: Final[dict[str, None]] = {}  # phases that this rank has entered
 
 
 def configure(**keys: Any) -> None:
-    """Open the sensors with the keys of ``[energy]`` of a recipe, before the first `window`. Collective.
+    """Open the energy sensors with recipe keys of ``[energy]`` as arguments, before the first `window`. Collective.
 
-    ``configure(sources="declared", cpu_tdp_w=280.0)`` is an estimate where nothing can be read. Variables such as
-    HPCDIST_SET__ENERGY__SOURCES of rank 0 win over ``keys``. Raises UsageError after the first window or for an unknown
-    key, ConfigurationError for an invalid value or variable.
+    ``configure(sources="declared", cpu_tdp_w=280.0)`` estimates the energy with a model. Environment variables of rank
+    0, such as HPCDIST_SET__ENERGY__SOURCES, override the arguments. Raises UsageError after the first window or for an
+    unknown key, and ConfigurationError for an invalid value or variable.
     """
     if _monitors:
-        raise UsageError("energy.configure comes before the first energy.window of a program")
+        raise UsageError("energy.configure must come before the first energy.window of a program")
     world = init()
     try:
         config = EnergyConfig(
@@ -38,7 +38,7 @@ def configure(**keys: Any) -> None:
             | _settings(world.bcast({name: text for name, text in os.environ.items() if name.startswith(VARIABLES)}))
         )
     except TypeError as error:
-        raise UsageError(f"energy.configure: {error}; the keys are those of [energy] in a recipe") from None
+        raise UsageError(f"energy.configure: {error}; use the keys of [energy] in a recipe") from None
     monitor = EnergyMonitor(world.comm, config)
     monitor.start()
     at_exit(monitor.stop)
@@ -46,7 +46,6 @@ def configure(**keys: Any) -> None:
 
 
 def _settings(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the keys of ``[energy]`` that variables set. Raises ConfigurationError."""
     defaults = {field.name: field.default for field in fields(EnergyConfig)}
     keys: dict[str, Any] = {}
     for variable in sorted(name for name in environment if name.startswith(VARIABLES)):
@@ -64,11 +63,10 @@ def _settings(environment: Mapping[str, str]) -> dict[str, Any]:
 
 @contextmanager
 def window(phase: str) -> Iterator[None]:
-    """Attribute the energy that this job uses inside of the block to ``phase``, without that of inner windows.
+    """Attribute the energy that this job uses in the block to ``phase``, without the energy of nested windows.
 
-    The first one of a program opens the sensors (collective); the others are local, and every rank should have the
-    same ones. The sensors of a node count all of its ranks together, and the windows of the first rank of the node
-    divide the joules. `usage` has the joules.
+    The first window of a program opens the sensors (collective). Later windows are local. Every rank should enter the
+    same windows: a node's first rank divides the joules of the whole node.
     """
     if not _monitors:
         configure()
@@ -78,13 +76,12 @@ def window(phase: str) -> Iterator[None]:
 
 
 def usage() -> dict[str, Any]:
-    """Return the joules of the job until now. Collective.
+    """Return the joules that the job has used, as a dict. Collective.
 
-    ``energy_j`` is the total and ``phases`` the same by phase (``joules``, ``seconds``, ``windows``); NaN where it is
-    not known, for the ``reason`` given. ``not_included`` names what has no sensor, ``label`` says whether a model was
-    asked instead of a sensor. The joules of a phase are those of all ranks of each node while the first rank of the
-    node was in the phase. A phase that none of these first ranks has entered is NaN. Outside of Linux machines with
-    readable counters all of it is NaN.
+    ``energy_j`` is the total; ``phases`` has ``joules``, ``seconds`` and ``windows`` by phase. Unknown joules are NaN
+    with a ``reason``. ``not_included`` lists unmeasured kinds of energy; ``label`` marks estimates of a model. The
+    joules of a phase are the joules of each whole node while its first rank was in the phase, or NaN if no first rank
+    entered it.
     """
     if not _monitors:
         configure()

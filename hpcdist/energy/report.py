@@ -1,9 +1,8 @@
-"""Report of a job's joules, merged from what each node counted. Pure: no sensor, no message.
+"""Report of a job's joules, merged from the counts of its nodes. Pure: no sensor, no message.
 
-A kind (gpu, cpu, dram) enters the total when it was read on every node; where it was read on some nodes only, or the
-job cannot do without it, the total is NaN, with the reason. What no node can read is left out and listed. Missing is
-never zero. Where every node has a counter of the whole node (kind "node"), that is the total, and the others are
-parts of it: shown, and not added once more.
+A kind (gpu, cpu, dram) is part of the total if every node measured it. If only some nodes did, or if the job needs an
+unmeasured kind, the total is NaN, with the reason. If every node has a counter of the whole node (kind "node"), that
+counter is the total.
 """
 
 import math
@@ -15,24 +14,24 @@ import msgspec
 
 from hpcdist.reporting.jsonable import json_number
 
-UPDATES: Final = 2  # a difference over fewer updates of a counter is noise
-NODE: Final = "node"  # the kind of a counter that includes the others
+UPDATES: Final = 2  # a difference over fewer counter updates is noise
+NODE: Final = "node"  # the kind of a counter that includes all other kinds
 NO_SOURCE: Final = "no source can be read"
 DECLARED: Final = "declared model, not measured"
 EARLIER_START: Final = "an earlier start of this run: "
-MAX_REASONS: Final = 4  # of a job of a thousand nodes, the first ones are named
+MAX_REASONS: Final = 4  # reasons that are printed
 
 
-Amount: TypeAlias = Annotated[float, msgspec.Meta(gt=-1e30, lt=1e30)]  # joules or seconds: no value is beyond these
+Amount: TypeAlias = Annotated[float, msgspec.Meta(gt=-1e30, lt=1e30)]  # joules or seconds
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 
 @dataclass(frozen=True)
 class SourceResult:
-    """Result of one source: ``trouble`` describes failed reads.
+    """Energy result of one source. ``trouble`` describes failed reads.
 
-    ``note`` says what is special about it (shared by ranks, in MIG mode, integrated power), ``declared`` that its
-    joules come from a model.
+    ``note`` has a limitation of the source (shared by ranks, MIG mode, integrated power). ``declared``: a model
+    estimated the joules.
     """
 
     name: str
@@ -46,10 +45,9 @@ class SourceResult:
 
 @dataclass(frozen=True)
 class NodeContribution:
-    """Energy that one node counted. ``phases`` are those of `PhaseWindows.phases`, ``totals_mj`` is by source.
+    """Energy that one node measured. ``phases`` is as in `PhaseWindows.phases`, ``totals_mj`` is by source.
 
-    ``sampler_s`` are the seconds of a processor that the sampler took, ``sampled_s`` those in which it did; NaN: not
-    measured.
+    The sampler used ``sampler_s`` seconds of processor time in ``sampled_s`` seconds. NaN if not measured.
     """
 
     node: int
@@ -64,12 +62,12 @@ class NodeContribution:
 
 
 def merge(nodes: Sequence[NodeContribution], earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the report of a job; ``earlier`` is the `state` of the previous starts of this run.
+    """Merge ``nodes`` into the energy report of a job. ``earlier`` is the `state` of previous starts of this run.
 
-    ``energy_j`` (NaN: not known, see ``reason``), the same ``by_kind`` and by ``phases`` (joules, seconds of the
-    slowest node, windows, reason), ``sources``, ``parts`` by kind of what ``energy_j`` includes already, and in
-    ``not_included`` what was not measured. ``label`` is `DECLARED` where any of it comes from a model, else "".
-    ``sampler_share`` is the share of a processor that reading took on the node where it took most.
+    Keys: ``energy_j`` (NaN if unknown, see ``reason``), ``by_kind``, ``phases`` (joules, seconds of the slowest node,
+    windows, reason), ``sources``, ``parts`` (kinds included in ``energy_j``), ``not_included`` (kinds not measured),
+    ``label`` (`DECLARED` if a model is included, else ""), ``sampler_share`` (largest fraction of a processor used by
+    sampling).
     """
     kinds = counted(nodes)
     troubles = [*_missing(nodes, kinds), *_mismatch(kinds, earlier)]
@@ -95,7 +93,7 @@ def merge(nodes: Sequence[NodeContribution], earlier: Mapping[str, Any] | None =
 
 
 def counted(nodes: Sequence[NodeContribution]) -> list[str]:
-    """Return the kinds that enter the total of a job, in order."""
+    """Return the kinds of sources whose joules are included in the job's total energy, sorted."""
     if nodes and all(any(source.kind == NODE for source in node.sources) for node in nodes):
         return [NODE]
     kinds = {source.kind for node in nodes for source in node.sources} | {k for node in nodes for k in node.needed}
@@ -103,7 +101,6 @@ def counted(nodes: Sequence[NodeContribution]) -> list[str]:
 
 
 def _parts(nodes: Sequence[NodeContribution], kinds: Sequence[str]) -> dict[str, float]:
-    """Return the joules by kind of what a counter of whole nodes includes."""
     if list(kinds) != [NODE]:
         return {}
     others = sorted({source.kind for node in nodes for source in node.sources} - {NODE})
@@ -123,7 +120,7 @@ def _sampler_share(nodes: Sequence[NodeContribution]) -> float:
 
 
 class PhaseState(msgspec.Struct):
-    """State of a phase in a checkpoint."""
+    """Joules and seconds of one phase, as saved in a checkpoint."""
 
     seconds: Amount
     windows: Count
@@ -131,7 +128,7 @@ class PhaseState(msgspec.Struct):
 
 
 class EnergyState(msgspec.Struct):
-    """State of a report in a checkpoint, as it is read back."""
+    """Part of an energy report that a checkpoint stores, as restored from it."""
 
     by_kind: dict[str, Amount | None]
     phases: dict[str, PhaseState]
@@ -140,7 +137,7 @@ class EnergyState(msgspec.Struct):
 
 
 def state(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a checkpoint keeps of a report, as JSON values: what is not known is None. See `EnergyState`."""
+    """Return the state of ``report`` for a checkpoint (`EnergyState`), as JSON values. Unknown values are None."""
     phases = {
         name: {"joules": json_number(phase["joules"]), "seconds": phase["seconds"], "windows": phase["windows"]}
         for name, phase in report["phases"].items()
@@ -150,7 +147,6 @@ def state(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _missing(nodes: Iterable[NodeContribution], kinds: Iterable[str]) -> list[str]:
-    """Return which nodes lack a kind that the total needs."""
     return [
         f"node {node.node} has no {kind}: {node.missing.get(kind, 'it was not looked for')}"
         for kind in kinds
@@ -160,7 +156,6 @@ def _missing(nodes: Iterable[NodeContribution], kinds: Iterable[str]) -> list[st
 
 
 def _mismatch(kinds: Sequence[str], earlier: Mapping[str, Any] | None) -> list[str]:
-    """Return why the joules of earlier starts of the run cannot be added, [] where they can."""
     if earlier is None:
         return []
     if earlier["reason"] is not None:
@@ -173,7 +168,6 @@ def _mismatch(kinds: Sequence[str], earlier: Mapping[str, Any] | None) -> list[s
 
 
 def _total(nodes: Sequence[NodeContribution], kind: str, earlier: Mapping[str, Any] | None) -> tuple[float, list[str]]:
-    """Return the joules of a kind in all windows, and why they are not known."""
     joules, reasons = [], []
     for node in nodes:
         seconds = sum(phase["seconds"] for phase in node.phases.values())
@@ -194,7 +188,6 @@ def _phase(
     troubles: Sequence[str],
     earlier: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return the joules of a phase over all kinds, with the seconds of the slowest node."""
     joules, reasons = [], list(troubles)
     for node in nodes:
         phase = node.phases.get(name)
@@ -204,8 +197,8 @@ def _phase(
                     continue
                 joules.append(mj / 1e3)
                 reasons += _doubts(node, source, mj, phase["shortest_s"], name)
-    own = [node.phases[name] for node in nodes if name in node.phases]
-    seconds, windows = (max((phase[key] for phase in own), default=0) for key in ("seconds", "windows"))
+    node_phases = [node.phases[name] for node in nodes if name in node.phases]
+    seconds, windows = (max((phase[key] for phase in node_phases), default=0) for key in ("seconds", "windows"))
     before = (earlier or {}).get("phases", {}).get(name)
     if before is not None:
         seconds, windows = seconds + before["seconds"], windows + before["windows"]
@@ -215,12 +208,15 @@ def _phase(
             joules.append(before["joules"])
     if not kinds:
         reasons.append(NO_SOURCE)
-    known = math.nan if reasons else math.fsum(joules)
-    return {"joules": known, "seconds": float(seconds), "windows": windows, "reason": _joined(reasons)}
+    total = math.nan if reasons else math.fsum(joules)
+    return {"joules": total, "seconds": float(seconds), "windows": windows, "reason": _joined(reasons)}
 
 
 def _doubts(node: NodeContribution, source: SourceResult, mj: float, shortest_s: float, phase: str) -> list[str]:
-    """Return why ``mj`` of a source is not reliable; ``shortest_s`` is the shortest window it comes from."""
+    """Return the reasons why the energy ``mj`` of ``source`` in ``phase`` is unreliable.
+
+    ``shortest_s`` is the length of the phase's shortest window; a counter needs several updates in each window.
+    """
     at = f"node {node.node}, {source.name}"
     if math.isnan(mj):
         return [f"node {node.node}, {source.trouble or f'{source.name}: a read failed'}"]
@@ -229,13 +225,12 @@ def _doubts(node: NodeContribution, source: SourceResult, mj: float, shortest_s:
     if math.isnan(source.update_s):
         return [f"{at}: its counter did not move twice"]
     if shortest_s < UPDATES * source.update_s:
-        what = f"a window of {phase}" if phase else "all of the time that was measured"
+        what = f"a window of {phase}" if phase else "the whole measurement"
         return [f"{at}: {what} is {shortest_s:.3g} s, shorter than {UPDATES} updates of {source.update_s:.3g} s"]
     return []
 
 
 def _excluded(nodes: Iterable[NodeContribution], kinds: Iterable[str]) -> list[str]:
-    """Return the kinds that are in no total, each with its reasons and the nodes that have them."""
     places: dict[tuple[str, str], list[int]] = {}
     for node in nodes:
         for kind, reason in node.missing.items():
@@ -262,12 +257,12 @@ def _row(node: NodeContribution, index: int, source: SourceResult, kinds: Sequen
 
 
 def _joined(reasons: Sequence[str]) -> str | None:
-    """Return the first reasons as one text, in which an earlier start repeats none of them; None for none."""
+    """Join the first few ``reasons`` to one text, without repetitions. Return None if there are none."""
     before = [reason for reason in reasons if reason.startswith(EARLIER_START)]
-    own = [reason for reason in dict.fromkeys(reasons) if reason not in before]
-    if before == [EARLIER_START + "; ".join(own)]:
+    current = [reason for reason in dict.fromkeys(reasons) if reason not in before]
+    if before == [EARLIER_START + "; ".join(current)]:
         before = []
-    different = [*before, *(reason for reason in own if not any(reason in earlier for earlier in before))]
+    different = [*before, *(reason for reason in current if not any(reason in earlier for earlier in before))]
     if len(different) > MAX_REASONS:
         different = [*different[:MAX_REASONS], f"and {len(different) - MAX_REASONS} more reasons"]
     return "; ".join(different) or None

@@ -1,14 +1,9 @@
-"""Tables of columns, dataset creation by h5py's low-level calls, and checks of the filters that a dataset needs.
+"""Tables of columns, fast creation of datasets, and checks of the filters that a dataset needs.
 
-A table (`create`, `extend`, `shorten`, `read`) is a group with one extendible dataset per `Column`, tied together by
-dimension scales: units and meanings are attributes, so that other tools can read it.
-
-`DatasetMaker` makes many datasets and attributes in a tenth of the time of h5py's own calls: types, spaces and property
-lists are made once for a file. The result is the same as with ``attrs[...] = ...`` and ``create_dataset``: strings are
-of variable length in UTF-8, numbers int64.
-
-`check_filters` finds the filters that this Python cannot decode, and names the package that has them. HDF5 itself has
-deflate, shuffle and the like, and h5py has lzf; others are plugins, most of them in the package hdf5plugin.
+A table is a group with one extendible dataset per `Column`, joined by dimension scales. `DatasetMaker` creates datasets
+and attributes 10x faster than h5py, because it creates types, spaces and property lists once per file. Strings are
+UTF-8 of variable length, numbers int64. `check_filters` names the package of each filter that this Python cannot
+decode, mostly hdf5plugin.
 """
 
 import importlib
@@ -26,13 +21,13 @@ from hpcdist.reporting.regular import BROKEN_LIBRARY_ERRORS
 
 CHUNK_BYTES: Final = 64 << 10
 CHUNK_ROWS: Final = 1024
-TIMES: Final = {1: 2, 2: 4096}  # by dims: how many times its file a column may be, before it counts as damaged
+TIMES: Final = {1: 2, 2: 4096}  # number of dims -> limit of column size / file size; above, the column is damaged
 SLACK_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: ``units`` in UCUM ("s", "By", "1"). A ``wide`` column has a second dim, and is of floats."""
+    """Column of a table. ``units`` are in UCUM ("s", "By", "1"). A ``wide`` column is a 2-D array of floats."""
 
     name: str
     dtype: str
@@ -50,7 +45,11 @@ def create(
     width: int = 0,
     attributes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Make the table ``name``. The first column is the dimension scale of the rows, ``second`` of the second dim."""
+    """Create table ``name`` with the columns ``described``.
+
+    The first column is the dimension scale of the rows. ``second`` is the name of the scale for the second dimension of
+    wide (2-D) columns.
+    """
     group = file.create_group(name)
     group.attrs.update({"columns": [column.name for column in described], "second": second, **(attributes or {})})
     for column in described:
@@ -81,7 +80,10 @@ def _dataset(group: h5py.Group, column: Column, width: int) -> None:
 
 
 def extend(file: h5py.File, name: str, rows: Mapping[str, np.ndarray]) -> None:
-    """Append ``rows`` (all columns, equal lengths); wide columns may be wider or narrower than the table's."""
+    """Append ``rows`` to table ``name``: one array per column, all of equal length.
+
+    A wide column may have another width than before.
+    """
     group = file[name]
     for column, dataset in columns(file, name).items():
         values = rows[column]
@@ -102,16 +104,16 @@ def _widen(scale: h5py.Dataset, width: int) -> None:
 
 
 def shorten(file: h5py.File, name: str, rows: int) -> None:
-    """Keep the first ``rows`` rows, or as many as all columns have: a killed writer may leave fewer of some."""
+    """Truncate all columns to ``rows`` rows. A killed writer may leave columns of unequal length."""
     datasets = columns(file, name).values()
     for dataset in datasets:
         dataset.resize(min(rows, *(column.shape[0] for column in datasets)), axis=0)
 
 
 def read(file: h5py.File, name: str, most_rows: int | None = None) -> dict[str, np.ndarray]:
-    """Return the columns as arrays, cut to the rows that all have (another process may be extending them).
+    """Return the columns of table ``name`` as arrays, all as long as the shortest column.
 
-    At most the first ``most_rows`` rows. Raises h5py's errors for a broken file.
+    At most ``most_rows`` rows are read. Raises h5py's errors for a damaged file.
     """
     datasets = columns(file, name)
     lengths = [dataset.shape[0] for dataset in datasets.values()]
@@ -120,24 +122,21 @@ def read(file: h5py.File, name: str, most_rows: int | None = None) -> dict[str, 
 
 
 def columns(file: h5py.File, name: str) -> dict[str, h5py.Dataset]:
-    """Return the columns of a table. Raises ValueError where one claims more data than its file can hold.
-
-    A damaged shape would otherwise fill the memory. A wide column may exceed its file: unwritten chunks take no space.
-    """
+    """Return the columns of table ``name``. Raises ValueError if a shape is too large for the file (damage)."""
     group, size = file[name], file.id.get_filesize()
     datasets = {str(column): group[column] for column in group.attrs["columns"]}
     for column, dataset in datasets.items():
         if not 1 <= len(dataset.shape) <= 2 or dataset.nbytes > TIMES[len(dataset.shape)] * size + SLACK_BYTES:
-            raise ValueError(f"{name}/{column} has the shape {dataset.shape} in a file of {size} bytes")
+            raise ValueError(f"{name}/{column} has the shape {dataset.shape}, too large for a file of {size} bytes")
     return datasets
 
 
 Box = tuple[tuple[int, int], ...]
-Region = tuple[Box, str, str, Sequence[int], Box]  # box of the whole; file, dataset, its shape, and box in that
+Region = tuple[Box, str, str, Sequence[int], Box]  # box in the whole; file, dataset, dataset shape, box in the dataset
 
 
 class DatasetMaker:
-    """Factory of datasets in the open ``file``, and of the groups that their names need."""
+    """Creator of datasets in the open ``file``, and of the groups in the names of these datasets."""
 
     def __init__(self, file: h5py.File) -> None:
         self._file = file
@@ -147,10 +146,8 @@ class DatasetMaker:
         self._contiguous = h5p.create(h5p.DATASET_CREATE)
         self._contiguous.set_layout(h5d.CONTIGUOUS)
         self._contiguous.set_alloc_time(h5d.ALLOC_TIME_EARLY)
-        self._contiguous.set_fill_time(h5d.FILL_TIME_NEVER)  # with early allocation: the place is known, and not zeroed
-        self._contiguous.set_obj_track_times(
-            False
-        )  # without times the same state gives the same bytes, whenever it is saved
+        self._contiguous.set_fill_time(h5d.FILL_TIME_NEVER)  # allocated early for a known offset, but not zeroed
+        self._contiguous.set_obj_track_times(False)  # equal states give equal bytes at any time
         self._types: dict[Any, h5t.TypeID] = {}
         self._spaces: dict[tuple[int, ...], h5s.SpaceID] = {}
         self._text = h5py.string_dtype()
@@ -158,12 +155,12 @@ class DatasetMaker:
         self._text_in_memory = h5t.py_create(self._text)
 
     def contiguous(self, name: str, shape: Sequence[int], dtype: np.dtype, attributes: Mapping[str, Any]) -> int:
-        """Make a dataset whose bytes are allocated in the file but not written; return their byte offset."""
+        """Create a dataset with allocated but unwritten elements. Return their byte offset in the file."""
         dataset = h5d.create(
             self._file.id, name.encode(), self._type(dtype), self._space(shape), self._contiguous, self._links
         )
         self._describe(dataset, attributes)
-        return int(dataset.get_offset() or 0)  # an empty dataset has no place
+        return int(dataset.get_offset() or 0)  # an empty dataset has no offset
 
     def virtual(
         self,
@@ -174,7 +171,7 @@ class DatasetMaker:
         fill: np.ndarray,
         attributes: Mapping[str, Any],
     ) -> None:
-        """Make a virtual dataset of ``regions``; elements of a region that cannot be read show the value ``fill``."""
+        """Create a virtual dataset from ``regions`` of other datasets. Unreadable elements have the value ``fill``."""
         plan = h5p.create(h5p.DATASET_CREATE)
         plan.set_layout(h5d.VIRTUAL)
         for box, file, dataset, source_shape, source_box in regions:
@@ -201,14 +198,12 @@ class DatasetMaker:
                 attribute.write(numbers)
 
     def _space(self, shape: Sequence[int]) -> h5s.SpaceID:
-        """Return the dataspace of ``shape``, all of it selected."""
         key = tuple(shape)
         if key not in self._spaces:
             self._spaces[key] = h5s.create_simple(key) if key else h5s.create(h5s.SCALAR)
         return self._spaces[key]
 
     def _boxed(self, shape: Sequence[int], box: Box) -> h5s.SpaceID:
-        """Return a dataspace of ``shape`` in which ``box`` is selected."""
         if all(start == 0 and stop == size for (start, stop), size in zip(box, shape, strict=True)):
             return self._space(shape)
         space = h5s.create_simple(tuple(shape))
@@ -230,14 +225,14 @@ FILTER_NAMES: Final = {
     32026: "blosc2",
     32028: "sperr",
     32033: "htj2k",
-}  # by the ids registered with the HDF Group; those that hdf5plugin has
+}  # ids registered with the HDF Group -> names of the filters in hdf5plugin
 
 
 def check_filters(dataset: h5py.Dataset) -> None:
-    """Raise MissingCapabilityError where ``dataset`` needs a filter that is missing here; the text names the remedy.
+    """Raise MissingCapabilityError, with a remedy, if a filter that ``dataset`` needs is missing.
 
-    hdf5plugin is imported where it is installed, which registers its filters. An optional filter that was also missing
-    when the dataset was written is not needed: its elements can be read.
+    Imports hdf5plugin, if it is installed, to register its filters. A filter is not needed if it is optional and was
+    also missing when the dataset was written.
     """
     if not _missing_filters(dataset):
         return
@@ -251,15 +246,14 @@ def check_filters(dataset: h5py.Dataset) -> None:
     )
     if code in FILTER_NAMES and problem:
         raise MissingCapabilityError(f"{what}, for which {sys.executable} needs the module {FILTER_PACKAGE}: {problem}")
-    raise MissingCapabilityError(f"{what}, which is not known here: set HDF5_PLUGIN_PATH to the folder of its plugin")
+    raise MissingCapabilityError(f"{what}, which is unknown; set HDF5_PLUGIN_PATH to the folder of its plugin")
 
 
 def _missing_filters(dataset: h5py.Dataset) -> dict[int, str]:
-    """Return the ids and names of the filters of ``dataset`` that cannot decode here."""
     properties = dataset.id.get_create_plist()
     missing = {}
-    for place in range(properties.get_nfilters()):
-        code, _, _, name = properties.get_filter(place)
+    for index in range(properties.get_nfilters()):
+        code, _, _, name = properties.get_filter(index)
         decodes = h5py.h5z.filter_avail(code) and (
             h5py.h5z.get_filter_info(code) & h5py.h5z.FILTER_CONFIG_DECODE_ENABLED
         )
@@ -269,20 +263,18 @@ def _missing_filters(dataset: h5py.Dataset) -> dict[int, str]:
 
 
 def _import_filters() -> str:
-    """Import hdf5plugin; return the remedy or the reason where that fails, "" where it does not."""
     try:
         importlib.import_module(FILTER_PACKAGE)
     except ModuleNotFoundError:
         return "pip install 'hpcdist[hdf5]'"
-    except (ImportError, *BROKEN_LIBRARY_ERRORS) as error:  # e.g. built for another HDF5 than that of h5py
+    except (ImportError, *BROKEN_LIBRARY_ERRORS) as error:  # e.g. built for another HDF5 than h5py
         return f"it is there, and cannot be imported: {error}"
     return ""
 
 
 def _is_readable(dataset: h5py.Dataset) -> bool:
-    """Whether the first element can be read."""
     try:
         dataset[(0,) * len(dataset.shape)]
     except (OSError, RuntimeError, ValueError, IndexError):
-        return not dataset.size  # of an empty one there is nothing to read
+        return not dataset.size  # an empty dataset needs no filter
     return True

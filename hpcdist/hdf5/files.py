@@ -1,7 +1,7 @@
-"""HDF5 files: opened for reading, edited in one transaction, or written as contiguous datasets.
+"""HDF5 files: open for reading, edit in one transaction, or write as contiguous datasets.
 
-Every file of hpcdist has the root attributes ``schema`` and ``schema_version``. Old tools can open the files
-(``libver=("earliest", "v110")``), and no file is held open for writing: open, change, close.
+Every file has the root attributes ``schema`` and ``schema_version``. Old tools can open the files (HDF5 1.10), and no
+file stays open for writing.
 """
 
 import math
@@ -25,19 +25,19 @@ from hpcdist.hdf5.overlay import Overlay, journal_of
 from hpcdist.reporting import atomic
 from hpcdist.reporting.regular import BROKEN_LIBRARY_ERRORS, DamagedFileError, damage, is_damage
 
-LIBVER: Final = ("earliest", "v110")  # "latest" leaves an unreadable file behind when its writer is killed
-CHECKSUMMED: Final = ("v108", "v110")  # metadata has checksums, so readers refuse damage; for files that never change
+LIBVER: Final = ("earliest", "v110")  # "latest" leaves an unreadable file if the writer is killed
+CHECKSUMMED: Final = ("v108", "v110")  # checksums detect damaged metadata; for files that never change
 WRITE_BYTES: Final = 16 << 20
 OUTSIDE_BYTES: Final = 1 << 18  # bytes outside of datasets that are digested at a time
-ALIGNED_BYTES: Final = 4096  # datasets of a page and more begin at a page
+ALIGNED_BYTES: Final = 4096  # datasets of at least a page are page-aligned
 RETRY_S: Final = 2.0
-MOST_LINKS: Final = 16  # one behind the other, as HDF5 allows
-FAILURES: Final = (OSError, RuntimeError, ValueError, KeyError, TypeError)  # what h5py raises for broken files
-MOST_TEXT: Final = 1 << 20  # letters of an attribute
+MOST_LINKS: Final = 16  # maximum length of a chain of links, as in HDF5
+FAILURES: Final = (OSError, RuntimeError, ValueError, KeyError, TypeError)  # raised by h5py for broken files
+MOST_TEXT: Final = 1 << 20  # maximum number of characters of an attribute
 
 
 def attributes_of(file: h5py.File) -> dict[str, float | str]:
-    """Return the root attributes that are a single number or text; others, and damaged ones, are left out."""
+    """Return the root attributes of ``file`` that are a single number or text. Skip other and damaged attributes."""
     attributes: dict[str, float | str] = {}
     for name in file.attrs:
         try:
@@ -51,28 +51,28 @@ def attributes_of(file: h5py.File) -> dict[str, float | str]:
 
 
 class Blocks(Protocol):
-    """Dataset that is too large for an array in memory: it has a shape and a dtype, and is written in blocks."""
+    """Dataset that is too large for an array in memory. It is written in blocks."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extent by dim."""
+        """Shape of the dataset."""
 
     @property
     def dtype(self) -> np.dtype:
-        """Type of the elements, one that HDF5 has."""
+        """Data type of the elements. HDF5 must support this type."""
 
     def blocks(self, offset: int) -> Iterator[np.ndarray]:
-        """Yield all elements in row-major order: 1-D arrays, each to be used before the next is asked for.
+        """Yield all elements in row-major order as 1-D arrays. Each array is valid until the next one is yielded.
 
-        They will be written from byte ``offset`` of the file on, so that blocks can end at page boundaries.
+        ``offset`` is the byte offset of the first element in the file, so that blocks can end at page boundaries.
         """
 
 
 def open_read(path: str | os.PathLike[str], schema: str | None = None, version: int | None = None) -> h5py.File:
-    """Open ``path`` for reading, to be closed by the caller (or as a context manager).
+    """Open the HDF5 file ``path`` for reading. The caller closes it. Raises StorageError.
 
-    With ``schema`` the file must be one of ours of that schema and of no later ``version``. A file that another
-    process is changing is tried again for two seconds. Raises StorageError.
+    If ``schema`` is given, the file must have this schema, in at most this ``version``. If another process is changing
+    the file, opening is retried for two seconds.
     """
     path = Path(path)
     if not path.is_file():
@@ -84,7 +84,7 @@ def open_read(path: str | os.PathLike[str], schema: str | None = None, version: 
             file = h5py.File(Overlay.reading(path), "r") if waiting else h5py.File(path, "r", locking="best-effort")
             break
         except OSError as error:
-            # An HDF5 file that does not open may be changing just now; anything else will not turn into HDF5.
+            # An HDF5 file may be changing at the moment; a file without the HDF5 signature is rejected at once.
             if time.monotonic() > limit or not _has_signature(path):
                 raise DamagedFileError(f"{path}: cannot be read as HDF5: {error}") from error
             time.sleep(0.05)
@@ -97,36 +97,32 @@ def open_read(path: str | os.PathLike[str], schema: str | None = None, version: 
 
 
 def is_dataset(entry: Any) -> bool:
-    """Whether ``entry`` of a file is a dataset, and no group or named type."""
+    """Return True if ``entry`` of a file is a dataset, not a group or a named type."""
     return isinstance(entry, h5py.Dataset)
 
 
 def resolved(file: h5py.File, name: str) -> Any:
-    """Return the object that ``name`` leads to through links, or None. Raises StorageError for a bad file.
+    """Return the object of ``file`` called ``name`` after following links, or None if it is missing.
 
-    Links are followed here because HDF5 would block for ever on a pipe in the place of a linked file.
+    Raises StorageError if a linked file is invalid. HDF5 itself would block forever if a linked file is a pipe.
     """
     for _ in range(MOST_LINKS):
         link = file.get(name, getlink=True)
         if isinstance(link, h5py.SoftLink):
             name = link.path
         elif isinstance(link, h5py.ExternalLink):
-            own = Path(file.filename)
-            path = _external_path(own, link.filename, "HDF5_EXT_PREFIX", own.parent)
+            origin = Path(file.filename)
+            path = _external_path(origin, link.filename, "HDF5_EXT_PREFIX", origin.parent)
             if not path.exists():
                 return None
             file, name = open_read(path), link.path
         else:
             return file.get(name)
-    raise StorageError(f"{file.filename}: too many links")
+    raise StorageError(f"{file.filename}: too many links; is there a cycle of links?")
 
 
 def offset_in_file(dataset: h5py.Dataset) -> int | None:
-    """Return the byte offset in ``dataset.file`` of its elements if they lie there contiguously in numpy's format.
-
-    None where they must be read through HDF5: chunks, filters, other types, a user block, external or virtual storage,
-    elements that were never written. Use ``dataset.file``: a link may have led to another file.
-    """
+    """Return the byte offset of the elements of ``dataset`` in its file, or None if numpy cannot read them there."""
     properties = dataset.id.get_create_plist()
     file = dataset.file
     plain = (
@@ -135,7 +131,7 @@ def offset_in_file(dataset: h5py.Dataset) -> int | None:
         and dataset.id.get_type().equal(h5py.h5t.py_create(dataset.dtype))
         and properties.get_layout() == h5py.h5d.CONTIGUOUS
         and properties.get_external_count() == 0
-        and file.driver == "sec2"  # read from the file itself, not through an overlay with its journal
+        and file.driver == "sec2"  # not read through an overlay with a journal
         and not file.userblock_size
     )
     offset = dataset.id.get_offset() if plain else None
@@ -143,12 +139,10 @@ def offset_in_file(dataset: h5py.Dataset) -> int | None:
 
 
 def storage_of(dataset: h5py.Dataset) -> tuple[dict[Path, int], bool]:
-    """Return the files that hold elements of ``dataset`` with their least sizes in bytes, and whether these are all.
+    """Return {file: minimum size in bytes} of the files with elements of ``dataset``, and True if the dict is complete.
 
-    Sources of virtual datasets are included. Not all are known where virtual sources are a pattern of names, or where
-    a journal lies over a file. HDF5 itself shows zeros for elements behind the end of a file, and the fill value for a
-    missing virtual source: so this raises StorageError where a file is missing or too short, or a source has no such
-    dataset, and MissingCapabilityError where one needs a filter that is missing here.
+    Raises StorageError for missing or truncated files and missing source datasets, for which HDF5 would silently return
+    zeros or fill values. Raises MissingCapabilityError for a missing filter.
     """
     sizes: dict[Path, int] = {}
     complete = _add_storage(dataset, sizes, set(), ())
@@ -158,63 +152,67 @@ def storage_of(dataset: h5py.Dataset) -> tuple[dict[Path, int], bool]:
 
 
 def check_size(path: Path, needed: int, name: str) -> None:
-    """Raise StorageError when the file at ``path``, part of dataset ``name``, has fewer than ``needed`` bytes."""
+    """Raise StorageError if the file ``path``, with elements of dataset ``name``, has fewer than ``needed`` bytes."""
     try:
         size = path.stat().st_size
     except OSError as error:
         raise StorageError(f"{path}, with elements of dataset {name}: cannot be read: {error.strerror}") from error
     if size < needed:
         raise StorageError(
-            f"{path}, with elements of dataset {name}, has {size:,} bytes of {needed:,}: it was cut, or is still being "
-            "written; give back the whole file"
+            f"{path}, with elements of dataset {name}, has {size:,} of {needed:,} bytes: it was truncated, or is still "
+            "being written; restore the whole file"
         )
 
 
-_Place = tuple[Path, str]  # a file, and a dataset in it
+_Place = tuple[Path, str]  # a file, and the name of a dataset in the file
 
 
 def _add_storage(dataset: h5py.Dataset, sizes: dict[Path, int], seen: set[_Place], outer: tuple[_Place, ...]) -> bool:
-    """Add the files of ``dataset`` to ``sizes``, skipping sources in ``seen``; return whether these are all.
+    """Add the files of ``dataset`` with their minimum sizes to ``sizes``. Return True if these are all its files.
 
-    ``outer`` are the virtual datasets that it is a part of: HDF5 would follow a cycle until the stack overflows.
+    Files named by a pattern are left out. Skips the source datasets in ``seen``. ``outer`` holds the virtual datasets
+    that contain ``dataset``, to detect cycles.
     """
     datasets.check_filters(dataset)
-    own, complete = Path(dataset.file.filename), dataset.file.driver == "sec2"
-    place = own.resolve(), str(dataset.name)
-    if place in outer:
-        raise StorageError(f"{own}: the virtual dataset {dataset.name} is a part of itself")
+    holder, complete = Path(dataset.file.filename), dataset.file.driver == "sec2"
+    location = holder.resolve(), str(dataset.name)
+    if location in outer:
+        raise StorageError(f"{holder}: the virtual dataset {dataset.name} is a part of itself")
     if complete:
-        sizes.setdefault(own, own.stat().st_size)
+        sizes.setdefault(holder, holder.stat().st_size)
     rest = dataset.nbytes
     for name, offset, size in dataset.external or ():
-        path = _external_path(own, name, "HDF5_EXTFILE_PREFIX", Path())
-        used = min(rest, size)  # external files are filled in order; the last may have unlimited size
+        path = _external_path(holder, name, "HDF5_EXTFILE_PREFIX", Path())
+        used = min(rest, size)  # external files are filled in order; the last file may have unlimited size
         sizes[path] = max(sizes.get(path, 0), offset + used)
         rest -= used
     for source in dataset.virtual_sources() if dataset.is_virtual else ():
         file_name, name = source.file_name, source.dset_name
-        path = own if file_name == "." else _external_path(own, file_name, "HDF5_VDS_PREFIX", own.parent)
+        path = holder if file_name == "." else _external_path(holder, file_name, "HDF5_VDS_PREFIX", holder.parent)
         if (path, name) in seen:
             continue
         seen.add((path, name))
-        if "%b" in file_name + name:  # a printf-style pattern: as many sources as there are files
+        if "%b" in file_name + name:  # a printf-style pattern for any number of files
             complete = False
             continue
         with open_read(path) as file:
             part = file.get(name)
             if not is_dataset(part):
-                raise StorageError(f"{path}: no dataset {name}, which is part of a virtual one")
-            complete &= _add_storage(part, sizes, seen, (*outer, place))
+                raise StorageError(f"{path}: no dataset {name}, which is a source of a virtual dataset")
+            complete &= _add_storage(part, sizes, seen, (*outer, location))
     return complete
 
 
-def _external_path(own: Path, name: str, variable: str, folder: Path) -> Path:
-    """Return the path at which HDF5 finds the file ``name`` that ``own`` refers to."""
-    # HDF5's search order: the prefix, then `folder`, the name by itself, and its last part beside `own`.
-    prefix = os.environ.get(variable, "").replace("${ORIGIN}", str(own.resolve().parent))
-    places = [Path(prefix) / name] if prefix else []
-    places += [folder / name, Path(name), own.parent / Path(name).name]
-    return next((place for place in places if place.exists()), folder / name)
+def _external_path(origin: Path, name: str, variable: str, folder: Path) -> Path:
+    """Return the path that HDF5 opens for ``name``, a file name stored in the file ``origin``.
+
+    HDF5 first tries the folder in environment variable ``variable``, then ``folder``.
+    """
+    # HDF5's search order: the prefix, `folder`, the name itself, then the directory of `origin`.
+    prefix = os.environ.get(variable, "").replace("${ORIGIN}", str(origin.resolve().parent))
+    candidates = [Path(prefix) / name] if prefix else []
+    candidates += [folder / name, Path(name), origin.parent / Path(name).name]
+    return next((candidate for candidate in candidates if candidate.exists()), folder / name)
 
 
 def _has_signature(path: Path) -> bool:
@@ -225,28 +223,27 @@ def _has_signature(path: Path) -> bool:
 def _check_schema(path: Path, file: h5py.File, schema: str | None, version: int | None) -> None:
     if schema is None:
         return
-    with damage(path, "it is not known of which schema it is"):
+    with damage(path, "its schema cannot be read"):
         file_schema = file.attrs.get("schema")
         number = int(file.attrs.get("schema_version", 0))
     if not isinstance(file_schema, str) or file_schema != schema:
         shown = repr(file_schema)[:80]
-        raise DamagedFileError(f"{path}: a file of schema {shown}, expected {schema!r}; is this the right directory?")
+        raise DamagedFileError(f"{path}: its schema is {shown}, expected {schema!r}; is this the right directory?")
     if version is not None and number > version:
-        raise StorageError(f"{path}: {schema} version {number} is newer than the {version} known here; update hpcdist")
+        raise StorageError(f"{path}: {schema} version {number} is newer than version {version}; update hpcdist")
 
 
 @contextmanager
 def edit(path: str | os.PathLike[str], schema: str, version: int) -> Iterator[h5py.File]:
-    """Open the file at ``path`` for changes (made when missing): all of them reach the disk at the end, or none.
+    """Open or create the file ``path`` for changes. At the end of the context all changes reach the disk, or none.
 
-    Raises StorageError when the disk is full or fails, DamagedFileError when the file is not of ``schema``; the file is
-    then as it was before.
+    Raises StorageError if the disk is full or fails, and DamagedFileError if the file has another schema.
     """
     path = Path(path)
     created = not path.exists()
     if not created and not path.is_file():
         raise DamagedFileError(f"{path}: it is not a regular file")
-    # A new file gets its name when it is complete: a writer killed before that leaves nothing that looks like one.
+    # A new file is renamed when complete: a killed writer leaves no file at `path`.
     written = atomic.temporary_path(path) if created else path
     try:
         overlay = Overlay(written, create=created)
@@ -265,7 +262,7 @@ def edit(path: str | os.PathLike[str], schema: str, version: int) -> Iterator[h5
                 if created:
                     written.replace(path)
             except OSError as error:
-                raise StorageError(f"{path}: cannot be written: {error.strerror}; what was there is kept") from error
+                raise StorageError(f"{path}: cannot be written: {error.strerror}; the old content is kept") from error
     except BaseException:
         if created:
             atomic.discard(written)
@@ -273,7 +270,7 @@ def edit(path: str | os.PathLike[str], schema: str, version: int) -> Iterator[h5
 
 
 def check_place(path: str | os.PathLike[str]) -> None:
-    """Raise StorageError when no new file can be written at ``path``; a probe file is written and removed."""
+    """Raise StorageError if no new file can be written at ``path``. Writes and removes a test file."""
     path = Path(path)
     if path.exists():
         raise StorageError(f"{path}: exists already; remove it, or choose another --output")
@@ -293,7 +290,7 @@ def _edited(path: Path, overlay: Overlay, created: bool) -> h5py.File:
 
 
 def storable(array: np.ndarray) -> np.ndarray:
-    """Return ``array`` in a dtype that HDF5 has: bfloat16 as its bits in uint16. Copies only what is not contiguous."""
+    """Return ``array`` in a dtype that HDF5 supports: bfloat16 as uint16 bits. Contiguous arrays are not copied."""
     array = np.ascontiguousarray(array)
     return array.view(np.uint16) if array.dtype == BFLOAT16 else array
 
@@ -309,11 +306,10 @@ def write_contiguous(
     opens: Callable[[Path], Overlay] = Overlay.created,
     outside: xxhash.xxh3_128 | None = None,
 ) -> dict[str, int]:
-    """Write a new file of contiguous datasets to the disk (fsync included) and return the byte offset of each.
+    """Write a new file of contiguous datasets, fsync it, and return the byte offset of each dataset.
 
-    Each dataset gets an attribute ``dtype``, which differs from HDF5's for bfloat16. `Blocks` are requested as they are
-    written. ``opens`` makes the overlay of the file. ``outside`` digests the bytes of the file that lie in no dataset,
-    in their order. Raises StorageError; no file is left then.
+    ``opens`` creates the overlay for the file. ``outside`` is a hash object. It is updated with all bytes outside of
+    the datasets, in file order. Raises StorageError, and then leaves no file.
     """
     path = Path(path)
     try:
@@ -331,14 +327,14 @@ def write_contiguous(
                 _digest_outside(
                     overlay, [_range_in_file(array, offsets[name]) for name, array in datasets.items()], outside
                 )
-            # The metadata first, through the overlay; then the elements at their offsets, straight to the disk.
+            # Write the metadata through the overlay, then the elements at their offsets directly to the disk.
             overlay.commit(wait=False)
             for name, array in datasets.items():
                 _write_bytes(overlay, array, offsets[name])
             overlay.fsync()
     except FileExistsError as error:
         raise StorageError(f"{path}: exists already") from error
-    except StorageError:  # raised by `Blocks` whose source cannot be read
+    except StorageError:  # raised by `Blocks` if the source cannot be read
         atomic.discard(path)
         raise
     except OSError as error:
@@ -352,7 +348,6 @@ def _range_in_file(array: np.ndarray | Blocks, offset: int) -> Range:
 
 
 def _digest_outside(overlay: Overlay, places: Sequence[Range], digest: xxhash.xxh3_128) -> None:
-    """Digest the bytes of the file outside ``places`` from the overlay in memory, before any disk can alter them."""
     memory = bytearray(OUTSIDE_BYTES)
     for gap in gaps(Range(0, overlay.seek(0, os.SEEK_END)), places):
         overlay.seek(gap.start)

@@ -1,11 +1,8 @@
-"""Overlay of a file: changes stay in memory until they are committed through a journal.
+"""Overlay of a file: changes stay in memory until a journalled commit.
 
-libhdf5 does not survive a full disk: a failed write leaves open identifiers behind, and the process ends in a
-segmentation fault at exit. So libhdf5 never writes to a disk here. It writes to an overlay, and the overlay is
-committed with plain calls that fail cleanly: first the pages that extend the file, then a journal of the pages that
-change in place, then those pages themselves. A full disk shows before the first existing byte is changed, and the
-commit is undone. A writer that is killed in between leaves its journal behind: the next writer completes the commit,
-and until then readers read through the journal.
+libhdf5 crashes at exit after a failed write. So plain system calls commit the overlay: first the pages that extend the
+file, then a journal of the pages that change in place, then these pages. A full disk is detected before any existing
+byte changes. The next writer completes the commit of a killed writer; until then readers read through the journal.
 """
 
 import io
@@ -22,13 +19,13 @@ from hpcdist.arrays.filestore import begin_write_back
 from hpcdist.reporting import atomic, regular
 
 PAGE_BYTES = 4096
-BEGIN_BYTES = 1 << 18  # smaller writes wait for `fsync`: starting their write-back takes as long as writing them
-JOURNAL = ".journal"  # suffix of the journal, which lies beside the file
+BEGIN_BYTES = 1 << 18  # smaller writes wait for `fsync`: starting the write-back would take as long as the write
+JOURNAL = ".journal"  # suffix of the journal, next to the file
 MAGIC = b"hpcdist journal\n"
 
 
 def pwrite_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
-    """Write all of ``data`` at ``offset``. Raises OSError."""
+    """Write all of ``data`` to the file ``fd`` at byte ``offset``. Raises OSError."""
     view = memoryview(data)
     while view.nbytes:
         written = os.pwrite(fd, view, offset)
@@ -36,7 +33,7 @@ def pwrite_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> No
 
 
 def pread_all(fd: int, count: int, offset: int) -> bytes:
-    """Read ``count`` bytes at ``offset``, fewer only at the end of the file. Raises OSError."""
+    """Read ``count`` bytes of the file ``fd`` at byte ``offset``, or fewer at the end of the file. Raises OSError."""
     parts = []
     while count and (part := os.pread(fd, count, offset)):
         parts.append(part)
@@ -45,14 +42,14 @@ def pread_all(fd: int, count: int, offset: int) -> bytes:
 
 
 def journal_of(path: Path) -> Path:
-    """Return the path of the journal of the file at ``path``."""
+    """Return the path of the journal (for crash recovery) of the file ``path``."""
     return path.with_name(path.name + JOURNAL)
 
 
 def encode_journal(size: int, pages: Mapping[int, bytes | bytearray], before: Mapping[int, bytes]) -> bytes:
-    """Return the journal of a commit that sets the file to ``size`` bytes and changes ``pages``, by number.
+    """Return the journal of a commit that sets the file to ``size`` bytes and replaces ``pages`` (by page number).
 
-    ``before`` has the present content of those pages on the disk.
+    ``before`` holds the content of these pages on the disk before the commit.
     """
     numbers = sorted(pages)
     digests = [xxhash.xxh3_64_intdigest(before[number]) for number in numbers]
@@ -62,13 +59,13 @@ def encode_journal(size: int, pages: Mapping[int, bytes | bytearray], before: Ma
 
 
 def read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
-    """Return ``(size, pages)`` of the unfinished commit of the file at ``path``; None when there is none.
+    """Return ``(size, pages)`` that the unfinished commit of the file ``path`` writes, or None without such a commit.
 
-    An incomplete journal is ignored: nothing of its commit had been changed in place yet. So is one whose pages in the
-    file are neither as before nor as after the commit: it belongs to another file that had this name.
+    Ignores an incomplete journal, whose commit has not changed the file yet, and a journal of an earlier file at
+    ``path``.
     """
     try:
-        # A journal holds pages of the file and a few bytes for each; anything longer, or no regular file, is none.
+        # A journal holds pages of the file and a few bytes per page; reject anything longer, and special files.
         data = regular.read(journal_of(path), 2 * path.stat().st_size + (1 << 20))
     except FileNotFoundError:
         return None
@@ -77,7 +74,7 @@ def read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
         return None
     size, count = struct.unpack_from("<2q", body, len(MAGIC))
     table = struct.unpack_from(f"<{count}q{count}Q", body, len(MAGIC) + 16)
-    start = len(MAGIC) + 16 * (count + 1)  # behind size and count (8 bytes each), then number and digest of each page
+    start = len(MAGIC) + 16 * (count + 1)  # after size and count (8 bytes each), then number and digest of each page
     pages = {n: body[start + k * PAGE_BYTES : start + (k + 1) * PAGE_BYTES] for k, n in enumerate(table[:count])}
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size < size:
@@ -90,10 +87,10 @@ def read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
 
 
 class Overlay(io.RawIOBase):
-    """File object for h5py's fileobj driver, over the file at ``path`` (made here if ``create``).
+    """File object over the file ``path`` for h5py's fileobj driver. Changes reach the disk only at `commit`.
 
-    Nothing reaches the disk before `commit`, but for the commit of an earlier, killed writer. After an exception, just
-    `close`.
+    If ``create`` is True, the file is created, and must not exist. The constructor also finishes a commit that a killed
+    writer left unfinished. After an exception, only call `close`.
     """
 
     def __init__(self, path: Path, *, create: bool = False, read_only: bool = False) -> None:
@@ -102,27 +99,27 @@ class Overlay(io.RawIOBase):
         mode = os.O_RDONLY if read_only else os.O_RDWR
         self._fd = os.open(path, mode | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0), 0o666)
         self._original = self._size = os.fstat(self._fd).st_size
-        self._valid = (
-            self._original
-        )  # bytes on the disk that are still content: a truncation invalidates those behind it
+        self._valid = self._original  # bytes on the disk that are still content: truncation invalidates later bytes
         self._position = 0
-        self._failure: OSError | None = None  # of a write, which `commit` raises
+        self._failure: OSError | None = None  # error of a write, raised by `commit`
         self._pages: dict[int, bytearray] = {}
         if not create:
             self._recover(read_only)
 
     @classmethod
     def created(cls, path: Path) -> Self:
-        """Make the file, which must not exist. Raises OSError."""
+        """Create the file, which must not exist. Raises OSError."""
         return cls(path, create=True)
 
     @classmethod
     def reading(cls, path: Path) -> Self:
-        """Open the file as it is once the commit in its journal is complete, without changing the disk."""
+        """Open the file ``path`` for reading. The disk stays unchanged.
+
+        If the journal has an unfinished commit, the reader sees its changes.
+        """
         return cls(path, read_only=True)
 
     def _recover(self, read_only: bool) -> None:
-        """Take the pages of a killed writer's journal into the overlay; unless ``read_only``, complete its commit."""
         waiting = read_journal(self._path)
         if waiting is not None:
             self._size, pages = waiting
@@ -135,13 +132,11 @@ class Overlay(io.RawIOBase):
             journal_of(self._path).unlink(missing_ok=True)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Set and return the position."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
         self._position = base + offset
         return self._position
 
     def _page(self, number: int) -> bytearray:
-        """Return page ``number`` for writing; it is read from the disk the first time."""
         page = self._pages.get(number)
         if page is None:
             page = bytearray(self._stored(number))
@@ -154,7 +149,6 @@ class Overlay(io.RawIOBase):
         return pread_all(self._fd, max(0, min(PAGE_BYTES, self._valid - start)), start)
 
     def readinto(self, buffer) -> int:  # type: ignore[no-untyped-def]
-        """Fill ``buffer`` from the position on."""
         if self._failure is not None:
             raise self._failure
         view = memoryview(buffer).cast("B")
@@ -170,7 +164,6 @@ class Overlay(io.RawIOBase):
         return count
 
     def write(self, data) -> int:  # type: ignore[no-untyped-def]
-        """Take ``data`` at the position."""
         view = memoryview(data).cast("B")
         done = 0
         while done < len(view):
@@ -178,7 +171,7 @@ class Overlay(io.RawIOBase):
             take = min(PAGE_BYTES - inside, len(view) - done)
             try:
                 self._page(number)[inside : inside + take] = view[done : done + take]
-            except OSError as error:  # reading the rest of the page; libhdf5 may crash where a write fails
+            except OSError as error:  # raised by reading the rest of the page; libhdf5 may crash if a write fails
                 self._failure = self._failure or error
             done += take
         self._position += done
@@ -186,7 +179,6 @@ class Overlay(io.RawIOBase):
         return done
 
     def truncate(self, size: int | None = None) -> int:
-        """Set the size of the file."""
         self._size = self._position if size is None else size
         self._valid = min(self._valid, self._size)
         number, inside = divmod(self._size, PAGE_BYTES)
@@ -197,20 +189,20 @@ class Overlay(io.RawIOBase):
         return self._size
 
     def commit(self, *, wait: bool = True) -> None:
-        """Bring the changes to the disk. Raises OSError; the file is then as it was before.
+        """Write the changes to the disk. Raises OSError, and then leaves the file unchanged.
 
-        Without ``wait`` a new file is only given to the kernel: it is safe after `fsync`.
+        If ``wait`` is False, the data of a new file is only passed to the kernel, and the caller must call `fsync`.
         """
         if self._failure is not None:
             raise self._failure
-        before = -(-self._original // PAGE_BYTES)  # pages from here on need new space
-        # Cut off and grown again: these bytes are zero, whatever the disk holds, so their pages must be written.
+        before = -(-self._original // PAGE_BYTES)  # first page that needs new disk space
+        # Truncated and regrown bytes are zero, whatever the disk holds: write their pages.
         for number in range(self._valid // PAGE_BYTES, -(-min(self._original, self._size) // PAGE_BYTES)):
             self._page(number)
         in_place = [number for number in sorted(self._pages) if number < before]
         try:
-            # 1. Pages behind the old end: nothing refers to them until the pages in place are changed, so a failure
-            # here is undone by cutting the file. They must be on the disk before the journal is.
+            # 1. Pages after the old end: nothing refers to them before the pages in place change, so truncating the
+            # file undoes a failure. They must be on the disk before the journal.
             if self._size > self._original:
                 os.ftruncate(self._fd, self._size)
             for number in sorted(self._pages):
@@ -218,7 +210,7 @@ class Overlay(io.RawIOBase):
                     self._put(number)
             if wait or in_place:
                 os.fsync(self._fd)
-            # 2. The journal of the pages in place. From its fsync on the commit counts, whoever completes it.
+            # 2. The journal of the pages in place. The commit is valid from the journal's fsync on.
             if in_place:
                 self._write_journal({number: self._pages[number] for number in in_place})
         except OSError:
@@ -226,7 +218,7 @@ class Overlay(io.RawIOBase):
                 journal_of(self._path).unlink(missing_ok=True)
                 os.ftruncate(self._fd, self._original)
             raise
-        # 3. The pages in place; space on the disk is not needed any more.
+        # 3. The pages in place; this needs no more disk space.
         if wait or in_place:
             self._apply(in_place)
             journal_of(self._path).unlink(missing_ok=True)
@@ -234,7 +226,7 @@ class Overlay(io.RawIOBase):
         self._pages.clear()
 
     def _write_journal(self, pages: Mapping[int, bytearray]) -> None:
-        journal_of(self._path).unlink(missing_ok=True)  # or a link that would be followed
+        journal_of(self._path).unlink(missing_ok=True)  # also removes a symbolic link
         fd = atomic.create(journal_of(self._path))
         try:
             before = {number: pread_all(self._fd, PAGE_BYTES, number * PAGE_BYTES) for number in pages}
@@ -244,7 +236,6 @@ class Overlay(io.RawIOBase):
             os.close(fd)
 
     def _apply(self, numbers: list[int]) -> None:
-        """Write pages in place and set the size; idempotent, since it may be interrupted and repeated."""
         for number in numbers:
             self._put(number)
         os.ftruncate(self._fd, self._size)
@@ -255,10 +246,7 @@ class Overlay(io.RawIOBase):
         pwrite_all(self._fd, memoryview(self._pages[number])[: max(0, self._size - start)], start)
 
     def pwrite(self, data: memoryview, offset: int) -> None:
-        """Write to the disk at once, past the overlay; only after `commit`. Raises OSError.
-
-        Write-back starts while the caller prepares the next bytes.
-        """
+        """Write to the disk directly, bypassing the overlay. Only allowed after `commit`. Raises OSError."""
         assert not self._pages, "commit first: pages in memory would overwrite this"
         pwrite_all(self._fd, data, offset)
         if data.nbytes >= BEGIN_BYTES:

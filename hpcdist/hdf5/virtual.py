@@ -1,7 +1,7 @@
 """Virtual datasets (VDS): whole tensors composed of parts in other files, for h5ls, h5dump, h5py and viewers.
 
-Where a file with a part is missing, HDF5 silently shows the fill value. So the fill value is a conspicuous one: NaN for
-floats, the smallest (unsigned: the largest) number for integers.
+HDF5 silently shows the fill value for a missing file. So the fill value is conspicuous: NaN for floats, the minimum
+for signed and the maximum for unsigned integers.
 """
 
 import math
@@ -23,9 +23,13 @@ from hpcdist.reporting import atomic
 
 @dataclass(frozen=True)
 class VirtualSource:
-    """Elements ``flat`` (row-major) of ``box`` of the whole, stored in ``shape`` in a dataset of another file."""
+    """Source of a virtual dataset: a dataset of another file.
 
-    file: str  # relative to the directory of the virtual one
+    Its elements fill a part of ``box``, a box in the virtual dataset. ``flat`` is this part: (start, stop) in row-major
+    order of the box.
+    """
+
+    file: str  # relative to the directory of the virtual dataset's file
     dataset: str
     shape: tuple[int, ...]
     box: Box
@@ -34,7 +38,7 @@ class VirtualSource:
 
 @dataclass(frozen=True)
 class VirtualDataset:
-    """A virtual dataset and its parts."""
+    """Virtual dataset and its sources ``parts``."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -43,14 +47,17 @@ class VirtualDataset:
 
 
 def rectangles(extent: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yield, in order, the boxes that make up elements ``start`` to ``stop`` (row-major) of an array of ``extent``."""
+    """Yield, in order, boxes that together cover the elements ``start`` to ``stop`` of an array of shape ``extent``.
+
+    Elements are in row-major order. A box has a (start, stop) per dimension.
+    """
     if start >= stop:
         return
     if not extent:
         yield ()
         return
-    # Elements per row of the first dim. The range is the tail of a row, whole rows, and the head of a row: the first
-    # and the last are ranges of an array with one dim less, and whole rows are one box.
+    # The range is the tail of a row of dim 0, whole rows, and the head of a row. Tail and head are ranges of an array
+    # with one dim less; the whole rows are one box. `inner` is the number of elements per row.
     inner = int(np.prod(extent[1:], dtype=object))
     first, last = start // inner, stop // inner
     if start % inner:
@@ -71,7 +78,7 @@ def write(
     schema: str,
     version: int,
 ) -> None:
-    """Write the new file ``path`` to the disk (fsync included). Raises StorageError; no file is left then."""
+    """Write the virtual datasets ``wholes`` to a new file ``path``, and fsync it. On StorageError no file is left."""
     path = Path(path)
     try:
         with Overlay(path, create=True) as overlay:
@@ -98,7 +105,6 @@ def _make(maker: DatasetMaker, name: str, whole: VirtualDataset) -> None:
 
 
 def _fill_value(dtype: np.dtype) -> np.ndarray:
-    """Return the fill value of ``dtype``, in the dtype in which HDF5 stores it."""
     if dtype.kind in "iu":
         bounds = np.iinfo(dtype)
         return np.array([bounds.min or bounds.max], dtype)
@@ -106,7 +112,6 @@ def _fill_value(dtype: np.dtype) -> np.ndarray:
 
 
 def _regions(part: VirtualSource) -> Iterator[Region]:
-    """Yield the boxes of the whole that ``part`` fills, each with its place in the dataset of the part."""
     extent = tuple(stop - start for start, stop in part.box)
     if part.shape == extent:
         yield part.box, part.file, part.dataset, part.shape, tuple((0, size) for size in extent)
@@ -114,6 +119,6 @@ def _regions(part: VirtualSource) -> Iterator[Region]:
     done = 0
     for box in rectangles(extent, *part.flat):
         size = math.prod(stop - start for start, stop in box)
-        place = tuple((origin + start, origin + stop) for (origin, _), (start, stop) in zip(part.box, box, strict=True))
-        yield place, part.file, part.dataset, part.shape, ((done, done + size),)
+        spot = tuple((origin + start, origin + stop) for (origin, _), (start, stop) in zip(part.box, box, strict=True))
+        yield spot, part.file, part.dataset, part.shape, ((done, done + size),)
         done += size

@@ -1,10 +1,8 @@
-"""Models: lists of stages with explicit forward and backward, pure mathematics on arrays (no rank, no message).
+"""Models: lists of stages with explicit forward and backward. Pure functions on arrays, without ranks or messages.
 
-Floor 3: imports arrays and errors only. `layers`, `attention` and `experts` compute, `runtime` holds activations,
-recomputes and splits a backward, `counts` has parameters, operations and memory in closed form, `cuda` the sources of
-the kernels.
-`config` stays light: `build` imports everything else when it is called.
-Begin with `build` and `model.Model`.
+Floor 3: imports arrays and errors only. `layers`, `attention` and `experts` compute; `runtime` holds activations,
+recomputes and splits a backward; `counts` has parameters, FLOPs and memory in closed form; `cuda` has the kernel
+sources. `config` stays light. Start with `build` and `model.Model`.
 """
 
 from typing import TYPE_CHECKING
@@ -27,13 +25,12 @@ def build(
     width: int = 0,
     channels: int = 0,
 ) -> "Model":
-    """Return the model that ``config`` describes, for the inputs that the data has.
+    """Build the model that ``config`` describes, for data of the sizes given by keyword.
 
-    A gpt and an encoder need ``context`` (tokens a sample), an mlp ``features`` and ``classes``, a convnet ``height``,
-    ``width``, ``channels`` and ``classes``; a user's factory gets what there is. ``dtype`` is "float32" or "float64",
-    or, on a GPU, "bfloat16" or "float16". Raises ConfigurationError when one of them is missing or not supported.
+    A gpt or encoder needs ``context``. An mlp needs ``features`` and ``classes``. A convnet needs ``height``,
+    ``width``, ``channels`` and ``classes``. ``dtype`` "bfloat16" and "float16" need a GPU. Raises ConfigurationError.
     """
-    # Imported here, so that `models.config` stays as light as `hpcdist --help` needs it.
+    # Imported late, to keep `models.config` and `hpcdist --help` light.
     from hpcdist.models import classifiers, transformer
     from hpcdist.models.experts.mixture import with_experts
     from hpcdist.models.model import LOCAL, Model

@@ -1,9 +1,9 @@
-"""Classifiers: a multi-layer perceptron, and a small convolutional network with its channels last.
+"""Classifiers: a multi-layer perceptron, and a small convolutional network (channels last).
 
-mlp: hidden layers of one width, then a linear head.
-convnet: layers 0..L-1 are 3 x 3 convolutions (He et al. 2016 use such a stack), each followed by a norm over the
-channels of a pixel and an activation; L takes the mean over all pixels and is linear. The norm looks at one sample
-alone, not at a batch: so gradients are the same however a batch is cut, over micro-batches, replicas and stages.
+mlp: hidden layers of equal width, then a linear head.
+convnet: layers 0..L-1 are 3 x 3 convolutions (as in He et al. 2016), each followed by a norm over the channels of a
+pixel and an activation; layer L takes the mean over all pixels and is linear. Gradients do not depend on the split of a
+batch, because the norm uses one sample only.
 """
 
 import math
@@ -31,7 +31,7 @@ from hpcdist.models.stage import (
 
 
 def mlp_stages(config: ModelConfig, features: int, classes: int) -> tuple[Stage, ...]:
-    """Return ``config.layers`` hidden layers and a head, from ``features`` numbers a sample to ``classes`` logits."""
+    """Return the stages of an mlp: ``config.layers`` hidden layers, and a head that outputs ``classes`` logits."""
     if features < 1 or classes < 1:
         raise ConfigurationError(
             f"the data has {features} features and {classes} classes; an mlp needs at least one of each"
@@ -45,7 +45,7 @@ def mlp_stages(config: ModelConfig, features: int, classes: int) -> tuple[Stage,
 
 
 def as_fractions(x: Array, dtype: np.dtype[Any], saved: Saved) -> Array:
-    """Return data in ``dtype``: integers become [0, 1] by the range of their type, kept as "fractions"."""
+    """Return x in ``dtype``. Integers are scaled to [0, 1] by the range of their type. ``saved`` keeps the result."""
     if x.dtype == dtype:
         return x
     fractions = saved.empty("fractions", x.shape, dtype)
@@ -56,7 +56,7 @@ def as_fractions(x: Array, dtype: np.dtype[Any], saved: Saved) -> Array:
 
 
 class Dense(DeclaredStage):
-    """A linear layer, its activation, and dropout behind that; the last layer has neither."""
+    """Layer of an mlp: linear layer, activation and dropout. The last layer has only the linear layer."""
 
     def __init__(self, layer: int, inputs: int, outputs: int, activation: str, dropout: float) -> None:
         self.activation, self.dropout = activation, dropout if activation else 0.0
@@ -64,7 +64,7 @@ class Dense(DeclaredStage):
         super().__init__(layer, (weight, TensorSpec(layer, "linear.bias", (outputs,), False)), (outputs,))
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw the weight so that variances persist through the layers (He et al. 2015); zero the bias."""
+        """Draw the weight so that layers preserve the variance (He et al. 2015). Set the bias to zero."""
         weight = self._specs[0]
         gain = 2.0 if self.activation else 1.0
         draws = rng_of(weight).standard_normal(weight.shape)
@@ -72,7 +72,7 @@ class Dense(DeclaredStage):
         parameters["linear.bias"][...] = 0
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return (batch, outputs) for x (batch, inputs). Integer features of the first layer become [0, 1] by dtype."""
+        """Return (batch, outputs) for x (batch, inputs). Integers in x are scaled, see `as_fractions`."""
         x = as_fractions(x, parameters["linear.weight"].dtype, saved)
         y = operations.linear_column.forward(parameters, "linear", x, saved)
         if self.activation:
@@ -82,7 +82,6 @@ class Dense(DeclaredStage):
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array | None:
-        """Write the gradients; return dx, None in the first layer."""
         d = operations.dropout.backward(dy, self.dropout, HIDDEN, saved)
         d = operations.activation.backward(d, saved) if self.activation else d
         if self.layer > 0:
@@ -92,10 +91,10 @@ class Dense(DeclaredStage):
 
 
 def convnet_stages(config: ModelConfig, height: int, width: int, channels: int, classes: int) -> tuple[Stage, ...]:
-    """Return ``config.layers`` convolutions and a head, from pictures (height, width, channels) to ``classes`` logits.
+    """Return the stages of a convnet: ``config.layers`` convolutions, and a head that outputs ``classes`` logits.
 
-    From the third convolution on every second one halves the resolution, where there is some left, and doubles the
-    channels.
+    Pictures are (height, width, channels). Layers 3, 5, 7, ... double the channels and halve the resolution if it is
+    above 1.
     """
     if min(height, width, channels, classes) < 1:
         raise ConfigurationError(
@@ -113,7 +112,7 @@ def convnet_stages(config: ModelConfig, height: int, width: int, channels: int, 
 
 
 class Convolution(DeclaredStage):
-    """A convolution, its norm and its activation."""
+    """Layer of a convnet: convolution, norm and activation."""
 
     def __init__(
         self, layer: int, config: ModelConfig, picture: tuple[int, int, int], outputs: int, stride: int
@@ -129,11 +128,11 @@ class Convolution(DeclaredStage):
         super().__init__(layer, specs, self.shape)
 
     def input_shape(self, samples: int) -> tuple[int, ...]:
-        """Return (samples, height, width, inputs)."""
+        """Return the shape (samples, height, width, inputs) of the input."""
         return samples, *self.picture
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw the weight so that variances persist through the layers (He et al. 2015); the norm is the identity."""
+        """Draw the weight so that layers preserve the variance (He et al. 2015). Set norm scales to 1, biases to 0."""
         for spec in self._specs:
             if spec.adapted:
                 draw_normal(parameters, spec, rng_of, math.sqrt(2.0 * spec.shape[0] / spec.size))
@@ -143,13 +142,13 @@ class Convolution(DeclaredStage):
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
         """Return (batch, height, width, outputs) for x (batch, height, width, inputs).
 
-        The first layer takes rows of pixels too, (batch, height x width x inputs), and integers, which become [0, 1] by
-        their type. Raises UsageError for pictures of another size.
+        The first layer also accepts flat rows (batch, height * width * inputs) and integers; see `as_fractions`. Raises
+        UsageError for pictures of another size.
         """
         if self.layer == 0:
             if x[0:1].size != math.prod(self.picture) and len(x):
                 raise UsageError(
-                    f"got pictures {x.shape[1:]}, the model was built for {self.picture} (height, width, channels)"
+                    f"got pictures {x.shape[1:]}, but the model expects {self.picture} (height, width, channels)"
                 )
             x = as_fractions(x, parameters["convolution.weight"].dtype, saved).reshape(-1, *self.picture)
         y = convolve(parameters, "convolution", x, self.stride, saved)
@@ -159,14 +158,13 @@ class Convolution(DeclaredStage):
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array | None:
-        """Write the gradients; return dx, None in the first layer."""
         d = operations.activation.backward(dy, saved)
         d = operations.norm.backward(parameters, gradients, "norm", d, saved, None)
         return convolve_backward(parameters, gradients, "convolution", d, saved, wants_dx=self.layer > 0)
 
 
 class PoolingHead(DeclaredStage):
-    """The mean over all pixels, dropout of it, and the linear layer to logits."""
+    """Head of a convnet: mean over all pixels, dropout, and a linear layer that outputs logits."""
 
     def __init__(self, config: ModelConfig, picture: tuple[int, int, int], classes: int) -> None:
         self.dropout, layer = config.dropout, config.layers
@@ -174,12 +172,10 @@ class PoolingHead(DeclaredStage):
         super().__init__(layer, (weight, TensorSpec(layer, "head.bias", (classes,), False)), (classes,))
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw the weight; zero the bias."""
         draw_normal(parameters, self._specs[0], rng_of, 1.0 / math.sqrt(self._specs[0].shape[1]))
         parameters["head.bias"][...] = 0
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return logits (batch, classes) for x (batch, height, width, channels)."""
         samples, height, width, channels = x.shape
         mean = saved.empty("mean", (samples, channels), x.dtype)
         x.reshape(samples, height * width, channels).mean(axis=1, out=mean)
@@ -190,7 +186,6 @@ class PoolingHead(DeclaredStage):
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array:
-        """Write the gradients; return dx (batch, height, width, channels), a scratch array."""
         d = operations.linear_column.backward(parameters, gradients, "head", dy, saved)
         d = operations.dropout.backward(d, self.dropout, HIDDEN, saved)
         samples, height, width, channels = saved["shape"]

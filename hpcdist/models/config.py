@@ -1,4 +1,4 @@
-"""The ``[model]`` section of a recipe. Light: imports nothing but `reporting`."""
+"""The ``[model]`` section of a recipe. Imports only `reporting`."""
 
 from dataclasses import dataclass, fields
 from typing import Final
@@ -25,13 +25,13 @@ ACTIVATIONS: Final = ("gelu", "relu", "swiglu")
 POSITIONS: Final = ("learned", "rotary")
 NORMS: Final = ("layer", "rms")
 ROUTERS: Final = ("softmax", "sigmoid")
-# Limits far beyond any model: a mistyped size is rejected before anything is allocated, and not after minutes.
+# Limits far above any model, so that a mistyped size is rejected before memory is allocated.
 MOST: Final = {"layers": 10_000, "hidden": 1 << 20, "vocabulary": 1 << 30}
-MOST_CONTEXT: Final = 1 << 27  # tokens of a sample
+MOST_CONTEXT: Final = 1 << 27  # tokens per sample
 MOST_EXPERTS: Final = 1 << 16
-ROUND_UP: Final = 32  # the width that "swiglu" gives to a feed-forward is a multiple of it
+ROUND_UP: Final = 32  # the default feed-forward width of "swiglu" is a multiple of this
 
-# Keys that only some kinds have.
+# Keys that only some kinds of models use.
 _ONLY: Final = {
     "tied": TRANSFORMERS,
     "positions": TRANSFORMERS,
@@ -44,7 +44,7 @@ _ONLY: Final = {
     "factory": ("import",),
     "experts": TRANSFORMERS,
 }
-# Keys that only a mixture of experts has: without one they are at these defaults.
+# Keys that only a mixture of experts uses; models without experts must have these defaults.
 EXPERT_KEYS: Final = {
     "experts_per_token": 2,
     "shared_experts": 0,
@@ -61,35 +61,27 @@ EXPERT_KEYS: Final = {
 class ModelConfig:
     """Section ``[model]``: the architecture.
 
-    ``gpt``: ``layers`` decoder blocks of width ``hidden`` with ``heads`` heads over ``vocabulary`` tokens, trained to
-    say the next token; ``encoder``: the same blocks, where every token sees all others, trained to say tokens that were
-    masked. ``tied`` uses the token embedding as the output matrix. ``positions`` are "learned", or "rotary" (Su et al.,
-    arXiv:2104.09864); ``norm`` is "layer" or "rms" (Zhang, Sennrich, arXiv:1910.07467). ``kv_heads`` heads of keys and
-    values, a divisor of ``heads``, are shared by the queries (Ainslie et al., arXiv:2305.13245); 0: one for each.
-    In a gpt a token sees the last ``window`` tokens, itself among them (Jiang et al., arXiv:2310.06825); 0: all.
-    ``feed_forward`` is the inner width of a block's second half; 0: 4 ``hidden``, and with the activation "swiglu"
-    (Shazeer, arXiv:2002.05202), which has three matrices there, 8/3 ``hidden`` rounded up to a multiple of 32. Without
-    ``bias`` the linears of a block have none. ``mask_token`` is what an encoder reads in the place of a masked token;
-    -1: the last of the vocabulary.
+    Kinds:
+        gpt: ``layers`` decoder blocks of width ``hidden`` with ``heads`` heads, trained to predict the next token.
+        encoder: The same blocks without a causal mask, trained to predict masked tokens.
+        mlp: ``layers`` hidden layers of width ``hidden``.
+        convnet: ``layers`` convolutions, the first with ``hidden`` channels; see `hpcdist.models.classifiers`.
+        import: A model that the function ``factory``, "file.py:function" or "package.module:function", makes from
+            PyTorch modules or JAX functions (`hpcdist.adapters`).
+        given: The model of a script (`hpcdist.training.script`).
 
-    ``mlp``: ``layers`` hidden layers of width ``hidden``. ``convnet``: ``layers`` convolutions, the first to ``hidden``
-    channels, every second one from the third on to twice as many at half the resolution. Both have features, or
-    pictures, and classes given by the data.
+    Transformers:
+        tied: Use the token embedding also as the output matrix.
+        positions: Position encoding: "learned", or "rotary" (Su et al., arXiv:2104.09864).
+        norm: "layer", or "rms" (Zhang, Sennrich, arXiv:1910.07467).
+        kv_heads: Number of key and value heads (Ainslie et al., arXiv:2305.13245). 0: as many as ``heads``.
+        window: Sliding window of a gpt in tokens (Jiang et al., arXiv:2310.06825). 0: no window.
+        feed_forward: Inner width of the feed-forward. 0: 4 ``hidden``, or for the activation "swiglu" (Shazeer,
+            arXiv:2002.05202) 8/3 ``hidden``, rounded up to a multiple of 32.
 
-    ``import``: what the function ``factory`` makes, "file.py:function" or "package.module:function", out of modules of
-    PyTorch or functions of JAX (see `hpcdist.adapters`); it is given what the data decides, as ``context=`` or
-    ``classes=``. ``given``: the model of a script, which brings the batches, too (see `hpcdist.training.script`).
-
-    With ``experts`` the second half of each block of a transformer is a mixture of so many feed-forwards of the inner
-    width ``expert_hidden`` (0: as without experts), of which ``experts_per_token`` see a token, chosen and weighted by
-    a "softmax" or "sigmoid" ``router``; beside them all tokens share one feed-forward as wide as ``shared_experts``.
-    No token is dropped, unless a ``capacity_factor`` bounds what an expert takes of a sample to so many times an even
-    share. Loads are balanced by a loss with the coefficient ``balance_loss``, or without one by biases that move by
-    ``balance_rate`` a step; ``z_loss`` is the coefficient of a loss that keeps logits small. See
-    `hpcdist.models.experts.router` for the formulas.
-
-    ``dropout`` is the share of elements that training drops: of embeddings, attention and both branches of a block in
-    a transformer, behind each activation in an mlp, of what a convnet's head reads.
+    Mixture of experts (formulas in `hpcdist.models.experts.router`):
+        experts: Number of experts per block, each of inner width ``expert_hidden``. 0: dense feed-forward.
+        shared_experts: Inner width, as a multiple of ``expert_hidden``, of an additional feed-forward for all tokens.
     """
 
     kind: str = "gpt"
@@ -120,24 +112,24 @@ class ModelConfig:
 
     @property
     def inner(self) -> int:
-        """The inner width of a block's feed-forward."""
+        """Inner width (columns between its two matrices) of a block's dense feed-forward."""
         if self.feed_forward:
             return self.feed_forward
         return -(-8 * self.hidden // (3 * ROUND_UP)) * ROUND_UP if self.activation == "swiglu" else 4 * self.hidden
 
     @property
     def expert_inner(self) -> int:
-        """The inner width of one expert."""
+        """Inner width (columns between its two matrices) of one expert's feed-forward."""
         return self.expert_hidden or self.inner
 
     @property
     def kv_width(self) -> int:
-        """The columns of the keys, and of the values, of a token."""
+        """Number of columns that the keys of a token have; its values have equally many."""
         return (self.kv_heads or self.heads) * self.hidden // self.heads
 
     @property
     def mask(self) -> int:
-        """The token that stands for a masked one."""
+        """Token that replaces masked tokens in an encoder."""
         return self.vocabulary - 1 if self.mask_token < 0 else self.mask_token
 
     def __post_init__(self) -> None:
@@ -150,12 +142,12 @@ def applies(name: str, kind: str) -> bool:
 
 
 def speed_unit(kind: str, tokens_per_sample: float) -> str:
-    """Return the unit of the speed of a model: "tokens", or "samples" if a sample has one target."""
+    """Return the unit of training speed: "tokens", or "samples" if a sample has only one target."""
     return "tokens" if tokens_per_sample > 1 or kind in TRANSFORMERS else "samples"
 
 
 def loss_unit(kind: str, tokens_per_sample: float) -> str:
-    """Return the unit of losses: "nats", or "" for a user's model without tokens, whose loss may have any unit."""
+    """Return the unit of losses: "nats", or "" (unknown) for a user's model with one target per sample."""
     return "" if kind in FOREIGN and speed_unit(kind, tokens_per_sample) == "samples" else "nats"
 
 
@@ -197,49 +189,49 @@ RULES: Final = (
         )
         for name, default in EXPERT_KEYS.items()
     ),
-    rule("model.experts=1", "a mixture has a choice", "set it to 2 or more, or to 0 for a dense model"),
+    rule("model.experts=1", "a router must choose between experts", "set it to 2 or more, or to 0 for a dense model"),
     rule(
         "model.experts_per_token? with model.experts",
-        "a token sees each of them at most once",
+        "a token cannot go to more experts than there are",
         "choose at most {1}",
         relation=lambda each, experts: each > experts,
     ),
     rule(
         "model.capacity_factor with model.experts with model.experts_per_token?",
-        "that is more than every token",
+        "an expert would take more than all tokens",
         lambda _, experts, each: f"choose at most {experts / each:g}, or 0 to drop nothing",
         relation=lambda factor, experts, each: factor * each > experts,
     ),
     rule(
         "model.kind=import with model.factory=",
-        cure="name the function that makes the model: 'file.py:function' or 'package.module:function'",
+        cure="name a function that returns the model: 'file.py:function' or 'package.module:function'",
     ),
     rule(f"model.activation=swiglu with model.kind!={'|'.join(TRANSFORMERS)}", cure="use 'gelu' or 'relu'"),
     rule(
         f"model.hidden? with model.heads? {_BLOCKS}",
-        "heads have as many numbers each",
+        "all heads must have the same width",
         lambda hidden, heads: f"choose a hidden size of {heads * max(1, round(hidden / heads))}, or other heads",
         relation=lambda hidden, heads: hidden % heads,
     ),
     rule(
         f"model.kv_heads with model.heads? {_BLOCKS}",
-        "as many queries share each",
+        "the number of key and value heads must divide the number of heads",
         lambda _, heads: f"choose one of {[count for count in range(1, heads + 1) if heads % count == 0]}",
         relation=lambda kv_heads, heads: heads % kv_heads,
     ),
     rule(
         f"model.positions=rotary with model.hidden? with model.heads? {_BLOCKS}",
         lambda _, hidden, heads: (
-            f"pairs are turned, and a head has model.hidden / model.heads = {hidden // heads} numbers"
+            f"rotary positions need an even head width, and model.hidden / model.heads = {hidden // heads}"
         ),
-        "make that even, or use learned positions",
+        "change model.hidden or model.heads, or use learned positions",
         relation=lambda _, hidden, heads: hidden // heads % 2,
     ),
-    rule("model.vocabulary<2 where model.kind=encoder", cure="an encoder needs a token to say and one for the mask"),
+    rule("model.vocabulary<2 where model.kind=encoder", cure="an encoder needs a mask token and at least one other"),
     rule(
         "model.mask_token? with model.vocabulary? where model.kind=encoder",
-        "there is no such token",
-        "make the vocabulary larger, or name another token",
+        "token numbers must be less than the vocabulary",
+        "increase model.vocabulary, or choose a smaller token",
         relation=lambda token, vocabulary: token >= vocabulary,
     ),
 )

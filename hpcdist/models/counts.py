@@ -1,36 +1,26 @@
-"""Parameters, operations and activation memory of a model, in closed form from its configuration.
+"""Parameters, FLOPs and activation memory of a model in closed form, from its configuration.
 
-Operations are those that the mathematics asks for, 2 for each multiplication and addition of a matrix product, of a
-sample of s tokens. Norms, activations, embeddings and the loss are not counted, and neither is what an implementation
-computes twice (recomputation) or needlessly (scores of tokens that a causal attention does not look at):
+FLOPs are 2 per multiply-add of the matrix products, for a sample of s tokens. Not counted: norms, activations,
+embeddings, the loss, recomputation, and scores that a causal mask hides:
 
-    linear (i to o)     2 i o a token forward, as much for the gradient of its input and for that of its weight
-    attention           4 h P forward, 8 h P back, with P = s (s + 1) / 2 pairs of tokens where it is causal, less
-                        (s - w) (s - w + 1) / 2 with a window of w < s, else s^2; of packed samples the sum of that
-                        over documents of s tokens each
-    block of width h    linears h -> h + 2 k (query, key and value; k columns of keys), h -> h, and a feed-forward of
-                        width f: h -> f, twice for "swiglu", and f -> h
-    experts             those of the m that see a token, of the shared ones, and of the router, h -> E
+    linear (i to o)     2 i o per token forward; the same for each of the two gradients
+    attention           4 h P forward, 8 h P backward, with P pairs of tokens: s^2, or s (s + 1) / 2 if causal, minus
+                        (s - w) (s - w + 1) / 2 with a window w < s; for packed samples, the sum over documents
+    block of width h    linears h -> h + 2 k (k columns of keys), h -> h, and a feed-forward of width f
+    experts             the m experts of a token, the shared ones, and the router h -> E
     gpt, encoder        L blocks, and the head h -> v
-    convolution         a linear of 9 c -> o for every pixel of its output
+    convolution         a linear 9 c -> o for every output pixel
 
-The first layer of an mlp or a convnet has no gradient of its input. A step of a gpt is about 6 N operations a token for
-N parameters of matrices (Kaplan et al., arXiv:2001.08361), and 6 L h s more for causal attention. PaLM
-(arXiv:2204.02311, appendix B) counts attention as if it were not causal, 12 L h s: utilisations after it are higher.
-
-Memory is that of the arena (`hpcdist.models.runtime.arena`): what forward leaves for backward, and scratch that all
-stages share, each name as large as the largest of them. In numbers a sample, with a heads, f' = 2 f for "swiglu", and
-n = 2 statistics of a row for the norm "layer", 1 for "rms":
+Memory is the size of `hpcdist.models.runtime.arena`: activations kept for backward, and the largest scratch of each
+name. In numbers per sample, with a heads, f' = 2 f for "swiglu" (else f), and n = 2 statistics per row (1 for "rms"):
 
     block               kept s (5 h + (h + 2 k) + f' + f + 2 a + 2 n), scratch s (max(f, h) + h + 2 k + a)
-    experts, m a token  instead of f' + f: kept s (h + m (2 h + f' + f + 3) + E), scratch s (m (f + h + 1) + h), and
-                        those of the shared ones, a feed-forward beside them; nothing is dropped
+    experts             instead of f' + f: kept s (h + m (2 h + f' + f + 3) + E), scratch s (m (f + h + 1) + h), plus
+                        the shared feed-forward; no dropped tokens
     head                kept s (h + v + n + 1), scratch 2 s h
     embedding           kept s h
 
-With recomputation (`hpcdist.models.runtime.split_backward`) a block keeps s h, and one of them has the rest beside it.
-Tiles of attention and unfolded pictures, a cache full of them, come on top; small integers that the data has, and what
-a BLAS takes, are not counted.
+With recomputation each block keeps s h, and one block at a time has the rest too.
 """
 
 from bisect import bisect_left, insort
@@ -48,7 +38,7 @@ from hpcdist.models.runtime.arena import MAX_WASTE
 
 
 class KeptArray(NamedTuple):
-    """An array that a forward leaves for its backward: numbers a sample; what cuts it is as for `Scratch`."""
+    """Array kept from forward to backward, with ``size`` elements per sample. See `Scratch` for ``cut``, ``whole``."""
 
     size: int
     cut: bool = False
@@ -56,9 +46,9 @@ class KeptArray(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Memory that stages share: numbers a sample, but no more than ``most`` for all of them (0: no limit).
+    """Scratch memory that stages share: ``each`` elements per sample, at most ``most`` in total (0: no limit).
 
-    Tensor parallelism cuts it, or where it is ``whole``, nothing does: not even one by tokens.
+    ``cut``: tensor parallelism divides this memory. ``whole``: no kind of parallelism divides it.
     """
 
     each: int
@@ -67,50 +57,51 @@ class Scratch(NamedTuple):
     whole: bool = False
 
     def of(self, samples: int) -> int:
-        """Return the numbers for so many samples."""
+        """Return the number of scratch elements for a micro-batch of ``samples`` samples."""
         return min(self.each * samples, self.most) if self.most else self.each * samples
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCounts:
-    """One stage: its own parameters; operations, and numbers kept from forward to backward, for a sample.
+    """Number of parameters of one stage, and its FLOPs and elements of activation memory per sample.
 
-    ``kept`` has the arrays in the order in which they are taken, the output last; ``scratch`` goes by name.
+    ``kept`` lists arrays kept for the backward pass, in the order of allocation. ``scratch`` maps the names of scratch
+    arrays to their sizes.
     """
 
     parameters: int
-    linear: int = 0  # operations forward
+    linear: int = 0  # forward FLOPs
     attention: int = 0
-    first: bool = False  # its input is data: it has no gradient
+    first: bool = False  # the input is data and has no gradient
     kept: tuple[KeptArray, ...] = ()
     scratch: Mapping[str, Scratch] = field(default_factory=dict)
 
     @property
     def forward(self) -> int:
-        """Operations forward."""
+        """FLOPs of the forward pass per sample."""
         return self.linear + self.attention
 
     @property
     def backward(self) -> int:
-        """Operations of both gradients: attention, which has no weights, does four products instead of two."""
+        """FLOPs of the backward pass per sample. Attention needs four matrix products here, and two in the forward."""
         return (1 if self.first else 2) * self.linear + 2 * self.attention
 
 
 def attention_pairs(context: int, *, causal: bool, window: int = 0) -> int:
-    """Return how many pairs of tokens an attention over ``context`` tokens looks at; ``window`` 0: there is none."""
+    """Return the number of query-key pairs that attention over ``context`` tokens computes. ``window`` 0: no window."""
     hidden = max(0, context - window) if window else 0
     return (context * (context + 1) - hidden * (hidden + 1)) // 2 if causal else context * context
 
 
 class DocumentPairs(NamedTuple):
-    """Pairs of tokens within the documents of a packed sample, in the mean: all of them, and those looked at."""
+    """Mean numbers of query-key pairs of a sample within documents: computed (``every``) and visible (``seen``)."""
 
     every: float
     seen: float
 
 
 def embedding_counts(config: ModelConfig, context: int) -> UnitCounts:
-    """Return the counts of the first stage of a transformer."""
+    """Return FLOPs, parameters and memory of a transformer's embedding stage."""
     wide = context * config.hidden
     return UnitCounts(
         parameters=config.vocabulary * config.hidden + (wide if config.positions == "learned" else 0),
@@ -120,7 +111,7 @@ def embedding_counts(config: ModelConfig, context: int) -> UnitCounts:
 
 
 def head_counts(config: ModelConfig, context: int) -> UnitCounts:
-    """Return the counts of the last stage of a transformer, with the loss."""
+    """Return FLOPs, parameters and memory of a transformer's head, including the loss."""
     wide, matrix = context * config.hidden, config.vocabulary * config.hidden
     rows = norm_statistics(config)
     return UnitCounts(
@@ -137,7 +128,10 @@ def head_counts(config: ModelConfig, context: int) -> UnitCounts:
 
 
 def block_counts(config: ModelConfig, context: int, documents: DocumentPairs | None = None) -> UnitCounts:
-    """Return the counts of a block of a transformer; attention stays within ``documents``, where samples are packed."""
+    """Return FLOPs, parameters and memory of a transformer block.
+
+    ``documents``: query-key pairs in packed documents.
+    """
     pairs = attention_pairs(context, causal=config.kind == "gpt", window=config.window)
     hidden, wide = config.hidden, config.hidden + 2 * config.kv_width
     grouped = config.kv_width != hidden
@@ -171,7 +165,6 @@ def block_counts(config: ModelConfig, context: int, documents: DocumentPairs | N
 
 
 def _feed_forward(config: ModelConfig, context: int, inner: int) -> UnitCounts:
-    """Return the counts of a feed-forward of the width ``inner``, without the norm before it."""
     hidden, rises = config.hidden, 2 * inner if config.activation == "swiglu" else inner
     matrices = hidden * rises + inner * hidden
     return UnitCounts(
@@ -186,12 +179,11 @@ def _feed_forward(config: ModelConfig, context: int, inner: int) -> UnitCounts:
 
 
 def expert_rows(config: ModelConfig, context: int) -> int:
-    """Return the most rows that the experts multiply for a sample: choices of its tokens, without those dropped."""
+    """Return the largest number of token rows that all experts together process for a sample, without dropped rows."""
     return min(context * config.experts_per_token, config.experts * capacity(config, context))
 
 
 def _experts(config: ModelConfig, context: int) -> UnitCounts:
-    """Return the counts of a mixture of experts with its router, and with the feed-forward that is shared."""
     hidden, inner, rows = config.hidden, config.expert_inner, expert_rows(config, context)
     one, router = _feed_forward(config, 1, inner), config.experts * hidden
     shared = _feed_forward(config, context, config.shared_experts * inner) if config.shared_experts else None
@@ -217,7 +209,7 @@ def _experts(config: ModelConfig, context: int) -> UnitCounts:
 
 
 def routed_flops(config: ModelConfig, context: int) -> int:
-    """Return the operations forward of the router and the experts of a block for a sample; 0 without any."""
+    """Return the forward FLOPs per sample of a block's router and experts, or 0 for a block without experts."""
     if not config.experts:
         return 0
     each = _feed_forward(config, 1, config.expert_inner).linear
@@ -225,7 +217,7 @@ def routed_flops(config: ModelConfig, context: int) -> int:
 
 
 def _tile_scores(config: ModelConfig, context: int) -> dict[str, Scratch]:
-    """Return the scores that attention has at a time, forward and back: samples, or heads of one, that fit a tile."""
+    """Return the sizes of attention's scratch arrays, by name. A tile has whole samples, or heads of one sample."""
     short, long = min(QUERY_BLOCK, context), min(LONG, context)
     shared = config.kv_heads or config.heads
     per_sample = config.heads * short * long
@@ -242,7 +234,7 @@ def _tile_scores(config: ModelConfig, context: int) -> dict[str, Scratch]:
 
 
 def norm_statistics(config: ModelConfig) -> int:
-    """Return how many vectors a norm has, and how many numbers it keeps of a row."""
+    """Return 1 for the norm "rms", else 2: the number of its parameter vectors, and of statistics saved per row."""
     return 1 if config.norm == "rms" else 2
 
 
@@ -251,7 +243,7 @@ def _dropout_scratch(config: ModelConfig, size: int) -> dict[str, Scratch]:
 
 
 def dense_counts(config: ModelConfig, inputs: int, outputs: int, *, first: bool, last: bool) -> UnitCounts:
-    """Return the counts of a layer of an mlp: with an activation, or with the loss."""
+    """Return FLOPs, parameters and memory of an mlp layer with its activation, or if ``last``, with the loss."""
     return UnitCounts(
         parameters=(inputs + 1) * outputs,
         linear=2 * inputs * outputs,
@@ -264,7 +256,11 @@ def dense_counts(config: ModelConfig, inputs: int, outputs: int, *, first: bool,
 def convolution_counts(
     before: tuple[int, int, int], after: tuple[int, int, int], statistics: int, *, first: bool
 ) -> UnitCounts:
-    """Return the counts of a convolution between pictures (height, width, channels), with norm and activation."""
+    """Return FLOPs, parameters and memory of a convolution and its norm.
+
+    ``before`` and ``after`` are the shapes (height, width, channels) of its input and output pictures. The norm has
+    ``statistics`` parameter vectors.
+    """
     pixels, weight = after[0] * after[1], SIZE * SIZE * before[2] * after[2]
     row = SIZE * SIZE * before[2] * pixels  # of unfolded neighbourhoods
     y = KeptArray(prod(after))
@@ -283,7 +279,7 @@ def convolution_counts(
 
 
 def pooling_counts(picture: tuple[int, int, int], classes: int) -> UnitCounts:
-    """Return the counts of the head of a convnet: the mean over all pixels, and a linear, with the loss."""
+    """Return FLOPs, parameters and memory of a convnet's head, including the loss."""
     channels = picture[2]
     return UnitCounts(
         parameters=(channels + 1) * classes,
@@ -295,34 +291,33 @@ def pooling_counts(picture: tuple[int, int, int], classes: int) -> UnitCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """A model in numbers: by stage, with properties for all of it. Operations are those for one sample."""
+    """Parameters, FLOPs and memory of a model, per stage and in total. FLOPs are per sample."""
 
     units: tuple[UnitCounts, ...]
 
     @property
     def parameters(self) -> int:
-        """Numbers that are trained; a tied tensor counts once."""
+        """Number of trained parameters. A tied tensor counts once."""
         return sum(unit.parameters for unit in self.units)
 
     @property
     def forward_flops(self) -> int:
-        """Operations forward."""
         return sum(unit.forward for unit in self.units)
 
     @property
     def backward_flops(self) -> int:
-        """Operations back."""
+        """FLOPs of the backward pass per sample."""
         return sum(unit.backward for unit in self.units)
 
     @property
     def flops(self) -> int:
-        """Operations of a training step, without recomputation: the numerator of a utilisation."""
+        """FLOPs of a training step per sample, without recomputation. The MFU uses this number."""
         return self.forward_flops + self.backward_flops
 
     def activation_bytes(self, samples: int, *, recompute: bool = False, itemsize: int = 4) -> int:
-        """Return the most that activations of one micro-batch take, with numbers of ``itemsize`` bytes.
+        """Return the peak activation memory of one micro-batch in bytes, for elements of ``itemsize`` bytes.
 
-        ``recompute``: all but the first and the last stage are computed again in backward.
+        ``recompute``: the backward pass recomputes all stages except the first and the last.
         """
         names = {name for unit in self.units for name in unit.scratch}
         scratch = sum(
@@ -333,10 +328,9 @@ class Counts:
 
 
 def peak_with_recomputation(units: tuple[UnitCounts, ...]) -> int:
-    """Return the most numbers a sample where stages between the first and the last keep a copy of their output only.
+    """Return the peak number of elements per sample of the stages ``units`` if all but the first and last recompute.
 
-    Memory that one stage gives back serves the next, where it is no more than `MAX_WASTE` times too large, or grows to
-    no more than that: as the arena does. A backward takes what the forward of its stage has given back.
+    As in `Arena`, a freed block can serve a request of 1 / `MAX_WASTE` to `MAX_WASTE` times the block's size.
     """
     free: list[int] = []
     total = 0
@@ -345,11 +339,11 @@ def peak_with_recomputation(units: tuple[UnitCounts, ...]) -> int:
         nonlocal total
         taken = []
         for size in sizes:
-            place = bisect_left(free, size)
-            if place < len(free) and free[place] <= MAX_WASTE * size:
-                taken.append(free.pop(place))
+            index = bisect_left(free, size)
+            if index < len(free) and free[index] <= MAX_WASTE * size:
+                taken.append(free.pop(index))
                 continue
-            grown = free.pop(place - 1) if place and size <= MAX_WASTE * free[place - 1] else 0
+            grown = free.pop(index - 1) if index and size <= MAX_WASTE * free[index - 1] else 0
             total += size - grown
             taken.append(size)
         return taken
@@ -366,7 +360,7 @@ def peak_with_recomputation(units: tuple[UnitCounts, ...]) -> int:
 
 
 class InputSizes(TypedDict, total=False):
-    """Sizes of the data of a model: ``context`` of a text, ``features`` of rows, the others of pictures; 0 for none."""
+    """Sizes of a sample: ``context`` for text, ``features`` for table rows, the others for pictures. 0: not used."""
 
     context: int
     features: int
@@ -377,7 +371,7 @@ class InputSizes(TypedDict, total=False):
 
 
 def counts(config: ModelConfig, *, documents: DocumentPairs | None = None, **sizes: Unpack[InputSizes]) -> Counts:
-    """Return the numbers of the model that `hpcdist.models.build` makes of the same sizes (local, no model)."""
+    """Return parameters, FLOPs and memory of the model that ``config`` describes, for the given sample sizes."""
     if config.kind == "mlp":
         return Counts(units=_mlp(config, sizes.get("features", 0), sizes.get("classes", 0)))
     if config.kind == "convnet":

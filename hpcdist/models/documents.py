@@ -1,7 +1,7 @@
-"""Documents that are packed into samples: where they begin, and the place of each token in its own.
+"""Packed documents: their boundaries in a sample, and the position of each token in its document.
 
-Attention stays inside of a document, and positions count from its first token. `PackedTokens` is the input of a packed
-micro-batch; a model makes `Documents` of it, which travel to its operations in ``Saved.documents``.
+Attention stays within a document, and positions count from its first token. A packed micro-batch is `PackedTokens`; a
+model derives `Documents` from it, which operations read from ``Saved.documents``.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,16 +16,17 @@ from hpcdist.errors import DataError
 
 
 class PackedTokens(ArrayGroup):
-    """Tokens (samples, context), where they are computed with, and on the host their places in their documents.
+    """Micro-batch of packed documents: tokens, their positions in documents, and numbers of tokens before the padding.
 
-    The third array (samples,) says how many of the places documents fill: those in front.
+    Tokens (samples, context) are on the compute device. Positions (samples, context) and numbers of tokens (samples,)
+    are on the host.
     """
 
     @classmethod
     def of(cls, tokens: Array, places: np.ndarray, filled: np.ndarray | None = None) -> "PackedTokens":
-        """Return the group of these; None: documents fill all places. A document begins where the place is 0.
+        """Return the packed micro-batch of ``tokens``. ``places`` has each token's position in its document, from 0.
 
-        So does the padding behind the last one.
+        ``filled`` has, for each sample, the number of tokens before its padding; None: no padding.
         """
         assert tokens.shape == places.shape
         return cls((tokens, places, np.full(len(places), places.shape[1]) if filled is None else filled))
@@ -33,11 +34,11 @@ class PackedTokens(ArrayGroup):
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents of the samples of a micro-batch. Local.
+    """Positions of the documents in the samples of a micro-batch. Local.
 
-    ``whole`` (samples, context), on the host, has the places of all tokens of the samples in their documents, and
-    ``places`` (samples, own tokens) those of the tokens that are computed here, where they are. ``filled`` (samples,)
-    are the tokens of a sample that are no padding.
+    ``whole`` (samples, context) has the position of every token in its document, on the host. ``places`` (samples,
+    local tokens) has these positions for this rank's tokens, on the compute device. ``filled`` (samples,) has the
+    number of tokens before the padding.
     """
 
     whole: np.ndarray
@@ -46,26 +47,27 @@ class Documents:
 
     @cached_property
     def borders(self) -> list[list[int]]:
-        """Of each sample the places at which its documents begin, and its end."""
+        """For each sample, the positions at which its documents start, followed by the sample's length."""
         context = self.whole.shape[1]
         return [[*np.flatnonzero(row == 0).tolist(), context] for row in self.whole]
 
     @cached_property
     def longest(self) -> int:
-        """The number of places in the longest document."""
+        """Number of tokens in the longest document of the micro-batch."""
         return int(self.whole.max(initial=0)) + 1
 
     def spans(self, sample: int, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
-        """Return the rows that each document of ``sample`` has in an array, as first row and the one behind the last.
+        """Return the row range [first, end) of each document of ``sample`` in an array.
 
-        The ``pieces`` of the sample that the array has are those of `hpcdist.models.attention.tiles`.
+        ``sample`` is the sample's index. The array has only the tokens in ``pieces``. A piece is (first row, end row,
+        token position of the first row).
         """
         rows = [_row(place, pieces) for place in self.borders[sample]]
         return list(zip(rows, rows[1:], strict=False))
 
     @cached_property
     def ranges(self) -> Array:
-        """(samples, context, 2) int64 where ``places`` are: the first key of each row, and the one behind its last."""
+        """For each token, the range [first, end) of the keys in its document: int64 (samples, context, 2)."""
         ranges = np.empty((*self.whole.shape, 2), np.int64)
         for row, borders in zip(ranges, self.borders, strict=True):
             sizes = np.diff(borders)
@@ -73,24 +75,24 @@ class Documents:
         return backend.place(ranges, "gpu" if backend.is_device(self.places) else "cpu")
 
 
-def _row(place: int, pieces: Sequence[tuple[int, int, int]]) -> int:
-    """Return how many rows of ``pieces`` are in front of ``place``."""
-    return sum(min(max(place - first, 0), end - start) for start, end, first in pieces)
+def _row(position: int, pieces: Sequence[tuple[int, int, int]]) -> int:
+    """Return the number of rows in ``pieces`` whose token is before ``position`` in the sample."""
+    return sum(min(max(position - first, 0), end - start) for start, end, first in pieces)
 
 
 def unpacked(x: Array, cut: Callable[[Array], Array] = lambda samples: samples) -> tuple[Array, Documents | None]:
-    """Return the tokens of a micro-batch, and its documents, None where samples are not packed.
+    """Return the tokens of the micro-batch ``x``, and its `Documents` (None if samples are not packed).
 
-    ``cut`` takes what is computed here of (samples, context). Raises DataError on a sample that does not begin with a
-    document.
+    ``cut(array)`` returns this rank's tokens of an array (samples, context). Raises DataError if a sample does not
+    start with a document.
     """
     if not isinstance(x, PackedTokens):
         return cut(x), None
     tokens, places, filled = x.arrays
     if places.shape[1] and places[:, 0].any():
         raise DataError(
-            "a packed sample begins in the midst of a document: the place of its first token is not 0; count the "
-            "places of each document from 0"
+            "a packed sample starts inside a document: the position of its first token is not 0; count the positions "
+            "of each document from 0"
         )
     on = "gpu" if backend.is_device(tokens) else "cpu"
     return cut(tokens), Documents(places, backend.place(cut(places), on), filled)

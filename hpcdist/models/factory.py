@@ -1,9 +1,8 @@
-"""Import of models that a function of the user makes, and the seal of its file.
+"""Import of models made by a user's function, and the seal of the file with the function.
 
-A recipe may come from somebody else, and making its model runs code. So a training seals the file of its factory: a
-digest of path and content, keyed with 32 random bytes that only this user can read. A later command on the run executes
-the factory where the seal is that of the training, and asks the user otherwise: neither a changed file nor a run
-directory that somebody else has made can carry a valid seal. Modules that the file imports are not part of it.
+Building the model of a recipe runs code. So a training seals the file of its factory: a digest of path and content,
+keyed with 32 random bytes that only this user can read. A later command runs the factory without a question only if the
+seal matches. Modules that the file imports are not sealed.
 """
 
 import contextlib
@@ -30,36 +29,32 @@ _KEY_BYTES: Final = 32
 
 
 def make(config: ModelConfig, dtype: str, inputs: Mapping[str, int]) -> Model:
-    """Return the model that ``config.factory`` makes of ``inputs``, what the data decides (local).
+    """Call the model factory ``config.factory`` with the data sizes ``inputs``, and return its model. Local.
 
-    Raises ConfigurationError where there is no such function, or it makes something else or a model of another type
-    than ``dtype``; what it raises itself is passed on.
+    Raises ConfigurationError if this function does not exist, or if it does not return a model of ``dtype``.
     """
     if config.kind == "given":
         raise ConfigurationError(
-            "model.kind = 'given' is the model of a script, which made this run and has it; run that, or name the "
-            "function that makes the model: model.kind = 'import', model.factory = 'file.py:function'"
+            "model.kind = 'given' is only for a model that a script passes; run that script, or name a function that "
+            "returns the model: model.kind = 'import', model.factory = 'file.py:function'"
         )
     with _siblings(config.factory):
         model = _call(config, inputs)
     if not isinstance(model, Model):
         raise ConfigurationError(
-            f"model.factory = {config.factory!r} returned a {type(model).__name__}; return what "
-            "`hpcdist.adapters.torch.wrap` or `hpcdist.adapters.jax.wrap` makes of your model"
+            f"model.factory = {config.factory!r} returned a {type(model).__name__}; return the result of "
+            "`hpcdist.adapters.torch.wrap` or `hpcdist.adapters.jax.wrap`"
         )
     if model.dtype.name != dtype:
         raise ConfigurationError(
-            f"model.factory = {config.factory!r} returned a model of {model.dtype.name}, and precision.mode wants "
-            f"{dtype}; convert the model, or change the mode"
+            f"model.factory = {config.factory!r} returned a model of {model.dtype.name}, but precision.mode requires "
+            f"{dtype}; convert the model, or change precision.mode"
         )
     return model
 
 
 def seal(factory: str) -> str:
-    """Return the seal of the file of ``factory``; "" where there is no such file, or no place for a key (local).
-
-    Nothing of the file, or of packages above it, is executed.
-    """
+    """Return a keyed hash of the file that ``factory`` names, or "" without a file or key. Does not execute it."""
     try:
         path = _file_of(factory)
         key = _key(_state_folder())
@@ -71,18 +66,18 @@ def seal(factory: str) -> str:
     return hashlib.blake2b(os.fsencode(path) + b"\0" + content, key=key, digest_size=16).hexdigest()
 
 
-def is_sealed(factory: str, known: object) -> bool:
-    """Whether ``known``, what a checkpoint says, is the seal of the file of ``factory`` as it is now (local)."""
+def is_sealed(factory: str, stored: object) -> bool:
+    """Return True if ``stored``, a result of `seal` from a checkpoint, equals `seal` (factory) now. Local."""
     now = seal(factory)
-    return bool(now) and isinstance(known, str) and hmac.compare_digest(now.encode(), known.encode())
+    return bool(now) and isinstance(stored, str) and hmac.compare_digest(now.encode(), stored.encode())
 
 
 def _file_of(factory: str) -> Path | None:
-    """Return the absolute path of the file that ``factory`` names, None where there is none."""
-    place = factory.rpartition(":")[0]
-    if place.endswith(".py"):
-        return Path(place).resolve()
-    top, *below = place.split(".")
+    """Return the absolute path of the file that ``factory`` names, or None if there is no such file."""
+    module = factory.rpartition(":")[0]
+    if module.endswith(".py"):
+        return Path(module).resolve()
+    top, *below = module.split(".")
     spec = importlib.util.find_spec(top) if top else None  # executes nothing for a name without a dot
     name = top
     for part in below:
@@ -99,7 +94,10 @@ def _state_folder() -> Path:
 
 
 def _key(folder: Path) -> bytes:
-    """Return the key of this user, made where there is none. Raises OSError."""
+    """Return this user's secret key from a file in ``folder``, which is created at first use.
+
+    Return b"" if other users can read the file. Raises OSError if the file cannot be used.
+    """
     path = folder / KEY_FILE
     if not path.exists():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -107,23 +105,23 @@ def _key(folder: Path) -> bytes:
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
             file.write(os.urandom(_KEY_BYTES))
         try:
-            with contextlib.suppress(FileExistsError):  # another training was first: its key counts
+            with contextlib.suppress(FileExistsError):  # another training was first: use its key
                 os.link(new, path)
         finally:
             atomic.discard(new)
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         state = os.fstat(file.fileno())
         if state.st_uid != os.geteuid() or state.st_mode & 0o077:
-            return b""  # somebody else may have made it, or read it
+            return b""  # another user may have created or read it
         return file.read(_KEY_BYTES + 1)
 
 
 @contextlib.contextmanager
 def _siblings(named: str) -> Iterator[None]:
-    """Let a file that is named import the modules beside it, as the script of a Python process does.
+    """Context that puts the directory of the factory file ``named`` first on `sys.path`, and last on exit.
 
-    Meanwhile its folder comes first on `sys.path`. Afterwards it comes last, for imports within a forward: there no
-    module of the user takes the place of one that hpcdist loads late.
+    In last position, imports in a forward pass still find the directory, but the user's modules cannot replace modules
+    that hpcdist imports later.
     """
     file = Path(named.rpartition(":")[0])
     if file.suffix != ".py" or not file.is_file():
@@ -142,25 +140,27 @@ def _siblings(named: str) -> Iterator[None]:
 def _call(config: ModelConfig, inputs: Mapping[str, int]) -> Any:
     function = _function(config.factory)
     try:
-        with contextlib.suppress(ValueError):  # compiled ones need not tell what they take
+        with contextlib.suppress(ValueError):  # compiled functions may have no signature
             inspect.signature(function).bind(**inputs)
     except TypeError as error:
-        given = ", ".join(f"{name}={value}" for name, value in inputs.items())
+        sizes = ", ".join(f"{name}={value}" for name, value in inputs.items())
         raise ConfigurationError(
-            f"model.factory = {config.factory!r} cannot be called with what this data decides, {given}: {error}; give "
-            "the function these parameters, or **inputs"
+            f"model.factory = {config.factory!r} cannot be called with the data sizes {sizes}: {error}; give the "
+            "function these parameters, or **inputs"
         ) from None
     return function(**inputs)
 
 
 def _function(named: str) -> Callable[..., Any]:
-    place, colon, name = named.rpartition(":")
-    if not colon or not place or not name:
-        raise ConfigurationError(f"model.factory = {named!r}; write 'file.py:function' or 'package.module:function'")
-    module = _of_file(Path(place)) if place.endswith(".py") else _of_name(place)
+    module_name, colon, name = named.rpartition(":")
+    if not colon or not module_name or not name:
+        raise ConfigurationError(
+            f"model.factory = {named!r} has the wrong form; write 'file.py:function' or 'package.module:function'"
+        )
+    module = _of_file(Path(module_name)) if module_name.endswith(".py") else _of_name(module_name)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigurationError(f"model.factory = {named!r}: {place} has no function called {name}")
+        raise ConfigurationError(f"model.factory = {named!r}: {module_name} has no function {name}; define it there")
     factory: Callable[..., Any] = function
     return factory
 
@@ -180,8 +180,8 @@ def _of_file(path: Path) -> ModuleType:
     name = f"hpcdist_model_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise ConfigurationError(f"model.factory: there is no file {path}")
+        raise ConfigurationError(f"model.factory: the file {path} does not exist; correct the path")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # so that classes in it can be found by their module
+    sys.modules[name] = module  # pickle and dataclasses look classes up by module
     spec.loader.exec_module(module)
     return module

@@ -1,12 +1,10 @@
-"""Model: its stages, its address space, and the places of its tensors in a store.
+"""Model: its stages, its tensor layout, and the views of its tensors in a store.
 
-`LOCAL` is the table of operations that computes everything on this rank; strategies replace entries of it
-(`dataclasses.replace`).
+`LOCAL` is the table of operations on one rank; strategies replace entries (`dataclasses.replace`). `Model` runs forward
+and backward of all stages on one rank; strategies run single stages.
 
-`Model` runs forward and backward of all stages on one rank and binds their tensors to stores; strategies bind single
-stages. Skip connections: a stage that declares ``takes``, the indices of earlier stages, finds their outputs in its
-`hpcdist.models.stage.Saved` as "skip.INDEX", which it leaves unchanged, and leaves their gradients there as
-"skip.INDEX.gradient".
+Skip connections: a stage lists the indices of earlier stages in ``takes``. It finds their outputs in its
+`hpcdist.models.stage.Saved` as "skip.INDEX" (read-only), and stores their gradients as "skip.INDEX.gradient".
 """
 
 import copy
@@ -49,7 +47,7 @@ LOCAL: Final = Operations(
 
 
 class SkipConnections:
-    """Outputs and gradients of one micro-batch along skip connections, pairs (stage, later stage). Local."""
+    """Outputs and gradients of a micro-batch's skip connections, given as pairs (stage, later stage). Local."""
 
     def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._into: dict[int, list[int]] = defaultdict(list)
@@ -60,36 +58,36 @@ class SkipConnections:
         self._gradients: dict[int, list[Array]] = defaultdict(list)
 
     def bring(self, unit: int, saved: Saved) -> None:
-        """Give stage ``unit`` what it takes, before its forward."""
+        """Store the skip inputs of stage ``unit`` in ``saved``, before its forward pass. ``unit`` is its index."""
         for source in self._into.get(unit, ()):
             saved.keep(f"skip.{source}", self._values[source])
 
     def leave(self, unit: int, y: Array, *, copy: bool = False) -> None:
-        """Take the output of a stage; a ``copy`` where its memory is given back before others take it."""
+        """Store the output y of stage ``unit`` for later stages. If ``copy``, store a copy, because y will be freed."""
         if unit in self._sources:
             self._values[unit] = y.copy() if copy else y
 
     def send_back(self, unit: int, saved: Saved) -> None:
-        """Take the gradients that the backward of stage ``unit`` has left."""
+        """Copy the gradients of skip inputs that the backward pass of stage ``unit`` left in ``saved``, for `add`."""
         for source in self._into.get(unit, ()):
             self._gradients[source].append(saved[f"skip.{source}.gradient"].copy())
 
     def add(self, unit: int, dy: Array) -> Array:
-        """Add to ``dy``, in place, what came back to stage ``unit``, in the order of those that took its output."""
+        """Add the gradients that later stages stored for stage ``unit`` to ``dy`` in place, and return ``dy``."""
         for gradient in reversed(self._gradients.pop(unit, [])):
             dy += gradient
         return dy
 
 
-DTYPES: Final = ("float32", "float64", "bfloat16", "float16")  # those of 16 bits on a GPU alone
-StoreOf: TypeAlias = Callable[[int], FlatStore]  # layer -> the store that holds its tensors now
+DTYPES: Final = ("float32", "float64", "bfloat16", "float16")  # the 16-bit types need a GPU
+StoreOf: TypeAlias = Callable[[int], FlatStore]  # layer -> the store with its tensors
 
 
 class Model:
-    """Stages in order of their layers. It holds no parameters: those lie in stores that the caller binds.
+    """Trainable model: stages in the order of their layers, and a loss. The caller allocates parameters and gradients.
 
-    ``seeded``: initial values follow from the seed, on every rank the same; else those of rank 0 count. ``on`` is where
-    its stages compute, "cpu" or "gpu"; None: wherever their parameters lie.
+    ``seeded``: the initial values depend only on the seed; otherwise rank 0's values are used. ``on``: "cpu", "gpu", or
+    None for the device of the parameters.
     """
 
     def __init__(
@@ -104,53 +102,60 @@ class Model:
         on: str | None = None,
     ) -> None:
         if dtype not in DTYPES:
-            raise ConfigurationError(f"models compute in one of {', '.join(DTYPES)}, not in {dtype!r}")
+            raise ConfigurationError(f"model dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
         self.stages = tuple(stages)
         self.dtype: np.dtype[Any] = dtype_of(dtype)
-        self.tokens_per_sample = tokens_per_sample  # predictions a sample: what the mean of the loss divides by
+        self.tokens_per_sample = tokens_per_sample  # predictions per sample: the divisor of the mean loss
         self.operations = operations
         self.loss = Loss() if loss is None else loss
         self.seeded, self.on = seeded, on
-        self.clocks: tuple[Callable[[], float], ...] = ()  # of communication inside of stages; see `communicated_s`
-        self.watch: Any = None  # the search for bad values that communication inside of stages looks with
+        self.clocks: tuple[Callable[[], float], ...] = ()  # communication times of stages; see `communicated_s`
+        self.watch: Any = None  # checker for bad values in the communication of stages
 
     def predicting(self, targets: float) -> "Model":
-        """Return the same model for samples that have so many predictions in the mean (local)."""
+        """Return a copy of the model for samples that have ``targets`` targets on average. Local."""
         other = copy.copy(self)
         other.tokens_per_sample = targets
         return other
 
     @cached_property
     def layout(self) -> Layout:
-        """All tensors, one contiguous unit a stage."""
+        """Positions of all tensors in one flat parameter vector, in which the tensors of each stage are contiguous."""
         return Layout.of(spec for stage in self.stages for spec in stage.tensors())
 
     @cached_property
     def needs(self) -> dict[int, list[int]]:
-        """The stages, by index, whose parameters each stage uses: itself, and those that own a tensor tied to it."""
+        """For each stage, the indices of the stages that own its parameters: itself, and owners of tied tensors."""
         unit_of = {stage.layer: unit for unit, stage in enumerate(self.stages)}
         owners = [[unit_of[self.layout.by_key[key].spec.layer] for key in stage.tied.values()] for stage in self.stages]
         return {unit: sorted({unit, *owners[unit]}) for unit in unit_of.values()}
 
     @cached_property
     def skips(self) -> tuple[tuple[int, int], ...]:
-        """Pairs (stage, later stage that takes its output too): those of stages that declare ``takes``."""
+        """Skip connections of the model: pairs (stage, later stage that lists it in ``takes``)."""
         return tuple((source, unit) for unit, stage in enumerate(self.stages) for source in getattr(stage, "takes", ()))
 
     def bind_stage(self, unit: int, store_of: StoreOf) -> Parameters:
-        """Return the views of stage ``unit`` into the stores that hold its tensors, tied names included."""
+        """Return the parameters of stage number ``unit``, including tied tensors, as views.
+
+        ``store_of(layer)`` returns the store with the parameters of ``layer``.
+        """
         return _views(self.stages[unit], self._stores(store_of))
 
     def bind_stage_gradients(self, unit: int, store_of: StoreOf, written: set[str]) -> "BoundGradients":
-        """Return where stage ``unit`` writes its gradients; ``written`` is shared by all stages of the rank."""
+        """Return the gradients of stage number ``unit`` as views.
+
+        ``store_of(layer)`` returns the gradient store of ``layer``. ``written`` collects the tensors already written in
+        this step; all stages of a rank must pass the same set.
+        """
         return BoundGradients(self.stages[unit], _views(self.stages[unit], self._stores(store_of)), written)
 
     def bind(self, store: FlatStore) -> list[Parameters]:
-        """Return the views of each stage into ``store``, which holds all of them."""
+        """Return the parameters of each stage as views of ``store``, which must contain all tensors."""
         return [self.bind_stage(unit, lambda layer: store) for unit in range(len(self.stages))]
 
     def bind_gradients(self, store: FlatStore) -> list["BoundGradients"]:
-        """Return where each stage writes its gradients in ``store``. They share what is written in a step."""
+        """Return the gradients of each stage as views of ``store``. The stages share one set of written tensors."""
         written: set[str] = set()
         return [self.bind_stage_gradients(unit, lambda layer: store, written) for unit in range(len(self.stages))]
 
@@ -158,14 +163,14 @@ class Model:
         return lambda key: store_of(self.layout.by_key[key].spec.layer)
 
     def initialise(self, store: FlatStore, seed: int) -> None:
-        """Write the initial values of all stages."""
+        """Write the initial parameters of all stages into ``store``."""
         for unit in range(len(self.stages)):
             self.initialise_stage(unit, store, seed)
 
     def initialise_stage(self, unit: int, store: FlatStore, seed: int) -> None:
-        """Write the initial values of one stage. A tensor draws from the stream (seed, layer, its index in the layer).
+        """Write the initial parameters of stage ``unit`` into ``store``, on the host.
 
-        ``store`` holds the stage's own tensors, on the host.
+        Each tensor uses its own random stream: (seed, layer, index of the tensor in the layer).
         """
         stage = self.stages[unit]
         index = {spec.key: number for number, spec in enumerate(stage.tensors())}
@@ -178,9 +183,9 @@ class Model:
     def forward(
         self, parameters: Sequence[Parameters], x: Array, arena: Arena, microbatch: int = 0, draw: Draw | None = None
     ) -> Array:
-        """Run all stages and keep what backward needs; return the logits (batch..., classes).
+        """Run all stages, save activations for the backward pass, and return the logits (batch..., classes).
 
-        Without a ``draw`` nothing is dropped.
+        If ``draw`` is None, there is no dropout.
         """
         skips = SkipConnections(self.skips)
         x, documents = unpacked(x)
@@ -200,10 +205,9 @@ class Model:
         arena: Arena,
         microbatch: int = 0,
     ) -> None:
-        """Run all stages backwards after `forward` and ``loss.forward``; release what they kept.
+        """Run the backward pass of all stages after `forward` and ``loss.forward``. Release their activations.
 
-        Gradients are those of ``scale`` times the summed loss. `BoundGradients.begin_step` comes before the first
-        micro-batch of a step, `finish` after the last.
+        The gradients are of ``scale`` times the summed loss. See `Gradients` for the calls before and after a step.
         """
         last = arena.saved(self.stages[-1].layer, microbatch)
         d: Array | None = self.loss.backward(scale, self.operations, last)
@@ -218,13 +222,13 @@ class Model:
             saved.release()
 
     def logits(self, parameters: Sequence[Parameters], x: Array, arena: Arena) -> Array:
-        """Run all stages without a backward to come: for sampling. Returns logits that the caller owns."""
+        """Return a copy of the logits without saving activations for a backward pass, as for text generation."""
         return self.outputs(parameters, x, arena, self.operations)
 
     def outputs(self, parameters: Sequence[Parameters], x: Array, arena: Arena, operations: Operations) -> Array:
-        """Run all stages with ``operations`` and no backward to come; return a copy of what the last one gives.
+        """Run all stages with ``operations``, without a backward pass. Return a copy of the last stage's output.
 
-        The memory of a stage is given back as soon as the next one is done.
+        The memory of a stage is freed after the next stage has run.
         """
         before: Saved | None = None
         skips = SkipConnections(self.skips)
@@ -244,17 +248,17 @@ class Model:
         return result
 
     def communicated_s(self) -> float:
-        """Return the seconds that stages spent in communication since the last call (local)."""
+        """Return the seconds that the stages have spent in communication since the last call of this method. Local."""
         return sum((clock() for clock in self.clocks), 0.0)
 
     def evaluate(self, parameters: Sequence[Parameters], x: Array, targets: Array, arena: Arena) -> float:
-        """Return the summed loss in nats of a batch, without a backward to come."""
+        """Return the loss of a batch, in nats and summed over its targets, without a backward pass."""
         return self.weighted_loss(parameters, x, targets, arena)[0]
 
     def weighted_loss(
         self, parameters: Sequence[Parameters], x: Array, targets: Array, arena: Arena
     ) -> tuple[float, float]:
-        """Return the summed loss of a batch as `evaluate` does, and its weight; NaN if the loss has no weight."""
+        """Return the summed loss of a batch, and the sum of its loss weights (NaN if the loss has no weights)."""
         logits = self.outputs(parameters, x, arena, self.operations)
         saved = arena.saved(self.stages[-1].layer, microbatch=-1)
         total = float(self.loss.forward(logits, targets, self.operations, saved))
@@ -269,25 +273,24 @@ LOSS_WEIGHT: Final = "loss.weight"  # the name in `Saved` of the weight of a mic
 class Loss:
     """Cross entropy of the logits of the last stage, summed over samples and tokens.
 
-    If ``weighs`` is True, `forward` saves the weight of the micro-batch, a float or a scalar array, as `LOSS_WEIGHT`.
-    The mean loss then is the sum of all losses over the sum of all weights. Weights are rounded to float32, so that
-    their sum in float64 is the same in any order. If ``weighs`` is False, the number of targets is known beforehand.
+    If a subclass sets ``weighs`` to True, `forward` saves the float32 weight of the micro-batch as `LOSS_WEIGHT`. The
+    mean loss is the sum of losses divided by the float64 sum of weights.
     """
 
     weighs: bool = False
 
     def forward(self, logits: Array, targets: Array, operations: Operations, saved: Saved) -> Scalar:
-        """Return the sum in nats (float64). ``logits`` (batch..., classes) are overwritten; targets are (batch...)."""
+        """Return the summed loss in nats, as float64. Overwrites ``logits`` (batch..., classes)."""
         saved.keep("loss.shape", logits.shape)
         return operations.cross_entropy.forward(logits.reshape(-1, logits.shape[-1]), targets, saved)
 
     def backward(self, scale: float, operations: Operations, saved: Saved) -> Array:
-        """Return the gradient of ``scale`` times the sum, in the shape and the memory of the logits."""
+        """Return the gradient of ``scale`` times the summed loss. It has the shape and memory of the logits."""
         return operations.cross_entropy.backward(scale, saved).reshape(saved["loss.shape"])
 
 
 class BoundGradients:
-    """`hpcdist.models.stage.Gradients` over the views of a store; tied names lead to the tensor of its owner."""
+    """`hpcdist.models.stage.Gradients` in views of a store. A tied name maps to the tensor in the owner's layer."""
 
     def __init__(self, stage: Stage, views: Parameters, written: set[str]) -> None:
         self._views = views
@@ -297,31 +300,28 @@ class BoundGradients:
 
     @property
     def views(self) -> Parameters:
-        """Destinations of the gradients, by the names that the parameters have."""
+        """Views of the gradient arrays, by parameter name."""
         return self._views
 
     @property
     def written(self) -> frozenset[str]:
-        """Keys of the tensors that a backward of this step has written: `into` adds to those."""
+        """Keys of the stage's tensors that this step has already written, so that `into` adds to them."""
         return frozenset(self._written.intersection(self._keys.values()))
 
     def wrote(self, keys: frozenset[str]) -> None:
-        """Declare tensors written, as `into` does."""
+        """Mark the tensors ``keys`` as already written in this step."""
         self._written.update(keys)
 
     def into(self, name: str) -> tuple[Array, bool]:
-        """Return the view of tensor ``name`` and whether to add to it (False: this is the first write, overwrite)."""
         key = self._keys[name]
         add = key in self._written
         self._written.add(key)
         return self._views[name], add
 
     def begin_step(self) -> None:
-        """Declare every tensor of the stage unwritten; call it on all stages before the first backward of a step."""
         self._written.difference_update(self._own.values())
 
     def finish(self) -> None:
-        """Zero the tensors that no backward of this step wrote."""
         for name, key in self._own.items():
             if key not in self._written:
                 self._views[name][...] = 0

@@ -1,14 +1,8 @@
 """Transformers: the decoder-only GPT (Radford et al. 2019) and the masked encoder (Devlin et al. 2018).
 
-GPT: learned positions, pre-norm blocks, tanh GELU, causal attention. Layers: 0 embeds, 1..L are blocks, L + 1 is the
-last norm and the head. Activations are (batch, context, hidden). As options, those of Llama (Touvron et al.,
-arXiv:2302.13971): rotary positions, RMS norms, SwiGLU, heads of keys and values that queries share, linears without
-bias; and the window of Mistral (Jiang et al., arXiv:2310.06825): a token sees the last ``model.window`` tokens alone.
-With ``model.experts`` the feed-forward of a block is a mixture of experts (`hpcdist.models.experts`), beside one that
-all tokens share where there is one.
-Encoder: the same stages and options, but every token sees all others, and the training predicts masked tokens. A sample
-has as many targets as `masked_predictions` says; the other places of its targets hold `hpcdist.models.stage.IGNORED`.
-`hpcdist.training.data` decides which tokens are masked.
+GPT: learned positions, pre-norm blocks, tanh GELU, causal attention. Layer 0 embeds, layers 1..L are blocks, layer
+L + 1 is the last norm and the head. Activations are (batch, context, hidden). Encoder: the same stages without a causal
+mask. A sample has `masked_predictions` targets; its other targets are `hpcdist.models.stage.IGNORED`.
 """
 
 import math
@@ -39,24 +33,21 @@ INITIAL_DEVIATION: Final = 0.02  # of initial weights, as in GPT-2
 
 
 def transformer_stages(config: ModelConfig, context: int, *, causal: bool) -> tuple[Stage, ...]:
-    """Return the stages of a transformer for at most ``context`` tokens a sample.
-
-    Unless ``causal``, as a GPT is, every token sees all of its sample, as in an encoder.
-    """
+    """Return the stages of a transformer for samples of at most ``context`` tokens. ``causal``: True for a gpt."""
     if context < 1:
-        raise ConfigurationError(f"data.context is {context}; {config.kind} models need at least 1 token of context")
+        raise ConfigurationError(f"data.context is {context}; {config.kind} models need a context of at least 1 token")
     if config.dropout and not fits_counter(config.heads * context, context):
         raise ConfigurationError(
             f"model.dropout = {config.dropout} with model.heads = {config.heads} and data.context = {context}: a "
-            "sample has more probabilities of attention than the random numbers can be counted for; use fewer heads, a "
-            "shorter context, or model.dropout = 0"
+            "sample has too many attention probabilities for the 32-bit dropout counter; use fewer heads, a shorter "
+            "context, or model.dropout = 0"
         )
     blocks = (TransformerBlock(layer, config, context, causal) for layer in range(1, config.layers + 1))
     return (TokenEmbedding(config, context), *blocks, LanguageModelHead(config, context))
 
 
 class TokenEmbedding(DeclaredStage):
-    """Tokens (batch, context) to activations: token embedding plus position, where positions are learned."""
+    """First stage of a transformer: token embedding, plus learned positions if the model has them."""
 
     def __init__(self, config: ModelConfig, context: int) -> None:
         self.context, self.dropout = context, config.dropout
@@ -68,18 +59,16 @@ class TokenEmbedding(DeclaredStage):
         super().__init__(0, tables if self.learned else tables[:1], (context, config.hidden))
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw the tables."""
         for spec in self._specs:
             draw_normal(parameters, spec, rng_of, INITIAL_DEVIATION)
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return (batch, context, hidden) for integer tokens x (batch, context).
-
-        Any context up to that of the table of positions; without one there is no bound.
-        """
+        """Return (batch, context, hidden) for integer tokens x (batch, context). x must fit the position table."""
         context = x.shape[1]
         if self.learned and context > self.context:
-            raise UsageError(f"got {context} tokens of context, the model has {self.context} positions; pass the last")
+            raise UsageError(
+                f"got a context of {context} tokens, but the model has {self.context} positions; shorten the samples"
+            )
         y = operations.embed.forward(parameters, "tokens", x, saved)
         if self.learned:
             y = operations.positions.forward(parameters, "positions", y, context, saved)
@@ -88,7 +77,6 @@ class TokenEmbedding(DeclaredStage):
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> None:
-        """Write the gradients of the tables; tokens have none."""
         dy = operations.dropout.backward(dy, self.dropout, EMBEDDING, saved)
         operations.embed.backward(gradients, "tokens", dy, saved)
         if self.learned:
@@ -96,7 +84,7 @@ class TokenEmbedding(DeclaredStage):
 
 
 class TransformerBlock(DeclaredStage):
-    """Attention and MLP, each behind a norm and around a residual."""
+    """Transformer block: attention and feed-forward, each with a norm before it and a residual connection around it."""
 
     def __init__(self, layer: int, config: ModelConfig, context: int, causal: bool) -> None:
         self.head_size, self.dropout, self.causal = config.hidden // config.heads, config.dropout, causal
@@ -104,7 +92,7 @@ class TransformerBlock(DeclaredStage):
         self.rotary, self.norm, self.activation = config.positions == "rotary", config.norm, config.activation
         self._residual_deviation = INITIAL_DEVIATION / math.sqrt(2 * config.layers)
         hidden, bias = config.hidden, config.bias
-        qkv = column_specs(layer, "qkv", hidden, 3, hidden, bias=bias)  # query, key, value: each is cut by heads
+        qkv = column_specs(layer, "qkv", hidden, 3, hidden, bias=bias)  # query, key, value, each sharded by heads
         if self.grouped:
             qkv = column_specs(layer, "query", hidden, hidden, bias=bias)
             qkv += column_specs(layer, "kv", hidden, 2, config.kv_width, bias=bias)
@@ -119,7 +107,7 @@ class TransformerBlock(DeclaredStage):
         super().__init__(layer, specs, (context, hidden))
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw the weights, those that end in the residual smaller; norms start as the identity."""
+        """Draw the weights, with a smaller deviation if they write to the residual stream. Norm scales are 1."""
         for spec in self._specs:
             if spec.name.endswith(".weight"):
                 residual = spec.name.endswith(("projection.weight", "down.weight"))
@@ -128,7 +116,6 @@ class TransformerBlock(DeclaredStage):
                 parameters[spec.name][...] = 1 if spec.name.endswith(".scale") else 0
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return (batch, context, hidden); x stays unchanged."""
         normal = operations.norm.forward(parameters, "norm1", x, saved, kind=self.norm)
         mixed = self._attention(parameters, normal, operations, saved)
         middle = operations.linear_row.forward(parameters, "projection", mixed, saved)
@@ -142,7 +129,7 @@ class TransformerBlock(DeclaredStage):
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array:
-        """Write the gradients; return dx in the memory of dy, which runs along the residual."""
+        """Write or add the gradients. Return dx in the memory of dy, to which each branch's gradient is added."""
         branch = operations.dropout.backward(dy, self.dropout, DOWN, saved)
         d = self._feed_forward_backward(parameters, gradients, branch, operations, saved)
         dy = operations.norm.backward(parameters, gradients, "norm2", d, saved, residual=dy)
@@ -152,14 +139,12 @@ class TransformerBlock(DeclaredStage):
         return operations.norm.backward(parameters, gradients, "norm1", d, saved, residual=dy)
 
     def attend(self, parameters: Parameters, operations: Operations, saved: Saved) -> None:
-        """Take part without samples in what ranks that share out experts do together in `forward`. Collective."""
         assert operations.experts is not None
         operations.experts.begin(parameters, self._no_samples(parameters), operations.activation, saved)()
 
     def attend_backward(
         self, parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved
     ) -> None:
-        """Take part without samples in `backward`: the experts here have gradients of other ranks' tokens."""
         assert operations.experts is not None
         nothing = self._no_samples(parameters)
         operations.experts.begin_backward(parameters, gradients, nothing, operations.activation, saved)()
@@ -169,9 +154,9 @@ class TransformerBlock(DeclaredStage):
         return namespace(scale).empty(self.output_shape(0), scale.dtype)
 
     def _feed_forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return the second half of the block for its normalised input: dense, or of experts and what is shared.
+        """Return the output of the dense feed-forward or of the experts, for the normalised input x.
 
-        What is shared is computed while tokens are on their way to experts of other ranks.
+        The shared experts compute while tokens are sent to experts on other ranks.
         """
         mixture, shared = None, "shared." if self.mixed else ""
         if operations.experts is not None and self.mixed:
@@ -191,7 +176,6 @@ class TransformerBlock(DeclaredStage):
     def _feed_forward_backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array:
-        """Write the gradients of the second half; return that of its normalised input, a scratch array."""
         mixture, shared = None, "shared." if self.mixed else ""
         if operations.experts is not None and self.mixed:
             mixture = operations.experts.begin_backward(parameters, gradients, dy, operations.activation, saved)
@@ -205,7 +189,6 @@ class TransformerBlock(DeclaredStage):
         return d
 
     def _attention(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return what the heads see (batch, context, width), from their linears on."""
         linear, rotary, size = operations.linear_column, operations.rotary, self.head_size
         options: AttentionOptions = {"dropout": self.dropout, "causal": self.causal, "window": self.config.window}
         if not self.grouped:
@@ -223,7 +206,6 @@ class TransformerBlock(DeclaredStage):
     def _attention_backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array:
-        """Write the gradients of the linears before the heads; return dx, a scratch array."""
         linear, rotary, size = operations.linear_column, operations.rotary, self.head_size
         dqkv = operations.attention.backward(dy, saved)
         if not self.grouped:
@@ -237,14 +219,14 @@ class TransformerBlock(DeclaredStage):
             rotary.backward(dkv, size, dkv.shape[-1] // 2, saved)
         by_query = linear.backward(parameters, gradients, "query", dquery, saved)
         from_query = saved.scratch("block.dquery", by_query.shape, by_query.dtype)
-        from_query[...] = by_query  # the next linear writes where this one has
+        from_query[...] = by_query  # the next linear backward overwrites the scratch array
         dx = linear.backward(parameters, gradients, "kv", dkv, saved)
         dx += from_query
         return dx
 
 
 def _feed_forward_specs(layer: int, config: ModelConfig) -> Iterator[TensorSpec]:
-    """Yield the tensors of the second half of a block. Those of experts come last, stacked along their first dim."""
+    """Yield the tensor specs of a block's feed-forward. Expert tensors, stacked along their first dim, come last."""
     hidden, bias = config.hidden, config.bias
     gated = (2,) if config.activation == "swiglu" else ()  # gates, then values
     if not config.experts:
@@ -267,7 +249,7 @@ def _feed_forward_specs(layer: int, config: ModelConfig) -> Iterator[TensorSpec]
 
 
 class LanguageModelHead(DeclaredStage):
-    """The last norm and the matrix to logits, which may be the table of token embeddings."""
+    """Last stage of a transformer: a norm, and the output matrix to logits, which may be the token embedding."""
 
     def __init__(self, config: ModelConfig, context: int) -> None:
         self.norm, layer = config.norm, config.layers + 1
@@ -277,7 +259,6 @@ class LanguageModelHead(DeclaredStage):
         super().__init__(layer, norm if config.tied else (*norm, head), (context, config.vocabulary), tied)
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw the head unless it is tied; the norm starts as the identity."""
         for spec in self._specs:
             if spec.name == "head.weight":
                 draw_normal(parameters, spec, rng_of, INITIAL_DEVIATION)
@@ -285,14 +266,12 @@ class LanguageModelHead(DeclaredStage):
                 parameters[spec.name][...] = 1 if spec.name == "norm.scale" else 0
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return logits (batch, context, vocabulary); x stays unchanged."""
         normal = operations.norm.forward(parameters, "norm", x, saved, kind=self.norm)
         return operations.linear_column.forward(parameters, "head", normal, saved)
 
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array:
-        """Write the gradients; return dx (batch, context, hidden)."""
         d = operations.linear_column.backward(parameters, gradients, "head", dy, saved)
         return operations.norm.backward(parameters, gradients, "norm", d, saved, None)
 
@@ -301,5 +280,5 @@ MASKED_PERCENT: Final = 15  # of the tokens of a sample
 
 
 def masked_predictions(context: int) -> int:
-    """Return how many tokens of a sample of ``context`` tokens are to be said: 15 % of them, rounded, at least one."""
+    """Return the number of masked tokens in an encoder sample of ``context`` tokens: 15 %, rounded, at least 1."""
     return max(1, (MASKED_PERCENT * context + 50) // 100)

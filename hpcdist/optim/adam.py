@@ -1,7 +1,4 @@
-"""AdamW and LAMB: Adam with decoupled weight decay, and its layer-wise variant for large batches.
-
-AdamW is an elementwise optimizer; `Lamb` multiplies the same direction by a trust ratio for each tensor.
-"""
+"""AdamW and LAMB: Adam with decoupled weight decay, and its layer-wise variant for large batches."""
 
 from typing import ClassVar, Final
 
@@ -12,7 +9,7 @@ from hpcdist.optim.update import fused, kernels
 
 
 class AdamMomentSlots(SegmentWise):
-    """Two moments, and the direction that they make of a gradient: what AdamW and LAMB share."""
+    """Base class of AdamW and LAMB. It keeps Adam's two moments and computes the update direction from a gradient."""
 
     slot_names: ClassVar[tuple[str, ...]] = ("m", "v")
 
@@ -33,11 +30,9 @@ class AdamMomentSlots(SegmentWise):
 class AdamW(AdamMomentSlots, ElementWise):
     """AdamW: Loshchilov & Hutter 2019 (arXiv:1711.05101), Algorithm 2, over Kingma & Ba 2015, Algorithm 1.
 
-    u = m^ / (sqrt(v^) + epsilon) + weight_decay w;  w -= rate u. Both moments are corrected for their start at 0, by
-    the number of applied updates (a skipped one does not count), unless ``bias_correction`` is off: then only a warm-up
-    makes up for it. The decay is multiplied by the current rate, warm-up included: PyTorch's convention (the paper
-    multiplies it by its schedule alone, without alpha). It concerns adapted tensors only. u is taken of the weights
-    before the update.
+    u = m^ / (sqrt(v^) + epsilon) + weight_decay w;  w -= rate u. m^ and v^ are the moments m and v, bias-corrected for
+    the number of applied updates if ``bias_correction`` is true. Weight decay is multiplied by the learning rate
+    ``rate``, as in PyTorch, and applies only to ``adapted`` tensors.
     """
 
     def _step(
@@ -62,19 +57,15 @@ _LARGEST: Final = 1e30
 
 
 class Lamb(AdamMomentSlots, LayerWise):
-    """LAMB: You et al. 2020 (arXiv:1904.00962), Algorithm 2: the direction of AdamW, scaled by tensor.
+    """LAMB: You et al. 2020 (arXiv:1904.00962), Algorithm 2: the direction of AdamW, scaled per tensor.
 
-    w -= rate r u with r = ||w|| / ||u||, u that of `hpcdist.optim.adam.AdamW`, decay included, and both norms over the
-    whole tensor, whatever part of it a rank owns. Choices, as implementations differ in them:
+    w -= rate r u with the trust ratio r = ||w|| / ||u||. u is the direction of `hpcdist.optim.adam.AdamW`, including
+    weight decay. Norms are over the whole tensor on all ranks. The function phi of the paper is the identity.
 
-    - m and v are corrected for their start at 0, as in the paper; not so with ``bias_correction`` = false.
-    - phi is the identity. r itself, not ||w||, is kept within ``trust_ratio_min`` and ``trust_ratio_max`` where they
-      are not 0; DeepSpeed takes 0.01 and 10, the paper names none.
-    - r is 1, bounds or not, where either norm is 0 and for tensors that are not adapted, which have no decay either;
-      and where it is above 1e30 and not bounded: u is nothing but rounding then, and rate r would overflow in float32.
-    - The gradient is as it comes. With ``normalize_gradient`` all of it is divided by its norm first, as in NVLAMB (S.
-      Sreenivas et al., "A guide to optimizer implementation for BERT at scale", NVIDIA 2019). Only beside epsilon, and
-      between steps, does that make a difference: u does not change with the scale of all gradients.
+    - r is clipped to ``trust_ratio_min`` and ``trust_ratio_max`` if they are not 0. DeepSpeed uses 0.01 and 10.
+    - r is 1, regardless of these bounds, if a norm is 0 or the tensor is not adapted. Tensors that are not adapted do
+      not decay. Without an upper bound, r above 1e30 becomes 1.
+    - ``normalize_gradient`` first divides the whole gradient by its norm, as in NVLAMB (NVIDIA 2019).
     """
 
     def _direction_all(

@@ -1,15 +1,8 @@
 """Base classes of the optimizers: state on the owned ranges, elementwise steps, layer-wise steps.
 
-`SegmentWise` has the state on the owned part, the count of updates, and the loop over tensors. `ElementWise` steps
-each element by itself (AdamW, SGD): no norm is needed, so an update is one pass over memory. `LayerWise` has a rate
-that depends on norms of whole tensors (LAMB, LARS): two phases, with a sum over the owners between them.
-
-The tensors of a layer-wise optimizer are those that a model declares. Query, key and value of a block are one, (3, h,
-h), so they share one ratio, as the one `in_proj_weight` of PyTorch and the fused matrix of Megatron-LM do; published
-references of LARS and LAMB that have three matrices take three. They stay one here: the norms are summed over the
-ranks by tensor, the large-batch results were measured so, and a run that goes on must keep the ratios that it began
-with. With ``model.kv_heads`` queries are a tensor of their own. For weight decay it makes no difference: all three
-matrices decay, and none of their biases does.
+`ElementWise` (AdamW, SGD) updates in one pass over memory. `LayerWise` (LAMB, LARS) needs norms of whole tensors: two
+phases, with a sum over the owners between them. Query, key and value of a block are one tensor (3, h, h) with one
+layer-wise ratio; published references of LARS and LAMB use three ratios.
 """
 
 from abc import ABC, abstractmethod
@@ -30,22 +23,21 @@ from hpcdist.optim.config import OptimizerConfig, ParameterGroup
 from hpcdist.optim.norms import ExactNorms, GpuNorms, Norms
 from hpcdist.optim.update import kernels
 
-Copy: TypeAlias = FlatStore | None  # the rounded working copy of the weights, where there is one
-Sums: TypeAlias = np.ndarray | None  # partial norms, summed over the ranks; None where an optimizer needs none
-Decay: TypeAlias = float | kernels.TensorOptions  # of one tensor, or of all on a GPU
+Copy: TypeAlias = FlatStore | None  # rounded working copy of the weights, if there is one
+Sums: TypeAlias = np.ndarray | None  # partial norms, summed over the ranks; None if the optimizer needs no norms
+Decay: TypeAlias = float | kernels.TensorOptions  # weight decay of one tensor, or options of all tensors on a GPU
 
 
 class SegmentWise(ABC):
-    """Optimizer on the ``parts`` that a rank owns; `ElementWise` and `LayerWise` define its two phases. No messages.
+    """Base class of optimizers for ``parts``, the ranges of the flat parameter vector that this rank owns. Local.
 
-    ``slots`` are the stores of its state by name, in the master dtype; a checkpoint saves them as pieces. ``count`` is
-    the number of updates, the begun one included. ``needs_norms``: `apply` needs the reduced `partial_norms`. See
-    `hpcdist.optim.optimizer` for the order of calls.
+    An update has two phases: `direction`, then `apply`. ``slots`` has the optimizer state by name, in the dtype of the
+    master weights. If ``needs_norms`` is true, `apply` needs the `partial_norms`, summed over the ranks.
     """
 
     slot_names: ClassVar[tuple[str, ...]] = ()
     needs_norms: ClassVar[bool] = False
-    slots_in_apply: ClassVar[bool] = False  # whether `apply` advances the slots, instead of `direction`
+    slots_in_apply: ClassVar[bool] = False  # True if `apply` updates the slots, False if `direction` does
 
     def __init__(
         self,
@@ -60,7 +52,7 @@ class SegmentWise(ABC):
         make_slot: Callable[[str], FlatStore] | None = None,
     ) -> None:
         if dtype not in (np.float32, np.float64):
-            raise UsageError(f"master weights in {dtype}: updates would be rounded away; use float32 or float64")
+            raise UsageError(f"master weights cannot be {dtype}: updates would be rounded away; use float32 or float64")
         self.config = config
         self.layout = layout
         self.parts = (parts,) if isinstance(parts, Range) else tuple(parts)
@@ -84,33 +76,37 @@ class SegmentWise(ABC):
 
     @property
     def learning_rate(self) -> float:
-        """Rate of the update that `begin_step` began; of the coming one before the first."""
+        """Learning rate of the current update, which `begin_step` started. Before it: of the first update."""
         return self._factor * rates.learning_rate(self.config, max(1, self.count), self._total_steps)
 
     def begin_step(self, factor: float = 1.0) -> None:
-        """Begin an update, at ``factor`` times its rate. Call it once it is certain that this one is not skipped."""
+        """Start the next update, with ``factor`` times the scheduled learning rate.
+
+        Do not call this to skip an update.
+        """
         self.count += 1
         self._factor = factor
         self._norms.clear()
 
     @abstractmethod
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Take the mean gradient on ``piece``, times ``scale`` (see `hpcdist.optim.norms`): one in each update.
+        """First phase of an update of the elements ``piece``. The mean gradient is ``scale`` times ``gradient``.
 
-        Where norms are needed the buffer of ``gradient``, in the master dtype, holds the direction u afterwards; else
-        it must stay as it is until `apply`. Each element of the owned part is given once in an update; pieces may cut
-        tensors anywhere. Padding is not touched.
+        If ``needs_norms`` is true, ``gradient`` afterwards contains the direction u. Otherwise ``gradient`` must not
+        change until `apply`. Call this once per update for each owned element; pieces may split tensors. ``scale`` must
+        be equal for all pieces of an update.
         """
 
     def sum_exactly(self) -> None:
-        """Make `partial_norms` exact from the next update on: the same bits of the norms for every partition."""
+        """From the next update on, compute `partial_norms` exactly, so that every partition gives equal bits."""
         self._norms = ExactNorms(len(self.layout.segments))
 
     def partial_norms(self) -> np.ndarray:  # (segments, 2) or (segments, 2, exact.SLOTS)
-        """Return, for each tensor of the layout, sum(w^2) and sum(u^2) over the given pieces, in float64, on the host.
+        """Return sum(w^2) and sum(u^2) over this rank's pieces, for each tensor, in float64 on the host.
 
-        The caller sums them over the ranks that share the tensors; rows of tensors that need none are 0. After
-        `sum_exactly` they are accumulators of `hpcdist.optim.update.exact`, int64, which the caller sums and rounds.
+        w are the weights, u the directions. The caller sums the results over the ranks that share the tensors. After
+        `sum_exactly`, the results are accumulators of `hpcdist.optim.update.exact`, which are to be rounded after
+        the sum over ranks.
         """
         return to_host(self._norms.sums()).copy()
 
@@ -118,23 +114,27 @@ class SegmentWise(ABC):
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
-        """Write the new ``master`` weights on ``piece`` and, when given, their rounded ``working`` copy.
+        """Second phase of an update: change the ``master`` weights in the elements ``piece``.
 
-        ``direction`` is what `direction` was given, undefined afterwards. ``norms`` are the summed `partial_norms`;
-        they may be None when `needs_norms` is false.
+        ``direction`` is the buffer that was passed to `direction` as ``gradient``; afterwards its values are undefined.
+        Write the rounded weights to ``working``, if given. ``norms`` are the `partial_norms` summed over ranks; None
+        is allowed if ``needs_norms`` is False.
         """
 
     def state(self) -> dict[str, float]:
-        """Return what a checkpoint needs beside the slots: the number of applied updates."""
+        """Return the state to save in addition to ``slots``: the number of applied updates."""
         return {"count": self.count}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Continue after the update that `state` describes; the slots are filled by the caller."""
+        """Restore the result of `state`. The caller restores the values of ``slots``."""
         self.count = int(state["count"])
 
     @abstractmethod
     def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
-        """Turn the gradient of one stretch of a tensor into the direction, in place, and advance the slots."""
+        """Replace the gradient of elements of one tensor by the direction u, and update the slots.
+
+        ``where`` is the range of the elements, ``decay`` the tensor's weight decay.
+        """
 
     def _tensors(self, piece: Range) -> Iterator[tuple[int, TensorSpec, Range]]:
         for segment, where in self.layout.within(piece):
@@ -160,15 +160,14 @@ class SegmentWise(ABC):
         )
 
     def _all_tensors(self, piece: Range) -> kernels.TensorOptions:
-        """Return the options of all tensors, for a kernel over ``piece``."""
-        assert self._options is not None, "an optimizer of weights on a GPU is built with its state there"
+        assert self._options is not None, "the weights are on a GPU: build the optimizer with on='gpu'"
         return self._options._replace(start=piece.start)
 
 
 def grouped(config: OptimizerConfig, layout: Layout) -> dict[str, ParameterGroup]:
-    """Return the group of each tensor of ``layout`` that has one, by its name (local).
+    """Return the parameter group of each tensor of ``layout``, by tensor name. Local.
 
-    Raises ConfigurationError for a group without a tensor.
+    Tensors that are in no group of ``config`` are left out. Raises ConfigurationError if a group has no tensor.
     """
     groups = config.parsed_groups
     group_of: dict[str, ParameterGroup] = {}
@@ -179,43 +178,43 @@ def grouped(config: OptimizerConfig, layout: Layout) -> dict[str, ParameterGroup
     for text, group in zip(config.groups, groups, strict=True):
         if not any(group is taken for taken in group_of.values()):
             raise ConfigurationError(
-                f"optimizer.groups has {text!r}, which no tensor matches that an earlier group has not taken; names "
+                f"optimizer.groups has {text!r}, but it matches no tensor, or only tensors of earlier groups; names "
                 f"are such as {', '.join(segment.key for segment in layout.segments[:4])}: `hpcdist checkpoint show "
-                "--tensors` lists those of a run"
+                "--tensors` lists the names of a run"
             )
     return group_of
 
 
-BLOCK: Final = 1 << 16  # elements whose gradient, weights and slots stay in the cache of a core: a megabyte of float32
+BLOCK: Final = 1 << 16  # elements per block: gradient, weights and slots fit in the cache of a core
 
 
 class ElementWise(SegmentWise):
-    """Elementwise optimizer: `direction` stores the scale; `apply` unscales, clips, decays, advances slots and steps.
+    """Base class of optimizers that update each element separately. `apply` changes the slots and the weights.
 
-    Where weights change between the two, as those of gossip do, `direct_before` makes them apart. Gradients may be
-    16-bit floats beside float32 weights: on the host they are widened in ``wide``, block by block.
+    `direction` only stores the scale. If weights change between the two calls, as in gossip, call `direct_before`
+    first. Gradients may be 16-bit floats with float32 weights; on the host, the buffer ``wide`` then gets the gradient
+    as float32, block by block.
     """
 
-    wide: Array | None = None  # float32 memory of one block
+    wide: Array | None = None  # float32 scratch buffer of one block
     _before = False
 
     def direct_before(self) -> None:
-        """From the next update on compute the step in `direction`, from the weights at that time, for `apply`."""
+        """From the next update on, let `direction` compute the step from the weights passed to `direction`."""
         self._before = True
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Store ``scale``, which is that of the whole update. ``gradient`` must stay until `apply`."""
+        """Store ``scale``, equal for all pieces of an update. ``gradient`` must not change until `apply`."""
         self._scale = scale
         if self._before:
-            assert master.dtype == self.dtype == gradient.dtype, "gradients of 16 bits are widened by `apply`"
+            assert master.dtype == self.dtype == gradient.dtype, "direct_before needs gradients in the master dtype"
             for _, spec, where in self._tensors(piece):
                 self._direction(where, master.range(where), gradient.range(where), scale, self._decay(spec))
 
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
-        """Step ``master`` on ``piece`` along the scaled gradient, and round it into ``working`` when given."""
-        assert master.dtype == self.dtype, f"the master weights are {master.dtype}, the optimizer's {self.dtype}"
+        assert master.dtype == self.dtype, f"the master weights are {master.dtype}, expected {self.dtype}"
         common_rate = self.learning_rate
         if is_device(direction.array) and not self._before:  # one kernel for all tensors
             copy = None if working is None else working.range(piece)
@@ -235,7 +234,7 @@ class ElementWise(SegmentWise):
                 self._step(block, master.range(block), gradient, rate, decay, copy)
 
     def _blocks(self, where: Range, direction: FlatStore, working: FlatStore | None) -> Iterable[Range]:
-        """Return the ranges of one loop each: all at once, or blocks that stay in a cache for a second loop."""
+        """Return the ranges to update one after another: the range ``where``, or blocks of it that fit in the cache."""
         if direction.dtype != self.dtype:
             return cut(where, self._scratch(direction).size)
         return (where,) if working is None else cut(where, BLOCK)
@@ -251,8 +250,8 @@ class ElementWise(SegmentWise):
     def _scratch(self, direction: FlatStore) -> Array:
         if self.wide is None or self.dtype != np.float32 or not is_16bit_float(direction.dtype):
             raise UsageError(
-                f"a gradient in {direction.dtype} for master weights in {self.dtype}: 16-bit gradients go with float32 "
-                "weights and memory to widen them in, see hpcdist.optim.master_weights.MasterWeights"
+                f"a gradient in {direction.dtype} needs other master weights than {self.dtype}: 16-bit gradients need "
+                "float32 weights and a buffer to widen them, see hpcdist.optim.master_weights.MasterWeights"
             )
         return self.wide
 
@@ -260,47 +259,37 @@ class ElementWise(SegmentWise):
     def _step(
         self, where: Range, weights: Array, gradient: Array, rate: float, decay: Decay, working: Array | None
     ) -> None:
-        """Make the whole update of one stretch of a tensor, and of its ``working`` copy.
-
-        The gradient counts ``_scale`` times, and is undefined afterwards. On a GPU it may be 16-bit floats beside
-        float32 weights, and the stretch any number of tensors.
-        """
+        """Update weights, slots and the rounded copy ``working`` in the range ``where``. May overwrite the gradient."""
 
 
-NORM_BLOCK: Final = 1 << 16  # elements of which a direction is still in the cache when their squares are summed
+NORM_BLOCK: Final = 1 << 16  # elements per block: a direction is still in cache when its squares are summed
 
 
 class LayerWise(SegmentWise):
-    """Layer-wise optimizer: directions and their sums of squares in one pass, the steps in another.
-
-    On a GPU each pass over a piece is one kernel for all tensors.
-    """
+    """Base class of layer-wise optimizers. Phase 1 computes directions and their norms, phase 2 updates the weights."""
 
     needs_norms: ClassVar[bool] = True
-    _rates: kernels.TensorOptions | None = None  # decays and rates of the update under way, on a GPU
+    _rates: kernels.TensorOptions | None = None  # decays and rates of the current update, on a GPU
 
     def begin_step(self, factor: float = 1.0) -> None:
-        """Count one update more, whose rates depend on norms that are still to come."""
         super().begin_step(factor)
         self._rates = None
 
     def direction(
         self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0, into: FlatStore | None = None
     ) -> None:
-        """Turn ``scale * gradient`` on ``piece`` into the direction u, in place, and advance the slots.
+        """Replace the gradient on ``piece`` by the direction u of ``scale * gradient``, and update the slots.
 
-        With ``into``, of the master dtype, it goes there, and a gradient of 16 bits is kept.
+        If ``into``, a store of the master dtype, is passed, u is written to ``into`` and the gradient is not changed.
         """
         step = gradient if into is None else into
-        assert master.dtype == self.dtype == step.dtype, "directions are not rounded to 16 bits"
+        assert master.dtype == self.dtype == step.dtype, "directions must have the master dtype"
         if is_device(gradient.array):
-            assert isinstance(self._norms, GpuNorms), "norms on a GPU are not exact"
+            assert isinstance(self._norms, GpuNorms), "exact norms are not supported on a GPU"
             arrays = master.range(piece), gradient.range(piece), step.range(piece), self._norms.partial
             self._direction_all(piece, *arrays, scale, self._all_tensors(piece))
             return
-        assert not isinstance(self._norms, GpuNorms), (
-            "an optimizer of weights on the host is built with its state there"
-        )
+        assert not isinstance(self._norms, GpuNorms), "the weights are on the host: build the optimizer with on='cpu'"
         for index, spec, where in self._tensors(piece):
             decay = self._decay(spec)
             for block in cut(where, NORM_BLOCK):
@@ -312,15 +301,13 @@ class LayerWise(SegmentWise):
                     self._norms.add(index, block, weights, values)
 
     def partial_norms(self) -> np.ndarray:  # (segments, 2) or (segments, 2, exact.SLOTS)
-        """Return sums of squares of w and of the direction over the pieces seen; 0 for tensors that need none."""
         sums = super().partial_norms()
-        sums[[not segment.spec.adapted for segment in self.layout.segments]] = 0  # a kernel sums up all
+        sums[[not segment.spec.adapted for segment in self.layout.segments]] = 0  # GPU kernels sum all tensors
         return sums
 
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
-        """Move ``master`` along ``direction`` on ``piece``, and round it into ``working`` when given."""
         assert norms is not None, "the reduced partial norms are missing"
         if is_device(direction.array):
             copy = None if working is None else working.range(piece)
@@ -336,13 +323,13 @@ class LayerWise(SegmentWise):
                     kernels.round_into(weights, working.range(block))
 
     def _rate_of(self, index: int, spec: TensorSpec, common_rate: float, norms: np.ndarray) -> float:
-        """Return the rate of a tensor: with the factor of its group and, where it is adapted, the layer-wise one."""
+        """Return the tensor's learning rate: ``common_rate`` times its group's factor and, if adapted, trust ratio."""
         weight_norm, step_norm = (norms[index] ** 0.5).tolist()
         ratio = self._ratio(weight_norm, step_norm, self._decay(spec)) if spec.adapted else 1.0
         return common_rate * self._rate_factor(spec) * ratio
 
     def _rates_on_gpu(self, piece: Range, norms: np.ndarray) -> kernels.TensorOptions:
-        """Return decays and rates of all tensors, for a kernel over ``piece``: one copy to the GPU for an update."""
+        """Return the weight decay and learning rate of every tensor for a GPU kernel. Made once per update."""
         if self._rates is None:
             common_rate = self.learning_rate
             table = [
@@ -356,7 +343,7 @@ class LayerWise(SegmentWise):
 
     @abstractmethod
     def _ratio(self, weight_norm: float, step_norm: float, decay: float) -> float:
-        """Return the layer-wise factor of an adapted tensor with these norms and its weight decay."""
+        """Return the trust ratio of an adapted tensor, from its weight norm, its step norm and its weight decay."""
 
     @abstractmethod
     def _direction_all(
@@ -369,69 +356,63 @@ class LayerWise(SegmentWise):
         scale: float,
         tensors: kernels.TensorOptions,
     ) -> None:
-        """Do as `_direction` for all tensors of a stretch on a GPU, into ``step``, and add to the ``partial`` norms."""
+        """Write the directions of all tensors in the range ``where`` to ``step``, on a GPU.
+
+        Add the squares of weights and directions to the sums ``partial``.
+        """
 
     def _update(self, where: Range, weights: Array, step: Array, rate: float, decay: float) -> None:
-        """Move the weights of one stretch at the ``rate`` of its tensor."""
         kernels.descend(weights, step, rate)
 
     def _update_all(
         self, where: Range, weights: Array, step: Array, tensors: kernels.TensorOptions, working: Array | None
     ) -> None:
-        """Do as `_update` for all tensors of a stretch on a GPU, and round the weights into ``working``."""
+        """Update the weights of all tensors in the range ``where`` on a GPU.
+
+        Write them rounded to ``working``, if given.
+        """
         kernels.launch_update("descend", weights, step, (), working, tensors)
 
 
 class WrappedOptimizer(ABC):
-    """Base of optimizers that hand ``inner`` other weights, gradients or state to step: its clock, rates and norms.
-
-    The members are those of `SegmentWise`.
-    """
+    """Base class of optimizers that wrap an optimizer ``inner``: they change its weights, gradients or state first."""
 
     def __init__(self, inner: SegmentWise) -> None:
         self._inner, self.parts, self.slots = inner, inner.parts, inner.slots
 
     @property
     def count(self) -> int:
-        """Number of applied updates, the begun one included."""
         return self._inner.count
 
     @property
     def needs_norms(self) -> bool:
-        """Whether `apply` needs the reduced `partial_norms`."""
         return self._inner.needs_norms
 
     @property
     def learning_rate(self) -> float:
-        """Rate of the update that is under way."""
         return self._inner.learning_rate
 
     def begin_step(self, factor: float = 1.0) -> None:
-        """Begin an update, at ``factor`` times the rate."""
         self._inner.begin_step(factor)
 
     @abstractmethod
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Take the mean gradient on ``piece``."""
+        """First phase of an update of the elements ``piece``, as in `SegmentWise.direction`."""
 
     @abstractmethod
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
-        """Write the new ``master`` weights on ``piece``."""
+        """Second phase: update the ``master`` weights in the elements ``piece``, as in `SegmentWise.apply`."""
 
     def sum_exactly(self) -> None:
-        """Make `partial_norms` exact."""
         self._inner.sum_exactly()
 
     def partial_norms(self) -> np.ndarray:  # (segments, 2)
-        """Return sums of squares of the master weights and of the direction over the pieces seen."""
         return self._inner.partial_norms()
 
     def state(self) -> dict[str, float]:
-        """Return the scalars that a checkpoint needs beside the slots."""
         return self._inner.state()
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Restore what `state` returned."""
         self._inner.restore(state)

@@ -1,7 +1,4 @@
-"""The ``[optimizer]`` section of a recipe.
-
-Light: imports nothing but the errors and `reporting`, so that a login node can read recipes.
-"""
+"""The ``[optimizer]`` section of a recipe. Imports only the errors and `reporting`."""
 
 import math
 from dataclasses import dataclass
@@ -16,7 +13,7 @@ Name = Literal["adamw", "sgd", "lars", "lamb"]
 Decay = Literal["cosine", "polynomial", "constant"]
 Scaling = Literal["none", "linear", "sqrt"]
 TRUST_RATIO: Final = ("trust_ratio_min", "trust_ratio_max")
-# Options of single optimizers, and the optimizers that read them.
+# Options that only some optimizers read.
 READ_BY: Final[dict[str, tuple[Name, ...]]] = {
     "bias_correction": ("adamw", "lamb"),
     "momentum_correction": ("lars",),
@@ -26,9 +23,9 @@ READ_BY: Final[dict[str, tuple[Name, ...]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
-    """Tensors with options of their own: those whose names ``LAYER.NAME`` match one of ``patterns``.
+    """Options for the tensors whose names ``LAYER.NAME`` match one of ``patterns``.
 
-    ``weight_decay`` takes the place of that of the section, for biases and norm scales too; None: as without a group.
+    ``weight_decay`` replaces the value of the section [optimizer], also for biases and norm scales; None: no change.
     ``rate_factor`` multiplies the learning rate.
     """
 
@@ -38,7 +35,7 @@ class ParameterGroup:
 
     @classmethod
     def of(cls, text: str) -> "ParameterGroup":
-        """Return the group that ``text`` describes: patterns, a colon, and options ``name=value``."""
+        """Parse a group from ``text``: patterns, a colon, options ``name=value``. ConfigurationError if invalid."""
         names, _, options = text.rpartition(":")
         values: dict[str, float] = {}
         try:
@@ -52,12 +49,12 @@ class ParameterGroup:
         if not names.split() or not values or not all(math.isfinite(value) and value >= 0 for value in values.values()):
             raise ConfigurationError(
                 f"optimizer.groups has {text!r}; write patterns of names LAYER.NAME, a colon, and weight_decay=NUMBER, "
-                "rate_factor=NUMBER or both, of at least 0, such as '*.bias *.norm.weight: weight_decay=0.0'"
+                "rate_factor=NUMBER or both, numbers of at least 0, such as '*.bias *.norm.weight: weight_decay=0.0'"
             )
         return cls(patterns=tuple(names.split()), **values)
 
     def has(self, name: str) -> bool:
-        """Whether the tensor ``name`` belongs to it."""
+        """Return True if the tensor ``name`` matches a pattern of the group."""
         return name in self._names or any(fnmatchcase(name, pattern) for pattern in self._wildcards)
 
     @cached_property
@@ -73,20 +70,17 @@ class ParameterGroup:
 class OptimizerConfig:
     """Section ``[optimizer]``: the optimizer, its constants, and the schedule of its learning rate.
 
-    ``momentum`` belongs to sgd and lars, ``nesterov`` to sgd, ``momentum_correction`` and ``trust_coefficient`` to
-    lars; ``beta1``, ``beta2`` and ``bias_correction`` to adamw and lamb; ``trust_ratio_min`` and ``trust_ratio_max``
-    (0: no bound) to lamb; ``epsilon`` to all but sgd. ``weight_decay`` touches matrices only, never biases and norm
-    scales. ``groups`` give tensors options of their own: each is a text of patterns of names ``LAYER.NAME``, a colon,
-    and ``weight_decay=``, which then touches all that match, ``rate_factor=``, or both; the first that matches a tensor
-    counts. The gradient is first divided by its norm, with ``normalize_gradient``; ``clip_norm`` bounds the norm that
-    it has then (0 is off).
-
-    The rate rises linearly over ``warmup_steps`` updates, or over the updates that take ``warmup_samples`` samples, to
-    its peak, then falls to ``final_fraction`` of it at the last step of the run; ``power`` shapes the polynomial. The
-    peak is ``learning_rate``; where ``scaling`` is linear or sqrt, ``learning_rate`` is that of a global batch of
-    ``base_batch`` samples, and one of k times as many has the peak k or sqrt(k) times as high (see
-    `hpcdist.optim.rates`). An update takes one global batch of the recipe, so the schedule is the same for every
-    world size.
+    Args:
+        learning_rate: Peak learning rate, for a global batch of ``base_batch`` samples if ``scaling`` is set.
+        scaling: Rule to scale the peak from ``base_batch`` to k times this batch: "linear" (k) or "sqrt" (sqrt(k)).
+        warmup_steps: Number of updates in which the rate rises linearly to the peak; or set ``warmup_samples``.
+        decay: Shape of the decay to ``final_fraction`` of the peak at the last step; ``power`` is for "polynomial".
+        momentum: For sgd and lars. ``nesterov`` is for sgd, ``momentum_correction`` and ``trust_coefficient`` for lars.
+        beta1: For adamw and lamb, as are ``beta2`` and ``bias_correction``.
+        weight_decay: For matrices only.
+        trust_ratio_min: For lamb, as is ``trust_ratio_max``. 0: no bound.
+        groups: Name patterns ``LAYER.NAME``, a colon, and ``weight_decay=``, ``rate_factor=`` or both. A tensor uses
+            the first group that matches.
     """
 
     name: Name = "adamw"
@@ -106,7 +100,7 @@ class OptimizerConfig:
     clip_norm: float = 1.0
     base_batch: int = 0
     scaling: Scaling = "none"
-    warmup_steps: float = 50  # a whole number in a recipe; that of so many samples need not be one
+    warmup_steps: float = 50  # integer in a recipe; fractional if derived from warmup_samples
     warmup_samples: int = 0
     decay: Decay = "cosine"
     final_fraction: float = 0.1
@@ -115,18 +109,18 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_section(RULES, "optimizer", self)
-        _ = self.parsed_groups  # or it raises
+        _ = self.parsed_groups  # raises for an invalid group
 
     @property
     def parsed_groups(self) -> tuple[ParameterGroup, ...]:
-        """The groups, in their order."""
+        """Parameter groups, parsed from the texts in ``groups``, in the same order."""
         return tuple(map(ParameterGroup.of, self.groups))
 
 
 _PEAKS: Final = ("learning_rate", "epsilon", "trust_coefficient", "power")
 _SHARES: Final = ("momentum", "beta1", "beta2")
 _NOT_NEGATIVE: Final = ("weight_decay", "clip_norm", "warmup_steps", "warmup_samples", "base_batch", *TRUST_RATIO)
-_BOTH: Final = "give both (sgd and lars: 'linear'; adamw and lamb: 'sqrt'), or 'none' and 0"
+_BOTH: Final = "set both (scaling 'linear' for sgd and lars, 'sqrt' for adamw and lamb), or 'none' and 0"
 RULES: Final = (
     one_of("optimizer.name", get_args(Name)),
     one_of("optimizer.decay", get_args(Decay)),
@@ -135,23 +129,23 @@ RULES: Final = (
     *(finite(f"optimizer.{name}", lambda value: 0 <= value < 1, "at least 0 and below 1") for name in _SHARES),
     *(finite(f"optimizer.{name}", lambda value: value >= 0, "at least 0") for name in _NOT_NEGATIVE),
     finite("optimizer.final_fraction", lambda value: 0 <= value <= 1, "between 0 and 1"),
-    rule("optimizer.nesterov with optimizer.name!=sgd", "it is defined for sgd"),
-    rule("optimizer.nesterov with optimizer.momentum=0", "it is defined for a momentum above 0"),
+    rule("optimizer.nesterov with optimizer.name!=sgd", "Nesterov momentum is defined for sgd only"),
+    rule("optimizer.nesterov with optimizer.momentum=0", "Nesterov momentum needs a momentum above 0"),
     *(
         no_effect(f"optimizer.{name}", getattr(OptimizerConfig, name), "optimizer.name", names)
         for name, names in READ_BY.items()
     ),
     rule(
         "optimizer.trust_ratio_max with optimizer.trust_ratio_min?",
-        "it is not above that",
-        "lower the second, or set the first to 0 for no upper bound",
+        "the upper bound must be above the lower bound",
+        "lower trust_ratio_min, or set trust_ratio_max to 0 for no upper bound",
         relation=lambda most, least: most <= least,
     ),
-    rule("optimizer.scaling with optimizer.base_batch=0", "a rate is scaled from a batch, by a rule", _BOTH),
-    rule("optimizer.base_batch with optimizer.scaling=none", "a rate is scaled from a batch, by a rule", _BOTH),
+    rule("optimizer.scaling with optimizer.base_batch=0", "scaling needs the batch size of the learning rate", _BOTH),
+    rule("optimizer.base_batch with optimizer.scaling=none", "base_batch is used for scaling only", _BOTH),
     rule(
         f"optimizer.warmup_samples with optimizer.warmup_steps!=0|{OptimizerConfig.warmup_steps}",
-        "there is one warm-up",
+        "only one option may set the length of the warm-up",
         "remove one of them",
     ),
 )

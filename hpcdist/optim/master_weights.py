@@ -1,8 +1,8 @@
-"""Master weights: an optimizer in float32 over parameters and gradients in 16-bit floats.
+"""Master weights: an optimizer in float32 for parameters and gradients in 16-bit floats.
 
 Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740, section 3.1: an update is often smaller than half a
-unit in the last place of a 16-bit weight, and would be lost. So a float32 master is updated, and the working copy is
-the master, rounded. Of K = 12 bytes a parameter, as arXiv:1910.02054 counts Adam, 4 are the master and 8 the moments.
+unit in the last place of a 16-bit weight, and would be lost. So a float32 master is updated and rounded to the working
+copy. Adam takes 12 bytes per parameter: 4 for the master, 8 for the moments (arXiv:1910.02054).
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,10 @@ from hpcdist.optim.update import kernels
 
 
 class MasterWeights(WrappedOptimizer):
-    """Optimizer over ``inner`` that steps float32 ``weights`` of its own.
+    """Optimizer for 16-bit parameters. It applies ``inner`` to float32 master ``weights`` and rounds these to 16 bits.
 
-    What it is given as master is the 16-bit working copy, and the gradient is 16-bit too. The gradient is widened
-    block by block and the direction never rounded; without layer-wise rates, a block is stepped and rounded at once, in
-    `apply`. With them the directions of all parts wait in float32 for the norms: 4 bytes more for each owned parameter.
+    Its methods get the 16-bit working copy as the argument ``master``, and 16-bit gradients. If ``inner`` is
+    layer-wise, directions are stored in float32, which takes 4 more bytes per owned parameter.
     """
 
     def __init__(
@@ -34,9 +33,9 @@ class MasterWeights(WrappedOptimizer):
         super().__init__(inner)
         dtype = FLOATS["float32"]
         self.weights = FlatStore(layout, dtype, parts, on=on, category="optimizer", ledger=ledger)
-        self._wide: FlatStore | None = None  # of all parts
+        self._wide: FlatStore | None = None  # directions of all parts
         if isinstance(inner, ElementWise):
-            if on == "cpu":  # a GPU reads the gradient as it is
+            if on == "cpu":  # GPU kernels read 16-bit gradients
                 longest = max((part.size for part in self.parts), default=0)
                 inner.wide = backend.empty(min(base.BLOCK, longest), dtype, on)
                 if ledger is not None:
@@ -45,7 +44,7 @@ class MasterWeights(WrappedOptimizer):
             self._wide = FlatStore(layout, dtype, parts, on=on, category="gradients", ledger=ledger)
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Store ``scale`` or, where norms are needed, compute the direction on ``piece`` in float32."""
+        """Compute the direction of the elements ``piece`` in float32 if norms are needed, else only store ``scale``."""
         if isinstance(self._inner, LayerWise):
             self._inner.direction(piece, self.weights, gradient, scale, self._wide)
         else:
@@ -54,18 +53,18 @@ class MasterWeights(WrappedOptimizer):
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
-        """Step the float32 master on ``piece``, and round it into ``master``, the working copy."""
+        """Update the float32 master weights of the elements ``piece``. Round them to ``master``, the 16-bit copy."""
         steps = direction if self._wide is None else self._wide
         self._inner.apply(piece, self.weights, steps, master, norms)
 
     def round_into(self, working: FlatStore) -> None:
-        """Make the ``working`` copy anew from the master, on the owned parts."""
+        """Round this rank's master weights into the 16-bit copy ``working``."""
         for part in self.parts:
             kernels.round_into(self.weights.range(part), working.range(part))
 
 
 def rounded(store: FlatStore, dtype: np.dtype) -> FlatStore:
-    """Return a copy of the float32 ``store``, on the host, rounded to 16 bits."""
+    """Return a host array with the values of the float32 ``store``, rounded to the 16-bit ``dtype``."""
     copy = FlatStore(store.layout, dtype, store.parts)
     kernels.round_into(store.array, copy.array)
     return copy

@@ -1,14 +1,8 @@
 """Gradient norms: clipping by the global norm, and norms of tensors for layer-wise rates.
 
-Clipping is that of Pascanu, Mikolov & Bengio 2013 (arXiv:1211.5063), Algorithm 1.
-
-The sum of squares of each rank's own part is additive, so the norm of a sharded gradient is one reduced scalar, or
-one reduced accumulator of `hpcdist.optim.update.exact` where its bits must not depend on the partition.
-
-`Norms` has the norms of tensors for layer-wise rates, summed by pieces. A tensor that arrives in blocks, one behind the
-other, has the same bits of norm as one that arrives whole, because its running sums are kept between the blocks. So a
-state that is read in blocks from a file is updated as one in memory. `GpuNorms` are summed by the kernels that compute
-directions, tile by tile. `ExactNorms` do not round at all: they have the same bits however tensors are cut.
+Clipping is Algorithm 1 of Pascanu, Mikolov & Bengio 2013 (arXiv:1211.5063). The norm of a sharded gradient needs one
+reduced scalar, or one reduced accumulator of `hpcdist.optim.update.exact` if its bits must not depend on the partition.
+Consecutive blocks of a tensor give the same bits as the whole tensor.
 """
 
 import math
@@ -29,10 +23,7 @@ from hpcdist.optim.update import exact, kernels
 
 
 def sum_of_block_squares(blocks: Iterable[Array]) -> float:
-    """Return the sum of squares of consecutive ``blocks``, with the bits of `kernels.sum_of_squares` of the whole.
-
-    On the host.
-    """
+    """Return the sum of squares of the host arrays ``blocks``, bitwise as `kernels.sum_of_squares` of all elements."""
     sums, seen = np.zeros(kernels.LANES), 0
     for block in blocks:
         kernels.add_squares(block, sums, seen % kernels.LANES)
@@ -41,23 +32,23 @@ def sum_of_block_squares(blocks: Iterable[Array]) -> float:
 
 
 class Norms:
-    """sum(w^2) and sum(u^2) of each of ``count`` tensors on the host, over the pieces that were given since `clear`.
+    """Sums of squares of weights w and directions u, for each of ``count`` tensors, on the host. `clear` resets them.
 
-    A piece that follows the one before it, of the same tensor, has the bits of both as one.
+    Adding a tensor in consecutive pieces gives the same bits as adding it at once.
     """
 
     def __init__(self, count: int) -> None:
         self._sums = np.zeros((count, 2))
-        self._tensor, self._stretch = -1, Range(0, 0)  # of which ``_running`` are the sums; -1: of nothing
+        self._tensor, self._stretch = -1, Range(0, 0)  # tensor and range of the ``_running`` sums; -1: no sums
         self._running = np.zeros((2, kernels.LANES))
 
     def clear(self) -> None:
-        """Forget all pieces."""
+        """Reset the sums of all tensors to zero."""
         self._tensor = -1
         self._sums[...] = 0.0
 
     def add(self, tensor: int, where: Range, weights: Array, step: Array) -> None:
-        """Add the piece of ``tensor`` at ``where``."""
+        """Add the squares of ``weights`` and ``step``, the values of tensor number ``tensor`` in range ``where``."""
         if (tensor, where.start) != (self._tensor, self._stretch.stop):
             self._close()
             self._tensor, self._stretch = tensor, Range(where.start, where.start)
@@ -68,7 +59,7 @@ class Norms:
         self._stretch = Range(self._stretch.start, where.stop)
 
     def sums(self) -> np.ndarray:  # (tensors, 2)
-        """Return the sums."""
+        """Return the sums of squares (tensors, 2): column 0 for weights, column 1 for directions."""
         self._close()
         return self._sums
 
@@ -79,62 +70,55 @@ class Norms:
 
 
 class GpuNorms:
-    """As `Norms`, of all tensors on a GPU, whose directions add to ``partial``."""
+    """Sums of squares as in `Norms`, but on a GPU: the direction kernels add the squares to ``partial``."""
 
     def __init__(self, size: int, tensors: kernels.TensorOptions) -> None:
         self.partial, self._tensors = kernels.partial_sums(size, len(tensors.bounds)), tensors
 
     def clear(self) -> None:
-        """Forget all pieces."""
         self.partial[...] = 0.0
 
     def sums(self) -> Array:  # (tensors, 2)
-        """Return the sums, on the GPU."""
         return kernels.tensor_sums(self.partial, self._tensors)
 
 
 class ExactNorms:
-    """As `Norms`, of weights on the host, in the accumulators of `hpcdist.optim.update.exact`: to be rounded by it."""
+    """Exact sums of squares as in `Norms`, on the host, in integer accumulators of `hpcdist.optim.update.exact`."""
 
     def __init__(self, count: int) -> None:
         self._sums = exact.zeros(count, 2)
 
     def clear(self) -> None:
-        """Forget all pieces."""
         self._sums[...] = 0
 
     def add(self, tensor: int, where: Range, weights: Array, step: Array) -> None:
-        """Add the piece of ``tensor`` at ``where``."""
         exact.add_squares(weights, self._sums[tensor, 0])
         exact.add_squares(step, self._sums[tensor, 1])
 
     def sums(self) -> np.ndarray:  # (tensors, 2, exact.SLOTS)
-        """Return the sums so far."""
         return self._sums
 
 
-_NOTHING = 1e-30  # the norm of a gradient that has no direction
-_WIDEN = 1 << 14  # 16-bit elements that are widened at a time: 64 KiB of float32 stay in a cache
+_NOTHING = 1e-30  # largest norm of a gradient that is not normalised
+_WIDEN = 1 << 14  # 16-bit elements to widen at a time: 64 KiB of float32 fit in a cache
 
 
 def sum_of_squares(
     store: FlatStore, parts: Range | Sequence[Range] | None = None, watched: Sequence[Range] = ()
 ) -> float:
-    """Return the sum of squares of the tensors in ``parts`` (None: of all the store holds), accumulated in float64.
+    """Return the float64 sum of squares of the elements in ``parts`` of ``store`` (None: of all), without padding.
 
-    Padding is left out. What is not finite in the ranges ``watched``, which count nothing, makes the sum so too.
-    float16, bfloat16 and float32 cannot overflow in it. A float64 element above 1e154 gives infinity, and a NaN or
-    infinite element a result that `clip_scale` refuses. A GPU is waited for once.
+    ``watched`` are ranges whose squares are not added, but a NaN or infinity in them makes the sum NaN. Only for a
+    float64 store can the sum overflow. On a GPU, the host waits once for the result.
     """
     ranges = store.parts if parts is None else (parts,) if isinstance(parts, Range) else parts
     total = _squares(store, ranges)
     if watched:
-        total = total + 0.0 * _squares(store, watched)  # NaN where they are not finite
-    return float(total)  # the one place that waits for a GPU
+        total = total + 0.0 * _squares(store, watched)  # NaN if they are not finite
+    return float(total)  # the only wait for a GPU
 
 
 def _squares(store: FlatStore, ranges: Sequence[Range]) -> Any:
-    """Return the sum of squares in ``ranges``, where the values are."""
     total: Any = 0.0
     if not isinstance(store, FileStore) and is_device(store.array):
         pieces = [store.range(where) for part in ranges for where in _joined(store.layout, part)]
@@ -152,7 +136,7 @@ def _squares(store: FlatStore, ranges: Sequence[Range]) -> Any:
 
 
 def _joined(layout: Layout, part: Range) -> list[Range]:
-    """Return the ranges of tensors in ``part``, as one where they touch: most tensors end where the next one begins."""
+    """Return the ranges of the tensors that overlap ``part``. Adjacent ranges are joined into one."""
     joined: list[Range] = []
     for _, where in layout.within(part):
         if joined and joined[-1].stop == where.start:
@@ -163,7 +147,6 @@ def _joined(layout: Layout, part: Range) -> list[Range]:
 
 
 def _squares_of_halves(values: np.ndarray) -> Any:
-    """Return the sum of squares of 16-bit ``values`` on the host, widened block by block in one piece of memory."""
     memory = np.empty(min(_WIDEN, values.size), np.float32)
     total: Any = 0.0
     for block in cut(Range(0, values.size), max(1, memory.size)):
@@ -174,9 +157,10 @@ def _squares_of_halves(values: np.ndarray) -> Any:
 
 
 def exact_squares(store: FlatStore, parts: Sequence[Range]) -> np.ndarray:  # (exact.SLOTS,)
-    """Return the sum of squares of the tensors in ``parts`` of a ``store`` on the host, padding left out, not rounded.
+    """Return the exact sum of squares of the elements in ``parts`` of a host ``store``, without padding.
 
-    See `hpcdist.optim.update.exact`; a NaN or infinite element gives a sum that is so when it is rounded.
+    The result is an accumulator of `hpcdist.optim.update.exact`. If an element is not finite, the rounded sum is not
+    finite either.
     """
     digits = exact.zeros()
     for _, where in chain.from_iterable(map(store.layout.within, parts)):
@@ -186,12 +170,10 @@ def exact_squares(store: FlatStore, parts: Sequence[Range]) -> np.ndarray:  # (e
 
 
 def clip_scale(norm_squared: float, limit: float, *, normalize: bool = False) -> float:
-    """Return the factor that brings a gradient of this squared norm down to ``limit``: 1 below it or when it is 0.
+    """Return the factor that clips a gradient to the norm ``limit``: 1 if its norm is smaller, or if ``limit`` is 0.
 
-    The factor is exactly limit / norm. With ``normalize`` it is that of a gradient which is divided by its norm first:
-    min(1, limit) / norm, and 1 below 1e-30, where the quotient would be rounding or beyond float32. There is no limit
-    where it is 0. All ranks must pass the same reduced ``norm_squared``; they then agree on the factor, or raise
-    together. Raises NonFiniteError when the norm is NaN or infinite (`first_nonfinite` finds why).
+    ``norm_squared`` is the gradient's squared norm, over all ranks. If ``normalize`` is true, the factor is min(1,
+    limit) / norm, or 1 for a norm below 1e-30. Raises NonFiniteError if the norm is NaN or infinite.
     """
     if not math.isfinite(norm_squared):
         raise NonFiniteError(
@@ -205,9 +187,9 @@ def clip_scale(norm_squared: float, limit: float, *, normalize: bool = False) ->
 
 
 def first_nonfinite(store: FlatStore, part: Range | None = None) -> str | None:
-    """Return the key of the first tensor that holds a NaN or an infinity, None where all are finite.
+    """Return the name of the first tensor with a NaN or infinity, or None if all elements are finite.
 
-    ``part``, a range of the flat space that the store holds, restricts the search.
+    ``part``: search only this range of the flat parameter vector.
     """
     for segment, where in store.tensors() if part is None else store.layout.within(part):
         if not all(bool(namespace(values).isfinite(values).all()) for values in store.blocks(where)):

@@ -1,12 +1,9 @@
-"""Optimizers by name, and the order in which their methods are called.
-
-A layer-wise optimizer needs norms of whole tensors, but a rank may own any part of the flat space. So an update is
+"""Optimizers by name, and the order in which to call their methods.
 
     begin_step  ->  direction(piece)...  ->  partial_norms  -> (the caller sums them) ->  apply(piece)...
 
-and equals the undivided update for every partition, up to the order of summation of the norms, or to the bit where
-they are summed exactly. Without norms to wait for, `direction` only stores the scale, and `apply` does everything in
-one pass over memory.
+The result is equal for every partition, up to the summation order of the norms, or bitwise with exact norms. Without
+norms, `direction` only stores the scale, and `apply` updates in one pass over memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,11 +35,11 @@ def build(
     on: str = "cpu",
     make_slot: Callable[[str], FlatStore] | None = None,
 ) -> SegmentWise:
-    """Return the optimizer that ``config`` names for ``parts`` of the flat space, with zeroed state.
+    """Build the optimizer that ``config`` names, for the ranges ``parts`` of the flat parameter vector.
 
-    ``dtype`` is that of the master weights, float32 or float64 (UsageError otherwise). ``total_steps`` is the length of
-    the learning-rate schedule; ``on`` is where the state lives, ``"cpu"`` or ``"gpu"``. Who keeps the state elsewhere
-    passes ``make_slot``, which returns the store of a slot by its name.
+    ``dtype`` of the master weights must be float32 or float64 (otherwise UsageError). ``total_steps`` is the length of
+    the learning-rate schedule. The optimizer state starts at zero. It is in the stores that ``make_slot(name)``
+    returns, if given, or else on the device ``on``, "cpu" or "gpu".
     """
     return OPTIMIZERS[config.name](
         config, layout, parts, dtype, ledger=ledger, total_steps=total_steps, on=on, make_slot=make_slot

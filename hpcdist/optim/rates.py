@@ -1,46 +1,26 @@
-"""Learning rate of each update: warm-up and decay, and scaling of the rate and the warm-up to the batch size.
+"""Learning rate of each update: warm-up, decay, and scaling to the batch size. Imports only the errors.
 
-Also the batch sizes of the steps, and the gradient noise scale that bounds a useful batch size. Light: imports nothing
-but the errors.
+The warm-up is linear (Goyal et al. 2017, arXiv:1706.02677, section 2.2). A cosine (equation 5 of SGDR, Loshchilov &
+Hutter 2017, arXiv:1608.03983, without restarts), polynomial or constant decay follows. Updates count from 1, without
+skipped ones. A rate for b samples is scaled to B = k b samples:
 
-The warm-up is linear, then follows a cosine, polynomial or constant decay. Warm-up is that of Goyal et al. 2017
-(arXiv:1706.02677), section 2.2, the cosine equation 5 of Loshchilov & Hutter 2017 (SGDR, arXiv:1608.03983) without
-restarts. Updates count from 1 and include neither skipped ones nor micro-batches.
+    linear   k rate         sgd and lars (Goyal et al. 2017, section 2.1)
+    sqrt     sqrt(k) rate   adamw and lamb (Malladi et al. 2022, arXiv:2205.10287)
 
-A rate is tuned for some batch of b samples. For B = k b samples the first guess, to be tuned again, is
+A warm-up over N samples takes N / B updates: update t has min(1, t B / N) of the peak. If the batch grows (S. L. Smith
+et al., arXiv:1711.00489), each rate is scaled to the batch of its update.
 
-    linear   k rate         sgd and lars: k steps of b and one step of B move as far, while gradients change little
-                            (Goyal et al. 2017, arXiv:1706.02677, section 2.1; Krizhevsky 2014, arXiv:1404.5997)
-    sqrt     sqrt(k) rate   adamw and lamb: their step has the length of the gradient's noise divided out, which is
-                            1 / sqrt(k) as large (Malladi et al. 2022, arXiv:2205.10287; You et al., arXiv:1904.00962)
+Gradient noise scale (McCandlish et al., arXiv:1812.06162, appendix A.1): the mean gradient g_B of B samples is the true
+gradient G plus noise of covariance Sigma / B. Two batch sizes b < B give unbiased estimates:
 
-Either ends where the batch reaches the critical one (see below): beyond, more samples a step help little at any rate.
-A warm-up over N samples is N / B updates: update t has min(1, t B / N) of the peak, so that the rate after as many
-samples is the same share of it for every B. Where the batch grows in the run, the rate of each update is scaled to its
-own batch, and the warm-up counts the samples that were really taken.
-
-`BatchSchedule` says how many samples each step takes: always as many, or fewer at first. While the loss is high, the
-noise of gradients is small beside them and small batches lose nothing: S. L. Smith et al., "Don't decay the learning
-rate, increase the batch size" (arXiv:1711.00489). Steps take consecutive samples of the one global order, so that
-each comes once, whatever the stages; where a step begins in that order follows from its number alone, on every rank,
-at the start and at a resume.
-
-Gradient noise scale: S. McCandlish, J. Kaplan, D. Amodei et al., "An empirical model of large-batch training"
-(arXiv:1812.06162), appendix A.1. The mean gradient g_B of B samples is the true one, G, and noise of the covariance
-Sigma / B, so two batch sizes, b < B, give both unknowns, each without bias:
-
-    E |g_B|^2 = |G|^2 + tr(Sigma) / B
     tr(Sigma) = (|g_b|^2 - |g_B|^2) / (1/b - 1/B)
-    |G|^2     = |g_B|^2 - tr(Sigma) / B           = (B |g_B|^2 - b |g_b|^2) / (B - b)
+    |G|^2     = |g_B|^2 - tr(Sigma) / B
 
-and the noise scale B_simple = tr(Sigma) / |G|^2, in samples. Where the Hessian is a multiple of the identity it is
-the critical batch: with B samples a step a run takes 1 + B_simple / B times the fewest steps that any batch needs,
-and 1 + B / B_simple times the fewest samples (section 2.2). It grows while the loss falls. Of several batches, with
-b_r samples and a share w_r in sum(w_r) = 1, the mean sum(w_r |g_r|^2) is that of a batch with 1/b = sum(w_r / b_r).
-With w_r = b_r / B that is b = B / n for n of them, however uneven they are.
-
-One step says little: the estimates are differences, and |G|^2 may come out negative. Both are averaged over steps,
-each by itself, before they are divided: the mean of quotients would be biased, and need not exist.
+The noise scale is B_simple = tr(Sigma) / |G|^2 in samples. If the Hessian is a multiple of the identity, a run with B
+samples per step takes 1 + B_simple / B times the smallest number of steps, and 1 + B / B_simple times the smallest
+number of samples (section 2.2). For several batches of b_r samples with weights w_r, sum(w_r) = 1, use
+1/b = sum(w_r / b_r) and |g_b|^2 = sum(w_r |g_r|^2). Numerator and denominator are averaged over steps before the
+division.
 """
 
 import math
@@ -55,24 +35,28 @@ from hpcdist.optim.config import OptimizerConfig, Scaling
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Batches of ``final`` samples, after those of ``stages``: (samples at which a stage ends, samples of a step)."""
+    """Number of samples per step, which can grow during the run.
+
+    ``stages`` are pairs (number of samples of the run at the stage's end, samples per step). After the last stage, a
+    step has ``final`` samples.
+    """
 
     final: int
     stages: tuple[tuple[int, int], ...] = ()
 
     def size(self, step: int) -> int:
-        """Return the samples of ``step``, counted from 0."""
+        """Return the number of samples in step number ``step``, where the first step is 0."""
         return next((size for first, last, size in self._steps() if first <= step < last), self.final)
 
     def samples_before(self, step: int) -> int:
-        """Return how many samples the steps before ``step``, counted from 0, take together."""
+        """Return the number of samples in all steps before step number ``step``, where the first step is 0."""
         samples = after = 0
         for first, last, size in self._steps():
             samples, after = samples + size * (min(step, last) - min(step, first)), last
         return samples + self.final * max(0, step - after)
 
     def steps_for(self, samples: int) -> float:
-        """Return how many steps take so many samples, the last perhaps a part of its own."""
+        """Return the number of steps that the first ``samples`` samples of the run take. It may be a fraction."""
         start = 0
         for end, size in self.stages:
             if samples <= end:
@@ -82,11 +66,11 @@ class BatchSchedule:
 
     @property
     def sizes(self) -> list[int]:
-        """The samples of a step of each stage, the final one last."""
+        """Number of samples per step of each stage, and then of the final steps."""
         return [*(size for _, size in self.stages), self.final]
 
     def _steps(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (first step, step behind the last, samples of a step) of the stages before the final one."""
+        """Yield (first step, end step, samples per step) for each stage before the final steps."""
         start = first = 0
         for end, size in self.stages:
             last = first + (end - start) // size
@@ -94,71 +78,74 @@ class BatchSchedule:
             start, first = end, last
 
     def _steps_before(self, end: int) -> int:
-        """Return the number of steps up to the end of a stage."""
         ends = [end for end, _ in self.stages]
         return next((last for stop, (_, last, _) in zip(ends, self._steps(), strict=True) if stop == end), 0)
 
 
 def staged_batches(final: int, warmup: Sequence[int]) -> BatchSchedule:
-    """Return the batches of a recipe: ``warmup`` has, for each stage, the sample it ends at and the samples of a step.
+    """Return the batch schedule of a recipe with the global batch ``final`` and the stages ``warmup``.
 
-    Raises ConfigurationError unless both grow and every stage is a whole number of steps.
+    ``warmup`` has two numbers per stage: number of samples of the run at its end, and samples per step. Raises
+    ConfigurationError unless both numbers increase and every stage is a whole number of steps.
     """
-    given = f"run.batch_warmup = {list(warmup)}"
+    setting = f"run.batch_warmup = {list(warmup)}"
     if len(warmup) % 2:
-        raise ConfigurationError(f"{given}; it must be pairs: samples at which a stage ends, samples of a step in it")
+        raise ConfigurationError(f"{setting}; it must have two numbers per stage: sample at its end, samples per step")
     stages = tuple(zip(warmup[::2], warmup[1::2], strict=True))
     for (start, _), (end, size) in pairwise([(0, 0), *stages]):
         if size < 1 or end <= start:
             raise ConfigurationError(
-                f"{given}: a stage of {size} samples a step from {start} to {end} samples; a step takes at least one, "
-                "and stages end one behind the other"
+                f"{setting} has a stage of {size} samples per step from sample {start} to {end}; a step takes at least "
+                "one sample, and each stage must end after the one before"
             )
         if (end - start) % size:
             near = start + max(1, round((end - start) / size)) * size
             raise ConfigurationError(
-                f"{given}: from {start} to {end} samples is no whole number of steps of {size}; let the stage end at "
-                f"{near}"
+                f"{setting}: samples {start} to {end} are not a whole number of steps of {size}; let the stage end "
+                f"at {near}"
             )
     for smaller, larger in pairwise([*(size for _, size in stages), final]):
         if smaller >= larger:
             raise ConfigurationError(
-                f"{given} with run.global_batch = {final}: after steps of {smaller} samples come steps of {larger}; "
-                "each stage must have larger ones, and the last those of global_batch"
+                f"{setting} with run.global_batch = {final}: after steps of {smaller} samples come steps of {larger}; "
+                "each stage must have larger steps than the one before, and run.global_batch the largest"
             )
     return BatchSchedule(final, stages)
 
 
-SMOOTHING: Final = 0.98  # the weight of all measurements before in the mean: some 50 of them count
+SMOOTHING: Final = 0.98  # weight of earlier measurements in the mean: about 50 of them count
 
 
 @dataclass(frozen=True)
 class NoiseEstimate:
-    """The squared norm of the true gradient, and the trace of the covariance of one sample's."""
+    """Estimate of gradient noise: squared norm of the true gradient, and trace of the covariance of one sample."""
 
     gradient_squared: float
     trace: float
 
     @property
     def noise_scale(self) -> float:
-        """The noise scale in samples; NaN where the gradient is not above the error of its estimate."""
+        """Gradient noise scale in samples, or NaN if the estimated squared gradient is not positive."""
         return self.trace / self.gradient_squared if self.gradient_squared > 0.0 else math.nan
 
 
 def estimate_noise(small_squared: float, inverse_small: float, big_squared: float, big: int) -> NoiseEstimate:
-    """Return the estimate from squared norms of the mean gradients of 1 / ``inverse_small`` and of ``big`` samples."""
+    """Estimate the noise of gradients from the squared norms of two mean gradients.
+
+    ``small_squared`` is over 1 / ``inverse_small`` samples, and ``big_squared`` over ``big`` samples.
+    """
     trace = (small_squared - big_squared) / (inverse_small - 1.0 / big)
     return NoiseEstimate(big_squared - trace / big, trace)
 
 
 class SmoothedNoise:
-    """Exponential means of numerator and denominator, each by itself, corrected for their start at 0."""
+    """Exponential moving average of noise estimates over steps, corrected for the start value 0."""
 
     def __init__(self) -> None:
         self._weight = self._gradient_squared = self._trace = 0.0
 
     def add(self, estimate: NoiseEstimate) -> None:
-        """Take the estimate of one step."""
+        """Add the noise estimate of one step to the moving average."""
         rest = 1.0 - SMOOTHING
         self._weight = SMOOTHING * self._weight + rest
         self._gradient_squared = SMOOTHING * self._gradient_squared + rest * estimate.gradient_squared
@@ -166,22 +153,22 @@ class SmoothedNoise:
 
     @property
     def mean(self) -> NoiseEstimate:
-        """The means so far; NaN before the first."""
+        """Moving average of the noise estimates. NaN before the first estimate."""
         if not self._weight:
             return NoiseEstimate(math.nan, math.nan)
         return NoiseEstimate(self._gradient_squared / self._weight, self._trace / self._weight)
 
     def state(self) -> dict[str, float]:
-        """Return what a checkpoint keeps."""
+        """Return the moving averages to save in a checkpoint."""
         return {"weight": self._weight, "gradient_squared": self._gradient_squared, "trace": self._trace}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Take back what `state` returned; nothing, of a run that measured nothing so far."""
+        """Restore the result of `state`; an empty ``state`` resets the averages."""
         self._weight = float(state.get("weight", 0.0))
         self._gradient_squared, self._trace = float(state.get("gradient_squared", 0)), float(state.get("trace", 0))
 
 
-# rule -> what the rate is multiplied by, for a batch that is so many times as large
+# rule -> factor of the rate for a batch that is ``growth`` times as large
 RULES: Final[dict[Scaling, Callable[[float], float]]] = {
     "none": lambda growth: 1.0,
     "linear": lambda growth: growth,
@@ -191,9 +178,10 @@ RULES: Final[dict[Scaling, Callable[[float], float]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class StagedOptimizerConfig(OptimizerConfig):
-    """The section, resolved for ``batches`` that grow: its rate is that of the final ones.
+    """Optimizer settings for a run whose batch size grows in stages. `resolve_rate` makes them.
 
-    ``rule`` scales the rate of the others; ``ramp_samples`` are those of a warm-up that counts samples, 0 for updates.
+    The learning rate is for the final batch size; ``rule`` scales it to the batch sizes of earlier stages.
+    ``ramp_samples`` is the length of the learning-rate warm-up in samples, or 0 if it is given in updates.
     """
 
     batches: BatchSchedule
@@ -201,18 +189,21 @@ class StagedOptimizerConfig(OptimizerConfig):
     ramp_samples: int
 
     def growth(self, update: int) -> float:
-        """Return what the rate of an update, counted from 1, is multiplied by."""
+        """Return the factor by which the peak learning rate is multiplied in ``update``, for its batch size.
+
+        ``update`` is the update's number, from 1. At the final batch size the factor is 1.
+        """
         return RULES[self.rule](self.batches.size(update - 1) / self.batches.final)
 
     def ramp(self, update: int) -> float:
-        """Return the share of the peak in an update of the warm-up."""
+        """Return the fraction of the peak learning rate in update number ``update`` of the warm-up, counted from 1."""
         if self.ramp_samples:
             return min(1.0, self.batches.samples_before(update) / self.ramp_samples)
         return update / self.warmup_steps
 
 
 def resolve_rate(config: OptimizerConfig, batches: BatchSchedule) -> OptimizerConfig:
-    """Return ``config`` for updates of ``batches``: with the peak, and the warm-up in updates (local)."""
+    """Return ``config`` with its peak rate scaled to the batch sizes ``batches``, and its warm-up in updates. Local."""
     growth = batches.final / config.base_batch if config.base_batch else 1.0
     warmup = batches.steps_for(config.warmup_samples) if config.warmup_samples else config.warmup_steps
     rate = config.learning_rate * RULES[config.scaling](growth)
@@ -224,7 +215,7 @@ def resolve_rate(config: OptimizerConfig, batches: BatchSchedule) -> OptimizerCo
 
 
 def describe_rate(config: OptimizerConfig, batches: BatchSchedule) -> str:
-    """Return a line for people on what `resolve_rate` changes in ``config``; "" where it is nothing (local)."""
+    """Return a text that describes the changes of `resolve_rate` to ``config``, or "" if there are none. Local."""
     resolved, parts = resolve_rate(config, batches), []
     if batches.stages:
         last = batches.stages[-1][0]
@@ -239,7 +230,7 @@ def describe_rate(config: OptimizerConfig, batches: BatchSchedule) -> str:
     return "; ".join(parts)
 
 
-# share of the way from the final rate to the peak, by progress in [0, 1] through the decay
+# fraction of the way from the final rate to the peak, by the progress in [0, 1] of the decay
 SHAPES: Final[dict[str, Callable[[float, float], float]]] = {
     "cosine": lambda progress, power: 0.5 * (1.0 + math.cos(math.pi * progress)),
     "polynomial": lambda progress, power: (1.0 - progress) ** power,
@@ -248,14 +239,12 @@ SHAPES: Final[dict[str, Callable[[float, float], float]]] = {
 
 
 def learning_rate(config: OptimizerConfig, update: int, total_steps: int) -> float:
-    """Return the rate of the ``update``-th update (1 is the first) of a run of ``total_steps``.
+    """Return the learning rate of update number ``update`` (the first is 1) in a run of ``total_steps`` steps.
 
-    The first update has a rate above 0, update ``warmup_steps`` the peak, update ``total_steps`` and all that follow
-    the final one. A warm-up that is longer than the run is cut off, not compressed. It need not be a whole number of
-    updates: then the peak lies between two. ``config`` comes from `resolve_rate` for the batches of the run; where
-    they grow, so does the peak, by its rule.
+    The rate reaches its peak at update ``warmup_steps``, which may be a fraction, and its final value at
+    ``total_steps``. ``config`` must come from `resolve_rate`.
     """
-    assert not (config.base_batch or config.warmup_samples), "a rate per batch: see `scaling.resolved`"
+    assert not (config.base_batch or config.warmup_samples), "call resolve_rate first"
     peak, ramp = config.learning_rate, update / config.warmup_steps if config.warmup_steps else 1.0
     if isinstance(config, StagedOptimizerConfig):
         peak, ramp = peak * config.growth(update), config.ramp(update)

@@ -13,10 +13,8 @@ from hpcdist.optim.update import fused, kernels
 class Sgd(ElementWise):
     """SGD with the heavy ball (Polyak 1964) or Nesterov's momentum, as in Sutskever et al. 2013, section 2.
 
-    As `torch.optim.SGD` does it, with dampening 0: g += weight_decay w;  v = momentum v + g;  the step is v, or with
-    Nesterov g + momentum v;  w -= rate step. The rate stands outside the velocity, so that a changed rate acts at once
-    on all of it and needs no momentum correction (Goyal et al. 2017, arXiv:1706.02677, section 3, remark 2;
-    Sutskever's form, equations 1 and 2, has it inside). The decay is the coupled one (L2), on adapted tensors only.
+    As in `torch.optim.SGD` without dampening: g += weight_decay w;  v = momentum v + g;  step = v, or g + momentum v
+    with Nesterov;  w -= rate step. Weight decay applies only to ``adapted`` tensors.
     """
 
     slot_names: ClassVar[tuple[str, ...]] = ("momentum",)
@@ -66,36 +64,30 @@ class Lars(LayerWise):
     local = trust_coefficient ||w|| / (||g|| + weight_decay ||w|| + epsilon);
     v = momentum c v + rate local (g + weight_decay w);  w -= v.
 
-    The rate is inside the velocity, as in the paper, so a changed rate does not concern what is there already: each
-    past gradient would keep the rate of its own time, and v lag behind a rising rate, and last beyond a falling one.
-    c = rate / (rate of the update before) is the momentum correction of Goyal et al. 2017 (arXiv:1706.02677, section 3,
-    remark 2), with which v is rate times a velocity that knows no rates. The paper has none: ``momentum_correction`` =
-    false, or c = 1. The rate before is part of a checkpoint, since a run may go on with another schedule.
-
-    Choices: epsilon is added (the paper has none); local is 1, not the trust coefficient, when either norm is 0 and for
-    tensors that are not adapted, which have no decay either; it is not clipped from above. g is the gradient after
-    clipping by the global norm. The direction is g itself: velocity and decay enter with the ratio, when the norms are
-    known.
+    The momentum correction c = rate / (rate of the previous update) rescales earlier gradients to the current rate
+    (Goyal et al. 2017, arXiv:1706.02677, section 3, remark 2). The paper has c = 1: ``momentum_correction`` = false. If
+    a norm is 0 or the tensor is not adapted, local is 1. Tensors that are not adapted do not decay. g is the gradient
+    after clipping.
     """
 
     slot_names: ClassVar[tuple[str, ...]] = ("momentum",)
     slots_in_apply: ClassVar[bool] = True
-    _rate = 0.0  # of the last update; 0: there was none, or it moved nothing
+    _rate = 0.0  # rate of the last update; 0: no update, or an update without effect
     _correction = 1.0
 
     def begin_step(self, factor: float = 1.0) -> None:
-        """Count one update more, and relate its rate to that of the one before."""
+        """Start an update, and compute the momentum correction from the learning rate of the previous update."""
         super().begin_step(factor)
         before, self._rate = self._rate, self.learning_rate
-        # Behind a rate of 0 a corrected velocity is 0 itself.
+        # After a rate of 0 a corrected velocity is 0.
         self._correction = self._rate / before if before and self.config.momentum_correction else 1.0
 
     def state(self) -> dict[str, float]:
-        """Return also the rate that is inside the velocity."""
+        """Return the state to save: number of updates, and the learning rate that the velocity includes."""
         return {**super().state(), "rate": self._rate}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Continue after the update that `state` describes, at the rate of the schedule where it tells none."""
+        """Restore the result of `state`. If ``state`` has no learning rate, use the rate of the schedule."""
         super().restore(state)
         self._factor = 1.0
         self._rate = float(state.get("rate", self.learning_rate if self.count else 0.0))

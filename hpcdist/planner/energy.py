@@ -1,19 +1,15 @@
-"""Joules of a step: power of devices by phase, of hosts and of the network, and the overhead of cooling.
+"""Energy of a step: power of devices by phase, hosts and network, plus cooling.
 
-A device draws between its idle and its peak power, linear in a utilisation, which is that of the phase:
+A device draws idle power + utilisation * (peak power - idle power). The utilisation depends on the phase:
 
-    computing   COMPUTE_FLOOR + (1 - COMPUTE_FLOOR) * share of the peak that is reached
-    update      MEMORY: elementwise kernels, which the memory's bandwidth bounds; so, too, what is unproven
-    messages    MESSAGES: exposed ones, when a device sends and computes nothing
-    waiting     WAITING: the bubble of a pipeline, the input, saves and restarts
+    computing   COMPUTE_FLOOR + (1 - COMPUTE_FLOOR) * reached share of the peak FLOP rate
+    update      MEMORY_UTILISATION: elementwise kernels; also the term "unproven"
+    messages    MESSAGE_UTILISATION: exposed messages
+    waiting     WAITING_UTILISATION: pipeline bubble, input, checkpoints and restarts
 
-COMPUTE_FLOOR is such that eight H100 that train draw, with their host, the 76 % of 10.2 kW that were measured
-(arXiv:2506.14551, host as in `clusters/h100-hgx.toml`) when they reach 45 % of their peak. That devices draw much
-less between the computations, down to little above idle, is measured, too (Patel et al., arXiv:2308.12908); the three
-other numbers are assumptions within that. Messages that hide behind computation are not counted once more.
-
-Processors and switches are taken to draw the same all the time. Whole nodes count: the devices of a node that a
-layout does not use are idle. What is not known is left out, and `unknown` says so.
+COMPUTE_FLOOR is fitted to eight H100 at 45 % of peak, which draw with their host 76 % of 10.2 kW (arXiv:2506.14551).
+The other three values are assumptions, consistent with arXiv:2308.12908. Overlapped messages are not counted again.
+Processors and switches draw constant power, and unused devices of a node draw idle power.
 """
 
 from typing import Final
@@ -36,12 +32,10 @@ ASSUMED: Final = (
 
 
 def energy(timing: TimeEstimate, layout: ParallelLayout, cluster: Cluster, peak_share: float) -> StepEnergy:
-    """Return the joules of a step of ``timing`` on all nodes of ``layout``.
+    """Return the energy of one step in joules, by consumer, for all nodes of ``layout``. ``timing``: step time by term.
 
-    ``peak_share`` (0 to 1) is the part of their peak that the devices reach while they compute: operations of the
-    hardware over peak and the seconds of the terms `COMPUTING`. Servers of a parameter server send while there is an
-    exchange, update while their workers wait for that, and wait else. ``device_w`` of the result is the mean power of a
-    device that computes.
+    ``peak_share``: fraction of the peak FLOP rate that the devices reach while they compute. ``device_w`` of the result
+    is a worker's mean power.
     """
     device, nodes, step_s = cluster.device, nodes_of(layout, cluster), timing.step_s
     worker_j = 0.0
@@ -66,7 +60,7 @@ def energy(timing: TimeEstimate, layout: ParallelLayout, cluster: Cluster, peak_
 
 
 def utilisation(term: str, peak_share: float) -> float:
-    """Return how busy a device is during a term of `TimeEstimate`, 0 to 1."""
+    """Return the assumed utilisation (0 to 1) of a device in a ``term`` of the step time, such as "forward"."""
     if term in COMPUTING:
         return COMPUTE_FLOOR + (1 - COMPUTE_FLOOR) * min(1.0, max(0.0, peak_share))
     if term in ("update", UNPROVEN):
@@ -75,12 +69,12 @@ def utilisation(term: str, peak_share: float) -> float:
 
 
 def power_w(device: Device, busy: float) -> float:
-    """Return the watts of a device that is busy for a share ``busy``: as in `hpcdist.energy.sources.utilisation`."""
+    """Return the power of ``device`` in W at utilisation ``busy`` (0: idle power, 1: peak power)."""
     return device.idle_w + (device.peak_w - device.idle_w) * busy
 
 
 def waiting_w(layout: ParallelLayout, cluster: Cluster) -> float:
-    """Return the watts of all nodes of ``layout``, with cooling, while the devices wait, as for a save or a restart."""
+    """Return the power in W of all nodes of ``layout``, with cooling, during a checkpoint or restart."""
     nodes, site = nodes_of(layout, cluster), cluster.site
     devices_w = (
         devices_held(layout, cluster) * power_w(cluster.device, WAITING_UTILISATION) if cluster.device.peak_w else 0.0
@@ -89,22 +83,22 @@ def waiting_w(layout: ParallelLayout, cluster: Cluster) -> float:
 
 
 def nodes_of(layout: ParallelLayout, cluster: Cluster) -> int:
-    """Return how many nodes hold the devices of ``layout``."""
+    """Return the number of nodes that ``layout`` needs."""
     return -(-layout.devices // cluster.node.devices)
 
 
 def devices_held(layout: ParallelLayout, cluster: Cluster) -> int:
-    """Return how many devices are on the nodes of ``layout``, used or not."""
+    """Return the number of devices on the nodes that ``layout`` needs, including unused devices."""
     return max(layout.devices, min(cluster.devices, nodes_of(layout, cluster) * cluster.node.devices))
 
 
 def unknown_terms(cluster: Cluster) -> tuple[str, ...]:
-    """Return what of the energy is assumed, or not known for this cluster and left out, for the flags of a plan."""
-    parts = (
-        (cluster.device.peak_w, "the power of a device is not known: its joules are left out"),
-        (cluster.node.host_w, "the power of a host is not known: its joules are left out"),
-        (cluster.node.network_w, "the power of the network is not known: its joules are left out"),
-        (cluster.site.pue, "no PUE is known: the joules are those without cooling"),
+    """Return warnings on energy terms that are assumed, or left out because ``cluster`` gives no power for them."""
+    terms = (
+        (cluster.device.peak_w, "the power of a device is unknown: its energy is left out"),
+        (cluster.node.host_w, "the power of a host is unknown: its energy is left out"),
+        (cluster.node.network_w, "the power of the network is unknown: its energy is left out"),
+        (cluster.site.pue, "the PUE is unknown: the energy of cooling is left out"),
     )
-    left_out = tuple(text for known, text in parts if not known)
+    left_out = tuple(text for is_known, text in terms if not is_known)
     return (*left_out, ASSUMED) if cluster.device.peak_w else left_out

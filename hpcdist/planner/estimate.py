@@ -1,7 +1,4 @@
-"""Estimate of one layout as data: memory, time, operations, bytes, energy, and a whole run.
-
-Light: dataclasses only. `hpcdist.planner.plan.plan` fills them; reports, comparisons and the search read them.
-"""
+"""Estimate of one layout: memory, time, FLOPs, traffic, energy, and a whole run. Dataclasses only."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,16 +8,16 @@ from hpcdist.planner.layout import ParallelLayout
 
 UNPROVEN: Final = "unproven"  # a term of `TimeEstimate`
 CORRECTION: Final = "correction"  # a term of `TimeEstimate`
-# Published over modelled time of a step with ZeRO-3: least, median, most (`hpcdist.planner.time.exchange`).
+# Published / modelled step time with ZeRO-3: minimum, median, maximum (see `hpcdist.planner.time.exchange`).
 ZERO3_RATIOS: Final = (1.26, 1.5, 1.92)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes on the device that needs most, by what they are.
+    """Memory use of the device with the highest use, in bytes by term.
 
-    Terms: "parameters", "gradients", "optimizer", "activations", "messages", "scratch", "reserved".
-    ``rule`` tells how many bytes a parameter takes, and by which formula; ``stage`` is that of the device.
+    Terms: "parameters", "gradients", "optimizer", "activations", "messages", "scratch", "reserved". ``rule``: text with
+    the formula for the bytes of model states per parameter. ``stage``: pipeline rank of the device.
     """
 
     terms: Mapping[str, float]
@@ -30,34 +27,33 @@ class MemoryEstimate:
 
     @property
     def bytes(self) -> float:
-        """Sum of the terms."""
+        """Total memory use of the device, in bytes."""
         return sum(self.terms.values())
 
     @property
     def fits(self) -> bool:
-        """Whether the device has so much."""
+        """Whether the total fits into the device memory."""
         return self.bytes <= self.limit_bytes
 
     @property
     def breaks_first(self) -> str:
-        """The largest term."""
+        """Name of the largest memory term."""
         return max(self.terms, key=lambda name: self.terms[name])
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimeEstimate:
-    """Seconds of a step on the critical path, by what they are, which add up to ``step_s``.
+    """Seconds of a step on the critical path, by term. The terms add up to ``step_s``.
 
-    "forward", "backward", "recompute": computation; "tensor", "context", "expert": messages of these axes; "pipeline":
-    messages between stages that nothing hides; "bubble"; "data": the exchange of gradients and parameters as far as it
-    is exposed; "rows": the sum, once a step, of gradients that sequence parallelism leaves whole on each tensor rank;
-    "update"; "input". ``hidden_s`` is the part of the exchange, and of passes round a ring of the context axis, behind
-    computation. ``bubble`` is the share as in `hpcdist.strategies.schedule.simulate.timeline`. ``bytes`` are those that
-    a device sends in a step, by axis.
-    ``algorithms`` tells by which collective most bytes of each axis go.
-    ``bucket_bytes`` are those of gradients that an allreduce of the data axis sums at a time, 0 where nothing goes so.
-    "correction": the time by which published steps with ZeRO-3 exceed the formulas, at the median (`ZERO3_RATIOS`).
-    "unproven": the time up to ``least_s``, a step with the best MFU that was published for such devices.
+    Computation: "forward", "backward", "recompute", and "update" (optimizer). Exposed communication: "tensor",
+    "context" and "expert" (messages on these axes), "pipeline", "data" (exchange of gradients and parameters), "rows"
+    (allreduce over the tensor ranks of gradients of replicated parameters with sequence parallelism). Other terms:
+    "bubble" (pipeline idle time), "input" (reading samples), "correction" (median excess of published ZeRO-3 steps,
+    `ZERO3_RATIOS`), "unproven" (time added to reach ``least_s``, the step time at the best published MFU).
+
+    ``hidden_s``: time of messages that overlap computation. ``bytes``: bytes that a device sends per step, by axis.
+    ``algorithms``: by axis, the algorithm of the collective with the most bytes. ``bucket_bytes``: gradient bytes per
+    allreduce on the data axis, or 0 without allreduce.
     """
 
     terms: Mapping[str, float]
@@ -71,22 +67,22 @@ class TimeEstimate:
 
     @property
     def step_s(self) -> float:
-        """Sum of the terms."""
+        """Total seconds of a step."""
         return self.least_s if UNPROVEN in self.terms else sum(self.terms.values())
 
     @property
     def modelled_s(self) -> float:
-        """Seconds of a step by the formulas, without the terms "correction" and "unproven"."""
+        """Seconds of a step according to the formulas, without the terms "correction" and "unproven"."""
         return sum(seconds for name, seconds in self.terms.items() if name not in (CORRECTION, UNPROVEN))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlopEstimate:
-    """Operations of a step, of all devices: of the model, and of the hardware, which computes some again.
+    """FLOPs of a step on all devices.
 
-    By the formula of arXiv:2205.05198, appendix A: attention is counted over all pairs, causal or not. ``exact_flops``
-    are those of the model with the pairs that are looked at, ``executed_flops`` those of the hardware, which skips the
-    others where its kernels do.
+    ``model_flops``: FLOPs of forward and backward. ``hardware_flops``: the same, plus recomputation. ``exact_flops``:
+    as ``model_flops``, but only for visible query-key pairs. ``executed_flops``: as ``hardware_flops``, but without
+    the invisible pairs if the kernels skip them.
     """
 
     model_flops: float
@@ -97,20 +93,20 @@ class FlopEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class StepEnergy:
-    """Joules of a step, by what uses them: "devices", "hosts", "network", "cooling" (what PUE adds)."""
+    """Energy of a step in joules by consumer: "devices", "hosts", "network", "cooling" (computed from the PUE)."""
 
     terms: Mapping[str, float]
     device_w: float
 
     @property
     def joules(self) -> float:
-        """Sum of the terms."""
+        """Total energy of the step in joules."""
         return sum(self.terms.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunEstimate:
-    """Course of a whole training: ``steps``, with saves and failures. None: not known for this cluster."""
+    """Expected time, energy and price of a training with checkpoints and failures. A value None is unknown."""
 
     steps: int
     work_s: float
@@ -128,52 +124,52 @@ class RunEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanEstimate:
-    """Estimate of one layout. ``flags``: extrapolations, assumptions, what hpcdist cannot run."""
+    """Estimate of one layout. ``flags``: warnings about extrapolations, assumptions, and unsupported features."""
 
     layout: ParallelLayout
     global_batch: int
-    tokens: int  # of a step
+    tokens: int  # per step
     parameters: int
     memory: MemoryEstimate
     timing: TimeEstimate
     work: FlopEstimate
     energy: StepEnergy
     run: RunEstimate
-    peak_flops: float  # of all devices that compute
-    step_range_s: tuple[float, float] | None = None  # least and most seconds of a step, if the step is corrected
+    peak_flops: float  # of all computing devices
+    step_range_s: tuple[float, float] | None = None  # minimum and maximum step time, if the step is corrected
     flags: tuple[str, ...] = ()
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step, without saves and failures."""
+        """Seconds of a step, without checkpoints and failures."""
         return self.timing.step_s
 
     @property
     def modelled_mfu(self) -> float:
-        """MFU by the formulas alone."""
+        """MFU from the formulas alone, without the corrections by published measurements."""
         return self.work.model_flops / (self.timing.modelled_s * self.peak_flops)
 
     @property
     def is_capped(self) -> bool:
-        """Whether formulas gave more than the best MFU that was published for such devices."""
+        """Whether the planned MFU was reduced to the best published MFU of such devices."""
         return UNPROVEN in self.timing.terms
 
     @property
     def mfu(self) -> float:
-        """Operations of the model over those that the devices could do meanwhile."""
+        """Model FLOPs utilisation: model FLOPs / (step time * peak FLOP rate)."""
         return self.work.model_flops / (self.step_s * self.peak_flops)
 
     @property
     def exact_mfu(self) -> float:
-        """MFU with the pairs only that a causal attention looks at: for long contexts about half of attention."""
+        """MFU if only the visible query-key pairs of attention count: with a causal mask, about half of all pairs."""
         return self.work.exact_flops / (self.step_s * self.peak_flops)
 
     @property
     def hfu(self) -> float:
-        """Operations of the hardware, with those done again, over the same."""
+        """Hardware FLOPs utilisation: FLOPs including recomputation / (step time * peak FLOP rate)."""
         return self.work.hardware_flops / (self.step_s * self.peak_flops)
 
     @property
     def exact_hfu(self) -> float:
-        """HFU with the operations only that are executed."""
+        """HFU that counts only the operations that the kernels execute."""
         return self.work.executed_flops / (self.step_s * self.peak_flops)

@@ -1,13 +1,12 @@
-"""Layout of a training over devices: parallel degrees, sharding, micro-batches and schedule.
+"""Layout of a training over devices: parallel degrees, sharding, micro-batches and schedule. Imports nothing.
 
-Light: imports nothing. The tuples beside the class are the values that a field may have, and `LAYOUT_FIELDS` is how
-options of `hpcdist plan`, which are keywords of `hpcdist.plan`, call the fields.
+The tuples are the allowed values of fields. `LAYOUT_FIELDS` maps options of `hpcdist plan` to fields.
 """
 
 from dataclasses import dataclass, fields
 from typing import Any
 
-PARAMETER_SERVER = "parameter_server"  # the strategy that servers are for
+PARAMETER_SERVER = "parameter_server"  # the only strategy with servers
 STRATEGIES = ("allreduce", "zero1", "zero2", "zero3", PARAMETER_SERVER)
 RECOMPUTE = ("none", "selective", "full")
 PRECISIONS = ("float32", "float64", "bfloat16", "float16")
@@ -20,24 +19,21 @@ LIBRARIES = ("", "mpi", "nccl")
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """One way to train on ``data x pipeline x tensor x context`` devices, and ``servers`` more.
+    """Layout of a training on ``data x pipeline x tensor x context`` devices plus ``servers``.
 
-    Ranks count as in `hpcdist.strategies.core.grid`: tensor fastest, then context, then data, then pipeline; ``expert``
-    parallelism cuts experts over consecutive ranks of data x context. A micro-batch has ``microbatch`` samples;
-    ``schedule`` and ``chunks`` are those of `hpcdist.strategies.schedule`. ``recompute`` "selective" computes attention
-    again (arXiv:2205.05198), "full" whole blocks. ``main_gradients``, of "megatron" alone: "float32", or the "working"
-    type; ``activations`` are kept and sent in the "working" type, or in "float32" as this toolkit does on processors.
-    The optimizer keeps ``optimizer_slots`` numbers a parameter: 2 for Adam and LAMB, 1 for momentum.
+    Rank order as in `hpcdist.strategies.core.grid`. ``expert``: number of consecutive ranks of data x context that
+    shard the experts. ``recompute``: "selective" recomputes attention (arXiv:2205.05198), "full" recomputes whole
+    blocks. ``main_gradients`` ("megatron" only): "float32", or "working" for the working precision. ``activations``:
+    their precision: "working", or "float32" as in hpcdist on CPUs. ``optimizer_slots``: optimizer state values per
+    parameter, 2 for Adam and LAMB.
 
-    ``implementation`` says whose memory and kernels: "hpcdist" (`hpcdist.models.counts`: attention in tiles) or
-    "megatron" (the published formulas of arXiv:2205.05198, with scores in memory); ``library`` whose collectives: "mpi"
-    (one ring or tree, or a hierarchy), "nccl" (one for each link of a node), "": as the implementation. ``algorithm``
-    is that of the data axis alone: an operation there that has none of the name takes the fastest, and a flag says so.
-    ``overlap`` is the share of the data axis's messages that may hide behind computation; what does not fit in there
-    is exposed all the same.
-    ``tensor_overlap`` is the same for the tensor axis's messages of the backward, behind gradients that do not wait for
-    them (arXiv:2205.05198, section 6.2): this toolkit hides none. ``gradient_fusion``: of "megatron" alone, whose
-    products add gradients of weights to those of the micro-batches before, since the end of 2021.
+    ``implementation``: whose memory and kernels are modelled: "hpcdist" or "megatron" (formulas of arXiv:2205.05198,
+    attention scores in memory). ``library``: whose collectives are modelled: "mpi", "nccl" (a channel per link of a
+    node), or "" for the usual library of the implementation. ``algorithm``: for the data axis only; an operation
+    that lacks this algorithm uses its fastest one. ``overlap``: fraction of the data axis's messages that may overlap
+    computation. ``tensor_overlap``: fraction of the tensor axis's backward messages that may overlap, 0 in hpcdist.
+    ``gradient_fusion`` ("megatron" only): matrix products add weight gradients directly to the gradients of earlier
+    micro-batches.
     """
 
     data: int = 1
@@ -65,34 +61,31 @@ class ParallelLayout:
     gradient_fusion: bool = True
 
     def but(self, **changed: Any) -> "ParallelLayout":
-        """Return this layout with other values of the fields that are ``changed`` (local).
-
-        It is `dataclasses.replace` in a sixth of its time: a search makes a hundred thousand of them.
-        """
+        """Return a copy with the fields in ``changed`` replaced. Local. Six times faster than `dataclasses.replace`."""
         layout = object.__new__(ParallelLayout)
         layout.__dict__.update(self.__dict__, **changed)
         if len(layout.__dict__) > len(self.__dict__):
-            raise TypeError(f"a layout has no {', '.join(changed.keys() - self.__dict__.keys())}")
+            raise TypeError(f"ParallelLayout has no field {', '.join(changed.keys() - self.__dict__.keys())}")
         return layout
 
     @property
     def channels(self) -> bool:
-        """Whether rings and trees go over all links of a node at once: ``library`` "nccl", or as the implementation."""
+        """Whether the modelled collectives use all links of a node at once, as the ``library`` NCCL does."""
         return self.library == "nccl" if self.library else self.implementation == "megatron"
 
     @property
     def computes_in(self) -> str:
-        """The type of activations, of their gradients, and of what products are made of."""
+        """Precision of activations, of their gradients, and of matrix products."""
         return "float32" if self.activations == "float32" and self.precision in HALVES else self.precision
 
     @property
     def devices(self) -> int:
-        """Number of devices, servers included."""
+        """Number of devices, including servers."""
         return self.data * self.pipeline * self.tensor * self.context + self.servers
 
     @property
     def options(self) -> list[str]:
-        """Words for all but the degrees, the strategy and the schedule."""
+        """Descriptions of the enabled options, for printing. Degrees, strategy and schedule are left out."""
         words = {
             f"experts / {self.expert}": self.expert > 1,
             f"{self.recompute} recomputation": self.recompute != "none",
@@ -102,10 +95,10 @@ class ParallelLayout:
         return [text for text, is_so in words.items() if is_so]
 
     def microbatches(self, global_batch: int) -> int:
-        """Return how many micro-batches a replica computes in a step, the last one perhaps smaller."""
+        """Return the number of micro-batches per replica and step. The last micro-batch may be smaller."""
         return -(-global_batch // (self.data * self.microbatch))
 
 
-_RENAMED = {"context": "context_ranks", "expert": "expert_ranks"}  # --context is that of a model
-# Option of the layout -> the field that it sets; --zero is the strategy.
+_RENAMED = {"context": "context_ranks", "expert": "expert_ranks"}  # --context is an option of the model
+# Option of `hpcdist plan` -> field of the layout. --zero sets the strategy.
 LAYOUT_FIELDS = {_RENAMED.get(item.name, item.name): item.name for item in fields(ParallelLayout)} | {"zero": "zero"}

@@ -1,14 +1,9 @@
-"""Plan one layout: put memory, time, operations, energy and the course of a run together.
+"""Plan one layout: combine memory, time, FLOPs, energy and the expected course of a run.
 
-`plan` is what `hpcdist plan` calls, and what a search calls for each of its candidates. Each figure comes from its
-own module. Added here: the flags that say how far an estimate can be trusted, the largest MFU that measurements
-support (`CHECKED_MFU`), and the bytes of a checkpoint.
-
-`run` gives the expected course of a run: steps, checkpoints, failures and restarts; its duration, energy, carbon and
-price. Nodes fail independently and at random: n of them fail n times as often as one. A save holds the steps up for as
-long as the storage takes its bytes. A failure costs the work since the last save and a restart, which reads the
-checkpoint. The checkpoint interval and the slowdown are Daly's (`hpcdist.strategies.core.daly_interval`), on whole
-steps.
+This module adds the flags on the reliability of an estimate, and the largest MFU that measurements support
+(`CHECKED_MFU`). `run` models checkpoints, failures and restarts. Nodes fail independently. A checkpoint stops training.
+A failure costs the work since the last checkpoint, plus a restart. The checkpoint interval and the slowdown are Daly's,
+in whole steps.
 """
 
 import math
@@ -40,13 +35,13 @@ from hpcdist.planner.model.stage_split import step_flops
 from hpcdist.planner.time.step import MicrobatchFlow, timing
 from hpcdist.strategies.core import daly_interval
 
-ENDLESS: Final = 1000.0  # wall time over work, beyond which a run is said never to end
+ENDLESS: Final = 1000.0  # wall time / work above which a run counts as endless
 CHECKED_MFU: Final = (
-    0.57  # the most of the published trainings that the planner is held against (benchmarks/planner/published)
+    0.57  # best MFU of the published trainings that validate the planner (benchmarks/planner/published)
 )
-FULL: Final = 0.95  # of the memory
-HIDDEN: Final = 0.05  # of a step
-LONG_CONTEXT: Final = 8192  # tokens, from which published kernels without FlashAttention tell little
+FULL: Final = 0.95  # memory use above which a plan warns
+HIDDEN: Final = 0.05  # overlapped share of a step above which a plan warns
+LONG_CONTEXT: Final = 8192  # tokens; above, published results without FlashAttention are not representative
 
 
 def plan(
@@ -58,45 +53,43 @@ def plan(
     *,
     simulate: bool = False,
     limit_bytes: float = 0.0,
-    known: MicrobatchFlow | None = None,
+    flow: MicrobatchFlow | None = None,
 ) -> PlanEstimate:
-    """Return the estimate of ``steps`` steps of ``global_batch`` samples (local).
+    """Return the time, memory and energy estimate of ``steps`` steps of ``global_batch`` samples. Local.
 
-    With ``simulate`` the passes of a pipeline are run one by one, with the seconds of each stage; without, its closed
-    form is taken. A layout that does not fit into memory has an estimate, too; one that cannot be at all
-    (`hpcdist.planner.limits.checks`) should not come here. Buckets of gradients are longer than by default
-    only where they fit into ``limit_bytes``, or into all the memory (0). ``known``: as
-    `hpcdist.planner.time.step.timing` takes it. Raises ConfigurationError for a precision that the device of
-    ``cluster`` has no peak for.
+    ``simulate``: simulate the pipeline schedule instead of using a closed formula. Check first that the layout is
+    possible, with `hpcdist.planner.limits.checks`; a layout that exceeds the memory also gets an estimate. Gradient
+    buckets are enlarged only within ``limit_bytes`` (0: the device memory). ``flow``: see
+    `hpcdist.planner.time.step.timing`. Raises ConfigurationError if the device has no peak FLOP rate for the precision.
     """
-    needed = memory(description, layout, cluster, global_batch)
-    spare_bytes = max(0.0, (limit_bytes or needed.limit_bytes) - needed.bytes)
-    took = timing(description, layout, cluster, global_batch, simulate=simulate, spare_bytes=spare_bytes, known=known)
-    needed = with_buckets(needed, layout, took.bucket_bytes)
+    footprint = memory(description, layout, cluster, global_batch)
+    spare_bytes = max(0.0, (limit_bytes or footprint.limit_bytes) - footprint.bytes)
+    times = timing(description, layout, cluster, global_batch, simulate=simulate, spare_bytes=spare_bytes, flow=flow)
+    footprint = with_buckets(footprint, layout, times.bucket_bytes)
     work_ = step_flops(description, layout, global_batch)
     peak_flops = (layout.devices - layout.servers) * peak_of(cluster, layout)
     least = least_s(work_, layout, cluster)
-    took = _capped(_corrected(took, layout, cluster), least)
-    joules = energy(took, layout, cluster, peak_share(work_, took, peak_flops))
-    mfu = work_.exact_flops / (took.step_s * peak_flops)  # of a long context, half of attention is not computed
+    times = _capped(_corrected(times, layout, cluster), least)
+    joules = energy(times, layout, cluster, peak_share(work_, times, peak_flops))
+    mfu = work_.exact_flops / (times.step_s * peak_flops)  # for a long context, half of attention is not computed
     return PlanEstimate(
         layout=layout,
         global_batch=global_batch,
         tokens=global_batch * description.tokens,
         parameters=description.parameters,
-        memory=needed,
-        timing=took,
+        memory=footprint,
+        timing=times,
         work=work_,
         energy=joules,
-        run=run(steps, took.step_s, joules, checkpoint_bytes(description, layout), layout, cluster),
+        run=run(steps, times.step_s, joules, checkpoint_bytes(description, layout), layout, cluster),
         peak_flops=peak_flops,
-        step_range_s=_step_range_s(took, least, layout, cluster),
+        step_range_s=_step_range_s(times, least, layout, cluster),
         flags=(
-            *took.flags,
-            *_narrow(needed, took, layout),
+            *times.flags,
+            *_narrow(footprint, times, layout),
             *_all_pairs(description, layout),
             *_unproven(layout, cluster, mfu),
-            *_errors(took, layout, cluster, work_.model_flops / (took.modelled_s * peak_flops)),
+            *_errors(times, layout, cluster, work_.model_flops / (times.modelled_s * peak_flops)),
             *flags(layout, cluster),
             *unsupported(layout),
             *unknown_terms(cluster),
@@ -105,111 +98,106 @@ def plan(
 
 
 def _step_range_s(
-    took: TimeEstimate, least: float, layout: ParallelLayout, cluster: Cluster
+    times: TimeEstimate, least: float, layout: ParallelLayout, cluster: Cluster
 ) -> tuple[float, float] | None:
     if not errors_known(layout, cluster):
         return None
-    fewest, _, most = (max(least, ratio * took.modelled_s) for ratio in ZERO3_RATIOS)
+    fewest, _, most = (max(least, ratio * times.modelled_s) for ratio in ZERO3_RATIOS)
     return fewest, most
 
 
-def _corrected(took: TimeEstimate, layout: ParallelLayout, cluster: Cluster) -> TimeEstimate:
-    """Return ``took`` with the time that published steps of such layouts took longer, at the median."""
+def _corrected(times: TimeEstimate, layout: ParallelLayout, cluster: Cluster) -> TimeEstimate:
+    """Return the step time ``times``. ZeRO-3 on an uncalibrated cluster adds the median excess of published steps."""
     if not errors_known(layout, cluster):
-        return took
-    return replace(took, terms={**took.terms, CORRECTION: (ZERO3_RATIOS[1] - 1) * took.modelled_s})
+        return times
+    return replace(times, terms={**times.terms, CORRECTION: (ZERO3_RATIOS[1] - 1) * times.modelled_s})
 
 
 def least_s(work_: FlopEstimate, layout: ParallelLayout, cluster: Cluster) -> float:
-    """Return the seconds of a step with the most MFU that a plan on ``cluster`` may have; 0 where there is no limit."""
+    """Return the step time in s at the MFU limit of ``cluster``, or 0 without such a limit. ``work_``: step FLOPs."""
     if not cluster.most_mfu:
         return 0.0
     peak_flops = (layout.devices - layout.servers) * peak_of(cluster, layout)
     return work_.model_flops / (cluster.most_mfu * peak_flops)
 
 
-def _capped(took: TimeEstimate, least: float) -> TimeEstimate:
-    """Return ``took`` with a term for the time that it lacks to ``least`` seconds."""
-    missing = least - took.step_s
-    return replace(took, terms={**took.terms, UNPROVEN: missing}, least_s=least) if missing > 0 else took
+def _capped(times: TimeEstimate, least: float) -> TimeEstimate:
+    missing = least - times.step_s
+    return replace(times, terms={**times.terms, UNPROVEN: missing}, least_s=least) if missing > 0 else times
 
 
 def peak_of(cluster: Cluster, layout: ParallelLayout) -> float:
-    """Return what a device could do at most, in operations a second, with the numbers that ``layout`` computes in."""
-    known = cluster.device.peak_flops
-    if layout.computes_in not in known:
+    """Return the peak FLOP/s of a device in the precision of ``layout``'s matrix products."""
+    peaks = cluster.device.peak_flops
+    if layout.computes_in not in peaks:
         raise ConfigurationError(
-            f"the device {cluster.device.name!r} of the cluster {cluster.name!r} has no peak for "
-            f"{layout.computes_in}; choose a precision of {', '.join(known)}, or add it to the cluster's file"
+            f"the device {cluster.device.name!r} of the cluster {cluster.name!r} has no peak FLOP rate for "
+            f"{layout.computes_in}; choose a precision of {', '.join(peaks)}, or add the peak to the cluster's file"
         )
-    return known[layout.computes_in]
+    return peaks[layout.computes_in]
 
 
-def peak_share(work_: FlopEstimate, took: TimeEstimate | MicrobatchFlow, peak_flops: float) -> float:
-    """Return the part of their peak that the devices reach while they compute (local)."""
-    computing_s = sum(took.terms.get(name, 0.0) for name in COMPUTING)
+def peak_share(work_: FlopEstimate, times: TimeEstimate | MicrobatchFlow, peak_flops: float) -> float:
+    """Return the fraction of the peak FLOP rate that the devices reach while computing. ``work_``: FLOPs. Local."""
+    computing_s = sum(times.terms.get(name, 0.0) for name in COMPUTING)
     return min(1.0, work_.executed_flops / (computing_s * peak_flops)) if computing_s else 0.0
 
 
 def checkpoint_bytes(description: ModelDescription, layout: ParallelLayout) -> float:
-    """Return what is saved of the model: its parameters, in float32 at least, and the optimizer's state."""
+    """Return the checkpoint size in bytes. Parameters are saved in float32 or wider, with the optimizer state."""
     whole = unsharded(layout)
-    is_half = whole.parameter < 4  # then the master is with the optimizer's bytes, and the working copy is not saved
+    is_half = whole.parameter < 4  # then the optimizer has the float32 master, and the 16-bit copy is not saved
     return description.parameters * float(whole.optimizer + (0 if is_half else whole.parameter))
 
 
-def _narrow(needed: MemoryEstimate, took: TimeEstimate, layout: ParallelLayout) -> tuple[str, ...]:
-    """Return flags of narrow margins: memory that is nearly full, messages that have to hide."""
+def _narrow(footprint: MemoryEstimate, times: TimeEstimate, layout: ParallelLayout) -> tuple[str, ...]:
     flags = []
-    if FULL * needed.limit_bytes < needed.bytes <= needed.limit_bytes:
+    if FULL * footprint.limit_bytes < footprint.bytes <= footprint.limit_bytes:
         flags.append(
-            f"memory is {needed.bytes / needed.limit_bytes:.1%} full: an allocator that leaves cracks, or a larger "
-            "batch in evaluation, does not fit any more"
+            f"memory is {footprint.bytes / footprint.limit_bytes:.1%} full: an allocator that leaves cracks "
+            "(fragmentation), or a larger batch in evaluation, may exceed it"
         )
-    without_s = took.step_s + took.hidden_s
-    if took.hidden_s > HIDDEN * took.step_s:
+    without_s = times.step_s + times.hidden_s
+    if times.hidden_s > HIDDEN * times.step_s:
         flags.append(
-            f"{took.hidden_s / without_s:.0%} of {without_s:.3g} s are messages that hide behind computation "
-            f"(overlap = {layout.overlap:g}): a step takes that long where they do not"
+            f"{times.hidden_s / without_s:.0%} of {without_s:.3g} s are messages that hide during computation "
+            f"(overlap = {layout.overlap:g}); without overlap a step takes {without_s:.3g} s"
         )
     return tuple(flags)
 
 
 def _all_pairs(description: ModelDescription, layout: ParallelLayout) -> tuple[str, ...]:
-    """Return a flag where the attention of published kernels decides a plan that one in tiles would not."""
+    """Return a warning if stored attention scores are most of the memory of a "megatron" layout, else ()."""
     is_long = description.tokens >= LONG_CONTEXT and description.shape is not None
     if layout.implementation != "megatron" or not (is_long or is_mostly_scores(description, layout)):
         return ()
     kept = "keeps" if layout.recompute == "none" else "makes"
     what = f"the attention of megatron {kept} the scores of all pairs of tokens (no FlashAttention)"
-    return (f"{what}: --implementation hpcdist plans with tiles",)
+    return (f"{what}; use --implementation hpcdist for tiled attention",)
 
 
 def _unproven(layout: ParallelLayout, cluster: Cluster, mfu: float) -> tuple[str, ...]:
-    """Return flags of estimates beyond the trainings that estimates were compared with."""
     if cluster.calibrated:
         return ()
     flags = []
     if layout.implementation == "hpcdist":
         flags.append(
-            f"no training of this toolkit on {cluster.device.name} was held against an estimate; published ones were, "
-            "of the implementation 'megatron'"
+            "estimates were compared only with published trainings of the implementation 'megatron', not with hpcdist "
+            f"on {cluster.device.name}"
         )
     if mfu > CHECKED_MFU and not cluster.most_mfu:
         flags.append(
-            f"an MFU of {mfu:.0%} is more than the {CHECKED_MFU:.0%} of the best training that estimates were compared "
-            "with"
+            f"an MFU of {mfu:.0%} is more than {CHECKED_MFU:.0%}, the best training that estimates were compared with"
         )
     return tuple(flags)
 
 
-def _errors(took: TimeEstimate, layout: ParallelLayout, cluster: Cluster, modelled_mfu: float) -> tuple[str, ...]:
-    """Return flags with the known errors of such estimates."""
+def _errors(times: TimeEstimate, layout: ParallelLayout, cluster: Cluster, modelled_mfu: float) -> tuple[str, ...]:
     flags = []
-    if UNPROVEN in took.terms:
+    if UNPROVEN in times.terms:
         flags.append(
             f"MFU is limited to {cluster.most_mfu:.1%}, the best published training on such devices: the formulas give "
-            f"{modelled_mfu:.1%}, which nobody has measured; `hpcdist plan calibrate` measures yours"
+            f"{modelled_mfu:.1%}, which was never measured; `hpcdist plan calibrate` measures your cluster"
         )
     if errors_known(layout, cluster):
         least, median, most = ZERO3_RATIOS
@@ -221,25 +209,23 @@ def _errors(took: TimeEstimate, layout: ParallelLayout, cluster: Cluster, modell
 
 
 def errors_known(layout: ParallelLayout, cluster: Cluster) -> bool:
-    """Whether estimates of such layouts are known to be too fast: ZeRO-3 on devices that nobody has measured."""
+    """Return True for a layout whose published steps are slower than estimates: ZeRO-3 on an uncalibrated cluster."""
     return layout.strategy == "zero3" and layout.data * layout.context > 1 and not cluster.calibrated
 
 
 def run(
     steps: int, step_s: float, energy: StepEnergy, checkpoint_bytes: float, layout: ParallelLayout, cluster: Cluster
 ) -> RunEstimate:
-    """Return the expected course of ``steps`` steps of ``step_s`` seconds and of ``energy`` each.
+    """Return the expected time, energy and price of a run. Each of ``steps`` steps takes ``step_s`` and ``energy``.
 
-    ``checkpoint_bytes`` are those of all that is saved. A run that is shorter than the best interval saves once, at its
-    end. Where failures come so fast that a run would last over `ENDLESS` times its work, seconds, joules and what
-    follows are infinite.
-    Raises UsageError for less than one step.
+    A short run saves once, at its end. If failures make the wall time exceed `ENDLESS` times the working time, times
+    and derived values are infinite. Raises UsageError if steps < 1.
     """
     if steps < 1:
-        raise UsageError(f"a run of {steps} steps is none; expected 1 or more")
+        raise UsageError(f"run.steps must be at least 1, got {steps}")
     mtbf, save = mtbf_s(layout, cluster), save_s(checkpoint_bytes, layout, cluster)
     restart = restart_s(checkpoint_bytes, layout, cluster)
-    between = min(steps, max(1, round(daly_interval.daly(save, mtbf) / step_s)))  # steps between two saves
+    between = min(steps, max(1, round(daly_interval.daly(save, mtbf) / step_s)))  # steps between two checkpoints
     work_s, between_s = steps * step_s, between * step_s
     try:
         slowdown = daly_interval.slowdown(between_s, save, mtbf, restart)
@@ -252,7 +238,7 @@ def run(
     waiting_s = steps / between * save + failures * restart
     joules = _joules(wall_s, min(wall_s, waiting_s), energy.joules / step_s, waiting_w(layout, cluster))
     site = cluster.site
-    known = cluster.device.peak_w > 0
+    has_power = cluster.device.peak_w > 0
     carbon = site.carbon_g_per_kwh
     return RunEstimate(
         steps=steps,
@@ -264,25 +250,25 @@ def run(
         interval_s=between_s,
         slowdown=slowdown,
         joules=joules,
-        carbon_g=joules / JOULES_PER_KWH * carbon if known and carbon is not None else None,
-        price=_price(wall_s, joules if known else None, layout, cluster),
+        carbon_g=joules / JOULES_PER_KWH * carbon if has_power and carbon is not None else None,
+        price=_price(wall_s, joules if has_power else None, layout, cluster),
         currency=site.currency,
     )
 
 
 def mtbf_s(layout: ParallelLayout, cluster: Cluster) -> float:
-    """Return the mean seconds between two failures that end a job of ``layout``."""
+    """Return the mean time in s between failures that end a job of ``layout``."""
     return cluster.failures.node_mtbf_s / nodes_of(layout, cluster)
 
 
 def save_s(checkpoint_bytes: float, layout: ParallelLayout, cluster: Cluster) -> float:
-    """Return the seconds in which all nodes of ``layout`` write their equal shares of a checkpoint."""
+    """Return the time in s to write a checkpoint, of which all nodes of ``layout`` write equal shares."""
     storage, nodes = cluster.storage, nodes_of(layout, cluster)
     return checkpoint_bytes / min(storage.write_bytes_per_s, nodes * storage.node_write_bytes_per_s)
 
 
 def restart_s(checkpoint_bytes: float, layout: ParallelLayout, cluster: Cluster) -> float:
-    """Return the seconds from a failure to the next step: what the site needs, then reading the checkpoint once."""
+    """Return the time in s from a failure to the next step: restart time of the site, and reading the checkpoint."""
     storage, nodes = cluster.storage, nodes_of(layout, cluster)
     reading_s = checkpoint_bytes / min(storage.read_bytes_per_s, nodes * storage.node_read_bytes_per_s)
     return cluster.failures.restart_s + reading_s
@@ -295,10 +281,7 @@ def _joules(wall_s: float, waiting_s: float, computing_w: float, waiting_power_w
 
 
 def _price(wall_s: float, joules: float | None, layout: ParallelLayout, cluster: Cluster) -> float | None:
-    """Return what devices of whole nodes and electricity cost; None without any price, or without the joules for one.
-
-    A price of a device's hour that holds its electricity stands alone in a file: `kwh_price` is added to it.
-    """
+    """Return the price of a run: device hours during ``wall_s``, plus electricity. None if unknown."""
     site = cluster.site
     if site.device_hour_price is None and site.kwh_price is None:
         return None

@@ -1,8 +1,7 @@
-"""Atomic replacement of files: a reader sees the old content or the new one, never a part.
+"""Atomic replacement of files: a reader sees the old content or the new content, never a part of it.
 
-A file is written beside its place, under a new random name (``O_EXCL``), and renamed: whatever lies at the place, also
-a symbolic link, is replaced and never followed. A writer that is killed in between leaves a file under the random name,
-which `sweep` removes.
+New content is written to a temporary file with a random name (``O_EXCL``) in the target's directory, then renamed. A
+symbolic link at the target path is replaced, never followed. `sweep` removes temporary files of killed writers.
 """
 
 import os
@@ -16,25 +15,26 @@ from typing import BinaryIO, Final
 from hpcdist.errors import StorageError
 
 SUFFIX: Final = ".new"
-LEFT_S: Final = 3600.0  # an older temporary file belongs to a writer that was killed
+LEFT_S: Final = 3600.0  # a temporary file older than this belongs to a killed writer
 _NAME: Final = re.compile(r"\..+\.[0-9a-f]{16}\.new", re.ASCII | re.DOTALL)
 
 
 def temporary_path(path: Path) -> Path:
-    """Return a new random name beside ``path`` for the file that will replace it; no file is made."""
+    """Return a new random path next to ``path`` for the file that will replace ``path``. Creates no file."""
     return path.with_name(f".{path.name}.{os.urandom(8).hex()}{SUFFIX}")
 
 
 def create(path: Path, mode: int = 0o666) -> int:
-    """Return a descriptor for writing of the new file ``path``. Raises FileExistsError, also for a link; OSError."""
+    """Create the file ``path``, which must not exist. Return a file descriptor for writing. Raises OSError."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
 
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterator[BinaryIO]:
-    """Yield a new file that replaces ``path`` at the end of the block, unless the block raises. Raises OSError.
+    """Yield a new binary file that replaces ``path`` after the block, unless the block raises. Raises OSError.
 
-    ``durable`` waits for the disk: the old content or the new one is there also after the machine fails meanwhile.
+    If ``durable`` is True, the file and its directory are synced to disk, so that the new content survives a failure of
+    the machine.
     """
     new = temporary_path(path)
     descriptor = create(new, mode)
@@ -53,13 +53,16 @@ def replacing(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterat
 
 
 def write(path: Path, content: str | bytes, *, mode: int = 0o666, durable: bool = False) -> None:
-    """Replace ``path`` by a file with ``content``, text as UTF-8. Raises OSError."""
+    """Atomically replace the file ``path`` with ``content``. Text is encoded as UTF-8. Raises OSError."""
     with replacing(path, mode=mode, durable=durable) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def save(path: Path, content: str | bytes, cure: str = "", *, parents: bool = False) -> None:
-    """Replace ``path`` as `write` does, its directory made with ``parents``. Raises StorageError, with the ``cure``."""
+    """Replace the file ``path`` atomically. Raises StorageError whose message ends with ``cure``.
+
+    If ``parents`` is True, first create its directory.
+    """
     try:
         if parents:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,13 +72,13 @@ def save(path: Path, content: str | bytes, cure: str = "", *, parents: bool = Fa
 
 
 def discard(path: Path) -> None:
-    """Remove ``path`` if it exists; ignore failures, so that clean-up does not hide the first error (local)."""
+    """Remove ``path`` if it exists. Ignores failures, so that clean-up does not hide the first error."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename ``path`` to the first free ``path.damaged-N`` and return that; None where it cannot be renamed."""
+    """Rename ``path`` to the first free ``path.damaged-N``. Return the new path, or None if renaming fails."""
     number = 1
     while os.path.lexists(aside := path.with_name(f"{path.name}.damaged-{number}")):
         number += 1
@@ -87,10 +90,7 @@ def set_aside(path: Path) -> Path | None:
 
 
 def own_directory(path: Path) -> None:
-    """Make the directory ``path`` and its parents; a symbolic link there is removed, not followed. Raises OSError.
-
-    Several processes may call it at the same time.
-    """
+    """Create the directory ``path`` and its parents. Replace ``path`` if it is a symbolic link. Raises OSError."""
     if path.is_symlink():
         with suppress(FileNotFoundError, IsADirectoryError):  # another process has replaced it
             path.unlink()
@@ -98,9 +98,10 @@ def own_directory(path: Path) -> None:
 
 
 def sweep(directory: Path, older_s: float = LEFT_S, of: str = "") -> None:
-    """Remove temporary files of killed writers in ``directory`` that are ``older_s`` seconds old; ignores failures.
+    """Remove temporary files in ``directory`` that are at least ``older_s`` seconds old. Ignores failures.
 
-    ``older_s = 0`` is for the only writer of the directory, or of the file named ``of``.
+    If the file name ``of`` is given, remove only the temporary files that were to replace this file. Pass ``older_s=0``
+    only if no other process writes such files.
     """
     prefix = f".{of}." if of else "."
     with suppress(OSError):
@@ -108,12 +109,12 @@ def sweep(directory: Path, older_s: float = LEFT_S, of: str = "") -> None:
             if not (_NAME.fullmatch(entry.name) and entry.name.startswith(prefix)):
                 continue
             if time.time() - entry.stat(follow_symlinks=False).st_mtime >= older_s:
-                with suppress(OSError):  # a directory, or not ours
+                with suppress(OSError):  # a directory, or another user's file
                     os.unlink(entry.path)
 
 
 def sync(directory: Path) -> None:
-    """Wait until the entries of ``directory`` are on the disk (fsync). Raises OSError."""
+    """Wait until the entries of ``directory`` are on disk (fsync). Raises OSError."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -122,7 +123,7 @@ def sync(directory: Path) -> None:
 
 
 def check_folder(file: Path) -> None:
-    """Raise StorageError where ``file`` cannot be written, or replaced, in its folder (local)."""
+    """Raise StorageError if ``file`` cannot be created or replaced in its directory."""
     folder = file.absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         reason = "may not be written" if folder.is_dir() else "is no directory"

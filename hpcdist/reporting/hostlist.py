@@ -1,24 +1,21 @@
-"""Short lists of numbers and host names: cores 0-3,8, nodes n[001-512] (as Slurm writes host lists).
-
-`group_texts` writes a text that many nodes share once, with the list of those nodes.
-"""
+"""Short lists of numbers and host names, as Slurm writes them: cores 0-3,8, nodes n[001-512]."""
 
 import re
 from collections.abc import Sequence
 from typing import Final
 
-MOST_GROUPS: Final = 6  # of nodes with one text that a report shows; the rest is counted
+MOST_GROUPS: Final = 6  # distinct texts that a report shows; the nodes with other texts are counted
 
 _NUMBERED: Final = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
 
 
 def format_ranges(numbers: Sequence[int], separator: str = ",") -> str:
-    """Write the ascending (0, 1, 2, 5) as 0-2,5."""
+    """Format ascending integers as ranges: (0, 1, 2, 5) becomes 0-2,5 with the default ``separator``."""
     return separator.join(_span(first, last) for first, last in _runs(numbers))
 
 
 def parse_ranges(text: str) -> tuple[int, ...]:
-    """Return the numbers in ``text``, such as 0-2,5. Raises ValueError."""
+    """Parse ranges such as 0-2,5 into integers. Raises ValueError."""
     numbers: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -27,7 +24,7 @@ def parse_ranges(text: str) -> tuple[int, ...]:
 
 
 def fold_names(names: Sequence[str]) -> str:
-    """Write n1, n2, n4 as n[1-2,4], and n01, n02 as n[01-02]; names that end in no number stay as they are."""
+    """Fold host names: n1, n2, n4 become n[1-2,4], and n01, n02 become n[01-02]. Other names stay unchanged."""
     plain: list[str] = []
     numbered: dict[str, list[str]] = {}
     for name in sorted(set(names)):
@@ -40,7 +37,6 @@ def fold_names(names: Sequence[str]) -> str:
 
 
 def _folded(prefix: str, digits: list[str]) -> list[str]:
-    """Return the folded names of ``prefix`` and ``digits``: one text, or one for each width where zeros pad them."""
     padded = any(suffix.startswith("0") for suffix in digits if len(suffix) > 1)
     widths: dict[int, list[int]] = {}
     for suffix in digits:
@@ -53,9 +49,10 @@ def _folded(prefix: str, digits: list[str]) -> list[str]:
 
 
 def group_texts(labels: Sequence[str], texts: Sequence[str]) -> str:
-    """Join the distinct ``texts``, each after the folded ``labels`` that have it; a text that all have stands alone.
+    """Join the distinct ``texts``, most frequent first, each after the host names (``labels``) that have it.
 
-    The most frequent comes first. Empty texts are left out, and those beyond `MOST_GROUPS` are counted.
+    Host names are folded. If all labels have the same text, return this text alone. Empty texts are left out. If there
+    are more than `MOST_GROUPS` distinct texts, the rest is replaced by the number of labels that have them.
     """
     groups: dict[str, list[str]] = {}
     for label, text in zip(labels, texts, strict=True):

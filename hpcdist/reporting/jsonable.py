@@ -1,4 +1,4 @@
-"""Values as JSON has them: records are objects, paths and names texts, and what is not finite is null."""
+"""Conversion to JSON values: records become objects, paths and enums texts, and non-finite numbers null."""
 
 import dataclasses
 import math
@@ -9,12 +9,12 @@ from typing import Any
 
 
 def json_number(value: float) -> float | None:
-    """Return ``value`` as a JSON number; None, which is null, for what is not finite."""
+    """Return ``value`` as a float, or None (JSON null) if ``value`` is not finite."""
     return float(value) if math.isfinite(value) else None
 
 
 def jsonable(value: Any) -> Any:
-    """Return ``value``, also of dataclasses, mappings and sequences in one another, as `json.dumps` takes it."""
+    """Convert nested dataclasses, mappings and sequences to objects that `json.dumps` accepts."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {item.name: jsonable(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -27,5 +27,5 @@ def jsonable(value: Any) -> Any:
 
 
 def plain_number(value: Any) -> Any:
-    """Return ``value`` as a number of Python if it is a scalar of numpy, else unchanged."""
+    """Convert a numpy scalar to a Python number; return any other ``value`` unchanged."""
     return value.item() if hasattr(value, "dtype") and getattr(value, "ndim", 1) == 0 else value

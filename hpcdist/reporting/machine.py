@@ -1,4 +1,4 @@
-"""Model of the CPU, its load, and the versions of packages."""
+"""CPU model, load average and package versions of this machine."""
 
 import importlib.metadata
 import math
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def processor() -> str:
-    """Return the model of the CPU."""
+    """Return the model name of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -18,7 +18,7 @@ def processor() -> str:
 
 
 def load_average() -> float:
-    """Return the load average of the last minute, or NaN where the system has none (local)."""
+    """Return the load average of the last minute, or NaN if the system does not report a load average."""
     try:
         return os.getloadavg()[0]
     except (AttributeError, OSError):
@@ -26,7 +26,7 @@ def load_average() -> float:
 
 
 def package_version(package: str, absent: str = "") -> str:
-    """Return the version of ``package``; ``absent`` where it is not installed."""
+    """Return the version of ``package``, or ``absent`` if the package is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

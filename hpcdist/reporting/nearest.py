@@ -1,9 +1,9 @@
-"""Suggestions for misspelt names: the nearest known one, or all that there are."""
+"""Suggestions for misspelt names: the nearest known name, or all known names."""
 
 from collections.abc import Iterable
 from typing import Final
 
-# What other tools call it: the key, value or page here.
+# Names in other tools, and the corresponding key, value or page of hpcdist.
 SYNONYMS: Final = {
     "batch_size": "run.global_batch",
     "lr": "optimizer.learning_rate",
@@ -24,22 +24,25 @@ SYNONYMS: Final = {
 
 
 def synonym(name: str) -> str:
-    """Return what is called ``name`` elsewhere, by its name here; "" for nothing."""
+    """Return the hpcdist name of a key or value that other tools call ``name``, or "" if ``name`` is not listed."""
     return SYNONYMS.get(name.lower().replace("-", "_"), "")
 
 
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return that of the ``known`` names which is called ``name`` elsewhere, or most like it; None: none is near."""
-    from difflib import get_close_matches  # late: for errors alone
+def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the candidate that other tools call ``name``, else the most similar candidate, or None.
 
-    names, here = list(known), synonym(name)
-    same = [each for each in (here, here.rpartition(".")[2]) if each and each in names]
+    A candidate with a similarity below ``cutoff``, from 0 to 1, is not returned.
+    """
+    from difflib import get_close_matches  # late: needed only for errors
+
+    names, here = list(candidates), synonym(name)
+    same = [alias for alias in (here, here.rpartition(".")[2]) if alias and alias in names]
     return next(iter(same or get_close_matches(name, names, 1, cutoff)), None)
 
 
-def suggestion(name: str, known: Iterable[str], more: str = "", prefix: str = "") -> str:
-    """Return the cure of an unknown ``name``: the nearest of ``known``, with ``prefix``, else all, and ``more``."""
-    names = list(known)
+def suggestion(name: str, candidates: Iterable[str], more: str = "", prefix: str = "") -> str:
+    """Return a hint for an unknown ``name``: ``prefix`` + the nearest candidate, else all candidates, then ``more``."""
+    names = list(candidates)
     near = nearest(name, names)
     if near is not None:
         return f"the nearest known is {prefix + near!r}"

@@ -1,7 +1,7 @@
-"""Pictures by matplotlib, which is loaded late: checks before anything is computed, the saver, and Gantt charts.
+"""Plots with matplotlib, which is imported late: checks before the computation, saving, and Gantt charts.
 
-`check_plot` comes before the work that a picture needs, `save` after it. `draw_gantt` draws what the rows (ranks,
-stages) did over time. Colours that differ in brightness as well as in hue can be told apart in greyscale.
+Call `check_plot` before the work for a plot, and `save` after it. `draw_gantt` draws the activity of rows (ranks,
+stages) over time. Choose colours that differ in brightness as well as in hue, so that greyscale prints stay readable.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,11 +12,11 @@ from typing import Any, Final, NamedTuple
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 from hpcdist.reporting.atomic import check_folder
 
-EDGED: Final = 3000  # bars, beyond which lines between them would hide them
+EDGED: Final = 3000  # with more bars, edge lines would hide the bars
 
 
 def require_matplotlib() -> Any:
-    """Return matplotlib's module of figures. Raises MissingCapabilityError without matplotlib (local)."""
+    """Return the module ``matplotlib.figure``. Raises MissingCapabilityError without matplotlib."""
     try:
         import matplotlib.figure
     except ImportError as error:
@@ -25,23 +25,23 @@ def require_matplotlib() -> Any:
 
 
 def check_plot(file: Path) -> Any:
-    """Return matplotlib's module of figures, if it is there and can write a file of this name and place (local).
+    """Return the module ``matplotlib.figure`` after checking that matplotlib can write ``file``.
 
     Raises MissingCapabilityError, UsageError, StorageError.
     """
     figure = require_matplotlib()
-    known = figure.Figure().canvas.get_supported_filetypes()
-    if file.suffix.removeprefix(".").lower() not in known:
-        raise UsageError(f"{file}: matplotlib writes no such files; choose an ending from {', '.join(sorted(known))}")
+    formats = figure.Figure().canvas.get_supported_filetypes()
+    if file.suffix.removeprefix(".").lower() not in formats:
+        raise UsageError(f"{file}: unknown file type of a plot; choose an ending from {', '.join(sorted(formats))}")
     check_folder(file)
     return figure
 
 
 def save(figure: Any, file: str | Path) -> None:
-    """Write ``figure`` into ``file``, whose ending names the format. Raises UsageError, StorageError."""
+    """Write ``figure`` to ``file``. The suffix selects the format. Raises UsageError, StorageError."""
     try:
         figure.savefig(file, dpi=120)
-    except ValueError as error:  # an ending that matplotlib does not know
+    except ValueError as error:  # a suffix that matplotlib does not support
         raise UsageError(f"{file}: {error}") from error
     except OSError as error:
         raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
@@ -49,17 +49,14 @@ def save(figure: Any, file: str | Path) -> None:
 
 @contextmanager
 def drawing(file: Path, width: float, height: float) -> Iterator[Any]:
-    """Yield a new figure, of so many inches, which is saved as ``file`` when the block ends well.
-
-    Raises what `check_plot` and `save` raise.
-    """
+    """Yield a new figure of ``width`` x ``height`` inches; save it as ``file`` after the block. See `check_plot`."""
     figure = check_plot(file).Figure(figsize=(width, height), layout="constrained")
     yield figure
     save(figure, file)
 
 
 class GanttBar(NamedTuple):
-    """Bar of ``row`` from ``begin`` to ``end`` on the axis of time; ``label`` is written where there is room."""
+    """Bar of a Gantt chart in row number ``row``, from ``begin`` to ``end``. ``label`` is drawn only if it fits."""
 
     row: int
     begin: float
@@ -69,7 +66,7 @@ class GanttBar(NamedTuple):
 
 
 class GanttStyle(NamedTuple):
-    """Style of the bars of a kind: ``low`` and ``height`` in the lane of a row, whose middle is 0."""
+    """Style of one kind of bar. A bar spans ``low`` to ``low + height``, in rows; 0 is the middle of the bar's row."""
 
     colour: str
     low: float = -0.38
@@ -86,9 +83,10 @@ def draw_gantt(
     character: float = 0.0,
     font: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Draw ``bars``, later ones over earlier ones, and return their kinds in the order of ``styles``.
+    """Draw ``bars``, later bars over earlier bars. Return the kinds of the drawn bars, in the order of ``styles``.
 
-    ``character`` is the time that one character of a label takes at the size of ``font``; 0: no labels.
+    ``styles`` maps each kind to its style. ``character`` is the width of one label character, in units of the time
+    axis. 0 draws no labels.
     """
     spans: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for bar in bars:
@@ -100,30 +98,30 @@ def draw_gantt(
     for bar in bars if character else ():
         if bar.label and bar.end - bar.begin > character * (len(bar.label) + 0.2):
             colour, low, height, _ = styles[bar.kind]
-            place = {"ha": "center", "va": "center", "color": readable_on(colour), **(font or {})}
-            axes.text((bar.begin + bar.end) / 2, bar.row + low + height / 2, bar.label, **place)
+            text_style = {"ha": "center", "va": "center", "color": readable_on(colour), **(font or {})}
+            axes.text((bar.begin + bar.end) / 2, bar.row + low + height / 2, bar.label, **text_style)
     kinds = {kind for kind, _ in spans}
     return [kind for kind in styles if kind in kinds]
 
 
 def label_rows(axes: Any, rows: Sequence[str], most: int | None = None) -> None:
-    """Give each row of a Gantt chart its lane, from the top, and its name; at most ``most`` evenly chosen names."""
+    """Set the y axis of a Gantt chart: the first row at the top, with names for at most ``most`` evenly chosen rows."""
     count = len(rows)
     shown = count if most is None else min(count, most)
-    named = [place * (count - 1) // max(1, shown - 1) for place in range(shown)]
+    named = [position * (count - 1) // max(1, shown - 1) for position in range(shown)]
     axes.set_ylim(count - 0.45, -0.55)
     axes.set_yticks(named, [rows[row] for row in named], fontsize=8)
     axes.tick_params(axis="y", length=0)
 
 
 def kind_handles(kinds: Iterable[str], styles: Mapping[str, GanttStyle], meanings: Mapping[str, str]) -> list[Any]:
-    """Return the handles of a legend of ``kinds``, each with its meaning."""
+    """Return one legend handle for each kind of bar in ``kinds``, labelled with its text in ``meanings``."""
     from matplotlib.patches import Patch
 
     return [Patch(facecolor=styles[kind].colour, label=meanings.get(kind, kind)) for kind in kinds]
 
 
 def readable_on(colour: str) -> str:
-    """Return black or white, whichever can be read on ``colour`` (weights of luma: ITU-R BT.601)."""
-    red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    """Return "black" or "white": the readable text colour on ``colour``, by its luma (weights of ITU-R BT.601)."""
+    red, green, blue = (int(colour[offset : offset + 2], 16) for offset in (1, 3, 5))
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "white"

@@ -1,7 +1,7 @@
 """Guarded reading of small regular files (settings, records, figures): whole, up to a size limit.
 
-A pipe in the place of a file blocks its reader, a device has no end, and a sparse file of a terabyte takes no more room
-on the disk than an empty one. So a file is opened without blocking, checked to be regular, and read up to a limit.
+Reading a pipe can block, a device is endless, and a sparse file of a terabyte takes no room on disk. So files are
+opened without blocking, checked to be regular, and read up to a limit.
 """
 
 import errno
@@ -18,37 +18,35 @@ from typing import Any, Final
 from hpcdist.errors import ConfigurationError, HpcdistError, StorageError, UsageError
 from hpcdist.reporting import atomic
 
-# Errors that reading a file leads to whose values have other types, shapes or sizes than expected (h5py raises some).
+# Errors raised when a file's values have unexpected types, shapes or sizes (h5py raises some of them).
 BROKEN_LIBRARY_ERRORS: Final = (
     *(OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError),
     struct.error,
 )
-# OSErrors for a file that is not regular or too large; libhdf5's errors for damaged content have no errno.
+# OSErrors for a file that is too large or not regular. Errors of libhdf5 for damaged content have no errno.
 _FILE_ERRORS: Final = frozenset((errno.EINVAL, errno.EISDIR, errno.EFBIG, errno.ELOOP, errno.ENXIO))
 FIGURES: Final = "one of its files is damaged, or of another program"
-_MOST_LEVELS: Final = 64  # of tables and arrays in one another
+_MOST_LEVELS: Final = 64  # of nested tables and arrays
 _TOO_DEEP: Final = "its values are nested too deeply"
-MOST_BYTES: Final = 16 << 20  # more than any file of settings, records or figures needs
+MOST_BYTES: Final = 16 << 20  # more than any settings, record or figure file needs
 
 
 class DamagedFileError(StorageError):
-    """Damaged or foreign content of a file: another try will not help."""
+    """The content of a file is damaged or foreign. A retry will not help."""
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether ``error`` is due to a file's content or type, and not to a system that could not read it just now.
-
-    A failing disk, a lost server, missing rights or memory leave the file intact: it must not be set aside for them.
-    """
+    """Return True if a read ``error`` is due to the file's content or type, False if to the system or permissions."""
     if isinstance(error, OSError):
         return error.errno is None or error.errno in _FILE_ERRORS
     return not isinstance(error, MemoryError)
 
 
 def set_aside_damaged(path: Path, error: BaseException) -> tuple[bool, str]:
-    """Set the record ``path`` aside where ``error``, of reading it, is due to its content (see `is_damage`).
+    """Rename the record file ``path`` if the read ``error`` shows that its content is damaged (see `is_damage`).
 
-    Return whether a new record may take its place, and what became of the old one, as the end of a message.
+    Return a pair: True if a new record may be written to ``path``, and text for the end of a message that says what
+    happened to the old file.
     """
     if not is_damage(error):
         return False, "; it stays as it is, and this start is not in it"
@@ -58,9 +56,9 @@ def set_aside_damaged(path: Path, error: BaseException) -> tuple[bool, str]:
 
 @contextmanager
 def damage(path: str | os.PathLike[str], what: str = "is damaged") -> Iterator[None]:
-    """Turn errors of reading a broken file inside the block into a DamagedFileError with ``path`` and ``what``.
+    """Context manager that converts errors of reading the file ``path`` to DamagedFileError with the text ``what``.
 
-    Errors of the system itself become a plain StorageError, see `is_damage`.
+    Errors of the system become a StorageError that is not a DamagedFileError (see `is_damage`).
     """
     try:
         yield
@@ -73,7 +71,7 @@ def damage(path: str | os.PathLike[str], what: str = "is damaged") -> Iterator[N
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """Return a descriptor of the file at ``path`` for reading. Raises OSError, also for what is no regular file."""
+    """Open the regular file ``path`` and return a read descriptor. Raises OSError if it is missing or not regular."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
@@ -84,12 +82,12 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 
 
 def read(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
-    """Return what is in the regular file at ``path``. Raises OSError, also where it has more than ``most_bytes``."""
+    """Return the content of the regular file ``path``. Raises OSError if it has more than ``most_bytes`` bytes."""
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        # Allocate what the file needs, not what the limit allows.
+        # Allocate the size of the file, not the limit.
         data = b"" if size > most_bytes else file.read(size + 1)
-        if len(data) > size:  # files of /proc and /sys report 0 bytes, and a file may grow while it is read
+        if len(data) > size:  # files in /proc and /sys report 0 bytes, and a file may grow while it is read
             data += file.read(most_bytes + 1 - len(data))
             size = len(data)
     if size > most_bytes:
@@ -98,19 +96,19 @@ def read(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
-    """Return the UTF-8 text in the file at ``path``. Raises OSError as `read`, and UnicodeDecodeError."""
+    """Return the UTF-8 text of the file ``path``. Raises OSError, and UnicodeDecodeError."""
     return read(path, most_bytes).decode()
 
 
 def toml(path: str | os.PathLike[str], most_bytes: int = 1 << 20) -> dict[str, Any]:
-    """Return the tables of the TOML file at ``path``. Raises OSError as `read`, and ValueError for anything else."""
+    """Parse the TOML file ``path``. Raises OSError, and ValueError if it is not TOML."""
     return toml_of(text(path, most_bytes))
 
 
 def settings(path: Path, what: str) -> dict[str, Any]:
-    """Return the tables of a user's TOML file at ``path``, which messages call ``what``.
+    """Parse a user's TOML file at ``path``. ``what`` names the file in error messages.
 
-    Raises StorageError where it cannot be read, ConfigurationError for anything else than TOML.
+    Raises StorageError if it cannot be read, and ConfigurationError if it is not TOML.
     """
     try:
         return toml(path)
@@ -123,12 +121,12 @@ def settings(path: Path, what: str) -> dict[str, Any]:
 
 
 def toml_of(written: str) -> dict[str, Any]:
-    """Return the tables of the TOML text ``written``. Raises ValueError, also for too deeply nested values."""
+    """Parse the TOML text ``written``. Raises ValueError if it is not TOML, or nested too deeply."""
     try:
-        tables = tomllib.loads(written.removeprefix("\ufeff"))  # a byte order mark, which some editors write
+        tables = tomllib.loads(written.removeprefix("\ufeff"))  # some editors write a byte order mark
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    level: list[Any] = [tables]  # level by level: tomllib reads dotted names of any depth, and its readers recurse
+    level: list[Any] = [tables]  # not recursive: tomllib reads dotted names of any depth, and readers of tables recurse
     for _ in range(_MOST_LEVELS):
         level = [
             value
@@ -142,7 +140,7 @@ def toml_of(written: str) -> dict[str, Any]:
 
 
 def json_value(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any:
-    """Return the value of the JSON file at ``path``. Raises OSError as `read`, and ValueError for anything else."""
+    """Parse the JSON file ``path``. Raises OSError, and ValueError if it is not JSON."""
     try:
         return json.loads(read(path, most_bytes))
     except RecursionError:
@@ -150,7 +148,7 @@ def json_value(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> An
 
 
 def json_or_none(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any:
-    """Return the value of the JSON file at ``path``; None where it cannot be read, or holds no JSON."""
+    """Parse the JSON file ``path``, or return None if it cannot be read or is not JSON."""
     try:
         return json_value(path, most_bytes)
     except (OSError, ValueError):
@@ -158,10 +156,7 @@ def json_or_none(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> 
 
 
 def json_objects(path: str | os.PathLike[str], most_bytes: int = 64 << 20) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in the lines of the file at ``path``, none where it is missing. Raises OSError as `read`.
-
-    Lines of other programs, and lines torn by a crash, are skipped.
-    """
+    """Yield the JSON object of each line of a file. Skips other lines; a missing file has none. Raises OSError."""
     try:
         lines = read(path, most_bytes).split(b"\n")
     except (FileNotFoundError, NotADirectoryError):
@@ -174,15 +169,16 @@ def json_objects(path: str | os.PathLike[str], most_bytes: int = 64 << 20) -> It
 
 
 def save_all(files: Mapping[Path, str], *, force: bool) -> None:
-    """Write ``files`` (path -> text), with their directories; files with the same content are replaced.
+    """Write each of ``files`` (path -> text), and create the directories of the files.
 
-    Raises UsageError, before anything is written, if a file has another content and ``force`` is False; StorageError.
+    Raises UsageError, before any write, if a file exists with another content and ``force`` is False. Raises
+    StorageError if a file cannot be read or written.
     """
     try:
         differing = [str(path) for path, text in files.items() if path.exists() and read(path) != text.encode()]
     except OSError as error:
         raise StorageError(f"{error.filename} cannot be read: {error.strerror}") from error
     if differing and not force:
-        raise UsageError(f"{', '.join(differing)}: exists with another content; --force replaces it")
+        raise UsageError(f"{', '.join(differing)}: exists with another content; add --force to replace it")
     for path, text in files.items():
         atomic.save(path, text, parents=True)

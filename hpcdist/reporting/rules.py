@@ -1,9 +1,8 @@
-"""Rules between keys of a configuration: a table of `Rule`, one evaluation, one form of message.
+"""Rules between keys of a configuration: a table of `Rule` objects, one evaluation, one form of message.
 
-A section checks the rules of its own keys when it is made (`check_section`). Rules between sections stand in
-`hpcdist.strategies.rules`, and are asked by the recipe, the planner and `--survive` with the values that each knows:
-a rule with a key that is not among the values is passed over (`refusals`). Begin with `rule`, which reads a rule from
-text.
+A configuration section checks the rules between its keys when it is created (`check_section`). The rules between
+sections are in `hpcdist.strategies.rules`. The recipe, the planner and `--survive` evaluate them with the values they
+have: `refusals` skips a rule if a key has no value. Begin with `rule`, which parses a rule from text.
 """
 
 import math
@@ -18,14 +17,14 @@ from hpcdist.reporting.units import counted
 
 Values = Mapping[str, Any]
 Text = str | Callable[..., str]
-OFF: Final = (0, "none", "", ())  # values that switch a key off; False equals 0
+OFF: Final = (0, "none", "", ())  # values that switch a key off; also False, which equals 0
 NO_EFFECT: Final = " has no effect"
 UNBUILT: Final = " is not built in this version"
 _TERM: Final = re.compile(r"([^=!<>~?]+)(!=|!~|=|<|>|~|\?|)(.*?)(?:->(.*))?")
 
 
 def written(value: Any) -> str:
-    """Return ``value`` as messages quote it: true, false and lists as a recipe has them, the rest as Python has it."""
+    """Format ``value`` for a message: booleans and lists as in a recipe, other values as in Python."""
     if isinstance(value, tuple):
         return repr(list(value))
     return str(value).lower() if isinstance(value, bool) else repr(value)
@@ -33,9 +32,10 @@ def written(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Condition:
-    """Condition on the value of a key; ``cure`` makes the part of a message that says what to set it to.
+    """Condition on the value of a key. ``cure`` returns the setting that a message proposes to the user.
 
-    ``sign`` and ``values`` are those of the term that says the same (see `rule`), None where no term does.
+    ``sign`` and ``values`` are the operator and operands of this condition in the notation of `rule`. ``sign`` is None
+    if the notation cannot express the condition.
     """
 
     matches: Callable[[Any], object]
@@ -46,14 +46,15 @@ class Condition:
 
 @dataclass(frozen=True)
 class Rule:
-    """Rule: keys whose values meet all ``conditions`` do not go together.
+    """A rule against a combination of settings: it is broken if the values of the keys satisfy all ``conditions``.
 
-    The message quotes their values, then says ``why``: a reason, `NO_EFFECT` (of the first key) or `UNBUILT`; then the
-    ``cure``, without one what each condition says to set. ``given`` are conditions that are not quoted. ``relation``
-    must hold besides, of the quoted values in their order. Texts are formatted with, or called with, these values.
+    The message quotes the keys of ``conditions`` with their values, then ``why`` (a reason, `NO_EFFECT` or `UNBUILT`)
+    and ``cure``, or if that is empty, the settings that conditions propose. Both are format strings or functions of the
+    quoted values. Conditions in ``given`` must also hold, but are not quoted. If there is a function ``relation``, it
+    must also be true for the quoted values.
 
-    Keys are ``section.name`` or options (``--survive``). A key without a dot is derived from others: its value is
-    the text to quote, or a number of what the key says.
+    Keys are ``section.name`` or options (``--survive``). A key without a dot is derived: its value is the text to
+    quote, or a count whose noun is the key.
     """
 
     conditions: Mapping[str, Condition]
@@ -63,31 +64,30 @@ class Rule:
     relation: Callable[..., object] | None = None
 
     def refusal(self, values: Values) -> str:
-        """Return the message where ``values``, which have all keys of the rule, are refused; else ""."""
+        """Return the error message if ``values`` break this rule, else "". ``values`` must have all its keys."""
         for conditions in (self.conditions, self.given):
-            for key, condition in conditions.items():  # a search asks thousands of times: no generator
+            for key, condition in conditions.items():  # no generator: a search evaluates this thousands of times
                 if not condition.matches(values[key]):
                     return ""
-        own = [values[key] for key in self.conditions]
-        if self.relation is not None and not self.relation(*own):
+        quoted_values = [values[key] for key in self.conditions]
+        if self.relation is not None and not self.relation(*quoted_values):
             return ""
-        first, *others = [_quoted(key, value) for key, value in zip(self.conditions, own, strict=True)]
-        beside = f" with {' and '.join(others)}" if others else ""
-        why, cure = _text(self.why, own), _text(self.cure, own) or self._settings(values)
+        first, *others = [_quoted(key, value) for key, value in zip(self.conditions, quoted_values, strict=True)]
+        with_others = f" with {' and '.join(others)}" if others else ""
+        why, cure = _text(self.why, quoted_values), _text(self.cure, quoted_values) or self._settings(values)
         if why == NO_EFFECT:
-            return f"{first}{NO_EFFECT}{beside}; {cure}"
-        return first + beside + (why if why[:1] in ("", " ") else f": {why}") + f"; {cure}"
+            return f"{first}{NO_EFFECT}{with_others}; {cure}"
+        return first + with_others + (why if why[:1] in ("", " ") else f": {why}") + f"; {cure}"
 
     def is_known(self, values: Values) -> bool:
-        """Whether ``values`` have all keys of the rule."""
+        """Return True if ``values`` contain all keys of this rule, so that it can be checked."""
         return self.conditions.keys() <= values.keys() and self.given.keys() <= values.keys()
 
     def _settings(self, values: Values) -> str:
-        """Return the cures of the conditions on keys of a recipe; a key without effect can be removed."""
         cures = [
             condition.cure(key, values[key])
-            for place, (key, condition) in enumerate(self.conditions.items())
-            if condition.cure is not None and "." in key and not (place == 0 and self.why == NO_EFFECT)
+            for index, (key, condition) in enumerate(self.conditions.items())
+            if condition.cure is not None and "." in key and not (index == 0 and self.why == NO_EFFECT)
         ]
         return ("remove it, or set " if self.why == NO_EFFECT else "set ") + ", or ".join(cures)
 
@@ -107,12 +107,12 @@ def _text(text: Text, values: list[Any]) -> str:
 def rule(
     terms: str, why: Text = "", cure: Text = "", relation: Callable[..., object] | None = None, **sets: Iterable[str]
 ) -> Rule:
-    """Return the rule whose conditions are ``terms``: those that it quotes, "with" between, those given after "where".
+    """Parse a rule from ``terms``, conditions joined by " with ". The message omits conditions after " where ".
 
-    A term is KEY (switched on: none of `OFF`), KEY? (any value), KEY= (an empty text or list), KEY=A|B (one of these),
-    KEY=A|B->C (which should be C), KEY!=A|B (none of these), KEY>1, KEY<1, or of a key with several values KEY~A|B (one
-    of these is among them) and KEY!~A|B. ``sets`` are names for values: {NAME} in
-    the terms.
+    The other arguments are as in `Rule`. A condition is KEY (switched on: not in `OFF`), KEY? (any value), KEY= (an
+    empty text or list), KEY=A|B (A or B), KEY=A|B->C (the message proposes C), KEY!=A|B (neither A nor B), KEY>1 or
+    KEY<1. For keys with several values: KEY~A|B (A or B is among them), KEY!~A|B. {NAME} in ``terms`` stands for
+    ``sets[NAME]``.
     """
     quoted, _, given = terms.format(**{name: "|".join(values) for name, values in sets.items()}).partition(" where ")
     conditions, others = (dict(map(_condition, part.split(" with "))) if part else {} for part in (quoted, given))
@@ -120,13 +120,12 @@ def rule(
 
 
 def each_of(form: str, why: Text, *terms: str, cure: Text = "") -> Iterator[Rule]:
-    """Yield the rule of ``form`` for each of ``terms``, which stand in the place of its *."""
+    """Yield one rule with reason ``why`` for each text in ``terms``. Its terms are ``form`` with * replaced by it."""
     for term in terms:
         yield rule(form.replace("*", term), why, cure)
 
 
 def _condition(term: str) -> tuple[str, Condition]:
-    """Return the key of a term, and its condition."""
     match = _TERM.fullmatch(term)
     assert match is not None, term
     key, sign, listed, instead = match.groups()
@@ -152,7 +151,6 @@ def _condition(term: str) -> tuple[str, Condition]:
 
 
 def _value(text: str) -> Any:
-    """Return the value that a term names: a whole number, a truth value, or a text."""
     return {"true": True, "false": False}.get(text, int(text) if text.isdecimal() else text)
 
 
@@ -161,18 +159,18 @@ def _switch_off(key: str, value: Any) -> str:
 
 
 def other_than(*values: Any) -> Condition:
-    """Return the condition that a value is none of ``values``."""
+    """Return the condition that the value is not among ``values``."""
     cure = f" to one of {', '.join(map(str, values))}" if len(values) > 1 else f" = {written(*values)}"
     return Condition(lambda value: value not in values, lambda key, _: key + cure, "!=", values)
 
 
 def no_effect(key: str, default: Any, other: str, needed: Iterable[Any], cure: Text = "") -> Rule:
-    """Return the rule that ``key`` has its ``default`` where the value of the ``other`` key is none of ``needed``."""
+    """Return the rule that ``key`` must keep its ``default`` unless the value of key ``other`` is one of ``needed``."""
     return Rule({key: other_than(default), other: other_than(*needed)}, NO_EFFECT, cure)
 
 
 def one_of(key: str, choices: Iterable[str]) -> Rule:
-    """Return the rule that the value is one of ``choices``."""
+    """Return the rule that the value of ``key`` must be one of ``choices``."""
     names = tuple(choices)
 
     def cure(value: str) -> str:
@@ -183,19 +181,19 @@ def one_of(key: str, choices: Iterable[str]) -> Rule:
 
 
 def must(key: str, holds: Callable[[Any], object], expected: str) -> Rule:
-    """Return the rule that ``holds`` is true of the value; ``expected`` says so in words."""
+    """Return the rule that ``holds(value)`` must be true for the value of ``key``; messages print ``expected``."""
     return Rule({key: Condition(lambda value: not holds(value))}, cure=expected)
 
 
 def at_least(least: float, *keys: str, expected: str = "") -> Iterator[Rule]:
-    """Yield the rules that the numbers of ``keys`` are at least ``least``."""
+    """Yield the rules that the values of ``keys`` must be at least ``least``."""
     for key in keys:
-        below = Condition(lambda value: not value >= least, sign="<", values=(least,))  # and what is not a number
+        below = Condition(lambda value: not value >= least, sign="<", values=(least,))  # also true for NaN
         yield Rule({key: below}, cure=expected or f"it must be at least {least}")
 
 
 def at_most(most: float, *keys: str) -> Iterator[Rule]:
-    """Yield the rules that the numbers of ``keys`` are at most ``most``."""
+    """Yield the rules that the values of ``keys`` must be at most ``most``."""
     for key in keys:
         yield Rule(
             {key: Condition(lambda value: value > most, sign=">", values=(most,))}, cure=f"it must be at most {most}"
@@ -203,26 +201,26 @@ def at_most(most: float, *keys: str) -> Iterator[Rule]:
 
 
 def finite(key: str, holds: Callable[[float], object], expected: str) -> Rule:
-    """Return the rule that a number is finite, and ``holds`` true of it."""
+    """Return the rule that the value of ``key`` must be finite and ``holds(value)`` true."""
     return must(key, lambda value: math.isfinite(value) and holds(value), f"it must be finite and {expected}")
 
 
 def refusals(rules: Iterable[Rule], values: Values) -> Iterator[str]:
-    """Yield the message of each of ``rules`` that refuses ``values``; those with unknown keys are passed over."""
-    yield from filter(None, (each.refusal(values) for each in rules if each.is_known(values)))
+    """Yield the message of each of ``rules`` that ``values`` break. Skips a rule if ``values`` lack one of its keys."""
+    yield from filter(None, (rule.refusal(values) for rule in rules if rule.is_known(values)))
 
 
 def check(rules: Iterable[Rule], values: Values) -> None:
-    """Raise ConfigurationError for the first of ``rules`` that refuses ``values``."""
+    """Raise ConfigurationError for the first of ``rules`` that ``values`` break."""
     for message in refusals(rules, values):
         raise ConfigurationError(message)
 
 
 def section_values(name: str, section: Any) -> dict[str, Any]:
-    """Return the values of a section, a dataclass, by key."""
+    """Return the fields of a section (a dataclass), keyed by ``name.field``."""
     return {f"{name}.{key}": value for key, value in vars(section).items()}
 
 
 def check_section(rules: Iterable[Rule], name: str, section: Any, **derived: Any) -> None:
-    """Raise ConfigurationError for the first of ``rules`` that refuses values of a section, or those ``derived``."""
+    """Raise ConfigurationError for the first of ``rules`` that the section's fields and ``derived`` values break."""
     check(rules, section_values(name, section) | derived)

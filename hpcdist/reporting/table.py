@@ -1,7 +1,7 @@
-"""Text tables: columns as wide as they need to be, or Markdown; a figure that is not there is a dash.
+"""Text tables with aligned columns, or in Markdown. A missing figure is a dash.
 
-A table is a list of rows of texts, the head first (`rows_of` makes it of records); `aligned` and `markdown` are its two
-forms, `spaced` puts an empty line between groups of rows.
+A table is a list of rows of texts, the head first (`rows_of` builds it from records). `aligned` and `markdown` format
+it, and `spaced` puts an empty line between groups of rows.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -9,21 +9,21 @@ from typing import Final, TypeVar
 
 MISSING: Final = "-"
 Record = TypeVar("Record")
-Columns = Sequence[tuple[str, Callable[[Record], str]]]  # title, and the text of a record
+Columns = Sequence[tuple[str, Callable[[Record], str]]]  # title, and function from a record to its cell
 
 
 def text_of(value: float | None, form: str, unit: float = 1.0) -> str:
-    """Return ``value`` in multiples of ``unit``, formatted as ``form`` says; `MISSING` for None."""
+    """Return ``value`` divided by ``unit`` as text in the format ``form``. A ``value`` of None becomes "-"."""
     return MISSING if value is None else format(value / unit, form)
 
 
 def rows_of(columns: Columns[Record], records: Iterable[Record]) -> list[list[str]]:
-    """Return the head and a row for each record."""
+    """Return the row of column titles, then one row of cells per record. Columns are pairs (title, cell function)."""
     return [[title for title, _ in columns], *([text(record) for _, text in columns] for record in records)]
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Return the lines of a table: the columns ``left`` (negative: from the last) to the left, others to the right."""
+    """Format rows as lines of text. ``left`` holds the indices of left-aligned columns; others are right-aligned."""
     count = len(rows[0])
     widths = [max(len(row[column]) for row in rows) for column in range(count)]
     signs = ["<" if column in left or column - count in left else ">" for column in range(count)]
@@ -34,7 +34,10 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
 
 
 def spaced(lines: Sequence[str], groups: Sequence[object]) -> list[str]:
-    """Return a head and its ``lines``, with an empty line where the group of a row is not that of the row before."""
+    """Return the table ``lines`` with an empty line between groups of rows. The first line is the head.
+
+    ``groups`` has one key per row; a new key begins a group.
+    """
     shown = [lines[0]]
     for at, line in enumerate(lines[1:]):
         if at and groups[at] != groups[at - 1]:
@@ -44,7 +47,7 @@ def spaced(lines: Sequence[str], groups: Sequence[object]) -> list[str]:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table in Markdown: the first and the last column to the left, others to the right."""
+    """Format rows, the first of which is the head, as a Markdown table. Only the outer columns are left-aligned."""
     head, *body = rows
     marks = ["---", *["---:"] * (len(head) - 2), "---"]
     escaped = [[cell.replace("|", "\\|") for cell in row] for row in body]

@@ -1,7 +1,4 @@
-"""Jinja templates of a folder, in a sandbox in which an unknown name is an error.
-
-Only this module imports Jinja.
-"""
+"""Jinja templates of a folder, in a sandbox where an undefined name is an error. Only this module imports Jinja."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
@@ -17,14 +14,13 @@ __all__ = ["TemplateError", "TemplateSandbox", "Templates", "block_names", "exte
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """Jinja environment whose templates, also those of users, render text and reach nothing else.
+    """Jinja environment whose templates, including user templates, can only render text.
 
-    The sandbox of Jinja refuses what leads to the interpreter; methods of paths, which read, write and delete files,
-    are refused besides.
+    Jinja's sandbox blocks access to the interpreter. This class also blocks methods of paths, which access files.
     """
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Whether a template may have ``value``, the attribute ``attr`` of ``obj``."""
+        """Return True if a template may read ``value``, which is attribute ``attr`` of ``obj``."""
         of_path = isinstance(obj, PurePath) or (isinstance(obj, type) and issubclass(obj, PurePath))
         return super().is_safe_attribute(obj, attr, value) and not (of_path and callable(value))
 
@@ -32,7 +28,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 def templates(
     folder: Path, filters: Mapping[str, Callable[..., Any]], *, html: bool = False, lstrip_blocks: bool = True
 ) -> Templates:
-    """Return the templates in ``folder`` with ``filters``; ``html`` escapes what is put in, else the filters quote."""
+    """Return an environment that loads templates from ``folder``. If ``html`` is True, it escapes inserted values.
+
+    Otherwise templates must escape values with the functions in ``filters``.
+    """
     environment = TemplateSandbox(
         loader=jinja2.FileSystemLoader(folder),
         undefined=jinja2.StrictUndefined,
@@ -45,19 +44,19 @@ def templates(
     return environment
 
 
-def extended(known: Templates, name: str, base: str, text: str) -> Templates:
-    """Return ``known`` with one template more: ``name``, which extends ``base`` by the blocks in ``text``."""
-    assert known.loader is not None
+def extended(existing: Templates, name: str, base: str, text: str) -> Templates:
+    """Return ``existing`` plus a template ``name`` that extends template ``base`` with the blocks in ``text``."""
+    assert existing.loader is not None
     over = jinja2.DictLoader({name: f'{{% extends "{base}" %}}\n{text}'})
-    return known.overlay(loader=jinja2.ChoiceLoader([over, known.loader]))
+    return existing.overlay(loader=jinja2.ChoiceLoader([over, existing.loader]))
 
 
-def block_names(known: Templates, name: str) -> set[str]:
-    """Return the names of the blocks of the template ``name`` and of all that it extends."""
-    assert known.loader is not None
-    tree = known.parse(known.loader.get_source(known, name)[0])
+def block_names(environment: Templates, name: str) -> set[str]:
+    """Return the names of the blocks in the template ``name`` and in the templates that it extends."""
+    assert environment.loader is not None
+    tree = environment.parse(environment.loader.get_source(environment, name)[0])
     names = {block.name for block in tree.find_all(jinja2.nodes.Block)}
     for parent in tree.find_all(jinja2.nodes.Extends):
         assert isinstance(parent.template, jinja2.nodes.Const)
-        names |= block_names(known, parent.template.value)
+        names |= block_names(environment, parent.template.value)
     return names

@@ -11,26 +11,26 @@ _BYTES: Final = re.compile(r"([0-9]{1,13})([KMG]?)", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
-    """Return the number of bytes that ``text`` means; the unit in either case (local). Raises ValueError."""
+    """Parse a number of bytes such as 4096, 16K or 1m (binary units, either case). Raises ValueError."""
     return parse_size(text, "bytes")
 
 
 def parse_size(text: str, of: str) -> int:
-    """Return the number, here of ``of``, that ``text`` means: 4096, 16K or 1M (local). Raises ValueError."""
+    """Parse a number such as 4096, 16K or 1M (binary units). ``of`` is the name of the quantity in a ValueError."""
     match = _BYTES.fullmatch(text)
     size = int(match[1]) * UNITS[match[2].upper()] if match else 0
     if not 0 < size < LARGEST_BYTES:
-        raise ValueError(f"{text!r} is no number of {of} such as 4096, 16K or 1M")
+        raise ValueError(f"{text!r} is not a number of {of}; expected a number such as 4096, 16K or 1M")
     return size
 
 
 def counted(number: int, what: str) -> str:
-    """Return ``number`` with the noun ``what``, in the plural but for 1: "1 rank", "2 ranks"."""
+    """Return ``number`` with the noun ``what`` in singular or plural: "1 rank", "2 ranks"."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def format_bytes(nbytes: int) -> str:
-    """Return ``nbytes`` as text in the largest binary unit that it reaches (local)."""
+    """Format ``nbytes`` as text in the largest binary unit that does not exceed this number."""
     for name, unit in (("GiB", UNITS["G"]), ("MiB", UNITS["M"]), ("KiB", UNITS["K"])):
         if nbytes >= unit:
             return f"{nbytes / unit:.1f} {name}"
@@ -38,7 +38,7 @@ def format_bytes(nbytes: int) -> str:
 
 
 def format_seconds(value: float | None, digits: int = 3) -> str:
-    """Return a short time with so many digits in the unit that suits it; "not known" for None."""
+    """Format a time in s, ms or us with ``digits`` significant digits, or return "not known" for None."""
     if value is None:
         return "not known"
     for least, unit, factor in ((1.0, "s", 1.0), (1e-3, "ms", 1e3), (0.0, "us", 1e6)):
@@ -48,7 +48,7 @@ def format_seconds(value: float | None, digits: int = 3) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration with its unit, up to days."""
+    """Format a duration in ms, s, min, h or d."""
     if not math.isfinite(seconds):
         return "an unknown time"
     if seconds < 120:
@@ -60,7 +60,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """Return a time in seconds since 1970 as text, in UTC."""
+    """Format a time in seconds since 1970 as UTC text."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (OverflowError, ValueError, OSError):
@@ -68,7 +68,7 @@ def format_time(seconds: float) -> str:
 
 
 def format_joules(value: float | None) -> str:
-    """Return an energy with its unit; "not measured" for None and what is not finite."""
+    """Format an energy with its unit, or return "not measured" for None and non-finite values."""
     if value is None or not math.isfinite(value):
         return "not measured"
     for limit, unit in ((1e9, "GJ"), (1e6, "MJ"), (1e3, "kJ"), (1.0, "J"), (1e-3, "mJ"), (1e-6, "uJ")):
@@ -78,7 +78,7 @@ def format_joules(value: float | None) -> str:
 
 
 def short_number(value: float) -> str:
-    """Return a number in few characters: 950, 12,000, 1.5 M, 0.02."""
+    """Format a number in few characters: 950, 12,000, 1.5 M, 0.02."""
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
         if abs(value) >= limit:
             return f"{value / limit:.4g} {unit}"

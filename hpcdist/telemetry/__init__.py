@@ -1,7 +1,6 @@
-"""Telemetry of a run, in its directory: metrics, event sinks, provenance, reports, traces and diagnosis of hangs.
+"""Telemetry of a run: metrics, event sinks, provenance, reports, traces and diagnosis of hangs.
 
-Floor 5: imports comm, hdf5, arrays, reporting and errors, no other package of this floor. `metrics` is the file of the
-run's figures, `sinks` where events go while it runs, `trace` what all ranks did in some steps, `page` the HTML report.
-Importing a module loads neither matplotlib nor a client of Prometheus or TensorBoard.
-Begin with `metrics.step_metrics.MetricsWriter` and `report.report`.
+Floor 5: imports comm, hdf5, arrays, reporting and errors. `metrics` writes the file of figures, `sinks` the live
+events, `trace` merges the records of all ranks, `page` makes the HTML report. Importing a module loads neither
+matplotlib nor Prometheus or TensorBoard clients. Begin with `metrics.step_metrics.MetricsWriter` and `report.report`.
 """

@@ -1,7 +1,6 @@
-"""Detection of anomalies in a run: each with its reason, reported once until it is over.
+"""Detection of anomalies in a run; each is reported once until it is over.
 
-The baseline is learnt from the steps before, by medians: a few odd steps do not change it. A loss that does not fall is
-no anomaly.
+The baseline is the median of earlier steps, so a few outliers do not change it.
 """
 
 import math
@@ -16,27 +15,27 @@ from hpcdist.telemetry.metrics import quantities
 from hpcdist.telemetry.metrics.quantities import PHASES
 
 KINDS: Final = ("loss_spike", "gradient_spike", "throughput_drop", "straggler", "skipped_steps", "slow_data")
-WINDOW: Final = 100  # steps of the baseline; after so many without it, an anomaly is over
-MIN_STEPS: Final = 20  # before so many steps there is no baseline
-WARM_STEPS: Final = 10  # of a start: kernels are compiled and caches filled
-BLOCK_STEPS: Final = 10  # speeds are those of blocks of so many steps,
-BLOCK_S: Final = 10.0  # and so many seconds: a drop that is over sooner needs no attention
-BLOCKS: Final = 60  # of the baseline of speed
-MIN_BLOCKS: Final = 5  # before so many there is no baseline of speed; after so many without it, an anomaly is over
-LOSS_RISE: Final = 0.1  # of the median: less is no spike, however little the loss varies
-NORM_RISE: Final = 2.0  # the norm of a gradient varies by much
+WINDOW: Final = 100  # number of steps in the baseline, and of normal steps after which an anomaly is over
+MIN_STEPS: Final = 20  # smallest number of steps for a baseline
+WARM_STEPS: Final = 10  # first steps of a start: kernels are compiled and caches filled
+BLOCK_STEPS: Final = 10  # speeds are measured over blocks of at least this number of steps,
+BLOCK_S: Final = 10.0  # and at least this time: shorter drops are ignored
+BLOCKS: Final = 60  # number of blocks in the baseline of speed
+MIN_BLOCKS: Final = 5  # smallest number of blocks for a baseline, and of normal blocks after which an anomaly is over
+LOSS_RISE: Final = 0.1  # smallest rise over the median that is a loss spike
+NORM_RISE: Final = 2.0  # the same for the gradient norm, which varies more
 NORM_DEVIATIONS: Final = 10.0
-STRAGGLER: Final = 1.3  # of the compute time of the median rank
-MAX_SKIPPED: Final = 10  # in a row: the scale of the loss was divided by 1024, and still the gradient overflows
-DATA_SHARE: Final = 0.3  # of the time, spent waiting for batches
+STRAGGLER: Final = 1.3  # ratio to the compute time of the median rank
+MAX_SKIPPED: Final = 10  # skipped steps in a row: the loss scale was divided by 1024, and gradients still overflow
+DATA_SHARE: Final = 0.3  # fraction of the time spent waiting for batches
 _PHASES: Final = tuple(quantities.key("phase_seconds", phase) for phase in (*PHASES, "data", "other"))
 _DATA: Final = quantities.key("phase_seconds", "data")
-_MAD: Final = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
+_MAD: Final = 1.4826  # standard deviation over median absolute deviation of a normal distribution
 
 
 @dataclass(frozen=True)
 class Anomaly:
-    """Anomaly first seen in ``step``: ``value`` where ``reference`` is usual, with a ``text`` for people."""
+    """Anomaly that began in ``step``: a figure has ``value``, but ``reference`` is usual. ``text`` is for users."""
 
     kind: str
     step: int
@@ -46,11 +45,10 @@ class Anomaly:
 
 
 class Anomalies:
-    """Detector of anomalies in the steps of one start of a run, which come in their order.
+    """Detector of anomalies in the steps of one start of a run. The steps must be passed in order.
 
-    ``loss_spike`` is how many robust standard deviations above the median of the steps before a loss has to be, and
-    ``throughput_drop`` the share of the speed that has to be lost; 0 turns either off. ``unit`` is the unit of the
-    work whose speed is watched: "tokens" or "samples".
+    ``loss_spike`` is the height of a spike above the median loss, in robust standard deviations. ``throughput_drop`` is
+    the lost fraction of the usual speed. 0 disables a check. ``unit`` is "tokens" or "samples".
     """
 
     def __init__(self, *, loss_spike: float = 5.0, throughput_drop: float = 0.5, unit: str = "tokens") -> None:
@@ -71,10 +69,12 @@ class Anomalies:
         skipped: bool = False,
         held_up: bool = False,
     ) -> list[Anomaly]:
-        """Return the anomalies that begin with ``step``, of ``tokens`` and with the figures of `DerivedFigures`.
+        """Return the anomalies that begin in ``step``.
 
-        ``skipped``: it updated nothing. ``held_up``: a checkpoint or a validation is in its time, so it is left out of
-        the speed.
+        ``tokens``: number of its tokens; ``figures``: as in `DerivedFigures`.
+
+        The keyword ``skipped`` means that the step made no update. The keyword ``held_up`` means that the step includes
+        a checkpoint or validation; its speed is then ignored.
         """
         self._rows += 1
         self._skipped = self._skipped + 1 if skipped else 0
@@ -94,7 +94,7 @@ class Anomalies:
 
 
 class _RollingBaseline:
-    """Median and robust standard deviation of the last values, brought up to date every tenth of the window."""
+    """Median and robust standard deviation of the last values; recomputed once per tenth of their number."""
 
     def __init__(self) -> None:
         self.values: deque[float] = deque(maxlen=WINDOW)
@@ -102,21 +102,21 @@ class _RollingBaseline:
         self._since = 0
 
     def add(self, value: float) -> None:
-        """Take a value, which is finite."""
+        """Add a finite value."""
         self.values.append(value)
         self._since += 1
         if len(self.values) >= MIN_STEPS and (self._since >= WINDOW // 10 or math.isnan(self.median)):
             self.refresh()
 
     def refresh(self) -> None:
-        """Recompute median and deviation; there are at least `MIN_STEPS` values."""
-        median = self.median = statistics.median(self.values)  # of so few, faster than an array
+        """Recompute the median and the deviation. Needs at least `MIN_STEPS` values."""
+        median = self.median = statistics.median(self.values)  # faster than an array for few values
         self.deviation = _MAD * statistics.median([abs(value - median) for value in self.values])
         self._since = 0
 
 
 class _Spikes:
-    """Detector of values far above those before. Of spikes that follow each other, the first is reported."""
+    """Detector of values far above the baseline. Reports only the first of several consecutive spikes."""
 
     def __init__(self, kind: str, what: str, deviations: float, rise: float) -> None:
         self._kind, self._what, self._deviations, self._rise = kind, what, deviations, rise
@@ -132,7 +132,7 @@ class _Spikes:
             return None
         anomaly, usual = None, self._usual
         self._calm += 1
-        if value > self._limit():  # never before there is a median
+        if value > self._limit():  # False until there is a median
             usual.refresh()
             if value > self._limit():
                 anomaly = self._anomaly(step, value) if self._calm > WINDOW else None
@@ -151,7 +151,7 @@ class _Spikes:
 
 
 class _Speeds:
-    """Detector of blocks of steps that are far slower than those before, or spend much time waiting for data."""
+    """Detector of blocks (consecutive steps) that are much slower than earlier blocks, or that wait long for data."""
 
     def __init__(self, drop: float, unit: str) -> None:
         self._drop, self._unit = drop, unit
@@ -177,13 +177,13 @@ class _Speeds:
         return [anomaly for anomaly in candidates if anomaly is not None]
 
     def _is_new(self, kind: str, is_odd: bool) -> bool:
-        """Whether an anomaly begins: it is there now, and was not in the last blocks."""
+        """Return True if an anomaly of ``kind`` begins: this block has it (``is_odd``), but the last blocks did not."""
         calm = self._calm[kind]
         self._calm[kind] = 0 if is_odd else calm + 1
         return is_odd and calm >= MIN_BLOCKS
 
     def _slow(self, step: int) -> Anomaly | None:
-        now = statistics.median(self._steps)  # a single step that took long is no drop
+        now = statistics.median(self._steps)  # a single slow step is not a drop
         usual = statistics.median(self._before) if len(self._before) >= MIN_BLOCKS else 0.0
         self._before.append(now)
         if not self._is_new("throughput_drop", self._drop > 0 and now < (1 - self._drop) * usual):
@@ -200,17 +200,17 @@ class _Speeds:
             return None
         text = (
             f"step {step}: {share:.0%} of the last {len(self._steps)} steps went into waiting for data; "
-            "let more of it be read ahead, or nearer to the nodes"
+            "prefetch more of it, or store it nearer to the nodes"
         )
         return Anomaly("slow_data", step, share, DATA_SHARE, text)
 
 
 class _Stragglers:
-    """Detector of a rank that computes longer than the others, over the window of `DerivedFigures` and `BLOCK_S`."""
+    """Detector of a rank that for `BLOCK_S` computes longer than other ranks, by the ratio in `DerivedFigures`."""
 
     def __init__(self) -> None:
-        self._rank, self._since_s = -1, 0.0  # who is slow, and since when
-        self._reported, self._seen = -1, 0  # the rank that was reported, and the row in which it was slow last
+        self._rank, self._since_s = -1, 0.0  # the slow rank, and the time since when it is slow
+        self._reported, self._seen = -1, 0  # the reported rank, and the last row in which it was slow
         self._rows, self._now_s = 0, 0.0
 
     def look(self, step: int, figures: Mapping[str, float]) -> Anomaly | None:
@@ -223,7 +223,7 @@ class _Stragglers:
         if rank != self._rank:
             self._rank, self._since_s = rank, self._now_s
         if self._reported >= 0 and self._rows - self._seen > WINDOW:
-            self._reported = -1  # it is over
+            self._reported = -1  # the anomaly is over
         if rank >= 0 and rank == self._reported:
             self._seen = self._rows
         if rank < 0 or self._reported >= 0 or self._now_s - self._since_s < BLOCK_S:

@@ -1,4 +1,4 @@
-"""Configuration of telemetry: the ``[telemetry]`` section of a recipe. Imports nothing but `reporting`."""
+"""Configuration of telemetry: the ``[telemetry]`` section of a recipe. Imports only `reporting`."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -11,17 +11,15 @@ PORT: Final = 9464
 
 @dataclass(frozen=True, kw_only=True)
 class TelemetryConfig:
-    """Section ``[telemetry]``: the sinks of a run's figures beside ``metrics.h5``, and those that are printed.
+    """Section ``[telemetry]``: outputs of metrics in addition to ``metrics.h5``, and reports of anomalies.
 
-    ``jsonl`` writes ``events.jsonl``, ``tensorboard`` event files, both into the run directory. ``prometheus`` is
-    "off", "textfile" (for a node_exporter that looks into ``textfile_directory``; "": the directory ``prometheus`` of
-    the run), "http" (an exporter on ``port`` of this machine's own address, 0: any free one) or "push" (to the
-    Pushgateway at ``gateway``, host:port). ``nvtx`` marks the operations of a step for profilers. ``trace`` keeps the
-    last operations of each rank with their times, for `hpcdist trace`.
+    ``jsonl`` writes ``events.jsonl``, ``tensorboard`` event files. ``prometheus`` is "off", "textfile" (in
+    ``textfile_directory``; default: ``prometheus`` in the run directory), "http" (on ``port`` of localhost; 0: any free
+    port) or "push" (to the Pushgateway at ``gateway``, host:port). ``nvtx`` marks operations for profilers. ``trace``
+    records the last operations of each rank for `hpcdist trace`.
 
-    A loss is reported as a spike where it is more than ``loss_spike`` robust standard deviations above the median of
-    those before (0: never); a drop of throughput, where tokens/s are below (1 - ``throughput_drop``) of what they were
-    (0: never).
+    A loss is a spike if it exceeds the median of earlier losses by ``loss_spike`` robust standard deviations. A drop is
+    a speed below (1 - ``throughput_drop``) of the earlier speed. 0 disables a check.
     """
 
     jsonl: bool = False
@@ -50,7 +48,7 @@ RULES: Final = (
         no_effect(f"telemetry.{name}", getattr(TelemetryConfig, name), "telemetry.prometheus", [mode])
         for name, mode in (("textfile_directory", "textfile"), ("port", "http"), ("gateway", "push"))
     ),
-    must("telemetry.port", lambda port: 0 <= port <= 65535, "it must be between 0 (any free one) and 65535"),
+    must("telemetry.port", lambda port: 0 <= port <= 65535, "it must be between 0 (any free port) and 65535"),
     rule(
         "telemetry.gateway? where telemetry.prometheus=push",
         cure="it must be the host:port of a Pushgateway, such as 'login1:9091'",

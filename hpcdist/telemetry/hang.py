@@ -1,9 +1,8 @@
-"""Diagnosis of a hang or a death: the rank that left the common path first, at which operation and line.
+"""Diagnosis of a hang or a death: the rank that left the common path first, with operation and source line.
 
-It needs the files of the flight recorder alone, while the run still hangs or long after. All members of a communicator
-call its collectives in the same order, so calls are aligned by their number: members that differ under the same number
-took different paths, and `first_mismatch` finds the first such collective. A member whose count is behind that of a
-waiting one is the one waited for. `hpcdist hang` calls `load` and `analyse`.
+Reads only the files of the flight recorder, during the hang or later. Members of a communicator call its collectives in
+the same order, so calls are aligned by their number: `first_mismatch` finds the first number with different calls.
+Other ranks wait for the member with the smallest number. `hpcdist hang` calls `load` and `analyse`.
 """
 
 import re
@@ -22,18 +21,21 @@ EQUAL_COUNT_COLLECTIVES: Final = (
     "reduce_scatter",
     "all_gather",
     "broadcast",
-)  # sizes agree on all members
+)  # the count is equal on all members
 _SITE: Final = re.compile(r"(?P<file>.*?):(?P<line>\d+) \((?P<function>.*?)\)")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Finding: skipped, mismatch, raised, stopped, killed, absent, deadlock, waiting, missing or damaged."""
+    """A problem found in the recorded operations of a run, with the ranks that caused it.
+
+    Kinds: skipped, mismatch, raised, stopped, killed, absent, deadlock, waiting, missing, damaged.
+    """
 
     kind: str
     ranks: tuple[int, ...]
     text: str
-    event: RecordedEvent | None = None  # the operation at which it shows
+    event: RecordedEvent | None = None  # the operation concerned
 
 
 def _signature(event: RecordedEvent) -> tuple[object, ...]:
@@ -42,7 +44,7 @@ def _signature(event: RecordedEvent) -> tuple[object, ...]:
 
 
 def first_mismatch(records: Sequence[RankRecord]) -> list[Finding]:
-    """Return the first collective, in time, that the members of a communicator entered in different ways."""
+    """Return a list with a finding about the earliest collective whose arguments differ between ranks, or []."""
     calls: dict[tuple[str, int], dict[int, RecordedEvent]] = defaultdict(dict)
     for record in records:
         for event in record.events:
@@ -65,31 +67,31 @@ def first_mismatch(records: Sequence[RankRecord]) -> list[Finding]:
 def _blamed_half_first(
     a: list[int], b: list[int], events: dict[int, RecordedEvent], calls: dict[tuple[str, int], dict[int, RecordedEvent]]
 ) -> tuple[list[int], list[int]]:
-    """Order two halves of equal size, the one to blame first.
+    """Return the lists of ranks ``a`` and ``b``, two halves of a communicator, with the half to blame first.
 
-    That is the half whose pair of call sites (the collective before, this one) no earlier collective had; where both
-    or neither had it, the one that jumped ahead in the same function.
+    A half is to blame if its pair of call sites (previous and current collective) never occurred before. If this does
+    not decide, the half that is further down in the same function is to blame.
     """
 
-    def way(rank: int, event: RecordedEvent) -> tuple[str, str] | None:
+    def sites(rank: int, event: RecordedEvent) -> tuple[str, str] | None:
         before = calls.get((event.comm, event.sequence - 1), {}).get(rank)
         return None if before is None else (before.site, event.site)
 
     here = events[a[0]]
     habits = {
-        way(rank, event)
+        sites(rank, event)
         for (comm, sequence), members in calls.items()
         if comm == here.comm and sequence < here.sequence
         for rank, event in members.items()
     } - {None}
-    known_a, known_b = (way(group[0], events[group[0]]) in habits for group in (a, b))
-    if known_a != known_b:
-        return (b, a) if known_a else (a, b)
+    usual_a, usual_b = (sites(group[0], events[group[0]]) in habits for group in (a, b))
+    if usual_a != usual_b:
+        return (b, a) if usual_a else (a, b)
     return (b, a) if _jumped(events[b[0]], here) else (a, b)
 
 
 def _jumped(event: RecordedEvent, over: RecordedEvent) -> bool:
-    """Whether ``event`` stands further down in the same function than ``over``."""
+    """Return True if ``event`` was called further down in the same function than the skipped call ``over``."""
     mine, other = _SITE.match(event.site), _SITE.match(over.site)
     if mine is None or other is None or mine["file"] != other["file"] or mine["function"] != other["function"]:
         return False
@@ -101,29 +103,29 @@ def _mismatch(blamed: list[int], others: list[int], events: dict[int, RecordedEv
     ranks = f"{'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))}"
     skipped = event.op != expected.op or _jumped(event, expected)
     text = f"made {event} where {ranks} made {expected}"
-    text += ": skipped that one, or took another branch" if skipped else ": every member must give the same"
+    text += ": skipped that operation, or took another branch" if skipped else ": every member must give the same"
     return Finding("skipped" if skipped else "mismatch", tuple(blamed), text, expected if skipped else event)
 
 
 NS: Final = 1_000_000_000
-FAILURES: Final = ("raised", "deadline")  # notes of a rank that ends the job
-SYMPTOMS: Final = ("CommunicationError", "DeadlineError", "mpi4py")  # raised because of another rank, most often
+FAILURES: Final = ("raised", "deadline")  # notes of a rank that ended the job
+SYMPTOMS: Final = ("CommunicationError", "DeadlineError", "mpi4py")  # errors mostly caused by another rank
 
 
 @dataclass(frozen=True)
 class RankState:
-    """State of a rank: running, finished, raised, deadline, stopped, silent, killed, or ended by another's failure."""
+    """State of a rank: running, finished, raised, deadline, stopped, silent, killed, or ended by another rank."""
 
     rank: int
     state: str
-    last: RecordedEvent | None  # the outermost operation under way, else the last one
-    waiting_s: float | None  # how long that operation had been under way at the last sign of life
+    last: RecordedEvent | None  # the outermost open operation, else the last operation
+    waiting_s: float | None  # age of the open operation at the last sign of life
     note: str
 
 
 @dataclass(frozen=True)
 class HangReport:
-    """Report of `analyse`; the first finding is the most likely cause. No findings: nothing is wrong."""
+    """Report of `analyse`. The first finding is the most likely cause. Without findings, no problem was found."""
 
     world: int
     findings: tuple[Finding, ...]
@@ -131,9 +133,10 @@ class HangReport:
 
 
 def load(directory: Path, damaged: dict[int, str] | None = None) -> list[RankRecord]:
-    """Read all records of a run directory. Raises UsageError when there are none, StorageError for a foreign file.
+    """Read the flight recorder files of a run. Raises UsageError if there are none, StorageError for invalid files.
 
-    With ``damaged``, damaged files are left out and the reason noted there by rank; it raises where none can be read.
+    If the dict ``damaged`` is given, unreadable files are skipped and the reasons are stored in it by rank. If all
+    files are unreadable, StorageError is raised.
     """
     folder = directory / "recorder" if (directory / "recorder").is_dir() else directory
     records, last = [], None
@@ -149,11 +152,11 @@ def load(directory: Path, damaged: dict[int, str] | None = None) -> list[RankRec
         raise last
     if not records:
         raise UsageError(
-            f"{directory} holds no records (recorder/rank-*.rec); give the directory of a run. A program of your own "
-            "has records where it calls hpcdist.init() or makes a Training, started by `hpcdist run --out DIRECTORY`"
+            f"{directory} has no records (recorder/rank-*.rec); give the directory of a run. A program of your own "
+            "has records if it calls hpcdist.init() or makes a Training, started by `hpcdist run --out DIRECTORY`"
         )
     world = max(records, key=lambda record: record.started_ns).world
-    return [record for record in records if record.rank < world]  # a larger, earlier run may have left the others
+    return [record for record in records if record.rank < world]  # a larger, earlier run may have left other files
 
 
 def analyse(
@@ -162,15 +165,12 @@ def analyse(
     now_ns: int | None = None,
     damaged: Mapping[int, str] | None = None,
 ) -> HangReport:
-    """Diagnose a run. While it goes on, an operation counts as waiting when it has taken ``patience_s`` or longer.
-
-    ``damaged`` are the ranks whose files `load` could not read, and why.
-    """
+    """Diagnose a run from its ``records``. In a running job, an operation open for ``patience_s`` counts as waiting."""
     now = time.time_ns() if now_ns is None else now_ns
     world = records[0].world
     records = _until_first_deadline(records)
     states = _states(records, now)
-    unread = {rank: why for rank, why in (damaged or {}).items() if rank < world}
+    unread = {rank: reason for rank, reason in (damaged or {}).items() if rank < world}
     missing = tuple(sorted(set(range(world)) - states.keys() - unread.keys()))
     ranks = tuple(
         _rank_state(record, states[record.rank], now) for record in sorted(records, key=lambda record: record.rank)
@@ -178,9 +178,9 @@ def analyse(
     suspects = WaitGraph(records, states, patience_s, now)
     findings = [*first_mismatch(records), *_raised(records, states), *_dead(records, states, suspects)]
     if missing:
-        text = "no record: this rank never came as far as its first operation, or wrote to another directory"
+        text = "no record: this rank did not reach its first operation, or wrote to another directory"
         findings.append(Finding("missing", missing, text))
-    findings += [Finding("damaged", (rank,), f"is not known: {why}") for rank, why in unread.items()]
+    findings += [Finding("damaged", (rank,), f"is not known: {reason}") for rank, reason in unread.items()]
     findings += suspects.absent()
     findings += suspects.deadlock()
     findings = findings or suspects.unexplained()
@@ -189,11 +189,14 @@ def analyse(
     return HangReport(world, (*causes, *symptoms), ranks)
 
 
-# --- the state of each rank -----------------------------------------------------------------------------------------
+# --- state of each rank ---------------------------------------------------------------------------------------------
 
 
 def _until_first_deadline(records: Sequence[RankRecord]) -> list[RankRecord]:
-    """Return the records up to the first deadline: the end of a job wakes ranks that were stopped until then."""
+    """Return the records without entries after the first missed deadline.
+
+    Later entries mislead, because the end of the job wakes stopped ranks.
+    """
     cut = min((record.notes["deadline"].time_ns for record in records if "deadline" in record.notes), default=None)
     if cut is None:
         return list(records)
@@ -211,7 +214,7 @@ def _until_first_deadline(records: Sequence[RankRecord]) -> list[RankRecord]:
 
 def _states(records: Sequence[RankRecord], now: int) -> dict[int, str]:
     processes = {record.rank: _process(record, now) for record in records}
-    # While others go on, a process that is gone was killed; afterwards, one that fell silent long before was stopped.
+    # While other ranks run, a missing process was killed. After the job, a rank that fell silent early was stopped.
     goes_on = any(processes.values())
     end = now if goes_on else max(record.last_sign_ns for record in records)
     notes = [record.notes[kind].time_ns for record in records for kind in FAILURES if kind in record.notes]
@@ -227,7 +230,10 @@ def _states(records: Sequence[RankRecord], now: int) -> dict[int, str]:
 
 
 def _process(record: RankRecord, now: int) -> str:
-    """Return the state letter of the process in /proc; on another host "?" where its heartbeat is recent, else ""."""
+    """Return the state letter of the rank's process from /proc.
+
+    On another host: "?" if its heartbeat is recent, else "".
+    """
     state = record.process_state()
     if state is None:
         return "?" if record.next_beat_ns and now - record.last_sign_ns <= _late_ns(record) else ""
@@ -235,14 +241,14 @@ def _process(record: RankRecord, now: int) -> str:
 
 
 def _late_ns(record: RankRecord) -> int:
-    return 3 * record.next_beat_ns + 2 * NS  # a sign of life that has not come by then will not come
+    return 3 * record.next_beat_ns + 2 * NS  # a heartbeat that is later than this will not come
 
 
 def _end(record: RankRecord, end: int, first_note: int | None) -> str:
-    """Return the state of a rank that left no note: silent, ended by the first failure of another, or killed."""
+    """Return the state of a rank that wrote no final note: silent, ended (by another rank's failure), or killed."""
     frozen = record.notes.get("frozen")
     if frozen is not None and first_note is not None and frozen.time_ns > first_note:
-        return "silent"  # it woke up only when the job was ended
+        return "silent"  # it woke up when the job was ended
     if record.next_beat_ns and end - record.last_sign_ns > _late_ns(record):
         return "silent"
     if first_note is not None and record.last_sign_ns > first_note - record.next_beat_ns - NS:
@@ -273,14 +279,14 @@ def _is_symptom(finding: Finding) -> bool:
 
 
 def _dead(records: Sequence[RankRecord], states: dict[int, str], suspects: "WaitGraph") -> list[Finding]:
-    """Return the ranks that were stopped or killed, each with the operation that it did not reach or was in."""
     texts = {
         "stopped": "is stopped (SIGSTOP, a debugger or a suspended job): SIGCONT lets it go on",
         "silent": "gave no sign of life for long before the job ended: stopped (SIGSTOP), or its node froze or swapped",
-        "killed": "ended without a word: killed from outside (SIGKILL, out of memory, a lost node, the end of the job)",
+        "killed": "ended without a message: killed from outside (SIGKILL, out of memory, a lost node, the end of the "
+        "job)",
     }
     dead = [record for record in records if states[record.rank] in texts]
-    # When the launcher has killed all of them after the first, that one is the one waited for, if any is.
+    # The launcher kills all ranks after the first death: the rank that others wait for died first.
     behind = [record for record in dead if states[record.rank] != "killed" or record.rank in suspects.culprits]
     findings: dict[tuple[str, RecordedEvent | None], list[int]] = defaultdict(list)
     for record in behind or dead:
@@ -290,14 +296,14 @@ def _dead(records: Sequence[RankRecord], states: dict[int, str], suspects: "Wait
     return [Finding(kinds[text], tuple(ranks), text, event) for (text, event), ranks in findings.items()]
 
 
-# --- who waits for whom ---------------------------------------------------------------------------------------------
+# --- waits between ranks --------------------------------------------------------------------------------------------
 
 
 class WaitGraph:
-    """Wait-for graph of the ranks.
+    """Graph of ranks that wait for other ranks.
 
-    ``waits``: rank -> the ranks that it waits for, each with the operation; ``culprits``: rank that others wait for and
-    that itself waits for none -> the first operation that it did not reach.
+    ``waits`` maps each rank to the ranks it waits for, with the operation. ``culprits`` maps a rank that others wait
+    for, but that waits for no rank itself, to the first operation it did not reach.
     """
 
     def __init__(self, records: Sequence[RankRecord], states: dict[int, str], patience_s: float, now: int) -> None:
@@ -309,13 +315,13 @@ class WaitGraph:
         for record in records:
             for event in record.events:
                 self._members[event.comm].add(record.rank)
-                if event.collective:  # in the order of their numbers: the last one stays
+                if event.collective:  # in ascending order: the last number remains
                     self._reached[record.rank, event.comm] = event.sequence
-        self._long: dict[int, RecordedEvent] = {}  # rank -> the outermost operation that it has been in for long
+        self._long: dict[int, RecordedEvent] = {}  # rank -> its outermost long operation
         self.waits: dict[int, dict[int, RecordedEvent]] = {}
         for record in records:
             if states[record.rank] in ("finished", "raised"):
-                continue  # the place of a failure stays open
+                continue  # a failed rank leaves its operation open
             live = states[record.rank] in ("running", "stopped")
             for event in record.open_events:
                 if not live or now - event.started_ns >= patience_s * NS:
@@ -325,19 +331,22 @@ class WaitGraph:
         self.culprits: dict[int, RecordedEvent] = {}
         for waits in self.waits.values():
             for rank, event in waits.items():
-                known = self.culprits.get(rank, event)
-                if rank not in self.waits:  # a message says more than a collective, for which many are waited
-                    self.culprits[rank] = min(known, event, key=lambda e: (e.collective, e.sequence))
+                earlier = self.culprits.get(rank, event)
+                if rank not in self.waits:  # a message is more specific than a collective, which waits for many
+                    self.culprits[rank] = min(earlier, event, key=lambda e: (e.collective, e.sequence))
 
     def _awaited(self, record: RankRecord, event: RecordedEvent) -> Iterable[int]:
         members = sorted(self._members[event.comm])
         if event.collective:
             return [rank for rank in members if rank != record.rank and self._behind(rank, event)]
-        # Members are numbered in the order of the world, as nodes and grids number them.
+        # Members are ordered as in the world, in nodes and in grids.
         return [members[event.peer]] if 0 <= event.peer < len(members) and members[event.peer] != record.rank else []
 
     def _behind(self, rank: int, event: RecordedEvent) -> bool:
-        """Whether ``rank`` has not reached ``event``; calls that its ring buffer has lost are taken as made."""
+        """Return True if ``rank`` has not called the operation ``event``.
+
+        Calls lost from its ring buffer count as made.
+        """
         record = self.records.get(rank)
         if record is None:
             return True
@@ -347,7 +356,7 @@ class WaitGraph:
         return (reached or 0) < event.sequence
 
     def absent(self) -> list[Finding]:
-        """Return the ranks that are alive or ended in order, and did not reach the operation that others wait in."""
+        """Return the living or finished ranks that did not reach an operation in which other ranks wait."""
         findings: dict[RecordedEvent, list[int]] = defaultdict(list)
         for rank, event in self.culprits.items():
             if self.states.get(rank) in ("running", "finished", "ended", "deadline"):
@@ -360,40 +369,40 @@ class WaitGraph:
 
     def _absence(self, rank: int, event: RecordedEvent) -> str:
         record = self.records[rank]
-        text = "never came to what the others wait in"
+        text = "did not reach the operation in which the others wait"
         if self.states[rank] == "finished":
             return f"{text}: it finished without it ({record.notes['finished'].text})"
         if not record.events:
-            return f"{text}, nor to any operation before"
+            return f"{text}, nor any operation before"
         last = record.events[-1]
-        busy = "computes, waits for something that is no message, or took another branch"
+        busy = "computes, waits for something other than a message, or took another branch"
         return f"{text}: after {last} it {busy}; its stacks, if it could write them, are in {record.path.stem}.stacks"
 
     def unexplained(self) -> list[Finding]:
-        """Return the ranks that wait in an operation or passed a deadline, if nothing else explains the waits."""
+        """Return the ranks that wait in an operation or missed a deadline, if no other finding explains the hang."""
         findings = []
         for rank, record in sorted(self.records.items()):
             late = self.states[rank] == "deadline"
             waits = self.waits.get(rank, {})
             if late or rank in self._long:
                 event = self._long.get(rank) or _last(record)
-                known = sorted(waits)
+                awaited = sorted(waits)
                 whom = (
-                    f"for {'rank' if len(known) == 1 else 'ranks'} {', '.join(map(str, known))}"
-                    if known
-                    else ("and the records do not show for whom")
+                    f"for {'rank' if len(awaited) == 1 else 'ranks'} {', '.join(map(str, awaited))}"
+                    if awaited
+                    else ("but the records do not show for which rank")
                 )
                 text = f"waits {whom}" + (f"; it passed its deadline: {record.notes['deadline'].text}" if late else "")
                 findings.append(Finding("waiting", (rank,), text, event))
         return findings
 
     def _is_explained(self, circle: Sequence[int]) -> bool:
-        """Whether the circle is the effect of a rank in it that was stopped, or killed while others were not."""
+        """Return True if a rank that stopped, or died before the others, explains why the ranks in ``circle`` wait."""
         dead = {self.states[rank] for rank in circle} & {"stopped", "silent", "killed"}
         return "stopped" in dead or (bool(dead) and any(self.states[rank] not in dead for rank in circle))
 
     def deadlock(self) -> list[Finding]:
-        """Return a circle of ranks that wait for each other, where no rank outside of it is to blame."""
+        """Return a circle of ranks that wait for each other, unless a rank outside of the circle causes the wait."""
         if self.culprits:
             return []
         for first in sorted(self.waits):

@@ -1,8 +1,4 @@
-"""Provenance of a result: versions, machine and job, as flat strings for root attributes and reports.
-
-`job_number` and `job_owner` read the environment variables that Slurm or PBS sets for the processes of a job.
-`pss_bytes` is the memory of this process as the kernel counts it, its proportional set size.
-"""
+"""Provenance of a result: versions, machine and job, as flat strings for root attributes and reports."""
 
 import datetime
 import math
@@ -29,14 +25,14 @@ def provenance(
     anonymous: bool = False,
     environment: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """Return versions, machine and job as text by name; what is not known is left out (local).
+    """Return versions, machine and job as a dict of texts, without unknown values. Local.
 
-    ``hosts`` are the names of the nodes (default: this one); ``anonymous`` leaves them out, for results that are
-    published. Keys are stable: ``created_utc``, ``git_commit``, ``numpy_version``, ...
+    The keyword ``hosts`` has the node names (default: this node). The keyword ``anonymous`` omits them for published
+    results. The keys are stable: ``created_utc``, ``git_commit``, ``numpy_version``, ...
     """
     values = {"created_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
     values |= {f"{name}_version": version for name in PACKAGES if (version := package_version(name))}
-    values["hpcdist_version"] = __version__  # of a checkout, too, which is installed nowhere
+    values["hpcdist_version"] = __version__  # also for a checkout that is not installed
     values["python_version"] = platform.python_version()
     values["git_commit"] = git_commit(Path(__file__).resolve().parents[1])
     values["platform"] = platform.platform()
@@ -51,10 +47,7 @@ def provenance(
 
 
 def git_commit(package: Path) -> str:
-    """Return the commit of the clone with ``package``, with "+changes" when it was edited; else "unknown: " and why.
-
-    A clone counts only when the package lies directly in it: an installed wheel may lie in some other repository.
-    """
+    """Return the commit of ``package``'s git clone ("+changes" if edited), or "unknown: " and the reason."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(package), *arguments]
@@ -72,7 +65,7 @@ def git_commit(package: Path) -> str:
 
 
 JOB_ID_VARIABLES: Final = ("SLURM_JOB_ID", "PBS_JOBID")
-# Labels, and the variables of Slurm and of PBS that they are read from.
+# Labels, and the Slurm and PBS variables that provide them.
 OWNER_VARIABLES: Final = {
     "user": ("SLURM_JOB_USER", "PBS_O_LOGNAME"),
     "account": ("SLURM_JOB_ACCOUNT", "PBS_ACCOUNT"),
@@ -82,20 +75,20 @@ OWNER_VARIABLES: Final = {
 
 
 def job_number(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the number of the job; "" outside of one (local)."""
+    """Return the job number of Slurm or PBS, or "" outside of a job. Local."""
     return _first_set(JOB_ID_VARIABLES, environment)
 
 
 def job_owner(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return user, account, partition and QOS of the job, "" for what is not known (local).
+    """Return user, account, partition and QOS of the job, or "" if unknown. Outside of a job, return only the user.
 
-    Outside of a job the user is the one who runs this process, by the database of users.
+    Local.
     """
     owner = {label: _first_set(names, environment) for label, names in OWNER_VARIABLES.items()}
     if not owner["user"]:
         try:
             owner["user"] = pwd.getpwuid(os.getuid()).pw_name
-        except KeyError:  # in containers: a number alone
+        except KeyError:  # containers may know only the number
             owner["user"] = str(os.getuid())
     return owner
 
@@ -109,11 +102,7 @@ _UNIT_BYTES: Final = 1024  # kB of /proc are KiB
 
 
 def pss_bytes() -> float:
-    """Return the proportional set size of this process, NaN where the kernel does not show it (local).
-
-    A page that several processes map counts for each of them by its share, so the sum over the ranks of a node has
-    memory that they share once. The interpreter, libraries and compiled kernels are part of it.
-    """
+    """Return the proportional set size of this process (shared pages are divided) in bytes, or NaN. Local."""
     try:
         lines = SMAPS_ROLLUP.read_text().splitlines()
     except OSError:

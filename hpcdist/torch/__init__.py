@@ -1,10 +1,9 @@
-"""Backend "hpcdist" of torch.distributed: importing this package starts MPI and registers it.
+"""Backend "hpcdist" of torch.distributed: importing this package starts MPI and registers the backend.
 
     import hpcdist.torch
     torch.distributed.init_process_group("hpcdist")
 
-Between floors 6 and 7. Begin with `group.Group` and `calls`. `Options` are the ``pg_options`` of a group; `compress`
-and `should_stop` are for training loops.
+Between floors 6 and 7. Begin with `group.Group` and `calls`. `Options` are the ``pg_options`` of a group.
 """
 
 from datetime import timedelta
@@ -30,41 +29,40 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST:
         f"torch {torch.__version__} is too old for the backend {NAME}; install {OLDEST[0]}.{OLDEST[1]} or newer"
     )
 
-if not is_worker():  # processes of spawn and forkserver import the script of the rank
+if not is_worker():  # worker processes of spawn and forkserver import the script of the rank
     launch.start()
 launch.shield_workers()
 work.install()
 
 
 def _create(backend: Any, options: Any) -> Group:
-    """Return the group that `init_process_group` or `new_group` asks for. Collective over its ranks."""
     if options is not None and not isinstance(options, Options):
         raise ConfigurationError(f"pg_options is a {type(options).__name__}; pass hpcdist.torch.Options(...)")
     world = start_world("cpu")  # started by the import
     ranks = list(backend.global_ranks_in_group) or list(range(world.size))
     if (backend.group_rank, backend.group_size) != (ranks.index(world.rank), len(ranks)):
         raise ConfigurationError(
-            f"init_process_group got rank {backend.group_rank} of {backend.group_size}, but MPI has this as "
-            f"{world.rank} of {world.size}; leave rank and world_size out"
+            f"init_process_group got rank {backend.group_rank} of {backend.group_size}, but this is rank {world.rank} "
+            f"of {world.size} of MPI; leave rank and world_size out"
         )
     comm = launch.communicator(world, ranks, f"torch{backend.group_id or 0}")
     if not backend.global_ranks_in_group:
         return Group(comm, options or Options(), launch.begin(world, backend.timeout), launch.limit)
     group = Group(comm, options or Options(), limit=launch.limit)
-    if backend.timeout != dist.constants.default_pg_timeout:  # else the timeout of `init_process_group` holds
+    if backend.timeout != dist.constants.default_pg_timeout:  # else keep the timeout of `init_process_group`
         group.set_timeout(backend.timeout)
     return group
 
 
 def monitored_barrier(group: Any = None, timeout_s: float = 300.0, wait_all_ranks: bool = False) -> None:
-    """Return when all ranks of ``group`` have called, as `torch.distributed.monitored_barrier` does for gloo.
+    """Wait until all ranks of ``group`` have called this, as with gloo's `monitored_barrier`. Collective.
 
-    Collective. Raises DeadlineError after ``timeout_s`` seconds; on rank 0 it names a rank that has not called, or all
-    of them with ``wait_all_ranks``.
+    Raises DeadlineError after ``timeout_s`` seconds. Rank 0's message names one missing rank, or all of them if
+    ``wait_all_ranks``.
     """
     asked: Any = group or dist.group.WORLD
     if not isinstance(asked, Group):
-        raise UsageError("monitored_barrier needs a group of the backend hpcdist, after init_process_group")
+        raise UsageError("monitored_barrier needs a group of the backend hpcdist; call init_process_group first")
     asked.monitored_barrier(timedelta(seconds=timeout_s), wait_all_ranks)
 
 
@@ -72,7 +70,7 @@ dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", 
 
 
 class _Name:
-    """Name of the backend: PyTorch reads it before the rendezvous, in which a worker process would wait for ever."""
+    """Backend name, which PyTorch reads before the rendezvous. Reading it in a worker process raises: it would hang."""
 
     def __get__(self, instance: Any, owner: Any) -> str:
         refuse_worker()

@@ -1,8 +1,8 @@
-"""Tensors as the buffers that hpcdist sends: 1-D, contiguous, of a dtype that numpy and MPI know.
+"""Tensors as buffers for communication: 1-D, contiguous, of a dtype that numpy and MPI support.
 
-A contiguous tensor is seen where it lies; any other is copied, and `Buffer.finish` copies the result back. Truths
-and 8-bit floats travel as bytes, complex numbers as pairs of floats. A tensor in GPU memory is seen, and its result
-copied back, on the stream that is then current: that of the operation (`streams`).
+A contiguous tensor is used in place; any other is copied, and `Buffer.finish` copies the result back. Bools and 8-bit
+floats are sent as bytes, complex numbers as pairs of floats. GPU tensors are accessed on the current stream, the
+operation's stream (`streams`).
 """
 
 import ctypes
@@ -33,9 +33,9 @@ _SEEN_AS: Final = {
 
 
 class Buffer:
-    """The memory of ``tensor``, or of a contiguous copy.
+    """Array over the memory of a PyTorch ``tensor``, or over a contiguous copy if the tensor is not contiguous.
 
-    Raises BufferHandoverError for a sparse or quantised tensor, or one on a device that is neither CPU nor CUDA.
+    Raises BufferHandoverError for a sparse or quantised tensor, or a device other than CPU and CUDA.
     """
 
     __slots__ = ("_copy", "_tensor", "array")
@@ -53,7 +53,9 @@ class Buffer:
                 "torch.nn.Embedding(..., sparse=False)"
             )
         if not (tensor.is_cpu or tensor.is_cuda):
-            raise BufferHandoverError(f"a tensor on the device {tensor.device} cannot travel; bring it to cpu or cuda")
+            raise BufferHandoverError(
+                f"a tensor on the device {tensor.device} cannot be communicated; move it to cpu or cuda"
+            )
         is_aligned = tensor.is_cuda or tensor.data_ptr() % min(tensor.element_size(), 8) == 0
         if copy or not (tensor.is_contiguous() and is_aligned) or tensor.is_conj() or tensor.is_neg():
             plain = tensor.detach().resolve_conj().resolve_neg()
@@ -62,7 +64,7 @@ class Buffer:
             self.array = array_of(tensor)
 
     def __getattr__(self, name: str) -> Array:
-        # Of a tensor in GPU memory the array is made by who runs the operation, on the stream where it runs.
+        # The array of a GPU tensor is created by the thread that runs the operation, on the operation's stream.
         if name != "array":
             raise AttributeError(name)
         self.array = array_of(self._tensor if self._copy is None else self._copy)
@@ -70,11 +72,11 @@ class Buffer:
 
     @property
     def device(self) -> torch.device:
-        """The device of the tensor."""
+        """Device of the tensor."""
         return self._tensor.device
 
     def finish(self) -> None:
-        """Copy a result back into the tensor, where it was not written there."""
+        """Call after the operation: if a copy was used, copy the result back into the tensor."""
         if self._copy is not None:
             if self._tensor.is_cuda:
                 streams.record_use(self._tensor)
@@ -82,9 +84,9 @@ class Buffer:
 
 
 def coalesced_inputs(inputs: Sequence[torch.Tensor], *outputs: Sequence[torch.Tensor]) -> list[Buffer]:
-    """Return the buffers of ``inputs`` of a coalesced call, whose entry i writes item i of each of ``outputs`` (local).
+    """Return a buffer of each tensor in ``inputs`` of a coalesced call, which writes input i to item i of the outputs.
 
-    If tensors of two entries overlap in memory, the inputs are copied: all are read before an output is written.
+    Inputs are copied if tensors with different i overlap in memory: an output must not overwrite a later input. Local.
     """
     copy = len(inputs) > 1 and _do_overlap(inputs, *outputs)
     return [Buffer(tensor, copy) for tensor in inputs]
@@ -107,25 +109,22 @@ def _do_overlap(*lists: Sequence[torch.Tensor]) -> bool:
 
 
 def array_of(memory: torch.Tensor) -> Array:
-    """Return the 1-D array in the memory of a contiguous tensor.
-
-    Raises BufferHandoverError for a dtype that numpy and MPI have no word for.
-    """
+    """Return a 1-D array over the memory of a contiguous tensor. Raises BufferHandoverError for unsupported dtypes."""
     dtype = _SEEN_AS.get(memory.dtype)
     if dtype is None:
-        raise BufferHandoverError(f"a tensor of {memory.dtype} cannot travel; view it as torch.uint8")
+        raise BufferHandoverError(f"tensors of {memory.dtype} cannot be communicated; view them as torch.uint8")
     if memory.is_cuda:
         streams.record_use(memory)
-        found: Array = device.cupy().from_dlpack(memory.detach().reshape(-1).view(torch.uint8)).view(dtype)
-        return found
-    # Not by `memory.numpy()`: PyTorch then never lets the storage be resized, which FSDP does to free parameters.
+        view: Array = device.cupy().from_dlpack(memory.detach().reshape(-1).view(torch.uint8)).view(dtype)
+        return view
+    # Not `memory.numpy()`: PyTorch then forbids resizing the storage, which FSDP needs to free parameters.
     block = (ctypes.c_char * memory.nbytes).from_address(memory.data_ptr())
-    block.tensor = memory  # type: ignore[attr-defined]  # lives as long as the array
+    block.tensor = memory  # type: ignore[attr-defined]  # keeps the memory alive as long as the array
     return np.ndarray(memory.nbytes // dtype.itemsize, dtype, block)  # type: ignore[arg-type]
 
 
 def devices_of(arguments: Iterable[Iterable[Any]]) -> set[torch.device]:
-    """Return the devices of the buffers among ``arguments``, each of them a buffer, a list of buffers, or another."""
-    values = (value for each in arguments for value in each)
+    """Return the devices of all buffers in ``arguments``, which may be buffers, lists of buffers or other values."""
+    values = (value for argument in arguments for value in argument)
     parts = (part for value in values for part in (value if isinstance(value, list) else (value,)))
     return {part.device for part in parts if isinstance(part, Buffer)}

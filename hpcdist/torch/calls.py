@@ -1,7 +1,7 @@
-"""Collective operations on `Buffer`s, by the algorithms of `hpcdist.collectives`.
+"""Collective operations on `Buffer` objects, by the algorithms of `hpcdist.collectives`.
 
-Each is collective over its communicator, on buffers that lie alike on all ranks unless it says otherwise. The
-algorithm follows from the size and the type of the elements, by measurement (`hpcdist.collectives.arrays`).
+All functions are collective over ``comm``; sizes are equal on all ranks unless stated otherwise. Measurements choose
+the algorithm (`hpcdist.collectives.arrays`).
 """
 
 import time
@@ -30,7 +30,7 @@ LOOK_S: Final = 0.001
 
 
 def allreduce(comm: Communicator, buffer: Buffer, how: Reduction, algorithm: str) -> None:
-    """Reduce ``buffer`` in place to the same bits on all ranks."""
+    """Reduce ``buffer`` in place over all ranks by the `Reduction` ``how``. All ranks get the same bits. Collective."""
     _allreduce(comm, buffer.array, how, algorithm)
     buffer.finish()
 
@@ -48,7 +48,7 @@ def _allreduce(comm: Communicator, array: Array, how: Reduction, algorithm: str)
 
 
 def broadcast(comm: Communicator, buffer: Buffer, root: int) -> None:
-    """Overwrite ``buffer`` with that of rank ``root``."""
+    """Overwrite ``buffer`` on all ranks with the contents of ``buffer`` on rank ``root``. Collective."""
     if buffer.array.size:
         tree.broadcast(comm, buffer.array, root)
     if comm.rank != root:
@@ -56,7 +56,10 @@ def broadcast(comm: Communicator, buffer: Buffer, root: int) -> None:
 
 
 def reduce(comm: Communicator, buffer: Buffer, how: Reduction, root: int, algorithm: str) -> None:
-    """Reduce ``buffer`` into that of rank ``root``; on other ranks it keeps its values."""
+    """Reduce all ranks' buffers by the `Reduction` ``how`` into the buffer of rank ``root``. Collective.
+
+    Other ranks' buffers do not change.
+    """
     if comm.rank == root:
         allreduce(comm, buffer, how, algorithm)
     elif buffer.array.size:
@@ -65,40 +68,46 @@ def reduce(comm: Communicator, buffer: Buffer, how: Reduction, root: int, algori
         _allreduce(comm, copy, how, algorithm)
 
 
-def all_gather(comm: Communicator, output: Buffer, own: Buffer) -> None:
-    """Fill ``output`` with the buffers of all ranks, all of one size."""
-    shares = ranges([own.array.size] * comm.size)
-    _all_gather(comm, output.array, own.array, shares)
+def all_gather(comm: Communicator, output: Buffer, source: Buffer) -> None:
+    """Fill ``output`` with the buffers ``source`` of all ranks, in rank order. Sources have equal size. Collective."""
+    shares = ranges([source.array.size] * comm.size)
+    _all_gather(comm, output.array, source.array, shares)
     output.finish()
 
 
-def _all_gather(comm: Communicator, output: Array, own: Array, shares: Sequence[Range]) -> None:
-    output[shares[comm.rank].slice] = own  # which may be this place
+def _all_gather(comm: Communicator, output: Array, source: Array, shares: Sequence[Range]) -> None:
+    output[shares[comm.rank].slice] = source  # may be the same memory
     if output.size and comm.size > 1:
         sharding_for(comm, output).all_gather(comm, output, shares)
 
 
-def all_gather_list(comm: Communicator, outputs: Sequence[Buffer], own: Buffer) -> None:
-    """Fill ``outputs``, one for each rank and as long as its buffer, with the buffers of all ranks."""
+def all_gather_list(comm: Communicator, outputs: Sequence[Buffer], source: Buffer) -> None:
+    """Fill ``outputs[r]`` with the buffer ``source`` of each rank r; sizes may differ between ranks. Collective."""
     shares = ranges([output.array.size for output in outputs])
-    gathered = scratch("torch gathered", shares[-1].stop, own.array.dtype, own.array)
-    _all_gather(comm, gathered, own.array, shares)
+    gathered = scratch("torch gathered", shares[-1].stop, source.array.dtype, source.array)
+    _all_gather(comm, gathered, source.array, shares)
     for output, share in zip(outputs, shares, strict=True):
         output.array[...] = gathered[share.slice]
         output.finish()
 
 
-def reduce_scatter(comm: Communicator, output: Buffer, own: Buffer, how: Reduction) -> None:
-    """Put this rank's part of the reduction of ``own``, cut evenly, into ``output``."""
-    addend = own.array
+def reduce_scatter(comm: Communicator, output: Buffer, source: Buffer, how: Reduction) -> None:
+    """Reduce ``source`` over all ranks by the `Reduction` ``how``. Collective.
+
+    Each rank's ``output`` gets its equal chunk of the result.
+    """
+    addend = source.array
     if how.factor is not None:
-        addend = scratch("torch addend", own.array.size, own.array.dtype, own.array)
-        addend[...] = own.array
+        addend = scratch("torch addend", source.array.size, source.array.dtype, source.array)
+        addend[...] = source.array
     _reduce_scatter(comm, output, addend, ranges([output.array.size] * comm.size), how)
 
 
 def reduce_scatter_list(comm: Communicator, output: Buffer, parts: Sequence[Buffer], how: Reduction) -> None:
-    """Put the reduction of the parts for this rank, which may differ in size from rank to rank, into ``output``."""
+    """Reduce ``parts[r]`` of all ranks by the `Reduction` ``how`` into ``output`` of rank r, for each r. Collective.
+
+    Part sizes may differ.
+    """
     shares = ranges([part.array.size for part in parts])
     addend = scratch("torch addend", shares[-1].stop, output.array.dtype, output.array)
     for part, share in zip(parts, shares, strict=True):
@@ -121,13 +130,13 @@ def _reduce_scatter(comm: Communicator, output: Buffer, addend: Array, shares: l
 
 
 def all_to_all(comm: Communicator, source: Buffer, target: Buffer, sent: list[Range], received: list[Range]) -> None:
-    """Send ``source[sent[q]]`` to each rank q, and receive ``target[received[q]]`` from it; sizes may differ."""
+    """Send range ``sent[r]`` of ``source`` to rank r, and receive range ``received[r]`` of ``target``. Collective."""
     exchange.all_to_all(comm, source.array, target.array, sent, received)
     target.finish()
 
 
 def all_to_all_list(comm: Communicator, sources: Sequence[Buffer], targets: Sequence[Buffer]) -> None:
-    """Send ``sources[q]`` to each rank q, and receive ``targets[q]`` from it; sizes may differ."""
+    """Send ``sources[r]`` to each rank r, and receive into ``targets[r]`` from rank r. Sizes may differ. Collective."""
     sent = ranges([source.array.size for source in sources])
     received = ranges([target.array.size for target in targets])
     like = sources[0].array
@@ -141,22 +150,22 @@ def all_to_all_list(comm: Communicator, sources: Sequence[Buffer], targets: Sequ
         target.finish()
 
 
-def gather(comm: Communicator, outputs: Sequence[Buffer], own: Buffer, root: int) -> None:
-    """Fill the ``outputs`` of rank ``root`` with the buffers of all ranks; other ranks have none."""
-    token = comm.events.begin(comm.name, "gather", str(own.array.dtype), own.array.size, 0, root, 0)
+def gather(comm: Communicator, outputs: Sequence[Buffer], source: Buffer, root: int) -> None:
+    """Fill ``outputs[r]`` of rank ``root`` with ``source`` of each rank r; other ranks pass no outputs. Collective."""
+    token = comm.events.begin(comm.name, "gather", str(source.array.dtype), source.array.size, 0, root, 0)
     if comm.rank == root:
         others = [rank for rank in range(comm.size) if rank != root]
         wait_all([comm.irecv(outputs[rank].array, rank) for rank in others])
-        outputs[root].array[...] = own.array
+        outputs[root].array[...] = source.array
         for output in outputs:
             output.finish()
     else:
-        comm.send(own.array, root)
+        comm.send(source.array, root)
     comm.events.end(token)
 
 
 def scatter(comm: Communicator, output: Buffer, parts: Sequence[Buffer], root: int) -> None:
-    """Fill ``output`` with this rank's of the ``parts`` of rank ``root``; other ranks have none."""
+    """Fill ``output`` of each rank r with ``parts[r]`` of rank ``root``; other ranks pass no parts. Collective."""
     token = comm.events.begin(comm.name, "scatter", str(output.array.dtype), output.array.size, 0, root, 0)
     if comm.rank == root:
         others = [rank for rank in range(comm.size) if rank != root]
@@ -170,7 +179,10 @@ def scatter(comm: Communicator, output: Buffer, parts: Sequence[Buffer], root: i
 
 
 def monitored_barrier(comm: Communicator, limit_s: float, name_all: bool) -> None:
-    """Return when all ranks have called. Raises DeadlineError where one has not within ``limit_s`` seconds."""
+    """Wait until all ranks have called this. Collective. Raises DeadlineError after ``limit_s`` seconds.
+
+    Rank 0's message names one missing rank, or all of them if ``name_all``.
+    """
     limit, token = time.monotonic() + limit_s, np.zeros(1, np.uint8)
     if comm.rank:
         comm.send(token, 0, ARRIVED)
@@ -191,25 +203,31 @@ def monitored_barrier(comm: Communicator, limit_s: float, name_all: bool) -> Non
     if missing:
         named = sorted(missing) if name_all else [min(missing)]
         ranks = f"rank{'s' * (len(named) > 1)} {', '.join(map(str, named))}"
-        raise DeadlineError(f"monitored_barrier of {comm.name}: {ranks} did not come within {limit_s:g} s")
+        raise DeadlineError(f"monitored_barrier of {comm.name}: {ranks} did not call it within {limit_s:g} s")
     wait_all([comm.isend(token, rank, LEAVE) for rank in range(1, comm.size)])
 
 
 def ranges(sizes: Sequence[int]) -> list[Range]:
-    """Return parts of so many elements, one behind the other (local)."""
+    """Return adjacent ranges with the given ``sizes``; the first range starts at 0. Local."""
     return [Range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
 def row_ranges(tensor: torch.Tensor, sizes: Sequence[int] | None, ranks: int, which: str) -> list[Range]:
-    """Return the elements of ``tensor`` for each rank, by numbers of rows of its first dimension."""
+    """Return each rank's range of elements in ``tensor``. ``which`` names the tensor in error messages.
+
+    ``sizes`` are the rows of each rank; if empty, rows are split evenly.
+    """
     rows = tensor.shape[0] if tensor.dim() else 1
     if not sizes:
         if rows % ranks:
-            raise UsageError(f"the {which} of all_to_all_single has {rows} rows for {ranks} ranks; give split sizes")
+            raise UsageError(
+                f"the {which} of all_to_all_single has {rows} rows, which cannot be split evenly for {ranks} ranks; "
+                "give split sizes"
+            )
         sizes = [rows // ranks] * ranks
     if len(sizes) != ranks or sum(sizes) != rows or min(sizes) < 0:
         raise UsageError(
-            f"{which}_split_sizes of all_to_all_single are {list(sizes)}; they must be {ranks} that add up to {rows}"
+            f"{which}_split_sizes of all_to_all_single are {list(sizes)}; expected {ranks} sizes with the sum {rows}"
         )
     width = tensor.numel() // rows if rows else 0
     if tensor.is_complex():
@@ -217,18 +235,18 @@ def row_ranges(tensor: torch.Tensor, sizes: Sequence[int] | None, ranks: int, wh
     return ranges([size * width for size in sizes])
 
 
-def check_pair(name: str, output: torch.Tensor, own: torch.Tensor, expected: int = 0, given: int = 0) -> None:
-    """Raise UsageError unless both have one dtype and the number of elements ``given`` is as ``expected`` (local)."""
-    if output.dtype != own.dtype:
-        raise UsageError(f"the output of {name} is {output.dtype}, the input {own.dtype}; make them alike")
-    if expected != given:
+def check_pair(name: str, output: torch.Tensor, source: torch.Tensor, expected: int = 0, actual: int = 0) -> None:
+    """Raise UsageError unless the tensors have one dtype and element counts ``expected`` and ``actual`` are equal."""
+    if output.dtype != source.dtype:
+        raise UsageError(f"the output of {name} is {output.dtype}, the input {source.dtype}; they must have one dtype")
+    if expected != actual:
         raise UsageError(
-            f"the output of {name} has {output.numel()} elements, the input {own.numel()}; the whole has to be the "
-            "part times the number of ranks"
+            f"the output of {name} has {output.numel()} elements, the input {source.numel()}; the larger tensor must "
+            "have the size of the smaller one times the number of ranks"
         )
 
 
 def check_count(tensors: Sequence[Any], size: int, name: str) -> None:
-    """Raise UsageError unless ``tensors`` has one entry for each of ``size`` ranks (local)."""
+    """Raise UsageError unless the list ``tensors`` has ``size`` entries, one per rank. Local."""
     if len(tensors) != size:
-        raise UsageError(f"{name} got a list of {len(tensors)} tensors for {size} ranks; give one for each")
+        raise UsageError(f"{name} got a list of {len(tensors)} tensors for {size} ranks; give one tensor for each rank")

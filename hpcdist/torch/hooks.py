@@ -1,9 +1,8 @@
-"""Communication hook of DistributedDataParallel: gradients that travel compressed, by the compressors of hpcdist.
+"""Communication hook of DistributedDataParallel that sends compressed gradients.
 
     hpcdist.torch.compress(model, "powersgd", rank=2)
 
-takes the place of PyTorch's allreduce of each bucket. Compressors and options are those of the section [compression]
-of a recipe; what a compressor loses of a gradient is added to the next one (`hpcdist.compression`).
+replaces PyTorch's allreduce of each bucket. Compressors and options are those in section [compression] of a recipe.
 """
 
 from dataclasses import fields
@@ -31,13 +30,12 @@ _FLOAT32: Final = np.dtype(np.float32)
 
 
 def compress(model: DistributedDataParallel, name: str, *, seed: int = 0, **options: Any) -> None:
-    """Let gradients of ``model`` travel compressed by ``name``. Collective; before the first backward.
+    """Compress the gradients that ``model`` sends, with compressor ``name``. Collective; call before any backward pass.
 
-    ``name`` is one of "float16", "bfloat16", "int8", "int4", "adaptive", "qsgd", "sign", "topk", "randomk", "powersgd";
-    ``options`` are ``error_feedback``, ``warmup_steps``, ``across_nodes``, and for some ``density``, ``rank``,
-    ``bits``. Gradients are float32, and their residuals, where errors are fed back, take as much memory again. They are
-    not in a checkpoint of PyTorch: a run that goes on begins without them.
-    Raises UsageError for another name, an option that ``name`` does not read, or a group of another backend.
+    `COMPRESSORS` lists the names. ``options`` are ``error_feedback``, ``warmup_steps``, ``across_nodes``, and for some
+    compressors ``density``, ``rank``, ``bits``. Gradients must be float32. The residuals of error feedback need as much
+    memory as the gradients; PyTorch checkpoints do not contain them. Raises UsageError for an invalid name, option or
+    group.
     """
     if name not in COMPRESSORS:
         near = nearest(name, COMPRESSORS)
@@ -45,18 +43,16 @@ def compress(model: DistributedDataParallel, name: str, *, seed: int = 0, **opti
             f"compressor {name!r} is unknown{f', did you mean {near}' if near else ''}; choose one of "
             f"{', '.join(COMPRESSORS)}"
         )
-    known = {field.name for field in fields(CompressionConfig)} - {"candidates", "parameters"}
+    valid = {field.name for field in fields(CompressionConfig)} - {"candidates", "parameters"}
     for option in options:
-        if option not in known or name not in READ_BY.get(option, COMPRESSORS):
-            raise UsageError(f"{option} is no option of {name}")
+        if option not in valid or name not in READ_BY.get(option, COMPRESSORS):
+            raise UsageError(f"{option} is not an option of compressor {name}")
     if not isinstance(model.process_group, Group):
         raise UsageError("compress needs a model over the backend hpcdist; call init_process_group('hpcdist') first")
     model.register_comm_hook(_State(model.process_group, name, CompressionConfig(**options), seed), _hook)
 
 
 class _Bucket:
-    """Parameters of one bucket, as a layout, and the state of their reduction."""
-
     def __init__(self, state: "_State", parameters: list[torch.Tensor]) -> None:
         specs = [TensorSpec(0, f"p{index}", tuple(tensor.shape)) for index, tensor in enumerate(parameters)]
         self.layout = Layout.of(specs)
@@ -66,7 +62,7 @@ class _Bucket:
         self.steps = 0
 
     def reduce(self, values: np.ndarray) -> None:
-        """Sum ``values``, which lie as in the layout, over the group in place. Collective."""
+        """Sum ``values``, the gradients of this bucket in layout order, over the group in place. Collective."""
         state = self._state
         if self._reduction is None:
             on = "gpu" if backend.is_device(values) else "cpu"
@@ -85,7 +81,7 @@ class _Bucket:
 
 
 class _State:
-    """State of the hook: the buckets, by the parameters in them, since DDP cuts buckets anew after its first step."""
+    """State of the DDP hook. It has one bucket per list of parameters: DDP forms new buckets after the first step."""
 
     def __init__(self, group: Group, name: str, config: CompressionConfig, seed: int) -> None:
         self.group, self.name, self.config, self.seed = group, name, config, seed
@@ -93,7 +89,6 @@ class _State:
         self._buckets: dict[tuple[int, ...], _Bucket] = {}
 
     def bucket(self, parameters: list[torch.Tensor]) -> _Bucket:
-        """Return the state of the bucket of ``parameters`` (local)."""
         key = tuple(map(id, parameters))
         if key not in self._buckets:
             self._buckets[key] = _Bucket(self, parameters)
@@ -101,29 +96,28 @@ class _State:
 
 
 def _hook(state: _State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Return the future of the mean of the gradients in ``bucket``. Collective, in the order of the group."""
     tensor = bucket.buffer()
     if tensor.dtype is not torch.float32:
-        raise UsageError(f"gradients of {tensor.dtype} are not compressed; train in float32, or under torch.autocast")
-    own, group = state.bucket(bucket.parameters()), state.group
+        raise UsageError(f"gradients of {tensor.dtype} cannot be compressed; train in float32, or under torch.autocast")
+    reducer, group = state.bucket(bucket.parameters()), state.group
 
     def run() -> None:
         flat = array_of(tensor.detach())
-        if own.steps < state.config.warmup_steps:
+        if reducer.steps < state.config.warmup_steps:
             collectives.allreduce(group.comm, flat, state.algorithm)
         else:
-            values = backend.namespace(flat).zeros(own.layout.size, _FLOAT32)
-            start, places = 0, []
-            for segment in own.layout.segments:
-                places.append((segment.range.slice, slice(start, start + segment.spec.size)))
+            values = backend.namespace(flat).zeros(reducer.layout.size, _FLOAT32)
+            start, pairs = 0, []
+            for segment in reducer.layout.segments:
+                pairs.append((segment.range.slice, slice(start, start + segment.spec.size)))
                 start += segment.spec.size
-            for inside, outside in places:
+            for inside, outside in pairs:
                 values[inside] = flat[outside]
-            own.reduce(values)
-            for inside, outside in places:
+            reducer.reduce(values)
+            for inside, outside in pairs:
                 flat[outside] = values[inside]
         flat *= _FLOAT32.type(1.0 / group.comm.size)
-        own.steps += 1
+        reducer.steps += 1
 
     work = group.submit(run, [tensor])
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])

@@ -1,8 +1,7 @@
-"""World of a program of PyTorch that MPI started: its environment variables, communicator, recorder and workers.
+"""Setup of a PyTorch program under MPI: environment variables, communicator, event recorder and DataLoader workers.
 
-`torch.distributed` reads rank and size from the environment, as torchrun sets it. Under a launcher of MPI they are set
-here from MPI, with an address of rank 0 for the store, which groups of other backends need. Where torchrun has set
-them, they have to be those of MPI.
+`torch.distributed` reads rank and size from environment variables, as set by torchrun. Here they are set from MPI, with
+rank 0's address for the store of groups of other backends. Existing values must match MPI.
 """
 
 import multiprocessing
@@ -29,28 +28,28 @@ from hpcdist.energy import phases
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.reporting.units import format_joules
 
-_ports: Final = set[str]()  # that were chosen here
-TAGS: Final = 1 << 15  # MPI promises tags up to 32767
+_ports: Final = set[str]()  # chosen by this module
+TAGS: Final = 1 << 15  # MPI guarantees tags up to 32767
 
 
 def start() -> World:
-    """Start MPI, and set the variables that `torch.distributed` and programs for torchrun read. Collective.
+    """Start MPI, and set the environment variables that torchrun would set. Collective.
 
-    Raises ConfigurationError where RANK and WORLD_SIZE are there and are not those of MPI.
+    Raises ConfigurationError if RANK or WORLD_SIZE is set and differs from MPI's rank or size.
     """
     on_gpu = _has_gpu()
     world = start_world("gpu" if on_gpu else "cpu")
-    wanted = {"RANK": world.rank, "WORLD_SIZE": world.size}
-    given = {name: os.environ[name] for name in wanted if name in os.environ}
-    if any(given[name] != str(wanted[name]) for name in given):
+    expected = {"RANK": world.rank, "WORLD_SIZE": world.size}
+    present = {name: os.environ[name] for name in expected if name in os.environ}
+    if any(present[name] != str(expected[name]) for name in present):
         raise ConfigurationError(
-            f"{', '.join(f'{name}={value}' for name, value in given.items())} in the environment, but this is rank "
+            f"the environment has {', '.join(f'{name}={value}' for name, value in present.items())}, but this is rank "
             f"{world.rank} of {world.size} of MPI ({world.library}); start the program with mpirun, srun or "
-            "`hpcdist run` instead of torchrun, or unset them"
+            "`hpcdist run` instead of torchrun, or unset these variables"
         )
-    os.environ |= {name: str(value) for name, value in wanted.items()}
+    os.environ |= {name: str(value) for name, value in expected.items()}
     os.environ |= {"LOCAL_RANK": str(world.local_rank), "LOCAL_WORLD_SIZE": str(world.local_size)}
-    if not given or "MASTER_ADDR" not in os.environ:  # who sets ranks may have a store of its own
+    if not present or "MASTER_ADDR" not in os.environ:  # a launcher that sets ranks may have its own store
         _set_address(world)
     if on_gpu:
         torch.cuda.set_device(device.index())
@@ -58,7 +57,7 @@ def start() -> World:
 
 
 def _has_gpu() -> bool:
-    """Whether PyTorch and cupy see a GPU; without cupy, programs with tensors in host memory work (`streams`)."""
+    """Return True if PyTorch sees a GPU and cupy works. Without cupy, tensors on a GPU cannot be communicated."""
     try:
         return torch.cuda.is_available() and device.count() > 0
     except MissingCapabilityError:
@@ -66,7 +65,7 @@ def _has_gpu() -> bool:
 
 
 def _set_address(world: World) -> None:
-    """Set a name of the host of rank 0 that others know, and a port of it that is free. Collective."""
+    """Set MASTER_ADDR and MASTER_PORT to the host of rank 0 and a free port of that host. Collective."""
     os.environ |= world.bcast(_address() if world.rank == 0 else {})
     _ports.add(os.environ["MASTER_PORT"])
 
@@ -79,15 +78,14 @@ def _address() -> dict[str, str]:
     try:
         socket.getaddrinfo(host, port)
     except OSError:
-        host = "127.0.0.1"  # a machine that does not know its own name has no others beside it
+        host = "127.0.0.1"  # a host that cannot resolve its own name is a single machine
     return {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
 
 
 def shield_workers() -> None:
-    """Let workers of a DataLoader outlive the signals that ask a job to stop (local).
+    """Make DataLoader workers ignore the signals that ask a job to stop, so that the training process can save. Local.
 
-    A worker that such a signal kills raises an error in its rank, which then cannot save. The rank itself may still
-    terminate its workers, and they end by themselves after their rank has died.
+    A worker still ends when its training process terminates it or dies.
     """
     handlers: Any = signal_handling  # untyped in PyTorch
     set_handlers = handlers._set_worker_signal_handlers
@@ -101,7 +99,7 @@ def shield_workers() -> None:
 
 
 def _await_parent() -> None:
-    """End this worker at a signal of its rank; drop signals of other processes."""
+    """In a worker, wait for a stop signal, and exit if the training process sent it. Ignore other senders' signals."""
     rank = multiprocessing.parent_process()
     while rank is not None and signal.sigwaitinfo(STOP_CODES).si_pid != rank.pid:
         pass
@@ -109,10 +107,9 @@ def _await_parent() -> None:
 
 
 def begin(world: World, timeout: timedelta) -> Callable[[], None]:
-    """Record the operations of a program, hold each to ``timeout``, and count its joules; return what ends the count.
+    """Start to record operations and to measure energy. An operation's deadline is ``timeout``. Collective.
 
-    Both are collective. After the end there is another address, so that no rank finds the old store there when the
-    next group is made.
+    Return the function that stops both. It is collective, and also sets a new store address for the next process group.
     """
     record(world, timeout.total_seconds())
     program = ExitStack()
@@ -125,7 +122,7 @@ def begin(world: World, timeout: timedelta) -> Callable[[], None]:
 
 
 def limit(name: str, timeout: timedelta) -> None:
-    """Set the deadline of operations of the communicator ``name``, unless HPCDIST_DEADLINE_S is set (local)."""
+    """Set the deadline of operations on the communicator ``name``, unless HPCDIST_DEADLINE_S is set. Local."""
     watchdog = start_world("cpu").session.watchdog
     if watchdog is not None and not os.environ.get(DEADLINE):
         watchdog.limit(name, timeout.total_seconds())
@@ -140,10 +137,7 @@ def _print_joules(world: World) -> None:
 
 
 def communicator(world: World, ranks: list[int], name: str) -> Communicator:
-    """Return the communicator of ``ranks`` of the ``world``, in their order. Collective over them alone.
-
-    Groups of several threads need names of their own.
-    """
+    """Return a communicator of ``ranks`` of ``world``, in the order of ``ranks``. Collective over ``ranks`` only."""
     whole = world.comm
     if not isinstance(whole, MpiCommunicator):
         return whole.dup(name)

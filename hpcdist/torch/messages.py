@@ -1,7 +1,7 @@
-"""Messages between two ranks of a process group: send and receive, from any rank as well.
+"""Point-to-point messages of a process group: send, receive, and receive from any rank.
 
-MPI moves a large message only inside of its calls. So while messages are under way a thread looks at them about a
-thousand times a second, where MPI allows a second thread; whoever waits for a message looks at it all the time.
+MPI moves large messages only inside MPI calls. So a thread polls the messages in flight about 1000 times a second, if
+MPI allows a second thread; a thread that waits for a message polls continuously.
 """
 
 import threading
@@ -22,20 +22,18 @@ from hpcdist.torch.buffers import Buffer
 from hpcdist.torch.streams import Streams
 from hpcdist.torch.work import Work
 
-LOOK_S: Final = 0.001  # between two looks of the thread
-IDLE_LOOKS: Final = 50  # without a message under way, until the thread sleeps
+LOOK_S: Final = 0.001  # polling interval of the thread
+IDLE_LOOKS: Final = 50  # polls without a message in flight until the thread sleeps
 END_S: Final = 1.0
 ON_HOST: Final = nullcontext()
-_given_up: Final = list["MessageWork"]()  # MPI may still read or write their tensors, as long as the process lives
+_given_up: Final = list["MessageWork"]()  # abandoned messages: MPI may use their tensors until the process ends
 
 
 class _AnySource:
-    """A receive from whichever rank sends first."""
-
     def __init__(self, comm: Communicator, buffer: Buffer, tag: int) -> None:
         self._comm, self._buffer, self._tag = comm, buffer, tag
         self.source = ANY
-        self._events = comm.events  # a poll that finds nothing has no event, so no deadline
+        self._events = comm.events  # an unsuccessful poll records no event, so has no deadline
         self._token = self._events.begin(comm.name, "recv", name_of(buffer.array.dtype), buffer.array.size, 0, ANY, tag)
 
     def test(self) -> bool:
@@ -52,7 +50,7 @@ Pending: TypeAlias = Request | _AnySource
 
 
 class MessageWork(Work):
-    """A message under way."""
+    """Handle of a point-to-point message in flight, for example to wait for its end."""
 
     def __init__(
         self,
@@ -70,11 +68,10 @@ class MessageWork(Work):
             self._request = begin()
 
     def _in_order(self) -> AbstractContextManager[None]:
-        """Let what is done for a tensor in GPU memory come behind what was on the stream of the program (local)."""
         return ON_HOST if self.streams is None else self.streams.communicating(self._start_event)
 
     def look(self) -> bool:
-        """Whether the message has ended. Called by the mailbox, under its lock."""
+        """Poll the message and return True if it has ended. The mailbox calls this while it holds its lock."""
         if self.done:
             return True
         error = None
@@ -84,13 +81,12 @@ class MessageWork(Work):
                     return False
                 self._finish()
                 self.end_event = None if self.streams is None else self.streams.mark()
-        except BaseException as raised:  # noqa: BLE001 (raised again where the message is waited for)
+        except BaseException as raised:  # noqa: BLE001 (raised again by `wait`)
             error = raised
         self.end(error)
         return True
 
     def is_completed(self) -> bool:
-        """Whether the message has been sent or received."""
         if not self.done:
             self._mailbox.look(self)
         return super().is_completed()
@@ -120,7 +116,7 @@ class MessageWork(Work):
 
 
 class Mailbox:
-    """Messages of one group, over a communicator that nothing else uses; ``has_thread`` as of a `OperationQueue`."""
+    """Point-to-point messages of one group, on a communicator of their own. ``has_thread``: a thread polls them."""
 
     def __init__(self, comm: Communicator, has_thread: bool) -> None:
         self.comm, self.has_thread, self.name = comm, has_thread, comm.name
@@ -131,7 +127,7 @@ class Mailbox:
         self._is_awake = False
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, streams: Streams | None) -> MessageWork:
-        """Begin to send ``tensor`` to ``peer`` (local)."""
+        """Start sending ``tensor`` to rank ``peer``; return the handle. Local."""
         buffer = Buffer(tensor)
 
         def begin() -> Pending:
@@ -140,7 +136,7 @@ class Mailbox:
         return self._post(MessageWork(self, begin, tensor, lambda: None, peer, streams))
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int, streams: Streams | None) -> MessageWork:
-        """Begin to receive ``tensor`` from ``peer``, which may be ANY (local)."""
+        """Start receiving ``tensor`` from rank ``peer`` (ANY: from any rank); return the handle. Local."""
         buffer = Buffer(tensor)
 
         def begin() -> Pending:
@@ -160,7 +156,7 @@ class Mailbox:
         return message
 
     def look(self, message: MessageWork) -> bool:
-        """Whether ``message`` has ended (local)."""
+        """Poll ``message``; return True if it has ended. Local."""
         with self._lock:
             ended = message.look()
             if ended and message in self._under_way:
@@ -183,10 +179,10 @@ class Mailbox:
                 for message in ended:
                     message.settle()
                 ended.clear()
-        segments.release()  # a block of pinned memory is free only behind the copy that reads it
+        segments.release()  # waits for copies that read pinned memory
 
     def finish(self) -> None:
-        """Let messages under way end, for a second at most: nobody has waited for them (local)."""
+        """Poll messages in flight until all have ended, for at most one second. Local."""
         limit = time.monotonic() + END_S
         while self._under_way and time.monotonic() < limit:
             for message in list(self._under_way):
@@ -194,7 +190,7 @@ class Mailbox:
             time.sleep(0)
 
     def close(self) -> None:
-        """End the thread; messages under way are given up (local)."""
+        """End the polling thread, and abandon messages in flight. Local."""
         with self._lock:
             _given_up.extend(self._under_way)
             self._under_way.clear()

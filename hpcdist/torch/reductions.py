@@ -1,9 +1,9 @@
-"""Reductions by the operations of PyTorch: those of hpcdist, and products and bits, which only PyTorch has.
+"""Reductions with PyTorch's operations.
 
-Sums, maxima and minima are those of `hpcdist.collectives.dispatch`. The others are rare: each rank gets a chunk from
-all, reduces it in the order of the ranks, and sends it to all.
+Sums, maxima and minima use `hpcdist.collectives.dispatch`. Products and bit operations are rare: each rank receives its
+chunk from all ranks, reduces the chunk in rank order, and sends it to all ranks, which costs, for n bytes on p ranks,
 
-    2 (p-1) α + 2 (p-1)/p n β + (p-1)/p n γ         with n bytes on p ranks
+    2 (p-1) α + 2 (p-1)/p n β + (p-1)/p n γ
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from hpcdist.collectives.segments import scratch
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import UsageError
 
-RedOp: Any = ReduceOp.RedOpType  # the types of PyTorch do not know its members
+RedOp: Any = ReduceOp.RedOpType  # PyTorch's type stubs lack its members
 _NATIVE: Final = {RedOp.SUM: "sum", RedOp.AVG: "sum", RedOp.MAX: "max", RedOp.MIN: "min", RedOp.PREMUL_SUM: "sum"}
 _UFUNCS: Final = {
     RedOp.PRODUCT: "multiply",
@@ -32,17 +32,17 @@ _UFUNCS: Final = {
     RedOp.BOR: "bitwise_or",
     RedOp.BXOR: "bitwise_xor",
 }
-_ON_TRUTHS: Final = {  # of truths, as bytes 0 and 1
+_ON_BOOLS: Final = {  # on bool tensors, as bytes 0 and 1
     RedOp.SUM: RedOp.MAX, RedOp.BOR: RedOp.MAX, RedOp.PRODUCT: RedOp.MIN, RedOp.BAND: RedOp.MIN,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """An operation of PyTorch on tensors of one dtype.
+    """A PyTorch reduction (ReduceOp) for tensors of one dtype, expressed by hpcdist's reductions.
 
-    ``op`` is hpcdist's name where it has one, else ``function`` is the ufunc's. Each addend is multiplied by
-    ``factor`` before.
+    ``op`` is the hpcdist name of the reduction; if it is "", ``function`` names a numpy ufunc. ``average``: divide the
+    sum by the number of ranks. If ``factor`` is set, the values are multiplied by it before they are summed.
     """
 
     op: str
@@ -52,20 +52,20 @@ class Reduction:
 
 
 def reduction_of(op: Any, tensor: torch.Tensor) -> Reduction:
-    """Return the reduction of ``tensor`` by the ReduceOp ``op``. Raises UsageError where its dtype has none."""
+    """Return the hpcdist form of ReduceOp ``op`` for ``tensor``. Raises UsageError if the dtype does not support it."""
     kind, factor = op.__getstate__()
-    known = _reduction(kind, tensor.dtype)
-    return known if factor is None else replace(known, factor=factor)
+    reduction = _reduction(kind, tensor.dtype)
+    return reduction if factor is None else replace(reduction, factor=factor)
 
 
-@lru_cache(maxsize=256)  # members of an enumeration of C++ take long to compare
+@lru_cache(maxsize=256)  # comparing members of a C++ enumeration is slow
 def _reduction(kind: Any, dtype: torch.dtype) -> Reduction:
     if dtype is torch.bool:
-        kind = _ON_TRUTHS.get(kind, kind)
+        kind = _ON_BOOLS.get(kind, kind)
         if kind not in (RedOp.MAX, RedOp.MIN, RedOp.BXOR):
             raise UsageError(f"{_name(kind)} is not defined for bool tensors; use BOR, BAND, BXOR, MAX or MIN")
     elif dtype.itemsize == 1 and dtype.is_floating_point:
-        raise UsageError(f"{dtype} has too few bits to be reduced in; send it, or reduce tensor.float()")
+        raise UsageError(f"{dtype} has too few bits for a reduction; send it unreduced, or reduce tensor.float()")
     if dtype.is_complex and kind not in (RedOp.SUM, RedOp.AVG, RedOp.PREMUL_SUM):
         raise UsageError(f"{_name(kind)} is not defined for complex tensors; use SUM or AVG")
     if kind in (RedOp.BAND, RedOp.BOR, RedOp.BXOR) and (dtype.is_floating_point or dtype.is_complex):
@@ -80,7 +80,7 @@ def _name(kind: Any) -> str:
 
 
 def allreduce(comm: Communicator, buffer: Array, function: str) -> None:
-    """Reduce ``buffer`` in place by a ufunc, to the same bits on all ranks. Collective over ``comm``."""
+    """Reduce ``buffer`` in place by the ufunc ``function``, to the same bits on all ranks. Collective over ``comm``."""
     if comm.size > 1:
         chunks = split(buffer.size, comm.size, buffer.itemsize)
         reduce_chunk(comm, buffer, chunks, function, buffer[chunks[comm.rank].slice])
@@ -88,19 +88,22 @@ def allreduce(comm: Communicator, buffer: Array, function: str) -> None:
 
 
 def premultiply(buffer: Array, how: Reduction) -> None:
-    """Multiply the addend by the factor of PREMUL_SUM, if there is one (local)."""
+    """Multiply ``buffer`` in place by the factor of PREMUL_SUM; do nothing for other reductions. Local."""
     if how.factor is not None:
         factor = how.factor
         if isinstance(factor, torch.Tensor):
             factor = factor.detach().cpu().numpy().reshape(-1)
             if factor.size not in (1, buffer.size):
-                raise UsageError(f"the factor of PREMUL_SUM has {factor.size} elements, the tensor {buffer.size}")
+                raise UsageError(
+                    f"the factor of PREMUL_SUM has {factor.size} elements, but the tensor has {buffer.size}; expected "
+                    "one element, or the tensor's size"
+                )
             factor = namespace(buffer).asarray(factor)
         buffer[...] = (buffer * factor).astype(buffer.dtype)
 
 
 def divide_integers(buffer: Array, how: Reduction, ranks: int) -> None:
-    """Divide the sum of integers by the number of ranks for AVG, rounding toward zero as a division of C (local)."""
+    """For AVG of integers, divide the sums in ``buffer`` by the number of ranks, rounding toward zero. Local."""
     if how.average and buffer.dtype.kind in "iu":
         xp = namespace(buffer)
         whole = xp.abs(buffer) // ranks if buffer.dtype.kind == "i" else buffer // ranks
@@ -108,14 +111,14 @@ def divide_integers(buffer: Array, how: Reduction, ranks: int) -> None:
 
 
 def reduce_chunk(comm: Communicator, buffer: Array, chunks: list[Range], function: str, result: Array) -> None:
-    """Put the reduction of this rank's chunk over all ranks into ``result``, which may be that chunk. Collective."""
-    own = chunks[comm.rank]
-    rows = scratch("torch reduction", comm.size * own.size, buffer.dtype, buffer)
-    received = [Range(rank * own.size, (rank + 1) * own.size) for rank in range(comm.size)]
+    """Reduce this rank's chunk of ``buffer`` over all ranks into ``result``, which may be that chunk. Collective."""
+    chunk = chunks[comm.rank]
+    rows = scratch("torch reduction", comm.size * chunk.size, buffer.dtype, buffer)
+    received = [Range(rank * chunk.size, (rank + 1) * chunk.size) for rank in range(comm.size)]
     exchange.all_to_all(comm, buffer, rows, chunks, received)
     combine: Callable[..., Any] = getattr(namespace(buffer), function)
-    with np.errstate(all="ignore"):  # infinity and NaN are for the caller to find
-        total = rows[: own.size].astype(accumulation_dtype(buffer.dtype))
+    with np.errstate(all="ignore"):  # the caller checks for infinity and NaN
+        total = rows[: chunk.size].astype(accumulation_dtype(buffer.dtype))
         for part in received[1:]:
             combine(total, rows[part.slice], out=total)
         result[...] = total.astype(buffer.dtype)

@@ -1,14 +1,10 @@
-"""Order between PyTorch's streams and operations on tensors in GPU memory, as ProcessGroupNCCL keeps it.
+"""Order between PyTorch's CUDA streams and operations on GPU tensors, as in ProcessGroupNCCL.
 
-    stream of the program   kernels -> mark                         hold_back -> kernels that use the result
+    program's stream        kernels -> mark                         hold_back -> kernels that use the result
     communication stream                   wait -> operation -> mark
 
-An operation waits for what was on the stream of the program when it was asked for; the program's stream waits for the
-operation. The host waits for neither over NCCL, if the group has a thread; otherwise the thread that runs the operation
-waits. Each thread that runs operations has a communication stream, which is current for PyTorch and for cupy while it
-runs one: so scratch and pinned blocks, which are the thread's, are used in one order.
-
-The only module that calls `torch.cuda` for a group.
+With NCCL and a thread in the group, the host does not wait; else the thread that runs the operation waits. Each such
+thread has its own communication stream for PyTorch and cupy, so that scratch and pinned blocks are used in one order.
 """
 
 import threading
@@ -27,28 +23,26 @@ HAS_GPU: Final = cuda.is_available()
 
 
 class _CommunicationStream:
-    """A stream of cupy, and the same one as PyTorch sees it. Another thread takes it when this object is gone."""
+    """One CUDA stream, as objects of cupy and of PyTorch. After its thread ends, another thread can reuse it."""
 
     def __init__(self, device: torch.device) -> None:
         self._free = _free[device]
         try:
             self._pair = self._free.pop()
         except IndexError:
-            made = gpu.new_stream()
-            self._pair = made, cuda.ExternalStream(made.ptr, device=device)
+            stream = gpu.new_stream()
+            self._pair = stream, cuda.ExternalStream(stream.ptr, device=device)
         self.cupy, self.torch = self._pair
 
     def __del__(self) -> None:
         self._free.append(self._pair)
 
 
-# Streams are never destroyed: PyTorch asks them when memory that they have used is freed.
+# Streams are never destroyed: PyTorch uses them when it frees memory that they have used.
 _free: Final[defaultdict[torch.device, deque[tuple[Any, Any]]]] = defaultdict(deque)
 
 
 class _Local(threading.local):
-    """Communication streams of a thread, by device."""
-
     def __init__(self) -> None:
         self.streams: dict[torch.device, _CommunicationStream] = {}
 
@@ -57,7 +51,7 @@ _here: Final = _Local()
 
 
 class Streams:
-    """Streams of the GPU ``device``. Raises MissingCapabilityError, with what to do, without cupy or a driver."""
+    """CUDA streams for operations on the GPU ``device``. Raises MissingCapabilityError without cupy or a GPU driver."""
 
     def __init__(self, device: torch.device) -> None:
         try:
@@ -72,35 +66,35 @@ class Streams:
         self.device = device
 
     def mark(self) -> cuda.Event:
-        """Return the place behind all that is on the current stream of this thread (local)."""
+        """Return a CUDA event that completes after all work on this thread's current stream. Local."""
         event = cuda.Event()
         event.record(cuda.current_stream(self.device))
         return event
 
     def hold_back(self, mark: cuda.Event) -> None:
-        """Let what comes on the current stream from now on wait for what is before ``mark`` (local)."""
+        """Make later work on the current stream wait for the event ``mark``. Local."""
         mark.wait(cuda.current_stream(self.device))
 
     @contextmanager
     def communicating(self, *marks: cuda.Event | None) -> Iterator[None]:
-        """Make the communication stream of this thread current, behind ``marks`` (local)."""
+        """Context in which this thread's communication stream is current, and first waits for events ``marks``."""
         with cuda.device(self.device):
-            own = _here.streams.get(self.device)
-            if own is None:
-                own = _here.streams[self.device] = _CommunicationStream(self.device)
-            with cuda.stream(own.torch), own.cupy:
+            stream = _here.streams.get(self.device)
+            if stream is None:
+                stream = _here.streams[self.device] = _CommunicationStream(self.device)
+            with cuda.stream(stream.torch), stream.cupy:
                 for mark in marks:
                     if mark is not None:
-                        own.torch.wait_event(mark)
+                        stream.torch.wait_event(mark)
                 yield
 
     def future(self) -> Any:
-        """Return a future whose callbacks, and those who wait for it, come behind the stream that completes it."""
+        """Return a future whose callbacks and waiters run after the GPU work of the thread that sets the result."""
         return torch.futures.Future(devices=[self.device])
 
 
 def mark_current() -> cuda.Event | None:
-    """Return the place behind what is on the current stream, None where PyTorch has used no GPU (local)."""
+    """Return a CUDA event that completes after the work on the current stream, or None if no GPU was used. Local."""
     if not (HAS_GPU and cuda.is_initialized()):
         return None
     event = cuda.Event()
@@ -109,5 +103,5 @@ def mark_current() -> cuda.Event | None:
 
 
 def record_use(tensor: torch.Tensor) -> None:
-    """Let the memory of ``tensor`` be given to others only behind what is on the current stream (local)."""
+    """Stop PyTorch from reusing the memory of ``tensor`` before the current stream has done its work. Local."""
     tensor.record_stream(cuda.current_stream(tensor.device))

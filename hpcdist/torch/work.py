@@ -1,15 +1,10 @@
-"""Operations of a process group in their order: `OperationQueue` runs them, a `Work` is the handle of each.
+"""Ordered operations of a process group: `OperationQueue` runs operations, and `Work` is the handle of an operation.
 
-A synchronous operation runs in the thread that calls it. An asynchronous one is put into the queue of its group, from
-which a thread of the queue takes it, or whoever waits for it: then it is run there, after those before it, and no
-thread has to be woken. All ranks start the operations of a group in the same order, so each queue has one order as
-well; queues of several groups go on side by side.
+All ranks must start operations in the same order. An asynchronous operation runs after all earlier operations, in the
+queue's thread or in a thread that waits for it. The queue's thread needs MPI_THREAD_MULTIPLE.
 
-A thread beside the one that computes needs MPI_THREAD_MULTIPLE. Without it an operation runs when it is waited for.
-
-An operation on tensors in GPU memory is done for the host when it is enqueued; `wait` then lets the current stream wait
-for it (`streams`). What NCCL still computes is an open event of the recorder, so that the deadline holds for it too: a
-second thread of the queue ends it, whatever the operations behind it wait for.
+For the host, an operation on GPU tensors is done once enqueued; `wait` then makes the current stream wait (`streams`).
+Work in flight in NCCL is an open event of the recorder, so that its deadline applies.
 """
 
 import threading
@@ -35,24 +30,24 @@ from hpcdist.errors import DeadlineError
 from hpcdist.torch.streams import Streams
 
 NO_TIMEOUT: Final = timedelta(0)
-_guard: Final = threading.Lock()  # of the states of all handles; held for moments
-END_S: Final = 1.0  # a thread that waits for another rank when the process ends is not waited for any longer
-ONE_SIZE: Final = ("all_reduce", "broadcast", "reduce")  # with as many elements on all ranks
-LOOK_S: Final = 0.001  # between two looks at what NCCL computes
+_guard: Final = threading.Lock()  # guards the state of all handles; held briefly
+END_S: Final = 1.0  # maximum wait at exit for a thread that waits for another rank
+ONE_SIZE: Final = ("all_reduce", "broadcast", "reduce")  # operations with equal sizes on all ranks
+LOOK_S: Final = 0.001  # polling interval for NCCL work
 
 
 class _Failed:
-    """Value of a future whose operation failed with ``error``: whoever reads it raises that.
+    """Value of a future whose operation failed with ``error``. Reading the value raises ``error``.
 
-    The futures that Python can make have no error for C++. The reducer of DDP takes the tensors out of any value by
-    pickling it, and would take the first of none out of an exception.
+    Python cannot give C++ a future that has an error. DDP's reducer in C++ extracts tensors by pickling the value, and
+    pickling this object raises the error.
     """
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
 
     def result(self) -> NoReturn:
-        """Raise the error: for `torch.futures.Future`."""
+        """Raise the error. Called by `torch.futures.Future`."""
         raise self._error
 
     def __reduce__(self) -> NoReturn:
@@ -60,10 +55,10 @@ class _Failed:
 
 
 class Work(dist.Work):
-    """A `torch.distributed.Work` of an operation that writes the tensors ``result``.
+    """Handle (a `torch.distributed.Work`) of an operation that writes the tensors ``result``.
 
-    ``done`` says that nothing is left to do for the host. ``streams`` are those of tensors in GPU memory, None for
-    others, and ``end_event`` is then the place behind the operation, once it is done.
+    ``done``: the host has nothing left to do for the operation. For GPU tensors, ``streams`` are CUDA streams of their
+    GPU, and ``end_event`` is the CUDA event after the operation. For host tensors both are None.
     """
 
     streams: Streams | None = None
@@ -78,31 +73,29 @@ class Work(dist.Work):
         self._error: BaseException | None = None
         self._future: Any = None
         self._unsettled: Any = None
-        self._ended: threading.Event | None = None  # of threads that wait with a timeout
+        self._ended: threading.Event | None = None  # for threads that wait with a timeout
 
     def _complete(self, timeout: timedelta) -> None:
-        """Return when the operation has ended. Raises DeadlineError."""
         raise NotImplementedError
 
     def _let_end(self) -> None:
-        """Take care that the operation ends although nobody waits for it."""
         raise NotImplementedError
 
     def end(self, error: BaseException | None = None) -> None:
-        """Enter the end of the operation. `settle` comes after it."""
+        """Record that the operation has ended, with ``error`` or None. Call `settle` afterwards."""
         self._error = error
-        self.done = True  # before `settle` looks for a future: one that is asked for from now on is completed there
+        self.done = True  # set before `settle` checks for a future: a future requested later is completed at once
         if self._ended is not None:
             self._ended.set()
 
     def wait_for_end(self, seconds: float) -> bool:
-        """Wait for another thread to end the operation; return False after ``seconds`` (local)."""
+        """Wait until another thread has ended the operation; return False if that takes over ``seconds``. Local."""
         with _guard:
             self._ended = ended = self._ended or threading.Event()
-        return self.done or ended.wait(seconds)  # `done` after `_ended`: `end` sets them in the other order
+        return self.done or ended.wait(seconds)  # read `done` after setting `_ended`: `end` uses the opposite order
 
     def settle(self) -> None:
-        """Complete the future, if one was asked for. Its callbacks may start operations."""
+        """Set the value of the operation's future, if one was requested. Its callbacks may start operations."""
         if self._unsettled is None:
             return
         with _guard:
@@ -117,10 +110,10 @@ class Work(dist.Work):
             future.set_result(list(self._result))
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Return true when the result is there for what comes on the current stream; raise what made it fail.
+        """Wait for the operation and return True. Raise the operation's error if it failed.
 
-        Raises DeadlineError after a ``timeout`` in which it has not ended, or not been enqueued on the GPU. Without
-        MPI_THREAD_MULTIPLE a collective runs in this call and ``timeout`` is not enforced.
+        For GPU results the current stream waits, not the host. Raises DeadlineError after ``timeout``. Without
+        MPI_THREAD_MULTIPLE, a collective runs inside this call and ``timeout`` is not enforced.
         """
         if not self.done:
             self._complete(timeout)
@@ -131,32 +124,27 @@ class Work(dist.Work):
         return True
 
     def hold_back(self) -> None:
-        """Let what comes on the current stream wait for the operation, which is enqueued (local)."""
+        """Make later work on the current stream wait for this operation on the GPU. Local."""
         if self.streams is not None and self.end_event is not None:
             self.streams.hold_back(self.end_event)
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended, with a result or with an error."""
         return self.done and (self.end_event is None or self.end_event.query())
 
     def is_success(self) -> bool:
-        """Whether the operation has ended with a result."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return what made the operation fail, or None."""
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """Return the tensors that hold the result."""
         return list(self._result)
 
     def synchronize(self) -> None:
-        """Do as `wait` does."""
         self.wait()
 
     def get_future(self) -> Any:
-        """Return a torch.futures.Future of the list of tensors that hold the result."""
+        """Return a torch.futures.Future whose value is the list of result tensors."""
         with _guard:
             if self._future is not None:
                 return self._future
@@ -171,9 +159,9 @@ class Work(dist.Work):
 
 
 class CollectiveWork(Work):
-    """A collective operation ``run`` of a queue; ``site`` is the line of the program that asked for it, by ``name``.
+    """Handle of the collective ``run`` in ``queue``. Flight records show ``name`` and ``site``, the caller's line.
 
-    With ``streams`` it comes behind what is on the current stream when this object is made.
+    If ``streams`` is set, the collective starts after the work that is on the current CUDA stream when this is created.
     """
 
     def __init__(
@@ -187,7 +175,7 @@ class CollectiveWork(Work):
     ) -> None:
         super().__init__(result, streams)
         self.name = name
-        self.timeout = NO_TIMEOUT  # of a `wait` without a timeout
+        self.timeout = NO_TIMEOUT  # for `wait` without a timeout
         self._queue = queue
         if streams is not None:
             self._start_event = streams.mark()
@@ -195,13 +183,13 @@ class CollectiveWork(Work):
         self._run: Callable[[], object] | None = run
 
     def size(self) -> tuple[str, int]:
-        """Return type and number of the elements of an operation of which they are the same on all ranks (local)."""
+        """Return (dtype, number of elements) for flight records if all ranks have equal sizes, else ("uint8", 0)."""
         if self.name not in ONE_SIZE or not self._result:
             return "uint8", 0
         return str(self._result[0].dtype).removeprefix("torch."), sum(tensor.numel() for tensor in self._result)
 
     def perform(self) -> None:
-        """Run the operation; what it raises is raised by `wait`. Called by the queue, once."""
+        """Run the operation. An error is stored and raised by `wait`. Called once, by the queue."""
         assert self._run is not None
         error = None
         try:
@@ -209,18 +197,18 @@ class CollectiveWork(Work):
                 self._run()
             else:
                 self._enqueue(self._run, self.streams)
-        except BaseException as raised:  # noqa: BLE001 (raised again where the result is wanted)
+        except BaseException as raised:  # noqa: BLE001 (raised again by `wait`)
             error = raised
         self._run = None
         self.end(error)
 
     def _enqueue(self, run: Callable[[], object], streams: Streams) -> None:
         queue = self._queue
-        # With a thread that looks for its end, nobody waits on the host for what NCCL computes.
+        # With a watcher thread, the host does not wait for NCCL.
         with streams.communicating(self._start_event, queue.last_event), nccl.enqueuing(queue.has_thread):
             try:
                 run()
-            finally:  # what was enqueued before it failed is under way
+            finally:  # kernels enqueued before a failure are in flight
                 self.end_event = queue.last_event = streams.mark()
                 if nccl.enqueued():
                     queue.watch(self.end_event)
@@ -230,11 +218,11 @@ class CollectiveWork(Work):
 
     def _let_end(self) -> None:
         if not self._queue.has_thread:
-            self._queue.complete(self, NO_TIMEOUT)  # a future waits for no queue
+            self._queue.complete(self, NO_TIMEOUT)  # waiting for a future would not run the queue
 
 
 class BatchWork(Work):
-    """Several operations, waited for together; the first that failed is what `wait` raises."""
+    """Handle of several operations together. `wait` waits for all, and raises the first error."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         all_streams = (work.streams for work in works if work.streams is not None)
@@ -242,7 +230,6 @@ class BatchWork(Work):
         self._works = works
 
     def is_completed(self) -> bool:
-        """Whether all operations have ended."""
         if not all(work.is_completed() for work in self._works):
             return False
         if not self.done:
@@ -262,39 +249,39 @@ class BatchWork(Work):
         self.settle()
 
     def _let_end(self) -> None:
-        self._complete(NO_TIMEOUT)  # none of them knows that it belongs to a batch
+        self._complete(NO_TIMEOUT)  # the single operations do not know their batch
 
 
 class OperationQueue:
-    """The operations of the group ``name``, which the sink that ``events`` returns is told of.
+    """Queue of the collectives of group ``name``, which run in order. ``events()`` returns the flight recorder.
 
-    Its thread, where one may communicate beside the one that computes (``has_thread``), starts with the first
-    asynchronous operation, that of `watch` with the first operation over NCCL; both end with `close`.
+    If ``has_thread``, the first asynchronous operation starts a thread that runs queued operations. The first NCCL
+    operation starts a thread that detects the end of NCCL operations on the GPU. `close` ends both threads.
     """
 
     def __init__(self, name: str, has_thread: bool, events: Callable[[], EventSink]) -> None:
         self.name, self.has_thread, self._events = name, has_thread, events
-        self._turn = threading.Lock()  # held by whoever runs operations
-        self._runner: int | None = None  # that thread
+        self._turn = threading.Lock()  # held by the thread that runs operations
+        self._runner: int | None = None  # id of this thread
         self._waiting: deque[CollectiveWork] = deque()
-        self._calls: SimpleQueue[bool] = SimpleQueue()  # true: something waits; false: the end
+        self._calls: SimpleQueue[bool] = SimpleQueue()  # True: an operation is queued; False: end
         self._thread: threading.Thread | None = None
-        self.last_event: cuda.Event | None = None  # the place behind the last operation on a GPU, on whichever stream
-        # Places behind what NCCL computes, and open events of the recorder; None: the end.
+        self.last_event: cuda.Event | None = None  # event after the last GPU operation, on any stream
+        # Events after NCCL work, with open events of the recorder; None: end.
         self._computing: SimpleQueue[tuple[cuda.Event, int] | None] = SimpleQueue()
         self._watcher: threading.Thread | None = None
 
     def run(self, work: CollectiveWork) -> CollectiveWork:
-        """Run ``work`` now, after all that was put in before (local, as far as the operation is)."""
+        """Run ``work`` after all queued operations, and return it. It has ended on return."""
         if self._runner == threading.get_ident():
-            self._perform(work)  # called by the callback of an operation: it comes directly after that
+            self._perform(work)  # called by a callback of an operation: runs directly after this operation
             return work
         self._waiting.append(work)
         self.complete(work, NO_TIMEOUT)
         return work
 
     def start(self, work: CollectiveWork) -> CollectiveWork:
-        """Let ``work`` be run after all that was put in before, by the thread or by who waits for it."""
+        """Queue ``work``; the queue's thread or a waiting thread will run it."""
         if self._runner == threading.get_ident():
             return self.run(work)
         self._waiting.append(work)
@@ -303,10 +290,7 @@ class OperationQueue:
         return work
 
     def watch(self, end_event: cuda.Event) -> None:
-        """Keep an event of the recorder open until the GPU has passed ``end_event``: a missed rank has a name.
-
-        Called by who runs operations.
-        """
+        """Record an operation that ends with ``end_event`` on the GPU, so that the watchdog notices a hang."""
         token = self._events().begin(self.name, "nccl", "uint8", 0, 0, -1, 0)
         self._computing.put((end_event, token))
         if self._watcher is None:
@@ -332,10 +316,10 @@ class OperationQueue:
         self._calls.put(True)
 
     def complete(self, work: CollectiveWork, timeout: timedelta) -> None:
-        """Return when ``work`` has been run.
+        """Return after ``work`` has ended.
 
-        This thread runs ``work`` if no other does. MPI does not interrupt an operation, so with a ``timeout`` the
-        thread of the queue runs ``work``. Raises DeadlineError after ``timeout``.
+        Without ``timeout``, this thread runs queued operations up to ``work``. With ``timeout``, the queue's thread
+        runs ``work``, because MPI calls cannot be interrupted. Raises DeadlineError after ``timeout``.
         """
         if self._runner == threading.get_ident():
             while not work.done:
@@ -356,7 +340,7 @@ class OperationQueue:
             self._turn.release()
 
     def _perform(self, work: CollectiveWork) -> None:
-        # With its callbacks: their operations follow directly, whichever thread runs it, so all ranks have one order.
+        # Operations started by callbacks run directly afterwards in the same thread: all ranks have one order.
         events = self._events()
         attribute(work.site)
         token = events.begin(self.name, work.name, *work.size(), 0, -1, 0) if work.name else None
@@ -373,14 +357,14 @@ class OperationQueue:
                 if self._waiting:
                     self._perform(self._waiting.popleft())
                 self._runner = None
-        segments.release()  # a block of pinned memory is free only behind the copy that reads it
+        segments.release()  # waits for copies that read pinned memory
 
     def close(self) -> None:
-        """Run what was put in, and end the threads."""
+        """Run all queued operations, and end the queue's threads."""
         if self._waiting:
             self.complete(self._waiting[-1], NO_TIMEOUT)
         if self.last_event is not None:
-            self.last_event.synchronize()  # and all before it, each of which waits for the one before
+            self.last_event.synchronize()  # includes all earlier operations, since each waits for the previous one
         if self._thread is not None:
             self._calls.put(False)
             if self._thread is not threading.current_thread():
@@ -393,39 +377,38 @@ class OperationQueue:
 
 
 def _settle(queue: "weakref.ref[OperationQueue]") -> None:
-    """Give the operations of ``queue`` `END_S` seconds to end before MPI_Finalize, and drop the others (local)."""
-    of, limit = queue(), time.monotonic() + END_S
-    while of is not None and of._waiting and time.monotonic() < limit:
+    """Before MPI_Finalize, let ``queue`` run for at most `END_S` seconds; then drop its remaining operations. Local."""
+    operations, limit = queue(), time.monotonic() + END_S
+    while operations is not None and operations._waiting and time.monotonic() < limit:
         time.sleep(LOOK_S)
-    if of is not None and of._turn.acquire(timeout=END_S):
-        of._waiting.clear()
-        of._turn.release()
+    if operations is not None and operations._turn.acquire(timeout=END_S):
+        operations._waiting.clear()
+        operations._turn.release()
 
 
-# Holders keep a Work of Python alive while C++ code of PyTorch refers to it. If the Python object is freed, the C++
-# object has lost every method that Python overrides: its ``wait`` never returns. PyTorch puts each Work that an
-# overridden collective returns to C++ into a holder; `install` adds one wherever a program passes a Work to C++.
+# Holders keep a Python Work alive while PyTorch's C++ code refers to it: if the Python object were freed, the C++ part
+# would lose the overridden methods, and its ``wait`` would never return. PyTorch creates a holder for each Work that an
+# overridden collective returns to C++; `install` adds a holder wherever a program passes a Work to C++.
 _bindings: Final = torch._C._distributed_c10d
 _Reducer: Final[Any] = _bindings.Reducer
-# Every function of the bindings that stores a Work. `Work.boxed`, which is a method, is overridden below.
+# All functions of the bindings that store a Work, except the method `Work.boxed`, which is overridden below.
 STORES: Final = ((_Reducer, "_set_forward_pass_work_handle"), (_bindings, "_register_work"))
 _ProcessGroup: Any = dist.ProcessGroup  # untyped in PyTorch
 
 
 class _Holder(_ProcessGroup):
-    """A process group whose barrier returns ``work``: the C++ method of this name puts it into a holder."""
+    """Dummy process group that keeps ``work`` alive: C++ wraps the result of `barrier` in an object that holds it."""
 
     def __init__(self, work: Work) -> None:
         super().__init__(0, 1)
         self._work = work
 
     def barrier(self, *_: Any) -> Work:
-        """Return the Work to hold."""
         return self._work
 
 
 def hold(work: Any) -> Any:
-    """Return a C++ Work that forwards ``wait`` and ``get_future`` to ``work`` and keeps it alive (local)."""
+    """Return a C++ Work that forwards ``wait`` and ``get_future`` to ``work`` and keeps ``work`` alive. Local."""
     return _ProcessGroup.barrier(_Holder(work), dist.BarrierOptions()) if isinstance(work, Work) else work
 
 
@@ -434,9 +417,9 @@ def _boxed(work: Work) -> Any:
 
 
 def install() -> None:
-    """Let the bindings hold each `Work` that they store (local)."""
+    """Patch PyTorch's C++ bindings that store a `Work`, so that they also keep it alive. Local."""
     for owner, name in STORES:
-        if hasattr(owner, name):  # a later PyTorch may have removed it
+        if hasattr(owner, name):  # may be missing in later PyTorch versions
             setattr(owner, name, _with_holders(getattr(owner, name)))
     setattr(Work, "boxed", _boxed)  # noqa: B010 - another signature than the base
 

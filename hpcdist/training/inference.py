@@ -1,8 +1,7 @@
-"""Load a trained model for evaluation and sampling: its parameters alone, on any number of ranks.
+"""Load a trained model for evaluation and sampling: only its parameters, on any number of ranks.
 
-Each rank reads its share of the parameters, whatever layout trained them, and gets the rest from the others.
-Operations are recorded in a folder apart from that of the training, which stays where the inspection fails. Called by
-`hpcdist evaluate` and `hpcdist sample`.
+Each rank reads its share of the parameters, and all ranks gather the rest. The flight recorder writes to a separate
+folder, which is kept if the evaluation fails. Called by `hpcdist evaluate` and `hpcdist sample`.
 """
 
 import codecs
@@ -55,11 +54,10 @@ def generate(
     top_k: int,
     seed: int,
 ) -> Iterator[int]:
-    """Yield ``count`` tokens that continue ``prompt`` (tokens,), seeing at most the last ``context`` of them (local).
+    """Yield ``count`` tokens that continue ``prompt`` (tokens,). The model sees the last ``context`` tokens. Local.
 
-    ``logits_of`` maps tokens (1, length) to logits (1, length, vocabulary), both on the host.
-    ``temperature`` 0 takes the likeliest token; ``top_k`` keeps only the k likeliest (0: all). The draws come from
-    the stream of ``seed``, so the same checkpoint, prompt and seed give the same text.
+    ``logits_of`` maps tokens (1, length) to logits (1, length, vocabulary), both on the host. ``temperature`` 0 selects
+    the most likely token. ``top_k``: draw only from the k most likely tokens (0: from all tokens).
     """
     draw = rng.stream(seed)
     window = list(prompt[-context:])
@@ -71,7 +69,6 @@ def generate(
 
 
 def _draw_token(logits: np.ndarray, top_k: int, draw: np.random.Generator) -> int:
-    """Draw a token by the softmax of ``logits`` (vocabulary,)."""
     if 0 < top_k < logits.size:
         least = np.partition(logits, -top_k)[-top_k]
         logits = np.where(logits < least, -np.inf, logits)
@@ -79,14 +76,14 @@ def _draw_token(logits: np.ndarray, top_k: int, draw: np.random.Generator) -> in
     return int(draw.choice(logits.size, p=weights / weights.sum()))
 
 
-# Errors that need no flight recorder: its files are removed.
+# Errors that need no flight recorder: its files are deleted.
 EXPECTED_ERRORS: Final = (GeneratorExit, KeyboardInterrupt, *USER_ERRORS)
-RECORDER_PREFIX: Final = "recorder-evaluate-"  # the folder begins so; `hpcdist hang` reads it
+RECORDER_PREFIX: Final = "recorder-evaluate-"  # prefix of the folder name; `hpcdist hang` reads such folders
 
 
 @dataclass
 class TrainedModel:
-    """Trained model, whole on every rank of ``comm``."""
+    """Model restored from a checkpoint for evaluation, with all parameters on every rank of ``comm``."""
 
     comm: Communicator
     path: Path
@@ -103,26 +100,26 @@ class TrainedModel:
 
     @property
     def steps(self) -> int:
-        """The number of steps that made these parameters."""
+        """Number of training steps that were made before the checkpoint was saved."""
         return int(self.scalars["steps"])
 
     def logits(self, inputs: np.ndarray) -> np.ndarray:
-        """Return the output of the model for ``inputs``, both on the host (local)."""
+        """Return the model's logits for the input array ``inputs``. Both arrays are on the host. Local."""
         placed = backend.place(inputs, self.recipe.run.device)
         return backend.to_host(self.model.logits(self._views, placed, self.arena))
 
     def validation_loss(self) -> float:
-        """Return the mean loss in nats over the validation windows; NaN where there are none. Collective.
+        """Return the mean loss in nats over the validation data, or NaN without validation data. Collective.
 
-        Raises DataError when the data is not what the model was trained on: its windows may have been. A
-        digest of all of it is compared where one is kept; to make one takes longer than to evaluate.
+        Raises DataError if the data differs from the data of the training. The digest of all data is compared only if
+        it is cached; otherwise only a few elements are compared.
         """
         recipe = self.recipe
         source = data.open_source(recipe.data, recipe.model, self.comm, kept_only=True)
         if not source.made(self.scalars):
             raise DataError(
                 f"{self.path} was written by a run on other data than {source.description}; "
-                "give back the data it was trained on"
+                "provide the data of that run"
             )
         sums = np.zeros(2)
         for inputs, targets in source.validation_batches(recipe, self.comm.size, self.comm.rank):
@@ -136,29 +133,29 @@ class TrainedModel:
 
 
 def load(comm: Communicator, path: Path, recipe: Recipe, trust: bool = False) -> TrainedModel:
-    """Return the model of the newest checkpoint in the run directory ``path`` whose parameters are whole.
+    """Restore the model of the run directory ``path`` from its newest checkpoint with intact parameters. Collective.
 
-    Collective over ``comm``. Raises StorageError when there is none, and UsageError where ``recipe`` names a factory
-    that is not the one of the training, unless the caller says to ``trust`` it, or where the model is of a script.
+    Raises StorageError if there is no such checkpoint, and UsageError if the model belongs to a script, or if its
+    factory file changed since the training and ``trust`` is False.
     """
     if recipe.model.kind == "given":
         raise UsageError(
-            f"the model of {path} belongs to the script that trained it: its recipe cannot build the model. Evaluate "
-            "it in the script, or train with a recipe of model.kind = 'import' and model.factory = 'file.py:function'"
+            f"the model of {path} is defined in the script that trained it, so its recipe cannot build the model. "
+            "Evaluate it in the script, or train with model.kind = 'import' and model.factory = 'file.py:function'"
         )
     newest = newest_complete(path, comm)
-    return from_newest_intact(path, comm, newest, lambda found: _loaded(comm, path, found, recipe, trust))
+    return from_newest_intact(path, comm, newest, lambda checkpoint: _loaded(comm, path, checkpoint, recipe, trust))
 
 
 def _loaded(comm: Communicator, path: Path, checkpoint: Path | None, recipe: Recipe, trust: bool) -> TrainedModel:
-    """Return the model of the checkpoint ``checkpoint``. Collective; raises `DamagedError` on all ranks or on none."""
+    """Restore the model of ``checkpoint``. Collective: if the checkpoint is damaged, all ranks raise `DamagedError`."""
     if checkpoint is None:
-        raise StorageError(f"{path} holds no valid checkpoint; train it first (a run saves one at its end)")
+        raise StorageError(f"{path} holds no valid checkpoint; train it first (a run saves a checkpoint at its end)")
     stored = on_first_rank(comm, lambda: listing.load_parameters(checkpoint))
     scalars = scalars_of(checkpoint, stored)
     lacking = [name for name in ("steps", "data") if name not in scalars]
     if lacking:
-        raise StorageError(f"{checkpoint} does not say {', '.join(lacking)}: no training of hpcdist has made it")
+        raise StorageError(f"{checkpoint} has no {', '.join(lacking)}: it was not written by a training of hpcdist")
     if recipe.model.kind == "import" and not trust:
         _check_factory(comm, path, recipe.model.factory, stored.about.get("factory"))
     model = models.build(recipe.model, recipe.precision.computes, **_inputs(checkpoint, recipe, scalars))
@@ -169,7 +166,7 @@ def _loaded(comm: Communicator, path: Path, checkpoint: Path | None, recipe: Rec
     shares = sharding.shares(comm, parameters.size, parameters.dtype.itemsize)
     restore_together(comm, checkpoint, pieces_of({"parameters": parameters}, [shares[comm.rank]]))
     sharding.all_gather(comm, parameters.array, shares)
-    if recipe.precision.working is not None:  # what the run computed with, and its validation loss is of
+    if recipe.precision.working is not None:  # the run computed with rounded parameters, also its validation loss
         working = backend.empty(parameters.size, dtype_of(recipe.precision.working), recipe.run.device)
         kernels.round_into(parameters.array, working)
         kernels.widen(working, parameters.array)
@@ -179,56 +176,55 @@ def _loaded(comm: Communicator, path: Path, checkpoint: Path | None, recipe: Rec
 
 
 def _check_factory(comm: Communicator, path: Path, named: str, seal: object) -> None:
-    """Raise UsageError where building the model would run other code than that of the training. Collective."""
+    """Raise UsageError if the code of model factory ``named`` changed since training (hash ``seal``). Collective."""
     if not comm.broadcast_object(factory.is_sealed(named, seal) if comm.rank == 0 else None):
         why = (
             "is not the file that this user trained it with"
             if seal
-            else "was not recorded by its training, so nobody knows whether it is the same file"
+            else "was not recorded by its training, so hpcdist cannot verify that it is the same file"
         )
         raise UsageError(
-            f"the recipe of {path} names code, model.factory = {named!r}, which {why}; read it, and add --trust to "
-            "execute it"
+            f"model.factory = {named!r} in the recipe of {path} names code that {why}; read the code, and add --trust "
+            "to execute it"
         )
 
 
 def _inputs(path: Path, recipe: Recipe, scalars: Mapping[str, Any]) -> dict[str, int]:
-    """Return the model inputs that the data decided (local). Checkpoints of the first version have none: the recipe."""
+    """Return the model inputs from ``scalars`` of a checkpoint. Old checkpoints have none: use ``recipe``. Local."""
     stored = scalars.get("model_inputs")
     if recipe.model.kind in TRANSFORMERS or stored is None:
         return {"context": recipe.data.context}
     inputs = usable_inputs(stored)
     if not inputs:
-        raise StorageError(f"{path} is not valid: of its scalars, model_inputs are {str(stored)[:80]}")
+        raise StorageError(f"{path} is not valid: its scalar model_inputs is {str(stored)[:80]}; expected integers")
     return inputs
 
 
 def _check_shapes(path: Path, model: Model, stored: Manifest) -> None:
-    """Raise StorageError unless ``stored`` has all of ``model``, before memory is taken for it (local)."""
     shapes = {entry.tensor: entry.shape for entry in stored.pieces}
     for segment in model.layout.segments:
         shape = shapes.get(segment.key)
         if shape != segment.spec.shape:
             has = "is missing" if shape is None else f"is {list(shape)}"
             raise StorageError(
-                f"{path}: {PARAMETERS}/{segment.key} {has}, expected {list(segment.spec.shape)}; look at it with the "
-                "recipe that saved it"
+                f"{path}: {PARAMETERS}/{segment.key} {has}, expected {list(segment.spec.shape)}; use the recipe that "
+                "saved the checkpoint"
             )
 
 
 def on_available_device(recipe: Recipe) -> Recipe:
-    """Return ``recipe``, for the CPU where it wants a GPU and none is here (local)."""
+    """Return ``recipe``, with run.device changed to the CPU if this process has no GPU. Local."""
     if recipe.run.device == "gpu":
         try:
             device.count()
         except MissingCapabilityError as error:
-            print(f"hpcdist: {error}. It is looked at on the CPU", file=sys.stderr)
+            print(f"hpcdist: {error}. The CPU is used instead", file=sys.stderr)
             return replace(recipe, run=replace(recipe.run, device="cpu"))
     return recipe
 
 
 class InspectionSession:
-    """Session to evaluate or sample a run; a context manager. Collective, unless ``alone`` (this process only)."""
+    """Context manager: session in which a run's model is evaluated or sampled. If ``alone``, only in this process."""
 
     def __init__(self, path: Path, alone: bool = False) -> None:
         self.path, self.recipe = path, on_available_device(recipes.load_stored(path / run_directory.RECIPE_FILE))
@@ -242,7 +238,7 @@ class InspectionSession:
         self.session.record(self._records, communication.deadline_s)
 
     def load(self, trust: bool = False) -> TrainedModel:
-        """Return the model of the newest valid checkpoint; see `load`. Collective."""
+        """Return the model of the run from its newest valid checkpoint; see `load`. Collective."""
         return load(self.session.comm, self.path, self.recipe, trust)
 
     def __enter__(self) -> Self:
@@ -250,15 +246,15 @@ class InspectionSession:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and not issubclass(kind, EXPECTED_ERRORS):
-            return  # the flight recorder stays: it shows where each rank was
+            return  # keep the flight recorder: it shows the last operation of each rank
         self.session.stop_recording()
         if kind is None:
-            self.session.comm.barrier()  # all have closed their files
+            self.session.comm.barrier()  # all ranks have closed their files
         shutil.rmtree(self._records, ignore_errors=True)
 
 
 def _folder_for_records(comm: Communicator, path: Path) -> Path:
-    """Return a new folder that all ranks have: in ``path``, or, where nothing may be written there, a temporary one."""
+    """Create and return a folder for flight records in ``path``, or if not writable, a temporary one. Collective."""
     name = None
     if comm.rank == 0:
         try:
@@ -266,15 +262,14 @@ def _folder_for_records(comm: Communicator, path: Path) -> Path:
         except OSError:  # a run of another user: evaluating it needs no permission to write
             name = tempfile.mkdtemp(prefix=f"hpcdist-{RECORDER_PREFIX}")
     folder = Path(comm.broadcast_object(name))
-    (folder / "recorder").mkdir(parents=True, exist_ok=True)  # a temporary one is each node's own
+    (folder / "recorder").mkdir(parents=True, exist_ok=True)  # each node has a separate temporary folder
     return folder
 
 
 def sample(path: Path, prompt: str, tokens: int, *, temperature: float, top_k: int, seed: int) -> Iterator[str]:
-    """Yield ``prompt``, the text with which the model in ``path`` continues it, as it is drawn, and a newline (local).
+    """Yield ``prompt``, then the text that the model in ``path`` generates, piece by piece, then a newline. Local.
 
-    One process draws: the other ranks of a job yield nothing. Raises UsageError for a model that does not read bytes,
-    or an empty prompt.
+    Only rank 0 generates. Raises UsageError for an empty prompt, or a model whose tokens are not bytes.
     """
     variables = environment.launch_environment()
     if variables is not None and variables.rank:
@@ -283,13 +278,13 @@ def sample(path: Path, prompt: str, tokens: int, *, temperature: float, top_k: i
         model, context = look.recipe.model, look.recipe.data.context
         if model.kind == "given":
             raise UsageError(
-                f"the model of {path} belongs to the script that trained it: write text in the script. `sample` needs "
-                "a gpt on bytes, the default of `hpcdist train`"
+                f"the model of {path} is defined in the script that trained it: generate text in the script. `sample` "
+                "needs a gpt on bytes, the default of `hpcdist train`"
             )
         if model.kind != "gpt" or model.vocabulary != 256:
             raise UsageError(
-                f"{path} holds a model of kind {model.kind!r} over {model.vocabulary} tokens; only a gpt on bytes "
-                "writes text"
+                f"{path} holds a model of kind {model.kind!r} with {model.vocabulary} tokens; only a gpt with the 256 "
+                "byte tokens can generate text"
             )
         start_of = np.frombuffer(prompt.encode(), np.uint8)
         if not start_of.size:

@@ -1,7 +1,6 @@
 """Public names for PyTorch scripts in one import: `Training`, `wrap`, `load`, `recipe_of`.
 
-Collects `hpcdist.training.script.Training` and the adapters of `hpcdist.adapters.torch`. Its path is part of the
-public API.
+Collects `hpcdist.training.script.Training` and `hpcdist.adapters.torch`. The import path is part of the public API.
 """
 
 from hpcdist.adapters.torch.model import load, recipe_of, wrap

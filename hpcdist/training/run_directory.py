@@ -1,7 +1,7 @@
 """Run directory: one directory, one recipe, one run.
 
-Rank 0 creates or reopens it, refuses the recipe of another run, takes the lock, keeps earlier recipes under names of
-their own (recipe-1.toml, ...), and names the checkpoint that the run goes on from. All ranks raise the same error.
+Rank 0 creates or reopens the directory, rejects the recipe of another run, takes the lock, archives earlier recipes
+(recipe-1.toml, ...), and selects the checkpoint to resume from. All ranks raise the same error.
 """
 
 import re
@@ -24,16 +24,16 @@ from hpcdist.training.run.stop_requests import STOP_FILE
 
 RECIPE_FILE = "recipe.toml"
 
-# Scripts of jobs and their recipes, also one that is half written (of `batch.submission`).
+# Job scripts and their recipes, including partly written files (of `batch.submission`).
 _JOB_FILE: Final = re.compile(r"\.?job(?:(?:-\d+)?\.(?:sbatch|pbs|sh)|-[0-9a-f]{8}\.toml)(?:\..+)?", re.ASCII)
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Directory of a run, and the checkpoint it goes on from (None: it starts).
+    """A run directory, and the checkpoint to resume from (None for a new run).
 
-    ``changed`` lists the operational keys in which the recipe differs from that of the last start, and ``steps_before``
-    is the run.steps of that start (None: there was none).
+    ``changed`` lists the recipe keys, as text, whose values differ from the last start. ``steps_before`` is run.steps
+    of the last start, or None if this is the first start.
     """
 
     path: Path
@@ -45,12 +45,11 @@ class RunDirectory:
 def prepare_run_directory(
     comm: Communicator, recipe: Recipe, out: Path | None, resume: str, lock: RunLock | None = None
 ) -> RunDirectory:
-    """Create or reopen the run directory. Collective; rank 0 decides, and all raise the same error.
+    """Create or reopen the run directory. Collective. Rank 0 decides, and all ranks raise the same error.
 
-    ``resume`` is "auto" (go on from the newest valid checkpoint, or start where there is none) or "never". Raises
-    ConfigurationError when the directory holds another run, UsageError when it holds this one and ``resume`` is
-    "never", StorageError when it cannot be created, when it has checkpoints of which none is valid, or when another job
-    holds its lock: rank 0 takes ``lock``.
+    ``resume`` is "auto" (resume from the newest valid checkpoint, if any) or "never". Rank 0 takes ``lock``. Raises
+    ConfigurationError if the directory holds another run, UsageError if it holds this run and ``resume`` is "never",
+    and StorageError if it is locked, unusable, or has only invalid checkpoints.
     """
 
     def prepare() -> RunDirectory:
@@ -71,7 +70,7 @@ def _prepare(recipe: Recipe, out: Path | None, resume: str, lock: RunLock | None
     stored = path / RECIPE_FILE
     if (path / STOP_FILE).is_dir():
         raise StorageError(
-            f"{path / STOP_FILE} is a directory; a file of this name stops a run: move the directory away"
+            f"{path / STOP_FILE} is a directory, but a file of this name stops the run: move the directory away"
         )
     if stored.exists() and _has_begun(path):
         before = recipes.load_stored(stored)
@@ -79,12 +78,12 @@ def _prepare(recipe: Recipe, out: Path | None, resume: str, lock: RunLock | None
         other = recipes.contradictions(before, recipe)
         if other:
             raise ConfigurationError(
-                f"{path} holds another run: {_listed(other)}; choose another --out, or run it with its own "
+                f"{path} holds another run: {_listed(other)}; choose another --out, or continue that run with its "
                 f"{RECIPE_FILE}{recipes.init_from_hint(path, other)}"
             )
         if resume == "never":
             raise UsageError(
-                f"{path} holds this run already; add --resume auto (a script: resume='auto') to go on with it, or "
+                f"{path} holds this run already; add --resume auto (a script: resume='auto') to continue it, or "
                 "choose another --out"
             )
         if lock is not None:
@@ -93,14 +92,14 @@ def _prepare(recipe: Recipe, out: Path | None, resume: str, lock: RunLock | None
         if keys:
             _archive_recipe(stored)
             names.replace(stored, recipes.dump(recipe))
-        checkpoint = newest_complete(path)  # the restore reads and verifies its bytes
+        checkpoint = newest_complete(path)  # the restore verifies the contents
         if checkpoint is None:
             refuse_restart_over_checkpoints(path)
         return RunDirectory(path, checkpoint, _listed(list(keys.values())), before.run.steps)
     if path.exists() and not path.is_dir():
         raise StorageError(f"{path} is a file; --out must name a directory")
     if path.is_dir() and not stored.exists() and not _has_only_start_files(path):
-        raise ConfigurationError(f"{path} is not empty and holds no run of hpcdist; choose another --out")
+        raise ConfigurationError(f"{path} is not empty, but holds no run of hpcdist; choose another --out")
     path.mkdir(parents=True, exist_ok=True)
     if lock is not None:
         lock.take(path)
@@ -109,18 +108,17 @@ def _prepare(recipe: Recipe, out: Path | None, resume: str, lock: RunLock | None
 
 
 def refuse_restart_over_checkpoints(path: Path) -> None:
-    """Raise StorageError where a checkpoint was complete once: a run that began again would replace it in time."""
+    """Raise StorageError if ``path`` has a complete checkpoint: a run that starts from step 0 would overwrite it."""
     complete = [checkpoint for _, checkpoint in names.candidates(path / "checkpoints") if checkpoint.suffix != ".tmp"]
     if complete:
         raise StorageError(
-            f"{path} has checkpoints, and none of them can be used, as told above; begin a new run with another --out, "
-            f"perhaps with what can be read of one (--init-from {complete[0]} --allow-partial), or move "
-            f"{path / 'checkpoints'} away to begin this one again"
+            f"{path} has checkpoints, but none of them can be used (see the messages above); start a new run with "
+            f"another --out, for example from the readable parameters of one (--init-from {complete[0]} "
+            f"--allow-partial), or move {path / 'checkpoints'} away to start this run again"
         )
 
 
 def _archive_recipe(stored: Path) -> None:
-    """Copy the recipe of the starts so far to a name of its own: recipe-1.toml, recipe-2.toml, ..."""
     number = 1
     while (archive := stored.with_stem(f"{stored.stem}-{number}")).exists():
         number += 1
@@ -128,12 +126,12 @@ def _archive_recipe(stored: Path) -> None:
 
 
 def _has_begun(path: Path) -> bool:
-    """Whether a run got as far as its first row or checkpoint; a start that failed before leaves nothing to keep."""
+    """Return True if a run in ``path`` has written metrics or a checkpoint."""
     return (path / METRICS_FILE).exists() or (path / "checkpoints").exists()
 
 
 def _has_only_start_files(path: Path) -> bool:
-    """Whether all files are those of a batch job, of `hpcdist.init`, or of a start killed before its recipe."""
+    """Return True if ``path`` has only files of batch jobs, of `hpcdist.init`, or of a run that never got a recipe."""
     left = [entry.name for entry in path.iterdir() if not _JOB_FILE.fullmatch(entry.name)]
     return all(
         name.removeprefix(".").startswith((LOCK_FILE, RECIPE_FILE)) or name in (JOBS_FILE, STOP_FILE, "recorder")
@@ -144,7 +142,7 @@ def _has_only_start_files(path: Path) -> bool:
 def _new_default_path(strategy: str) -> Path:
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     path, number = Path("runs") / f"{stamp}-{strategy}", 1
-    while path.exists():  # another run of the same second
+    while path.exists():  # another run started in the same second
         number += 1
         path = Path("runs") / f"{stamp}-{strategy}-{number}"
     return path

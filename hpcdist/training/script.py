@@ -1,4 +1,4 @@
-"""Training of a user's model from a user's script: the script has the loop, hpcdist makes every step.
+"""Training of a user's model from a user's script: the script runs the loop, hpcdist computes every step.
 
     from hpcdist.training.pytorch import Training, wrap
 
@@ -7,8 +7,8 @@
             inputs, targets = batch(step)  # all samples of the step
             loss = training.step(inputs[training.share], targets[training.share])
 
-Every key of a recipe can be used: strategy, pipeline, optimizer, compression, checkpoints, energy, telemetry. The run
-has a directory like any other, which `hpcdist report`, `trace` and `checkpoint` read.
+Every recipe key can be used: strategy, pipeline, optimizer, compression, checkpoints, energy, telemetry. `hpcdist
+report`, `trace` and `checkpoint` read the run directory.
 """
 
 import atexit
@@ -49,20 +49,19 @@ from hpcdist.training.recipe import settings
 from hpcdist.training.run.job import TrainingJob
 from hpcdist.training.run.stop_requests import EXIT_CODES, StopRequests
 
-COMPARED_FIRST: Final = 3  # steps, and evaluations, whose batches are compared along a replica
-KIND: Final = "given"  # what the recipe of such a run has as model.kind
+COMPARED_FIRST: Final = 3  # number of first steps, and of first evaluations, whose batches are compared in a replica
+KIND: Final = "given"  # model.kind in the recipe of a script's run
 SAMPLES: Final = "validation_samples"
 
 
 class Training:
-    """Training that a script makes step by step, on every rank alike. A context manager; all of it is collective.
+    """Training run whose script calls each step. A context manager; all ranks must make the same calls.
 
-    ``recipe`` is a TOML file, or keys and values (``{"run.steps": 100}``, or tables of them); HPCDIST_SET__RUN__STEPS
-    and the like in the environment win over both. ``model`` and ``data`` are the script's. ``out`` is the run
-    directory; ``resume`` is "auto" (go on from its newest checkpoint) or "never". The variables HPCDIST_RUN_DIR and
-    HPCDIST_RESUME of `hpcdist run` and `hpcdist submit` win over both, for the first Training of a script. After
-    ``time_limit_s`` seconds the run is saved and stops; in a Slurm job its end is known. Raises ConfigurationError for
-    a recipe that cannot be run, or does not go with the model.
+    ``recipe`` is a TOML file, or keys and values (``{"run.steps": 100}``, or nested tables). ``out`` is the run
+    directory. ``resume`` is "auto" (resume from its newest checkpoint) or "never". Environment variables override
+    ``recipe``, and HPCDIST_RUN_DIR and HPCDIST_RESUME override ``out`` and ``resume`` of the first Training. The run is
+    saved and stops after ``time_limit_s`` seconds, or at the end of its Slurm job. Raises ConfigurationError if the
+    recipe is invalid or does not fit ``model``.
     """
 
     def __init__(
@@ -86,11 +85,10 @@ class Training:
         except BaseException:
             self._stop_requests.ignore()
             raise
-        for name in (RUN_DIR, RESUME):  # the launcher means the first Training of the script
+        for name in (RUN_DIR, RESUME):  # the launcher's variables apply to the first Training of the script only
             os.environ.pop(name, None)
 
     def _begin(self, model: Model, out: str | os.PathLike[str] | None, resume: str, lock: RunLock) -> None:
-        """Start MPI, build the run and open its files. Collective."""
         communication = self.recipe.communication
         path = None if out is None else Path(out)
 
@@ -98,7 +96,7 @@ class Training:
             session = start(self.recipe.run.device, communication.ranks_per_node or None, communication.checked)
             return session, run_directory.prepare_run_directory(session.comm, self.recipe, path, resume, lock)
 
-        self._session, run = end_records(begin)  # the records of this training come into the same directory
+        self._session, run = end_records(begin)  # the flight recorder of this training uses the same directory
         self._job = TrainingJob(self.recipe, run, self._stop_requests, lock, as_json=False, script_model=model)
         origin = None if run.resume_from is None else CheckpointSource(run.resume_from)
         self._loop = self._job.open(self._session, self.recipe, origin)
@@ -112,109 +110,106 @@ class Training:
         if self._trainer.exchange.gathers or self._trainer.grid.pipeline > 1:
             for stage in model.stages:
                 if hasattr(stage, "guard"):
-                    stage.guard("this rank has its parameters within a step only; use `training.evaluate`")
+                    stage.guard("this rank holds its parameters only during a step; use `training.evaluate`")
         self._pid = os.getpid()
         atexit.register(self._forgotten)
 
     @property
     def rank(self) -> int:
-        """The rank of this process in the world (local)."""
+        """Rank of this process in the world. Local."""
         return self._session.comm.rank
 
     @property
     def world(self) -> int:
-        """The number of ranks (local)."""
+        """Number of ranks in the world. Local."""
         return self._session.comm.size
 
     @property
     def data_rank(self) -> int:
-        """The number of this rank's replica of the model: ranks of one replica bring the same samples (local)."""
+        """Index of this rank's replica. All ranks of a replica must pass the same samples to `step`. Local."""
         return self._trainer.data_axis.rank
 
     @property
     def data_size(self) -> int:
-        """The number of replicas, each with samples of its own (local)."""
+        """Number of replicas. Each replica trains on different samples. Local."""
         return self._trainer.data_axis.size
 
     @property
     def path(self) -> Path:
-        """The run directory (local)."""
+        """Path of the run directory. Local."""
         return self._job.run.path
 
     @property
     def done(self) -> int:
-        """The number of steps that are done, those before a resume included (local)."""
+        """Number of completed steps, including the steps made before a resume. Local."""
         return self._done
 
     @property
     def steps(self) -> Iterator[int]:
-        """The steps that are left, counted from 0: the script makes one each (local)."""
+        """Iterate over the remaining step indices; a run's first step is 0. Call `step` once for each. Local."""
         while self._done < self.recipe.run.steps:
             before = self._done
             yield before
             if self._done == before:
-                raise UsageError(f"step {before} was not made: call Training.step once in each turn of the loop")
+                raise UsageError(f"step {before} was not made: call Training.step once in each iteration of the loop")
 
     @property
     def share(self) -> slice:
-        """The samples of the ``run.global_batch`` of the coming step that this rank brings (local)."""
+        """Slice of the next global batch (``run.global_batch`` samples) that this rank must pass to `step`. Local."""
         return self._share().slice
 
     def sampler(self, dataset: Sized, *, shuffle: bool = True) -> "ReplicaSampler":
-        """Return the ``batch_sampler`` of a DataLoader of PyTorch for the samples of this rank's replica.
+        """Return a ``batch_sampler`` for a PyTorch DataLoader that yields this replica's sample indices. Local.
 
-        It yields the indices of its share of each step that is left, drawn from the seed of the run alone: the same on
-        all ranks of a replica, and after a resume. Each epoch takes every sample of ``dataset`` once, in an order of
-        its own with ``shuffle``. Local.
+        It yields one list of indices per remaining step. The indices depend only on the run's seed, also after a
+        resume. Each epoch has every sample of ``dataset`` once; if ``shuffle``, in random order.
         """
         if self._trainer.shares is not None:
             raise UsageError(
-                "data.shares = 'measured' shares a batch only when its step comes, and a DataLoader reads ahead; take "
-                "rows `training.share` of each batch, or set data.shares = 'even'"
+                "data.shares = 'measured' decides the samples of each replica just before a step, but a DataLoader "
+                "reads ahead; use rows `training.share` of each batch, or set data.shares = 'even'"
             )
         return ReplicaSampler(self, len(dataset), shuffle)
 
     def step(self, inputs: Any, targets: Any) -> float:
-        """Make a step on this rank's share of its samples; return the mean loss over all of them.
+        """Make one step on this rank's samples, and return the mean loss over the samples of all replicas. Collective.
 
-        ``inputs`` and ``targets`` have a sample a row: arrays or tensors, on the host or on the GPU. All ranks of a
-        replica bring its share, the same values on each: in a pipeline its ends use it. The values are compared in the
-        first steps, and whenever replicas are compared (``run.sentinel_every_steps``); DataError names ranks that
-        differ. A model of PyTorch also takes tuples and dicts of them: its first module gets the inputs as arguments,
-        positional or by name, its loss the targets as they are. On a request to stop (a signal, the job's time),
-        everything is saved and this process exits with code 75 or 130. Raises UsageError after the last step of the
-        recipe, or where a share has another size than `share`.
+        ``inputs`` and ``targets`` have one row per sample: arrays or tensors, on the host or on the GPU. PyTorch models
+        also take tuples and dicts: the first module gets the inputs as arguments, the loss gets the targets. All ranks
+        of a replica must pass the same values; regular checks raise DataError. On a stop request, the run is saved and
+        the process exits with code 75 or 130. Raises UsageError after the last step, or if the number of rows differs
+        from `share`.
         """
         if self._ended or self._done >= self.recipe.run.steps:
             self.close()
             raise UsageError(
-                f"all of run.steps = {self.recipe.run.steps} are made, those before a resume included, and saved in "
-                f"{self.path}; loop over `training.steps`, which has those that are left, or set more"
+                f"all run.steps = {self.recipe.run.steps} steps are done and saved in {self.path} (steps before a "
+                "resume count); loop over `training.steps`, which yields the remaining steps, or increase run.steps"
             )
         x, y, expected = *self._adopted(inputs, targets), self._share().size
         if not len(x) == len(y) == expected:
             raise UsageError(
-                f"step {self._done + 1}: rank {self.rank} got {len(x)} inputs and {len(y)} targets, and its share of "
-                f"{self._trainer.samples(self._done + 1)} samples is {expected}; give rows `training.share` of the "
+                f"step {self._done + 1}: rank {self.rank} got {len(x)} inputs and {len(y)} targets, but its share of "
+                f"{self._trainer.samples(self._done + 1)} samples is {expected}; pass rows `training.share` of the "
                 "step's samples"
             )
         self._compare(f"step {self._done + 1}", x, y, self._done - self._trainer.first_step, self._done + 1)
-        self._loop.instrumentation.waited(self._left_ns)  # the time of the script between its steps is time for data
+        self._loop.instrumentation.waited(self._left_ns)  # the script's time between steps counts as time for data
         self._loop.step(self._done + 1, (x, y))
         self._done += 1
         self._left_ns = now_ns()
         if self._loop.outcome.stop_request is not None:
             self.close()
-            stop_request = self._loop.outcome.stop_request  # `end` has cleared it where this was the last step
+            stop_request = self._loop.outcome.stop_request  # `end` clears the request if this was the last step
             if stop_request is not None:
                 self._session.leave(EXIT_CODES[stop_request])
         return self._loop.outcome.loss
 
     def evaluate(self, inputs: Any, targets: Any) -> float:
-        """Return the mean loss of the samples of all replicas under the present parameters; NaN for none.
+        """Return the mean loss over the samples of all replicas, or NaN if there are no samples. Collective.
 
-        Every rank calls it with its own part of them, which may be empty and of any size; the ranks of a pipeline with
-        the same. Nothing is dropped, and modules are in evaluation mode. The run's metrics keep it as validation loss.
+        Each replica passes different samples, any number of them. All ranks of a replica's pipeline pass the same
+        samples. Modules are in evaluation mode. The result is stored in the metrics as validation loss.
         """
         trainer = self._trainer
         trainer.flush()
@@ -227,7 +222,7 @@ class Training:
         return loss
 
     def close(self) -> None:
-        """End the run: save, report, close its files. No more steps can be made."""
+        """Save the run, report its results, and close its files. Afterwards no steps can be made. Collective."""
         if self._ended:
             return
         self._ended = True
@@ -239,16 +234,16 @@ class Training:
         self._job.finish(self._loop, outcome, float("nan"))
         self._session.stop_recording()
         self._stop_requests.ignore()
-        self._session.comm.barrier()  # files are whole before any rank looks at them
+        self._session.comm.barrier()  # all files are complete before any rank reads them
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """Return a copy of every tensor by name, ``LAYER.NAME``, at the end of the run, which `close` ends first.
+        """Close the training if it is open, and return a copy of every final tensor, named ``LAYER.NAME``.
 
-        Collective before `close`, local after it: each rank reads them from the last checkpoint.
+        Collective before `close`, local afterwards: each rank reads the tensors from the last checkpoint.
         """
         self.close()
         path = self._loop.outcome.checkpoint
-        assert path is not None, "the end of a run saves"
+        assert path is not None, "close() saves a checkpoint"
         model = self._trainer.model
         store = FlatStore(model.layout, self._trainer.context.master_dtype)
         restore(path, pieces_of({"parameters": store}, store.parts))
@@ -266,16 +261,16 @@ class Training:
             self._loop.streaming.close(normal=False)
             self._open.close()
             self._stop_requests.ignore()
-            if self.world == 1:  # else the others may still write, and the error ends the job
+            if self.world == 1:  # with more ranks, others may still write, and the error ends the job
                 self._session.stop_recording()
                 self._job.lock.release()
 
     def _forgotten(self) -> None:
-        """Print at the end of the script that it has not ended the run."""
+        """At exit, print a warning if the script has not closed the training."""
         if not self._ended and self.rank == 0 and self._pid == os.getpid():  # not in a forked child
             print(
-                f"hpcdist: {self._done - self._trainer.first_step} steps were made in {self.path}, and the last of "
-                "them are not saved: call training.close() or training.parameters() at the end, or use `with "
+                f"hpcdist: {self._done - self._trainer.first_step} steps were made in {self.path}, but the last "
+                "steps are not saved: call training.close() or training.parameters() at the end, or use `with "
                 "Training(...) as training:`",
                 file=sys.stderr,
             )
@@ -284,32 +279,35 @@ class Training:
         return own_samples(self.recipe, self._trainer.data_axis, self._done, self._trainer.shares)
 
     def _adopted(self, inputs: Any, targets: Any) -> MicroBatch:
-        """Return a batch as arrays (local). Raises UsageError for several of them where the model takes one."""
+        """Return the script's batch as arrays. Local.
+
+        Raises UsageError if the script passes several arrays but the model takes only one.
+        """
         x, y = backend.as_array(inputs), backend.as_array(targets)
-        for several, taker, what in ((x, self._model.stages[0], "input"), (y, self._model.loss, "target")):
-            if isinstance(several, backend.ArrayGroup) and not getattr(taker, "takes_several", False):
+        for arrays, taker, what in ((x, self._model.stages[0], "input"), (y, self._model.loss, "target")):
+            if isinstance(arrays, backend.ArrayGroup) and not getattr(taker, "takes_several", False):
                 raise UsageError(
-                    f"got {len(several.arrays)} arrays as {what}, and {type(taker).__name__} takes one; models of "
-                    "hpcdist.adapters.torch.model take a tuple or a dict, others one array or tensor"
+                    f"got {len(arrays.arrays)} arrays as {what}, but {type(taker).__name__} takes one array; only "
+                    "models of hpcdist.adapters.torch.model take a tuple or a dict"
                 )
         return x, y
 
     def _compare(self, what: str, x: Array, y: Array, before: int, number: int) -> None:
-        """Compare the batch with those of the other ranks of the replica, where it is due. Collective then."""
+        """If a check is due, raise DataError if batches differ between the replica's ranks. Collective over them."""
         trainer, every = self._trainer, self.recipe.run.sentinel_every_steps
         if trainer.grid.size == trainer.grid.data:
             return
         if before < COMPARED_FIRST or (every and number % every == 0):
-            looks = trainer.context.computes and (trainer.last_stage or trainer.context.units[0] == 0)
-            check_batch(trainer.comm, self.data_rank, x, y, what, looks=looks)
+            compares = trainer.context.computes and (trainer.last_stage or trainer.context.units[0] == 0)
+            check_batch(trainer.comm, self.data_rank, x, y, what, looks=compares)
 
 
 class ReplicaSampler:
-    """Sampler of the indices of a replica in each step that is left, for a DataLoader of PyTorch."""
+    """Batch sampler for a PyTorch DataLoader: a replica's sample indices for each remaining step."""
 
     def __init__(self, training: Training, samples: int, shuffle: bool) -> None:
         if not samples:
-            raise UsageError("the dataset has no samples; a sampler needs at least one")
+            raise UsageError("the dataset has no samples; a sampler needs at least one sample")
         self._training, self._samples, self._shuffle = training, samples, shuffle
 
     def __len__(self) -> int:
@@ -329,7 +327,7 @@ class ReplicaSampler:
 
 
 def _where(out: str | os.PathLike[str] | None, resume: str, environment: Mapping[str, str]) -> tuple[Any, str]:
-    """Return the run directory and the resume mode: those of the launcher, else the arguments. Raises UsageError."""
+    """Return (run directory, resume mode). The launcher's environment variables override ``out`` and ``resume``."""
     resumed = environment.get(RESUME)
     out, resume = environment.get(RUN_DIR) or out, resumed or resume
     if resume not in ("auto", "never"):
@@ -337,49 +335,46 @@ def _where(out: str | os.PathLike[str] | None, resume: str, environment: Mapping
     if resume == "auto" and out is None:
         if resumed:
             raise UsageError(
-                f"{RESUME}=auto, and nobody says where the run is: the script has no out. Set {RUN_DIR} to the run "
-                "directory as well, or start the script by `hpcdist run --out DIR --resume auto`"
+                f"{RESUME}=auto is set, but the script sets no ``out``. Set {RUN_DIR} to the run directory as well, or "
+                "start the script by `hpcdist run --out DIR --resume auto`"
             )
-        raise UsageError("resume = 'auto' needs out: the directory of the run that goes on")
+        raise UsageError("resume = 'auto' needs out: the directory of the run to resume")
     return out, resume
 
 
 def _recipe_of(recipe: Mapping[str, Any] | str | os.PathLike[str] | None, model: Model) -> recipes.Recipe:
-    """Return the recipe of a file or of keys, for the ``model`` of the script (local).
-
-    Keys that follow from the model, as those of `hpcdist.adapters.torch.recipe_of`, give way to all others.
-    """
+    """Return the checked recipe from a file or from keys. A setting that follows from ``model`` is a default. Local."""
     fixed = settings.Settings({"model.kind": KIND}, {"model.kind": "the script's model"})
     if not isinstance(recipe, Mapping):
         return _checked(recipes.load(recipe, fixed).recipe)
-    known, explicit = recipes.defaults(), {key: value for key, value in recipe.items() if key != DEFAULTS}
+    defaults, explicit = recipes.defaults(), {key: value for key, value in recipe.items() if key != DEFAULTS}
     keys = settings.Settings()
     if DEFAULTS in recipe:
-        keys = settings.table(recipe[DEFAULTS](model), "the optimizer given to recipe_of", known, Path())
-    own = settings.table(explicit, "the keys given to Training", known, Path())
-    keys.values |= own.values
-    keys.origin |= own.origin
+        keys = settings.table(recipe[DEFAULTS](model), "the optimizer given to recipe_of", defaults, Path())
+    script_keys = settings.table(explicit, "the keys given to Training", defaults, Path())
+    keys.values |= script_keys.values
+    keys.origin |= script_keys.origin
     return _checked(recipes.load(keys, fixed).recipe)
 
 
 def _checked(recipe: recipes.Recipe) -> recipes.Recipe:
-    """Return ``recipe`` without validation, which the script does itself.
+    """Check a script's ``recipe``, and return it without a validation split, because the script validates.
 
-    Raises ConfigurationError for keys of the data, which the script brings, and where workers go at their own pace.
+    Raises ConfigurationError for data keys, because the script provides the data, and for workers without lock-step.
     """
-    known = recipes.defaults()
-    for section, but in ((recipe.data, ("shares",)), (recipe.run, tuple(vars(recipe.run).keys() - {SAMPLES}))):
+    defaults = recipes.defaults()
+    for section, allowed in ((recipe.data, ("shares",)), (recipe.run, tuple(vars(recipe.run).keys() - {SAMPLES}))):
         name = "data" if section is recipe.data else "run"
         for key, value in vars(section).items():
-            if key not in but and value != known[f"{name}.{key}"]:
+            if key not in allowed and value != defaults[f"{name}.{key}"]:
                 raise ConfigurationError(
-                    f"{name}.{key} = {written(value)} has no effect where a script brings the batches, and looks at "
-                    "its own validation data; leave it out"
+                    f"{name}.{key} = {written(value)} has no effect, because the script provides the batches and "
+                    "validates; leave it out"
                 )
     if recipe.parallel.strategy == "parameter_server" and not recipe.parameter_server.lock_step:
         raise ConfigurationError(
-            "a script makes its steps together with all ranks, and this parameter server lets each go at its own pace; "
-            "set parameter_server.consistency = 'bsp' without backup workers, or give `hpcdist train` the model, with "
+            "all ranks of a script must step together, but with this parameter server each rank steps at its own pace; "
+            "set parameter_server.consistency = 'bsp' without backup workers, or use `hpcdist train` with "
             "model.kind = 'import'"
         )
     return replace(recipe, data=replace(recipe.data, validation_fraction=0.0))

@@ -1,4 +1,4 @@
-"""The end of a job's time, and signals, for programs with a loop of their own: `hpcdist.should_stop`."""
+"""Stop requests (signals, stop file, end of the job) for programs with their own loop: `hpcdist.should_stop`."""
 
 import os
 import time
@@ -22,7 +22,7 @@ MARGIN_S: Final = 60.0
 
 
 class _Watch:
-    """Requests of this process, and the longest time between two looks at them."""
+    """Stop requests of this process. It also measures the longest time between two calls of `counts`."""
 
     def __init__(self) -> None:
         folder = os.environ.get(RUN_DIR)
@@ -32,7 +32,10 @@ class _Watch:
         self.longest_s, self.last = 0.0, time.monotonic()
 
     def counts(self, margin_s: float) -> np.ndarray:
-        """Return what this rank wants, by reason (local)."""
+        """Return this rank's stop requests, 1 or 0 for each `StopReason`. Local.
+
+        The rank also requests a stop if the job might end within the longest iteration plus ``margin_s``.
+        """
         now = time.monotonic()
         self.longest_s, self.last = max(self.longest_s, now - self.last), now
         counts = self.requests.current()
@@ -41,26 +44,25 @@ class _Watch:
         return counts.copy()
 
 
-_watches: Final[list[_Watch]] = []  # the one of this process
+_watches: Final[list[_Watch]] = []  # at most one per process
 
 
 def should_stop(margin_s: float = MARGIN_S, *, comm: AnyComm = None) -> int:
-    """Return 0, or the exit code with which the program should save and end; the same on all ranks. Collective.
+    """Return 0, or the exit code with which all ranks should save and exit. Collective: all ranks get the same result.
 
-    Call it once in each turn of a loop, from the main thread. It is 75 where any rank got SIGTERM, SIGHUP or SIGUSR1,
-    where ``hpcdist run --out`` started the program and its run directory has a file ``stop``, and where another turn
-    like the longest so far and ``margin_s`` seconds might not end before the job does (SLURM_JOB_END_TIME): a job that
-    ends with 75 is requeued. It is 130 after Ctrl-C; a second one ends the program at once. It costs an allreduce of 16
-    bytes. Signals are answered from the first call on. Raises ConfigurationError where SLURM_JOB_END_TIME is no time.
+    Call this once per iteration of a loop, from the main thread. The first call installs signal handlers. The result is
+    75 (requeue) if any rank received SIGTERM, SIGHUP or SIGUSR1, if the run directory has a file ``stop``, or if the
+    longest iteration until now plus ``margin_s`` seconds would pass SLURM_JOB_END_TIME. It is 130 after Ctrl-C. Each
+    call costs an allreduce of 16 bytes. Raises ConfigurationError if SLURM_JOB_END_TIME is not a time.
     """
-    where = communicator_of(comm)
+    communicator = communicator_of(comm)
     if not _watches:
         _watches.append(_Watch())
     counts = _watches[0].counts(margin_s)
-    where.allreduce(counts, "sum")
+    communicator.allreduce(counts, "sum")
     reason = agreed_reason(counts)
     if reason is None:
         return 0
-    if where.rank == 0:
-        _watches[0].requests.answered()  # the next start must not see the file
+    if communicator.rank == 0:
+        _watches[0].requests.answered()  # delete the stop file, so that the next start does not stop again
     return EXIT_CODES[reason]

@@ -1,5 +1,5 @@
--- hpcdist for Lmod. Beside it lies the same for Environment Modules. This file's name is the version.
--- Rendered by `hpcdist site modulefile` from hpcdist.toml: the next rendering loses what is changed here.
+-- hpcdist for Lmod. The Tcl file in this folder is for Environment Modules. The name of this file is the version.
+-- Rendered by `hpcdist site modulefile` from hpcdist.toml. The next rendering overwrites changes made here.
 
 local version = myModuleVersion()
 local about = "MPI-native distributed training"
@@ -16,8 +16,8 @@ whatis("Category: tools, machine learning")
 whatis("Keywords: MPI, deep learning, HDF5, Slurm")
 conflict("hpcdist")
 
--- Everything is found from where this file lies, in a clone or in an installed package: `home` is the folder that holds
--- the package hpcdist, `bin` that of the command.
+-- All paths are relative to this file, in a clone or in an installed package. `home` contains the package hpcdist, `bin`
+-- the command.
 local function parent(path)
     return (path:gsub("/+[^/]*$", ""))
 end
@@ -34,20 +34,20 @@ if mode() == "load" and not isFile(package_file) then
         "write one that may lie anywhere: hpcdist site modulefile --prefix DIR")
 end
 
--- pushenv brings back at unload what was set before.
+-- At unload, pushenv restores the previous value.
 pushenv("HPCDIST_ROOT", home)
 
 if not isFile(pathJoin(bin, "hpcdist")) then
-    -- A clone that is not installed, or `pip install --target`: Python has to be told.
+    -- A clone that is not installed, or `pip install --target`: Python needs the path.
     prepend_path("PYTHONPATH", home)
     bin = pathJoin(home, "bin")
 end
-local path = pathJoin(home, "hpcdist/libexec") -- the command alone: no python3, pip or mpirun
+local path = pathJoin(home, "hpcdist/libexec") -- only the command: no python3, pip or mpirun
 if isFile(pathJoin(bin, "hpcdist")) then
     prepend_path("PATH", path)
 end
 
--- Lmod 8.6 can undo a completion; before, there is no `complete`.
+-- Lmod can undo a completion since 8.6. Older versions have no `complete`.
 if myShellName() == "bash" and complete then
     set_shell_function("_hpcdist_completion", [[
     local IFS=$'\n' answer line

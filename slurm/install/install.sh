@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Install hpcdist from the folder this script lies in, on a machine without a network.
+# Install hpcdist from the folder of this script, on a machine without a network.
 #
-#   ./install.sh VENV                  a virtual environment VENV with hpcdist in it
-#   PYTHON=python3.12 ./install.sh VENV        made by this Python
-#   MPICC=mpicc ./install.sh VENV              mpi4py built here, against this MPI (on a Cray MPICC=cc)
+#   ./install.sh VENV                          create the virtual environment VENV with hpcdist
+#   PYTHON=python3.12 ./install.sh VENV        use this Python
+#   MPICC=mpicc ./install.sh VENV              build mpi4py here, against this MPI (on a Cray MPICC=cc)
 #
-# Without MPICC, mpi4py is its wheel: it opens the MPI it finds at run time, libmpi.so.12 (MPICH and its ABI: Intel,
-# Cray, ParaStation, MVAPICH) or libmpi.so.40 (Open MPI), from LD_LIBRARY_PATH. A site that can build its own should.
+# Without MPICC, the mpi4py wheel is installed. At run time it opens the MPI that it finds in LD_LIBRARY_PATH:
+# libmpi.so.12 (MPICH and compatible MPIs: Intel, Cray, ParaStation, MVAPICH) or libmpi.so.40 (Open MPI). A site should
+# build mpi4py if it can.
 set -euo pipefail
 
 die() {
@@ -20,7 +21,7 @@ venv=$1
 python=${PYTHON:-python3}
 [[ ! -e $venv ]] || die "$venv exists: give a new folder, or remove it" 2
 
-# Every byte first: a copy over a slow line may be cut short.
+# Verify every byte first: a copy over a slow connection may be truncated.
 (cd "$here" && sha256sum --check --quiet --strict SHA256SUMS) || die "files are missing or damaged: copy them again" 74
 
 wanted=$(sed -n 's/^# python //p' "$here/requirements.txt")
@@ -37,7 +38,7 @@ if [[ -n ${MPICC:-} ]]; then
 fi
 
 "$python" -m venv "$venv" || die "no virtual environment: on Debian, apt install python3-venv" 69
-# Neither an index nor a configuration of the user counts: what is installed is what lies here.
+# Ignore package indexes and the user's pip configuration: install only the files of this folder.
 PIP_CONFIG_FILE=/dev/null PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip install --quiet "${options[@]}"
 "$venv/bin/hpcdist" --version
 printf '%s\n' "next: $venv/bin/hpcdist doctor, and the same as the ranks of a job"

@@ -17,16 +17,16 @@ COUNTS = (1, 1000, (9 << 20) + 5)  # the last one in several segments
 def main() -> None:
     session = start.start("gpu")
     comm, algorithm = session.comm, sys.argv[1]
-    said: dict[str, object] = {"ranks": comm.size, "shared": peer_memory.refusal(comm)}
+    output: dict[str, object] = {"ranks": comm.size, "shared": peer_memory.refusal(comm)}
     assert session.device_pointers is not None
-    said |= {"pointers": sorted(session.device_pointers.operations), "reason": session.device_pointers.reason}
+    output |= {"pointers": sorted(session.device_pointers.operations), "reason": session.device_pointers.reason}
     if algorithm == "refusal":
-        said["nccl"] = nccl.refusal(comm)
+        output["nccl"] = nccl.refusal(comm)
     else:
         right = [_reduce(comm, algorithm, count, dtype) for count in COUNTS for dtype in ("float32", "float16")]
-        said["right"] = all(comm.allgather_object(all(right)))
+        output["right"] = all(comm.allgather_object(all(right)))
     if comm.rank == 0:
-        print(json.dumps(said), flush=True)
+        print(json.dumps(output), flush=True)
     session.leave(0)
 
 

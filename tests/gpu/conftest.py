@@ -18,7 +18,7 @@ from hpcdist.errors import MissingCapabilityError
 
 @pytest.fixture(autouse=True)
 def cupy() -> ModuleType:
-    """The real cupy, with a GPU made current."""
+    """The real cupy, after a GPU was made current."""
     try:
         device.choose(0)
     except MissingCapabilityError as error:
@@ -28,7 +28,7 @@ def cupy() -> ModuleType:
 
 @pytest.fixture
 def job() -> Callable[..., Any]:
-    """``job(program, ranks, *words, **variables)``: run a program as a job, and return what rank 0 printed."""
+    """``job(program, ranks, *words, **variables)``: run a program as a job and return the output of rank 0."""
 
     def run(program: Path, ranks: int, *words: str, **variables: str) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""The ways of a buffer on a real GPU: threads that share it, and jobs of processes, against numpy."""
+"""Allreduces of buffers on a real GPU: threads that share it, and jobs of processes, compared with numpy."""
 
 from pathlib import Path
 
@@ -20,8 +20,8 @@ COUNT = (1 << 20) + 3
 PROGRAM = Path(__file__).with_name("collectives_job.py")
 
 
-def reduced(ranks, call, dtype="float32"):
-    """Check what ``call`` makes of buffers of many elements, so that kernels and copies still run if nobody waits."""
+def check_reduction(ranks, call, dtype="float32"):
+    """Check the result of ``call`` on large buffers, so that kernels and copies are still running if nobody waits."""
 
     def body(comm):
         device.choose(comm.rank)
@@ -37,21 +37,21 @@ def reduced(ranks, call, dtype="float32"):
         assert np.array_equal(values.astype(np.float64), want)
 
 
-def one_gpu(cupy):
+def skip_with_several_gpus(cupy):
     if cupy.cuda.runtime.getDeviceCount() > 1:
         pytest.skip("threads on several GPUs need peer access; this test is for ranks that share one")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 @pytest.mark.parametrize("segment_bytes", [1 << 16, 1 << 20, 1 << 30])
-def test_segments_through_pinned_memory(segment_bytes, dtype, monkeypatch):
+def test_ring_allreduce_through_pinned_memory_matches_numpy(segment_bytes, dtype, monkeypatch):
     monkeypatch.setattr(gpu_staging, "SEGMENT_BYTES", segment_bytes)
     for _ in range(3):  # the blocks are used again
-        reduced(3, lambda comm, buffer: collectives.allreduce(comm, buffer, "ring"), dtype)
+        check_reduction(3, lambda comm, buffer: collectives.allreduce(comm, buffer, "ring"), dtype)
     assert not staging.refusal()
 
 
-def test_a_copy_to_pinned_memory_is_not_waited_for(cupy):
+def test_copy_to_pinned_memory_is_asynchronous(cupy):
     source = backend.zeros(1 << 28, np.dtype("uint8"), "gpu")
     event = staging.begin_to_host(source, staging.lease(1 << 28, np.dtype("uint8")))
     assert not event.done  # 256 MiB take milliseconds
@@ -61,12 +61,12 @@ def test_a_copy_to_pinned_memory_is_not_waited_for(cupy):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_kernels_read_the_memory_of_the_others(cupy, ranks, dtype):
-    one_gpu(cupy)
-    reduced(ranks, peer_memory.device_shared_allreduce, dtype)
+def test_device_shared_allreduce_of_threads_matches_numpy(cupy, ranks, dtype):
+    skip_with_several_gpus(cupy)
+    check_reduction(ranks, peer_memory.device_shared_allreduce, dtype)
 
 
-def test_memory_of_a_pool_is_not_exported(cupy):
+def test_export_of_pool_memory_is_rejected(cupy):
     with pytest.raises(MissingCapabilityError, match="part of a pool"):
         peer_memory.export(cupy.zeros(10, np.uint8))
     with cupy.cuda.using_allocator(cupy.cuda.malloc_async):
@@ -76,7 +76,7 @@ def test_memory_of_a_pool_is_not_exported(cupy):
     assert len(peer_memory.export(peer_memory.allocate(1)).handle) == 64
 
 
-def test_nccl_on_one_rank(cupy):
+def test_nccl_collectives_on_one_rank_keep_the_values(cupy):
     try:
         module = device.nccl()
     except MissingCapabilityError as error:
@@ -95,15 +95,15 @@ def test_nccl_on_one_rank(cupy):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("algorithm", ["native", "ring", "rabenseifner", "node_shared", "hierarchical", "all_to_all"])
-def test_processes_that_share_a_gpu(job, algorithm, ranks):
-    found = job(PROGRAM, ranks, algorithm)
-    assert found["right"] and found["ranks"] == ranks
+def test_allreduce_of_processes_on_one_gpu_matches_numpy(job, algorithm, ranks):
+    result = job(PROGRAM, ranks, algorithm)
+    assert result["right"] and result["ranks"] == ranks
     if algorithm == "node_shared":
-        assert found["shared"] == ""  # by handles of the driver, not through the host
+        assert result["shared"] == ""  # by handles of the driver, not through the host
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_processes_over_nccl(cupy, job, ranks):
+def test_nccl_allreduce_of_processes_matches_numpy(cupy, job, ranks):
     try:
         version = int(device.nccl().get_version())
     except MissingCapabilityError as error:
@@ -114,18 +114,18 @@ def test_processes_over_nccl(cupy, job, ranks):
     assert job(PROGRAM, ranks, "nccl", **{nccl.SEVERAL_RANKS_VARIABLE: "1"})["right"]
 
 
-def test_what_the_probe_allows_works(job, monkeypatch, tmp_path):
-    """Whatever MPI this is: the probe ends, and device pointers are then used in what it allows."""
+def test_device_pointers_are_used_for_the_probed_operations(job, monkeypatch, tmp_path):
+    """With any MPI, the probe ends, and device pointers are then used for the operations that it allows."""
     monkeypatch.delenv(cuda_aware.VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     verdict = cuda_aware.probe_cached()
     assert len(list((tmp_path / "hpcdist" / "device_pointers").iterdir())) == 1
     again = cuda_aware.probe_cached()
-    assert again.operations == verdict.operations and again.reason.startswith(f"{verdict.reason}; found on ")
+    assert again.operations == verdict.operations and again.reason.startswith(f"{verdict.reason}; measured on ")
     assert verdict.operations <= set(OPERATIONS) and verdict.reason
-    found = job(PROGRAM, 2, "native")
-    assert found["right"] and set(found["pointers"]) == verdict.operations, found["reason"]
+    result = job(PROGRAM, 2, "native")
+    assert result["right"] and set(result["pointers"]) == verdict.operations, result["reason"]
 
 
-def test_staged_and_native_agree():
-    reduced(2, lambda comm, buffer: gpu_staging.staged_allreduce(native_allreduce, comm, buffer))
+def test_staged_native_allreduce_matches_numpy():
+    check_reduction(2, lambda comm, buffer: gpu_staging.staged_allreduce(native_allreduce, comm, buffer))

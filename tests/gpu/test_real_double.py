@@ -1,4 +1,4 @@
-"""The double of cupy against the real one: it has no name more, refuses the same, and gives the same types."""
+"""The double of cupy compared with the real cupy: the same names, errors and types."""
 
 import inspect
 
@@ -58,9 +58,9 @@ COMPUTED = {
 }
 
 
-def test_every_name_and_argument_is_one_of_cupy(cupy):
+def test_every_name_and_argument_of_the_double_exists_in_cupy(cupy):
     assert [name for name in cupy_double.__all__ if not hasattr(cupy, name)] == []
-    theirs = {own: vars(getattr(cupy.cuda, own)) for own in ("Graph", "MemoryPool")}
+    theirs = {local_data: vars(getattr(cupy.cuda, local_data)) for local_data in ("Graph", "MemoryPool")}
     assert "launch" in theirs["Graph"] and {"malloc", "total_bytes"} <= theirs["MemoryPool"].keys()
     for name in ("empty", "zeros", "ones", "asarray", "take", "where", "concatenate"):
         theirs = inspect.signature(getattr(cupy, name)).parameters
@@ -68,14 +68,14 @@ def test_every_name_and_argument_is_one_of_cupy(cupy):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_cupy_refuses_what_the_double_refuses(cupy, name):
+def test_cupy_rejects_every_call_that_the_double_rejects(cupy, name):
     for xp in (cupy_double.module(), cupy):
         with pytest.raises((TypeError, ValueError, AttributeError, RuntimeError)):
             REFUSED[name](xp.asarray(HOST), xp)
 
 
 @pytest.mark.parametrize("name", COMPUTED)
-def test_cupy_computes_what_the_double_computes(cupy, name):
+def test_cupy_and_the_double_compute_the_same_values(cupy, name):
     want, got = (COMPUTED[name](xp.asarray(HOST), xp) for xp in (cupy_double.module(), cupy))
     assert isinstance(got, cupy.ndarray)
     assert (got.dtype, got.shape) == (want.dtype, want.shape)
@@ -96,7 +96,7 @@ def test_views_share_memory(cupy):
         assert part.data.ptr == array.data.ptr + 8
 
 
-def test_a_graph_runs_at_its_launch_and_on_its_addresses(cupy, monkeypatch):
+def test_graph_runs_only_at_launch_and_on_the_captured_memory(cupy, monkeypatch):
     for xp, cublas in ((cupy_double.module(), cupy_double.Cublas), (cupy, graphs.Cublas)):
         monkeypatch.setattr(device, "cupy", lambda xp=xp: xp)
         monkeypatch.setattr(graphs, "Cublas", cublas)
@@ -120,7 +120,7 @@ def test_a_graph_runs_at_its_launch_and_on_its_addresses(cupy, monkeypatch):
 
 
 @pytest.mark.parametrize("wait", [device.synchronise, lambda: float(device.cupy().ones(1, np.float32)[0])])
-def test_a_wait_is_not_captured(cupy, wait, monkeypatch):
+def test_capture_of_a_wait_raises_and_later_captures_work(cupy, wait, monkeypatch):
     for xp, cublas in ((cupy_double.module(), cupy_double.Cublas), (cupy, graphs.Cublas)):
         monkeypatch.setattr(device, "cupy", lambda xp=xp: xp)
         monkeypatch.setattr(graphs, "Cublas", cublas)
@@ -137,7 +137,7 @@ def test_a_wait_is_not_captured(cupy, wait, monkeypatch):
     ("left", "right", "turned"),
     [((33, 40), (40, 24), False), ((33, 40), (24, 40), True), ((2, 3, 33, 40), (2, 1, 24, 40), True)],
 )
-def test_a_captured_product_has_the_bits_of_cupy(cupy, rng, left, right, turned, dtype):
+def test_captured_matmul_is_bit_identical_to_cupy(cupy, rng, left, right, turned, dtype):
     kind = dtype_of(dtype)
     a, b = (cupy.asarray(rng.standard_normal(shape).astype(np.float32)).astype(kind) for shape in (left, right))
     b = b.swapaxes(-1, -2) if turned else b

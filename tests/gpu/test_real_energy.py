@@ -1,4 +1,4 @@
-"""The energy counter of a real GPU beside its own power, integrated, and what the command line says of both."""
+"""The energy counter of a real GPU compared with its integrated power, and the output of the command line for both."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ APART = 0.05
 
 @pytest.fixture
 def driver():
-    """The real driver; a container may have a GPU and not its library for measuring."""
+    """The real NVIDIA driver. A container may have a GPU without the driver's library for measurements."""
     try:
         opened = nvml.NvmlDriver()
     except MissingCapabilityError as error:
@@ -29,7 +29,7 @@ def driver():
 
 
 def test_counter_and_integrated_power_agree_over_a_minute(cupy, driver):
-    """Of a GPU that multiplies without a pause: a load that a sensor which looks part of the time sees well."""
+    """The GPU multiplies without a pause. A sensor that samples only a part of the time measures such a load well."""
     uuid = driver.at(device.bus_id())
     counter, sensor = driver.counter(uuid, 1, EVERY_S), driver.sensor(uuid)
     if not sensor.field or isinstance(counter, IntegratedPower):
@@ -56,7 +56,7 @@ def test_counter_and_integrated_power_agree_over_a_minute(cupy, driver):
     assert 0.0 <= sensor.use() <= 1.0 and 0 < sensor.memory_share() <= 1
 
 
-def test_the_command_line_finds_it(driver):
+def test_energy_commands_list_and_watch_the_gpu(driver):
     uuid = driver.at(device.bus_id())
     line = [sys.executable, "-m", "hpcdist", "energy", "sources", "--json"]
     done = jobs.run(line, check=True)

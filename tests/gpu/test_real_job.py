@@ -44,25 +44,25 @@ def hpcdist(*words):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_that_share_a_gpu_train_as_the_cpu_does(layout, tmp_path, rng):
+def test_two_ranks_on_one_gpu_have_the_losses_of_the_cpu(layout, tmp_path, rng):
     try:
         mpirun.find()
     except HpcdistError as error:
         pytest.skip(str(error))
     text = write_text(tmp_path / "text.txt", rng)
-    found = {}
+    results = {}
     for on in ("cpu", "gpu"):
         keys = [*SETTINGS, *LAYOUTS[layout], f"data.path={text}", f"run.device={on}"]
         options = [word for key in keys for word in ("--set", key)]
         out = hpcdist("run", "-n", "2", "train", "--json", "--out", str(tmp_path / on), *options)
-        found[on] = json.loads(out.splitlines()[-1])
+        results[on] = json.loads(out.splitlines()[-1])
     for name in ("train_loss", "val_loss"):
-        assert found["gpu"][name] == pytest.approx(found["cpu"][name], rel=1e-3)
+        assert results["gpu"][name] == pytest.approx(results["cpu"][name], rel=1e-3)
     assert "val_loss" in hpcdist("evaluate", str(tmp_path / "gpu"))
     assert hpcdist("sample", str(tmp_path / "gpu"), "--tokens", "4", "--prompt", "ab")
 
 
-def test_pipelines_and_tensor_ranks_are_measured(tmp_path, rng):
+def test_gpu_pipelines_and_tensor_ranks_are_measured(tmp_path, rng):
     try:
         mpirun.find()
     except HpcdistError as error:

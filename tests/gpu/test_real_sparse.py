@@ -1,4 +1,4 @@
-"""Top-k, random-k, DGC, 1-bit Adam and PowerSGD on a real GPU: the bits of the CPU, but for products of matrices."""
+"""Top-k, random-k, DGC, 1-bit Adam and PowerSGD on a real GPU: bit-identical to the CPU, except for matrix products."""
 
 import numpy as np
 import pytest
@@ -18,36 +18,36 @@ N = 100_003
 
 @pytest.mark.parametrize("compressor", [TopK(density=0.01), RandomK(density=0.01), TopK(density=1.0)], ids=str)
 @pytest.mark.parametrize("levels", [0, 2])
-def test_compressors(cupy, compressor, levels, rng):
+def test_compressor_payloads_on_the_gpu_match_the_cpu(cupy, compressor, levels, rng):
     values = rng.standard_normal(N).astype(np.float32)
     if levels:
         values = np.round(values * levels)  # ties
-    found = {}
+    results = {}
     for on in ("cpu", "gpu"):
         payload, out = backend.empty(compressor.payload_bytes(N), BYTES, on), backend.empty(N, REAL, on)
         compressor.encode(backend.place(values, on), payload, RandomKey(1 << 40, 2, 0, 3))
         compressor.decode(payload, out)
         compressor.add(payload, out, 0.5)
-        found[on] = backend.to_host(payload).tobytes(), backend.to_host(out).tobytes()
-    assert found["gpu"] == found["cpu"]
+        results[on] = backend.to_host(payload).tobytes(), backend.to_host(out).tobytes()
+    assert results["gpu"] == results["cpu"]
 
 
-def test_sums_of_sparse_payloads(cupy, rng):
+def test_sums_of_sparse_payloads_on_the_gpu_match_the_cpu(cupy, rng):
     compressor = TopK(density=0.05)
     payloads = np.empty((4, compressor.payload_bytes(N)), np.uint8)
     for payload in payloads:
         compressor.encode(rng.standard_normal(N).astype(np.float32), payload, RandomKey(0, 0, 0, 0))
-    found = {}
+    results = {}
     for on in ("cpu", "gpu"):
         out = backend.zeros(N, REAL, on)
         for payload in payloads:
             coo.add(backend.place(payload, on), out)
-        found[on] = backend.to_host(out).tobytes()
-    assert found["gpu"] == found["cpu"]
+        results[on] = backend.to_host(out).tobytes()
+    assert results["gpu"] == results["cpu"]
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_dgc(cupy, nesterov, rng):
+def test_dgc_on_the_gpu_is_bit_identical_to_the_cpu(cupy, nesterov, rng):
     states = {on: DeepGradientCompression(N, momentum=0.9, nesterov=nesterov, on=on) for on in ("cpu", "gpu")}
     payloads = {on: backend.empty(8 * 300, BYTES, on) for on in states}
     for _ in range(4):
@@ -60,7 +60,7 @@ def test_dgc(cupy, nesterov, rng):
         assert backend.to_host(states["gpu"].arrays()[name]).tobytes() == array.tobytes()
 
 
-def test_one_bit_adam(cupy, rng):
+def test_one_bit_adam_on_the_gpu_matches_the_cpu(cupy, rng):
     states = {on: OneBitAdam(N, 0, 1, AdamMoments(), on=on) for on in ("cpu", "gpu")}
     gradients = [rng.standard_normal(N).astype(np.float32) for _ in range(3)]
     outs = {}
@@ -80,7 +80,7 @@ def test_one_bit_adam(cupy, rng):
     assert np.isclose(got, want, rtol=1e-4).mean() > 0.999  # a sign near 0 may turn
 
 
-def test_powersgd(cupy, rng):
+def test_powersgd_on_the_gpu_matches_the_cpu(cupy, rng):
     rows, columns, rank = 300, 200, 4
     states = {on: PowerSgd((rows, columns), rank, seed=1, tensor=2, on=on) for on in ("cpu", "gpu")}
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""The backend of torch.distributed on a real GPU, which its ranks share: order of streams, DDP, overlap."""
+"""The torch.distributed backend on a real GPU that its ranks share: order of streams, DDP, overlap."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ ALGORITHMS = ["native", "ring", "node_shared", "nccl"]
 
 @pytest.fixture
 def figures_of_ranks(job, cupy):
-    """Return what each of two ranks has measured."""
+    """``figures_of_ranks(case, algorithm)``: run a case on two ranks and return the measurements of each rank."""
     if not torch.cuda.is_available():
         pytest.skip(f"PyTorch {torch.__version__} sees no GPU")
 
@@ -33,17 +33,17 @@ def figures_of_ranks(job, cupy):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_operations_lie_between_kernels_of_a_side_stream(figures_of_ranks, algorithm):
+def test_operations_run_in_order_with_kernels_of_a_side_stream(figures_of_ranks, algorithm):
     for right in figures_of_ranks("operations", algorithm):
         assert all(right.values()), right
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_ddp_is_one_process(figures_of_ranks, algorithm):
+def test_ddp_parameters_match_one_process(figures_of_ranks, algorithm):
     assert all(rank["apart"] < 1e-5 for rank in figures_of_ranks("ddp", algorithm))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_host_goes_on_while_the_gpu_works(figures_of_ranks, algorithm):
+def test_asynchronous_allreduce_returns_before_the_gpu_is_done(figures_of_ranks, algorithm):
     for rank in figures_of_ranks("overlap", algorithm):
         assert rank["right"] and rank["called_s"] < 0.2 * rank["whole_s"], rank

@@ -5,7 +5,7 @@ import pytest
 
 from harness.combinations import PRODUCTS
 from harness.inputs import write_text
-from harness.trainings import LAYOUTS, STEPS, TRAININGS, Trained, assembled, check_same, with_pointers
+from harness.trainings import LAYOUTS, STEPS, TRAININGS, Trained, assemble_trainer, check_same, with_pointers
 from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.arrays.gpu import device
@@ -32,7 +32,7 @@ def on_gpu(comm, pointers):
 @pytest.mark.parametrize("pointers", [False, True], ids=["staged", "pointers"])
 @pytest.mark.parametrize("mode", BOUNDS)
 @pytest.mark.parametrize(("layout", "ranks"), TRAININGS)
-def test_a_run_is_that_of_the_cpu(text, layout, ranks, mode, pointers, cupy):
+def test_training_on_the_gpu_matches_the_cpu(text, layout, ranks, mode, pointers, cupy):
     if pointers and ranks > 1 and cupy.cuda.runtime.getDeviceCount() > 1:
         pytest.skip("threads on several GPUs need peer access; this test is for ranks that share one")
     settings = {**text, **LAYOUTS[layout][1], "precision.mode": mode}
@@ -49,7 +49,7 @@ IN_16_BITS = {"precision.mode": "bfloat16", "precision.activations": "working"}
 
 
 @pytest.mark.parametrize("keys", [{}, {"model.dropout": 0.2}, IN_16_BITS, {**IN_16_BITS, "model.dropout": 0.2}])
-def test_a_run_with_cuda_graphs_has_the_bits_of_one_without(text, keys):
+def test_cuda_graphs_do_not_change_the_bits_of_a_training(text, keys):
     settings = {**text, **LAYOUTS["allreduce"][1], **keys, "run.device": "gpu", "run.steps": 8}
 
     def on_device(comm, graphs):
@@ -63,7 +63,7 @@ def test_a_run_with_cuda_graphs_has_the_bits_of_one_without(text, keys):
 
 @pytest.mark.parametrize("pointers", [False, True], ids=["staged", "pointers"])
 @pytest.mark.parametrize("product", PRODUCTS)
-def test_a_product_is_that_of_the_cpu(text, product, pointers, cupy, monkeypatch):
+def test_training_in_a_product_layout_matches_the_cpu(text, product, pointers, cupy, monkeypatch):
     if pointers and cupy.cuda.runtime.getDeviceCount() > 1:
         pytest.skip("threads on several GPUs need peer access; this test is for ranks that share one")
     ranks, keys = PRODUCTS[product]
@@ -81,7 +81,7 @@ def test_a_product_is_that_of_the_cpu(text, product, pointers, cupy, monkeypatch
 @pytest.mark.parametrize("pointers", [False, True], ids=["staged", "pointers"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("algorithm", collectives.ALLREDUCE)
-def test_allreduce(algorithm, ranks, pointers, rng, cupy):
+def test_allreduce_on_the_gpu_matches_numpy(algorithm, ranks, pointers, rng, cupy):
     if pointers and ranks > 1 and cupy.cuda.runtime.getDeviceCount() > 1:
         pytest.skip("threads on several GPUs need peer access; this test is for ranks that share one")
     for dtype in (np.float32, np.float64, np.float16):
@@ -101,30 +101,30 @@ def test_allreduce(algorithm, ranks, pointers, rng, cupy):
             assert got.dtype == dtype and np.array_equal(got.astype(np.float64), want)
 
 
-def test_a_run_goes_on_from_its_checkpoint(text, tmp_path):
+def test_gpu_training_resumes_from_its_checkpoint(text, tmp_path):
     settings = {**text, **LAYOUTS["zero3"][1], "run.device": "gpu"}
 
-    def saved(comm):
+    def save_checkpoint(comm):
         on_gpu(comm, False)
         run = Trained(comm, settings)
         path = CheckpointSaver(run.trainer, tmp_path / "checkpoints").save(STEPS)
-        trainer = assembled(comm, settings, path)
+        trainer = assemble_trainer(comm, settings, path)
         for piece in trainer.exchange.pieces():
             kept = run.state[piece.kind, piece.tensor, piece.flat.start]
             assert backend.to_host(piece.array).tobytes() == kept.tobytes(), piece.name
         assert trainer.first_step == STEPS
         return path
 
-    path = run_threads(2, saved)[0]
+    path = run_threads(2, save_checkpoint)[0]
     # and without the GPU, by the same recipe but for the device
     assert assembled_on_cpu({**settings, "run.device": "cpu"}, path) == STEPS
 
 
 def assembled_on_cpu(settings, path):
-    return run_threads(1, lambda comm: assembled(comm, settings, path).first_step)[0]
+    return run_threads(1, lambda comm: assemble_trainer(comm, settings, path).first_step)[0]
 
 
-def test_what_a_step_holds_is_on_the_device(text):
+def test_all_memory_categories_of_a_step_are_on_the_device(text):
     def body(comm):
         on_gpu(comm, False)
         return Trained(comm, {**text, **LAYOUTS["allreduce"][1], "run.device": "gpu"}).trainer.ledger.peak

@@ -1,6 +1,8 @@
-"""A rank of a program of PyTorch on GPUs over the backend hpcdist: does what its first word says; rank 0 prints JSON.
+"""A rank of a PyTorch program on GPUs over the backend hpcdist.
 
-The second word is the algorithm of the group. Kernels that only take time stand before what is to be waited for.
+
+The first argument names the case, the second the algorithm of the group. Rank 0 prints the results as JSON. Kernels
+that only take time are queued before each operation that must be waited for.
 """
 
 import json
@@ -19,60 +21,60 @@ COUNT = (9 << 20) + 5
 
 
 def operations(device: torch.device) -> dict[str, Any]:
-    """Tell of each operation whether it lies between the kernels around it, on a stream of the program."""
+    """Return for each operation whether it ran between the kernels before and after it on a side stream."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     right = {}
     for is_async in (False, True):
         for name, (call, expected) in _cases(ranks).items():
             with torch.cuda.stream(torch.cuda.Stream(device)):
-                own = torch.zeros(4 * ranks, 1000, device=device)
+                local_data = torch.zeros(4 * ranks, 1000, device=device)
                 torch.cuda._sleep(CYCLES)
-                own += rank + torch.arange(4 * ranks, device=device)[:, None]
-                found, work = call(own, is_async)
-                del own  # its memory may not be given away yet
+                local_data += rank + torch.arange(4 * ranks, device=device)[:, None]
+                result, work = call(local_data, is_async)
+                del local_data  # its memory may not be given away yet
                 other = torch.full((4 * ranks, 1000), -7.0, device=device)
                 if work is not None:
                     work.wait()
-                found = found + 1
+                result = result + 1
                 rows = torch.arange(4 * ranks, device=device)[:, None]
-                wanted = expected(torch.stack([rows + each for each in range(ranks)])) + 1
-                same = bool((found == wanted).all()) and bool((other == -7).all())
+                requested = expected(torch.stack([rows + each for each in range(ranks)])) + 1
+                same = bool((result == requested).all()) and bool((other == -7).all())
             right[f"{name}, {'async' if is_async else 'blocking'}"] = same
     return right
 
 
 def _cases(ranks: int) -> dict[str, tuple[Callable[..., Any], Callable[[torch.Tensor], torch.Tensor]]]:
-    """Return by name the call, and what this rank has of the rows (ranks, rows, 1) of all."""
+    """Return the call and the expected result of each operation. A result is computed from (ranks, rows, 1)."""
     rank = dist.get_rank()
 
-    def all_reduce(own: torch.Tensor, is_async: bool) -> Any:
-        return own, dist.all_reduce(own, async_op=is_async)
+    def all_reduce(local_data: torch.Tensor, is_async: bool) -> Any:
+        return local_data, dist.all_reduce(local_data, async_op=is_async)
 
-    def broadcast(own: torch.Tensor, is_async: bool) -> Any:
-        return own, dist.broadcast(own, ranks - 1, async_op=is_async)
+    def broadcast(local_data: torch.Tensor, is_async: bool) -> Any:
+        return local_data, dist.broadcast(local_data, ranks - 1, async_op=is_async)
 
-    def all_gather(own: torch.Tensor, is_async: bool) -> Any:
-        found = own.new_empty(ranks * len(own), own.shape[1])
-        return found, dist.all_gather_into_tensor(found, own, async_op=is_async)
+    def all_gather(local_data: torch.Tensor, is_async: bool) -> Any:
+        received = local_data.new_empty(ranks * len(local_data), local_data.shape[1])
+        return received, dist.all_gather_into_tensor(received, local_data, async_op=is_async)
 
-    def reduce_scatter(own: torch.Tensor, is_async: bool) -> Any:
-        found = own.new_empty(len(own) // ranks, own.shape[1])
-        return found, dist.reduce_scatter_tensor(found, own, async_op=is_async)
+    def reduce_scatter(local_data: torch.Tensor, is_async: bool) -> Any:
+        received = local_data.new_empty(len(local_data) // ranks, local_data.shape[1])
+        return received, dist.reduce_scatter_tensor(received, local_data, async_op=is_async)
 
-    def all_to_all(own: torch.Tensor, is_async: bool) -> Any:
-        found = torch.empty_like(own)
-        return found, dist.all_to_all_single(found, own, async_op=is_async)
+    def all_to_all(local_data: torch.Tensor, is_async: bool) -> Any:
+        received = torch.empty_like(local_data)
+        return received, dist.all_to_all_single(received, local_data, async_op=is_async)
 
-    def strided(own: torch.Tensor, is_async: bool) -> Any:
-        found = own.t().contiguous().t()
-        return found, dist.all_reduce(found, async_op=is_async)
+    def strided(local_data: torch.Tensor, is_async: bool) -> Any:
+        result = local_data.t().contiguous().t()
+        return result, dist.all_reduce(result, async_op=is_async)
 
-    def message(own: torch.Tensor, is_async: bool) -> Any:
-        found = torch.empty_like(own)
-        works = [dist.irecv(found, (rank - 1) % ranks), dist.isend(own, (rank + 1) % ranks)]
+    def message(local_data: torch.Tensor, is_async: bool) -> Any:
+        received = torch.empty_like(local_data)
+        works = [dist.irecv(received, (rank - 1) % ranks), dist.isend(local_data, (rank + 1) % ranks)]
         for work in works:
             work.wait()
-        return found, None
+        return received, None
 
     return {
         "all_reduce": (all_reduce, lambda inputs: inputs.sum(0)),
@@ -86,7 +88,7 @@ def _cases(ranks: int) -> dict[str, tuple[Callable[..., Any], Callable[[torch.Te
 
 
 def ddp(device: torch.device) -> dict[str, Any]:
-    """Tell how far parameters after some steps of DDP are from those of one process with all samples."""
+    """Return the largest relative difference between DDP parameters and parameters of one process with all samples."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(5)
     layers = [torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Linear(256, 256), torch.nn.Linear(256, 8)]
@@ -96,11 +98,11 @@ def ddp(device: torch.device) -> dict[str, Any]:
     model = torch.nn.parallel.DistributedDataParallel(module, device_ids=[device.index], bucket_cap_mb=0.2)
     inputs = torch.randn(6, 8 * ranks, 256, device=device)
     for step in range(6):
-        for own, samples in ((model, inputs[step][rank::ranks]), (alone, inputs[step])):
-            own.zero_grad()
-            own(samples).square().mean().backward()
+        for local_input, samples in ((model, inputs[step][rank::ranks]), (alone, inputs[step])):
+            local_input.zero_grad()
+            local_input(samples).square().mean().backward()
             with torch.no_grad():
-                for parameter in own.parameters():
+                for parameter in local_input.parameters():
                     parameter -= 0.05 * parameter.grad
     pairs = zip(module.parameters(), alone.parameters(), strict=True)
     return {"apart": max(float(((one - other).abs().max() / other.abs().max()).detach()) for one, other in pairs)}
@@ -111,7 +113,7 @@ def _sizes(layer: Any) -> tuple[int, ...]:
 
 
 def overlap(device: torch.device) -> dict[str, Any]:
-    """Tell how long the host is in an asynchronous call behind kernels that take long, and how long these take."""
+    """Return the seconds of an asynchronous call, and of the slow kernels that are queued before it."""
     tensor = torch.ones(COUNT, device=device)
     dist.all_reduce(tensor)
     torch.cuda.synchronize()
@@ -131,10 +133,10 @@ def overlap(device: torch.device) -> dict[str, Any]:
 def main() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group("hpcdist", device_id=device, pg_options=hpcdist.torch.Options(algorithm=sys.argv[2]))
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, globals()[sys.argv[1]](device))
+    result: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(result, globals()[sys.argv[1]](device))
     if dist.get_rank() == 0:
-        print(json.dumps({"ranks": found}), flush=True)
+        print(json.dumps({"ranks": result}), flush=True)
     dist.destroy_process_group()
 
 

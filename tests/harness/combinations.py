@@ -1,4 +1,4 @@
-"""Runs that are stopped and go on, of every exchange, schedule and precision, and products of all axes of ranks."""
+"""Runs that are stopped and resumed, for every exchange, schedule and precision, and products of all rank axes."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +26,7 @@ from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError
 from hpcdist.training.recipe.requirements import grid_of_recipe
 
-HALF = 3  # steps before the kill, and behind it
+HALF = 3  # steps before the kill, and after it
 SMALL = recipe_keys(
     "layers=2 hidden=8 heads=2 dropout=0.1 data.context=4 global_batch=8 steps=20 optimizer.warmup_steps=4 "
     "optimizer.clip_norm=0.5"
@@ -111,8 +111,8 @@ TABLES = EXCHANGES, SCHEDULES, TENSOR, PRECISIONS
 COMBINATIONS = tuple(product(*TABLES))
 
 
-def legal(numbers: Iterable[int] = range(len(COMBINATIONS))) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Those of the combinations ``numbers`` that a recipe may have, each with one of the optimizers."""
+def legal_combinations(numbers: Iterable[int] = range(len(COMBINATIONS))) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Return the combinations in ``numbers`` that a recipe may have, each with one of the optimizers."""
     for number in numbers:
         names, keys = COMBINATIONS[number], dict(SMALL)
         for table, name in zip(TABLES, names, strict=True):
@@ -206,19 +206,19 @@ CELL_PARAMETERS = {
 
 
 class Cell(NamedTuple):
-    """A product: a number of ranks, and a value of each of `CELL_PARAMETERS`."""
+    """A combination to test: a number of ranks, and a value of each of `CELL_PARAMETERS`."""
 
     ranks: int
     values: tuple[str, ...]
 
     @property
     def keys(self) -> dict[str, Any]:
-        """Its keys of a recipe."""
+        """Return the recipe keys of the cell."""
         return CELL | recipe_keys(" ".join(self.values))
 
     @property
     def is_legal(self) -> bool:
-        """Whether a recipe may have it."""
+        """Return True if a recipe may have these keys."""
         try:
             grid_of_recipe(recipe_of(self.keys), self.ranks)
         except ConfigurationError:
@@ -226,7 +226,7 @@ class Cell(NamedTuple):
         return True
 
     def trained(self, comm: Communicator, path: Path, *, alone: bool = False) -> tuple[list[float], State]:
-        """Return losses and state of `CELL_STEPS` steps, ``alone`` without any layout. Collective."""
+        """Return the losses and the state after `CELL_STEPS` steps. ``alone`` ignores the layout. Collective."""
         keys = self.keys | {"data.path": path}
         if alone:
             keys = {key: value for key, value in keys.items() if not key.startswith(LAYOUT_KEYS)}
@@ -240,21 +240,22 @@ class Cell(NamedTuple):
         return result
 
     def alone(self, path: Path) -> tuple[list[float], State]:
-        """Return what one process has (local)."""
+        """Return the losses and the state of one process. Local."""
         return self.trained(solo(), path, alone=True)
 
-    def check(self, own: tuple[list[float], State], expected: tuple[list[float], State]) -> None:
-        """Hold what a rank has against what one process has (local)."""
+    def check(self, local_data: tuple[list[float], State], expected: tuple[list[float], State]) -> None:
+        """Compare the result of a rank with the result of one process. Local."""
         tolerance, name = TOLERANCE[self.values[-1].partition("=")[2]], " ".join(self.values)
-        np.testing.assert_allclose(own[0], expected[0], rtol=tolerance, err_msg=name)
-        assert difference(own[1], expected[1]) <= 10 * tolerance, name
+        np.testing.assert_allclose(local_data[0], expected[0], rtol=tolerance, err_msg=name)
+        assert difference(local_data[1], expected[1]) <= 10 * tolerance, name
 
 
 @cache
 def covering(sizes: Sequence[int], count: int) -> list[Cell]:
-    """Return ``count`` cells or more on so many ranks, with every pair of values that go together.
+    """Return at least ``count`` cells on ``sizes`` ranks that cover every legal pair of values.
 
-    They are drawn the same every time: those with most new pairs first, until there are enough.
+
+    The random choice is the same in every run. Cells with the most new pairs come first.
     """
     rng = np.random.default_rng(28)
     parameters = [tuple(map(str, sizes)), *CELL_PARAMETERS.values()]

@@ -1,9 +1,8 @@
-"""Models and optimizers that run on the CPU and on a GPU, real or double, and a look at what a training transfers.
+"""Models and optimizers on the CPU and on a GPU, real or double, and the transfers of a training.
 
-Every class and function takes the place to compute, "cpu" or "gpu"; nothing here knows which cupy that is.
 
-A step brings to the host the batch's losses, all at once, a norm, and what the message layer stages; between two
-messages nobody waits.
+Every class and function takes the device, "cpu" or "gpu", and works with any cupy. A step copies to the host the losses
+of the batch, all at once, a norm, and the messages that are staged. Between two messages nobody waits.
 """
 
 import threading
@@ -76,31 +75,34 @@ MICROBATCHES = 2
 
 def batches_of(case: str, rng: np.random.Generator) -> Batches:
     config, inputs = MODELS[case]
-    found = []
+    results = []
     for samples in range(3, 3 + MICROBATCHES):
         if config.kind == "gpt":
             tokens = rng.integers(0, config.vocabulary, (samples, inputs["context"] + 1)).astype(np.uint8)
-            found.append((tokens[:, :-1].copy(), tokens[:, 1:].copy()))
+            results.append((tokens[:, :-1].copy(), tokens[:, 1:].copy()))
         elif config.kind == "encoder":
             tokens = rng.integers(0, config.vocabulary, (samples, inputs["context"])).astype(np.uint8)
             targets = np.full(tokens.shape, IGNORED)
             targets[:, 2 : 2 + masked_predictions(inputs["context"])] = 5
-            found.append((tokens, targets))
+            results.append((tokens, targets))
         else:
             features = inputs.get(
                 "features", inputs.get("height", 1) * inputs.get("width", 1) * inputs.get("channels", 1)
             )
             x = rng.integers(0, 256, (samples, features)).astype(np.uint8)
-            found.append((x if "bytes" in case else x / 64 - 2, rng.integers(0, inputs["classes"], samples)))
-    return found
+            results.append((x if "bytes" in case else x / 64 - 2, rng.integers(0, inputs["classes"], samples)))
+    return results
 
 
-def placed(batches: Batches, on: str) -> Batches:
+def place_batches(batches: Batches, on: str) -> Batches:
     return [(backend.place(x, on), backend.place(targets, on)) for x, targets in batches]
 
 
 def crossings(gpu: ModuleType, case: str, *, backward: bool = True) -> Counter[tuple[str, str]]:
-    """What the micro-batches of a step transfer, or one of an evaluation: a layer of experts waits once, for counts."""
+    """Return the transfers of a step's micro-batches, or of one evaluation.
+
+    A layer of experts waits once, for counts.
+    """
     config, _ = MODELS[case]
     layers = config.layers * (MICROBATCHES if backward else 1)
     sites = {(gpu.H2D, "mixture._route"): layers, (gpu.D2H, "router.count"): layers, (gpu.H2D, "router.place"): layers}
@@ -109,7 +111,7 @@ def crossings(gpu: ModuleType, case: str, *, backward: bool = True) -> Counter[t
 
 
 class ModelRun:
-    """A model on ``on`` with parameters that are larger than initial ones, so that every path matters."""
+    """A model on ``on``. Its parameters are larger than initial values, so that every path has an effect."""
 
     def __init__(self, case: str, dtype: str, on: str, seed: int) -> None:
         config, inputs = MODELS[case]
@@ -125,11 +127,11 @@ class ModelRun:
         self.seed, self.number = seed, 1  # of a step, as masks see them
 
     def draw(self, first_sample: int) -> Draw:
-        """What a micro-batch drops."""
+        """Return the dropout of a micro-batch."""
         return Draw(self.seed, self.number, first_sample)
 
     def step(self, batches: Batches) -> list[backend.Scalar]:
-        """Return the loss of each micro-batch, where it was computed; the gradient is left in its store."""
+        """Return the loss of each micro-batch on its device. The gradient is left in its store."""
         for stage in self.into:
             stage.begin_step()
         losses, first = [], 0
@@ -144,9 +146,10 @@ class ModelRun:
         return losses
 
     def split_step(self, batches: Batches, together: bool) -> None:
-        """Do the backward of `step` in two passes, the second of all micro-batches at the end, or ``together``.
+        """Run the backward of `step` in two passes: the second at the end for all micro-batches, or ``together``.
 
-        Memory that nobody holds any more is spoiled in between.
+
+        Unused memory is overwritten in between.
         """
         model, two_passes = self.model, split_backward.split_operations(self.model.operations)
         stages = list(zip(model.stages, self.parameters, self.into, strict=True))[::-1]
@@ -203,7 +206,7 @@ OPTIMIZERS = {
 UPDATES = 5
 
 
-def drawn(rng: np.random.Generator, dtype: str) -> FlatStore:
+def random_store(rng: np.random.Generator, dtype: str) -> FlatStore:
     store = FlatStore(TENSORS, dtype_of(dtype))
     for segment in TENSORS.segments:
         store.view(segment.key)[...] = rng.standard_normal(segment.spec.shape)
@@ -233,7 +236,7 @@ class OptimizerRun:
             rule.apply(part, self.master, self.gradient, self.working, norms)
 
     def stores(self) -> list[FlatStore]:
-        """The weights and every slot."""
+        """Return the weights and every slot."""
         return [self.master, *(slot for rule in self.optimizers for slot in rule.slots.values())]
 
 
@@ -245,7 +248,7 @@ STAGED, INSIDE = "a staged allreduce", 1
 
 
 class Watch:
-    """Looks on one rank: messages of parameters, gradients and activations, and transfers, of each step."""
+    """Counts the messages (parameters, gradients, activations) and the transfers of each step on one rank."""
 
     def __init__(self, gpu: ModuleType, pointers: bool) -> None:
         self._gpu, self._pointers, self._name = gpu, pointers, threading.current_thread().name
@@ -278,7 +281,7 @@ class Watch:
 
 
 def expected_sites(gpu: ModuleType, run: Trained, messages: Counter[str], pointers: bool) -> Counter[tuple[str, str]]:
-    """What a step of one rank transfers and waits for, and where."""
+    """Return the expected transfers and waits of a step of one rank, by call site."""
     trainer = run.trainer
     samples = len(range(trainer.recipe.run.global_batch)[trainer.data_axis.rank :: trainer.data_axis.size])
     last, context = len(trainer.model.stages) - 1, trainer.context

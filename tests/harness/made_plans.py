@@ -1,4 +1,4 @@
-"""A made-up plan: a model, a cluster and an estimate with round numbers, for what shows them."""
+"""A made-up plan with round numbers, for tests of its output: a model, a cluster and an estimate."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ GB = 1e9
 
 
 def problems(description: ModelDescription, layout: ParallelLayout, cluster: Cluster, batch: int) -> tuple[str, ...]:
-    """Return why the layout cannot be, a text for each limit; nothing for one that can."""
+    """Return the reasons why a layout is impossible: one text for each violated limit."""
     broken = [*checks.shape_problems(description, layout, cluster, batch)]
     if not broken and (full := checks.memory_problem(memory(description, layout, cluster, batch))):
         broken.append(full)
@@ -30,7 +30,7 @@ def problems(description: ModelDescription, layout: ParallelLayout, cluster: Clu
 
 
 def cluster_of(device: Device, *levels: LinkLevel, **keys: Any) -> Cluster:
-    """Return a cluster of nodes of 8 devices, with a slow file system and failures that are rare."""
+    """Return a cluster of nodes with 8 devices, a slow file system and rare failures."""
     made = {"name": "test", "about": "", "devices": 1 << 17, "node": ClusterNode(devices=8)}
     names = ("write_bytes_per_s", "read_bytes_per_s", "node_write_bytes_per_s", "node_read_bytes_per_s")
     made |= {"storage": ClusterStorage(**dict.fromkeys(names, 1e9))}

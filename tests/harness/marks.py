@@ -1,4 +1,4 @@
-"""Decorators of tests: for each row of a table, and on ranks that are threads of one process."""
+"""Decorators of tests: one test for each row of a table, and tests on ranks that are threads of one process."""
 
 import copy
 import functools
@@ -12,14 +12,16 @@ from hpcdist.comm.threads.communicator import run_threads
 
 
 def cases(names: str, *rows: object, **options: Any) -> pytest.MarkDecorator:
-    """Run a test for each of ``rows``, which have values of the parameters ``names``: "size, expected"."""
+    """Run a test for each of ``rows``, which contain values of the parameters ``names``: "size, expected"."""
     return pytest.mark.parametrize(names, rows, **options)
 
 
 def on_threads(size: int | str, **options: Any) -> Callable[[Callable[..., object]], Callable[..., None]]:
-    """Run a test on ``size`` ranks, with the options of `run_threads`; its first parameter is the communicator of each.
+    """Run a test on ``size`` threads as ranks, with the options of `run_threads`.
 
-    An option that is a word is the parameter of the test that has this name. All ranks draw the same of ``rng``.
+
+    The first parameter of the test is the communicator of each rank. A string option names the test parameter with its
+    value. All ranks get the same state of ``rng``.
     """
 
     def decorate(test: Callable[..., object]) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""Pages of documentation as tests see them: their blocks of code, the commands in these, and output to compare."""
+"""Parses documentation pages for tests: code blocks, their commands, and their output."""
 
 import fnmatch
 import re
@@ -27,7 +27,7 @@ _BAR: Final = re.compile(r"[-─━=|█▇▆▅▄▃▂▁▏▎▍▌▋▊�
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code: its language, the words behind it, its lines, and where it begins."""
+    """A code block: its language, the words after it, its lines, and its first line number."""
 
     language: str
     words: tuple[str, ...]
@@ -36,12 +36,12 @@ class Block:
 
     @property
     def title(self) -> str:
-        """The file that the block is; "" for none."""
+        """The file name of the block, or "" if it has no name."""
         return next((word.removeprefix("title=") for word in self.words if word.startswith("title=")), "")
 
 
 def blocks(page: str) -> list[Block]:
-    """Return the blocks of code of a page in their order."""
+    """Return the code blocks of a page in order."""
     result: list[Block] = []
     info, begun, lines = "", 0, []
     for number, line in enumerate(page.splitlines(), start=1):
@@ -58,7 +58,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def turns(text: str) -> list[tuple[str, list[str]]]:
-    """Return the commands of a console block, each with the lines of output that follow it."""
+    """Return the commands of a console block, each with its output lines."""
     result: list[tuple[str, list[str]]] = []
     continued = False
     for line in text.splitlines():
@@ -73,17 +73,17 @@ def turns(text: str) -> list[tuple[str, list[str]]]:
 
 
 def plain(line: str) -> str:
-    """Return a line of output as it is compared: every number, unit of bytes or time, and bar alike, blanks joined."""
+    """Return a line of output in normal form: numbers, units, bars and blanks are replaced."""
     return " ".join(_BAR.sub("-", _UNIT.sub("unit", _NUMBER.sub("#", line))).split())
 
 
 def difference(expected: list[str], shown: list[str]) -> str:
-    """Return what of the ``expected`` lines was not ``shown``, in this order; "" for nothing."""
-    wanted = [plain(line) for line in expected]
+    """Return the first ``expected`` line that is missing in ``shown``, in order, or ""."""
+    requested = [plain(line) for line in expected]
     rest = [plain(line) for line in shown]
     rest = [line for line in rest if line]
     skips = True  # of what comes before the first line, such as what a first start compiles
-    for line in wanted:
+    for line in requested:
         if not line:
             continue
         if line == ANY_LINES:
@@ -97,7 +97,7 @@ def difference(expected: list[str], shown: list[str]) -> str:
 
 
 def commands(text: str) -> list[list[str]]:
-    """Return the words of each call of hpcdist in a shell block."""
+    """Return the words of each hpcdist call in a shell block."""
     lines = text.replace("\\\n", " ").splitlines()
     result = []
     for line in lines:
@@ -112,9 +112,9 @@ def commands(text: str) -> list[list[str]]:
 
 
 def unknown(call: list[str]) -> str:
-    """Return the first word of a call of hpcdist that is neither a command nor an option there; "" for none."""
+    """Return the first word of an hpcdist call that is neither a command nor an option, or ""."""
     current: click.Command = group
-    known = _options(group)
+    reference = _options(group)
     context = click.Context(group, info_name="hpcdist")
     for word in call:
         name = word.split("=")[0].rstrip(";")
@@ -126,9 +126,9 @@ def unknown(call: list[str]) -> str:
             assert isinstance(above, click.Group)
             child = above.get_command(context, name)
             assert child is not None
-            current, known = child, known | _options(child)
+            current, reference = child, reference | _options(child)
         elif word.startswith("-") and " " not in word:
-            if name not in known and not re.fullmatch(r"-\d.*|-[a-z]\d+", name):
+            if name not in reference and not re.fullmatch(r"-\d.*|-[a-z]\d+", name):
                 return word
         elif current is group:
             return word
@@ -142,14 +142,17 @@ def _options(command: click.Command) -> set[str]:
 
 def figures(page: str) -> list[tuple[str, Path]]:
     """Return the figures of a page that name a result: the number before the comment, and the file."""
-    found = re.findall(r"([\d.]+)[^\d\n]{0,40}<!-- (results/[\w./*-]+) -->", page)
-    return [(number.rstrip("."), Path(file)) for number, file in found]
+    matches = re.findall(r"([\d.]+)[^\d\n]{0,40}<!-- (results/[\w./*-]+) -->", page)
+    return [(number.rstrip("."), Path(file)) for number, file in matches]
 
 
 def rows_of_file(page: str, name: str) -> list[str]:
-    """Return the rows of tables of a page that name a result: by a pattern, with or without its suffix, or a folder."""
+    """Return the table rows of a page that name a result: by a pattern, with or without suffix, or by folder."""
     rows = {row: re.findall(r"`([^`]+)`", row) for row in page.splitlines() if row.startswith("| ")}
     patterns = {
-        row: [each for cell in own for each in (cell, f"{cell}*", f"{cell.rstrip('/')}/*")] for row, own in rows.items()
+        row: [each for cell in local_input for each in (cell, f"{cell}*", f"{cell.rstrip('/')}/*")]
+        for row, local_input in rows.items()
     }
-    return [row for row, own in patterns.items() if any(fnmatch.fnmatch(name, pattern) for pattern in own)]
+    return [
+        row for row, local_input in patterns.items() if any(fnmatch.fnmatch(name, pattern) for pattern in local_input)
+    ]

@@ -1,4 +1,4 @@
-"""A model whose stages take outputs of earlier ones too, a step of it on a pipeline, and random orders of passes."""
+"""A model whose stages also take outputs of earlier stages, a step of it on a pipeline, and random pass orders."""
 
 import random
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ TAKES = {3: (0, 1), 5: (0,), 6: (2, 4)}  # 4 -> 6 past one unit, 0 to two units
 
 
 class Taking(Dense):
-    """A dense layer that adds outputs of earlier ones to its own."""
+    """A dense layer that adds outputs of earlier layers to its output."""
 
     def __init__(self, layer: int, takes: tuple[int, ...], outputs: int = WIDTH) -> None:
         super().__init__(layer, WIDTH, outputs, "" if outputs != WIDTH else "gelu", 0.0)
@@ -74,9 +74,10 @@ def run(
     built: Model | None = None,
     samples: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> tuple[float, float, dict[str, bytes]]:
-    """One step without its update: the loss, that of an evaluation, and the gradients of the own tensors.
+    """Run one step without its update. Return the training loss, the evaluation loss and the local gradients.
 
-    Of ``built`` on ``samples``, by default `model` on `data`.
+
+    The defaults of ``built`` and ``samples`` are `model` and `data`.
     """
     built = built or model()
     axes = {"data": comm.split(comm.rank), "pipeline": comm, "placement": plan.placement}
@@ -115,17 +116,17 @@ def run(
     return loss, sum(evaluated), gradients
 
 
-def planned(name: str, ranks: int, chunks: int, microbatches: int) -> Plan:
-    """The passes of a schedule over even chunks."""
+def schedule_passes(name: str, ranks: int, chunks: int, microbatches: int) -> Plan:
+    """Return the passes of a schedule over chunks of equal size."""
     written = generated(name, ranks, microbatches, chunks)
     each = np.array_split(range(UNITS), ranks * chunks)
     placement = written.place([range(int(part[0]), int(part[-1]) + 1) for part in each])
     return Plan(replace(placement, skips=model().skips), written.passes, microbatches)
 
 
-def alone(microbatches: int, on: str = "cpu") -> tuple[float, float, dict[str, bytes]]:
-    """The same step on one rank (local)."""
-    return run(solo(), planned("sequential", 1, 1, microbatches), on)
+def run_single_process(microbatches: int, on: str = "cpu") -> tuple[float, float, dict[str, bytes]]:
+    """Run the same step on one rank. Local."""
+    return run(solo(), schedule_passes("sequential", 1, 1, microbatches), on)
 
 
 PASSES = {True: (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), False: (Kind.FORWARD, Kind.BACKWARD)}
@@ -136,14 +137,17 @@ def parts(units: int, chunks: int, draw: random.Random) -> list[range]:
     return [range(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
 
 
-def legal(placement: StagePlacement, microbatches: int, split: bool, draw: random.Random) -> tuple[Passes, ...]:
-    """A random order of all passes that keeps to what they need; each rank takes its own of them.
+def random_legal_order(
+    placement: StagePlacement, microbatches: int, split: bool, draw: random.Random
+) -> tuple[Passes, ...]:
+    """Return a random order of all passes that respects their dependencies. Each rank runs its passes of the order.
 
-    Each chunk takes micro-batches in their order in every kind of pass: sums of gradients then have the same bits.
+
+    Each chunk takes micro-batches in order in every kind of pass, so that gradient sums have the same bits.
     """
     last = len(placement.chunks) - 1
     done = {(way, chunk): 0 for way in PASSES[split] for chunk in range(last + 1)}
-    found: tuple[Passes, ...] = tuple([] for _ in range(placement.stages))
+    result: tuple[Passes, ...] = tuple([] for _ in range(placement.stages))
     back = PASSES[split][1]
 
     def ready(way: Kind, chunk: int) -> bool:
@@ -160,6 +164,6 @@ def legal(placement: StagePlacement, microbatches: int, split: bool, draw: rando
         way, chunk = draw.choice(choices)
         rank = placement.ranks[chunk]
         local = [number for number, owner in enumerate(placement.ranks) if owner == rank].index(chunk)
-        found[rank].append((way, done[way, chunk], local))
+        result[rank].append((way, done[way, chunk], local))
         done[way, chunk] += 1
-    return found
+    return result

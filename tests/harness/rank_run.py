@@ -1,4 +1,4 @@
-"""Steps of a tiny model under one exchange, on one rank: without a recipe, files or checkpoints."""
+"""Steps of a tiny model under one exchange on one rank, without a recipe, files or checkpoints."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -37,23 +37,23 @@ MicroBatches = list[tuple[np.ndarray, np.ndarray]]
 
 
 def gpt(config: ModelConfig = GPT, dtype: str = "float32", context: int = CONTEXT) -> Model:
-    """Return a model, of tables or of text."""
+    """Return a model of tables or of text."""
     return models.build(config, dtype, context=context, features=FEATURES, classes=CLASSES)
 
 
 def text(rng: np.random.Generator, steps: int, samples: int, vocabulary: int = 256) -> np.ndarray:
-    """Return tokens (steps, samples, context + 1), drawn."""
+    """Return random tokens (steps, samples, context + 1)."""
     return rng.integers(0, vocabulary, (steps, samples, CONTEXT + 1)).astype(np.uint8)
 
 
 def seat(comm: Communicator, model: Model, optimizer: OptimizerConfig, **keys: Any) -> RankContext:
-    """Return the context of a rank, by default one whose data axis is ``comm``; ``keys`` are of `RankContext`."""
+    """Return the context of a rank. By default its data axis is ``comm``; ``keys`` are fields of `RankContext`."""
     given = {"data": comm, "pipeline": solo(), "total_steps": 1000, "algorithm": "ring"}
     return RankContext(world=comm, model=model, optimizer=optimizer, **given | keys)
 
 
 def load_initial(context: RankContext, exchange: Any, seed: int = 3) -> None:
-    """Give an exchange the initial values of the stages that it keeps (local)."""
+    """Give an exchange the initial values of the stages that it keeps. Local."""
     model = context.model
     if context.pipeline.size == 1:
         initial = FlatStore(model.layout, model.dtype)
@@ -67,10 +67,11 @@ def load_initial(context: RankContext, exchange: Any, seed: int = 3) -> None:
 
 
 class RankRun:
-    """A model under the exchange that ``make`` gives, with the list of its step, ``proven``; a context manager.
+    """A model under the exchange that ``make`` returns, with its list of operations. A context manager.
 
-    ``config`` and ``dtype`` are of the model, ``servers`` of a parameter server. Further keys are those of the rank's
-    context. Building one is collective over ``comm``.
+
+    ``config`` and ``dtype`` describe the model, ``servers`` a parameter server. Further keys are fields of the rank's
+    context. ``proven`` verifies the list. Building a run is collective over ``comm``.
     """
 
     def __init__(
@@ -131,12 +132,12 @@ class RankRun:
             self.exchange.overlap.close()
 
     def share(self, samples: np.ndarray) -> list[np.ndarray]:
-        """Return this replica's part of ``samples``, cut into micro-batches."""
+        """Return this replica's part of ``samples``, split into micro-batches."""
         mine = np.array_split(samples, self.context.data.size)[self.context.data.rank]
         return np.array_split(mine, self.parallel.microbatches)
 
     def batches(self, samples: np.ndarray) -> MicroBatches:
-        """Return this replica's part of sequences (samples, context + 1) and what follows each token."""
+        """Return this replica's part of sequences (samples, context + 1) and the next tokens."""
         if not self.context.computes:
             return []
         parts = [backend.place(part, self.context.on) for part in self.share(samples)]
@@ -145,28 +146,28 @@ class RankRun:
     def run(
         self, parts: MicroBatches, samples: int, number: int | None = None, operations: list[Operation] | None = None
     ) -> StepResult:
-        """Make a step on micro-batches, of ``samples`` on all ranks. Collective."""
+        """Make a step on micro-batches, of ``samples`` samples on all ranks. Collective."""
         self.number = self.number + 1 if number is None else number
         return self.executor.run(operations or self.operations, parts, samples, self.number, np.zeros(2))
 
     def step(self, samples: np.ndarray, number: int | None = None, operations: list[Operation] | None = None) -> float:
-        """Make a step on the sequences of all ranks; return the loss. Collective."""
+        """Make a step on the sequences of all ranks and return the loss. Collective."""
         return self.run(self.batches(samples), len(samples), number, operations).loss
 
     def losses(self, data: Iterable[np.ndarray]) -> list[float]:
-        """Return the losses of a step for each of ``data``. Collective."""
+        """Return the loss of a step for each element of ``data``. Collective."""
         return [self.step(samples) for samples in data]
 
     def train(self, data: Iterable[np.ndarray]) -> tuple[list[float], bytes]:
-        """Return the losses, and the bits of the parameters that are here afterwards. Collective."""
+        """Return the losses, and the bits of the local parameters after the steps. Collective."""
         return self.losses(data), self.bits()
 
     def bits(self) -> bytes:
-        """Return the bits of the parameters that are here."""
+        """Return the bits of the local parameters."""
         return self.exchange.parameters.array.tobytes()
 
     def failure(self, samples: np.ndarray, number: int) -> str:
-        """Return why a step fails, as the trainer has it; parameters are not touched. Collective."""
+        """Return the reason why a step fails, as the trainer reports it. Parameters are not changed. Collective."""
         batches, before = self.batches(samples), self.bits()
         with pytest.raises(NonFiniteError) as caught:
             self.run(batches, len(samples), number)
@@ -177,10 +178,10 @@ class RankRun:
 
     def state(self) -> trainings.State:
         """Return all that the ranks save, by kind and tensor. Collective."""
-        return trainings.gathered(self.comm, self.exchange.pieces())
+        return trainings.gather_tensors(self.comm, self.exchange.pieces())
 
     def load(self, state: trainings.State, scalars: dict[str, object], steps: int) -> None:
-        """Go on from what another run saved after ``steps``. Collective."""
+        """Load the state that another run saved after ``steps``. Collective."""
         for piece in self.exchange.wanted():
             piece.array[...] = state[piece.kind, piece.tensor][piece.flat.slice]
         self.exchange.restore(scalars)
@@ -193,15 +194,15 @@ def optimizer_of(**keys: Any) -> OptimizerConfig:
 
 
 def split_by_parameters(model: Model, ranks: int) -> StagePlacement:
-    """Return one chunk for each of ``ranks``, with the largest number of parameters as small as can be."""
+    """Return one chunk for each of ``ranks``, with the smallest possible maximum of parameters."""
     sizes = [float(sum(spec.size for spec in stage.tensors())) for stage in model.stages]
-    found = partition(sizes, range(ranks), StageDevices.alike(ranks), None)
-    assert found is not None
-    return looped(found.chunks, ranks)
+    result = partition(sizes, range(ranks), StageDevices.alike(ranks), None)
+    assert result is not None
+    return looped(result.chunks, ranks)
 
 
 def meet(exchange: Any) -> None:
-    """Come to a rendezvous of servers without lock-step, as the loop of a training does. Collective over the world."""
+    """Join a rendezvous of servers without lock-step, as the training loop does. Collective over the world."""
     exchange.meet()
     workers = len(exchange.roles.workers)
     values = np.zeros(workers + 2)

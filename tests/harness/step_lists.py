@@ -1,8 +1,9 @@
-"""Whole steps as lists, for any schedule under any exchange, and what they compute: names instead of numbers.
+"""Whole steps as lists, for any schedule under any exchange, and their results: names instead of numbers.
 
-`build` makes the lists as the trainer does. `perform` runs them by its own rules and knows nothing of the verifier:
-what a rank reads must be there, and the new value of a parameter is the set of all that went into it. Two steps that
-end with the same values are the same step.
+
+`build` makes the lists as the trainer does. `perform` runs them by independent rules without the verifier: a rank may
+only read values that exist, and the new value of a parameter is the set of all its contributions. Two steps that end
+with the same values are the same step.
 """
 
 from collections import Counter
@@ -32,7 +33,7 @@ EXCHANGES = {
 
 @dataclass
 class Step:
-    """The lists of all ranks, and what they are verified against."""
+    """The lists of all ranks, and the data for their verification."""
 
     grid: ProcessGrid
     microbatches: int
@@ -57,8 +58,8 @@ class Step:
         )
 
 
-def can(schedule: str, exchange: str) -> bool:
-    """Whether the exchange goes with the schedule: not where micro-batches are reduced one by one, and W comes late."""
+def is_supported(schedule: str, exchange: str) -> bool:
+    """Return True if the exchange supports the schedule. W may not be late if micro-batches are reduced one by one."""
     return EXCHANGES[exchange][2] or not SCHEDULES[schedule].splits
 
 
@@ -75,12 +76,12 @@ def build(
     step = Step(ProcessGrid(data=data, pipeline=ranks), microbatches, placement, accumulates, degrees)
     for rank in range(step.grid.size):
         place = step.grid.coordinates(rank)
-        own = {unit: step.units[unit] for chunk in placement.of(place["pipeline"]) for unit in chunk}
+        local_values = {unit: step.units[unit] for chunk in placement.of(place["pipeline"]) for unit in chunk}
         steps = compute_operations(schedule, microbatches, placement, place["pipeline"])
         if gathers:
-            steps = insert_gathers(steps, {unit: [unit] for unit in own}, keep=keep)
-        plan = _plan(exchange, list(own.values()), data, place["data"])
-        step.lists.append(insert_exchange(steps, plan, own, every_microbatch=not accumulates))
+            steps = insert_gathers(steps, {unit: [unit] for unit in local_values}, keep=keep)
+        plan = _plan(exchange, list(local_values.values()), data, place["data"])
+        step.lists.append(insert_exchange(steps, plan, local_values, every_microbatch=not accumulates))
     return step
 
 
@@ -101,23 +102,20 @@ def _plan(exchange: str, units: Sequence[Range], data: int, number: int) -> list
 
 
 def _merged(units: Sequence[Range]) -> list[Range]:
-    found: list[Range] = []
+    result: list[Range] = []
     for part in units:
-        if found and found[-1].stop == part.start:
-            part = Range(found.pop().start, part.stop)
-        found.append(part)
-    return found
+        if result and result[-1].stop == part.start:
+            part = Range(result.pop().start, part.stop)
+        result.append(part)
+    return result
 
 
 class HazardError(Exception):
-    """Something is read that is not there, or not finished."""
+    """A value is read that does not exist or is not finished."""
 
 
 def perform(step: Step) -> list[dict[int, object]]:
-    """Return, for each rank, what it ends with: by element where its values change, the value.
-
-    Raises HazardError.
-    """
+    """Return the final values of each rank, by element. Raises HazardError."""
     return _Machine(step).run()
 
 
@@ -131,7 +129,7 @@ class _Rank:
         self.gradients: dict[int, Counter[object]] = {}  # by element
         self.sums: dict[int, Counter[object]] = {}
         self.directions: dict[int, object] = {}
-        self.values: dict[int, object] = {}  # of whole units that are here, and of the own cut
+        self.values: dict[int, object] = {}  # values of whole local units, and of this rank's cut
         self.there: set[int] = set()  # units
         self.agreed: object = None
         self.norms: object = None
@@ -179,16 +177,16 @@ class _Machine:
                     moving = True
         if waiting or self.mail:
             raise HazardError(f"ranks {sorted(waiting)} wait, and {self.mail} was never received")
-        found = []
+        results = []
         for index, rank in enumerate(self.ranks):
             if any(rank.gradients.values()) or rank.under_way or rank.between or rank.activations:
                 raise HazardError(f"rank {index} has something left")
             kept = [e for e in rank.values if e in self.own[index] or e // UNIT not in self.freed[index]]
-            found.append({element: rank.values[element] for element in kept} | {-1: rank.agreed})
-        return found
+            results.append({element: rank.values[element] for element in kept} | {-1: rank.agreed})
+        return results
 
     def program(self, index: int) -> Iterator[bool]:
-        """Carry out the list of a rank; yield True where it goes on, False where it has to wait."""
+        """Run the list of a rank. Yield True after progress, and False if it has to wait."""
         rank = self.ranks[index]
         for op in self.step.lists[index]:
             if op.kind in (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT):
@@ -260,7 +258,7 @@ class _Machine:
             rank.gradients.setdefault(element, Counter())[rank.data, op.microbatch, half] += 1
 
     def sent(self, rank: _Rank, op: Operation) -> object:
-        """What a rank contributes to a collective, as it is now."""
+        """Return the current contribution of a rank to a collective."""
         if op.range is not None:
             return {e: Counter(rank.gradients.get(e, {})) for e in self.within(op.range)}
         return {e: rank.values[e] for e in self.within(self.step.units[op.unit])}

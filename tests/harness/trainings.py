@@ -1,6 +1,7 @@
-"""Trainings of recipes on ranks: made, stepped, saved and gathered, and one process to compare them with.
+"""Trainings of recipes on ranks: build, step, save and gather them, and compare them with one process.
 
-A recipe is a dictionary of keys, over `SMALL` where nothing else is said. All that takes a trainer is collective.
+
+A recipe is a dictionary of keys over the defaults `SMALL`. Every function that takes a trainer is collective.
 """
 
 import hashlib
@@ -51,9 +52,10 @@ TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 
 
 def recipe_keys(text: str) -> Keys:
-    """Return the keys of a recipe that ``text`` has: "strategy=zero1 zero.gradients=2".
+    """Return the recipe keys in ``text``: "strategy=zero1 zero.gradients=2".
 
-    The section may be left out where one alone has the key.
+
+    The section may be omitted if only one section has the key.
     """
     sections: dict[str, list[str]] = {}
     for section, kind in get_type_hints(recipes.Recipe).items():
@@ -68,7 +70,7 @@ def recipe_keys(text: str) -> Keys:
 
 
 def number(text: str) -> int | float | str:
-    """Return the number that ``text`` is, or else the text."""
+    """Return the number in ``text``, or the text itself."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -88,27 +90,27 @@ def abort(code: int) -> None:
 
 
 def session_of(comm: Communicator) -> Session:
-    """Return a session of a rank that nobody has launched."""
+    """Return a session of a rank that was not started by a launcher."""
     return Session(comm, locate(comm, None), "test", abort)
 
 
 def overrides(keys: Mapping[str, object]) -> list[str]:
-    """Return keys as ``--set`` has them."""
+    """Return keys in the form of ``--set``."""
     return [f"{key}={value}" for key, value in keys.items()]
 
 
-def dotted(keys: Mapping[str, object]) -> Keys:
-    """Return keys that were written as arguments, `run__steps`, as those of a recipe."""
+def dotted_keys(keys: Mapping[str, object]) -> Keys:
+    """Return keys written as arguments, `run__steps`, as recipe keys `run.steps`."""
     return {key.replace("__", "."): value for key, value in keys.items()}
 
 
 def recipe_of(keys: Mapping[str, object] | Iterable[str]) -> recipes.Recipe:
-    """Return the recipe that has these keys, or "key=value", and no other one. Raises ConfigurationError."""
+    """Return the recipe that has only these keys, or "key=value" strings. Raises ConfigurationError."""
     return recipes.load(None, overrides(keys) if isinstance(keys, Mapping) else [*keys], {}).recipe
 
 
-def refused(keys: Mapping[str, object] | Iterable[str], match: str | None = None) -> str:
-    """Return why no recipe can have these keys, which ``match`` is in. The command ends with code 78."""
+def assert_rejected(keys: Mapping[str, object] | Iterable[str], match: str | None = None) -> str:
+    """Return the reason why a recipe rejects these keys. It must match ``match``, with exit code 78."""
     with pytest.raises(ConfigurationError, match=match) as caught:
         recipe_of(keys)
     assert caught.value.exit_code == 78
@@ -128,49 +130,49 @@ def trainer_of(
     return assemble(session or session_of(comm), recipe_of(keys), resume, directory=directory, script_model=model)
 
 
-def small(
+def small_trainer(
     comm: Communicator, where: Path, keys: Mapping[str, object], resume: Path | None = None, **base: Any
 ) -> Trainer:
-    """Return the trainer of `SMALL` on the text ``where`` is, or has, with first ``base`` and then ``keys`` changed."""
+    """Return the trainer of `SMALL` on the text ``where``, or on a text in it, with ``base`` and ``keys`` changed."""
     path = where / "text.txt" if where.is_dir() else where
     return trainer_of(comm, {**SMALL, "data.path": path, **base, **keys}, resume)
 
 
-def results(trainer: Trainer, last: int, first: int | None = None) -> list[StepResult]:
-    """Make the steps after ``first``, or those that were made before, up to ``last``. Collective."""
+def run_steps(trainer: Trainer, last: int, first: int | None = None) -> list[StepResult]:
+    """Make the steps after ``first``, or after the completed steps, up to ``last``. Collective."""
     trainer = trainer if first is None else replace(trainer, first_step=first)
     assert trainer.first_step < last, "there is no step to make"
     steps = []
     with trainer.batches(last) as batches:
         for step, batch in enumerate(batches, start=trainer.first_step + 1):
-            own = trainer.cut(trainer.place(batch)) if trainer.context.computes else []
-            steps.append(trainer.step(step, own, np.ones(2)))
+            local_data = trainer.cut(trainer.place(batch)) if trainer.context.computes else []
+            steps.append(trainer.step(step, local_data, np.ones(2)))
             assert steps[-1].stop_requests.tolist() == [trainer.comm.size] * 2
     return steps
 
 
 def losses(trainer: Trainer, last: int, first: int | None = None) -> list[float]:
-    """Return the losses of `results`. Collective."""
-    return [step.loss for step in results(trainer, last, first)]
+    """Return the losses of `run_steps`. Collective."""
+    return [step.loss for step in run_steps(trainer, last, first)]
 
 
 def losses_and_norms(trainer: Trainer, last: int, first: int | None = None) -> list[tuple[float, float]]:
-    """Return losses and norms of gradients of `results`. Collective."""
-    return [(step.loss, step.gradient_norm) for step in results(trainer, last, first)]
+    """Return the losses and gradient norms of `run_steps`. Collective."""
+    return [(step.loss, step.gradient_norm) for step in run_steps(trainer, last, first)]
 
 
 def outcomes(trainer: Trainer, last: int, first: int | None = None) -> list[tuple[float, float, bool, float]]:
-    """Return loss, norm, whether it was skipped, and loss scale of each of `results`. Collective."""
-    return [(step.loss, step.gradient_norm, step.skipped, step.loss_scale) for step in results(trainer, last, first)]
+    """Return the loss, norm, skip flag and loss scale of each of `run_steps`. Collective."""
+    return [(step.loss, step.gradient_norm, step.skipped, step.loss_scale) for step in run_steps(trainer, last, first)]
 
 
 def state(trainer: Trainer) -> State:
-    """Return all parameters and optimizer state from what the ranks save. Collective."""
-    return gathered(trainer.comm, trainer.exchange.pieces())
+    """Return all parameters and optimizer state from the pieces that the ranks save. Collective."""
+    return gather_tensors(trainer.comm, trainer.exchange.pieces())
 
 
-def gathered(comm: Communicator, pieces: Iterable[Piece]) -> State:
-    """Return whole tensors; each element must be saved once. Collective."""
+def gather_tensors(comm: Communicator, pieces: Iterable[Piece]) -> State:
+    """Return whole tensors. Each element must be saved exactly once. Collective."""
     whole: State = {}
     for there in comm.allgather_object([*map(_host, pieces)]):
         for kind, tensor, shape, where, values in there:
@@ -193,13 +195,13 @@ def state_bits(trainer: Trainer) -> dict[tuple[str, str], bytes]:
 
 
 def digest(trainer: Trainer) -> str:
-    """Return a digest of the parameters and the states of the optimizer that are here."""
+    """Return a digest of the local parameters and optimizer states."""
     stores = {"parameters": trainer.exchange.parameters, **trainer.exchange.sharded_update.slots()}  # type: ignore[attr-defined]
     return hashlib.sha256(b"".join(store.array.tobytes() for store in stores.values())).hexdigest()
 
 
-def failure(trainer: Trainer, step: int = 1) -> str:
-    """Return why ``step`` fails on the first batch of the run, as the trainer has it. Collective."""
+def failure_reason(trainer: Trainer, step: int = 1) -> str:
+    """Return the reason why ``step`` fails on the first batch of the run, as the trainer reports it. Collective."""
     with trainer.batches(trainer.first_step + 1) as batches:
         batch = trainer.place(next(iter(batches)))
     parts = trainer.cut(batch) if trainer.context.computes else []
@@ -209,14 +211,14 @@ def failure(trainer: Trainer, step: int = 1) -> str:
         return str(explain_nonfinite(trainer.comm, trainer.executor, trainer.operations, parts, failed.value))
 
 
-def blamed(trainer: Trainer, step: int = 1) -> list[int]:
-    """Return the ranks that the reason of `failure` names. Collective."""
-    why = failure(trainer, step)
+def blamed_ranks(trainer: Trainer, step: int = 1) -> list[int]:
+    """Return the ranks named in the reason of `failure_reason`. Collective."""
+    why = failure_reason(trainer, step)
     return [rank for rank in range(trainer.comm.size) if f"rank {rank}: " in why]
 
 
-def bits(trainer: Trainer) -> list[tuple[str, bytes]]:
-    """Return all that this rank restores, and the numbers beside it. Collective: sums may be under way."""
+def local_bits(trainer: Trainer) -> list[tuple[str, bytes]]:
+    """Return all data that this rank restores, and its scalars. Collective, because sums may be in flight."""
     trainer.exchange.pieces()
     pieces = [(piece.name, piece.array.copy().tobytes()) for piece in trainer.exchange.wanted()]
     return [*pieces, ("state", repr((trainer.exchange.state(), trainer.executor.loss_scale.state())).encode())]
@@ -234,8 +236,8 @@ class Reference:
 _references: dict[tuple[object, ...], Reference] = {}  # tests that train on one text may share them
 
 
-def alone(keys: Mapping[str, object], steps: int) -> Reference:
-    """Return the run of ``keys`` in one process, whatever layout they ask for (local)."""
+def run_single_process(keys: Mapping[str, object], steps: int) -> Reference:
+    """Return the run of ``keys`` in one process, without their layout. Local."""
     plain = {key: value for key, value in keys.items() if not key.startswith(LAYOUT_KEYS)}
     name = (steps, *sorted((key, str(value)) for key, value in plain.items()))
     if name not in _references:
@@ -245,7 +247,7 @@ def alone(keys: Mapping[str, object], steps: int) -> Reference:
 
 
 def choose_in_turn(monkeypatch: pytest.MonkeyPatch, experts: int) -> None:
-    """Let routers choose one of so many ``experts`` after the other: loads are even, as plans take them."""
+    """Let routers choose the ``experts`` in turn, so that loads are even, as plans assume."""
     choose = router.choose
 
     def in_turn(logits: Any, bias: Any, config: Any, chosen: Any, gates: Any) -> None:
@@ -256,7 +258,7 @@ def choose_in_turn(monkeypatch: pytest.MonkeyPatch, experts: int) -> None:
 
 
 def difference(mine: Trainer | State, theirs: State) -> float:
-    """Return the norm of the difference of two models over the norm of the second. Collective for a trainer."""
+    """Return the norm of the difference of two models, relative to the second. Collective for a trainer."""
     mine = state(mine) if isinstance(mine, Trainer) else mine
     weights = [key for key in theirs if key[0] == "parameters" and not key[1].endswith(NOISE)]
     differences = [np.linalg.norm(mine[key].astype(np.float64) - theirs[key]) for key in weights]
@@ -264,7 +266,7 @@ def difference(mine: Trainer | State, theirs: State) -> float:
 
 
 def check_training(trainer: Trainer, expected: Reference, steps: int, bound: float) -> None:
-    """Train, and compare the losses, the validation and, at ten times the ``bound``, the model. Collective."""
+    """Train, and compare the losses, the validation and, with 10 * ``bound``, the model. Collective."""
     np.testing.assert_allclose(losses(trainer, steps), expected.losses, rtol=bound)
     np.testing.assert_allclose(mean_validation_loss(trainer), expected.validation, rtol=bound)
     assert difference(trainer, expected.state) <= 10 * bound
@@ -299,19 +301,19 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], dict[str, object]]] = {
 TRAININGS = [(name, ranks) for name, (sizes, _) in LAYOUTS.items() for ranks in sizes]
 
 
-def assembled(
+def assemble_trainer(
     comm: Communicator,
     settings: Mapping[str, object],
     resume: Path | None = None,
     directory: Path | None = None,
     session: Session | None = None,
 ) -> Trainer:
-    """Return the trainer of `SETTINGS` with some of them changed. Collective."""
+    """Return the trainer of `SETTINGS` with some keys changed. Collective."""
     return trainer_of(comm, {**SETTINGS, **settings}, resume, directory=directory, session=session)
 
 
 class Trained:
-    """What one rank has after all steps: the losses, the validation loss, and its share of the state."""
+    """The results of one rank after all steps: the losses, the validation loss, and its share of the state."""
 
     def __init__(
         self,
@@ -320,28 +322,29 @@ class Trained:
         before_step: Callable[[], None] = lambda: None,
         after_step: Callable[[], None] = lambda: None,
     ) -> None:
-        self.trainer = assembled(comm, settings)
+        self.trainer = assemble_trainer(comm, settings)
         trainer, self.losses = self.trainer, []
         with trainer.batches(trainer.recipe.run.steps) as batches:
             for step, batch in enumerate(batches, start=1):
                 before_step()
-                found = trainer.step(step, trainer.cut(trainer.place(batch)), np.zeros(2))
+                result = trainer.step(step, trainer.cut(trainer.place(batch)), np.zeros(2))
                 after_step()
-                self.losses.append(found.loss)
+                self.losses.append(result.loss)
         self.validation = mean_validation_loss(trainer)
         pieces = trainer.exchange.pieces()
         self.state = {(p.kind, p.tensor, p.flat.start): backend.to_host(p.array).copy() for p in pieces}
 
 
 def with_pointers(comm: Communicator) -> None:
-    """Let messages of ``comm``, and of those made from it later, read and write memory of the device."""
+    """Let messages of ``comm``, and of communicators derived from it, access device memory directly."""
     comm.handover = Handover(device_pointers=True)  # type: ignore[attr-defined]
 
 
 def check_same(host: list[Trained], device: list[Trained], bound: float, leave_out: Iterable[str] = ()) -> None:
-    """The same losses, and state that differs by ``10 * bound`` of its norm, kind by kind.
+    """Check for the same losses, and for state that differs by at most ``10 * bound`` of its norm, by kind.
 
-    Which rank has what of it may differ: stages may be cut by measured seconds.
+
+    The split over ranks may differ, because stages may be split by measured times.
     """
     for ours, theirs in zip(device, host, strict=True):
         np.testing.assert_allclose(ours.losses, theirs.losses, rtol=bound)
@@ -361,24 +364,24 @@ def check_same(host: list[Trained], device: list[Trained], bound: float, leave_o
         assert np.linalg.norm(there - here) <= 10 * bound * np.linalg.norm(here), kind
 
 
-# Jobs of ranks that are threads and die of chaos, and the metrics that they leave behind.
+# Jobs of thread ranks that are killed by chaos, and the metrics that they leave.
 
 
 class Quiet(Session):
-    """A session of threads: no recorder, no watchdog, no process that could leave."""
+    """A session of threads, without recorder, watchdog or processes that could leave."""
 
     def record(self, directory: Path, deadline_s: float, *, spans: bool = False) -> None:
-        """Record nothing."""
+        """Do nothing."""
 
     def stop_recording(self) -> None:
-        """There is none."""
+        """Do nothing: there is no recorder."""
 
     def survive(self, comm: Communicator) -> Session:
-        """Return the session of those who train."""
+        """Return the session of the surviving ranks."""
         return Quiet(comm, locate(comm, None), "threads", self.abort)
 
     def leave(self, code: int) -> None:
-        """A thread just ends."""
+        """End the thread."""
 
 
 def survive(
@@ -391,9 +394,11 @@ def survive(
     resume: str = "never",
     together: int = 1,
 ) -> step_metrics.MetricsData:
-    """Train on ``size`` threads, of which chaos may kill some; return the metrics that the living have written.
+    """Train on ``size`` threads, some of which chaos may kill. Return the metrics of the survivors.
 
-    Whoever is to die waits until so many are: else the others may mend the run before the second death.
+
+    A thread that is to be killed waits until ``together`` threads are to be killed. Otherwise the others could repair
+    the run before the second death.
     """
     recipe = recipe_of({**SMALL, "run.steps": 10, "energy.sources": "none", "data.path": path, **keys})
     mode = "replace" if spares else "shrink"

@@ -1,4 +1,4 @@
-"""For tests that start mpirun themselves: every start has a time limit, and nothing survives it."""
+"""Fixtures for tests that start mpirun themselves: every start has a time limit, and no process outlives it."""
 
 import os
 import shlex
@@ -29,7 +29,7 @@ Start = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(autouse=True)
 def hooks() -> Iterator[None]:
-    """A world that a test starts in this process ends the process at a failure; that of the next test does not."""
+    """Restore the exit hooks after a test that starts a world, so that later failures do not end this process."""
     yield
     failfast.uninstall()
 
@@ -47,7 +47,7 @@ def mpi() -> mpirun.Launcher:
 
 @pytest.fixture
 def mpiexec(mpi: mpirun.Launcher) -> Start:
-    """``mpiexec(ranks, [arguments of python], timeout=LIMIT_S, env={...}, cwd=None)`` -> the completed process."""
+    """``mpiexec(ranks, [arguments of python], timeout=LIMIT_S, env={...}, cwd=None)`` returns the completed process."""
 
     def start(
         ranks: int,
@@ -57,7 +57,7 @@ def mpiexec(mpi: mpirun.Launcher) -> Start:
         cwd: Path | None = None,
     ) -> "subprocess.CompletedProcess[str]":
         environment = clean_environment()
-        # More ranks than cores: those that wait sleep. Open MPI yields to others by itself then.
+        # If there are more ranks than cores, waiting ranks sleep. Open MPI then yields by itself.
         crowded = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"} if ranks > len(os.sched_getaffinity(0)) else {}
         added = mpirun.settings(mpi, environment) | crowded | dict(env or {})
         line = mpirun.command(mpi, ranks, [sys.executable, *arguments], added, environment=environment)
@@ -71,7 +71,8 @@ def mpiexec(mpi: mpirun.Launcher) -> Start:
 def launch(mpi: mpirun.Launcher, tmp_path: Path) -> Callable[..., Ended]:
     """Write a program into a file and run it: ``launch(n, source, *arguments, options=(), **environment)``.
 
-    ``options`` are those of the launcher itself.
+
+    ``options`` are options of the launcher.
     """
 
     def start(n: int, source: str, *arguments: str, options: Sequence[str] = (), **extra: str) -> Ended:
@@ -91,8 +92,8 @@ def launch(mpi: mpirun.Launcher, tmp_path: Path) -> Callable[..., Ended]:
 
 
 @contextmanager
-def started(**options: Any) -> Iterator[Cluster]:
-    """Start a cluster with ``options`` for as long as this lasts, or skip."""
+def start_cluster(**options: Any) -> Iterator[Cluster]:
+    """Start a cluster with ``options`` for the duration of the context, or skip."""
     missing = [name for name in (*DAEMONS, "sbatch") if shutil.which(name, path=SEARCH) is None]
     if missing:
         pytest.skip(f"there is no {', '.join(missing)}: apt-get install slurm-wlm munge")
@@ -100,74 +101,77 @@ def started(**options: Any) -> Iterator[Cluster]:
         pytest.skip("slurmd starts the jobs of users, so it needs root")
     # A short path: it holds sockets, whose names may have 107 characters.
     with tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder:
-        found = Cluster(Path(folder), **options)
+        result = Cluster(Path(folder), **options)
         try:
-            found.start()
-            yield found
+            result.start()
+            yield result
         finally:
-            found.stop()
+            result.stop()
 
 
-def crashing(count: int) -> Any:
+def start_crash_cluster(count: int) -> Any:
     """Start a cluster whose nodes can crash, or skip."""
     if refused := isolation_refused():
         pytest.skip(refused)
-    return started(count=count, isolated=True, timeout_s=NOTICED_S, requeue_s=REQUEUED_S)
+    return start_cluster(count=count, isolated=True, timeout_s=NOTICED_S, requeue_s=REQUEUED_S)
 
 
 @pytest.fixture
 def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing leaves the machine."""
+    """Unset the proxy variables, so that no request leaves the machine."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(scope="session")
 def cluster(mpi: mpirun.Launcher) -> Iterator[Cluster]:
-    with started() as found:
-        yield found
+    with start_cluster() as result:
+        yield result
 
 
 @pytest.fixture(scope="module")
-def roomy(mpi: mpirun.Launcher) -> Iterator[Cluster]:
-    """A cluster of one node, which has the processors of this machine."""
-    with started(count=1, cpus=len(os.sched_getaffinity(0))) as found:
-        yield found
+def one_node_cluster(mpi: mpirun.Launcher) -> Iterator[Cluster]:
+    """A cluster of one node, which has all processors of this machine."""
+    with start_cluster(count=1, cpus=len(os.sched_getaffinity(0))) as result:
+        yield result
 
 
 @pytest.fixture(scope="module")
-def fragile(mpi: mpirun.Launcher) -> Iterator[Cluster]:
-    """A cluster whose nodes can crash, which it notices after a few seconds instead of five minutes."""
-    with crashing(4) as found:
-        yield found
+def crash_cluster(mpi: mpirun.Launcher) -> Iterator[Cluster]:
+    """A cluster whose nodes can crash. Slurm detects a crash after a few seconds instead of five minutes."""
+    with start_crash_cluster(4) as result:
+        yield result
 
 
 @pytest.fixture(scope="module")
-def spared(mpi: mpirun.Launcher) -> Iterator[Cluster]:
-    """A cluster of five nodes that can crash, for jobs with spare ones."""
-    with crashing(5) as found:
-        yield found
+def spare_node_cluster(mpi: mpirun.Launcher) -> Iterator[Cluster]:
+    """A cluster of five nodes that can crash, for jobs with spare nodes."""
+    with start_crash_cluster(5) as result:
+        yield result
 
 
 @pytest.fixture
-def cleaned(mpi: mpirun.Launcher) -> Iterator[Cluster]:
-    """A cluster with the epilog of slurm/install, which has folders of its own, and tells where it has run."""
-    with started(count=1, more="Epilog={folder}/epilog") as found:
+def epilog_cluster(mpi: mpirun.Launcher) -> Iterator[Cluster]:
+    """A cluster with the epilog of slurm/install.
+
+    The epilog uses separate folders and records the nodes where it ran.
+    """
+    with start_cluster(count=1, more="Epilog={folder}/epilog") as result:
         for name in ("local", "textfile"):
-            (found.folder / name).mkdir()
-            (found.folder / name).chmod(0o1777)
-        settings = {"FOLDERS": found.folder / "local", "TEXT_FILES": found.folder / "textfile"}
+            (result.folder / name).mkdir()
+            (result.folder / name).chmod(0o1777)
+        settings = {"FOLDERS": result.folder / "local", "TEXT_FILES": result.folder / "textfile"}
         lines = [f"export HPCDIST_EPILOG_{name}={shlex.quote(str(path))}" for name, path in settings.items()]
         script = shlex.quote(str(job.folder(job.INSTALL) / "epilog.sh"))
-        last = f'touch {shlex.quote(str(found.folder))}/"epilog-$SLURM_JOB_ID-$SLURMD_NODENAME"'
+        last = f'touch {shlex.quote(str(result.folder))}/"epilog-$SLURM_JOB_ID-$SLURMD_NODENAME"'
         text = "\n".join(["#!/bin/bash", *lines, script, "code=$?", last, 'exit "$code"', ""])
-        (found.folder / "epilog").write_text(text)
-        (found.folder / "epilog").chmod(0o755)
-        yield found
+        (result.folder / "epilog").write_text(text)
+        (result.folder / "epilog").chmod(0o755)
+        yield result
 
 
 @pytest.fixture(scope="module")
-def preempting(mpi: mpirun.Launcher) -> Iterator[Cluster]:
-    """A cluster of two nodes, whose jobs are preempted by those of another partition."""
-    with started(count=2, requeue_s=REQUEUED_S, grace_s=GRACE_S) as found:
-        yield found
+def preemption_cluster(mpi: mpirun.Launcher) -> Iterator[Cluster]:
+    """A cluster of two nodes with a partition whose jobs preempt the jobs of the default partition."""
+    with start_cluster(count=2, requeue_s=REQUEUED_S, grace_s=GRACE_S) as result:
+        yield result

@@ -1,4 +1,4 @@
-"""Programs with a loop of their own: the public API under a launcher, stopped by a signal and resumed."""
+"""Programs with a custom loop: the public API under a launcher, stopped by a signal and resumed."""
 
 import os
 import re
@@ -48,7 +48,7 @@ def total_of(steps):
     return 24.0 * steps * (steps - 1) / 2
 
 
-def test_a_program_is_stopped_and_goes_on_with_another_number_of_ranks(mpiexec, tmp_path, monkeypatch):
+def test_stopped_program_resumes_on_another_number_of_ranks(mpiexec, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
@@ -71,7 +71,7 @@ def test_a_program_is_stopped_and_goes_on_with_another_number_of_ranks(mpiexec, 
     assert f"total {total_of(steps + 3)} from {steps} phases sweep" in done.stdout
 
 
-def test_the_end_of_the_job_stops_it(tmp_path, monkeypatch):
+def test_program_stops_and_saves_before_the_job_ends(tmp_path, monkeypatch):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     root = str(Path(hpcdist.__file__).parents[1])  # the one under test
@@ -85,7 +85,7 @@ def test_the_end_of_the_job_stops_it(tmp_path, monkeypatch):
     assert np.allclose(hpcdist.checkpoint.load(tmp_path / "out")["field"][0, 0] % 1, 0)
 
 
-def test_a_file_asks_once_for_a_stop(tmp_path):
+def test_stop_file_requests_one_stop(tmp_path):
     program, out = tmp_path / "program.py", tmp_path / "out"
     program.write_text(PROGRAM)
     out.mkdir()
@@ -100,8 +100,8 @@ def test_a_file_asks_once_for_a_stop(tmp_path):
 
 @pytest.mark.parametrize("begin", ["fail_alike()", "hpcdist.init()"])
 @pytest.mark.usefixtures("mpi")
-def test_an_error_that_all_ranks_of_a_script_have_is_shown_once(begin, tmp_path):
-    """Before MPI has started, where rank 0 speaks first, and after it, where the ranks agree."""
+def test_error_of_all_ranks_of_a_script_is_shown_once(begin, tmp_path):
+    """Before the start of MPI, only rank 0 reports it. After the start, the ranks agree on one report."""
     program = tmp_path / "program.py"
     imports = "import hpcdist\nfrom hpcdist.comm.start import fail_alike\nfrom hpcdist.errors import UsageError\n"
     program.write_text(f"{imports}{begin}\nraise UsageError('--bad is unknown')\n")
@@ -123,7 +123,7 @@ with hpcdist.session() as world:
 
 
 @pytest.mark.usefixtures("mpi")
-def test_a_skipped_collective_is_named_and_ends_at_its_deadline(tmp_path):
+def test_skipped_collective_is_named_and_ends_at_its_deadline(tmp_path):
     (tmp_path / "program.py").write_text(SKIPS)
     environment = os.environ | {"HPCDIST_DEADLINE_S": "3"}
     done = jobs.hpcdist("run", "-n", "2", "--out", "run", "--", "python", "program.py", cwd=tmp_path, env=environment)
@@ -134,17 +134,19 @@ def test_a_skipped_collective_is_named_and_ends_at_its_deadline(tmp_path):
 
 
 @pytest.mark.usefixtures("mpi")
-def test_buffers_of_different_sizes_are_told_how_to_be_found(tmp_path):
+def test_error_for_different_buffer_sizes_names_the_check(tmp_path):
     program = "import numpy as np, hpcdist\nw = hpcdist.init()\nhpcdist.allreduce(np.ones(1000 + w.rank), comm=w)\n"
     (tmp_path / "program.py").write_text(program)
     done = jobs.hpcdist("run", "-n", "2", "--", "python", "program.py", cwd=tmp_path)
-    told = done.stdout + done.stderr
+    output = done.stdout + done.stderr
     assert done.returncode != 0
-    by_mpi = "Message truncated" in told  # MPICH ends the job itself
-    assert by_mpi or "differ in size: HPCDIST_CHECK_COLLECTIVES=1 names" in told or "different buffers" in told, told
+    by_mpi = "Message truncated" in output  # MPICH ends the job itself
+    assert by_mpi or "differ in size: HPCDIST_CHECK_COLLECTIVES=1 names" in output or "different buffers" in output, (
+        output
+    )
 
 
-def test_importing_loads_nothing_heavy():
+def test_import_loads_no_heavy_modules():
     code = "import sys, hpcdist; dir(hpcdist); print(sorted({'numpy', 'mpi4py', 'click', 'h5py'} & set(sys.modules)))"
     assert jobs.python(code).stdout.strip() == "[]"
 
@@ -169,7 +171,7 @@ with hpcdist.session() as world:
 
 
 def test_rank_ends_when_mpirun_is_killed(mpi, tmp_path):
-    """A shell starts the rank, as job scripts do: the launcher is not its parent."""
+    """A shell starts the rank, as job scripts do, so the launcher is not its parent."""
     (tmp_path / "program.py").write_text(WAITS)
     environment = jobs.clean_environment()
     added = mpirun.settings(mpi, environment)

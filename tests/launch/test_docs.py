@@ -1,4 +1,4 @@
-"""The pages of documentation: their commands and programs run, their figures are those of committed results."""
+"""The documentation pages: their commands and programs run, and their figures match the committed results."""
 
 import importlib.metadata
 import os
@@ -83,7 +83,7 @@ def check_block(block, folder):
 
 @pytest.mark.full_except("start")
 @pytest.mark.parametrize("topic", PAGES)
-def test_what_a_page_says_runs(topic, tmp_path):
+def test_commands_and_programs_of_a_page_run(topic, tmp_path):
     for block in pages.blocks(PAGES[topic].read_text()):
         try:
             check_block(block, tmp_path)
@@ -93,9 +93,9 @@ def test_what_a_page_says_runs(topic, tmp_path):
 
 
 @pytest.mark.parametrize("topic", PAGES)
-def test_pages_are_short_and_lead_to_each_other(topic):
+def test_pages_are_short_and_their_links_exist(topic):
     text = PAGES[topic].read_text()
-    lines = 350 if topic == "recipe" else 300  # that of all keys has a line for each
+    lines = 350 if topic == "recipe" else 300  # the page of all keys has a line for each key
     assert text.startswith("# ") and text.count("\n") <= lines, f"a page has at most {lines} lines: move a part of it"
     for link in re.findall(r"\]\((?!https?://)([^)#]+)", text):
         assert (PAGES[topic].parent / link).exists(), link
@@ -107,7 +107,7 @@ def test_every_page_is_a_topic():
 
 
 @pytest.mark.parametrize("topic", PAGES)
-def test_figures_are_those_of_results(topic):
+def test_figures_of_a_page_match_the_results(topic):
     if not STUDIES.exists():
         pytest.skip("hpcdist is installed, there are no results beside it")
     for figure, file in pages.figures(PAGES[topic].read_text()):
@@ -124,15 +124,15 @@ def test_help_shows_pages_keys_and_html(tmp_path):
     assert shown.exit_code == 0 and "<!--" not in shown.output and "```" not in shown.output
     assert "pipeline" in run.invoke(pages_of_help.command, ["parallel.pipeline"]).output
     named = run.invoke(pages_of_help.command, ["HPCDIST_DEADLINE_S"])
-    assert named.exit_code == 2 and re.search("pages that have the word: .*api", named.output), named.output
+    assert named.exit_code == 2 and re.search("pages that contain the word: .*api", named.output), named.output
     of_a_command = run.invoke(pages_of_help.command, ["hang"]).output
-    assert "`hpcdist hang --help`; pages that have the word: troubleshooting" in " ".join(of_a_command.split())
+    assert "`hpcdist hang --help`; pages that contain the word: troubleshooting" in " ".join(of_a_command.split())
     for word, topic in (("moe", "experts"), ("ulysses", "parallel.context_method"), ("lr", "optimizer.learning_rate")):
         assert f"`hpcdist help {topic}`" in " ".join(run.invoke(pages_of_help.command, [word]).output.split())
     assert "modules" in run.invoke(pages_of_help.command, ["lmod"]).output
     for topic in pages_of_help.BESIDE_FILES:
         beside = run.invoke(pages_of_help.command, [topic])
-        assert beside.exit_code == 0 and beside.output.startswith("(The files of this page lie in /")
+        assert beside.exit_code == 0 and beside.output.startswith("(The files of this page are in /")
     wrong = run.invoke(pages_of_help.command, ["chekpoints"])
     assert wrong.exit_code == 2 and "hpcdist help checkpoints" in wrong.output
     copied = run.invoke(pages_of_help.command, ["--examples", str(tmp_path / "programs")])
@@ -148,6 +148,7 @@ def test_help_html_lists_every_page_by_group_and_searches(tmp_path):
     assert all(f'<section id="{topic}">' in text for topic in PAGES) and "<table>" in text
     assert set(re.findall(r'href="#([a-z-]+)"', text)) == set(PAGES)
     assert re.findall("<h2>(.*)</h2>", text.partition("<main>")[0]) == list(pages_of_help.GROUPS)
+    assert '<img src="data:image/png;base64,' in text, "the picture of the page training-step"
     assert 'id="search"' in text and "white-space: pre-wrap" in text, "long lines of code are wrapped"
     needed = importlib.metadata.requires("hpcdist") or []
     assert {"rich", "markdown-it-py"} <= {re.split("[ <>=]", line)[0] for line in needed if "extra" not in line}
@@ -171,13 +172,13 @@ def test_help_uses_a_pager_for_texts_longer_than_the_terminal(lines, pages, monk
     assert shown.exit_code == 0 and len(paged) == pages and ("zero.prefetch" in shown.output) == (pages == 0)
 
 
-def test_help_shows_code_whole(monkeypatch):
+def test_help_does_not_truncate_code(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     shown = pages_of_help.styled("```sh\nhpcdist " + "--option value " * 10 + "end\n```\n")
     assert "".join(shown.split()) == "hpcdist" + "--optionvalue" * 10 + "end"
 
 
-def test_the_readme_is_short_and_its_links_exist():
+def test_readme_is_short_and_its_links_exist():
     if not README.exists():
         pytest.skip("hpcdist is installed, there is no README beside it")
     text = README.read_text()
@@ -186,7 +187,7 @@ def test_the_readme_is_short_and_its_links_exist():
         assert (README.parent / link).exists(), link
 
 
-def test_the_table_of_what_is_measured_is_that_of_the_studies():
+def test_measurement_table_matches_the_studies():
     if not STUDIES.exists():
         pytest.skip("hpcdist is installed, there are no results beside it")
     head, _, rest = STUDIES.read_text().partition("| what | figure | command | date | files |\n")

@@ -23,21 +23,21 @@ def start(mpiexec, folder, *words, ranks=2, **keys):
     return done.stdout
 
 
-def test_a_program_of_mpi4py_goes_on_where_it_was(mpiexec, tmp_path):
-    assert "heat 25600.0 after 20 steps, 0 of them before" in start(mpiexec, tmp_path, "heat_mpi4py.py", "20")
-    assert "after 30 steps, 20 of them before" in start(mpiexec, tmp_path, "heat_mpi4py.py", "30", ranks=3)
+def test_mpi4py_example_resumes_from_its_checkpoint(mpiexec, tmp_path):
+    assert "heat 25600.0 after 20 steps, 0 of them in earlier runs" in start(mpiexec, tmp_path, "heat_mpi4py.py", "20")
+    assert "after 30 steps, 20 of them in earlier runs" in start(mpiexec, tmp_path, "heat_mpi4py.py", "30", ranks=3)
 
 
 @pytest.mark.parametrize("key", ["PARALLEL__STRATEGY=zero3", "PARALLEL__PIPELINE=2"])
 @pytest.mark.matrix_except("PARALLEL__PIPELINE=2")
-def test_pictures_are_told_apart(mpiexec, tmp_path, key):
+def test_picture_example_learns_to_classify(mpiexec, tmp_path, key):
     pytest.importorskip("torch")
     name, _, value = key.partition("=")
     shown = start(mpiexec, tmp_path, "pictures.py", **{f"HPCDIST_SET__{name}": value})
     assert float(re.search(r"held out: loss ([\d.]+)", shown)[1]) < 0.6  # ln 2 knows nothing
 
 
-def test_a_model_of_hugging_face_learns_a_text(mpiexec, tmp_path, text):
+def test_hugging_face_model_example_learns_a_text(mpiexec, tmp_path, text):
     transformers = pytest.importorskip("transformers")
     shown = start(mpiexec, tmp_path, "finetune.py", str(text), HPCDIST_SET__PARALLEL__STRATEGY="zero2")
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", shown, re.MULTILINE)]
@@ -45,7 +45,7 @@ def test_a_model_of_hugging_face_learns_a_text(mpiexec, tmp_path, text):
     transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "finetuned")
 
 
-def test_the_trainer_of_hugging_face_learns_a_text(mpiexec, tmp_path, text):
+def test_hugging_face_trainer_example_learns_a_text(mpiexec, tmp_path, text):
     pytest.importorskip("accelerate")
     shown = start(mpiexec, tmp_path, "trainer.py", str(text))
     first, last, ranks = re.search(r"loss ([\d.]+) to ([\d.]+) on (\d) ranks", shown).groups()
@@ -53,7 +53,7 @@ def test_the_trainer_of_hugging_face_learns_a_text(mpiexec, tmp_path, text):
     assert (tmp_path / "trained" / "model.safetensors").exists()
 
 
-def test_the_sweep_is_one_and_a_job_array(tmp_path):
+def test_sweep_example_runs_directly_and_as_a_job_array(tmp_path):
     shutil.copy(EXAMPLES / "sweep.toml", tmp_path)
     listed = jobs.hpcdist("bench", "sweep", "sweep.toml", "--list", cwd=tmp_path)
     assert listed.returncode == 0 and len(listed.stdout.splitlines()) >= 9, listed

@@ -1,4 +1,4 @@
-"""The rank suite under mpirun: one start for each size and tier, and proof that a failing rank is seen."""
+"""The rank suite under mpirun: one start for each size and tier, and proof that a failing rank is detected."""
 
 import shutil
 import textwrap
@@ -10,7 +10,7 @@ from harness.marks import cases
 
 TESTS = Path(__file__).parents[1]
 PYTEST = ["-P", "-m", "pytest", "--color=no", "-p", "no:cacheprovider", "-o", "timeout=0"]
-# Two ranks spin while they wait, each on a core of its own: beside other tests the suite takes four times as long.
+# Two waiting ranks spin on separate cores: next to other tests the suite takes four times as long.
 TWO = pytest.param(2, marks=pytest.mark.alone)
 
 
@@ -36,8 +36,8 @@ def run_suite(mpiexec, size, tier, *files):
     assert " passed" in done.stdout
 
 
-def suite(folder, body):
-    """Make a rank suite of one module in ``folder``; return the arguments that run it."""
+def write_suite(folder, body):
+    """Write a rank suite of one module into ``folder`` and return the arguments that run it."""
     ranks = folder / "ranks"
     ranks.mkdir()
     shutil.copy(TESTS / "conftest.py", folder)
@@ -47,7 +47,7 @@ def suite(folder, body):
 
 
 def test_one_failing_rank_fails_the_suite_and_is_named(mpiexec, tmp_path):
-    arguments = suite(
+    arguments = write_suite(
         tmp_path,
         """
         def test_one_rank(comm):
@@ -78,8 +78,8 @@ def test_one_failing_rank_fails_the_suite_and_is_named(mpiexec, tmp_path):
 
 
 @pytest.mark.full
-def test_a_rank_that_fails_while_the_others_wait_ends_the_job(mpiexec, tmp_path):
-    arguments = suite(
+def test_rank_that_fails_while_others_wait_ends_the_job(mpiexec, tmp_path):
+    arguments = write_suite(
         tmp_path,
         """
         def test_others_wait(comm):
@@ -99,13 +99,13 @@ def test_a_rank_that_fails_while_the_others_wait_ends_the_job(mpiexec, tmp_path)
     ids=["hangs", "dies"],
 )
 @pytest.mark.full
-def test_a_rank_that_never_returns_ends_the_job(mpiexec, tmp_path, body, shown):
-    arguments = suite(tmp_path, f"def test_end(comm):\n    {body}\n")
+def test_rank_that_never_returns_ends_the_job(mpiexec, tmp_path, body, shown):
+    arguments = write_suite(tmp_path, f"def test_end(comm):\n    {body}\n")
     done = mpiexec(2, arguments, env={"HPCDIST_TEST_LIMIT_S": "3"})
     assert done.returncode != 0
     assert shown in done.stdout
 
 
-def test_a_start_that_outlives_its_limit_fails(mpiexec):
+def test_start_that_exceeds_its_time_limit_fails(mpiexec):
     with pytest.raises(pytest.fail.Exception, match="no end after 3 s"):
         mpiexec(2, ["-c", "import time; time.sleep(60)"], timeout=3)

@@ -1,8 +1,11 @@
-"""Ranks that run one suite together: they agree on each verdict, so that no rank is left waiting for another.
+"""Ranks that run one suite together and agree on each verdict, so that no rank is left waiting for another.
 
-Every rank runs every test. After each phase of a test (setup, call, teardown) the ranks exchange their verdicts; if
-one failed, all fail, with the names and the messages of those ranks. Only rank 0 reports. Where the others do not
-come to exchange verdicts because they wait in the test for a rank that failed, that rank prints why and ends the job.
+
+Every rank runs every test. After each phase of a test (setup, call, teardown) the ranks exchange their verdicts. If one
+rank failed, all ranks fail, with the names and messages of the failed ranks. Only rank 0 reports.
+
+If a rank failed while the others wait for it in the test, it prints the reason and ends the job.
+
 Outside mpiexec the suite runs on the communicator of one process.
 """
 
@@ -36,7 +39,7 @@ hypothesis.settings.register_profile("ranks", deadline=None, derandomize=True, d
 
 @dataclass
 class Verdict:
-    """How one phase of a test ended on one rank."""
+    """The outcome of one phase of a test on one rank."""
 
     test: str
     phase: str
@@ -44,42 +47,45 @@ class Verdict:
     text: str
 
     def packed(self) -> np.ndarray:
-        """Return the verdict as ``VERDICT_BYTES`` bytes, its text cut at the front where it is too long."""
+        """Return the verdict as ``VERDICT_BYTES`` bytes. A text that is too long is cut at the front."""
         raw = pickle.dumps((self.test, self.phase, self.outcome, self.text[-VERDICT_BYTES // 4 :]))
         return np.frombuffer(raw.ljust(VERDICT_BYTES, b"\0"), np.uint8).copy()
 
 
 class Agreement:
-    """The exchange of verdicts, over a communicator of its own."""
+    """The exchange of verdicts over a separate communicator."""
 
     def __init__(self, world: Communicator, abort: Any) -> None:
         self.world = world
         self._comm = world.dup("verdicts")
         self._abort = abort
 
-    def exchange(self, own: Verdict) -> list[Verdict]:
-        """Return the verdicts of all ranks in rank order. Collective; a failed rank that waits in vain ends the job."""
+    def exchange(self, local_data: Verdict) -> list[Verdict]:
+        """Return the verdicts of all ranks in rank order.
+
+        Collective. A failed rank ends the job if the others do not come.
+        """
         others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
-        sent, received = own.packed(), {rank: np.zeros(VERDICT_BYTES, np.uint8) for rank in others}
+        sent, received = local_data.packed(), {rank: np.zeros(VERDICT_BYTES, np.uint8) for rank in others}
         requests = [self._comm.irecv(received[rank], rank) for rank in others]
         requests += [self._comm.isend(sent, rank) for rank in others]
-        self._wait(requests, own)
+        self._wait(requests, local_data)
         verdicts = {rank: Verdict(*pickle.loads(buffer.tobytes())) for rank, buffer in received.items()}
-        return [verdicts.get(rank, own) for rank in range(self._comm.size)]
+        return [verdicts.get(rank, local_data) for rank in range(self._comm.size)]
 
-    def _wait(self, requests: list[Any], own: Verdict) -> None:
+    def _wait(self, requests: list[Any], local_data: Verdict) -> None:
         began, pause = time.monotonic(), 1e-5
         while not all(request.test() for request in requests):
-            if own.outcome == "failed" and time.monotonic() - began > PATIENCE_S:
-                self._give_up(own)
-            time.sleep(pause)  # the ranks share the cores with those that are still computing
+            if local_data.outcome == "failed" and time.monotonic() - began > PATIENCE_S:
+                self._give_up(local_data)
+            time.sleep(pause)  # the ranks share the cores with ranks that still compute
             pause = min(2 * pause, 2e-3)
 
-    def _give_up(self, own: Verdict) -> None:
+    def _give_up(self, local_data: Verdict) -> None:
         os.write(
             _stderr,
-            f"\n[rank {self.world.rank}] {own.test} failed in {own.phase}, and after {PATIENCE_S:g} s the other ranks "
-            f"have not come to agree (they wait in the test?):\n{own.text}\n".encode(),
+            f"\n[rank {self.world.rank}] {local_data.test} failed in {local_data.phase}, and after {PATIENCE_S:g} s "
+            f"the other ranks have not come to agree (they wait in the test?):\n{local_data.text}\n".encode(),
         )
         time.sleep(DRAIN_S)
         self._abort(1)
@@ -133,8 +139,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Generator[None, Any, Any]:
     report: pytest.TestReport = yield
     assert _agreement is not None
-    own = Verdict(item.nodeid, report.when or "", report.outcome, report.longreprtext)
-    complaint = disagreement(_agreement.exchange(own))
+    local_data = Verdict(item.nodeid, report.when or "", report.outcome, report.longreprtext)
+    complaint = disagreement(_agreement.exchange(local_data))
     if complaint is not None:
         report.outcome = "failed"
         report.longrepr = complaint
@@ -142,7 +148,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Gener
 
 
 def disagreement(verdicts: list[Verdict]) -> str | None:
-    """Return why the phase failed, on any rank; None when all ranks agree that it did not."""
+    """Return the reason for a failure of the phase on any rank, or None if all ranks passed."""
     if len({(verdict.test, verdict.phase) for verdict in verdicts}) > 1:
         return f"the ranks are not in the same test: {[(verdict.test, verdict.phase) for verdict in verdicts]}"
     failed = [rank for rank, verdict in enumerate(verdicts) if verdict.outcome == "failed"]
@@ -155,23 +161,23 @@ def disagreement(verdicts: list[Verdict]) -> str | None:
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    """A generator of its own for each test, the same on every rank: draw all ranks' inputs and take your own."""
+    """A separate generator for each test, with the same state on every rank: draw the inputs of all ranks, use one."""
     print(f"repeat with HPCDIST_TEST_SEED={_seed}")
     return np.random.Generator(np.random.Philox(key=[_seed, zlib.crc32(request.node.nodeid.encode())]))
 
 
 @pytest.fixture
 def comm(request: pytest.FixtureRequest) -> Iterator[Communicator]:
-    """The world, as a communicator of this test alone: a message that a failed test left meets no other test."""
-    own = _world().dup(request.node.name)
-    yield own
+    """The world as a separate communicator for each test: messages left by a failed test cannot reach the next."""
+    local_data = _world().dup(request.node.name)
+    yield local_data
     if not request.session.testsfailed:
-        own.free()
+        local_data.free()
 
 
 @pytest.fixture
 def folder(comm: Communicator, tmp_path: Path) -> Path:
-    """A directory that all ranks see, with a text of words drawn at random: the same text for all tests of a run."""
+    """A directory that all ranks see, with a text of random words. The text is the same for all tests of a run."""
     shared = Path(comm.broadcast_object(str(tmp_path)))
     if comm.rank == 0:
         drawn = np.random.default_rng(_seed)

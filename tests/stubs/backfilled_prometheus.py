@@ -1,4 +1,4 @@
-"""A real Prometheus over figures of the past, as the exporter of a run would have shown them."""
+"""A real Prometheus with samples of the past, as the exporter of a run would have shown them."""
 
 import json
 import socket
@@ -21,7 +21,7 @@ Moment = tuple[float, Mapping[str, float]]  # Unix time, figures by their keys i
 
 
 def openmetrics(run: RunInfo, moments: Iterable[Moment]) -> str:
-    """Return what the exporter shows at each moment, with its time."""
+    """Return the output of the exporter at each moment, with its time, in OpenMetrics format."""
     shown = LatestFigures(run, CounterTotals(run.directory / "none"))
     families: dict[str, list[str]] = {}
     for at, values in moments:
@@ -42,7 +42,7 @@ class Server:
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
     def get(self, path: str, **parameters: Any) -> Any:
-        """Return the data of an answer; raises AssertionError with what is wrong with the question."""
+        """Return the data of an answer. Raises AssertionError with the error text of a bad query."""
         url = f"http://{self.address}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
             with self._open(url, timeout=30) as answer:
@@ -58,14 +58,14 @@ class Server:
             return False
 
     def series(self, expression: str, begin: float, end: float, step: float) -> list[dict[str, Any]]:
-        """Return the series that ``expression`` has from ``begin`` to ``end``."""
-        found = self.get("query_range", query=expression, start=begin, end=end, step=step)
-        return list(found["result"])
+        """Return the series of ``expression`` from ``begin`` to ``end``."""
+        result = self.get("query_range", query=expression, start=begin, end=end, step=step)
+        return list(result["result"])
 
 
 @contextmanager
 def backfilled(folder: Path, text: str, rules: Sequence[Path] = ()) -> Iterator[Server]:
-    """Let a Prometheus have the samples of ``text``, as if it had scraped them; it evaluates ``rules``."""
+    """Run a Prometheus that holds the samples of ``text``, as if it had scraped them, and evaluates ``rules``."""
     (folder / "samples.txt").write_text(text)
     made = subprocess.run(
         ["promtool", "tsdb", "create-blocks-from", "openmetrics", str(folder / "samples.txt"), str(folder / "data")],

@@ -1,4 +1,4 @@
-"""Reads TensorBoard's event files as TensorBoard does: every CRC is checked, steps that are made again are dropped."""
+"""Reads TensorBoard's event files as TensorBoard does: every CRC is checked, and repeated steps are dropped."""
 
 import struct
 from collections.abc import Iterator
@@ -7,7 +7,8 @@ from typing import Any
 
 
 def records(data: bytes) -> Iterator[bytes]:
-    """Yield the contents of a TFRecord file, by the checksums of tensorboardX, which are not ours.
+    """Yield the records of a TFRecord file, checked with the checksums of tensorboardX.
+
 
     A last record that was cut off ends the file, as it does for TensorBoard.
     """
@@ -34,29 +35,29 @@ def events(path: Path) -> list[Any]:
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
-    """Return (step, value, wall time) of each tag, over all files of a directory in the order of their names."""
+    """Return (step, value, wall time) of each tag, over all files of a directory in name order."""
     from tensorboardX.proto.event_pb2 import SessionLog
 
-    found: dict[str, list[tuple[int, float, float]]] = {}
+    results: dict[str, list[tuple[int, float, float]]] = {}
     for path in sorted(folder.glob("*tfevents*")):
         version = ""
         for event in events(path):
             version = event.file_version or version
             assert version == "brain.Event:2", "without it, TensorBoard does not look at session logs"
             if event.HasField("session_log") and event.session_log.status == SessionLog.START:
-                found = {tag: [row for row in rows if row[0] < event.step] for tag, rows in found.items()}
+                results = {tag: [row for row in rows if row[0] < event.step] for tag, rows in results.items()}
             for value in event.summary.value:
                 if value.HasField("simple_value"):
-                    found.setdefault(value.tag, []).append((event.step, value.simple_value, event.wall_time))
-    return found
+                    results.setdefault(value.tag, []).append((event.step, value.simple_value, event.wall_time))
+    return results
 
 
 def texts(folder: Path) -> dict[str, str]:
     """Return the last text of each tag."""
-    found = {}
+    results = {}
     for path in sorted(folder.glob("*tfevents*")):
         for event in events(path):
             for value in event.summary.value:
                 if value.metadata.plugin_data.plugin_name == "text":
-                    found[value.tag.removesuffix("/text_summary")] = value.tensor.string_val[0].decode()
-    return found
+                    results[value.tag.removesuffix("/text_summary")] = value.tensor.string_val[0].decode()
+    return results

@@ -1,4 +1,4 @@
-"""A Pushgateway in this process: takes PUT and DELETE of groups, as the real one does."""
+"""A Pushgateway in this process: it accepts PUT and DELETE of groups, like a real Pushgateway."""
 
 import re
 import threading
@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Gateway:
-    """``groups`` by path ("/metrics/job/hpcdist/jobid/42") -> the text that was put there last."""
+    """``groups`` maps a path ("/metrics/job/hpcdist/jobid/42") to the last text stored there."""
 
     def __init__(self) -> None:
         self.groups: dict[str, str] = {}
@@ -36,8 +36,8 @@ class Gateway:
                 gateway.requests.append((self.command, self.path))
                 gateway.arrived.set()
                 gateway.answers.wait(30)
-                known = re.fullmatch(r"/metrics/job/[^/]+(/[^/]+/[^/]+)*", self.path)
-                status = gateway.status if known else 400
+                reference = re.fullmatch(r"/metrics/job/[^/]+(/[^/]+/[^/]+)*", self.path)
+                status = gateway.status if reference else 400
                 if status == 200:
                     gateway.change(self.command, self.path, body)
                 self.send_response(status)

@@ -1,7 +1,8 @@
 """Non-blocking messages between threads that use memory as freely as MPI may.
 
-What `isend` was given is read when its receiver waits, and not before; what `irecv` was given is full of 0xFF from the
-call on, and is filled when it is waited for. Memory that is written, read or handed out again in between shows.
+
+The buffer of `isend` is read only when its receiver waits. The buffer of `irecv` is full of 0xFF from the call on, and
+is filled at the wait. Memory that is written, read or reused too early is thereby detected.
 """
 
 from typing import Any
@@ -75,6 +76,6 @@ def _recv(comm: ThreadCommunicator, message: Array, peer: int, tag: int) -> None
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `isend` and `irecv` of threads be late."""
+    """Make `isend` and `irecv` of threads late."""
     for name, function in (("_isend", _isend), ("_irecv", _irecv), ("_recv", _recv)):
         monkeypatch.setattr(ThreadCommunicator, name, function)

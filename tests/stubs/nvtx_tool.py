@@ -1,4 +1,4 @@
-"""A profiler in the place of Nsight Systems: a C compiler makes it of nvtx_tool.c, and NVTX loads it."""
+"""A profiler that replaces Nsight Systems: a C compiler builds it from nvtx_tool.c, and NVTX loads it."""
 
 import shutil
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return the variables with which processes write their ranges into files of ``folder``."""
+    """Return the variables that make processes write their ranges into files of ``folder``."""
     pytest.importorskip("nvtx")
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
@@ -19,8 +19,8 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def ranges(folder: Path) -> dict[Path, list[tuple[int, str]]]:
-    """Return (depth, text) of each range in the order of their beginnings, by process; all of them were left."""
-    found = {}
+    """Return (depth, text) of each range by process, in order of their starts. Checks that all ranges ended."""
+    results = {}
     for path in folder.glob("ranges.*"):
         open_ranges: dict[str, list[str]] = {}
         rows: list[tuple[int, str]] = []
@@ -34,5 +34,5 @@ def ranges(folder: Path) -> dict[Path, list[tuple[int, str]]]:
                 assert open_ranges[rest], f"{path}: a pop without a push"
                 open_ranges[rest].pop()
         assert not any(open_ranges.values()), f"{path}: {open_ranges} were never left"
-        found[path] = rows
-    return found
+        results[path] = rows
+    return results

@@ -1,4 +1,4 @@
-"""Runs that never were: files of the recorder of ranks on hosts whose clocks are apart, from what happened in truth."""
+"""Simulated runs: recorder files of ranks on hosts with different clocks, computed from true times."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,20 +14,23 @@ from hpcdist.telemetry.metrics import side_tables as table
 
 @dataclass(frozen=True)
 class Host:
-    """A host whose clock shows ``offset_ns + (1 + drift_ppm / 1e6) * t`` at the true time t, its wall clock 0 then."""
+    """A host whose clock shows ``offset_ns + (1 + drift_ppm / 1e6) * t`` at the true time t.
+
+    Its wall clock is 0 at t = 0.
+    """
 
     name: str
     offset_ns: int = 0
     drift_ppm: float = 0.0
     wall_ns: int = 1_700_000_000_000_000_000  # what its wall clock shows at the true time 0
 
-    def own_ns(self, true_ns: int) -> int:
+    def local_ns(self, true_ns: int) -> int:
         return true_ns + self.offset_ns + round(true_ns * self.drift_ppm / 1e6)
 
 
 @dataclass
 class Rank:
-    """What a rank did, at true times."""
+    """The events of a rank at true times."""
 
     rank: int
     host: Host
@@ -41,7 +44,7 @@ class Rank:
     def call(
         self, comm: str, op: str, begin_ns: int, end_ns: int | None, *, peer: int = -1, tag: int = 0, sent: int = 0
     ) -> None:
-        """An operation; ``end_ns`` None: it never ended."""
+        """Add an operation. ``end_ns`` is None if it never ended."""
         self.calls.append((comm, op, peer, tag, sent, begin_ns, end_ns))
 
     def write(self, folder: Path, capacity: int = 4096, *, finished: bool = True) -> None:
@@ -53,7 +56,7 @@ class Rank:
         data = bytearray(spans.size_bytes(capacity))
         spans.HEADER.pack_into(
             data, 0, spans.MAGIC, spans.VERSION, self.rank, self.world, capacity, self.host.wall_ns,
-            self.host.own_ns(0), self.host.name.encode(), f"boot of {self.host.name}".encode(),
+            self.host.local_ns(0), self.host.name.encode(), f"boot of {self.host.name}".encode(),
         )  # fmt: skip
         labels: dict[tuple[str, str], int] = {}
         used = 0
@@ -66,15 +69,15 @@ class Rank:
                 data[at + spans.TEXT.size : at + spans.TEXT.size + len(text)] = text
                 used += spans.TEXT.size + len(text)
             at = spans.RING + index % capacity * spans.SPAN.size
-            own = self.host.own_ns
-            spans.SPAN.pack_into(data, at, index, own(begin), own(end), step, labels[phase, name], -1, -1)
+            local_data = self.host.local_ns
+            spans.SPAN.pack_into(data, at, index, local_data(begin), local_data(end), step, labels[phase, name], -1, -1)
         data[spans.TEXT_USED * 8 : spans.TEXT_USED * 8 + 8] = used.to_bytes(8, "little")
         return data
 
     def _record(self, capacity: int, finished: bool) -> bytearray:
         data = bytearray(flight_recorder.size_bytes(capacity))
         kind = flight_recorder.MAGIC, flight_recorder.VERSION
-        clocks = self.host.wall_ns, self.host.own_ns(0)
+        clocks = self.host.wall_ns, self.host.local_ns(0)
         fields = *kind, self.rank, self.world, 1, capacity, 0, *clocks, self.host.name.encode()
         flight_recorder.HEADER.pack_into(data, 0, *fields)
         labels: dict[str, int] = {}
@@ -89,7 +92,7 @@ class Rank:
                 data[at + flight_recorder.TEXT.size : at + flight_recorder.TEXT.size + len(text)] = text.encode()
                 used += flight_recorder.TEXT.size + len(text)
             numbers[comm, op in POINT_TO_POINT] += 1
-            own_begin, own_end = self.host.own_ns(begin), 0 if end is None else self.host.own_ns(end)
+            own_begin, own_end = self.host.local_ns(begin), 0 if end is None else self.host.local_ns(end)
             last = max(last, own_begin, own_end)
             at = flight_recorder.RING + index % capacity * flight_recorder.RECORD.size
             flight_recorder.RECORD.pack_into(
@@ -107,28 +110,31 @@ class Rank:
 def write_clocks(
     run_dir: Path, ranks: Sequence[Rank], times: Sequence[int], error: Callable[[], int], rtt_ns: int
 ) -> None:
-    """Write the table of clocks, measured at the true ``times``; each offset is wrong by ``error()``."""
+    """Write the table of clocks, measured at the true ``times``. ``error()`` is added to each offset."""
     hosts = list(dict.fromkeys(rank.host for rank in ranks))
     first = hosts[0]
-    told = HostTable(
+    output = HostTable(
         tuple(hosts.index(rank.host) for rank in ranks),
         tuple(host.name for host in hosts),
         tuple(f"boot of {host.name}" for host in hosts),
     )
     readings = [
         ClockReading(
-            place, first.own_ns(t), host.own_ns(t) - first.own_ns(t) + (error() if place else 0), rtt_ns if place else 0
+            place,
+            first.local_ns(t),
+            host.local_ns(t) - first.local_ns(t) + (error() if place else 0),
+            rtt_ns if place else 0,
         )
         for t in times
         for place, host in enumerate(hosts)
     ]
     with files.edit(run_dir / "metrics.h5", "hpcdist.metrics", 1) as file:
-        table.append_clocks(file, 0, told, readings, first.wall_ns - first.own_ns(0))
+        table.append_clocks(file, 0, output, readings, first.wall_ns - first.local_ns(0))
 
 
 @dataclass
 class Invented:
-    """A data-parallel run in truth: its ranks, and each message and collective as (cause, effect) true times."""
+    """A data-parallel run at true times: its ranks, and the (cause, effect) times of each message and collective."""
 
     ranks: list[Rank]
     begins: dict[int, list[int]]  # step -> when each rank entered its allreduce
@@ -137,7 +143,7 @@ class Invented:
 
 
 def invent(rng, hosts: Sequence[Host], per_host: int, steps: int, *, step_ns: int = 20_000_000) -> Invented:
-    """Return a run: each step computes, sends a message round a ring, computes, and meets in an allreduce."""
+    """Return a run whose steps compute, send a message around a ring, compute, and end with an allreduce."""
     world = per_host * len(hosts)
     ranks = [Rank(rank, hosts[rank // per_host], world) for rank in range(world)]
     at = [int(rng.integers(0, 1000)) for _ in ranks]

@@ -1,7 +1,8 @@
 """A real Slurm of a few virtual nodes on this machine, and jobs that are submitted to it.
 
-The daemons live in a folder and on ports of their own. Nodes of a `Cluster(..., isolated=True)` have each its own
-processes, hostname, mounts and shared memory, and can crash: everything on one dies at once, and Slurm has to find out.
+
+The daemons use a separate folder and separate ports. Each node of a `Cluster(..., isolated=True)` has separate
+processes, hostname, mounts and shared memory. It can crash: all its processes die at once, and Slurm must detect it.
 """
 
 import itertools
@@ -101,7 +102,7 @@ UNSHARE = ("unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-ch
 
 
 def isolation_refused() -> str:
-    """Return why this machine gives no namespaces to nodes of their own; "" where it does."""
+    """Return the reason why this machine cannot create namespaces for nodes, or "" if it can."""
     if shutil.which(UNSHARE[0]) is None:
         return "there is no unshare: apt-get install util-linux"
     commands = "hostname n1 && mount -t tmpfs tmpfs /dev/shm && mount --bind /etc/hosts /etc/hosts"
@@ -124,11 +125,12 @@ class Cluster:
         grace_s: int = 0,
         more: str = "",
     ) -> None:
-        """``timeout_s`` is SlurmdTimeout; a requeued job waits for ``requeue_s``. Both are Slurm's, if not given.
+        """``timeout_s`` is SlurmdTimeout, ``requeue_s`` the delay of a requeued job. The defaults are Slurm's.
 
-        A node has ``cpus``, whatever this machine has. With ``grace_s`` there is a partition `urgent`, whose jobs
-        preempt others: so long these have to save. ``more`` are further lines of slurm.conf, in which {folder} is
-        replaced.
+
+        A node has ``cpus`` CPUs, however many this machine has. With ``grace_s`` there is a partition `urgent` whose
+        jobs preempt others, which then have ``grace_s`` seconds to save. ``more`` are further lines of slurm.conf, in
+        which {folder} is replaced.
         """
         self.folder, self.count, self.cpus, self.isolated = folder, count, cpus, isolated
         self.more = more.format(folder=folder)
@@ -154,12 +156,12 @@ class Cluster:
             f"RealMemory={MEMORY_MB} Gres=gpu:{GPUS}"
             for number, port in enumerate(ports, start=1)
         ]
-        # MPICH names memory in /dev/shm after the number of the job: those of another cluster must not be the same.
+        # MPICH names memory in /dev/shm after the number of the job: names of another cluster must differ.
         first = random.randrange(10**5, 10**7)
-        own = {"timeout": self.timeout_s, "requeue": self.requeue_s, "nodes": "\n".join(nodes)}
-        own |= {"memory": MEMORY_MB // self.cpus}
-        own |= {"grace": self.grace_s, "preemption": PREEMPTION if self.grace_s else NO_PREEMPTION}
-        text = CONFIGURATION.format(host=host, control=control, folder=self.folder, first=first, **own)
+        local_values = {"timeout": self.timeout_s, "requeue": self.requeue_s, "nodes": "\n".join(nodes)}
+        local_values |= {"memory": MEMORY_MB // self.cpus}
+        local_values |= {"grace": self.grace_s, "preemption": PREEMPTION if self.grace_s else NO_PREEMPTION}
+        text = CONFIGURATION.format(host=host, control=control, folder=self.folder, first=first, **local_values)
         (self.folder / "slurm.conf").write_text(f"{text}{self.more}\n")
         names = " ".join(f"n{number}" for number in range(1, self.count + 1))
         (self.folder / "hosts").write_text(f"{Path('/etc/hosts').read_text()}\n127.0.0.1 {names}\n")
@@ -183,7 +185,7 @@ class Cluster:
     def _start_node(self, name: str) -> None:
         line = ["slurmd", "-D", "-c", "-N", name, "-f", str(self.folder / "slurm.conf")]
         if not self.isolated:
-            # Ranks that PMIx starts look for those of their node by its name, which all have from this machine.
+            # Ranks that PMIx starts find ranks of their node by its name; all nodes here have one hostname.
             self.nodes[name] = self._spawn(*line, PMIX_HOSTNAME=name)
             return
         slurmd = shlex.join([shutil.which("slurmd", path=SEARCH) or "slurmd", *line[1:]])
@@ -191,18 +193,21 @@ class Cluster:
         self.nodes[name] = self._spawn(*UNSHARE, "bash", "-c", script)
 
     def _first(self, name: str) -> int:
-        """Return the first process of an isolated node."""
+        """Return the id of the first process of an isolated node."""
         assert self.isolated
         pid = self.nodes[name].pid
         (first,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return int(first)
 
     def root(self, name: str) -> Path:
-        """Return the root directory of an isolated node, whose /dev/shm no other one has."""
+        """Return the root directory of an isolated node. Its /dev/shm is separate."""
         return Path(f"/proc/{self._first(name)}/root")
 
     def crash(self, name: str) -> None:
-        """Kill all processes of an isolated node, its slurmd too, and return when they are gone. Slurm is not told."""
+        """Kill all processes of an isolated node, including slurmd, and return when they are gone.
+
+        Slurm is not notified.
+        """
         first = self._first(name)
         process = self.nodes.pop(name)
         self.processes.remove(process)
@@ -211,7 +216,7 @@ class Cluster:
         process.wait(60)
 
     def revive(self, name: str) -> None:
-        """Start a crashed node anew, and wait until Slurm uses it again."""
+        """Restart a crashed node, and wait until Slurm uses it again."""
         self._start_node(name)
         state = ("sinfo", "-h", "-n", name, "-o", "%t")
         self.wait(lambda: self.run(*state).stdout.strip() in ("idle", "mix", "alloc"), f"{name} that responds")
@@ -232,7 +237,7 @@ class Cluster:
         return process
 
     def preempt(self) -> str:
-        """Submit a job of all cores, which preempts all others and lasts for a moment; return its number."""
+        """Submit a short job of all cores, which preempts all other jobs. Return its id."""
         line = ("sbatch", "--parsable", "--partition=urgent", f"--nodes={self.count}", "--exclusive")
         done = self.run(*line, "--output=/dev/null", "--wrap=sleep 1")
         assert done.returncode == 0, done.stderr
@@ -252,12 +257,12 @@ class Cluster:
             time.sleep(0.25)
 
     def job(self, number: str) -> dict[str, str]:
-        """What Slurm says of a job; values with blanks are cut."""
+        """Return the fields that Slurm reports for a job. Values are cut at blanks."""
         shown = self.run("scontrol", "show", "job", number).stdout
         return dict(re.findall(r"(\S+?)=(\S*)", shown))
 
     def stop(self) -> None:
-        """End the jobs, then the daemons: those that were started here, and no other."""
+        """End the jobs, then the daemons that this cluster started."""
         if len(self.processes) > 1:
             self.run("scancel", "--state=PENDING")
             self.run("scancel", "--state=RUNNING")
@@ -276,7 +281,7 @@ class Cluster:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that the kernel gives to nobody: a node that has crashed finds its own free when it comes back."""
+    """Return ports below the kernel's ephemeral range, so that a crashed node's port stays free for its restart."""
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     ports = random.sample(range(10_000, max(lowest, 20_000)), 100 * count)
     return list(itertools.islice(filter(_is_free, ports), count))
@@ -292,7 +297,7 @@ def _is_free(port: int) -> bool:
 
 
 class Jobs:
-    """Submits trainings of one small recipe from a folder, and waits for what becomes of them."""
+    """Submits trainings of one small recipe from a folder, and waits for their states."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster, self.folder = cluster, folder
@@ -316,7 +321,7 @@ class Jobs:
     def chain(
         self, *arguments: str, nodes: int = 2, ranks: int = 2, steps: int = STEPS, recipe: str = "recipe.toml"
     ) -> list[str]:
-        """Submit, and return the numbers that are printed."""
+        """Submit a chain and return the printed job ids."""
         done = self.submit(f"--nodes={nodes}", f"--ranks-per-node={ranks}", *arguments, steps=steps, recipe=recipe)
         assert done.returncode == 0, done.stderr
         assert re.fullmatch(r"(\d+\n)+", done.stdout), done.stdout
@@ -326,32 +331,32 @@ class Jobs:
         path = self.folder / f"hpcdist-{number}.out"
         return path.read_text() if path.exists() else ""
 
-    def until(self, number: str, **wanted: str) -> None:
-        """Wait until Slurm says what is wanted of the job; one that has ended otherwise fails at once."""
+    def until(self, number: str, **expected: str) -> None:
+        """Wait until Slurm reports the ``expected`` fields of a job. Fail at once if it has ended in another state."""
 
-        def arrived() -> bool:
-            found = self.cluster.job(number)
-            other = found.get("JobState") in ENDS and found["JobState"] != wanted["JobState"]
-            assert not other, f"job {number} is {found['JobState']}, exit code {found['ExitCode']}, not {wanted}"
-            return wanted.items() <= found.items()
+        def has_expected_state() -> bool:
+            result = self.cluster.job(number)
+            other = result.get("JobState") in ENDS and result["JobState"] != expected["JobState"]
+            assert not other, f"job {number} is {result['JobState']}, exit code {result['ExitCode']}, not {expected}"
+            return expected.items() <= result.items()
 
         try:
-            self.cluster.wait(arrived, f"{wanted} of job {number}")
+            self.cluster.wait(has_expected_state, f"{expected} of job {number}")
         finally:
             print(f"--- job {number}: {self.cluster.job(number)}\n{self.log(number)}")  # shown with a failure
 
-    def told(self, number: str, what: str) -> None:
-        """Wait until the log of the job has ``what``."""
+    def wait_for_log(self, number: str, what: str) -> None:
+        """Wait until the log of the job contains ``what``."""
         self.cluster.wait(lambda: what in self.log(number), f"{what!r} in the log of job {number}")
 
     def stop(self, number: str) -> None:
-        """Signal the batch shell alone, as the walltime does it."""
+        """Signal only the batch shell, as Slurm does at the time limit."""
         assert self.cluster.run("scancel", "--signal=USR1", "--batch", number).returncode == 0
 
     def release(self, number: str, restarts: int = 1) -> None:
-        """Start a requeued job, which Slurm would let wait for two minutes."""
+        """Start a requeued job immediately. Slurm would delay it by two minutes."""
         self.until(number, JobState="PENDING", Restarts=str(restarts))
-        # Not at once: the nodes take no credential of the second in which they revoked that of the first start.
+        # Wait: a node accepts no credential from the second in which it revoked the first start's credential.
         assert self.cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now+3").returncode == 0
 
     def checkpoint(self, run_dir: Path, older: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Slurm played by small scripts, which print what a real one of version 22.05 has printed."""
+"""Slurm replaced by small scripts, which print recorded output of version 22.05."""
 
 from pathlib import Path
 
@@ -97,7 +97,7 @@ if [[ -n ${REFUSE:-} ]]; then echo "$REFUSE" >&2; exit 1; fi
 
 
 def install(folder: Path) -> dict[str, str]:
-    """Write the commands into ``folder``/bin, what they know beside it; return the variables that they need."""
+    """Write the commands into ``folder``/bin and their data into ``folder``. Return the variables that they need."""
     programs = folder / "bin"
     programs.mkdir(parents=True)
     texts = {"squeue": _SQUEUE, "sacct": _SACCT, "scancel": _DOES, "scontrol": _DOES}

@@ -1,4 +1,4 @@
-"""Synthetic loads of known energy, and a sensor that sees them part of the time."""
+"""Synthetic loads of known energy, and a sensor that samples them part of the time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from hpcdist.energy.accounts.part_time_sensor import PowerSensor
 
 @dataclass(frozen=True)
 class SyntheticLoad:
-    """Power that is constant between ``edges_ns`` (n + 1,): ``power_w`` (n,); ``steps`` (steps, 2) are a training's."""
+    """Power that is constant between ``edges_ns`` (n + 1,): ``power_w`` (n,). ``steps`` (steps, 2) are a training's."""
 
     edges_ns: np.ndarray
     power_w: np.ndarray
@@ -19,27 +19,27 @@ class SyntheticLoad:
 
     @property
     def work(self) -> WorkIntervals:
-        """What it did when."""
+        """The load as recorded work intervals."""
         return WorkIntervals(self.steps)
 
     @property
     def begin_ns(self) -> int:
-        """When it begins."""
+        """The start time of the load."""
         return int(self.edges_ns[0])
 
     @property
     def end_ns(self) -> int:
-        """When it ends."""
+        """The end time of the load."""
         return int(self.edges_ns[-1])
 
     def until(self, moments_ns: np.ndarray) -> np.ndarray:
-        """Return the joules from the begin to each moment."""
+        """Return the joules from the start to each moment."""
         sums = np.append(0.0, np.cumsum(np.diff(self.edges_ns) / 1e9 * self.power_w))
         return np.interp(moments_ns, self.edges_ns, sums)
 
     @property
     def energy_j(self) -> float:
-        """The joules of all of it."""
+        """The total energy in joules."""
         return float(self.until(self.edges_ns[-1:])[0])
 
 
@@ -52,9 +52,10 @@ def training_load(
     pause_s: Callable[[int], float] = lambda now_ns: 0.0,
     begin_ns: int = 0,
 ) -> SyntheticLoad:
-    """Return steps of ``lengths_ns`` (steps,), each with ``power_w`` (n,) over ``shares`` (n,) of it, and idle pauses.
+    """Return steps of ``lengths_ns`` (steps,), each with ``power_w`` (n,) over ``shares`` (n,), and idle pauses.
 
-    ``pause_s`` is asked before each step, as `Shift.pause_s`.
+
+    ``pause_s`` is called before each step, like `Shift.pause_s`.
     """
     edges, power, steps, now = [begin_ns], [], [], begin_ns
     for length in lengths_ns:
@@ -78,7 +79,7 @@ def readings(
     rng: np.random.Generator | None = None,
     noise_w: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return when ``sensor`` has new values of ``load``, from ``first_ns`` on, and these in watts: (n,) and (n,)."""
+    """Return the update times of ``sensor`` from ``first_ns`` on, and its values of ``load`` in W: (n,) and (n,)."""
     window = sensor.window_s * 1e9
     updates = np.arange(first_ns, load.end_ns + 1, sensor.update_s * 1e9)
     updates = updates[updates - window >= load.begin_ns]

@@ -1,4 +1,4 @@
-"""What unit tests share: a double of cupy in the place of the real one."""
+"""Fixtures of unit tests: a double of cupy in the place of the real cupy."""
 
 import threading
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from stubs.gpu import cupy_double
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The double: `run.device = "gpu"` works on this machine, and ``gpu.LOG`` has every transfer and wait."""
+    """The double: `run.device = "gpu"` works on this machine, and ``gpu.LOG`` records every transfer and wait."""
     made = cupy_double.module()
     monkeypatch.setattr(device, "cupy", lambda: made)
     monkeypatch.setattr(graphs, "Cublas", cupy_double.Cublas)
@@ -27,6 +27,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture(autouse=True)
 def hooks() -> Iterator[None]:
-    """A job that a test starts in this process installs how the process fails; the next test starts without."""
+    """Remove the failure hooks that a job installs in this process, so that the next test starts without them."""
     yield
     failfast.uninstall()

@@ -1,8 +1,11 @@
-"""The rules of the tree: floors, doors, circles, sizes, names, docstrings; each rule is shown failing."""
+"""The rules of the tree: floors, doors, circles, sizes, names, language. A planted fault shows each rule failing."""
 
 import ast
+import io
 import re
+import tokenize
 from collections import defaultdict
+from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 
@@ -33,7 +36,7 @@ FLOORS = {
     "torch": 6.5,
     "cli": 7,
 }
-EVERYWHERE = {"errors"}  # on floor 0 beside arrays, which raises them
+EVERYWHERE = {"errors"}  # on floor 0 with arrays, which raises them
 
 # Foreign library -> the one package or module that imports it.
 DOORS = {
@@ -70,6 +73,19 @@ FUNCTION_LINES = 60
 SMALL_LINES = 60
 # Modules under SMALL_LINES with a single importer, and why each stands alone.
 SMALL: dict[str, str] = {}
+
+CHECKOUT = Path(__file__).parents[2]
+# Files whose language is not checked, as patterns for fnmatch.
+EXEMPT = (Path(__file__).parent / "language_exempt.txt").read_text().split()
+# A pronoun or a preposition in the place of a noun or of a standard idiom.
+VAGUE = re.compile(
+    r"\b(?:those (?:of|that)|that (?:of|which)|the own|is none|behind|beside|None where there is none)\b"
+)
+QUESTION = re.compile(r"Returns? (?:what|how|where|who|which|whose|why|whether|when)\b")
+VAGUE_TEXT = re.compile(r"\b(?:the own|is none)\b")
+VAGUE_NAMES = {"own", "found", "told", "said", "wanted", "known"}
+FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
+DOCUMENTED = ast.Module | ast.ClassDef | FUNCTION
 
 # Words that name no subject; of a function "Do the same" is an imperative.
 RELATIVE = {"What", "Which", "Whose", "How", "Where", "Why", "When", "Who", "Are", "Do", "Is"}
@@ -150,11 +166,11 @@ class Tree:
 def upward_imports(tree):
     """Yield the imports that go to a higher floor, or to another package on the same one."""
     for path in tree.paths:
-        own = tree.package_of(tree.name_of(path))
-        if own is None:  # __init__.py sets what numpy computes with, __main__.py imports the command line
+        package = tree.package_of(tree.name_of(path))
+        if package is None:  # __init__.py sets what numpy computes with, __main__.py imports the command line
             allowed = {"cli", "comm"} if path.name == "__main__.py" else {"arrays"}
         else:
-            allowed = {own, *EVERYWHERE, *(other for other, floor in FLOORS.items() if floor < FLOORS[own])}
+            allowed = {package, *EVERYWHERE, *(other for other, floor in FLOORS.items() if floor < FLOORS[package])}
         for line, module in tree.imports(path):
             if tree.package_of(module) not in {None, *allowed}:
                 yield f"{path}:{line} imports {module}"
@@ -163,10 +179,10 @@ def upward_imports(tree):
 def foreign_imports(tree):
     """Yield the imports of foreign libraries outside of their door."""
     for path in tree.paths:
-        own = tree.name_of(path)
+        name = tree.name_of(path)
         for line, module in tree.imports(path):
-            door = DOORS.get(module.split(".")[0], own)
-            if own != door and not own.startswith(door + "."):
+            door = DOORS.get(module.split(".")[0], name)
+            if name != door and not name.startswith(door + "."):
                 yield f"{path}:{line} imports {module}: only {door} may"
 
 
@@ -286,7 +302,75 @@ def exchange_checks(tree):
                     yield f"{path}:{node.lineno}: isinstance({value}, {kinds})"
 
 
+def checked_files(tree):
+    """Yield the files whose language is checked: all but the files in language_exempt.txt."""
+    for path in tree.paths:
+        name = f"{tree.root.name}/{path.relative_to(tree.root)}"
+        if not any(fnmatch(name, pattern.replace("**", "*")) for pattern in EXEMPT):
+            yield path
+
+
+def docstrings(tree):
+    """Yield (position, docstring) of the modules, classes and functions of the checked files."""
+    for path in checked_files(tree):
+        for node in ast.walk(tree.trees[path]):
+            if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)):
+                yield f"{path}:{getattr(node, 'lineno', 1)}", text
+
+
+def vague_docstrings(tree):
+    """Yield the docstrings that begin with a question or contain a phrase without a noun."""
+    for position, text in docstrings(tree):
+        if match := QUESTION.match(text) or VAGUE.search(text):
+            yield f"{position}: {match[0]!r} in a docstring"
+
+
+def vague_comments(tree):
+    """Yield the comments that contain a phrase without a noun."""
+    for path in checked_files(tree):
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+            if token.type == tokenize.COMMENT and (match := VAGUE.search(token.string)):
+                yield f"{path}:{token.start[0]}: {match[0]!r} in a comment"
+
+
+def vague_texts(tree):
+    """Yield the string constants that contain an idiom of no English reader, docstrings excluded."""
+    for path in checked_files(tree):
+        described = {
+            id(node.body[0].value)
+            for node in ast.walk(tree.trees[path])
+            if isinstance(node, DOCUMENTED) and ast.get_docstring(node)
+        }
+        for node in ast.walk(tree.trees[path]):
+            is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in described
+            if is_text and (match := VAGUE_TEXT.search(node.value)):
+                yield f"{path}:{node.lineno}: {match[0]!r} in a text"
+
+
+def copied_docstrings(tree):
+    """Yield the docstrings that are identical to an earlier docstring of the tree."""
+    first = {}
+    for position, text in docstrings(tree):
+        if first.setdefault(text, position) != position:
+            yield f"{position}: the docstring of {first[text]}"
+
+
+def vague_locals(tree):
+    """Yield the functions with a local or a parameter whose name is no noun."""
+    for path in checked_files(tree):
+        for node in ast.walk(tree.trees[path]):
+            if isinstance(node, FUNCTION):
+                names = {inner.arg for inner in ast.walk(node) if isinstance(inner, ast.arg)} | {
+                    inner.id
+                    for inner in ast.walk(node)
+                    if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)
+                }
+                for name in sorted(names & VAGUE_NAMES):
+                    yield f"{path}:{node.lineno}: {node.name} has a local named {name}"
+
+
 TREE = Tree(Path(hpcdist.__file__).parent)
+LANGUAGE_RULES = (vague_docstrings, vague_comments, copied_docstrings, vague_locals)
 RULES = (
     upward_imports,
     foreign_imports,
@@ -298,12 +382,20 @@ RULES = (
     shared_class_names,
     poor_docstrings,
     exchange_checks,
+    vague_texts,
+    *LANGUAGE_RULES,
 )
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_tree_keeps_the_rule(rule):
     assert list(rule(TREE)) == []
+
+
+@pytest.mark.parametrize("folder", ["tests", "benchmarks"])
+@pytest.mark.parametrize("rule", LANGUAGE_RULES)
+def test_tests_and_benchmarks_keep_the_language_rule(rule, folder):
+    assert list(rule(Tree(CHECKOUT / folder))) == []
 
 
 PLANTED = {
@@ -382,6 +474,39 @@ PLANTED = {
             "{root}/training/a.py:2: isinstance(it, ZeroExchange | Other)",
         ],
     ),
+    "vague_docstrings": (
+        {
+            "comm/a.py": '"""Sums of ranks, and those of nodes."""\nclass A:\n    """Rank with the own values."""\n',
+            "comm/b.py": '"""Rules."""\ndef f():\n    """Return whether it holds."""\n'
+            'def g():\n    """Add.\n\n    Zero if it is none.\n    """\n',
+            "comm/endpoint.py": '"""That of an exempt file."""\n',
+        },
+        [
+            "{root}/comm/a.py:1: 'those of' in a docstring",
+            "{root}/comm/a.py:2: 'the own' in a docstring",
+            "{root}/comm/b.py:2: 'Return whether' in a docstring",
+            "{root}/comm/b.py:4: 'is none' in a docstring",
+        ],
+    ),
+    "vague_comments": (
+        {"comm/a.py": "x = 1  # that of the rank\n# 'beside' in a text is no comment\ny = 'behind'\n"},
+        ["{root}/comm/a.py:1: 'that of' in a comment", "{root}/comm/a.py:2: 'beside' in a comment"],
+    ),
+    "vague_texts": (
+        {"comm/a.py": '"""It is none."""\nraise ValueError(f"a sum of {x} is none")\n'},
+        ["{root}/comm/a.py:2: 'is none' in a text"],
+    ),
+    "copied_docstrings": (
+        {
+            "comm/a.py": 'def f():\n    """Sum."""\n',
+            "comm/b.py": 'def g():\n    """Sum."""\ndef h():\n    """Max."""\n',
+        },
+        ["{root}/comm/b.py:1: the docstring of {root}/comm/a.py:1"],
+    ),
+    "vague_locals": (
+        {"comm/a.py": "own = 1\ndef f(known):\n    for said in known:\n        result = said.found\n"},
+        ["{root}/comm/a.py:2: f has a local named known", "{root}/comm/a.py:2: f has a local named said"],
+    ),
 }
 
 
@@ -402,7 +527,7 @@ def test_every_package_has_a_floor():
 
 
 def loaded_after(statement, watched):
-    """Return which of ``watched`` a fresh interpreter has loaded after ``statement``."""
+    """Return the modules of ``watched`` that a fresh interpreter has loaded after ``statement``."""
     code = f"import sys\n{statement}\nprint(*[name for name in {watched!r} if name in sys.modules])"
     done = jobs.python(code)
     assert done.returncode == 0, done.stderr
@@ -428,6 +553,6 @@ CONFIGS = [name for name in TREE.modules if name.endswith(".config") and ".cli."
     "module",
     [*CONFIGS, "hpcdist.training.recipe.recipe", "hpcdist.comm.launch.environment", "hpcdist.comm.launch.mpirun"],
 )
-def test_what_a_login_node_imports_is_light(module):
+def test_imports_of_login_node_modules_are_light(module):
     """A recipe is read, and a job described, where MPI_Init would abort."""
     assert loaded_after(f"import {module}", ("h5py", *LAZY)) == []

@@ -1,7 +1,6 @@
-"""Stages of the campaign: what each runs, for how long at most, and the figures of its line.
+"""Stages of the campaign: their commands, time limits and headline figures.
 
-The order is that of worth: what would make everything else worthless comes first. ``small`` sizes are those of a
-processor that plays a GPU.
+The most important stages come first. ``small`` sizes suit a processor that simulates a GPU.
 """
 
 import importlib
@@ -21,62 +20,59 @@ from hpcdist.cli.main import group
 from hpcdist.cli.train import recipe_from_options, train
 from hpcdist.errors import UsageError
 
-OUTPUT: Final = "RESULT"  # stands for the file that a command writes; FOLDER for one that its stage has
+OUTPUT: Final = "RESULT"  # placeholder for a command's output file; FOLDER is the placeholder for the stage's folder
 
 
 @dataclass(frozen=True)
 class Command:
-    """A process of Python: its words, those of a small run instead, and the ending of the file that it writes.
+    """A Python process: its arguments, the arguments in a small run, and the suffix of its output file.
 
-    ``after`` is the command whose files in the stage's folder it takes: that is repeated where this one has to be.
+    ``after`` names the command that writes files this command reads. It is repeated if this command has to run.
     """
 
     name: str
     line: Sequence[str]
     less: Sequence[str] = ()
     suffix: str = ".h5"
-    study: str = ""  # of which the file is
+    study: str = ""  # name of the study that wrote the file
     after: str = ""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Commands one behind the other, and the seconds that they have together."""
+    """Commands to run in sequence, and their common time limit in seconds."""
 
     limit_s: float
     full: Sequence[Command] = field(default_factory=tuple)
 
     def commands(self, small: bool) -> list[Command]:
-        """Return the commands, in the sizes of a small run where that is wanted."""
         if not small:
             return list(self.full)
-        return [replace(own, line=own.less) for own in self.full if own.less]
+        return [replace(command, line=command.less) for command in self.full if command.less]
 
 
 def study(name: str, module: str, more: str = "", less: str = "") -> Command:
-    """Return the command of a study with options, and with those of a small run ("": none)."""
+    """Return the command of a study. ``less`` holds the options in a small run; "" leaves the command out."""
     first, last = ("-m", "benchmarks", module), ("-o", OUTPUT, "--anonymous")
     small = (*first, *less.split(), *last) if less else ()
     return Command(name, (*first, *more.split(), *last), small, study=module)
 
 
 def suite(name: str, more: str, less: str) -> Command:
-    """Return the command of tests, and of those of a small run ("": none)."""
     first = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml", OUTPUT)
     small = (*first, *less.split()) if less else ()
     return Command(name, (*first, *more.split()), small, suffix=".xml")
 
 
 def tool(name: str, more: str, less: str = "", suffix: str = ".txt", after: str = "") -> Command:
-    """Return a command of hpcdist, with other options in a small run ("": none)."""
     small = ("-m", "hpcdist", *less.split()) if less else ()
     return Command(name, ("-m", "hpcdist", *more.split()), small, suffix=suffix, after=after)
 
 
 def check(command: Command) -> None:
-    """Raise where a program would refuse the words of ``command``, or the recipe in them. Nothing is carried out.
+    """Parse the options and the recipe of ``command`` without running it, and raise if they are invalid.
 
-    SystemExit comes from a study, HpcdistError from the others.
+    A study raises SystemExit, other programs raise HpcdistError.
     """
     line = [word.replace(OUTPUT, "nowhere.h5") for word in command.line]
     match line:
@@ -85,8 +81,8 @@ def check(command: Command) -> None:
             harness.parsed(harness.Study.of(module), module, name, words)
         case ["-m", "pytest", *words]:
             files = [word for word in words if word.startswith("tests/")]
-            if lost := [word for word in files if not (harness.ROOT / word).exists()]:
-                raise UsageError(f"{command.name} names {', '.join(lost)}, which does not exist")
+            if missing_files := [word for word in files if not (harness.ROOT / word).exists()]:
+                raise UsageError(f"{command.name} names {', '.join(missing_files)}, which does not exist")
         case ["-m", "hpcdist", *words]:
             try:
                 context = _context(words)
@@ -97,18 +93,17 @@ def check(command: Command) -> None:
 
 
 def _context(words: Sequence[str]) -> click.Context:
-    """Return the parsed options of the command of hpcdist that ``words`` name."""
     context = group.make_context("hpcdist", list(words))
     while isinstance(context.command, click.Group):
         rest = [*getattr(context, "_protected_args", ()), *context.args]  # click 9 has them all in args
-        name, own, rest = context.command.resolve_command(context, rest)
-        assert own is not None and name is not None
-        context = own.make_context(name, rest, parent=context)
+        name, subcommand, rest = context.command.resolve_command(context, rest)
+        assert subcommand is not None and name is not None
+        context = subcommand.make_context(name, rest, parent=context)
     return context
 
 
 def headline(command: Command, result: Path, results: Results | None) -> str:
-    """Return the ratios of a study, and of tests how many passed; "" says: the last line that was printed."""
+    """Summarise a study's ratios or the test counts. "" means that the last printed line is the summary."""
     if results is None:
         totals = dict(re.findall(r'(tests|failures|errors|skipped)="(\d+)"', result.read_text(errors="replace")[:2000]))
         return ", ".join(f"{number} {kind}" for kind, number in totals.items())
@@ -123,8 +118,8 @@ SLOW: Final = "training collectives job torch energy"
 GPT: Final = {"124M": "--layers 12 --hidden 768 --heads 12", "350M": "--layers 24 --hidden 1024 --heads 16"}
 TINY: Final = "--layers 1 --hidden 32 --heads 2 --context 16 --samples 2 --vocabulary 17 --steps 2"
 TINY_KEYS: Final = "model.layers=1 model.hidden=16 model.heads=2 data.context=8"
-OF_TORCH: Final = "--ranks 2 --operations all_reduce --steps ddp"  # gloo has no other one on tensors of a GPU
-GROUPS: Final = {  # of strategies: an error ends one job of them
+OF_TORCH: Final = "--ranks 2 --operations all_reduce --steps ddp"  # gloo supports only all_reduce on GPU tensors
+GROUPS: Final = {  # strategies that share a job; an error ends only one job
     "data": "allreduce zero1 zero2 zero3 node_shared ring",
     "others": "servers gossip local_sgd int8 topk powersgd",
     "cut": "gpipe 1f1b zb-h1 tensor tensor-by-rows context experts",
@@ -136,7 +131,6 @@ def _files(names: str) -> str:
 
 
 def _steps() -> tuple[Command, ...]:
-    """Return the comparisons with PyTorch, the largest claim first, and steps with CUDA graphs and without."""
     sizes = "--context 1024 --vocabulary 50304"
     shape = "model.layers=12 model.hidden=768 model.heads=12 data.context=512 run.global_batch={} model.dropout={}"
     halves = "precision.mode=bfloat16 precision.activations=working"
@@ -163,7 +157,7 @@ def _steps() -> tuple[Command, ...]:
             f"{tiny} {more}",
         )
         for name, samples, dropout, more in (
-            ("few-samples", 2, 0, "parallel.microbatches=1"),  # the host is slower than the GPU
+            ("few-samples", 2, 0, "parallel.microbatches=1"),  # limited by the host
             ("micro-batches", 16, 0.1, "parallel.microbatches=2"),
         )
     )
@@ -171,7 +165,6 @@ def _steps() -> tuple[Command, ...]:
 
 
 def _strategies() -> tuple[Command, ...]:
-    """Return the jobs of strategies; the small run has two layouts of the first one."""
     return tuple(
         study(
             f"{group}-on-{ranks}",
@@ -185,7 +178,6 @@ def _strategies() -> tuple[Command, ...]:
 
 
 def _energy() -> tuple[Command, ...]:
-    """Return counter, power and sampler, and the joules of a training by phase."""
     sizes = "--set model.layers=12 --set model.hidden=768 --set model.heads=12 --set data.context=512"
     tiny = "--set model.layers=1 --set model.hidden=16 --set model.heads=2 --set data.context=8"
     length = "--set run.steps={} --set run.global_batch={} --set run.device=gpu --set energy.sources={}"
@@ -201,7 +193,6 @@ def _energy() -> tuple[Command, ...]:
 
 
 def _rest() -> tuple[Command, ...]:
-    """Return what waits longest: own trainings beside plans, attention, pipelines, the long tests."""
     tiny = f"--set {TINY_KEYS} run.global_batch=2 parallel.microbatches=2 --steps 1"
     calibrate = "plan calibrate --device gpu --dtype float32 --seconds 20 -o FOLDER/gpu.toml"
     plans = "own_runs --device gpu --turns 2 --cluster FOLDER/gpu.toml --ranks 1 --anonymous -o FOLDER/own-runs"

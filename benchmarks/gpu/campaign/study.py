@@ -1,21 +1,19 @@
-"""Half an hour on one GPU: all that waits for one, in stages of their own time, in the order of their worth.
+"""Half an hour on one GPU: all GPU studies and tests in stages with time limits, the most important first.
 
     python -m benchmarks gpu.campaign
     python -m benchmarks gpu.campaign --stages device step --minutes 9
     python3 benchmarks/gpu/campaign/environment.py run wheels .gpu --minutes 28      # on a machine without a network
 
-A stage is a few commands, each a process of its own with what is left of the stage's limit: `stages.py` has them. What
-a stage found goes to --results as DATE-GPU-STAGE.h5, with the file of each study in it and what every command printed,
-and as one line of text beside it. Both are written anew behind each command, so that a campaign that is cut off, or
-runs out of --minutes, leaves what was done. Started again on the same --date it leaves out stages that are complete,
-and goes on with the others: first those that never began, then those that failed or were cut off, without the commands
-that ended well. --again repeats all. A failing stage is recorded with its error, and the next one starts.
+A stage runs a few commands, each as a process with the rest of the stage's time limit (see `stages.py`). Results go to
+--results: DATE-GPU-STAGE.h5 with each study's file and all printed output, and a .txt file with a one-line summary.
+Both are rewritten after each command, so an interrupted campaign keeps its results. A new start with the same --date
+skips complete stages, and runs stages that never started before incomplete ones, without their completed commands.
+--again repeats everything. A failed stage is recorded with its error.
 
-The limits of the stages are 28 minutes together: what is left of 30 is for the environment.
+The time limits add up to 28 minutes, which leaves 2 of 30 minutes for the environment.
 
---small takes sizes that a processor has in seconds, to try the campaign itself; the words of every command in its size
-for a GPU are parsed before, and the recipes in them read. Without a GPU it leaves with 69; exit
-code 1 where a stage is not complete.
+--small uses sizes that take seconds on a processor, to test the campaign itself; all full-size commands are parsed
+first. Exit code 69 without a GPU, 1 if a stage is incomplete.
 """
 
 import argparse
@@ -45,11 +43,11 @@ from hpcdist.reporting import atomic
 from hpcdist.telemetry.provenance import provenance
 
 SCHEMA, ON, WRITES_ITSELF = "hpcdist.benchmark.gpu_campaign", "gpu", True
-NO_CHECK = "its stages are studies of their own"
+NO_CHECK = "its stages are studies with their own checks"
 
-GRACE_S: Final = 10.0  # to end by itself, for a command whose time is over
+GRACE_S: Final = 10.0  # time to exit after SIGTERM
 COMPLETE: Final = "complete"
-KEPT_BYTES: Final = 1 << 20  # of what a command printed, the end
+KEPT_BYTES: Final = 1 << 20  # kept output per command, from its end
 OPTIONS: Final = {"stages": tuple(STAGES), "minutes": 30.0, "date": "", "again": False, "small": False}
 
 
@@ -57,14 +55,14 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--results", type=Path, default=harness.RESULTS / "gpu", help="folder (default %(default)s)")
 
 
-def begun(line: Sequence[str], limit_s: float, log: Path) -> tuple[str, float]:
-    """Run Python with the words ``line``, print into ``log``, and return how it ended ("" well) and the seconds."""
+def begun(words: Sequence[str], limit_s: float, log: Path) -> tuple[str, float]:
+    """Run Python with ``words``, write the output to ``log``, and return the error ("" for success) and seconds."""
     environment = os.environ | {"PYTHONPATH": harness.search_path(), "PYTHONUNBUFFERED": "1"}
-    environment |= {nccl.SEVERAL_RANKS_VARIABLE: "1"}  # ranks share the GPU, where this NCCL can
+    environment |= {nccl.SEVERAL_RANKS_VARIABLE: "1"}  # ranks share the GPU if this NCCL supports it
     with log.open("wb") as stream:
         start = time.monotonic()
         child = subprocess.Popen(
-            [sys.executable, *line],
+            [sys.executable, *words],
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,
@@ -77,13 +75,13 @@ def begun(line: Sequence[str], limit_s: float, log: Path) -> tuple[str, float]:
             ended = "" if not code else f"exit code {code}"
         except subprocess.TimeoutExpired:
             ended = f"cut off after {limit_s:.0f} s"
-        finally:  # also where this process is told to end
+        finally:  # also if this process is terminated
             _end(child)
     return ended, time.monotonic() - start
 
 
 def _end(child: "subprocess.Popen[bytes]") -> None:
-    """End ``child`` and its processes: its session, which ranks of an mpirun leave when it ends them."""
+    """Terminate the process group of ``child``. SIGTERM comes first, so that an mpirun can end its ranks."""
     for number, limit_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
         if child.poll() is not None and number == signal.SIGTERM:
             return
@@ -99,7 +97,7 @@ def _end(child: "subprocess.Popen[bytes]") -> None:
 
 
 class Record:
-    """What a stage has done so far: its HDF5 file and its line, of which both are replaced as a whole."""
+    """Results of a stage so far: an HDF5 file and a summary line. Both are replaced atomically."""
 
     def __init__(self, place: Path, name: str, origin: Mapping[str, Any]) -> None:
         self.place, self.name, self._origin = place, name, origin
@@ -109,11 +107,10 @@ class Record:
 
     @property
     def file(self) -> Path:
-        """The HDF5 file."""
         return self.place.with_name(self.place.name + ".h5")
 
     def load(self) -> str:
-        """Take back what the file has, and return the status of the stage; "" without a file."""
+        """Load the file and return the status of the stage, or "" without a file."""
         if not self.file.exists():
             return ""
         with files.open_read(self.file, SCHEMA, 1) as file:
@@ -127,26 +124,24 @@ class Record:
         return status
 
     def add(self, command: Command, ended: str, seconds: float, log: bytes, result: Path) -> None:
-        """Keep what a command printed and, in ``result``, wrote."""
-        self.arrays = {name: own for name, own in self.arrays.items() if not name.startswith(f"{command.name}/")}
-        # Control characters of progress lines, and what is no text, would make the file unreadable to some.
+        self.arrays = {name: array for name, array in self.arrays.items() if not name.startswith(f"{command.name}/")}
+        # NUL characters and invalid text would make the file unreadable to some tools.
         printed = log[-KEPT_BYTES:].replace(b"\0", b"") or b"\n"
         self.arrays[f"{command.name}/printed"] = np.frombuffer(printed, np.uint8)
-        told = ""
+        output = ""
         if result.exists():
-            told = self._take(command, result)
+            output = self._take(command, result)
         last = [line for line in printed.decode(errors="replace").splitlines() if line.strip()]
-        told = told or (last[-1].strip() if last else "printed nothing")
-        self.commands[command.name] = {"status": ended or COMPLETE, "seconds": seconds, "headline": told[:300]}
+        output = output or (last[-1].strip() if last else "printed nothing")
+        self.commands[command.name] = {"status": ended or COMPLETE, "seconds": seconds, "headline": output[:300]}
 
     def _take(self, command: Command, result: Path) -> str:
-        """Keep the file that a study wrote, and return its headline; that of the log where it is another file."""
         if result.suffix != ".h5":
             self.arrays[f"{command.name}/file"] = np.frombuffer(result.read_bytes() or b"\n", np.uint8)
             return headline(command, result, None)
         with files.open_read(result) as file:
             attributes = files.attributes_of(file)
-            arrays = {name: own[...] for name, own in file.items() if files.is_dataset(own)}
+            arrays = {name: dataset[...] for name, dataset in file.items() if files.is_dataset(dataset)}
             for name, array in arrays.items():
                 self.arrays[f"{command.name}/{name}"] = array
                 self.about[f"{command.name}/{name}"] = {"dims": str(file[name].attrs.get("dims", ""))}
@@ -156,17 +151,18 @@ class Record:
         return headline(command, result, Results(arrays, {}, attributes | lists))
 
     def write(self, status: str) -> str:
-        """Replace the file and the line, which is returned."""
         parts = [
-            f"{name}: {own['headline'] if own['status'] == COMPLETE else own['status'] + ', ' + own['headline']}"
-            for name, own in self.commands.items()
+            f"{name}: {item['headline'] if item['status'] == COMPLETE else item['status'] + ', ' + item['headline']}"
+            for name, item in self.commands.items()
         ]
-        seconds = sum(own["seconds"] for own in self.commands.values())
+        seconds = sum(item["seconds"] for item in self.commands.values())
         line = f"{self.name}: {status}, {seconds:.0f} s; {'; '.join(parts) or 'nothing was begun'}"
         attributes = {**self._origin, "stage": self.name, "status": status, "line": line}
         attributes["commands"] = json.dumps(self.commands)
-        about = {name: {key: value for key, value in own.items() if key == "dims"} for name, own in self.about.items()}
-        about = {name: own for name, own in about.items() if name in self.arrays}
+        about = {
+            name: {key: value for key, value in item.items() if key == "dims"} for name, item in self.about.items()
+        }
+        about = {name: item for name, item in about.items() if name in self.arrays}
         new = self.file.with_name(self.file.name + ".new")
         new.unlink(missing_ok=True)
         files.write_contiguous(new, self.arrays, attributes, about, schema=SCHEMA, version=1)
@@ -176,16 +172,15 @@ class Record:
 
 
 def carry_out(stage: Stage, record: Record, small: bool, limit_s: float) -> str:
-    """Run the commands of a stage that are not in ``record`` yet, and return its line."""
-    until = time.monotonic() + limit_s
+    deadline = time.monotonic() + limit_s
     status = COMPLETE
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
-        done = {name for name, own in record.commands.items() if own["status"] == COMPLETE}
+        done = {name for name, entry in record.commands.items() if entry["status"] == COMPLETE}
         done -= {command.after for command in stage.commands(small) if command.name not in done}
         for command in stage.commands(small):
             if command.name in done:
                 continue
-            left_s = until - time.monotonic()
+            left_s = deadline - time.monotonic()
             result, log = Path(folder) / f"{command.name}{command.suffix}", Path(folder) / f"{command.name}.log"
             if left_s <= 0:
                 ended = "not begun: the time of the stage is over"
@@ -198,7 +193,7 @@ def carry_out(stage: Stage, record: Record, small: bool, limit_s: float) -> str:
                 status = f"failed in {command.name}, {ended}"
             try:
                 record.add(command, ended, seconds, log.read_bytes(), result)
-            except Exception as error:  # noqa: BLE001 - a result that cannot be read is one more way to fail
+            except Exception as error:  # noqa: BLE001 - an unreadable result is a failure of the command
                 status = f"failed in {command.name}, {type(error).__name__}: {error}"
                 record.commands[command.name] = {"status": status, "seconds": seconds, "headline": ""}
             record.write(f"under way: {command.name} is done")
@@ -206,7 +201,6 @@ def carry_out(stage: Stage, record: Record, small: bool, limit_s: float) -> str:
 
 
 def in_order(records: Mapping[str, Record], again: bool) -> Iterator[str]:
-    """Yield the stages to run: those that never began, then those that are not complete."""
     states = {name: "" if again else record.load() for name, record in records.items()}
     for name, status in states.items():
         if status == COMPLETE:
@@ -216,7 +210,6 @@ def in_order(records: Mapping[str, Record], again: bool) -> Iterator[str]:
 
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
-    """Run the stages and return their seconds."""
     harness.at_least(chosen, minutes=0)
     if chosen.small:
         for command in (command for name in chosen.stages for command in STAGES[name].full):
@@ -227,9 +220,9 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
     date = chosen.date or datetime.now(UTC).date().isoformat()
     origin = provenance(mpi_library="none", hosts=[], anonymous=True) | about | {"small": chosen.small}
     records = {name: Record(chosen.results / f"{date}-{slug}-{name}", name, origin) for name in chosen.stages}
-    until, lines = time.monotonic() + 60 * chosen.minutes, []
+    deadline, lines = time.monotonic() + 60 * chosen.minutes, []
     for name in in_order(records, chosen.again):
-        limit_s = min(STAGES[name].limit_s, until - time.monotonic())
+        limit_s = min(STAGES[name].limit_s, deadline - time.monotonic())
         if limit_s <= 0:
             lines.append(f"{name}: not begun, the {chosen.minutes:g} minutes are over")
         else:

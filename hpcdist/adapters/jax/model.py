@@ -1,33 +1,11 @@
-"""Models that are pure functions of JAX, trained by every strategy.
+"""Models that are pure functions of JAX, trained by every strategy. The page your-model has an example.
 
-    from hpcdist.adapters.jax import model as adapter
+A pipeline splits between stages, and ZeRO-3 gathers and frees stages. Forward and backward of a stage are compiled
+separately (`hpcdist.adapters.jax.stage`) for each number of samples in a micro-batch: changing batch sizes cost a
+compilation each. Gradients, outputs and input gradients are copied once from JAX; see `WrappedModel.traffic`.
 
-    def block(params, x):  # (samples, hidden) -> (samples, hidden)
-        return x + jax.nn.gelu(x @ params["up"]) @ params["down"]
-
-    def head(params, x):  # (samples, hidden) -> (samples, classes)
-        return x @ params["out"]
-
-    def loss(y, classes):  # -> (samples,)
-        return -jnp.take_along_axis(jax.nn.log_softmax(y), classes[:, None], axis=1)[:, 0]
-
-    params = [{"up": up1, "down": down1}, {"up": up2, "down": down2}, {"out": out}]
-    model = adapter.wrap([block, block, head], params, loss, example=(x[:1], classes[:1]))
-    with Training(model, {"run.steps": 100, "run.global_batch": 64}) as training:  # hpcdist.training.script
-        for _ in training.steps:
-            training.step(x[training.share], classes[training.share])
-    params = model.trees(training.parameters())
-
-A stage is what a pipeline cuts off and what ZeRO-3 gathers and frees. Its passes are compiled apart, and parameters are
-read from the run's memory in each of both: `hpcdist.adapters.jax.stage` tells what is kept between them. Gradients,
-outputs and the gradients of inputs are copied out once; see `hpcdist.adapters.jax.parameters` and
-`WrappedModel.traffic`.
-
-Passes are compiled in the first step that has so many samples, and stay: shares by measured speed, or batches that grow
-in many steps, cost a compilation each.
-
-Random numbers: a stage ``(params, x, keys) -> y`` gets a key for each sample, which follows from (seed, step, layer,
-place of the sample in the batch), so that any cut of the work drops the same; None where nothing is to be dropped.
+A stage ``(params, x, keys) -> y`` also gets a random key for each sample, or None in an evaluation. The key depends on
+(seed, step, layer, index of the sample in the batch), so the result does not depend on the partition of the work.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -55,10 +33,10 @@ from hpcdist.models.stage import Operations, Saved
 
 
 class JaxLoss(Loss):
-    """The losses ``call(y, targets)``, summed: (sum, weight), losses (samples, ...), or a mean as a number.
+    """Loss that the user's function ``call(y, targets)`` computes from the last stage's output ``y`` and the targets.
 
-    ``output`` is shape and type of a sample of y, ``example`` has targets. Raises UsageError for other losses, and for
-    a mean whose divisor depends on the data: the mean of such means would depend on how a batch is cut.
+    ``call`` returns (sum, weight), losses (samples, ...), or their mean. ``output``: shape and dtype of ``y`` for one
+    sample. ``example``: targets to test ``call`` with. Raises UsageError for a mean whose divisor depends on the data.
     """
 
     def __init__(
@@ -76,23 +54,22 @@ class JaxLoss(Loss):
         self.is_mean = shape1 == shape2 == () and not self.weighs
         if not self.is_mean and not self.weighs and (shape1[:1] != (1,) or shape2 != (2, *shape1[1:])):
             raise UsageError(
-                f"the loss has shape {shape1} for 1 sample and {shape2} for 2; return losses (samples, ...), "
+                f"the loss has shape {shape1} for 1 sample and {shape2} for 2 samples; return losses (samples, ...), "
                 "their mean as a number, or (sum, weight)"
             )
         if self.is_mean:
             self._check_mean(output)
             self._check_divisor(output, target)
-        self.per_sample = int(np.prod(shape1))  # losses a sample, which the mean divides by
+        self.per_sample = int(np.prod(shape1))  # losses per sample, the divisor of the mean
         jax = library()
         self._losses = jax.jit(call)
         self._gradient = jax.jit(lambda y, targets, scale: jax.vjp(lambda y: self._sum(y, targets), y)[1](scale)[0])
 
     def example_targets(self, samples: int) -> np.ndarray:
-        """Return targets of so many samples, those of the example."""
+        """Return an array of ``samples`` targets: the example targets, repeated as often as needed."""
         return repeat_samples(self._example, samples)
 
     def forward(self, logits: Array, targets: Array, operations: Operations, saved: Saved) -> float:
-        """Return the sum in float64; ``logits`` (samples, ...) are what the last stage gave, and stay as they are."""
         y, inside = self._traffic.bring(logits), self._traffic.bring(targets)
         losses, *weight = self._losses(y, inside) if self.weighs else (self._losses(y, inside),)
         total = float(np.asarray(losses).astype(np.float64).sum())
@@ -102,7 +79,6 @@ class JaxLoss(Loss):
         return total * len(logits) if self.is_mean else total
 
     def backward(self, scale: float, operations: Operations, saved: Saved) -> Array:
-        """Return the gradient of ``scale`` times the sum, over the output of the last stage."""
         logits, y, targets = saved["jax.loss"]
         gradient = library().block_until_ready(self._gradient(y, targets, logits.dtype.type(scale)))
         self._traffic.take(gradient, logits)
@@ -110,7 +86,6 @@ class JaxLoss(Loss):
         return result
 
     def _check_mean(self, output: tuple[tuple[int, ...], np.dtype]) -> None:
-        """Compare the loss of two samples with the losses of each. Raises UsageError unless it is their mean."""
         shape, dtype = output
         y = np.random.default_rng(0).random((2, *shape)).astype(dtype)
         target = np.repeat(self._example[:1].astype(jax_dtype(self._example.dtype)), 2, axis=0)
@@ -118,17 +93,16 @@ class JaxLoss(Loss):
         if abs(both - (first + second) / 2) > 1e-3 * max(map(abs, (both, first, second))):
             kind = "a sum" if abs(both - first - second) <= 1e-3 * abs(both) else "no mean over samples"
             raise UsageError(
-                f"the loss is {kind}, {first:.6g} and {second:.6g} for two samples and {both:.6g} for both; return "
-                "losses (samples, ...), their mean as a number, or (sum, weight)"
+                f"the loss is {kind}: {first:.6g} and {second:.6g} for two single samples, {both:.6g} for the two "
+                "together; return losses (samples, ...), their mean as a number, or (sum, weight)"
             )
 
     def _check_divisor(self, output: Sample, target: Sample) -> None:
-        """Raise UsageError unless the mean divides a sum by a number that the shapes alone decide."""
         structs = [library().ShapeDtypeStruct((2, *shape), dtype) for shape, dtype in (output, target)]
         jaxpr = library().make_jaxpr(self._call)(*structs).jaxpr
         if not is_plain_mean(jaxpr, set(jaxpr.invars)):
             raise UsageError(
-                "the loss is one number, and its computation does not show that every sample counts alike in it; "
+                "the loss is one number, and its computation does not show that every sample has the same weight; "
                 "return (sum, weight), as in: return (losses * mask).sum(), mask.sum(); or losses (samples, ...)"
             )
 
@@ -155,14 +129,14 @@ class JaxLoss(Loss):
         return tuple(losses.shape)
 
 
-_KEEP: Final = ("neg", "convert_element_type", "reshape", "squeeze", "copy")  # primitives that keep weights
+_KEEP: Final = ("neg", "convert_element_type", "reshape", "squeeze", "copy")  # primitives that keep a mean a mean
 
 
 def is_plain_mean(jaxpr: Any, data: set[Any], *, divided: bool = False) -> bool:
-    """Return True if the one output of ``jaxpr`` divides a sum by a number that does not depend on ``data``.
+    """Return True if the only output of ``jaxpr`` is a sum divided by a number that does not depend on the data.
 
-    ``data`` are the input variables that hold outputs and targets. Sums and constant multiples of such means are plain.
-    ``divided``: the caller divides the output.
+    ``data``: the variables of the model output and the targets. Sums and constant multiples of such means also count.
+    ``divided``: the caller divides the output by a constant, so a plain sum also counts.
     """
     made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
     depends = set(data)
@@ -174,11 +148,11 @@ def is_plain_mean(jaxpr: Any, data: set[Any], *, divided: bool = False) -> bool:
         equation = made.get(var) if not hasattr(var, "val") else None
         if equation is None:
             return False
-        name, inputs = equation.primitive.name, [each for each in equation.invars if _is_in(each, depends)]
+        name, inputs = equation.primitive.name, [outer for outer in equation.invars if _is_in(outer, depends)]
         if name == "reduce_sum":
             return divided
         if name in ("add", "sub"):
-            return all(is_mean(each, divided=divided) for each in inputs)
+            return all(is_mean(outer, divided=divided) for outer in inputs)
         if name in _KEEP or (name == "mul" and len(inputs) == 1):
             return is_mean(inputs[0], divided=divided or name == "mul")
         if name == "div":
@@ -187,35 +161,35 @@ def is_plain_mean(jaxpr: Any, data: set[Any], *, divided: bool = False) -> bool:
         if inner is None or len(equation.outvars) != 1:
             return False
         inner = getattr(inner, "jaxpr", inner)
-        taken = {own for own, each in zip(inner.invars, equation.invars, strict=True) if _is_in(each, depends)}
-        return is_plain_mean(inner, taken, divided=divided)
+        used = {arg for arg, outer in zip(inner.invars, equation.invars, strict=True) if _is_in(outer, depends)}
+        return is_plain_mean(inner, used, divided=divided)
 
     return is_mean(jaxpr.outvars[0], divided=divided)
 
 
 def _is_in(var: Any, variables: set[Any]) -> bool:
-    return not hasattr(var, "val") and var in variables  # a literal has no hash
+    return not hasattr(var, "val") and var in variables  # a literal is not hashable
 
 
-EXAMPLE_SAMPLES: Final = 8  # samples of an example that a model keeps, to measure its stages
+EXAMPLE_SAMPLES: Final = 8  # samples of the example that a model keeps, to measure its stages
 
 
 class WrappedModel(Model):
-    """A model whose stages compute with JAX."""
+    """A model whose stages compute with JAX. Its `traffic` counts the bytes copied to JAX and back."""
 
     traffic: JaxTraffic
-    given: Sequence[tuple[int, ParameterLeaves]]  # of each function: its stage, and the leaves of its params
+    given: Sequence[tuple[int, ParameterLeaves]]  # for each function: its stage, and its parameter leaves
 
     def trees(self, values: Mapping[str, Array]) -> list[Any]:
-        """Return the params, in the structure they were wrapped in, from arrays by name ``LAYER.NAME`` (local).
+        """Return the params as one pytree for each user function, with the arrays of ``values`` as leaves. Local.
 
-        Arrays are those of the host, not copies.
+        ``values`` maps tensor names ``LAYER.NAME`` to arrays. Host arrays are not copied.
         """
         tied = {f"{stage.layer}.{name}": key for stage in self.stages for name, key in stage.tied.items()}
         keys = [[f"{layer}.{name}" for name in leaves.names] for layer, leaves in self.given]
-        arrays = [[to_host(values[tied.get(key, key)]) for key in own] for own in keys]
+        arrays = [[to_host(values[tied.get(key, key)]) for key in row] for row in keys]
         unflatten = library().tree_util.tree_unflatten
-        return [unflatten(leaves.tree, own) for (_, leaves), own in zip(self.given, arrays, strict=True)]
+        return [unflatten(leaves.tree, row) for (_, leaves), row in zip(self.given, arrays, strict=True)]
 
 
 def wrap(
@@ -228,28 +202,26 @@ def wrap(
     keep: str = "products",
     adapted: Adapted | None = None,
 ) -> WrappedModel:
-    """Return a model of ``stages``, each a pure function (params, x) -> y of whole micro-batches.
+    """Return a model that trains the functions ``stages``: pure functions (params, x) -> y of whole micro-batches.
 
-    ``params`` has a pytree for each stage, or a function without arguments that makes it; its leaves are float32 or
-    float64 arrays, and what the model is trained from. A stage without params goes with the one before (the first ones
-    with the one behind). ``adapted(name, leaf)`` says of the leaf LAYER.NAME whether weight decay and layer-wise rates
-    apply; by default to all of two dims and more. ``example`` is a batch (inputs, targets), arrays or
-    `jax.ShapeDtypeStruct`, of any number of samples: the shapes and types of a sample count. ``loss(y, targets)``
-    returns losses (samples, ...), whose mean over all is trained; a number, the mean over the samples it got, each of
-    which counts alike; or (sum, weight), two numbers whose sums over the whole batch are divided.
+    ``params`` has one entry per stage: a pytree, or a function without arguments that creates the pytree. The leaves
+    are float32 or float64 arrays. A function without params joins the previous stage. ``loss(y, targets)`` returns
+    losses (samples, ...), their mean as a number, or (sum, weight) as two numbers.
 
-    ``tied`` says which tensors are those of an earlier stage: {"3.head": "0.table"}, by ``LAYER.NAME``, the name being
-    the path in the pytree with dots. ``keep`` is what lies in memory between forward and backward:
-    "products" of matrices and convolutions, "everything" or "nothing".
+    Keyword arguments: ``example`` is a batch (inputs, targets) of arrays or `jax.ShapeDtypeStruct`. ``tied`` maps a
+    tensor ``LAYER.NAME`` to the tensor of an earlier stage that it shares, as in {"3.head": "0.table"}; NAME is the
+    pytree path with dots. ``keep`` selects the values to keep from forward to backward: "products", "everything" or
+    "nothing" (`hpcdist.adapters.jax.stage`). ``adapted(name, leaf)`` returns True if weight decay and layer-wise rates
+    apply to the leaf; the default is at least two dims.
 
-    Raises UsageError and ConfigurationError for what cannot be trained, with the name of the tensor or the stage.
+    Raises UsageError and ConfigurationError for models that cannot be trained.
     """
     fail_alike(launched=True)
     if keep not in KEEPS:
         raise UsageError(f"keep = {keep!r}; choose one of {', '.join(KEEPS)}")
     if not stages or len(stages) != len(params):
-        raise UsageError(f"got {len(stages)} stages and {len(params)} params; give a pytree for each stage")
-    leaves = [ParameterLeaves.of(own, f"params of stage {number}") for number, own in enumerate(params)]
+        raise UsageError(f"got {len(stages)} stages and {len(params)} params; give one pytree of params per stage")
+    leaves = [ParameterLeaves.of(tree, f"params of stage {number}") for number, tree in enumerate(params)]
     groups, computes = group_by_stage(leaves), common_dtype(leaves)
     inputs, targets = _example(example)
     shared = SharedContext(computes, keep, JaxTraffic(), {}, adapted or _adapted, inputs)
@@ -262,7 +234,7 @@ def wrap(
     count, on = lossy.per_sample, platform_of(leaves)
     model = WrappedModel(jax_stages, computes.name, tokens_per_sample=count, loss=lossy, seeded=False, on=on)
     layer_of = {number: layer for layer, group in enumerate(groups) for number in group}
-    model.traffic, model.given = shared.traffic, [(layer_of[number], own) for number, own in enumerate(leaves)]
+    model.traffic, model.given = shared.traffic, [(layer_of[number], tree) for number, tree in enumerate(leaves)]
     return model
 
 
@@ -273,15 +245,14 @@ def _stages(
     ties: Sequence[dict[str, str]],
     shared: SharedContext,
 ) -> list[JaxStage]:
-    """Return a stage for each of ``groups``."""
     jax_stages: list[JaxStage] = []
     x: Sample = shared.example.shape[1:], jax_dtype(shared.example.dtype)
     for layer, group in enumerate(groups):
-        own = _stage_leaves(leaves, group)
+        stage_leaves = _stage_leaves(leaves, group)
         chain = FunctionChain(
             tuple(StageFunction.of(functions[number], leaves[number].tree, f"stage {number}") for number in group)
         )
-        jax_stages.append(JaxStage(layer, chain, own, ties[layer], x, shared))
+        jax_stages.append(JaxStage(layer, chain, stage_leaves, ties[layer], x, shared))
         x = jax_stages[-1].output_shape(1)[1:], shared.computes
     return jax_stages
 
@@ -291,7 +262,6 @@ def _adapted(name: str, leaf: Any) -> bool:
 
 
 def _stage_leaves(leaves: Sequence[ParameterLeaves], group: Sequence[int]) -> ParameterLeaves:
-    """Return the leaves of a stage: of its functions one has some."""
     return next(leaves[number] for number in group if leaves[number].names)
 
 
@@ -299,23 +269,22 @@ def _refuse_unused(stage: JaxStage, samples: int) -> None:
     unused = stage.unused(samples)
     if unused:
         raise ConfigurationError(
-            f"tensor {stage.layer}.{unused[0]} has no gradient: what {stage} returns does not depend on it, or not "
-            "differentiably; leave it out of the params, or let the function have it as a constant"
+            f"tensor {stage.layer}.{unused[0]} has no gradient: the output of {stage} does not depend on it, or not "
+            "differentiably; remove it from the params, or make it a constant of the function"
         )
 
 
-def _example(given: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return a few inputs and targets of an example; zeros, where it has shapes and types alone."""
-    if not isinstance(given, tuple) or len(given) != 2:
-        raise UsageError(f"the example is a {type(given).__name__}; give a pair (inputs, targets)")
+def _example(example: Any) -> tuple[np.ndarray, np.ndarray]:
+    if not isinstance(example, tuple) or len(example) != 2:
+        raise UsageError(f"the example is a {type(example).__name__}; give a pair (inputs, targets)")
     arrays: list[np.ndarray] = []
-    for values, what in zip(given, ("inputs", "targets"), strict=True):
+    for values, what in zip(example, ("inputs", "targets"), strict=True):
         is_shape = isinstance(values, library().ShapeDtypeStruct)
         array = np.zeros(values.shape, values.dtype) if is_shape else np.asarray(values)
         if not array.shape or not array.shape[0]:
-            raise UsageError(f"the {what} of the example have shape {array.shape}; give one sample or more")
+            raise UsageError(f"the {what} of the example have shape {array.shape}; give at least one sample")
         arrays.append(array)
     inputs, targets = arrays
     if len(inputs) != len(targets):
-        raise UsageError(f"the example has {len(inputs)} inputs and {len(targets)} targets; give as many of both")
+        raise UsageError(f"the example has {len(inputs)} inputs and {len(targets)} targets; give equal numbers of both")
     return inputs[:EXAMPLE_SAMPLES].copy(), targets[:EXAMPLE_SAMPLES].copy()

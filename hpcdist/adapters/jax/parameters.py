@@ -1,10 +1,7 @@
-"""Pytrees of parameters of a JAX model, checked before anything is computed, and arrays shared or exchanged with JAX.
+"""Checks of the parameter pytrees of a JAX model, and arrays shared with JAX or copied from it.
 
-Of the leaves of a pytree a model has names, shapes, types and ties.
-
-JAX arrays are immutable and lie in memory of its own, so gradients and outputs are copied out of it, once each. On the
-way in, memory that begins on a cache line is read where it is; other memory is copied. The caller waits until JAX is
-done before that memory changes.
+JAX arrays are immutable and in memory of JAX, so gradients and outputs are copied out once. Input memory that is
+aligned to a cache line is shared with JAX; other memory is copied. The caller waits for JAX before changing it.
 """
 
 import functools
@@ -23,7 +20,7 @@ from hpcdist.errors import ConfigurationError, DataError, MissingCapabilityError
 
 @functools.cache
 def library() -> ModuleType:
-    """Return the jax module. Raises MissingCapabilityError, with the reason, where it cannot be imported."""
+    """Import and return the jax module. Raises MissingCapabilityError, with the reason, if the import fails."""
     try:
         return importlib.import_module("jax")
     except ImportError as error:
@@ -33,16 +30,16 @@ def library() -> ModuleType:
 
 
 def submodule(name: str) -> ModuleType:
-    """Return a module of jax that ``import jax`` does not bring along."""
+    """Import and return jax's submodule ``name``, for submodules that ``import jax`` does not load."""
     library()
     return importlib.import_module(f"jax.{name}")
 
 
 @dataclass
 class JaxTraffic:
-    """Traffic between the arrays of a run and JAX so far, tensor by tensor: bytes, and numbers of tensors.
+    """Numbers of tensors, and of their bytes, that hpcdist shared with JAX or copied to or from it.
 
-    ``seen``: read where they lie. ``copied_in``, ``copied_out``: once each.
+    ``seen``: shared without a copy. ``copied_in``: copied to JAX. ``copied_out``: copied back from JAX.
     """
 
     seen: int = 0
@@ -53,15 +50,15 @@ class JaxTraffic:
     copied_out_bytes: int = 0
 
     def bring(self, array: Array) -> Any:
-        """Return ``array`` as a JAX array on its side of the bus, in a type that JAX has enabled (local).
+        """Return ``array`` as a JAX array on the same device, in a dtype that JAX has enabled. Local.
 
-        Where it was not copied, its memory must not change while JAX may read it. Raises DataError on integers that do
-        not fit.
+        The result can share the memory of ``array``: do not change ``array`` while JAX may read it. Raises DataError if
+        integers do not fit the dtype.
         """
         array = _computable(array)
-        source: Any = array  # numpy's, or cupy's
+        source: Any = array  # a numpy or cupy array
         if is_device(array):
-            device.synchronise()  # JAX has streams of its own
+            device.synchronise()  # JAX uses its own streams
             value, address = submodule("dlpack").from_dlpack(source), source.data.ptr
         else:
             home = library().local_devices(backend="cpu")[0]
@@ -75,30 +72,27 @@ class JaxTraffic:
         return value
 
     def take(self, values: Any, into: Array, *, add: bool = False) -> None:
-        """Write the JAX array ``values`` over ``into``, or add it, in one pass (local).
-
-        ``into`` is in order when this returns, also on a GPU.
-        """
+        """Copy the JAX array ``values`` to the array ``into``, or if ``add``, add it. Return when this is done."""
         on_device = is_device(into)
         source = device.cupy().from_dlpack(values) if on_device else np.asarray(values)
         if add:
-            with np.errstate(all="ignore"):  # infinity is for the caller to find, as in a collective
+            with np.errstate(all="ignore"):  # the caller checks for infinity, as after a collective
                 into += source
         else:
             into[...] = source
         if on_device:
-            device.synchronise()  # or JAX would reuse its memory too early
+            device.synchronise()  # else JAX could reuse its memory too early
         self.copied_out += 1
         self.copied_out_bytes += into.nbytes
 
 
 def repeat_samples(rows: np.ndarray, samples: int) -> np.ndarray:
-    """Return so many samples, which repeat ``rows``."""
+    """Return ``samples`` rows: the rows of ``rows`` in order, repeated from the first row as often as needed."""
     return np.resize(rows, (samples, *rows.shape[1:]))
 
 
 def jax_dtype(dtype: Any) -> np.dtype:
-    """Return the type in which JAX has data of ``dtype``: without ``jax_enable_x64``, 64 bits become 32."""
+    """Return the dtype in which JAX computes with ``dtype``: 32-bit for a 64-bit type, unless ``jax_enable_x64``."""
     return np.dtype(library().dtypes.canonicalize_dtype(dtype))
 
 
@@ -111,75 +105,78 @@ def _computable(array: Array) -> Array:
         least, most = int(array.min()), int(array.max())
         if least < limits.min or most > limits.max:
             raise DataError(
-                f"the data has {least if least < limits.min else most}, which JAX would make {dtype} and wrap around; "
+                f"the data contains {least if least < limits.min else most}, which does not fit JAX's dtype {dtype}; "
                 "enable 64 bits (JAX_ENABLE_X64=1), or give smaller numbers"
             )
     converted: Array = array.astype(dtype)
     return converted
 
 
-DTYPES: Final = ("float32", "float64")  # of params; what is 16 bits wide is so inside of a function
+DTYPES: Final = ("float32", "float64")  # of params; functions may convert to 16 bits inside
 PLATFORMS: Final = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
 
 
 @dataclass(frozen=True)
 class ParameterLeaves:
-    """The leaves of one pytree of params, in its order; ``values`` makes their initial values."""
+    """The leaves (arrays) of one function's pytree of params, in order. ``values()`` returns their initial values."""
 
     tree: Any
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    arrays: tuple[Any, ...]  # as they were given; shapes and types alone where a function makes them
+    arrays: tuple[Any, ...]  # as passed by the user, or only shapes and dtypes if a function creates them
     values: Callable[[], Sequence[Any]]
 
     @classmethod
-    def of(cls, given: Any, where: str) -> "ParameterLeaves":
-        """Return the leaves of a pytree, or of what a function of no arguments makes. Raises UsageError for others."""
+    def of(cls, params: Any, where: str) -> "ParameterLeaves":
+        """Return the leaves of ``params``, a pytree or a function that returns one.
+
+        Raises UsageError if a leaf is not an array. ``where`` names the params in the error message.
+        """
         jax = library()
-        makes = callable(given) and jax.tree_util.all_leaves([given])
-        pairs, tree = jax.tree_util.tree_flatten_with_path(jax.eval_shape(given) if makes else given)
+        makes = callable(params) and jax.tree_util.all_leaves([params])
+        pairs, tree = jax.tree_util.tree_flatten_with_path(jax.eval_shape(params) if makes else params)
         names = tuple(_name(path) for path, _ in pairs)
         arrays = tuple(leaf for _, leaf in pairs)
         for name, leaf in zip(names, arrays, strict=True):
             if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
                 raise UsageError(
-                    f"{name} in the {where} is a {type(leaf).__name__}; leaves have to be arrays: what is not trained "
-                    "belongs into the function"
+                    f"{name} in the {where} is a {type(leaf).__name__}, but all leaves must be arrays; turn values "
+                    "that are not trained into constants of the function"
                 )
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise UsageError(f"two leaves of the {where} are called {twice}; give them other keys")
+            raise UsageError(f"two leaves of the {where} have the name {twice}; rename one of their keys")
         return cls(
             tree,
             names,
             tuple(tuple(leaf.shape) for leaf in arrays),
             arrays,
-            (lambda: _initial_value(given, tree, where)) if makes else (lambda: arrays),
+            (lambda: _initial_value(params, tree, where)) if makes else (lambda: arrays),
         )
 
 
 def _name(path: Sequence[Any]) -> str:
-    """Return the keys of ``path`` with dots between them; slashes, which some libraries have in keys, become dots."""
     parts = [next(getattr(key, field) for field in ("key", "idx", "name") if hasattr(key, field)) for key in path]
     return ".".join(str(part).replace("/", ".") for part in parts) or "value"
 
 
-def _initial_value(given: Callable[[], Any], tree: Any, where: str) -> Sequence[Any]:
-    leaves, structure = library().tree_util.tree_flatten(given())
+def _initial_value(create: Callable[[], Any], tree: Any, where: str) -> Sequence[Any]:
+    leaves, structure = library().tree_util.tree_flatten(create())
     if structure != tree:
-        raise UsageError(f"the function that makes the {where} returned {structure}, and {tree} when it was looked at")
+        raise UsageError(f"the function that makes the {where} returned {structure}, but {tree} in an earlier call")
     return list(leaves)
 
 
 def group_by_stage(leaves: Sequence[ParameterLeaves]) -> list[list[int]]:
-    """Return which functions make each stage: one without params goes with that before it, or behind it at the front.
+    """Assign the user functions to stages. Return, for each stage, the indices of its functions.
 
-    Raises UsageError where there is nothing to train.
+    ``leaves`` has the parameter leaves of each function. A function without params joins the previous stage, or the
+    first stage if none precedes. Raises UsageError if no function has params.
     """
     groups: list[list[int]] = []
     leading: list[int] = []
-    for number, own in enumerate(leaves):
-        if own.names:
+    for number, function_leaves in enumerate(leaves):
+        if function_leaves.names:
             groups.append([*leading, number])
             leading = []
         elif groups:
@@ -187,40 +184,40 @@ def group_by_stage(leaves: Sequence[ParameterLeaves]) -> list[list[int]]:
         else:
             leading.append(number)
     if not groups:
-        raise UsageError("the params have no leaf: there is nothing to train")
+        raise UsageError("the params have no leaf: there is nothing to train; pass at least one array in params")
     return groups
 
 
 def common_dtype(leaves: Sequence[ParameterLeaves]) -> np.dtype:
-    """Return the type of all leaves. Raises ConfigurationError where they differ, or no run computes in it."""
+    """Return the dtype that all leaves have. Raises ConfigurationError for mixed or unsupported dtypes."""
     pairs = [
         (f"{name} in the params of stage {number}", np.dtype(leaf.dtype))
-        for number, own in enumerate(leaves)
-        for name, leaf in zip(own.names, own.arrays, strict=True)
+        for number, group in enumerate(leaves)
+        for name, leaf in zip(group.names, group.arrays, strict=True)
     ]
-    first, alike = pairs[0]
+    first, expected = pairs[0]
     for name, dtype in pairs:
         if dtype.name not in DTYPES:
             raise ConfigurationError(
-                f"{name} is {dtype}; params are {' or '.join(DTYPES)}: convert them, and let the function "
-                "convert to 16 bits where it wants; what is not trained belongs into the function"
+                f"{name} is {dtype}; params must be {' or '.join(DTYPES)}: convert them, and convert to 16 bits inside "
+                "the function if needed; turn values that are not trained into constants of the function"
             )
-        if dtype != alike:
-            raise ConfigurationError(f"{name} is {dtype} and {first} {alike}; convert all params to one type")
-    if jax_dtype(alike) != alike:
+        if dtype != expected:
+            raise ConfigurationError(f"{name} is {dtype}, but {first} is {expected}; convert all params to one dtype")
+    if jax_dtype(expected) != expected:
         raise ConfigurationError(
-            f"the params are {alike}, which JAX has disabled; set JAX_ENABLE_X64=1, "
-            f"or convert them to {jax_dtype(alike)}"
+            f"the params are {expected}, which JAX has disabled; set JAX_ENABLE_X64=1, "
+            f"or convert them to {jax_dtype(expected)}"
         )
-    return alike
+    return expected
 
 
 def platform_of(leaves: Sequence[ParameterLeaves]) -> str | None:
-    """Return where the leaves were put, "cpu" or "gpu"; None where they are no arrays of JAX."""
+    """Return the platform that holds the leaves, "cpu" or "gpu", or None if no leaf is a JAX array."""
     platforms = {
         device.platform
-        for own in leaves
-        for leaf in own.arrays
+        for group in leaves
+        for leaf in group.arrays
         if hasattr(leaf, "devices")
         for device in leaf.devices()
     }
@@ -235,44 +232,45 @@ def platform_of(leaves: Sequence[ParameterLeaves]) -> str | None:
 
 
 def check_ties(tied: Mapping[str, str], layers: Sequence[ParameterLeaves]) -> list[dict[str, str]]:
-    """Return, for each layer, the local names of tensors that an earlier one owns, with the key there.
+    """Check the ties of tensors. Return, for each layer, {name of a tied tensor: ``LAYER.NAME`` of its owner}.
 
-    Raises UsageError for ties that cannot be kept, and where two layers were given the same array without a tie.
+    ``tied`` maps ``LAYER.NAME`` of a tied tensor to its owner in an earlier layer. Raises UsageError for invalid ties,
+    and if two layers contain the same array without a tie.
     """
     shapes = {
         f"{layer}.{name}": shape
-        for layer, own in enumerate(layers)
-        for name, shape in zip(own.names, own.shapes, strict=True)
+        for layer, group in enumerate(layers)
+        for name, shape in zip(group.names, group.shapes, strict=True)
     }
     ties: list[dict[str, str]] = [{} for _ in layers]
     for key, owner in tied.items():
         for named in (key, owner):
             if named not in shapes:
-                raise UsageError(f"tied names {named!r}, which is none of {', '.join(shapes)}")
+                raise UsageError(f"tied names the tensor {named!r}, but the tensors are {', '.join(shapes)}")
         number, _, name = key.partition(".")
         layer, before = int(number), int(owner.partition(".")[0])
         if owner in tied or before >= layer:
             raise UsageError(
-                f"{key} is tied to {owner}; the owner has to be in an earlier stage and no tied tensor itself (inside "
-                "of a stage, let the function use one leaf twice)"
+                f"{key} is tied to {owner}; the owner must be in an earlier stage and must not be tied itself (within "
+                "one stage, let the function use one leaf twice)"
             )
         if shapes[key] != shapes[owner]:
-            raise UsageError(f"{key} has shape {shapes[key]} and {owner} {shapes[owner]}; tied tensors have one shape")
+            raise UsageError(f"{key} has shape {shapes[key]}, {owner} has {shapes[owner]}; tied shapes must be equal")
         ties[layer][name] = owner
-    for place, own in enumerate(layers):
-        if len(ties[place]) == len(own.names):
-            raise UsageError(f"all tensors of stage {place} are tied; join its function to that of another stage")
+    for stage, group in enumerate(layers):
+        if len(ties[stage]) == len(group.names):
+            raise UsageError(f"all tensors of stage {stage} are tied; merge its function with another stage's function")
     _check_objects(layers, ties)
     return ties
 
 
 def _check_objects(layers: Sequence[ParameterLeaves], ties: Sequence[Mapping[str, str]]) -> None:
     seen: dict[int, tuple[int, str]] = {}
-    for layer, own in enumerate(layers):
-        for name, array in zip(own.names, own.arrays, strict=True):
+    for layer, group in enumerate(layers):
+        for name, array in zip(group.names, group.arrays, strict=True):
             before, other = seen.setdefault(id(array), (layer, name))
             if before != layer and name not in ties[layer]:
                 raise UsageError(
                     f"{layer}.{name} and {before}.{other} are the same array: to train them as one, pass tied="
-                    f"{{'{layer}.{name}': '{before}.{other}'}}; to train two that start alike, give one a copy"
+                    f"{{'{layer}.{name}': '{before}.{other}'}}; to train them separately, copy one of the arrays"
                 )

@@ -1,14 +1,11 @@
 """JAX function as a stage of a model: forward and backward as two compiled functions, and their residuals.
 
-``jax.vjp`` gives a function back whose arrays (residuals) are all that its backward needs. Of these a stage keeps what
-depends on its input only; parameters, the input itself and what follows from parameters alone are given to the backward
-again, from where they are then. So parameters may be freed, or move, between the two passes, and a gathered layer
-(ZeRO-3) is not kept alive by its own residuals. ``keep`` says which of the rest are kept:
+Residuals are the arrays of a ``jax.vjp`` function. A stage keeps only residuals that depend on its input. Parameters
+are passed to the backward again, so they may be freed between the passes (ZeRO-3). ``keep`` selects the kept residuals:
 
-    products    results of matrix products and convolutions, but for products of a batch of matrices (as the scores of
-                attention: context x context); the backward computes those, and what is elementwise, again
-    everything  all that the backward would otherwise compute again
-    nothing     nothing: the backward computes the forward again
+    products    results of matrix products and convolutions, except batched products (such as attention scores)
+    everything  all residuals
+    nothing     none: the backward recomputes the forward
 """
 
 import contextlib
@@ -26,18 +23,13 @@ from hpcdist.errors import DataError, UsageError
 from hpcdist.models.stage import Draw, Gradients, Operations, Parameters, Saved, StreamOf
 
 KEEPS: Final = ("products", "everything", "nothing")
-# (parameter leaves, x, draw) -> y. The draw is None, or (seed, step, first sample) as unsigned integers of 32 bits.
+# (parameter leaves, x, draw) -> y; draw is None, or (seed, step, first sample) as uint32.
 Compute = Callable[[Sequence[Any], Any, Any], Any]
 
 
 @dataclass(frozen=True)
 class CompiledPasses:
-    """The compiled passes of a stage for one shape of input.
-
-    ``forward(leaves, x, draw)`` returns (y, kept), ``backward(leaves, x, draw, kept, dy)`` the gradients of the leaves,
-    and that of x, or None. ``unused`` are the indices of leaves that y does not depend on. ``kept_bytes`` is the size
-    of what lies between the two.
-    """
+    """Compiled forward and backward of a stage for one input shape. ``unused``: indices of leaves without gradient."""
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
@@ -48,7 +40,10 @@ class CompiledPasses:
 def compile_passes(
     compute: Compute, leaves: Sequence[Any], x: Any, draw: Any, *, input_gradient: bool, keep: str
 ) -> CompiledPasses:
-    """Return the passes of ``compute`` for arguments of these shapes and types (`jax.ShapeDtypeStruct`)."""
+    """Compile the forward and backward of ``compute`` for the shapes of ``leaves``, ``x`` and the random keys ``draw``.
+
+    The shapes are given as `jax.ShapeDtypeStruct`. ``input_gradient``: the backward also returns the gradient of x.
+    """
     jax = library()
     policies = jax.checkpoint_policies
     policy = {
@@ -62,7 +57,7 @@ def compile_passes(
         def run(leaves: Sequence[Any], x: Any) -> Any:
             return compute(leaves, x, draw)
 
-        # Both passes are compiled apart: what is computed again in the second has no twin there to be merged with.
+        # prevent_cse is not needed: the passes are compiled separately, so recomputed values cannot be merged.
         checkpointed = jax.checkpoint(run, policy=policy, prevent_cse=False)
         if input_gradient:
             y, back = jax.vjp(checkpointed, leaves, x)
@@ -72,29 +67,29 @@ def compile_passes(
         return y, residuals
 
     closed, (output, residuals) = jax.make_jaxpr(traced, return_shape=True)(list(leaves), x, draw)
-    whole = submodule("extend.core").jaxpr_as_fun(closed)
+    traced_outputs = submodule("extend.core").jaxpr_as_fun(closed)
     kept_indices = _input_residuals(closed, len(leaves))
 
     def outputs(leaves: Sequence[Any], x: Any, draw: Any) -> Any:
-        return whole(*leaves, x, *jax.tree_util.tree_leaves(draw))
+        return traced_outputs(*leaves, x, *jax.tree_util.tree_leaves(draw))
 
     def forward(leaves: Sequence[Any], x: Any, draw: Any) -> Any:
         y, *values = outputs(leaves, x, draw)
         return y, [values[index] for index in kept_indices]
 
     def backward(leaves: Sequence[Any], x: Any, draw: Any, held: Sequence[Any], dy: Any) -> Any:
-        _, *values = outputs(leaves, x, draw)  # the compiler leaves out what is overwritten here
+        _, *values = outputs(leaves, x, draw)  # the compiler removes the values that are overwritten here
         for index, value in zip(kept_indices, held, strict=True):
             values[index] = value
         gradients = jax.tree_util.tree_unflatten(structure["tree"], values)(dy)
         return gradients if input_gradient else (*gradients, None)
 
     sizes = [residuals[index] for index in kept_indices]
-    after, (own, _) = jax.make_jaxpr(backward, return_shape=True)(list(leaves), x, draw, sizes, output)
+    after, (leaf_gradients, _) = jax.make_jaxpr(backward, return_shape=True)(list(leaves), x, draw, sizes, output)
     return CompiledPasses(
         forward=jax.jit(forward),
         backward=jax.jit(backward),
-        unused=tuple(index for index in range(len(own)) if not _uses(after, index)[-1]),
+        unused=tuple(index for index in range(len(leaf_gradients)) if not _uses(after, index)[-1]),
         kept_bytes=sum(value.size * value.dtype.itemsize for value in sizes),
     )
 
@@ -107,26 +102,26 @@ def _is_product(primitive: Any, *_: Any, **parameters: Any) -> bool:
 
 
 def _input_residuals(closed: Any, leaves: int) -> list[int]:
-    """Return which residuals, outputs 1, 2, ... of a forward, depend on its input and are not the input itself."""
+    """Return the indices of the values saved for the backward pass that depend on ``x`` but are not ``x`` itself."""
     x = closed.jaxpr.invars[leaves]
-    # One that comes twice is kept once more; jit gives both the same memory.
+    # A residual that occurs twice is kept twice; jit gives both the same memory.
     outputs = enumerate(closed.jaxpr.outvars[1:])
     return [index for index, var in outputs if var is not x and _uses(closed, index + 1)[leaves]]
 
 
 def _uses(closed: Any, output: int) -> list[bool]:
-    """Return which inputs one output of a traced function depends on."""
-    wanted = [index == output for index in range(len(closed.jaxpr.outvars))]
-    _, used = submodule("interpreters.partial_eval").dce_jaxpr(closed.jaxpr, wanted)
+    """Return, for each input of the traced function ``closed``, True if its output number ``output`` needs it."""
+    selected = [index == output for index in range(len(closed.jaxpr.outvars))]
+    _, used = submodule("interpreters.partial_eval").dce_jaxpr(closed.jaxpr, selected)
     return list(used)
 
 
-KEY_WORDS: Final = 5  # of 32 bits, that the keys of a stage follow from: see `_words`
+KEY_WORDS: Final = 5  # number of 32-bit words that determine the keys of a stage: see `_words`
 
 
 @dataclass(frozen=True)
 class StageFunction:
-    """A function ``(params, x) -> y`` or ``(params, x, keys) -> y``, and the structure of its params."""
+    """A user function ``(params, x) -> y`` or ``(params, x, keys) -> y``, and the pytree structure of its params."""
 
     call: Callable[..., Any]
     tree: Any
@@ -134,45 +129,46 @@ class StageFunction:
 
     @classmethod
     def of(cls, call: Callable[..., Any], tree: Any, where: str) -> "StageFunction":
-        """Return the function with the parameters that its signature has. Raises UsageError for any other."""
+        """Wrap the user function ``call``. Raises UsageError, naming ``where``, unless it takes 2 or 3 arguments."""
         if not callable(call):
             raise UsageError(f"{where} is a {type(call).__name__}; give a function (params, x) -> y")
-        taken = [
+        required = [
             parameter
             for parameter in inspect.signature(call).parameters.values()
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
             and parameter.default is parameter.empty
         ]
-        if len(taken) not in (2, 3):
-            names = ", ".join(parameter.name for parameter in taken)
-            raise UsageError(f"{where} takes ({names}); give a function (params, x) -> y or (params, x, keys) -> y")
-        return cls(call, tree, len(taken) == 3)
+        if len(required) not in (2, 3):
+            names = ", ".join(parameter.name for parameter in required)
+            raise UsageError(
+                f"{where} has the arguments ({names}); give a function (params, x) -> y or (params, x, keys) -> y"
+            )
+        return cls(call, tree, len(required) == 3)
 
 
 @dataclass(frozen=True)
 class FunctionChain:
-    """Functions that make one stage, each of the output of the one before."""
+    """The functions of one stage, applied one after another."""
 
     functions: tuple[StageFunction, ...]
 
     @property
     def keyed(self) -> bool:
-        """Whether one of them draws random numbers."""
+        """True if any function of the stage takes random keys."""
         return any(function.keyed for function in self.functions)
 
     def __call__(self, leaves: Sequence[Any], x: Any, draw: Any) -> Any:
-        """Return y; ``draw`` as in `JaxStage`, None where nothing is drawn."""
         rest = list(leaves)
-        for place, function in enumerate(self.functions):
-            own, rest = rest[: function.tree.num_leaves], rest[function.tree.num_leaves :]
-            params = library().tree_util.tree_unflatten(function.tree, own)
-            keys = (_keys(draw, place, x.shape[0]),) if function.keyed else ()
+        for index, function in enumerate(self.functions):
+            leaves_here, rest = rest[: function.tree.num_leaves], rest[function.tree.num_leaves :]
+            params = library().tree_util.tree_unflatten(function.tree, leaves_here)
+            keys = (_keys(draw, index, x.shape[0]),) if function.keyed else ()
             x = function.call(params, x, *keys)
         return x
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Key of chains that compute the same."""
+        """Key for the cache of compiled functions. Two chains of equal functions have equal keys."""
         return tuple((id(function.call), function.tree) for function in self.functions)
 
     def __str__(self) -> str:
@@ -181,25 +177,25 @@ class FunctionChain:
         )
 
 
-def _keys(draw: Any, place: int, samples: int) -> Any:
-    """Return a key for each sample that no other sample, step, layer or function has; None where nothing is drawn."""
+def _keys(draw: Any, index: int, samples: int) -> Any:
+    """Return one random key per sample, or None if ``draw`` is None. Keys depend on the step, layer and function."""
     if draw is None:
         return None
     random = library().random
     seed, *others, first = draw
     key = random.key(seed)
-    for word in (*others, place):
+    for word in (*others, index):
         key = random.fold_in(key, word)
     return library().vmap(lambda sample: random.fold_in(key, sample))(first + np.arange(samples, dtype=np.uint32))
 
 
-Sample: TypeAlias = tuple[tuple[int, ...], np.dtype]  # shape and type of one sample
+Sample: TypeAlias = tuple[tuple[int, ...], np.dtype]  # shape and dtype of one sample
 Adapted: TypeAlias = Callable[[str, Any], bool]
 
 
 @dataclass(frozen=True)
 class SharedContext:
-    """Settings of all stages of a model, and their compiled ``passes``: equal functions are compiled once."""
+    """Settings, and the cache ``passes`` of compiled functions, that all stages of a model share."""
 
     computes: np.dtype
     keep: str
@@ -210,9 +206,10 @@ class SharedContext:
 
 
 class JaxStage:
-    """A stage that computes with JAX: `hpcdist.models.stage.Stage`.
+    """A `hpcdist.models.stage.Stage` that computes with JAX.
 
-    Of its ``leaves`` those whose names are in ``tied`` are owned by another layer. ``sample`` is what its input has.
+    ``tied`` maps names of this stage's leaves to the tensors ``LAYER.NAME`` of earlier layers that they share.
+    ``sample`` is the shape and dtype of one input sample.
     """
 
     def __init__(
@@ -238,32 +235,30 @@ class JaxStage:
         return f"stage {self.layer} ({self.chain})"
 
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """Return the specs of the leaves that are its own, in the order of the pytree."""
         return self._specs
 
     def output_shape(self, samples: int) -> tuple[int, ...]:
-        """Return (samples, ...)."""
         if self._output is None:
             self._output = self._checked(1)[1:]
         return samples, *self._output
 
     def example_input(self, samples: int) -> np.ndarray:
-        """Return so many samples that the stage takes: those of the example, of the first stage, else zeros."""
         rows = np.zeros((1, *self._sample), self._dtype) if self.layer else self._shared.example
         return repeat_samples(rows, samples)
 
     def kept_bytes(self, samples: int) -> int:
-        """Return what JAX keeps of a micro-batch from forward to backward, beside input and output, in bytes."""
+        """Return the bytes that JAX keeps for the backward pass of ``samples`` samples, without input and output."""
         return self.passes(samples).kept_bytes
 
     def unused(self, samples: int) -> list[str]:
-        """Return the names of the leaves that the output does not depend on: they would never have a gradient."""
+        """Return the names of the stage's leaves that its output does not depend on. They never have a gradient."""
         return [self._leaves.names[index] for index in self.passes(samples).unused]
 
     def passes(self, samples: int, *, draws: bool = True) -> CompiledPasses:
-        """Return the compiled passes for so many samples; without ``draws`` as in an evaluation.
+        """Return the compiled forward and backward for ``samples`` samples.
 
-        Raises UsageError where the output is not what a stage of this model hands on.
+        ``draws`` True: functions that take random keys get them. An evaluation passes False. Raises UsageError if the
+        output is invalid.
         """
         drawn = draws and self.chain.keyed
         key = (self.chain.key, self._leaves.shapes, self._sample, self._dtype, self.layer > 0, samples, drawn)
@@ -271,8 +266,8 @@ class JaxStage:
             shape = self._checked(samples)
             if shape != self.output_shape(samples):
                 raise UsageError(
-                    f"{self} returns shape {shape} for {samples} samples, and {self.output_shape(1)} for one; each "
-                    "sample has to have a row of its own, the same for any number of them"
+                    f"{self} returns shape {shape} for {samples} samples, and {self.output_shape(1)} for one sample; "
+                    "return one row per sample, whose shape does not depend on the number of samples"
                 )
             arguments = self._arguments(samples, drawn=drawn)
             with self._noted(samples):
@@ -281,22 +276,21 @@ class JaxStage:
         return self._shared.passes[key]
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Write the values that the stage was wrapped with; nothing is drawn from ``rng_of``."""
         for name, value in zip(self._leaves.names, self._leaves.values(), strict=True):
             if name not in self.tied:
                 parameters[name][...] = np.asarray(value)
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return y (samples, ...). Raises DataError where a sample has another shape than that of the example."""
+        """Return the output (samples, ...). Raises DataError if samples differ from the example in shape or dtype."""
         if x.shape[1:] != self._sample or jax_dtype(x.dtype) != self._dtype:
             raise DataError(
-                f"{self} got samples of shape {x.shape[1:]} and type {x.dtype}, and was wrapped for {self._sample} and "
+                f"{self} got samples of shape {x.shape[1:]} and type {x.dtype}, but the example had {self._sample} and "
                 f"{self._dtype}; give data like the example, or wrap the model with an example like the data"
             )
         passes = self.passes(len(x), draws=saved.draw is not None)
         inside = self._traffic.bring(x)
         y, residuals = passes.forward(self._bring(parameters), inside, self._draw(saved))
-        library().block_until_ready((y, residuals))  # what was not copied may change from here on
+        library().block_until_ready((y, residuals))  # shared memory may change from here on
         saved.keep("jax.x", inside)
         saved.keep("jax.kept", residuals)
         result = saved.empty("jax.y", y.shape, self._computes)
@@ -306,10 +300,7 @@ class JaxStage:
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array | None:
-        """Write or add the gradients; return that of the input, over dy where it has that shape.
-
-        A backward that is split does all of its work in the first pass.
-        """
+        """Write or add the gradients. Return the input gradient, or None in the first stage."""
         passes = self.passes(len(dy), draws=saved.draw is not None)
         leaves, x, draw = self._bring(parameters), saved["jax.x"], self._draw(saved)
         leaf_gradients, dx = passes.backward(leaves, x, draw, saved["jax.kept"], self._traffic.bring(dy))
@@ -332,26 +323,24 @@ class JaxStage:
         return tuple(map(np.uint32, _words(saved.draw, self.layer)))
 
     def _arguments(self, samples: int, *, drawn: bool) -> tuple[list[Any], Any, Any]:
-        """Return leaves, input and draw as shapes and types."""
         struct = library().ShapeDtypeStruct
         leaves = [struct(shape, self._computes) for shape in self._leaves.shapes]
         draw = tuple(struct((), np.uint32) for _ in range(KEY_WORDS)) if drawn else None
         return leaves, struct((samples, *self._sample), self._dtype), draw
 
     def _checked(self, samples: int) -> tuple[int, ...]:
-        """Return the shape of the output. Raises UsageError where it is no array of the type of the parameters."""
         with self._noted(samples):
             output = library().eval_shape(self.chain, *self._arguments(samples, drawn=self.chain.keyed))
         if not hasattr(output, "dtype"):
-            raise UsageError(f"{self} returns a {type(output).__name__}; a stage hands on one array, (samples, ...)")
+            raise UsageError(f"{self} returns a {type(output).__name__}; a stage must return one array (samples, ...)")
         if output.dtype != self._computes:
             raise UsageError(
-                f"{self} returns {output.dtype}, and its parameters are {self._computes}; end it with "
-                f".astype({self._computes.name!r}), which is what goes from stage to stage"
+                f"{self} returns {output.dtype}, but its parameters are {self._computes}; end it with "
+                f".astype({self._computes.name!r}), since stages exchange this type"
             )
         shape = tuple(output.shape)
         if not shape or shape[0] != samples:
-            raise UsageError(f"{self} returns shape {shape} for {samples} samples; the first dim has to be theirs")
+            raise UsageError(f"{self} returns shape {shape} for {samples} samples; the first dim must be the samples")
         return shape
 
     @contextlib.contextmanager
@@ -364,5 +353,5 @@ class JaxStage:
 
 
 def _words(draw: Draw, layer: int) -> Iterator[int]:
-    """Return what the keys of a stage follow from, each in 32 bits, the first sample last."""
+    """Yield the 32-bit integers from which the random keys of ``layer`` are made; last, the first sample's index."""
     return (word & 0xFFFFFFFF for word in (draw.seed, draw.seed >> 32, draw.step, layer, draw.first_sample))

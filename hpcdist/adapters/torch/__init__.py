@@ -1,9 +1,7 @@
-"""PyTorch modules as models of hpcdist: parameters stay `torch.nn.Parameter` objects, in the memory of the run.
+"""PyTorch modules as models of hpcdist: parameters stay `torch.nn.Parameter` objects, in memory of the run.
 
-Floor 3.5, inside adapters: imports models, arrays and errors; loads torch when it is needed. `modules` finds stages and
-binds their parameters, `stage` is forward, backward and loss, `arrays` shares memory between the libraries.
-`attention` has what a module calls whose samples are cut over context ranks. Begin with `model.wrap` and
-`model.recipe_of`, which translates an optimizer of PyTorch.
+Floor 3.5, inside adapters: imports models, arrays and errors; torch is imported at the first use. `attention` serves
+modules with context parallelism. Begin with `model.wrap` and `model.recipe_of`, which translates a PyTorch optimizer.
 """
 
 from hpcdist.adapters.torch.attention import context_attention, context_positions

@@ -1,4 +1,4 @@
-"""Arrays and tensors in the same memory, seen by two libraries; random states and streams of PyTorch."""
+"""Memory shared between arrays and PyTorch tensors, and PyTorch's random states and streams."""
 
 import contextlib
 import ctypes
@@ -21,7 +21,7 @@ from hpcdist.models.stage import Draw
 if TYPE_CHECKING:
     import torch
 
-# PyTorch has one generator a device for the whole process: ranks that are threads of one take turns.
+# PyTorch has one generator per device and process: ranks that are threads must take turns.
 _GENERATORS: Final = threading.RLock()
 _MALLOC: Final = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_"}
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
@@ -29,7 +29,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 @functools.cache
 def library() -> ModuleType:
-    """Return the torch module. Raises MissingCapabilityError, with the reason, where it cannot be imported."""
+    """Import and return the torch module. Raises MissingCapabilityError, with the reason, if the import fails."""
     try:
         return importlib.import_module("torch")
     except ImportError as error:
@@ -39,20 +39,19 @@ def library() -> ModuleType:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep what a step gives back for the next one, unless the environment says how it should.
+    """Make glibc keep freed memory for the next step, unless environment variables already configure malloc.
 
-    PyTorch takes activations of the host from it and gives them back in each backward. glibc hands a heap that is free
-    at its end to the system, and pages of it are faulted in again: 2 % of a step of a small GPT. For the whole process;
-    up to 2 GiB stay with it that nobody uses.
+    By default glibc returns freed memory to the kernel, and the resulting page faults cost 2 % of a step of a small
+    GPT. With this setting, up to 2 GiB of memory can be kept unused.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not _MALLOC.intersection(os.environ):
-        mallopt(_MMAP_THRESHOLD, 32 << 20)  # the most that glibc takes; beyond it a block is mapped, and unmapped
+        mallopt(_MMAP_THRESHOLD, 32 << 20)  # the maximum; larger blocks are mapped and unmapped
         mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def tensor_of(array: Array) -> "torch.Tensor":
-    """Return a tensor in the memory of ``array``; a copy of one that is read only, which a tensor cannot be."""
+    """Return a tensor with the memory of ``array``. A read-only array is copied instead."""
     if is_device(array):
         on_device: torch.Tensor = library().from_dlpack(array)
         return on_device
@@ -61,19 +60,16 @@ def tensor_of(array: Array) -> "torch.Tensor":
 
 
 def array_of(tensor: "torch.Tensor") -> Array:
-    """Return an array in the memory of ``tensor``, which it keeps alive; a copy of one that is not contiguous."""
-    own = tensor.detach().contiguous()
-    array: Array = device.cupy().from_dlpack(own) if own.is_cuda else own.numpy()
+    """Return an array with the memory of ``tensor``, which stays alive. A non-contiguous tensor is copied instead."""
+    contiguous = tensor.detach().contiguous()
+    array: Array = device.cupy().from_dlpack(contiguous) if contiguous.is_cuda else contiguous.numpy()
     return array
 
 
 def as_computable(array: Array | ArrayGroup, dtype: "torch.dtype") -> Any:
-    """Return data in a type that PyTorch computes with: integers as int64, real numbers as ``dtype``, truths as such.
-
-    Data of that type already is not copied. Of several arrays, several tensors.
-    """
+    """Return ``array`` as a tensor: integers become int64, floats ``dtype``, bools stay. Copies only to convert."""
     if isinstance(array, ArrayGroup):
-        return array.map(lambda one: as_computable(one, dtype))
+        return array.map(lambda member: as_computable(member, dtype))
     if np.issubdtype(array.dtype, np.integer):
         return tensor_of(array.astype(np.int64, copy=False))
     tensor = tensor_of(array)
@@ -82,7 +78,7 @@ def as_computable(array: Array | ArrayGroup, dtype: "torch.dtype") -> Any:
 
 @contextlib.contextmanager
 def share_stream(array: Array) -> Iterator[None]:
-    """Let PyTorch launch its kernels on the stream on which ``array`` is written: then neither waits for the other."""
+    """Make PyTorch launch kernels on the stream that writes ``array``, so that no synchronisation is needed."""
     if not is_device(arrays_in(array)[0]):
         yield
         return
@@ -95,28 +91,31 @@ def share_stream(array: Array) -> Iterator[None]:
 
 
 def flop_counter() -> Any:
-    """Return a context manager that counts the operations of products: ``get_total_flops()``."""
+    """Return a PyTorch context that counts FLOPs of matrix products. ``get_total_flops()`` returns the number."""
 
     def attention(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *_: Any, **__: Any) -> int:
-        return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])  # scores, and sums of values by them
+        return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])  # scores, and weighted sums of values
 
-    on_cpu = library().ops.aten._scaled_dot_product_flash_attention_for_cpu  # which the counter does not know
+    on_cpu = library().ops.aten._scaled_dot_product_flash_attention_for_cpu  # not supported by the counter
     counter = importlib.import_module("torch.utils.flop_counter")
     return counter.FlopCounterMode(display=False, custom_mapping={on_cpu: attention})
 
 
 @contextlib.contextmanager
 def restored_random(devices: "Sequence[torch.device]") -> Iterator[None]:
-    """Leave the generators of the CPU and of ``devices`` as they were; other threads draw before or after."""
+    """Context that restores, on exit, the states of the random generators of the CPU and of ``devices``.
+
+    Only this thread may draw random numbers in the context.
+    """
     with _GENERATORS, library().random.fork_rng(devices):
         yield
 
 
 @contextlib.contextmanager
 def seeded_random(draw: Draw, layer: int, where: "torch.device") -> Iterator[None]:
-    """Draw from a stream of (seed, step, first sample of the micro-batch, layer), whatever was drawn before.
+    """Context in which random numbers depend only on ``draw`` (seed, step, first sample) and the layer number.
 
-    So a forward that is computed again drops the same, and the generators of the user are left as they were.
+    On exit, the generators' states are restored. ``where`` is the device that draws random numbers.
     """
     torch = library()
     words = np.random.SeedSequence([draw.seed & (1 << 64) - 1, draw.step, draw.first_sample, layer])

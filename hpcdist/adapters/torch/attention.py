@@ -1,8 +1,8 @@
-"""Attention of wrapped modules whose samples are cut over context ranks, and the places of their tokens.
+"""Attention and token positions for wrapped modules with context parallelism.
 
-`context_attention` takes the place of `torch.nn.functional.scaled_dot_product_attention` in a module, and
-`context_positions` that of ``torch.arange(tokens)``. In a run with ``parallel.context`` they use the tokens of all
-ranks; in any other they are what they replace.
+In a module, replace `torch.nn.functional.scaled_dot_product_attention` by `context_attention` and
+``torch.arange(tokens)`` by `context_positions`. With ``parallel.context`` they use the tokens of all context ranks;
+otherwise they behave like the replaced functions.
 """
 
 import functools
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 
 class SampleCut:
-    """The tokens of each sample of ``whole`` tokens that this rank has, at ``places``, and its ``attention`` over all.
+    """The tokens of each sample on this rank, and the attention operation over the ranks of the context axis.
 
-    ``calls`` counts the attentions that were computed, of all stages together.
+    ``places`` are the positions of this rank's tokens among the ``whole`` tokens of a sample. ``calls`` counts the
+    attention operations of all stages since this object was made.
     """
 
     def __init__(self, attention: AttentionOperation, places: np.ndarray, whole: int) -> None:
@@ -34,45 +35,46 @@ class SampleCut:
         self._arena, self._free, self._made = Arena(), list[Saved](), 0
 
     def take(self) -> Saved:
-        """Return memory for an attention, until it is given `back`."""
+        """Return a `Saved` for one attention operation. The caller must pass it to `back` after use."""
         if not self._free:
             self._free.append(self._arena.saved(0, self._made))
             self._made += 1
         return self._free.pop()
 
     def back(self, saved: Saved) -> None:
-        """Release the memory of an attention."""
+        """Release the memory of ``saved``, which `take` returned, so that later operations can use it."""
         saved.release()
         self._free.append(saved)
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of a sample that are here."""
+        """Number of tokens of a sample on this rank."""
         return len(self.places)
 
 
 class _Lease:
-    """Memory of one attention, given back by its backward, or with the graph of one that never runs."""
-
     def __init__(self, cut: SampleCut, saved: Saved) -> None:
         self.saved = saved
         self.release = weakref.finalize(self, cut.back, saved)
 
 
-CURRENT: ContextVar[SampleCut | None] = ContextVar("current", default=None)  # of the stage that runs in this thread
+CURRENT: ContextVar[SampleCut | None] = ContextVar("current", default=None)  # for the stage that runs in this thread
 
 
 def context_positions(tokens: int, device: "torch.device | str | None" = None) -> "torch.Tensor":
-    """Return the places (tokens,) of the tokens that this rank has of each sample, int64.
+    """Return the positions (tokens,), int64, of this rank's tokens in each sample. Local.
 
-    Local. Without context ranks they are 0 to ``tokens - 1``. Raises UsageError where a sample has another number of
-    tokens here.
+    Without context parallelism, these are 0 to ``tokens - 1``. With it, ``tokens`` must be the number of tokens per
+    sample on this rank, otherwise UsageError is raised.
     """
     torch, cut = library(), CURRENT.get()
     if cut is None:
         return torch.arange(tokens, device=device)
     if tokens != cut.tokens:
-        raise UsageError(f"context_positions({tokens}): this rank has {cut.tokens} of {cut.whole} tokens of a sample")
+        raise UsageError(
+            f"context_positions({tokens}): this rank has {cut.tokens} of the {cut.whole} tokens of a sample; "
+            f"pass {cut.tokens}"
+        )
     return torch.from_numpy(cut.places.copy()).to(device)
 
 
@@ -87,33 +89,32 @@ def context_attention(
     enable_gqa: bool = False,
     window: int = 0,
 ) -> "torch.Tensor":
-    """Return attention (samples, heads, tokens, size) of the own queries over the tokens of all context ranks.
+    """Return attention (samples, heads, tokens, size) of this rank's queries over the tokens of all context ranks.
 
-    ``key`` and ``value`` may have fewer heads, a divisor of those of ``query``, with ``enable_gqa``. With a ``window``
-    a causal query sees no more than so many keys, the last of them at its own place; 0: all before it. Collective over
-    the context axis, forward and backward, when a stage runs in a run that has one; else it is PyTorch's own, with a
-    mask for a window. Raises UsageError for a window that is not causal, and on a context axis for masks and dropout,
-    which are not known to other ranks, and for other shapes.
+    All ranks of the context axis must call the forward and the backward pass together. ``enable_gqa`` allows fewer
+    heads in ``key`` and ``value``. ``window`` is the number of keys that a causal query sees; 0 means all earlier keys.
+    Raises UsageError for a window without ``is_causal``. With context parallelism, it is also raised for masks, for
+    dropout, and for shapes that do not match.
     """
     pytorch, cut = library(), CURRENT.get()
     if window < 0 or (window and (not is_causal or attn_mask is not None)):
         raise UsageError(
             f"context_attention got window = {window}, is_causal = {is_causal}{', a mask' * (attn_mask is not None)}; "
-            "a window is a number of tokens from 1 on (0: none), of causal attention without another mask"
+            "window must be at least 0 tokens (0: no window), and a window needs causal attention without another mask"
         )
     if cut is None:
         if window:
             attn_mask = pytorch.ones(query.shape[-2], key.shape[-2], dtype=pytorch.bool, device=query.device)
             attn_mask, is_causal = attn_mask.tril().triu(1 - window), False
-        own: torch.Tensor = pytorch.nn.functional.scaled_dot_product_attention(
+        attended: torch.Tensor = pytorch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-        return own
+        return attended
     if attn_mask is not None or dropout_p:
-        given = "attn_mask" if attn_mask is not None else f"dropout_p = {dropout_p}"
+        fault = "attn_mask" if attn_mask is not None else f"dropout_p = {dropout_p}"
         raise UsageError(
-            f"context_attention got {given}: with parallel.context there is the causal mask, with a window, or none, "
-            "and no dropout of attention; use is_causal and window, and dropout_p = 0"
+            f"context_attention got {fault}: parallel.context supports only a causal mask, with or without a window, "
+            "or no mask, and no dropout of attention; use is_causal and window, and dropout_p = 0"
         )
     batch, heads, tokens, size = query.shape if query.dim() == key.dim() == 4 else (0, 0, 0, 0)
     shared = key.shape[1]
@@ -121,20 +122,19 @@ def context_attention(
     if not same or tokens != cut.tokens or (shared != heads and not enable_gqa):
         raise UsageError(
             f"context_attention got queries {tuple(query.shape)}, keys {tuple(key.shape)} and values "
-            f"{tuple(value.shape)}; give (samples, heads, {cut.tokens} own tokens, size) of all three, or fewer heads "
-            "of keys and values with enable_gqa=True"
+            f"{tuple(value.shape)}; give (samples, heads, {cut.tokens} local tokens, size) for all three; with "
+            "enable_gqa=True, keys and values may have fewer heads"
         )
     cut.calls += 1
     if scale is not None:
         query = query * (scale * math.sqrt(size))
-    recorded = pytorch.is_grad_enabled() and any(given.requires_grad for given in (query, key, value))
+    recorded = pytorch.is_grad_enabled() and any(fault.requires_grad for fault in (query, key, value))
     result: torch.Tensor = _function().apply(query, key, value, is_causal, window, cut, recorded)
     return result
 
 
 @functools.cache
 def _function() -> Any:
-    """Return the function of PyTorch's autograd: PyTorch is loaded when it is needed."""
     torch = library()
 
     class ContextAttention(torch.autograd.Function):  # type: ignore[name-defined]
@@ -143,7 +143,7 @@ def _function() -> Any:
             ctx: Any, query: Any, key: Any, value: Any, is_causal: bool, window: int, cut: SampleCut, recorded: bool
         ) -> Any:
             saved, rows = cut.take(), _rows(query)
-            if rows.data_ptr() == query.data_ptr():  # attention writes over what it is given
+            if rows.data_ptr() == query.data_ptr():  # attention overwrites its input
                 rows = rows.clone()
             kv = torch.cat([_rows(key), _rows(value)], dim=2)
             size = query.shape[3]
@@ -168,11 +168,11 @@ def _function() -> Any:
 
 
 def _rows(x: "torch.Tensor") -> "torch.Tensor":
-    """Return (samples, tokens, heads size), contiguous, of (samples, heads, tokens, size)."""
+    """Return ``x`` (samples, heads, tokens, size) as a contiguous tensor (samples, tokens, heads * size)."""
     return x.detach().transpose(1, 2).reshape(x.shape[0], x.shape[2], -1).contiguous()
 
 
 def _heads(rows: "torch.Tensor", size: int) -> "torch.Tensor":
-    """Return (samples, heads, tokens, size), in memory of its own, of (samples, tokens, heads size)."""
+    """Return a copy of ``rows`` (samples, tokens, heads * size) as (samples, heads, tokens, size)."""
     samples, tokens, columns = rows.shape
     return rows.reshape(samples, tokens, columns // size, size).transpose(1, 2).clone()

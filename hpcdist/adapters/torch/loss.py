@@ -1,9 +1,8 @@
-"""A user's loss function of PyTorch as the loss of a model.
+"""A user's PyTorch loss function as the loss of a model.
 
-The mean loss of a step is the sum of the losses of all micro-batches over the sum of their weights. A function that
-returns (sum, weight) says both. A function that returns a mean hides its weight: `mean_weight` finds the weight in the
-graph that PyTorch records of the loss, or refuses the function. So the loss of a step is the loss of the whole batch
-on any number of ranks and micro-batches.
+The loss of a step is the sum of the losses of all micro-batches divided by the sum of their weights, so that it does
+not depend on the number of ranks and micro-batches. A function returns (sum, weight), or a mean whose weight
+`mean_weight` finds in PyTorch's graph of the loss.
 """
 
 import copy
@@ -37,9 +36,9 @@ REDUCTIONS: Final = ("mean", "sum")
 
 
 class TorchLoss(Loss):
-    """Loss of ``function(outputs, targets)``, which returns (sum, weight), or one number: a mean or a sum.
+    """Loss by the user's ``function(outputs, targets)``, which returns (sum, weight), a mean or a sum.
 
-    Targets that are several come to it as they were given: as a tuple, or a dict.
+    If the targets of a batch are a tuple or dict of arrays, ``function`` gets this tuple or dict.
     """
 
     takes_several: Final = True
@@ -52,41 +51,44 @@ class TorchLoss(Loss):
             raise ConfigurationError(f"reduction is {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
         if isinstance(function, library().nn.Module):
             for name, _ in function.named_parameters():
-                raise UsageError(f"the loss has a parameter, {name}; put what is trained into the last stage")
+                raise UsageError(f"the loss has a parameter, {name}; move trained parameters into the last stage")
         self._function, self._reduction, self._tokens = function, reduction, tokens_per_sample
         self._returns_weight = False
-        self._is_known = False  # whether the loss was compared with the losses of halves of a batch
+        self._is_known = False  # True after the comparison of the loss with the losses of half batches
         self._cut: SampleCut | None = None
 
     def in_context(self, cut: SampleCut) -> "TorchLoss":
-        """Return this loss for the tokens of ``cut``. Raises ConfigurationError for losses of less than all tokens."""
+        """Return a copy of this loss for the tokens of this rank, which ``cut`` describes.
+
+        Raises ConfigurationError unless the loss has one prediction per token.
+        """
         if self._tokens != cut.whole:
             raise ConfigurationError(
-                f"parallel.context with a loss of {self._tokens} predictions a sample, which has {cut.whole} tokens "
-                "(data.context): pass wrap tokens_per_sample, or set parallel.context = 1"
+                f"parallel.context needs a loss with one prediction per token, but the loss has {self._tokens} "
+                f"predictions and a sample has {cut.whole} tokens (data.context): pass tokens_per_sample to wrap, or "
+                "set parallel.context = 1"
             )
         other = copy.copy(self)
         other._tokens, other._cut = cut.tokens, cut
         return other
 
     def take_example(self, targets: Any) -> None:
-        """Store example targets, repeated to any number of samples by a measurement of passes."""
+        """Store example targets, which `example_targets` repeats for any number of samples."""
         self.example_targets: Callable[[int], Any] = lambda samples: targets[np.arange(samples) % len(targets)]
 
     def forward(self, logits: Array, targets: Array, operations: Operations, saved: Saved) -> Scalar:
-        """Return the sum over samples and their predictions, in float64; the outputs stay as they are."""
         if self._cut is not None and not self._cut.calls:
             raise UsageError(
                 "no stage calls hpcdist.adapters.torch.context_attention: with parallel.context each token would see "
-                "those of this rank alone; call it in the place of scaled_dot_product_attention, or set it to 1"
+                "only this rank's tokens; call it instead of scaled_dot_product_attention, or set parallel.context = 1"
             )
         with share_stream(logits):
             outputs = tensor_of(logits)
-            wanted = as_computable(targets, outputs.dtype)
-            total, weight = self._recorded(outputs if saved.draw is not None else outputs.detach(), wanted)
-            saved.keep("torch.loss", (outputs, wanted, None if saved.draw is None else total))  # total with its graph
+            expected = as_computable(targets, outputs.dtype)
+            total, weight = self._recorded(outputs if saved.draw is not None else outputs.detach(), expected)
+            saved.keep("torch.loss", (outputs, expected, None if saved.draw is None else total))  # total with its graph
             if not self._is_known and len(outputs) > 1:
-                self._compare_halves(outputs, wanted)
+                self._compare_halves(outputs, expected)
             if total.is_cuda:
                 saved.keep(LOSS_WEIGHT, weight if isinstance(weight, int) else array_of(weight))
                 return array_of(total.detach().double())
@@ -94,26 +96,21 @@ class TorchLoss(Loss):
             return float(total.detach())
 
     def backward(self, scale: float, operations: Operations, saved: Saved) -> Array:
-        """Return the gradient of ``scale`` times the sum with respect to the outputs."""
         outputs, targets, total = saved["torch.loss"]
         with share_stream(array_of(outputs)):
             total = self._recorded(outputs, targets)[0] if total is None else total
             outputs.grad = None
             total.backward(total.new_tensor(scale))
             if outputs.grad is None:
-                raise UsageError("the loss does not depend on the outputs of the last stage")
+                raise UsageError("the loss does not depend on the outputs of the last stage; compute it from them")
             return array_of(outputs.grad)
 
     def _compare_halves(self, outputs: "torch.Tensor", targets: Inputs) -> None:
-        """Compare the loss of a batch, once, with the losses of its halves, unless it draws random numbers.
-
-        Raises UsageError if a sum is a mean, and if a mean is no mean over samples: steps would depend on how a batch
-        is cut.
-        """
+        """Raise UsageError if the losses of a batch and its two halves contradict the reduction passed to `wrap`."""
         half, count = len(outputs) // 2, len(outputs)
         devices = [outputs.device] if outputs.is_cuda else []
         random = library().get_rng_state if not devices else library().cuda.get_rng_state
-        with restored_random(devices):  # a loss that draws draws in the step as without this
+        with restored_random(devices):  # so that the loss draws the same numbers in the step
             before = random()
             whole, first, second = (
                 float(self._evaluated(outputs[part], targets[part]).double())
@@ -129,28 +126,30 @@ class TorchLoss(Loss):
             raise UsageError(_OTHER.format("sum", "mean"))
         if self._reduction == "mean":
             raise UsageError(
-                f"the loss is wrapped as a mean over samples, and the loss of {count} samples is no mean of the losses "
-                f"of their halves: {whole / count:.6g}, expected {(first + second) / count:.6g}; {_CURE}"
+                f"the loss is wrapped as a mean over samples, but the loss of {count} samples is {whole / count:.6g} "
+                f"and the mean of the losses of their halves is {(first + second) / count:.6g}; {_CURE}"
             )
 
     def _evaluated(self, outputs: "torch.Tensor", targets: Inputs) -> "torch.Tensor":
         return self._recorded(outputs.detach(), targets)[0].detach()
 
     def _recorded(self, outputs: "torch.Tensor", targets: Inputs) -> "tuple[torch.Tensor, int | torch.Tensor]":
-        """Return the summed loss, with its graph, and its weight (float32, or the number of predictions)."""
+        """Return the loss summed over ``outputs``, with its autograd graph, and its weight (tensor or number)."""
         outputs.requires_grad_()
         with library().enable_grad():
-            given = self._function(outputs, targets.given if isinstance(targets, ArrayGroup) else targets)
-            self._returns_weight = isinstance(given, tuple) and len(given) == 2
-            loss, weight = given if self._returns_weight else (given, None)
+            result = self._function(outputs, targets.given if isinstance(targets, ArrayGroup) else targets)
+            self._returns_weight = isinstance(result, tuple) and len(result) == 2
+            loss, weight = result if self._returns_weight else (result, None)
             if not isinstance(loss, library().Tensor) or loss.numel() != 1 or not loss.is_floating_point():
                 got = tuple(loss.shape) if isinstance(loss, library().Tensor) else type(loss).__name__
                 raise UsageError(
-                    f"the loss function returns {got}; it has to return one number, as a tensor, or (sum, weight)"
+                    f"the loss function returns {got}; it must return one number, as a tensor, or (sum, weight)"
                 )
             loss = loss.reshape(())
             if not loss.requires_grad:
-                raise UsageError("the loss has no gradient: it detaches the outputs of the last stage")
+                raise UsageError(
+                    "the loss has no gradient: it detaches the outputs of the last stage; remove the detach or no_grad"
+                )
             count = len(outputs) * self._tokens
             if self._returns_weight:
                 return loss, _as_weight(weight, loss)
@@ -160,7 +159,7 @@ class TorchLoss(Loss):
             if isinstance(share, float) and share == 1.0:
                 return loss * count, count
             weight = library().as_tensor(share * count, dtype=library().float32, device=loss.device)
-            # The mean over no target is NaN; its sum is 0.
+            # The mean over no targets is NaN, but the sum is 0.
             return library().where(weight > 0, loss * weight, loss.new_zeros(())), weight
 
 
@@ -169,20 +168,21 @@ _CURE: Final = (
     "targets, reduction='sum'), (targets != -100).sum()"
 )
 _OTHER: Final = (
-    "the loss is wrapped as a {0} over samples, and it is a {1}: pass wrap reduction={1!r}, or return (sum, weight)"
+    "the loss is wrapped as a {0} over samples, and it is a {1}: pass reduction={1!r} to wrap, or return (sum, weight)"
 )
 
 
 def _as_weight(weight: Any, loss: "torch.Tensor") -> "torch.Tensor":
-    """Return the ``weight`` that a loss function returned, in float32. Raises UsageError if it is no plain number."""
     tensor = library().as_tensor(weight, device=loss.device)
     if tensor.numel() != 1 or tensor.requires_grad or tensor.is_complex():
-        got = "a tensor with a gradient" if tensor.requires_grad else f"shape {tuple(tensor.shape)}"
-        raise UsageError(f"the loss function returns (sum, weight) with {got} as weight; return one number, detached")
+        got = "a tensor with a gradient" if tensor.requires_grad else f"a tensor of shape {tuple(tensor.shape)}"
+        raise UsageError(
+            f"the loss function returns (sum, weight), but the weight is {got}; return one number, detached, as weight"
+        )
     return tensor.detach().reshape(()).float()
 
 
-# Nodes of a graph, of scalars, that keep the weights of what they take; a constant factor does not change a mean.
+# Graph nodes of scalars that do not change the weights in a mean, such as a constant factor.
 _KEEP: Final = (
     "View",
     "ReshapeAlias",
@@ -194,15 +194,14 @@ _KEEP: Final = (
     "Neg",
     "Mul",
 )
-_SELECT: Final = ("Index", "MaskedSelect", "IndexSelect", "Take")  # nodes whose number of elements the data decides
+_SELECT: Final = ("Index", "MaskedSelect", "IndexSelect", "Take")  # nodes whose output size depends on the data
 
 
 def mean_weight(node: Any, predictions: int) -> "float | torch.Tensor":
-    """Return the share of the predictions that count in a mean loss, whose graph ends in ``node``; 1.0 for all.
+    """Return the fraction of the targets that a mean loss counts, such as 0.9 if it ignores a tenth.
 
-    ``predictions`` is the number of all predictions. A mean by mean(), by a loss of PyTorch, or by a division of a sum
-    is found. Class weights count as shares. Raises UsageError if the graph does not show how much each sample counts.
-    Costs some microseconds and a pass over the targets.
+    ``node`` is the last node of the loss's autograd graph; ``predictions`` is the number of targets. A target with a
+    class weight counts as this weight. Raises UsageError if the graph does not show the weight of each sample.
     """
     kind, inputs = _kind(node), _inputs(node)
     if kind in _KEEP and len(inputs) == 1:
@@ -225,8 +224,8 @@ def mean_weight(node: Any, predictions: int) -> "float | torch.Tensor":
         if _terms(node, 2) is not None:
             raise UsageError(_OTHER.format("mean", "sum"))
         raise UsageError(
-            f"the loss is wrapped as a mean over samples, and it ends in {node.name()}, which hides how much each "
-            f"sample counts; {_CURE}"
+            f"the loss is wrapped as a mean over samples, but it ends in {node.name()}, which hides the weight of each "
+            f"sample; {_CURE}"
         )
     selects = _selects(node)
     if kind.startswith("NllLoss"):
@@ -251,7 +250,7 @@ def _inputs(node: Any) -> list[Any]:
 
 
 def _terms(node: Any, reduction: int) -> int | None:
-    """Return the number of terms of a mean (``reduction`` 1) or a sum (2); None if ``node`` is no such node."""
+    """Return the number of terms if ``node`` is a mean (``reduction`` 1) or a sum (2). Return None for other nodes."""
     kind = _kind(node)
     if kind == {1: "Mean", 2: "Sum"}[reduction]:
         return math.prod(node._saved_self_sym_sizes)
@@ -261,9 +260,9 @@ def _terms(node: Any, reduction: int) -> int | None:
 
 
 def _counted(node: Any) -> "int | torch.Tensor":
-    """Return the sum of the weights of the targets of a cross entropy; an int if all targets count alike."""
+    """Return the total weight of the targets of the cross-entropy ``node``: their number if each has weight 1."""
     targets, weights = node._saved_target, node._saved_weight
-    ignored = (node._saved_ignore_index + (1 << 63)) % (1 << 64) - (1 << 63)  # PyTorch shows it as unsigned
+    ignored = (node._saved_ignore_index + (1 << 63)) % (1 << 64) - (1 << 63)  # PyTorch returns it as unsigned
     counts = targets != ignored
     if weights is not None:
         return weights[targets[counts]].double().sum()
@@ -274,23 +273,22 @@ def _counted(node: Any) -> "int | torch.Tensor":
 
 
 def _selects(node: Any) -> bool:
-    """Return True if the data decides how many elements the operations before ``node`` select.
+    """Return True if the data determines how many elements the mean or sum ``node`` adds.
 
-    Raises UsageError for a mean over some targets among these operations: a mean of such means has no one weight.
+    Raises UsageError for nested means.
     """
-    found = False
-    for each in _before(node):
-        kind = _kind(each)
-        found |= kind in _SELECT
-        if kind.startswith("NllLoss") and each._saved_reduction == 1:
-            counted = _counted(each)
-            if float(counted) != _terms(each, 1):
+    selects = False
+    for operation in _before(node):
+        kind = _kind(operation)
+        selects |= kind in _SELECT
+        if kind.startswith("NllLoss") and operation._saved_reduction == 1:
+            counted = _counted(operation)
+            if float(counted) != _terms(operation, 1):
                 raise UsageError(f"the loss is a mean of means over different numbers of targets; {_CURE}")
-    return found
+    return selects
 
 
 def _before(node: Any) -> Iterator[Any]:
-    """Yield the nodes of the graph before ``node``, each once."""
     seen, left = set(), _inputs(node)
     while left:
         each = left.pop()

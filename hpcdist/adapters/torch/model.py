@@ -1,13 +1,10 @@
-"""PyTorch modules under every strategy: `wrap` makes a model of them, `load` brings trained values back.
+"""PyTorch modules under every strategy: `wrap` creates a model, `load` writes trained values back to the modules.
 
     model = wrap(nn.Sequential(embed, *blocks, head), loss=cross_entropy, example=x)
 
-What is wrapped is a `hpcdist.models.model.Model`. Its parameters are the modules' own `torch.nn.Parameter` objects, in
-the memory of the run: no value is copied on the way into a forward or out of it, and optimizer, exchange and
-checkpoints work on the same bytes. A gradient is written to its place in one pass, once PyTorch has computed it, and
-``parameter.grad`` is that place afterwards, whatever ``zero_grad(set_to_none=True)`` did before.
-At the end of a training, `load` writes the parameters back into the user's modules. `recipe_of` translates an
-optimizer of PyTorch to keys of a recipe, and refuses what no recipe can express.
+The `torch.nn.Parameter` objects of the modules are placed in the memory of the run: forwards copy no values, and
+optimizer, exchange and checkpoints use the same bytes. Each gradient is written to the run's memory once, which
+``parameter.grad`` refers to afterwards. `recipe_of` translates a PyTorch optimizer to recipe keys.
 """
 
 import glob
@@ -30,29 +27,27 @@ from hpcdist.models.model import Model
 if TYPE_CHECKING:
     import torch
 
-DEFAULTS: Final = "defaults"  # key of a function of the model that returns keys: those beside it take their place
+DEFAULTS: Final = "defaults"  # recipe key of a function that maps a model to default keys; explicit keys override them
 KINDS: Final = ("AdamW", "Adam", "SGD", "RMSprop")
-# Options that have no counterpart, and the one value that leaves them out.
+# Options without counterpart in a recipe, with the only accepted value.
 REFUSED: Final = {"amsgrad": False, "maximize": False, "dampening": 0, "centered": False}
-SAME_NAME: Final = ("betas", "eps", "momentum", "nesterov", "alpha")  # options that all groups have alike
-Setting = tuple[float | None, float]  # weight decay, None for that of the section, and factor of the rate
+SAME_NAME: Final = ("betas", "eps", "momentum", "nesterov", "alpha")  # options that must be equal in all groups
+Setting = tuple[float | None, float]  # (weight decay, or None for the default; factor of the learning rate)
 
 
 def recipe_of(optimizer: "torch.optim.Optimizer") -> dict[str, Any]:
-    """Return what makes `Training` take the updates of ``optimizer``, among the keys of its recipe (local).
+    """Return the recipe keys that make `Training` apply the same updates as the PyTorch ``optimizer``. Local.
 
-    Known are AdamW, Adam without weight decay, SGD, and RMSprop without momentum and weight decay, which is adamw with
-    beta1 = 0 and no bias correction. The rate is constant and the gradient is not clipped. Keys that stand beside it
-    take precedence, before it or behind: ``{"optimizer.clip_norm": 1.0, **recipe_of(optimizer)}`` clips. Groups may
-    have rates and weight decays of their own, and become ``optimizer.groups``. Raises ConfigurationError for another
-    optimizer, and for an option that has no counterpart or differs between groups. `Training` raises it for an
-    optimizer that lacks tensors of its model, or has others.
+    Supports AdamW, Adam without weight decay, SGD, and RMSprop without momentum and weight decay (as adamw with
+    beta1 = 0 and no bias correction), with a constant learning rate and without clipping. Recipe keys that are given
+    explicitly override the returned values. Parameter groups may differ in learning rate and weight decay. Raises
+    ConfigurationError for other optimizers and settings.
     """
     kind, groups = type(optimizer).__name__, optimizer.param_groups
     if kind not in KINDS:
         raise ConfigurationError(
-            f"{kind} has no counterpart; use AdamW or SGD, or name one in the recipe: optimizer.name is 'adamw', "
-            "'sgd', 'lars' or 'lamb'"
+            f"hpcdist has no optimizer like {kind}; use AdamW or SGD, or name one in the recipe: optimizer.name is "
+            "'adamw', 'sgd', 'lars' or 'lamb'"
         )
     for group in groups:
         _check_group(kind, group, groups[0])
@@ -62,23 +57,22 @@ def recipe_of(optimizer: "torch.optim.Optimizer") -> dict[str, Any]:
 def _check_group(kind: str, group: Mapping[str, Any], first: Mapping[str, Any]) -> None:
     for name, only in REFUSED.items():
         if group.get(name, only) != only:
-            raise ConfigurationError(f"{kind} with {name} = {group[name]} has no counterpart; use {name} = {only}")
+            raise ConfigurationError(f"{kind} with {name} = {group[name]} is not supported; use {name} = {only}")
     for name in SAME_NAME:
         if group.get(name) != first.get(name):
             raise ConfigurationError(
-                f"{kind} has groups with {name} = {first[name]} and {group[name]}; a recipe has one for all tensors: "
-                "groups may differ in lr and weight_decay"
+                f"{kind} has groups with {name} = {first[name]} and {group[name]}; a recipe has one {name} for all "
+                "tensors: groups may differ only in lr and weight_decay"
             )
     if kind in ("Adam", "RMSprop") and group["weight_decay"]:
         raise ConfigurationError(
             f"{kind} with weight_decay = {group['weight_decay']} adds it to the gradient; use AdamW, or no decay"
         )
     if kind == "RMSprop" and group["momentum"]:
-        raise ConfigurationError(f"RMSprop with momentum = {group['momentum']} has no counterpart; use momentum = 0")
+        raise ConfigurationError(f"RMSprop with momentum = {group['momentum']} is not supported; use momentum = 0")
 
 
 def _keys(kind: str, groups: Sequence[Mapping[str, Any]], model: Model) -> dict[str, Any]:
-    """Return the keys under which ``model`` gets the same updates. Raises ConfigurationError; see `recipe_of`."""
     group_of = _assigned(groups, model)
     adapted = {segment.key: segment.spec.adapted for segment in model.layout.segments}
     first = groups[0]
@@ -93,23 +87,22 @@ def _keys(kind: str, groups: Sequence[Mapping[str, Any]], model: Model) -> dict[
     else:
         beta1, beta2 = (float(beta) for beta in first["betas"])
         keys |= {"name": "adamw", "beta1": beta1, "beta2": beta2, "epsilon": float(first["eps"])}
-    own: dict[str, Setting] = {}
+    settings: dict[str, Setting] = {}
     for key, group in group_of.items():
         usual = decay if adapted[key] else 0.0
         other = None if group["weight_decay"] == usual else float(group["weight_decay"])
-        own[key] = other, (float(group["lr"]) / rate if rate else 1.0)
-    keys |= {"warmup_steps": 0, "decay": "constant", "clip_norm": 0.0, "groups": _written(own)}
+        settings[key] = other, (float(group["lr"]) / rate if rate else 1.0)
+    keys |= {"warmup_steps": 0, "decay": "constant", "clip_norm": 0.0, "groups": _written(settings)}
     return {f"optimizer.{name}": value for name, value in keys.items()}
 
 
 def _assigned(groups: Sequence[Mapping[str, Any]], model: Model) -> dict[str, Mapping[str, Any]]:
-    """Return the group of each tensor of ``model`` by its name ``LAYER.NAME``."""
     keys: dict[int, str] = {}
     for stage in model.stages:
         if not isinstance(stage, TorchStage):
             raise ConfigurationError(
-                f"recipe_of is for modules that hpcdist.adapters.torch wraps, and stage {stage.layer} is a "
-                f"{type(stage).__name__}; name the optimizer in the recipe, as optimizer.name and its other keys"
+                f"recipe_of is for modules wrapped by hpcdist.adapters.torch, but stage {stage.layer} is a "
+                f"{type(stage).__name__}; set optimizer.name and its other keys in the recipe"
             )
         keys |= {id(parameter): f"{stage.layer}.{name}" for name, parameter in stage.cut.own.items()}
     group_of: dict[str, Mapping[str, Any]] = {}
@@ -117,30 +110,31 @@ def _assigned(groups: Sequence[Mapping[str, Any]], model: Model) -> dict[str, Ma
         for parameter in group["params"]:
             if id(parameter) not in keys:
                 raise ConfigurationError(
-                    f"the optimizer has a tensor of shape {tuple(parameter.shape)} that is no parameter of the wrapped "
-                    "modules; make it of their parameters"
+                    f"the optimizer has a tensor of shape {tuple(parameter.shape)} that is not a parameter of the "
+                    "wrapped modules; create the optimizer from their parameters"
                 )
             group_of[keys[id(parameter)]] = group
     missing = [key for key in keys.values() if key not in group_of]
     if missing:
         raise ConfigurationError(
             f"the optimizer lacks {len(missing)} of the {len(keys)} tensors of the model, such as "
-            f"{', '.join(missing[:4])}, and hpcdist trains all of them; add them to the optimizer: those of a group "
-            "with lr = 0 stay as they are"
+            f"{', '.join(missing[:4])}, and hpcdist trains all of them; add them to the optimizer, in a group with "
+            "lr = 0 if they must not change"
         )
     return {segment.key: group_of[segment.key] for segment in model.layout.segments}
 
 
-def _written(own: Mapping[str, Setting]) -> list[str]:
-    """Return ``optimizer.groups`` for tensors with ``own`` settings: ``*.bias`` where all of that name have the same.
+def _written(settings: Mapping[str, Setting]) -> list[str]:
+    """Return texts for ``optimizer.groups`` from ``settings``: tensor name -> (weight decay, rate factor).
 
-    Names may have no spaces in a pattern: ``?`` takes their place.
+    A pattern such as ``*.bias`` is used if all tensors with this last name have equal settings. ``?`` replaces spaces
+    in patterns.
     """
     by_end: dict[str, set[Setting]] = {}
-    for key, setting in own.items():
+    for key, setting in settings.items():
         by_end.setdefault(key.rpartition(".")[2], set()).add(setting)
     patterns: dict[Setting, dict[str, None]] = {}
-    for key, setting in own.items():
+    for key, setting in settings.items():
         end = key.rpartition(".")[2]
         pattern = glob.escape(key) if len(by_end[end]) > 1 else "*." + glob.escape(end)
         patterns.setdefault(setting, {})[re.sub(r"\s", "?", pattern)] = None
@@ -154,27 +148,27 @@ def _written(own: Mapping[str, Setting]) -> list[str]:
 
 
 def load(module_or_stages: Any, parameters: Mapping[str, np.ndarray]) -> None:
-    """Write ``parameters``, by the names LAYER.NAME that `wrap` gave them, into the modules that were wrapped (local).
+    """Copy ``parameters``, with the names LAYER.NAME that `wrap` gave them, into the wrapped modules. Local.
 
-    The modules get memory of their own, so that they outlive the run: `state_dict` and forwards work as before it.
-    Raises UsageError where a tensor is missing, left over or of another shape.
+    The modules get new memory and can be used after the run. Raises UsageError if a tensor is missing, is not in the
+    modules, or has another shape.
     """
-    torch, left = library(), dict(parameters)
+    torch, remaining = library(), dict(parameters)
     other = "these are parameters of other modules"
-    same = f"{other}; give the same module, or list of stages, that wrap was given"
+    same = f"{other}; pass the module, or list of stages, that was passed to wrap"
     for layer, cut in enumerate(stages_of(module_or_stages)):
         for name, parameter in cut.own.items():
-            values = left.pop(f"{layer}.{name}", None)
+            values = remaining.pop(f"{layer}.{name}", None)
             if values is None:
-                raise UsageError(f"there is no tensor {layer}.{name}: {same}")
+                raise UsageError(f"the parameters lack the tensor {layer}.{name}: {same}")
             if parameter.numel() and tuple(parameter.shape) != values.shape:
                 raise UsageError(
-                    f"{layer}.{name} has the shape {values.shape}, the module's {tuple(parameter.shape)}: {other}"
+                    f"{layer}.{name} has shape {values.shape}, but {tuple(parameter.shape)} in the module: {other}"
                 )
             parameter.data = torch.tensor(values, dtype=parameter.dtype, device=parameter.device)
             parameter.grad = None
-    if left:
-        raise UsageError(f"no module has {next(iter(left))}: {same}")
+    if remaining:
+        raise UsageError(f"no module has the tensor {next(iter(remaining))}: {same}")
 
 
 Adapted = Callable[[str, "torch.nn.Parameter"], bool]
@@ -189,36 +183,32 @@ def wrap(
     tokens_per_sample: int = 1,
     adapted: Adapted | None = None,
 ) -> Model:
-    """Return ``module_or_stages`` as a model that any strategy trains. Local.
+    """Return ``module_or_stages`` as a model that every strategy can train. Local.
 
-    - The children of an ``nn.Sequential``, or the modules of a list, are the stages: each takes one tensor (samples,
-      ...) and returns one of the parameters' type, and the pipeline cuts, and ZeRO-3 gathers, between them. Another
-      module is one stage. A module without a parameter of its own belongs to the stage before. The same
-      `torch.nn.Parameter` may be in several stages.
-    - ``loss(outputs, targets)`` returns (sum, weight): the summed loss and the number of targets that count. A step
-      reports, and follows the gradient of, the sum over the sum of weights of its whole batch. Or it returns one
-      number, the ``reduction`` over the samples: "mean", if PyTorch's graph shows its weight, or "sum" (see `loss`).
-    - ``example``, an input (samples, ...) as tensor or array, tells the shapes between stages, which a pipeline has to
-      know. As a tuple of two, input and targets, it also lets ``parallel.partition = "measured"`` run the loss; without
-      those it gives the loss zeros, integers in the shape of the last output but for its last dim.
-    - A tuple or dict of inputs, as tokens and their mask, are arguments of the first module (as an example of two:
-      ``((tokens, mask), None)``), and part of what it returns where later stages need them; the loss gets all targets.
-    - ``adapted(name, parameter)`` says whether weight decay and layer-wise rates apply; by default to all of two dims
-      and more.
+    - The children of an ``nn.Sequential``, or the modules of a list, are stages. Any other module is one stage. A stage
+      takes one tensor (samples, ...) and returns one tensor of the parameters' dtype. Pipelines split the model between
+      stages, and ZeRO-3 gathers one stage at a time. A module without new parameters joins the previous stage.
+    - ``loss(outputs, targets)`` returns (sum, weight): the summed loss and the number of targets that count.
+      Alternatively it returns one number: the mean or sum over the samples, as declared by the keyword ``reduction``.
+      "mean" needs a weight that is visible in PyTorch's graph.
+    - The keyword ``example``, an input (samples, ...) as tensor or array, determines the shapes between stages, which
+      pipelines need. ``parallel.partition = "measured"`` runs the loss on a tuple (input, targets), with integer zeros
+      for missing targets.
+    - A tuple or dict of inputs becomes the arguments of the first module.
+    - The keyword ``adapted(name, parameter)`` returns True if weight decay and layer-wise rates apply to the parameter.
+      By default they apply to parameters with at least two dims.
 
-    Initial values are those of the modules. Tensors are named LAYER.NAME, with the name that the module gives it; that
-    of a list, as of an `nn.ModuleList`, begins with the module's place in it. Integer inputs and targets become int64,
-    real ones the type of the parameters. Buffers are constants: a forward that changes one is refused, and so are norms
-    with running statistics. In a step each module, nested ones included, is in the mode that it had when it was wrapped
-    (all are in training mode where none was), in an evaluation none trains; what they draw from PyTorch's generators in
-    a step follows from the run's seed, the step, the layer and the first sample of the micro-batch. On the host the
-    process keeps memory that a step has given back, see `hpcdist.adapters.torch.arrays.keep_freed_memory`.
+    The modules provide the initial values. Tensors are named LAYER.NAME, where NAME is the module's name of the tensor;
+    in a list, NAME begins with the module's index. Integer data becomes int64, real data gets the parameters' dtype.
+    Buffers must be constant. A step runs each module in its current mode, or in training mode if no module is in
+    training mode. Random numbers depend on the seed, the step, the layer and the first sample of the micro-batch. On
+    the host, the process keeps freed memory (`hpcdist.adapters.torch.arrays.keep_freed_memory`).
 
-    Raises UsageError or ConfigurationError for a module that cannot be trained, MissingCapabilityError without PyTorch.
+    Raises UsageError or ConfigurationError for modules that cannot be trained, MissingCapabilityError without PyTorch.
     """
     fail_alike(launched=True)
     if tokens_per_sample < 1:
-        raise UsageError(f"tokens_per_sample is {tokens_per_sample}; a sample has at least 1 prediction")
+        raise UsageError(f"tokens_per_sample is {tokens_per_sample}; it must be at least 1")
     cuts = stages_of(module_or_stages)
     check_modules(cuts)
     binding = ParameterBinding(cuts)
@@ -247,7 +237,6 @@ def _adapted(name: str, parameter: "torch.nn.Parameter") -> bool:
 
 
 def _arrays(example: Any) -> Any:
-    """Return an array, or the several of a tuple or a dict."""
     if isinstance(example, tuple | Mapping) and len(example):
         values = example.values() if isinstance(example, Mapping) else example
         arrays = dict(zip(example, map(_array, values), strict=True)) if isinstance(example, Mapping) else None
@@ -264,7 +253,6 @@ def _array(example: Any) -> np.ndarray:
 
 
 def _trace(stages: list[TorchStage], example: Any, binding: ParameterBinding) -> None:
-    """Run all stages on ``example``, without a graph, and leave the modules in the mode that they were in."""
     modes = [{module: module.training for module in stage.cut.every()} for stage in stages]
     x = as_computable(example, binding.dtype)
     x = x.map(lambda one: one.to(binding.device)) if isinstance(x, backend.ArrayGroup) else x.to(binding.device)
@@ -272,5 +260,5 @@ def _trace(stages: list[TorchStage], example: Any, binding: ParameterBinding) ->
         for stage in stages:
             x = stage.trace(x)
     finally:
-        for stage, own in zip(stages, modes, strict=True):
-            stage.cut.set_modes(own)
+        for stage, previous in zip(stages, modes, strict=True):
+            stage.cut.set_modes(previous)

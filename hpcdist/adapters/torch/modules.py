@@ -1,9 +1,7 @@
-"""Modules of a user: their stages and tensors, checked before anything is computed, and bound to the run's memory.
+"""Modules of a user: stages and tensors, checked before training, and bound to the memory of the run.
 
-`check_modules` refuses what no run can train. `torch.nn.Parameter` objects stay the user's own; their memory becomes
-that of views of the stores of a run, which may come and go between two passes. A graph saves parameters, and views of
-them, for its backward. By then the run may have freed that memory and gathered the parameter elsewhere, so what is
-saved of a parameter is its name and the place inside, looked up when it is needed.
+The memory of the user's `torch.nn.Parameter` objects becomes views of the run's stores, which may be freed and gathered
+elsewhere between forward and backward. So a graph saves only the name and the view of a parameter for its backward.
 """
 
 import contextlib
@@ -24,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class StageModules:
-    """Modules of one stage, which run one after the other, each with its qualified name ("" where it has none).
+    """Modules of one stage, in the order of execution, each with its qualified name ("" if unnamed).
 
-    ``own`` are its tensors by qualified name, ``tied`` those that an earlier stage owns: name -> (layer, name there).
-    ``modes`` says of every module, nested ones included, whether it is in training mode in a step.
+    ``own`` maps names to the stage's parameters. ``tied`` maps names to (layer, name) of an earlier stage's parameters.
+    ``modes`` maps each nested module to True if a step runs it in training mode.
     """
 
     modules: list[tuple[str, "torch.nn.Module"]]
@@ -36,12 +34,12 @@ class StageModules:
     modes: dict["torch.nn.Module", bool] = field(default_factory=dict)
 
     def every(self) -> Iterator["torch.nn.Module"]:
-        """Yield all modules, nested ones included."""
+        """Yield all modules of the stage, including nested modules."""
         for _, module in self.modules:
             yield from module.modules()
 
     def set_modes(self, modes: Mapping["torch.nn.Module", bool]) -> None:
-        """Put each module into training mode or out of it, through `train` first, which may be the user's own."""
+        """Set each module's training mode as in ``modes`` (module -> True). Calls `train`, which users may override."""
         if any(module.training != training for module, training in modes.items()):
             for _, module in self.modules:
                 module.train(modes[module])
@@ -49,7 +47,7 @@ class StageModules:
                 module.training = training
 
     def parameters(self) -> Iterator[tuple[str, "torch.nn.Parameter"]]:
-        """Yield all parameters with their qualified names, each once."""
+        """Yield (qualified name, parameter), once for each parameter."""
         seen: set[int] = set()
         for prefix, module in self.modules:
             for name, parameter in module.named_parameters(prefix):
@@ -58,7 +56,7 @@ class StageModules:
                     yield name, parameter
 
     def buffers(self) -> Iterator[tuple[str, "torch.Tensor"]]:
-        """Yield all buffers with their qualified names."""
+        """Yield (qualified name, buffer) for all buffers."""
         for prefix, module in self.modules:
             yield from module.named_buffers(prefix)
 
@@ -66,17 +64,16 @@ class StageModules:
         return " + ".join(f"{prefix or 'module'} ({type(module).__name__})" for prefix, module in self.modules)
 
 
-def stages_of(given: Any) -> list[StageModules]:
-    """Return the stages of ``given``, a module or a sequence of modules, with their tensors.
+def stages_of(module_or_stages: Any) -> list[StageModules]:
+    """Return the stages of a module or sequence of modules.
 
-    The children of an ``nn.Sequential`` are stages, and so are the modules of a list or tuple; any other module is one
-    stage. A stage needs a tensor of its own, so a module without one goes with the modules before it (or, if it is the
-    first, with those behind it). A step leaves each module in the mode that it is in now; where all are in evaluation
-    mode, nobody chose what stays so, and a step trains them all. Raises UsageError for what are no modules.
+    The children of an ``nn.Sequential`` and the modules of a list or tuple are stages. Any other module is one stage. A
+    module without new tensors joins the previous stage, or the first stage if none precedes. Raises UsageError for
+    other types.
     """
-    modules = _modules(given)
+    modules = _modules(module_or_stages)
     stages: list[StageModules] = []
-    owner: dict[int, tuple[int, str]] = {}  # of a parameter: (layer, its name there)
+    owner: dict[int, tuple[int, str]] = {}  # id of a parameter -> (layer, name there)
     leading: list[tuple[str, torch.nn.Module]] = []
     for prefix, module in modules:
         news = [parameter for parameter in module.parameters() if id(parameter) not in owner]
@@ -91,7 +88,7 @@ def stages_of(given: Any) -> list[StageModules]:
             for name, parameter in stages[-1].parameters():
                 owner.setdefault(id(parameter), (len(stages) - 1, name))
     if not stages:
-        raise UsageError("the modules have no parameter: there is nothing to train")
+        raise UsageError("the modules have no parameter: there is nothing to train; pass a module with parameters")
     chosen = any(module.training for cut in stages for module in cut.every())
     for layer, cut in enumerate(stages):
         cut.modes = {module: module.training or not chosen for module in cut.every()}
@@ -103,20 +100,19 @@ def stages_of(given: Any) -> list[StageModules]:
     return stages
 
 
-def _modules(given: Any) -> list[tuple[str, "torch.nn.Module"]]:
-    """Return what runs one after the other, by name: in a list, the place, as an ``nn.ModuleList`` names it."""
+def _modules(root: Any) -> list[tuple[str, "torch.nn.Module"]]:
     nn = library().nn
-    if isinstance(given, nn.Sequential):
-        return [(name, module) for name, module in given._modules.items() if module is not None]  # also one used twice
-    if isinstance(given, nn.Module) and not isinstance(given, nn.ModuleList):
-        return [("", given)]
-    if isinstance(given, nn.ModuleList | Sequence) and not isinstance(given, str) and len(given):
-        wrong = [type(module).__name__ for module in given if not isinstance(module, nn.Module)]
+    if isinstance(root, nn.Sequential):
+        return [(name, module) for name, module in root._modules.items() if module is not None]
+    if isinstance(root, nn.Module) and not isinstance(root, nn.ModuleList):
+        return [("", root)]
+    if isinstance(root, nn.ModuleList | Sequence) and not isinstance(root, str) and len(root):
+        wrong = [type(module).__name__ for module in root if not isinstance(module, nn.Module)]
         if not wrong:
-            return [(str(place), module) for place, module in enumerate(given)]
-        raise UsageError(f"got a {wrong[0]} among the stages; each has to be a torch.nn.Module")
+            return [(str(index), module) for index, module in enumerate(root)]
+        raise UsageError(f"got a {wrong[0]} among the stages; each stage must be a torch.nn.Module")
     raise UsageError(
-        f"got a {type(given).__name__} to wrap; pass a torch.nn.Module, an nn.Sequential whose children are the "
+        f"got a {type(root).__name__} to wrap; pass a torch.nn.Module, an nn.Sequential whose children are the "
         "stages, or a list of modules, each of which takes one tensor and returns one"
     )
 
@@ -128,18 +124,20 @@ def check_modules(stages: Sequence[StageModules]) -> None:
     for cut, name, parameter in parameters:
         where = f"parameter {name} of {cut}"
         if torch.nn.parameter.is_lazy(parameter):
-            raise UsageError(f"{where} has no shape yet; run the module once on an example before it is wrapped")
+            raise UsageError(f"{where} has no shape yet; run the module once on an example before you wrap it")
         if parameter.device.type == "meta":
             raise UsageError(f"{where} is on the meta device and has no values; materialise it with to_empty")
         if not parameter.numel():
-            raise UsageError(f"{where} is empty; did another run take it? Wrap modules that have all their values")
+            raise UsageError(
+                f"{where} is empty; another run may have freed its values. Wrap modules that have all their values"
+            )
         if not parameter.requires_grad:
             raise UsageError(
-                f"{where} has requires_grad = False, so no gradient; what is not trained has to be a buffer "
-                "(register_buffer), or set requires_grad"
+                f"{where} has requires_grad = False and therefore no gradient; register untrained tensors as "
+                "buffers (register_buffer), or set requires_grad"
             )
         if parameter.layout is not torch.strided:
-            raise UsageError(f"{where} is {parameter.layout}; only dense tensors can be trained")
+            raise UsageError(f"{where} has the layout {parameter.layout}; only dense tensors can be trained")
     _check_alike(parameters)
     _check_memory(parameters)
     for cut in stages:
@@ -147,13 +145,12 @@ def check_modules(stages: Sequence[StageModules]) -> None:
 
 
 def _check_alike(parameters: Sequence[tuple[StageModules, str, "torch.nn.Parameter"]]) -> None:
-    """Refuse modules of several devices or types, and of types that no run computes in."""
     torch = library()
     _, first, alike = parameters[0]
     if alike.dtype not in (torch.float32, torch.float64):
         raise ConfigurationError(
-            f"parameter {first} is {alike.dtype}; parameters are float32 or float64: use module.float(), and "
-            "torch.autocast inside of the modules for products in 16 bits"
+            f"parameter {first} is {alike.dtype}; parameters must be float32 or float64: use module.float(), and "
+            "torch.autocast inside the modules for 16-bit products"
         )
     for cut, name, parameter in parameters:
         if (parameter.dtype, parameter.device) != (alike.dtype, alike.device):
@@ -164,13 +161,12 @@ def _check_alike(parameters: Sequence[tuple[StageModules, str, "torch.nn.Paramet
         for buffer_name, buffer in cut.buffers():
             if buffer.device != alike.device:
                 raise ConfigurationError(
-                    f"buffer {buffer_name} of {cut} is on {buffer.device}, parameter {first} on {alike.device}; move "
-                    "the modules to one device with module.to"
+                    f"buffer {buffer_name} of {cut} is on {buffer.device}, but parameter {first} is on {alike.device}; "
+                    "move the modules to one device with module.to"
                 )
 
 
 def _check_memory(parameters: Sequence[tuple[StageModules, str, "torch.nn.Parameter"]]) -> None:
-    """Refuse parameters that lie in each other's memory without being the same one."""
     spans = []
     for cut, name, parameter in parameters:
         if parameter.numel():
@@ -180,32 +176,34 @@ def _check_memory(parameters: Sequence[tuple[StageModules, str, "torch.nn.Parame
             start = parameter.data_ptr()
             spans.append((start, start + (reach + 1) * parameter.element_size(), name, cut))
             if reach + 1 < parameter.numel():
-                raise UsageError(f"parameter {name} of {cut} is an expanded tensor: several elements share one number")
+                raise UsageError(
+                    f"parameter {name} of {cut} is an expanded tensor: several elements share one number; make it "
+                    "contiguous before you wrap the module"
+                )
     spans.sort(key=lambda span: span[:2])
     for (_, stop, name, cut), (start, _, other, other_cut) in zip(spans, spans[1:], strict=False):
         if start < stop:
             raise UsageError(
                 f"parameters {name} of {cut} and {other} of {other_cut} share memory but are two parameters; "
-                "modules may share a parameter where it is the same torch.nn.Parameter in both, not a view of it"
+                "to share a parameter, use the same torch.nn.Parameter in both modules, not a view of it"
             )
 
 
 def _check_statistics(cut: StageModules) -> None:
-    """Refuse norms that gather statistics of what they have seen: each replica would have others."""
     batchnorm = library().nn.modules.batchnorm._NormBase
     for prefix, module in cut.modules:
         for name, inner in module.named_modules(prefix=prefix):
             if isinstance(inner, batchnorm) and inner.track_running_stats:
                 raise UsageError(
-                    f"{name or 'the module'} is a {type(inner).__name__} that gathers running statistics: each replica "
-                    "would gather others, and a forward that is computed again would count twice; use GroupNorm or "
-                    "LayerNorm, or track_running_stats=False"
+                    f"{name or 'the module'} is a {type(inner).__name__} with running statistics: these would differ "
+                    "between replicas, and count recomputed forwards twice; use GroupNorm or LayerNorm, or "
+                    "track_running_stats=False"
                 )
 
 
 @dataclass(frozen=True)
 class ParameterView:
-    """Place of a tensor inside of a parameter: what a graph saves instead of the tensor."""
+    """Name, shape, strides and offset of a view of a parameter. An autograd graph saves this instead of the view."""
 
     name: str
     shape: tuple[int, ...]
@@ -214,8 +212,6 @@ class ParameterView:
 
 
 class _StageTensors:
-    """The tensors of one stage where they lie now."""
-
     def __init__(self, cut: StageModules) -> None:
         self.parameters = dict(cut.parameters())
         self.views: Parameters | None = None
@@ -224,7 +220,7 @@ class _StageTensors:
 
 
 class ParameterBinding:
-    """The parameters of all stages of one wrapped model. Not for several threads at once."""
+    """Moves the parameters of a wrapped model's stages to the memory of a run of hpcdist. Not thread-safe."""
 
     def __init__(self, cuts: Sequence[StageModules]) -> None:
         self._bound = {id(cut): _StageTensors(cut) for cut in cuts}
@@ -234,7 +230,7 @@ class ParameterBinding:
         self._initial: dict[int, torch.Tensor] | None = {
             id(parameter): parameter.detach() for cut in cuts for parameter in cut.own.values()
         }
-        self._gradients: Gradients | None = None  # where those of the backward that runs go
+        self._gradients: Gradients | None = None  # destination of the gradients of the running backward
         self._names: dict[int, str] = {}
         self._written: set[str] = set()
         self._targets: dict[int, tuple[Array, torch.Tensor]] = {}
@@ -243,15 +239,15 @@ class ParameterBinding:
                 parameter.register_post_accumulate_grad_hook(self._take)
 
     def initial(self, cut: StageModules) -> dict[str, np.ndarray]:
-        """Return the values of the own tensors of a stage as they were wrapped, on the host."""
+        """Return the initial values of the parameters that stage ``cut`` owns, on the host."""
         if self._initial is None:
-            raise UsageError("a run has taken the parameters of these modules; wrap new modules for another run")
+            raise UsageError("another run has taken the parameters of these modules; wrap new modules for this run")
         return {name: self._initial[id(parameter)].cpu().numpy() for name, parameter in cut.own.items()}
 
     def settle(self, step: int) -> None:
-        """Free the initial values once they cannot be needed any more: in any step but the first of a run.
+        """From step 2 on, free the initial values, and the parameters of stages that run on other ranks.
 
-        Parameters of stages that this rank does not compute become empty.
+        ``step`` is the number of the current step.
         """
         if step > 1 and self._initial is not None:
             self._initial = None
@@ -261,14 +257,17 @@ class ParameterBinding:
                     if id(parameter) not in held:
                         parameter.data = parameter.new_empty(0)
 
-    def bind(self, cut: StageModules, views: Parameters, beside: Array) -> None:
-        """Place the parameters of a stage in ``views``. Raises ConfigurationError on another device than theirs."""
+    def bind(self, cut: StageModules, views: Parameters, same_device: Array) -> None:
+        """Move the parameters of stage ``cut`` into the arrays ``views``.
+
+        Raises ConfigurationError if the modules are on another device than the array ``same_device``.
+        """
         bound = self._bound[id(cut)]
         if views is not bound.views:
-            self._look_at(bound, views, beside)
+            self._look_at(bound, views, same_device)
         for name, parameter in bound.parameters.items():
             tensor = bound.tensors[name]
-            if parameter.data_ptr() != tensor.data_ptr():  # one of another stage too, or the user's own again
+            if parameter.data_ptr() != tensor.data_ptr():  # another stage or the user has changed the memory
                 parameter.data = tensor
 
     def _look_at(self, bound: _StageTensors, views: Parameters, beside: Array) -> None:
@@ -284,22 +283,22 @@ class ParameterBinding:
         bound.views = views
 
     def has(self, cut: StageModules) -> bool:
-        """Whether the run has the memory of a stage's parameters, or has given it back for them."""
+        """Return True if the parameters of stage ``cut`` are in the run's memory, or were freed by the run."""
         bound = self._bound[id(cut)]
-        taken = {tensor.data_ptr() for tensor in bound.tensors.values()}
-        gone = self._initial is None
+        run_memory = {tensor.data_ptr() for tensor in bound.tensors.values()}
+        freed = self._initial is None
         return any(
-            p.data_ptr() in taken if p.numel() else gone and any(name in cut.own for name in bound.parameters)
+            p.data_ptr() in run_memory if p.numel() else freed and any(name in cut.own for name in bound.parameters)
             for p in bound.parameters.values()
         )
 
     def holds(self, cut: StageModules, start: int) -> bool:
-        """Whether memory that begins at ``start`` is that of a parameter of a stage."""
+        """Return True if the memory at address ``start`` belongs to a parameter of stage ``cut``."""
         return start in self._bound[id(cut)].starts
 
     @contextlib.contextmanager
     def saving(self, cut: StageModules) -> Iterator[None]:
-        """Save parameters by their names in the graph that is recorded meanwhile."""
+        """Context in which autograd graphs of stage ``cut`` save parameters by name instead of as tensors."""
         bound = self._bound[id(cut)]
 
         def pack(tensor: "torch.Tensor") -> "ParameterView | tuple[torch.Tensor, int]":
@@ -315,7 +314,7 @@ class ParameterBinding:
             tensor, version = saved
             if tensor._version != version:
                 raise RuntimeError(
-                    "one of the tensors needed for the gradient has been modified by an inplace operation: a "
+                    "one of the tensors needed for the gradient has been modified by an inplace operation: a tensor "
                     f"{tuple(tensor.shape)} of stage {cut} is at version {tensor._version}, expected version {version}"
                 )
             return tensor
@@ -325,10 +324,10 @@ class ParameterBinding:
 
     @contextlib.contextmanager
     def collect(self, cut: StageModules, gradients: Gradients) -> Iterator[set[str]]:
-        """Collect the gradients of a backward of a stage in ``gradients``; yields the set of names that got one."""
+        """Context in which the backward pass of stage ``cut`` writes ``gradients``. Yields names already written."""
         bound = self._bound[id(cut)]
         for parameter in bound.parameters.values():
-            parameter.grad = None  # the first gradient is written, not added to what was there
+            parameter.grad = None  # the first gradient is written, not added to an old gradient
         self._names = {id(parameter): name for name, parameter in bound.parameters.items()}
         self._gradients, self._written = gradients, set()
         try:
@@ -337,15 +336,14 @@ class ParameterBinding:
             self._gradients = None
 
     def _take(self, parameter: Any) -> None:
-        """Move the gradient of a micro-batch, which PyTorch has just completed, to where the run wants it."""
         if self._gradients is None:
-            return  # a backward of the user's own
+            return  # a backward by the user
         name = self._names[id(parameter)]
         view, add = self._gradients.into(name)
-        known = self._targets.get(id(parameter))
-        if known is None or known[0] is not view:
-            known = self._targets[id(parameter)] = (view, tensor_of(view))
-        target = known[1]
+        cached = self._targets.get(id(parameter))
+        if cached is None or cached[0] is not view:
+            cached = self._targets[id(parameter)] = (view, tensor_of(view))
+        target = cached[1]
         fresh = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
         (target.add_ if add else target.copy_)(fresh)
         parameter.grad = target

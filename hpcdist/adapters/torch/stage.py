@@ -1,7 +1,7 @@
 """User modules as a `hpcdist.models.stage.Stage`.
 
-Parameters and gradients lie in the memory of the run. Forward keeps the graph of PyTorch, backward runs it and writes
-each gradient to its place.
+Parameters and gradients are in the memory of the run. Forward keeps PyTorch's graph; backward runs the graph and writes
+each gradient to the run's memory.
 """
 
 import copy
@@ -28,14 +28,14 @@ from hpcdist.models.stage import Draw, Gradients, Operations, Parameters, Saved,
 if TYPE_CHECKING:
     import torch
 
-Inputs: TypeAlias = "torch.Tensor | ArrayGroup"  # of the first stage several, if its user gives them
+Inputs: TypeAlias = "torch.Tensor | ArrayGroup"  # a group only for the first stage, if the user passes several inputs
 
 
 class TorchStage:
-    """One or more modules that run one after the other. Several inputs are arguments of the first module of a model.
+    """Stage that runs consecutive PyTorch modules. The first module of a model gets several inputs as arguments.
 
-    In a step each module is in the mode that the user gave it, in an evaluation none trains. What they draw at random
-    follows from (seed, step, first sample of the micro-batch, layer).
+    In a step, each module is in training or evaluation mode as the user chose; in an evaluation, all are in evaluation
+    mode. Random numbers depend on the seed, the step, the micro-batch's first sample and the layer.
     """
 
     def __init__(
@@ -56,53 +56,52 @@ class TorchStage:
         self._buffers = dict(cut.buffers())
         self._example: Inputs | None = None
         self.takes_several = layer == 0
-        self._inside = False  # of a pass of the run
+        self._inside = False  # True during a pass of the run
         self._cut: SampleCut | None = None
-        self.forward_flops: float | None = None  # a sample, of products; None: not known without an example
+        self.forward_flops: float | None = None  # of products, per sample; None without an example
 
     def in_context(self, cut: SampleCut) -> "TorchStage":
-        """Return this stage for the tokens of ``cut``; its output, where that is known, has those of whole samples.
+        """Return a copy of this stage for the tokens of this rank, which ``cut`` describes.
 
-        Raises ConfigurationError for other outputs.
+        Raises ConfigurationError unless the output has one row per token.
         """
         other = copy.copy(self)
         if self._output is not None:
             if self._output[:1] != (cut.whole,):
                 raise ConfigurationError(
-                    f"parallel.context with stage {self.layer}, {self.name}: it gives {self._output} for a sample, "
-                    f"expected one row for each of its {cut.whole} tokens (data.context); set parallel.context = 1"
+                    f"parallel.context needs one output row per token, but stage {self.layer}, {self.name}, returns "
+                    f"{self._output} for a sample of {cut.whole} tokens (data.context); set parallel.context = 1"
                 )
             other._output = (cut.tokens, *self._output[1:])
         other._cut = cut
         return other
 
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """Return the specs of the own parameters, in the order of the modules."""
         return self._specs
 
     def output_shape(self, samples: int) -> tuple[int, ...]:
-        """Return the shape for so many samples. Raises ConfigurationError while it is not known."""
+        """Return the output shape for ``samples`` samples. Raises ConfigurationError if the shape is not yet known."""
         if self._output is None:
             raise ConfigurationError(
-                f"the output shape of stage {self.layer}, {self.name}, is not known before it has run; pass wrap an "
-                "example of the input: example=x, with any number of samples"
+                f"the output shape of stage {self.layer}, {self.name}, is unknown before its first run; pass example=x "
+                "to wrap, an input with any number of samples"
             )
         return samples, *self._output
 
     def example_input(self, samples: int) -> Array:
-        """Return an input of so many samples: that of the example, again and again."""
+        """Return an input of ``samples`` samples: the example's samples, repeated as often as needed."""
         if self._example is None:
-            raise ConfigurationError(f"there is no input for stage {self.layer}, {self.name}; pass wrap example=x")
+            raise ConfigurationError(
+                f"there is no example input for stage {self.layer}, {self.name}; pass example=x to wrap"
+            )
         chosen = self._example[[number % len(self._example) for number in range(samples)]]
         return chosen.map(array_of) if isinstance(chosen, ArrayGroup) else array_of(chosen)  # type: ignore[return-value]
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Take the values that the modules had when they were wrapped."""
         for name, values in self.binding.initial(self.cut).items():
             parameters[name][...] = values
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return the output of the last module for x (samples, ...)."""
         self.binding.bind(self.cut, parameters, arrays_in(x)[0])
         with share_stream(x):
             leaf = as_computable(x, self.binding.dtype) if self.layer == 0 else tensor_of(x)
@@ -117,19 +116,19 @@ class TorchStage:
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array | None:
-        """Write or add the gradients; return that of the input, None in the first stage.
-
-        All of it is done here, also where a schedule would have those of the weights later.
-        """
+        """Write or add all gradients, weight gradients included, in this call. Return the input gradient."""
         self.binding.bind(self.cut, parameters, dy)
         with share_stream(dy):
             x, y = saved["torch.run"]
             y = self._recorded(x, None) if y is None else y
             if not y.requires_grad:
-                raise UsageError(f"the output of stage {self.layer}, {self.name}, depends on no parameter of it")
+                raise UsageError(
+                    f"the output of stage {self.layer}, {self.name}, does not depend on its parameters; use them in "
+                    "the forward"
+                )
             if self.layer > 0:
                 x.grad = None
-            before = CURRENT.set(self._cut)  # modules may compute activations again
+            before = CURRENT.set(self._cut)  # modules may recompute activations
             try:
                 with self.binding.collect(self.cut, gradients) as written:
                     y.backward(tensor_of(dy))
@@ -143,7 +142,7 @@ class TorchStage:
             return array_of(x.grad)
 
     def guard(self, why: str) -> None:
-        """Make forwards outside of a step raise UsageError with the reason ``why``, while parameters are not whole."""
+        """Make calls of the modules outside of a step raise UsageError with the text ``why``, during a run."""
 
         def check(module: "torch.nn.Module", inputs: object) -> None:
             if not self._inside and self.binding.has(self.cut):
@@ -153,7 +152,7 @@ class TorchStage:
             module.register_forward_pre_hook(check)
 
     def trace(self, x: "Inputs") -> "torch.Tensor":
-        """Return the output for ``x``; record its shape and the operations that it takes."""
+        """Return the output for ``x``. Records the output shape and the number of floating-point operations."""
         with flop_counter() as counter:
             y = self._evaluated(x)
         self._example, self.forward_flops = x, counter.get_total_flops() / len(x)
@@ -165,7 +164,6 @@ class TorchStage:
             return self._run(x)
 
     def _recorded(self, x: Any, draw: Draw | None) -> "torch.Tensor":
-        """Run with a graph; without a ``draw`` as in an evaluation."""
         torch = library()
         self._set_mode(training=draw is not None)
         if self.layer > 0:
@@ -194,19 +192,18 @@ class TorchStage:
                 if "leaf Variable" not in str(error):
                     raise
                 raise UsageError(
-                    f"stage {self.layer}, {self.name}, writes over its input in {prefix or 'module'} "
-                    f"({type(module).__name__}); the stage before still needs it: use inplace=False"
+                    f"stage {self.layer}, {self.name}, overwrites its input in {prefix or 'module'} "
+                    f"({type(module).__name__}); the stage before still needs the input: use inplace=False"
                 ) from error
             if not isinstance(y, library().Tensor):
                 raise UsageError(
                     f"{prefix or 'module'} ({type(module).__name__}) in stage {self.layer} returns a "
-                    f"{type(y).__name__}; a stage returns one tensor, so that it can be cut off from the next"
+                    f"{type(y).__name__}; a stage must return one tensor, so that pipelines can split after it"
                 )
         self._check_buffers(before)
         return y
 
     def _call(self, prefix: str, module: "torch.nn.Module", x: "Inputs") -> Any:
-        """Call a module with one tensor, or with several as arguments, positional or by name."""
         arguments: tuple[Any, ...] = (x,)
         named: dict[str, Any] = {}
         if isinstance(x, ArrayGroup):
@@ -217,32 +214,32 @@ class TorchStage:
             try:
                 inspect.signature(module.forward).bind(*arguments, **named)
             except TypeError as unbound:
-                given = f"inputs by name, {', '.join(named)}" if named else f"{len(arguments)} input(s)"
+                described = f"inputs by name, {', '.join(named)}" if named else f"{len(arguments)} input(s)"
                 raise UsageError(
                     f"stage {self.layer}, {self.name}: {prefix or 'module'} ({type(module).__name__}) cannot be called "
-                    f"with {given}: {unbound}; the first module of a model gets all inputs of a batch, a tuple or a "
-                    "dict of them as arguments, and each later one what the one before returns"
+                    f"with {described}: {unbound}; the first module of a model gets all inputs of a batch, a tuple or "
+                    "dict, as arguments, and each later module gets the previous output"
                 ) from error
             raise
 
     def _checked(self, y: "torch.Tensor", x: "Inputs") -> "torch.Tensor":
-        """Return the output ``y``, where it is what the next stage expects, in memory of its own."""
+        """Check the output ``y`` and return it, as a copy if it shares memory with the input ``x`` or a parameter."""
         expected = y.shape[1:] if self._output is None else self._output
         if y.dim() == 0 or tuple(y.shape) != (len(x), *expected):
             raise UsageError(
-                f"stage {self.layer}, {self.name}, gives {tuple(y.shape)} for {len(x)} samples, expected "
-                f"{(len(x), *expected)}: the first dim is that of the samples, and the others stay the same in a run"
+                f"stage {self.layer}, {self.name}, returns {tuple(y.shape)} for {len(x)} samples, expected "
+                f"{(len(x), *expected)}: the first dim must be the samples, and the other dims must not change"
             )
         if y.dtype != self.binding.dtype:
             raise UsageError(
-                f"stage {self.layer}, {self.name}, gives {y.dtype}, its parameters are {self.binding.dtype}; convert "
-                "what it returns"
+                f"stage {self.layer}, {self.name}, returns {y.dtype}, but its parameters are {self.binding.dtype}; "
+                "convert the output to the parameters' dtype"
             )
         self._output = tuple(y.shape[1:])
         shared = y.untyped_storage().data_ptr()
         starts = {tensor.untyped_storage().data_ptr() for tensor in arrays_in(x)}
         if y.numel() and (shared in starts or self.binding.holds(self.cut, shared)):
-            return y.detach().clone()  # that memory is given back earlier than this
+            return y.detach().clone()  # this memory may be freed before the output is used
         return y
 
     def _set_mode(self, *, training: bool) -> None:
@@ -253,8 +250,8 @@ class TorchStage:
         for (name, buffer), version in zip(self._buffers.items(), before, strict=True):
             if now.get(name) is not buffer or buffer._version != version:
                 raise UsageError(
-                    f"buffer {name} of stage {self.layer}, {self.name}, changes in the forward: each replica would "
-                    "have another one, and no checkpoint has it; keep buffers constant, or make it a parameter"
+                    f"buffer {name} of stage {self.layer}, {self.name}, changes in the forward: replicas would differ, "
+                    "and no checkpoint contains buffers; keep the buffer constant, or make it a parameter"
                 )
 
     def _check_written(self, written: set[str]) -> None:

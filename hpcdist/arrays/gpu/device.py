@@ -1,7 +1,6 @@
-"""Access to cupy: device arrays, streams and events, pinned memory, NCCL, and the choice of a GPU.
+"""Access to cupy: device arrays, streams, events, pinned memory, NCCL, and the choice of a GPU.
 
-The only importer of cupy. It is imported at the first use, never at import of this module; the reason why it is
-missing is kept for `hpcdist doctor`.
+The only importer of cupy, which is imported at the first use.
 """
 
 import functools
@@ -17,7 +16,7 @@ from hpcdist.errors import MissingCapabilityError
 
 @functools.cache
 def cupy() -> ModuleType:
-    """Return the cupy module. Raises MissingCapabilityError, with the reason, where it cannot be imported."""
+    """Import and return the cupy module. Raises MissingCapabilityError, with the reason, if the import fails."""
     try:
         return importlib.import_module("cupy")
     except ImportError as error:
@@ -28,28 +27,28 @@ def cupy() -> ModuleType:
 
 
 def nccl() -> Any:
-    """Return cupy's NCCL module. Raises MissingCapabilityError, with the reason, where the library is missing."""
+    """Return cupy's NCCL module. Raises MissingCapabilityError, with the reason, if NCCL is missing."""
     cuda = cupy().cuda
     try:
         module = getattr(cuda, "nccl", None) or importlib.import_module("cupy.cuda.nccl")
-        if not getattr(module, "available", False):  # cupy puts an empty module there, and keeps the reason to itself
+        if not getattr(module, "available", False):  # an empty stub of cupy: import the real module for the reason
             module = importlib.import_module("cupy_backends.cuda.libs.nccl")
     except ImportError as error:
         raise MissingCapabilityError(
-            f"cupy finds no NCCL ({error}); pip install nvidia-nccl-cu12 (or -cu13), or choose another "
+            f"cupy cannot use NCCL ({error}); pip install nvidia-nccl-cu12 (or -cu13), or choose another "
             "communication.algorithm than nccl"
         ) from error
     return module
 
 
 def is_device_array(array: Any) -> bool:
-    """Whether ``array`` lives on a GPU, by its CUDA array interface: cupy need not be installed."""
-    # Ask the type: reading the attribute of an array builds a description, and from version 2 on waits for the stream.
+    """Return True if ``array`` has the CUDA array interface. Does not need cupy."""
+    # Test the type: reading the attribute of an array builds a description, and from version 2 on waits for the stream.
     return hasattr(type(array), "__cuda_array_interface__")
 
 
 def check_bfloat16() -> None:
-    """Raise MissingCapabilityError where this cupy has no bfloat16, as versions before 14."""
+    """Raise MissingCapabilityError if the installed cupy does not support bfloat16 (versions before 14)."""
     from hpcdist.arrays.dtypes import BFLOAT16
 
     module = cupy()
@@ -63,22 +62,21 @@ def check_bfloat16() -> None:
 
 
 def check_tensor_cores(needs: str, instead: str) -> None:
-    """Raise MissingCapabilityError where the current GPU is older than compute capability 8.0, that of Ampere.
+    """Raise MissingCapabilityError if the current GPU has no bfloat16 tensor cores, as before Ampere.
 
-    It has no tensor cores for bfloat16 then, and not the instruction of the kernels of attention. ``needs`` says what
-    is asked for, ``instead`` what to set.
+    For the error message, ``needs`` names the feature that uses tensor cores, and ``instead`` says what to change.
     """
     properties = cupy().cuda.runtime.getDeviceProperties(index())
     major, minor = int(properties["major"]), int(properties["minor"])
     if (major, minor) < (8, 0):
         raise MissingCapabilityError(
-            f"GPU {index()} is {properties['name'].decode()} of compute capability {major}.{minor}, and {needs} needs "
+            f"GPU {index()} is a {properties['name'].decode()} of compute capability {major}.{minor}; {needs} needs "
             f"8.0 or newer; {instead}"
         )
 
 
 def count() -> int:
-    """Return the number of GPUs that this process may use. Raises MissingCapabilityError without a driver."""
+    """Return the number of visible GPUs. Raises MissingCapabilityError if there is no driver."""
     module = cupy()
     try:
         return int(module.cuda.runtime.getDeviceCount())
@@ -89,9 +87,9 @@ def count() -> int:
 
 
 def choose(local_rank: int) -> int:
-    """Make one GPU current for this process, round robin by local rank, and return its index.
+    """Make GPU ``local_rank`` (modulo the number of GPUs) current and return its index.
 
-    Called before MPI starts, since a CUDA-aware MPI opens its context on the device that is then current.
+    Call this before a CUDA-aware MPI starts.
     """
     devices = count()
     if devices == 0:
@@ -102,60 +100,63 @@ def choose(local_rank: int) -> int:
 
 
 def index() -> int:
-    """Return the index of the current GPU, as this process counts them."""
+    """Return the CUDA index of the current GPU in this process."""
     return int(cupy().cuda.runtime.getDevice())
 
 
 def bus_id() -> str:
-    """Return the PCI address of the current GPU, its name outside of CUDA (CUDA's indices differ by process)."""
+    """Return the PCI address of the current GPU.
+
+    All processes of a node see the same address, unlike the CUDA index.
+    """
     runtime = cupy().cuda.runtime
     return str(runtime.deviceGetPCIBusId(runtime.getDevice()))
 
 
 def synchronise() -> None:
-    """Wait for everything on the current stream."""
+    """Wait for all work on the current stream."""
     cupy().cuda.get_current_stream().synchronize()
 
 
 def current_stream() -> Any:
-    """Return the stream on which this thread's kernels are launched."""
+    """Return the CUDA stream that this thread's kernels use."""
     return cupy().cuda.get_current_stream()
 
 
 def new_stream() -> Any:
-    """Return a stream that waits for no other unless it is told to, not even for the default one."""
+    """Return a new non-blocking stream, which does not synchronise with the default stream."""
     return cupy().cuda.Stream(non_blocking=True)
 
 
 class Event:
-    """A place in a stream. Its event of CUDA is recorded anew once the last reference to this object is gone."""
+    """A CUDA event recorded in a stream. When this object is deleted, its CUDA event can be used again."""
 
     def __init__(self, event: Any) -> None:
         self._event = event
 
     def __del__(self) -> None:
-        # A stream that was told to wait has taken the place down; nobody else can ask for it any more.
+        # A stream that waits for the event has captured its state already; nobody else can use the event.
         _free_events.append(self._event)
 
     @property
     def done(self) -> bool:
-        """Whether the work in front of this place is done."""
+        """True if all work that was queued before the event has finished."""
         return bool(self._event.done)
 
     def synchronize(self) -> None:
-        """Wait for the work in front of this place."""
+        """Block the host until all work that was queued before the event has finished."""
         self._event.synchronize()
 
     def hold_back(self, stream: Any) -> None:
-        """Let what is enqueued on ``stream`` from now on wait for the work in front of this place."""
+        """Make later work on ``stream`` wait for all work that was queued before the event."""
         stream.wait_event(self._event)
 
 
-_free_events: deque[Any] = deque()  # of all threads: its two ends are taken and given atomically
+_free_events: deque[Any] = deque()  # shared by all threads: append and pop are atomic
 
 
 def record(stream: Any = None) -> Event:
-    """Record and return an event behind all work that is enqueued on ``stream`` (None: the current one) so far."""
+    """Record and return an event after the work already queued on ``stream``. None means the current stream."""
     try:
         event = _free_events.pop()
     except IndexError:
@@ -165,21 +166,21 @@ def record(stream: Any = None) -> Event:
 
 
 def produced() -> None:
-    """Wait for the work that is on the current stream so far, and for nothing later: its results may then be read."""
+    """Wait for the work already queued on the current stream, so that the host can read its results."""
     record().synchronize()
 
 
 def pinned(nbytes: int) -> Any:
-    """Return page-locked memory of the host as an object with a buffer. Raises MissingCapabilityError if refused."""
+    """Return ``nbytes`` bytes of page-locked host memory. Raises MissingCapabilityError if the driver refuses them."""
     module = cupy()
     try:
         return module.cuda.alloc_pinned_memory(nbytes)
     except module.cuda.runtime.CUDARuntimeError as error:
         raise MissingCapabilityError(
-            f"{nbytes} bytes of pinned memory were refused ({error}); raise the limit of locked memory (ulimit -l)"
+            f"the driver refused {nbytes} bytes of pinned memory ({error}); raise the locked-memory limit (ulimit -l)"
         ) from error
 
 
 def to_host_on(stream: Any, source: Any, target: np.ndarray) -> None:
-    """Begin to copy ``source`` into ``target`` of the host on ``stream``; read it after an event behind the copy."""
+    """Start to copy ``source`` to the host array ``target`` on ``stream``. Read ``target`` only after a later event."""
     source.get(stream=stream, out=target, blocking=False)

@@ -1,8 +1,7 @@
-"""CUDA graphs: what a call launches on a GPU is captured once, and launched as one from then on.
+"""CUDA graphs: capture the kernels of a call once, and launch them together from then on.
 
-cupy captures all of its kernels, but refuses to call cuBLAS meanwhile, in every version so far. cuBLAS itself can be
-captured: so the products of a capture (`matmul`) are given to it here, with the layouts, types and algorithm that cupy
-would choose, and with a workspace that is there before.
+cupy refuses to call cuBLAS during a capture, although cuBLAS supports it. So `matmul` calls cuBLAS directly during a
+capture, with cupy's choice of layouts, types and algorithm, and with a preallocated workspace.
 """
 
 import ctypes
@@ -24,16 +23,19 @@ from hpcdist.errors import MissingCapabilityError
 
 T = TypeVar("T")
 
-WORKSPACE_BYTES: Final = 32 << 20  # that of cuBLAS on Hopper; older GPUs take less by themselves
+WORKSPACE_BYTES: Final = 32 << 20  # cuBLAS's default on Hopper; it uses less on older GPUs
 INSTEAD: Final = "set run.cuda_graph = false"
-# Numbers of CUDA: the type of elements, that of sums, and the algorithm that it thinks best.
+# CUDA constants: element types, accumulation types, and the default algorithm.
 _ELEMENTS: Final = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
-_SUMS: Final = {"float64": 70}  # all others are summed in float32
+_SUMS: Final = {"float64": 70}  # all other types accumulate in float32
 _SUMS_IN_FLOAT32, _SUMS_IN_TF32, _BEST = 68, 77, -1
 
 
 class Matrices(NamedTuple):
-    """Matrices of an array, each ``pitch`` elements behind the one before: rows, or columns, are ``leading`` apart."""
+    """One or several matrices in one array. Consecutive matrices start ``pitch`` elements apart.
+
+    ``leading`` is the distance in elements between rows (between columns if ``by_columns``).
+    """
 
     array: Any
     leading: int
@@ -42,33 +44,33 @@ class Matrices(NamedTuple):
 
 
 class Cublas:
-    """cuBLAS on ``stream``, with a handle and a workspace of its own.
-
-    Raises MissingCapabilityError where this process has none.
-    """
+    """A cuBLAS handle on ``stream``, with a workspace. Raises MissingCapabilityError if cuBLAS is not loaded."""
 
     def __init__(self, stream: Any) -> None:
-        device.cupy().cuda.get_cublas_handle()  # now it is loaded
+        device.cupy().cuda.get_cublas_handle()  # loads the library
         self._library, self._handle = ctypes.CDLL(_loaded("libcublas")), ctypes.c_void_p()
         self._workspace = device.cupy().empty(WORKSPACE_BYTES, np.uint8)
         self._call("cublasCreate_v2", ctypes.byref(self._handle))
         weakref.finalize(self, self._library.cublasDestroy_v2, self._handle).atexit = False
-        self._call("cublasSetStream_v2", self._handle, ctypes.c_void_p(stream.ptr))  # would take a workspace back
-        place = ctypes.c_void_p(self._workspace.data.ptr)
-        self._call("cublasSetWorkspace_v2", self._handle, place, ctypes.c_size_t(WORKSPACE_BYTES))
+        self._call("cublasSetStream_v2", self._handle, ctypes.c_void_p(stream.ptr))  # resets the workspace
+        workspace = ctypes.c_void_p(self._workspace.data.ptr)
+        self._call("cublasSetWorkspace_v2", self._handle, workspace, ctypes.c_size_t(WORKSPACE_BYTES))
 
     def multiply(self, sizes: tuple[int, int, int], a: Matrices, b: Matrices, out: Matrices, count: int) -> None:
-        """Write ``count`` products (m, n) of a (m, k) and b (k, n), for ``sizes`` (m, n, k); out is by rows."""
+        """Write the ``count`` matrix products of ``a`` (m, k) and ``b`` (k, n) to ``out``, in row-major order.
+
+        ``sizes`` are (m, n, k).
+        """
         (m, n, k), name = sizes, np.dtype(out.array.dtype).name
         number = ctypes.c_double if name == "float64" else ctypes.c_float
         tf32 = name == "float32" and int(os.environ.get("CUPY_TF32") or 0) > 0
         sums = _SUMS.get(name, _SUMS_IN_TF32 if tf32 else _SUMS_IN_FLOAT32)
 
-        def place(of: Matrices) -> tuple[Any, ...]:
-            pitch = (ctypes.c_longlong(of.pitch),) if count > 1 else ()
-            return ctypes.c_void_p(of.array.data.ptr), _ELEMENTS[name], of.leading, *pitch
+        def place(matrices: Matrices) -> tuple[Any, ...]:
+            pitch = (ctypes.c_longlong(matrices.pitch),) if count > 1 else ()
+            return ctypes.c_void_p(matrices.array.data.ptr), _ELEMENTS[name], matrices.leading, *pitch
 
-        # By columns, as cuBLAS sees memory, a matrix by rows is its transpose: out^T = b^T a^T.
+        # cuBLAS is column-major, and a row-major matrix is its own transpose there: out^T = b^T a^T.
         self._call(
             "cublasGemmStridedBatchedEx" if count > 1 else "cublasGemmEx",
             self._handle, int(b.by_columns), int(a.by_columns), n, m, k,
@@ -78,24 +80,21 @@ class Cublas:
 
     def _call(self, name: str, *args: Any) -> None:
         if status := getattr(self._library, name)(*args):
-            raise MissingCapabilityError(f"{name} of cuBLAS returned the status {status}; {INSTEAD}")
+            raise MissingCapabilityError(f"the cuBLAS function {name} returned status {status}; {INSTEAD}")
 
 
 def _loaded(library: str) -> str:
-    """Return the path of a library that this process has loaded."""
     maps = Path("/proc/self/maps").read_text()
-    found = re.search(rf"\s(/\S*/{library}\.so\S*)$", maps, re.MULTILINE)
-    if found is None:
-        raise MissingCapabilityError(f"{library} is not loaded in this process; {INSTEAD}")
-    return found[1]
+    match = re.search(rf"\s(/\S*/{library}\.so\S*)$", maps, re.MULTILINE)
+    if match is None:
+        raise MissingCapabilityError(f"the library {library} is not loaded in this process; {INSTEAD}")
+    return match[1]
 
 
 class GraphRecorder:
-    """Captures what calls launch as CUDA graphs.
+    """Records the GPU kernels that a Python call launches, as a CUDA graph.
 
-    Captured on a stream of its own, since the default one cannot be, which waits for no other. Memory that a call
-    takes comes from a pool of its own, and graphs go on using it: nobody else is given it, but all graphs may share
-    it, since they are launched on one stream. Graphs that are launched elsewhere need another recorder.
+    All graphs of a recorder share one private memory pool. Therefore launch all of them on the same stream.
     """
 
     def __init__(self) -> None:
@@ -104,24 +103,24 @@ class GraphRecorder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the captured kernels need beside the arrays that they are given."""
+        """Size of the memory pool and the cuBLAS workspace in bytes."""
         return int(self._pool.total_bytes()) + WORKSPACE_BYTES
 
     def capture(self, call: Callable[[], T]) -> tuple[Any, T]:
-        """Return the graph of what ``call`` launches, and what it returns; nothing of it has run yet.
+        """Record, but do not execute, the kernels that ``call()`` launches. Return (CUDA graph, result of ``call``).
 
-        It may not wait for the GPU, nor copy from or to the host; its products are those of `matmul`. ``launch()`` of
-        the graph runs it on the current stream: kernels read and write the addresses, and have the numbers, of now.
+        ``call`` must not synchronise or copy from or to the host, and must use `matmul` for products. To run the
+        kernels, call ``graph.launch()``: they use the current stream and the recorded addresses and scalars.
         """
         with _no_collection(), device.cupy().cuda.using_allocator(self._pool.malloc), self._stream:
-            # In the relaxed mode, cupy's default: no other would let the pool take memory from the driver meanwhile.
-            # What other threads do is no part of the capture in this mode, and does not end it.
+            # cupy's default relaxed mode: other modes forbid the pool to allocate device memory during the capture.
+            # Calls of other threads are not captured in this mode, and do not end the capture.
             self._stream.begin_capture()
             _local.cublas = self._cublas
             try:
                 result = call()
             except BaseException:
-                with suppress(Exception):  # what went wrong may have ended the capture
+                with suppress(Exception):  # the error may have ended the capture
                     self._stream.end_capture()
                 raise
             finally:
@@ -130,12 +129,11 @@ class GraphRecorder:
 
 
 _lock = threading.Lock()
-_captures, _collects = 0, True  # under way in all threads; whether the collector was on before
+_captures, _collects = 0, True  # captures in flight in all threads; True if the collector was enabled before
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep the cyclic collector from running: finalizers may wait for the current stream, which ends a capture."""
     global _captures, _collects
     with _lock:
         if not _captures:
@@ -152,14 +150,14 @@ def _no_collection() -> Iterator[None]:
 
 
 class _Local(threading.local):
-    cublas: Cublas | None = None  # of the capture of this thread
+    cublas: Cublas | None = None  # handle of the capture in flight in this thread
 
 
 _local = _Local()
 
 
 def matmul(a: Any, b: Any, out: Any) -> None:
-    """Write the product of arrays of a GPU to ``out``, as cupy.matmul does, also while it is captured."""
+    """Write the matrix product of the GPU arrays ``a`` and ``b`` to ``out``. A `GraphRecorder` can record this call."""
     cublas, xp = _local.cublas, device.cupy()
     if cublas is None:
         xp.matmul(a, b, out=out)
@@ -180,7 +178,7 @@ def matmul(a: Any, b: Any, out: Any) -> None:
 
 
 def _matrix(xp: Any, array: Any) -> Matrices:
-    """Return an array (rows, columns) as it lies in memory, a copy of it where neither rows nor columns do."""
+    """Describe the 2-D ``array`` as `Matrices`, or a copy of it if neither its rows nor its columns are contiguous."""
     (rows, columns), (down, across), size = array.shape, array.strides, array.itemsize
     if across == size and down % size == 0:
         return Matrices(array, max(down // size, columns))
@@ -190,7 +188,6 @@ def _matrix(xp: Any, array: Any) -> Matrices:
 
 
 def _contiguous(xp: Any, array: Any, outer: tuple[int, ...]) -> Any:
-    """Return contiguous matrices for all ``outer`` dims, over which those of ``array`` may be repeated."""
     shape = (*outer, *array.shape[-2:])
     if array.shape == shape and array.flags.c_contiguous:
         return array

@@ -1,8 +1,7 @@
-"""CUDA kernels from C++ source files: compiled at the first use, arguments checked at each launch.
+"""CUDA kernels from C++ source files: compiled at the first use by cupy (NVRTC), which caches the machine code on disk.
 
-A `KernelSource` is a file of kernels, written for element types that are chosen at the launch. cupy compiles it
-(NVRTC) and keeps the machine code on disk. Arguments are checked here, since a kernel cannot: arrays are contiguous
-memory of a GPU, an int arrives as ``long long``, a float in the type that the kernel computes in.
+Arguments are checked at each launch: arrays must be contiguous GPU memory, an int is passed as ``long long``, and a
+float in the type in which the kernel computes.
 """
 
 import functools
@@ -18,28 +17,28 @@ from hpcdist.arrays.gpu import device
 from hpcdist.errors import UsageError
 
 COMMON: Final = Path(__file__).parent / "cuda" / "common.cuh"
-OPTIONS: Final = ("--std=c++17",)  # functions and lambdas are of the device without saying so: cupy adds that option
+OPTIONS: Final = ("--std=c++17",)  # cupy adds the option that makes functions and lambdas __device__ by default
 WARP: Final = 32
 _TYPES: Final = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
 
-Size: TypeAlias = int | tuple[int, ...]  # of a grid in blocks, of a block in threads
+Size: TypeAlias = int | tuple[int, ...]  # a grid size in blocks, or a block size in threads
 
 
 class KernelSource:
-    """The CUDA C++ source of several kernels: one file."""
+    """A CUDA C++ source file with several kernels, and the ``dtypes`` of elements that the kernels support."""
 
     def __init__(self, path: Path, dtypes: tuple[str, ...] = tuple(_TYPES)) -> None:
         self.path = path
         self._dtypes = dtypes
 
     def takes(self, dtype: Any) -> bool:
-        """Whether the kernels are written for elements of ``dtype``."""
+        """Return True if the kernels support elements of ``dtype``."""
         return name_of(dtype) in self._dtypes
 
     def code(self, **types: Any) -> str:
-        """Return the text to compile, with the macros ``types`` (REAL=np.float32, say) in front."""
+        """Return the source text to compile, in which the macros ``types`` are defined, such as REAL=np.float32."""
         lines = [f"#define {macro} {self._named(dtype)}\n" for macro, dtype in sorted(types.items())]
-        # The types are structs of the common part, and macros are looked up where they are used.
+        # The macros come first, although the types are structs of COMMON: macros are expanded at their use.
         return "".join(lines) + COMMON.read_text() + self.path.read_text()
 
     def _named(self, dtype: Any) -> str:
@@ -47,14 +46,15 @@ class KernelSource:
             return str(dtype)
         if not self.takes(dtype):
             raise UsageError(
-                f"{self.path.name} has no kernels for {name_of(dtype)}, only for {', '.join(self._dtypes)}"
+                f"the kernels of {self.path.name} do not support {name_of(dtype)}; use {' or '.join(self._dtypes)}"
             )
         return _TYPES[name_of(dtype)]
 
     def launch(self, name: str, grid: Size, block: Size, *args: Any, **types: Any) -> None:
-        """Launch kernel ``name`` on the current stream, ``grid`` blocks of ``block`` threads. An empty grid is a no-op.
+        """Launch kernel ``name`` on the current stream: ``grid`` blocks of ``block`` threads each, or none if 0.
 
-        ``types`` are the macros of the file: dtypes, or ints. Floats are passed in the type that REAL is computed in.
+        ``types`` are the macros of the source file, dtypes or ints. Floats in ``args`` are passed in the dtype in which
+        values of the dtype REAL (a macro) are summed.
         """
         blocks, threads = _three_dims(grid), _three_dims(block)
         if not all(blocks):
@@ -65,17 +65,20 @@ class KernelSource:
 
 
 def elementwise(n: int, width: int = 1, threads: int = 256) -> tuple[int, int]:
-    """Return (blocks, threads) for ``n`` elements in packs of ``width``; kernels loop over what exceeds the grid."""
+    """Return (blocks, threads) to launch a kernel for ``n`` elements, of which each thread handles ``width``.
+
+    Kernels must loop if the grid is too small.
+    """
     return min(-(-n // (width * threads)), 1 << 20), threads
 
 
 def threads_for(elements: int, most: int = 1024) -> int:
-    """Return the number of threads of a block that share a row of ``elements``: whole warps, at most ``most``."""
+    """Return the number of threads for a row of ``elements``: a multiple of the warp size, at most ``most``."""
     return min(max(-(-elements // WARP), 1) * WARP, most)
 
 
 def width_of(dtype: Any) -> int:
-    """Return the number of elements in 16 bytes, the widest load of a thread."""
+    """Return the number of elements of ``dtype`` in 16 bytes, the widest memory access of a thread."""
     return 16 // np.dtype(dtype).itemsize
 
 
@@ -95,14 +98,13 @@ def _three_dims(size: Size) -> tuple[int, int, int]:
 
 
 def _kernel_argument(name: str, arg: Any, real: Any) -> Any:
-    """Return ``arg`` as a kernel takes it. Raises TypeError for one that it would misread."""
     if device.is_device_array(arg):
         array: Array = arg
         if not array.flags.c_contiguous:
-            raise TypeError(f"{name} got an array of strides {array.strides}; pass contiguous memory")
+            raise TypeError(f"kernel {name} got an array with strides {array.strides}; pass a contiguous array")
         return array
     if isinstance(arg, bool | int | np.integer):
         return np.int64(arg)
     if isinstance(arg, float | np.floating):
         return real(arg)
-    raise TypeError(f"{name} got {type(arg)}; a kernel takes arrays of a GPU, ints and floats")
+    raise TypeError(f"kernel {name} got an argument of {type(arg)}; pass GPU arrays, ints or floats")

@@ -1,6 +1,4 @@
-"""Packaging for sites: modulefiles and wheelhouses. No MPI is started here.
+"""Packaging for sites: modulefiles and wheelhouses. Needs no MPI.
 
-Part of `hpcdist.batch`, behind `hpcdist site modulefile` and `hpcdist site wheelhouse`; imports `batch.job` (the
-folders of templates), reporting and errors.
-Begin with `modulefile.render` and `wheelhouse.collect`.
+Used by `hpcdist site`. Start reading with `modulefile.render` and `wheelhouse.collect`.
 """

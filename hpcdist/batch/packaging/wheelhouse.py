@@ -1,7 +1,6 @@
-"""Wheelhouse: hpcdist and its requirements as wheels with their SHA-256, for machines without a network. No MPI.
+"""Wheelhouse: wheels of hpcdist and its requirements with SHA-256 hashes, for machines without a network. No MPI.
 
-pip downloads, and pip installs: what is added here is hpcdist's own wheel, the tags of the other machine, and the
-hashes. Wheels and the machines they are for are named as pip names both (PEP 427, 503, 600).
+pip downloads and installs. This module adds hpcdist's wheel, platform tags and hashes. Naming: PEP 427, 503, 600.
 """
 
 import email.parser
@@ -26,21 +25,21 @@ from hpcdist.reporting.nearest import suggestion
 REQUIREMENTS: Final = "requirements.txt"
 SUMS: Final = "SHA256SUMS"
 SCRIPT: Final = "install.sh"
-LIMIT_S: Final = 3600.0  # of one download; the CUDA wheels are gigabytes
-# What mpi4py's source is built with, in an environment that pip makes: mpi4py asks for the last two while it is built.
+LIMIT_S: Final = 3600.0  # per pip call; the CUDA wheels are gigabytes
+# Build requirements of mpi4py; it asks for the last two during its build.
 MPI4PY_BUILD: Final = ("setuptools >= 42", "build", "cython >= 3.0.1")
 BUILT_FROM: Final = ("LICENSE", "README.md", "hpcdist", "modulefiles", "pyproject.toml", "setup.cfg", "slurm")
 
 _OWN: Final = "hpcdist"
 _MPI4PY: Final = "mpi4py"
 _PLATFORM: Final = re.compile(r"manylinux_2_(\d+)_(x86_64|aarch64|ppc64le)")
-_OLDEST: Final = {"x86_64": 5, "aarch64": 17, "ppc64le": 17}  # minor version of glibc in the oldest tag
+_OLDEST: Final = {"x86_64": 5, "aarch64": 17, "ppc64le": 17}  # minor glibc version of the oldest tag
 _ALIASES: Final = {5: "manylinux1", 12: "manylinux2010", 17: "manylinux2014"}
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """A wheel by its file name; ``read`` also knows what is in it."""
+    """Name and version of a wheel file. `named` fills only these fields; `read` also reads the wheel's metadata."""
 
     path: Path
     name: str  # normalised: lower case, with hyphens
@@ -50,49 +49,49 @@ class Wheel:
 
     @classmethod
     def named(cls, path: Path) -> "Wheel":
-        """Return what the file name says. Raises UsageError for a name that is none of a wheel."""
+        """Return the wheel's name and version from the file name of ``path``. Raises UsageError for other names."""
         parts = path.name.removesuffix(".whl").split("-")
         if path.suffix != ".whl" or len(parts) not in (5, 6):
-            raise UsageError(f"{path} is no wheel: expected a name like hpcdist-0.2.0-py3-none-any.whl")
+            raise UsageError(f"{path} is not a wheel: expected a name like hpcdist-0.2.0-py3-none-any.whl")
         return cls(path, re.sub(r"[-_.]+", "-", parts[0]).lower(), parts[1])
 
     @classmethod
     def read(cls, path: Path) -> "Wheel":
-        """Return what its name and its metadata say. Raises UsageError for a file that is no wheel of hpcdist."""
-        named = cls.named(path)
-        if named.name != _OWN:
-            raise UsageError(f"{path} is a wheel of {named.name}; expected one of {_OWN}")
+        """Return the wheel ``path`` with its metadata. Raises UsageError if it is damaged, or not a hpcdist wheel."""
+        parsed = cls.named(path)
+        if parsed.name != _OWN:
+            raise UsageError(f"{path} is a wheel of {parsed.name}; expected a wheel of {_OWN}")
         try:
             with zipfile.ZipFile(path) as archive:
-                (inside,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-                message = email.parser.BytesParser().parsebytes(archive.read(inside))
+                (metadata_name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+                message = email.parser.BytesParser().parsebytes(archive.read(metadata_name))
         except (zipfile.BadZipFile, ValueError) as error:
-            raise UsageError(f"{path} is damaged, or no wheel: {error}; build it again with `pip wheel`") from error
+            raise UsageError(f"{path} is damaged or not a wheel: {error}; build it again with `pip wheel`") from error
         extras = tuple(message.get_all("Provides-Extra") or ())
-        return cls(path, named.name, named.version, extras, str(message.get("Requires-Python", "")))
+        return cls(path, parsed.name, parsed.version, extras, str(message.get("Requires-Python", "")))
 
     def check(self, *, extras: Sequence[str], python: str) -> None:
-        """Refuse extras that the wheel does not have, with the nearest one, and a Python that is too old for it."""
+        """Raise UsageError if the wheel lacks one of ``extras``, or needs a newer Python than version ``python``."""
         for extra in extras:
             if extra not in self.extras:
                 raise UsageError(f"hpcdist has no extra {extra!r}; {suggestion(extra, sorted(self.extras))}")
-        least = re.search(r">=\s*(\d+)\.(\d+)", self.python)
-        if least and tuple(map(int, python.split("."))) < tuple(map(int, least.groups())):
+        minimum = re.search(r">=\s*(\d+)\.(\d+)", self.python)
+        if minimum and tuple(map(int, python.split("."))) < tuple(map(int, minimum.groups())):
             raise UsageError(
-                f"hpcdist {self.version} needs Python {self.python}, and the wheels asked for are for {python}"
+                f"hpcdist {self.version} needs Python {self.python}, but wheels for Python {python} were requested"
             )
 
 
 def compatible_tags(platform: str) -> tuple[str, ...]:
-    """Return every tag that a machine of ``platform`` takes, the newest first: manylinux_2_28, 2_27, ..., 2_17, 2014.
+    """Return every tag that a machine of ``platform`` accepts, newest first: manylinux_2_28, 2_27, ..., 2_17, 2014.
 
-    pip takes a tag to the letter, and would miss the wheels that are built for older machines. Raises UsageError.
+    pip matches tags literally, so older compatible tags must be listed. Raises UsageError.
     """
     match = _PLATFORM.fullmatch(platform)
     if match is None:
         raise UsageError(
-            f"--platform {platform!r}: expected manylinux_2_N_ARCH, with N of the glibc of the compute nodes (`ldd "
-            f"--version` there says 2.N) and ARCH one of {', '.join(_OLDEST)}: for example manylinux_2_28_x86_64"
+            f"--platform {platform!r}: expected manylinux_2_N_ARCH, where glibc of the compute nodes is 2.N (see `ldd "
+            f"--version` there) and ARCH is one of {', '.join(_OLDEST)}; for example manylinux_2_28_x86_64"
         )
     newest, machine = int(match[1]), match[2]
     tags = []
@@ -101,30 +100,32 @@ def compatible_tags(platform: str) -> tuple[str, ...]:
         if minor in _ALIASES:
             tags.append(f"{_ALIASES[minor]}_{machine}")
     if not tags:
-        raise UsageError(f"--platform {platform}: the oldest on {machine} is manylinux_2_{_OLDEST[machine]}_{machine}")
+        raise UsageError(
+            f"--platform {platform}: the oldest supported for {machine} is manylinux_2_{_OLDEST[machine]}_{machine}"
+        )
     return tuple(tags)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WheelhouseOrder:
-    """Packages to collect, and the machine: this one where ``platform`` and ``python_version`` are empty."""
+    """Request for a wheelhouse. Its wheels fit this machine, or ``platform`` and ``python_version`` if set."""
 
     output: Path
     extras: tuple[str, ...] = ()
-    requirements: tuple[Path, ...] = ()  # files of further requirements
-    wheel: Path | None = None  # hpcdist's own; None: built from the clone
+    requirements: tuple[Path, ...] = ()  # additional requirements files
+    wheel: Path | None = None  # wheel of hpcdist; None: build it from the clone
     mpi4py_source: bool = False
     platform: str = ""  # e.g. manylinux_2_28_x86_64
     python_version: str = ""  # e.g. 3.12
 
     @property
     def python(self) -> str:
-        """Return the Python that the wheels are for: "3.12"."""
+        """Python version of the wheels, e.g. "3.12"."""
         return self.python_version or f"{sys.version_info.major}.{sys.version_info.minor}"
 
     @property
     def pip_options(self) -> list[str]:
-        """Return pip's options for wheels of another machine; none for this one."""
+        """Options of pip that select wheels for another machine, or [] for this machine."""
         version = ["--implementation", "cp", "--python-version", self.python_version] if self.python_version else []
         tags = compatible_tags(self.platform) if self.platform else ()
         return [*version, *(word for tag in tags for word in ("--platform", tag))]
@@ -132,7 +133,7 @@ class WheelhouseOrder:
 
 @dataclass(frozen=True)
 class CollectedWheels:
-    """Content of a wheelhouse."""
+    """Path, number of files and size of a finished wheelhouse."""
 
     folder: Path
     files: int
@@ -140,10 +141,10 @@ class CollectedWheels:
 
 
 def collect(order: WheelhouseOrder) -> CollectedWheels:
-    """Fill a new folder ``order.output``: it appears when it is complete. Needs pip and a network.
+    """Create the wheelhouse ``order.output`` atomically. Needs pip and a network.
 
-    Raises UsageError for a folder that is not empty, an unknown extra, or where hpcdist's own wheel cannot be built;
-    MissingCapabilityError when pip does not find or reach something; StorageError when the folder cannot be written.
+    Raises UsageError for a non-empty folder, an unknown extra, or a missing clone; MissingCapabilityError if pip fails;
+    StorageError if the folder cannot be written.
     """
     _check(order)
     try:
@@ -159,29 +160,28 @@ def collect(order: WheelhouseOrder) -> CollectedWheels:
         if isinstance(error, StorageError):
             raise
         raise StorageError(
-            f"the wheelhouse {order.output} cannot be written: {error}; give a folder of yours"
+            f"the wheelhouse {order.output} cannot be written: {error}; choose a folder that you can write to"
         ) from error
     return CollectedWheels(order.output, len(files), nbytes)
 
 
 def _check(order: WheelhouseOrder) -> None:
-    """Refuse before anything is downloaded what cannot end well."""
     if order.output.exists() and (not order.output.is_dir() or any(order.output.iterdir())):
         raise UsageError(
-            f"{order.output} exists and is not an empty folder: give a new one, since wheels of an earlier collection "
-            "would be installed with these"
+            f"{order.output} exists and is not an empty folder: give a new folder, or old wheels would be installed "
+            "together with the new wheels"
         )
     if order.python_version and not re.fullmatch(r"3\.\d{1,2}", order.python_version):
         raise UsageError(f"--python-version {order.python_version!r}: expected two numbers, as in 3.12")
     if order.platform:
-        compatible_tags(order.platform)  # raises for what is none
+        compatible_tags(order.platform)  # raises for an invalid platform
 
 
 def _fill(folder: Path, order: WheelhouseOrder) -> None:
-    own = Wheel.read(_own_wheel(folder, order.wheel))
-    own.check(extras=order.extras, python=order.python)
+    hpcdist_wheel = Wheel.read(_own_wheel(folder, order.wheel))
+    hpcdist_wheel.check(extras=order.extras, python=order.python)
     extras = f"[{','.join(order.extras)}]" if order.extras else ""
-    requirements = [f"hpcdist{extras} @ {own.path.as_uri()}"]
+    requirements = [f"hpcdist{extras} @ {hpcdist_wheel.path.as_uri()}"]
     for path in order.requirements:
         requirements += ["--requirement", str(path)]
     binary = ("download", "--only-binary", ":all:", *order.pip_options, "--dest", str(folder))
@@ -200,10 +200,7 @@ def _fill(folder: Path, order: WheelhouseOrder) -> None:
 
 
 def _requirements(listed: list[Path], order: WheelhouseOrder) -> str:
-    """Write what pip's --require-hashes reads: each project once, at its version, with the digests of its files.
-
-    The tools that build mpi4py's source are not among them: pip takes those from the folder when it builds.
-    """
+    """Return the lines of a requirements file for pip's --require-hashes. Build requirements of mpi4py are left out."""
     lines = [
         f"# hpcdist {hpcdist.__version__}{' with ' + ', '.join(order.extras) if order.extras else ''}",
         f"# python {order.python}",
@@ -219,22 +216,21 @@ def _requirements(listed: list[Path], order: WheelhouseOrder) -> str:
 
 
 def _own_wheel(folder: Path, wheel: Path | None) -> Path:
-    """Put hpcdist's own wheel into ``folder`` and return its path there."""
     if wheel is not None:
-        Wheel.named(wheel)  # raises for another name
+        Wheel.named(wheel)  # raises for an invalid name
         try:
             return Path(shutil.copy(wheel, folder))
         except FileNotFoundError as error:
-            raise UsageError(f"--wheel {wheel}: there is no such file") from error
+            raise UsageError(f"--wheel {wheel}: no such file") from error
     installed = Path(hpcdist.__file__).resolve().parents[1]
     clone = next((place for place in (installed, Path.cwd()) if _is_clone(place)), None)
     if clone is None:
         raise UsageError(
-            f"hpcdist is installed in {installed}, and neither that nor this directory, {Path.cwd()}, is a clone that "
-            "its own wheel can be built from: give the wheel it was installed from with --wheel FILE, or call this in "
+            f"hpcdist is installed in {installed}. Neither this folder nor the current directory, {Path.cwd()}, is a "
+            "clone that a wheel can be built from: give a wheel of hpcdist with --wheel FILE, or run this command in "
             "a clone"
         )
-    with tempfile.TemporaryDirectory() as scratch:  # setuptools writes beside what it builds
+    with tempfile.TemporaryDirectory() as scratch:  # setuptools writes into its source folder
         for name in BUILT_FROM:
             source, copy = clone / name, Path(scratch) / name
             if source.is_dir():
@@ -247,31 +243,29 @@ def _own_wheel(folder: Path, wheel: Path | None) -> Path:
 
 
 def _is_clone(place: Path) -> bool:
-    """Whether ``place`` has all that the wheel is built from."""
     return all((place / name).exists() for name in (*BUILT_FROM, "hpcdist/__init__.py"))
 
 
 def _pip(*words: str) -> None:
-    """Run this Python's pip. Raises MissingCapabilityError with its last words when it fails."""
+    """Run pip of this Python. Raises MissingCapabilityError with the last error lines of pip."""
     command = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "--no-input", *words]
-    # A job of ours sets PYTHONPATH: nothing of it may stand in for what pip imports.
+    # Jobs of hpcdist set PYTHONPATH, which must not shadow modules that pip imports.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired as error:
-        raise MissingCapabilityError(f"pip {words[0]} did not end within {LIMIT_S:g} s; is the network up?") from error
+        raise MissingCapabilityError(f"pip {words[0]} did not end within {LIMIT_S:g} s; check the network") from error
     if result.returncode == 0:
         return
     messages = result.stderr.strip().splitlines()
     errors = [text for text in messages if text.startswith("ERROR")] or messages
     raise MissingCapabilityError(
-        f"pip {words[0]} failed (exit code {result.returncode}): {' '.join(errors[-3:])}; this needs pip, and a "
-        "network or an index of the site (PIP_INDEX_URL, PIP_FIND_LINKS); a version without a wheel for the machine "
-        "asked for counts as missing"
+        f"pip {words[0]} failed (exit code {result.returncode}): {' '.join(errors[-3:])}; pip needs a network or an "
+        "index of the site (PIP_INDEX_URL, PIP_FIND_LINKS), and a wheel of each package for the requested machine"
     )
 
 
 def digest(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal."""
+    """Return the SHA-256 of the file ``path`` in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

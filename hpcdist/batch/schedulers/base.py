@@ -1,4 +1,4 @@
-"""Job states in one vocabulary for all schedulers, and the call of a scheduler's command. Light."""
+"""Job states with common names for all schedulers, and the execution of scheduler commands."""
 
 import os
 import shutil
@@ -12,17 +12,17 @@ from hpcdist.errors import MissingCapabilityError
 
 
 class SchedulerState(StrEnum):
-    """States of jobs that hpcdist knows; a scheduler's other words are kept as they are."""
+    """Job states that are common to all schedulers. Other states of a scheduler are kept as strings."""
 
     PENDING = "PENDING"
-    CONFIGURING = "CONFIGURING"  # its nodes boot
+    CONFIGURING = "CONFIGURING"  # nodes are booting
     RUNNING = "RUNNING"
     SUSPENDED = "SUSPENDED"
     STOPPED = "STOPPED"
-    COMPLETING = "COMPLETING"  # its processes have ended, its nodes are cleaned up
+    COMPLETING = "COMPLETING"  # processes have ended, nodes are being cleaned up
     REQUEUED = "REQUEUED"
     REQUEUE_HOLD = "REQUEUE_HOLD"
-    SPECIAL_EXIT = "SPECIAL_EXIT"  # requeued and held, since its exit code says so
+    SPECIAL_EXIT = "SPECIAL_EXIT"  # requeued and held because of its exit code
     COMPLETED = "COMPLETED"
     FAILED = "FAILED"
     CANCELLED = "CANCELLED"
@@ -32,8 +32,8 @@ class SchedulerState(StrEnum):
     OUT_OF_MEMORY = "OUT_OF_MEMORY"
     BOOT_FAIL = "BOOT_FAIL"
     DEADLINE = "DEADLINE"
-    REVOKED = "REVOKED"  # another cluster of the federation has started it
-    GONE = "GONE"  # its scheduler remembers it no more: it ended long ago, or never was
+    REVOKED = "REVOKED"  # started by another cluster of the federation
+    GONE = "GONE"  # not known to the scheduler: it ended long ago, or never existed
     UNKNOWN = "UNKNOWN"  # no scheduler answers
 
 
@@ -59,11 +59,10 @@ FINAL_STATES: Final = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """State of one job, or of one task of an array, as its scheduler has it; None and "" are what it does not say.
+    """State of one job or array task, as its scheduler reports it. None and "" mean unknown.
 
-    ``state`` is one of `SchedulerState`, or the scheduler's own word. ``exit_code`` is that of a shell: 128 + the
-    signal where one ended the job. ``energy_j`` is of all nodes of the job, None with the reason where it was not
-    measured. ``ended_utc`` is "" while the job is not over.
+    ``state``: a `SchedulerState`, or the scheduler's own word. ``exit_code``: as in a shell. ``energy_j``: energy of
+    all nodes. ``energy_reason``: why the energy is missing or incomplete. ``ended_utc``: "" before the end.
     """
 
     id: str
@@ -83,20 +82,20 @@ class JobState:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended and does not start again; by its end where hpcdist does not know the word."""
+        """Whether the job has ended for good. For a state not in `SchedulerState`: whether it has an end time."""
         return self.state in FINAL_STATES or (self.state not in SchedulerState.__members__ and bool(self.ended_utc))
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it is in the queue and does not run."""
+        """Whether the job is queued and does not run."""
         return self.state in WAITING_STATES
 
 
-COMMAND_LIMIT_S: Final = 120.0  # a busy controller answers late
+COMMAND_LIMIT_S: Final = 120.0  # a busy controller responds slowly
 
 
 class CommandResult(NamedTuple):
-    """Output of a command: its exit code, its output as it is, and its errors for people."""
+    """Exit code, standard output and stripped standard error of a command."""
 
     code: int
     output: str
@@ -111,12 +110,10 @@ def run_command(
     limit_s: float = COMMAND_LIMIT_S,
     environment: Mapping[str, str] | None = None,
 ) -> CommandResult:
-    """Run ``line`` with ``script`` as its input and return its output, whatever its exit code (local).
+    """Run the command ``line`` with ``script`` as standard input. Return its output and exit code. Local.
 
-    It has the variables of this process, or ``environment`` in their place.
-
-    Raises MissingCapabilityError: ``absent`` where there is no such program on PATH; and, with ``cure``, where it does
-    not run, or does not answer within ``limit_s``.
+    ``environment`` defaults to the environment of this process. Raises MissingCapabilityError: with the text ``absent``
+    if the program is not on PATH; with the advice ``cure`` if the program cannot be run or exceeds ``limit_s`` seconds.
     """
     program = shutil.which(line[0])
     if program is None:

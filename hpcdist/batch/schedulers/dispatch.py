@@ -1,4 +1,4 @@
-"""Query and cancel jobs of any scheduler, which is known by the form of a job's id. Runs its commands alone (local)."""
+"""Query and cancel jobs of any scheduler, selected by the form of the job id. Local: runs scheduler commands."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -14,61 +14,61 @@ SLURM: Final = "slurm"
 PBS: Final = "pbs"
 LOCAL: Final = "local"
 
-# 123, 123_4, 123+1 of Slurm; 123.server, 123[4].server of PBS; local-pid-start
+# Slurm: 123, 123_4, 123+1. PBS: 123.server, 123[4].server. Without a scheduler: local-PID-START.
 _ID: Final = re.compile(r"\d+(?:[_+]\d+)?|\d+(?:\[\d*\])?\.[\w.-]+|local-\d+-\d+", re.ASCII)
 
 
 def is_id(text: str) -> bool:
-    """Whether ``text`` may be the number of a job, or of a task of an array."""
+    """Return True if ``text`` has the form of a job number or array task number."""
     return _ID.fullmatch(text) is not None
 
 
 def scheduler_of(job: str) -> str:
-    """Return whose number ``job`` is, by its form."""
+    """Return the scheduler (SLURM, PBS or LOCAL) of ``job``, which the form of the job id shows."""
     if job.startswith(local.PREFIX):
         return LOCAL
     return PBS if "." in job or "[" in job else SLURM
 
 
 def states(jobs: Iterable[str]) -> dict[str, JobState]:
-    """Return how each of ``jobs`` is, as one state: see `states_of_parts`. Nothing is raised.
+    """Return one state for each of ``jobs``; see `states_of_parts`. Never raises.
 
-    Of several tasks or components, one that runs speaks for all, then one that waits, then one that did not end well.
+    A job with several tasks or components has the state of one of them: a running one, else a waiting one, else a
+    failed one.
     """
     return {job: _combined_state(job, parts) for job, parts in states_of_parts(jobs).items()}
 
 
 def states_of_parts(jobs: Iterable[str]) -> dict[str, list[JobState]]:
-    """Return the states of each of ``jobs``: one, or those of its tasks (123_4) or components (123+1).
+    """Return the states of each of ``jobs``: a single state, or one per array task (123_4) or component (123+1).
 
-    GONE is one that its scheduler does not know any more, UNKNOWN one whose scheduler does not answer; the reason says
-    why.
+    GONE: the scheduler no longer knows the job. UNKNOWN: the scheduler does not answer. Both states have a reason.
     """
     numbers = list(dict.fromkeys(jobs))
     states_of: dict[str, list[JobState]] = {}
     for scheduler, look in ((SLURM, _slurm), (PBS, _pbs), (LOCAL, _local)):
-        own = [job for job in numbers if scheduler_of(job) == scheduler]
-        if own:
-            states_of |= look(own)
+        selected = [job for job in numbers if scheduler_of(job) == scheduler]
+        if selected:
+            states_of |= look(selected)
     return {job: states_of[job] for job in numbers}
 
 
 def accounts(jobs: Sequence[str]) -> tuple[list[JobState], str]:
-    """Return the accounts of ``jobs``, a state for each start of each; and why there are none, "" where there are."""
-    own = [job for job in jobs if scheduler_of(job) == SLURM]
-    if not own:
-        return [], f"only Slurm keeps accounts that are read here, and {', '.join(jobs)} was not its job"
+    """Return the states of all starts of ``jobs`` in Slurm's accounting, and the reason if there are none, or ""."""
+    slurm_jobs = [job for job in jobs if scheduler_of(job) == SLURM]
+    if not slurm_jobs:
+        return [], f"hpcdist reads only Slurm accounting, and {', '.join(jobs)} is not a Slurm job"
     try:
-        return queue.accounted(own), ""
+        return queue.accounted(slurm_jobs), ""
     except MissingCapabilityError as error:
         return [], str(error)
 
 
 def cancel(jobs: Sequence[str]) -> None:
-    """Cancel ``jobs`` at once. Raises MissingCapabilityError where their scheduler refuses, or is not there."""
-    own = [job for job in jobs if scheduler_of(job) == SLURM]
-    if own:
-        queue.cancel(own)
+    """Cancel ``jobs`` immediately. Raises MissingCapabilityError if their scheduler refuses or is missing."""
+    slurm_jobs = [job for job in jobs if scheduler_of(job) == SLURM]
+    if slurm_jobs:
+        queue.cancel(slurm_jobs)
     for job in jobs:
         if scheduler_of(job) == PBS:
             from hpcdist.batch.schedulers import pbs
@@ -84,35 +84,34 @@ def _slurm(jobs: list[str]) -> dict[str, list[JobState]]:
     except MissingCapabilityError as error:
         return {job: [JobState(id=job, state=SchedulerState.UNKNOWN, reason=str(error))] for job in jobs}
     states_of = {job: _states_of_job(job, queued) for job in jobs}
-    missing = [job for job, own in states_of.items() if not own]
+    missing = [job for job, parts in states_of.items() if not parts]
     if missing:
         accounted, why = accounts(missing)
-        latest = list({state.id: state for state in accounted}.values())  # sacct has a row for each start, in order
+        latest = list({state.id: state for state in accounted}.values())  # sacct has one row per start, in order
         for job in missing:
             states_of[job] = _states_of_job(job, latest) or [
                 JobState(id=job, state=SchedulerState.GONE, reason=_unavailable("squeue", why))
             ]
     named = queue.job_names(jobs)
-    return {job: [replace(state, name=named.get(state.id, "")) for state in own] for job, own in states_of.items()}
+    return {job: [replace(state, name=named.get(state.id, "")) for state in parts] for job, parts in states_of.items()}
 
 
 def _unavailable(program: str, why: str) -> str:
-    return f"{program} does not know it any more{f', and {why}' if why else ', nor sacct'}"
+    return f"{program} no longer knows this job{f', and {why}' if why else ', nor does sacct'}"
 
 
 def _states_of_job(job: str, states: Iterable[JobState]) -> list[JobState]:
-    """Return those states that are of ``job``, or of a part of it."""
     parts = (job + "_", job + "+")
-    own = [state for state in states if state.id == job or state.id.startswith(parts)]
-    if own or not re.search(r"[_+]", job):
-        return own
+    matches = [state for state in states if state.id == job or state.id.startswith(parts)]
+    if matches or not re.search(r"[_+]", job):
+        return matches
     return [state for state in states if _waits_in(job, state.id)]
 
 
 def _waits_in(task: str, array: str) -> bool:
-    """Whether ``task`` 9_3 is one of the tasks that wait as ``array`` 9_[1-5,7%2]."""
-    own, _, number = task.partition("_")
-    rest = array.removeprefix(own + "_[")
+    """Return True if the array task ``task``, as 9_3, is among the waiting tasks ``array``, as 9_[1-5,7%2]."""
+    array_id, _, number = task.partition("_")
+    rest = array.removeprefix(array_id + "_[")
     if not number or rest == array:
         return False
     for stretch in rest.rstrip("]").partition("%")[0].split(","):
@@ -129,7 +128,7 @@ def _pbs(jobs: list[str]) -> dict[str, list[JobState]]:
         states_of = pbs.states(jobs)
     except MissingCapabilityError as error:
         return {job: [JobState(id=job, state=SchedulerState.UNKNOWN, reason=str(error))] for job in jobs}
-    why = _unavailable("qstat", "its history is off or over")
+    why = _unavailable("qstat", "its job history is off or expired")
     return {job: [states_of.get(job) or JobState(id=job, state=SchedulerState.GONE, reason=why)] for job in jobs}
 
 
@@ -138,11 +137,10 @@ def _local(jobs: list[str]) -> dict[str, list[JobState]]:
 
 
 def _combined_state(job: str, parts: list[JobState]) -> JobState:
-    """Return one state for all parts of a job."""
     if len(parts) == 1:
         return replace(parts[0], id=job)
     live = [state for state in parts if not state.is_over]
-    speaking = [state for state in live if not state.is_waiting] or live
-    speaking = speaking or [state for state in parts if state.state != SchedulerState.COMPLETED] or parts
-    nodes = [state.nodes for state in (speaking if live else parts) if state.nodes is not None]
-    return replace(speaking[0], id=job, nodes=sum(nodes) if nodes and "+" in speaking[0].id else speaking[0].nodes)
+    chosen = [state for state in live if not state.is_waiting] or live
+    chosen = chosen or [state for state in parts if state.state != SchedulerState.COMPLETED] or parts
+    nodes = [state.nodes for state in (chosen if live else parts) if state.nodes is not None]
+    return replace(chosen[0], id=job, nodes=sum(nodes) if nodes and "+" in chosen[0].id else chosen[0].nodes)

@@ -1,13 +1,12 @@
-"""Jobs without a scheduler, for a workstation: a script that runs on by itself and can be queried and cancelled.
+"""Jobs without a scheduler: scripts that run in the background and can be queried and cancelled.
 
 A job is a folder in ``$XDG_STATE_HOME/hpcdist/local``, named by its id:
 
-    job.json   where it runs and where its log is     script     what bash runs
-    began      is made when the script starts         code       its exit code and when it ended (atomic)
-    cancelled  is made by the process that cancels it
+    job.json   host, boot id and log path          script     text that bash runs
+    began      created when the script starts      code       exit code and end time (atomic)
+    cancelled  created by the cancelling process
 
-The id, ``local-<pid>-<start>``, has the process id of its supervising shell and when that started, in ticks since the
-machine was booted: another process may get the same number one day, but not the same start.
+The id ``local-<pid>-<start>`` has the process id and start time (clock ticks since boot) of the supervising shell.
 """
 
 import json
@@ -32,7 +31,7 @@ from hpcdist.reporting import regular
 PREFIX: Final = "local-"
 
 _ID: Final = re.compile(PREFIX + r"(\d+)-(\d+)", re.ASCII)
-# Leads the session of the job, waits for its time and for its end, and outlives the signals that are meant for it.
+# Session leader: waits for the start time and for the end of the script, and survives signals meant for the script.
 _SUPERVISOR_SCRIPT: Final = r"""
 IFS= read -r folder || exit 1 # nobody has said where the job is kept: it was not submitted
 exec </dev/null
@@ -65,82 +64,83 @@ end "$code"
 
 
 def submit(script: str, log: Path, begin: datetime | None = None) -> str:
-    """Start ``script`` with bash and return the id of the job, which goes on when this process and its terminal end.
+    """Run ``script`` with bash as a job that outlives this process and its terminal. Return the job id.
 
-    It runs in this directory with this environment, and HPCDIST_JOB_ID, its id. What it prints is appended to ``log``.
-    It waits for ``begin`` (aware) where that is not None. Raises StorageError and MissingCapabilityError.
+    The job inherits the current directory and the environment, plus HPCDIST_JOB_ID. Its output is appended to ``log``.
+    It starts at the time ``begin`` (with time zone), or at once if ``begin`` is None. Raises StorageError and
+    MissingCapabilityError.
     """
     bash = shutil.which("bash")
     if bash is None:
-        raise MissingCapabilityError("there is no bash on PATH, which runs the jobs of a machine without a scheduler")
+        raise MissingCapabilityError("bash is not on PATH, but runs the jobs of a machine without a scheduler")
     begin_s = 0 if begin is None else math.ceil(begin.timestamp())
-    folder, place = _home(), {"host": socket.gethostname(), "boot": boot_id(), "log": os.path.abspath(log)}
+    folder, job_info = _home(), {"host": socket.gethostname(), "boot": boot_id(), "log": os.path.abspath(log)}
     try:
         with open(log, "ab") as file:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             new = Path(tempfile.mkdtemp(prefix="new-", dir=folder))
             (new / "script").write_bytes(os.fsencode(script))
-            (new / "job.json").write_text(json.dumps({**place, "begin_s": begin_s}))
+            (new / "job.json").write_text(json.dumps({**job_info, "begin_s": begin_s}))
             return _start([bash, "-c", _SUPERVISOR_SCRIPT, "hpcdist", str(begin_s)], new, file.fileno())
     except OSError as error:
         raise StorageError(
-            f"the job was not started: {error}; its log {log} and {folder}, where it is kept, must be writable, and "
-            "XDG_STATE_HOME names another place for the latter"
+            f"the job was not started: {error}; its log {log} and its folder in {folder} must be writable; set "
+            "XDG_STATE_HOME to move the folder"
         ) from error
 
 
 def _start(line: list[str], new: Path, log_fd: int) -> str:
-    """Start the supervising shell of the job in ``new``, and tell it the folder of its id, to which ``new`` moves.
+    """Start the supervising shell of the job in folder ``new``, rename the folder to the job id, and return the id.
 
-    The id has the process id of that shell, so the shell runs before its folder has a name: it reads the name from a
-    pipe, and closes another one when it has set its traps. From then on the job can be cancelled.
+    The shell must start before the rename, because the id contains its process id. The shell reads the final name from
+    a pipe, and closes a second pipe when the job can be cancelled.
     """
-    listens, tells = os.pipe()
-    waits, ready = os.pipe()
+    name_reader, name_writer = os.pipe()
+    ready_reader, ready_writer = os.pipe()
     try:
-        ends = ((listens, 0), (log_fd, 1), (log_fd, 2), (ready, 3))
+        ends = ((name_reader, 0), (log_fd, 1), (log_fd, 2), (ready_writer, 3))
         try:
             pid = os.posix_spawn(
                 line[0],
                 line,
                 os.environ,
-                file_actions=[(os.POSIX_SPAWN_DUP2, source, to) for source, to in ends],
-                setsid=True,  # of no terminal, whose end would end it
-                setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # which Python ignores
+                file_actions=[(os.POSIX_SPAWN_DUP2, source, target) for source, target in ends],
+                setsid=True,  # independent of the terminal
+                setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # ignored by Python
             )
         finally:
-            os.close(ready)
-        job = f"{PREFIX}{pid}-{_stat(pid)[1]}"  # it is our child: even if it has ended, it is in /proc until we wait
+            os.close(ready_writer)
+        job = f"{PREFIX}{pid}-{_stat(pid)[1]}"  # a child stays in /proc until it is waited for
         new.rename(_home() / job)
-        os.write(tells, os.fsencode(f"{_home() / job}\n"))
-        os.read(waits, 1)
+        os.write(name_writer, os.fsencode(f"{_home() / job}\n"))
+        os.read(ready_reader, 1)
     finally:
-        for fd in (listens, tells, waits):
+        for fd in (name_reader, name_writer, ready_reader):
             os.close(fd)
     return job
 
 
 def state(job: str) -> JobState:
-    """Return how ``job`` is: PENDING up to its begin, RUNNING, COMPLETED, FAILED or CANCELLED with its exit code.
+    """Return the state of ``job``: PENDING until its start time, RUNNING, COMPLETED, FAILED or CANCELLED.
 
-    FAILED without an exit code is one whose supervising shell was killed, NODE_FAIL one that a reboot has ended, and
-    UNKNOWN one of another machine, or that nothing is known of; the reason says so.
+    FAILED without an exit code: the supervising shell was killed. NODE_FAIL: the machine rebooted. UNKNOWN: the job is
+    on another machine, or does not exist. The reason explains these cases.
     """
-    alive = _alive(job)  # first: it may end right after this, and its code is there then
+    alive = _alive(job)  # before reading the code: the job may end in between
     record = _job_record(job)
     if record is None:
         return JobState(id=job, state=SchedulerState.UNKNOWN, reason=f"{_home()} has no such job")
-    begun, (code, ended) = _modified_utc(_home() / job / "began"), _code(job)
+    started, (code, ended) = _modified_utc(_home() / job / "began"), _code(job)
     until = ended or (datetime.now(UTC) if alive else None)
-    word, reason = _state_of(job, record, alive, begun is not None, code)
+    word, reason = _state_of(job, record, alive, started is not None, code)
     return JobState(
         id=job,
         state=word,
         reason=reason,
-        elapsed_s=None if begun is None or until is None else max(0.0, (until - begun).total_seconds()),
+        elapsed_s=None if started is None or until is None else max(0.0, (until - started).total_seconds()),
         exit_code=code,
-        energy_reason="no scheduler measures it",
-        begun_utc=_text(begun),
+        energy_reason="not measured without a scheduler",
+        begun_utc=_text(started),
         ended_utc=_text(ended),
         log=str(record.get("log", "")),
     )
@@ -149,7 +149,6 @@ def state(job: str) -> JobState:
 def _state_of(
     job: str, record: Mapping[str, Any], alive: bool, begun: bool, code: int | None
 ) -> tuple[SchedulerState, str]:
-    """Return the state, and the reason where it needs one."""
     host = str(record.get("host", ""))
     if code == 0:
         return SchedulerState.COMPLETED, ""
@@ -157,28 +156,25 @@ def _state_of(
         return (SchedulerState.CANCELLED if (_home() / job / "cancelled").exists() else SchedulerState.FAILED), ""
     if record.get("boot") != boot_id():
         if host != socket.gethostname():
-            return SchedulerState.UNKNOWN, f"it runs, or ran, on {host}: ask there"
-        return SchedulerState.NODE_FAIL, "this machine was started again before the job had ended"
+            return SchedulerState.UNKNOWN, f"it runs, or ran, on {host}: query it there"
+        return SchedulerState.NODE_FAIL, "this machine was rebooted before the job had ended"
     if not alive:
-        return SchedulerState.FAILED, "it was killed before it could say its exit code"
+        return SchedulerState.FAILED, "it was killed before it could write its exit code"
     if not begun:
-        begin_s = record.get("begin_s") or 0  # 0: at once, and its script has not come so far
+        begin_s = record.get("begin_s") or 0  # 0: starts at once
         return SchedulerState.PENDING, f"begins at {_text(datetime.fromtimestamp(begin_s, UTC))}" if begin_s else ""
     return SchedulerState.RUNNING, ""
 
 
 def cancel(job: str) -> bool:
-    """Send SIGTERM to all processes of ``job``, so that it saves and ends; returns whether it was there to get it.
-
-    Raises UsageError for what is no such job, and MissingCapabilityError for one of another machine.
-    """
+    """Send SIGTERM to all processes of ``job``, so that it saves and ends. Return False if the job has ended."""
     record = _job_record(job)
     if record is None:
-        raise UsageError(f"{_home()} has no job {job!r}; see `hpcdist jobs status`")
-    before = record.get("boot") != boot_id()  # of another machine, or of an earlier start of this one
-    if before and record.get("host") != socket.gethostname():
-        raise MissingCapabilityError(f"{job} runs, or ran, on {record.get('host')}: cancel it there")
-    if before or not _alive(job) or _code(job)[0] is not None:
+        raise UsageError(f"{_home()} has no job {job!r}; run `hpcdist jobs status` to list the jobs")
+    is_foreign = record.get("boot") != boot_id()  # of another machine, or before a reboot of this machine
+    if is_foreign and record.get("host") != socket.gethostname():
+        raise MissingCapabilityError(f"{job} runs, or ran, on {record.get('host')}: cancel the job on that machine")
+    if is_foreign or not _alive(job) or _code(job)[0] is not None:
         return False
     (_home() / job / "cancelled").touch()
     try:
@@ -193,13 +189,13 @@ def _home() -> Path:
 
 
 def _pid_and_start(job: str) -> tuple[int, int]:
-    """Return the process id and the start of ``job``; it is no id of a job where they are 0."""
+    """Return the process id and the start time that the job id ``job`` contains, or (0, 0) for any other text."""
     match = _ID.fullmatch(job)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """Return the state of process ``pid`` and when it started, in ticks since the boot; "X", 0 where there is none."""
+    """Return the state and start time (ticks since boot) of process ``pid``, or ("X", 0) if it does not exist."""
     try:
         fields = process_fields(pid)
     except OSError:
@@ -210,11 +206,10 @@ def _stat(pid: int) -> tuple[str, int]:
 def _alive(job: str) -> bool:
     pid, start = _pid_and_start(job)
     letter, started = _stat(pid)
-    return started == start and letter not in "ZX"  # Z: it has ended, and its parent has not asked how
+    return started == start and letter not in "ZX"  # Z: ended, but not yet waited for
 
 
 def _job_record(job: str) -> dict[str, Any] | None:
-    """Return what is kept of ``job``, None where nothing is."""
     if not _ID.fullmatch(job):
         return None
     try:
@@ -225,7 +220,6 @@ def _job_record(job: str) -> dict[str, Any] | None:
 
 
 def _code(job: str) -> tuple[int | None, datetime | None]:
-    """Return the exit code of ``job`` and when it ended, None where it has not."""
     try:
         code, ended_s = (int(word) for word in regular.text(_home() / job / "code", 64).split())
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
 """PBS Pro and OpenPBS: submit, cancel and query jobs by qsub, qdel and qstat.
 
-Written from the sources of OpenPBS and tested with small scripts in place of the commands: never run under a PBS.
+Written from the OpenPBS sources and tested with mock commands only, never with a real PBS.
 """
 
 import json
@@ -14,71 +14,66 @@ from hpcdist.batch.schedulers import base
 from hpcdist.batch.schedulers.base import JobState, SchedulerState
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 
-# job_state of qstat; F (finished) and X (a task of an array has) are told apart by how they ended.
+# job_state of qstat. The states F (finished) and X (finished array task) are mapped by their exit status.
 _STATES: Final = {
     "Q": SchedulerState.PENDING,
-    "W": SchedulerState.PENDING,  # for its time
-    "T": SchedulerState.PENDING,  # on its way to another server
-    "H": SchedulerState.PENDING,  # held; the comment says by whom
+    "W": SchedulerState.PENDING,  # waits for its start time
+    "T": SchedulerState.PENDING,  # moves to another server
+    "H": SchedulerState.PENDING,  # held
     "R": SchedulerState.RUNNING,
-    "B": SchedulerState.RUNNING,  # an array of which a task has begun
+    "B": SchedulerState.RUNNING,  # array with a started task
     "S": SchedulerState.SUSPENDED,
-    "U": SchedulerState.SUSPENDED,  # the owner of a workstation is back
+    "U": SchedulerState.SUSPENDED,  # the workstation's owner is active
     "E": SchedulerState.COMPLETING,
 }
-# Exit_status of jobs that PBS ended itself, for a limit that they were over.
+# Exit_status of jobs that PBS ended because they exceeded a limit.
 _LIMITS: Final = {
-    -24: "more cores than it asked for",
-    -25: "more cores than it asked for",
-    -26: "more memory than it asked for",
-    -27: "more memory than it asked for",
-    -28: "more processor time than it asked for",
-    -29: "the walltime is over",
+    -24: "used more cores than requested",
+    -25: "used more cores than requested",
+    -26: "used more memory than requested",
+    -27: "used more memory than requested",
+    -28: "used more CPU time than requested",
+    -29: "exceeded its walltime",
 }
 _ENDED_BY: Final = {-26: SchedulerState.OUT_OF_MEMORY, -27: SchedulerState.OUT_OF_MEMORY, -29: SchedulerState.TIMEOUT}
-_SIGNALLED: Final = 256  # and the number of the signal
+_SIGNALLED: Final = 256  # exit status minus signal number, if a signal ended the job
 _DELETED: Final = 91  # substate
 _CLOCK: Final = re.compile(r"(\d+):([0-5]?\d):([0-5]?\d)", re.ASCII)
 _MISSING_COMMAND: Final = (
-    "there is no {} on PATH; submit from a login node of the cluster (its PBS may be a module to load), or print the "
+    "{} is not on PATH; submit from a login node of the cluster (PBS may need a module), or print the "
     "script with --dry-run and submit it there"
 )
 _HINT: Final = "is PBS up? try qstat -B"
 
 
 def submit(script: str, after: str | None = None) -> str:
-    """Submit ``script`` and return the job's number; it waits for the end of the job ``after``, however that ends.
+    """Submit ``script`` and return the job number.
 
-    Raises ConfigurationError where PBS refuses it, MissingCapabilityError where there is no PBS, or none that answers.
+    The job starts when the job ``after`` has ended, successfully or not. Raises ConfigurationError if PBS refuses the
+    job, and MissingCapabilityError if PBS is missing or does not answer.
     """
     dependency = [] if after is None else ["-W", f"depend=afterany:{after}"]
     answer = _output_of("qsub", *dependency, script=script)
     if answer.code != 0:
         raise ConfigurationError(
-            f"PBS refuses the job (qsub, exit code {answer.code}): {answer.complaint}; change what it names, or see "
+            f"PBS refused the job (qsub, exit code {answer.code}): {answer.complaint}; change the named option, or see "
             "`qstat -Q` for queues and their limits"
         )
     return answer.output.strip()
 
 
 def cancel(job: str) -> None:
-    """End ``job``: SIGTERM, and SIGKILL after the kill_delay of its queue, which is 10 s by default (qdel).
-
-    One that has ended is left alone. Raises MissingCapabilityError where PBS refuses, or is not there.
-    """
+    """End ``job`` by qdel: it gets SIGTERM, and SIGKILL after kill_delay. Raises MissingCapabilityError."""
     answer = _output_of("qdel", job)
     if answer.code != 0 and "job has finished" not in answer.complaint.lower():
         raise MissingCapabilityError(f"qdel {job} failed, exit code {answer.code}: {answer.complaint}")
 
 
 def states(jobs: Iterable[str]) -> dict[str, JobState]:
-    """Return how each of ``jobs`` is, by its number; none for one that PBS does not know, or remembers no more.
-
-    Raises MissingCapabilityError where there is no PBS, or none that answers.
-    """
+    """Return the states of ``jobs`` by job number, without jobs unknown to PBS. Raises MissingCapabilityError."""
     numbers = list(jobs)
     answer = _output_of("qstat", "-x", "-f", "-F", "json", *numbers)
-    if answer.code != 0 and "job history" in answer.complaint.lower():  # it keeps none: what waits and runs is there
+    if answer.code != 0 and "job history" in answer.complaint.lower():  # history is off: ask without -x
         answer = _output_of("qstat", "-f", "-F", "json", *numbers)
     if not answer.output.strip():
         if answer.code == 0 or "unknown job id" in answer.complaint.lower():
@@ -89,12 +84,11 @@ def states(jobs: Iterable[str]) -> dict[str, JobState]:
         return {job: _state(job, records[job]) for job in numbers if job in records}
     except (ValueError, AttributeError, TypeError) as error:
         raise MissingCapabilityError(
-            f"what qstat -F json says is not what hpcdist reads ({error}); it needs PBS Pro 18 or OpenPBS 19, or later"
+            f"unexpected output of qstat -F json ({error}); hpcdist needs PBS Pro 18, OpenPBS 19, or later"
         ) from error
 
 
 def _output_of(program: str, *options: str, script: str = "") -> base.CommandResult:
-    """Return what ``program`` says. Raises MissingCapabilityError where there is no PBS that answers."""
     answer = base.run_command([program, *options], _MISSING_COMMAND.format(program), _HINT, script)
     if answer.code != 0 and _unreachable(answer.complaint):
         raise MissingCapabilityError(f"PBS does not answer: {answer.complaint}; {_HINT}, and submit from a login node")
@@ -111,7 +105,7 @@ def _state(job: str, record: Mapping[str, Any]) -> JobState:
     letter, status = str(record.get("job_state", "")), _whole(record.get("Exit_status"))
     over = letter in ("F", "X")
     state, code, reason = _ended(status, record) if over else (_STATES.get(letter, letter), None, "")
-    begun, elapsed_s, limit_s = (
+    started, elapsed_s, limit_s = (
         _utc(record.get("stime")),
         _seconds(used.get("walltime")),
         _seconds(requested.get("walltime")),
@@ -127,15 +121,15 @@ def _state(job: str, record: Mapping[str, Any]) -> JobState:
         time_left_s=None if over or limit_s is None or elapsed_s is None else max(0.0, limit_s - elapsed_s),
         nodes=_whole(requested.get("nodect")),
         exit_code=code,
-        energy_reason="PBS has no counter of energy that hpcdist reads",
-        begun_utc=begun,
+        energy_reason="PBS has no energy counter that hpcdist reads",
+        begun_utc=started,
         ended_utc=(_utc(record.get("obittime")) or _utc(record.get("mtime"))) if over else "",
         log=_log(job, record),
     )
 
 
 def _log(job: str, record: Mapping[str, Any]) -> str:
-    """Return the log that a script of hpcdist keeps by itself, "" where there is none: that of PBS is empty."""
+    """Return the path of the log that the job script writes, or "" if it is missing. The log of PBS itself is empty."""
     variables = record.get("Variable_List", {})
     folder = variables.get("PBS_O_WORKDIR", "") if isinstance(variables, dict) else ""
     path = Path(str(folder)) / f"hpcdist-{job}.out"
@@ -143,13 +137,12 @@ def _log(job: str, record: Mapping[str, Any]) -> str:
 
 
 def _ended(status: int | None, record: Mapping[str, Any]) -> tuple[SchedulerState, int | None, str]:
-    """Return how a finished job ended: its state, the exit code as of a shell, and the reason where PBS has one."""
     code = status
     if status is not None and status >= _SIGNALLED:
         code = 128 + status - _SIGNALLED
     if status is not None and status < 0:
-        reason = _LIMITS.get(status, "PBS could not begin it, or ended it")
-        return _ENDED_BY.get(status, SchedulerState.FAILED), None, f"{reason} (PBS says {status})"
+        reason = _LIMITS.get(status, "PBS could not start it, or ended it")
+        return _ENDED_BY.get(status, SchedulerState.FAILED), None, f"{reason} (PBS exit status {status})"
     if _whole(record.get("substate")) == _DELETED:
         return SchedulerState.CANCELLED, code, ""
     return (SchedulerState.COMPLETED if status == 0 else SchedulerState.FAILED), code, ""
@@ -163,7 +156,6 @@ def _whole(value: object) -> int | None:
 
 
 def _seconds(value: object) -> float | None:
-    """Return the seconds of HH:MM:SS, or of a number of them; None for anything else."""
     clock = _CLOCK.fullmatch(str(value))
     if clock is None:
         seconds = _whole(value)
@@ -172,7 +164,7 @@ def _seconds(value: object) -> float | None:
 
 
 def _utc(value: object) -> str:
-    """Return the UTC of a time as C writes it, in local time; "" for anything else."""
+    """Convert a local time in the format of C's ctime to ISO UTC. Returns "" if ``value`` has another format."""
     try:
         local = datetime.strptime(str(value), "%a %b %d %H:%M:%S %Y")
     except ValueError:

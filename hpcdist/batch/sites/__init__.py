@@ -1,5 +1,4 @@
-"""Site profiles: how the jobs of a cluster are submitted and started, and what its nodes have.
+"""Site profiles: how the jobs of a cluster are submitted and started, and the resources of its nodes.
 
-Part of `hpcdist.batch`; imports its job, comm and errors, and is light: it is read on login nodes.
-Begin with `profile.SiteProfile` and `search.load`.
+Fast to import on login nodes. Start reading with `profile.SiteProfile` and `search.load`.
 """

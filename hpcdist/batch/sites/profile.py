@@ -1,7 +1,6 @@
-"""Site profile: how jobs of a site are requested and started, what its nodes have, and where its files are.
+"""Site profile: how jobs of a site are requested and started, its node resources, and its file systems.
 
-A profile is a TOML file with the tables below; slurm/README.md describes every field. Light: it is read on login
-nodes.
+A profile is a TOML file with the tables below; slurm/README.md describes every field.
 """
 
 import os
@@ -16,7 +15,7 @@ from hpcdist.comm.launch.launchers import KINDS
 from hpcdist.errors import ConfigurationError, UsageError
 
 SCHEDULERS: Final = ("slurm", "pbs", "none")
-# MPI flavour -> the launchers that start its ranks as one world.
+# MPI implementation -> launchers that start its ranks as one world.
 LAUNCHERS_OF: Final = {
     "openmpi": ("mpirun", "srun", "flux"),
     "mpich": ("mpirun", "srun", "mpiexec", "flux"),
@@ -33,11 +32,10 @@ _MODULE: Final = re.compile(r"[A-Za-z0-9_./+@=:-]+", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class SiteScheduler:
-    """``[scheduler]``: whose directives a script has, further ``options`` of every job, and whether one must pay.
+    """``[scheduler]``: the scheduler, and defaults for jobs that do not set ``partition``, ``qos`` and so on.
 
-    ``kind`` "none" means that this machine runs the job itself. ``requeue``: a job may ask to be started again.
-    ``partition``, ``qos``, ``constraint`` and ``mem`` are those of jobs that say none, and ``account_suffix`` ends the
-    account of each.
+    ``kind`` "none": without a scheduler, jobs run on this machine. ``options``: added to every job. ``requeue``: jobs
+    may be requeued. ``account_suffix``: appended to every account.
     """
 
     kind: str = "slurm"
@@ -56,19 +54,19 @@ class SiteScheduler:
         for option in self.options:
             if not option.startswith("-"):
                 raise ConfigurationError(
-                    f"scheduler.options has {option!r}, which is no option; write it as one text, as '--account=NAME'"
+                    f"scheduler.options has {option!r}, which is not an option; write e.g. '--account=NAME' as one text"
                 )
         for name in ("qos", "constraint"):
             if getattr(self, name) and self.kind != "slurm":
                 raise ConfigurationError(
                     f"scheduler.{name} = {getattr(self, name)!r} with scheduler.kind = {self.kind!r}: only Slurm has "
-                    "such; leave it out, or say it with scheduler.options"
+                    "this setting; leave it out, or use scheduler.options"
                 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SiteLauncher:
-    """``[launcher]``: what starts the ranks, of which MPI, and for srun through which process manager (``pmi``)."""
+    """``[launcher]``: launcher of the ranks, MPI implementation, and process management interface ``pmi`` of srun."""
 
     kind: str = "mpirun"
     mpi: str = "openmpi"
@@ -85,15 +83,12 @@ class SiteLauncher:
                 f"choose one of {', '.join(able)}"
             )
         if self.pmi and self.kind != "srun":
-            raise ConfigurationError(f"launcher.pmi = {self.pmi!r}: only srun has a choice; leave it out")
+            raise ConfigurationError(f"launcher.pmi = {self.pmi!r} needs launcher.kind = 'srun'; leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SiteEnvironment:
-    """``[environment]``: a file to source before, modules to load and variables to export, in this order.
-
-    ``purge``: first the modules of the shell that submits are unloaded.
-    """
+    """``[environment]``: a job removes modules (``purge``), sources ``init``, loads modules, exports ``variables``."""
 
     init: str = ""
     purge: bool = False
@@ -103,17 +98,16 @@ class SiteEnvironment:
     def __post_init__(self) -> None:
         for name in self.modules:
             if not _MODULE.fullmatch(name) or name.startswith("-"):
-                raise ConfigurationError(f"environment.modules: {name!r} is no name of a module")
+                raise ConfigurationError(f"environment.modules: {name!r} is not a valid module name")
         _variables("environment.variables", self.variables)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SiteGpus:
-    """``[gpu]``: how many a node has (0: unknown), how a job asks for them, and the order in which ranks take them.
+    """``[gpu]``: GPUs per node (0: unknown), the option to request GPUs, and the assignment of GPUs to ranks.
 
-    ``bind`` is for --gpu-bind: "none" lets each rank see all GPUs of its node, which their direct copies need.
-    ``order`` lists them by local rank, for nodes whose GPU 0 is not the one next to core 0. ``variables`` are exported
-    by jobs that have GPUs, and by no others. ``unsupported`` says why jobs that have GPUs are refused.
+    ``bind``: value of --gpu-bind. "none" lets each rank see all GPUs of its node. ``order``: GPU number for each local
+    rank. ``variables``: exported only in jobs with GPUs. ``unsupported``: reason to refuse jobs with GPUs.
     """
 
     per_node: int = 0
@@ -130,13 +124,13 @@ class SiteGpus:
         _one_of("gpu.request", self.request, GPU_REQUESTS)
         if self.order and sorted(self.order) != list(range(self.per_node or len(self.order))):
             raise ConfigurationError(
-                f"gpu.order = {list(self.order)} with gpu.per_node = {self.per_node}: name each GPU of a node once"
+                f"gpu.order = {list(self.order)} with gpu.per_node = {self.per_node}: list each GPU of a node once"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StorageRoot:
-    """``[[storage.roots]]``: a directory that all nodes see, its file system, and how checkpoints are striped there."""
+    """``[[storage.roots]]``: a directory that all nodes see, its file system, and the striping of its checkpoints."""
 
     path: str
     filesystem: str = ""
@@ -149,9 +143,10 @@ class StorageRoot:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteStorage:
-    """``[storage]``: what all nodes see (``roots``; none listed: all but ``private``), and each node's own folder.
+    """``[storage]``: shared directories ``roots``, directories ``private`` to each node, and node-local storage.
 
-    ``sbcast``: Slurm passes the archive of an environment on to the nodes, which do not read it themselves.
+    If no roots are listed, all directories except ``private`` are shared. ``sbcast``: Slurm broadcasts the environment
+    archive to the nodes.
     """
 
     roots: tuple[StorageRoot, ...] = ()
@@ -167,9 +162,9 @@ class SiteStorage:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteLimits:
-    """``[limits]``, ``[partitions.NAME]`` or ``[qos.NAME]``: what a node has, and how many of them for how long.
+    """``[limits]``, ``[partitions.NAME]`` or ``[qos.NAME]``: resources of a node, and maximum nodes and walltime.
 
-    0 and "" mean not known. Those of a partition go over those of the site, and those of a QOS over both.
+    0 and "" mean unknown. Limits of a partition override limits of the site, and limits of a QOS override both.
     """
 
     max_walltime: str = ""
@@ -179,9 +174,9 @@ class SiteLimits:
     mem_per_node: str = ""
 
     def over(self, general: "SiteLimits") -> "SiteLimits":
-        """Return these limits, with those of ``general`` where nothing is known."""
-        known = {item.name: value for item in fields(self) if (value := getattr(self, item.name)) != item.default}
-        return replace(general, **known)
+        """Return a copy of these limits. Values that are unknown here are taken from ``general``, e.g. the site's."""
+        limits = {item.name: value for item in fields(self) if (value := getattr(self, item.name)) != item.default}
+        return replace(general, **limits)
 
     def __post_init__(self) -> None:
         _memory("mem_per_node", self.mem_per_node)
@@ -193,12 +188,12 @@ class SiteLimits:
         _at_least_0("max_nodes", self.max_nodes)
         _at_least_0("cores_per_node", self.cores_per_node)
         if self.gpus_per_node < -1:
-            raise ConfigurationError(f"gpus_per_node = {self.gpus_per_node}; it must be at least -1 (-1: not known)")
+            raise ConfigurationError(f"gpus_per_node = {self.gpus_per_node}; it must be at least -1 (-1: unknown)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SiteContainer:
-    """``[container]``: the ``runtime`` that executes the Python of an ``image``; none where ``image`` is empty."""
+    """``[container]``: the ``runtime`` that executes Python in an ``image``; an empty ``image`` means no container."""
 
     image: str = ""
     runtime: tuple[str, ...] = ("apptainer", "exec", "--nv")
@@ -207,12 +202,10 @@ class SiteContainer:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteProfile:
-    """A profile, read from the file ``origin``.
+    """Site profile, read from the file ``origin``.
 
-    ``recipe`` has defaults of recipe keys, ``blocks`` Jinja text that replaces blocks of the templates.
-
-    ``proven`` says what of it was run, and what was only rendered. ``cluster`` is the name or the file of what
-    `hpcdist plan` knows of its machines.
+    ``recipe``: defaults of recipe keys. ``blocks``: Jinja text to replace blocks of the job script templates.
+    ``proven``: text on the tested features of the profile. ``cluster``: cluster name or file for `hpcdist plan`.
     """
 
     name: str = ""
@@ -235,17 +228,17 @@ class SiteProfile:
     def __post_init__(self) -> None:
         if self.launcher.kind == "flux" and self.scheduler.kind != "none":
             raise ConfigurationError(
-                f"launcher.kind = 'flux' with scheduler.kind = {self.scheduler.kind!r}: nothing starts a Flux instance "
-                "in such a job; set it to 'none', and submit inside of one"
+                f"launcher.kind = 'flux' with scheduler.kind = {self.scheduler.kind!r}: the job has no Flux instance; "
+                "set scheduler.kind = 'none', and submit inside a Flux instance"
             )
 
         if self.storage.sbcast and self.scheduler.kind != "slurm":
             raise ConfigurationError(
-                f"storage.sbcast with scheduler.kind = {self.scheduler.kind!r}: it is a command of Slurm; leave it out"
+                f"storage.sbcast with scheduler.kind = {self.scheduler.kind!r}: sbcast is a Slurm command; leave it out"
             )
 
     def complete(self, job: BatchJob) -> BatchJob:
-        """Return ``job`` with what is asked for here where it says nothing itself, also not by --sbatch-arg."""
+        """Return ``job`` with this site's defaults for options that neither the job nor its --sbatch-arg sets."""
         options = [argument.partition("=")[0] for argument in job.sbatch_args]
         changes: dict[str, Any] = {}
         for name in ("partition", *RESOURCES):
@@ -260,20 +253,20 @@ class SiteProfile:
         return replace(job, **changes) if changes else job
 
     def root_of(self, path: PurePath) -> StorageRoot | None:
-        """Return the innermost root that holds ``path``, None where none does."""
+        """Return the innermost storage root that contains ``path``, or None."""
         holding = [root for root in self.storage.roots if path.is_relative_to(root.path)]
         return max(holding, key=lambda root: len(PurePosixPath(root.path).parts), default=None)
 
 
-def _one_of(field_name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigurationError(f"{field_name} = {value!r}; choose one of {', '.join(known)}")
+def _one_of(field_name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigurationError(f"{field_name} = {value!r}; choose one of {', '.join(choices)}")
 
 
 def _variables(field_name: str, variables: Mapping[str, str]) -> None:
     for name in variables:
         if not _VARIABLE.fullmatch(name):
-            raise ConfigurationError(f"{field_name}: {name!r} is no name of a variable")
+            raise ConfigurationError(f"{field_name}: {name!r} is not a valid variable name")
 
 
 def _memory(field_name: str, value: str) -> None:
@@ -286,4 +279,4 @@ def _memory(field_name: str, value: str) -> None:
 
 def _at_least_0(field_name: str, value: int) -> None:
     if value < 0:
-        raise ConfigurationError(f"{field_name} = {value}; it must be at least 0 (0: not known)")
+        raise ConfigurationError(f"{field_name} = {value}; it must be at least 0 (0: unknown)")

@@ -1,8 +1,8 @@
-"""Search and read site profiles, and check a job against the profile of its site before the scheduler is asked.
+"""Find and read site profiles, and check a job against the profile of its site.
 
-A profile is found by name in the folders of the user, of the machine and of hpcdist, or is any file. It may be
-``based_on`` another: its tables go over those of the other, key by key. A job is checked for partitions, limits,
-memory, GPUs and launcher, and its paths for file systems that the nodes do not see.
+A profile is found by name in the folders of the user, the machine and hpcdist, or is given as a file. A profile with
+``based_on`` overrides tables of another profile, key by key. Jobs are checked for partitions, limits, memory, GPUs and
+launcher; paths are checked for visibility on the nodes.
 """
 
 import dataclasses
@@ -28,74 +28,73 @@ VARIABLE: Final = "HPCDIST_SITE"
 SEARCH_PATH: Final = "HPCDIST_SITE_PATH"
 SYSTEM: Final = Path("/etc/hpcdist/sites")
 BASED_ON: Final = "based_on"
-INTERNAL_FIELDS: Final = ("name", "origin")  # fields of a SiteProfile that no profile has
-FREE_TABLES: Final = ("recipe", "blocks", "variables")  # tables whose keys are not ours
-IMAGE: Final = ("/usr", "/opt")  # of the operating system, whose image all nodes have
+INTERNAL_FIELDS: Final = ("name", "origin")  # fields of SiteProfile that are not in the file
+FREE_TABLES: Final = ("recipe", "blocks", "variables")  # tables with arbitrary keys
+IMAGE: Final = ("/usr", "/opt")  # folders of the operating system image, which all nodes have
 LAUNCHERS_WITH_SPARES: Final = ("mpirun", "srun")
 
-_GENERIC: Final = {mpirun.MPICH: "slurm-mpich"}  # MPI on PATH -> profile, where nobody says what the site is
+_GENERIC: Final = {mpirun.MPICH: "slurm-mpich"}  # MPI on PATH -> default profile, if no site is given
 
 
 def check(job: BatchJob, site: SiteProfile) -> None:
-    """Raise ConfigurationError where ``site`` cannot run ``job``, as far as its profile says what it has."""
+    """Raise ConfigurationError if ``site`` cannot run ``job``, according to the site profile."""
     job = site.complete(job)
     by_variable = site.scheduler.kind == "slurm" and os.environ.get("SBATCH_ACCOUNT")
     by_option = any(option.startswith(("--account=", "-A")) for option in site.scheduler.options)
     if site.scheduler.account_required and job.account is None and not by_variable and not by_option:
-        raise ConfigurationError(f"jobs at the site {site.name} are paid by an account; add --account")
+        raise ConfigurationError(f"jobs at the site {site.name} need an account; add --account")
     _check_scheduler(job, site)
     limits, place = limits_of_job(job, site)
     _check_time(job, limits, place)
     _check_memory(job, limits, place)
     if job.gpus_per_node and site.gpu.unsupported:
         raise ConfigurationError(
-            f"{counted(job.gpus_per_node, 'GPU')} a node at the site {site.name}: {site.gpu.unsupported}; compute with "
-            "its cores (run.device = 'cpu', and no --gpus-per-node)"
+            f"{counted(job.gpus_per_node, 'GPU')} per node at the site {site.name}: {site.gpu.unsupported}; use CPU "
+            "cores instead (run.device = 'cpu', and no --gpus-per-node)"
         )
     requested = f"--nodes {job.nodes}" + (f" and --spare-nodes {job.spare_nodes}" if job.spare_nodes else "")
     if limits.max_nodes and job.nodes + job.spare_nodes > limits.max_nodes:
-        raise ConfigurationError(f"{requested}: {place} allows {limits.max_nodes} at the most")
+        raise ConfigurationError(f"{requested}: {place} allows at most {limits.max_nodes} nodes")
     gpus = limits.gpus_per_node if limits.gpus_per_node >= 0 else (site.gpu.per_node or None)
     if gpus is not None and job.gpus_per_node > gpus:
         raise ConfigurationError(
-            f"{counted(job.gpus_per_node, 'GPU')} a node (--gpus-per-node, or a GPU for each of --ranks-per-node "
-            f"{job.ranks_per_node}), and a node of {place} has {gpus}; use more nodes with fewer ranks each"
+            f"{counted(job.gpus_per_node, 'GPU')} per node (--gpus-per-node, or one GPU for each of --ranks-per-node "
+            f"{job.ranks_per_node}), but a node of {place} has {gpus}; use more nodes with fewer ranks each"
         )
     cores = job.ranks_per_node * job.cpus_per_task
     if limits.cores_per_node and cores > limits.cores_per_node:
         raise ConfigurationError(
-            f"--ranks-per-node {job.ranks_per_node} x --cpus-per-task {job.cpus_per_task} = {cores} cores, and a node "
-            f"of {place} has {limits.cores_per_node}; use fewer of one"
+            f"--ranks-per-node {job.ranks_per_node} x --cpus-per-task {job.cpus_per_task} = {cores} cores, but a node "
+            f"of {place} has {limits.cores_per_node}; reduce one of them"
         )
     kind = site.launcher.kind
     if job.survive != "none" and (kind, site.launcher.mpi) != ("mpirun", "openmpi"):
         raise ConfigurationError(
-            f"--survive {job.survive} needs the mpirun of an Open MPI 5, and the site {site.name} starts ranks of "
+            f"--survive {job.survive} needs the mpirun of an Open MPI 5, but the site {site.name} starts ranks of "
             f"{site.launcher.mpi} with {kind}; use --restarts instead"
         )
     if job.spare_nodes and kind not in LAUNCHERS_WITH_SPARES:
         raise ConfigurationError(
-            f"--spare-nodes {job.spare_nodes}: {kind}, the launcher of the site {site.name}, takes all nodes of a job; "
+            f"--spare-nodes {job.spare_nodes}: {kind}, the launcher of the site {site.name}, uses all nodes of a job; "
             "leave it out"
         )
 
 
 def _check_scheduler(job: BatchJob, site: SiteProfile) -> None:
-    """Raise ConfigurationError for what the scheduler of ``site`` would never hear of."""
     kind = site.scheduler.kind
     if job.sbatch_args and kind != "slurm":
         raise ConfigurationError(
-            f"--sbatch-arg {job.sbatch_args[0]}: the site {site.name} has no sbatch; say options of all its jobs in "
-            "its profile, as scheduler.options, or leave it out"
+            f"--sbatch-arg {job.sbatch_args[0]}: the site {site.name} has no sbatch; set scheduler.options in its "
+            "profile, or leave it out"
         )
     for option, text in {"--qos": job.qos, "--constraint": job.constraint}.items():
         if text is not None and kind == "pbs":
             raise ConfigurationError(
-                f"{option} {text}: the site {site.name} has PBS, which knows no such; choose a queue with --partition, "
-                "or say resources in a profile, as scheduler.options"
+                f"{option} {text}: the site {site.name} has PBS, which does not support this option; choose a queue "
+                "with --partition, or set scheduler.options in a profile"
             )
     if job.mem == "0" and kind == "pbs":
-        raise ConfigurationError(f"--mem 0: the site {site.name} has PBS, in which 0 is no memory; give the size")
+        raise ConfigurationError(f"--mem 0: PBS at the site {site.name} reads 0 as no memory; give the size")
     if kind != "none":
         return
     options: dict[str, str | int | None] = {
@@ -109,18 +108,18 @@ def _check_scheduler(job: BatchJob, site: SiteProfile) -> None:
     for option, value in options.items():
         if value is not None:
             raise ConfigurationError(
-                f"{option} {value}: the site {site.name} has no scheduler, and the job goes on until all steps are "
+                f"{option} {value}: the site {site.name} has no scheduler, and the job runs until all steps are "
                 "done; leave it out"
             )
 
 
 def limits_of_job(job: BatchJob, site: SiteProfile) -> tuple[SiteLimits, str]:
-    """Return what counts for the job, and how to call the place. Raises ConfigurationError for no partition of it."""
+    """Return the limits for ``job``, and the name of their source. Raises ConfigurationError (unknown partition)."""
     limits, place = site.limits, f"the site {site.name}"
     if site.partitions and job.partition is not None:
         if job.partition not in site.partitions:
             raise ConfigurationError(
-                f"--partition {job.partition!r}: the site {site.name} has none of this name; "
+                f"--partition {job.partition!r}: the site {site.name} has no such partition; "
                 f"{suggestion(job.partition, site.partitions)}"
             )
         limits = site.partitions[job.partition].over(limits)
@@ -135,7 +134,7 @@ def _check_memory(job: BatchJob, limits: SiteLimits, place: str) -> None:
     if not limits.mem_per_node or job.mem is None:
         return
     if memory_mib(job.mem) > memory_mib(limits.mem_per_node):
-        raise ConfigurationError(f"--mem {job.mem} is more than a node of {place} has, {limits.mem_per_node}")
+        raise ConfigurationError(f"--mem {job.mem} is more than {limits.mem_per_node}, the memory of a node of {place}")
 
 
 def _check_time(job: BatchJob, limits: SiteLimits, place: str) -> None:
@@ -144,12 +143,12 @@ def _check_time(job: BatchJob, limits: SiteLimits, place: str) -> None:
     if walltime_s(job.walltime) > walltime_s(limits.max_walltime):
         raise ConfigurationError(
             f"--time {job.walltime} is over the limit of {place}, {limits.max_walltime}; ask for less: the job saves "
-            "and goes on by itself, or in the next job of a --chain"
+            "and continues after a requeue, or in the next job of a --chain"
         )
 
 
 def hidden_paths(paths: Mapping[str, Path], site: SiteProfile) -> list[str]:
-    """Return what the nodes of ``site`` would not see of ``paths``, by what each is for, with the reason (local)."""
+    """Return a warning for each of ``paths`` (keyed by purpose) that the nodes of ``site`` cannot see. Local."""
     return [
         f"{what} {path} {reason}" for what, path in paths.items() if (reason := _hidden_reason(path, site)) is not None
     ]
@@ -161,29 +160,26 @@ def _hidden_reason(path: Path, site: SiteProfile) -> str | None:
         image = any(real.is_relative_to(folder) for folder in IMAGE)
         if image or site.root_of(real) or site.root_of(PurePosixPath(path)):
             return None
-        return f"is under none of {', '.join(root.path for root in site.storage.roots)}, which all nodes see"
+        return f"is not below {', '.join(root.path for root in site.storage.roots)}, which all nodes see"
     private = next((folder for folder in site.storage.private if real.is_relative_to(folder)), None)
-    return None if private is None else f"is under {private}, of which each node has its own"
+    return None if private is None else f"is below {private}, which is separate on each node"
 
 
 def folders(environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Return where profiles are looked for by name, the first first.
-
-    The user's folder, those of $HPCDIST_SITE_PATH, that of the machine, and those of this installation.
-    """
-    listed = [Path(part).expanduser() for part in environment.get(SEARCH_PATH, "").split(os.pathsep) if part]
+    """Return the folders to search for profiles: user folder, $HPCDIST_SITE_PATH, system folder, installation."""
+    listed = [Path(text).expanduser() for text in environment.get(SEARCH_PATH, "").split(os.pathsep) if text]
     home = environment.get("XDG_CONFIG_HOME") or os.path.join(environment.get("HOME", "~"), ".config")
-    own = Path(home).expanduser() / "hpcdist" / "sites"
-    return [own, *listed, SYSTEM, *shipped_folders()]
+    user_folder = Path(home).expanduser() / "hpcdist" / "sites"
+    return [user_folder, *listed, SYSTEM, *shipped_folders()]
 
 
 def shipped_folders() -> list[Path]:
-    """Return the folders of the profiles that come with hpcdist: of generic sites, and of named machines."""
+    """Return the folders of the profiles that come with hpcdist: generic sites and named machines."""
     return [job.folder(job.PROFILES) / kind for kind in ("generic", "machines")]
 
 
 def names(environment: Mapping[str, str] = os.environ) -> dict[str, Path]:
-    """Return the profiles there are, by name; the first folder hides those of the same name in the others."""
+    """Return the file of each profile, keyed by name. Earlier folders have priority if two profiles share a name."""
     paths: dict[str, Path] = {}
     for folder in folders(environment):
         for path in sorted(folder.glob("*.toml")):
@@ -192,20 +188,20 @@ def names(environment: Mapping[str, str] = os.environ) -> dict[str, Path]:
 
 
 def path_of(named: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the file of the profile ``named``: a name, or a path. Raises ConfigurationError for an unknown one."""
+    """Return the file of the profile ``named``, a name or a path. Raises ConfigurationError for an unknown name."""
     if os.sep in named or named.endswith(".toml"):
         return Path(named).expanduser()
-    known = names(environment)
-    if named not in known:
+    profiles = names(environment)
+    if named not in profiles:
         raise ConfigurationError(
-            f"there is no profile of a site {named!r}; {suggestion(named, known)} (looked in "
-            f"{', '.join(str(folder) for folder in folders(environment))}; your own go into the first)"
+            f"site profile {named!r} does not exist; {suggestion(named, profiles)} (searched "
+            f"{', '.join(str(folder) for folder in folders(environment))}; put your profiles into the first)"
         )
-    return known[named]
+    return profiles[named]
 
 
 def load(named: str, environment: Mapping[str, str] = os.environ) -> SiteProfile:
-    """Return the profile ``named``: a name, or the path of a file. Raises ConfigurationError."""
+    """Read the profile ``named``, a name or a path. Raises ConfigurationError."""
     path = path_of(named, environment)
     tree = _load_tables(path, environment, ())
     place = f"site profile {path}"
@@ -217,10 +213,7 @@ def load(named: str, environment: Mapping[str, str] = os.environ) -> SiteProfile
 
 
 def load_selected(named: str | None, environment: Mapping[str, str] = os.environ) -> SiteProfile:
-    """Return the profile that was asked for: ``named``, else that of $HPCDIST_SITE, else a generic one.
-
-    Generic is Slurm, with the MPI whose mpirun is found here; PBS where there is a qsub and no sbatch.
-    """
+    """Return the profile ``named``, else the profile $HPCDIST_SITE, else a generic one for the commands on PATH."""
     named = named or environment.get(VARIABLE)
     if named:
         return load(named, environment)
@@ -235,7 +228,7 @@ def load_selected(named: str | None, environment: Mapping[str, str] = os.environ
 
 
 def recipe_of(named: str, environment: Mapping[str, str] = os.environ) -> tuple[Mapping[str, Any], Path]:
-    """Return the defaults of recipe keys of a profile, and the file that they are from."""
+    """Return the recipe defaults in the profile ``named``, and the path of this profile."""
     path = path_of(named, environment)
     return load(named, environment).recipe, path
 
@@ -244,28 +237,30 @@ def _load_tables(path: Path, environment: Mapping[str, str], above: tuple[Path, 
     tree = regular.settings(path, "site profile")
     named = tree.get("cluster")
     if isinstance(named, str) and (os.sep in named or named.endswith(".toml")):
-        tree["cluster"] = str(path.parent / Path(named).expanduser())  # a relative one lies beside the profile
+        tree["cluster"] = str(path.parent / Path(named).expanduser())  # relative to the profile
     base = tree.pop(BASED_ON, None)
     if base is None:
         return tree
     if not isinstance(base, str):
-        raise ConfigurationError(f"{BASED_ON} = {base!r} in site profile {path}; give the name of another profile")
+        raise ConfigurationError(
+            f"site profile {path}: {BASED_ON} = {base!r} is not a text; give the name of another profile"
+        )
     base_path = _base(base, path, environment)
     if base_path in (*above, path):
-        raise ConfigurationError(f"{BASED_ON} = {base!r} in site profile {path}: it is based on itself")
+        raise ConfigurationError(f"{BASED_ON} = {base!r} in site profile {path}: the profile is based on itself")
     below = _load_tables(base_path, environment, (*above, path))
-    # What was run of the other profile was not run of this one.
-    below["proven"] = f"not said; {base} was: {below['proven']}" if below.get("proven") else ""
+    # Tests of the base profile do not cover this profile.
+    below["proven"] = f"not stated; {base} was: {below['proven']}" if below.get("proven") else ""
     return _merge_tables(below, tree)
 
 
 def _base(named: str, path: Path, environment: Mapping[str, str]) -> Path:
-    """Return the file that ``path`` is based on; a profile may have the name of a later one that it is based on."""
+    """Return the path of the base profile ``named`` of profile ``path``. It may share its name in a later folder."""
     if os.sep in named or named.endswith(".toml"):
         return path.parent / Path(named).expanduser()
     if named == path.stem:
         places = [folder / path.name for folder in folders(environment)]
-        # Only later folders: a user's "cray" is based on the shipped "cray", never on itself.
+        # Only later folders: a user's "cray" extends the shipped "cray", never itself.
         later = places[places.index(path) + 1 :] if path in places else places
         return next((path_of_base for path_of_base in later if path_of_base.exists()), path)
     return path_of(named, environment)
@@ -274,27 +269,25 @@ def _base(named: str, path: Path, environment: Mapping[str, str]) -> Path:
 def _merge_tables(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(below)
     for name, value in above.items():
-        both = isinstance(value, dict) and isinstance(merged.get(name), dict)
-        merged[name] = _merge_tables(merged[name], value) if both else value
+        are_tables = isinstance(value, dict) and isinstance(merged.get(name), dict)
+        merged[name] = _merge_tables(merged[name], value) if are_tables else value
     return merged
 
 
 def _check_known(tree: Mapping[str, Any], kind: type, place: str, prefix: str) -> None:
-    """Refuse keys that ``kind`` has not, at any depth."""
     hints = get_type_hints(kind)
-    known = [
+    field_names = [
         item.name for item in dataclasses.fields(kind) if not (kind is SiteProfile and item.name in INTERNAL_FIELDS)
     ]
     for name, value in tree.items():
-        if name not in known:
-            cure = suggestion(name, known, prefix=prefix)
+        if name not in field_names:
+            cure = suggestion(name, field_names, prefix=prefix)
             raise ConfigurationError(f"unknown field {prefix + name!r} in {place}; {cure}")
-        for inner, part, label in _nested_tables(name, value, hints[name]):
-            _check_known(part, inner, place, f"{prefix}{label}.")
+        for inner, table, label in _nested_tables(name, value, hints[name]):
+            _check_known(table, inner, place, f"{prefix}{label}.")
 
 
 def _nested_tables(name: str, value: Any, hint: Any) -> Iterator[tuple[type, Mapping[str, Any], str]]:
-    """Yield the tables inside of a field: their type, themselves, and their names."""
     if name in FREE_TABLES:
         return
     if isinstance(value, dict):
@@ -302,7 +295,7 @@ def _nested_tables(name: str, value: Any, hint: Any) -> Iterator[tuple[type, Map
             yield hint, value, name  # type: ignore[misc]
         elif name in ("partitions", "qos"):
             yield from (
-                (profile.SiteLimits, part, f"{name}.{key}") for key, part in value.items() if isinstance(part, dict)
+                (profile.SiteLimits, table, f"{name}.{key}") for key, table in value.items() if isinstance(table, dict)
             )
     elif isinstance(value, list) and name == "roots":
-        yield from ((profile.StorageRoot, part, name) for part in value if isinstance(part, dict))
+        yield from ((profile.StorageRoot, table, name) for table in value if isinstance(table, dict))

@@ -1,8 +1,7 @@
-"""Export whole tensors of a checkpoint into a file of another format, block by block, each verified when read.
+"""Export whole tensors of a checkpoint to a file of another format, block by block, with verified reads.
 
-Names are those of parameters (``3.qkv.weight``: global layer id and tensor); a tensor of another kind, as the
-optimizer's state, has the kind in front (``optimizer.m/3.qkv.weight``). No tensor, and no model, need fit into
-memory.
+Parameters keep their names (``3.qkv.weight``: global layer id and tensor). Other tensors get their kind as a prefix
+(``optimizer.m/3.qkv.weight``). A tensor need not fit into memory.
 """
 
 import json
@@ -29,44 +28,52 @@ from hpcdist.reporting import atomic
 
 @dataclass(frozen=True)
 class _FileRegion:
-    """Region of a tensor in a file that is written, as the store of a `FileSlice`."""
+    """Region of an output file, from byte ``offset`` on, that holds one tensor. Used as the store of a `FileSlice`."""
 
     fd: int
     offset: int
     dtype: np.dtype
 
-    def write(self, wanted: Range, values: np.ndarray) -> None:
-        """Write ``values`` at ``wanted``."""
-        pwrite_all(self.fd, values.view(np.uint8).data, self.offset + wanted.start * self.dtype.itemsize)
+    def write(self, elements: Range, values: np.ndarray) -> None:
+        pwrite_all(self.fd, values.view(np.uint8).data, self.offset + elements.start * self.dtype.itemsize)
 
 
 def key_of(tensor: StoredTensor) -> str:
-    """Return the name of ``tensor`` in a file of another format."""
+    """Return the name of ``tensor`` in an exported file."""
     return tensor.name if tensor.kind == PARAMETERS else f"{tensor.kind}/{tensor.name}"
 
 
 def export_metadata(loaded: Manifest) -> str:
-    """Return step, scalars and kinds of the checkpoint as JSON, so that an export can be imported as one again."""
+    """Return the step, scalars and kinds of state in the manifest ``loaded`` as JSON text.
+
+    A later import needs this text.
+    """
     kinds = sorted({entry.kind for entry in loaded.pieces})
     return json.dumps({"step": loaded.step, "scalars": loaded.scalars, "kinds": kinds})
 
 
 def tensors_to_export(loaded: Manifest, optimizer: bool) -> list[StoredTensor]:
-    """Return the tensors to export: parameters, with ``optimizer`` all else too. Raises UsageError where none are."""
+    """Return the parameters in the manifest ``loaded``, or all its tensors if ``optimizer`` is true.
+
+    Raises UsageError if there are no such tensors.
+    """
     tensors = stored_tensors(loaded, None if optimizer else {PARAMETERS})
     if not tensors:
-        raise UsageError("this checkpoint has no parameters; add --optimizer to export what it has")
+        raise UsageError("this checkpoint has no parameters; add --optimizer to export its other tensors")
     return tensors
 
 
-def write_tensors(checkpoint: Path, fd: int, places: Sequence[tuple[StoredTensor, int]]) -> None:
-    """Write each tensor of ``checkpoint`` at its byte offset into the file ``fd``. Raises StorageError, OSError."""
-    regions = [(tensor, _FileRegion(fd, offset, dtype_of(tensor.dtype))) for tensor, offset in places]
+def write_tensors(checkpoint: Path, fd: int, offsets: Sequence[tuple[StoredTensor, int]]) -> None:
+    """Copy tensors of the checkpoint directory ``checkpoint`` to the open file ``fd``.
+
+    ``offsets``: pairs of a tensor and its byte offset in the file. Raises StorageError, OSError.
+    """
+    regions = [(tensor, _FileRegion(fd, offset, dtype_of(tensor.dtype))) for tensor, offset in offsets]
     restore(checkpoint, [piece_in_file(tensor, region) for tensor, region in regions])
 
 
 def piece_in_file(tensor: StoredTensor, store: Any) -> Piece:
-    """Return ``tensor`` as a piece that ``store`` reads or writes in blocks, as a `FileStore` does."""
+    """Return ``tensor`` as a piece. The methods of ``store`` read or write the elements in a file (see `FileStore`)."""
     whole = Range(0, tensor.size)
     elements: Any = FileSlice(store, whole)
     return Piece(tensor.kind, tensor.name, tensor.shape, whole_box(tensor.shape), whole, elements)
@@ -74,13 +81,14 @@ def piece_in_file(tensor: StoredTensor, store: Any) -> Piece:
 
 @contextmanager
 def new_files(paths: Sequence[Path]) -> Iterator[dict[Path, Path]]:
-    """Yield a temporary path for each of ``paths``, none of which may exist; all are renamed, in order, at the end.
+    """Context manager that creates the files ``paths``, all or none. It yields a dict from path to temporary path.
 
-    Raises StorageError; then none of ``paths`` exists.
+    The caller writes the temporary files, which are renamed at exit. Raises StorageError if a path exists or a write
+    fails.
     """
     for path in paths:
         if path.exists():
-            raise StorageError(f"{path}: exists already; remove it, or choose another name")
+            raise StorageError(f"{path}: exists already; remove it, or choose another output name")
     written = {path: atomic.temporary_path(path) for path in paths}
     named: list[Path] = []
     try:
@@ -104,7 +112,7 @@ def new_files(paths: Sequence[Path]) -> Iterator[dict[Path, Path]]:
 
 
 def write_file(path: Path, write: Callable[[int], None]) -> None:
-    """Make the file at ``path``, let ``write`` fill its descriptor, and wait until it is on the disk."""
+    """Create the file ``path``, call ``write`` with its file descriptor, and fsync the file."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         write(fd)

@@ -1,8 +1,7 @@
-"""Import a file of another format as a checkpoint (local).
+"""Import a file of another format as the only checkpoint of a run, block by block. Local.
 
-The file may be damaged or hostile: no pickled code is run (``weights_only``), what it says of its tensors is checked
-against its size before any is read, and whatever a library raises on the way is a StorageError. `import_checkpoint`
-passes the bytes through in blocks and saves them as the only checkpoint of a run.
+The file may be hostile. No pickled code is run (``weights_only``), described tensors are checked against the file size,
+and every exception of a library becomes a StorageError.
 """
 
 import json
@@ -29,11 +28,11 @@ from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 
-# The largest models have some 100,000 tensors of 60 letters. HDF5 moves all names of a group when it has no room for
-# one more, so the time of very many grows with their square.
+# The largest models have about 100,000 tensors with names of 60 letters. The time to write names to an HDF5 group grows
+# with their square.
 MAX_NAMES_BYTES: Final = 16 << 20
-MAX_NESTING: Final = 16  # groups in one another
-MAX_ALIASING: Final = 4  # all tensors together may be so many times the file: some share their bytes
+MAX_NESTING: Final = 16  # nested groups
+MAX_ALIASING: Final = 4  # largest ratio of tensor bytes to file bytes: tensors may share bytes
 _KIND: Final = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)*")
 _READERS: Final[dict[str, Callable[[Path], SafetensorsReader | TorchReader]]] = {
     "safetensors": SafetensorsReader,
@@ -42,15 +41,15 @@ _READERS: Final[dict[str, Callable[[Path], SafetensorsReader | TorchReader]]] = 
 
 
 def format_of(path: Path) -> tuple[str, Path]:
-    """Return the format of ``path``, and the file to open: of a directory, the one or the index that it has.
+    """Return the file format of ``path`` and the file to open: in a directory, its index file or its only data file.
 
-    Raises StorageError where there is none, UsageError for a format that is not known.
+    Raises StorageError if there is no such file, and UsageError if the format is unknown.
     """
     if path.is_dir():
         matches = sorted(path.glob("*" + INDEX_SUFFIX)) or sorted(path.glob("*" + SUFFIX))
         if len(matches) != 1:
-            held = f"{len(matches)} of them" if matches else "none"
-            raise StorageError(f"{path}: expected one {SUFFIX} file, or an index of several, found {held}")
+            matched = f"{len(matches)} of them" if matches else "none"
+            raise StorageError(f"{path}: expected one {SUFFIX} file, or several with an index file, found {matched}")
         path = matches[0]
     if not path.is_file():
         raise StorageError(f"{path}: there is no such file")
@@ -58,14 +57,14 @@ def format_of(path: Path) -> tuple[str, Path]:
         return "safetensors", path
     if path.suffix in torch_state.SUFFIXES:
         return "torch", path
-    known = ", ".join((SUFFIX, INDEX_SUFFIX, *torch_state.SUFFIXES))
-    raise UsageError(f"{path}: a file of an unknown format; known by their ends are {known}")
+    suffixes = ", ".join((SUFFIX, INDEX_SUFFIX, *torch_state.SUFFIXES))
+    raise UsageError(f"{path}: a file of an unknown format; supported file name endings: {suffixes}")
 
 
 class ForeignFile:
-    """Foreign file at ``path``, open for reading; a context manager.
+    """Context manager for an open file that hpcdist did not write, such as safetensors.
 
-    Raises MissingCapabilityError without the library that reads it, StorageError for whatever else goes wrong there.
+    Raises MissingCapabilityError if the library for its format is not installed, StorageError for other errors.
     """
 
     def __init__(self, path: Path) -> None:
@@ -88,56 +87,53 @@ class ForeignFile:
         self._reader.close()
 
     def pieces(self) -> list[Piece]:
-        """Return every tensor as a piece whose bytes are read when they are asked for, before the file is closed."""
+        """Return every tensor of the file as a piece. Elements are read on demand, while the file is open."""
         return [
             piece_in_file(tensor, _ForeignTensor(self, index, dtype_of(tensor.dtype)))
             for index, tensor in enumerate(self.tensors)
         ]
 
     def fetch(self, index: int, part: Range, out: np.ndarray) -> None:
-        """Fill ``out`` with elements ``part`` of the tensor of that number."""
+        """Fill ``out`` with the elements in the range ``part`` of tensor number ``index``."""
         with self._library_errors():
             self._reader.read(index, part, out)
 
     @contextmanager
     def _library_errors(self) -> Iterator[None]:
-        """Turn what a library raises inside the block into an error of this file."""
         try:
             yield
         except MissingCapabilityError as error:
             raise MissingCapabilityError(f"{self.path} cannot be read here: {error}") from error
-        except Exception as error:  # whatever a hostile file makes of a library
+        except Exception as error:  # a hostile file may make a library raise anything
             reason = (str(error).strip().splitlines() or [""])[0][:500]
             text = f"{self.path} cannot be read as {self.format}: {type(error).__name__}: {reason}"
             raise StorageError(text) from error
 
 
 def _file_bytes(path: Path) -> int:
-    """Return the bytes of the file at ``path``, or, of an index, of all files of its format beside it."""
     files = path.parent.glob("*" + SUFFIX) if path.name.endswith(INDEX_SUFFIX) else [path]
     return sum(file.stat().st_size for file in files)
 
 
 @dataclass(frozen=True)
 class _ForeignTensor:
-    """Tensor of a foreign file, as the store of a `FileSlice`."""
+    """Tensor number ``index`` of a `ForeignFile`, which reads it on demand. Used as the store of a `FileSlice`."""
 
     source: ForeignFile
     index: int
     dtype: np.dtype
 
-    def read(self, wanted: Range, out: np.ndarray) -> None:
-        """Read ``wanted`` into ``out``."""
-        self.source.fetch(self.index, wanted, out)
+    def read(self, elements: Range, out: np.ndarray) -> None:
+        self.source.fetch(self.index, elements, out)
 
 
 def _contents_problem(tensors: Sequence[StoredTensor], file_bytes: int) -> str:
-    """Return which of ``tensors`` is impossible or cannot be stored, as the rest of a sentence, else ""."""
+    """Return the reason why a checkpoint cannot store ``tensors``, as a clause for an error message, or ""."""
     names_bytes = sum(len(tensor.name) for tensor in tensors)
     if len(tensors) > MAX_TENSORS or names_bytes > MAX_NAMES_BYTES:
         return (
-            f"it has {len(tensors)} tensors, whose names have {names_bytes} letters; at most {MAX_TENSORS} and "
-            f"{MAX_NAMES_BYTES} are read: is it a model?"
+            f"it has {len(tensors)} tensors, whose names have {names_bytes} letters; at most {MAX_TENSORS} tensors and "
+            f"{MAX_NAMES_BYTES} letters are read: is it a model?"
         )
     total, seen = 0, set()
     for tensor in tensors:
@@ -145,13 +141,11 @@ def _contents_problem(tensors: Sequence[StoredTensor], file_bytes: int) -> str:
         plain = tensor.name.isprintable() and len(tensor.name) <= 512 and not {"", ".", ".."} & set(parts)
         plain = plain and len(parts) <= MAX_NESTING
         if not plain or len(tensor.kind) > 64 or not _KIND.fullmatch(tensor.kind):
-            return (
-                f"a tensor is called {tensor.name[:80]!r} of {tensor.kind[:80]!r}, which cannot be a name of a dataset"
-            )
+            return f"the name {tensor.name[:80]!r} of kind {tensor.kind[:80]!r} cannot be a name of an HDF5 dataset"
         if tensor.dtype not in FLOATS | INTEGERS:
-            return f"{tensor.name} has dtype {tensor.dtype[:20]!r}, known are {', '.join(FLOATS | INTEGERS)}"
+            return f"{tensor.name} has dtype {tensor.dtype[:20]!r}; supported: {', '.join(FLOATS | INTEGERS)}"
         if len(tensor.shape) > 32 or not all(0 <= size < 1 << 48 for size in tensor.shape):
-            return f"{tensor.name} has the shape {str(tensor.shape)[:80]}"
+            return f"{tensor.name} has the unsupported shape {str(tensor.shape)[:80]}"
         nbytes = math.prod(tensor.shape) * dtype_of(tensor.dtype).itemsize
         total += nbytes
         if nbytes > file_bytes or total > MAX_ALIASING * file_bytes:
@@ -162,12 +156,12 @@ def _contents_problem(tensors: Sequence[StoredTensor], file_bytes: int) -> str:
     for kind, name in seen:
         above = name.split("/")[:-1]
         if any((kind, "/".join(above[: k + 1])) in seen for k in range(len(above))):
-            return f"{name} lies inside another tensor of that name; rename one of them"
+            return f"{name} lies inside another tensor, whose name is a prefix of it; rename one of the two"
     return ""
 
 
 def _metadata(text: str) -> Mapping[str, Any]:
-    """Return the metadata of an export of hpcdist (`exporting.export_metadata`); {} for files of others."""
+    """Return the metadata in ``text`` if hpcdist exported the file (see `exporting.export_metadata`), else {}."""
     try:
         metadata = json.loads(text) if text else {}
     except (ValueError, RecursionError):
@@ -180,14 +174,14 @@ def _metadata(text: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class ImportedCheckpoint:
-    """Result of an import: the checkpoint at ``path``, and what was read and left out of the file."""
+    """Result of an import: path of the new checkpoint, and names of the file's imported and ignored tensors."""
 
     path: Path
     format: str
     step: int
     tensors: tuple[StoredTensor, ...]
     left_out: tuple[str, ...]
-    resumable: bool  # whether it has what a training needs to go on: it is one of our exports, with all that there was
+    resumable: bool  # True if training can resume: the file is a complete export of hpcdist
 
 
 def import_checkpoint(
@@ -197,12 +191,14 @@ def import_checkpoint(
     inputs: Mapping[str, int] | None = None,
     keys: Mapping[str, str] | None = None,
 ) -> ImportedCheckpoint:
-    """Save what the file ``source`` holds as the only checkpoint of ``run_dir``.
+    """Save the tensors of the file ``source`` as the only checkpoint of ``run_dir``.
 
-    Without ``step``, an export of hpcdist has its own, and other files get 0. With a recipe, ``inputs`` are what the
-    data decides of its model, and ``keys`` the names that the tensors get, by those in the file; other tensors are left
-    out. Raises StorageError where the file cannot be read or the checkpoint not be written, UsageError when there are
-    checkpoints already.
+    Args:
+        step: Step of the checkpoint. None: the step in the file, or 0 if the file has no step.
+        inputs: Model sizes that the data set determines, if a recipe is used.
+        keys: Maps tensor names in the file to names in the checkpoint. Tensors without an entry are left out.
+
+    Raises StorageError if a file cannot be read or written, UsageError if ``run_dir`` has checkpoints.
     """
     directory = run_dir / "checkpoints"
     if names.candidates(directory):
@@ -229,6 +225,5 @@ def import_checkpoint(
 
 
 def _initial_scalars(step: int, inputs: Mapping[str, int]) -> dict[str, Any]:
-    """Return the scalars of a state of which only the tensors are known; it names no data, seed or optimizer."""
-    known = {"model_inputs": dict(inputs)} if inputs else {}
-    return {"steps": step, "samples": 0, "seed": 0, "data": "", "optimizer": {}, "loss_scale": {}, **known}
+    model_inputs = {"model_inputs": dict(inputs)} if inputs else {}
+    return {"steps": step, "samples": 0, "seed": 0, "data": "", "optimizer": {}, "loss_scale": {}, **model_inputs}

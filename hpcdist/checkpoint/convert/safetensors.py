@@ -1,8 +1,7 @@
-"""Safetensors format: eight bytes of length, a JSON header, and the bytes of the tensors one behind the other.
+"""Safetensors format: an 8-byte header length, a JSON header, and the bytes of the tensors without gaps.
 
-https://github.com/huggingface/safetensors. It is written and read here, since the library's own functions for numpy
-take and return whole files in memory and have no bfloat16; tests compare this with the library, both ways. A model of
-several files has a ``model.safetensors.index.json`` that says which tensor lies in which.
+https://github.com/huggingface/safetensors. The library's numpy functions read whole files and lack bfloat16. A model of
+several files has a ``model.safetensors.index.json`` that maps tensor names to files.
 """
 
 import json
@@ -26,8 +25,8 @@ from hpcdist.reporting import regular
 
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
-METADATA_KEY: Final = "hpcdist"  # the key of our metadata: see `exporting.export_metadata`
-MAX_HEADER_BYTES: Final = 100_000_000  # as the library has it; also of an index
+METADATA_KEY: Final = "hpcdist"  # key of the metadata of hpcdist: see `exporting.export_metadata`
+MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the library; used for an index, too
 MAX_TENSORS: Final = 1 << 18
 SHARD_BYTES: Final = 5 << 30
 _CODES: Final = {
@@ -42,7 +41,7 @@ DTYPES: Final = {code: name for name, code in _CODES.items()}
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Location of a tensor in a file; ``start`` counts bytes from the beginning of the file."""
+    """Location of a tensor in a file: name, dtype, shape, and ``start``, the byte offset from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -53,25 +52,25 @@ class TensorLocation:
 def write(
     checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], out: Path, shard_bytes: int = SHARD_BYTES
 ) -> list[Path]:
-    """Write ``tensors`` of ``checkpoint`` to ``out``, or, when they are more than ``shard_bytes``, to several files.
+    """Write ``tensors`` of ``checkpoint`` to the file ``out``, or to several files of at most ``shard_bytes`` bytes.
 
-    These are called ``out``-00001-of-00003, and the index beside them. Returns what was written, the index last.
-    Raises StorageError; nothing is left then.
+    Several files are named ``out``-00001-of-00003 etc. and get an index file. Returns the written paths; the path of
+    the index comes last.
     """
     groups = split_into_files(tensors, shard_bytes)
     stem = out.name.removesuffix(SUFFIX)
     numbered = [out.with_name(f"{stem}-{k + 1:05d}-of-{len(groups):05d}{SUFFIX}") for k in range(len(groups))]
     paths = [out] if len(groups) == 1 else numbered
     index = [out.with_name(stem + INDEX_SUFFIX)] if len(groups) > 1 else []
-    # "pt" says that tensors are row-major, as they are for all who write it; some readers refuse files without it.
+    # "pt" means row-major tensors, which all writers use; some readers refuse files without it.
     metadata = {"format": "pt", METADATA_KEY: export_metadata(loaded)}
     with new_files([*paths, *index]) as written:
         for path, group in zip(paths, groups, strict=True):
-            head, places = header(group, metadata)
+            head, offsets = header(group, metadata)
 
-            def body(fd: int, head: bytes = head, places: list[tuple[StoredTensor, int]] = places) -> None:
+            def body(fd: int, head: bytes = head, offsets: list[tuple[StoredTensor, int]] = offsets) -> None:
                 pwrite_all(fd, head, 0)
-                write_tensors(checkpoint, fd, places)
+                write_tensors(checkpoint, fd, offsets)
 
             write_file(written[path], body)
         for path in index:
@@ -85,23 +84,23 @@ def write(
 
 
 def split_into_files(tensors: Sequence[StoredTensor], most_bytes: int) -> list[list[StoredTensor]]:
-    """Cut ``tensors``, in order, into files of at most ``most_bytes``; a larger tensor has a file of its own."""
+    """Divide ``tensors``, in order, among files of at most ``most_bytes`` bytes. A larger tensor gets its own file."""
     groups: list[list[StoredTensor]] = [[]]
-    held = 0
+    group_bytes = 0
     for tensor in tensors:
-        if groups[-1] and held + tensor.nbytes > most_bytes:
+        if groups[-1] and group_bytes + tensor.nbytes > most_bytes:
             groups.append([])
-            held = 0
+            group_bytes = 0
         groups[-1].append(tensor)
-        held += tensor.nbytes
+        group_bytes += tensor.nbytes
     return groups
 
 
 def header(
     tensors: Sequence[StoredTensor], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[tuple[StoredTensor, int]]]:
-    """Return the bytes in front of the tensors (length and JSON), and the offset in the file of each tensor."""
-    # The widest elements first: then every tensor begins at a multiple of its elements, without holes.
+    """Return the file header (length and JSON) for ``tensors``, and the file offset of each tensor."""
+    # Tensors with the widest elements come first, so that every tensor is aligned to its element size without holes.
     ordered = sorted(tensors, key=lambda item: -dtype_of(item.dtype).itemsize)
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     starts, position = [], 0
@@ -121,27 +120,27 @@ def header(
 
 
 def read_header(fd: int) -> tuple[dict[str, TensorLocation], dict[str, str]]:
-    """Return the location of each tensor, and the metadata, of an open file. Raises ValueError for invalid headers."""
+    """Return the location of each tensor in the open file, and the metadata. Raises ValueError if the header is bad."""
     size = os.fstat(fd).st_size
     length = int.from_bytes(pread_all(fd, 8, 0), "little")
     if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-        raise ValueError(f"a header of {length} bytes in a file of {size}")
+        raise ValueError(f"the header of {length} bytes is too long or too short for a file of {size} bytes")
     entries = json.loads(pread_all(fd, length, 8), object_pairs_hook=unique_keys)
     if not isinstance(entries, dict):
-        raise ValueError("the header is no JSON object")
+        raise ValueError("the header is not a JSON object")
     if len(entries) > MAX_TENSORS:
-        raise ValueError(f"the header names {len(entries)} tensors, at most {MAX_TENSORS} are read")
+        raise ValueError(f"the header names {len(entries)} tensors, but at most {MAX_TENSORS} are supported")
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise ValueError("__metadata__ is not text by name")
+        raise ValueError("__metadata__ must map names to strings")
     locations = {name: _location(name, entry, 8 + length) for name, entry in entries.items()}
     position = 8 + length
-    for name, place in sorted(locations.items(), key=lambda item: (item[1].start, item[1].nbytes)):
-        if place.start != position:
-            raise ValueError(f"{name} begins at byte {place.start}, expected {position}: a hole or an overlap")
-        position += place.nbytes
+    for name, location in sorted(locations.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if location.start != position:
+            raise ValueError(f"{name} begins at byte {location.start}, expected {position}: a hole or an overlap")
+        position += location.nbytes
     if position != size:
-        raise ValueError(f"tensors end at byte {position} of {size}")
+        raise ValueError(f"tensors end at byte {position}, expected the end of the file at byte {size}")
     return locations, metadata
 
 
@@ -152,17 +151,17 @@ def _location(name: str, entry: Any, begin: int) -> TensorLocation:
     except (TypeError, KeyError, ValueError):
         raise ValueError(f"{name}: expected dtype, shape and data_offsets, got {str(entry)[:80]}") from None
     if not whole or code not in DTYPES:
-        raise ValueError(f"{name}: dtype {str(code)[:20]}, shape {str(shape)[:80]} cannot be read here")
+        raise ValueError(f"{name}: dtype {str(code)[:20]} with shape {str(shape)[:80]} is not supported")
     nbytes = math.prod(shape) * dtype_of(DTYPES[code]).itemsize
     if stop - start != nbytes:
-        raise ValueError(f"{name}: {stop - start} bytes for {code}{list(shape)}, expected {nbytes}")
+        raise ValueError(f"{name}: data_offsets span {stop - start} bytes; {code}{list(shape)} needs {nbytes}")
     return TensorLocation(DTYPES[code], shape, begin + start, nbytes)
 
 
 class SafetensorsReader:
-    """Open safetensors file, or those that an index names.
+    """Reader of one safetensors file, or of all files that an index file lists. The caller must call `close`.
 
-    Raises ValueError and OSError for damaged files, as does `read`. The caller must call `close`.
+    The constructor and `read` raise ValueError or OSError if a file is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -181,28 +180,27 @@ class SafetensorsReader:
         locations, metadata = read_header(fd)
         exported = metadata.get(METADATA_KEY, "")
         self.metadata = self.metadata or exported
-        for key, place in locations.items():
+        for key, location in locations.items():
             kind, slash, name = key.partition("/")
             kind, name = (kind, name) if exported and slash else (PARAMETERS, key)
-            self.tensors.append(StoredTensor(kind, name, place.dtype, place.shape))
-            self._places.append((fd, place))
+            self.tensors.append(StoredTensor(kind, name, location.dtype, location.shape))
+            self._places.append((fd, location))
 
     def read(self, index: int, part: Range, out: np.ndarray) -> None:
-        """Fill ``out`` with elements ``part`` of the tensor of that number."""
-        fd, place = self._places[index]
-        data = pread_all(fd, out.nbytes, place.start + part.start * out.itemsize)
+        fd, location = self._places[index]
+        data = pread_all(fd, out.nbytes, location.start + part.start * out.itemsize)
         if len(data) != out.nbytes:
-            raise ValueError(f"{len(data)} of {out.nbytes} bytes of {self.tensors[index].name} are there")
+            raise ValueError(f"{self.tensors[index].name} has {out.nbytes} bytes, but the file has only {len(data)}")
         out.view(np.uint8).data[:] = data
 
 
 def _files_of(path: Path) -> list[Path]:
-    """Return ``path``, or the files that it names where it is an index. Raises ValueError for names of other places."""
+    """Return [``path``], or the files that the index ``path`` lists. Raises ValueError for other directories."""
     if not path.name.endswith(INDEX_SUFFIX):
         return [path]
     index = regular.json_value(path, MAX_HEADER_BYTES)
     names = set(index["weight_map"].values()) if isinstance(index, dict) else set()
     strange = [name for name in names if not isinstance(name, str) or Path(name).name != name or name.startswith(".")]
     if strange or not names:
-        raise ValueError(f"the index names {str(strange[:1])[:80]}, expected files beside it")
+        raise ValueError(f"the index lists {str(strange[:1])[:80]}, expected only files in its own directory")
     return [path.with_name(name) for name in sorted(names)]

@@ -1,9 +1,8 @@
 """PyTorch state dicts (``torch.save``): write them from a checkpoint, read them with ``weights_only``.
 
-A file of parameters alone is a dict of tensors by name, ready for ``load_state_dict``: those of a user's own modules
-have the names of the modules, without the layer in front. With the optimizer's state it is a dict of such dicts by
-kind (``parameters``, ``optimizer.m``, ...) and ``hpcdist``, the metadata of `exporting.export_metadata`. torch is
-imported late, and only here.
+A file with parameters only is a dict for ``load_state_dict``. Names of a user's own modules have no layer prefix. With
+the optimizer state, the file is a dict of dicts by kind (``parameters``, ``optimizer.m``, ...), plus ``hpcdist``, the
+metadata of `exporting.export_metadata`. torch is imported on first use.
 """
 
 import os
@@ -26,13 +25,13 @@ from hpcdist.reporting import atomic
 
 SUFFIXES: Final = (".pt", ".pth", ".bin")
 METADATA_KEY: Final = "hpcdist"
-WRAPPERS: Final = ("state_dict", "model", "module", "model_state_dict")  # under which trainers keep the parameters
-MAX_PICKLE_BYTES: Final = 100_000_000  # as a header of safetensors: names, shapes and what else is no tensor
+WRAPPERS: Final = ("state_dict", "model", "module", "model_state_dict")  # keys under which trainers store parameters
+MAX_PICKLE_BYTES: Final = 100_000_000  # of names, shapes and all other data except tensors, as in safetensors
 _ALIGNED: Final = 64
 
 
 def import_torch() -> ModuleType:
-    """Return the module torch. Raises MissingCapabilityError where it is not installed."""
+    """Import and return torch. Raises MissingCapabilityError if it is not installed."""
     try:
         import torch
     except ImportError as error:
@@ -43,23 +42,23 @@ def import_torch() -> ModuleType:
 
 
 def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], out: Path, nested: bool) -> list[Path]:
-    """Write ``tensors`` of ``checkpoint`` to the file ``out``, with ``nested`` as a dict of dicts by kind.
+    """Write ``tensors`` of ``checkpoint`` to the file ``out`` with ``torch.save``.
 
-    Their bytes pass through a mapped temporary file beside it, whose pages the kernel can drop: the tensors need not
-    fit into memory. Raises StorageError; no file is left then.
+    ``nested``: write a dict with one dict of tensors per kind of state (parameters, moments, ...). The tensors need not
+    fit into memory. Raises StorageError; in that case ``out`` does not exist.
     """
     module = import_torch()
-    places, position = [], 0
+    offsets, position = [], 0
     for tensor in tensors:
-        places.append((tensor, position))
+        offsets.append((tensor, position))
         position = align_up(position + tensor.nbytes, _ALIGNED)
     raw = atomic.temporary_path(out)
     with new_files([out]) as written:
         try:
-            write_file(raw, lambda fd: write_tensors(checkpoint, fd, places))
+            write_file(raw, lambda fd: write_tensors(checkpoint, fd, offsets))
             state: dict[str, Any] = {}
             names = {} if nested else module_names(loaded, tensors)
-            for tensor, start in places:
+            for tensor, start in offsets:
                 group = state.setdefault(tensor.kind, {}) if nested else state
                 values = _mapped_tensor(module, raw, tensor, start)
                 group.update(dict.fromkeys(names.get(tensor.name, (tensor.name,)), values))
@@ -71,7 +70,7 @@ def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], o
                 os.fsync(fd)
             finally:
                 os.close(fd)
-        except RuntimeError as error:  # how torch reports what its writer met
+        except RuntimeError as error:  # torch reports an error of its file writer like this
             raise OSError(f"{error}".splitlines()[0]) from error
         finally:
             atomic.discard(raw)
@@ -79,9 +78,9 @@ def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], o
 
 
 def module_names(loaded: Manifest, tensors: Sequence[StoredTensor]) -> dict[str, tuple[str, ...]]:
-    """Return the names of ``tensors`` in the modules that were wrapped, a tied tensor having several (local).
+    """Return the names that ``tensors`` have in the user's PyTorch modules. A tied tensor has several names.
 
-    Empty for a model of the library, and where names without their layer are not those of one tensor each.
+    Returns {} for a model of hpcdist, and if two names would be equal without their layer prefix.
     """
     recipe, tied = loaded.about.get("recipe"), loaded.about.get("tied")
     if not isinstance(recipe, dict) or recipe.get("model.kind") not in FOREIGN:
@@ -106,10 +105,10 @@ def _mapped_tensor(module: ModuleType, raw: Path, tensor: StoredTensor, start: i
 
 
 class TorchReader:
-    """Open file of ``torch.save``, of which no pickled code is run and whose tensors stay mapped.
+    """Reader of a file written by ``torch.save``. The caller must call `close`.
 
-    Raises whatever torch makes of a damaged or hostile file, as does `read`, ValueError for what is no state dict, and
-    MissingCapabilityError without torch. The caller must call `close`.
+    Tensors are memory-mapped, and pickled code is not run. Raises any exception of torch for a damaged file, and
+    ValueError for a file that is not a state dict.
     """
 
     def __init__(self, path: Path) -> None:
@@ -129,7 +128,10 @@ class TorchReader:
         self._flat: tuple[int, np.ndarray | None] = (-1, None)
 
     def read(self, index: int, part: Range, out: np.ndarray) -> None:
-        """Fill ``out`` with elements ``part`` of the tensor of that number; the last one stays as it was read."""
+        """Fill ``out`` with the elements in the range ``part`` of tensor number ``index``.
+
+        The last tensor read stays cached.
+        """
         number, flat = self._flat
         if number != index or flat is None:
             flat = self._values[index].contiguous().reshape(-1).view(self._module.uint8).numpy()
@@ -137,31 +139,31 @@ class TorchReader:
         out.view(np.uint8)[...] = flat[part.start * out.itemsize : part.stop * out.itemsize]
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Release the memory-mapped tensors."""
         self._values.clear()
         self._flat = -1, None
 
 
 def _check_records(path: Path) -> None:
-    """Raise ValueError for an archive that needs more memory than its size: ``torch.save`` does not compress."""
+    """Raise ValueError if reading the file could take more memory than its size. ``torch.save`` writes no such file."""
     if not zipfile.is_zipfile(path):
-        raise ValueError("it is no archive of torch.save, or damaged; one of PyTorch before 1.6 must be saved again")
+        raise ValueError("it is damaged or not from torch.save; files from before PyTorch 1.6 must be saved again")
     with zipfile.ZipFile(path) as archive:
         records = archive.infolist()
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
-        raise ValueError("it has compressed records, which torch.save does not write")
+        raise ValueError("it has compressed records, expected only uncompressed records as torch.save writes them")
     nbytes, size = sum(record.file_size for record in records), path.stat().st_size
     if nbytes > size:
-        raise ValueError(f"its records have {nbytes} bytes in a file of {size}")
+        raise ValueError(f"its records have {nbytes} bytes according to its index, but the file has only {size} bytes")
     pickled = max((record.file_size for record in records if record.filename.endswith("data.pkl")), default=0)
     if pickled > MAX_PICKLE_BYTES:
-        raise ValueError(f"names and shapes take {pickled} bytes, at most {MAX_PICKLE_BYTES} are read: is it a model?")
+        raise ValueError(f"names and shapes take {pickled} bytes, expected at most {MAX_PICKLE_BYTES}: is it a model?")
 
 
 def _groups_of(module: ModuleType, state: Any) -> tuple[dict[Any, Mapping[Any, Any]], str, list[str]]:
-    """Return the dicts of tensors in ``state`` by kind, our metadata, and the names of what else is in it."""
+    """Return (tensors in ``state`` by kind of state, metadata that hpcdist wrote, names of all other entries)."""
     if not isinstance(state, Mapping):
-        raise ValueError(f"a {type(state).__name__}, expected a dict of tensors")
+        raise ValueError(f"it holds a {type(state).__name__}, expected a dict of tensors")
     metadata = state.get(METADATA_KEY)
     if isinstance(metadata, str):
         groups = {kind: group for kind, group in state.items() if isinstance(group, Mapping)}
@@ -171,11 +173,10 @@ def _groups_of(module: ModuleType, state: Any) -> tuple[dict[Any, Mapping[Any, A
     within = [name for name in WRAPPERS if isinstance(state.get(name), Mapping)]
     if not within:
         held = ", ".join(str(name)[:40] for name in list(state)[:8])
-        raise ValueError(f"no tensors, and none of {', '.join(WRAPPERS)}; it holds {held or 'nothing'}")
+        raise ValueError(f"expected tensors or one of the keys {', '.join(WRAPPERS)}; its keys are {held or 'none'}")
     return {PARAMETERS: state[within[0]]}, "", [str(name) for name in state if name != within[0]]
 
 
 def _dtype(value: Any) -> str:
-    """Return the name of the dtype in hpcdist, "" for one that is not supported."""
     name = str(value.dtype).removeprefix("torch.")
     return name if name in FLOATS | INTEGERS else ""

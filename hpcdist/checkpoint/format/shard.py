@@ -1,15 +1,8 @@
-"""Shards of a checkpoint, HDF5 files of the pieces of some ranks: write, index, and read verified (local).
+"""Shards of a checkpoint, HDF5 files with the pieces of one writer: write, index, and read verified. Local.
 
-`write` takes digests of small parts just before they are written, while they are in the cache and the disk is at work
-on the parts before.
+`BlockReader` reads without libhdf5, through a small buffer that stays in the cache of a core: pread, digest, copy.
 
-`BlockReader` reads blocks without libhdf5. A block passes through a small buffer that stays in the cache of a core:
-pread into it, digest, copy to its place. Each byte crosses the memory bus twice, as in a plain pread, and the digest
-costs no crossing of its own. Reading straight into the place is slower: the kernel then writes to memory that is in no
-cache, and the digest brings it back.
-
-The index, ``index.h5``, shows every tensor whole, whatever shards it lies in, by virtual datasets. It is for people
-and tools: a restore does not look at it, and a checkpoint whose index could not be written is complete.
+The index ``index.h5`` shows every tensor whole, by virtual datasets, for other tools. A restore does not need it.
 """
 
 import os
@@ -37,38 +30,41 @@ from hpcdist.reporting.regular import open_regular
 
 SCHEMA: Final = "hpcdist.shard"
 INDEX_SCHEMA: Final = "hpcdist.index"
-PART_BYTES: Final = 1 << 20  # digested and written at a time (empirical)
-READ_BYTES: Final = 1 << 19  # read, digested and copied at a time: it stays in the cache of a core (empirical)
-PER_DIRECTORY: Final = 1000  # shards; above that, they are spread over directories
-MAX_INDEX_PIECES: Final = 50_000  # HDF5 takes long for more, and so do its readers
-MAX_OPEN_FILES: Final = 64  # a rank that restores from thousands of shards must not run out of descriptors
+PART_BYTES: Final = 1 << 20  # unit of digesting and writing (empirical)
+READ_BYTES: Final = 1 << 19  # unit of reading, digesting and copying: fits in the cache of a core (empirical)
+PER_DIRECTORY: Final = 1000  # largest number of shards in one directory
+MAX_INDEX_PIECES: Final = 50_000  # HDF5 and its readers become slow above
+MAX_OPEN_FILES: Final = 64  # limits the descriptors of a rank that restores from thousands of shards
 
 
 def file_name(writer: int, writers: int) -> str:
-    """Return the name of ``writer``'s shard. Neighbours create theirs at once, and lie in different directories."""
+    """Return the path of shard number ``writer`` of ``writers``, relative to the checkpoint directory.
+
+    Consecutive shards are in different subdirectories.
+    """
     name = f"shard-{writer:05d}.h5"
     spread = directories(writers)
     return f"{spread[writer % len(spread)]}/{name}" if spread else name
 
 
 def directories(writers: int) -> list[str]:
-    """Return the directories over which so many shards are spread; none where one is enough."""
+    """Return the names of the subdirectories for ``writers`` shards, or [] if the shards need no subdirectories."""
     if writers <= PER_DIRECTORY:
         return []
-    # The smallest power of two of directories that hold at most PER_DIRECTORY shards each.
+    # The smallest power of two of directories with at most PER_DIRECTORY shards each.
     count = 1 << (-(-writers // PER_DIRECTORY) - 1).bit_length()
     return [f"{number:02x}" for number in range(count)]
 
 
-BlockConsumer = Callable[[int, np.ndarray], None]  # gets the number of the first element in the entry, and elements
+BlockConsumer = Callable[[int, np.ndarray], None]  # arguments: index of the first element in the entry, elements
 
 
 class DamagedError(StorageError):
-    """Bytes of a checkpoint cannot be read, or are not those that were written: another checkpoint may be whole."""
+    """Some bytes of a checkpoint are unreadable or changed. Another checkpoint may be intact."""
 
 
 class BlockReader:
-    """Reader of blocks of the shards in ``directory``, each verified against its digest. A context manager."""
+    """Context manager that reads blocks of the shards in ``directory`` and verifies their digests."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -84,10 +80,10 @@ class BlockReader:
         self._open.clear()
 
     def read(self, entry: StoredPiece, block: int, take: BlockConsumer | None = None) -> int:
-        """Read and verify a block of ``entry``; return its bytes. ``take`` gets its elements in small parts, in order.
+        """Read block number ``block`` of ``entry``, pass its elements to ``take``, and return its size in bytes.
 
-        A part is to be copied before the call returns. Raises DamagedError, naming file and tensor; what was taken is
-        then worth nothing.
+        ``take`` must copy the elements of each call. Raises DamagedError, which names file and tensor, if the digest
+        does not match; the caller must then discard the elements.
         """
         offset = block * BLOCK_BYTES
         count = min(BLOCK_BYTES, entry.nbytes - offset)
@@ -97,13 +93,13 @@ class BlockReader:
         except OSError as error:
             raise DamagedError(f"{where} cannot be read: {error.strerror}") from error
         if read_bytes != count:
-            raise DamagedError(f"{where} are beyond the end of the file")
+            raise DamagedError(f"{where} are missing: the file is too short")
         if block >= len(entry.digests) or digest != entry.digests[block]:
             raise DamagedError(f"{where} are damaged: the digest does not match")
         return count
 
     def digest_of(self, name: str, parts: Iterable[Range]) -> tuple[int, str]:
-        """Return how many bytes ``parts`` of the file ``name`` are, and their digest. Raises OSError."""
+        """Return the number of bytes in the ranges ``parts`` of the file ``name``, and their digest. Raises OSError."""
         fd, digest, count = self._fd(name), xxhash.xxh3_128(), 0
         for part in (part for whole in parts for part in cut(whole, READ_BYTES)):
             view = self._memory.data[: part.size]
@@ -113,19 +109,19 @@ class BlockReader:
         return count, digest.hexdigest()
 
     def _pass(self, entry: StoredPiece, offset: int, count: int, take: BlockConsumer | None) -> tuple[int, str]:
-        """Let ``count`` bytes of ``entry`` pass through the memory; return how many there were, and their digest."""
+        """Read ``count`` bytes of ``entry``, pass them to ``take``, and return the bytes read and their digest."""
         fd, digest = self._fd(entry.file), xxhash.xxh3_128()
         elements = self._memory.view(dtype_of(entry.dtype))  # the same buffer as ``view``, as elements
         itemsize, view = elements.itemsize, self._memory.data
         begin, done = entry.offset + offset, 0
-        # The first part ends at a multiple of READ_BYTES in the file (of whole elements), so that all later preads
-        # begin at a page; where less than an element is left up to there, it is a whole part.
+        # The first part ends at a multiple of READ_BYTES in the file (in whole elements), so that later preads are
+        # page-aligned. If less than an element is left up to there, the first part has READ_BYTES.
         size = (READ_BYTES - begin % READ_BYTES) // itemsize * itemsize or READ_BYTES
         while done < count:
             size = min(size, count - done)
             part = view[:size]
             read = os.preadv(fd, [part], begin + done)
-            if read < size:  # a signal may cut a read short; 0 bytes more means the end of the file
+            if read < size:  # a signal may interrupt a read; 0 more bytes mean the end of the file
                 read += read_fully(fd, part[read:], begin + done + read)
             if read < size:
                 return done + read, ""
@@ -145,7 +141,7 @@ class BlockReader:
 
 
 def read_fully(fd: int, view: memoryview, start: int) -> int:
-    """Fill ``view`` from the byte ``start`` on; return how many bytes there were."""
+    """Fill ``view`` from byte ``start`` of the file. Return the number of bytes read: fewer at the end of the file."""
     done = 0
     while done < len(view) and (read := os.preadv(fd, [view[done:]], start + done)):
         done += read
@@ -153,7 +149,7 @@ def read_fully(fd: int, view: memoryview, start: int) -> int:
 
 
 def size_mismatch(directory: Path, manifest: Manifest) -> str:
-    """Return which shard is missing or has another size than when it was written, or "" when all are right."""
+    """Return a message that names the first shard that is missing or has the wrong size, or "" if all are right."""
     for name, size in manifest.files.items():
         try:
             actual = (directory / name).stat().st_size
@@ -165,16 +161,16 @@ def size_mismatch(directory: Path, manifest: Manifest) -> str:
 
 
 def block_digests(blocks: Iterator[np.ndarray]) -> tuple[str, ...]:
-    """Return the digests of ``blocks``."""
+    """Return the digest of each of ``blocks``."""
     return tuple(xxhash.xxh3_128_hexdigest(block.data) for block in blocks)
 
 
 @dataclass(frozen=True)
 class WrittenShards:
-    """Shards of one writer in a checkpoint.
+    """Shards of one writer.
 
-    ``files`` has their sizes, ``outside`` the digests of their bytes that lie in no piece, ``unused`` the pieces in
-    them that only earlier checkpoints need.
+    ``files`` has their sizes. ``outside`` has digests of their bytes that belong to no piece. ``unused`` lists pieces
+    in hard-linked shards that only earlier checkpoints need.
     """
 
     files: dict[str, int] = field(default_factory=dict)
@@ -185,7 +181,7 @@ class WrittenShards:
 
 @dataclass
 class _StoredPieceBlocks:
-    """Adapter of a piece to `hpcdist.hdf5.files.Blocks`; ``digests`` are complete when it has been written."""
+    """A piece with the methods of `hpcdist.hdf5.files.Blocks`. ``digests`` is complete after the piece is written."""
 
     slot: Slot
     source: BlockSource
@@ -193,21 +189,19 @@ class _StoredPieceBlocks:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As HDF5 has it."""
         return self.slot.stored_shape()
 
     @property
     def dtype(self) -> np.dtype:
-        """As HDF5 has it."""
         return storable(np.empty(0, dtype_of(self.slot.dtype))).dtype
 
     def blocks(self, offset: int) -> Iterator[np.ndarray]:
-        """Yield all bytes in small parts, which end where a page cache begins a new large page."""
+        """Yield the bytes of the piece in consecutive arrays. They end at multiples of PART_BYTES in the file."""
         for block in self.source():
             digest = xxhash.xxh3_128()
             start = 0
             while start < block.size:
-                # Up to the next multiple of PART_BYTES in the file, wherever the dataset begins.
+                # Up to the next multiple of PART_BYTES in the file.
                 part = block[start : start + PART_BYTES - offset % PART_BYTES]
                 digest.update(part.data)
                 yield part
@@ -223,9 +217,10 @@ def write(
     about: Mapping[str, Any],
     opens: Callable[[Path], Overlay] = Overlay.created,
 ) -> WrittenShards:
-    """Write the shard ``name`` to the disk. Raises StorageError.
+    """Write the pieces ``slots`` to the shard file ``name``, from one source of bytes per slot. Raises StorageError.
 
-    The sources are asked for their blocks in the order of the slots, each once. ``opens`` makes the file.
+    Each source is read once, in the order of the slots. ``about`` holds attributes of the file. ``opens(path)`` creates
+    the file.
     """
     datasets = {
         dataset: _StoredPieceBlocks(slot, source)
@@ -236,7 +231,7 @@ def write(
             "global_shape": slot.shape,
             "box": np.array(slot.box, np.int64).reshape(-1, 2),
             "flat": slot.flat,
-            "dtype": slot.dtype,  # not that of HDF5, which has no bfloat16
+            "dtype": slot.dtype,  # HDF5 has no bfloat16
         }
         for dataset, slot in zip(datasets, slots, strict=True)
     }
@@ -252,7 +247,10 @@ def write(
 
 
 def write_index(directory: Path, entries: Iterable[StoredPiece], step: int) -> IndexFile | None:
-    """Write the index of ``entries`` into ``directory``; None, and a word on stderr, where that was not possible."""
+    """Write the index file of the pieces ``entries`` and return its description.
+
+    If the write fails, print a warning to stderr and return None.
+    """
     pieces = [entry for entry in entries if entry.nbytes]
     if len(pieces) > MAX_INDEX_PIECES:
         return None

@@ -1,7 +1,7 @@
-"""Layout of a shard: the name of each piece, and the source of its bytes, block by block.
+"""Layout of a shard: dataset names, and sources of the bytes of each piece.
 
-A `BlockSource` yields the bytes of a piece in blocks: from memory of the host or of a GPU, from a file, or from another
-rank, with the next block on its way while one is used.
+A `BlockSource` yields a piece in blocks from host memory, GPU memory, a file or another rank. It fetches the next block
+while one is used.
 """
 
 from collections import deque
@@ -19,7 +19,10 @@ from hpcdist.comm.communicator import Communicator
 
 
 def dataset_names(slots: Sequence[Slot]) -> list[str]:
-    """Return the dataset name of each slot of a shard: the tensor's, and for further pieces of it where they begin."""
+    """Return each slot's HDF5 dataset name in a shard.
+
+    The names of a tensor's second and later pieces end with an offset.
+    """
     datasets: dict[str, None] = {}
     for slot in slots:
         name = f"{slot.kind}/{slot.tensor}"
@@ -34,22 +37,25 @@ def dataset_names(slots: Sequence[Slot]) -> list[str]:
 
 
 def first_holders(groups: Sequence[Sequence[Slot]]) -> list[list[bool]]:
-    """Return for the slots of each rank whether it is the first rank with that piece: only this one is written."""
+    """Return a flag for each slot of each rank: True if no lower rank has the same piece, so this rank writes it.
+
+    ``groups`` lists the slots of each rank.
+    """
     seen: set[Slot] = set()
     flags = []
     for slots in groups:
         flags.append([slot not in seen for slot in slots])
-        assert len(set(slots)) == len(slots), "a rank saves a piece twice"
+        assert len(set(slots)) == len(slots), "a rank must not save a piece twice"
         seen.update(slots)
     return flags
 
 
-BlockSource = Callable[[], Iterator[np.ndarray]]  # yields blocks of bytes, each to be used before the next is asked for
+BlockSource = Callable[[], Iterator[np.ndarray]]  # yields blocks of bytes; each is valid until the next is requested
 TAG = 0
 
 
 def blocks_of(array: Any) -> Iterator[np.ndarray]:
-    """Yield the bytes of what this rank holds: an array, which is not copied on the host, or a `FileSlice` (local)."""
+    """Yield the bytes of ``array`` (`FileSlice`, GPU or host array) in blocks. Host arrays are not copied. Local."""
     if isinstance(array, FileSlice):
         return _of_file(array)
     return _of_device(array) if backend.is_device(array) else _of_host(array)
@@ -72,8 +78,8 @@ def _of_file(source: FileSlice) -> Iterator[np.ndarray]:
 
 
 def _of_device(array: Any) -> Iterator[np.ndarray]:
-    """Yield blocks copied from the GPU: while one is used, the next is on the bus."""
-    # The copies run on another stream: they wait for the kernels that produced the array.
+    """Yield blocks of a GPU array, copied to the host. The next block is copied while the caller uses this one."""
+    # The copies run on another stream, so they must wait for the kernels that produced the array.
     produced = device.record()
     arriving: deque[tuple[np.ndarray, Any]] = deque()
     for part in _cuts(array.size, array.dtype):
@@ -92,7 +98,10 @@ def _wait_for_copy(copy: tuple[np.ndarray, Any]) -> np.ndarray:
 
 
 class IncomingBlocks:
-    """Stream of blocks of ``sizes`` bytes from ``peer``, in two buffers: one arrives while the other is used."""
+    """Receives blocks from the rank ``peer``. ``sizes`` lists their sizes in bytes.
+
+    Of two buffers, one receives a block while the caller uses the other.
+    """
 
     def __init__(self, comm: Communicator, peer: int, sizes: Sequence[int]) -> None:
         self._comm, self._peer, self._sizes = comm, peer, deque(sizes)
@@ -102,33 +111,33 @@ class IncomingBlocks:
         self._used: np.ndarray | None = None
 
     def blocks(self, count: int) -> Iterator[np.ndarray]:
-        """Yield the next ``count`` blocks. A block is valid until the next one is asked for."""
+        """Yield the next ``count`` blocks. A block is valid until the next one is requested."""
         for _ in range(count):
             yield self._next()
 
     def drain(self) -> None:
-        """Receive what is still to come and drop it, so that the peer does not stay in its sends."""
+        """Receive and discard all remaining blocks, so that the sends of ``peer`` complete."""
         while self._posted or self._sizes:
             self._next()
 
     def _next(self) -> np.ndarray:
-        if self._used is not None:  # the caller is done with the last block: its buffer may be posted again
+        if self._used is not None:  # the caller has finished with the last block: reuse its buffer
             self._free.append(self._used)
         while self._free and self._sizes:
             memory, size = self._free.popleft(), self._sizes.popleft()
             self._posted.append((self._comm.irecv(memory[:size], self._peer, TAG), memory[:size]))
         request, block = self._posted.popleft()
         request.wait()
-        # The whole buffer, of which the block is a view: a later block may be longer.
+        # Keep the whole buffer, not the view: a later block may be longer.
         self._used = block if block.base is None else block.base
         return block
 
 
 def send_blocks(comm: Communicator, peer: int, arrays: Sequence[Any], sizes: Sequence[int]) -> str:
-    """Send the blocks of ``arrays``, of ``sizes`` bytes, to ``peer``; return the error where a file cannot be read.
+    """Send the blocks of ``arrays`` to the rank ``peer``. ``sizes`` lists the blocks' sizes in bytes.
 
-    All blocks are sent in any case, zeros in the place of those that cannot be read: the peer has posted receives for
-    them, and drops the shard when it learns of the error.
+    Returns the error message of a failed file read, or "". After a read error, zeros are sent, because the peer has
+    posted receives for the blocks.
     """
     sent, error = 0, ""
     try:

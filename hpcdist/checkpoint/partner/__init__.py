@@ -1,6 +1,5 @@
-"""Partner copies: the state of each rank in memory, with a copy that outlives the death of the rank.
+"""Partner copies: an in-memory copy of each rank's state that survives the death of the rank.
 
-Floor 5, inside checkpoint: imports `format` for the layout of pieces, comm and arrays. Used by the elastic part of
-`hpcdist.training`.
-Begin with `redundancy.PartnerStore` and `redundancy.recover`.
+Floor 5, inside checkpoint: imports `format`, comm and arrays. Used by the elastic part of `hpcdist.training`. Start
+with `redundancy.PartnerStore` and `redundancy.recover`.
 """

@@ -1,17 +1,14 @@
-"""Partner redundancy: copies of the state that outlive the death of a rank, in its own memory and a partner's.
+"""Partner redundancy: copies of each rank's state, in its memory and a partner's, that survive the death of a rank.
 
-`PartnerStore.keep` copies a rank's pieces after a step, with digests. Two generations alternate: the older is
-overwritten only when all ranks have completed the newer, so that a death at any moment leaves one that is whole. For
-S bytes of a rank:
+Two generations of copies alternate: the older one is overwritten only when all ranks have completed the newer one. With
+S bytes per rank:
 
-    one node        the copy lies in memory that the ranks of the node share and that outlives each of them: nothing
-                    is sent, 2 S are kept, and the ranks that are left can read the copy of any rank that died
-    several nodes   the partner is on another node: S are sent and S received in blocks of 16 MiB, 4 S are kept, 2 of
-                    them for the partner. The same where a node cannot share memory, the partner being the next rank.
+    one node        The copy is in shared memory. Nothing is sent; 2 S are kept.
+    several nodes   The partner is on another node. Each rank sends and receives S in messages of 16 MiB and keeps 4 S.
+                    Without shared memory, the partner is the next rank.
 
-A step costs one small sum over the ranks, a copy of S in memory, their digests, and what is sent. Names travel when
-the pieces have changed. After Zheng, Shi and Kale, "FTC-Charm++: an in-memory checkpoint-based fault tolerant
-runtime", Cluster 2004.
+A step costs one small allreduce, a memory copy of S, the digests, and the messages. Source: Zheng, Shi and Kale,
+"FTC-Charm++", Cluster 2004.
 """
 
 import json
@@ -30,58 +27,61 @@ from hpcdist.checkpoint.partner.memory_copy import INCOMPLETE, CopyLayout, Memor
 from hpcdist.comm.communicator import Communicator
 
 TAG: Final = 7102
-MESSAGE_BYTES: Final = 16 << 20  # a multiple of the blocks that are digested
+MESSAGE_BYTES: Final = 16 << 20  # a multiple of the digested blocks
 
 
 def partner_ranks(members: Sequence[Sequence[int]]) -> list[int]:
-    """Return the partner of each rank, which keeps its copy; ``members`` are the ranks of each node (local).
+    """Return, for each rank, the partner rank that keeps a copy of its state, on another node if possible. Local.
 
-    The partner is on another node where there is one. Each rank keeps for one other, unless a node has more than half
-    of all ranks.
+    ``members`` lists the ranks of each node. Each rank keeps the copy of one other rank, on the same node only if a
+    node has more than half of all ranks.
     """
     nodes = sorted(members, key=len, reverse=True)
     order = [rank for node in nodes for rank in node]
     partners, largest, others = [0] * len(order), len(nodes[0]), order[len(nodes[0]) :]
-    # In the order of nodes none spans more than ``largest`` places, so the rank that far ahead is on another node, also
-    # around the end, where no node has more than half of all. Else step 1: on one node the partner is the next rank.
+    # In node order no node spans more than ``largest`` ranks, so the rank ``largest`` positions ahead (cyclically) is
+    # on another node, if no node has more than half of all ranks. Otherwise step 1: on one node, the next rank.
     step = largest if 2 * largest <= len(order) else 1
-    for place, rank in enumerate(order):
-        partners[rank] = order[(place + step) % len(order)]
-    if others and 2 * largest > len(order):  # the largest node deals its ranks out to all others, and keeps for them
-        for place, rank in enumerate(nodes[0]):
-            partners[rank] = others[place % len(others)]
-        for place, rank in enumerate(others):
-            partners[rank] = nodes[0][place]
+    for index, rank in enumerate(order):
+        partners[rank] = order[(index + step) % len(order)]
+    if others and 2 * largest > len(order):  # the largest node spreads its copies over all other ranks, and vice versa
+        for index, rank in enumerate(nodes[0]):
+            partners[rank] = others[index % len(others)]
+        for index, rank in enumerate(others):
+            partners[rank] = nodes[0][index]
     return partners
 
 
 @dataclass
 class CopyGeneration:
-    """Copies of one step. ``of`` has those that this rank can read, by owner; ``shared``: those of all ranks."""
+    """Copies of all ranks' state after one step, as far as this rank can read them.
 
-    names: CopyLayout | None = None  # of the own pieces
+    ``of`` maps an owner rank to the readable copy of its state.
+    """
+
+    names: CopyLayout | None = None  # of this rank's pieces
     of: dict[int, MemoryCopy] = field(default_factory=dict)
     shared: bool = False
 
     def step(self, owner: int) -> int:
-        """Return the step of which the copy of ``owner`` is; `INCOMPLETE` where it is not whole."""
+        """Return the step of the copy of rank ``owner``, or `INCOMPLETE`."""
         return self.of[owner].step if owner in self.of else INCOMPLETE
 
     def takes(self, pieces: Sequence[Piece], scalars: bytes) -> bool:
-        """Whether these pieces and scalars fit into the memory as it was laid out."""
+        """Return True if copies of ``pieces`` and ``scalars`` fit the present memory: same pieces, enough space."""
         names = self.names
         return names is not None and len(scalars) <= names.room and signature(pieces) == names.signature
 
 
 class HeldCopies:
-    """Copies that rank ``rank`` of ``size`` holds, readable when their communicator is gone. All of it is local."""
+    """All copies that rank ``rank`` of ``size`` can read. They outlive a failed communicator. Methods are local."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.generations = [CopyGeneration(), CopyGeneration()]
 
     def held(self) -> list[tuple[int, int, bool]]:
-        """Return (step, owner, whether its memory is shared) of each complete copy that this rank can read."""
+        """Return (step, owner rank, True if in shared memory) of each complete copy that this rank can read."""
         return [
             (copy.step, owner, generation.shared)
             for generation in self.generations
@@ -90,12 +90,12 @@ class HeldCopies:
         ]
 
     def find(self, step: int, owner: int) -> MemoryCopy:
-        """Return the complete copy of ``owner``'s state after ``step``."""
+        """Return the complete copy of rank ``owner``'s state after ``step``."""
         copies = (generation.of.get(owner) for generation in self.generations)
         return next(copy for copy in copies if copy is not None and copy.step == step)
 
     def kept(self) -> list[tuple[int, MemoryCopy]]:
-        """Return the complete copies that lie in this rank's own memory, with their owners."""
+        """Return (owner rank, copy) of each complete copy that this rank stores in its own memory."""
         return [
             (owner, copy)
             for generation in self.generations
@@ -105,7 +105,7 @@ class HeldCopies:
 
 
 class PartnerStore:
-    """Store of the state of the ranks of ``comm``. Memory is taken at the first two calls of `keep`, and used again."""
+    """Keeps copies of all ranks' state on partner ranks of ``comm``. The first two calls of `keep` allocate memory."""
 
     def __init__(self, comm: Communicator, ledger: Ledger | None = None) -> None:
         self._comm, self._ledger = comm, ledger
@@ -113,41 +113,38 @@ class PartnerStore:
         self._keepers: list[int] = []
 
     def keep(self, step: int, pieces: Sequence[Piece], scalars: Mapping[str, Any]) -> None:
-        """Keep the state after ``step`` steps: copies of this rank's ``pieces``, and ``scalars`` (JSON values).
+        """Copy this rank's ``pieces`` and ``scalars`` (JSON values) after ``step``, here and on the partner rank.
 
-        Collective. The pieces may change when this returns. Whatever it raises, the copies before are whole.
+        Collective. The pieces may change after the call. If an error is raised, the previous copies are still complete.
         """
         encoded = json.dumps(scalars).encode()
         target = min(self.copies.generations, key=lambda generation: generation.step(self._comm.rank))
         changed = np.array([0.0 if target.takes(pieces, encoded) else 1.0])
-        # Also the barrier of the protocol: a rank that comes here has completed the newer generation. When the sum has
-        # ended all have, and the older one may be overwritten; a death from now on leaves the newer one whole.
+        # This allreduce is also a barrier: a rank that calls it has completed the newer generation. After it, all ranks
+        # have, and the older generation may be overwritten; a death from now on leaves the newer one complete.
         self._comm.allreduce(changed, "max")
         if changed[0]:
             self._prepare(target, pieces, CopyLayout(pieces, encoded))
         names = target.names
         assert names is not None
         if target.shared:
-            own = target.of[self._comm.rank]
-            own.drop()
-            deque(own.fill(pieces), maxlen=0)
-            own.tell(names, encoded, step)
-            own.finish(step)
+            local_copy = target.of[self._comm.rank]
+            local_copy.drop()
+            deque(local_copy.fill(pieces), maxlen=0)
+            local_copy.tell(names, encoded, step)
+            local_copy.finish(step)
         else:
             self._send(target, step, pieces, encoded, anew=bool(changed[0]))
 
     def checked(self) -> str:
-        """Return the damage in the memory of the copies that this rank keeps, or "" (local).
-
-        It reads all of them; to be called between two calls of `keep`, which makes them anew.
-        """
+        """Verify all copies in this rank's memory. Return a message about damage, or "". Local. Not during `keep`."""
         damages = ((owner, copy, copy.damage()) for owner, copy in self.copies.kept())
         return "; ".join(_damage_report(owner, copy.step, damage) for owner, copy, damage in damages if damage)
 
     def _prepare(self, target: CopyGeneration, pieces: Sequence[Piece], names: CopyLayout) -> None:
-        """Take memory for a generation, and lay out the own copy in it. Collective."""
+        """Allocate the memory of the copies in ``target``, and lay out this rank's copy. Collective."""
         comm, nodes = self._comm, self._comm.nodes()
-        target.of.clear()  # given back before more is taken
+        target.of.clear()  # free the old memory first
         target.names, target.shared = names, False
         block = comm.shared(names.memory_bytes) if nodes.count == 1 else None
         if block is not None and block.is_shared:
@@ -166,29 +163,26 @@ class PartnerStore:
                 self._ledger.track(copy.memory, "buddy_copies" if rank == comm.rank else "partner_copies")
 
     def _send(self, target: CopyGeneration, step: int, pieces: Sequence[Piece], encoded: bytes, *, anew: bool) -> None:
-        """Fill the own copy and send it to its keeper, block by block, while those of others arrive. Collective.
-
-        The head is sent while it says "incomplete": each side marks its copy as complete when all of it is there.
-        """
-        comm, own, names = self._comm, target.of[self._comm.rank], target.names
+        """Fill this rank's copy, and send it to its partner in blocks, while other copies arrive. Collective."""
+        comm, local_copy, names = self._comm, target.of[self._comm.rank], target.names
         assert names is not None
         requests = []
         for owner, copy in target.of.items():
             copy.drop()
-            # All receives are posted before the first send, in the order of the sends: the tag is the same, and MPI
+            # All receives are posted before the first send, in the order of the sends: they have the same tag, and MPI
             # keeps the order of messages between two ranks.
             if owner != comm.rank:
                 parts = [copy.data[part.slice] for part in cut(Range(0, copy.data.size), MESSAGE_BYTES)]
                 requests += [comm.irecv(part, owner, TAG) for part in (*parts, copy.front(anew))]
         keeper, sent = self._keepers[comm.rank], 0
-        for done in own.fill(pieces):
-            # ``done`` grows by blocks that divide a message, so it meets each end of a message.
-            if keeper != comm.rank and (done - sent == MESSAGE_BYTES or done == own.data.size):
-                requests.append(comm.isend(own.data[sent:done], keeper, TAG))
+        for done in local_copy.fill(pieces):
+            # Blocks divide a message, so ``done`` takes the value of each end of a message.
+            if keeper != comm.rank and (done - sent == MESSAGE_BYTES or done == local_copy.data.size):
+                requests.append(comm.isend(local_copy.data[sent:done], keeper, TAG))
                 sent = done
-        own.tell(names, encoded, step)
+        local_copy.tell(names, encoded, step)
         if keeper != comm.rank:
-            requests.append(comm.isend(own.front(anew), keeper, TAG))
+            requests.append(comm.isend(local_copy.front(anew), keeper, TAG))
         for request in requests:
             request.wait()
         for copy in target.of.values():
@@ -197,7 +191,7 @@ class PartnerStore:
 
 @dataclass(frozen=True)
 class RecoveredState:
-    """State after ``step`` steps. ``held`` are the pieces that this rank brings: over all ranks, each once."""
+    """State after ``step``. ``held`` are the pieces that this rank restores; each piece is on exactly one rank."""
 
     step: int
     scalars: dict[str, Any]
@@ -205,12 +199,13 @@ class RecoveredState:
 
 
 def recover(comm: Communicator, old_rank: int | None, copies: HeldCopies | None) -> RecoveredState | None:
-    """Return the newest state of which the ranks of ``comm`` hold sound copies of every rank's part; None for none.
+    """Return the newest state of which every old rank has an intact copy, or None. Collective over ``comm``.
 
-    ``copies`` are those of the communicator before the death, in which this rank was ``old_rank``; both are None for a
-    process that has just joined. The holders verify the digests. A copy that does not match is reported on stderr and
-    not used: where there is no other, the older generation is. The pieces stay readable as long as they are referred
-    to. Collective; the same step and scalars on all ranks, those of the old rank 0.
+    Damaged copies are reported on stderr. All ranks get the same step and scalars. The pieces are views of the copies.
+
+    Args:
+        old_rank: Rank of this process in the communicator before a rank died; None for a new process.
+        copies: The copies that this process holds from that communicator; None for a new process.
     """
     assert old_rank == (None if copies is None else copies.rank), (
         f"the copies are those of another rank than {old_rank}"
@@ -233,17 +228,17 @@ def recover(comm: Communicator, old_rank: int | None, copies: HeldCopies | None)
 def _holders(
     gathered: Sequence[tuple[int, int, list[tuple[int, int, bool]]] | None],
 ) -> dict[tuple[int, int], list[int]]:
-    """Return which ranks hold the copy of each (step, owner): the owner first, then the others (local).
+    """Return the ranks that hold a copy for each (step, owner rank). The owner itself comes first.
 
-    ``gathered`` has for each rank now (its old rank, the old size, `HeldCopies.held`), None for a new process.
+    ``gathered`` has one entry per rank: (old rank, old size, result of `HeldCopies.held`), or None for a new process.
     """
     reports = {report[0]: (rank, report) for rank, report in enumerate(gathered) if report is not None}
     holders: dict[tuple[int, int], list[int]] = {}
     for old_rank, (rank, (_, size, held)) in reports.items():
         for step, owner, shared in held:
-            # Of shared memory, one rank is named: the owner, or the next old rank that is left.
-            behind = [(owner + distance) % size for distance in range(size)]
-            first = next(other for other in behind if other in reports)
+            # Shared memory has one holder: the owner, or the next surviving old rank.
+            followers = [(owner + distance) % size for distance in range(size)]
+            first = next(other for other in followers if other in reports)
             if not shared or old_rank == first:
                 ranks = holders.setdefault((step, owner), [])
                 ranks.insert(0 if old_rank == owner else len(ranks), rank)
@@ -251,10 +246,9 @@ def _holders(
 
 
 def _sound_holders(comm: Communicator, copies: HeldCopies | None, step: int, holders: list[list[int]]) -> list[int]:
-    """Return for each owner a rank whose copy of it is sound; [] where an owner has none. Collective.
+    """Return, for each owner, a rank that holds an intact copy, or [] if an owner has no intact copy. Collective.
 
-    In each round the first holder of every copy verifies it, and drops out where that is damaged. All ranks learn the
-    same damage, and so take the same decision.
+    In each round, the first holder of every copy verifies it. If the copy is damaged, the next holder is tried.
     """
     verified: set[int] = set()
     while all(holders):

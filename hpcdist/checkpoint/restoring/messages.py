@@ -1,9 +1,7 @@
-"""Move elements from arrays to arrays: within a rank, and between ranks in messages of bounded size.
+"""Move elements between arrays: within a rank, and between ranks in messages of bounded size.
 
-What one rank sends another is a stream of messages: long runs by themselves, sent and received where they lie, and
-short ones packed. Several messages of a stream are under way at a time. Arrays may be of the host, of a GPU, or the
-`FileSlice` of a file: short runs of these are packed by reading, and unpacked by reading and writing, blocks that
-enclose them.
+All data from one rank to another is a stream of messages, several of them in flight. Long runs are sent and received in
+place; short runs are packed. Arrays are on the host, on a GPU, or a `FileSlice`.
 """
 
 from collections import deque
@@ -21,57 +19,59 @@ from hpcdist.arrays.ranges import Range, cut
 from hpcdist.comm.communicator import Communicator, Request
 
 TAG: Final = 7101  # of the messages of the streams
-WINDOW_BYTES: Final = 16 << 20  # of a stream, under way at a time
-TOTAL_WINDOW_BYTES: Final = 128 << 20  # of the streams of all ranks together, where that leaves each at least
-MIN_MESSAGE_BYTES: Final = 64 << 10  # so much
-MESSAGE_PART: Final = 4  # a message is at most this part of a window: one is packed while another travels
-LONG_BYTES: Final = 64 << 10  # stretches that are as long on average are not packed (empirical)
-SHORT: Final = 64  # elements: stretches that are shorter on average are gathered by an index (empirical)
+WINDOW_BYTES: Final = 16 << 20  # in flight per stream
+TOTAL_WINDOW_BYTES: Final = 128 << 20  # in flight in all streams of a rank, but at least
+MIN_MESSAGE_BYTES: Final = 64 << 10  # so much per stream
+MESSAGE_PART: Final = 4  # messages per window: one is packed while another is in flight
+LONG_BYTES: Final = 64 << 10  # runs of at least this mean length are not packed (empirical)
+SHORT: Final = 64  # elements: runs with a smaller mean length are gathered by an index array (empirical)
 
 
-# A message, its bytes, and what is to be done when it is complete.
+# A request, its bytes, and the function to call on completion.
 _PendingMessage = tuple[Request, int, Callable[[], None]]
 
 
 @dataclass(frozen=True)
 class ElementRuns:
-    """Runs of ``array`` from ``start`` (ascending) of ``size`` elements each: together a line of elements."""
+    """Runs of elements of ``array``: run i has ``size[i]`` elements from index ``start[i]`` on (ascending)."""
 
-    array: Any  # of the host or a GPU, 1-D; or a `FileSlice`
+    array: Any  # 1-D on the host or a GPU, or a `FileSlice`
     start: np.ndarray
     size: np.ndarray
 
     @property
     def count(self) -> int:
-        """Number of elements."""
         return int(self.size.sum())
 
     @property
     def is_one(self) -> bool:
-        """Whether it is one stretch of memory."""
+        """True if there is only one run, so that the elements are one contiguous block of memory."""
         return self.size.size == 1 and not isinstance(self.array, FileSlice)
 
     def part(self, where: Range) -> "ElementRuns":
-        """Return the elements ``where`` of the line, at least one."""
+        """Return the runs of a part of the elements.
+
+        ``where``: non-empty range of element numbers. The elements of all runs are numbered in order, from 0 on.
+        """
         ends = np.cumsum(self.size)
         first = int(np.searchsorted(ends, where.start, "right"))
         last = int(np.searchsorted(ends, where.stop, "left")) + 1
         start, size = self.start[first:last].copy(), self.size[first:last].copy()
-        # The first run loses what lies before ``where``, the last one what lies behind; they may be the same.
-        behind = int(ends[last - 1]) - where.stop
+        # Cut off what the first run has before ``where``, and the last run after it; they may be the same run.
+        after = int(ends[last - 1]) - where.stop
         before = where.start - int(ends[first] - self.size[first])
         start[0] += before
         size[0] -= before
-        size[-1] -= behind
+        size[-1] -= after
         return ElementRuns(self.array, start, size)
 
     def memory(self) -> Any:
-        """Return the bytes of what `is_one`: a view."""
+        """Return the elements' memory as a view of bytes. There must be only one run (`is_one`)."""
         start = int(self.start[0])
         return self.array[start : start + int(self.size[0])].view(np.uint8)
 
     def gather(self, out: np.ndarray) -> None:
-        """Copy the elements into ``out``, of the host, one behind the other."""
+        """Copy the elements of all runs into the contiguous host array ``out``."""
         if isinstance(self.array, np.ndarray):
             _gather(self.array, self.start, self.size, out)
             return
@@ -84,7 +84,7 @@ class ElementRuns:
             done += count
 
     def scatter(self, values: np.ndarray) -> None:
-        """Copy ``values``, of the host, to where the elements are."""
+        """Copy the host array ``values`` to the elements of the runs."""
         if isinstance(self.array, np.ndarray):
             _scatter(self.array, self.start, self.size, values)
             return
@@ -101,7 +101,10 @@ class ElementRuns:
             done += count
 
     def _hulls(self, longest: int) -> Iterator[tuple[slice, Range]]:
-        """Yield neighbouring stretches and the range that encloses them, of ``longest`` elements where they allow."""
+        """Yield pairs: a slice of neighbouring runs, and the range of the array from the first to the last of them.
+
+        A range has at most ``longest`` elements if possible.
+        """
         ends, first = self.start + self.size, 0
         while first < ends.size:
             last = max(first + 1, int(np.searchsorted(ends, self.start[first] + longest, "right")))
@@ -130,8 +133,7 @@ def _scatter(array: np.ndarray, start: np.ndarray, size: np.ndarray, values: np.
 
 
 def _index(start: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """Return the index of every element of the runs."""
-    # Element number k of the line, minus the number of its run's first element, plus where that run begins.
+    # Position in the sequence, minus the position of the first element of its run, plus the start of the run.
     return np.arange(size.sum()) + np.repeat(start - (np.cumsum(size) - size), size)
 
 
@@ -150,7 +152,11 @@ def _write(array: Any, where: Range, values: np.ndarray) -> None:
 
 
 def _messages(lines: Sequence[ElementRuns], longest: int) -> Iterator[list[tuple[int, Range]]]:
-    """Cut a stream into messages of at most ``longest`` bytes: which elements of which lines; both sides alike."""
+    """Yield messages of at most ``longest`` bytes with the elements of ``lines``.
+
+    A message is a list of pairs: an index in ``lines``, and a range of this entry's elements. Sender and receiver
+    compute the same messages.
+    """
     message: list[tuple[int, Range]] = []
     room = longest
     for number, line in enumerate(lines):
@@ -171,45 +177,43 @@ def _messages(lines: Sequence[ElementRuns], longest: int) -> Iterator[list[tuple
 
 
 def _packed(lines: Sequence[ElementRuns]) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return memory for ``lines`` one behind the other, and the part of each in its dtype."""
-    places, start = [], 0
+    """Return one host buffer for the elements of all ``lines``, and a view of it, of the right dtype, for each line."""
+    views, start = [], 0
     memory = np.empty(sum(line.count * line.array.dtype.itemsize for line in lines), np.uint8)
     for line in lines:
         nbytes = line.count * line.array.dtype.itemsize
-        places.append(memory[start : start + nbytes].view(line.array.dtype))
+        views.append(memory[start : start + nbytes].view(line.array.dtype))
         start += nbytes
-    return memory, places
+    return memory, views
 
 
 def _sending(comm: Communicator, peer: int, lines: Sequence[ElementRuns], longest: int) -> Iterator[_PendingMessage]:
-    """Yield each message as it is begun, which is when it is asked for."""
     for message in _messages(lines, longest):
         parts = [lines[number].part(where) for number, where in message]
-        memory, places = (parts[0].memory(), []) if len(parts) == 1 and parts[0].is_one else _packed(parts)
-        for part, place in zip(parts, places, strict=False):
-            part.gather(place)
+        memory, views = (parts[0].memory(), []) if len(parts) == 1 and parts[0].is_one else _packed(parts)
+        for part, view in zip(parts, views, strict=False):
+            part.gather(view)
         yield comm.isend(memory, peer, TAG), memory.nbytes, _nothing
 
 
 def _receiving(comm: Communicator, peer: int, lines: Sequence[ElementRuns], longest: int) -> Iterator[_PendingMessage]:
-    """Yield each message as it is begun, with what puts its elements in their places when it is there."""
     for message in _messages(lines, longest):
         parts = [lines[number].part(where) for number, where in message]
-        memory, places = (parts[0].memory(), []) if len(parts) == 1 and parts[0].is_one else _packed(parts)
-        yield comm.irecv(memory, peer, TAG), memory.nbytes, partial(_scattered, parts, places)
+        memory, views = (parts[0].memory(), []) if len(parts) == 1 and parts[0].is_one else _packed(parts)
+        yield comm.irecv(memory, peer, TAG), memory.nbytes, partial(_scattered, parts, views)
 
 
 def _nothing() -> None:
     return
 
 
-def _scattered(parts: Sequence[ElementRuns], places: Sequence[np.ndarray]) -> None:
-    for part, place in zip(parts, places, strict=False):  # no place where a part was received where it lies
-        part.scatter(place)
+def _scattered(parts: Sequence[ElementRuns], views: Sequence[np.ndarray]) -> None:
+    for part, view in zip(parts, views, strict=False):  # no view if the part was received in place
+        part.scatter(view)
 
 
 class _Stream:
-    """Messages in one direction between this rank and another, of which as many are under way as a window holds."""
+    """Messages in one direction between this rank and a peer. About ``window`` bytes at most are in flight."""
 
     def __init__(self, messages: Iterator[_PendingMessage], window: int) -> None:
         self._messages, self._window, self._nbytes = messages, window, 0
@@ -217,12 +221,11 @@ class _Stream:
         self._fill()
 
     def _fill(self) -> None:
-        while self._nbytes < self._window and (begun := next(self._messages, None)) is not None:
-            self._nbytes += begun[1]
-            self.under_way.append(begun)
+        while self._nbytes < self._window and (message := next(self._messages, None)) is not None:
+            self._nbytes += message[1]
+            self.under_way.append(message)
 
     def go_on(self) -> None:
-        """Finish the first message under way, which is complete, and begin others."""
         _, nbytes, finish = self.under_way.popleft()
         finish()
         self._nbytes -= nbytes
@@ -232,16 +235,15 @@ class _Stream:
 def exchange(
     comm: Communicator, outgoing: Sequence[Sequence[ElementRuns]], incoming: Sequence[Sequence[ElementRuns]]
 ) -> int:
-    """Send each rank its ``outgoing`` runs, and receive the ``incoming`` ones from it; return the bytes received.
+    """Send each rank its ``outgoing`` elements, and receive the ``incoming`` elements. Collective.
 
-    What one rank sends another receives, the same elements in the same order. Each rank has messages of all its streams
-    under way and waits for whichever is complete next, so no ranks wait for each other in a circle. Collective.
+    Both lists have one entry per rank. Sender and receiver must list the same elements in the same order. Returns the
+    number of bytes received.
     """
     window = min(WINDOW_BYTES, max(MIN_MESSAGE_BYTES, TOTAL_WINDOW_BYTES // comm.size))
     longest = window // MESSAGE_PART
     streams = [_Stream(_receiving(comm, peer, lines, longest), window) for peer, lines in enumerate(incoming)]
-    # Should any of this raise (a rank has died), MPI may still write into the buffers of receives: they are kept alive
-    # by the communicator.
+    # If a rank dies, MPI may still write into receive buffers, so the communicator keeps them alive.
     comm.settled["redistribute.streams"] = streams
     streams += [_Stream(_sending(comm, peer, lines, longest), window) for peer, lines in enumerate(outgoing)]
     while active := [stream for stream in streams if stream.under_way]:
@@ -251,15 +253,16 @@ def exchange(
 
 
 def copy(source: Any, target: Any, at: np.ndarray, to: np.ndarray, size: np.ndarray) -> None:
-    """Copy stretches from ``at`` in ``source`` to ``to`` in ``target``, both of this rank (local).
+    """Copy runs of elements from ``source`` to ``target``. Local.
 
-    In blocks by way of the host where the arrays are not of one side, or the stretches short.
+    Run i has ``size[i]`` elements, from index ``at[i]`` of ``source`` to index ``to[i]`` of ``target``. Short runs,
+    files, and copies between host and GPU use host buffers.
     """
     count = int(size.sum())
     memory = not isinstance(source, FileSlice) and not isinstance(target, FileSlice)
     if memory and backend.is_device(source) == backend.is_device(target) and count >= SHORT * size.size:
-        for begin, place, elements in zip(at.tolist(), to.tolist(), size.tolist(), strict=True):
-            target[place : place + elements] = source[begin : begin + elements]
+        for begin, target_start, elements in zip(at.tolist(), to.tolist(), size.tolist(), strict=True):
+            target[target_start : target_start + elements] = source[begin : begin + elements]
         return
     before, after = ElementRuns(source, at, size), ElementRuns(target, to, size)
     for where in cut(Range(0, count), WINDOW_BYTES // target.dtype.itemsize):

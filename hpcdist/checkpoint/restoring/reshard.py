@@ -1,14 +1,9 @@
-"""Reshard a state from memory: each rank receives what it wants from what all ranks hold, whatever the cuts.
+"""Reshard a state in memory: each rank receives its requested pieces from the ranks that hold them, with any sharding.
 
-    announce   all ranks learn which pieces each holds: names once, and a few numbers for each piece
-    cover      each rank finds what covers what it wants: its own first, then that of others in equal shares
-    ask        all learn whether something is lacking, which ends it, and each gets the requests to it
-    move       messages of at most 4 MiB, 16 MiB of them under way at a time between each two ranks in each direction
-
-A rank receives the bytes that it wants and does not hold, each once, and sends what is asked of it; it needs memory
-for the messages under way, 128 MiB in either direction at most. Where the cuts are the same as before, only ranks
-that lack something receive anything. The numbers of all pieces reach every rank: 8 (3 + 2 d) bytes for a piece of a
-tensor of d dims. The cover (`cover`) is pure and local.
+announce   all ranks gather the descriptions of all pieces: 8 (3 + 2 d) bytes for a tensor of d dimensions
+cover      each rank chooses holders: itself first, then other ranks in equal shares
+ask        all ranks agree that nothing is missing, and send their requests
+move       messages of 4 MiB, at most 16 MiB in flight per pair of ranks and 128 MiB per direction
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -25,12 +20,12 @@ from hpcdist.checkpoint.restoring.messages import ElementRuns
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import StorageError
 
-SHARE_BYTES: Final = 256 << 10  # less is not divided among those who hold it: a message has its price (empirical)
+SHARE_BYTES: Final = 256 << 10  # smaller requests are not divided among holders (empirical)
 
 
 @dataclass(frozen=True)
 class PieceOffer:
-    """Piece ``number`` among those that ``rank`` holds."""
+    """Description of a piece that ``rank`` holds and can send. ``number`` is its index in that rank's list."""
 
     rank: int
     number: int
@@ -40,20 +35,26 @@ class PieceOffer:
     flat: Range
 
     def runs(self) -> Runs:
-        """Return its runs in the tensor."""
         return runs(self.shape, self.box, self.flat)
 
 
 @dataclass(frozen=True)
 class CopyRuns:
-    """Runs to copy: ``size`` elements from ``at`` of a held array to ``to`` of a wanted one (int64, ascending)."""
+    """Runs of elements to copy from a held array to a requested array.
+
+    Run i has ``size[i]`` elements, from index ``at[i]`` of the held array to index ``to[i]`` of the requested array
+    (ascending).
+    """
 
     to: np.ndarray
     at: np.ndarray
     size: np.ndarray
 
     def covers(self, start: np.ndarray) -> np.ndarray:
-        """Return which intervals of the wanted array lie in a run: they begin at ``start`` and cross no end of one."""
+        """Return a bool for each interval of the requested array: True if a run contains the interval.
+
+        ``start``: first index of each interval. No interval may cross a run's end.
+        """
         if not self.to.size:
             return np.zeros(start.size, bool)
         inside = (
@@ -62,16 +63,19 @@ class CopyRuns:
         return (inside >= 0) & (start < (self.to + self.size)[inside])
 
     def only(self, start: np.ndarray, size: np.ndarray) -> "CopyRuns":
-        """Return the runs of these intervals of the wanted array, each inside a run, joined where they are adjacent."""
+        """Return runs that copy only the given intervals of the requested array.
+
+        Interval i has ``size[i]`` elements from index ``start[i]`` on. Adjacent runs are joined.
+        """
         inside = np.searchsorted(self.to, start, "right") - 1
         at = self.at[inside] + start - self.to[inside]
-        # A new run begins where the interval before ends elsewhere, in the wanted array or in the held one.
+        # A new run starts if the interval before ends elsewhere, in the requested or in the held array.
         begins = np.concatenate([[True], (start[1:] != (start + size)[:-1]) | (at[1:] != (at + size)[:-1])])
         return CopyRuns(start[begins], at[begins], np.add.reduceat(size, np.flatnonzero(begins)))
 
 
 class GapError(Exception):
-    """Gap in what all ranks hold: none has ``element``, counted in the tensor."""
+    """No rank holds the element with index ``element`` of the tensor."""
 
     def __init__(self, element: int) -> None:
         super().__init__(element)
@@ -79,38 +83,39 @@ class GapError(Exception):
 
 
 def cover(piece: Piece, offers: Sequence[PieceOffer], rank: int, loads: list[int]) -> list[tuple[PieceOffer, CopyRuns]]:
-    """Return runs of ``offers`` that cover ``piece``, each element once (local). Raises `GapError`.
+    """Choose runs of ``offers`` that cover each element of ``piece`` exactly once. Local. Raises `GapError`.
 
-    What ``rank`` offers itself is preferred. What several others offer is taken from them in shares of equal bytes, or
-    where it is little from the one with the least of ``loads``, the bytes that are taken of each rank so far (updated).
+    Offers of ``rank`` itself are preferred. Elements that several other ranks offer are divided equally among them.
+    Small pieces come from the rank with the smallest load. ``loads`` counts the bytes taken from each rank and is
+    updated.
     """
     mine = runs(piece.global_shape, piece.box, piece.flat)
     itemsize = piece.array.dtype.itemsize
-    shares = max(1, piece.flat.size * itemsize // SHARE_BYTES)  # offers of the whole piece beyond these are not needed
-    # Own offers first, then the least loaded ranks; among equals the next in the ring, so that not all ask rank 0.
+    shares = max(1, piece.flat.size * itemsize // SHARE_BYTES)  # the largest useful number of offers of the whole piece
+    # Local offers first, then the least loaded ranks, then the next in the ring, so that not all ranks ask rank 0.
     offers = sorted(offers, key=lambda offer: (offer.rank != rank, loads[offer.rank], (offer.rank - rank) % len(loads)))
-    own = sum(offer.rank == rank for offer in offers)
+    num_own = sum(offer.rank == rank for offer in offers)
     overlaps: list[CopyRuns] = []
     for offer in offers:
         overlaps.append(CopyRuns(*intersect_runs(mine, offer.runs())))
         if overlaps[-1].size.sum() == piece.flat.size:
-            if len(overlaps) <= own:
-                return [(offer, overlaps[-1])]  # as nearly always where the cut is that of before
+            if len(overlaps) <= num_own:
+                return [(offer, overlaps[-1])]  # the usual case of an unchanged sharding
             shares -= 1
             if not shares:
                 break
-    # The ends of all runs cut the piece into intervals, each of which an offer has entirely or not at all.
+    # The ends of all runs split the piece into intervals. An offer has an interval entirely or not at all.
     ends = [stretches.to + stretches.size for stretches in overlaps]
     cuts = np.unique(np.concatenate([[0, piece.flat.size], *(stretches.to for stretches in overlaps), *ends]))
     start, size = cuts[:-1], np.diff(cuts)
-    # (offers, intervals); in the order of ``offers``, so that argmax is the preferred one that has the interval.
+    # (offers, intervals), in the order of ``offers``: argmax is the preferred offer of each interval.
     covers = np.array([stretches.covers(start) for stretches in overlaps], bool).reshape(len(overlaps), start.size)
     held = covers.any(axis=0)
     if not held.all():
         raise GapError(_element(mine, int(start[~held][0])))
     who = covers.argmax(axis=0)
-    # What is not this rank's own, and more than one other has, is divided among those.
-    several = (who >= own) & (covers.sum(axis=0) > 1)
+    # Intervals that this rank lacks and several others hold are divided among them.
+    several = (who >= num_own) & (covers.sum(axis=0) > 1)
     if several.any():
         divided = _divided(covers[:, several], [offer.rank for offer in offers], size[several], itemsize, loads)
         inside = np.flatnonzero(several)[divided[1]]
@@ -130,16 +135,18 @@ def cover(piece: Piece, offers: Sequence[PieceOffer], rank: int, loads: list[int
 def _divided(
     covers: np.ndarray, ranks: Sequence[int], size: np.ndarray, itemsize: int, loads: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Divide intervals of ``size`` elements among the offers that have them; ``covers`` is (offers, intervals).
+    """Divide intervals among the offers that hold them. Interval i has ``size[i]`` elements of ``itemsize`` bytes.
 
-    Returns for each part the offer, the interval, the first element in that, and the number of elements.
+    ``covers[o, i]`` is True if offer o, of rank ``ranks[o]``, holds interval i. ``loads`` has the bytes already taken
+    from each rank. Returns four arrays with one entry per part: the offer, the interval, the part's first element in
+    the interval, and its number of elements.
     """
     patterns, belongs = np.unique(covers, axis=1, return_inverse=True)
     parts = []
     for pattern in range(patterns.shape[1]):
         who = sorted(np.flatnonzero(patterns[:, pattern]).tolist(), key=lambda k: loads[ranks[k]])
-        # All intervals that the same offers have are laid end to end, and that line is cut into equal shares. A part
-        # ends where an interval does or a share does.
+        # Concatenate all intervals with the same offers and split the result into equal shares. A part ends at the end
+        # of an interval or of a share.
         intervals = np.flatnonzero(belongs.reshape(-1) == pattern)
         ends = np.cumsum(size[intervals])
         shares = max(1, min(len(who), int(ends[-1]) * itemsize // SHARE_BYTES))
@@ -147,14 +154,17 @@ def _divided(
         bounds = np.unique(np.concatenate([[0], ends, limits]))
         inside = np.searchsorted(ends, bounds[:-1], "right")
         share = np.searchsorted(limits, bounds[:-1], "right")
-        begin = bounds[:-1] - (ends - size[intervals])[inside]  # place on the line minus that of its interval
+        begin = bounds[:-1] - (ends - size[intervals])[inside]  # offset within the interval
         parts.append((np.array(who)[share], intervals[inside], begin, np.diff(bounds)))
     who_, interval, begin, length = (np.concatenate(column) for column in zip(*parts, strict=True))
     return who_, interval, begin, length
 
 
 def _element(mine: Runs, local: int) -> int:
-    """Return the number in the tensor of element ``local`` of a piece with the runs ``mine``."""
+    """Return the index in the whole tensor of element ``local`` of a piece.
+
+    ``mine`` are the piece's ranges of the tensor.
+    """
     run = int(np.searchsorted(mine.local, local, "right")) - 1
     return int(mine.start[run]) + local - int(mine.local[run])
 
@@ -164,34 +174,33 @@ Offers = dict[tuple[str, str], list[PieceOffer]]  # by kind and tensor
 
 @dataclass(frozen=True)
 class _Transfer:
-    """Part of the holder's piece ``number`` that is taken for the own piece ``wanted``."""
+    """Elements to copy to this rank. ``number``: the sender's piece. ``wanted``: this rank's piece (list indices)."""
 
     number: int
     wanted: int
     stretches: CopyRuns
 
 
-def reshard(comm: Communicator, held: Sequence[Piece], wanted: Sequence[Piece], optional: Collection[str] = ()) -> int:
-    """Fill the arrays of ``wanted`` with what any rank holds of them; return the bytes received from others.
+def reshard(comm: Communicator, held: Sequence[Piece], pieces: Sequence[Piece], optional: Collection[str] = ()) -> int:
+    """Fill the arrays of ``pieces`` from the pieces ``held`` on any rank. Return the bytes received. Collective.
 
-    Collective. Pieces of a kind in ``optional`` stay as they are where no rank holds any of that kind. Arrays of
-    ``held`` and ``wanted`` may be the same memory where they are the same elements. Raises StorageError on all ranks,
-    naming a tensor and an element, when something is held by no rank, or in another shape or dtype: no array has been
-    touched then.
+    Kinds of state in ``optional`` are left unchanged if no rank holds them. A held and a requested piece may share
+    memory if they have the same elements. Raises StorageError on all ranks, before any change, if a requested element
+    is missing or a tensor has another shape or dtype.
     """
-    chosen, problem = _choose_offers(comm, _gather_offers(comm, held), wanted, optional)
+    chosen, problem = _choose_offers(comm, _gather_offers(comm, held), pieces, optional)
     requests = [_encode_request(parts) for parts in chosen]
     counts = _agree_on_counts(comm, problem, [request.size for request in requests])
     received_requests = _exchange_requests(comm, requests, counts)
-    for part in chosen[comm.rank]:  # what this rank holds itself needs no message
+    for part in chosen[comm.rank]:  # pieces of this rank need no message
         to, at, size = part.stretches.to, part.stretches.at, part.stretches.size
-        moves.copy(held[part.number].array, wanted[part.wanted].array, at, to, size)
+        moves.copy(held[part.number].array, pieces[part.wanted].array, at, to, size)
     outgoing = [
         [ElementRuns(held[number].array, at, size) for number, at, size in _decode_request(numbers)]
         for numbers in received_requests
     ]
     incoming = [
-        [ElementRuns(wanted[part.wanted].array, part.stretches.to, part.stretches.size) for part in parts]
+        [ElementRuns(pieces[part.wanted].array, part.stretches.to, part.stretches.size) for part in parts]
         for parts in chosen
     ]
     outgoing[comm.rank], incoming[comm.rank] = [], []
@@ -199,21 +208,18 @@ def reshard(comm: Communicator, held: Sequence[Piece], wanted: Sequence[Piece], 
 
 
 def _agree_on_counts(comm: Communicator, problem: str, counts: list[int]) -> list[list[int]]:
-    """Return the length of the request of each rank to each. Raises StorageError on all ranks where one has a problem.
-
-    Collective.
-    """
     rows = comm.allgather_object((problem, counts))
     for rank, (text, _) in enumerate(rows):
         if text:
-            raise StorageError(f"{text} (wanted by rank {rank})")
+            raise StorageError(f"{text} (requested by rank {rank})")
     return [row for _, row in rows]
 
 
 def _announcement(held: Sequence[Piece]) -> tuple[list[tuple[Any, ...]], np.ndarray]:
-    """Return (names, numbers): each kind, tensor, dtype and shape once, and all pieces in one array.
+    """Return (names, numbers), which describe the pieces ``held`` to other ranks.
 
-    A piece is the index of its name, start and stop of its box in each dim, and start and stop of its range in that.
+    ``names`` lists each combination of kind, tensor, dtype and shape once. ``numbers`` has one row per piece: the index
+    of its name, the start and stop of its box in each dimension, and the start and stop of its range.
     """
     heads: dict[tuple[Any, ...], int] = {}
     numbers: list[int] = []
@@ -227,15 +233,14 @@ def _announcement(held: Sequence[Piece]) -> tuple[list[tuple[Any, ...]], np.ndar
 
 
 def _gather_offers(comm: Communicator, held: Sequence[Piece]) -> Offers:
-    """Return all pieces that any rank holds. Collective."""
     offers: Offers = {}
     for rank, (heads, table) in enumerate(comm.allgather_object(_announcement(held))):
-        numbers, place, number = table.tolist(), 0, 0
-        while place < len(numbers):
-            kind, tensor, dtype, shape = heads[numbers[place]]
-            flat = place + 1 + 2 * len(shape)  # where the range is, behind the box of 2 numbers a dim
-            box = tuple(zip(numbers[place + 1 : flat : 2], numbers[place + 2 : flat : 2], strict=True))
-            place = flat + 2
+        numbers, at, number = table.tolist(), 0, 0
+        while at < len(numbers):
+            kind, tensor, dtype, shape = heads[numbers[at]]
+            flat = at + 1 + 2 * len(shape)  # index of the range, after two numbers of the box per dimension
+            box = tuple(zip(numbers[at + 1 : flat : 2], numbers[at + 2 : flat : 2], strict=True))
+            at = flat + 2
             offer = PieceOffer(rank, number, dtype, shape, box, Range(numbers[flat], numbers[flat + 1]))
             if offer.flat:
                 offers.setdefault((kind, tensor), []).append(offer)
@@ -244,15 +249,15 @@ def _gather_offers(comm: Communicator, held: Sequence[Piece]) -> Offers:
 
 
 def _choose_offers(
-    comm: Communicator, offers: Offers, wanted: Sequence[Piece], optional: Collection[str]
+    comm: Communicator, offers: Offers, requested: Sequence[Piece], optional: Collection[str]
 ) -> tuple[list[list[_Transfer]], str]:
-    """Return what this rank takes from each rank, and the reason where something is lacking, else "" (local)."""
+    """Return the elements that each rank must send to this rank, and an error message or ""."""
     absent = set(optional) - {kind for kind, _ in offers}
     parts: list[list[_Transfer]] = [[] for _ in range(comm.size)]
     loads = [0] * comm.size
-    for index, piece in enumerate(wanted):
+    for index, piece in enumerate(requested):
         if not piece.flat or piece.kind in absent:
-            continue  # pieces without elements are not announced
+            continue  # empty pieces are not announced
         candidates = offers.get((piece.kind, piece.tensor), [])
         problem = _mismatch(piece, candidates)
         if problem:
@@ -266,19 +271,18 @@ def _choose_offers(
 
 
 def _mismatch(piece: Piece, offers: Sequence[PieceOffer]) -> str:
-    """Return how what is held under the name of ``piece`` differs in dtype or shape, else ""."""
     shape, dtype = tuple(piece.global_shape), name_of(piece.array.dtype)
     for offer in offers:
         if offer.dtype != dtype or not grouped_alike(offer.shape, shape):
             return (
                 f"rank {offer.rank} holds {piece.name} as {offer.dtype}{list(offer.shape)}, expected "
-                f"{dtype}{list(shape)}; go on with the recipe of before"
+                f"{dtype}{list(shape)}; resume with the recipe that made the held state"
             )
     return ""
 
 
 def _encode_request(parts: Sequence[_Transfer]) -> np.ndarray:
-    """Return the request to one rank as numbers, for each piece: its number, the count of runs, their begins, sizes."""
+    """Return the requested ``parts`` as int64 numbers. For each: piece index, number of runs, run starts, run sizes."""
     numbers = [np.zeros(0, np.int64)]
     for part in parts:
         at, size = part.stretches.at, part.stretches.size
@@ -287,19 +291,17 @@ def _encode_request(parts: Sequence[_Transfer]) -> np.ndarray:
 
 
 def _decode_request(numbers: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield (piece, begins, sizes) from what `_encode_request` has made."""
-    place = 0
-    while place < numbers.size:
-        count = int(numbers[place + 1])
-        sizes = place + 2 + count
-        yield int(numbers[place]), numbers[place + 2 : sizes], numbers[sizes : sizes + count]
-        place = sizes + count
+    at = 0
+    while at < numbers.size:
+        count = int(numbers[at + 1])
+        sizes = at + 2 + count
+        yield int(numbers[at]), numbers[at + 2 : sizes], numbers[sizes : sizes + count]
+        at = sizes + count
 
 
 def _exchange_requests(
     comm: Communicator, requests: Sequence[np.ndarray], counts: Sequence[Sequence[int]]
 ) -> list[np.ndarray]:
-    """Return the request of each rank to this one. Collective."""
     sent = consecutive(request.size for request in requests)
     received = consecutive(row[comm.rank] for row in counts)
     numbers = np.empty(received[-1].stop, np.int64)

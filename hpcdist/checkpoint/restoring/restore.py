@@ -1,8 +1,7 @@
-"""Restore on any number of ranks: each wanted piece is intersected with what is stored, and only that is read.
+"""Restore a checkpoint on any number of ranks: each rank reads only the stored blocks that its pieces overlap.
 
-Each rank fills its arrays from the stored pieces of the same tensor, whatever cuts both were made in. Arrays in
-memory are filled directly; files and GPUs in blocks. `from_newest_intact` falls back to the checkpoint before where
-bytes of the newest are damaged; all ranks take the same one.
+Arrays in host memory are filled directly, files and GPU arrays in blocks. If bytes of the newest checkpoint are
+damaged, `from_newest_intact` uses the one before, on all ranks.
 """
 
 import gc
@@ -31,9 +30,10 @@ from hpcdist.errors import HpcdistError, StorageError
 
 
 def fill_piece(directory: Path, piece: Piece, entries: list[StoredPiece], reader: BlockReader) -> None:
-    """Fill the array of ``piece`` from ``entries``, which are all that the checkpoint ``directory`` has of its tensor.
+    """Fill the array of ``piece`` from ``entries``, all stored pieces of its tensor in the checkpoint ``directory``.
 
-    Raises StorageError where they are of another shape or dtype, or do not cover it, and `DamagedError`.
+    Raises StorageError if the entries have another shape or dtype or do not cover the piece, and `DamagedError` if
+    their bytes are damaged.
     """
     _check_entries(directory, piece, entries)
     if isinstance(piece.array, FileSlice):
@@ -43,25 +43,24 @@ def fill_piece(directory: Path, piece: Piece, entries: list[StoredPiece], reader
 
 
 def _check_entries(directory: Path, piece: Piece, entries: list[StoredPiece]) -> None:
-    """Raise StorageError where nothing is stored, or with another dtype or shape than is wanted."""
     if not entries:
         raise StorageError(
-            f"{directory} has no {piece.name}; was it saved by another model or optimizer? With --init-from a new run "
-            "takes the parameters alone"
+            f"{directory} has no {piece.name}; was it saved by another model or optimizer? --init-from starts a new "
+            "run from the parameters alone"
         )
     shape, dtype = tuple(piece.global_shape), name_of(piece.array.dtype)
     for entry in entries:
         if entry.dtype != dtype or not grouped_alike(entry.shape, shape):
             raise StorageError(
                 f"{directory}: {piece.name} is {entry.dtype}{list(entry.shape)}, expected "
-                f"{dtype}{list(shape)}; restore with the recipe that saved it, or begin a new run with --init-from"
+                f"{dtype}{list(shape)}; restore with the recipe that saved it, or start a new run with --init-from"
             )
 
 
 def _fill_in_blocks(
     directory: Path, piece: Piece, target: FileSlice, entries: list[StoredPiece], reader: BlockReader
 ) -> None:
-    """Fill a file, block by block. A stored block is read once where it was saved in these cuts, else at most twice."""
+    """Fill a piece whose array is in a file. Reads each stored block once, or up to twice if the sharding changed."""
     longest = BLOCK_BYTES // target.dtype.itemsize
     memory = np.empty(min(longest, piece.flat.size), target.dtype)
     for part in cut(Range(0, piece.flat.size), longest):
@@ -76,7 +75,7 @@ def _fill_in_memory(directory: Path, piece: Piece, entries: list[StoredPiece], r
     flat = piece.flat.start, piece.flat.stop
     same = (e for e in entries if (e.shape, e.box, e.flat) == (piece.global_shape, piece.box, flat))
     entry = next(same, None)
-    if entry is not None:  # saved in these cuts, so one run of elements is all of it
+    if entry is not None:  # stored as the same piece: one run
         take = _run(out, 0, 0, out.size)
         for number in range(-(-entry.nbytes // BLOCK_BYTES)):
             reader.read(entry, number, take)
@@ -87,37 +86,39 @@ def _fill_in_memory(directory: Path, piece: Piece, entries: list[StoredPiece], r
 
 
 def _collect(directory: Path, piece: Piece, entries: list[StoredPiece], out: np.ndarray, reader: BlockReader) -> None:
-    """Fill ``out`` with what ``entries`` hold of ``piece``."""
     mine = runs(piece.global_shape, piece.box, piece.flat)
     filled = []
     for entry in entries:
-        # ``size`` elements from ``at`` of the entry belong at ``to`` of ``out``: arrays, ascending in both.
+        # Copy ``size`` elements from ``at`` of the entry to ``to`` of ``out``; arrays, ascending.
         to, at, size = intersect_runs(mine, entry.runs())
         _copy(reader, entry, out, (to, at, size))
         filled.append((to, size))
     gap = first_gap(filled, piece.flat.size)
     if gap is not None:
-        raise StorageError(f"{directory} has only a part of {piece.name}: element {gap} of the wanted piece is missing")
+        raise StorageError(f"{directory} has only a part of {piece.name}: element {gap} of the piece is missing")
 
 
 def _copy(
     reader: BlockReader, entry: StoredPiece, out: np.ndarray, stretches: tuple[np.ndarray, np.ndarray, np.ndarray]
 ) -> None:
-    """Copy ``size`` elements from ``at`` in the entry to ``to`` in ``out``, reading each block that holds some once."""
+    """Copy runs of elements of ``entry`` to ``out``. Reads each block at most once.
+
+    ``stretches`` holds three arrays: for each run, its index in ``out``, its index in the entry, and its size.
+    """
     to, at, size = stretches
     per_block = BLOCK_BYTES // dtype_of(entry.dtype).itemsize
-    # First and last block of each stretch; a set, since short stretches share blocks.
+    # First and last block of each run; in a set, since short runs share blocks.
     spans = zip(at // per_block, (at + size - 1) // per_block, strict=True)
-    needed = sorted({number for first, last in spans for number in range(int(first), int(last) + 1)})
+    blocks = sorted({number for first, last in spans for number in range(int(first), int(last) + 1)})
     take = _run(out, int(to[0]), int(at[0]), int(size[0])) if to.size == 1 else _runs(out, to, at, size)
-    for number in needed:
+    for number in blocks:
         reader.read(entry, number, take)
 
 
 def _run(out: np.ndarray, to: int, at: int, size: int) -> BlockConsumer:
-    """Return the consumer of blocks that puts ``size`` elements from ``at`` of an entry to ``to`` of ``out``.
+    """Return a `BlockConsumer` that copies one run of an entry to ``out``.
 
-    It gets parts of an entry, elements ``first`` and so on, and copies what of them lies in the stretch.
+    The run has ``size`` elements, from index ``at`` of the entry to index ``to`` of ``out``.
     """
     shift, low, high = to - at, at, at + size
 
@@ -133,19 +134,22 @@ def _run(out: np.ndarray, to: int, at: int, size: int) -> BlockConsumer:
 
 
 def _runs(out: np.ndarray, to: np.ndarray, at: np.ndarray, size: np.ndarray) -> BlockConsumer:
-    """Return the consumer of blocks that does as `_run` for many stretches, ordered by ``at`` and disjoint."""
+    """Return a `BlockConsumer` that copies many disjoint runs of an entry to ``out``.
+
+    Run i has ``size[i]`` elements, from index ``at[i]`` (ascending) of the entry to index ``to[i]`` of ``out``.
+    """
     ends = at + size
 
     def take(first: int, elements: np.ndarray) -> None:
         last = first + elements.size
-        # From the first stretch that ends behind ``first`` up to the first one that begins at ``last`` or later.
+        # From the first run that ends after ``first`` to the last one that starts before ``last``.
         held = slice(int(np.searchsorted(ends, first, "right")), int(np.searchsorted(at, last, "left")))
         starts, stops = np.maximum(at[held], first), np.minimum(ends[held], last)
-        places = to[held] + starts - at[held]
-        for place, start, stop in zip(
-            places.tolist(), (starts - first).tolist(), (stops - first).tolist(), strict=True
+        target_starts = to[held] + starts - at[held]
+        for to_start, start, stop in zip(
+            target_starts.tolist(), (starts - first).tolist(), (stops - first).tolist(), strict=True
         ):
-            out[place : place + stop - start] = elements[start:stop]
+            out[to_start : to_start + stop - start] = elements[start:stop]
 
     return take
 
@@ -154,11 +158,10 @@ Result = TypeVar("Result")
 
 
 def newest_complete(run_dir: str | Path, comm: Communicator | None = None, but: Collection[Path] = ()) -> Path | None:
-    """Return the newest of ``run_dir/checkpoints`` whose manifest is valid and whose files have their sizes, or None.
+    """Return the newest usable checkpoint in ``run_dir/checkpoints``, or None. Collective over ``comm`` (None: local).
 
-    Those in ``but`` do not count, and no shard is read. What is skipped is reported on stderr with the reason.
-    Collective over ``comm`` (None: this process alone). Raises StorageError where a later version of hpcdist wrote one:
-    a run that went on from an earlier one would replace it.
+    A usable checkpoint has a valid manifest and files of the right sizes. Paths in ``but`` are left out. Rank 0 reports
+    skipped checkpoints on stderr. Raises StorageError if a later version of hpcdist wrote a checkpoint.
     """
     comm = comm or solo()
     candidates = comm.broadcast_object(names.candidates(Path(run_dir) / "checkpoints") if comm.rank == 0 else None)
@@ -175,10 +178,10 @@ def newest_complete(run_dir: str | Path, comm: Communicator | None = None, but: 
 def from_newest_intact(
     run_dir: str | Path, comm: Communicator, first: Path | None, take: Callable[[Path | None], Result]
 ) -> Result:
-    """Return ``take(first)``; where its bytes are damaged, ``take`` of the checkpoint before, and so on. Collective.
+    """Return ``take(path)`` for the newest intact checkpoint, or ``take(None)`` if all are damaged. Collective.
 
-    ``take`` raises `DamagedError` on all ranks or on none, as `restore_together` does; what it has begun to fill is
-    then worth nothing. It gets None when no checkpoint is left.
+    ``first``: path to try first; earlier checkpoints follow. ``take(path)`` restores a checkpoint. It must raise
+    `DamagedError` on all ranks or on no rank, as `restore_together` does.
     """
     path, damaged = first, set[Path]()
     while True:
@@ -189,7 +192,7 @@ def from_newest_intact(
                 raise
             _report_unusable(path, str(error), comm)
         damaged.add(path)
-        gc.collect()  # what it began to fill: a second state may not fit beside it
+        gc.collect()  # frees the partly filled state: two may not fit in memory
         path = newest_complete(run_dir, comm, damaged)
 
 
@@ -199,39 +202,39 @@ def _report_unusable(path: Path, reason: str, comm: Communicator) -> None:
 
 
 def _unusable_reason(path: Path, comm: Communicator) -> str:
-    """Return why the checkpoint at ``path`` cannot be used, "" when it can; the same on all ranks."""
+    """Return the reason why the checkpoint at ``path`` is unusable, or "". Collective."""
     listed = listing.inspect(path) if comm.rank == 0 else None
-    told: tuple[str, str] = comm.broadcast_object(None if listed is None else (listed.state, listed.reason))
-    if told[0] == listing.NEWER:
-        raise manifest.NewerVersionError(told[1])
-    return told[1]
+    verdict: tuple[str, str] = comm.broadcast_object(None if listed is None else (listed.state, listed.reason))
+    if verdict[0] == listing.NEWER:
+        raise manifest.NewerVersionError(verdict[1])
+    return verdict[1]
 
 
 def restore_together(
-    comm: Communicator, directory: str | Path, wanted: Iterable[Piece], optional: Collection[str] = ()
+    comm: Communicator, directory: str | Path, pieces: Iterable[Piece], optional: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Restore as `restore` does, on all ranks of ``comm``; rank 0 reads the manifest. Collective.
+    """Restore a checkpoint like `restore` on all ranks of ``comm``. Only rank 0 reads the manifest. Collective.
 
-    Raises StorageError on all ranks when one of them cannot; `DamagedError` where another checkpoint may be whole.
+    If any rank fails, raises StorageError on all ranks; `DamagedError` means that an earlier checkpoint may be intact.
     """
     directory = Path(directory)
     stored = on_first_rank(comm, lambda: _PackedEntries.of(manifest.load(directory)))
     failed: tuple[type[StorageError], str] | None = None
     try:
-        _restore(directory, stored, wanted, optional)
+        _restore(directory, stored, pieces, optional)
     except StorageError as error:
         failed = DamagedError if isinstance(error, DamagedError) else StorageError, str(error)
-    # A rank that failed comes here too: one that raised at once would leave the others in this collective.
+    # A rank that failed must also call this collective, or the others would hang.
     failures = comm.allgather_object(failed)
     reasons = [failure for failure in failures if failure is not None]
-    if reasons:  # a recipe that does not fit the checkpoint explains more than damage does
+    if reasons:  # an unsuitable recipe explains more than damage
         kind, reason = next((failure for failure in reasons if failure[0] is StorageError), reasons[0])
         raise kind(reason)
     return stored.scalars
 
 
 def on_first_rank(comm: Communicator, read: Callable[[], Result]) -> Result:
-    """Return on all ranks what ``read`` returns on rank 0; raise on all the HpcdistError that it raises. Collective."""
+    """Call ``read`` on rank 0 and return its result on all ranks. All ranks raise its HpcdistError. Collective."""
     verdict: Result | HpcdistError | None = None
     if comm.rank == 0:
         try:
@@ -244,22 +247,21 @@ def on_first_rank(comm: Communicator, read: Callable[[], Result]) -> Result:
     return cast("Result", verdict)
 
 
-def restore(directory: str | Path, wanted: Iterable[Piece], optional: Collection[str] = ()) -> dict[str, Any]:
-    """Fill the arrays of ``wanted`` from the checkpoint ``directory`` (``.../step-N``) and return its scalars (local).
+def restore(directory: str | Path, pieces: Iterable[Piece], optional: Collection[str] = ()) -> dict[str, Any]:
+    """Fill the arrays of ``pieces`` from the checkpoint ``directory`` (``.../step-N``). Return its scalars. Local.
 
-    The pieces may be cut in any way, whatever wrote them. Those of a kind in ``optional`` stay as they are where the
-    checkpoint has nothing of that kind. Raises StorageError, naming file and tensor, when bytes are damaged or missing
-    or a tensor has another shape or dtype; the arrays are then undefined.
+    Kinds of state in ``optional`` are left unchanged if the checkpoint lacks them. Raises StorageError if bytes are
+    damaged, or if a tensor is missing or has another shape or dtype. The content of the arrays is then undefined.
     """
     directory = Path(directory)
     stored = _PackedEntries.of(manifest.load(directory))
-    _restore(directory, stored, wanted, optional)
+    _restore(directory, stored, pieces, optional)
     return stored.scalars
 
 
 @dataclass(frozen=True)
 class _PackedEntries:
-    """Part of a manifest that a restore needs, packed by tensor: a rank decodes only the tensors that it wants."""
+    """Stored pieces of a manifest, encoded separately per tensor. A rank decodes only the tensors that it restores."""
 
     scalars: dict[str, Any]
     kinds: frozenset[str]
@@ -267,7 +269,6 @@ class _PackedEntries:
 
     @classmethod
     def of(cls, stored: Manifest) -> "_PackedEntries":
-        """Return the packed entries of the manifest ``stored``."""
         by_tensor: dict[tuple[str, str], list[StoredPiece]] = {}
         for entry in stored.pieces:
             by_tensor.setdefault((entry.kind, entry.tensor), []).append(entry)
@@ -275,15 +276,14 @@ class _PackedEntries:
         return cls(stored.scalars, frozenset(kind for kind, _ in packed), packed)
 
     def entries(self, piece: Piece) -> list[StoredPiece]:
-        """Return all that is stored of the tensor of ``piece``."""
         packed = self.packed.get((piece.kind, piece.tensor))
         return [] if packed is None else msgspec.msgpack.decode(packed, type=list[StoredPiece])
 
 
-def _restore(directory: Path, stored: _PackedEntries, wanted: Iterable[Piece], optional: Collection[str]) -> None:
+def _restore(directory: Path, stored: _PackedEntries, pieces: Iterable[Piece], optional: Collection[str]) -> None:
     absent = set(optional) - stored.kinds
     with BlockReader(directory) as reader:
-        for piece in wanted:
+        for piece in pieces:
             if not piece.flat or piece.kind in absent:
-                continue  # pieces without elements need nothing
+                continue  # empty pieces need no data
             fill_piece(directory, piece, stored.entries(piece), reader)

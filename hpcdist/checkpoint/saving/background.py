@@ -1,18 +1,12 @@
-"""Save in the background: a snapshot at a step boundary, written by a thread that sends no message.
+"""Save in the background: a snapshot at a step boundary, written by a thread that sends no messages.
 
-    begin     the pieces are copied into a snapshot of their writers; the state may change from here on
-    writing   each writer's thread writes its shard; every step, the ranks sum how many of them are not done
-    telling   at the boundary where none is left, rank 0 gets the entries
-    commit    rank 0's thread writes index and manifest and renames the directory; its end is found as above
+    begin     writers copy the pieces into a snapshot
+    writing   each writer's thread writes its shard; in every step, the ranks sum the number of unfinished writers
+    gather    when all writers have finished, rank 0 gets the entries of their shards
+    commit    rank 0's thread writes index and manifest and renames the directory
 
-So no step waits for a disk, and the manifest is written when all have agreed that the shards are on theirs. At most
-one checkpoint is under way: the next one, the end of a run and a request to stop wait for it. What fails on one rank
-is raised on all, at the boundary behind the step in which it is known. Costs: the memory of a second state, taken at
-the first save and used again (`SnapshotMemory`, pinned for a GPU), and a copy of it a save.
-
-With ``local_directory`` the snapshot is a file on a disk of the node (`SnapshotFile`), copied out by the thread. It
-has no name, is used again by the next saves, and a killed process leaves nothing behind. It is no checkpoint and is
-never synced to its disk: what counts is the copy in the shared directory.
+At most one checkpoint is in progress. An error on one rank is raised on all ranks at a later step boundary. Cost: one
+copy of the state per save, and memory for a second state, or an unnamed file in ``local_directory``.
 """
 
 import os
@@ -44,7 +38,7 @@ from hpcdist.hdf5.overlay import pwrite_all
 
 
 class SnapshotMemory:
-    """Snapshot in memory of the state that this rank writes; pinned where that comes from a GPU."""
+    """Memory for a snapshot of the data that this rank writes. It is pinned if the data is on a GPU."""
 
     def __init__(self, ledger: Ledger | None = None) -> None:
         self._ledger = ledger
@@ -52,75 +46,71 @@ class SnapshotMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory that is taken."""
+        """Bytes of the allocated memory."""
         return self._memory.nbytes
 
     def fill(self, delivery: GroupGather) -> list[BlockSource]:
-        """Copy all that ``delivery`` brings, and return where it lies: the state may change from then on.
+        """Copy the pieces of ``delivery``, and return one source of bytes per copy. The state may change afterwards.
 
-        On the writer of a group; the others `GroupGather.bring` meanwhile.
+        Called on the writer of a group, while the other ranks of the group call `GroupGather.bring`.
         """
         sizes = [slot.nbytes for slot in delivery.slots]
         self._reserve(sum(align_up(size, ALIGN_BYTES) for size in sizes), delivery.arrays)
-        places, start = [], 0
+        buffers, start = [], 0
         for size in sizes:
-            places.append(self._memory[start : start + size])
+            buffers.append(self._memory[start : start + size])
             start += align_up(size, ALIGN_BYTES)
-        own = len(delivery.arrays)
-        copies = [_copy(array, place) for array, place in zip(delivery.arrays, places[:own], strict=True)]
-        for source, place in zip(delivery.sources()[own:], places[own:], strict=True):
-            _copy_blocks(source(), place)
+        num_own = len(delivery.arrays)
+        copies = [_copy(array, buffer) for array, buffer in zip(delivery.arrays, buffers[:num_own], strict=True)]
+        for source, buffer in zip(delivery.sources()[num_own:], buffers[num_own:], strict=True):
+            _copy_blocks(source(), buffer)
         for event in (copy for copy in copies if copy is not None):
             event.synchronize()
-        return [partial(blocks_of, place) for place in places]
+        return [partial(blocks_of, buffer) for buffer in buffers]
 
     def _reserve(self, nbytes: int, arrays: Sequence[Any]) -> None:
         if self._memory.nbytes >= nbytes:
             return
-        self._memory = np.empty(0, np.uint8)  # given back before more is taken
+        self._memory = np.empty(0, np.uint8)  # free the old memory first
         self._memory = _pinned(nbytes) if any(map(backend.is_device, arrays)) else np.empty(nbytes, np.uint8)
         if self._ledger is not None:
             self._ledger.track(self._memory, "checkpoint")
 
 
 def _pinned(nbytes: int) -> np.ndarray:
-    """Return page-locked memory, or where that is refused, pageable memory: slower, otherwise the same."""
     try:
         return np.frombuffer(device.pinned(nbytes), np.uint8, nbytes)
     except MissingCapabilityError:
         return np.empty(nbytes, np.uint8)
 
 
-def _copy(array: Any, place: np.ndarray) -> Any:
-    """Copy ``array`` into the bytes ``place``; from a GPU, return the event after which they are there."""
+def _copy(array: Any, buffer: np.ndarray) -> Any:
+    """Copy ``array`` into the host ``buffer``. For a GPU array, return the event that marks the end of the copy."""
     if isinstance(array, np.ndarray):
-        place.view(array.dtype)[...] = array
+        buffer.view(array.dtype)[...] = array
     elif isinstance(array, FileSlice):
-        _copy_blocks(blocks_of(array), place)
-    elif place.size:
-        return staging.begin_to_host(array, place.view(array.dtype))
+        _copy_blocks(blocks_of(array), buffer)
+    elif buffer.size:
+        return staging.begin_to_host(array, buffer.view(array.dtype))
     return None
 
 
-def _copy_blocks(blocks: Iterator[np.ndarray], place: np.ndarray) -> None:
+def _copy_blocks(blocks: Iterator[np.ndarray], buffer: np.ndarray) -> None:
     start = 0
     for block in blocks:
-        place[start : start + block.size] = block
+        buffer[start : start + block.size] = block
         start += block.size
 
 
 class SnapshotFile:
-    """Snapshot in an unnamed file in ``directory`` of the state that this rank writes, instead of `SnapshotMemory`."""
+    """Unnamed file in ``directory`` that holds a snapshot of the data to write, instead of `SnapshotMemory`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._fd = -1
 
     def fill(self, delivery: GroupGather) -> list[BlockSource]:
-        """Write all that ``delivery`` brings, and return where it lies: the state may change from then on.
-
-        On the writer of a group; the others `GroupGather.bring` meanwhile. Raises StorageError.
-        """
+        """Write the pieces of ``delivery`` to the file, like `SnapshotMemory.fill`. Raises StorageError."""
         try:
             self._reserve(sum(slot.nbytes for slot in delivery.slots))
             sources: list[BlockSource] = []
@@ -135,8 +125,8 @@ class SnapshotFile:
             raise
         except OSError as error:
             raise StorageError(
-                f"checkpoint.local_directory = {str(self._directory)!r}: {error.strerror}; give a directory on a disk "
-                "of each node that has room for what its ranks write"
+                f"checkpoint.local_directory = {str(self._directory)!r}: {error.strerror}; choose a directory on a "
+                "disk of each node with enough space for the state of its ranks"
             ) from error
         return sources
 
@@ -153,7 +143,7 @@ class SnapshotFile:
         for done in range(0, nbytes, BLOCK_BYTES):
             block = memory[: min(BLOCK_BYTES, nbytes - done)]
             if (read := read_fully(self._fd, block.data, start + done)) < block.nbytes:
-                raise StorageError(f"{self._directory}: the snapshot ends at byte {start + done + read}")
+                raise StorageError(f"{self._directory}: the snapshot file ends early, at byte {start + done + read}")
             yield block
 
 
@@ -161,7 +151,7 @@ Result = TypeVar("Result")
 
 
 class SavePhase(Enum):
-    """Phase of the checkpoint that is under way; the same on all ranks."""
+    """Phase of the checkpoint in progress. All ranks are in the same phase."""
 
     IDLE = 0
     WRITING = 1
@@ -169,7 +159,7 @@ class SavePhase(Enum):
 
 
 class WriterThread(threading.Thread):
-    """Thread that runs ``work`` and keeps its outcome; it never raises."""
+    """Thread that calls ``work`` and stores its `ShardOutcome`. An exception becomes an error in the outcome."""
 
     def __init__(self, work: Callable[[], ShardOutcome]) -> None:
         super().__init__(name="hpcdist checkpoint", daemon=True)
@@ -178,15 +168,14 @@ class WriterThread(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Work; called by the thread."""
         try:
             self.outcome = self._work()
-        except BaseException as error:  # noqa: BLE001 - a thread must not die without a word: all ranks are told
+        except BaseException as error:  # noqa: BLE001 - reported on all ranks
             self.outcome = ShardOutcome(f"{type(error).__name__}: {error}")
 
 
 class BackgroundCheckpoints:
-    """Writer of checkpoints of ``comm`` beside the steps. Every method is collective, unless it says not."""
+    """Saves checkpoints of ``comm`` in the background, one at a time. Methods are collective unless marked local."""
 
     def __init__(
         self,
@@ -205,20 +194,23 @@ class BackgroundCheckpoints:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a checkpoint is under way; the same on all ranks (local)."""
+        """True if a checkpoint is in progress, which is the case on all ranks or on none. Local."""
         return self._phase is not SavePhase.IDLE
 
     def numbers(self) -> np.ndarray:
-        """Return what `settle` needs the sums of: 1 if this rank is still writing, and 1 if it has failed (local)."""
+        """Return two numbers: 1 if this rank is still writing, else 0; and 1 if it failed, else 0.
+
+        `settle` needs their sums over all ranks. Local.
+        """
         if self._task is not None and self._task.is_alive():
             return np.array([1.0, 0.0])
-        own = self._own if self._task is None else self._task.outcome
-        return np.array([0.0, float(self.is_busy and bool(own.error))])
+        outcome = self._own if self._task is None else self._task.outcome
+        return np.array([0.0, float(self.is_busy and bool(outcome.error))])
 
     def begin(self, plan: SavePlan, pieces: Sequence[Piece], writers: str) -> None:
-        """Begin the checkpoint ``plan``; the pieces may change when this returns. Raises StorageError on all ranks.
+        """Finish the checkpoint in progress, then start the checkpoint ``plan``. Raises StorageError on all ranks.
 
-        One that is under way is waited for.
+        The pieces may change when the call returns.
         """
         self.finish()
         group = group_of(self._comm, writers)
@@ -237,28 +229,32 @@ class BackgroundCheckpoints:
         self._task = WriterThread(lambda: two_phase.write(plan, group, slots, sources, self._incremental))
 
     def goes_on(self, sums: np.ndarray) -> bool:
-        """Whether no rank is writing any more, or some rank has failed, by the sums of `numbers` (local)."""
+        """Return True if `settle` would advance: a checkpoint is in progress, and no rank writes or one has failed.
+
+        ``sums``: sums of `numbers` over all ranks. Local.
+        """
         working, failed = sums.tolist()
         return self.is_busy and bool(failed or not working)
 
     def settle(self, sums: np.ndarray) -> Path | None:
-        """Go on where all ranks have come so far: ``sums`` are those of `numbers`, taken at the same step.
+        """Advance the checkpoint to its next phase if no rank is still writing. ``sums``: as in `goes_on`.
 
-        Returns the checkpoint when it has become visible. Raises StorageError on all ranks when one has failed.
+        Returns the path of a checkpoint that this call completed, else None. Raises StorageError on all ranks if a rank
+        has failed.
         """
         return self._go_on() if self.goes_on(sums) else None
 
     def finish(self) -> Path | None:
-        """Wait for the checkpoint that is under way, and return it. Raises StorageError on all ranks."""
+        """Wait for the checkpoint in progress, and return its path, or None. Raises StorageError on all ranks."""
         path = None
         while self.is_busy:
             path = self._go_on()
         return path
 
     def abandon(self) -> None:
-        """Give up what is under way, after a death: wait for this rank's thread alone, whatever became of it (local).
+        """Give up the checkpoint in progress after a rank died. Wait for the writer thread; ignore its errors.
 
-        A checkpoint that rank 0 had begun to commit becomes visible if all of it was written.
+        Local.
         """
         self._joined()
         self._phase = SavePhase.IDLE
@@ -266,14 +262,14 @@ class BackgroundCheckpoints:
     def _go_on(self) -> Path | None:
         plan, phase = self._plan, self._phase
         assert plan is not None
-        own = self._joined()
-        self._phase = SavePhase.IDLE  # should anything be raised
+        local_outcome = self._joined()
+        self._phase = SavePhase.IDLE  # in case of an error
         if phase is SavePhase.COMMIT:
-            agree(self._comm, own.error if self._comm.rank == 0 else "")
+            agree(self._comm, local_outcome.error if self._comm.rank == 0 else "")
             if self._incremental is not None:
                 self._incremental.settle()
             return plan.final
-        outcomes = two_phase.gather(self._comm, own)
+        outcomes = two_phase.gather(self._comm, local_outcome)
         if any(outcome.error for outcome in outcomes):
             agree(self._comm, two_phase.commit(plan, outcomes) if self._comm.rank == 0 else "")
         self._phase, self._own = SavePhase.COMMIT, ShardOutcome()
@@ -282,7 +278,6 @@ class BackgroundCheckpoints:
         return None
 
     def _joined(self) -> ShardOutcome:
-        """Return what became of this rank's part, once it is done (local)."""
         if self._task is None:
             return self._own
         self._task.join()

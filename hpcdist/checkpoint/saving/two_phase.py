@@ -1,22 +1,13 @@
-"""Save in two phases: writers write their shards, all ranks agree, and rank 0 makes the checkpoint visible.
+"""Save in two phases: writers write their shards, all ranks agree, and rank 0 commits the checkpoint.
 
-Ranks form groups, each of which sends its pieces to its first rank, which writes one shard. "rank": each rank by
-itself, no message. "node": one shard a node, so that a file system sees fewer files and clients. A number k: k groups
-of neighbouring ranks, as equal as can be. A rank sends each of its bytes once, (g-1)/g of a group of g ranks in
-blocks of 16 MiB; its writer holds two of them. What several ranks of a group have is sent by the first.
+The first rank of each group writes one shard. ``writers`` sets the groups: "rank", every rank; "node", the ranks of a
+node; a number k, k groups of neighbouring ranks. Ranks send their bytes in blocks of 16 MiB; a writer holds two blocks.
 
     phase 1   every writer writes its shard into ``step-N.tmp`` and syncs it
-    vote      rank 0 gathers what each writer wrote, or why it failed
+    vote      rank 0 gathers the entries or the error of each writer
     phase 2   rank 0 writes the manifest and renames ``step-N.tmp`` to ``step-N``, or removes it
 
-An error on any rank is raised on all, and the previous checkpoint stays as it was.
-
-`IncrementalWriter` saves only the pieces that have changed since the last checkpoint, which is when one of their
-digests has. The older shard gets a second name in the new checkpoint (a hard link), so a checkpoint needs nothing
-outside its directory and may be removed in any order; the space of a shard is free when the last checkpoint that uses
-a part of it is gone. This pays for frozen layers, and for embeddings of which few pieces are touched. It pays nothing
-for a model all of which is trained: a dense Adam changes every parameter and moment in every step, and all of them are
-read once more to find that out. The first checkpoint of a start is always whole.
+`IncrementalWriter` saves only pieces whose digests have changed since the last checkpoint, and hard-links older shards.
 """
 
 import os
@@ -43,18 +34,21 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import StorageError
 from hpcdist.hdf5.overlay import Overlay
 
-# A shard of which less than one byte in so many is in use is not linked; those bytes are written again (empirical).
+# A shard is linked only if at least one byte in MAX_UNUSED_RATIO is in use; otherwise it is rewritten (empirical).
 MAX_UNUSED_RATIO: Final = 8
 
 
 @dataclass
 class IncrementalWriter:
-    """Incremental shards of one writer: ``entries`` lie in ``directory``, the checkpoint before (None: none)."""
+    """Writer that hard-links unchanged data.
+
+    ``entries`` are its pieces in the last checkpoint, whose path is ``directory``.
+    """
 
     directory: Path | None = None
     entries: dict[Slot, StoredPiece] = field(default_factory=dict)
     shards: WrittenShards = field(default_factory=WrittenShards)
-    _written: tuple[Path, dict[Slot, StoredPiece], WrittenShards] | None = None  # by the save that is under way
+    _written: tuple[Path, dict[Slot, StoredPiece], WrittenShards] | None = None  # by the save in progress
 
     def write(
         self,
@@ -65,16 +59,16 @@ class IncrementalWriter:
         about: Mapping[str, Any],
         opens: Callable[[Path], Overlay] = Overlay.created,
     ) -> WrittenShards:
-        """Write the shard ``name`` of what has changed, and link the rest (local). Raises StorageError.
+        """Write changed pieces to the shard ``name``, and hard-link shards with unchanged pieces. Raises StorageError.
 
-        ``directories`` are where the checkpoint is made, and where it will lie. The sources are asked for their blocks
-        twice: for the digests, and to write those that differ.
+        Local. ``directories``: temporary and final directory of the checkpoint. ``sources``: one source of bytes per
+        slot. ``about``: attributes of the file. ``opens(path)`` creates the file.
         """
         temporary, final = directories
         shards, linked = self._link(temporary, self._unchanged(slots, sources))
         new = [(slot, source) for slot, source in zip(slots, sources, strict=True) if slot not in linked]
         new_shard = WrittenShards()
-        if new or not linked:  # a writer without pieces still writes a shard, an empty one
+        if new or not linked:  # a writer without pieces writes an empty shard
             changed = [slot for slot, _ in new], [source for _, source in new]
             new_shard = shard.write(temporary, name, *changed, about, opens)
         entries = dict(zip((slot for slot, _ in new), new_shard.entries, strict=True)) | linked
@@ -91,16 +85,15 @@ class IncrementalWriter:
         same = {}
         for slot, source in zip(slots, sources, strict=True):
             entry = self.entries.get(slot)
-            # Pieces without bytes have no digest that could differ, and cost nothing to write.
+            # Empty pieces have no digest to compare, and cost nothing to write.
             if entry is not None and slot.nbytes and shard.block_digests(source()) == entry.digests:
                 same[slot] = entry
         return same
 
     def _link(self, temporary: Path, same: dict[Slot, StoredPiece]) -> tuple[WrittenShards, dict[Slot, StoredPiece]]:
-        """Hard-link the shards that hold ``same`` into ``temporary``; return them, and the entries they now have there.
+        """Hard-link the shards that hold the unchanged pieces ``same`` into the directory ``temporary``.
 
-        Pieces of a shard that cannot be linked, or is hardly used any more, are missing from the entries: they are
-        written again.
+        Returns the linked shards and the pieces in them. Pieces of ``same`` that are not returned must be written.
         """
         files: dict[str, int] = {}
         outside: dict[str, str] = {}
@@ -108,7 +101,7 @@ class IncrementalWriter:
         linked: dict[Slot, StoredPiece] = {}
         for name in sorted({entry.file for entry in same.values()}):
             assert self.directory is not None
-            # A link keeps the name of the checkpoint that wrote it, however often it is linked on.
+            # A linked shard keeps the step that wrote it in its name.
             step = self.directory.name.removeprefix("step-")
             link_name = name if "-of-" in name else f"{name.removesuffix('.h5')}-of-{step}.h5"
             used = sum(entry.nbytes for entry in same.values() if entry.file == name)
@@ -122,13 +115,13 @@ class IncrementalWriter:
                 continue
             files[link_name], outside[link_name] = size, self.shards.outside[name]
             linked |= {slot: replace(entry, file=link_name) for slot, entry in same.items() if entry.file == name}
-            # What else lies in the shard goes into the manifest too, so that all of its bytes can be verified.
+            # The other pieces of the shard are listed too, so that all of its bytes can be verified.
             before = [entry for slot, entry in self.entries.items() if slot not in same] + list(self.shards.unused)
             unused += [replace(entry, file=link_name) for entry in before if entry.file == name and entry.nbytes]
         return WrittenShards(files, (), outside, unused), linked
 
     def settle(self) -> None:
-        """Take the shard that was written last as the one before, as its checkpoint has become complete (local)."""
+        """Remember the shards written last, for later hard links. Call this when the checkpoint is complete. Local."""
         if self._written is not None:
             self.directory, self.entries, self.shards = self._written
         self._written = None
@@ -136,7 +129,7 @@ class IncrementalWriter:
 
 @dataclass(frozen=True)
 class WriterGroup:
-    """Group ``index`` of ``count``; the first rank of ``comm`` writes for it. None: each rank writes for itself."""
+    """Ranks that write one shard: group ``index`` of ``count``. Its first rank writes. ``comm`` None: a single rank."""
 
     comm: Communicator | None
     index: int
@@ -144,12 +137,12 @@ class WriterGroup:
 
     @property
     def writes(self) -> bool:
-        """Whether this rank writes (local)."""
+        """True if this rank is the writer of its group. Local."""
         return self.comm is None or self.comm.rank == 0
 
 
 def group_of(comm: Communicator, writers: str) -> WriterGroup:
-    """Return the group of this rank; see ``checkpoint.writers``. Collective over ``comm`` when first called."""
+    """Return this rank's group for ``writers``, the recipe key checkpoint.writers. Collective at the first call."""
     count = comm.size
     if writers.isdecimal():
         count = min(count, int(writers))
@@ -157,7 +150,7 @@ def group_of(comm: Communicator, writers: str) -> WriterGroup:
         return WriterGroup(None, comm.rank, comm.size)
     key = "checkpoint.writers", writers
     if key not in comm.settled:
-        index = comm.rank * count // comm.size  # contiguous ranks; the sizes of groups differ by one at most
+        index = comm.rank * count // comm.size  # contiguous ranks; group sizes differ by at most one
         if writers == "node":
             nodes = comm.nodes()
             index, count = nodes.index, nodes.count
@@ -168,18 +161,17 @@ def group_of(comm: Communicator, writers: str) -> WriterGroup:
 
 
 class GroupGather:
-    """Gather of a group's pieces at its writer. Construction is collective over the group.
+    """Sends the pieces of a group of ranks to the rank that writes them. The constructor is collective over the group.
 
-    On the writer, `slots` and `sources` are what a shard gets: the sources must be used in their order, each once;
-    then, or when writing has failed, the writer calls `end`. The first ones are of ``arrays``, its own. The other
-    ranks call `bring`.
+    The writer must use each of `sources` once, in order, and then call `end`, even after an error. The other ranks call
+    `bring`. `slots` describes the pieces of the shard.
     """
 
     def __init__(self, group: WriterGroup, pieces: Sequence[Piece]) -> None:
-        self._group, own = group, [Slot.of(piece) for piece in pieces]
+        self._group, local_slots = group, [Slot.of(piece) for piece in pieces]
         comm = group.comm
-        slots_by_rank: list[list[Slot]] = [own] if comm is None else comm.allgather_object(own)
-        chosen_by_rank = [[True] * len(own)] if comm is None else first_holders(slots_by_rank)
+        slots_by_rank: list[list[Slot]] = [local_slots] if comm is None else comm.allgather_object(local_slots)
+        chosen_by_rank = [[True] * len(local_slots)] if comm is None else first_holders(slots_by_rank)
         mine = chosen_by_rank[0 if comm is None else comm.rank]
         self.arrays = [piece.array for piece, chosen in zip(pieces, mine, strict=True) if chosen]
         self._slots = [
@@ -191,24 +183,20 @@ class GroupGather:
 
     @property
     def slots(self) -> list[Slot]:
-        """The entries of the group's shard."""
+        """Descriptions of the pieces in the group's shard."""
         return [slot for slots in self._slots for slot in slots]
 
     def sources(self) -> list[BlockSource]:
-        """Return a source for the bytes of each slot: the writer's own first, then those of the ranks in order."""
-        own: list[BlockSource] = [partial(blocks_of, array) for array in self.arrays]
+        """Return a source of bytes for each slot: the writer's pieces, then the other ranks' pieces in rank order."""
+        local_sources: list[BlockSource] = [partial(blocks_of, array) for array in self.arrays]
         theirs = [(rank, slot) for rank, slots in enumerate(self._slots[1:], start=1) for slot in slots]
-        return own + [partial(self._sent, rank, len(slot.blocks())) for rank, slot in theirs]
+        return local_sources + [partial(self._sent, rank, len(slot.blocks())) for rank, slot in theirs]
 
     def _sent(self, rank: int, count: int) -> Iterator[np.ndarray]:
         return self._arriving(rank).blocks(count)
 
     def _arriving(self, rank: int) -> IncomingBlocks:
-        """Return the stream of blocks from ``rank``; those of the ranks before it have been received in full.
-
-        One stream is open at a time: the sends of later ranks wait in MPI until their receives are posted, so the
-        writer holds two blocks, however many ranks its group has.
-        """
+        """Return the blocks arriving from ``rank``, after receiving and discarding remaining blocks of lower ranks."""
         while self._incoming is None or self._from < rank:
             if self._incoming is not None:
                 self._incoming.drain()
@@ -219,21 +207,21 @@ class GroupGather:
         return self._incoming
 
     def bring(self) -> str:
-        """Send this rank's pieces to the writer; return the reason where that was not possible, else ""."""
+        """Send this rank's pieces to the writer. Return an error message, or ""."""
         assert self._group.comm is not None
         rank = self._group.comm.rank
         sizes = [size for slot in self._slots[rank] for size in slot.blocks()]
         return send_blocks(self._group.comm, 0, self.arrays, sizes)
 
     def end(self) -> None:
-        """Receive what was not asked for, so that no rank of the group stays in its sends; called on the writer."""
+        """On the writer, receive all remaining blocks, so that all sends of the group complete."""
         if len(self._slots) > 1:
             self._arriving(len(self._slots) - 1).drain()
 
 
 @dataclass(frozen=True)
 class ShardOutcome:
-    """Outcome of a rank's part: the reason why it failed, or "", and the shards that it has, if it writes."""
+    """Outcome of a save on one rank: an error message or "", and the written shards if the rank is a writer."""
 
     error: str = ""
     written: WrittenShards | None = None
@@ -241,7 +229,7 @@ class ShardOutcome:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Plan of one checkpoint: where it goes, and what rank 0 commits beside the shards."""
+    """Plan of one checkpoint: its step and directory, and the other data that rank 0 writes to the manifest."""
 
     directory: Path
     step: int
@@ -249,16 +237,16 @@ class SavePlan:
     scalars: dict[str, Any]
     about: dict[str, Any]
     keep: int | Retention
-    opens: Callable[[Path], Overlay] = Overlay.created  # makes the file of a shard, on the rank that writes it
+    opens: Callable[[Path], Overlay] = Overlay.created  # creates the file of a shard, on its writer
 
     @property
     def temporary(self) -> Path:
-        """The directory until the checkpoint is complete."""
+        """Directory of the checkpoint while it is unfinished."""
         return self.directory / f"step-{self.step}.tmp"
 
     @property
     def final(self) -> Path:
-        """The directory of the complete checkpoint."""
+        """Directory of the checkpoint when it is complete."""
         return self.directory / f"step-{self.step}"
 
 
@@ -275,11 +263,9 @@ def save(
 ) -> Path:
     """Save the checkpoint of ``step`` in ``directory`` and return ``directory/step-N``. Collective over ``comm``.
 
-    ``pieces`` are this rank's share: together the ranks must cover every tensor, and what two ranks bring may be
-    written twice. They are only read, and may change when the call returns. ``scalars`` and ``about`` (JSON values)
-    are taken from rank 0, and so is ``keep``, which checkpoints stay (a number: the newest so many). ``writers``: see
-    `hpcdist.checkpoint.saving.two_phase`. Raises StorageError on all ranks when one of them cannot write; the
-    checkpoints that were there are then untouched.
+    The ``pieces`` of all ranks together must cover every tensor. ``scalars``, ``about`` (JSON values) and the retention
+    rule ``keep`` are used from rank 0 only. ``writers``: ranks that write, see the module docstring. Raises
+    StorageError on all ranks if a rank cannot write; existing checkpoints are then unchanged.
     """
     return save_planned(SavePlan(Path(directory), step, comm.size, scalars, about or {}, keep), pieces, comm, writers)
 
@@ -291,9 +277,9 @@ def save_planned(
     writers: str,
     incremental: IncrementalWriter | None = None,
 ) -> Path:
-    """Save the checkpoint ``plan`` of ``pieces`` as `save` does. Collective over ``comm``.
+    """Save the checkpoint ``plan`` with this rank's ``pieces``, as `save` does. Collective over ``comm``.
 
-    With ``incremental``, where every rank writes, only what has changed since the one before is written.
+    If ``incremental`` is given, only changed pieces are written; every rank must then be a writer.
     """
     group = group_of(comm, writers)
     prepare(plan, group, comm)
@@ -303,8 +289,8 @@ def save_planned(
         delivery.end()
     else:
         outcome = ShardOutcome(delivery.bring())
-    outcomes = gather(comm, outcome)  # the vote: rank 0 knows now that every shard is on the disk, or which is not
-    # The broadcast in `agree` is also the barrier: no rank returns before the checkpoint is visible to all.
+    outcomes = gather(comm, outcome)  # the vote: rank 0 now knows if every shard is on disk
+    # The broadcast in `agree` is also a barrier: no rank returns before the checkpoint is visible.
     agree(comm, commit(plan, outcomes) if comm.rank == 0 else "")
     if incremental is not None:
         incremental.settle()
@@ -312,7 +298,7 @@ def save_planned(
 
 
 def prepare(plan: SavePlan, group: WriterGroup, comm: Communicator) -> None:
-    """Make the directory that the shards are written to. Collective; raises StorageError on all ranks."""
+    """Create the temporary directory of the checkpoint. Collective. Raises StorageError on all ranks."""
     error = lost(plan.directory.parent) if comm.rank == 0 else ""
     if comm.rank == 0 and not error:
         try:
@@ -329,9 +315,9 @@ def write(
     sources: Sequence[BlockSource],
     incremental: IncrementalWriter | None = None,
 ) -> ShardOutcome:
-    """Write the shard of ``group``, with ``incremental`` only what has changed since the last one (local).
+    """Write the shard of ``group``, or only its changed pieces if ``incremental`` is given.
 
-    Nothing is raised: what failed is in the outcome, since every rank has to come to the vote.
+    Return the outcome, which has the message of an error. Local.
     """
     name = shard.file_name(group.index, group.count)
     about = {"step": plan.step, "rank": group.index}
@@ -345,18 +331,15 @@ def write(
         return ShardOutcome(str(failure))
 
 
-def gather(comm: Communicator, own: ShardOutcome) -> list[ShardOutcome]:
-    """Return what became of each rank's part: all of it on rank 0, which commits, and the errors on the others.
-
-    Collective. Thousands of ranks have millions of entries, so these go to rank 0 alone, by messages of known size.
-    """
-    data = np.frombuffer(bytearray(msgspec.msgpack.encode(own)), np.uint8)
-    known: list[tuple[str, int]] = comm.allgather_object((own.error, data.size))
+def gather(comm: Communicator, outcome: ShardOutcome) -> list[ShardOutcome]:
+    """Return every rank's outcome on rank 0. On the other ranks, the result has only the errors. Collective."""
+    data = np.frombuffer(bytearray(msgspec.msgpack.encode(outcome)), np.uint8)
+    gathered: list[tuple[str, int]] = comm.allgather_object((outcome.error, data.size))
     if comm.rank:
         comm.send(data, 0)
-        return [ShardOutcome(error) for error, _ in known]
-    outcomes = [own]
-    for peer, (_, size) in enumerate(known[1:], start=1):
+        return [ShardOutcome(error) for error, _ in gathered]
+    outcomes = [outcome]
+    for peer, (_, size) in enumerate(gathered[1:], start=1):
         message = np.empty(size, np.uint8)
         comm.recv(message, peer)
         outcomes.append(msgspec.msgpack.decode(message.data, type=ShardOutcome))
@@ -364,16 +347,16 @@ def gather(comm: Communicator, own: ShardOutcome) -> list[ShardOutcome]:
 
 
 def agree(comm: Communicator, error: str) -> None:
-    """Raise StorageError on every rank when rank 0 has an error. Collective."""
+    """Raise StorageError on every rank if rank 0 has an ``error``. Collective."""
     error = comm.broadcast_object(error)
     if error:
         raise StorageError(f"the checkpoint was not saved: {error}")
 
 
 def commit(plan: SavePlan, outcomes: Sequence[ShardOutcome]) -> str:
-    """Make the checkpoint visible; return the reason when that fails, and nothing is left of it then (local).
+    """Commit the checkpoint. If that fails, remove the unfinished checkpoint. Return an error message, or "". Local.
 
-    Where the directory was lost to another job, nothing there is touched: it belongs to that job.
+    If another job has taken over the directory, nothing in it is changed.
     """
     taken = lost(plan.directory.parent)
     if taken:
@@ -381,7 +364,7 @@ def commit(plan: SavePlan, outcomes: Sequence[ShardOutcome]) -> str:
     error = next((f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error), "")
     error = error or _commit(plan, outcomes)
     if error:
-        shutil.rmtree(plan.temporary, ignore_errors=True)  # so that a full disk has its space back
+        shutil.rmtree(plan.temporary, ignore_errors=True)  # frees space on a full disk
     return error
 
 

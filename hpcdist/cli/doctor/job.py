@@ -1,7 +1,6 @@
-"""`hpcdist doctor --job`: the ranks of a batch job check their nodes before the training starts.
+"""`hpcdist doctor --job`: the ranks of a batch job check their nodes before the training starts. Needs MPI.
 
-Checked are packages, volumes, binding, clocks, the walltime that is left, and what the scheduler gave. Imported late:
-it needs MPI.
+Checks: packages, volumes, binding, clocks, remaining walltime, and the resources that the scheduler granted.
 """
 
 import math
@@ -25,14 +24,15 @@ if TYPE_CHECKING:
     from hpcdist.comm.doctor.facts import SchedulerRequest, Volume
     from hpcdist.comm.start import Session
 
-REPORTING_S: Final = 180.0  # for rank 0, which may have to ask a busy scheduler
-UNLIMITED_S: Final = 366 * 86400.0  # Slurm gives jobs without a limit an end far away
-# Removed again; where a rank is killed before that, the training must not take the directory for somebody else's.
+REPORTING_S: Final = 180.0  # time limit for rank 0, which may query a busy scheduler
+UNLIMITED_S: Final = 366 * 86400.0  # Slurm gives a far-away end time to jobs without a limit
+# Name prefix of the temporary lock files. If a rank is killed before it removes its file, the training must not take
+# the directory as locked by another run.
 DOCTOR_PREFIX: Final = f"{LOCK_FILE}.doctor"
 
 
 def examine(out: Path | None, device: str, as_json: bool, recipe: Path | None = None) -> int:
-    """Examine the job as one of its ranks; rank 0 reports, and all leave with its exit code. Collective."""
+    """Check the nodes of the job. Rank 0 prints the checks; all ranks exit with the same exit code. Collective."""
     launched = launch_environment.launch_environment()
     gpus = facts.gpu_facts(launched, device)
     try:
@@ -40,7 +40,7 @@ def examine(out: Path | None, device: str, as_json: bool, recipe: Path | None = 
     except HpcdistError as error:
         if launched is None or not launched.rank:
             report.show([_world_failure(launched, error)], as_json)
-        failfast.agreed_exit(FAILURE)  # every rank finds the same, or is alone and cannot be heard
+        failfast.agreed_exit(FAILURE)  # every rank fails alike, or this rank is alone
     comm, directory = session.comm, (out or Path()).absolute()
     deadline = gather.StageDeadline(f"rank {comm.rank} on {socket.gethostname()}")
     gathered = gather.gather(
@@ -51,7 +51,7 @@ def examine(out: Path | None, device: str, as_json: bool, recipe: Path | None = 
         deadline.stage,
         DOCTOR_PREFIX,
     )
-    deadline.stage("hearing what rank 0 makes of it", REPORTING_S)
+    deadline.stage("waiting for the report of rank 0", REPORTING_S)
     code = 0
     if gathered is not None:
         requested = facts.scheduler_request(launched)
@@ -89,7 +89,6 @@ def _checks(gathered: gather.Gathered, requested: "SchedulerRequest", device: st
 
 
 def _packages(path: Path) -> Check:
-    """Check that this Python, which is that of all ranks, has what the recipe in ``path`` needs."""
     from hpcdist.training.recipe import recipe as recipes
     from hpcdist.training.recipe import requirements
 
@@ -101,11 +100,10 @@ def _packages(path: Path) -> Check:
     if absent:
         return Check("packages", FAIL, "; ".join(absent), "install them where the ranks run")
     modules = sorted({need.module for need in requirements.requirements(recipe)})
-    return Check("packages", OK, ", ".join(modules) or "the recipe needs no optional ones")
+    return Check("packages", OK, ", ".join(modules) or "the recipe needs no optional packages")
 
 
 def _volumes(directory: Path) -> "tuple[Volume, ...]":
-    """Return what this node has left in the run directory, in its own folder and in /dev/shm."""
     return (
         _volume(job_checks.RUN_DIRECTORY, directory),
         _volume(job_checks.NODE_LOCAL, Path(os.environ.get("TMPDIR") or "/tmp")),
@@ -119,14 +117,13 @@ def _volume(role: str, path: Path) -> "Volume":
     try:
         kind = file_system(path).kind
     except OSError:
-        kind = "unknown"  # what is free there cannot be asked for either, and that says why
+        kind = "unknown"  # `volume_facts` fails for the same reason, and reports the reason
     return facts.volume_facts(role, path, kind)
 
 
 def _world(session: "Session", launched: launch_environment.LaunchEnvironment | None) -> Check:
-    """Say which MPI and launcher made the world; that it is the one announced was checked at the start."""
     if launched is None:
-        return Check("world", OK, "this process alone: no launcher announced any others")
+        return Check("world", OK, "this process alone: it was not started by a launcher")
     text = f"announced by {launched.launcher}; {mpi_library.short_version(session.library)}"
     if session.comm.supports("thread_multiple"):
         return Check("world", OK, f"{text}, MPI_THREAD_MULTIPLE")
@@ -138,22 +135,21 @@ def _world_failure(
     error: HpcdistError,
     environment: Mapping[str, str] = os.environ,
 ) -> Check:
-    """Say why there is no world, and how the launcher can be made to give one."""
+    """Print the reason why MPI did not start the ranks that the launcher announced, and what to change."""
     cure = (
-        "start the job by the mpirun of the MPI that mpi4py loads: `hpcdist doctor` shows both, `hpcdist run` takes it"
+        "start the job with the mpirun of the MPI that mpi4py loads: `hpcdist doctor` shows both, `hpcdist run` does it"
     )
-    # With --mpi=pmi2, srun announces as the mpirun of an MPICH does.
+    # With --mpi=pmi2, srun sets the same environment variables as the mpirun of MPICH.
     if launched is not None and (
         launched.launcher == "Slurm srun"
         or launch_environment.started_by_srun(launched.size, launched.rank, environment)
     ):
         kinds = facts.plugin_versions() or "nothing"
-        cure = f"srun --mpi=pmix for Open MPI, --mpi=pmi2 for MPICH; `srun --mpi=list` has {kinds}; or `hpcdist run`"
+        cure = f"use srun --mpi=pmix for Open MPI, --mpi=pmi2 for MPICH (available here: {kinds}), or `hpcdist run`"
     return Check("world", FAIL, str(error), cure)
 
 
 def _walltime(scheduler: str, environment: Mapping[str, str] = os.environ, now: float | None = None) -> Check:
-    """Say when the scheduler ends the job."""
     from hpcdist.training.run.stop_requests import JOB_END, end_of_job
 
     name, now = "walltime", time.time() if now is None else now
@@ -168,9 +164,9 @@ def _walltime(scheduler: str, environment: Mapping[str, str] = os.environ, now: 
     left_s = _queued_s(environment.get("SLURM_JOB_ID", ""))
     if left_s is None:
         return Check(
-            name, WARN, f"{scheduler} does not say when the job ends", "hand it on: hpcdist train --time-limit"
+            name, WARN, f"{scheduler} does not report the end of the job", "set it: hpcdist train --time-limit"
         )
-    alone = f"by squeue alone: there is no {JOB_END}, so a training knows of it by a signal or its --time-limit"
+    alone = f"known from squeue only: {JOB_END} is not set, so set --time-limit or a warning signal for the training"
     return Check(name, OK, f"{_time_left(left_s, now)}, {alone}")
 
 
@@ -183,7 +179,6 @@ def _time_left(left_s: float, now: float) -> str:
 
 
 def _queued_s(job: str) -> float | None:
-    """Return what squeue says is left of a job, in seconds; None where it does not."""
     from hpcdist.batch.schedulers.slurm import queue
 
     try:

@@ -1,4 +1,4 @@
-"""Print the checks of `hpcdist doctor`, as lines for people or one JSON object, with the exit code."""
+"""Print the checks of `hpcdist doctor` as lines or as one JSON object, and compute the exit code."""
 
 import json
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ COLOURS: Final = {OK: "green", WARN: "yellow", FAIL: "red"}
 
 
 def exit_code(checks: Sequence[Check]) -> int:
-    """Return the exit code: 1 when anything failed."""
+    """Return the exit code: 1 if any check failed, else 0."""
     return FAILURE if any(check.status == FAIL for check in checks) else 0
 
 
 def show(checks: Sequence[Check], as_json: bool, **more: Any) -> None:
-    """Print ``checks``. The JSON object also holds ``more``."""
+    """Print ``checks``, as JSON if ``as_json``. Other keyword arguments are added to the JSON object."""
     if as_json:
         click.echo(json.dumps({"ok": exit_code(checks) == 0, **more, "checks": [asdict(check) for check in checks]}))
         return

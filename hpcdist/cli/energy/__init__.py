@@ -1,6 +1,4 @@
-"""The `hpcdist energy` commands: sources of this machine, watts now, and the account of a run.
+"""The `hpcdist energy` commands: energy counters of this machine, watts now, and the energy account of a run.
 
-Part of `hpcdist.cli`, floor 7: it may import every package below. The figures of a run's account come from
-`hpcdist.training.use_cases.energy_figures`, which needs no click.
-Begin with `group` (sources and watch) and `report`.
+`hpcdist.training.use_cases.energy_figures` computes the account. Start reading with `group` and `report`.
 """

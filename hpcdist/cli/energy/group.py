@@ -1,8 +1,4 @@
-"""The group `hpcdist energy` with `sources` and `watch`: counters of this machine, and watts now.
-
-`sources` lists the counters that a training could read here, and why others cannot be read. `watch` shows watts once a
-second and joules at the end; around a command it ends with it and leaves with its exit code.
-"""
+"""The group `hpcdist energy` with `sources` (list the energy counters here) and `watch` (print power every second)."""
 
 import json
 import math
@@ -28,38 +24,38 @@ if TYPE_CHECKING:
     from hpcdist.energy.monitor.monitor import EnergyWatch, WatchInterval
 
 REFRESH_S: Final = 1.0
-MAX_SOURCES: Final = 4  # on a line; of more, kinds are shown
-NOT_FOUND: Final = 127  # as shells say it
+MAX_SOURCES: Final = 4  # if there are more sources, a line shows one value per kind
+NOT_FOUND: Final = 127  # exit codes as in shells
 NOT_EXECUTABLE: Final = 126
 SIGNALLED: Final = 128
 UUID_SHOWN: Final = 12
 SHARES: Final = (("cpu", "node_cpu"), ("memory", "node_memory"), ("gpu", "gpu"))
 _PLACES: Final = stacked(
     click.option(
-        "--powercap", default=POWERCAP, type=PATH, help="Where Linux shows RAPL, as energy.powercap in a recipe."
+        "--powercap", default=POWERCAP, type=PATH, help="Folder of Linux RAPL counters (recipe key energy.powercap)."
     ),
     click.option(
         "--pm-counters",
         default=PM_COUNTERS,
         type=PATH,
-        help="Where a Cray shows its counters, as energy.pm_counters in a recipe.",
+        help="Folder of Cray power counters (recipe key energy.pm_counters).",
     ),
 )
 
 
 @click.command("watch", context_settings={"ignore_unknown_options": True})
 @click.option(
-    "--seconds", type=click.FloatRange(min=0.1), help="End after so long; else with Ctrl-C.", show_default=False
+    "--seconds", type=click.FloatRange(min=0.1), help="Stop after this time; default: at Ctrl-C.", show_default=False
 )
 @click.option(
     "--interval",
     default=0.1,
     show_default=True,
     type=click.FloatRange(0.001, 10.0),
-    help="Seconds between two reads of the counters, as energy.interval_s in a recipe.",
+    help="Seconds between two reads of the counters (recipe key energy.interval_s).",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end, and no lines meanwhile.")
-@click.option("--output", type=FILE, help="Keep all samples in this HDF5 file.")
+@click.option("--json", "as_json", is_flag=True, help="Print only one JSON object, at the end.")
+@click.option("--output", type=FILE, help="HDF5 file to write all samples to.")
 @_PLACES
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND ...]")
 @click.pass_context
@@ -73,10 +69,10 @@ def watch(
     pm_counters: Path,
     arguments: tuple[str, ...],
 ) -> None:
-    """Show the watts of every source once a second, and the joules of each at the end.
+    """Print the power of every source once a second, and the joules of each source at the end.
 
-    Around COMMAND it ends with it and leaves with its exit code; then all that is said here goes to stderr. Joules are
-    those of whole devices: what others do on this machine meanwhile is in them too.
+    If COMMAND is given, measure until it ends, print to stderr, and return its exit code. Counters measure whole
+    devices: the energy of other processes on this machine is included.
     """
     from hpcdist.energy.config import EnergyConfig
     from hpcdist.energy.monitor.monitor import EnergyWatch  # late: --help must not load numpy
@@ -89,12 +85,12 @@ def watch(
     totals = watch.finish()
     screen.end(json.dumps(jsonable(totals | {"exit_code": code})) if as_json else _total(totals))
     if watch.lost_output:
-        click.echo(f"Error: not all samples are kept: {watch.lost_output}", err=True)
+        click.echo(f"Error: some samples were not written: {watch.lost_output}", err=True)
     context.exit(code or (STORAGE if watch.lost_output else OK))
 
 
 class _Display:
-    """Printer of lines: one line that is renewed on a terminal, else a line each time."""
+    """Printer of a status text that changes. On a terminal, it overwrites one line; elsewhere, it prints a new line."""
 
     def __init__(self, *, to_stderr: bool, quiet: bool) -> None:
         self._err, self._quiet = to_stderr, quiet
@@ -102,7 +98,6 @@ class _Display:
         self._shown = False
 
     def begin(self, watch: "EnergyWatch") -> None:
-        """Tell what is measured, and what is not."""
         if self._quiet:
             return
         for track in watch.sampler.tracks:
@@ -112,7 +107,6 @@ class _Display:
             click.echo(f"{kind:5} not measured: {reason}", err=self._err)
 
     def moment(self, interval: "WatchInterval") -> None:
-        """Show the watts of a moment."""
         if self._quiet:
             return
         line = _line(interval)
@@ -124,14 +118,13 @@ class _Display:
         self._shown = True
 
     def end(self, text: str) -> None:
-        """Print the last words."""
         if self._shown and self._renews:
             click.echo("", err=self._err)
         click.echo(text, err=self._err)
 
 
 def _watch_for(watch: "EnergyWatch", seconds: float | None, screen: _Display) -> int:
-    """Watch for so many ``seconds``, or until a signal; that is how a watch without an end is meant to end."""
+    """Show the power for ``seconds``, or until a signal. If ``seconds`` is None, a signal is not an error."""
     with _signals() as caught:
         limit = math.inf if seconds is None else time.monotonic() + seconds
         _refresh(watch, screen, lambda: time.monotonic() >= limit or bool(caught), limit)
@@ -139,12 +132,11 @@ def _watch_for(watch: "EnergyWatch", seconds: float | None, screen: _Display) ->
 
 
 def _watch_command(watch: "EnergyWatch", arguments: Sequence[str], seconds: float | None, screen: _Display) -> int:
-    """Run a command, stop it after so many ``seconds``, and return its exit code."""
     with _signals() as caught:
         try:
             child = subprocess.Popen(arguments)
         except FileNotFoundError:
-            click.echo(f"Error: {arguments[0]}: there is no such command", err=True)
+            click.echo(f"Error: {arguments[0]}: command not found", err=True)
             return NOT_FOUND
         except OSError as error:
             click.echo(f"Error: {arguments[0]} cannot be started: {error.strerror}", err=True)
@@ -155,7 +147,7 @@ def _watch_command(watch: "EnergyWatch", arguments: Sequence[str], seconds: floa
             nonlocal passed
             for number in caught[passed:]:
                 passed += 1
-                if number != signal.SIGINT or not sys.stdin.isatty():  # a terminal sends its Ctrl-C to the command too
+                if number != signal.SIGINT or not sys.stdin.isatty():  # a terminal also sends Ctrl-C to the command
                     child.send_signal(number)
             return child.poll() is not None
 
@@ -169,7 +161,7 @@ def _watch_command(watch: "EnergyWatch", arguments: Sequence[str], seconds: floa
 
 
 def _refresh(watch: "EnergyWatch", screen: _Display, over: Callable[[], bool], limit: float) -> None:
-    """Show a moment a second until it is ``over``, of which the monotonic time ``limit`` is known before."""
+    """Print the power once a second until ``over()`` is true or the monotonic clock shows ``limit`` (in seconds)."""
     next_s = time.monotonic() + REFRESH_S
     while not over():
         now_s = time.monotonic()
@@ -181,7 +173,7 @@ def _refresh(watch: "EnergyWatch", screen: _Display, over: Callable[[], bool], l
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Note SIGINT and SIGTERM instead of ending: what was measured is to be told."""
+    """Context manager that records SIGINT and SIGTERM instead of exiting, so that results are still printed."""
     caught: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _: caught.append(number))
@@ -213,41 +205,40 @@ def _watts(value: float) -> str:
 
 
 def _total(totals: Mapping[str, Any]) -> str:
-    """Return what was used, source by source."""
     lines = [f"in {totals['seconds']:.1f} s:"]
     for row in totals["sources"]:
         joules = "unknown" if math.isnan(row["joules"]) else f"{row['joules']:,.1f} J"
-        part = "" if row["counted"] else ", a part of the node's"
+        note = "" if row["counted"] else ", included in the node's value"
         failed = f", {row['failed_reads']} failed reads" if row["failed_reads"] else ""
-        lines.append(f"  {row['kind']:5} {row['name']}: {joules}{part}{failed}")
+        lines.append(f"  {row['kind']:5} {row['name']}: {joules}{note}{failed}")
     if totals["reason"] is None:
         watts = totals["energy_j"] / totals["seconds"]
         lines.append(f"  total {totals['energy_j']:,.1f} J, {watts:.1f} W on average")
     else:
         lines.append(f"  total unknown: {totals['reason']}")
     if not math.isnan(totals["sampler_share"]):
-        lines.append(f"  reading took {totals['sampler_share']:.2%} of a processor")
+        lines.append(f"  reading the counters used {totals['sampler_share']:.2%} of a core")
     return "\n".join(lines)
 
 
-# name -> (where its click command is, what the overview says of it)
+# name -> ("module:attribute" of the click command, its line in the overview)
 COMMANDS: Final = {
     "sources": ("hpcdist.cli.energy.group:sources", "List the energy counters of this machine."),
-    "watch": ("hpcdist.cli.energy.group:watch", "Show watts now, or the joules of a command."),
+    "watch": ("hpcdist.cli.energy.group:watch", "Print the current power, or the joules of a command."),
     "report": ("hpcdist.cli.energy.report:command", "Account for the energy of a run."),
 }
 
 
 @click.group(cls=LazyGroup, lazy=COMMANDS)
 def command() -> None:
-    """Energy: its sources on this machine, watts now, joules of runs."""
+    """Show the energy counters of this machine, their present power, and the energy of runs."""
 
 
 @click.command()
 @_PLACES
 @json_option
 def sources(powercap: Path, pm_counters: Path, as_json: bool) -> None:
-    """List the energy counters that a training could read here, and why the others cannot be read."""
+    """List the energy counters that a training on this machine can read, and why others cannot be read."""
     from hpcdist.energy.config import EnergyConfig
     from hpcdist.energy.sources.discovery import survey  # late: --help must not load numpy
 
@@ -268,11 +259,11 @@ def _source_lines(row: dict[str, Any]) -> list[str]:
         return [f"not measured: {row['reason']}"]
     if "model" not in row:
         return ["readable"]
-    use = "this environment holds it" if row["held"] else "counted when a rank computes on it (run.device = 'gpu')"
+    use = "in this environment's allocation" if row["held"] else "counted if a rank uses it (run.device = 'gpu')"
     lines = [f"readable, {row['model']}; {use}"]
     lines += [row["note"]] if row["note"] else []
-    lines.append(f"power: {row['power']}" if row["power"] else "it tells no power")
+    lines.append(f"power: {row['power']}" if row["power"] else "power: not reported")
     if row["sensor"] is not None:
         update_s, window_s, source = row["sensor"]
-        lines.append(f"its sensor looks {window_s * 1e3:g} ms of every {update_s * 1e3:g} ms ({source})")
+        lines.append(f"its sensor averages {window_s * 1e3:g} ms of every {update_s * 1e3:g} ms ({source})")
     return lines

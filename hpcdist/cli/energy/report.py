@@ -1,6 +1,6 @@
-"""`hpcdist energy report`: print the joules of a run by phase, source and start, and what they cost.
+"""`hpcdist energy report`: print the joules of a run by phase, source and start, with cost and emissions.
 
-The figures are made by `hpcdist.training.use_cases.energy_figures`, which is imported late: it loads numpy and h5py.
+`hpcdist.training.use_cases.energy_figures` computes the figures. It is imported late: it loads numpy and h5py.
 """
 
 import json
@@ -21,17 +21,19 @@ UNITS: Final = ((1e12, "TJ"), (1e9, "GJ"), (1e6, "MJ"), (1e3, "kJ"))
 
 @click.command("report")
 @run_dir_argument
-@click.option("--target-loss", type=float, help="Also tell the joules until the training loss came down to this.")
+@click.option("--target-loss", type=float, help="Also print the joules until the training loss reached this value.")
 @click.option(
-    "--pue", type=click.FloatRange(1.0, 10.0), help="Power usage effectiveness of the site; else the recipe's."
+    "--pue", type=click.FloatRange(1.0, 10.0), help="Power usage effectiveness of the site.  [default: of the recipe]"
 )
-@click.option("--carbon-intensity", type=click.FloatRange(min=0.0), help="gCO2e per kWh; else the recipe's.")
-@click.option("--carbon-source", help="Whose figure --carbon-intensity is.")
-@click.option("--carbon-date", help="Of when --carbon-intensity is.")
-@click.option("--carbon", "forecast", type=FILE, help="Intensity over time: a CSV forecast.")
-@click.option("--price", type=click.FloatRange(min=0.0), help="Price of a kWh; else the recipe's.")
-@click.option("--currency", default="", help="That of --price.")
-@click.option("--slurm", is_flag=True, help="Compare with Slurm's own figure of the jobs (sacct).")
+@click.option(
+    "--carbon-intensity", type=click.FloatRange(min=0.0), help="Grid carbon in gCO2e per kWh.  [default: of the recipe]"
+)
+@click.option("--carbon-source", help="Publisher of the value of --carbon-intensity.")
+@click.option("--carbon-date", help="Date of the value of --carbon-intensity.")
+@click.option("--carbon", "forecast", type=FILE, help="CSV file with carbon intensity over time.")
+@click.option("--price", type=click.FloatRange(min=0.0), help="Price per kWh.  [default: of the recipe]")
+@click.option("--currency", default="", help="Currency of --price.")
+@click.option("--slurm", is_flag=True, help="Compare with the energy in Slurm accounting (sacct).")
 @json_option
 def command(
     run_dir: Path,
@@ -41,10 +43,10 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Account for the energy of the run in RUN_DIR, over all of its starts. It may be under way.
+    """Report the energy of the run in RUN_DIR, over all of its starts. The run may still be running.
 
-    Joules by phase are measured around checkpoints and validations; what training consists of is told by what the
-    ranks did between two new values of a counter, and has a standard error.
+    Checkpoints and validations are measured directly. The phases of training are estimated from the activities of the
+    ranks between two counter updates, with a standard error.
     """
     _check(carbon_intensity, carbon_source, carbon_date, options["forecast"])
     # Late: --help must not load numpy.
@@ -62,13 +64,13 @@ def command(
 
 def _check(intensity: float | None, source: str | None, date: str | None, forecast: Path | None) -> None:
     if intensity is not None and forecast is not None:
-        raise UsageError("--carbon-intensity and --carbon are two ways to say the same; choose one")
+        raise UsageError("--carbon-intensity and --carbon exclude each other; choose one")
     if (source or date) and intensity is None:
-        raise UsageError("--carbon-source and --carbon-date say whose figure --carbon-intensity is; give that, too")
+        raise UsageError("--carbon-source and --carbon-date describe --carbon-intensity; add --carbon-intensity")
 
 
 def text(account: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the report as lines for people."""
+    """Yield the lines of the energy report ``account``."""
     label = f" ({account['energy_label']})" if account["energy_label"] else ""
     yield f"run         {account['run_dir']}"
     if account["energy_j"] is None:
@@ -80,9 +82,9 @@ def text(account: Mapping[str, Any]) -> Iterator[str]:
             f"delay {account['energy_delay_product_js']:.4g} J s"
         )
     yield from _phases(account)
-    for name, what in (("j_per_step", "a step"), ("j_per_sample", "a sample"), ("j_per_token", "a token")):
+    for name, unit in (("j_per_step", "a step"), ("j_per_sample", "a sample"), ("j_per_token", "a token")):
         if account[name] is not None:
-            yield f"{'training' if what == 'a step' else '':11} {account[name]:.4g} J {what}"
+            yield f"{'training' if unit == 'a step' else '':11} {account[name]:.4g} J {unit}"
     if "target" in account:
         yield f"to target   {_target(account['target'])}"
     yield from _equivalents(account)
@@ -99,9 +101,9 @@ def _phases(account: Mapping[str, Any]) -> Iterator[str]:
     for name, row in account["phases"].items():
         rows.append(_row(name, row, account))
         if name == "training":
-            rows += [_row(f"  {part}", own, account) for part, own in account["activities"].items()]
+            rows += [_row(f"  {label}", activity, account) for label, activity in account["activities"].items()]
             if not account["activities"] and account["activities_reason"] != account["energy_reason"]:
-                rows[-1][-1] = f"its parts are not known: {account['activities_reason']}"
+                rows[-1][-1] = f"activities unknown: {account['activities_reason']}"
     yield from ("", *aligned(rows, left=(0, -1)), "")
 
 
@@ -111,7 +113,7 @@ def _row(name: str, row: Mapping[str, Any], account: Mapping[str, Any]) -> list[
     watts = "" if joules is None or not seconds else f"{joules / seconds:,.1f}"
     remark = f"+- {_joules(row['error_j'])}" if row.get("error_j") else ""
     reason = row.get("reason")
-    if joules is None and reason and reason != account["energy_reason"]:  # which is said above
+    if joules is None and reason and reason != account["energy_reason"]:  # that reason is printed above
         remark = reason
     return [name, _number(joules, ",.1f"), share, f"{seconds:,.1f}", watts, remark]
 
@@ -141,7 +143,7 @@ def _sources(account: Mapping[str, Any]) -> Iterator[str]:
     for row in account["sources"]:
         notes = ["declared model, not measured"] if row["declared"] else []
         notes += [row["note"]] if row["note"] else []
-        notes += [] if row["counted"] else ["part of the node's, not added"]
+        notes += [] if row["counted"] else ["included in the node's value, not added"]
         rows.append([str(row["node"]), row["kind"], row["name"], _number(row["joules"], ",.1f"), "; ".join(notes)])
     yield from ("", *aligned(rows, left=(1, 2, -1)))
 
@@ -168,10 +170,10 @@ def _target(target: Mapping[str, Any]) -> str:
 def _slurm(slurm: Mapping[str, Any]) -> str:
     if slurm["energy_j"] is None:
         return f"no figure: {slurm['reason']}"
-    ratio = "" if slurm["ratio"] is None else f", {slurm['ratio']:.2f} times what the run measured"
+    ratio = "" if slurm["ratio"] is None else f", {slurm['ratio']:.2f} times the energy measured by the run"
     lacking = "" if slurm["reason"] is None else f"; {slurm['reason']}"
     jobs = ", ".join(slurm["jobs"])
-    return f"{_joules(slurm['energy_j'])} of {jobs}{ratio} (whole nodes, whoever used them{lacking})"
+    return f"{_joules(slurm['energy_j'])} of {jobs}{ratio} (whole nodes, including other users{lacking})"
 
 
 def _joules(joules: float | None) -> str:

@@ -1,4 +1,4 @@
-"""`hpcdist jobs cancel`: let jobs save and end, or end them at once, with the later links of their chains."""
+"""`hpcdist jobs cancel`: let jobs save and end, or end them at once, with the later jobs of their chains."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from hpcdist.reporting import atomic
 
 @dataclass(frozen=True)
 class CancelRequest:
-    """Way in which a job is cancelled, and the parts of it."""
+    """A job to cancel, and how: ``parts`` are its array tasks or components to cancel."""
 
     job: LocatedJob
     how: str  # "pending", "now", "save" or "over"
@@ -31,39 +31,42 @@ class CancelRequest:
     "--save/--now",
     "saves",
     default=True,
-    help="Let a job that runs save and end after its step, or end it at once.  [default: save]",
+    help="Save a checkpoint after the current step and end, or end at once.  [default: save]",
     show_default=False,
 )
 def cancel(words: tuple[str, ...], saves: bool) -> None:
-    """Cancel jobs: those of a number, or all that train the run in a directory.
+    """Cancel jobs, named by job number or by the run directory that they train.
 
-    One that waits leaves the queue. One that runs is asked, by a file in its run directory, to save after its step and
-    to end, with exit code 0; its scheduler will not start it again. The later links of its chain leave the queue
-    before. With --now it is ended at once, and its work since the newest checkpoint is lost.
+    A pending job leaves the queue. A running job saves after the current step, ends with exit code 0, and is not
+    requeued. Later jobs of its chain leave the queue first. With --now a running job is ended at once; work since the
+    newest checkpoint is lost.
     """
     named = lookup.jobs_named(words)
     live = [job for job in named if job.id in words or job.entered is None or not job.entered.is_ended]
     jobs = _with_later_links(live or named[-1:])
     parts = dispatch.states_of_parts(job.id for job in jobs)
-    requests = [_request(job, parts[job.id], saves) for job in jobs]  # raises before anything is done
-    for request in reversed(requests):  # what comes last first: it would begin when the one before it ends
+    requests = [_request(job, parts[job.id], saves) for job in jobs]  # all checks precede the first cancellation
+    for request in reversed(requests):  # last job of a chain first: it would start when its predecessor ends
         _carry_out(request)
 
 
 def _with_later_links(jobs: Sequence[LocatedJob]) -> list[LocatedJob]:
-    """Return ``jobs`` with the later links of their chains, each after the one that it waits for."""
     ordered: dict[str, LocatedJob] = {}
     for job in jobs:
         ordered.setdefault(job.id, job)
-        known = {} if job.run_dir is None else ledger.jobs(ledger.read(job.run_dir))
+        ledger_jobs = {} if job.run_dir is None else ledger.jobs(ledger.read(job.run_dir))
         for link in job.later:
             ordered.pop(link, None)
-            ordered[link] = LocatedJob(link, job.run_dir, known.get(link))
+            ordered[link] = LocatedJob(link, job.run_dir, ledger_jobs.get(link))
     return list(ordered.values())
 
 
 def _request(job: LocatedJob, parts: Sequence[JobState], saves: bool) -> CancelRequest:
-    """Return what is to become of ``job``. Raises UsageError where it cannot save, MissingCapabilityError."""
+    """Return the request to cancel ``parts`` of ``job``. ``saves``: the job saves a checkpoint before it ends.
+
+    Raises UsageError if a running job cannot be asked to save, MissingCapabilityError if the state of a part is
+    unknown.
+    """
     unknown = [part for part in parts if part.state == SchedulerState.UNKNOWN]
     if unknown:
         raise MissingCapabilityError(f"job {job.id} cannot be cancelled: {printable(unknown[0].reason)}")
@@ -77,28 +80,30 @@ def _request(job: LocatedJob, parts: Sequence[JobState], saves: bool) -> CancelR
         return CancelRequest(job, "now", live)
     running = [part.id for part in live if not part.is_waiting]
     if job.run_dir is None or any("_" in part or "[" in part for part in running):
-        why = "no run of yours names it" if job.run_dir is None else "it is a task of an array"
+        why = "no run of yours contains it" if job.run_dir is None else "it is a task of an array"
         raise UsageError(
-            f"job {running[0]} runs, and cannot be asked to save: {why}. Nothing was cancelled; add --now to end it at "
-            "once"
+            f"running job {running[0]} cannot be asked to save: {why}. Nothing was cancelled; add --now to end the job "
+            "at once"
         )
     return CancelRequest(job, ledger.SAVE, live)
 
 
 def _check_is_ours(job: LocatedJob, parts: Sequence[JobState]) -> None:
-    """Raise UsageError where Slurm has another job of that number: several clusters may share a home directory."""
+    """Raise UsageError if the scheduler's job with this number is a different job than ``job``, going by the names.
+
+    This happens if clusters with separate job numbers share a home directory.
+    """
     ours = job.text("name").partition("\n")[0].strip()
     names = {part.name.strip() for part in parts} - {""}
     if dispatch.scheduler_of(job.id) == dispatch.SLURM and ours and names and ours not in names:
         raise UsageError(
-            f"job {job.id} is {printable(names.pop())!r} here, and {printable(ours)!r} in "
-            f"{printable(str(job.run_dir))}: it is another one, perhaps of another cluster. "
-            f"Nothing was cancelled; scancel {job.id} ends it"
+            f"job {job.id} is named {printable(names.pop())!r} in Slurm, but {printable(ours)!r} in "
+            f"{printable(str(job.run_dir))}: it is a different job, perhaps of another cluster. "
+            f"Nothing was cancelled; use `scancel {job.id}` to end it"
         )
 
 
 def _carry_out(request: CancelRequest) -> None:
-    """Carry out ``request``, and print what was done. Raises StorageError and MissingCapabilityError."""
     job = request.job
     if request.how == "over":
         gone = request.parts[0]
@@ -114,9 +119,8 @@ def _carry_out(request: CancelRequest) -> None:
 
 
 def _ask_to_save(job: LocatedJob) -> None:
-    """Let ``job`` save and end, and not come again."""
     assert job.run_dir is not None
-    # First what keeps it from another start, the ledger, which its script reads when the training has ended.
+    # First the ledger entry that prevents another start: the job script reads it when the training has ended.
     ledger.record(job.run_dir, ledger.CANCELLED, job=job.id, how=ledger.SAVE)
     if dispatch.scheduler_of(job.id) == dispatch.SLURM:
         refused = queue.forbid_requeue(job.id)
@@ -125,9 +129,8 @@ def _ask_to_save(job: LocatedJob) -> None:
     path = job.run_dir / STOP_FILE
     atomic.save(path, f"{job.id}\n", "the job goes on. End it at once with --now")
     lookup.say(
-        f"job {job.id} saves after its step and ends: {printable(str(path))} asks it to. "
-        f"`hpcdist jobs status {job.id}` "
-        "tells when; --now ends it at once"
+        f"job {job.id} saves after its current step and ends (stop file {printable(str(path))}). "
+        f"`hpcdist jobs status {job.id}` shows its state; --now ends it at once"
     )
 
 
@@ -136,5 +139,5 @@ def _record(job: LocatedJob, how: str) -> None:
         return
     try:
         ledger.record(job.run_dir, ledger.CANCELLED, job=job.id, how=how)
-    except StorageError as error:  # the job has been cancelled nevertheless
+    except StorageError as error:  # the job is already cancelled
         lookup.say(f"warning: {printable(str(error))}")

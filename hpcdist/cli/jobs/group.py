@@ -1,4 +1,4 @@
-"""The group `hpcdist jobs`: a job waits for its commands on all of its nodes, so they load neither MPI nor HDF5."""
+"""The command group `hpcdist jobs`. Job scripts run its commands while all nodes wait: it loads no MPI and no HDF5."""
 
 from typing import Final
 
@@ -6,22 +6,21 @@ import click
 
 from hpcdist.cli.common import LazyGroup
 
-# name -> (where its click command is, what the overview says of it), in the order in which a user needs them
+# name -> ("module:attribute" of the click command, its line in the overview), in the order in which users need them
 COMMANDS: Final = {
-    "status": ("hpcdist.cli.jobs.status:status", "Show how jobs are."),
-    "log": ("hpcdist.cli.jobs.log:log", "Show what a job has printed."),
+    "status": ("hpcdist.cli.jobs.status:status", "Show the state of jobs."),
+    "log": ("hpcdist.cli.jobs.log:log", "Print the log of a job."),
     "cancel": ("hpcdist.cli.jobs.cancel:cancel", "Let jobs save and end, or end them at once."),
     "report": ("hpcdist.cli.jobs.report:report", "Account for a job: steps, time, restarts, energy."),
-    "begin": ("hpcdist.cli.jobs.begin:begin", "For the script of a job: may it train?"),
-    "end": ("hpcdist.cli.jobs.begin:end", "For the script of a job: does it go on?"),
+    "begin": ("hpcdist.cli.jobs.begin:begin", "For job scripts: decide whether the job trains."),
+    "end": ("hpcdist.cli.jobs.begin:end", "For job scripts: decide whether the job is requeued."),
 }
 
 
 class JobsGroup(LazyGroup):
-    """Group whose command is `status` where none is named."""
+    """Click group that runs the command `status` if no command is named."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the words after `hpcdist jobs`."""
         if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
             args = ["status", *args]
         return super().parse_args(ctx, args)
@@ -29,7 +28,7 @@ class JobsGroup(LazyGroup):
 
 @click.group(cls=JobsGroup, lazy=COMMANDS)
 def command() -> None:
-    """Look at the jobs that `hpcdist submit` has made, read their logs, cancel and account for them.
+    """Show the jobs of `hpcdist submit`, print their logs, cancel them, and report their use of resources.
 
-    Without a command it is `hpcdist jobs status`. A job is named by its number, or by the directory of its run.
+    The default command is `status`. Name a job by its number or by its run directory.
     """

@@ -1,4 +1,4 @@
-"""`hpcdist jobs log`: print the end of a job's log, and follow it until the job is over."""
+"""`hpcdist jobs log`: print the end of a job's log, and follow the log until the job is over."""
 
 import math
 import os
@@ -18,15 +18,17 @@ from hpcdist.errors import ConfigurationError, StorageError, UsageError
 
 BLOCK_BYTES: Final = 1 << 16
 POLL_S: Final = 0.5
-SCHEDULER_POLL_S: Final = 5.0  # the scheduler, whether the job is over
+SCHEDULER_POLL_S: Final = 5.0  # interval of asking the scheduler whether the job is over
 
 
 @click.command("log")
 @JOB_ARGUMENT
-@click.option("-n", "--lines", type=click.IntRange(min=0), default=30, help="So many lines of its end; 0: all of it.")
-@click.option("--follow", is_flag=True, help="Go on with what is printed, until the job is over.")
+@click.option(
+    "-n", "--lines", type=click.IntRange(min=0), default=30, help="Number of last lines to print; 0: the whole log."
+)
+@click.option("--follow", is_flag=True, help="Keep printing new lines until the job is over.")
 def log(word: str, lines: int, follow: bool) -> None:
-    """Show the end of the log of a job, of a run that of the job which began last. All its starts write one log."""
+    """Print the end of a job's log; for a run directory, its newest job's log. All starts of a job share one log."""
     job = lookup.job_named(word)
     path = log_path(job)
     lookup.say(printable(str(path)))
@@ -42,40 +44,40 @@ def log(word: str, lines: int, follow: bool) -> None:
         state = dispatch.states([job.id])[job.id]
         reason = f" ({printable(state.reason)})" if state.reason else ""
         raise StorageError(
-            f"{printable(str(path))} is not there: job {job.id} is {printable(state.state)}{reason}; "
+            f"{printable(str(path))} does not exist: job {job.id} is {printable(state.state)}{reason}; "
             "--follow waits for it"
         ) from None
-    except BrokenPipeError:  # of `| head`: it is no fault of the log, and click ends quietly
+    except BrokenPipeError:  # the reader, such as `| head`, has exited: click ends quietly
         raise
     except OSError as error:
         raise StorageError(f"{printable(str(path))} cannot be read: {error.strerror}") from error
 
 
 def log_path(job: LocatedJob) -> Path:
-    """Return where the log of ``job`` is: by its ledger, else by its scheduler.
+    """Return the path of the log of ``job``, from its ledger or the scheduler.
 
-    Raises UsageError for an array, and ConfigurationError where nobody knows.
+    Raises UsageError for a whole array, which has several logs, and ConfigurationError if no log is known.
     """
     text = job.log(job.id)
     if lookup.TASK_PATTERN in os.path.basename(text):
-        raise UsageError(f"job {job.id} is an array, and each of its tasks has a log: name one, as {job.id}_0")
+        raise UsageError(f"job {job.id} is an array with one log per task; name one task, e.g. {job.id}_0")
     if not text and dispatch.scheduler_of(job.id) == dispatch.SLURM:
         text = queue.log_of(job.id)
     text = text or dispatch.states([job.id])[job.id].log
     if not text:
         raise ConfigurationError(
-            f"nobody knows where the log of job {job.id} is: no run of yours names it, and its scheduler does not "
-            "either; look where it was submitted"
+            f"the log of job {job.id} is unknown: no run of yours contains the job, and its scheduler does not report "
+            "a log; look in the directory of the submission"
         )
     return Path(text)
 
 
 def _tail_offset(file: BinaryIO, lines: int) -> int:
-    """Return the byte at which the last ``lines`` of ``file`` begin; 0 for all of it."""
+    """Return the byte offset where the last ``lines`` lines of ``file`` begin. If ``lines`` is 0, return 0."""
     end = file.seek(0, os.SEEK_END)
     if lines == 0 or end == 0:
         return 0
-    newlines, at = 0, end - 1  # that of the last line itself does not count
+    newlines, at = 0, end - 1  # skip the newline that ends the last line
     while at > 0:
         begin = max(0, at - BLOCK_BYTES)
         file.seek(begin)
@@ -97,14 +99,13 @@ def _copy(file: BinaryIO) -> None:
 
 
 def _wait_for(path: Path, job: LocatedJob) -> None:
-    """Wait until ``path`` is there, or the job is over."""
     for _ in _poll(job):
         if path.exists():
             return
 
 
 def _poll(job: LocatedJob) -> Iterator[None]:
-    """Yield now and then, and a last time after ``job`` is over: what it printed last is there then."""
+    """Yield at intervals of POLL_S seconds while ``job`` runs, and once after it has ended, to read its last output."""
     queried_s = -math.inf
     while True:
         over = False

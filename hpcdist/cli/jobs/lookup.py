@@ -1,7 +1,7 @@
-"""Look up jobs by the words of a command line (number or run directory), and print their texts safely.
+"""Find jobs by the words of a command line (job number or run directory), and print their texts safely.
 
-A job is known by the ledger of its run, a number also by the scheduler; a run directory stands for the job that began
-last. Also has the arguments, tables and formats that all `hpcdist jobs` commands share.
+A run directory selects its jobs by its ledger; a job number may also be known to the scheduler only. The module also
+has the arguments, tables and formats that all `hpcdist jobs` commands share.
 """
 
 import os
@@ -21,15 +21,15 @@ from hpcdist.reporting import regular
 
 JOB_ARGUMENT: Final = click.argument("word", metavar="JOB|RUN_DIR")
 JOBS_ARGUMENT: Final = click.argument("words", metavar="[JOB|RUN_DIR]...", nargs=-1)
-TASK_PATTERN: Final = "%a"  # number of a task in the name of a log, as Slurm writes it
+TASK_PATTERN: Final = "%a"  # Slurm's placeholder for the array task number in the name of a log
 _LONG_AGO: Final = datetime.min.replace(tzinfo=UTC)
 
 
 @dataclass(frozen=True)
 class LocatedJob:
-    """A job, and what the ledger of its run has of it: None for one that no run of this user's registry names.
+    """A job, and its ledger data ``entered`` (None if no run in this user's registry contains the job).
 
-    ``later`` are the links of its chain that wait for its end.
+    ``later`` lists the numbers of jobs in the same chain that wait for this job to end.
     """
 
     id: str
@@ -38,52 +38,46 @@ class LocatedJob:
     later: tuple[str, ...] = ()
 
     def text(self, name: str) -> str:
-        """Return what the ledger has under ``name``, "" where nothing."""
+        """Return the text of the ledger field ``name``, or "" if it is not set."""
         return "" if self.entered is None else self.entered.text(name)
 
     def log(self, part: str) -> str:
-        """Return where ``part`` prints, this job or a task of it; "" where no ledger says.
-
-        That of a whole array has TASK in its name, for the number of a task.
-        """
+        """Return the log path of this job, or of array task ``part``. For a whole array, it contains TASK_PATTERN."""
         folder, name = os.path.split(self.text("log"))
         task = part.partition("_")[2]
         return os.path.join(folder, name.replace(TASK_PATTERN, task) if task.isdecimal() else name)
 
 
 def all_jobs() -> list[LocatedJob]:
-    """Return all jobs of the runs in the registry of this user. A ledger that cannot be read is told and left out."""
+    """Return the jobs of all runs in this user's registry. An unreadable ledger is skipped with a warning."""
     return [job for run_dir in ledger.registered_runs() for job in _of_run(run_dir)]
 
 
 def jobs_named(words: Sequence[str]) -> list[LocatedJob]:
-    """Return the jobs that ``words`` name, each by its number or by the directory of its run.
-
-    Raises UsageError for what is neither, ConfigurationError for a directory for which nothing was submitted.
-    """
+    """Return the jobs that ``words`` (job numbers, run directories) name. Raises UsageError and ConfigurationError."""
     jobs: dict[str, LocatedJob] = {}
-    known = all_jobs() if any(dispatch.is_id(word) for word in words) else []
+    registered_jobs = all_jobs() if any(dispatch.is_id(word) for word in words) else []
     for word in words:
-        own = [_by_number(word, known)] if dispatch.is_id(word) else _by_directory(word)
-        jobs |= {job.id: job for job in own}
+        matches = [_by_number(word, registered_jobs)] if dispatch.is_id(word) else _by_directory(word)
+        jobs |= {job.id: job for job in matches}
     return list(jobs.values())
 
 
 def job_named(word: str) -> LocatedJob:
-    """Return the job that ``word`` names; of a run the one that began last, or else was submitted last."""
+    """Return the job that ``word`` names. A run directory means its job that began or was submitted last."""
     jobs = jobs_named([word])
-    begun = [(entry.time, job) for job in jobs if job.entered and (entry := job.entered.last(ledger.BEGAN))]
-    return max(begun, key=lambda pair: pair[0])[1] if begun else jobs[-1]
+    started = [(entry.time, job) for job in jobs if job.entered and (entry := job.entered.last(ledger.BEGAN))]
+    return max(started, key=lambda pair: pair[0])[1] if started else jobs[-1]
 
 
 def _by_number(job: str, everything: Sequence[LocatedJob]) -> LocatedJob:
-    """Return the newest job of that number: several clusters may share a home directory."""
+    """Return the newest registered job with number ``job``. Numbers can repeat if clusters share a home directory."""
     whole = job.partition("_")[0].partition("+")[0]
-    known = [candidate for candidate in everything if candidate.id in (job, whole) and candidate.entered is not None]
-    if not known:
+    matches = [candidate for candidate in everything if candidate.id in (job, whole) and candidate.entered is not None]
+    if not matches:
         return LocatedJob(job)
     newest = max(
-        known,
+        matches,
         key=lambda candidate: (
             candidate.id == job,
             candidate.entered.entries[-1].time if candidate.entered else _LONG_AGO,
@@ -96,14 +90,14 @@ def _by_directory(word: str) -> list[LocatedJob]:
     run_dir = Path(word)
     if not run_dir.is_dir():
         raise UsageError(
-            f"{printable(word)} is neither the number of a job (123, 123_4, 123.server, local-12-345) nor a directory; "
-            "`hpcdist jobs status --all` lists the jobs of your runs"
+            f"{printable(word)} is neither a job number (123, 123_4, 123.server, local-12-345) nor a directory; "
+            "list the jobs of your runs with `hpcdist jobs status --all`"
         )
     jobs = _jobs(run_dir, ledger.read(run_dir))
     if not jobs:
         raise ConfigurationError(
-            f"{printable(word)} holds no {ledger.FILE_NAME}: nothing was submitted for it; "
-            "give the --out of a submission"
+            f"{printable(word)} contains no {ledger.FILE_NAME}: no job was submitted for it; "
+            "give the --out directory of a submission"
         )
     return jobs
 
@@ -122,7 +116,7 @@ def _jobs(run_dir: Path, entries: list[ledger.LedgerEntry]) -> list[LocatedJob]:
 
 
 def recipe_steps(run_dir: Path) -> int | None:
-    """Return how many steps the run in ``run_dir`` is to have, None where its recipe does not say (local)."""
+    """Return the key run.steps of the recipe in ``run_dir``, or None if the recipe is missing or unreadable. Local."""
     try:
         steps = regular.toml(run_dir / RECIPE_FILE).get("run", {}).get("steps")
     except (OSError, ValueError, AttributeError):
@@ -131,18 +125,18 @@ def recipe_steps(run_dir: Path) -> int | None:
 
 
 def printable(text: str) -> str:
-    r"""Return ``text`` with all that a terminal would not show as it stands escaped: a name must not command it."""
+    r"""Escape the unprintable characters of ``text``, so that a name cannot send terminal control sequences."""
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
 def short_path(path: Path) -> str:
-    """Return ``path`` as short as it can be written from here, and as `printable`."""
+    """Return ``path`` relative to the current directory if that is shorter, made `printable`."""
     here = os.path.relpath(path)
     return printable(str(path) if here.startswith(os.pardir) else here)
 
 
 def duration(seconds: float | None) -> str:
-    """Return 1-02:03:04, 2:03:04 or 3:04; "-" for None."""
+    """Format seconds as 1-02:03:04, 2:03:04 or 3:04, or None as "-"."""
     if seconds is None:
         return "-"
     minutes, rest = divmod(round(seconds), 60)
@@ -154,5 +148,5 @@ def duration(seconds: float | None) -> str:
 
 
 def say(text: str) -> None:
-    """Print a line about jobs, on stderr."""
+    """Print a line with the prefix ``hpcdist jobs:`` on stderr."""
     click.echo(f"hpcdist jobs: {text}", err=True)

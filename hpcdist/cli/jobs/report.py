@@ -1,9 +1,8 @@
 """`hpcdist jobs report`: steps, time, restarts, energy and lost work of jobs.
 
-Sources are the accounts of Slurm and the ledger of the run. A start is an entry `began` of the ledger, with what is
-known of its end. In it the training may have started several times (`hpcdist run --restarts`): ``starts.json`` has
-those. Of one that failed, the work since the last checkpoint before its end is lost; where that checkpoint has been
-removed since, the figure is an upper bound.
+Data sources: Slurm accounting and the ledger of the run. A start of a job is a `began` entry of the ledger. During a
+start the training may start several times (`hpcdist run --restarts`); ``starts.json`` records these. A failed training
+loses the work since its last checkpoint. If that checkpoint was removed, the reported loss is an upper bound.
 """
 
 import json
@@ -32,17 +31,17 @@ from hpcdist.reporting.units import counted
 if TYPE_CHECKING:  # late at run time: --help must not load it
     from hpcdist.training.run.start_record import StartEntry
 
-CLOCK_SLACK: Final = timedelta(seconds=1)  # between what two processes call now
-_LATEST_S: Final = 1 << 33  # seconds since 1970, of what can be meant
+CLOCK_SLACK: Final = timedelta(seconds=1)  # tolerated clock difference of two processes
+_LATEST_S: Final = 1 << 33  # largest plausible time, in seconds since 1970
 _END_OF_TIME: Final = datetime.max.replace(tzinfo=UTC)
-_STOP_REQUESTED: Final = (REQUEUE, INTERRUPTED)  # exit codes of a training that was told to stop: it did not fail
-_UNKNOWN: Final = "no scheduler and no ledger says how long"
+_STOP_REQUESTED: Final = (REQUEUE, INTERRUPTED)  # exit codes of a training that was asked to stop: not a failure
+_UNKNOWN: Final = "neither a scheduler nor a ledger has the duration"
 _AFTER: Final = " of work after the last checkpoints of failed starts"
 
 
 @dataclass(frozen=True)
 class JobStart:
-    """One start of a job: ``elapsed_s`` and ``nodes`` are None where nobody has written them down."""
+    """One start of a job; a requeued job has several. ``elapsed_s`` and ``nodes`` are None if unknown."""
 
     job: str
     elapsed_s: float | None
@@ -53,7 +52,7 @@ class JobStart:
 
 
 class StartWindow(NamedTuple):
-    """The time from one start of a run to the next, and where the ledger has its begin."""
+    """Time from one start of a job to the run's next start. ``place``: index of the start's entry in the ledger."""
 
     place: int
     job: str
@@ -61,15 +60,15 @@ class StartWindow(NamedTuple):
     last: datetime
 
     def has(self, training: "StartEntry") -> bool:
-        """Whether ``training`` began in it."""
+        """Return True if the training start ``training`` began in this window."""
         return self.first - CLOCK_SLACK <= _utc(training.began) < self.last
 
 
 def start_windows(entries: Sequence[ledger.LedgerEntry]) -> list[StartWindow]:
-    """Return a window for each start in the ledger."""
-    begun = [(place, entry) for place, entry in enumerate(entries) if entry.event == ledger.BEGAN]
-    ends = [*(entry.time for _, entry in begun[1:]), _END_OF_TIME]
-    return [StartWindow(place, entry.job, entry.time, end) for (place, entry), end in zip(begun, ends, strict=False)]
+    """Return a time window for each start of a job in the ledger."""
+    started = [(place, entry) for place, entry in enumerate(entries) if entry.event == ledger.BEGAN]
+    ends = [*(entry.time for _, entry in started[1:]), _END_OF_TIME]
+    return [StartWindow(place, entry.job, entry.time, end) for (place, entry), end in zip(started, ends, strict=False)]
 
 
 def _job_start(
@@ -78,10 +77,10 @@ def _job_start(
     live: dict[str, JobState],
     trainings: Sequence["StartEntry"],
 ) -> JobStart:
-    """Return a start of a job by the ledger.
+    """Return the data of the job start in ``window``.
 
-    One that was killed has written no end. The last of a job lasted as ``live`` says then, if it does; another at least
-    as long as its ``trainings`` were seen.
+    A killed start has no `ended` entry. If it is the job's last start, its duration comes from ``live``, the state of
+    the job in the scheduler. Otherwise the last heartbeat of its ``trainings`` gives a lower bound.
     """
     entry, state = entries[window.place], live.get(window.job)
     later = [other for other in entries[window.place + 1 :] if other.job == window.job]
@@ -105,7 +104,7 @@ def _job_start(
 
 
 def save_times(run_dir: Path, entries: Sequence[ledger.LedgerEntry]) -> list[datetime]:
-    """Return when checkpoints were written: those that are there, and those that the ledger mentions (local)."""
+    """Return the times at which checkpoints were written, from existing checkpoints and the ledger. Local."""
     from hpcdist.cli.run import checkpoints
 
     mentioned = [ns for entry in entries if 0 < (ns := entry.number("saved_ns") or 0) < _LATEST_S * 10**9]
@@ -113,7 +112,10 @@ def save_times(run_dir: Path, entries: Sequence[ledger.LedgerEntry]) -> list[dat
 
 
 def lost_s(trainings: Sequence["StartEntry"], within: Sequence[StartWindow], saved: Sequence[datetime]) -> float:
-    """Return the seconds of work that those of ``trainings`` have lost by failing that began ``within`` windows."""
+    """Return the seconds of work that failed training starts lost: from the last checkpoint to the last heartbeat.
+
+    Only starts that began in one of the windows ``within`` count. ``saved`` are the times of the checkpoints.
+    """
     seconds = 0.0
     for training in trainings:
         if not training.end and any(window.has(training) for window in within):
@@ -124,7 +126,7 @@ def lost_s(trainings: Sequence["StartEntry"], within: Sequence[StartWindow], sav
 
 
 def is_running(entries: Sequence[ledger.LedgerEntry]) -> bool:
-    """Whether the newest start of the run has said no end."""
+    """Return True if the ledger has no `ended` entry for the newest start of the run."""
     last = next((entry for entry in reversed(entries) if entry.event in (ledger.BEGAN, ledger.ENDED)), None)
     return last is not None and last.event == ledger.BEGAN
 
@@ -137,22 +139,22 @@ def _utc(seconds: float) -> datetime:
 @JOB_ARGUMENT
 @json_option
 def report(word: str, as_json: bool) -> None:
-    """Account for a job, or for all jobs of a run: how it ended, time, node hours, restarts, steps, energy, lost work.
+    """Report on a job, or on all jobs of a run: outcome, time, node hours, restarts, steps, energy, lost work.
 
-    Times and joules are those of Slurm's accounting, where that is on; else times are those of the ledger, from begin
-    to end of the training. Energy is what Slurm has booked in the steps of the job, its script included, once each: of
-    whole nodes, and so only of this job where it had them for itself. Slurm knows it when a job is over.
+    Times and energy come from Slurm accounting if enabled; otherwise times are from the ledger. Slurm measures the
+    energy of whole nodes, so the value is only right if the job had the nodes to itself. It is available once the job
+    is over.
 
     --json prints one object: jobs, each with job, state, reason, exit_code and restarts; run_dir, starts,
     failed_starts, elapsed_s, elapsed_by (accounts, ledger or queue), elapsed_reason, node_hours, steps_from, steps_to,
-    steps, energy_j, energy_reason (also of what is not in energy_j), lost_s and lost_reason; null is what is not known.
+    steps, energy_j, energy_reason, lost_s and lost_reason; unknown is null.
     """
     figures = account(lookup.jobs_named([word]))
     click.echo(json.dumps(figures) if as_json else "\n".join(text(figures)))
 
 
 def account(jobs: Sequence[LocatedJob]) -> dict[str, Any]:
-    """Return the figures of ``jobs``, which are of one run, or one job of none. Raises ConfigurationError."""
+    """Return the figures for ``jobs``: all jobs of a run, or one job. Raises ConfigurationError if no job is known."""
     ids = [job.id for job in jobs]
     by_scheduler = dispatch.states(ids)
     states = {job.id: by_ledger(job, by_scheduler[job.id]) for job in jobs}
@@ -164,8 +166,8 @@ def account(jobs: Sequence[LocatedJob]) -> dict[str, Any]:
         and all(state.state in (SchedulerState.GONE, SchedulerState.UNKNOWN) for state in states.values())
     ):
         raise ConfigurationError(
-            f"nothing is known of job {', '.join(ids)}: {printable(states[ids[0]].reason)}; "
-            "name the directory of its run"
+            f"job {', '.join(ids)} is unknown: {printable(states[ids[0]].reason)}; "
+            "give the directory of its run instead"
         )
     entries = [] if run_dir is None else ledger.read(run_dir)
     trainings = [] if run_dir is None else _trainings(run_dir)
@@ -193,7 +195,6 @@ def _end_of(state: JobState) -> dict[str, Any]:
 
 
 def _starts(begun: Sequence[JobStart], rows: Sequence[JobState], states: dict[str, JobState]) -> dict[str, Any]:
-    """Return how many starts there were, and how many of them ended by nobody's wish."""
     if not begun:
         return {"starts": len(rows) or None, "failed_starts": None}
     last = {start.job: start for start in begun}
@@ -204,25 +205,27 @@ def _starts(begun: Sequence[JobStart], rows: Sequence[JobState], states: dict[st
 
 
 def _time(begun: Sequence[JobStart], rows: Sequence[JobState], states: dict[str, JobState]) -> dict[str, Any]:
-    """Return the time of all starts, and node hours, by the best that knows both of all of them."""
+    """Return the total time and node hours of the starts ``begun``: from accounting, the ledger or the queue.
+
+    The first of these that knows all starts is used.
+    """
     # Components of a heterogeneous job (7+0, 7+1) are on different nodes at the same time.
     accounts = [((row.id.partition("+")[0], row.restarts), row.elapsed_s, row.nodes) for row in rows]
-    own = [(number, each.elapsed_s, each.nodes) for number, each in enumerate(begun)]
-    # The queue knows of the last start alone, and the ledger has asked it for that.
-    single = [(job, each.elapsed_s, each.nodes) for job, each in states.items() if not (begun or each.restarts)]
-    for by, known in (("accounts", accounts), ("ledger", own), ("queue", single)):
+    by_ledger = [(number, entry.elapsed_s, entry.nodes) for number, entry in enumerate(begun)]
+    # The queue only has the last start, and the ledger has already used it.
+    by_queue = [(job, entry.elapsed_s, entry.nodes) for job, entry in states.items() if not (begun or entry.restarts)]
+    for by, durations in (("accounts", accounts), ("ledger", by_ledger), ("queue", by_queue)):
         times: dict[Any, float] = {}
-        for start, elapsed_s, _ in known:
+        for start, elapsed_s, _ in durations:
             times[start] = max(times.get(start, 0.0), elapsed_s or 0.0)
-        if times and len(times) >= len(begun) and all(elapsed_s is not None for _, elapsed_s, _ in known):
-            hours = [elapsed_s * nodes / 3600 for _, elapsed_s, nodes in known if elapsed_s is not None and nodes]
+        if times and len(times) >= len(begun) and all(elapsed_s is not None for _, elapsed_s, _ in durations):
+            hours = [elapsed_s * nodes / 3600 for _, elapsed_s, nodes in durations if elapsed_s is not None and nodes]
             figures = {"elapsed_s": sum(times.values()), "elapsed_by": by, "elapsed_reason": None}
-            return figures | {"node_hours": sum(hours) if len(hours) == len(known) else None}
+            return figures | {"node_hours": sum(hours) if len(hours) == len(durations) else None}
     return {"elapsed_s": None, "elapsed_by": None, "elapsed_reason": _UNKNOWN, "node_hours": None}
 
 
 def _steps(run_dir: Path | None, begun: Sequence[JobStart], states: dict[str, JobState]) -> dict[str, Any]:
-    """Return from which step to which checkpoint the jobs have come."""
     if run_dir is None or not begun:
         return {
             "steps_from": None,
@@ -237,19 +240,18 @@ def _steps(run_dir: Path | None, begun: Sequence[JobStart], states: dict[str, Jo
 def _energy(
     rows: Sequence[JobState], no_rows: str, states: dict[str, JobState], run_dir: Path | None
 ) -> dict[str, Any]:
-    """Return the joules of all starts together, and why they are not known or what is not in them."""
     if not rows:
         reasons = [no_rows, *(state.energy_reason for state in states.values())]
         return {"energy_j": None, "energy_reason": next(filter(None, reasons), "no accounts of these jobs")}
     energy = slurm_energy.of_rows(rows)
     reason = energy.lacking
-    if slurm_energy.NOT_YET in reason:  # as in the report at the end of a job's own script
+    if slurm_energy.NOT_YET in reason:  # same hint as in the report at the end of the job script
         reason += f": see `hpcdist jobs report {shlex.quote(str(run_dir or rows[-1].id))}` then"
     return {"energy_j": energy.known, "energy_reason": reason or None}
 
 
 def _trainings(run_dir: Path) -> "list[StartEntry]":
-    """Return the starts of the run by its own record whose times can be meant: anybody may have written in it."""
+    """Return the starts in ``starts.json`` that have plausible times, since a user may have edited the file."""
     from hpcdist.training.run import start_record
 
     starts = start_record.known_starts(run_dir)
@@ -262,21 +264,20 @@ def _lost(
     windows: Sequence[StartWindow],
     trainings: "Sequence[StartEntry]",
 ) -> dict[str, Any]:
-    """Return the seconds of work that failed starts have lost."""
     from hpcdist.training.run.start_record import HEARTBEAT_S
 
     if run_dir is None or not windows:
         return {"lost_s": None, "lost_reason": "no ledger has starts of these jobs"}
     if not trainings:
         return {"lost_s": None, "lost_reason": "no training has begun, or its record cannot be read"}
-    # One that is at work may yet save: what is not seen any more does not.
+    # A start that is still running may yet save, unless its heartbeat stopped.
     works = is_running(entries) and time.time() - trainings[-1].seen < 2 * HEARTBEAT_S
     over = trainings[: len(trainings) - works]
     return {"lost_s": lost_s(over, windows, save_times(run_dir, entries)), "lost_reason": None}
 
 
 def text(figures: dict[str, Any]) -> list[str]:
-    """Return the figures as lines for people."""
+    """Return the figures as lines of text."""
     lines = []
     for job in figures["jobs"]:
         code = "" if job["exit_code"] is None else f", exit code {job['exit_code']}"
@@ -297,8 +298,8 @@ def text(figures: dict[str, Any]) -> list[str]:
     lost = figures["lost_s"]
     lines.append(f"lost       {_unknown(figures['lost_reason']) if lost is None else duration(lost) + _AFTER}")
     joules, reason = figures["energy_j"], figures["energy_reason"]
-    beside = "" if reason is None else f" ({printable(reason)})"
-    lines.append(f"energy     {_unknown(reason) if joules is None else f'{joules:,.0f} J{beside}'}")
+    note = "" if reason is None else f" ({printable(reason)})"
+    lines.append(f"energy     {_unknown(reason) if joules is None else f'{joules:,.0f} J{note}'}")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""`hpcdist jobs status`: one line for each job, by its scheduler, its ledger and the checkpoints of its run."""
+"""`hpcdist jobs status`: one line per job, from its scheduler, its ledger and the checkpoints of its run."""
 
 import json
 import time
@@ -22,19 +22,19 @@ from hpcdist.cli.jobs.lookup import JOBS_ARGUMENT, LocatedJob, duration, printab
 from hpcdist.errors import OK, REQUEUE
 from hpcdist.reporting.table import aligned, text_of
 
-JOB_NAME_PREFIX: Final = "hpcdist"  # how the names of jobs begin that no ledger names, and are shown nevertheless
-_AS_ASKED: Final = "saved and ended, as it was asked to"
-_UNFINISHED: Final = "stopped before its last step: submit it again to go on"
+JOB_NAME_PREFIX: Final = "hpcdist"  # queued jobs with this name prefix are listed even if no ledger has them
+_AS_ASKED: Final = "saved and ended as requested"
+_UNFINISHED: Final = "stopped before its last step: submit it again to continue"
 _UNKNOWN_STATES: Final = (
     SchedulerState.GONE,
     SchedulerState.UNKNOWN,
-)  # whose reason is a sentence: it is told below the table
+)  # their reason is a sentence: it is printed below the table
 _HEAD: Final = ("JOB", "NAME", "STATE", "NODES", "ELAPSED", "LEFT", "RESTARTS", "SAVED", "RUN")
 
 
 @dataclass(frozen=True)
 class StatusRow:
-    """A job, or one task of it: what is known of it, and of its run."""
+    """A row of the status table for a job or array task: state, newest checkpoint, and run.steps of the recipe."""
 
     job: LocatedJob
     state: JobState
@@ -43,30 +43,30 @@ class StatusRow:
 
     @property
     def name(self) -> str:
-        """Its name: as it was submitted, else as the queue has it."""
+        """Job name in the submission, or else in the queue."""
         return self.job.text("name") or self.state.name
 
 
 @click.command("status")
 @JOBS_ARGUMENT
-@click.option("--all", "ended", is_flag=True, help="Show jobs that are over, too.")
+@click.option("--all", "ended", is_flag=True, help="Also show jobs that are over.")
 @json_option
 def status(words: tuple[str, ...], ended: bool, as_json: bool) -> None:
-    """Show how jobs are: those that are named, by number or run directory, or all of yours that are not over.
+    """Show the state of the named jobs (number or run directory), or of all your jobs that are not over.
 
-    SAVED is the newest checkpoint of the run, of so many steps, and its age. Yours are the jobs of all runs that you
-    have submitted, and those in the queue whose names begin with hpcdist.
+    SAVED is the newest checkpoint of the run: its step, the steps of the recipe, and its age. Your jobs include queued
+    jobs whose name begins with hpcdist.
 
     --json prints {"jobs": [...]}, each with job, name, scheduler, site, state, reason, nodes, elapsed_s, time_left_s,
-    restarts, exit_code, begun_utc, ended_utc, log, run_dir, checkpoint, checkpoint_step, checkpoint_utc and steps; null
-    is what is not known.
+    restarts, exit_code, begun_utc, ended_utc, log, run_dir, checkpoint, checkpoint_step, checkpoint_utc and steps;
+    unknown is null.
     """
     rows = status_rows(lookup.jobs_named(words) if words else _own_jobs(ended), ended or bool(words))
     if as_json:
         click.echo(json.dumps({"jobs": [jsonable(row) for row in rows]}))
         return
     if not rows:
-        click.echo("no job of yours waits or runs; --all shows those that are over", err=True)
+        click.echo("you have no waiting or running job; --all shows finished jobs", err=True)
         return
     now = time.time_ns()
     click.echo("\n".join(aligned([_HEAD, *(_cells(row, now) for row in rows)], left=range(len(_HEAD)))))
@@ -75,20 +75,19 @@ def status(words: tuple[str, ...], ended: bool, as_json: bool) -> None:
 
 
 def _own_jobs(ended: bool) -> list[LocatedJob]:
-    """Return the jobs of all runs of this user, of the registry and of the queue."""
     entered = lookup.all_jobs()
     jobs = [job for job in entered if ended or job.entered is None or not job.entered.is_ended]
-    known = {job.id for job in entered}
+    job_ids = {job.id for job in entered}
     for part, name in queue.job_names().items():
         job = part.partition("_")[0].partition("+")[0]
-        if name.startswith(JOB_NAME_PREFIX) and job not in known:
-            known.add(job)
+        if name.startswith(JOB_NAME_PREFIX) and job not in job_ids:
+            job_ids.add(job)
             jobs.append(LocatedJob(job))
     return jobs
 
 
 def status_rows(jobs: Sequence[LocatedJob], ended: bool) -> list[StatusRow]:
-    """Return a row for each of ``jobs`` and of their tasks, those that are over only where ``ended``."""
+    """Return a row for each of ``jobs`` and each array task. Jobs that are over are included only if ``ended``."""
     parts = dispatch.states_of_parts(job.id for job in jobs)
     rows = []
     runs: dict[Path | None, tuple[NewestCheckpoint, int | None]] = {None: (NewestCheckpoint(), None)}
@@ -104,7 +103,7 @@ def status_rows(jobs: Sequence[LocatedJob], ended: bool) -> list[StatusRow]:
 
 
 def by_ledger(job: LocatedJob, state: JobState) -> JobState:
-    """Return the ``state`` of a job, by what it has said itself where no scheduler says anything."""
+    """Return ``state`` with missing fields from the job's ledger, mainly if the scheduler has forgotten the job."""
     if job.entered is None:
         return state
     end = job.entered.last(ledger.ENDED)
@@ -113,7 +112,7 @@ def by_ledger(job: LocatedJob, state: JobState) -> JobState:
     if has_saved and state.is_over and state.state not in _UNKNOWN_STATES:
         return replace(state, reason=_AS_ASKED)
     if job.entered.is_to_save and state.state == SchedulerState.RUNNING:
-        return replace(state, reason="was asked to save and end")
+        return replace(state, reason="asked to save and end")
     if code == REQUEUE and state.state == SchedulerState.FAILED and state.reason in ("", "NonZeroExitCode"):
         return replace(state, reason=_UNFINISHED)
     if state.state not in _UNKNOWN_STATES:
@@ -121,7 +120,7 @@ def by_ledger(job: LocatedJob, state: JobState) -> JobState:
     began = job.entered.last(ledger.BEGAN)
     restarts = None if began is None else began.number("restart")
     if end is None or not job.entered.is_ended:
-        killed = "; it has said no end: it was killed, or has not begun"
+        killed = "; the ledger has no end: the job was killed, or has not begun"
         return replace(state, restarts=restarts, reason=state.reason + killed)
     code = OK if has_saved else code
     word = SchedulerState.COMPLETED if code == OK else SchedulerState.FAILED
@@ -131,7 +130,6 @@ def by_ledger(job: LocatedJob, state: JobState) -> JobState:
 
 
 def _cells(row: StatusRow, now_ns: int) -> list[str]:
-    """Return the texts of a row, under _HEAD."""
     state = row.state
     code = f" {state.exit_code}" if state.exit_code else ""
     reason = f" ({printable(state.reason)})" if state.reason and state.state not in _UNKNOWN_STATES else ""
@@ -149,7 +147,7 @@ def _cells(row: StatusRow, now_ns: int) -> list[str]:
 
 
 def jsonable(row: StatusRow) -> dict[str, Any]:
-    """Return a row as JSON values; None for what is not known."""
+    """Return a row as JSON values. Unknown values are None."""
     state, job = row.state, row.job
     saved_utc = (
         datetime.fromtimestamp(row.saved.ns / 1e9, UTC).isoformat(timespec="seconds") if row.saved.name else None

@@ -1,7 +1,7 @@
-"""`hpcdist plan calibrate`: write a cluster file from measurements of the machine at hand.
+"""`hpcdist plan calibrate`: write a cluster file from measurements of this machine.
 
-One process measures a device; on the ranks of a launcher the links between them are measured as well. What is not
-measured (storage, failures, power, prices) comes from a cluster by name.
+One process measures a device. The ranks of a launcher also measure their links. Values that are not measured (storage,
+failures, power, prices) come from an existing cluster.
 """
 
 import functools
@@ -22,31 +22,36 @@ if TYPE_CHECKING:  # late at run time: --help must load neither numpy nor MPI
 
 _FROM: Final = "workstation"
 _NAME: Final = "here"
-_POINTS: Final = ".points.h5"  # beside a cluster that could not be made
+_POINTS: Final = ".points.h5"  # suffix of the file for measurements that no cluster could be fitted to
 _MATMUL, _ATTENTION = "matmul", "attention"
 _ALGORITHMS: Final = ("auto", "ring", "hierarchical")
 _DTYPES: Final = ("float32", "float64", "float16")
 
 
 @click.command("calibrate")
-@click.option("-o", "--output", type=FILE, required=True, help="TOML file to write; must not exist.")
+@click.option("-o", "--output", type=FILE, required=True, help="New TOML file for the cluster.")
 @click.option(
     "--from",
     "base",
     default=_FROM,
     metavar="CLUSTER",
-    help="Name or file of the cluster that has what is not measured: storage, failures, power, prices.",
+    help="Cluster (name or file) for values that are not measured: storage, failures, power, prices.",
 )
-@click.option("--name", help=f"What the cluster is called.  [default: the file's, as {_NAME} for {_NAME}.toml]")
-@click.option("--device", type=click.Choice(["cpu", "gpu"]), default="cpu", help="Where trainings will compute.")
+@click.option("--name", help=f"Name of the new cluster.  [default: from --output, e.g. {_NAME} for {_NAME}.toml]")
+@click.option("--device", type=click.Choice(["cpu", "gpu"]), default="cpu", help="Device to measure.")
 @click.option(
-    "--dtype", "dtypes", type=click.Choice(_DTYPES), multiple=True, default=("float32",), help="May be repeated."
+    "--dtype",
+    "dtypes",
+    type=click.Choice(_DTYPES),
+    multiple=True,
+    default=("float32",),
+    help="Data type of the measured matrix products; repeatable.",
 )
 @click.option(
-    "--seconds", type=click.FloatRange(min=0.1), default=20.0, help="For the device, and again for the links."
+    "--seconds", type=click.FloatRange(min=0.1), default=20.0, help="Time for the device, and again for the links."
 )
 @click.option(
-    "--max-bytes", "most_bytes", type=BYTE_SIZE, default="32M", help="Longest message, and buffer of a collective."
+    "--max-bytes", "most_bytes", type=BYTE_SIZE, default="32M", help="Largest message and collective buffer to measure."
 )
 @click.option(
     "--algorithm",
@@ -54,26 +59,24 @@ _DTYPES: Final = ("float32", "float64", "float16")
     type=click.Choice(_ALGORITHMS),
     multiple=True,
     default=("auto", "ring"),
-    help="Collectives to measure; may be repeated. auto: what a training chooses.",
+    help="Algorithm of the measured collectives; repeatable. auto: the algorithm that a training would choose.",
 )
-@click.option("--points", type=FILE, help="HDF5 file for all that was measured.")
-@click.option("--anonymous", is_flag=True, help="Leave the names of hosts out of --points.")
+@click.option("--points", type=FILE, help="HDF5 file to write all measurements to.")
+@click.option("--anonymous", is_flag=True, help="Omit host names from --points.")
 def command(
-    output: Path, base: str, name: str | None, device: str, points: Path | None, anonymous: bool, **wanted: Any
+    output: Path, base: str, name: str | None, device: str, points: Path | None, anonymous: bool, **settings: Any
 ) -> int:
-    """Measure the machine at hand and write it as a cluster that `hpcdist plan --cluster` takes.
+    """Measure this machine, and write a cluster file for `hpcdist plan --cluster`.
 
-    One process measures a device: products of matrices over sizes, copies, and steps of small gpts. Under
-    `hpcdist run -n N`, mpirun or srun all ranks measure the device together and then the links between them: messages
-    on each level (inside a node, between nodes) and the collectives of trainings. The file says when, on how many
-    hosts and over which range each number was measured, and how far fits are off at sizes they have not seen; a plan
-    flags what lies outside, and that fewer ranks than devices of a node were at work.
+    One process measures a device: matrix products, copies, and steps of small GPT models. Under `hpcdist run -n N`,
+    mpirun or srun, all ranks measure the device together and then their links: messages inside a node and between
+    nodes, and the collectives of training. The file records the measured range and the fit error of each number.
+    `hpcdist plan` marks values outside the measured range.
 
-    A machine that does something else meanwhile is measured for nothing: the load before and after, and repetitions
-    that lie apart, are looked at, and a busy one is warned of and flagged in each plan with the file.
+    Measure on an idle machine. A warning is printed, and stored in the file, if the machine is busy.
 
-    Exit code 0 when the file is written, 2 for usage, 74 when a file cannot be written, which is tried first, and 78
-    for a cluster that --from cannot read. Measurements that make no cluster (2 or 78) are kept as points.
+    Exit code 0: the file is written. 2: usage. 74: a file cannot be written. 78: --from cannot be read. If no cluster
+    can be fitted (2 or 78), the measurements are still written.
     """
     from hpcdist.bench import output_file
     from hpcdist.bench.calibrate import run
@@ -84,12 +87,12 @@ def command(
     from hpcdist.reporting.machine import processor
     from hpcdist.telemetry.provenance import provenance
 
-    if "float16" in wanted["dtypes"] and device == "cpu":
+    if "float16" in settings["dtypes"] and device == "cpu":
         raise UsageError(
-            "--dtype float16 with --device cpu: the products of a training are float32 there; leave it out"
+            "--dtype float16 does not apply to --device cpu: trainings on CPUs multiply in float32; leave --dtype out"
         )
-    wanted |= {name: tuple(dict.fromkeys(wanted[name])) for name in ("dtypes", "algorithms")}
-    request = CalibrationRequest(on=device, models=default_models(), **wanted)
+    settings |= {name: tuple(dict.fromkeys(settings[name])) for name in ("dtypes", "algorithms")}
+    request = CalibrationRequest(on=device, models=default_models(), **settings)
     session = start.start(device)
     comm = session.comm
 
@@ -114,10 +117,10 @@ def command(
 def written(
     measured: "CalibrationPoints", output: Path, points: Path | None, base: str, name: str, origin: "Mapping[str, Any]"
 ) -> None:
-    """Write the points, then the cluster that they make, after it was read as a plan will read it (local).
+    """Write the measurements to ``points``, then the cluster fitted to them to ``output``. Local.
 
-    Points that make no cluster are not lost: without ``points`` they are then written beside ``output``. Raises
-    UsageError or ConfigurationError, which say where they are, and StorageError.
+    If no cluster can be fitted, the measurements are written next to ``output`` even if ``points`` is None. In that
+    case, a UsageError or ConfigurationError has the path of the measurements. Raises StorageError.
     """
     import tomllib
 
@@ -136,7 +139,7 @@ def written(
         if points is None:
             run.write_points(place, measured, origin)
         raise type(error)(
-            f"what was measured makes no cluster: {error}; the measurements are kept in {place}"
+            f"no cluster can be fitted to the measurements: {error}; the measurements are in {place}"
         ) from None
     atomic.save(output, text)
     for line in calibrated.lines:
@@ -145,7 +148,7 @@ def written(
 
 
 def findings(points: "CalibrationPoints") -> "ClusterMeasurements":
-    """Return what was measured in the language of the planner (local)."""
+    """Convert the measurements ``points`` to the input of the functions that fit a cluster description. Local."""
     from datetime import UTC, datetime
 
     from hpcdist.planner.calibrate.cluster_fit import ClusterMeasurements
@@ -173,25 +176,28 @@ def findings(points: "CalibrationPoints") -> "ClusterMeasurements":
 
 
 def step(point: "ModelPoint") -> Any:
-    """Return a measured step of a model as the planner's fit takes it (local)."""
+    """Convert ``point``, a measured training step of a model, to the input of the planner's fit. Local."""
     from hpcdist.planner.calibrate.device_fits import MeasuredStep
     from hpcdist.planner.model import transformer
 
-    def both(*kinds: str, beside: bool = False) -> tuple[float, float]:
-        chosen = [kind for kind in point.kinds if (kind.kind in kinds) != beside]
-        return sum(kind.forward.all for kind in chosen), sum(kind.backward.all for kind in chosen)
+    def passes_s(*kinds: str, exclude: bool = False) -> tuple[float, float]:
+        selected = [kind for kind in point.kinds if (kind.kind in kinds) != exclude]
+        return sum(kind.forward.all for kind in selected), sum(kind.backward.all for kind in selected)
 
     return MeasuredStep(
         description=transformer.of_config(point.config, context=point.context),
         samples=point.samples,
-        products_s=both(_MATMUL),
-        attention_s=both(_ATTENTION),
-        elementwise_s=both(_MATMUL, _ATTENTION, beside=True),
+        products_s=passes_s(_MATMUL),
+        attention_s=passes_s(_ATTENTION),
+        elementwise_s=passes_s(_MATMUL, _ATTENTION, exclude=True),
     )
 
 
 def _series(points: "CalibrationPoints") -> Any:
-    """Yield the messages of each level, then each collective by algorithm and level."""
+    """Yield series of measured times by message size.
+
+    There is one series per network level for messages, and one per collective operation, algorithm and network level.
+    """
     from hpcdist.planner.calibrate.cluster_fit import MESSAGE, TimingSeries
 
     by_series: dict[tuple[Any, ...], list[Any]] = {}
@@ -199,13 +205,13 @@ def _series(points: "CalibrationPoints") -> Any:
         by_series.setdefault((MESSAGE, "auto", link.level, link.ranks), []).append(link)
     for point in points.collectives:
         by_series.setdefault((point.operation, point.algorithm, point.level, point.ranks), []).append(point)
-    for key, own in by_series.items():
-        own.sort(key=lambda point: point.nbytes)
+    for key, samples in by_series.items():
+        samples.sort(key=lambda point: point.nbytes)
         is_link = key[0] == MESSAGE
         yield TimingSeries(
             **dict(zip(("operation", "algorithm", "level", "ranks"), key, strict=True)),
-            nbytes=tuple(float(point.nbytes) for point in own),
-            seconds=tuple(point.seconds.all if is_link else point.seconds for point in own),
-            alone_s=tuple(point.seconds.one for point in own if is_link),
-            borders=tuple(float(point.nbytes) for point in own if point.border),
+            nbytes=tuple(float(point.nbytes) for point in samples),
+            seconds=tuple(point.seconds.all if is_link else point.seconds for point in samples),
+            alone_s=tuple(point.seconds.one for point in samples if is_link),
+            borders=tuple(float(point.nbytes) for point in samples if point.border),
         )

@@ -1,4 +1,4 @@
-"""`hpcdist plan compare`: plan several layouts, on one or several clusters, side by side."""
+"""`hpcdist plan compare`: plan several layouts, or one layout on several clusters, and print them in a table."""
 
 import json
 import shlex
@@ -29,7 +29,7 @@ Examples:
   hpcdist plan compare recipe.toml --cluster h100-hgx --devices 64 --layout zero=1 --layout 'tensor=8 zero=3'
   hpcdist plan compare recipe.toml --cluster a100-selene --cluster h100-hgx --devices 64
 """
-_SIZE_OPTIONS: Final = ("devices", "batch")  # what a layout may say beside the options that lay out
+_SIZE_OPTIONS: Final = ("devices", "batch")  # keys that --layout accepts in addition to the layout options
 
 
 @click.command("compare", cls=SectionedCommand, epilog=EXAMPLES)
@@ -41,7 +41,7 @@ _SIZE_OPTIONS: Final = ("devices", "batch")  # what a layout may say beside the 
     "layouts",
     multiple=True,
     metavar="'KEY=VALUE ...'",
-    help="One layout: options of the layout without their dashes, also devices= and batch=; may be given again.",
+    help="Layout as KEY=VALUE pairs: layout options without dashes, devices= and batch=; repeatable.",
 )
 @subject_options
 @layout_options
@@ -54,14 +54,14 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Plan RECIPE, or a model in numbers, once for each --layout and --cluster, and show all of them in a table.
+    """Plan RECIPE, or a model in numbers, once for each --layout and --cluster, and print all plans in a table.
 
-    Options of the layout hold for each --layout that does not say otherwise.
+    Layout options given outside of --layout apply to every --layout that does not set them.
     """
     from hpcdist.training.use_cases.plan_subject import read_cluster, subject_from_options, with_published_kernels
 
     if max(1, len(clusters)) * max(1, len(layouts)) < 2:
-        raise UsageError("one layout on one cluster compares with nothing; give --layout or --cluster twice")
+        raise UsageError("nothing to compare: only one layout on one cluster; give --layout or --cluster twice")
     places = [read_cluster(named) for named in clusters or (None,)]
     variants = [options | _parse_layout(text) for text in layouts] or [options]
     subjects = [
@@ -77,11 +77,11 @@ def command(
 
 
 class _ComparedPlan(NamedTuple):
-    """Layout on a cluster, with the text of its --layout; the answer is the reason where it cannot be planned."""
+    """Plan of one layout on one cluster. ``answer`` is the estimate, or the reason why no plan is possible."""
 
     subject: "PlanSubject"
     cluster: "Cluster"
-    layout_text: str  # of its --layout
+    layout_text: str  # value of --layout
     answer: "PlanEstimate | str"
 
 
@@ -106,7 +106,7 @@ def _jsonable(plan: _ComparedPlan) -> dict[str, Any]:
 
 
 def _report_text(plans: list[_ComparedPlan]) -> str:
-    """Return the table, what cannot be, and the flags: those of all plans once, others with their rows."""
+    """Return a text about ``plans``: a table of the possible ones, the impossible ones with reasons, and caveats."""
     from hpcdist.planner.report.quantities import wrapped
     from hpcdist.planner.report.table import by_row, capped_rows, comparison_table
 
@@ -131,11 +131,10 @@ def _report_text(plans: list[_ComparedPlan]) -> str:
 @click.option("--devices", type=COUNT)
 @click.option("--batch", type=COUNT)
 def _options(**options: Any) -> None:
-    """Take what a --layout may say; parsed, and never run."""
+    """Click command that only declares and parses the options inside of --layout. It never runs."""
 
 
 def _parse_layout(text: str) -> dict[str, Any]:
-    """Return the options that a --layout says, by name. Raises UsageError."""
     words = []
     for word in shlex.split(text.replace(",", " ")):
         key, sign, value = word.partition("=")

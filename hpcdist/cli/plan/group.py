@@ -1,8 +1,7 @@
 """The group `hpcdist plan`: memory, time, energy and failures of one layout; lists of clusters and models.
 
-Needs no MPI and no GPU. The group is a command itself: a first word that names one of its commands (search, compare,
-clusters, models, calibrate) is that command, any other word is a recipe. A training that does not fit into memory ends
-with exit code 1.
+Needs no MPI and no GPU. If the first word names a command of the group (search, compare, clusters, models, calibrate),
+that command runs; any other word is a recipe. Exit code 1: the training does not fit into memory.
 """
 
 import dataclasses
@@ -39,9 +38,9 @@ if TYPE_CHECKING:
 @click.argument("named", metavar="[NAME|FILE]", required=False)
 @json_option
 def clusters(named: str | None, as_json: bool) -> None:
-    """List the clusters that come with hpcdist, or print one as TOML: the start of a file of your own.
+    """List the clusters that come with hpcdist, or print one as TOML, for example as a template for your cluster.
 
-    A file is checked as it is read, so this tells as well whether one is right.
+    If a FILE is given, it is also checked.
     """
     from hpcdist.planner.cluster import toml_file
 
@@ -49,13 +48,13 @@ def clusters(named: str | None, as_json: bool) -> None:
         cluster = toml_file.read(named)
         click.echo(json.dumps(jsonable(cluster)) if as_json else toml_file.dump(cluster), nl=as_json)
         return
-    known = [toml_file.read(name) for name in toml_file.names()]
+    shipped = [toml_file.read(name) for name in toml_file.names()]
     if as_json:
-        click.echo(json.dumps([{"name": item.name, "about": item.about, "devices": item.devices} for item in known]))
+        click.echo(json.dumps([{"name": item.name, "about": item.about, "devices": item.devices} for item in shipped]))
         return
     rows = [
         (item.name, f"{item.devices:,}", f"x {item.device.name}, {item.node.devices} a node: {item.about}")
-        for item in known
+        for item in shipped
     ]
     click.echo("\n".join(aligned(rows, left=(0, -1))))
 
@@ -64,7 +63,7 @@ def clusters(named: str | None, as_json: bool) -> None:
 @click.argument("named", metavar="[NAME]", required=False)
 @json_option
 def models(named: str | None, as_json: bool) -> None:
-    """List the models that --model knows, or print the numbers of one, as the options of `hpcdist plan` take them."""
+    """List the models of --model, or print a model's sizes as options of `hpcdist plan`."""
     from hpcdist.planner.model import transformer
     from hpcdist.planner.model.transformer import describe
 
@@ -93,7 +92,7 @@ Examples:
 
 
 class PlanGroup(LazyGroup):
-    """A command that plans one layout, with commands of its own: a first word that names one is that one."""
+    """Click command that plans one layout, unless its first word names one of its sub-commands."""
 
     allow_interspersed_args = True
     allow_extra_args = False
@@ -101,7 +100,7 @@ class PlanGroup(LazyGroup):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """Return the context of the command that ``args`` begin with, or of the plan itself."""
+        """Return the context of the sub-command that ``args[0]`` names, or else of the plan command."""
         args = list(args)
         if f"--{CALIBRATE}" in args:
             args.remove(f"--{CALIBRATE}")
@@ -114,25 +113,21 @@ class PlanGroup(LazyGroup):
         return command.make_context(args[0], args[1:], outer, **extra)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the options of the plan itself."""
         return click.Command.parse_args(self, ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the plan itself."""
         return click.Command.invoke(self, ctx)
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        """Return what stands behind the name in the usage."""
         return click.Command.collect_usage_pieces(self, ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options by section, then the commands."""
+        """Write the options by section, then the sub-commands."""
         SectionedCommand.format_options(self, ctx, formatter)  # type: ignore[arg-type]
         self.format_commands(ctx, formatter)
 
 
 def _complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the commands that may stand in the place of a recipe, and files."""
     commands = [CompletionItem(name) for name in COMMANDS if name.startswith(incomplete)]
     return [*commands, CompletionItem(incomplete, type="file")]
 
@@ -142,8 +137,8 @@ def _complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str
 @cluster_option
 @subject_options
 @layout_options
-@click.option("--simulate/--no-simulate", default=True, help="Time a pipeline by the simulator of schedules.")
-@click.option("--explain", is_flag=True, help="Print every part of the plan, not only the answer in six lines.")
+@click.option("--simulate/--no-simulate", default=True, help="Simulate the pipeline schedule to predict its time.")
+@click.option("--explain", is_flag=True, help="Print all details of the plan, not only the summary of six lines.")
 @plot_option
 @json_option
 def command(
@@ -156,12 +151,10 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Say whether the training of RECIPE, or of a model in numbers, fits a cluster, how long it takes, what it costs.
+    """Predict if the training of RECIPE, or of a model given by its sizes, fits a cluster, and its time and cost.
 
-    Nothing is started, and neither MPI nor a GPU is needed. Without options of the layout, that of the recipe is
-    planned; those that are given take its place. Without a recipe and a model it is the default recipe, which
-    `hpcdist train` trains. `--calibrate` is `hpcdist plan calibrate`. A training that does not fit into the memory ends
-    with exit code 1.
+    Neither MPI nor a GPU is needed. Layout options replace the layout of the recipe. Without RECIPE and --model, the
+    default recipe is planned. Exit code 1: the training does not fit into memory.
     """
     from hpcdist.planner.report import text
     from hpcdist.training.use_cases.plan import plan_of_subject
@@ -170,7 +163,7 @@ def command(
     check_plot(plot)
     if recipe is not None and not recipe.exists() and (near := nearest(str(recipe), COMMANDS)):
         raise UsageError(
-            f"there is no recipe {str(recipe)!r}, and no command of that name; did you mean `hpcdist plan {near}`?"
+            f"recipe {str(recipe)!r} does not exist and is not a command; did you mean `hpcdist plan {near}`?"
         )
     on = read_cluster(cluster)
     subject = with_published_kernels(subject_from_options(recipe, overrides, options), on)
@@ -188,12 +181,16 @@ def command(
 
 
 def draw_plot(answer: "PlanEstimate", subject: "PlanSubject", cluster: "Cluster", file: Path) -> None:
-    """Draw memory and timeline into ``file``. Raises MissingCapabilityError, StorageError, UsageError."""
+    """Draw the memory use and the step timeline of the plan ``answer`` to ``file``.
+
+    Raises MissingCapabilityError without matplotlib, StorageError if the file cannot be written, UsageError for a
+    format that is not supported.
+    """
     from hpcdist.planner.report import plot
     from hpcdist.planner.report.plot import timeline
 
     try:
         steps = timeline(subject.description, subject.layout, cluster, subject.global_batch)
     except ImportError as error:
-        raise MissingCapabilityError(f"--plot {file} needs the simulator, which cannot be loaded: {error}") from error
+        raise MissingCapabilityError(f"--plot {file} needs the simulator, which failed to load: {error}") from error
     plot.draw(answer, steps, subject.description.name, cluster, file)

@@ -1,4 +1,4 @@
-"""`hpcdist schedule`: verify, simulate and draw pipeline schedules; needs no rank."""
+"""`hpcdist schedule`: verify, simulate and draw pipeline schedules in one process."""
 
 import json
 from pathlib import Path
@@ -16,41 +16,41 @@ if TYPE_CHECKING:  # late at run time: --help must not load numpy
 
 
 def _costs(text: str) -> tuple[float, float, float]:
-    """Return the seconds of F, I and W."""
+    """Parse "F,I,W": seconds of the forward, input-gradient and weight-gradient passes. Raises ValueError."""
     try:
         forward, inputs, weights = (float(part) for part in text.split(","))
     except ValueError:
-        raise ValueError(f"{text!r} is not three numbers of seconds, as 1,1,1: forward, input, weights") from None
+        raise ValueError(f"{text!r}: expected seconds of three passes: forward,input,weights, e.g. 1,1,1") from None
     return forward, inputs, weights
 
 
 @click.command()
 @click.argument("names", metavar="[NAME]...", nargs=-1)
-@click.option("--stages", type=COUNT, default=4, help="Ranks of the pipeline.")
-@click.option("--microbatches", type=COUNT, default=8, help="Micro-batches of a step.")
-@click.option("--chunks", type=COUNT, default=2, help="Chunks of every rank, for interleaved.")
+@click.option("--stages", type=COUNT, default=4, help="Pipeline ranks.")
+@click.option("--microbatches", type=COUNT, default=8, help="Micro-batches per step.")
+@click.option("--chunks", type=COUNT, default=2, help="Model chunks per rank (interleaved schedule only).")
 @click.option(
     "--costs",
     multiple=True,
     type=Parsed("F,I,W", _costs),
     default=((1.0, 1.0, 1.0),),
     show_default="1,1,1",
-    help="Seconds of a stage for a micro-batch: forward, gradient of the input, gradients of the weights; once for all "
-    "stages, or once for each.",
+    help="Seconds of a stage per micro-batch: forward, input gradient, weight gradients. Give it once for all stages, "
+    "or once per stage.",
 )
-@click.option("--message-s", type=click.FloatRange(min=0.0), default=0.0, help="Seconds that a message takes.")
-@click.option("--recompute", is_flag=True, help="Keep inputs only, and compute activations again.")
-@click.option("--file", "source", type=EXISTING_FILE, help="A schedule that was written out, or by hand.")
+@click.option("--message-s", type=click.FloatRange(min=0.0), default=0.0, help="Seconds per message between stages.")
+@click.option("--recompute", is_flag=True, help="Keep only stage inputs; recompute activations in the backward pass.")
+@click.option("--file", "source", type=EXISTING_FILE, help="Read a schedule from this file (see --dump).")
 @click.option(
     "--recipe",
     type=EXISTING_FILE,
-    help="Show the stages that the pipeline of a recipe is cut into: their work and memory.",
+    help="Print the pipeline stages of this recipe, with their work and memory.",
 )
 @set_option
-@click.option("--dump", type=FILE, help="Write the schedule for --file.")
+@click.option("--dump", type=FILE, help="Write the schedule to this file, in the format of --file.")
 @json_option
 @click.option("--plot", type=FILE, help="Draw the timelines (.png, .pdf, .svg).")
-@click.option("--trace", type=FILE, help="Write them for Perfetto (.json).")
+@click.option("--trace", type=FILE, help="Write the timelines for Perfetto (.json).")
 def command(
     names: tuple[str, ...],
     stages: int,
@@ -67,10 +67,10 @@ def command(
     plot: Path | None,
     trace: Path | None,
 ) -> None:
-    """Show what pipeline schedules cost: bubble, critical path, activations alive.
+    """Show the bubble, critical path and live activations of pipeline schedules. Needs no MPI and no training.
 
-    NAME is gpipe, 1f1b, interleaved, zb-h1, zb-h2 or zb-v; several are drawn below each other. Each is proven free of
-    deadlock first. Nothing is trained and no MPI is needed.
+    NAME is gpipe, 1f1b, interleaved, zb-h1, zb-h2 or zb-v. Several are drawn one below the other. Each schedule
+    is first proven to be free of deadlocks.
     """
     from hpcdist.bench.pipeline import schedules
     from hpcdist.bench.timing import without_collection
@@ -84,11 +84,11 @@ def command(
     check_plot(plot)
     if trace is not None:
         check_folder(trace)
-    with without_collection():  # a million tuples would be looked through again and again
-        known = _from_file(names, request, chunks, source)
+    with without_collection():  # garbage collection would scan a million tuples many times
+        texts = _from_file(names, request, chunks, source)
         if dump is not None:
-            _dump(known, dump)
-        simulated = [schedules.simulate_schedule(name, written, request) for name, written in known]
+            _dump(texts, dump)
+        simulated = [schedules.simulate_schedule(name, written, request) for name, written in texts]
     if as_json:
         about = {"stages": stages, "microbatches": microbatches, "costs": costs, "message_s": message_s}
         click.echo(json.dumps({**about, "schedules": [schedules.jsonable(schedule) for schedule in simulated]}))
@@ -109,17 +109,18 @@ def _show_stages(recipe: Path | None, overrides: tuple[str, ...], *, to_stderr: 
 def _from_file(
     names: tuple[str, ...], request: "ScheduleRequest", chunks: int, source: Path | None
 ) -> "list[tuple[str, ScheduleText]]":
-    """Return the schedules by name."""
     from hpcdist.strategies.schedule.generate import operation_list
     from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
-    known = [name for name, schedule in SCHEDULES.items() if schedule.pipelines]
+    pipelined = [name for name, schedule in SCHEDULES.items() if schedule.pipelines]
     if not names and source is None:
-        raise UsageError(f"give a schedule: {', '.join(known)}, or --file FILE")
+        raise UsageError(f"no schedule is given; choose from {', '.join(pipelined)}, or give --file FILE")
     schedules = []
     for name in dict.fromkeys(names):
-        if name not in known:
-            raise UsageError(f"{name!r} is no pipeline schedule; choose from {', '.join(known)}, or give --file FILE")
+        if name not in pipelined:
+            raise UsageError(
+                f"{name!r} is not a pipeline schedule; choose from {', '.join(pipelined)}, or give --file FILE"
+            )
         many = chunks if SCHEDULES[name].most is None else 1
         schedules.append((name, operation_list.generated(name, request.stages, request.microbatches, many)))
     if source is not None:
@@ -131,12 +132,12 @@ def _from_file(
     return schedules
 
 
-def _dump(known: "list[tuple[str, ScheduleText]]", file: Path) -> None:
+def _dump(schedules: "list[tuple[str, ScheduleText]]", file: Path) -> None:
     from hpcdist.strategies.schedule.generate import operation_list
 
-    if len(known) != 1:
-        raise UsageError(f"--dump writes one schedule, and {len(known)} are named")
-    name, written = known[0]
+    if len(schedules) != 1:
+        raise UsageError(f"--dump writes only one schedule, but {len(schedules)} are given")
+    name, written = schedules[0]
     try:
         file.write_text(operation_list.dump(written, name), encoding="utf-8")
     except OSError as error:

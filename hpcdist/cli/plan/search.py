@@ -1,6 +1,6 @@
-"""`hpcdist plan search`: find the best layouts for a number of devices, and explain them.
+"""`hpcdist plan search`: find and explain the best layouts for a number of devices.
 
-It also prints the `hpcdist plan` command that plans the best layout again, with every option that the layout needs.
+Also prints the `hpcdist plan` command that plans the best layout again.
 """
 
 import dataclasses
@@ -37,13 +37,12 @@ if TYPE_CHECKING:
 
 SEARCH_SECTION: Final = "Search"
 OBJECTIVES: Final = ("time", "energy", "cost", "energy-delay")
-# Which layouts were searched, as a note:
-WITH_OTHERS: Final = "layouts that this version of hpcdist cannot run were searched as well; --runnable leaves them out"
-RUNNABLE_ALONE: Final = "only layouts that this version of hpcdist runs were searched; others too without --runnable"
-# Of the command that plans the best layout again: options that are written where the layout has another value than it
-# would have without them,
+# Notes on the searched layouts:
+WITH_OTHERS: Final = "the search includes layouts that this version of hpcdist cannot run; --runnable excludes them"
+RUNNABLE_ALONE: Final = "the search covers only layouts that this version of hpcdist runs; omit --runnable for all"
+# For the command that plans the best layout again: options to print if the layout differs from the base layout,
 _LAYOUT_FIELDS: Final = tuple(name for name in LAYOUT_FIELDS if name not in ("data", "microbatch", "zero"))
-# and those of them that a search does not vary, which stay as they were given.
+# and the subset that a search does not vary, which keeps the given values.
 _AS_GIVEN: Final = tuple(name for name in _LAYOUT_FIELDS if name not in (*SEARCH_AXES, "strategy"))
 _COLOCATED: Final = "parameter_server.placement=colocated"
 
@@ -59,16 +58,14 @@ _option: Final = partial(section_option, SEARCH_SECTION)
     "--objective",
     type=click.Choice(OBJECTIVES),
     default="time",
-    help="What is to be least: seconds, joules, price, or joules times seconds, of a step.",
+    help="Quantity to minimize per step: time, energy, cost, or energy x time.",
 )
-@_option(
-    "--memory", metavar="SIZE", help='What a device may use, as "70 GB" or "64 GiB".  [default: 95 % of all it has]'
-)
-@_option("--fewer", is_flag=True, help="A layout may leave devices unused.")
-@_option("--runnable", is_flag=True, help="Only what this version of hpcdist runs itself.")
-@_option("--distinct", is_flag=True, help="Each product of degrees once, with what is best on it.")
-@_option("--first", type=COUNT, default=10, metavar="N", help="How many to show and explain.")
-@_option("--simulate/--no-simulate", default=True, help="Time the finalists by the simulator of pipelines.")
+@_option("--memory", metavar="SIZE", help='Memory limit per device, e.g. "70 GB" or "64 GiB".  [default: 95 % of it]')
+@_option("--fewer", is_flag=True, help="Also try layouts that leave devices unused.")
+@_option("--runnable", is_flag=True, help="Only layouts that this version of hpcdist can run.")
+@_option("--distinct", is_flag=True, help="Keep only the best layout of each data x pipeline x tensor x context split.")
+@_option("--first", type=COUNT, default=10, metavar="N", help="Number of layouts to print and explain.")
+@_option("--simulate/--no-simulate", default=True, help="Simulate the pipeline schedules of the best candidates.")
 @search_layout_options
 @plot_option
 @json_option
@@ -80,11 +77,10 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Find the best layouts of RECIPE, or of a model in numbers, on --devices of a cluster, and explain them.
+    """Find and explain the best layouts of RECIPE, or of a model given by its sizes, on --devices of a cluster.
 
-    What varies: data x pipeline x tensor x context devices, the stage of ZeRO, micro-batch, schedule and recomputation;
-    an option of the layout that is given does not. Compression changes what is trained, and is tried where
-    --compression names one. --plot draws the best. Where nothing fits the exit code is 1.
+    The search varies degrees of data, pipeline, tensor, context, ZeRO stage, micro-batch, schedule, recomputation. A
+    layout option that you give stays fixed. Only --compression enables compression. Exit code 1: no layout fits.
     """
     from hpcdist.cli.plan.group import draw_plot
     from hpcdist.planner.report import table, text
@@ -97,16 +93,16 @@ def command(
     on = read_cluster(cluster)
     subject = with_published_kernels(_subject(recipe, overrides, options), on, always=True)
     devices = options["devices"] or on.devices
-    sought = _search_request(subject, on, options)
-    result, closed = with_simulator(
+    request = _search_request(subject, on, options)
+    result, simulator_notes = with_simulator(
         lambda runs: best_layouts.search(
-            subject.description, on, devices, subject.global_batch, dataclasses.replace(sought, simulate=runs)
+            subject.description, on, devices, subject.global_batch, dataclasses.replace(request, simulate=runs)
         ),
-        wanted=sought.simulate,
+        simulate=request.simulate,
     )
-    paid = {line for candidate in result.found for line in text.idle_devices_line(candidate.estimate.layout, on)}
+    idle_lines = {line for candidate in result.found for line in text.idle_devices_line(candidate.estimate.layout, on)}
     searched = RUNNABLE_ALONE if options["runnable"] else WITH_OTHERS
-    notes = (searched, *closed, *sorted(paid), *subject.notes, *table.assumption_line(on))
+    notes = (searched, *simulator_notes, *sorted(idle_lines), *subject.notes, *table.assumption_line(on))
     replan = _replan(result, recipe, overrides, options | {"cluster": cluster}, subject)
     if as_json:
         click.echo(json.dumps(_jsonable(result, subject, on, notes) | {"again": replan}))
@@ -120,12 +116,11 @@ def command(
 
 
 def _subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any]) -> "PlanSubject":
-    """Return what is to be laid out, with what never varies of its layout."""
     from hpcdist.planner.report.text import ONE_REPLICA
     from hpcdist.training.use_cases.plan_subject import options_given, subject_from_options
 
     for name in options_given(options, FOUND):
-        raise UsageError(f"{name} is what a search finds; leave it out, and give --devices")
+        raise UsageError(f"{name} is a result of the search; leave it out, and give --devices")
     varied = {*SEARCH_AXES, "strategy", "zero", "devices"}
     fixed = {name: value for name, value in options.items() if name not in varied}
     subject = subject_from_options(path, overrides, fixed)
@@ -142,7 +137,7 @@ def _search_request(subject: "PlanSubject", cluster: "Cluster", options: Mapping
     strategy = strategy_from_options(options, subject.layout).get("strategy")
     if strategy is not None:
         values["strategies"] = (strategy,)
-    if "compressions" not in values:  # that of a recipe stays as it is
+    if "compressions" not in values:  # keep the compression of the recipe
         values["compressions"] = (subject.layout.compression,)
     if options["memory"] is not None:
         values["memory_bytes"] = _memory_bytes(options["memory"], cluster)
@@ -153,7 +148,6 @@ def _search_request(subject: "PlanSubject", cluster: "Cluster", options: Mapping
 
 
 def _memory_bytes(size_text: str, cluster: "Cluster") -> float:
-    """Return the bytes of --memory. Raises UsageError for what are none, or more than there are."""
     from hpcdist.planner.cluster.hardware import parse
 
     try:
@@ -162,7 +156,7 @@ def _memory_bytes(size_text: str, cluster: "Cluster") -> float:
         raise UsageError(f"--memory {error}") from error
     if not 0 < limit <= cluster.device.memory_bytes:
         size = f"{cluster.device.memory_bytes:,.0f} bytes of a device of {cluster.name}"
-        raise UsageError(f"--memory {size_text} is none of the {size}; leave it out, or choose more than 0 and no more")
+        raise UsageError(f"--memory {size_text} must be above 0 and at most the {size}; change it or leave it out")
     return limit
 
 
@@ -173,7 +167,6 @@ def _replan(
     options: Mapping[str, Any],
     subject: "PlanSubject",
 ) -> str | None:
-    """Return the command that plans the best layout again; None where nothing was found."""
     from hpcdist.planner.search.best_layouts import MOST_PASSES, passes
 
     if not result.found:
@@ -208,10 +201,9 @@ def replan_command(
     *,
     simulate: bool,
 ) -> str:
-    """Return the command that plans ``layout``, which a search of these arguments and ``options`` has found.
+    """Return the `hpcdist plan` command line that plans ``layout``, one result of a search.
 
-    ``base`` is the layout that the command would plan without those options that a search may vary, ``simulate``
-    whether the pipeline was simulated.
+    ``base`` is the layout before the search varied it.
     """
     from hpcdist.cli.plan.group import command
 
@@ -230,11 +222,11 @@ def replan_command(
 
 
 def _changed_options(base: "ParallelLayout", layout: "ParallelLayout") -> dict[str, Any]:
-    """Return the options that make ``layout`` of ``base``: the degree of data and the micro-batch in any case."""
+    """Return the options that turn ``base`` into ``layout``. The data degree and micro-batch are always included."""
     values: dict[str, Any] = {"data": layout.data, "microbatch": layout.microbatch}
     for name in _LAYOUT_FIELDS:
         if layout.pipeline == 1 and name in ("schedule", "chunks"):
-            continue  # which has no effect, and is refused
+            continue  # no effect without a pipeline, and rejected
         field = LAYOUT_FIELDS[name]
         if getattr(layout, field) != getattr(base, field):
             values[name] = getattr(layout, field)
@@ -244,7 +236,6 @@ def _changed_options(base: "ParallelLayout", layout: "ParallelLayout") -> dict[s
 
 
 def _option_words(option: click.Option, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an option as it is written, or nothing where it has no value."""
     value = values.get(str(option.name))
     if value is None or value == ():
         return

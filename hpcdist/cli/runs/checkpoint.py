@@ -1,8 +1,4 @@
-"""`hpcdist checkpoint`: list, show, verify, prune, stripe, export and import what runs have saved.
-
-`export` and `import` go to and from safetensors and PyTorch state dicts. `stripe` spreads a directory of checkpoints
-over the servers of its file system (Lustre, BeeGFS).
-"""
+"""`hpcdist checkpoint`: list, show, verify, prune, stripe, export and import checkpoints."""
 
 import json
 from pathlib import Path
@@ -23,25 +19,21 @@ _PATH = click.argument("path", type=PATH)
 
 @click.group()
 def command() -> None:
-    """Look at checkpoints, verify, thin out, export and import them. Needs neither MPI nor the recipe."""
+    """List, verify, prune, export and import checkpoints. Needs neither MPI nor the recipe."""
 
 
 @command.command("export")
 @_PATH
 @click.argument("out", type=PATH)
-@click.option("--optimizer", is_flag=True, help="Everything that a training needs to go on, not the parameters alone.")
-@click.option(
-    "--shard-bytes", type=BYTE_SIZE, default="5G", help="safetensors: cut into files of at most so many bytes."
-)
+@click.option("--optimizer", is_flag=True, help="Also export what a training needs to resume, such as optimizer state.")
+@click.option("--shard-bytes", type=BYTE_SIZE, default="5G", help="Maximum size of each safetensors file.")
 @json_option
 def export(path: Path, out: Path, optimizer: bool, shard_bytes: int, as_json: bool) -> None:
-    """Write the parameters of the checkpoint PATH, or of a run's newest, to OUT.
+    """Write the parameters of the checkpoint PATH, or of a run's newest checkpoint, to OUT.
 
-    OUT ends with .safetensors, or with .pt, .pth or .bin for a state dict of PyTorch; a directory gets a
-    model.safetensors. Tensors are whole and called by layer and name, as 3.qkv.weight; in a state dict of a model of
-    your own they have the names of its modules, so that `load_state_dict` takes them. Bytes are verified as they are
-    read, and pass through in blocks, so that a model may be larger than memory; for PyTorch they pass through a file
-    beside OUT, which needs the space twice.
+    The suffix of OUT selects the format: .safetensors, or .pt, .pth or .bin for a PyTorch state dict; a directory gets
+    a model.safetensors. Tensors are named by layer and parameter, e.g. 3.qkv.weight; your own PyTorch model keeps its
+    module names. Every byte is verified. The model may exceed memory; a PyTorch export needs twice the disk space.
     """
     from hpcdist.checkpoint import listing
     from hpcdist.checkpoint.convert import exporting, safetensors, torch_state
@@ -55,8 +47,8 @@ def export(path: Path, out: Path, optimizer: bool, shard_bytes: int, as_json: bo
     elif out.suffix in torch_state.SUFFIXES:
         files = torch_state.write(checkpoint, loaded, tensors, out, nested=optimizer)
     else:
-        known = ", ".join((safetensors.SUFFIX, *torch_state.SUFFIXES))
-        raise UsageError(f"{out}: unknown format {out.suffix}; end it with one of {known}")
+        suffixes = ", ".join((safetensors.SUFFIX, *torch_state.SUFFIXES))
+        raise UsageError(f"{out}: unknown format {out.suffix!r}; the name must end with one of {suffixes}")
     nbytes = sum(tensor.nbytes for tensor in tensors)
     if as_json:
         figures: dict[str, Any] = {"checkpoint": str(checkpoint), "tensors": len(tensors), "bytes": nbytes}
@@ -70,32 +62,29 @@ def export(path: Path, out: Path, optimizer: bool, shard_bytes: int, as_json: bo
 @command.command("import")
 @click.argument("source", metavar="IN", type=PATH)
 @click.argument("run_dir", metavar="DIR", type=DIRECTORY)
-@click.option(
-    "--recipe", type=FILE, help="Recipe of the model: the tensors are held against it, and it is kept in DIR."
-)
+@click.option("--recipe", type=FILE, help="Recipe of the model, checked against the tensors and copied to DIR.")
 @set_option
-@click.option("--step", type=click.IntRange(min=0), help="Step that it is of.  [default: what an export knows, else 0]")
+@click.option("--step", type=click.IntRange(min=0), help="Training step of the checkpoint.  [default: from IN, else 0]")
 @json_option
 def import_(
     source: Path, run_dir: Path, recipe: Path | None, overrides: tuple[str, ...], step: int | None, as_json: bool
 ) -> None:
-    """Make the first checkpoint of a run in DIR of IN: safetensors, or a state dict of PyTorch.
+    """Import IN, a safetensors file or a PyTorch state dict, as the first checkpoint of a run in DIR.
 
-    IN may be a file, an index of several, or a directory with either. No pickled code is run, and no tensor is read
-    that the file cannot hold: a file that is damaged or hostile is an error message. With --recipe, DIR is a run that
-    `hpcdist sample` knows; `hpcdist train --resume auto` goes on from what was exported with --optimizer.
+    IN is a file, an index of several files, or a directory with either. No pickled code is executed. With --recipe,
+    `hpcdist sample` can use DIR. `hpcdist train --resume auto` can resume an export made with --optimizer.
     """
     from hpcdist.checkpoint.convert.importing import ForeignFile, import_checkpoint
 
     if overrides and recipe is None:
-        raise UsageError("--set changes a key of --recipe; give that too")
+        raise UsageError("--set changes keys of --recipe; add --recipe")
     inputs, keys = None, None
     if recipe is not None:
         from hpcdist.training.use_cases import import_checkpoint as imported_run
 
         with ForeignFile(source) as file:
-            known = file.metadata.get("scalars", {}).get("model_inputs", {})
-            inputs, keys = imported_run.prepare_imported_run(run_dir, recipe, overrides, file.tensors, known)
+            model_inputs = file.metadata.get("scalars", {}).get("model_inputs", {})
+            inputs, keys = imported_run.prepare_imported_run(run_dir, recipe, overrides, file.tensors, model_inputs)
     imported = import_checkpoint(source, run_dir, step, inputs, keys)
     if as_json:
         nbytes = sum(tensor.nbytes for tensor in imported.tensors)
@@ -111,25 +100,24 @@ def _warn_of_import(imported: "ImportedCheckpoint") -> None:
     click.echo(imported.path)
     click.echo(f"{counted(len(imported.tensors), 'tensor')}, {format_bytes(nbytes)}, from {imported.format}", err=True)
     if imported.left_out:
-        click.echo(f"left out, being no tensors of a known type: {', '.join(imported.left_out[:8])}", err=True)
+        click.echo(f"skipped, not tensors of a known type: {', '.join(imported.left_out[:8])}", err=True)
     if not imported.resumable:
-        click.echo("it has no state of an optimizer: a training cannot go on from it", err=True)
+        click.echo("no optimizer state was imported: a training cannot resume from this checkpoint", err=True)
 
 
 @command.command("stripe")
 @click.argument("directory", metavar="DIR", type=DIRECTORY)
-@click.option("--bytes", "nbytes", type=BYTE_SIZE, default="1G", help="Size of a checkpoint, e.g. 500M or 40G.")
-@click.option("--writers", type=COUNT, default=1, help="How many write at once.")
+@click.option("--bytes", "nbytes", type=BYTE_SIZE, default="1G", help="Expected checkpoint size, e.g. 500M or 40G.")
+@click.option("--writers", type=COUNT, default=1, help="Number of ranks that write concurrently.")
 @click.option("--set", "wish", default="auto", metavar="OPTIONS", help="As checkpoint.stripe: auto, none, or options.")
-@click.option("--plan", "plan_only", is_flag=True, help="Print what would be done, and do nothing.")
+@click.option("--plan", "plan_only", is_flag=True, help="Print the striping command without running it.")
 @json_option
 def stripe(directory: Path, nbytes: int, writers: int, wish: str, plan_only: bool, as_json: bool) -> int:
-    """Stripe DIR for checkpoints of a given size: on Lustre with lfs setstripe, on BeeGFS with its own tool.
+    """Stripe DIR for checkpoints of a given size, with lfs setstripe on Lustre or BeeGFS's own tool.
 
-    Files that are made in DIR later follow it. A training does the same before its first save. Elsewhere there is
-    nothing to do, which is said, with what it would be on Lustre.
+    The striping applies to files created in DIR later. On other file systems the settings for Lustre are printed.
 
-    Exit code 0 when it is done, or nothing is to be done, 74 when the tool fails.
+    Exit code 0: success, or nothing to do. 74: the striping tool failed.
     """
     from hpcdist.checkpoint import stripe as stripes
     from hpcdist.checkpoint.config import CheckpointConfig
@@ -152,9 +140,9 @@ def stripe(directory: Path, nbytes: int, writers: int, wish: str, plan_only: boo
 @run_dir_argument
 @json_option
 def ls(run_dir: Path, as_json: bool) -> None:
-    """List the checkpoints of the run in RUN_DIR, the newest first, and say of each whether it is complete.
+    """List the checkpoints of the run in RUN_DIR, newest first: complete, unfinished or damaged.
 
-    Manifests and the sizes of files are looked at; `hpcdist checkpoint verify` reads every byte.
+    Only manifests and file sizes are checked; `hpcdist checkpoint verify` reads every byte.
     """
     from hpcdist.checkpoint import listing
 
@@ -177,7 +165,7 @@ def ls(run_dir: Path, as_json: bool) -> None:
 @click.option("--tensors", is_flag=True, help="List every tensor with its shape.")
 @json_option
 def show(path: Path, tensors: bool, as_json: bool) -> None:
-    """Tell what the checkpoint PATH (.../step-N) holds; of a run directory, its newest complete one."""
+    """Print the content of the checkpoint PATH (.../step-N), or of the newest complete one of a run directory."""
     from hpcdist.checkpoint import listing
 
     checkpoint = listing.inspect(listing.select(path))
@@ -215,12 +203,12 @@ def _print_figures(figures: dict[str, Any]) -> None:
 @_PATH
 @json_option
 def verify(path: Path, as_json: bool) -> int:
-    """Read every byte of the checkpoint PATH (.../step-N), or of all that the run directory PATH has.
+    """Read every byte of the checkpoint PATH (.../step-N), or of all checkpoints of the run directory PATH.
 
-    Each block is compared with its digest; all damage is told with file, bytes and tensor. What a save left unfinished
-    is named, and is no damage; nor is what an earlier version of hpcdist saved without a digest, which is named, too.
+    Damage is printed with file, byte range and tensor. Incomplete saves, and files without digests, are printed but are
+    not damage.
 
-    Exit code 0 when nothing is damaged, 1 when something is, 74 when there is nothing to verify.
+    Exit code 0: no damage. 1: damage. 74: nothing to verify.
     """
     from hpcdist.checkpoint import listing
     from hpcdist.checkpoint.verify import verify as verify_checkpoint
@@ -237,25 +225,25 @@ def verify(path: Path, as_json: bool) -> int:
             for line in verdict.damage:
                 click.echo(f"  {line}")
             for line in verdict.not_covered:
-                click.echo(f"  not covered: {line}; an earlier version of hpcdist saved no digest of it")
+                click.echo(f"  not verified: {line}; an older version of hpcdist saved it without a digest")
     return FAILURE if any(verdict.damage for verdict in verdicts) else OK
 
 
 @command.command("prune")
 @run_dir_argument
-@click.option("--keep", type=COUNT, default=2, help="The newest so many stay.")
-@click.option("--keep-every", type=click.IntRange(min=0), default=0, help="So does the first of each so many steps.")
-@click.option("--keep-best", type=click.IntRange(min=0), default=0, help="And those with the lowest validation loss.")
-@click.option("--damaged", is_flag=True, help="Remove what is damaged, too, as long as one complete checkpoint stays.")
-@click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
+@click.option("--keep", type=COUNT, default=2, help="Number of newest checkpoints to keep.")
+@click.option("--keep-every", type=click.IntRange(min=0), default=0, help="Also keep one checkpoint per N steps.")
+@click.option("--keep-best", type=click.IntRange(min=0), default=0, help="Also keep N with the lowest validation loss.")
+@click.option("--damaged", is_flag=True, help="Also remove damaged checkpoints if a complete one remains.")
+@click.option("--dry-run", is_flag=True, help="Print the checkpoints to remove without removing them.")
 @json_option
 def prune(
     run_dir: Path, keep: int, keep_every: int, keep_best: int, damaged: bool, dry_run: bool, as_json: bool
 ) -> None:
-    """Remove checkpoints of the run in RUN_DIR but those that the options keep.
+    """Remove the checkpoints of the run in RUN_DIR that no option keeps.
 
-    Only complete ones count, so the newest that can be restored always stays: it is read and verified first. What is
-    being written is left alone. A run that is under way thins out its own: then nothing is removed (exit code 74).
+    Only complete checkpoints count. The newest restorable checkpoint is always kept; it is verified first. Checkpoints
+    being written are not touched. If the run is running, nothing is removed (exit code 74): it prunes its checkpoints.
     """
     from hpcdist.checkpoint import verify as checkpoint_verify
     from hpcdist.checkpoint.directory import Retention

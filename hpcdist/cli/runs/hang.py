@@ -1,7 +1,4 @@
-"""`hpcdist hang`: the first rank that left the common path of a run, by its flight recorder.
-
-It works while the run hangs and after it died. Exit code 1 when something is wrong.
-"""
+"""`hpcdist hang`: find the first rank that diverged from the others, by the flight recorder of a run."""
 
 import json
 from pathlib import Path
@@ -16,19 +13,19 @@ from hpcdist.reporting.jsonable import jsonable
 from hpcdist.reporting.table import aligned
 from hpcdist.telemetry.hang import Finding, HangReport, RankState, analyse, load
 
-MAX_RANKS = 32  # ranks in the table; a job of thousands is not read line by line
+MAX_RANKS = 32  # rows of the printed table
 
 
 @click.command("hang")
 @existing_run_argument
-@click.option("--patience", default=10.0, show_default=True, help="Seconds an operation of a running job may take.")
+@click.option("--patience", default=10.0, show_default=True, help="Seconds after which a waiting rank counts as hung.")
 @json_option
 @click.pass_context
 def command(context: click.Context, run_dir: Path, patience: float, as_json: bool) -> None:
-    """Name the first rank of RUN_DIR that left the common path, with its operation and line.
+    """Name the first rank of RUN_DIR whose operations differ from the other ranks', with operation and source line.
 
-    Reads the flight recorder of every rank, while the run hangs or after it died. Exit code 0 when nothing is wrong,
-    1 when something is.
+    Reads the flight recorder of every rank, during a hang or after the run died. Exit code 1 if a problem is found,
+    else 0.
     """
     damaged: dict[int, str] = {}
     with regular.damage(run_dir, regular.FIGURES):
@@ -40,11 +37,11 @@ def command(context: click.Context, run_dir: Path, patience: float, as_json: boo
 
 
 def render(report: HangReport) -> str:
-    """Return the report as text: the verdict, then a line per rank."""
-    lines = [] if report.findings else ["nothing is wrong: no rank waits for another"]
+    """Return the report as text: the findings, then one line per rank."""
+    lines = [] if report.findings else ["no problem found: no rank waits for another"]
     for number, finding in enumerate(report.findings):
         lines.append(("" if number == 0 else "also: ") + _sentence(finding))
-    # Ranks that stand apart come first when not all can be shown.
+    # Ranks with findings are listed first if the table cannot hold all ranks.
     named = {rank for finding in report.findings for rank in finding.ranks}
     shown = sorted(
         sorted(report.ranks, key=lambda rank: rank.rank not in named)[:MAX_RANKS], key=lambda rank: rank.rank

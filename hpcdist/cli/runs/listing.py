@@ -1,4 +1,4 @@
-"""`hpcdist runs`: what lies in a folder of runs, and how far each has come."""
+"""`hpcdist runs`: list the runs in a folder with their state and progress."""
 
 import json
 import time
@@ -18,13 +18,13 @@ RUNNING, FAILED, NEW = "running", "failed", "no step yet"
 @click.argument("folder", type=DIRECTORY, default=DEFAULT)
 @json_option
 def command(folder: Path, as_json: bool) -> None:
-    """List the runs in FOLDER, the newest first: state, steps, loss, speed and age.
+    """List the runs in FOLDER, newest first: state, steps, loss, speed and age.
 
-    A run is "running" while a process holds its lock and touches it, "finished", "stopped" (saved by request, and to be
-    continued), or "failed". `hpcdist report RUN RUN` and `hpcdist compare RUN RUN` tell more.
+    States: running (a live process holds the lock), finished, stopped (saved on request, can be resumed), or failed.
+    `hpcdist report RUN RUN` and `hpcdist compare RUN RUN` print more.
     """
     if not folder.is_dir():
-        raise StorageError(f"{folder}: there is no such folder; runs lie in {DEFAULT}/ unless --out says otherwise")
+        raise StorageError(f"the folder {folder} does not exist; runs are in {DEFAULT}/ unless --out was given")
     paths = [path for path in folder.iterdir() if (path / "recipe.toml").is_file()]
     rows = sorted((_row(path) for path in paths), key=lambda row: row["age_s"])
     if as_json:
@@ -39,11 +39,10 @@ def command(folder: Path, as_json: bool) -> None:
         speed, age = text_of(row["tokens_per_s"], ",.0f"), format_duration(row["age_s"])
         speed += f" {row['speed_unit']}/s" if row["tokens_per_s"] is not None else ""
         table.append((row["run"], row["state"], steps, loss, speed, age))
-    click.echo("\n".join(aligned(table, left=(0, 1))) if rows else f"{folder} holds no runs")
+    click.echo("\n".join(aligned(table, left=(0, 1))) if rows else f"{folder} contains no runs")
 
 
 def _row(path: Path) -> dict[str, Any]:
-    """Return what is known of the run at ``path``."""
     from hpcdist.telemetry import report as reports
     from hpcdist.training.recipe import recipe as recipes
 
@@ -54,13 +53,12 @@ def _row(path: Path) -> dict[str, Any]:
         figures = reports.report(path).figures
         row |= {"steps": figures["steps"], "loss": figures["train_loss_mean"], "tokens_per_s": figures["tokens_per_s"]}
         row["speed_unit"] = figures.get("speed_unit") or "tokens"
-    except HpcdistError:  # it has just begun, or is damaged: its state says so
+    except HpcdistError:  # just started or damaged: reported by its state
         row["state"] = row["state"] or NEW
     return row
 
 
 def _state(path: Path) -> str:
-    """Return what the record of starts and the lock of a run say."""
     from hpcdist.checkpoint.lock import LOCK_FILE, is_held
     from hpcdist.training.run.start_record import known_starts
 
@@ -72,6 +70,5 @@ def _state(path: Path) -> str:
 
 
 def _age_s(path: Path) -> float:
-    """Return the seconds since a file of the run was written."""
     newest = max((item.stat().st_mtime for item in path.iterdir()), default=time.time())
     return max(0.0, time.time() - newest)

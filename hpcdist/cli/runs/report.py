@@ -1,7 +1,7 @@
-"""`hpcdist report`: print, plot, or write as one HTML page what a run did or a benchmark measured.
+"""`hpcdist report`: print, plot, or write as an HTML page the results of a run or a benchmark.
 
-The page joins the metrics of the run with its recipe, its energy costs, its checkpoints and a text sample, which
-another process draws in a minute at most. Numpy, h5py and matplotlib are imported late.
+The page combines metrics, recipe, energy, checkpoints and a text sample, which a child process generates in at most
+SAMPLE_LIMIT_S. Numpy, h5py and matplotlib are imported late.
 """
 
 import json
@@ -26,24 +26,27 @@ if TYPE_CHECKING:
     from hpcdist.telemetry.page.run_data import CheckpointEntry, ExternalData, RecipeSetting, TextSample
 
 SAMPLE_TOKENS: Final = 600
-SAMPLE_LIMIT_S: Final = 60.0  # a large model on a login node is left in the middle of its sentence
-MAX_MODEL_BYTES: Final = 4 << 30  # of parameters that are loaded for a sample
+SAMPLE_LIMIT_S: Final = 60.0  # a slow model's text is truncated
+MAX_MODEL_BYTES: Final = 4 << 30  # largest model that is loaded for a sample
 MAX_CHECKPOINTS: Final = 1000
-METRICS_FILE: Final = "metrics.h5"  # of a run directory
-_PLACE_HINT: Final = "give the directory of a training (its --out), or the results of a benchmark (its --output)"
+METRICS_FILE: Final = "metrics.h5"  # in a run directory
+_PLACE_HINT: Final = "give the directory of a training (its --out), or a results file of a benchmark (its --output)"
 
 
 def write_page(run_dir: Path, file: Path, *, sample: bool, prompt: str) -> None:
-    """Write the page of the run in ``run_dir`` into ``file``; with a ``sample`` that begins with ``prompt``."""
+    """Write the run's HTML page to ``file``. If ``sample``, it has text that the model generates after ``prompt``."""
     from hpcdist.reporting import plotting
     from hpcdist.telemetry.page import document
 
-    plotting.require_matplotlib()  # before a minute goes into a sample
+    plotting.require_matplotlib()  # fail before the sample takes a minute
     document.write_page(run_dir, file, page_context(run_dir, sample=sample, prompt=prompt))
 
 
 def page_context(run_dir: Path, *, sample: bool, prompt: str) -> "ExternalData":
-    """Return what recipe, checkpoints and model have to say of the run; each with the reason where it has nothing."""
+    """Return the page's data on recipe, checkpoints and model. Unreadable data is replaced by the reason.
+
+    If ``sample``, the data includes text that the model generates from ``prompt``.
+    """
     from hpcdist.telemetry.page.run_data import NO_CHECKPOINT, NOT_ASKED, ExternalData, TextSample
 
     settings, why_no_settings, steps = _settings(run_dir)
@@ -60,7 +63,6 @@ def page_context(run_dir: Path, *, sample: bool, prompt: str) -> "ExternalData":
 
 
 def _settings(run_dir: Path) -> "tuple[list[RecipeSetting], str, int | None]":
-    """Return the keys of the recipe, why there are none, and the steps it asks for."""
     from hpcdist.telemetry.page.run_data import RecipeSetting
     from hpcdist.training.recipe import recipe as recipes
 
@@ -71,13 +73,13 @@ def _settings(run_dir: Path) -> "tuple[list[RecipeSetting], str, int | None]":
         values = recipes.flat(recipes.load_stored(path))
     except HpcdistError as error:
         return [], f"The recipe cannot be read: {error}", None
-    known = recipes.defaults()
-    rows = [RecipeSetting(key, toml_value(value), toml_value(known[key])) for key, value in values.items()]
+    default_values = recipes.defaults()
+    rows = [RecipeSetting(key, toml_value(value), toml_value(default_values[key])) for key, value in values.items()]
     return rows, "", int(values["run.steps"])
 
 
 def _costs(run_dir: Path) -> "Callable[[float, float], Mapping[str, Any]]":
-    """Return what makes kWh, emissions and costs of joules, as the recipe says."""
+    """Return a function of (joules, seconds) that returns kWh, emissions and cost with the run's settings."""
     from hpcdist.energy.accounts import energy_metrics
     from hpcdist.energy.config import EnergyConfig
     from hpcdist.training.observe.energy import carbon_intensity
@@ -104,19 +106,19 @@ def _checkpoints(run_dir: Path) -> "tuple[list[CheckpointEntry], str]":
     try:
         checkpoints = listing.list_checkpoints(run_dir)[:MAX_CHECKPOINTS]
     except StorageError:
-        return [], ""  # there are none
+        return [], ""  # no checkpoints
     except OSError as error:
         return [], f"the checkpoints cannot be read: {error.strerror or error}"
     return [CheckpointEntry(c.path.name, c.step, c.state, c.written_utc, c.nbytes, c.reason) for c in checkpoints], ""
 
 
 def _sample(run_dir: Path, checkpoints: "list[CheckpointEntry]", prompt: str) -> "TextSample":
-    """Return text from the newest checkpoint, or why there is none. Another process draws it, for a minute at most."""
+    """Return text sampled from the newest checkpoint, or the reason why there is no text. Runs a child process."""
     from hpcdist.checkpoint import listing
     from hpcdist.telemetry.page.run_data import NO_CHECKPOINT, TextSample
 
     if not any(checkpoint.state == listing.COMPLETE for checkpoint in checkpoints):
-        return TextSample(reason=NO_CHECKPOINT if not checkpoints else "none of the checkpoints is complete")
+        return TextSample(reason=NO_CHECKPOINT if not checkpoints else "no checkpoint is complete")
     try:
         newest = listing.inspect(listing.select(run_dir))
         assert newest.manifest is not None
@@ -125,7 +127,7 @@ def _sample(run_dir: Path, checkpoints: "list[CheckpointEntry]", prompt: str) ->
         return TextSample(reason=str(error))
     if nbytes > MAX_MODEL_BYTES:
         return TextSample(
-            reason=f"the parameters take {format_bytes(nbytes)}; hpcdist sample {run_dir} where there is room"
+            reason=f"the parameters take {format_bytes(nbytes)}; run hpcdist sample {run_dir} on a larger machine"
         )
     words = [f"--prompt={prompt}", f"--tokens={SAMPLE_TOKENS}", "--", str(run_dir)]
     line = [sys.executable, "-P", "-m", "hpcdist", "sample", *words]
@@ -146,9 +148,9 @@ def _sample(run_dir: Path, checkpoints: "list[CheckpointEntry]", prompt: str) ->
 @click.command("report")
 @click.argument("places", metavar="RUN_DIR...|RESULTS.h5", type=PATH, nargs=-1, required=True)
 @click.option("--plot", type=FILE, help="Draw the curves into this file (.png, .pdf).")
-@click.option("--html", type=FILE, help="Write all of it as a page that needs no network.")
-@click.option("--no-sample", is_flag=True, help="The page: no text from the model.")
-@click.option("--sample-prompt", default="def ", help="The page: text that the model continues.")
+@click.option("--html", type=FILE, help="Write a self-contained HTML page to this file.")
+@click.option("--no-sample", is_flag=True, help="With --html: omit the text sample from the model.")
+@click.option("--sample-prompt", default="def ", help="With --html: prompt of the text sample.")
 @json_option
 @click.option("--markdown", is_flag=True, help="Print the table of a sweep as Markdown.")
 def report(
@@ -160,18 +162,17 @@ def report(
     as_json: bool,
     markdown: bool,
 ) -> None:
-    """Show loss, times and bytes of the training in RUN_DIR, or the table of the benchmark in RESULTS.h5.
+    """Print loss, times and traffic of the training in RUN_DIR, or the table of the benchmark in RESULTS.h5.
 
-    Either may be under way. Several runs are put side by side: a table, and with --plot one picture. --html makes one
-    file to send to others: charts, figures, a step's timeline, recipe, environment and a sample of a
-    language model.
+    The run or benchmark may still be running. Several runs are compared in a table, and in one figure with --plot.
+    --html writes charts, figures, a timeline, recipe and environment into one file.
     """
     place = places[0]
     _check_options(place, html, no_sample, sample_prompt)
     if as_json and markdown:
-        raise UsageError("--json and --markdown are two ways to print the same; choose one")
-    for each in places:
-        _check_place(each)
+        raise UsageError("--json and --markdown exclude each other; choose one")
+    for path in places:
+        _check_place(path)
     if len(places) > 1:
         _report_runs(places, plot, as_json, html is not None or markdown)
         return
@@ -194,25 +195,23 @@ def report(
 
 
 def _check_place(place: Path) -> None:
-    """Refuse a place that is not there, or a file within a run."""
     if not place.exists():
-        raise StorageError(f"{place}: there is no such directory or file; {_PLACE_HINT}")
+        raise StorageError(f"{place} does not exist; {_PLACE_HINT}")
     if place.name == METRICS_FILE and place.is_file():
         raise UsageError(f"{place} is one file of a run; give its directory: hpcdist report {place.parent}")
 
 
 def _check_options(place: Path, html: Path | None, no_sample: bool, prompt: str) -> None:
-    """Refuse options that would have no effect."""
     source = click.get_current_context().get_parameter_source("sample_prompt")
     prompted = source is not None and source.name == "COMMANDLINE"
     if html is None and (no_sample or prompted):
-        raise UsageError("--no-sample and --sample-prompt are of the page; add --html FILE")
+        raise UsageError("--no-sample and --sample-prompt need --html FILE; add it")
     if no_sample and prompted:
-        raise UsageError("--no-sample and --sample-prompt contradict each other; choose one")
+        raise UsageError("--no-sample and --sample-prompt exclude each other; choose one")
     if not prompt:
         raise UsageError("--sample-prompt is empty; give at least one character, or --no-sample")
     if html is not None and place.is_file():
-        raise UsageError(f"--html makes the page of a run; {place} is a file of results: use --plot or --markdown")
+        raise UsageError(f"--html needs a run directory, but {place} is a results file: use --plot or --markdown")
 
 
 def _report_run(run_dir: Path, plot: Path | None, as_json: bool) -> None:
@@ -228,15 +227,14 @@ def _report_run(run_dir: Path, plot: Path | None, as_json: bool) -> None:
 
 
 def _report_runs(places: "Sequence[Path]", plot: Path | None, as_json: bool, other: bool) -> None:
-    """Put several runs side by side."""
     from hpcdist.telemetry import report as reports
     from hpcdist.telemetry import side_by_side
 
     if other:
-        raise UsageError("--html and --markdown show one place; give one run, or --plot and --json for several")
+        raise UsageError("--html and --markdown work for one run only; use --plot or --json for several")
     files = [place for place in places if place.is_file()]
     if files:
-        raise UsageError(f"{files[0]} is a file of results: give one, or directories of runs; see `hpcdist compare`")
+        raise UsageError(f"{files[0]} is a results file: give it alone, or only run directories; see `hpcdist compare`")
     with ExitStack() as stack:
         for place in places:
             stack.enter_context(regular.damage(place, regular.FIGURES))
@@ -261,7 +259,7 @@ def _report_collectives(path: Path, plot: Path | None, as_json: bool, markdown: 
     from hpcdist.bench.collectives import results
 
     if markdown:
-        raise UsageError("--markdown prints the table of a sweep; leave it out for one of collectives")
+        raise UsageError(f"--markdown needs the results of a sweep, but {path} has collectives; leave --markdown out")
     measured = results.read(path)
     table = reports.rows(measured.configurations)
     if as_json:

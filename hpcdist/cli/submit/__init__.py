@@ -1,6 +1,5 @@
-"""The `hpcdist submit` command: a recipe, sweep, benchmark or program as a batch job of the site.
+"""The `hpcdist submit` command: submit a recipe, sweep, benchmark or program as a batch job.
 
-Part of `hpcdist.cli`, floor 7: it may import every package below, and loads neither MPI nor HDF5: it runs on login
-nodes. The job itself is made by `hpcdist.training.use_cases.batch_job`, and written and submitted by `hpcdist.batch`.
-Begin with `command` (options and submission) and `kinds` (jobs other than a training).
+It runs on login nodes, so it loads neither MPI nor HDF5. `hpcdist.training.use_cases.batch_job` plans the job;
+`hpcdist.batch` writes and submits it. Start reading with `command` and `kinds` (jobs other than a training).
 """

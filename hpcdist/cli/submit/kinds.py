@@ -1,7 +1,6 @@
 """Jobs of `hpcdist submit` other than one training: --array, --bench, --server-nodes, and programs.
 
-Each kind has options of its own, which are refused without it. An array runs one trial a task, and a second job merges
-the results; a benchmark runs on nodes of its own; parameter servers may have nodes of a second kind.
+An array runs one trial per task, and a second job merges the results. Options of one kind are refused for other kinds.
 """
 
 import hashlib
@@ -27,7 +26,7 @@ if TYPE_CHECKING:  # late at run time: --help is instant
     from hpcdist.bench.sweep.definition import Sweep, SweepTrial
     from hpcdist.training.use_cases.batch_job import PlannedJob
 
-# Option of `submit` -> the option that decides the kind of the job, without which it means nothing.
+# Option of `submit` -> the option that selects its kind of job.
 _OWNER_OPTION: Final = {
     "at_most": "array",
     "retry_failed": "array",
@@ -39,22 +38,20 @@ _OWNER_OPTION: Final = {
 _SUITES: Final = [name for name in SUITES if name != SWEEP]
 _KIND_OPTIONS: Final = ("array", "bench", "server_nodes")
 kind_options = stacked(
-    click.option(
-        "--array", type=FILE, metavar="SWEEP", help="Instead of a training: a sweep as a job array, one trial a task."
-    ),
-    click.option("--at-most", type=COUNT, help="Trials of --array at a time.  [default: all]"),
-    click.option("--retry-failed", is_flag=True, help="With --array: run trials again that are recorded as failed."),
+    click.option("--array", type=FILE, metavar="SWEEP", help="Submit a sweep file as a job array, one trial per task."),
+    click.option("--at-most", type=COUNT, help="Maximum concurrent trials of --array.  [default: all]"),
+    click.option("--retry-failed", is_flag=True, help="With --array: repeat the trials that failed before."),
     click.option(
         "--bench",
         metavar="SUITE|SWEEP",
-        help=f"Instead of a training: a benchmark on nodes of its own: {', '.join(_SUITES)} or a sweep file.",
+        help=f"Submit a benchmark instead of a training: {', '.join(_SUITES)} or a sweep file.",
     ),
-    click.option("--bench-args", help="Options of that `hpcdist bench`, in one string."),
-    click.option("--server-nodes", type=COUNT, help="Nodes more, for dedicated parameter servers alone."),
-    click.option("--server-ranks-per-node", type=COUNT, help="Servers on each of them.  [default: 1]"),
-    click.option("--server-partition", help="Partition that they are in.  [default: that of the workers]"),
+    click.option("--bench-args", help="Options of the `hpcdist bench` command of --bench, in one string."),
+    click.option("--server-nodes", type=COUNT, help="Additional nodes for dedicated parameter servers."),
+    click.option("--server-ranks-per-node", type=COUNT, help="Servers per --server-nodes node.  [default: 1]"),
+    click.option("--server-partition", help="Partition of the server nodes.  [default: that of the workers]"),
     click.option(
-        "--server-sbatch-arg", "server_sbatch_args", multiple=True, help="Further option of sbatch for their nodes."
+        "--server-sbatch-arg", "server_sbatch_args", multiple=True, help="Additional sbatch option for server nodes."
     ),
 )
 
@@ -62,23 +59,20 @@ kind_options = stacked(
 def planned_job(
     recipe: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any], program: tuple[str, ...] = ()
 ) -> "PlannedJob":
-    """Return the job that the options ask for; a training without one of _KIND_OPTIONS and without a ``program``.
-
-    Raises ConfigurationError and UsageError, as `batch_job.plan_training` does.
-    """
+    """Return the job that the options of `submit` describe. Raises ConfigurationError and UsageError."""
     from hpcdist.training.use_cases import batch_job as plan
 
     if program:
         return _program(program, recipe, overrides, options)
     if options["tasks"]:
-        raise UsageError(f"--tasks {options['tasks']} is for a program; add it: -- python SCRIPT, or use --array SWEEP")
+        raise UsageError(f"--tasks {options['tasks']} needs a program: add -- python SCRIPT, or use --array SWEEP")
     kinds = [name for name in _KIND_OPTIONS if options[name] is not None]
     if len(kinds) > 1:
-        raise UsageError(f"{_flag(kinds[0])} and {_flag(kinds[1])} are jobs of two kinds; choose one")
+        raise UsageError(f"{_flag(kinds[0])} and {_flag(kinds[1])} exclude each other; choose one")
     kind = kinds[0] if kinds else None
     for name, owner in _OWNER_OPTION.items():
         if options[name] and owner != kind:
-            raise UsageError(f"{_flag(name)} belongs to {_flag(owner)}; add it, or leave both out")
+            raise UsageError(f"{_flag(name)} needs {_flag(owner)}; add {_flag(owner)}, or leave both out")
     if kind is None:
         return plan.plan_training(recipe, overrides, options)
     if kind == "server_nodes":
@@ -97,16 +91,16 @@ def _program(
 
     if recipe is not None or program[0] in COMMANDS:
         raise UsageError(
-            f"-- {program[0]} with {recipe or 'a command of hpcdist'}: a recipe is submitted by its name alone, and a "
-            "program by what stands behind --; keep one"
+            f"{recipe or 'a command of hpcdist'} and -- {program[0]} exclude each other: submit a recipe, or a program "
+            "after --"
         )
     if overrides:
-        raise UsageError(f"--set {overrides[0]}: the recipe is that of the script; export HPCDIST_SET__SECTION__KEY")
+        raise UsageError(f"--set {overrides[0]} has no effect on a program: export HPCDIST_SET__SECTION__KEY instead")
     for name in (*_KIND_OPTIONS, *_OWNER_OPTION, "stage_data"):
         if options[name] and name != "at_most":
             raise UsageError(f"{_flag(name)} is for recipes, not for {program[0]}; leave it out")
     if options["at_most"] and not options["tasks"]:
-        raise UsageError("--at-most belongs to --tasks; add it, or leave both out")
+        raise UsageError("--at-most needs --tasks; add --tasks, or leave both out")
     if not options["tasks"]:
         return plan.plan_script(program, options)
     _site(options, "--tasks")
@@ -123,8 +117,8 @@ def _site(options: Mapping[str, Any], flag: str) -> "SiteProfile":
     site = search.load_selected(options["site"])
     if site.scheduler.kind != "slurm":
         raise ConfigurationError(
-            f"{flag} at the site {site.name}, whose scheduler is {site.scheduler.kind!r}: such jobs are written for "
-            "Slurm alone; start `hpcdist bench`, or the training, in a job of your own"
+            f"{flag} needs Slurm, but the scheduler of the site {site.name} is {site.scheduler.kind!r}; run `hpcdist "
+            "bench`, or the training, in a job script that you write"
         )
     return site
 
@@ -133,17 +127,17 @@ def _refuse_what_trainings_have(
     recipe: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any], flag: str
 ) -> None:
     if recipe is not None or overrides:
-        raise UsageError(f"{flag} with {recipe or '--set'}: it trains no recipe of yours; write it into a sweep file")
+        raise UsageError(f"{flag} excludes {recipe or '--set'}: it does not train one recipe; set keys in a sweep file")
     for name in ("stage_data", "environment", "warmup", "spare_nodes"):
         if options[name]:
             word = {"environment": "stage_environment"}.get(name, name)
-            raise UsageError(f"{flag} with {_flag(word)}, which is for trainings; leave it out")
+            raise UsageError(f"{_flag(word)} works only for trainings, not with {flag}; leave it out")
     if options["most_fruitless"] != BatchJob.most_fruitless:
-        raise UsageError(f"{flag} with --most-fruitless, which is for trainings; leave it out")
+        raise UsageError(f"--most-fruitless works only for trainings, not with {flag}; leave it out")
 
 
 def _sweep(path: Path, site: "SiteProfile", options: Mapping[str, Any]) -> "tuple[Sweep, list[SweepTrial], str]":
-    """Return a sweep, its trials with the defaults of the site, and its text, which needs no other file."""
+    """Return the sweep in file ``path``, its trials with the site's defaults, and the sweep's text with all values."""
     from hpcdist.batch.sites import search
     from hpcdist.bench.sweep import definition
     from hpcdist.cli.bench.trials import SweepRecipes
@@ -163,7 +157,6 @@ def _run_dir(options: Mapping[str, Any], text: str) -> Path:
 
 
 def _trial_resources(trials: "list[SweepTrial]", options: Mapping[str, Any]) -> tuple[int, set[str]]:
-    """Return the GPUs that a node needs for ``trials``, and the data that they read."""
     trees = [tomllib.loads(trial.recipe) for trial in trials]
     on_gpu = any(tree["run"]["device"] == "gpu" for tree in trees)
     gpus = options["gpus_per_node"]
@@ -221,11 +214,11 @@ def _suite(named: str) -> str:
         return named
     if named.endswith(".toml"):
         return SWEEP
-    raise UsageError(f"--bench {named!r} is no benchmark; {suggestion(named, _SUITES, 'or a sweep.toml')}")
+    raise UsageError(f"--bench {named!r} is not a benchmark; {suggestion(named, _SUITES, 'or a sweep.toml')}")
 
 
 def _arguments(suite: str, text: str) -> tuple[str, ...]:
-    """Return the words of --bench-args. Raises UsageError here for what `hpcdist bench` would refuse on the node."""
+    """Split the text of --bench-args into words. Raises UsageError for options that `hpcdist bench` would reject."""
     from click.core import ParameterSource
 
     from hpcdist.cli.bench import group
@@ -240,7 +233,7 @@ def _arguments(suite: str, text: str) -> tuple[str, ...]:
         raise UsageError(f"{place}: {message.rstrip('.')}; see `hpcdist bench {suite} --help`") from error
     for name in ("output", "ranks", "ranks_per_node", "run_args"):
         if parsed.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise UsageError(f"{place}: the job itself says --{name.replace('_', '-')}; leave it out")
+            raise UsageError(f"{place}: the job sets --{name.replace('_', '-')} itself; leave it out")
     return tuple(words)
 
 
@@ -251,9 +244,9 @@ def _with_servers(recipe: Path | None, overrides: tuple[str, ...], options: Mapp
     site = _site(options, "--server-nodes")
     if site.launcher.kind != "srun":
         raise ConfigurationError(
-            f"--server-nodes at the site {site.name}, which starts ranks with {site.launcher.kind}: only srun starts "
-            "those of both kinds of nodes as one world; choose a site with launcher.kind = 'srun', or leave the "
-            "servers on the nodes of the workers"
+            f"--server-nodes needs srun to start the ranks of worker and server nodes as one world, but the site "
+            f"{site.name} uses {site.launcher.kind}; choose a site with launcher.kind = 'srun', or run the servers on "
+            "the nodes of the workers"
         )
     nodes, ranks = options["server_nodes"], options["server_ranks_per_node"] or 1
     planned = plan.plan_training(
@@ -274,7 +267,6 @@ def _with_servers(recipe: Path | None, overrides: tuple[str, ...], options: Mapp
 
 
 def _check_servers(job: "ServersJob") -> None:
-    """Raise ConfigurationError where the recipe has other servers than the ranks of their nodes."""
     tree = tomllib.loads(job.recipe)
     for section, name, expected in (
         ("parallel", "strategy", "parameter_server"),
@@ -285,13 +277,12 @@ def _check_servers(job: "ServersJob") -> None:
         if value != expected:
             raise ConfigurationError(
                 f"{section}.{name} = {value!r} with --server-nodes {job.server_nodes} x {job.server_ranks_per_node}: "
-                f"ranks on nodes of their own are dedicated servers; set it to {expected!r}, or leave "
+                f"ranks on server nodes are dedicated servers; set it to {expected!r}, or leave "
                 "--server-nodes out"
             )
 
 
 def _check_nodes_of_servers(job: "ServersJob", site: "SiteProfile") -> None:
-    """Raise ConfigurationError where ``site`` does not have the nodes of the servers."""
     from hpcdist.batch.sites import search
 
     workers = {item.name: getattr(job, item.name) for item in fields(BatchJob)}

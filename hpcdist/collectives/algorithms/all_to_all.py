@@ -1,22 +1,18 @@
-"""All-to-all by pairwise exchange or Bruck's algorithm, the others by name, and an allreduce made of an all-to-all.
+"""All-to-all algorithms by name, and an allreduce built from an all-to-all.
 
-    pairwise   (p-1) α + (p-1)/p n β                       any sizes, one pair of messages at a time
-    bruck      ceil(log2 p) (α + n/2 β) at most            all blocks of one size; n more bytes of scratch
-    native     the MPI library's
+    pairwise      (p-1) α + (p-1)/p n β                       any sizes, one pair of messages at a time
+    bruck         at most ceil(log2 p) (α + n/2 β)            equal block sizes; n more bytes of scratch
+    native        MPI library
+    hierarchical  see `hpcdist.collectives.algorithms.hierarchical_all_to_all`
 
-`hpcdist.collectives.algorithms.hierarchical_all_to_all` has the one for ranks of several nodes.
+Bruck's algorithm sends a block once for each set bit of its distance, with all blocks that have this bit set (J. Bruck
+et al., IEEE Trans. Parallel Distrib. Syst. 8 (1997) 1143-1156).
 
-Pairwise exchange sends each block once. J. Bruck, C.-T. Ho, S. Kipnis et al., "Efficient algorithms for all-to-all
-communications in multiport message-passing systems", IEEE Trans. Parallel Distrib. Syst. 8 (1997) 1143-1156, sends a
-block once for each bit in the distance it has to go, together with all others that have this bit: for small blocks.
-
-In the allreduce every rank receives one chunk from all others, sums it in rank order, and sends the sum to all.
+In the allreduce, every rank sums one chunk of all ranks in rank order, and sends the sum to all:
 
     2 (p-1) α + 2 (p-1)/p n β + (p-1)/p n γ
 
-The bytes of the ring, but whole addends travel instead of partial sums. So 16-bit floats stay 16 bits on the wire and
-are still summed in float32 and rounded once: half the bytes of every other algorithm for them. The price is n bytes
-of scratch, and p-1 messages at once in the network. The sum is in rank order, whatever the size of the buffer.
+16-bit floats are sent as 16 bits, summed in float32 and rounded once.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,11 +44,11 @@ def all_to_all(
     receive_ranges: Sequence[Range],
     algorithm: str = "pairwise",
 ) -> None:
-    """Send ``send[send_ranges[q]]`` to each rank q; its part comes to ``receive[receive_ranges[q]]``. Collective.
+    """Send ``send[send_ranges[q]]`` to each rank q, and receive from q into ``receive[receive_ranges[q]]``. Collective.
 
-    Both buffers are 1-D, contiguous, of one dtype, and apart in memory; outside its ranges ``receive`` stays as it is.
-    "bruck" needs blocks of one size on all ranks: no rank can see that of all others, so nothing chooses it by itself.
-    Raises UsageError for an unknown algorithm or ranges that do not fit, BufferHandoverError for the buffers.
+    Both buffers are 1-D, contiguous, of the same dtype, and do not overlap. With the algorithm "bruck", all blocks on
+    all ranks must have one size. Raises UsageError for an unknown algorithm or invalid ranges, and BufferHandoverError
+    for invalid buffers.
     """
     function = ALL_TO_ALL.get(algorithm)
     if function is None:
@@ -63,7 +59,7 @@ def all_to_all(
     except HpcdistError as error:
         checks.announce_refusal(comm, checks.describe_call("all_to_all", algorithm, send), error)
         raise
-    # One event over the messages within: a rank that skips the call is then named, whatever the algorithm.
+    # One event for the whole call, so that the watchdog can name a rank that skips the call.
     token = comm.events.begin(comm.name, f"{algorithm}_all_to_all", name_of(send.dtype), send.size, 0, -1, 0)
     if comm.checked and comm.size > 1:
         count = "any number of" if block is None else f"blocks of {block}"
@@ -74,25 +70,25 @@ def all_to_all(
 
 
 def _compare_parts(comm: Communicator, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]) -> None:
-    """Raise CommunicationError on every rank unless each expects what the others send. Collective over ``comm``.
-
-    Parts may differ from rank to rank, so two of them are compared, not the calls of all.
-    """
+    """Raise CommunicationError on all ranks if a rank sends more or less than the receiver expects. Collective."""
     sizes = gather_sizes(comm, send_ranges, receive_ranges)
     sent, expected = sizes[:, 0], sizes[:, 1].T  # both (from, to)
     for source, to in np.argwhere(sent != expected):
         raise CommunicationError(
             f"in an all-to-all of {comm.name} rank {source} sends {sent[source, to]} elements to rank {to}, which "
-            f"expects {expected[source, to]}; make the range of the one as long as that of the other"
+            f"expects {expected[source, to]}; make the two ranges equally long"
         )
 
 
 def pairwise_all_to_all(
     comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
 ) -> None:
-    """Send to the rank k ahead while receiving from the one k behind, for k = 1 to p-1. Collective over ``comm``."""
+    """Exchange blocks pairwise: in step k = 1 to p - 1, rank r of p sends to rank r + k and receives from rank r - k.
+
+    Collective over ``comm``.
+    """
     receive[receive_ranges[comm.rank].slice] = send[send_ranges[comm.rank].slice]
-    # At every distance the messages are a permutation of the ranks: each sends one and receives one at a time.
+    # At every distance the messages are a permutation of the ranks: each rank sends and receives one message.
     for distance in range(1, comm.size):
         to, source = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size
         comm.sendrecv(send[send_ranges[to].slice], to, receive[receive_ranges[source].slice], source)
@@ -101,12 +97,16 @@ def pairwise_all_to_all(
 def bruck_all_to_all(
     comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
 ) -> None:
-    """Pass blocks on by powers of two, together those whose distance has this bit. Collective over ``comm``."""
+    """Exchange blocks by Bruck's algorithm. Collective over ``comm``.
+
+    In step b = 0, 1, ..., each rank sends a block to the rank 2^b ahead if bit b of the block's distance to its
+    receiver is set.
+    """
     block = _block(send_ranges, receive_ranges)
-    # Row i is the block that has i ranks to go. In the step of bit b, all rows whose number has this bit move 2^b ranks
-    # ahead, and keep their number: at the end row i has gone i ranks, so it came from the rank i behind.
+    # Row i is the block with i ranks to go. In step b, rows with bit b in their number move 2^b ranks ahead and keep
+    # their number: in the end row i has moved i ranks, so row i comes from the rank i before.
     rows = scratch("bruck", comm.size * block, send.dtype, send).reshape(comm.size, block)  # (ranks, block)
-    # At most half of the numbers have a given bit: that many blocks leave, and as many arrive.
+    # At most half of the numbers have a given bit: so many blocks leave and arrive in a step.
     bundle = scratch("bruck bundle", 2 * -(-comm.size // 2) * block, send.dtype, send)
     for distance in range(comm.size):
         rows[distance] = send[send_ranges[(comm.rank + distance) % comm.size].slice]
@@ -115,18 +115,17 @@ def bruck_all_to_all(
         moving = [distance for distance in range(comm.size) if distance & step]
         half = len(moving) * block
         outgoing, incoming = bundle[:half], bundle[half : 2 * half]
-        for place, distance in enumerate(moving):
-            outgoing[place * block : (place + 1) * block] = rows[distance]
+        for slot, distance in enumerate(moving):
+            outgoing[slot * block : (slot + 1) * block] = rows[distance]
         comm.sendrecv(outgoing, (comm.rank + step) % comm.size, incoming, (comm.rank - step) % comm.size)
-        for place, distance in enumerate(moving):
-            rows[distance] = incoming[place * block : (place + 1) * block]
+        for slot, distance in enumerate(moving):
+            rows[distance] = incoming[slot * block : (slot + 1) * block]
         step *= 2
     for distance in range(comm.size):
         receive[receive_ranges[(comm.rank - distance) % comm.size].slice] = rows[distance]
 
 
 def _block(send_ranges: Sequence[Range], receive_ranges: Sequence[Range]) -> int:
-    """Return the one size of all blocks (local). Raises UsageError where they differ."""
     sizes = {part.size for part in (*send_ranges, *receive_ranges)}
     if len(sizes) > 1:
         raise UsageError(f"bruck needs blocks of one size on all ranks, got {sorted(sizes)}; choose pairwise")
@@ -136,11 +135,11 @@ def _block(send_ranges: Sequence[Range], receive_ranges: Sequence[Range]) -> int
 def native_all_to_all(
     comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
 ) -> None:
-    """Exchange by MPI_Alltoallv. Collective over ``comm``."""
+    """Exchange data by MPI_Alltoallv. Collective over ``comm``."""
     comm.all_to_all(send, receive, send_ranges, receive_ranges)
 
 
-# By name, for `all_to_all`, which refuses buffers and ranges that do not fit.
+# Call these by `all_to_all`, which checks buffers and ranges.
 ALL_TO_ALL: Final[dict[str, AllToAllFunction]] = {
     "native": native_all_to_all,
     "pairwise": pairwise_all_to_all,
@@ -152,7 +151,6 @@ ALL_TO_ALL: Final[dict[str, AllToAllFunction]] = {
 def _check(
     comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
 ) -> None:
-    """Raise before anything is sent (local)."""
     check_buffer(receive)
     if send.ndim != 1 or not send.flags.c_contiguous or send.dtype != receive.dtype:
         raise BufferHandoverError(
@@ -161,35 +159,32 @@ def _check(
         )
     check_ranges(comm, send, send_ranges)
     check_ranges(comm, receive, receive_ranges)
-    own = (send_ranges[comm.rank].size, receive_ranges[comm.rank].size)
-    if own[0] != own[1]:
-        raise UsageError(f"rank {comm.rank} sends itself {own[0]} elements and receives {own[1]}; make them equal")
+    sizes = (send_ranges[comm.rank].size, receive_ranges[comm.rank].size)
+    if sizes[0] != sizes[1]:
+        raise UsageError(f"rank {comm.rank} sends itself {sizes[0]} elements and receives {sizes[1]}; make them equal")
 
 
 def all_to_all_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Reduce ``buffer``, 16-bit floats included, in place to the same bits on every rank. Collective over ``comm``."""
+    """Reduce ``buffer``, in any supported dtype, in place with equal bits on every rank. Collective over ``comm``."""
     chunks = split(buffer.size, comm.size, buffer.itemsize)
     all_to_all_reduce_scatter(comm, buffer, chunks, op)
     all_gather(comm, buffer, chunks)
 
 
 def all_to_all_reduce_scatter(comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum") -> None:
-    """Reduce ``buffer``, 16-bit floats included, to the shares of the ranks, in place. Collective over ``comm``.
-
-    Afterwards ``buffer[shares[rank]]`` is defined. The first half of `all_to_all_allreduce`, for shares of any size.
-    """
+    """Reduce ``buffer`` in place so that ``buffer[shares[rank]]`` is the result; the rest is undefined. Collective."""
     check_buffer(buffer)
-    ufunc(buffer, op)  # an unknown op is refused before anything is sent
+    ufunc(buffer, op)  # rejects an unknown op before anything is sent
     check_ranges(comm, buffer, shares)
-    own = shares[comm.rank]
-    rows = [Range(own.size * peer, own.size * (peer + 1)) for peer in range(comm.size)]
-    addends = scratch("all to all", own.size * comm.size, buffer.dtype, buffer)  # (ranks * own share,)
+    share = shares[comm.rank]
+    rows = [Range(share.size * peer, share.size * (peer + 1)) for peer in range(comm.size)]
+    addends = scratch("all to all", share.size * comm.size, buffer.dtype, buffer)  # (ranks * size of the share,)
     comm.all_to_all(buffer, addends, shares, rows)
-    reduce_rows([addends[row.slice] for row in rows], buffer[own.slice], op)
+    reduce_rows([addends[row.slice] for row in rows], buffer[share.slice], op)
 
 
 def reduce_rows(rows: list[Array], result: Array, op: str) -> None:
-    """Reduce ``rows`` in their order, in the dtype for sums, and round into ``result`` once (local)."""
+    """Reduce ``rows`` (one per rank) in rank order, in the accumulation dtype. Round once into ``result``. Local."""
     wide = accumulation_dtype(result.dtype)
     total = scratch("all to all total", result.size, wide, result)
     combine = ufunc(total, op)

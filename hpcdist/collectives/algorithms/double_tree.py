@@ -1,21 +1,16 @@
-"""Double binary tree allreduce: each half of the buffer goes up and down a tree of its own, by segments.
+"""Double binary tree allreduce: each half of the buffer goes up and down its own tree, in segments.
 
-P. Sanders, J. Speck, J. L. Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel
-Computing 35 (2009) 581-594. With segments of b bytes, any p:
+P. Sanders, J. Speck, J. L. Träff, Parallel Computing 35 (2009) 581-594. With segments of b bytes, any p:
 
-    about (4 log2(p) + n/b) (α + b β + b γ): 2 n β and n γ for long buffers, in a latency that grows with log2(p)
+    about (4 log2(p) + n/b) (α + b β + b γ)
 
-In a single binary tree the leaves, half of the ranks, have little to do. Of the two trees the first has the even
-ranks inside, the second the odd ones (with an odd p also rank 0), so the work is even. In a tree a rank sends its
-half of the buffer to its parent, if it has one, and to each of its children: with the children and parents of both
-trees
+The inner nodes of the first tree are the even ranks, and of the second tree the odd ranks (and rank 0 if p is odd). A
+rank sends half of the buffer to its parent and to each child in both trees:
 
     (parents + children) n/2    at most 2 n, and on average 2 (p-1)/p n as in a ring
 
-Every rank handles its segments in the order of a schedule in which a segment needs one tick for each edge, so segments
-follow one another in both directions at once. What a step waits for has an earlier tick at the other rank, or goes up
-at the same tick: no cycle of waits. Each element is summed in one tree in one order and the root's bits are handed
-down: all ranks end with the same.
+A schedule with one tick per edge pipelines the segments. A step waits only for steps with an earlier tick, or for
+upward steps with the same tick, so there is no deadlock. The root's bits are copied to all ranks.
 """
 
 from collections.abc import Sequence
@@ -29,13 +24,13 @@ from hpcdist.collectives.reduction import Combine, combiner
 from hpcdist.collectives.segments import PostedReceives, check_segment, cut_evenly, slots, wait_all
 from hpcdist.comm.communicator import Communicator, Request
 
-SEGMENT_BYTES: Final = 2 << 20  # through shared memory shorter ones are slower, down to a quarter of the speed
+SEGMENT_BYTES: Final = 2 << 20  # shorter segments are up to 4x slower through shared memory
 
 
 def double_tree_allreduce(
     comm: Communicator, buffer: Array, op: str = "sum", *, segment_bytes: int = SEGMENT_BYTES
 ) -> None:
-    """Reduce ``buffer`` in place to the same bits on every rank. Collective over ``comm``."""
+    """Reduce ``buffer`` in place, one half by each of two trees, with equal bits on every rank. Collective."""
     combine = combiner(buffer, op)
     check_segment(segment_bytes)
     if comm.size == 1:
@@ -44,7 +39,7 @@ def double_tree_allreduce(
     for index, half in enumerate(split(buffer.size, 2, buffer.itemsize)):
         pieces = cut_evenly(half, buffer.itemsize, segment_bytes)
         lanes.append(_Lane(comm, trees(comm.size)[comm.rank][index], index, buffer, pieces, combine))
-    # Tuples sort by tick, then reductions (False) before results (True), then by tree and segment: alike on all ranks.
+    # Sort by tick, then reductions (False) before results (True), then tree and segment: equal on all ranks.
     for _, down, index, segment in sorted(turn for lane in lanes for turn in lane.turns()):
         if down:
             lanes[index].hand_down(segment)
@@ -56,7 +51,7 @@ def double_tree_allreduce(
 
 @dataclass(frozen=True, slots=True)
 class TreePosition:
-    """Place of a rank in a binary tree; the root has no parent and depth 0."""
+    """Parent, children and depth of a rank in a binary tree. The root has no parent and depth 0."""
 
     parent: int | None
     children: tuple[int, ...]
@@ -65,26 +60,26 @@ class TreePosition:
 
 @lru_cache(maxsize=32)
 def trees(size: int) -> tuple[tuple[TreePosition, TreePosition], ...]:
-    """Return the places of each rank in the two trees of ``size`` ranks (local)."""
+    """Return the positions (in the first tree, in the second tree) of each of ``size`` ranks. Local."""
     first = [_place(rank, size) for rank in range(size)]
-    # Mirrored, even and odd change places. With an odd size they do not; then all move on by one.
+    # An even size: mirroring swaps even and odd ranks. An odd size: shift all ranks by one.
     roles = [size - 1 - rank if size % 2 == 0 else (rank - 1) % size for rank in range(size)]
     ranks = sorted(range(size), key=roles.__getitem__)
 
-    def moved(place: TreePosition) -> TreePosition:
-        parent = None if place.parent is None else ranks[place.parent]
-        return TreePosition(parent, tuple(ranks[child] for child in place.children), place.depth)
+    def moved(position: TreePosition) -> TreePosition:
+        parent = None if position.parent is None else ranks[position.parent]
+        return TreePosition(parent, tuple(ranks[child] for child in position.children), position.depth)
 
     return tuple((first[rank], moved(first[roles[rank]])) for rank in range(size))
 
 
 def _place(rank: int, size: int) -> TreePosition:
-    """Return the place in the tree that has 1..size-1 in order, odd ones as leaves, and 0 above them all.
+    """Return the position of ``rank`` in a binary tree of ``size`` ranks. The root is rank 0.
 
-    A number with t zeros at its end has one with t-1 zeros on either side below it, or with fewer where that one would
-    be ``size`` or more.
+    Below the root, ranks 1 to size - 1 are in in-order. Odd ranks are leaves. A rank with t trailing zero bits has
+    children with t - 1 trailing zero bits, or with fewer at the end of the tree.
     """
-    # Number of trailing zero bits, which is the height above the leaves; number 0 is above all others.
+    # The number of trailing zero bits is the height above the leaves; number 0 is the root.
     zeros = (rank & -rank).bit_length() - 1 if rank else size.bit_length()
     below = [rank - (1 << (zeros - 1))] if rank and zeros else []
     above = [rank + (1 << power) for power in range(zeros - 1, -1, -1) if rank + (1 << power) < size]
@@ -97,16 +92,14 @@ def _place(rank: int, size: int) -> TreePosition:
 
 
 def _parent(number: int, size: int) -> int:
-    # The next bit is set in place of the lowest one: 1 and 3 have the parent 2, 2 and 6 have 4. Where that is no rank,
-    # the subtree hangs at the number without its lowest bit.
+    # Replace the lowest set bit by the next bit: 2 is the parent of 1 and 3, 4 is the parent of 2 and 6. If this is not
+    # a rank, the parent is the number without its lowest set bit.
     bit = number & -number
     joined = (number & ~bit) | (bit << 1)
     return joined if joined < size else number & ~bit
 
 
 class _Lane:
-    """One half of the buffer on its tree."""
-
     def __init__(
         self,
         comm: Communicator,
@@ -128,9 +121,10 @@ class _Lane:
         self.sends_down: list[Request] = []  # to the children
 
     def turns(self) -> list[tuple[int, bool, int, int]]:
-        """Return (tick, whether down, tree, segment) of every step; at equal ticks all that go up come first.
+        """Return the steps of this rank in order, as (tick, is downward, tree, segment).
 
-        Segment s is complete at the root at tick s: depth d has sent it up at tick s - d, and gets it at tick s + d.
+        Segment s is complete at the root at tick s. A rank at depth d sends its sum of segment s up at tick s - d, and
+        receives the result at tick s + d.
         """
         count, depth = len(self.segments), self.place.depth
         turns = [(segment - depth, False, self.index, segment) for segment in range(count)]
@@ -139,7 +133,10 @@ class _Lane:
         return turns
 
     def reduce_up(self, segment: int) -> None:
-        """Add the partial sums of the children and send the sum to the parent; the root sends it down at once."""
+        """Add the children's partial sums of ``segment``.
+
+        Send the sum to the parent; the root sends it down to its children.
+        """
         total = self.segments[segment]
         for inbox in self.inboxes:
             self.combine(inbox.take(), total, total)
@@ -149,9 +146,9 @@ class _Lane:
             self.sends_up.append(self.comm.isend(total, self.place.parent, self.up))
 
     def hand_down(self, segment: int) -> None:
-        """Take the result from the parent, one receive ahead, and pass it on."""
+        """Receive the result of ``segment`` from the parent and send it to the children."""
         assert self.place.parent is not None
-        # A receive is posted for this segment and the next one, once their partial sums have left the same memory.
+        # Post receives for this and the next segment, once their partial sums have been sent from the same memory.
         for ahead in range(len(self.receives_down), min(segment + 2, len(self.segments))):
             self.sends_up[ahead].wait()  # the result replaces the partial sum
             self.receives_down.append(self.comm.irecv(self.segments[ahead], self.place.parent, self.down))
@@ -162,6 +159,6 @@ class _Lane:
         self.sends_down += [self.comm.isend(result, child, self.down) for child in self.place.children]
 
     def finish(self) -> None:
-        """Wait until the buffer is the caller's again."""
+        """Wait for all sends, after which the caller may use the buffer."""
         wait_all(self.sends_up)
         wait_all(self.sends_down)

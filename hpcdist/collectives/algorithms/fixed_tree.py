@@ -1,25 +1,16 @@
 """Deterministic sum in a fixed binary tree over numbered addends, independent of the number of ranks.
 
-Floating point addition is not associative, so an allreduce over ranks gives other bits on another number of ranks.
-Here the order belongs to the addends, called logical shards: however they are spread, the same ones give the same
-bits.
+In the tree over the addends (logical shards) ``0 .. L-1``, a node splits at the largest power of two below its width
+(RFC 6962, section 2.1). So adding shards one by one needs at most log2(L) partial sums. The rounding error grows with
+log2(L) (N. J. Higham, SIAM J. Sci. Comput. 14 (1993) 783-799).
 
-The tree over shards ``0 .. L-1``: a node of more than one shard splits at the largest power of two below its width,
-as the hash trees of RFC 6962 (B. Laurie et al., 2013, section 2.1) do. So every aligned block of 2^k shards is a
-node: whoever adds up one shard after the other keeps at most log2(L) partial sums, like the digits of a binary
-counter, and a rank whose shards are such a block has one in the end. As in any pairwise sum the rounding error grows
-with log2(L), not with L (N. J. Higham, "The accuracy of floating point summation", SIAM J. Sci. Comput. 14 (1993)
-783-799).
-
-Each of p ranks, p <= L, holds consecutive shards and adds up the largest nodes among them, k of them. Then the buffer
-is cut into p chunks; the owner of a chunk gets it of every node, finishes the tree, and hands the result on:
+Each of p ranks, p <= L, holds consecutive shards and sums the largest nodes among them, k nodes. The owner of each of p
+chunks of the buffer then receives its chunk of every node, finishes the tree, and sends the result to all ranks:
 
     (k + 1) (p-1) α + (k + 1) (p-1)/p n β + (k p - 1)/p n γ
 
-k is 1 where L/p is a power of two: then the bytes are those of the ring, 2 (p-1)/p n. Else k <= 2 log2(L/p) + 1.
-
-`FixedTree.reduce_scatter` ends where each owner has its chunk, which the caller may cut as it likes: k (p-1)/p n
-bytes. Where d ranks make up the buffer and p/d own each chunk, every rank sends to all owners: k (p-1)/d n bytes.
+k is 1 if L/p is a power of two, else k <= 2 log2(L/p) + 1. `FixedTree.reduce_scatter` stops at the owners: k (p-1)/p n
+bytes. If d chunks make up the buffer and p/d ranks own each chunk: k (p-1)/d n bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,19 +34,25 @@ from hpcdist.errors import HpcdistError, UsageError
 
 
 def shards_of(shards: int, size: int) -> list[Range]:
-    """Return the shards that each of ``size`` ranks holds: consecutive, balanced to one; the first get one more."""
+    """Split the shard numbers 0 to ``shards`` - 1 into one range for each of ``size`` ranks.
+
+    The ranges are of equal size, but the first ranks may get one shard more.
+    """
     return split(shards, size, itemsize=1, align_bytes=1)
 
 
 def halves(node: Range) -> tuple[Range, Range]:
-    """Return the two nodes below ``node``, which has more than one shard."""
+    """Return the two child ranges of the tree node ``node``, a range of more than one shard."""
     assert node.size > 1
-    middle = node.start + (1 << ((node.size - 1).bit_length() - 1))  # the largest power of two below its size
+    middle = node.start + (1 << ((node.size - 1).bit_length() - 1))  # split at the largest power of two below the size
     return Range(node.start, middle), Range(middle, node.stop)
 
 
 def nodes_within(shards: int, part: Range) -> list[Range]:
-    """Return the largest nodes of the tree over ``shards`` that lie in ``part``, in order: together they are it."""
+    """Return the largest nodes (ranges of shards) that together are the range ``part``.
+
+    The tree has ``shards`` shards.
+    """
 
     def walk(node: Range) -> list[Range]:
         common = node.intersect(part)
@@ -68,7 +65,7 @@ def nodes_within(shards: int, part: Range) -> list[Range]:
 
 
 def tree_sum(values: Sequence[float]) -> float:
-    """Return the sum of one number of each shard in the order of the tree (local)."""
+    """Return the sum of ``values``, one number per logical shard, in the summation order of the tree. Local."""
 
     def total(node: Range) -> float:
         if node.size == 1:
@@ -81,26 +78,23 @@ def tree_sum(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class _Partial:
-    """The sum of one node; ``kept`` when its memory belongs to the tree."""
-
     node: Range
     total: Array
     kept: bool
 
 
 class FixedTree:
-    """Reduces one buffer of each of ``shards`` logical shards, in the order of the tree, over the ranks of ``comm``.
+    """Reduces one buffer per logical shard over the ranks of ``comm``. A fixed tree sets the summation order.
 
-    Rank r holds the shards ``shards_of(shards, comm.size)[r]``: it calls `add` with each of them in ascending order,
-    then `reduce` or `reduce_scatter`, and may begin again. All buffers are of one size and dtype. 16-bit floats are
-    summed, and sent, in float32, and rounded once. Partial sums take as many buffers as the number of own shards has
-    binary digits at most, and while they are reduced as many more as a rank brings; the memory is kept. Raises
-    UsageError for fewer shards than ranks and for an unknown ``op``.
+    Rank r calls `add` for each of its shards ``shards_of(shards, comm.size)[r]``, in ascending order. Then it calls
+    `reduce` or `reduce_scatter`, after which it may start again. All buffers have the same size and dtype. 16-bit
+    floats are summed and sent in float32, and rounded once. Raises UsageError for fewer shards than ranks, or an
+    unknown ``op``.
     """
 
     def __init__(self, comm: Communicator, shards: int, op: str = "sum") -> None:
         if shards < comm.size:
-            raise UsageError(f"{shards} logical shards for {comm.size} ranks: each needs one; give {comm.size} or more")
+            raise UsageError(f"{shards} logical shards for {comm.size} ranks: use at least {comm.size}")
         check_op(op)
         self._comm, self._op, self._shards = comm, op, shards
         parts = shards_of(shards, comm.size)
@@ -112,9 +106,9 @@ class FixedTree:
         self._free: list[Array] = []
 
     def add(self, shard: int, addend: Array, *, copy: bool = True) -> None:
-        """Take in the buffer of ``shard``, which may change afterwards (local).
+        """Add ``addend``, the buffer of shard ``shard``. The caller may change the buffer afterwards. Local.
 
-        Without ``copy`` it must stay as it is until `reduce`, and is lost: that saves a copy of the last one.
+        If ``copy`` is False, the buffer must not change until `reduce`, which may overwrite it. This saves one copy.
         """
         check_buffer(addend)
         self._check_turn(shard in self._own and shard == self._next, f"shard {shard} is added")
@@ -122,7 +116,7 @@ class FixedTree:
         self._check_size(addend.size)
         self._next += 1
         partial = _Partial(Range(shard, shard + 1), addend, kept=False)
-        # As a binary counter carries: while the last partial sum and this one together are a node, they become one.
+        # Carry as in a binary counter: merge the last two partial sums while they form a node.
         while self._partials and self._is_node(joined := Range(self._partials[-1].node.start, partial.node.stop)):
             left = self._partials.pop()
             ufunc(left.total, self._op)(left.total, _as(wide, partial.total), left.total)
@@ -134,28 +128,20 @@ class FixedTree:
         self._partials.append(partial)
 
     def reduce(self, buffer: Array) -> None:
-        """Overwrite ``buffer`` with the result, the same bits on every rank. Collective over the communicator.
-
-        It may be the array that was added last without a copy.
-        """
+        """Overwrite ``buffer`` (may be the last addend) with the result, with equal bits on all ranks. Collective."""
         chunks = split(buffer.size, self._comm.size, buffer.itemsize)
         self._run("allreduce", buffer, chunks, lambda: all_gather(self._comm, buffer, chunks))
 
     def reduce_scatter(self, buffer: Array, shares: Sequence[Range]) -> None:
-        """Overwrite ``buffer[shares[rank]]`` with the result; the rest is undefined. Collective over the communicator.
-
-        ``shares``, one for each rank and the same on all, are any ranges of the buffer. It may be the array that was
-        added last without a copy.
-        """
+        """Overwrite ``buffer[shares[rank]]`` with the result. ``shares`` holds one range per rank. Collective."""
         self._run("reduce_scatter", buffer, shares, lambda: None)
 
     def _run(self, name: str, buffer: Array, shares: Sequence[Range], then: Callable[[], None]) -> None:
-        """Finish the own one of ``shares`` of ``buffer``, then do the rest; and begin again."""
         comm = self._comm
 
         def described() -> checks.CollectiveCall:
-            known = f"{self._shards} shards" + (f", {checks.ranges_fingerprint(shares)}" if name != "allreduce" else "")
-            return checks.describe_call(name, "fixed_tree", buffer, self._op, known)
+            extra = f"{self._shards} shards" + (f", {checks.ranges_fingerprint(shares)}" if name != "allreduce" else "")
+            return checks.describe_call(name, "fixed_tree", buffer, self._op, extra)
 
         try:
             check_buffer(buffer)
@@ -169,11 +155,11 @@ class FixedTree:
             checks.compare_calls(comm, described())
         op = "fixed_tree_reduce" if name == "allreduce" else f"fixed_tree_{name}"
         token = comm.events.begin(comm.name, op, name_of(buffer.dtype), buffer.size, 0, -1, 0)
-        own = buffer[shares[comm.rank].slice]
+        share = buffer[shares[comm.rank].slice]
         rows = self._rows(shares)
-        total = self._finish(Range(0, self._shards), rows, own if rows[0].dtype == own.dtype else None)
-        if total is not own:
-            round_into(own, total)
+        total = self._finish(Range(0, self._shards), rows, share if rows[0].dtype == share.dtype else None)
+        if total is not share:
+            round_into(share, total)
         then()
         for partial in self._partials:
             self._give_back(partial)
@@ -182,9 +168,12 @@ class FixedTree:
         comm.events.end(token)
 
     def _rows(self, chunks: Sequence[Range]) -> dict[int, Array]:
-        """Return the own chunk of each node that some rank brings, by its first shard; any may be overwritten."""
-        comm, own = self._comm, chunks[self._comm.rank]
-        rows = {partial.node.start: partial.total[own.slice] for partial in self._partials}
+        """Return this rank's chunk of every partial sum, as {first shard of the sum: chunk}.
+
+        The partial sums come from all ranks. The caller may overwrite the chunks.
+        """
+        comm, share = self._comm, chunks[self._comm.rank]
+        rows = {partial.node.start: partial.total[share.slice] for partial in self._partials}
         nothing = Range(0, 0)
         for turn in range(max(map(len, self._nodes))):
             brings = [len(nodes) > turn for nodes in self._nodes]
@@ -192,16 +181,19 @@ class FixedTree:
             sends = [chunk if brings[comm.rank] and peer != comm.rank else nothing for peer, chunk in enumerate(chunks)]
             senders = [peer for peer in range(comm.size) if brings[peer] and peer != comm.rank]
             takes = [nothing] * comm.size
-            for place, peer in enumerate(senders):
-                takes[peer] = Range(own.size * place, own.size * (place + 1))
-            received = scratch(f"fixed tree {turn}", own.size * len(senders), mine.dtype, mine)  # (senders * chunk,)
+            for index, peer in enumerate(senders):
+                takes[peer] = Range(share.size * index, share.size * (index + 1))
+            received = scratch(f"fixed tree {turn}", share.size * len(senders), mine.dtype, mine)  # (senders * chunk,)
             if comm.size > 1:
                 comm.all_to_all(mine, received, sends, takes)
             rows |= {self._nodes[peer][turn].start: received[takes[peer].slice] for peer in senders}
         return rows
 
     def _finish(self, node: Range, rows: dict[int, Array], out: Array | None) -> Array:
-        """Return the result of ``node``, in ``out`` where it is given and something is left to be computed."""
+        """Return the sum at tree node ``node``. ``rows`` is {first shard of a partial sum: partial sum}.
+
+        A sum computed here is written to ``out``, or over one of ``rows`` if ``out`` is None.
+        """
         if node in self._brought:
             return rows[node.start]
         left, right = (self._finish(half, rows, None) for half in halves(node))
@@ -209,8 +201,8 @@ class FixedTree:
         ufunc(target, self._op)(left, right, target)
         return target
 
-    def _is_node(self, wanted: Range) -> bool:
-        return nodes_within(self._shards, wanted) == [wanted]
+    def _is_node(self, shards: Range) -> bool:
+        return nodes_within(self._shards, shards) == [shards]
 
     def _take(self, like: Array, dtype: "np.dtype[Any]") -> Array:
         on = "gpu" if backend.is_device(like) else "cpu"
@@ -224,7 +216,7 @@ class FixedTree:
         if not right:
             raise UsageError(
                 f"{what} when rank {self._comm.rank} has added {self._next - self._own.start} of its shards "
-                f"{self._own.start} to {self._own.stop - 1}; add each once, in ascending order, then call reduce"
+                f"{self._own.start} to {self._own.stop - 1}; add every shard once, in ascending order, then call reduce"
             )
 
     def _check_shares(self, shares: Sequence[Range], size: int) -> None:
@@ -237,11 +229,10 @@ class FixedTree:
     def _check_size(self, size: int) -> None:
         held = [partial.total.size for partial in self._partials] + [array.size for array in self._free]
         if held and held[0] != size:
-            raise UsageError(f"a buffer of {size} elements comes to a tree of {held[0]}; make a tree for each size")
+            raise UsageError(f"a buffer of {size} elements does not fit a tree of {held[0]}; make a tree for each size")
 
 
 def _as(dtype: "np.dtype[Any]", values: Array) -> Array:
-    """Return ``values`` in ``dtype``, in scratch memory where they are of another."""
     if values.dtype == dtype:
         return values
     wide = scratch("fixed tree widened", values.size, dtype, values)

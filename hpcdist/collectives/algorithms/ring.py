@@ -1,29 +1,17 @@
 """Ring allreduce: a reduce-scatter, then an all-gather, each passing chunks around a ring of ranks.
 
-P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", J. Parallel Distrib.
-Comput. 69 (2009) 117-124. With chunks of n/p bytes:
+P. Patarasuk and X. Yuan, J. Parallel Distrib. Comput. 69 (2009) 117-124. With chunks of n/p bytes:
 
     reduce_scatter    (p-1) α + (p-1)/p n β + (p-1)/p n γ
     all_gather        (p-1) α + (p-1)/p n β
     ring_allreduce  2 (p-1) α + 2 (p-1)/p n β + (p-1)/p n γ
 
-No allreduce sends fewer bytes per rank than 2 (p-1)/p n; the latency grows with p, so small buffers want recursive
-doubling. ``bidirectional`` sends one half of each chunk clockwise and the other counter-clockwise at the same time:
-the same bytes, half the time per step where a rank's links to its two neighbours are separate.
+``bidirectional`` sends half of each chunk in each direction, which halves the time per step if the links to both
+neighbours are separate. Chunks longer than ``segment_bytes`` are pipelined in m segments: γ overlaps with β, and α
+becomes m α, mostly hidden. The result depends only on p, size and direction.
 
-Chunks longer than ``segment_bytes`` pass in segments: a segment is sent on as soon as it has been combined, while the
-next ones arrive, so that γ hides behind β. With m segments a chunk each α above becomes m α, most of them hidden too.
-
-Each chunk is summed once, by one rank after the other, and its owner's bits are handed on: all ranks end with the
-same bits, and the same (p, size, direction) always gives the same sum, whatever the segments.
-
-`reduce_to_leader` and `broadcast_from_leader` serve strategies in which one rank of a node speaks for the others (a
-parameter server, a gossip partner): the ring's halves, joined by a gather to the leader or a scatter from it. With n
-bytes on m ranks, each direction costs
-
-    (m-1) α + (m-1)/m n β + α + (m-1)/m n β
-
-the second part of which passes through the leader alone.
+In `reduce_to_leader` and `broadcast_from_leader` one rank represents its node. With n bytes on m ranks, each costs
+(m-1) α + (m-1)/m n β + α + (m-1)/m n β.
 """
 
 from collections.abc import Sequence
@@ -46,7 +34,7 @@ from hpcdist.collectives.segments import (
 from hpcdist.comm.communicator import Communicator, Request
 
 CLOCKWISE, COUNTER_CLOCKWISE = 1, -1
-SEGMENT_BYTES: Final = 2 << 20  # through shared memory: no slower than whole chunks; shorter ones are
+SEGMENT_BYTES: Final = 2 << 20  # through shared memory: as fast as whole chunks; shorter segments are slower
 
 
 def ring_allreduce(
@@ -57,14 +45,14 @@ def ring_allreduce(
     bidirectional: bool = False,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> None:
-    """Reduce ``buffer`` in place to the same bits on every rank. Collective over ``comm``."""
+    """Reduce ``buffer`` in place around a ring, with equal bits on every rank. Collective over ``comm``."""
     chunks = split(buffer.size, comm.size, buffer.itemsize)
     reduce_scatter(comm, buffer, chunks, op, bidirectional=bidirectional, segment_bytes=segment_bytes)
     all_gather(comm, buffer, chunks, bidirectional=bidirectional, segment_bytes=segment_bytes)
 
 
 def ring_bidirectional_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Reduce ``buffer`` in place, half of it each way round. Collective over ``comm``."""
+    """Reduce ``buffer`` in place around a ring; half of each chunk goes in each direction. Collective."""
     ring_allreduce(comm, buffer, op, bidirectional=True)
 
 
@@ -77,21 +65,21 @@ def reduce_scatter(
     bidirectional: bool = False,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> None:
-    """Reduce in place: afterwards ``buffer[ranges[rank]]`` is the result, the rest undefined. Collective over ``comm``.
+    """Reduce ``buffer`` in place so that ``buffer[ranges[rank]]`` is the result; the rest is undefined. Collective.
 
-    ``ranges`` are one for each rank, the same on every rank; any may be empty.
+    ``ranges`` holds one range per rank, possibly empty, and is equal on every rank.
     """
     combine = combiner(buffer, op)
     lanes = _lanes(comm, buffer, ranges, bidirectional)
     if _in_segments(buffer, lanes, segment_bytes):
-        # The chunk of rank r starts one ahead of r and has gone all the way round when it arrives there.
+        # The chunk of rank r starts at rank r + 1 and arrives at r after a full round.
         _relay(buffer, lanes, 1, segment_bytes, combine)
         return
     arrivals = [
         scratch(f"ring {lane.direction}", max(r.size for r in lane.chunks), buffer.dtype, buffer) for lane in lanes
     ]
-    # Step s sends the chunk of the rank s + 1 behind, to which the step before has added, and adds what arrives to the
-    # chunk s + 2 behind. After p - 1 steps that is the chunk p behind: the own one.
+    # Step s sends the chunk of rank r - s - 1, which the step before has updated, and adds the received data to the
+    # chunk of rank r - s - 2. After p - 1 steps this is the chunk of rank r.
     for step in range(comm.size - 1):
         outgoing = [buffer[lane.behind(step + 1).slice] for lane in lanes]
         targets = [buffer[lane.behind(step + 2).slice] for lane in lanes]
@@ -109,16 +97,16 @@ def all_gather(
     bidirectional: bool = False,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> None:
-    """Give ``buffer[ranges[rank]]`` to all and fill the other ranges, in place. Collective over ``comm``.
+    """Fill ``buffer`` in place: each rank contributes ``buffer[ranges[rank]]``. Collective over ``comm``.
 
-    ``ranges`` are one for each rank, the same on every rank; any may be empty. Any dtype: nothing is computed.
+    ``ranges`` holds one range per rank, possibly empty, and is equal on every rank. ``buffer`` may have any dtype.
     """
     check_buffer(buffer)
     lanes = _lanes(comm, buffer, ranges, bidirectional)
     if _in_segments(buffer, lanes, segment_bytes):
         _relay(buffer, lanes, 0, segment_bytes, None)
         return
-    # Step s passes on the chunk of the rank s behind, at first the own one, and receives the one behind that in place.
+    # Step s sends the chunk of rank r - s, and receives the chunk of rank r - s - 1 in place.
     for step in range(comm.size - 1):
         outgoing = [buffer[lane.behind(step).slice] for lane in lanes]
         incoming = [buffer[lane.behind(step + 1).slice] for lane in lanes]
@@ -127,18 +115,18 @@ def all_gather(
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """One direction around the ring and the chunks, one for each rank, that go that way."""
+    """One direction around the ring, and the chunks, one per rank, that move in this direction."""
 
     comm: Communicator
     direction: int
     chunks: Sequence[Range]
 
     def neighbour(self, distance: int) -> int:
-        """Return the rank ``distance`` ahead of this one."""
+        """Return the rank ``distance`` steps ahead of this rank in this direction."""
         return (self.comm.rank + self.direction * distance) % self.comm.size
 
     def behind(self, distance: int) -> Range:
-        """Return the chunk of the rank ``distance`` behind this one."""
+        """Return the chunk of the rank that is ``distance`` steps before this rank in this direction."""
         return self.chunks[self.neighbour(-distance)]
 
 
@@ -154,21 +142,17 @@ def _lanes(comm: Communicator, buffer: Array, ranges: Sequence[Range], bidirecti
 
 
 def _pass_on(comm: Communicator, lanes: Sequence[_Lane], outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
-    """Send one chunk ahead and receive one from behind, on all lanes at the same time."""
     if len(lanes) == 1:
         comm.sendrecv(outgoing[0], lanes[0].neighbour(1), incoming[0], lanes[0].neighbour(-1))
         return
-    # Among two ranks both lanes join the same pair: the tag tells them apart.
+    # On two ranks both lanes connect the same pair: tags distinguish the lanes.
     requests = [comm.irecv(incoming[tag], lane.neighbour(-1), tag) for tag, lane in enumerate(lanes)]
     requests += [comm.isend(outgoing[tag], lane.neighbour(1), tag) for tag, lane in enumerate(lanes)]
     wait_all(requests)
 
 
 def _in_segments(buffer: Array, lanes: Sequence[_Lane], segment_bytes: int) -> bool:
-    """Return whether any chunk is longer than a segment: the same on all ranks, which know the same chunks.
-
-    Two ranks pass nothing on: segments would only be more messages.
-    """
+    """Return True if chunks must be split into segments for forwarding. False with two ranks, which forward nothing."""
     check_segment(segment_bytes)
     return (
         lanes[0].comm.size > 2
@@ -177,14 +161,14 @@ def _in_segments(buffer: Array, lanes: Sequence[_Lane], segment_bytes: int) -> b
 
 
 def _relay(buffer: Array, lanes: Sequence[_Lane], first: int, segment_bytes: int, combine: Combine | None) -> None:
-    """Send the chunk ``first`` behind, and pass the p-1 further behind on as they arrive; the last one stays.
+    """Send the chunk of rank r - ``first`` (r: this rank), receive the next p - 1 chunks, and forward all but the last.
 
-    With ``combine`` what arrives is combined into the own elements of the chunk, without it replaces them.
+    ``combine`` reduces received data into the buffer. If it is None, received data replaces the data in the buffer.
     """
     sends: list[Request] = []
     inboxes, arrivals = [], []
     for tag, lane in enumerate(lanes):
-        # steps[s] are the pieces of the chunk first + s behind: steps[0] leave at once, the others arrive in order.
+        # steps[s] are the pieces of the chunk first + s ranks before: steps[0] leave at once, the others arrive later.
         steps = [
             cut_evenly(lane.behind(first + step), buffer.itemsize, segment_bytes) for step in range(lane.comm.size)
         ]
@@ -196,9 +180,9 @@ def _relay(buffer: Array, lanes: Sequence[_Lane], first: int, segment_bytes: int
         inboxes.append(PostedReceives(lane.comm, lane.neighbour(-1), targets, tag))
         sends += [lane.comm.isend(buffer[piece.slice], lane.neighbour(1), tag) for piece in steps[0]]
         arrivals.append(steps[1:])
-    # A segment of one step is only waited for after those of the steps before, on all lanes: nobody waits in a circle.
+    # Wait for a segment of a step only after all segments of earlier steps, on all lanes: no deadlock.
     for step, chunks in enumerate(zip(*arrivals, strict=True)):
-        for row in zip_longest(*chunks):  # lanes in turn; one may have fewer pieces
+        for row in zip_longest(*chunks):  # alternate between lanes, which may differ in their number of pieces
             for tag, piece in enumerate(row):
                 if piece is None:
                     continue
@@ -214,22 +198,21 @@ LEADER: Final = 0
 
 
 def reduce_to_leader(intra: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Reduce ``buffer`` to rank 0 in place; on the others it is undefined afterwards. Collective over ``intra``."""
+    """Reduce ``buffer`` in place to rank 0. On other ranks it is then undefined. Collective over ``intra``."""
     chunks = split(buffer.size, intra.size, buffer.itemsize)
     reduce_scatter(intra, buffer, chunks, op)
     _gather(intra, buffer, chunks)
 
 
 def broadcast_from_leader(intra: Communicator, buffer: Array) -> None:
-    """Give the ``buffer`` of rank 0 to all, in place. Collective over ``intra``."""
-    # To send n/m to each and have them pass it on is cheaper than to send n to each.
+    """Copy the ``buffer`` of rank 0 to all ranks, in place. Collective over ``intra``."""
+    # Sending n/m to each rank and forwarding is cheaper than sending n to each rank.
     chunks = split(buffer.size, intra.size, buffer.itemsize)
     _scatter(intra, buffer, chunks)
     all_gather(intra, buffer, chunks)
 
 
 def _gather(comm: Communicator, buffer: Array, chunks: Sequence[Range]) -> None:
-    """Bring the chunk of each rank to the leader."""
     if comm.rank != LEADER:
         comm.send(buffer[chunks[comm.rank].slice], LEADER)
         return
@@ -238,7 +221,6 @@ def _gather(comm: Communicator, buffer: Array, chunks: Sequence[Range]) -> None:
 
 
 def _scatter(comm: Communicator, buffer: Array, chunks: Sequence[Range]) -> None:
-    """Bring the chunk of each rank from the leader."""
     if comm.rank != LEADER:
         comm.recv(buffer[chunks[comm.rank].slice], LEADER)
         return

@@ -1,5 +1,5 @@
-"""Collectives on buffers of GPUs: NCCL, kernels on peer memory, device pointers in MPI, staging on the host.
+"""Collectives on GPU buffers: NCCL, kernels on peer memory, device pointers in MPI, or staging through the host.
 
-Floor 2: imports comm, arrays and the reduction operators of collectives. cupy is imported at the first use only.
+Floor 2: imports comm, arrays and the reduction operators of collectives. Imports cupy at the first use only.
 Begin with `staging.route`, which selects the path of a buffer, and `nccl.nccl_allreduce`.
 """

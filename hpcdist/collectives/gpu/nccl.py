@@ -1,15 +1,11 @@
-"""NCCL collectives on buffers of GPUs: the library selects ring or tree, over NVLink or the network.
+"""NCCL collectives on GPU buffers.
 
-NCCL's communicator is made at the first call on a communicator of hpcdist: rank 0 draws an id, which is broadcast by
-MPI. A call is made on the current stream, so it comes behind the kernels that produced the buffer and before those
-launched later; the host then waits for the event behind it, so that the watchdog names a call that a rank has
-skipped. `enqueuing` leaves that to the caller.
+The first call on a communicator creates an NCCL communicator. Calls run on the current stream. The host waits for each
+call, so that the watchdog can name a rank that skipped it; inside `enqueuing`, the caller waits instead.
 
-NCCL computes each element at one place and sends its bits on: all ranks end with the same bits. Shares need not be of
-one size, which NCCL's own reduce-scatter requires: each half is a group of p reductions, or broadcasts, one a share.
-
-NCCL would round 16-bit floats at every partial sum. They are exchanged as they are, float16 and bfloat16 as bytes, in a
-group of sends and receives; the rank of a share sums it in float32 and rounds once, and the allreduce gathers that.
+NCCL computes each element on one rank, so all ranks get the same bits. Shares may differ in size: each half of an
+allreduce is a group of p reductions or broadcasts. 16-bit floats are exchanged by a group of sends and receives; the
+owner of a share sums in float32 and rounds once.
 """
 
 import os
@@ -30,15 +26,13 @@ from hpcdist.collectives.segments import scratch
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import BufferHandoverError, MissingCapabilityError
 
-SEVERAL_RANKS_A_GPU: Final = 23000  # NCCL 2.30, as get_version gives it
+SEVERAL_RANKS_A_GPU: Final = 23000  # NCCL 2.30, as returned by get_version
 SEVERAL_RANKS_VARIABLE: Final = "NCCL_MULTI_RANK_GPU_ENABLE"
 _OPS: Final = {"sum": "NCCL_SUM", "max": "NCCL_MAX", "min": "NCCL_MIN"}
 _DTYPES: Final = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64")
 
 
 class _Local(threading.local):
-    """Number of calls of this thread that are enqueued, None where each is waited for."""
-
     def __init__(self) -> None:
         self.enqueued: int | None = None
 
@@ -48,9 +42,9 @@ _communicators: weakref.WeakKeyDictionary[Communicator, Any] = weakref.WeakKeyDi
 
 
 def nccl_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Reduce ``buffer``, on a GPU, in place to the same bits on every rank. Collective over ``comm``.
+    """Reduce a GPU ``buffer`` in place to the same bits on every rank. Collective over ``comm``.
 
-    Raises MissingCapabilityError, with the reason and on every rank, where NCCL is missing or would refuse the GPUs.
+    Raises MissingCapabilityError on every rank if NCCL is missing or does not support the GPUs.
     """
     if is_16bit_float(buffer.dtype) or may_lose_nan(buffer, op):
         parts = split(buffer.size, comm.size, buffer.itemsize)
@@ -67,7 +61,7 @@ def nccl_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
 
 
 def reduce_scatter(comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str = "sum") -> None:
-    """Reduce ``buffer`` in place; afterwards the own range is defined, the rest not. Collective over ``comm``."""
+    """Reduce ``buffer`` in place so that ``buffer[ranges[rank]]`` is the result. Collective over ``comm``."""
     if is_16bit_float(buffer.dtype) or may_lose_nan(buffer, op):
         _exchange_and_reduce(comm, buffer, ranges, op)
         return
@@ -85,35 +79,35 @@ def reduce_scatter(comm: Communicator, buffer: Array, ranges: Sequence[Range], o
 
 
 def _exchange_and_reduce(comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str) -> None:
-    """Reduce this rank's range of ``buffer`` in place by kernels of cupy. Collective over ``comm``.
+    """Reduce ``buffer`` by an exchange and cupy kernels so that ``buffer[ranges[rank]]`` is the result. Collective.
 
-    Used for 16-bit floats, and for the maximum and minimum of floats, in which NCCL may lose NaN.
+    Used for 16-bit floats, which NCCL rounds repeatedly, and for max and min, where NCCL loses NaNs.
     """
     check_buffer(buffer)
     check_op(op)
     if comm.size == 1 or buffer.size == 0:
         return
     channel, module, kind, stream = _prepared(comm, buffer.view("uint8"))
-    own = ranges[comm.rank]
-    received = scratch("nccl", own.size * comm.size, buffer.dtype, buffer)  # (ranks * own range,)
-    rows = [received[own.size * rank : own.size * (rank + 1)] for rank in range(comm.size)]
+    local_range = ranges[comm.rank]
+    received = scratch("nccl", local_range.size * comm.size, buffer.dtype, buffer)  # (ranks * size of the local range,)
+    rows = [received[local_range.size * rank : local_range.size * (rank + 1)] for rank in range(comm.size)]
     module.groupStart()
     for peer, (part, row) in enumerate(zip(ranges, rows, strict=True)):
         if part:
             channel.send(_address(buffer[part.slice]), part.size * buffer.itemsize, kind, peer, stream)
-        if own:
+        if local_range:
             channel.recv(_address(row), row.nbytes, kind, peer, stream)
     module.groupEnd()
-    reduce_rows(rows, buffer[own.slice], op)  # behind the group, on the same stream
+    reduce_rows(rows, buffer[local_range.slice], op)  # after the group, on the same stream
     _finish()
 
 
 def all_gather(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> None:
-    """Give the own range of ``buffer`` to all and fill the others, in place. Collective over ``comm``."""
+    """Fill ``buffer`` in place: each rank contributes ``buffer[ranges[rank]]``. Collective over ``comm``."""
     check_buffer(buffer)
     if comm.size == 1 or buffer.size == 0:
         return
-    # Bits are gathered, of any dtype: as bytes.
+    # Only bits are copied: gather any dtype as bytes.
     channel, module, kind, stream = _prepared(comm, buffer.view("uint8"))
     module.groupStart()
     for root, part in enumerate(ranges):
@@ -125,22 +119,18 @@ def all_gather(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> No
 
 
 def _prepared(comm: Communicator, buffer: Array) -> tuple[Any, Any, int, int]:
-    """Return the communicator, NCCL, its number of the buffer's dtype, and the current stream. Collective at first.
-
-    Raises BufferHandoverError, and MissingCapabilityError as `communicator` does.
-    """
     if not is_device(buffer):
-        raise BufferHandoverError("NCCL works on memory of a GPU, and the buffer is on the host; use another algorithm")
+        raise BufferHandoverError("NCCL needs a buffer in GPU memory, got a buffer on the host; use another algorithm")
     name = name_of(buffer.dtype)
     if name not in _DTYPES:
-        raise BufferHandoverError(f"NCCL reduces no {name}; choose one of {', '.join(_DTYPES)}, or another algorithm")
+        raise BufferHandoverError(f"NCCL cannot reduce {name}; use {', '.join(_DTYPES)}, or another algorithm")
     channel, module = communicator(comm), device.nccl()
     return channel, module, int(getattr(module, f"NCCL_{name.upper()}")), int(device.current_stream().ptr)
 
 
 @contextmanager
 def enqueuing(allowed: bool = True) -> Iterator[None]:
-    """Let calls of this thread return when they are enqueued; not ``allowed``: each is waited for (local)."""
+    """In this context, NCCL calls of this thread return once enqueued. If ``allowed`` is false, they wait. Local."""
     before = _here.enqueued
     _here.enqueued = 0 if allowed else None
     try:
@@ -150,12 +140,11 @@ def enqueuing(allowed: bool = True) -> Iterator[None]:
 
 
 def enqueued() -> int:
-    """Return the number of calls of this thread, inside of `enqueuing`, that nobody has waited for (local)."""
+    """Return the number of this thread's NCCL calls that have returned without waiting, see `enqueuing`. Local."""
     return _here.enqueued or 0
 
 
 def _finish() -> None:
-    """Wait for what is on the current stream, unless the caller of this thread's calls does."""
     if _here.enqueued is None:
         device.produced()
     else:
@@ -167,7 +156,7 @@ def _address(buffer: Any) -> int:
 
 
 def communicator(comm: Communicator) -> Any:
-    """Return the NCCL communicator of ``comm``, made at the first call. Collective at the first call."""
+    """Return the NCCL communicator for ``comm``. Collective at the first call, which creates it."""
     channel = _communicators.get(comm)
     if channel is None:
         reason = refusal(comm)
@@ -180,23 +169,23 @@ def communicator(comm: Communicator) -> Any:
 
 
 def refusal(comm: Communicator) -> str:
-    """Return why NCCL cannot serve ``comm``, the same on every rank; "" where it can. Collective.
+    """Return the reason why NCCL does not support ``comm``, or "". The result is equal on all ranks. Collective.
 
-    Before 2.30 it refuses two ranks on one GPU, afterwards unless NCCL_MULTI_RANK_GPU_ENABLE=1: it would say "invalid
-    usage", and on some ranks only, while the others wait.
+    NCCL rejects two ranks on one GPU (from 2.30 unless NCCL_MULTI_RANK_GPU_ENABLE=1). But it does so only on some
+    ranks, and the other ranks would hang.
     """
-    reason, place, version = "", "", 0
+    reason, bus_id, version = "", "", 0
     try:
         module = device.nccl()
-        version, place = int(module.get_version()), device.bus_id()
+        version, bus_id = int(module.get_version()), device.bus_id()
     except MissingCapabilityError as error:
         reason = f"rank {comm.rank}: {error}"
     allowed = version >= SEVERAL_RANKS_A_GPU and os.environ.get(SEVERAL_RANKS_VARIABLE) == "1"
-    answers = comm.allgather_object((reason, (comm.nodes().index, place), version, allowed))
+    answers = comm.allgather_object((reason, (comm.nodes().index, bus_id), version, allowed))
     for text, _, _, _ in answers:
         if text:
             return str(text)
-    (node, place), ranks = Counter(where for _, where, _, _ in answers).most_common(1)[0]
+    (node, bus_id), ranks = Counter(where for _, where, _, _ in answers).most_common(1)[0]
     if ranks == 1 or all(may for *_, may in answers):
         return ""
     oldest = min(number for _, _, number, _ in answers)
@@ -206,7 +195,7 @@ def refusal(comm: Communicator) -> str:
         else "give each rank a GPU of its own, or install nvidia-nccl-cu12 (or -cu13) >= 2.30"
     )
     return (
-        f"{ranks} ranks share GPU {place} of node {node}, and NCCL {_readable(oldest)}, as it is set up, takes one "
+        f"{ranks} ranks share GPU {bus_id} of node {node}, and NCCL {_readable(oldest)}, as it is set up, takes one "
         f"rank a GPU; {cure}, or choose another communication.algorithm than nccl"
     )
 
@@ -216,7 +205,7 @@ def _readable(version: int) -> str:
 
 
 def release(comm: Communicator) -> None:
-    """Give the NCCL communicator of ``comm`` back, if there is one. Collective over ``comm``."""
+    """Destroy the NCCL communicator of ``comm``, if there is one. Collective over ``comm``."""
     channel = _communicators.pop(comm, None)
     if channel is not None:
         channel.destroy()

@@ -1,24 +1,14 @@
-"""Peer-memory allreduce between the GPUs of a node, or on one GPU that ranks share, by CUDA IPC handles.
+"""Peer-memory allreduce between the GPUs of a node, or between ranks that share a GPU, by CUDA IPC handles.
 
-Kernels read the memory of the other ranks. A handle of the driver is sent as bytes and opened by the others. Only
-memory that came from cudaMalloc by itself has one: a part of a pool is not the beginning of an allocation, and memory
-of cudaMallocAsync cannot be shared at all. So the memory is allocated here, in whole units of 2 MiB, since the driver
-shares all of the unit that an allocation lies in.
+A rank copies its buffer to exchange memory that the other ranks map, sums one slice over all ranks, and copies the
+other slices of the result back. The cost per piece, with μ the time to read and write a byte of device or peer memory,
+is
 
-Each rank keeps exchange memory on its GPU that the others have mapped by handles of the driver. As in
-`node.shared_memory`, a rank copies its buffer there, sums one slice over all ranks, and copies the other slices of
-the result out. With μ the time to read and write a byte of device memory, or of a peer's, and barriers of α log2(p):
+    2 (α log2(p)) + n μ (copy in) + n μ (sum p slices of n/p) + n μ (copy out)
 
-    2 (α log2(p)) + n μ (copy in) + n μ (sum p slices of n/p) + n μ (copy out)    for each piece
-
-Nothing passes through the host but two barriers a piece. Before each barrier the host waits for an event behind the
-rank's own kernels, so what the others read after it is there. Two halves of the memory take turns: before a half is
-written again, every rank has waited for its copies out of it, at the first barrier of the other half's piece. The
-memory of a communicator that is dropped without `release` is unmapped as well, but no rank waits for the others then.
-
-Each element is summed in rank order by one rank, and its bits are copied: all ranks end with the same bits, those of
-`node.shared_memory` on the host. 16-bit floats are shared as they are; the kernels widen them, sum in float32, and
-round once.
+The host runs two barriers per piece, each after this rank's kernels. Two halves of the memory alternate: the first
+barrier of the next piece ensures that every rank has finished copying from a half. Each slice is summed in rank order
+by one rank, so all ranks get the same bits.
 """
 
 import os
@@ -42,7 +32,7 @@ UNIT_BYTES: Final = 2 << 20
 
 @dataclass(frozen=True)
 class IpcHandle:
-    """Handle by which another process reads the memory: small, and picklable."""
+    """Picklable handle by which another process can map a GPU allocation."""
 
     process: str
     bus_id: str
@@ -51,70 +41,69 @@ class IpcHandle:
     nbytes: int
 
 
-class _Opened:
-    """Owner of the arrays of a mapping: with the last of them the mapping is closed, if it was not before."""
+class _Opened: ...
 
 
 class IpcMapping:
-    """Memory of another rank: ``array`` has its bytes until `close`, or until nothing refers to it."""
+    """GPU memory of another rank. ``array`` (bytes) is valid until `close`, or as long as this object exists."""
 
     def __init__(self, pointer: int, nbytes: int, opened: bool) -> None:
         cuda, owner = device.cupy().cuda, _Opened()
         self._close = weakref.finalize(owner, _unmap, cuda, pointer) if opened else None
         if self._close is not None:
-            self._close.atexit = False  # the driver does it, and may be gone by then
+            self._close.atexit = False  # at exit the driver unmaps, and may already be gone
         memory = cuda.UnownedMemory(pointer, nbytes, owner, device.index())
         self.array: Any = device.cupy().ndarray(nbytes, np.uint8, cuda.MemoryPointer(memory, 0))
 
     def close(self) -> None:
-        """Unmap; must precede the owner's freeing, and follow the last kernel that reads (local)."""
+        """Unmap the memory, after the last kernel that reads it and before its owner frees it. Local."""
         self.array = None
         if self._close is not None:
             self._close()
 
 
 def _unmap(cuda: Any, pointer: int) -> None:
-    cuda.get_current_stream().synchronize()  # kernels may still read where nobody has called `close`
+    cuda.get_current_stream().synchronize()  # kernels may still read if `close` was not called
     cuda.runtime.ipcCloseMemHandle(pointer)
 
 
 def process_identity() -> str:
-    """Return the identity of this process on its node: memory of the own process needs no handle."""
+    """Return an id of this process, unique on its node. A process need not map its own memory."""
     return str(os.getpid())
 
 
 def allocate(nbytes: int) -> Array:
-    """Return at least ``nbytes`` bytes of the current GPU that `export` takes (local)."""
+    """Allocate at least ``nbytes`` bytes of GPU memory that `export` accepts, and return them. Local."""
     cuda = device.cupy().cuda
     size = -(-nbytes // UNIT_BYTES) * UNIT_BYTES
     try:
         memory = cuda.Memory(size)
     except cuda.runtime.CUDARuntimeError as error:
-        raise MissingCapabilityError(f"the GPU has no {size} bytes left to share ({error})") from error
+        raise MissingCapabilityError(f"the GPU cannot allocate {size} bytes to share ({error})") from error
     array: Array = device.cupy().ndarray(size, np.uint8, cuda.MemoryPointer(memory, 0))
     return array
 
 
 def export(array: Array) -> IpcHandle:
-    """Return the handle of memory that `allocate` returned. Raises MissingCapabilityError, with the reason (local)."""
+    """Return an IPC handle of ``array``, which `allocate` returned. Raises MissingCapabilityError. Local."""
     cuda = device.cupy().cuda
     memory: Any = getattr(array.data, "mem", None)
     if isinstance(memory, cuda.MemoryAsync):
-        raise MissingCapabilityError("memory of cudaMallocAsync cannot be shared between processes; take cupy's pool")
+        raise MissingCapabilityError("memory of cudaMallocAsync cannot be shared between processes; use cupy's pool")
     if not isinstance(memory, cuda.Memory) or array.data.ptr != memory.ptr:  # type: ignore[attr-defined]
         raise MissingCapabilityError("only a whole allocation of cudaMalloc can be shared, not a part of a pool")
     try:
         handle = cuda.runtime.ipcGetMemHandle(memory.ptr)
     except cuda.runtime.CUDARuntimeError as error:
-        raise MissingCapabilityError(f"the driver makes no handle of device memory ({error})") from error
+        raise MissingCapabilityError(f"the driver cannot create an IPC handle of device memory ({error})") from error
     return IpcHandle(process_identity(), device.bus_id(), memory.ptr, handle, array.nbytes)
 
 
 def open_handle(memory: IpcHandle) -> IpcMapping:
-    """Map ``memory``, which another process of the node exported (local).
+    """Map ``memory``, an IPC handle that another process of the node exported. Local.
 
-    Raises MissingCapabilityError where the driver refuses: the other GPU is hidden (bound to another task, or left out
-    of CUDA_VISIBLE_DEVICES) or has no peer access.
+    Raises MissingCapabilityError if the driver rejects the handle: the other GPU is hidden from this process, or there
+    is no peer access between the GPUs.
     """
     if memory.process == process_identity():
         return IpcMapping(memory.pointer, memory.nbytes, opened=False)
@@ -129,12 +118,12 @@ def open_handle(memory: IpcHandle) -> IpcMapping:
     return IpcMapping(pointer, memory.nbytes, opened=True)
 
 
-PIECE_BYTES: Final = 32 << 20  # per rank and half: large beside two barriers (to be measured on a GPU)
+PIECE_BYTES: Final = 32 << 20  # per rank and half; large compared with two barriers (to be measured on a GPU)
 
 
 @dataclass
 class _Exchange:
-    """The exchange memory of all ranks, as bytes, in two halves; a refusal where there is none."""
+    """GPU memory that all ranks can access, in two halves. ``refusal``: reason for the lack of such memory, or ""."""
 
     own: Array | None
     mappings: list[IpcMapping | None]
@@ -143,8 +132,11 @@ class _Exchange:
     turn: int = 0
 
     def next_half(self, rank: int) -> list[Array]:
-        """Return, as bytes of each rank, the half whose turn it is."""
-        # The other half than last time: ranks may still copy the results of the last piece out of that one.
+        """Return one of the two halves of each rank's memory, as bytes, for the next piece of a buffer.
+
+        Calls return the two halves in turn. ``rank`` is this rank.
+        """
+        # Alternate: ranks may still copy results of the last piece from the other half.
         self.turn ^= 1
         start = self.turn * self.half_bytes
         assert self.own is not None
@@ -163,10 +155,9 @@ _exchanges: weakref.WeakKeyDictionary[Communicator, _Exchange] = weakref.WeakKey
 
 
 def device_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Reduce ``buffer``, on a GPU, in place to the same bits on every rank. Collective over ``comm``, one node.
+    """Reduce a GPU ``buffer`` in place. Each rank reads the GPU memory of its node's other ranks. Collective.
 
-    The memory is taken at the first call and grows with the buffer, up to two halves of `PIECE_BYTES`. Raises
-    MissingCapabilityError, on every rank, where a rank cannot map what another one shares.
+    Needs up to 2 `PIECE_BYTES` of GPU memory. Raises MissingCapabilityError on every rank if any mapping fails.
     """
     check_buffer(buffer)
     combine = ufunc(buffer, op)
@@ -182,24 +173,23 @@ def device_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum") 
 
 
 def refusal(comm: Communicator) -> str:
-    """Return why the ranks of ``comm`` cannot share device memory, "" where they can. Collective at the first call."""
+    """Return the reason why the ranks of ``comm`` cannot share device memory, or "". Collective at the first call."""
     if comm.nodes().count > 1:
         return f"the {comm.size} ranks of {comm.name} are on {comm.nodes().count} nodes"
     return _exchange_of(comm, UNIT_BYTES).refusal
 
 
 def _reduce_piece(comm: Communicator, data: Array, views: list[Array], combine: Combine) -> None:
-    """Reduce ``data`` over the ranks; ``views`` hold as many elements of each."""
     slices = [part.slice for part in split(data.size, comm.size, data.itemsize)]
-    own = slices[comm.rank]
-    # Nobody else reads the own slice before the sum is in it, so it takes the sum, and the operand stays in `data`.
-    views[comm.rank][: own.start] = data[: own.start]
-    views[comm.rank][own.stop :] = data[own.stop :]
-    # `produced` waits for this rank's kernels; MPI knows nothing of streams, so a barrier orders hosts only.
+    local_slice = slices[comm.rank]
+    # No other rank reads this rank's slice before the sum is complete: write the sum there, and read `data`.
+    views[comm.rank][: local_slice.start] = data[: local_slice.start]
+    views[comm.rank][local_slice.stop :] = data[local_slice.stop :]
+    # MPI does not know CUDA streams: wait for this rank's kernels before the barrier.
     device.produced()
     comm.barrier()
-    operands = [data[own] if rank == comm.rank else view[own] for rank, view in enumerate(views)]
-    target = views[comm.rank][own]
+    operands = [data[local_slice] if rank == comm.rank else view[local_slice] for rank, view in enumerate(views)]
+    target = views[comm.rank][local_slice]
     total = target
     if is_16bit_float(data.dtype):
         total = segments.scratch("device_shared", target.size, accumulation_dtype(data.dtype), data)
@@ -217,7 +207,7 @@ def _reduce_piece(comm: Communicator, data: Array, views: list[Array], combine: 
 
 
 def _exchange_of(comm: Communicator, nbytes: int) -> _Exchange:
-    """Return exchange memory whose halves hold ``nbytes``, or its refusal. Collective where it is made or grows."""
+    """Return exchange memory with halves of at least ``nbytes`` bytes. Collective if it is created or enlarged."""
     exchange = _exchanges.get(comm)
     if exchange is None or (not exchange.refusal and exchange.half_bytes < nbytes):
         release(comm)
@@ -226,13 +216,13 @@ def _exchange_of(comm: Communicator, nbytes: int) -> _Exchange:
 
 
 def _open(comm: Communicator, nbytes: int) -> _Exchange:
-    """Take memory on every rank and map that of the others; all ranks succeed, or none. Collective."""
+    """Allocate memory on each rank and map it on all others. Either all ranks succeed or none. Collective."""
     half_bytes = -(-nbytes // UNIT_BYTES) * UNIT_BYTES
-    own: Array | None = None
+    memory: Array | None = None
     answer: IpcHandle | str
     try:
-        own = segments.count_in_ledger(allocate(2 * half_bytes))
-        answer = export(own)
+        memory = segments.count_in_ledger(allocate(2 * half_bytes))
+        answer = export(memory)
     except MissingCapabilityError as error:
         answer = str(error)
     handles = comm.allgather_object(answer)
@@ -244,21 +234,21 @@ def _open(comm: Communicator, nbytes: int) -> _Exchange:
                 mappings.append(None if rank == comm.rank else open_handle(handle))
         except MissingCapabilityError as error:
             problem = f"rank {comm.rank}: {error}"
-    exchange = _Exchange(own, mappings, half_bytes)
-    # Every rank learns of every problem: all of them use the memory, or none.
+    exchange = _Exchange(memory, mappings, half_bytes)
+    # Share all problems, so that either all ranks use the memory or none.
     exchange.refusal = next(filter(None, comm.allgather_object(problem)), "")
     if exchange.refusal:
         exchange.close()
-        comm.barrier()  # nobody frees what another one has mapped
+        comm.barrier()  # no rank frees memory that another rank has mapped
         exchange.own = None
     return exchange
 
 
 def release(comm: Communicator) -> None:
-    """Give back what is shared for ``comm``, if anything is. Collective over ``comm``."""
+    """Free the GPU memory that is shared for ``comm``, if there is any. Collective over ``comm``."""
     exchange = _exchanges.pop(comm, None)
     if exchange is not None and exchange.own is not None:
-        device.produced()  # the last copies out of the others' memory
+        device.produced()  # wait for the last copies from other ranks' memory
         exchange.close()
         comm.barrier()
         exchange.own = None

@@ -1,21 +1,15 @@
-"""Flow of segments inside a node: pipelined sums and all-gathers without a barrier at each segment.
+"""Pipelined sums and all-gathers of segments inside a node, without a barrier for each segment.
 
-The hierarchical allreduce uses it, with the network at the other end of the pipeline. Every rank owns a part of each
-segment:
+Every rank owns a part of each segment:
 
-    sum_next   the own part of the next segment from all ranks of the node, added in the order of the ranks
-    spread     the own part of a segment to all ranks, and theirs into place
+    sum_next   sum this rank's part of the next segment over the ranks of the node, in rank order
+    spread     send this rank's part of a segment to all ranks, and receive their parts
 
-`NodeFlow` sends messages: on m ranks with s bytes a segment, (m-1) messages of s/m bytes each way. All are begun
-early and waited for late, in the order that all ranks know, and a rank that waits lets every message move: a late
-rank delays the others only by the messages that they need from it.
+`NodeFlow` sends messages: on m ranks with s bytes per segment, (m-1) messages of s/m bytes each way.
 
-`SharedFlow` does the same through memory that the ranks share: (m-1)/m s written and as much read for the addends,
-and s/m written and (m-1)/m s read for the totals. A rank writes the addends of a segment, and later its total, and
-raises a counter; nobody has to be there to receive them. It waits only for slots that are still being read, and for
-counters of ranks that are behind; meanwhile it lets the message layer progress. Counters only grow, over all calls.
-Slot g of SLOTS is written again when every rank has raised its counter past g. After an interrupted call the counters
-differ, and later calls are refused.
+`SharedFlow` uses shared memory: it writes and reads (m-1)/m s for the addends, and writes s/m and reads (m-1)/m s for
+the totals. A rank writes the addends or the total of a segment and raises a counter. Slot g of SLOTS is reused when
+every rank has raised its counter past g. After an interrupted call, later calls are rejected.
 """
 
 import time
@@ -35,15 +29,16 @@ from hpcdist.collectives.segments import scratch
 from hpcdist.comm.communicator import Communicator, Request, SharedBlock
 from hpcdist.errors import CommunicationError
 
-EARLY: Final = 2  # segments whose addends travel before they are needed, and the scratch for them (empirical)
-LATE: Final = 8  # segments whose totals may still be travelling (empirical)
+EARLY: Final = 2  # segments whose addends are sent in advance, with scratch buffers for them (empirical)
+LATE: Final = 8  # segments whose totals may be in flight (empirical)
 ADDENDS, TOTALS = 1, 2  # tags
 
 
 class NodeFlow:
-    """The ranks of ``intra`` on one call's ``buffer``. Collective: all make the same calls in the same order.
+    """Reduction of ``buffer`` in segments over the ranks of a node, by messages. Collective over ``intra``.
 
-    ``order`` are the segments in the order in which they are summed. The first ``owners`` ranks own a part of each.
+    All ranks must make the same calls in the same order. ``order`` lists the segments in the order in which they are
+    summed. The first ``owners`` ranks each sum a part of every segment.
     """
 
     def __init__(self, intra: Communicator, owners: int, buffer: Array, op: str, order: Sequence[Range]) -> None:
@@ -59,7 +54,7 @@ class NodeFlow:
         self._totals: deque[list[Request]] = deque()
 
     def within(self, segment: Range, rank: int) -> Range:
-        """Return, relative to ``segment``, the part of it that ``rank`` owns; empty where it owns none (local)."""
+        """Return the range of ``segment`` that ``rank`` owns, counted from the segment's start. May be empty. Local."""
         parts = self._parts.get(segment.size)
         if parts is None:
             parts = split(segment.size, self._owners, self.buffer.itemsize)
@@ -68,23 +63,22 @@ class NodeFlow:
         return parts[rank]
 
     def part(self, segment: Range, rank: int) -> Array:
-        """Return the part of ``segment`` that ``rank`` owns (local)."""
+        """Return the part of the buffer in ``segment`` that ``rank`` owns. Local."""
         part: Array = self.buffer[self.within(segment, rank).shift(segment.start).slice]
         return part
 
     def own(self, segment: Range) -> Array:
-        """Return the part of ``segment`` that this rank owns (local)."""
+        """Return the part of the buffer in ``segment`` that this rank owns. Local."""
         return self.part(segment, self._intra.rank)
 
     def _begin_next(self) -> None:
-        """Begin to send the addends of a segment to their owners, and to receive those of the own part."""
         segment = self._order[self._begun]
-        # EARLY + 1 sets of rows in turn: the one that is summed, and those that are begun before it.
-        own, slot = self.own(segment), self._begun % (EARLY + 1) * len(self._others)
+        # EARLY + 1 sets of scratch rows in turn: the set that is summed, and the sets in flight.
+        local_part, slot = self.own(segment), self._begun % (EARLY + 1) * len(self._others)
         addends: dict[int, tuple[Request, Array]] = {}
-        if own.size:
+        if local_part.size:
             for index, rank in enumerate(self._others):
-                row = self._room[(slot + index) * self.longest :][: own.size]
+                row = self._room[(slot + index) * self.longest :][: local_part.size]
                 addends[rank] = self._intra.irecv(row, rank, ADDENDS), row
         self._addends.append(addends)
         theirs = [(rank, self.part(segment, rank)) for rank in self._others]
@@ -92,36 +86,36 @@ class NodeFlow:
         self._begun += 1
 
     def sum_next(self) -> None:
-        """Reduce the own part of the next segment of the order, in place (local, but needs the other ranks)."""
+        """Reduce this rank's part of the next segment in place. Waits for the other ranks' data."""
         while self._begun < min(len(self._order), self._summed + EARLY + 1):
             self._begin_next()
-        own, addends = self.own(self._order[self._summed]), self._addends.popleft()
+        local_part, addends = self.own(self._order[self._summed]), self._addends.popleft()
         self._summed += 1
         if not addends:
             return
         for request, _ in addends.values():
             request.wait()
-        rows = [own if rank == self._intra.rank else addends[rank][1] for rank in range(self._intra.size)]
-        self.add(rows, own)
+        rows = [local_part if rank == self._intra.rank else addends[rank][1] for rank in range(self._intra.size)]
+        self.add(rows, local_part)
 
-    def add(self, rows: Sequence[Array], own: Array) -> None:
-        """Reduce ``rows``, one of each rank, into ``own``, which is one of them; the first may be overwritten."""
-        # The first row accumulates, since ``own`` is an operand until its turn; the last sum goes to ``own``. In shared
-        # memory the first row lies in the slot of rank 0, in the part of it that this rank alone reads.
+    def add(self, rows: Sequence[Array], local_part: Array) -> None:
+        """Reduce ``rows``, one per rank, into ``local_part``, which is one of them. Row 0 may be overwritten. Local."""
+        # Row 0 accumulates, since ``local_part`` is an operand; the last sum goes to ``local_part``. In shared
+        # memory row 0 is in the slot of rank 0, in the part that only this rank reads.
         total = rows[0]
         for row in rows[1:-1]:
             self.combine(total, row, total)
         if len(rows) > 1:
-            self.combine(total, rows[-1], own)
+            self.combine(total, rows[-1], local_part)
 
     def spread(self, segment: Range) -> None:
-        """Begin to give the own part of ``segment`` to all and to take theirs; it must not be changed any more."""
+        """Start to exchange the reduced ``segment``: send this rank's part, and receive the other ranks' parts."""
         for request in self._sends.pop(segment, ()):
-            request.wait()  # what is still being sent must not be received over
-        own = self.own(segment)
+            request.wait()  # do not receive into memory that is still being sent
+        local_part = self.own(segment)
         theirs = [(rank, self.part(segment, rank)) for rank in self._others]
         requests = [self._intra.irecv(part, rank, TOTALS) for rank, part in theirs if part.size]
-        requests += [self._intra.isend(own, rank, TOTALS) for rank in self._others if own.size]
+        requests += [self._intra.isend(local_part, rank, TOTALS) for rank in self._others if local_part.size]
         self._totals.append(requests)
         if len(self._totals) > LATE:
             self._wait_for_totals()
@@ -131,26 +125,26 @@ class NodeFlow:
             request.wait()
 
     def finish(self) -> None:
-        """Return when all that was spread has come (local, but needs the other ranks)."""
+        """Wait until all segments passed to `spread` have been exchanged."""
         while self._totals:
             self._wait_for_totals()
 
 
-SLOTS: Final = 1 + max(EARLY, LATE)  # segments that may be between their writer and the last reader
-# A rank stages up to EARLY segments that it has not summed, and lets LATE totals wait before it takes them. With a slot
-# more than either, a rank that waits for a slot has published all that the others need to free it: no cycle of waits.
+SLOTS: Final = 1 + max(EARLY, LATE)  # segments between their writer and the last reader
+# A rank stages up to EARLY segments before their sum, and leaves LATE totals untaken. With one slot more, a rank that
+# waits for a slot has published everything that the others need to free the slot: no deadlock.
 LINE_BYTES: Final = 256
-STAGED, SUMMED, GIVEN, TAKEN = 0, 8, 16, 24  # words of 8 bytes, each in a cache line of its own
-SPINS: Final = 200  # looks at a number before messages are moved
-PATIENCE: Final = 256  # turns of moving messages before asking whether everybody lives
-MOST_OWNERS: Final = 8  # the memory of a node grows with their square: 160 MiB for 8 ranks
+STAGED, SUMMED, GIVEN, TAKEN = 0, 8, 16, 24  # 8-byte words, each in its own cache line
+SPINS: Final = 200  # polls of a counter before messages are progressed
+PATIENCE: Final = 256  # progress calls before checking for dead ranks
+MOST_OWNERS: Final = 8  # the memory of a node grows quadratically: 160 MiB for 8 ranks
 
 
 @jit
 def is_reached(lines: Any, word: int, number: int, spins: int) -> bool:
-    """Whether the word of every rank has reached ``number``, after ``spins`` looks at most."""
+    """Return True if counter ``word`` in each rank's line reaches ``number`` within ``spins`` polls in total."""
     for rank in range(lines.size):
-        # Acquire: what that rank wrote before its release store in `raise_to` is visible once the number is seen.
+        # Acquire: data written before the release store in `raise_to` is visible once the number is.
         while load_acquire(lines[rank] + 8 * word) < number:
             if spins <= 0:
                 return False
@@ -161,30 +155,31 @@ def is_reached(lines: Any, word: int, number: int, spins: int) -> bool:
 
 @jit
 def raise_to(line: int, word: int, number: int) -> None:
-    """Publish ``number`` in the word by a release store: what was written before it can be read."""
+    """Set counter ``word`` of ``line`` to ``number`` by a release store. Its readers also see all earlier writes."""
     store_release(line + 8 * word, number)
 
 
 class Counters:
-    """Counters of each rank of ``comm``, and ``nbytes`` behind them, in shared memory. Collective over ``comm``.
+    """Shared memory of ``comm``: for each rank, a line of counters and then ``nbytes`` bytes of data. Collective.
 
-    A rank raises its own ones, which all can read; where nothing can be shared, ``is_shared`` is false.
+    A rank raises only its own counters, but reads the counters of all ranks. ``is_shared`` is False if the ranks cannot
+    share memory.
     """
 
     def __init__(self, comm: Communicator, nbytes: int) -> None:
         self.block: SharedBlock = comm.shared(LINE_BYTES + nbytes)
         self.rank = comm.rank
         self.is_shared = self.block.is_shared
-        self.given_up: BaseException | None = None  # what ended a wait before it was over
+        self.given_up: BaseException | None = None  # the error that aborted a wait
         if self.is_shared:
             self.lines = np.array([view.ctypes.data for view in self.block.views], np.int64)
 
     def publish(self, word: int, number: int) -> None:
-        """Raise the own ``word`` to ``number``: what was written before it can be read (local)."""
+        """Raise this rank's counter ``word`` to ``number``. Ranks that read it also see all earlier writes. Local."""
         raise_to(self.lines[self.rank], word, number)
 
     def wait(self, word: int, number: int) -> None:
-        """Return when the word of every rank has reached ``number`` (local)."""
+        """Wait until the counter ``word`` of every rank has reached ``number``. Local."""
         since, turns = time.monotonic(), 0
         while not is_reached(self.lines, word, number, SPINS):
             turns += 1
@@ -195,49 +190,49 @@ class Counters:
             except Exception as error:
                 self.given_up = error
                 raise
-            time.sleep(0)  # offers the core to a rank that shares it, and Python's lock to other threads
+            time.sleep(0)  # yields the core to other ranks and the GIL to other threads
 
 
 class FlowMemory(Counters):
-    """State of the flows that the ranks of ``intra`` keep. Collective over ``intra``."""
+    """Shared memory for the `SharedFlow` objects of ``intra``. It is kept between calls. Collective over ``intra``."""
 
     def __init__(self, intra: Communicator, segment_bytes: int, part_bytes: int) -> None:
         super().__init__(intra, SLOTS * (segment_bytes + part_bytes))
         self.segment_bytes, self.part_bytes = segment_bytes, part_bytes
-        self.summed = self.spread = 0  # numbers, over all calls
-        self.is_busy = False  # from the start of a call to its end; it stays where a call was given up
+        self.summed = self.spread = 0  # numbers of segments, over all calls
+        self.is_busy = False  # True during a call, and after an aborted call
 
     def addends(self, rank: int, number: int) -> np.ndarray:
-        """Return the slot of ``rank`` for a segment's addends, as bytes."""
-        # The memory of a rank: its line of counters, SLOTS slots for addends, SLOTS slots for totals.
+        """Return ``rank``'s slot with the addends of segment ``number`` for the other ranks, as bytes."""
+        # Memory of a rank: a line of counters, SLOTS slots for addends, SLOTS slots for totals.
         start = LINE_BYTES + number % SLOTS * self.segment_bytes
         return self.block.views[rank][start : start + self.segment_bytes]
 
     def total(self, rank: int, number: int) -> np.ndarray:
-        """Return the slot of ``rank`` for its total, as bytes."""
+        """Return ``rank``'s slot with its part of the total of segment ``number``, as bytes."""
         start = LINE_BYTES + SLOTS * self.segment_bytes + number % SLOTS * self.part_bytes
         return self.block.views[rank][start : start + self.part_bytes]
 
 
 _memory: weakref.WeakKeyDictionary[Communicator, FlowMemory] = weakref.WeakKeyDictionary()
-_inside: weakref.WeakKeyDictionary[Communicator, Communicator] = weakref.WeakKeyDictionary()  # whose node has memory
+_inside: weakref.WeakKeyDictionary[Communicator, Communicator] = weakref.WeakKeyDictionary()  # communicator -> its node
 
 
 def flow_of(
     intra: Communicator, owners: int, buffer: Array, op: str, order: Sequence[Range], part_bytes: int
 ) -> NodeFlow:
-    """Return a flow through shared memory where there can be one, else one of messages. Collective over ``intra``.
+    """Return a `SharedFlow` if the ranks of ``intra`` can share memory, else a `NodeFlow`. Collective.
 
-    No part of a segment is longer than ``part_bytes``. The memory is kept for ``intra``. Raises CommunicationError
-    after a call that was given up half-way.
+    A rank's part of a segment must not exceed ``part_bytes`` bytes. For the other arguments see `NodeFlow`. Raises
+    CommunicationError if an earlier call was aborted.
     """
     if intra.size == 1 or owners > MOST_OWNERS or not isinstance(buffer, np.ndarray):
         return NodeFlow(intra, owners, buffer, op, order)
     memory = _memory.get(intra)
     if memory is not None and memory.is_busy:
         raise CommunicationError(
-            f"an earlier collective in the shared memory of {intra.name} was given up half-way, and its ranks are out "
-            "of step; end the job, or call collectives.release on all ranks"
+            f"an earlier collective in the shared memory of {intra.name} was aborted, and its ranks are out of step; "
+            "end the job, or call collectives.release on all ranks"
         ) from memory.given_up
     if memory is None or memory.segment_bytes < owners * part_bytes or memory.part_bytes < part_bytes:
         sizes = (0, 0) if memory is None else (memory.segment_bytes, memory.part_bytes)
@@ -250,12 +245,12 @@ def flow_of(
 
 
 def keep_for(comm: Communicator, intra: Communicator) -> None:
-    """Let `release` of ``comm`` give back what is kept for ``intra``, a node of it (local)."""
+    """Make `release` of ``comm`` also free the memory of its node communicator ``intra``. Local."""
     _inside[comm] = intra
 
 
 def release(comm: Communicator) -> None:
-    """Give back what is kept for ``comm``, and for its node. Collective over ``comm``."""
+    """Free the shared memory kept for ``comm`` and for its node communicator. Collective over ``comm``."""
     for owner in (comm, _inside.pop(comm, None)):
         if owner is not None:
             _give_back(owner)
@@ -268,7 +263,7 @@ def _give_back(intra: Communicator) -> None:
 
 
 class SharedFlow(NodeFlow):
-    """A `NodeFlow` on host memory, through ``memory``, which is shared."""
+    """A `NodeFlow` that exchanges host buffers through ``memory``, which all ranks of the node share."""
 
     def __init__(
         self, intra: Communicator, owners: int, buffer: Array, op: str, order: Sequence[Range], memory: FlowMemory
@@ -280,9 +275,9 @@ class SharedFlow(NodeFlow):
 
     def _begin_next(self) -> None:
         memory, segment = self._memory, self._order[self._begun]
-        # The number of this segment over all calls: those before this call, and those begun in it.
+        # The number of this segment over all calls: the segments of earlier calls, and those begun in this call.
         number = memory.summed - self._summed + self._begun
-        memory.wait(SUMMED, number + 1 - SLOTS)  # all have read segment number - SLOTS, the last one in this slot
+        memory.wait(SUMMED, number + 1 - SLOTS)  # all ranks have read segment number - SLOTS, the last in this slot
         slot = memory.addends(self._intra.rank, number).view(self.buffer.dtype)
         for rank in self._others:
             part = self.within(segment, rank)
@@ -291,25 +286,23 @@ class SharedFlow(NodeFlow):
         self._begun += 1
 
     def sum_next(self) -> None:
-        """Reduce the own part of the next segment of the order, in place (local, but needs the other ranks)."""
         memory, segment = self._memory, self._order[self._summed]
         while self._begun < min(len(self._order), self._summed + EARLY + 1):
             self._begin_next()
-        number, own, part = memory.summed, self.own(segment), self.within(segment, self._intra.rank)
+        number, local_part, part = memory.summed, self.own(segment), self.within(segment, self._intra.rank)
         memory.wait(STAGED, number + 1)
-        if own.size:
-            rows = [memory.addends(rank, number).view(own.dtype)[part.slice] for rank in range(self._intra.size)]
-            rows[self._intra.rank] = own
-            self.add(rows, own)
+        if local_part.size:
+            rows = [memory.addends(rank, number).view(local_part.dtype)[part.slice] for rank in range(self._intra.size)]
+            rows[self._intra.rank] = local_part
+            self.add(rows, local_part)
         memory.summed, self._summed = number + 1, self._summed + 1
         memory.publish(SUMMED, number + 1)
 
     def spread(self, segment: Range) -> None:
-        """Begin to give the own part of ``segment`` to all and to take theirs."""
-        memory, own = self._memory, self.own(segment)
+        memory, local_part = self._memory, self.own(segment)
         number = memory.spread
-        memory.wait(TAKEN, number + 1 - SLOTS)  # all have copied the total that was in this slot
-        memory.total(self._intra.rank, number).view(own.dtype)[: own.size] = own
+        memory.wait(TAKEN, number + 1 - SLOTS)  # all ranks have copied the previous total of this slot
+        memory.total(self._intra.rank, number).view(local_part.dtype)[: local_part.size] = local_part
         memory.publish(GIVEN, number + 1)
         memory.spread = number + 1
         self._untaken.append((number, segment))
@@ -326,7 +319,6 @@ class SharedFlow(NodeFlow):
         memory.publish(TAKEN, number + 1)
 
     def finish(self) -> None:
-        """Return when all that was spread has been taken (local, but needs the other ranks)."""
         while self._untaken:
             self._take()
         self._memory.is_busy = False

@@ -1,11 +1,8 @@
 """Compiled reduction kernels over memory at several addresses, for every dtype and op.
 
-Addresses are integers, in arrays with one for each rank. Ranks are taken in their order whatever the size is and
-wherever the result goes, so that all paths give the same bits. 16-bit floats, held as uint16, are summed in float32
-and rounded once.
-
-`address_of` gives the machine code that reduces a dtype, behind one signature: so its callers are compiled once and
-not for every dtype.
+Arrays hold one address (an integer) per rank. Operands are combined in rank order in all code paths, so all paths
+give the same bits. 16-bit floats, stored as uint16, are summed in float32 and rounded once. `address_of` returns the
+machine code for a dtype; all dtypes have one signature, so callers are compiled only once.
 """
 
 from typing import Any, Final
@@ -22,15 +19,15 @@ MAX: Final = 1
 MIN: Final = 2
 OPS: Final = {"sum": SUM, "max": MAX, "min": MIN}
 
-BLOCK: Final = 2048  # elements reduced at a time: in the first cache, with their sum (empirical)
+BLOCK: Final = 2048  # elements reduced at a time, so that operands and sum fit in the L1 cache (empirical)
 
 
-# Maximum and minimum pass a NaN on: `a != a` takes a where it is one, and a comparison with b = NaN is false: takes b.
+# Maximum and minimum propagate NaN: `a != a` selects a NaN in a; comparisons with a NaN in b are false and select b.
 
 
 @jit
 def combine(op: int, left: Any, right: Any, out: Any) -> None:
-    """Reduce two arrays into a third."""
+    """Write the elementwise reduction of ``left`` and ``right`` by ``op`` to ``out``."""
     if op == SUM:
         for i in range(out.size):
             out[i] = left[i] + right[i]
@@ -46,7 +43,7 @@ def combine(op: int, left: Any, right: Any, out: Any) -> None:
 
 @jit
 def combine_into(op: int, right: Any, out: Any) -> None:
-    """Reduce an array into another. `combine` with one array under two names would not be vectorised."""
+    """Reduce ``right`` into ``out``. With one array for two arguments, `combine` would not be vectorised."""
     if op == SUM:
         for i in range(out.size):
             out[i] += right[i]
@@ -62,28 +59,28 @@ def combine_into(op: int, right: Any, out: Any) -> None:
 
 @jit
 def copy(source: Any, target: Any) -> None:
-    """Copy an array."""
+    """Copy ``source`` to ``target``."""
     for i in range(target.size):
         target[i] = source[i]
 
 
 @jit
 def sum_of_three(a: Any, b: Any, c: Any, out: Any) -> None:
-    """Put the sum of three arrays into a fourth."""
+    """Write a + b + c to ``out``."""
     for i in range(out.size):
         out[i] = a[i] + b[i] + c[i]
 
 
 @jit
 def add_two(a: Any, b: Any, out: Any) -> None:
-    """Add two arrays to a third, one after the other: it goes through the registers once instead of twice."""
+    """Add ``a``, then ``b``, to ``out`` in one pass."""
     for i in range(out.size):
         out[i] = out[i] + a[i] + b[i]
 
 
 @jit
 def sum_into_two(a: Any, b: Any, scale: Any) -> None:
-    """Put the sum of two arrays into both."""
+    """Write (a + b) * scale to both arrays."""
     for i in range(a.size):
         total = (a[i] + b[i]) * scale
         a[i] = total
@@ -92,7 +89,7 @@ def sum_into_two(a: Any, b: Any, scale: Any) -> None:
 
 @jit
 def sum_into_three(a: Any, b: Any, c: Any, scale: Any) -> None:
-    """Put the sum of three arrays into all of them."""
+    """Write (a + b + c) * scale to all three arrays."""
     for i in range(a.size):
         total = (a[i] + b[i] + c[i]) * scale
         a[i] = total
@@ -102,7 +99,7 @@ def sum_into_three(a: Any, b: Any, c: Any, scale: Any) -> None:
 
 @jit
 def sum_into_four(a: Any, b: Any, c: Any, d: Any, scale: Any) -> None:
-    """Put the sum of four arrays into all of them."""
+    """Write (a + b + c + d) * scale to all four arrays."""
     for i in range(a.size):
         total = (a[i] + b[i] + c[i] + d[i]) * scale
         a[i] = total
@@ -113,29 +110,32 @@ def sum_into_four(a: Any, b: Any, c: Any, d: Any, scale: Any) -> None:
 
 @jit
 def sum_of_two_to(a: Any, b: Any, scale: Any, out: Any) -> None:
-    """Put the sum of two arrays into a third."""
+    """Write (a + b) * scale to ``out``."""
     for i in range(out.size):
         out[i] = (a[i] + b[i]) * scale
 
 
 @jit
 def sum_of_three_to(a: Any, b: Any, c: Any, scale: Any, out: Any) -> None:
-    """Put the sum of three arrays into a fourth."""
+    """Write (a + b + c) * scale to ``out``."""
     for i in range(out.size):
         out[i] = (a[i] + b[i] + c[i]) * scale
 
 
 @jit
 def sum_of_four_to(a: Any, b: Any, c: Any, d: Any, scale: Any, out: Any) -> None:
-    """Put the sum of four arrays into a fifth."""
+    """Write (a + b + c + d) * scale to ``out``."""
     for i in range(out.size):
         out[i] = (a[i] + b[i] + c[i] + d[i]) * scale
 
 
 @jit
 def reduce_block(inputs: Any, at: int, op: int, block: Any) -> None:
-    """Reduce what lies ``at`` bytes behind each of ``inputs`` into ``block``."""
-    # Two or three addends a pass: the block is read and written half as often. The order stays that of the ranks.
+    """Reduce the data at the addresses ``inputs``, each plus ``at`` bytes, by ``op`` into ``block``.
+
+    The size of ``block`` is the number of elements at each address.
+    """
+    # Two or three operands per pass halve the traffic of the block; the order of the ranks is kept.
     ranks, count = inputs.size, block.size
     first = array_at(inputs[0] + at, count, block)
     if ranks == 1:
@@ -158,14 +158,17 @@ def reduce_block(inputs: Any, at: int, op: int, block: Any) -> None:
 
 @jit
 def scaled(block: Any, scale: Any) -> None:
-    """Multiply a block in place by a number of its dtype."""
+    """Multiply ``block`` in place by ``scale``."""
     for i in range(block.size):
         block[i] *= scale
 
 
 @jit
 def reduce_into_all(buffers: Any, size: int, scale: Any, like: Any) -> None:
-    """Put the sum of ``size`` elements at 2 to 4 addresses into all: each is read once and written once."""
+    """Write the sum of ``size`` elements at 2 to 4 addresses, times ``scale``, back to all these addresses.
+
+    ``like`` is an array of the elements' dtype.
+    """
     a, b = array_at(buffers[0], size, like), array_at(buffers[1], size, like)
     if buffers.size == 2:
         sum_into_two(a, b, scale)
@@ -179,7 +182,10 @@ def reduce_into_all(buffers: Any, size: int, scale: Any, like: Any) -> None:
 
 @jit
 def reduce_into_one(buffers: Any, output: int, size: int, scale: Any, like: Any) -> None:
-    """Put the sum of ``size`` elements at 2 to 4 addresses where none of them lies: each is read once."""
+    """Write the sum of ``size`` elements at 2 to 4 addresses, times ``scale``, to address ``output``.
+
+    ``like`` is an array of the elements' dtype.
+    """
     a, b, out = array_at(buffers[0], size, like), array_at(buffers[1], size, like), array_at(output, size, like)
     if buffers.size == 2:
         sum_of_two_to(a, b, scale, out)
@@ -193,7 +199,7 @@ def reduce_into_one(buffers: Any, output: int, size: int, scale: Any, like: Any)
 
 @jit
 def is_among(address: int, addresses: Any) -> bool:
-    """Whether an array begins where one of others does."""
+    """Return True if ``address`` is one of ``addresses``."""
     present = False
     for other in addresses:
         present = present or other == address
@@ -204,9 +210,10 @@ def is_among(address: int, addresses: Any) -> bool:
 def reduce_at(
     inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any
 ) -> None:
-    """Reduce ``nbytes`` at each address of an array of ``ranks``, times ``scale``, to each of an array of ``copies``.
+    """Reduce ``nbytes`` bytes at each of ``ranks`` addresses, times ``scale``. Write them to ``copies`` addresses.
 
-    ``pointer`` is that of BLOCK elements of the dtype. Inputs and outputs may be the same array.
+    ``inputs_at`` is the address of the array of input addresses, and ``outputs_at`` of the array of output addresses.
+    Both may be the same array. ``pointer`` is the address of a scratch buffer of BLOCK elements of the dtype.
     """
     total = array_behind(pointer, BLOCK)
     size = nbytes // total.itemsize
@@ -214,8 +221,8 @@ def reduce_at(
     inputs, outputs = array_at(inputs_at, ranks, words), array_at(outputs_at, copies, words)
     total[0] = scale
     factor = total[0]  # cast to the dtype of the sum
-    if op == SUM and 2 <= ranks <= 4:  # without a block between
-        if inputs_at == outputs_at:  # the same array of addresses: every result overwrites its operands
+    if op == SUM and 2 <= ranks <= 4:  # no scratch buffer needed
+        if inputs_at == outputs_at:  # same addresses: results overwrite operands
             reduce_into_all(inputs, size, factor, total)
             return
         if copies == 1 and not is_among(outputs[0], inputs):
@@ -236,15 +243,12 @@ def reduce_halves_at(
     inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any,
     is_bfloat16: bool,
 ) -> None:  # fmt: skip
-    """Reduce 16-bit floats as `reduce_at` does; ``pointer`` is that of two blocks of float32.
-
-    ``is_bfloat16``: they are bfloat16, else float16.
-    """
+    """Reduce float16 or bfloat16 like `reduce_at`. Scratch ``pointer`` has room for 2 BLOCK float32 values."""
     blocks, halves, words = array_behind(pointer, 2 * BLOCK), np.empty(0, np.uint16), np.empty(0, np.int64)
     inputs, outputs = array_at(inputs_at, ranks, words), array_at(outputs_at, copies, words)
     blocks[0] = scale
     factor = blocks[0]  # in float32
-    for at in range(0, nbytes, 2 * BLOCK):  # bytes: two for each element
+    for at in range(0, nbytes, 2 * BLOCK):  # in bytes: two per element
         count = min(BLOCK, (nbytes - at) // 2)
         total, addend = blocks[:count], blocks[BLOCK : BLOCK + count]
         for rank in range(ranks):
@@ -270,7 +274,7 @@ def reduce_halves_at(
 def reduce_float16_at(
     inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any
 ) -> None:
-    """Reduce float16 as `reduce_at` does."""
+    """Reduce float16 elements like `reduce_at`."""
     reduce_halves_at(inputs_at, ranks, outputs_at, copies, nbytes, op, scale, pointer, False)
 
 
@@ -278,18 +282,18 @@ def reduce_float16_at(
 def reduce_bfloat16_at(
     inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any
 ) -> None:
-    """Reduce bfloat16 as `reduce_at` does."""
+    """Reduce bfloat16 elements like `reduce_at`."""
     reduce_halves_at(inputs_at, ranks, outputs_at, copies, nbytes, op, scale, pointer, True)
 
 
-_NUMBERS: Final = ("int64",) * 6 + ("float64",)  # the types of all arguments but the last
+_NUMBERS: Final = ("int64",) * 6 + ("float64",)  # types of all arguments except the last
 for _kernel in (reduce_float16_at, reduce_bfloat16_at, reduce_at):
     _kernel.sample_address(*_NUMBERS, "float32*")
 reduce_at.sample_address(*_NUMBERS, "float64*")
 
 
 def address_of(dtype: np.dtype) -> int:
-    """Return the address of the machine code that reduces ``dtype`` (local; compiled when the cache lacks it)."""
+    """Return the address of the compiled `reduce_at` for ``dtype``. Compiles it if it is not cached. Local."""
     if dtype == BFLOAT16:
         return reduce_bfloat16_at.address(*_NUMBERS, "float32*")
     if dtype == np.float16:

@@ -1,11 +1,8 @@
-"""Memory of a node in which each rank publishes what the others take, one turn after the other, without a barrier.
+"""Node memory in which each rank publishes data for the other ranks in turns, without a barrier.
 
-In a turn a rank writes into its own parts (`PublishedMemory.part`), calls `publish`, and, once `wait` has returned,
-reads those of the others where they lie: n bytes are written once and read once, and between `publish` and `wait` a
-rank can compute. All ranks make the same turns in the same order, and each waits for all in every turn.
-
-There is no sign that a part was read. A rank may write a part again in the turn after next: it has waited then for the
-turn between, which all published after they had read what was published before.
+In a turn, a rank writes its parts (`PublishedMemory.part`), calls `publish`, calls `wait`, and reads the parts of the
+other ranks in place. All ranks make the same turns in the same order. A part may be overwritten two turns later: by
+then every rank has finished reading.
 """
 
 from collections.abc import Mapping
@@ -21,19 +18,19 @@ from hpcdist.collectives.node.flow import Counters
 from hpcdist.comm.communicator import Communicator, SharedBlock
 from hpcdist.errors import CommunicationError, MissingCapabilityError
 
-_TURNS: Final = 0  # word of the counter
+_TURNS: Final = 0  # index of the counter word
 
 
 def part_bytes(nbytes: int) -> int:
-    """Return the bytes to allocate for a part of ``nbytes``: a quarter more, so that rising loads seldom grow it."""
+    """Return the bytes to allocate for ``nbytes`` bytes: 25 % more, so that growing sizes rarely reallocate."""
     return align_up(nbytes + nbytes // 4, ALIGN_BYTES)
 
 
 class PublishedMemory:
-    """Parts of each rank of ``comm``, by name, which it writes and all read. Collective over ``comm``, on one node.
+    """Named arrays of each rank in shared memory. The rank writes its arrays, all ranks read them. Collective.
 
-    `grow` makes them. ``head`` are so many ``numbers`` of each rank beside them, int64. Where the ranks can share
-    nothing, ``is_shared`` is false, and nothing else may be used.
+    All ranks of ``comm`` must be on one node. `grow` allocates the arrays. ``head`` holds ``numbers`` int64 values of
+    each rank. If ``is_shared`` is False, the ranks cannot share memory and no method may be called.
     """
 
     def __init__(self, comm: Communicator, numbers: int) -> None:
@@ -46,9 +43,9 @@ class PublishedMemory:
         self.head = [view[view.size - 8 * numbers :].view(np.int64) for view in self._counters.block.views]
 
     def grow(self, sizes: Mapping[str, int]) -> None:
-        """Give each rank parts of at least so many bytes, the same on all ranks. Collective; what is there is lost.
+        """Enlarge the named arrays to at least ``sizes`` bytes, equal on all ranks. Their data is lost. Collective.
 
-        Raises MissingCapabilityError where there is no memory to share.
+        Raises MissingCapabilityError if the memory cannot be shared.
         """
         short = {name: size for name, size in sizes.items() if size > self._sizes.get(name, 0)}
         if not short:
@@ -67,28 +64,25 @@ class PublishedMemory:
         segments.count_in_ledger(self._parts.views[self._comm.rank])
 
     def part(self, rank: int, name: str, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> np.ndarray:
-        """Return the beginning of part ``name`` of ``rank`` as an array (local)."""
+        """Return the first elements of ``rank``'s array ``name``, in the given shape and dtype. Local."""
         nbytes = prod(shape) * dtype.itemsize
         if not nbytes:
             return np.empty(shape, dtype)
-        assert self._parts is not None and nbytes <= self._sizes[name], f"{nbytes} bytes of {name}: call `grow` before"
+        assert self._parts is not None and nbytes <= self._sizes[name], f"{nbytes} bytes of {name}: call `grow` first"
         start = self._starts[name]
         array: np.ndarray = self._parts.views[rank][start : start + nbytes].view(dtype).reshape(shape)
         return array
 
     def publish(self) -> None:
-        """Let the others read what this rank has written in this turn (local).
-
-        Raises CommunicationError after a wait that was given up.
-        """
+        """Make this rank's writes visible to all ranks. Raises CommunicationError after an aborted wait. Local."""
         if self._counters.given_up is not None:
             raise CommunicationError(
-                f"an earlier exchange in the shared memory of {self._comm.name} was given up half-way, and its ranks "
-                "are out of step; end the job"
+                f"an earlier exchange in the shared memory of {self._comm.name} was aborted, and its ranks are out of "
+                "step; end the job"
             ) from self._counters.given_up
         self._turns += 1
         self._counters.publish(_TURNS, self._turns)
 
     def wait(self) -> None:
-        """Return when all ranks have published this turn (local)."""
+        """Wait until each rank has called `publish` at least as often as this rank. Local."""
         self._counters.wait(_TURNS, self._turns)

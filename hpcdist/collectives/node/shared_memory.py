@@ -1,17 +1,13 @@
 """Shared-memory allreduce, reduce-scatter and all-gather between the ranks of a node.
 
-With n bytes on p ranks, memory bandwidth 1/μ of a rank, and flags that take σ to be seen:
+Costs for n bytes on p ranks; 1/μ is the memory bandwidth of a rank, and σ is the time until a flag is seen:
 
-    buffers from `allocate`     2 σ + 2 n μ             the owner of a range reads it p times and writes it p times
-    any other buffer            about 2 σ a piece + 2 n μ, and as much between the caches for the copies in and out
+    buffers from `allocate`     2 σ + 2 n μ             the owner of a range reads and writes the range p times
+    any other buffer            2 σ per piece + 2 n μ, and as much cache traffic for the copies in and out
     small buffers               σ + p n μ               every rank sums everything
 
-An MPI library cannot do the first: its buffers are the caller's, and the other ranks cannot see them. Gradients that
-lie in `allocate` are summed where backward left them. Each element is summed in the order of the ranks, by every rank
-that needs it or by one whose bits are copied: all ways give all ranks the same bits.
-
-`NodeMemory` is the memory of a communicator: flags, slots, staging areas, and regions for buffers. It is made at the
-first call, and `release` gives it back.
+All code paths sum in rank order, so all ranks get the same bits. The first call allocates the `NodeMemory` of a
+communicator, and `release` frees it.
 """
 
 import os
@@ -36,38 +32,38 @@ from hpcdist.collectives.segments import check_ranges
 from hpcdist.comm.communicator import Communicator, SharedBlock
 from hpcdist.errors import CommunicationError, MissingCapabilityError, UsageError
 
-SLOTS_BYTES: Final = 64 << 10  # of all ranks: what fits a slot is summed by everybody, in one meeting (empirical)
-HALF_BYTES: Final = 256 << 10  # of a staging area: with the other half and those of a peer in the second cache
+SLOTS_BYTES: Final = 64 << 10  # total size of the slots: buffers that fit in a slot need only one barrier (empirical)
+HALF_BYTES: Final = 256 << 10  # of a staging area: two ranks' areas then fit in the L2 cache
 
-SPINS: Final = 4000  # looks at a flag before the core is offered to others, where each rank has a core of its own
+SPINS: Final = 4000  # polls of a flag before the core is yielded, if each rank has its own core
 SPINS_CROWDED: Final = 1
-YIELDS: Final = 500  # offers before the loop comes back to Python: about a millisecond
+YIELDS: Final = 500  # yields before the loop returns to Python, about 1 ms
 YIELDS_CROWDED: Final = 20
-NAPS_S: Final = (1e-4, 1e-3)  # then, on crowded cores: to the kernel, who offers its core counts as who computes
+NAPS_S: Final = (1e-4, 1e-3)  # shortest and longest sleep if ranks share cores, since a yielding rank counts as busy
 
-PLANS_KEPT: Final = 4096  # of calls that differ in size, dtype, op or ranges
+PLANS_KEPT: Final = 4096  # for calls that differ in size, dtype, op or ranges
 
-_DTYPES: Final = tuple(FLOATS | INTEGERS)  # their places are what the ranks compare
+_DTYPES: Final = tuple(FLOATS | INTEGERS)  # the ranks compare indices in this tuple
 
 
 def slot_bytes(ranks: int) -> int:
-    """Return the size of a slot of one of so many ranks (local)."""
+    """Return the size in bytes of a slot for small buffers if ``ranks`` ranks share the memory. Local."""
     return SLOTS_BYTES // ranks // ALIGN_BYTES * ALIGN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Arguments of equal calls, as compiled loops take them; ``bounds`` are (2, ranks), in bytes."""
+    """Arguments of the compiled loops, cached for equal calls. ``bounds`` (2, ranks): byte range of each rank."""
 
     words: np.ndarray
     bounds: np.ndarray
 
 
 class NodeMemory:
-    """Made at the first collective of ``comm``. Collective over ``comm``, whose ranks are all on one node."""
+    """Shared memory of a communicator whose ranks are all on one node. Collective over ``comm``."""
 
     def __init__(self, comm: Communicator) -> None:
-        # Not the communicator itself: it is the key under which this is kept, and would never be let go.
+        # No reference to the communicator: it is the weak key of `_memory`, and would never be freed.
         self._rank, self._ranks = comm.rank, comm.size
         self._slot, self._half = slot_bytes(comm.size), HALF_BYTES
         self._block = comm.shared(protocol.LINE_BYTES + 2 * self._slot + 2 * self._half)
@@ -83,9 +79,7 @@ class NodeMemory:
         self._regions = np.zeros((0, 2 + comm.size), np.int64)
         self._state = np.zeros(protocol.SCRATCH + comm.size + 2, np.int64)
         self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._blocks_of: dict[
-            int, np.ndarray
-        ] = {}  # by dtype: memory that the reduction works in; plans have its address
+        self._blocks_of: dict[int, np.ndarray] = {}  # scratch buffers of the reduction by dtype; plans hold the address
         self._common: list[tuple[int, int]] = []
         self._given_up: BaseException | None = None
         cores = set().union(*comm.allgather_object(os.sched_getaffinity(0)))
@@ -94,8 +88,8 @@ class NodeMemory:
         self._naps = is_crowded
 
     def common(self, comm: Communicator, nbytes: int) -> np.ndarray:
-        """Return ``nbytes`` bytes that are the same for all ranks, or memory of their own. Collective."""
-        # Rank 0 holds the bytes; the others contribute an empty block and map that of rank 0.
+        """Return one block of ``nbytes`` bytes shared by all ranks, or private memory if sharing fails. Collective."""
+        # Rank 0 allocates the bytes; the other ranks contribute an empty block and map the block of rank 0.
         rank = comm.rank if not self.is_shared else 0
         block = comm.shared(nbytes if comm.rank == rank else 0)
         self._blocks.append(block)
@@ -105,32 +99,36 @@ class NodeMemory:
         return block.views[0]
 
     def is_common(self, address: int, nbytes: int) -> bool:
-        """Whether the memory is some that `common` returned (local)."""
+        """Return True if the memory at ``address`` was returned by `common`. Local."""
         return any(first <= address and address + nbytes <= first + size for first, size in self._common)
 
     def region(self, comm: Communicator, nbytes: int) -> np.ndarray:
-        """Return ``nbytes`` bytes of this rank that the others can read; plain memory where they cannot. Collective."""
+        """Return ``nbytes`` bytes of memory for this rank.
+
+        All ranks can access the memory; it is private if sharing fails. Collective.
+        """
         block = comm.shared(nbytes)
-        own = block.views[self._rank]
+        local_bytes = block.views[self._rank]
         if block.is_shared:
             addresses = [view.ctypes.data for view in block.views]
             first = addresses[self._rank]
             row = np.array([[first, first + nbytes, *addresses]], np.int64)
             self._regions = np.concatenate([self._regions, row])
         self._blocks.append(block)
-        return own
+        return local_bytes
 
     def run(
         self, buffer: np.ndarray, op: str, scale: float, mode: int, ranges: Sequence[Range] | None, target: int = 0
     ) -> bool:
-        """Run a collective; return whether the calls of all ranks were alike. Collective. None: balanced ranges.
+        """Run a collective on ``buffer``. Return False if the ranks made different calls. Collective.
 
-        ``target`` is the address of an array for all ranks that takes the result, or 0.
+        ``mode`` is REDUCE, GATHER, or both. ``ranges`` is one range per rank; None means balanced ranges. ``target`` is
+        the address of a shared result array, or 0.
         """
         if self._given_up is not None:
             raise CommunicationError(
-                "an earlier collective in this shared memory was given up half-way, and the ranks are out of step; "
-                "end the job, or call collectives.release on all ranks"
+                "an earlier collective in this shared memory was aborted, and the ranks are out of step; end the job, "
+                "or call collectives.release on all ranks"
             ) from self._given_up
         ends = None if ranges is None else tuple((part.start, part.stop) for part in ranges)
         key = (buffer.size, buffer.dtype.num, op, mode, ends)
@@ -139,19 +137,19 @@ class NodeMemory:
             self._state, self._places, self._regions, plan.bounds, plan.words, scale, buffer.view(np.uint8)
         )  # fmt: skip
         try:
-            answer = protocol.start_call(*arguments, target)
-            if answer == protocol.WAITING:
+            status = protocol.start_call(*arguments, target)
+            if status == protocol.WAITING:
                 since, nap_s = time.monotonic(), NAPS_S[0]
-                while answer == protocol.WAITING:
+                while status == protocol.WAITING:
                     self._block.check_alive(since)
                     if self._naps:
                         time.sleep(nap_s)
                         nap_s = min(2 * nap_s, NAPS_S[1])
-                    answer = protocol.advance(*arguments)
-        except BaseException as error:  # also of a signal handler: the flags of the ranks are out of step from here on
+                    status = protocol.advance(*arguments)
+        except BaseException as error:  # also from a signal handler: the flags of the ranks are now out of step
             self._given_up = error
             raise
-        return bool(answer == protocol.DONE)
+        return bool(status == protocol.DONE)
 
     def _plan(self, key: tuple[Any, ...], buffer: np.ndarray, ranges: Sequence[Range] | None) -> Plan:
         _, _, op, mode, _ = key
@@ -169,19 +167,14 @@ class NodeMemory:
             kernels.address_of(buffer.dtype), kernels.OPS[op], blocks.ctypes.data, *self._patience,
         )  # fmt: skip
         kind = _DTYPES.index(name_of(buffer.dtype)) << 8 | kernels.OPS[op] << 4 | mode
-        words[protocol.PLAN_RECORD :] = (
-            buffer.size,
-            kind,
-            0,
-            zlib.crc32(bounds.tobytes()),
-        )  # the scale is that of a call
+        words[protocol.PLAN_RECORD :] = (buffer.size, kind, 0, zlib.crc32(bounds.tobytes()))  # the call sets the scale
         if len(self._plans) >= PLANS_KEPT:
             self._plans.clear()
         plan = self._plans[key] = Plan(words, bounds)
         return plan
 
     def records(self) -> list[str]:
-        """Return a description of each rank's record of the call under way, for an error message (local)."""
+        """Return, for error messages, one text per rank that describes its call in flight. Local."""
         parity = int(self._state[protocol.CALL]) % 2
         begin = protocol.RECORDS + parity * protocol.RECORD_WORDS
         return [
@@ -190,13 +183,12 @@ class NodeMemory:
         ]
 
     def close(self) -> None:
-        """Give everything back. Collective."""
+        """Free all shared memory. Collective."""
         for block in self._blocks:
             block.close()
 
 
 def _check_disjoint(ranges: Sequence[Range]) -> None:
-    """Raise UsageError when two ranks would own the same element (local)."""
     ordered = sorted(part for part in ranges if part)
     if any(part.stop > after.start for part, after in zip(ordered, ordered[1:], strict=False)):
         raise UsageError(f"the ranges of two ranks overlap: {[(part.start, part.stop) for part in ranges]}")
@@ -212,16 +204,15 @@ def _described(words: Any) -> str:
 
 
 _memory: weakref.WeakKeyDictionary[Communicator, NodeMemory] = weakref.WeakKeyDictionary()
-_inside: weakref.WeakKeyDictionary[Communicator, Communicator] = weakref.WeakKeyDictionary()  # whose node holds arrays
+_inside: weakref.WeakKeyDictionary[Communicator, Communicator] = weakref.WeakKeyDictionary()  # communicator -> its node
 
 
 def node_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
     """Reduce ``buffer`` times ``scale`` in place to the same bits on every rank. Collective over ``comm``, on one node.
 
-    Any dtype, 16-bit floats included: those are summed in float32 and rounded once. The shared memory is taken at the
-    first call and kept for ``comm``. Raises UsageError over several nodes, MissingCapabilityError where no memory can
-    be shared, CommunicationError when the ranks bring different buffers or one of them has died; at the first call,
-    which sends messages, the MPI library raises an error of its own (see `hpcdist.comm.failure.rank_failures`).
+    16-bit floats are summed in float32 and rounded once. Raises UsageError if the ranks are on several nodes,
+    MissingCapabilityError if memory cannot be shared, and CommunicationError if the buffers differ or a rank has died
+    (in the first call, an exception of the MPI library).
     """
     check_buffer(buffer)
     check_op(op)
@@ -239,10 +230,10 @@ def node_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum", *,
 def allreduce_into(
     comm: Communicator, buffer: np.ndarray, result: np.ndarray, op: str = "sum", *, scale: float = 1.0
 ) -> None:
-    """Reduce ``buffer`` times ``scale`` into ``result``, one array for all. Collective over ``comm``, on one node.
+    """Reduce ``buffer`` times ``scale`` into ``result``, an array shared by all ranks. Collective over ``comm``.
 
-    ``result`` is memory from `allocate_common`, of the size and dtype of ``buffer``, which keeps its values. Written
-    once instead of once a rank: (p+1) n bytes instead of 2 p n. No rank may still read it when another one calls.
+    All ranks are on one node. ``result`` comes from `allocate_common`. For p ranks and n bytes, this moves (p+1) n
+    bytes instead of 2 p n. No rank may still read ``result`` when another rank calls this function.
     """
     check_buffer(buffer)
     check_buffer(result)
@@ -252,7 +243,7 @@ def allreduce_into(
     if result.shape != buffer.shape or result.dtype != buffer.dtype:
         raise UsageError(
             f"the result has {result.size} {name_of(result.dtype)}, the buffer {buffer.size} {name_of(buffer.dtype)}; "
-            "they must be alike"
+            "size and dtype must be equal"
         )
     if memory is None:
         result[...] = buffer
@@ -260,17 +251,18 @@ def allreduce_into(
         return
     address = result.ctypes.data
     if not memory.is_common(address, result.nbytes):
-        raise UsageError("the result does not lie in memory of node_shared.allocate_common(comm, ...)")
+        raise UsageError("the result is not in memory from node_shared.allocate_common(comm, ...)")
     _carry_out(comm, memory, buffer, op, scale, None, protocol.REDUCE | protocol.ELSEWHERE, address)
 
 
 def reduce_scatter(
     comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str = "sum", result: np.ndarray | None = None
 ) -> None:
-    """Reduce in place: afterwards ``buffer[ranges[rank]]`` is the result. Collective over ``comm``, on one node.
+    """Reduce ``buffer`` so that ``buffer[ranges[rank]]`` is the result. Collective over ``comm``, on one node.
 
-    The rest is undefined. ``ranges`` are one for each rank, the same on every rank, disjoint; any may be empty. With a
-    ``result``, as long as the own range, the sum goes there, and ``buffer``, in host memory, keeps its values.
+    ``ranges`` holds one range per rank, without overlaps, and is equal on every rank. If ``result`` is a host array of
+    the size of this rank's range, it gets the sum, and ``buffer`` is not changed. If it is None, the rest of ``buffer``
+    is undefined.
     """
     check_buffer(buffer)
     check_op(op)
@@ -278,16 +270,16 @@ def reduce_scatter(
     if comm.size > 1:
         host = backend.to_host(buffer)
         target = 0
-        if result is not None and result.size:  # where the buffer would begin if the result were the own range of it
+        if result is not None and result.size:  # address of a virtual buffer whose range of this rank is the result
             target = result.ctypes.data - ranges[comm.rank].start * host.itemsize
         _carry_out(comm, _shared_memory_of(comm), host, op, 1.0, ranges, protocol.REDUCE, target)
         if host is not buffer:
-            own = ranges[comm.rank].slice
-            buffer[own] = backend.namespace(buffer).asarray(host[own])
+            local_slice = ranges[comm.rank].slice
+            buffer[local_slice] = backend.namespace(buffer).asarray(host[local_slice])
 
 
 def all_gather(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> None:
-    """Give ``buffer[ranges[rank]]`` to all and fill the other ranges. Collective over ``comm``, on one node."""
+    """Fill ``buffer``: each rank contributes ``buffer[ranges[rank]]``. Collective over ``comm``, on one node."""
     check_buffer(buffer)
     check_ranges(comm, buffer, ranges)
     if comm.size > 1:
@@ -298,10 +290,10 @@ def all_gather(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> No
 
 
 def allocate(comm: Communicator, size: int, dtype: np.dtype) -> np.ndarray:
-    """Return zeroed memory that the other ranks of the node can read. Collective over ``comm``.
+    """Return zeroed memory that the other ranks of the node can read, kept until `release`. Collective over ``comm``.
 
-    Collectives over ``comm``, or over its ``nodes().intra`` where it spans nodes, then need no copy of what lies there.
-    Every rank asks for the same. Plain memory where nothing can be shared. It is kept until `release`.
+    Every rank must pass the same ``size``. Collectives over ``comm`` (or over its ``nodes().intra``) on this memory
+    need no extra copy. Returns private memory if memory cannot be shared.
     """
     nodes = comm.nodes()
     on = comm if nodes.count == 1 else nodes.intra
@@ -314,9 +306,9 @@ def allocate(comm: Communicator, size: int, dtype: np.dtype) -> np.ndarray:
 
 
 def allocate_common(comm: Communicator, size: int, dtype: np.dtype) -> np.ndarray:
-    """Return zeroed memory that is one and the same for all ranks. Collective over ``comm``, on one node.
+    """Return one zeroed array shared by all ranks, kept until `release`. Collective over ``comm``, on one node.
 
-    It is kept until `release`. Raises MissingCapabilityError where nothing can be shared.
+    Raises MissingCapabilityError if memory cannot be shared.
     """
     nbytes = size * np.dtype(dtype).itemsize
     if comm.size == 1:
@@ -325,12 +317,12 @@ def allocate_common(comm: Communicator, size: int, dtype: np.dtype) -> np.ndarra
 
 
 def is_available(comm: Communicator) -> bool:
-    """Whether all ranks of ``comm`` are on one node that lets them share memory. Collective over ``comm``."""
+    """Return True if all ranks of ``comm`` are on one node and can share memory. Collective over ``comm``."""
     return comm.size > 1 and comm.nodes().count == 1 and _memory_of(comm).is_shared
 
 
 def release(comm: Communicator) -> None:
-    """Give back what is shared for ``comm``: arrays of `allocate` must not be used again. Collective over ``comm``."""
+    """Free the memory shared for ``comm``, including arrays from `allocate`. Collective over ``comm``."""
     for owner in (comm, _inside.pop(comm, None)):
         memory = None if owner is None else _memory.pop(owner, None)
         if memory is not None:
@@ -375,7 +367,6 @@ def _carry_out(
     mode: int,
     target: int = 0,
 ) -> None:
-    """Run one collective on a host buffer. Raises CommunicationError where the ranks' calls differ."""
     if not memory.run(buffer, op, float(scale), mode, ranges, target):
         records = memory.records()
         raise CommunicationError(

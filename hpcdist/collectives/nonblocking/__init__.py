@@ -1,4 +1,4 @@
-"""Nonblocking collectives: operations that proceed while the caller computes.
+"""Nonblocking collectives: operations that progress while the caller computes.
 
 Floor 2: imports the blocking algorithms of collectives, and comm.
 
@@ -7,6 +7,5 @@ Floor 2: imports the blocking algorithms of collectives, and comm.
         ...  # compute something else
         handle.wait()
 
-Begin with `engines.begin` and `progress.ProgressEngine`, whose `ireduce_scatter` and `iall_gather` are the two
-halves.
+Begin with `engines.begin` and `progress.ProgressEngine`.
 """

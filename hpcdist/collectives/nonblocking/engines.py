@@ -1,17 +1,14 @@
-"""Progress engines of nonblocking collectives, by a thread or by polling, and `begin`, which starts one.
+"""Progress engines of nonblocking collectives, by a thread or by polling.
 
-MPI alone promises no progress outside of its calls, so an engine has to make them (ompi#8436, mpich#6836):
+MPI guarantees progress only inside MPI calls, so an engine has to make such calls (ompi#8436, mpich#6836):
 
-- "thread": one thread for the communicator runs the blocking algorithms, any of them, in the order of the calls. It
-  needs MPI_THREAD_MULTIPLE, and a core to run on: where ranks fill all cores, it competes with their computation.
-- "poll": nothing happens but within `progress`, `Handle.test` and `Handle.wait`; the computation calls `progress` in
-  between. The algorithms are those that come in steps: `RESUMABLE` of `progress`, by operation.
+- "thread": one thread runs any blocking algorithm, in the order of the calls. It needs MPI_THREAD_MULTIPLE and a free
+  core.
+- "poll": progress happens only in `progress`, `Handle.test` and `Handle.wait`. Only the algorithms in
+  `progress.RESUMABLE` are available.
 
-With n bytes in t seconds of communication and a seconds of other work, the best case is max(a, t) instead of a + t.
-
-All ranks start their operations on one engine in the same order, as blocking collectives on a communicator; they may
-wait for them in any order. From start to `Handle.wait` (or a true `Handle.test`) the buffer belongs to the operation:
-nobody else reads or writes it. Afterwards it holds the result, the same bits on all ranks.
+All ranks must start the operations of an engine in the same order. Until `Handle.wait` (or a true `Handle.test`),
+nobody else may read or write the buffer.
 """
 
 import queue
@@ -49,23 +46,21 @@ from hpcdist.comm import checks
 from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.errors import BufferHandoverError, CommunicationError, HpcdistError, MissingCapabilityError, UsageError
 
-TAGS: Final = 1 << 15  # MPI promises tags up to 32767
+TAGS: Final = 1 << 15  # MPI guarantees tags up to 32767
 
 
 class _Operation:
-    """Lanes under way, each with the requests that it waits for."""
-
     def __init__(self, owner: "PollEngine", slot: int, lanes: Sequence[Lane], finish: Callable[[], None]) -> None:
         self._owner, self.slot, self._finish = owner, slot, finish
         self._lanes: list[tuple[Lane, Sequence[Request]]] = [(lane, ()) for lane in lanes]
         self._over = False
 
     def advance(self) -> bool:
-        """Take each lane as far as it goes without waiting; whether all are at their end (local)."""
+        """Advance each lane (sequence of messages) without waiting. Return True if all lanes are complete. Local."""
         lanes = []
         for lane, pending in self._lanes:
             following: Sequence[Request] | None = pending
-            # A lane whose requests are all complete is resumed: it posts the next ones, or ends (None).
+            # Resume a lane whose requests are all complete: it posts new requests, or ends (None).
             while following is not None and all(request.test() for request in following):
                 following = next(lane, None)
             if following is not None:
@@ -77,27 +72,25 @@ class _Operation:
         return self._over
 
     def waits_for(self) -> list[list[Request]]:
-        """Return, for each lane, the requests that are not complete (local)."""
+        """Return the incomplete requests of each lane. Local."""
         return [[request for request in pending if not request.test()] for _, pending in self._lanes]
 
     def wait(self) -> None:
-        """Move everything that is under way until this is complete."""
         while not self.test():
             self._owner.wait_for_more()
 
     def test(self) -> bool:
-        """Move everything that is under way; whether this is complete."""
         if not self._over:
             self._owner.progress()
         return self._over
 
 
 class PollEngine(ProgressEngine):
-    """Moves its operations within `progress`, `Handle.test` and `Handle.wait`, and nowhere else.
+    """Progress engine that makes progress only in calls of `progress`, `Handle.test` and `Handle.wait`.
 
-    After a failure nothing moves any more: the ranks may be out of step. "ring" gives the bits of the blocking ring,
-    "native" those of MPI_Iallreduce, which may add in another order than MPI_Allreduce: in Open MPI 5, on 3 ranks, a
-    fifth of 30,000 floats differ.
+    If an operation fails, all operations stop, because the ranks may have made different progress. The algorithm "ring"
+    gives the same bits as the blocking ring. "native" gives the same bits as MPI_Iallreduce, which may differ from
+    MPI_Allreduce.
     """
 
     algorithms: ClassVar = {operation: tuple(known) for operation, known in RESUMABLE.items()}
@@ -105,7 +98,7 @@ class PollEngine(ProgressEngine):
     def __init__(self, comm: Communicator) -> None:
         super().__init__(comm, "polled")
         self._active: list[_Operation] = []
-        self._kept: Buffers = {}  # own scratch, by slots: other collectives of this thread run between two polls
+        self._kept: Buffers = {}  # scratch buffers by slot, separate from this thread's other collectives
         self._tag = 0
         self._failed: BaseException | None = None
 
@@ -113,18 +106,18 @@ class PollEngine(ProgressEngine):
         self._check()
         if task.operation == REDUCE_SCATTER and is_16bit_float(task.buffer.dtype):
             raise MissingCapabilityError(
-                f"a reduce-scatter of {name_of(task.buffer.dtype)} has no steps to be polled in: its addends go to the "
-                "owner of a share at once; set communication.overlap = 'thread', or 'none'"
+                f"a reduce-scatter of {name_of(task.buffer.dtype)} cannot be polled, because it is one all-to-all; set "
+                "communication.overlap = 'thread', or 'none'"
             )
         if self.own.checked:
             with self._in_step():
                 checks.compare_calls(self.own, call_of(task), self.wait_a_little)
-        # The lowest slot that no operation under way has: its scratch is free.
+        # The lowest slot that no operation in flight uses: its scratch buffers are free.
         slots = {operation.slot for operation in self._active}
         slot = next(number for number in range(len(slots) + 1) if number not in slots)
         buffer = wide = task.buffer
         if is_16bit_float(buffer.dtype) and task.operation != ALL_GATHER:
-            # Summed in float32 and rounded once, as by the blocking algorithms.
+            # Sum in float32 and round once, like the blocking algorithms.
             wide = scratch_in(self._kept, f"{slot} widened", buffer.size, accumulation_dtype(buffer.dtype), buffer)
             wide[...] = buffer
 
@@ -133,7 +126,7 @@ class PollEngine(ProgressEngine):
 
         def finish() -> None:
             if wide is not buffer:
-                with np.errstate(over="ignore"):  # infinity is the message: loss scaling looks for it
+                with np.errstate(over="ignore"):  # loss scaling checks for infinity
                     buffer[...] = wide
             ended()
 
@@ -142,34 +135,33 @@ class PollEngine(ProgressEngine):
         )
         operation = _Operation(self, slot, lanes, finish)
         self._active.append(operation)
-        self.progress()  # the first messages leave now
+        self.progress()  # send the first messages
         return operation
 
     def _refuse(self, call: checks.CollectiveCall, error: HpcdistError) -> None:
         checks.announce_refusal(self.own, call, error, self.wait_a_little)
 
     def _next_tag(self) -> int:
-        # All ranks start the same operations in the same order, so they draw the same tags.
+        # All ranks start the same operations in the same order, so they use the same tags.
         self._tag = (self._tag + 1) % TAGS
         return self._tag
 
     def progress(self) -> None:
-        """Take every operation as far as it goes without waiting (local)."""
         self._check()
         with self._in_step():
             self._active = [operation for operation in self._active if not operation.advance()]
 
     def wait_a_little(self, *others: Request) -> None:
-        """Move what can move, and wait until one more message, or one of ``others``, is complete (local)."""
+        """Make progress, then wait until any request in flight, or any request in ``others``, is complete. Local."""
         self.progress()
         self.wait_for_more(*others)
 
     def wait_for_more(self, *others: Request) -> None:
-        """Wait until one more message, or one of ``others``, is complete, unless one is by now (local)."""
+        """Wait until any request in flight, or any request in ``others``, is complete. Local."""
         with self._in_step():
             lanes = [lane for operation in self._active for lane in operation.waits_for()]
             lanes += [[] if request.test() else [request] for request in others]
-            # Not where some lane could be resumed by now (nothing pending): other ranks may wait for its next message.
+            # Do not wait if a lane can be resumed (nothing pending): other ranks may wait for its next message.
             if lanes and all(lanes):
                 self.own.wait_any([request for lane in lanes for request in lane])
 
@@ -184,7 +176,7 @@ class PollEngine(ProgressEngine):
     def _check(self) -> None:
         if self._failed is not None:
             raise CommunicationError(
-                f"a nonblocking collective failed before ({self._failed!r}): nothing is moved any more"
+                f"a nonblocking collective failed before ({self._failed!r}), so all operations of this engine stopped"
             ) from self._failed
 
     def _finish(self) -> None:
@@ -193,7 +185,7 @@ class PollEngine(ProgressEngine):
         self._kept.clear()
 
 
-END_S: Final = 1.0  # a thread that is still in a collective when the process ends is not waited for any longer
+END_S: Final = 1.0  # maximum wait for a thread that is in a collective when the process ends
 
 
 def _run_blocking(comm: Communicator, task: Task) -> None:
@@ -206,57 +198,53 @@ def _run_blocking(comm: Communicator, task: Task) -> None:
 
 
 class _Job:
-    """A call that the thread makes, and how it ended."""
-
     def __init__(self, call: Callable[[], None], ended: Callable[[], None]) -> None:
         self._call, self._ended = call, ended
         self._over = threading.Event()
         self._error: BaseException | None = None
 
     def run(self, before: BaseException | None) -> BaseException | None:
-        """Make the call, unless one ``before`` it failed; return what went wrong."""
+        """Run this job, unless an earlier job failed. ``before`` is the error of that job, or None.
+
+        Return the error of the first job that failed, or None.
+        """
         try:
             if before is not None:
                 raise CommunicationError(
-                    f"not started: a nonblocking collective before it failed ({before!r})"
+                    f"not started, since an earlier nonblocking collective failed ({before!r})"
                 ) from before
             self._call()
             self._ended()
-        except BaseException as error:  # noqa: BLE001 (raised again where the result is wanted)
+        except BaseException as error:  # noqa: BLE001 (raised again by `wait`)
             self._error = error
             if isinstance(error, REFUSALS):
-                self._ended()  # no rank waits in it
+                self._ended()  # no rank waits in the call
         self._over.set()
-        return before or self._error  # the first failure is the one that later jobs report
+        return before or self._error  # later jobs report the first failure
 
     def wait(self) -> None:
-        """Return when the call has been made."""
         self._over.wait()
         if self._error is not None:
             raise self._error
 
     def test(self) -> bool:
-        """Whether the call has been made."""
         if self._over.is_set():
             self.wait()
         return self._over.is_set()
 
 
 class _Clock:
-    """Time that the thread of an engine has worked."""
-
     busy_s = 0.0
 
 
 def _serve(jobs: "queue.SimpleQueue[_Job | None]", clock: _Clock, ledger: Ledger | None) -> None:
-    """Run jobs in their order until None comes; after a failure none is run, for the ranks may be out of step."""
     segments.account(ledger)
     failed: BaseException | None = None
     while (job := jobs.get()) is not None:
-        begun = time.perf_counter()
+        start_s = time.perf_counter()
         failed = job.run(failed)
-        clock.busy_s += time.perf_counter() - begun
-        del job  # and with it the buffer
+        clock.busy_s += time.perf_counter() - start_s
+        del job  # frees the buffer
 
 
 def _end(jobs: "queue.SimpleQueue[_Job | None]", thread: threading.Thread, limit_s: float | None = END_S) -> None:
@@ -266,10 +254,10 @@ def _end(jobs: "queue.SimpleQueue[_Job | None]", thread: threading.Thread, limit
 
 
 class ThreadEngine(ProgressEngine):
-    """One thread runs all operations, in their order. Raises MissingCapabilityError without MPI_THREAD_MULTIPLE.
+    """Progress engine that runs all operations in one thread, in the order of their start.
 
-    The thread has scratch memory of its own, counted in the ledger of the thread that makes this. It ends with `close`,
-    and without it when this is collected or the process ends.
+    Raises MissingCapabilityError without MPI_THREAD_MULTIPLE. The thread ends at `close`, when the engine is
+    garbage-collected, or when the process ends.
     """
 
     algorithms: ClassVar = {
@@ -282,7 +270,7 @@ class ThreadEngine(ProgressEngine):
         if not comm.supports("thread_multiple"):
             raise MissingCapabilityError(
                 "a progress thread needs MPI_THREAD_MULTIPLE, and the MPI library gives less (see `hpcdist doctor`); "
-                "let who computes poll (communication.overlap = 'poll'), or do not overlap ('none')"
+                "set communication.overlap = 'poll', or 'none'"
             )
         super().__init__(comm, "background")
         self._clock = _Clock()
@@ -294,12 +282,11 @@ class ThreadEngine(ProgressEngine):
             daemon=True,
         )
         self._thread.start()
-        # Neither the thread nor this finalizer refers to the engine, so that an engine that is dropped is collected.
+        # Neither the thread nor this finalizer refers to the engine, so an unused engine can be collected.
         self._abandoned = weakref.finalize(self, _end, self._jobs, self._thread)
 
     @property
     def busy_s(self) -> float:
-        """Time in which the thread was at work, waiting for other ranks included."""
         return self._clock.busy_s
 
     def _start(self, task: Task, ended: Callable[[], None]) -> Handle:
@@ -308,12 +295,12 @@ class ThreadEngine(ProgressEngine):
                 "a progress thread takes host memory: the streams of a GPU belong to the thread that computes; "
                 "use the progress 'poll', or a blocking collective"
             )
-        own = self.own
-        return self._put(lambda: _run_blocking(own, task), ended)
+        comm = self.own
+        return self._put(lambda: _run_blocking(comm, task), ended)
 
     def _refuse(self, call: checks.CollectiveCall, error: HpcdistError) -> None:
-        own = self.own
-        self._put(lambda: checks.announce_refusal(own, call, error), lambda: None)
+        comm = self.own
+        self._put(lambda: checks.announce_refusal(comm, call, error), lambda: None)
 
     def _put(self, call: Callable[[], None], ended: Callable[[], None]) -> _Job:
         job = _Job(call, ended)
@@ -321,10 +308,10 @@ class ThreadEngine(ProgressEngine):
         return job
 
     def progress(self) -> None:
-        """Nothing to do: the thread goes on by itself."""
+        """Do nothing: the thread makes progress."""
 
     def _finish(self) -> None:
-        # In the thread, whose scratch is its own, and behind all operations.
+        # Run in the thread, which owns the scratch buffers, after all operations.
         last = self._put(lambda: collectives.release(self.own), lambda: None)
         try:
             last.wait()
@@ -344,9 +331,9 @@ KINDS: Final[dict[str, Callable[[Communicator], ProgressEngine]]] = {"thread": T
 
 
 def begin(comm: Communicator, kind: str) -> ProgressEngine:
-    """Return the progress of ``kind`` ("thread" or "poll") for ``comm``, to be closed. Collective over ``comm``.
+    """Return the progress engine of ``kind`` ("thread" or "poll") for ``comm``. Collective over ``comm``.
 
-    Raises UsageError for another kind, MissingCapabilityError where there cannot be a thread.
+    Raises UsageError for an unknown kind, and MissingCapabilityError if a thread cannot be used.
     """
     if kind not in KINDS:
         raise UsageError(f"progress {kind!r} is unknown; choose one of {', '.join(KINDS)}")

@@ -1,20 +1,12 @@
-"""Progress engine, base class: checks and starts nonblocking collectives; and collectives that come in steps.
+"""Base class of the progress engines of nonblocking collectives, and collectives that run in steps.
 
-`ThreadEngine` and `PollEngine` of `engines` derive from it. It runs on a communicator of its own, refuses bad
-arguments before anything is sent, and closes when its context ends.
+For polling, an algorithm is a function that returns lanes: independent generators that yield the requests they wait
+for. Each lane of a ring handles a part of each rank's chunk. Costs on p ranks with n bytes in s lanes:
 
-For progress by polling, an algorithm is a function of a communicator, a `Task`, scratch memory and tags that returns
-*lanes*, independent generators that yield the requests they wait for. The engine resumes a lane once all of its last
-requests are complete. On p ranks with n bytes, cut into s lanes:
-
-    allreduce, native            one MPI_Iallreduce, whose steps are the library's
-    allreduce, segmented ring    2 (p-1) steps, whatever s: 2 s (p-1) α + 2 (p-1)/p n β + (p-1)/p n γ
+    allreduce, native            one MPI_Iallreduce
+    allreduce, segmented ring    2 (p-1) steps: 2 s (p-1) α + 2 (p-1)/p n β + (p-1)/p n γ
     reduce_scatter, ring         p-1 steps: s (p-1) α + (p-1)/p n β + (p-1)/p n γ
     all_gather, ring             p-1 steps: s (p-1) α + (p-1)/p n β
-
-The ring is that of `hpcdist.collectives.algorithms.ring`. A lane takes the same part of each rank's chunk around, so
-that one lane's messages travel while another's are added up. Where chunks are cut changes no sum: the bits are those
-of the blocking ring.
 """
 
 import math
@@ -36,10 +28,10 @@ from hpcdist.comm.threads.group import CompletedRequest
 from hpcdist.errors import HpcdistError, UsageError
 
 Lane: TypeAlias = Generator[Sequence[Request], None, None]
-Scratch: TypeAlias = Callable[[int], Array]  # number of elements -> uninitialised memory, of the buffer's dtype
-Tags: TypeAlias = Callable[[], int]  # a tag that no message under way has
+Scratch: TypeAlias = Callable[[int], Array]  # number of elements -> scratch buffer of the buffer's dtype
+Tags: TypeAlias = Callable[[], int]  # returns a tag that no message in flight uses
 
-SEGMENT_BYTES: Final = 256 << 10  # of a lane, per message: large beside a latency (empirical)
+SEGMENT_BYTES: Final = 256 << 10  # message size of a lane; large compared with the latency (empirical)
 MOST_LANES: Final = 8
 
 ALLREDUCE: Final = "allreduce"
@@ -49,9 +41,9 @@ ALL_GATHER: Final = "all_gather"
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A collective that is to go on beside something else, on ``buffer``, in place.
+    """Description of a nonblocking collective that changes ``buffer`` in place.
 
-    ``shares``, one range for each rank, are those of a reduce-scatter or an all-gather; an allreduce has none.
+    For a reduce-scatter or all-gather, ``shares`` holds one range per rank. For an allreduce it is empty.
     """
 
     operation: str
@@ -62,7 +54,7 @@ class Task:
 
 
 def native_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return the library's own nonblocking allreduce as one lane. Collective over ``comm``, in the order of calls."""
+    """Return one lane (generator of requests to wait for) that calls MPI_Iallreduce. Collective over ``comm``."""
 
     def lane() -> Lane:
         yield [comm.iallreduce(task.buffer, task.op)]
@@ -71,7 +63,7 @@ def native_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -
 
 
 def ring_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return the lanes of a segmented ring, to the owners and back. Every rank drives its own to the end."""
+    """Return the lanes (generators of requests) of a ring allreduce, one per segment. All ranks finish all lanes."""
     buffer, combine = task.buffer, combiner(task.buffer, task.op)
 
     def lane(chunks: Sequence[Range], arrival: Array, tag: int) -> Lane:
@@ -84,7 +76,7 @@ def ring_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> 
 
 
 def ring_reduce_scatter_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return the lanes of the first half: afterwards each rank's share is reduced, the rest undefined."""
+    """Return the lanes (generators of requests) of a ring reduce-scatter; only this rank's share gets a result."""
     buffer, combine = task.buffer, combiner(task.buffer, task.op)
     segments = _segments(task.shares, buffer.itemsize)
     return [
@@ -94,13 +86,12 @@ def ring_reduce_scatter_lanes(comm: Communicator, task: Task, scratch: Scratch, 
 
 
 def ring_all_gather_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return the lanes of the second half: each rank's share comes to all."""
+    """Return the lanes (generators of requests) of a ring all-gather of the shares of ``task``."""
     segments = _segments(task.shares, task.buffer.itemsize)
     return [_all_gather(comm, task.buffer, chunks, tags()) for chunks in segments]
 
 
 def _segments(chunks: Sequence[Range], itemsize: int) -> list[tuple[Range, ...]]:
-    """Return the part of each of ``chunks`` that every lane takes around."""
     longest = max(chunk.size for chunk in chunks)
     count = max(1, min(MOST_LANES, longest * itemsize // SEGMENT_BYTES))
     parts = [[part.shift(chunk.start) for part in split(chunk.size, count, itemsize)] for chunk in chunks]
@@ -108,7 +99,6 @@ def _segments(chunks: Sequence[Range], itemsize: int) -> list[tuple[Range, ...]]
 
 
 def _arrivals(segments: Sequence[Sequence[Range]], scratch: Scratch) -> list[Array]:
-    """Return memory for what comes in, one array for each lane."""
     widest = [max(part.size for part in segment) for segment in segments]
     memory = scratch(sum(widest))
     arrivals = []
@@ -121,10 +111,9 @@ def _arrivals(segments: Sequence[Sequence[Range]], scratch: Scratch) -> list[Arr
 def _reduce_scatter(
     comm: Communicator, buffer: Array, chunks: Sequence[Range], combine: Combine, arrival: Array, tag: int
 ) -> Lane:
-    """Reduce ``chunks``, one for each rank, around the ring to their owners."""
     ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for step in range(comm.size - 1):
-        # The chunk of rank r starts one ahead of r and has gone all the way round when it arrives there.
+        # The chunk of rank r starts at rank r + 1 and arrives at r after a full round.
         outgoing = buffer[chunks[(comm.rank - step - 1) % comm.size].slice]
         target = buffer[chunks[(comm.rank - step - 2) % comm.size].slice]
         incoming = arrival[: target.size]
@@ -133,7 +122,6 @@ def _reduce_scatter(
 
 
 def _all_gather(comm: Communicator, buffer: Array, chunks: Sequence[Range], tag: int) -> Lane:
-    """Hand ``chunks`` on around the ring."""
     ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for step in range(comm.size - 1):
         outgoing = buffer[chunks[(comm.rank - step) % comm.size].slice]
@@ -142,7 +130,7 @@ def _all_gather(comm: Communicator, buffer: Array, chunks: Sequence[Range], tag:
 
 
 Lanes: TypeAlias = Callable[[Communicator, Task, Scratch, Tags], list[Lane]]
-# operation -> algorithm -> its lanes
+# operation -> algorithm -> lanes
 RESUMABLE: Final[Mapping[str, Mapping[str, Lanes]]] = {
     ALLREDUCE: {"native": native_lanes, "ring": ring_lanes},
     REDUCE_SCATTER: {"ring": ring_reduce_scatter_lanes},
@@ -151,21 +139,21 @@ RESUMABLE: Final[Mapping[str, Mapping[str, Lanes]]] = {
 
 
 class Handle(Protocol):
-    """An operation under way. What made it fail is raised by `wait`, and by `test`, each time."""
+    """Handle of an operation in flight. If the operation fails, every `wait` and `test` raises its error."""
 
     def wait(self) -> None:
-        """Return when the buffer holds the result (local)."""
+        """Wait until the buffer holds the result. Local."""
 
     def test(self) -> bool:
-        """Whether the buffer holds the result (local)."""
+        """Return True if the buffer holds the result. Local."""
 
 
 class ProgressEngine(ABC):
-    """Runs nonblocking collectives on a communicator of its own, made from ``comm``. Construction is collective.
+    """Runs nonblocking collectives on ``own``, a duplicate of ``comm``. The construction is collective.
 
-    A context manager: leaving it closes; an exception ends it without the other ranks. ``own`` is the communicator that
-    operations run on: memory that they shall find shared is allocated over that one. ``algorithms`` has the names that
-    each operation knows.
+    As a context manager, it closes the engine at a normal exit. At an exception, it stops without waiting for other
+    ranks. Shared memory for operations must be allocated over ``own``. ``algorithms`` lists the supported algorithms by
+    operation.
     """
 
     algorithms: ClassVar[Mapping[str, tuple[str, ...]]]
@@ -175,29 +163,31 @@ class ProgressEngine(ABC):
 
     @property
     def busy_s(self) -> float:
-        """Time spent in communication so far, hidden or not; NaN where nobody can know."""
+        """Total time spent in communication in seconds, or NaN if unknown."""
         return math.nan
 
     def iallreduce(self, buffer: Array, algorithm: str | AlgorithmTable = "native", op: str = "sum") -> Handle:
-        """Begin to reduce ``buffer`` over all ranks in place. Collective over the communicator: in the same order.
+        """Start to reduce ``buffer`` in place over all ranks. Collective: all ranks start operations in the same order.
 
-        Arguments and errors are those of `hpcdist.collectives.allreduce`; UsageError also after `close`.
+        For arguments and errors see `hpcdist.collectives.allreduce`. Also raises UsageError after `close`.
         """
         return self._begin(Task(ALLREDUCE, buffer, str(algorithm), op))
 
     def ireduce_scatter(
         self, buffer: Array, shares: Sequence[Range], algorithm: str = "native", op: str = "sum"
     ) -> Handle:
-        """Begin to reduce ``buffer`` in place; of the result ``buffer[shares[rank]]`` is defined. Collective.
+        """Start to reduce ``buffer`` in place; only ``buffer[shares[rank]]`` of the result is defined. Collective.
 
-        ``shares`` are those that the same algorithm of `hpcdist.collectives.SHARDED` cuts; so are the errors.
+        ``shares`` must come from the same algorithm in `hpcdist.collectives.SHARDED`. Raises the errors of this
+        algorithm.
         """
         return self._begin(Task(REDUCE_SCATTER, buffer, algorithm, op, tuple(shares)))
 
     def iall_gather(self, buffer: Array, shares: Sequence[Range], algorithm: str = "native") -> Handle:
-        """Begin to give ``buffer[shares[rank]]`` to all, and to fill the other shares, in place. Collective.
+        """Start to fill ``buffer`` in place: each rank contributes ``buffer[shares[rank]]``. Collective.
 
-        ``shares`` are those that the same algorithm of `hpcdist.collectives.SHARDED` cuts; so are the errors.
+        ``shares`` must come from the same algorithm in `hpcdist.collectives.SHARDED`. Raises the errors of this
+        algorithm.
         """
         return self._begin(Task(ALL_GATHER, buffer, algorithm, "", tuple(shares)))
 
@@ -214,8 +204,7 @@ class ProgressEngine(ABC):
         if self.comm.size == 1:
             return CompletedRequest()
         events, buffer = self.comm.events, task.buffer
-        # From start to end one event of the caller's communicator: a rank that skips the call is named, as in any
-        # collective.
+        # One event on the caller's communicator from start to end, so that the watchdog can name a rank that skips it.
         name = f"{task.algorithm}_i{task.operation}"
         token = events.begin(self.comm.name, name, name_of(buffer.dtype), buffer.size, 0, -1, 0)
         try:
@@ -225,15 +214,14 @@ class ProgressEngine(ABC):
             raise
 
     def _name(self, task: Task) -> str:
-        """Return the algorithm, that for the size of the buffer where it is a table. Raises UsageError."""
-        known = self.algorithms[task.operation]
+        supported = self.algorithms[task.operation]
         name = task.algorithm
-        if name not in known and task.operation == ALLREDUCE:
+        if name not in supported and task.operation == ALLREDUCE:
             name = parse_algorithm(name).at(task.buffer.nbytes)
-        if name not in known:
+        if name not in supported:
             raise UsageError(
-                f"nonblocking {task.operation} algorithm {name!r} is none of {', '.join(known)}, which this "
-                "kind of progress has; choose one of them"
+                f"nonblocking {task.operation} algorithm {name!r} is not one of {', '.join(supported)}, the algorithms "
+                "of this kind of progress; choose one of them"
             )
         return name
 
@@ -242,20 +230,20 @@ class ProgressEngine(ABC):
 
     @abstractmethod
     def _refuse(self, call: checks.CollectiveCall, error: HpcdistError) -> None:
-        """Tell the other ranks, in checked mode, that this one raises ``error`` instead of joining in ``call``."""
+        """In checked mode, tell all other ranks that this rank raises ``error`` instead of making ``call``."""
 
     @abstractmethod
     def progress(self) -> None:
-        """Move what is under way, without waiting (local). Nothing to do where a thread does it."""
+        """Advance the operations in flight without waiting. Does nothing if a thread makes progress. Local."""
 
     @abstractmethod
     def _finish(self) -> None:
-        """Wait for all that is under way, and raise what made any of it fail."""
+        """Wait for all operations in flight, and raise the error of an operation that failed."""
 
     def close(self) -> None:
-        """Wait for all that was started and give everything back. Collective; later calls do nothing.
+        """Wait for all operations and free all resources. Collective; further calls do nothing.
 
-        Raises what made an operation fail. Handles stay valid: they are done.
+        Raises the error of an operation that failed. Handles can still be used afterwards.
         """
         if not self._closed:
             self._closed = True
@@ -271,16 +259,16 @@ class ProgressEngine(ABC):
         if error is None:
             self.close()
         else:
-            self._closed = True  # the others may never come to a collective end
+            self._closed = True  # other ranks may never reach a collective close
             self._abandon()
 
     def _abandon(self) -> None:
-        """End what can be ended without the other ranks (local)."""
+        """Stop the engine without waiting for the other ranks. Local."""
         return
 
 
 def call_of(task: Task) -> checks.CollectiveCall:
-    """Return the call that ranks compare in checked mode (local)."""
+    """Return the description of ``task`` that ranks compare in checked mode. Local."""
     shares = checks.ranges_fingerprint(task.shares) if task.shares else ""
     return checks.describe_call(f"i{task.operation}", task.algorithm, task.buffer, task.op, shares)
 

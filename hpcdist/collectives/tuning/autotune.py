@@ -1,15 +1,9 @@
-"""Autotuner of the allreduce: the cost model names the candidates, a tournament selects, a cache stores.
+"""Autotuner of the allreduce: a cost model proposes candidates, a tournament selects, and a cache stores the result.
 
-The greatest size is measured first, because most bytes travel in such buffers, then the others from small to large,
-each with its share of what is left of the budget. At a size the model (`cost_model`) leaves out the algorithms that it
-predicts to be far slower; those without a formula take part wherever they run, and that of the MPI library always
-does: nothing else is chosen unless it was clearly faster in the same tournament. A size for which the budget does not
-suffice is left out.
-
-A `Tournament` compares candidates on one buffer, by the median time of the slowest rank over several rounds. A round
-begins with a barrier and has an order of its own; candidates that are far slower than the best are dropped. All ranks
-compute the same numbers from the same maxima over ranks, so all drop the same candidates and make the same number of
-rounds, whatever their clocks show.
+The largest size is measured first, then the others in ascending order. Each size gets an equal share of the remaining
+budget; sizes beyond the budget are left out. Another algorithm replaces the MPI library's only if clearly faster in the
+same tournament. A `Tournament` compares the median time, on the slowest rank, over several rounds in random order. All
+ranks decide by the same maxima over ranks, so they make the same calls.
 """
 
 import statistics
@@ -36,40 +30,40 @@ from hpcdist.errors import UsageError
 
 Candidate = Callable[[], None]
 
-FIRST_LOOKS: Final = 2  # rounds before any is dropped; the better one of each counts
-HOPELESS: Final = 2.0  # times the best in the first looks: not measured any further
+FIRST_LOOKS: Final = 2  # rounds before any candidate is dropped; the minimum of these rounds counts
+HOPELESS: Final = 2.0  # a candidate is dropped above this multiple of the best first time
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 25
 FEWEST_CALLS: Final = 1 + FIRST_LOOKS + FEWEST_ROUNDS  # of each candidate that is not dropped
-SAMPLE_S: Final = 100e-6  # short calls are repeated to fill it: the clock and the barrier are then small beside them
+SAMPLE_S: Final = 100e-6  # short calls are repeated for this time, to hide the cost of clock and barrier
 MOST_REPEATS: Final = 8
 
 
 class Tournament:
-    """Comparison of candidates by name. They reduce over ``comm``; all ranks of ``everyone`` agree on the times."""
+    """Timed comparison of candidate algorithms on ``comm``. All ranks of ``everyone`` get the same times."""
 
     def __init__(
         self, comm: Communicator, everyone: Communicator, candidates: Mapping[str, Candidate], clock: Clock
     ) -> None:
         self.comm, self.everyone, self.clock = comm, everyone, clock
         self.candidates = dict(candidates)
-        self.warming_s = 0.0  # what the first calls took: they may compile kernels, which a run has to do anyhow
+        self.warming_s = 0.0  # time of the first calls, which may compile kernels that a run needs anyway
         self._began = clock()
 
     def run(self, share_s: float, protected: str) -> dict[str, float]:
-        """Return the median time of each candidate that was not hopeless, in about ``share_s`` seconds. Collective.
+        """Return the median time of each candidate, measured in about ``share_s`` seconds. Collective.
 
-        The first call of each is not part of the share. ``protected`` stays to the end however slow it is. A candidate
-        that refuses to run here is left out.
+        Each candidate's first call does not count towards ``share_s``. Candidates that are clearly too slow are left
+        out, except ``protected``. Candidates that cannot run on this communicator are also left out.
         """
-        began = self.clock()
+        start_s = self.clock()
         self._drop_refusals()
         self._began = self.clock()
-        self.warming_s = slowest_rank(self.everyone, self._began - began)
+        self.warming_s = slowest_rank(self.everyone, self._began - start_s)
         repeats = dict.fromkeys(self.candidates, 1)
         looks = [self._round(repeats, turn) for turn in range(FIRST_LOOKS)]
         first = {name: min(times[name] for times, _ in looks) for name in self.candidates}
         if looks[-1][1] > share_s:
-            return first  # the time is up already
+            return first  # the time share is used up
         best = min(first.values())
         self.candidates = {
             name: call for name, call in self.candidates.items() if first[name] <= HOPELESS * best or name == protected
@@ -79,17 +73,13 @@ class Tournament:
         while len(rounds) < MOST_ROUNDS:
             times, since_s = self._round(repeats, len(rounds))
             rounds.append(times)
-            # Another round may take as long as this one did on the slowest rank.
+            # Expect another round to take as long as this round on the slowest rank.
             round_s = sum(times[name] * repeats[name] for name in times)
             if len(rounds) >= FEWEST_ROUNDS and since_s + round_s > share_s:
                 break
         return {name: statistics.median(times[name] for times in rounds) for name in self.candidates}
 
     def _drop_refusals(self) -> None:
-        """Call each candidate once, which also opens its connections; drop those that any rank cannot run.
-
-        An algorithm refuses on all ranks of its communicator alike, before it has sent anything.
-        """
         refused = np.zeros(len(self.candidates))
         for index, call in enumerate(self.candidates.values()):
             try:
@@ -102,19 +92,19 @@ class Tournament:
         }
 
     def _round(self, repeats: Mapping[str, int], turn: int) -> tuple[dict[str, float], float]:
-        """Return the time of one call of each candidate, and since the tournament began, on the slowest rank.
+        """Time each candidate ``repeats[name]`` times, in a random order seeded by ``turn``.
 
-        Each round has an order of its own: what ran before has left its data in the caches.
+        Returns (seconds per call by candidate, seconds since the start of the timing), each the maximum over all ranks.
         """
         names = list(self.candidates)
         seconds = np.zeros(len(names) + 1)
         for index in np.random.default_rng(turn).permutation(len(names)):
             call, times = self.candidates[names[index]], repeats[names[index]]
             self.comm.barrier()
-            began = self.clock()
+            start_s = self.clock()
             for _ in range(times):
                 call()
-            seconds[index] = (self.clock() - began) / times
+            seconds[index] = (self.clock() - start_s) / times
         seconds[-1] = self.clock() - self._began
         self.everyone.allreduce(seconds, "max")
         slowest = seconds.tolist()
@@ -126,22 +116,22 @@ def _repeats(seconds: float) -> int:
 
 
 NATIVE: Final = "native"
-TUNING: Final = "HPCDIST_TUNING"  # "off": `auto` is the MPI library's own, and nothing is measured
+TUNING: Final = "HPCDIST_TUNING"  # "off": `auto` uses the MPI library's algorithm, and nothing is measured
 ONE_NODE: Final = ("node_shared",)
-BETWEEN_NODES: Final = ("hierarchical",)  # on one node they are what they do inside of it
+BETWEEN_NODES: Final = ("hierarchical",)  # on one node, equal to the algorithm inside the node
 ALLREDUCE_KIND, SHARDED_KIND = "allreduce", "sharded"
 SMALLEST_BYTES, FACTOR = 64, 4
-BUDGET_S: Final = 1.2  # with communicators to split and kernels to load a start takes less than 2 s
-RESERVE: Final = 0.1  # of the budget, for the sizes between two winners
-PREDICTED_WITHIN: Final = 2.0  # times the best prediction: worth measuring
-CLEARLY: Final = 0.95  # of the MPI library's time, or of the algorithm before it: worth a change
+BUDGET_S: Final = 1.2  # a start takes less than 2 s, with splitting communicators and loading kernels
+RESERVE: Final = 0.1  # part of the budget for the sizes between two winners
+PREDICTED_WITHIN: Final = 2.0  # algorithms up to this multiple of the best prediction are measured
+CLEARLY: Final = 0.95  # required fraction of the time of the MPI library, or of the previous algorithm, for a change
 
-Allocator = Callable[[int], Array]  # number of elements -> the memory that a run will reduce
+Allocator = Callable[[int], Array]  # number of elements -> memory of the kind that a run reduces
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuningRequest:
-    """Buffers to select an algorithm for; ``allocate`` makes zeroed memory of the kind ``buffer``, None: plain."""
+    """Description of the buffers to tune for. ``allocate`` returns zeroed memory; None uses normal memory."""
 
     max_bytes: int
     dtype: np.dtype
@@ -151,7 +141,7 @@ class TuningRequest:
     budget_s: float = BUDGET_S
 
     def memory(self) -> Array:
-        """Return a zeroed buffer of the greatest size. Collective where ``allocate`` is."""
+        """Return a zeroed buffer of ``max_bytes`` bytes. Collective if ``allocate`` is collective."""
         size = max(1, self.max_bytes // self.dtype.itemsize)
         if self.allocate is not None:
             return self.allocate(size)
@@ -169,15 +159,13 @@ def select(
     clock: Clock = time.perf_counter,
     announce: Callable[[], object] = lambda: None,
 ) -> Tuning:
-    """Return the algorithms for reductions over ``comm``, the same on all ranks of ``everyone``. Collective over both.
+    """Return the fastest algorithms for reductions over ``comm``, the same on all ranks. Collective over ``everyone``.
 
-    ``comm`` is one of several of the same size that together are ``everyone``: all measure at the same time, as they
-    will reduce. ``library`` is the version string of the MPI library. With ``cached`` an earlier result for the same
-    ranks, machines and software is taken, unless it is to be ``renewed`` or was measured on a busy machine that is idle
-    now, and a new one is kept; ``announce`` is called before a measurement. Scratch memory stays until
-    `collectives.release`.
+    ``everyone`` consists of groups of equal size, one of which is ``comm``. All groups measure at the same time. If
+    ``cached`` is True, a stored result for the same ranks, machines and software is used, unless ``renewed`` is True or
+    the result was measured on a busy machine that is idle now. ``announce`` is called before a measurement.
     """
-    began = clock()
+    start_s = clock()
     if slowest_rank(everyone, comm.size) == 1:
         return Tuning(NATIVE, source="default")
     topology = _agreed(everyone, Topology.of(comm))
@@ -199,7 +187,7 @@ def select(
     announce()
     measure = _sharded if request.kind == SHARDED_KIND else _allreduce
     rows, machine = measure(comm, everyone, request, topology, clock)
-    seconds = slowest_rank(everyone, clock() - began)
+    seconds = slowest_rank(everyone, clock() - start_s)
     tuning = Tuning(
         str(AlgorithmTable.of(_limits(rows, request.kind))), tuple(rows), machine, seconds, "measured", note, load
     )
@@ -210,13 +198,12 @@ def select(
 
 
 def _agreed(everyone: Communicator, topology: Topology) -> Topology:
-    """Return the topology of most nodes: what runs on it runs on all."""
     node_sizes = everyone.allgather_object(topology.ranks_per_node)
     return Topology(max(node_sizes, key=lambda ranks: (len(ranks), ranks)))
 
 
 def usable(text: str, kind: str, nodes: int) -> bool:
-    """Whether ``text`` names algorithms of ``kind`` that run on so many nodes (local)."""
+    """Return True if ``text`` names algorithms for the operation ``kind`` that can run on ``nodes`` nodes. Local."""
     if kind == SHARDED_KIND:
         return text in collectives.SHARDED_ON_GPUS or (text in collectives.SHARDED and runs_on(nodes, text))
     try:
@@ -226,20 +213,20 @@ def usable(text: str, kind: str, nodes: int) -> bool:
 
 
 def runs_on(nodes: int, name: str) -> bool:
-    """Return whether the algorithm can be called on so many nodes; others may refuse when they are tried (local)."""
+    """Return True if algorithm ``name`` supports ``nodes`` nodes. It may still raise an error when called. Local."""
     return nodes == 1 or name not in ONE_NODE
 
 
 def differs_on(nodes: int, name: str) -> bool:
-    """Return whether the algorithm runs there and does not do the same as another one (local)."""
+    """Return True if algorithm ``name`` runs on ``nodes`` nodes and differs there from all other algorithms. Local."""
     return runs_on(nodes, name) and not (nodes == 1 and name in BETWEEN_NODES)
 
 
 def _limits(rows: list[TuningRow], kind: str) -> list[tuple[int, str]]:
-    """Return the winners with the sizes up to which they are taken: a power of two half-way to the next size.
+    """Return (largest buffer size, fastest algorithm) for each of ``rows``, the results at the measured sizes.
 
-    Sizes far below the smallest of an allreduce that was measured, where the budget did not suffice, are the MPI
-    library's.
+    A largest size is a power of two between two measured sizes; the last is 0. For an allreduce, a first entry selects
+    the MPI library for sizes far below the smallest measured size.
     """
     between = [_halfway(row.nbytes, after.nbytes) for row, after in zip(rows, rows[1:], strict=False)]
     limits = [(limit, row.chosen) for limit, row in zip([*between, 0], rows, strict=True)]
@@ -248,14 +235,13 @@ def _limits(rows: list[TuningRow], kind: str) -> list[tuple[int, str]]:
 
 
 def _halfway(low: int, high: int) -> int:
-    """Return the power of two that the geometric mean has passed, which is no less than ``low`` (local)."""
+    """Return the largest power of two up to the geometric mean of ``low`` and ``high``, at least ``low``. Local."""
     return max(low, 1 << (isqrt(low * high).bit_length() - 1))
 
 
 def _sharded(
     comm: Communicator, everyone: Communicator, request: TuningRequest, topology: Topology, clock: Clock
 ) -> tuple[list[TuningRow], MachineCosts | None]:
-    """Return the one row of a reduce-scatter and an all-gather: the owners of shares must not depend on the size."""
     buffer = request.memory()
 
     def both(sharding: collectives.Sharding) -> Candidate:
@@ -288,16 +274,19 @@ def _allreduce(
 
 
 def sizes(max_bytes: int) -> list[int]:
-    """Return the sizes to look at, ascending, the last ``max_bytes`` (local)."""
+    """Return the buffer sizes to measure in bytes, in ascending order up to ``max_bytes``. Local."""
     ascending, size = [], SMALLEST_BYTES
-    while size * 2 <= max_bytes:  # a size nearer to the last one tells nothing new
+    while size * 2 <= max_bytes:  # skip a size close to the last one
         ascending.append(size)
         size *= FACTOR
     return [*ascending, max_bytes]
 
 
 def choose(measured: Mapping[str, float], before: str | None) -> str:
-    """Return the fastest, unless the algorithm of the size before, or the MPI library's, is about as fast (local)."""
+    """Return the fastest algorithm in ``measured`` (seconds by name). Local.
+
+    Among algorithms that are about as fast, prefer the MPI library's, or else ``before``, the previous choice.
+    """
     best = min(measured, key=measured.__getitem__)
     for steady in (before, NATIVE):
         if steady is not None and steady in measured and measured[best] > CLEARLY * measured[steady]:
@@ -306,21 +295,20 @@ def choose(measured: Mapping[str, float], before: str | None) -> str:
 
 
 def _on_gpus(comm: Communicator, everyone: Communicator) -> list[str]:
-    """Return the algorithms for GPUs, where every group has what they need. Collective over both."""
     refused = comm.size > 1 and bool(nccl.refusal(comm))
     return [] if slowest_rank(everyone, float(refused)) else list(collectives.ON_GPUS)
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """The formulas on the machine that was measured."""
+    """Predicts the times of allreduce algorithms by cost formulas, from the measured costs of this machine."""
 
     topology: Topology
     machine: MachineCosts
     dtype: np.dtype
 
     def predicted(self, nbytes: int) -> dict[str, float]:
-        """Return seconds by algorithm, of those that have a formula (local)."""
+        """Return the predicted seconds of each algorithm that has a cost formula. Local."""
         wide = nbytes * accumulation_dtype(self.dtype).itemsize // self.dtype.itemsize
         sent = {name: nbytes if name == "all_to_all" and is_16bit_float(self.dtype) else wide for name in FORMULAS}
         return {
@@ -331,7 +319,7 @@ class CostModel:
 
 
 class SizeSweep:
-    """Measured times by size, and the budget that is left. Every method is collective unless said."""
+    """Measures algorithms by buffer size within a time budget. Methods are collective unless marked local."""
 
     def __init__(
         self, comm: Communicator, everyone: Communicator, buffer: Array, model: CostModel, budget_s: float, clock: Clock
@@ -340,16 +328,16 @@ class SizeSweep:
         self.budget_s, self._began = budget_s, clock()
         self._all = [*collectives.ALLREDUCE, *(_on_gpus(comm, everyone) if backend.is_device(buffer) else ())]
         self.measured: dict[int, dict[str, float]] = {}
-        self._latest: dict[str, tuple[int, float]] = {}  # by algorithm: the size of its last tournament, and the time
+        self._latest: dict[str, tuple[int, float]] = {}  # algorithm -> (size, time) of its last tournament
 
     def measure(self, nbytes: list[int]) -> None:
-        """Run a tournament at each size, with an equal share of what is left of the budget."""
+        """Run a tournament at each size, with an equal share of the remaining budget."""
         for index, size in enumerate(nbytes):
             share_s = (self.budget_s * (1 - RESERVE) - self._spent_s()) / (len(nbytes) - index)
             self._compare(size, self._candidates(size), share_s)
 
     def measure_between(self) -> None:
-        """Compare the two winners half-way between neighbouring sizes whose winners differ."""
+        """For neighbouring sizes with different fastest algorithms, compare these at a size between the two sizes."""
         rows = self.rows()
         pairs = [(a, b) for a, b in zip(rows, rows[1:], strict=False) if a.chosen != b.chosen]
         for index, (low, high) in enumerate(pairs):
@@ -359,7 +347,7 @@ class SizeSweep:
                 self._compare(middle, list(dict.fromkeys([low.chosen, high.chosen, NATIVE])), share_s)
 
     def rows(self) -> list[TuningRow]:
-        """Return a row for each size that was measured, ascending (local)."""
+        """Return a result row for each measured buffer size, in ascending order of sizes. Local."""
         rows: list[TuningRow] = []
         for size in sorted(self.measured):
             chosen = choose(self.measured[size], rows[-1].chosen if rows else None)
@@ -370,7 +358,6 @@ class SizeSweep:
         return slowest_rank(self.everyone, self.clock() - self._began)
 
     def _candidates(self, nbytes: int) -> list[str]:
-        """Return the algorithms worth measuring, the most promising first (local)."""
         predicted = self.model.predicted(nbytes)
         best = min(predicted.values())
         able = [name for name in self._all if differs_on(self.model.topology.nodes, name)]
@@ -380,11 +367,10 @@ class SizeSweep:
         return list(dict.fromkeys([NATIVE, *winners, *near]))
 
     def _compare(self, nbytes: int, names: list[str], share_s: float) -> None:
-        """Compare as many of ``names``, in their order, as ``share_s`` pays for; two at least."""
         affordable, cost_s = [], 0.0
         for name in names:
             cost_s += FEWEST_CALLS * self._expected_s(name, nbytes)
-            if cost_s <= share_s or not self.measured:  # one size is always looked at
+            if cost_s <= share_s or not self.measured:  # always measure at least one size
                 affordable.append(name)
         if len(affordable) > 1:
             part = self.buffer[: max(1, nbytes // self.buffer.itemsize)]
@@ -398,7 +384,6 @@ class SizeSweep:
             self._latest |= {name: (nbytes, seconds) for name, seconds in self.measured[nbytes].items()}
 
     def _expected_s(self, name: str, nbytes: int) -> float:
-        """Return what a call may take: its last time and what the model adds to it, or the model alone (local)."""
         size, seconds = self._latest.get(name, (0, 0.0))
         predicted, before = (self.model.predicted(count) for count in (nbytes, size))
         like = name if name in predicted else max(predicted, key=predicted.__getitem__)

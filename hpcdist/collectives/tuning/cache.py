@@ -1,10 +1,8 @@
-"""Cache of measured selections: one JSON file for each set of ranks, machines and kind of buffer.
+"""Cache of measured selections: one JSON file per set of ranks, machines and kind of buffer.
 
-The name of a file is a hash of its key: ranks by node, processors, fabric, MPI library, its settings, kind and type of
-the buffer. The whole key stands in the file, with the versions of the software, and is compared. So does the greatest
-size: a table of allreduces serves all jobs whose buffers are no larger. A file that does not fit, was measured beside
-other work while the machine is idle now, cannot be read, or could have been written by somebody else is not used, and
-the reason is reported. No error here ends a job.
+The file name is a hash of the key: ranks by node, processors, fabric, MPI library and settings, kind and dtype of the
+buffer. A file is ignored, with a reported reason, if it does not match, was measured on a busy machine that is idle
+now, is unreadable, or could have been written by another user. No error in this module ends a job.
 """
 
 import datetime
@@ -23,15 +21,15 @@ from hpcdist.reporting import user_cache
 from hpcdist.reporting.machine import load_average, package_version, processor
 
 FORMAT: Final = 2
-BUSY, IDLE = 0.5, 0.25  # processes that want a processor, for each that there is
-TABLES: Final = "allreduce"  # the kind that chooses by size; others are for one size
+BUSY, IDLE = 0.5, 0.25  # load average per processor
+TABLES: Final = "allreduce"  # the kind with a table of sizes; other kinds serve one size
 LARGEST_SIZE: Final = "max_bytes"
 PACKAGES: Final = ("hpcdist", "mpi4py", "numpy")
 
 
 @dataclass(frozen=True)
 class TuningRow:
-    """One size: seconds by algorithm, predicted and measured, and the algorithm that was chosen."""
+    """Tuning result for one buffer size: predicted and measured seconds by algorithm, and the chosen algorithm."""
 
     nbytes: int
     predicted: dict[str, float]
@@ -41,10 +39,10 @@ class TuningRow:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Selected algorithms and their measurement. ``source`` is "measured", "cache", or "default" on a single rank.
+    """Selected algorithms and how they were measured. ``source``: "measured", "cache", or "default" (only one rank).
 
-    ``seconds`` is what the measurement took, this start's or that of the start that made the cache; ``load`` what
-    `load_per_processor` said before it on the busiest node.
+    ``seconds`` is the duration of the measurement. ``load`` is the `load_per_processor` of the busiest node before the
+    measurement.
     """
 
     text: str
@@ -60,17 +58,17 @@ class Tuning:
 
     @property
     def choice(self) -> AlgorithmTable:
-        """The table that ``text`` stands for."""
+        """The allreduce algorithm table that ``text`` describes."""
         return parse_algorithm(self.text)
 
 
 def load_per_processor() -> float:
-    """Return the load average of this node for each of its processors, or NaN (local)."""
+    """Return this node's load average divided by its number of processors, or NaN if unknown. Local."""
     return load_average() / (os.cpu_count() or 1)
 
 
 def directory(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return where the files are: hpcdist/tuning in XDG_CACHE_HOME, by default in ~/.cache (local).
+    """Return the tuning cache directory: ``$XDG_CACHE_HOME/hpcdist/tuning``, or ``~/.cache/hpcdist/tuning``. Local.
 
     Raises StorageError for a user without a home directory.
     """
@@ -86,7 +84,7 @@ def key(
     buffer: str,
     max_bytes: int,
 ) -> dict[str, Any]:
-    """Return the key of a selection, with the versions of packages under "software". Collective over ``everyone``."""
+    """Return the cache key of a tuning result. Its "software" holds package versions. Collective over ``everyone``."""
     hosts = sorted(set(everyone.allgather_object(_host())))
     settings = user_cache.mpi_settings(os.environ, "HPCDIST_CUDA_AWARE")
     return {
@@ -104,33 +102,31 @@ def key(
 
 
 def _host() -> str:
-    """Return processor, cores and fabric of this rank as one line (local)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     try:
         fabric = sorted({name.rstrip("0123456789_") for name in os.listdir("/sys/class/infiniband")})
     except OSError:
-        fabric = []  # none, or a container that hides it
+        fabric = []  # no InfiniBand, or hidden by a container
     return f"{processor()}; {cores} cores; {','.join(fabric) or 'no InfiniBand device'}"
 
 
-def path_of(wanted: Mapping[str, Any]) -> Path:
-    """Return the file for ``wanted``, as `key` returned it (local). Raises StorageError as `directory` does."""
-    fixed = {name: value for name, value in wanted.items() if name != "software" and name not in _largest_size(wanted)}
-    return directory() / f"{wanted['kind']}-{user_cache.digest(fixed)}.json"
+def path_of(query: Mapping[str, Any]) -> Path:
+    """Return the path of the cache file for ``query``, a key. Local. Raises StorageError as `directory` does."""
+    fixed = {name: value for name, value in query.items() if name != "software" and name not in _largest_size(query)}
+    return directory() / f"{query['kind']}-{user_cache.digest(fixed)}.json"
 
 
-def _largest_size(wanted: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of a key whose value may exceed that of the job: a table is for all sizes up to its greatest."""
-    return (LARGEST_SIZE,) if wanted["kind"] == TABLES else ()
+def _largest_size(job_key: Mapping[str, Any]) -> tuple[str, ...]:
+    return (LARGEST_SIZE,) if job_key["kind"] == TABLES else ()
 
 
-def read(wanted: Mapping[str, Any], load_now: float) -> tuple[Tuning | None, str]:
-    """Return the stored selection for the key ``wanted``; else None, and why an existing file was not used (local).
+def read(query: Mapping[str, Any], load_now: float) -> tuple[Tuning | None, str]:
+    """Return (cached result for the key ``query`` or None, reason why an existing file is ignored or ""). Local.
 
-    ``load_now`` is the `load_per_processor` of the busiest node.
+    ``load_now`` is the current `load_per_processor` of the busiest node.
     """
     try:
-        path = path_of(wanted)
+        path = path_of(query)
     except StorageError:
         return None, ""  # `save` reports it
     try:
@@ -140,18 +136,18 @@ def read(wanted: Mapping[str, Any], load_now: float) -> tuple[Tuning | None, str
     except (OSError, ValueError) as error:
         return None, f"{path} is not used: {error}"
     stored_key, tuning = loaded
-    other = [name for name in wanted if stored_key.get(name) != wanted[name] and name not in _largest_size(wanted)]
+    other = [name for name in query if stored_key.get(name) != query[name] and name not in _largest_size(query)]
     if other == ["software"]:
         return (
             None,
-            f"{path} is not used: it was measured with {stored_key.get('software')}, and this is {wanted['software']}",
+            f"{path} is not used: it was measured with {stored_key.get('software')}, and this is {query['software']}",
         )
-    if other or len(stored_key) != len(wanted):
+    if other or len(stored_key) != len(query):
         return None, f"{path} is not used: it is for other {', '.join(other) or 'keys'} than this job has"
     if any(
-        not isinstance(stored_key.get(name), int) or stored_key[name] < wanted[name] for name in _largest_size(wanted)
+        not isinstance(stored_key.get(name), int) or stored_key[name] < query[name] for name in _largest_size(query)
     ):
-        reaches = f"it reaches {stored_key.get(LARGEST_SIZE)} bytes, and this job has buffers of {wanted[LARGEST_SIZE]}"
+        reaches = f"it reaches {stored_key.get(LARGEST_SIZE)} bytes, and this job has buffers of {query[LARGEST_SIZE]}"
         return None, f"{path} is not used: {reaches}"
     if tuning.load > BUSY and load_now < IDLE:
         return None, f"{path} is not used: it was measured beside other work, and the machine is idle now"
@@ -159,20 +155,20 @@ def read(wanted: Mapping[str, Any], load_now: float) -> tuple[Tuning | None, str
 
 
 def load(path: Path) -> tuple[dict[str, Any], Tuning]:
-    """Return key and result in a file (local). Raises OSError, or ValueError for any other file."""
+    """Return the key and the tuning result in file ``path``. Raises OSError, or ValueError for invalid files. Local."""
     try:
         content = json.loads(user_cache.read(path))
         if content["format"] != FORMAT:
-            raise ValueError(f"its format is {content['format']}, and this version reads {FORMAT}")
+            raise ValueError(f"the file format is {content['format']}, but this version reads only {FORMAT}")
         return dict(content["key"]), _tuning(content)
     except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, UnicodeError) as error:
-        raise ValueError(f"it is damaged ({type(error).__name__})") from error
+        raise ValueError(f"the file is damaged ({type(error).__name__})") from error
     except json.JSONDecodeError as error:
-        raise ValueError("it is damaged (no JSON)") from error
+        raise ValueError("the file is damaged (not valid JSON)") from error
 
 
 def _tuning(content: Mapping[str, Any]) -> Tuning:
-    parse_algorithm(content["text"])  # of algorithms that this version has
+    parse_algorithm(content["text"])  # rejects algorithms that this version lacks
     machine = content["machine"]
     if machine is not None:
         links = {str(name): LinkParameters(float(a), float(b)) for name, (a, b) in machine["links"].items()}
@@ -195,12 +191,12 @@ def _seconds(times: Mapping[str, Any]) -> dict[str, float]:
     return {str(name): float(seconds) for name, seconds in times.items()}
 
 
-def content_of(tuning: Tuning, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `load` reads: the result as JSON (local)."""
+def content_of(tuning: Tuning, job_key: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a cache file, as JSON data that `load` reads. Local."""
     machine = tuning.machine
     return {
         "format": FORMAT,
-        "key": dict(wanted),
+        "key": dict(job_key),
         "text": tuning.text,
         "created_utc": tuning.created_utc,
         "seconds": tuning.seconds,
@@ -218,10 +214,10 @@ def content_of(tuning: Tuning, wanted: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def save(tuning: Tuning, wanted: Mapping[str, Any]) -> Tuning:
-    """Write ``tuning`` for ``wanted`` and return it, with a note when it could not be written (local)."""
+def save(tuning: Tuning, job_key: Mapping[str, Any]) -> Tuning:
+    """Write ``tuning`` to the cache and return it. If this fails, its note has the reason. Local."""
     try:
-        user_cache.write(path_of(wanted), content_of(tuning, wanted))
+        user_cache.write(path_of(job_key), content_of(tuning, job_key))
     except OSError as error:
         reason = f"the measurement is not kept: {error}"
         return replace(tuning, note="; ".join(filter(None, [tuning.note, reason])))
@@ -229,7 +225,7 @@ def save(tuning: Tuning, wanted: Mapping[str, Any]) -> Tuning:
 
 
 def clear() -> int:
-    """Remove all files of the cache, and return how many there were (local). Raises OSError."""
+    """Remove all cached tuning results and return their number. Local. Raises OSError."""
     files = [path for pattern in ("*.json", ".*.json.*.new") for path in directory().glob(pattern)]
     for path in files:
         path.unlink(missing_ok=True)

@@ -1,20 +1,13 @@
 """Cost model of the allreduces (latency, bandwidth, reduction), and the measurement of its constants.
 
-The formulas are those in the docstrings of the algorithms:
+The predicted time, along the path of the busiest rank, is
 
     time = sum over link classes of (messages α + bytes β)  +  reduced bytes γ
 
-along the path of the busiest rank. Links are of three classes: "node" inside a node with all pairs of ranks at work,
-"wire" between nodes with one message each way at a time for a node, "crowded" between nodes with all its ranks
-sending at once. (R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in
-MPICH", Int. J. High Perform. Comput. Appl. 19 (2005) 49-66.) The model only ranks algorithms, to say which are worth
-measuring. One without a formula is measured wherever it runs; the MPI library's has none, because its algorithm is
-unknown.
-
-`measure_machine` finds the constants by a few exchanges over each class of links and a few sums, while all ranks do
-the same: pairs exchange side by side, as they do inside an algorithm. It takes some hundred messages, the longest of
-a megabyte. A time is the shortest of several, on the slowest rank: the model describes the machine, not its other
-load.
+Link classes: "node" is inside a node with all pairs of ranks active; "wire" is between nodes with one message each way
+at a time per node; "crowded" is between nodes with all ranks sending (R. Thakur et al., Int. J. High Perform. Comput.
+Appl. 19 (2005) 49-66). The model only selects the algorithms worth measuring. `measure_machine` times messages over
+each link class, and a few sums, on all ranks concurrently.
 """
 
 import time
@@ -35,18 +28,18 @@ NODE, WIRE, CROWDED = "node", "wire", "crowded"
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Numbers of ranks of the nodes, in the order of their first rank; ranks of a node are consecutive."""
+    """Number of ranks on each node. Nodes are sorted by their first rank; each node has consecutive ranks."""
 
     ranks_per_node: tuple[int, ...]
 
     @classmethod
     def of(cls, comm: Communicator) -> "Topology":
-        """Return the topology of ``comm``. Collective: it is cut by node."""
+        """Return the topology of ``comm``. Collective over ``comm``."""
         return cls(tuple(len(members) for members in comm.nodes().members))
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """Total number of ranks."""
         return sum(self.ranks_per_node)
 
     @property
@@ -55,18 +48,18 @@ class Topology:
         return len(self.ranks_per_node)
 
     def neighbours(self) -> str:
-        """Return the slowest link among those from each rank to the next, of which a node sends on one."""
+        """Return the slowest link class between neighbours in a ring of ranks. Each node uses one network link only."""
         return NODE if self.nodes == 1 else WIRE
 
     def across(self, distance: int) -> str:
-        """Return the link of ranks whose numbers differ in the bit ``distance``, all pairs at work."""
+        """Return the link class between ranks r and r XOR ``distance`` if all pairs communicate at the same time."""
         inside = all(ranks % (2 * distance) == 0 for ranks in self.ranks_per_node)
         return NODE if self.nodes == 1 or inside else CROWDED
 
 
 @dataclass(frozen=True, slots=True)
 class LinkParameters:
-    """One class of links as measured: α in s a message, β in s a byte."""
+    """Measured costs of one link class: seconds per message (latency α) and seconds per byte (β)."""
 
     latency_s: float
     s_per_byte: float
@@ -74,7 +67,7 @@ class LinkParameters:
 
 @dataclass(frozen=True, slots=True)
 class MachineCosts:
-    """Costs of messages and sums; a class of links that the topology does not have is not there."""
+    """Costs of messages by link class, and of summing a byte. Contains only link classes that the topology has."""
 
     links: dict[str, LinkParameters]
     reduce_s_per_byte: float
@@ -82,7 +75,7 @@ class MachineCosts:
 
 @dataclass(frozen=True, slots=True)
 class LinkTraffic:
-    """Messages over one class of links: their number, and their bytes together."""
+    """Traffic over one link class: number of messages and their total bytes."""
 
     link: str
     messages: int
@@ -91,23 +84,23 @@ class LinkTraffic:
 
 @dataclass(frozen=True, slots=True)
 class AllreduceCost:
-    """Work of the busiest rank, one after the other; a send and a receive at the same time count as one message."""
+    """Cost of an allreduce: messages and sums of the busiest rank. A simultaneous send and receive are one message."""
 
     parts: tuple[LinkTraffic, ...]
     reduced_bytes: float
 
     @property
     def messages(self) -> int:
-        """Number of messages over all classes of links."""
+        """Number of messages of the busiest rank over all link classes."""
         return sum(part.messages for part in self.parts)
 
     @property
     def nbytes(self) -> float:
-        """Bytes over all classes of links."""
+        """Bytes of the messages of the busiest rank over all link classes."""
         return sum(part.nbytes for part in self.parts)
 
     def seconds(self, machine: MachineCosts) -> float:
-        """Return the time that the model predicts."""
+        """Return the predicted time of the allreduce on ``machine`` in seconds."""
         links = [(machine.links[part.link], part) for part in self.parts if part.messages]
         sent = sum(part.messages * link.latency_s + part.nbytes * link.s_per_byte for link, part in links)
         return sent + self.reduced_bytes * machine.reduce_s_per_byte
@@ -117,14 +110,14 @@ Formula = Callable[[Topology, float], AllreduceCost]
 
 
 def ring_cost(topology: Topology, nbytes: float) -> AllreduceCost:
-    """Return the cost of 2 (p-1) steps, each as slow as the slowest link of the ring."""
+    """Return the cost of a ring allreduce: 2 (p-1) steps over the slowest link of the ring."""
     p = topology.ranks
     share = (p - 1) / p * nbytes
     return AllreduceCost((LinkTraffic(topology.neighbours(), 2 * (p - 1), 2 * share),), share)
 
 
 def all_to_all_cost(topology: Topology, nbytes: float) -> AllreduceCost:
-    """Return the cost of p-1 chunks to all others, over crowded links to other nodes, and the ring's all-gather."""
+    """Return the cost of an allreduce that sends chunks directly to their owners, then all-gathers in a ring."""
     p, widest = topology.ranks, max(topology.ranks_per_node)
     chunk = nbytes / p
     inside, outside = widest - 1, p - widest
@@ -134,14 +127,14 @@ def all_to_all_cost(topology: Topology, nbytes: float) -> AllreduceCost:
 
 
 def recursive_doubling_cost(topology: Topology, nbytes: float) -> AllreduceCost:
-    """Return the cost of sending all bytes to the partner in every bit."""
+    """Return the cost of recursive doubling: log2(p) exchanges of the whole buffer."""
     folded, reduced = _fold(topology, nbytes)
     steps = [LinkTraffic(topology.across(distance), 1, nbytes) for distance in _bits(topology.ranks)]
     return AllreduceCost((*folded, *steps), reduced + len(steps) * nbytes)
 
 
 def rabenseifner_cost(topology: Topology, nbytes: float) -> AllreduceCost:
-    """Return the cost of half, a quarter, ... to the partner in every bit, and back; pairs first where p is no 2^k."""
+    """Return the cost of recursive halving and doubling, plus a step within pairs if p is not a power of two."""
     paired = topology.ranks & (topology.ranks - 1) != 0
     folded, reduced = _fold(topology, nbytes)
     if paired and nbytes >= HALVES_BYTES:
@@ -153,7 +146,7 @@ def rabenseifner_cost(topology: Topology, nbytes: float) -> AllreduceCost:
 
 
 def circulant_cost(topology: Topology, nbytes: float) -> AllreduceCost:
-    """Return the cost of the ring's bytes in 2 ceil(log2 p) steps; a second message in a step is not counted."""
+    """Return the cost of the circulant algorithm: as many bytes as the ring, in 2 ceil(log2 p) messages."""
     p = topology.ranks
     share = (p - 1) / p * nbytes
     across = NODE if topology.nodes == 1 else CROWDED
@@ -161,13 +154,12 @@ def circulant_cost(topology: Topology, nbytes: float) -> AllreduceCost:
 
 
 def ring_bidirectional_cost(topology: Topology, nbytes: float) -> AllreduceCost:
-    """Return the cost of the ring's bytes in twice as many messages, as if no two of them travelled at once."""
+    """Return the cost of the bidirectional ring: as many bytes as the ring, in twice as many messages."""
     part, share = ring_cost(topology, nbytes).parts[0], ring_cost(topology, nbytes).reduced_bytes
     return AllreduceCost((LinkTraffic(part.link, 2 * part.messages, part.nbytes),), share)
 
 
 def _bits(ranks: int) -> Iterator[int]:
-    """Yield 1, 2, 4, ... below the largest power of two in ``ranks``."""
     distance = 1
     while 2 * distance <= ranks:
         yield distance
@@ -175,7 +167,6 @@ def _bits(ranks: int) -> Iterator[int]:
 
 
 def _fold(topology: Topology, nbytes: float) -> tuple[tuple[LinkTraffic, ...], float]:
-    """Return what `hypercube.fold` adds where the number of ranks is no power of two: messages, and bytes reduced."""
     if topology.ranks & (topology.ranks - 1) == 0:
         return (), 0.0
     return (LinkTraffic(topology.across(1), 2, 2 * nbytes),), nbytes
@@ -201,10 +192,10 @@ SHORT_TIMES, LONG_TIMES, SUM_TIMES = 30, 4, 5
 def measure_machine(
     comm: Communicator, everyone: Communicator, topology: Topology, like: Array, clock: Clock = time.perf_counter
 ) -> MachineCosts:
-    """Return the machine as ``comm`` sees it, the same on all ranks of ``everyone``. Collective over both.
+    """Return the costs of messages and sums on ``comm``, equal on all ranks of ``everyone``. Collective over both.
 
-    ``topology`` says which classes of links are of interest, the same on all ranks. ``like`` is an array that lives
-    where the buffers to be reduced will live.
+    ``topology`` selects the link classes to measure, and must be equal on all ranks. ``like`` is an array on the device
+    of the buffers to reduce.
     """
     nodes = comm.nodes()
     on = "gpu" if backend.is_device(like) else "cpu"
@@ -219,14 +210,17 @@ def measure_machine(
 
 
 def slowest_rank(everyone: Communicator, *seconds: float) -> float:
-    """Return the greatest of ``seconds`` of all ranks. Collective."""
+    """Return the maximum of ``seconds``, over all arguments and all ranks. Collective over ``everyone``."""
     longest = np.array([max(seconds)])
     everyone.allreduce(longest, "max")
     return float(longest[0])
 
 
 def _link(comm: Communicator | None, everyone: Communicator, on: str, clock: Clock) -> LinkParameters:
-    """Return the link between the ranks 2i and 2i+1 of ``comm``, all pairs at once. With None only synchronise."""
+    """Return the message costs between ranks 2i and 2i + 1 of ``comm``, all pairs at once.
+
+    If ``comm`` is None, this rank takes no part. The messages are in the memory ``on``: "cpu" or "gpu".
+    """
     partner = None if comm is None else comm.rank ^ 1
     if comm is None or partner is None or partner >= comm.size:
         comm = None
@@ -243,7 +237,6 @@ def _link(comm: Communicator | None, everyone: Communicator, on: str, clock: Clo
 
 
 def _sum_s(on: str, clock: Clock) -> float:
-    """Return the time of adding a megabyte to another."""
     left, right = (backend.zeros(LONG_BYTES // 4, np.dtype(np.float32), on) for _ in range(2))
     add = ufunc(left, "sum")
 
@@ -255,10 +248,10 @@ def _sum_s(on: str, clock: Clock) -> float:
 
 
 def _shortest_s(call: Callable[[], None], times: int, clock: Clock) -> float:
-    call()  # opens the connection, touches the memory
+    call()  # opens connections, touches memory
     seconds = []
     for _ in range(times):
-        began = clock()
+        start_s = clock()
         call()
-        seconds.append(clock() - began)
+        seconds.append(clock() - start_s)
     return min(seconds)

@@ -1,7 +1,7 @@
-"""Binding checks of each node's ranks: GPUs, cores, memory domains, and local ranks.
+"""Checks of the bindings of each node's ranks: GPUs, cores, memory domains, and local ranks.
 
-Every lint gets the rows of one node and returns the fault as a text without rank numbers, so that a fault of the
-whole job is reported once.
+Every lint gets the rows of one node and returns its fault without rank numbers, so that a fault of all nodes is
+reported once.
 """
 
 from collections import Counter
@@ -16,12 +16,15 @@ from hpcdist.reporting.hostlist import format_ranges
 from hpcdist.reporting.units import counted
 
 MOST_SHOWN: Final = 4
-_BIND: Final = "in Slurm `hpcdist run` binds by --cpus-per-task, or says why not; else srun -c N --cpu-bind=cores"
+_BIND: Final = "under Slurm `hpcdist run` binds by --cpus-per-task, or says why not; else srun -c N --cpu-bind=cores"
 NO_GPU: Final = "ask for GPUs (--gpus-per-node) and install hpcdist[cuda12x] (or 13x), or set run.device = 'cpu'"
 
 
 def check_local_ranks(table: RankTable) -> Check:
-    """Check that launcher and Slurm number the local ranks of each node from 0 on: the GPU is chosen by them."""
+    """Check that the local ranks on each node are 0 .. n - 1, both those from the launcher and those from Slurm.
+
+    Local ranks select GPUs.
+    """
     name = "local ranks"
     lints = (
         Lint(
@@ -32,7 +35,7 @@ def check_local_ranks(table: RankTable) -> Check:
         Lint(
             lambda rows: _numbering([row.facts.slurm_local for row in rows], "SLURM_LOCALID"),
             WARN,
-            "MPI and Slurm cut the job into nodes differently: GPUs bound by Slurm may be others'",
+            "MPI and Slurm divide the job into nodes differently: Slurm may bind GPUs of other ranks",
         ),
     )
     wrong = apply_lints(table, name, lints)
@@ -40,37 +43,41 @@ def check_local_ranks(table: RankTable) -> Check:
 
 
 def _numbering(numbers: Sequence[int | None], who: str) -> str:
-    """Return the fault of the local ranks by ``who`` on a node, "" where they are 0 .. n - 1 in any order."""
-    known = [number for number in numbers if number is not None]
-    if len(known) < len(numbers) or is_permutation(known):
+    """Return the fault in ``numbers``, the local ranks of a node, or "" if they are 0 .. n - 1.
+
+    ``who`` names the program that assigned the local ranks.
+    """
+    announced = [number for number in numbers if number is not None]
+    if len(announced) < len(numbers) or is_permutation(announced):
         return ""
-    return f"{who} numbers the {len(numbers)} ranks of the node {shown(known)}"
+    return f"{who} numbers the {len(numbers)} ranks of the node {shown(announced)}"
 
 
-def check_gpus(table: RankTable, wanted: str, held: bool) -> Check:
-    """Check that each rank has a GPU of its own and sees those of the other ranks of its node as well.
+def check_gpus(table: RankTable, device_kind: str, held: bool) -> Check:
+    """Check that each rank has its own GPU and sees the GPUs of the other ranks on its node.
 
-    ``wanted`` is "gpu" or "cpu" as in the recipe, "" without one; ``held``: the scheduler has allocated GPUs.
+    ``device_kind`` is the recipe's "gpu" or "cpu", or "" without a recipe. ``held`` is True if the scheduler allocated
+    GPUs to the job.
     """
     name = "GPUs"
-    if wanted == "cpu" or not any(row.facts.gpu.count for row in table.rows):
+    if device_kind == "cpu" or not any(row.facts.gpu.count for row in table.rows):
         reason = table.by_node([rows[0].facts.gpu.reason for rows in table.nodes])
-        if wanted == "gpu":
-            return Check(name, FAIL, f"no rank sees one: {reason}", NO_GPU)
-        if held and wanted != "cpu":
+        if device_kind == "gpu":
+            return Check(name, FAIL, f"no rank sees a GPU: {reason}", NO_GPU)
+        if held and device_kind != "cpu":
             cure = "install hpcdist[cuda12x] (or 13x) and hand the driver into the container (--nv), or ask for no GPU"
-            return Check(name, WARN, f"the job holds GPUs, and no rank sees one: {reason}", cure)
+            return Check(name, WARN, f"the job holds GPUs, but no rank sees a GPU: {reason}", cure)
         return Check(name, OK, f"none: {reason}")
-    missing = FAIL if wanted == "gpu" else WARN
+    missing = FAIL if device_kind == "gpu" else WARN
     lints = (
-        Lint(_without_gpu, missing, "every rank needs one: ask for the same --gpus-per-node on all nodes"),
+        Lint(_without_gpu, missing, "every rank needs a GPU: ask for the same --gpus-per-node on all nodes"),
         Lint(
             _isolated,
             WARN,
-            "CUDA IPC between the ranks of a node does not work so: --gpus-per-node=N --gpu-bind=none in place of "
+            "this prevents CUDA IPC between the ranks of a node: use --gpus-per-node=N --gpu-bind=none instead of "
             "--gpus-per-task; hpcdist chooses by local rank",
         ),
-        Lint(_sharing, WARN, "they take turns, and NCCL may refuse: as many ranks on a node as it has GPUs"),
+        Lint(_sharing, WARN, "ranks take turns, and NCCL may refuse: start at most as many ranks as the node has GPUs"),
     )
     wrong = apply_lints(table, name, lints)
     return wrong or Check(name, OK, table.by_node([_own_gpus(rows) for rows in table.nodes]))
@@ -84,7 +91,6 @@ def _without_gpu(rows: list[RankRow]) -> str:
 
 
 def _isolated(rows: list[RankRow]) -> str:
-    """Find a rank that sees fewer GPUs than are in use on its node."""
     used = {row.facts.gpu.name for row in rows}
     least = min(rows, key=lambda row: row.facts.gpu.count).facts.gpu
     if least.count >= len(used):
@@ -104,9 +110,9 @@ def _own_gpus(rows: list[RankRow]) -> str:
 
 
 def check_cores(table: RankTable, scheduler: str = "") -> Check:
-    """Check that ranks have cores of their own, as many as were requested from the ``scheduler``.
+    """Check that the ranks of a node have disjoint cores, as many as requested.
 
-    Without a scheduler ("", a workstation) unbound ranks are right.
+    Without a ``scheduler``, ranks need not be bound to cores.
     """
     name = "cores"
     of = {rows[0].node: machine for rows, machine in zip(table.nodes, table.machines, strict=True)}
@@ -118,20 +124,20 @@ def check_cores(table: RankTable, scheduler: str = "") -> Check:
         Lint(
             _same_core,
             FAIL,
-            "they take turns while cores are idle: hpcdist run --mpi-args '--bind-to none', or srun -c N "
+            "ranks take turns while cores are idle: hpcdist run --mpi-args '--bind-to none', or srun -c N "
             "--cpu-bind=cores",
         ),
         Lint(
             lambda rows: _crowded(rows, core(rows[0])),
             WARN,
-            "they take turns: at most as many ranks on a node as it has cores; where a task is one hardware thread, "
-            "sbatch --threads-per-core=1",
+            "ranks take turns: start at most as many ranks on a node as it has cores; if a task is one hardware "
+            "thread, sbatch --threads-per-core=1",
         ),
-        Lint(_overlapping, WARN, f"they take turns while cores are idle: {_BIND}"),
+        Lint(_overlapping, WARN, f"ranks take turns while cores are idle: {_BIND}"),
         Lint(
             lambda rows: _side_by_side(rows, core(rows[0])),
             WARN,
-            "they slow each other down: sbatch --threads-per-core=1, with which --cpus-per-task counts cores",
+            "ranks slow each other down: sbatch --threads-per-core=1, with which --cpus-per-task counts cores",
         ),
         Lint(
             _cut,
@@ -139,12 +145,12 @@ def check_cores(table: RankTable, scheduler: str = "") -> Check:
             "srun does not take -c from sbatch: export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; Open MPI's mpirun: "
             "--map-by ppr:R:node:PE=N --bind-to core",
         ),
-        Lint(_threads, WARN, f"they take turns: export {THREADS}=$SLURM_CPUS_PER_TASK, or 1 as `hpcdist run` does"),
-        Lint(lambda rows: _unbound(rows, core(rows[0])) if scheduler else "", WARN, f"they may move: {_BIND}"),
+        Lint(_threads, WARN, f"threads take turns: export {THREADS}=$SLURM_CPUS_PER_TASK, or 1 as `hpcdist run` does"),
+        Lint(lambda rows: _unbound(rows, core(rows[0])) if scheduler else "", WARN, f"ranks may move: {_BIND}"),
         Lint(
             lambda rows: _straddling(rows, of[rows[0].node].numa),
             WARN,
-            "memory behind another socket is slower: srun --cpu-bind=cores --distribution=block:block, Open MPI's "
+            "memory of another socket is slower: srun --cpu-bind=cores --distribution=block:block, Open MPI's "
             "mpirun: --map-by numa",
         ),
     )
@@ -157,17 +163,16 @@ def _union(rows: list[RankRow]) -> set[int]:
 
 
 def _physical(processors: Iterable[int], core: Mapping[int, int]) -> set[int]:
-    """Return the physical cores of ``processors``, each named by its first hardware thread."""
     return {core.get(processor, processor) for processor in processors}
 
 
 def _same_core(rows: list[RankRow]) -> str:
     alone = Counter(row.facts.cores for row in rows if len(row.facts.cores) == 1)
     shared = sorted(cores[0] for cores, ranks in alone.items() if ranks > 1)
-    if not shared or len(_union(rows)) < len(rows):  # too few for all: there is no better binding
+    if not shared or len(_union(rows)) < len(rows):  # fewer cores than ranks: no binding is better
         return ""
     cores = format_ranges(shared)
-    return f"several ranks are bound to one and the same core ({cores}), and the job has {len(_union(rows))}"
+    return f"several ranks are bound to the same core ({cores}), although the job has {len(_union(rows))} cores"
 
 
 def _crowded(rows: list[RankRow], core: Mapping[int, int]) -> str:
@@ -180,7 +185,6 @@ def _crowded(rows: list[RankRow], core: Mapping[int, int]) -> str:
 
 
 def _overlapping(rows: list[RankRow]) -> str:
-    """Find cores that are shared by several ranks while others belong to one."""
     owners = Counter(core for row in rows for core in row.facts.cores)
     shared = sorted(core for core, ranks in owners.items() if ranks > 1)
     if not shared or len({row.facts.cores for row in rows}) == 1:
@@ -189,7 +193,6 @@ def _overlapping(rows: list[RankRow]) -> str:
 
 
 def _side_by_side(rows: list[RankRow], core: Mapping[int, int]) -> str:
-    """Find ranks whose processors are different hardware threads of the same cores."""
     if len({row.facts.cores for row in rows}) == 1:
         return ""
     owners = Counter(first for row in rows for first in _physical(row.facts.cores, core))
@@ -217,7 +220,6 @@ def _cut(rows: list[RankRow]) -> str:
 
 
 def _threads(rows: list[RankRow]) -> str:
-    """Find ranks with more threads than cores; without OMP_NUM_THREADS kernels start one thread per core."""
     settings = [row.facts.threads for row in rows]
     counts = [
         int(text) if text and text.isascii() and text.isdigit() else len(row.facts.cores)
@@ -234,7 +236,6 @@ def _threads(rows: list[RankRow]) -> str:
 
 
 def _straddling(rows: list[RankRow], domains: Sequence[Sequence[int]]) -> str:
-    """Find ranks on cores of several NUMA domains, if a domain has room for one and other ranks lie in one."""
     if len(domains) < 2:
         return ""
     sets = [set(domain) for domain in domains]
@@ -254,6 +255,9 @@ def _own_cores(rows: list[RankRow], core: Mapping[int, int]) -> str:
         shared = ", which they share" if len(rows) > 1 else ""
         return f"{counted(len(rows), 'rank')} on all of {format_ranges(rows[0].facts.cores)}{shared}{thread_setting}"
     counts = sorted({len(_physical(cores, core)) for cores in sets})
-    each = counted(counts[0], "core") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} cores"
-    own = [format_ranges(row.facts.cores) for row in rows]
-    return f"{each} each: {' | '.join(own[:MOST_SHOWN])}{' | ...' if len(own) > MOST_SHOWN else ''}{thread_setting}"
+    cores_each = counted(counts[0], "core") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} cores"
+    texts = [format_ranges(row.facts.cores) for row in rows]
+    return (
+        f"{cores_each} each: {' | '.join(texts[:MOST_SHOWN])}{' | ...' if len(texts) > MOST_SHOWN else ''}"
+        f"{thread_setting}"
+    )

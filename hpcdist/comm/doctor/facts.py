@@ -1,7 +1,6 @@
-"""Facts of a rank of a batch job about itself and its node, for comparison on rank 0 (local).
+"""Facts of a rank of a batch job about itself and its node, for comparison on rank 0. Local.
 
-Nothing here raises: facts that cannot be read are unknown, with the reason where there is one. A rank that raised
-would leave the others waiting in the collective that follows.
+Nothing here raises, because the other ranks would wait in the next collective. Unreadable facts are unknown.
 """
 
 import hashlib
@@ -43,16 +42,13 @@ _SETTINGS_ALONE: Final = (
 _PER_LAUNCH: Final = (
     failfast.FAILURE_DIR,
     exit_file.LAUNCH_DIR,
-)  # differ between hosts: only the host of the launcher has them
+)  # these exist only on the host of the launcher
 _PLUGINS_LIMIT_S: Final = 10.0
 
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """GPUs of a rank: the ``count`` that it sees, and the ``name`` (PCI address, MIG instance) of its own.
-
-    Without a GPU, ``name`` is empty and ``reason`` says why.
-    """
+    """GPUs of a rank: the number of visible GPUs, and the name of its chosen GPU or the reason why it has no GPU."""
 
     visible: str | None
     count: int
@@ -62,7 +58,7 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class Volume:
-    """A directory that the job needs: its file system, the free space for this user, or the error."""
+    """A directory that the job needs: its file system, this user's free space, and the access error or ""."""
 
     role: str
     path: str
@@ -74,10 +70,10 @@ class Volume:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """Hardware, software, settings and volumes of a node. ``numa``: cores of each NUMA domain, empty if unknown.
+    """Hardware, software, settings and volumes of a node. ``numa`` lists the cores of each NUMA domain, if known.
 
-    ``hardware_threads`` has the processors of each core that has several; there, every other "core" in this package is
-    one of these processors.
+    ``hardware_threads`` lists the logical processors of each physical core that has several. In the other fields and in
+    this package, a "core" means one logical processor.
     """
 
     processor: str
@@ -91,7 +87,7 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class SchedulerRequest:
-    """Request to the scheduler; None for a number that it does not say. ``scheduler`` is empty without one."""
+    """Resources that the job requested from its scheduler. None means unknown; ``scheduler`` "" means no scheduler."""
 
     scheduler: str
     tasks: int | None = None
@@ -101,7 +97,7 @@ class SchedulerRequest:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Resources of a rank: cores, threads, GPU, and its local rank by launcher and by Slurm."""
+    """Resources of a rank: its cores, threads and GPU, and its local rank according to the launcher and to Slurm."""
 
     host: str
     cores: tuple[int, ...]
@@ -116,8 +112,8 @@ class RankFacts:
 def rank_facts(
     launch: LaunchEnvironment | None, gpu: GpuFacts, environment: Mapping[str, str] = os.environ
 ) -> RankFacts:
-    """Return the facts of this rank, with the announced ``launch`` variables and the chosen ``gpu``."""
-    own = launch is not None and started_by_srun(launch.size, launch.rank, environment)
+    """Return this rank's resources. ``launch`` is the launcher's announcement, ``gpu`` the result of `gpu_facts`."""
+    is_srun_rank = launch is not None and started_by_srun(launch.size, launch.rank, environment)
     return RankFacts(
         host=socket.gethostname().split(".")[0],
         cores=tuple(sorted(os.sched_getaffinity(0))),
@@ -125,26 +121,23 @@ def rank_facts(
         threads=environment.get(THREADS),
         launcher="" if launch is None else launch.launcher,
         announced=None if launch is None else launch.local_rank,
-        slurm_local=integer_variable(environment, "SLURM_LOCALID") if own else None,
+        slurm_local=integer_variable(environment, "SLURM_LOCALID") if is_srun_rank else None,
         gpu=gpu,
     )
 
 
-def gpu_facts(launch: LaunchEnvironment | None, wanted: str, environment: Mapping[str, str] = os.environ) -> GpuFacts:
-    """Choose the GPU of this rank as a training does, before MPI starts; return its facts, or why there is none.
-
-    Nothing is loaded where ``wanted`` is "cpu".
-    """
+def gpu_facts(launch: LaunchEnvironment | None, kind: str, environment: Mapping[str, str] = os.environ) -> GpuFacts:
+    """Choose this rank's GPU before MPI starts. Return the GPU, or the reason for no GPU (such as ``kind`` "cpu")."""
     visible = environment.get(VISIBLE)
-    if wanted == "cpu":
+    if kind == "cpu":
         return GpuFacts(visible, 0, "", "the device is the CPU")
     try:
-        count = device.count()  # first: without any, it does not matter which
+        count = device.count()  # first, because without GPUs there is nothing to choose
         placement.choose_gpu(launch)
         name = device.bus_id()
     except HpcdistError as error:
         return GpuFacts(visible, 0, "", str(error).split("; ")[0])
-    except Exception as error:  # noqa: BLE001 - a driver's errors are of many kinds, and the other ranks wait
+    except Exception as error:  # noqa: BLE001 - drivers raise many kinds of errors, and the other ranks wait
         return GpuFacts(visible, 0, "", f"{type(error).__name__}: {error}")
     return GpuFacts(visible, count, f"{name} {visible}" if "MIG-" in (visible or "") else name)
 
@@ -152,7 +145,7 @@ def gpu_facts(launch: LaunchEnvironment | None, wanted: str, environment: Mappin
 def node_facts(
     library: str, volumes: tuple[Volume, ...], environment: Mapping[str, str] = os.environ, numa: Path = NUMA
 ) -> NodeFacts:
-    """Return the facts that the ranks of this node share; ``library`` is the version of MPI."""
+    """Return the facts of this node. ``library`` is the version of the MPI library; ``numa`` is a sysfs directory."""
     software = {"hpcdist": f"{hpcdist.__version__}, sources {source_digest()}", "Python": platform.python_version()}
     software |= {name: version for name in PACKAGES if (version := package_version(name))}
     settings = {
@@ -167,7 +160,7 @@ def node_facts(
 
 
 def volume_facts(role: str, path: Path, kind: str) -> Volume:
-    """Return the free space of ``path``, or of its nearest existing parent, on a file system of ``kind``."""
+    """Return the free space at ``path``, or at its nearest existing parent. ``role`` names ``path`` in the report."""
     existing = path.absolute()
     try:
         while not existing.exists() and existing != existing.parent:
@@ -179,7 +172,7 @@ def volume_facts(role: str, path: Path, kind: str) -> Volume:
 
 
 def numa_domains(root: Path = NUMA) -> tuple[tuple[int, ...], ...]:
-    """Return the cores of each NUMA domain that has cores; empty where the system does not say."""
+    """Return the cores of each NUMA domain that has cores, or () if the system does not report NUMA domains."""
     domains = []
     for path in sorted(root.glob("node[0-9]*/cpulist")):
         try:
@@ -190,7 +183,7 @@ def numa_domains(root: Path = NUMA) -> tuple[tuple[int, ...], ...]:
 
 
 def source_digest(package: Path = Path(hpcdist.__file__).parent) -> str:
-    """Return a short digest of all modules of hpcdist, which differs for edited copies of one version."""
+    """Return a short digest of hpcdist's source files. It differs if a copy of the same version was edited."""
     digest = hashlib.blake2b(digest_size=6)
     for path in sorted(package.rglob("*.py")):
         try:
@@ -203,31 +196,32 @@ def source_digest(package: Path = Path(hpcdist.__file__).parent) -> str:
 def scheduler_request(
     launch: LaunchEnvironment | None, environment: Mapping[str, str] = os.environ
 ) -> SchedulerRequest:
-    """Return the request of this job to its scheduler, from the variables of rank 0."""
+    """Return the resources that this job requested from its scheduler, read from rank 0's environment variables."""
     if "SLURM_JOB_ID" in environment:
         gpus = any(name in environment for name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE"))
-        if "SLURM_HET_SIZE" in environment:  # the variables are those of its first component
+        if "SLURM_HET_SIZE" in environment:  # the variables describe only the first component
             return SchedulerRequest("Slurm, for a heterogeneous job,", holds_gpus=gpus)
         nodes = integer_variable(environment, "SLURM_JOB_NUM_NODES") or integer_variable(environment, "SLURM_NNODES")
-        each, tasks = (
+        tasks_per_node, tasks = (
             integer_variable(environment, "SLURM_NTASKS_PER_NODE"),
             integer_variable(environment, "SLURM_NTASKS"),
         )
-        if not inside_srun(environment):  # variables of the batch script, which ranks of mpirun on its node inherit
-            return SchedulerRequest("Slurm", each * nodes if each and nodes else tasks, nodes, gpus)
-        own = launch is not None and started_by_srun(launch.size, launch.rank, environment)
-        return SchedulerRequest("Slurm", tasks if own else None, nodes, gpus)  # else they count the daemons of mpirun
+        if not inside_srun(environment):  # ranks of mpirun on the first node inherit variables of the batch script
+            return SchedulerRequest("Slurm", tasks_per_node * nodes if tasks_per_node and nodes else tasks, nodes, gpus)
+        is_srun_rank = launch is not None and started_by_srun(launch.size, launch.rank, environment)
+        # Under mpirun, SLURM_NTASKS counts the daemons of mpirun.
+        return SchedulerRequest("Slurm", tasks if is_srun_rank else None, nodes, gpus)
     if "PBS_NODEFILE" in environment:
         try:
             lines = Path(environment["PBS_NODEFILE"]).read_text().split()
-        except OSError:  # it lies on the first node of the job
+        except OSError:  # the file is on the first node of the job
             return SchedulerRequest("PBS")
         return SchedulerRequest("PBS", len(lines) or None, len(set(lines)) or None)
     return SchedulerRequest("")
 
 
 def plugin_versions(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the PMI plugins of srun (`srun --mpi=list`), "" without them."""
+    """Return the PMI plugins that srun offers (`srun --mpi=list`), or "" if there are no plugins."""
     srun = shutil.which("srun", path=environment.get("PATH"))
     if srun is None:
         return ""
@@ -242,5 +236,5 @@ def plugin_versions(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def _once(path: str) -> str:
-    """Return a search path without duplicates: launchers add their folder again on each hop."""
+    """Return the search path ``path`` without repeated folders. Nested launchers may each add the same folder."""
     return os.pathsep.join(dict.fromkeys(filter(None, path.split(os.pathsep))))

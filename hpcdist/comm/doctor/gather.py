@@ -1,7 +1,7 @@
 """Communication of `hpcdist doctor --job`: test messages, clocks, the run directory, and all rows to rank 0.
 
-Every rank makes the same calls in the same order whatever it finds; its findings travel in its row. A rank that gets no
-answer ends the job (`StageDeadline`) and names the neighbours that it waited for.
+Every rank makes the same calls in the same order, and sends its findings in its row. A rank that gets no answer ends
+the job (`StageDeadline`) and names the neighbours that it waited for.
 """
 
 import os
@@ -25,8 +25,8 @@ from hpcdist.comm.record import clock_offsets
 from hpcdist.errors import DeadlineError
 from hpcdist.reporting import atomic
 
-LIMIT_S: Final = 60.0  # for each stage; connections of thousands of ranks take seconds
-LOOK_S: Final = 10.0  # NFS shows a new file when its cache of the directory is renewed
+LIMIT_S: Final = 60.0  # for each stage; connecting thousands of ranks takes seconds
+LOOK_S: Final = 10.0  # NFS shows a new file only after it renews its directory cache
 ROUNDS: Final = 20
 LARGE_BYTES: Final = 1 << 20  # above the eager limit of MPI libraries: sent by the rendezvous protocol
 _LOOK_AGAIN_S: Final = 0.1
@@ -35,7 +35,7 @@ _TAG: Final = 4711
 
 @dataclass(frozen=True)
 class Gathered:
-    """Facts of all ranks, as rank 0 has them; ``failure``: why it cannot write the run directory."""
+    """Facts of all ranks, on rank 0. ``failure`` is rank 0's error of writing to the run directory, or ""."""
 
     table: RankTable
     offsets: tuple[ClockOffset, ...]
@@ -43,9 +43,9 @@ class Gathered:
 
 
 class StageDeadline:
-    """Deadline of the stages of an examination: ends the job after ``limit_s`` seconds in one (local).
+    """Time limit for each stage of a job examination. A stage longer than ``limit_s`` seconds ends the job. Local.
 
-    ``fail`` is called with the error, in a thread of its own.
+    On a timeout, ``fail`` is called with the error in a separate thread. ``where`` names this rank in the error.
     """
 
     def __init__(
@@ -55,16 +55,19 @@ class StageDeadline:
         self._timer: threading.Timer | None = None
 
     def stage(self, what: str, limit_s: float | None = None) -> None:
-        """Begin the stage ``what`` and end the one before; ``limit_s`` replaces the usual limit."""
+        """End the current stage and start the next, which ``what`` describes in the timeout error.
+
+        ``limit_s`` is the time limit of the next stage; None means the default.
+        """
         self.stop()
         limit_s = self._limit_s if limit_s is None else limit_s
-        text = f"{self._where}: {what} did not end within {limit_s:g} s; a rank, or the way to it, does not answer"
+        text = f"{self._where}: {what} did not end within {limit_s:g} s; a rank, or the network to it, does not answer"
         self._timer = threading.Timer(limit_s, self._fail, (DeadlineError(text),))
         self._timer.daemon = True
         self._timer.start()
 
     def stop(self) -> None:
-        """End the last stage."""
+        """End the last stage, so that no time limit remains."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -79,11 +82,10 @@ def gather(
     clock: Callable[[], float] = time.time,
     look_s: float = LOOK_S,
 ) -> Gathered | None:
-    """Return the facts of all ranks on rank 0, None on the others. Collective over ``comm``.
+    """Return the facts of all ranks on rank 0, and None on other ranks. Collective over ``comm``.
 
-    ``describe`` is called by one rank of each node. Rank 0 makes ``directory`` where it is missing, and in it a probe
-    file, whose name begins with ``prefix``, while the others look for it. ``stage`` is called before each step, for a
-    deadline.
+    One rank of each node calls ``describe``. This rank waits up to ``look_s`` seconds for a probe file, which rank 0
+    creates in ``directory`` with the name prefix ``prefix``. ``stage`` is called with a description before each stage.
     """
     stage("finding out which ranks share a node")
     nodes = comm.nodes()
@@ -98,9 +100,9 @@ def gather(
             machine = describe()
             unseen = "" if failure else look_for_text(directory / name, text, look_s)
         stage("collecting what all ranks found")
-        # In two levels, by the first rank of each node: not every rank of a large job holds the rows of all.
-        own = nodes.intra.allgather_object(RankRow(nodes.index, nodes.intra.rank, facts, greeting, machine, unseen))
-        all_rows = [] if nodes.leaders is None else nodes.leaders.allgather_object(own)
+        # In two levels, by the first rank of each node, so that not every rank of a large job holds all rows.
+        rows = nodes.intra.allgather_object(RankRow(nodes.index, nodes.intra.rank, facts, greeting, machine, unseen))
+        all_rows = [] if nodes.leaders is None else nodes.leaders.allgather_object(rows)
     finally:
         if comm.rank == 0 and not failure:
             atomic.discard(directory / name)
@@ -111,14 +113,11 @@ def gather(
 
 
 def greet(comm: Communicator, nodes: Nodes, stage: Callable[[str], None]) -> Greeting:
-    """Exchange small messages and a large one in two rings, in the node and across nodes; return the result.
-
-    Collective over ``comm``, with an allreduce at the end.
-    """
-    own = nodes.intra.rank
+    """Send test messages around a ring in each node and a ring of nodes, then allreduce. Collective over ``comm``."""
+    local_rank = nodes.intra.rank
     stage(f"messages inside the node with {_neighbours(nodes.members[nodes.index], comm.rank)}")
     inside, inside_s = _ring(nodes.intra)
-    across = [ranks[own] for ranks in nodes.members if own < len(ranks)]
+    across = [ranks[local_rank] for ranks in nodes.members if local_rank < len(ranks)]
     stage(f"messages between nodes with {_neighbours(across, comm.rank)}")
     outside, across_s = _ring(nodes.peers)
     stage("an allreduce")
@@ -134,18 +133,18 @@ def greet(comm: Communicator, nodes: Nodes, stage: Callable[[str], None]) -> Gre
 
 
 def _neighbours(ring: Sequence[int], rank: int) -> str:
-    place = list(ring).index(rank)
-    others = sorted({ring[place - 1], ring[(place + 1) % len(ring)]} - {rank})
+    index = list(ring).index(rank)
+    others = sorted({ring[index - 1], ring[(index + 1) % len(ring)]} - {rank})
     return " and ".join(f"rank {other}" for other in others) or "nobody"
 
 
 def _ring(comm: Communicator) -> tuple[bool, float | None]:
-    """Return whether the previous rank's data arrived unchanged, and the median seconds of a small round."""
+    """Send test messages around a ring. Return (True if all data arrived intact, median seconds per small message)."""
     if comm.size == 1:
         return True, None
     to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     large, received = np.full(LARGE_BYTES // 8, comm.rank, np.int64), np.full(LARGE_BYTES // 8, -1, np.int64)
-    comm.sendrecv(large, to, received, source, _TAG)  # the first: connections are made
+    comm.sendrecv(large, to, received, source, _TAG)  # the first message opens connections
     right, times = bool((received == source).all()), []
     for number in range(ROUNDS):
         small, heard = np.array([comm.rank, number]), np.full(2, -1)
@@ -157,13 +156,15 @@ def _ring(comm: Communicator) -> tuple[bool, float | None]:
 
 
 def compare_clocks(leaders: Communicator, clock: Callable[[], float] = time.time) -> tuple[ClockOffset, ...]:
-    """Return the clock offset of each rank to rank 0, on rank 0 only. Collective over ``leaders``."""
+    """Return the offset of each node's ``clock`` to the first node's, on rank 0. Collective over ``leaders``.
+
+    ``leaders`` has one rank per node.
+    """
     readings = clock_offsets.measure_offsets(leaders, lambda: round(clock() * 1e9))
     return tuple(ClockOffset(reading.offset_ns / 1e9, reading.bound_ns / 1e9) for reading in readings)
 
 
 def _leave_text(directory: Path, prefix: str) -> tuple[str, str, str]:
-    """Write a probe file into ``directory``; return its name, its text, and the error ("" where it was written)."""
     name, text = f"{prefix}-{secrets.token_hex(8)}", secrets.token_hex(16)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -177,7 +178,10 @@ def _leave_text(directory: Path, prefix: str) -> tuple[str, str, str]:
 
 
 def look_for_text(path: Path, text: str, patience_s: float = LOOK_S) -> str:
-    """Return why ``path`` does not show ``text`` within ``patience_s`` s, or its directory is not writable (local)."""
+    """Wait up to ``patience_s`` seconds until file ``path`` contains ``text``. Local.
+
+    Returns the reason for a failure, or "" on success.
+    """
     until = time.monotonic() + patience_s
     while True:
         try:
@@ -189,5 +193,5 @@ def look_for_text(path: Path, text: str, patience_s: float = LOOK_S) -> str:
         except OSError as error:
             reason = error.strerror or str(error)
         if time.monotonic() > until:
-            return f"{reason}: what rank 0 has written is not there"
+            return f"{reason}: the file written by rank 0 is not there"
         time.sleep(_LOOK_AGAIN_S)

@@ -1,7 +1,7 @@
-"""Job checks: the table of all ranks' facts, its size and messages, and differences between nodes.
+"""Job checks of the table of all ranks' facts: size, messages, and differences between nodes.
 
 Software, processors, settings, clocks and directories are compared, and the free space of each node is checked. The
-checks send no messages: they are functions of gathered rows.
+checks are functions of gathered rows and send no messages.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ US: Final = 1e6
 
 @dataclass(frozen=True)
 class Greeting:
-    """Result of a rank's test messages: whether data arrived unchanged, and seconds per round (None: no peer)."""
+    """Result of a rank's test messages: True if all data arrived unchanged, and seconds per message (None: no peer)."""
 
     arrived: bool
     inside_s: float | None
@@ -29,7 +29,10 @@ class Greeting:
 
 @dataclass(frozen=True)
 class RankRow:
-    """Row of a rank. One rank per node fills ``machine``, and ``unseen``: why it does not see the run directory."""
+    """Facts of a rank. One rank per node also has ``machine``, the facts of the node, and ``unseen``.
+
+    ``unseen`` is the reason why this node does not see the run directory, or "".
+    """
 
     node: int
     local_rank: int
@@ -41,13 +44,13 @@ class RankRow:
 
 @dataclass(frozen=True)
 class RankTable:
-    """The rows of all ranks, in rank order."""
+    """Facts of all ranks, one row per rank in rank order."""
 
     rows: Sequence[RankRow]
 
     @cached_property
     def nodes(self) -> list[list[RankRow]]:
-        """The rows of each node, by local rank."""
+        """The rows of each node, sorted by local rank."""
         rows_of: dict[int, list[RankRow]] = {}
         for row in self.rows:
             rows_of.setdefault(row.node, []).append(row)
@@ -55,25 +58,25 @@ class RankTable:
 
     @cached_property
     def machines(self) -> list[NodeFacts]:
-        """The machine of each node."""
+        """The hardware and software facts of each node, in node order."""
         machines = [next((row.machine for row in rows if row.machine is not None), None) for rows in self.nodes]
         assert all(machine is not None for machine in machines), "one rank of each node describes it"
         return [machine for machine in machines if machine is not None]
 
     @cached_property
     def labels(self) -> list[str]:
-        """The names of the nodes: host names, or numbers where several nodes have the same name."""
+        """The names of the nodes: host names, or numbers if host names are not unique."""
         hosts = [rows[0].facts.host for rows in self.nodes]
         return hosts if len(set(hosts)) == len(hosts) else [f"node{index}" for index in range(len(hosts))]
 
     def by_node(self, texts: Sequence[str]) -> str:
-        """Return the ``texts`` of the nodes as one; nodes with the same text share it."""
+        """Join ``texts``, one per node, into one text that names the nodes. Equal texts appear once."""
         return group_texts(self.labels, texts)
 
 
 @dataclass(frozen=True)
 class Lint:
-    """A check of the rows of one node: ``look`` returns the fault or "", of severity ``status``; and the cure."""
+    """A check of each node: ``look`` returns the fault in a node's rows or "". ``cure`` is the remedy to print."""
 
     look: Callable[[list[RankRow]], str]
     status: str
@@ -81,7 +84,7 @@ class Lint:
 
 
 def apply_lints(table: RankTable, name: str, lints: Sequence[Lint]) -> Check | None:
-    """Return the result of the first of ``lints`` that finds a fault on any node; None where none does."""
+    """Return the result of the first lint that finds a fault on any node, or None. The result is called ``name``."""
     for lint in lints:
         texts = [lint.look(rows) for rows in table.nodes]
         if any(texts):
@@ -90,38 +93,36 @@ def apply_lints(table: RankTable, name: str, lints: Sequence[Lint]) -> Check | N
 
 
 def check_size(table: RankTable, asked: SchedulerRequest) -> Check:
-    """Check that the job has as many ranks, on as many nodes, as were requested from the scheduler."""
+    """Check that the job has at least as many ranks and nodes as were requested from the scheduler (``asked``)."""
     ranks, nodes = len(table.rows), len(table.nodes)
     counts = sorted({len(rows) for rows in table.nodes})
     each = f"{counts[0]} to {counts[-1]} on a node" if len(counts) > 1 else f"{counts[0]} on each"
     summary = f"{counted(ranks, 'rank')} on {counted(nodes, 'node')} ({each})"
     if not asked.scheduler:
         return Check("scheduler", OK, f"no scheduler; {summary}")
-    wanted = [
+    requested = [
         *([counted(asked.tasks, "task")] if asked.tasks is not None else []),
         *([counted(asked.nodes, "node")] if asked.nodes is not None else []),
     ]
-    summary = f"{summary}; {asked.scheduler} was asked for {' on '.join(wanted) or 'what it does not say'}"
+    summary = f"{summary}; {asked.scheduler} was asked for {' on '.join(requested) or 'an unknown number of tasks'}"
     if asked.tasks is not None and ranks < asked.tasks:
-        cure = f"unless nodes are spares: hpcdist run -n {asked.tasks}, or srun without -n; or ask for fewer"
+        cure = f"unless nodes are spares: use hpcdist run -n {asked.tasks}, or srun without -n; or ask for fewer tasks"
         if ranks == 1:
-            cure += ". If this was printed once for each task, they are worlds of one: the launcher is of another MPI"
+            cure += ". If this was printed once for each task, each is its own world: the launcher is of another MPI"
         return Check("scheduler", WARN, summary, cure)
     if asked.nodes is not None and nodes < asked.nodes:
-        cure = (
-            "nodes without a rank are paid for, unless they are spares: spread the ranks (hpcdist run --ranks-per-node)"
-        )
+        cure = "nodes without a rank cost too, unless they are spares: spread the ranks (hpcdist run --ranks-per-node)"
         return Check("scheduler", WARN, summary, cure)
     return Check("scheduler", OK, summary)
 
 
 def check_messages(table: RankTable) -> Check:
-    """Check that all test messages arrived unchanged, and report their times."""
+    """Check that all test messages between ranks arrived unchanged, and report their times."""
     wrong = [rank for rank, row in enumerate(table.rows) if not row.greeting.arrived]
     if wrong:
         shown = ", ".join(map(str, wrong[:8])) + (", ..." if len(wrong) > 8 else "")
-        cure = "the MPI library or its network damages messages: try another transport, and tell the site"
-        return Check("messages", FAIL, f"other data than was sent arrived on rank {shown}", cure)
+        cure = "the MPI library or its network damages messages: try another transport, and inform the site"
+        return Check("messages", FAIL, f"data arrived changed on rank {shown}", cure)
     kinds = (
         ("inside a node", [row.greeting.inside_s for row in table.rows]),
         ("between nodes", [row.greeting.across_s for row in table.rows]),
@@ -132,11 +133,10 @@ def check_messages(table: RankTable) -> Check:
 
 
 def _spread(table: RankTable, times: Sequence[float | None]) -> str:
-    """Return the median time, and the longest with its rank."""
-    known = sorted((time, rank) for rank, time in enumerate(times) if time is not None)
-    median, (most, rank) = known[len(known) // 2][0], known[-1]
+    measured = sorted((time, rank) for rank, time in enumerate(times) if time is not None)
+    median, (most, rank) = measured[len(measured) // 2][0], measured[-1]
     slowest = (
-        f", slowest {most * US:,.1f} (rank {rank} on {table.labels[_index(table, rank)]})" if len(known) > 1 else ""
+        f", slowest {most * US:,.1f} (rank {rank} on {table.labels[_index(table, rank)]})" if len(measured) > 1 else ""
     )
     return f"{median * US:,.1f} us{slowest}"
 
@@ -149,36 +149,36 @@ SKEW_S: Final = 1.0  # walltimes and log entries have whole seconds
 RUN_DIRECTORY: Final = "run directory"
 NODE_LOCAL: Final = "node-local"
 SHARED_MEMORY: Final = "/dev/shm"
-# Least free space (empirical): checkpoints may be larger, but small runs exist; /dev/shm holds the gradients of the
-# ranks of a node (100 million parameters in float32), the node-local folder MPI's session directories.
+# Least free space (empirical): checkpoints may be larger, but small runs exist. /dev/shm holds the gradients of a
+# node's ranks (100 million parameters in float32), the node-local folder holds MPI's session directories.
 LEAST_BYTES: Final = {RUN_DIRECTORY: 1 << 30, NODE_LOCAL: 256 << 20, SHARED_MEMORY: 512 << 20}
-# File systems of one machine. Others (Lustre, GPFS, NFS, ...) may be shared: the probe file of `gather` tells.
+# File systems of one machine. Others (Lustre, GPFS, NFS, ...) may be shared: the probe file of `gather` shows this.
 OF_ONE_NODE: Final = ("tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "squashfs")
 _MUST_AGREE: Final = ("hpcdist", "MPI")  # a difference in other packages is only a warning
 
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """Offset of a node's clock to that of the first node, in seconds, and the bound of its error."""
+    """Clock offset of a node relative to the first node, and the bound of its measurement error, both in seconds."""
 
     offset_s: float
     bound_s: float
 
     @property
     def certain_s(self) -> float:
-        """The least absolute offset within the error bound."""
+        """The smallest absolute offset that is possible, given the bound of the measurement error."""
         return max(0.0, abs(self.offset_s) - self.bound_s)
 
 
 def check_clocks(table: RankTable, offsets: Sequence[ClockOffset], limit_s: float = SKEW_S) -> Check:
-    """Check that the clocks of all nodes agree; ``offsets`` has one for each node, the first of which is zero."""
+    """Check that node clocks agree within ``limit_s`` seconds. ``offsets`` has one entry per node; the first is 0."""
     name = "clocks"
     if len(offsets) < 2:
         return Check(name, OK, "one node")
     wrong = [offset.certain_s > limit_s for offset in offsets]
     if any(wrong):
         texts = [_ahead(offset) if bad else "" for offset, bad in zip(offsets, wrong, strict=True)]
-        cure = "walltime and logs go by them: the site's time service (chronyd, ntpd) does not run there"
+        cure = "walltime and logs use these clocks: the site's time service (chronyd, ntpd) does not run there"
         return Check(name, WARN, table.by_node(texts), cure)
     most = max(offsets, key=lambda offset: abs(offset.offset_s))
     bound_s = max(offset.bound_s for offset in offsets)
@@ -192,7 +192,7 @@ def _ahead(offset: ClockOffset) -> str:
 
 
 def check_directory(table: RankTable, path: str, failure: str) -> Check:
-    """Check that the run directory is one and the same on all nodes; ``failure``: why rank 0 cannot write there."""
+    """Check that all nodes see the run directory ``path``. ``failure`` is rank 0's error of writing there, or ""."""
     name, count = RUN_DIRECTORY, len(table.nodes)
     if failure:
         return Check(name, FAIL, f"{path}: {failure}", "choose another --out, which this user may write, or free space")
@@ -200,17 +200,17 @@ def check_directory(table: RankTable, path: str, failure: str) -> Check:
     kinds = [_volume(machine.volumes, RUN_DIRECTORY).kind for machine in table.machines]
     if any(unseen):
         texts = [f"{reason} ({kind})" if reason else "" for reason, kind in zip(unseen, kinds, strict=True)]
-        cure = "checkpoints need one directory: an --out on a file system that all nodes share, mounted alike"
+        cure = "checkpoints need one directory: choose an --out on a file system that all nodes share, mounted alike"
         return Check(name, FAIL, f"{path}: {table.by_node(texts)}", cure)
     summary = f"{path} ({table.by_node(kinds)}), seen by {counted(count, 'node')}"
     if count > 1 and any(kind in OF_ONE_NODE for kind in kinds):
-        cure = "that type is of one machine, which the nodes may be parts of; real ones need a shared file system"
+        cure = "this type of file system belongs to one machine; nodes on several machines need a shared file system"
         return Check(name, WARN, summary, cure)
     return Check(name, OK, summary)
 
 
 def check_space(table: RankTable) -> Check:
-    """Check the free space of every node in the run directory, the node-local folder and /dev/shm."""
+    """Check each node's free space in the run directory, the node-local folder and /dev/shm."""
     name = "free space"
     volumes = [machine.volumes for machine in table.machines]
     texts = ["; ".join(filter(None, map(_short_of, node_volumes))) for node_volumes in volumes]
@@ -241,7 +241,7 @@ def _short_of(volume: Volume) -> str:
 
 
 def check_software(table: RankTable) -> Check:
-    """Check that all nodes load the same hpcdist, Python, packages and MPI."""
+    """Check that all nodes load the same versions of hpcdist, Python, packages and MPI."""
     by_node = [machine.software for machine in table.machines]
     names = list(dict.fromkeys(name for software in by_node for name in software))
     differing = [name for name in names if len({software.get(name) for software in by_node}) > 1]
@@ -253,7 +253,7 @@ def check_software(table: RankTable) -> Check:
 
 
 def check_processors(table: RankTable) -> Check:
-    """Check that all nodes have the same processor: the slowest sets the pace, and other kinds may round otherwise."""
+    """Check that all nodes have one processor model. Otherwise the slowest sets the pace, and rounding may differ."""
     texts = [f"{machine.processor}, {counted(machine.cores, 'core')}" for machine in table.machines]
     if len(set(texts)) == 1:
         return Check("processors", OK, texts[0])
@@ -262,13 +262,13 @@ def check_processors(table: RankTable) -> Check:
 
 
 def check_settings(table: RankTable) -> Check:
-    """Check that variables which change how hpcdist runs have the same values on all nodes."""
+    """Check that the environment variables that affect hpcdist have the same values on all nodes."""
     by_node = [machine.settings for machine in table.machines]
     names = sorted({name for settings in by_node for name in settings})
     differing = [name for name in names if len({settings.get(name) for settings in by_node}) > 1]
     if differing:
         texts = [", ".join(f"{name}={settings.get(name, '(unset)')}" for name in differing) for settings in by_node]
-        cure = "hand them to all nodes: srun --export=ALL, Open MPI's mpirun -x NAME; or set them in the job script"
+        cure = "pass them to all nodes: srun --export=ALL, Open MPI's mpirun -x NAME; or set them in the job script"
         return Check("environment", WARN, table.by_node(texts), cure)
-    own = [f"{name}={by_node[0][name]}" for name in names if name.startswith("HPCDIST_")]
-    return Check("environment", OK, ", ".join(own) or "no HPCDIST_* is set")
+    settings_shown = [f"{name}={by_node[0][name]}" for name in names if name.startswith("HPCDIST_")]
+    return Check("environment", OK, ", ".join(settings_shown) or "no HPCDIST_* is set")

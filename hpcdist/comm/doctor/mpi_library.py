@@ -1,6 +1,6 @@
 """MPI library checks: the library that mpi4py loads, the vendor of the launcher, and their match.
 
-Nothing here initialises MPI: on a login node MPI_Init may abort, so a child process only loads the library to query it.
+Nothing here initialises MPI, because MPI_Init may abort on a login node. A child process loads and queries the library.
 `check_world` is for ranks of a started job.
 """
 
@@ -28,13 +28,13 @@ WARN: Final = "WARN"
 FAIL: Final = "FAIL"
 CHILD_LIMIT_S: Final = 60.0
 WITHOUT_THREADS: Final = (
-    "without it there is no progress thread; build MPI with --enable-mpi-thread-multiple for overlap"
+    "without it there is no progress thread for overlap; build MPI with --enable-mpi-thread-multiple"
 )
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report: name, status (OK, WARN or FAIL), finding, and cure."""
+    """Result of one check in the report: its name, status (OK, WARN or FAIL), finding, and remedy (``cure``)."""
 
     name: str
     status: str
@@ -44,7 +44,7 @@ class Check:
 
 @dataclass(frozen=True)
 class MpiLibrary:
-    """The MPI library that mpi4py loads: version string, vendor, version, and file."""
+    """The MPI library that mpi4py loads: its version string, vendor, version number, and file path."""
 
     text: str
     vendor: str
@@ -52,7 +52,7 @@ class MpiLibrary:
     path: str
 
 
-# MPI is loaded, not started. The library's file is what the loader mapped, whatever the name it was asked for.
+# MPI is loaded, not started. The library's file is the file that the loader mapped, whatever name was requested.
 _ASK = """
 import json, mpi4py
 mpi4py.rc.initialize = mpi4py.rc.finalize = False
@@ -65,7 +65,7 @@ print(json.dumps({"text": MPI.Get_library_version().strip("\\0 \\n"), "path": ma
 
 
 def load_library() -> MpiLibrary:
-    """Return the MPI library that mpi4py would use. Raises MissingCapabilityError when there is none."""
+    """Return the MPI library that mpi4py would use. Raises MissingCapabilityError if there is no MPI library."""
     try:
         child = subprocess.run(
             [sys.executable, "-P", "-c", _ASK], capture_output=True, text=True, timeout=CHILD_LIMIT_S, check=False
@@ -81,7 +81,7 @@ def load_library() -> MpiLibrary:
 
 
 def recognise_library(text: str) -> tuple[str, str]:
-    """Return vendor and version from what MPI_Get_library_version said."""
+    """Return the MPI vendor and version in ``text``, the result of MPI_Get_library_version."""
     words = text.replace(",", " ").split()
     for start, vendor in (("Open MPI", mpirun.OPEN_MPI), ("Intel(R) MPI", mpirun.INTEL_MPI), ("MPICH", mpirun.MPICH)):
         if text.startswith(start):
@@ -90,7 +90,7 @@ def recognise_library(text: str) -> tuple[str, str]:
 
 
 def check_library_and_launcher(environment: Mapping[str, str] = os.environ) -> list[Check]:
-    """Check the library, the launcher, and that both belong to one MPI."""
+    """Check the MPI library and the launcher, and check that both belong to the same MPI."""
     checks: list[Check] = []
     loaded = started = None
     try:
@@ -114,11 +114,14 @@ def check_library_and_launcher(environment: Mapping[str, str] = os.environ) -> l
 
 
 def check_launcher_match(loaded: MpiLibrary, started: mpirun.Launcher) -> Check:
-    """Check that the launcher starts ranks of this library: another's would start N worlds of one rank."""
+    """Check that the launcher ``started`` and the library ``loaded`` belong to one MPI.
+
+    Otherwise N ranks would start as N separate worlds.
+    """
     pairing = f"{started.vendor} {started.version} starts ranks that load {loaded.vendor} {loaded.version}"
-    compatible = {mpirun.MPICH, mpirun.INTEL_MPI}  # one binary interface and one process manager
+    compatible = {mpirun.MPICH, mpirun.INTEL_MPI}  # they share a binary interface and a process manager
     if "unknown" in (loaded.vendor, started.vendor):
-        return Check("launcher match", WARN, pairing, "prove it with `hpcdist doctor --launch`")
+        return Check("launcher match", WARN, pairing, "verify it with `hpcdist doctor --launch`")
     if loaded.vendor != started.vendor and not {loaded.vendor, started.vendor} <= compatible:
         cure = (
             f"put the mpirun that belongs to {loaded.path or loaded.vendor} first on PATH, or load the other MPI module"
@@ -130,7 +133,7 @@ def check_launcher_match(loaded: MpiLibrary, started: mpirun.Launcher) -> Check:
 
 
 def check_device_pointers(environment: Mapping[str, str] = os.environ) -> Check:
-    """Report whether MPI takes device pointers, by a probe in child processes where there is a GPU (seconds)."""
+    """Check if MPI accepts pointers to GPU memory. On a node with GPUs, child processes test this; takes seconds."""
     name = "CUDA-aware MPI"
     try:
         answer = cuda_aware.requested_answer(environment)
@@ -138,12 +141,12 @@ def check_device_pointers(environment: Mapping[str, str] = os.environ) -> Check:
         return Check(name, FAIL, str(error), f"unset {cuda_aware.VARIABLE}")
     staged = "device buffers are staged through pinned memory of the host"
     if answer != "auto":
-        used = "device pointers are handed to MPI, untried" if answer == "yes" else staged
+        used = "device pointers are handed to MPI, untested" if answer == "yes" else staged
         return Check(name, OK, f"{used} ({cuda_aware.VARIABLE}={answer})")
     try:
         usable = device.count()
     except MissingCapabilityError:
-        usable = 0  # the check of the GPU says why
+        usable = 0  # the GPU check reports the reason
     if not usable:
         return Check(name, OK, "not tried: no GPU is usable here")
     verdict = cuda_aware.probe_cached(environment, renewed=True)
@@ -153,7 +156,7 @@ def check_device_pointers(environment: Mapping[str, str] = os.environ) -> Check:
 
 
 def check_world(comm: Communicator, launch: LaunchEnvironment, library_text: str) -> list[Check]:
-    """Check the started world: its size, that its messages arrive, and the thread level. Collective."""
+    """Check the size of the started MPI world, an allreduce, and MPI's thread level. Collective over ``comm``."""
     total = np.ones(1)
     comm.allreduce(total)
     nodes = comm.nodes()
@@ -169,5 +172,5 @@ def check_world(comm: Communicator, launch: LaunchEnvironment, library_text: str
 
 
 def short_version(library_text: str) -> str:
-    """Return the version string without the part about its package."""
+    """Return the first part of an MPI version string, without details of its package build."""
     return " ".join(library_text.split(", package")[0].split())

@@ -1,4 +1,4 @@
-"""Ends of a process: functions to call, exit codes and texts of errors, and a SystemExit that nothing has caught."""
+"""End of a process: functions to call, exit codes and texts of errors, and detection of an uncaught SystemExit."""
 
 import atexit
 import os
@@ -20,7 +20,7 @@ from hpcdist.errors import (
     UsageError,
 )
 
-# The message is complete: a traceback through hpcdist would only hide it.
+# The message of these errors is complete: a traceback would only hide it.
 USER_ERRORS: Final = (
     ConfigurationError,
     DataError,
@@ -31,12 +31,12 @@ USER_ERRORS: Final = (
     UsageError,
 )
 MEMORY_CURE: Final = (
-    "`hpcdist plan` estimates the memory of each rank; use a smaller model, fewer ranks a node or more nodes"
+    "`hpcdist plan` estimates the memory of each rank; use a smaller model, fewer ranks per node or more nodes"
 )
 
 
 def at_exit(function: Callable[..., object], *arguments: object) -> None:
-    """Call ``function(*arguments)`` when this process ends normally; a forked child does not call it (local)."""
+    """Call ``function(*arguments)`` at the normal end of this process, but not of forked children. Local."""
     atexit.register(_call_in, os.getpid(), function, *arguments)
 
 
@@ -44,16 +44,16 @@ _settles: Final[list[Callable[[], object]]] = []
 
 
 def before_finalize(function: Callable[[], object]) -> None:
-    """Call ``function()`` before this process finalizes MPI: it stops a thread that communicates (local).
+    """Register ``function()`` to be called before MPI is finalised, e.g. to stop communicating threads. Local.
 
-    ``function`` may be called twice.
+    The function may be called twice.
     """
     _settles.append(function)
     at_exit(function)
 
 
 def settle() -> None:
-    """Call the functions of `before_finalize` (local)."""
+    """Call the functions registered with `before_finalize`. Local."""
     for function in _settles:
         function()
 
@@ -64,14 +64,14 @@ def _call_in(pid: int, function: Callable[..., object], *arguments: object) -> N
 
 
 def error_lines(error: BaseException) -> list[str]:
-    """Return the text to show for ``error``: its message where that is complete, else its traceback."""
+    """Return the lines to print for ``error``: only its message if it is meant for users, else its traceback."""
     if isinstance(error, USER_ERRORS):
         return [f"{type(error).__name__}: {error}"]
     if isinstance(error, MemoryError):
         return [f"out of memory: {error}; {MEMORY_CURE}" if str(error) else f"out of memory; {MEMORY_CURE}"]
     if isinstance(error, SystemExit) and isinstance(error.code, str):
         return [error.code, "\n", *traceback.format_exception(error)]
-    if isinstance(error, Exit) and error.__traceback__ is None:  # the interpreter has dropped it
+    if isinstance(error, Exit) and error.__traceback__ is None:  # the interpreter has dropped the traceback
         return [f"SystemExit: {error.code}{error.site}"]
     lines = traceback.format_exception(error)
     if "ERR_TRUNCATE" in lines[-1]:
@@ -80,7 +80,7 @@ def error_lines(error: BaseException) -> list[str]:
 
 
 def error_summary(error: BaseException, thread: str | None) -> str:
-    """Return the exception and the innermost line of its traceback as one line."""
+    """Return one line of text: the exception ``error``, the innermost line of its traceback, and ``thread``'s name."""
     frames = traceback.extract_tb(error.__traceback__)
     where = getattr(error, "site", "")
     if frames:
@@ -90,7 +90,7 @@ def error_summary(error: BaseException, thread: str | None) -> str:
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the exit code of a process that ends by ``error``; 0 for a SystemExit that is no failure."""
+    """Return the exit code of a process that ends with ``error``, or 0 for a successful SystemExit."""
     if isinstance(error, SystemExit):
         code = error.code
         return 0 if code is None else code & 0xFF if isinstance(code, int) else FAILURE
@@ -100,25 +100,22 @@ def exit_code(error: BaseException) -> int:
 
 
 class AgreedExit(SystemExit):
-    """Exit with a code that all ranks have agreed on, after MPI_Finalize: no abort is needed."""
+    """Exit with a code that all ranks have agreed on, after MPI_Finalize, so that no rank needs to abort."""
 
 
 class Exit(SystemExit):
-    """SystemExit of `sys.exit` in a job: nothing has caught it when the interpreter itself asks for its code.
+    """SystemExit that `sys.exit` raises in a job. Calls ``at_end`` if no code catches it before Python ends."""
 
-    No hook sees a SystemExit, and functions of `atexit` do not know the code.
-    """
-
-    site = ""  # where `sys.exit` was called
+    site = ""  # call site of `sys.exit`
     at_end: Callable[["Exit"], None]
 
     @property
     def code(self) -> Any:
-        """The argument of `sys.exit`."""
+        """The argument of `sys.exit`. If Python reads it because the program ends, ``at_end`` is called."""
         code = _code_of.__get__(self)
         try:
             sys._getframe(1)
-        except ValueError:  # no Python above: the main thread is at its end
+        except ValueError:  # no Python frame above: the main thread is at its end
             self.at_end(self)
         return code
 
@@ -131,12 +128,12 @@ class Exit(SystemExit):
 
 
 _code_of: Final[Any] = SystemExit.__dict__["code"]
-for _name in ("__module__", "__qualname__", "__name__"):  # as tracebacks show it
+for _name in ("__module__", "__qualname__", "__name__"):  # tracebacks print these
     setattr(Exit, _name, getattr(SystemExit, _name))
 
 
 def exit_function(at_end: Callable[[Exit], None]) -> Callable[..., NoReturn]:
-    """Return a function for the place of `sys.exit`, whose SystemExit is given to ``at_end`` unless it is caught."""
+    """Return a replacement for `sys.exit`. It calls ``at_end`` with the SystemExit if no code catches the exception."""
 
     def exit(status: Any = None, /) -> NoReturn:  # noqa: A001 (as tracebacks show it)
         error = Exit(*status) if isinstance(status, tuple) else Exit() if status is None else Exit(status)

@@ -1,8 +1,8 @@
-"""Fail-fast: a rank that fails ends the job, with its exit code, and its traceback is shown first.
+"""Fail-fast: a failed rank prints its traceback and ends the job with its exit code.
 
-`comm.start` installs this. Python alone would end the failing process while the others wait in a collective for ever,
-and MPI's own default prints its error over the traceback. Errors whose message is complete (`USER_ERRORS`) are shown
-without a traceback. A failure that all ranks share is shown once.
+`comm.start` installs this. Without it, the other ranks would wait in a collective for ever, and MPI would print its
+error over the traceback. Errors with a complete message (`USER_ERRORS`) are printed without a traceback. A failure of
+all ranks is printed once.
 """
 
 import atexit
@@ -43,15 +43,15 @@ from hpcdist.reporting import atomic
 if TYPE_CHECKING:  # late at run time: --help is instant
     from hpcdist.comm.record.flight_recorder import Recorder
 
-FAILURE_DIR: Final = "HPCDIST_FAILURE_DIR"  # set by `hpcdist run`, which shows the first failure last
-PRECEDENCE_S: Final = 3.0  # head start of the rank that failed first, which asks the others whether they failed alike
+FAILURE_DIR: Final = "HPCDIST_FAILURE_DIR"  # set by `hpcdist run`, which prints the first failure last
+PRECEDENCE_S: Final = 3.0  # head start of the first failed rank, which asks the others whether they failed alike
 GIVE_WAY_S: Final = 3.0  # head start of rank 0 before the job has begun: ranks start within seconds of each other
-DRAIN_S: Final = 0.2  # launchers forward stderr through pipes, and drop their content at an abort
+DRAIN_S: Final = 0.2  # launchers forward stderr through pipes, and drop the content of the pipes at an abort
 READ_S: Final = 5.0  # for a launcher on a busy machine to read the pipe
-ABORT_S: Final = 3.0  # after this the process leaves by itself, whatever the MPI library is doing
-EXIT_S: Final = 10.0  # for ranks that leave by `sys.exit` together: one may have more to do before
-TITLE_BYTES: Final = 63  # of a communicator's name in Open MPI; MPICH takes twice as many
-STDERR: Final = 2  # the descriptor: sys.stderr may be an object without one
+ABORT_S: Final = 3.0  # afterwards the process exits, even if the MPI library hangs
+EXIT_S: Final = 10.0  # for ranks that exit by `sys.exit` together: a rank may have more to do first
+TITLE_BYTES: Final = 63  # maximum length of a communicator's name in Open MPI; MPICH allows twice as many
+STDERR: Final = 2  # the file descriptor, because sys.stderr may be an object without a descriptor
 
 
 @dataclass
@@ -73,9 +73,9 @@ _installed: _Installed | None = None  # one per process, as sys.excepthook is
 
 
 def install(abort: Callable[[int], None], rank: int, title: Callable[[str], None] | None = None) -> None:
-    """End the job through ``abort(code)`` when an exception of any thread of this process is not caught (local).
+    """From now on, end the job by ``abort(code)`` at any uncaught exception. Local.
 
-    ``title(text)`` comes before it, with at most TITLE_BYTES: what MPI is to show in its message about the abort.
+    ``title(text)`` sets MPI's abort message.
     """
     global _installed
     hooks = (sys.excepthook, threading.excepthook, sys.exit) if _installed is None else _installed.hooks
@@ -90,7 +90,7 @@ def install(abort: Callable[[int], None], rank: int, title: Callable[[str], None
 
 
 def set_rank(rank: int) -> None:
-    """Report failures as ``rank`` from now on; forgets the agreement until `set_agreement` (local)."""
+    """Report failures as ``rank`` from now on. Call `set_agreement` again afterwards, because this undoes it. Local."""
     assert _installed is not None, "install comes first"
     _installed.end_label()
     _installed.rank, _installed.all_agree, _installed.withdraw = rank, None, None
@@ -98,21 +98,20 @@ def set_rank(rank: int) -> None:
 
 
 def is_installed() -> bool:
-    """Whether `install` was called (local)."""
+    """Return True if `install` was called. Local."""
     return _installed is not None
 
 
 def answer_requests_for_stacks() -> None:
-    """Dump all stacks at a SIGUSR2, and go on (local)."""
-    # C level: also answered while the main thread is inside the MPI library, where a Python handler would wait.
+    """Install a handler that prints the stacks of all threads at SIGUSR2. The process continues. Local."""
+    # In C, so that it also works while the main thread is inside the MPI library, where a Python handler would wait.
     faulthandler.register(signal.SIGUSR2, STDERR, all_threads=True)
 
 
 def _label_stacks(rank: int) -> Callable[[], None]:
-    """Name ``rank`` and host in each dump of all stacks, until the function that is returned is called (local).
+    """Make printed stacks show ``rank`` and the host name. Return a function that undoes this.
 
-    A dump is written in C, by a handler of signals that takes no text. It shows the file name of each frame: so a
-    thread waits in code of that name.
+    An extra thread waits in code whose file name contains both.
     """
     end = threading.Event()
     code = compile("wait()", f"<rank {rank} on {socket.gethostname()}, process {os.getpid()}>", "exec")
@@ -121,7 +120,7 @@ def _label_stacks(rank: int) -> Callable[[], None]:
 
 
 def uninstall() -> None:
-    """Restore the hooks that `install` replaced, and leave the signal for stacks (local)."""
+    """Restore the hooks that `install` replaced, and remove the SIGUSR2 handler. Local."""
     if _installed is not None:
         _installed.end_label()
         faulthandler.unregister(signal.SIGUSR2)
@@ -129,7 +128,6 @@ def uninstall() -> None:
 
 
 def _restore() -> None:
-    """Restore the hooks of Python. A forked child does so at once, since it is not a rank (local)."""
     global _installed
     if _installed is not None:
         sys.excepthook, threading.excepthook, sys.exit = _installed.hooks
@@ -141,29 +139,29 @@ os.register_at_fork(after_in_child=_restore)
 
 
 def set_agreement(all_agree: Callable[..., bool], withdraw: Callable[[], None]) -> None:
-    """Report an exception once if all ranks raise it alike; let none leave by `sys.exit` alone (local).
+    """Install the collective function with which ranks agree before they end. Local.
 
-    ``all_agree(text)`` is collective: whether all ranks fail with ``text``, within the seconds of a second argument. If
-    so, each calls ``withdraw`` and leaves.
+    ``all_agree(text, seconds)`` returns True if all ranks pass the same ``text`` within ``seconds``. If all ranks raise
+    an equal exception, it is printed only once. If only some ranks call `sys.exit`, the job ends. After an agreement,
+    each rank calls ``withdraw()`` and exits.
     """
     assert _installed is not None, "install comes first"
     _installed.all_agree, _installed.withdraw = all_agree, withdraw
 
 
 def set_survivable(is_survivable: Callable[[BaseException], bool]) -> None:
-    """Let threads end silently by an error that ``is_survivable``, and leave without finalising MPI (local).
+    """Let errors for which ``is_survivable(error)`` is True end only the raising thread, without output. Local.
 
-    For jobs with ULFM: the main thread meets the same rank failure, and recovers or fails for all threads.
+    No later exit finalises MPI.
     """
     assert _installed is not None, "install comes first"
     _installed.is_survivable = is_survivable
 
 
 def set_recovery_limit(limit_s: float | None) -> None:
-    """End the job as a failure unless this is called again within ``limit_s`` seconds; None: no limit (local).
+    """End the job after ``limit_s`` seconds, unless this function is called again before. Local.
 
-    For recovery from a rank failure, in which no operation has a deadline: a job whose survivors do not come together
-    should be started again. Does nothing without `install`.
+    Each call replaces the limit; None removes it.
     """
     if _installed is None:
         return
@@ -182,35 +180,35 @@ def _recovery_timed_out(limit_s: float) -> None:
 
 
 def attach(recorder: "Recorder") -> None:
-    """Write the end of this process into ``recorder``, as its note "raised" or "finished" (local)."""
+    """Register ``recorder`` to get the note "raised" or "finished" when this process ends. Local."""
     assert _installed is not None, "install comes first"
     _installed.recorder = recorder
-    atexit.register(note_end)  # runs before MPI_Finalize, which may wait for the others
+    atexit.register(note_end)  # runs before MPI_Finalize, which may wait for other ranks
 
 
 def is_recording() -> bool:
-    """Whether the operations of this process are recorded (local)."""
+    """Return True if the operations of this process are recorded. Local."""
     return _installed is not None and _installed.recorder is not None
 
 
 def detach() -> None:
-    """Undo `attach` (local)."""
+    """Undo `attach`: write no note when this process ends. Local."""
     if _installed is not None:
         _installed.recorder = None
         atexit.unregister(note_end)
 
 
 def note_end() -> None:
-    """Note in the recorder that this process ends normally (local)."""
+    """Note in the flight recorder that this process ends normally. Local."""
     if _installed is not None and _installed.recorder is not None:
         _installed.recorder.note("finished", "end of the program")
 
 
 def guarded(main: Callable[[], int | None]) -> int:
-    """Return the exit code of ``main()``; a non-zero code, or any exception, ends the whole job here (local).
+    """Call ``main()`` and return its exit code. A non-zero code or any exception ends the whole job. Local.
 
-    A SystemExit reaches no excepthook, so the entry point of a job calls its main function through this. Codes that all
-    ranks agreed on pass: see `agreed_exit`. Without `install` exceptions pass to the caller.
+    The entry point of a job calls this, because an excepthook does not receive SystemExit. An exit on which all ranks
+    agreed (see `agreed_exit`) does not abort the job. Without `install`, exceptions propagate to the caller.
     """
     try:
         code = main() or 0
@@ -231,17 +229,17 @@ def guarded(main: Callable[[], int | None]) -> int:
 
 
 def _fail_together(state: _Installed, error: BaseException) -> None:
-    """Leave together if all ranks raised the same ``error``, which rank 0 reports; return if not."""
+    """End this process if all ranks raised an equal ``error``, which rank 0 then prints. Otherwise return."""
     if state.all_agree is None or state.withdraw is None or not isinstance(error, Exception) or _is_symptom(error):
         return
     text, code = "".join(error_lines(error)), exit_code(error)
-    # An agreement with a time limit: a rank that has failed cannot know whether the others will ever ask as well. The
-    # timer ends this process if the messages themselves do not return.
+    # An agreement with a time limit, because a failed rank cannot know whether the others will ask as well. The timer
+    # ends this process if the messages themselves do not return.
     _leave_by(time.monotonic() + PRECEDENCE_S + GIVE_WAY_S + READ_S + DRAIN_S + ABORT_S, code)
     try:
         if not state.all_agree(text):
             return
-    except Exception:  # noqa: BLE001 - messages fail as well: then this rank reports for itself
+    except Exception:  # noqa: BLE001 - messages fail as well: this rank reports alone
         return
     if state.recorder is not None:
         state.recorder.note("raised", error_summary(error, None))
@@ -253,10 +251,7 @@ def _fail_together(state: _Installed, error: BaseException) -> None:
 
 
 def _release_frames(error: BaseException) -> None:
-    """Release the local variables in the tracebacks of ``error`` and of its causes (local).
-
-    The error lives until the process ends. libhdf5 crashes at its own end if a virtual dataset is still referred to.
-    """
+    """Free local variables in the tracebacks of ``error`` and its causes. Otherwise libhdf5 may crash at exit."""
     link: BaseException | None = error
     seen: set[int] = set()
     while link is not None and id(link) not in seen:
@@ -266,16 +261,16 @@ def _release_frames(error: BaseException) -> None:
 
 
 def _leave_together_or_fail(leaving: Exit) -> None:
-    """Return where all ranks end by the exit code of ``leaving``, within EXIT_S seconds; else end the job with it.
+    """Return if all ranks exit with the code of ``leaving`` within EXIT_S seconds, or if it means an early stop.
 
-    Those that stop before their last step have agreed on that, and one may still save while the others leave.
+    Otherwise end the job.
     """
     state, code = _installed, exit_code(leaving)
     if state is None or state.all_agree is None or code in (0, REQUEUE, INTERRUPTED):
         return
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_finalized():
-        return  # which all ranks have done
+        return  # all ranks have finalized MPI
     with suppress(Exception):  # messages fail as well
         if state.all_agree(f"exit code {code}", EXIT_S):
             return
@@ -283,20 +278,15 @@ def _leave_together_or_fail(leaving: Exit) -> None:
 
 
 def _leave_by(limit: float, code: int) -> None:
-    """Leave with ``code`` when the process still runs at ``limit``, in monotonic seconds."""
-    # os._exit from a thread: no atexit hook, no MPI_Finalize and no lock of the main thread can delay it.
+    # os._exit from a thread cannot be delayed by atexit hooks, MPI_Finalize or locks of the main thread.
     timer = threading.Timer(max(0.0, limit - time.monotonic()), os._exit, (code,))
     timer.daemon = True
-    with suppress(RuntimeError):  # no new thread can be started: that may be what failed
+    with suppress(RuntimeError):  # no thread can be started, which may be the cause of the failure
         timer.start()
 
 
 def agreed_exit(code: int) -> NoReturn:
-    """Leave with ``code`` without an abort: every rank does the same, after MPI_Finalize (see `Session.leave`).
-
-    In a job that outlives rank failures MPI is not finalised, but the end of Python would do it, and hang: so the
-    process ends here.
-    """
+    """Exit with ``code`` without aborting MPI. Every rank must call this. With ULFM, MPI is not finalised."""
     exit_file.write_exit_code(code)
     if _installed is not None and _installed.is_survivable is not None:
         os._exit(code)
@@ -304,61 +294,60 @@ def agreed_exit(code: int) -> NoReturn:
 
 
 def fail(error: BaseException, thread: str | None = None, headline: str = "") -> NoReturn:
-    """Report ``error`` for this rank and end the job with its exit code; the first failing thread wins (local)."""
+    """Report ``error`` and end the job with its exit code. If several threads fail, only the first reports. Local."""
     assert _installed is not None, "install comes first"
     state = _installed
     state.failing.acquire()  # never released: the process ends here
     code = exit_code(error) or FAILURE
-    # A failure in the report, or an abort that waits for a lock of the failed thread, must not keep the process alive.
+    # A failed report, or an abort that waits for a lock of the failed thread, must not keep the process alive.
     _leave_by(time.monotonic() + GIVE_WAY_S + READ_S + DRAIN_S + ABORT_S, code)
     try:
         copy = _report(state, error, code, thread, headline)
         if copy and state.title is not None:
-            # Launchers drop what is in their pipes at an abort, but not MPI's message about it.
+            # At an abort, launchers drop the content of their pipes, but not MPI's abort message.
             with suppress(Exception):
                 state.title(f"see {copy}" if len(copy) <= TITLE_BYTES - 4 else f"see ...{copy[7 - TITLE_BYTES :]}")
         time.sleep(DRAIN_S)
-        # Before the abort: after it a launcher may wait for ever, or return the code of a rank that it killed.
+        # Before the abort: afterwards a launcher may wait for ever, or return the code of a rank that it killed.
         exit_file.write_exit_code(code)
-        _release_frames(error)  # MPICH ends an aborted job by exit(), which runs libhdf5's end
+        _release_frames(error)  # MPICH ends an aborted job by exit(), which runs the end of libhdf5
         state.abort(code)
-    except BaseException:  # noqa: BLE001 - whatever it was, the job must end, with the code of the first error
+    except BaseException:  # noqa: BLE001 - the job must end with the code of the first error
         traceback.print_exc()
     os._exit(code)
 
 
 def _is_symptom(error: BaseException) -> bool:
-    """Return True if ``error`` is most often caused by the failure of another rank (local)."""
+    """Return True if an error of this type usually results from the failure of another rank. Local."""
     return isinstance(error, CommunicationError) or type(error).__module__.startswith("mpi4py")
 
 
 def _report(state: _Installed, error: BaseException, code: int, thread: str | None, headline: str) -> str:
-    """Publish ``error``; return the path of its copy, as `publish` does."""
-    # Before the job has begun the ranks cannot agree, and most likely all have the same error of the user.
+    # Before the job has begun, the ranks cannot agree. Most likely all ranks have the same user error.
     launched = state.all_agree is None and environment.launch_environment() is not None
     alike = launched and isinstance(error, USER_ERRORS)
     if alike and state.rank:
-        time.sleep(GIVE_WAY_S)  # once rank 0 has reported it and left, the launcher ends this one
+        time.sleep(GIVE_WAY_S)  # meanwhile rank 0 reports the error and exits, and the launcher ends this rank
     elif _is_symptom(error):
-        time.sleep(PRECEDENCE_S)  # most often caused by another rank's failure, which is to be reported first
+        time.sleep(PRECEDENCE_S)  # usually another rank's failure is the cause, and must be reported first
     where = f"rank {state.rank}" + (f", thread {thread}" if thread else "")
     if state.recorder is not None:
         state.recorder.note("raised", error_summary(error, thread))
     headline = headline or f"{where} failed: exit code {code}"
-    # `hpcdist run` shows each text at its end. A job that goes on without this rank shows it at once.
+    # `hpcdist run` prints each text at its end. A job that continues without this rank prints the text at once.
     return publish(state.rank, headline, "".join(error_lines(error)), alone=alike or state.is_survivable is None)
 
 
 def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> str:
-    """Write ``text``, tagged with the rank, to a file that `hpcdist run` shows last, and in one piece to stderr.
+    """Write ``text``, tagged with the rank, to stderr in one piece, and to a file that `hpcdist run` prints last.
 
-    With ``alone`` a text left for `hpcdist run` is not written to stderr as well. Other
-    launchers may drop stderr: for them the text is first kept in a file, whose path is returned (else ""), and this
-    waits up to READ_S seconds until the pipe has been read.
+    If ``alone`` is True and `hpcdist run` will print the text, it is not written to stderr. For other launchers, this
+    also writes a copy to a second file, and waits up to READ_S seconds until the launcher has read stderr. Returns the
+    path of the copy, or "" without a copy.
     """
     rule = "=" * 100
     tagged = "".join(f"[rank {rank}] {line}\n" for line in [rule, headline, *text.rstrip("\n").split("\n"), rule])
-    tagged = tagged.encode(errors="backslashreplace").decode()  # a file's name may be no text
+    tagged = tagged.encode(errors="backslashreplace").decode()  # a file name may be invalid text
     left = False
     try:
         left = write_for_launcher(rank, tagged)
@@ -375,7 +364,7 @@ def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> str:
         except OSError as error:
             tagged += f"[rank {rank}] (no copy in a file: {error})\n"
     until = time.monotonic() + READ_S
-    # In a thread: nobody may read a full pipe, and the job must still end.
+    # In a thread: a full pipe may have no reader, and the job must still end.
     writer = threading.Thread(target=_write_streams, args=(tagged,), daemon=True)
     try:
         writer.start()
@@ -388,10 +377,10 @@ def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> str:
 
 
 def _write_streams(text: str) -> None:
-    with suppress(OSError, ValueError):  # closed, or its reader is gone
+    with suppress(OSError, ValueError):  # stderr is closed, or has no reader
         sys.stdout.flush()
         sys.stderr.flush()
-        # The excepthook of torch.distributed collects what others write in a buffer that this process never reads.
+        # The excepthook of torch.distributed redirects stderr to a buffer that this process never reads.
         stream = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
         assert stream is not None
         stream.write(text)
@@ -399,31 +388,31 @@ def _write_streams(text: str) -> None:
 
 
 def _keep_text(rank: int, text: str) -> str:
-    """Write ``text`` to a file, beside the recorder's if there is one, and return its path. Raises OSError."""
+    """Write ``text`` to a file, next to the flight recorder's file if there is one. Return the path. Raises OSError."""
     recorder = _installed.recorder if _installed is not None else None
     if recorder is None:
         file, path = tempfile.mkstemp(prefix=f"hpcdist-rank-{rank}-failed-", suffix=".txt")
         with os.fdopen(file, "w") as copy:
             copy.write(text)
         return path
-    beside = recorder.path.with_suffix(".failed")
-    atomic.write(beside, text)
-    return str(beside)
+    failed_path = recorder.path.with_suffix(".failed")
+    atomic.write(failed_path, text)
+    return str(failed_path)
 
 
 def _unread() -> int:
-    """Return the number of unread bytes in the pipe that is this process's stderr; 0 where it is no pipe."""
+    """Return the number of unread bytes in the pipe of this process's stderr, or 0 if stderr is not a pipe."""
     try:
         if stat.S_ISFIFO(os.fstat(STDERR).st_mode):
             unread: int = struct.unpack("i", fcntl.ioctl(STDERR, termios.FIONREAD, b"\0" * 4))[0]
             return unread
     except OSError:
-        pass  # it is closed, and nobody will read it
+        pass  # stderr is closed, and nobody will read it
     return 0
 
 
 def write_for_launcher(rank: int, text: str) -> bool:
-    """Write ``text`` for `hpcdist run` to show last; False where that is not the launcher. Raises OSError (local)."""
+    """Write ``text`` to a file that `hpcdist run` prints last. Return False under another launcher. Raises OSError."""
     folder = os.environ.get(FAILURE_DIR)
     if not folder:
         return False

@@ -1,13 +1,8 @@
 """Rank failures: fault-tolerant communicators (ULFM), detection of failed ranks, and agreement with a time limit.
 
-`FaultTolerant` is the part of a communicator that survives rank failures: revoke, agree, shrink, and grow.
-`is_rank_failure` tells the failure of a rank from other errors by the MPI error class, also of the errors that led to
-it.
-
-`all_agree` finds out whether all ranks fail alike: then the job reports one failure, not one for each rank. Errors such
-as a bad recipe or missing data occur on every rank. But a rank that has failed cannot know whether the others have, or
-wait for it in a collective for ever: so this is no collective but messages to rank 0 with a time limit.
-`barrier_with_deadline` names the ranks that have not come.
+`FaultTolerant` is the part of a communicator that survives rank failures: revoke, agree, shrink, and grow. `all_agree`
+finds out whether all ranks fail alike, so that the job reports one failure. It sends messages to rank 0 with a time
+limit, because a collective could wait for ever for ranks that do not fail.
 """
 
 import contextlib
@@ -32,35 +27,32 @@ Made = TypeVar("Made", bound="FaultTolerant")
 
 
 class FaultTolerant(Observable, ABC):
-    """Base of `endpoint.Endpoint`: fault tolerance. `communicator.Communicator` documents each method."""
+    """Base class of `endpoint.Endpoint` with methods for rank failures, documented in `communicator.Communicator`."""
 
     name: str
     declared_node: int | None
 
     def __init__(self) -> None:
         super().__init__()
-        # All communicators made from this one (split, dup, nodes), at any depth: revoked together with it, since ULFM
-        # revokes one communicator only, and a rank may wait in any of them. Weak, so that dropped ones are collected.
+        # All communicators derived from this one (split, dup, nodes), at any depth. They are revoked together, because
+        # ULFM revokes only one, and a rank may wait in any. Weak references, so that unused communicators are freed.
         self._descendants: weakref.WeakSet[FaultTolerant] = weakref.WeakSet()
-        self._registries = [self._descendants]  # where descendants are entered: in this set, and those of the ancestors
+        self._registries = [self._descendants]  # sets to enter descendants in: this set, and the sets of the ancestors
         self._revoked: set[FaultTolerant] = set()  # descendants to free: strong references until `abandon`
 
     def _recorded(
         self, op: str, function: Callable[..., Result], *arguments: Any, count: int = 0, peer: int = -1
     ) -> Result:
-        """Return ``function(*arguments)``, recorded as the operation ``op``, of which the sent bytes are not known."""
         token = self.events.begin(self.name, op, "uint8", count, UNKNOWN_BYTES, peer, 0)
         result = function(*arguments)
         self.events.end(token)
         return result
 
     def _passed_on(self, made: Made) -> Made:
-        """Return ``made``, a communicator made from this one, with the event sink and the checked mode of this one."""
         made.observe_like(self)
         return made
 
     def _adopt(self, child: "FaultTolerant") -> None:
-        """Register ``child``, which was made from this communicator, with it and its ancestors."""
         child._registries += self._registries
         with _descendants_lock:
             for registry in self._registries:
@@ -71,7 +63,6 @@ class FaultTolerant(Observable, ABC):
             return list(self._descendants)
 
     def revoke(self) -> None:
-        """Revoke this communicator and all made from it: their operations fail on every rank (local)."""
         self._check_survivable("revoke")
         self._revoked.update(self._take_descendants())
         for descendant in self._revoked:
@@ -79,22 +70,19 @@ class FaultTolerant(Observable, ABC):
         self._revoke()
 
     def agree(self, flag: bool) -> bool:
-        """Return whether all survivors passed true. Collective over the survivors."""
         self._check_survivable("agree")
         return self._recorded("agree", self._agree, flag)
 
     def shrink(self, label: str = "world") -> Self:
-        """Return a communicator of the survivors, named ``label``. Collective over the survivors."""
         self._check_survivable("shrink")
         return self._passed_on(self._recorded("shrink", self._shrink, label))
 
     def grow(self, count: int, arguments: Sequence[str], environment: Mapping[str, str], label: str) -> Self:
-        """Return a communicator of these ranks and ``count`` new processes; see `spawn.spawn`. Collective."""
+        """Return a communicator of these ranks and ``count`` new processes (see `spawn.spawn`). Collective."""
         self._check_survivable("grow")
         return self._passed_on(self._recorded("grow", self._grow, count, arguments, environment, label))
 
     def abandon(self) -> None:
-        """Free a revoked communicator and those made from it, ignoring errors of the MPI library (local)."""
         to_free = {*self._take_descendants(), *self._revoked, self}
         self._revoked.clear()
         for communicator in to_free:
@@ -105,19 +93,18 @@ class FaultTolerant(Observable, ABC):
     def _check_survivable(self, what: str) -> None:
         if not self.supports("ulfm"):
             raise MissingCapabilityError(
-                f"{what} on {self.name}: this MPI, as it was started, cannot go on after a rank has died; start the "
+                f"{what} on {self.name}: this MPI was not started to continue after the death of a rank; start the "
                 "job by Open MPI's `mpirun --with-ft ulfm`, or let the job end and start it again"
             )
 
     @abstractmethod
     def supports(self, feature: str) -> bool:
-        """Whether the transport has ``feature``; without "ulfm" some MPI libraries end the process in these calls."""
+        """Return True if the transport supports ``feature``. Without "ulfm", calls of ULFM may end the process."""
 
     @abstractmethod
     def _revoke(self) -> None: ...
     @abstractmethod
-    def failed(self) -> tuple[int, ...]:
-        """Return the ranks known to have failed, ascending (local)."""
+    def failed(self) -> tuple[int, ...]: ...
 
     @abstractmethod
     def _agree(self, flag: bool) -> bool: ...
@@ -129,7 +116,7 @@ class FaultTolerant(Observable, ABC):
     def _abandon(self) -> None: ...
 
 
-DETECTION_PATIENCE_S: Final = 1.0  # a connection may break before the MPI library learns of the failure (empirical)
+DETECTION_PATIENCE_S: Final = 1.0  # a connection may break before the MPI library detects the failure (empirical)
 _POLL_S: Final = 1e-3
 _UNUSED_TAG: Final = 32766  # a tag without messages
 
@@ -137,11 +124,10 @@ _UNUSED_TAG: Final = 32766  # a tag without messages
 def is_rank_failure(
     error: BaseException, comm: Communicator | None = None, patience_s: float = DETECTION_PATIENCE_S
 ) -> bool:
-    """Whether ``error`` is a rank failure, the revocation that follows one, or was caused by either (local).
+    """Return True if ``error`` was caused by a rank failure, or by the revocation after a rank failure. Local.
 
-    With ``comm`` any other error of the MPI library counts as well if, within ``patience_s`` seconds, a member of
-    ``comm`` is known to have failed: a broken connection may be reported before its cause. KeyboardInterrupt never
-    counts.
+    If ``comm`` is passed, other MPI errors also count if a rank of ``comm`` is found to have failed within
+    ``patience_s`` seconds. KeyboardInterrupt never counts.
     """
     if not isinstance(error, Exception):
         return False
@@ -158,7 +144,6 @@ def is_rank_failure(
 
 
 def _error_chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield ``error`` and, transitively, its ``__cause__`` and ``__context__``."""
     seen: set[int] = set()
     front: list[BaseException | None] = [error]
     while front:
@@ -170,7 +155,6 @@ def _error_chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _mpi() -> Any:
-    """Return mpi4py.MPI if it is loaded: otherwise no error is one of MPI."""
     return sys.modules.get("mpi4py.MPI")
 
 
@@ -198,42 +182,42 @@ def _has_failed(comm: Communicator, patience_s: float) -> bool:
     return True
 
 
-AGREEMENT_PATIENCE_S: Final = 2.0  # ranks that fail alike do so within milliseconds; this is for loaded machines
-_SLACK_S: Final = 0.5  # that the others wait longer than rank 0, for its answer
+AGREEMENT_PATIENCE_S: Final = 2.0  # ranks that fail alike do so within milliseconds; longer for loaded machines
+_SLACK_S: Final = 0.5  # added to the wait of the other ranks for rank 0's answer
 _PAUSE_S: Final = 1e-3
-_AGREEMENT_TAG: Final = 32767  # the largest that every MPI guarantees (MPI_TAG_UB)
+_AGREEMENT_TAG: Final = 32767  # the largest tag that every MPI guarantees (MPI_TAG_UB)
 _BARRIER_TAG: Final = 32766
 _DIGEST_BYTES: Final = 16
 
 
 def all_agree(comm: Communicator, text: str, patience_s: float = AGREEMENT_PATIENCE_S) -> bool:
-    """Whether every rank of ``comm`` calls this with the same ``text`` within about ``patience_s`` seconds.
+    """Return True if every rank of ``comm`` calls this with the same ``text`` within about ``patience_s`` seconds.
 
-    Collective where it returns true. Where some ranks do not call, those that do get False, and messages stay under
-    way: they have to leave the job.
+    If some ranks do not call this function, the other ranks get False. Their messages then stay in flight, so they must
+    leave the job.
     """
-    own = np.frombuffer(
+    local_digest = np.frombuffer(
         hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES).digest(), np.uint8
     ).copy()
     verdict = np.zeros(1, np.uint8)
-    # Point-to-point and polled: a collective could not be given up after a time limit.
+    # Point-to-point and polled, because a collective cannot be given up after a time limit.
     if comm.rank > 0:
-        requests = [comm.isend(own, 0, _AGREEMENT_TAG), comm.irecv(verdict, 0, _AGREEMENT_TAG)]
+        requests = [comm.isend(local_digest, 0, _AGREEMENT_TAG), comm.irecv(verdict, 0, _AGREEMENT_TAG)]
         return _all_complete(requests, patience_s + _SLACK_S) and bool(verdict[0])
     digests = np.zeros((comm.size, _DIGEST_BYTES), np.uint8)
-    digests[0] = own
+    digests[0] = local_digest
     others = range(1, comm.size)
     heard = _all_complete([comm.irecv(digests[rank], rank, _AGREEMENT_TAG) for rank in others], patience_s)
-    verdict[0] = heard and bool((digests == own).all())
+    verdict[0] = heard and bool((digests == local_digest).all())
     answers = [comm.isend(verdict, rank, _AGREEMENT_TAG) for rank in others]
     return bool(verdict[0]) and _all_complete(answers, _SLACK_S)
 
 
 def barrier_with_deadline(comm: Communicator, what: str, patience_s: float) -> None:
-    """Wait until every rank of ``comm`` has called this. Collective; all messages go to rank 0, so not for each step.
+    """Wait until every rank of ``comm`` has called this. Slow, because all ranks send to rank 0. Collective.
 
-    ``what`` names the call in the error. Raises DeadlineError, which names the ranks that have not come, on those that
-    have waited for ``patience_s`` seconds; messages stay under way then, and the job has to end.
+    Raises DeadlineError on ranks that have waited for ``patience_s`` seconds. The error names the operation ``what``
+    and the missing ranks. Messages then stay in flight, so the job must end.
     """
     here, absent = np.zeros(1, np.uint8), np.zeros(comm.size, np.uint8)
     others = range(1, comm.size)
@@ -253,12 +237,11 @@ def barrier_with_deadline(comm: Communicator, what: str, patience_s: float) -> N
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         raise DeadlineError(
             f"{what} is collective: rank {comm.rank} of {comm.name} has waited {patience_s:g} s, and {named}{more} did "
-            "not come; every rank must call it"
+            "not call it; every rank must call it"
         )
 
 
 def _all_complete(requests: Sequence[Request], patience_s: float) -> bool:
-    """Wait until all ``requests`` are complete; False where that takes longer."""
     limit = time.monotonic() + patience_s
     while not all(request.test() for request in requests):
         if time.monotonic() > limit:

@@ -1,6 +1,6 @@
-"""Watchdog: an operation that exceeds its deadline ends the job, after the stacks of all ranks are written.
+"""Watchdog: an operation that exceeds its deadline ends the job, after all ranks have written their stacks.
 
-Its thread also writes the heartbeat of the recorder, which tells a stopped rank from one that waits.
+The watchdog also writes the recorder's heartbeat, which distinguishes a stopped rank from a waiting rank.
 """
 
 import faulthandler
@@ -16,17 +16,17 @@ from hpcdist.comm.failure import failfast
 from hpcdist.comm.record.flight_recorder import Recorder
 from hpcdist.errors import FAILURE, ConfigurationError
 
-MARKER: Final = "deadline"  # file beside the records: a rank has passed its deadline, so all dump their stacks
+MARKER: Final = "deadline"  # file next to the records: a rank has passed its deadline, so all ranks dump their stacks
 NS: Final = 1_000_000_000
 
 
 class Watchdog:
     """Thread that enforces a deadline of ``deadline_s`` seconds on each operation in ``recorder``.
 
-    Between `relax` and `tighten` they may take ``first_step_factor`` times that: in the first step ranks compile,
-    allocate and connect at different speeds. Past the deadline this rank writes its stacks to ``rank-N.stacks`` beside
-    the record, makes the other ranks do the same through a marker file, and leaves with exit code 1 without finalising
-    MPI, at which the launcher ends the job. Use ``deadline_s=math.inf`` for no deadline.
+    Between `relax` and `tighten` the deadline is ``first_step_factor`` times longer, for the first step. When an
+    operation exceeds its deadline, this rank writes its stacks to ``rank-N.stacks`` next to its recorder file, and
+    creates a marker file at which the other ranks write their stacks. This rank then exits with code 1 without
+    finalising MPI. ``deadline_s=math.inf`` means no deadline.
     """
 
     def __init__(
@@ -44,41 +44,40 @@ class Watchdog:
         self._factor = 1.0
         self._limits_s: dict[str, float] = {}
         self._interval_s = min(1.0, deadline_s / 10)
-        # The marker is on a shared file system, and every rank polls it: so rarely.
+        # Rarely, because the marker is on a shared file system and every rank polls it.
         self._marker_interval_s = min(10.0, deadline_s / 10)
         self._marker = recorder.path.with_name(MARKER)
-        self._old_marker = self._followed = self._identity()  # of an earlier run in this directory
+        self._old_marker = self._followed = self._identity()  # from an earlier run in this directory
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.stacks.unlink(missing_ok=True)
 
     def start(self) -> None:
-        """Begin to watch (local)."""
-        self._beat()  # a rank that is stopped before the thread first runs then shows a heartbeat that is overdue
+        """Start the watchdog thread. Local."""
+        self._beat()  # so that a rank stopped before the thread first runs shows an overdue heartbeat
         self._thread.start()
 
     def stop(self) -> None:
-        """End the watch; no operation has a deadline afterwards (local)."""
+        """Stop the watchdog thread. Operations have no deadline afterwards. Local."""
         self._stopping.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
         self.recorder.beat(0)
 
     def relax(self) -> None:
-        """Multiply the deadline by ``first_step_factor`` (local)."""
+        """Multiply the deadline by ``first_step_factor``. Local."""
         self._factor = self.first_step_factor
 
     def tighten(self) -> None:
-        """Return to the deadline itself (local)."""
+        """End the longer deadline that `relax` has set. Local."""
         self._factor = 1.0
 
     def limit(self, comm: str, deadline_s: float) -> None:
-        """Set the deadline of operations of the communicator ``comm`` and its children (local)."""
-        self._limits_s = {**self._limits_s, comm: deadline_s}  # a new dictionary: the thread reads the old one
+        """Set the deadline of operations on the communicator ``comm`` and on communicators derived from it. Local."""
+        self._limits_s = {**self._limits_s, comm: deadline_s}  # a new dictionary: the thread reads the old dictionary
         self._interval_s = min(self._interval_s, deadline_s / 10)
 
     def _deadline_s(self, token: int) -> float:
-        """Return the deadline of an operation in seconds (local)."""
         limits = self._limits_s
         name = self.recorder.communicator(token) if limits else ""
         parents = [comm for comm in limits if f"{name}/".startswith(f"{comm}/")]
@@ -90,7 +89,7 @@ class Watchdog:
         while not self._stopping.wait(self._interval_s):
             now = time.monotonic_ns()
             if now - last > (5 * self._interval_s + 1) * NS:
-                resumed = now  # the whole process was stopped (suspended job, debugger): deadlines count anew
+                resumed = now  # the whole process was stopped (suspended job, debugger): deadlines start again
                 self.recorder.note("frozen", f"was stopped for {(now - last) / NS:.1f} s")
             self._beat()
             last = now
@@ -121,15 +120,14 @@ class Watchdog:
         if self._announce(f"rank {rank}: {text}\n"):
             text += (
                 f"\nThe stacks of all ranks that still run are in {self.stacks.parent}."
-                f"\n`hpcdist hang {self.stacks.parent.parent}` names the rank that did not come."
+                f"\n`hpcdist hang {self.stacks.parent.parent}` names the rank that did not arrive."
             )
             failfast.publish(rank, f"rank {rank} waited past its deadline: exit code {FAILURE}", text)
             faulthandler.dump_traceback(failfast.STDERR, all_threads=True)
-        time.sleep(2 * self._marker_interval_s + 0.5)  # the others write their stacks now; an exit here would end them
+        time.sleep(2 * self._marker_interval_s + 0.5)  # the others write their stacks now; an exit would end them
         self._leave(FAILURE)
 
     def _announce(self, text: str) -> bool:
-        """Make the marker; return whether this rank was the first."""
         try:
             if self._old_marker is not None and self._identity() == self._old_marker:
                 self._marker.unlink(missing_ok=True)
@@ -142,7 +140,6 @@ class Watchdog:
         return True
 
     def _follow(self) -> None:
-        """Write the stacks of this rank when another one's deadline has passed: others may wait for this one."""
         marker = self._identity()
         if marker is not None and marker != self._followed:
             self._followed = marker
@@ -162,7 +159,6 @@ class Watchdog:
         return status.st_ino, status.st_mtime_ns
 
     def _dump(self, reason: str) -> None:
-        """Append all stacks of this process to its file; they go to stderr where that fails."""
         try:
             time_utc = datetime.now(UTC).isoformat(timespec="seconds")
             _dump_to(self.stacks, f"{time_utc} rank {self.recorder.rank}: {reason}")

@@ -1,9 +1,7 @@
-"""Core binding in a Slurm job: the number of cores that mpirun can bind each rank to (local).
+"""Core binding in a Slurm job: the number of cores that mpirun can bind each rank to. Local.
 
-srun binds its ranks by the allocation. An mpirun inside of the job gets options: so many ranks on a node, so many cores
-for each. It counts cores from the first that the control group of the job allows, whatever the affinity of the process
-that started it, and fails where a node has too few. So ranks are bound only where this node and the variables of Slurm
-prove that each rank has cores of its own, and otherwise not at all.
+mpirun counts cores from the first core that the job's control group allows, and fails if a node has too few. So ranks
+are bound only if this node and Slurm's variables prove that each rank gets its own cores.
 """
 
 import os
@@ -24,10 +22,10 @@ _REPEATED: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 
 @dataclass(frozen=True)
 class NodeCores:
-    """Cores that this process may use: for each, its usable processors (hardware threads).
+    """Cores that this process may use. Each core is a tuple of its usable processors (hardware threads).
 
-    ``packages`` is the number of these cores by socket. ``confined``: the control group allows no other core;
-    ``whole``: the node has no other core.
+    ``packages`` holds the number of these cores in each socket. ``confined`` is True if the control group allows only
+    these cores. ``whole`` is True if these are all cores of the node.
     """
 
     cores: tuple[tuple[int, ...], ...]
@@ -42,15 +40,16 @@ class NodeCores:
 
     @property
     def per_core(self) -> int:
-        """The most processors of any core."""
+        """The largest number of usable processors (hardware threads) of any core."""
         return max(len(core) for core in self.cores)
 
 
 @dataclass(frozen=True)
 class CoreBinding:
-    """Binding of each of ``ranks_per_node`` ranks to ``cores`` cores of its own; None: not bound.
+    """Binding of ranks to cores: ``cores`` is the number of cores per rank, or None if ranks are not bound.
 
-    ``reason`` says why not; it is empty where the only rank of a node has all cores of the job there.
+    ``reason`` is the reason why ranks are not bound. It is "" if the only rank of a node may use all cores of the job
+    on this node, so that no binding is necessary.
     """
 
     ranks_per_node: int | None
@@ -59,7 +58,7 @@ class CoreBinding:
 
 
 def ranks_per_node(ranks: int, requested: int | None, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the ranks on each node of the job: ``requested``, else by Slurm's tasks per node; None: unknown."""
+    """Return the ranks per node: ``requested`` if it is set, else Slurm's tasks per node, or None if unknown."""
     if requested is not None:
         return requested
     tasks = expand_repeated(environment.get("SLURM_TASKS_PER_NODE", ""))
@@ -69,10 +68,7 @@ def ranks_per_node(ranks: int, requested: int | None, environment: Mapping[str, 
 
 
 def cpus_per_task(per_node: int | None, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the job's CPUs per task, if every node has that many for ``per_node`` ranks; else None.
-
-    The ranks that are started need not be the tasks for which the job was submitted.
-    """
+    """Return Slurm's CPUs per task. Returns None if unknown, or if ``per_node`` such tasks do not fit on a node."""
     task_cpus, job_cpus = environment.get("SLURM_CPUS_PER_TASK", ""), _job_cpus(environment)
     if per_node is None or not job_cpus or not task_cpus.isdecimal() or per_node * int(task_cpus) > min(job_cpus):
         return None
@@ -80,10 +76,7 @@ def cpus_per_task(per_node: int | None, environment: Mapping[str, str] = os.envi
 
 
 def whole_node_step(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variable that gives the daemons of an mpirun, which srun starts, all CPUs of the job on their nodes.
-
-    Job scripts often export it with the CPUs of one task, which all ranks of a node would then share.
-    """
+    """Return the variable with which srun gives mpirun's daemons all CPUs of the job, or {} if it is not needed."""
     job_cpus = _job_cpus(environment)
     return {STEP: str(min(job_cpus))} if job_cpus and STEP in environment else {}
 
@@ -96,20 +89,20 @@ def bind_ranks(
     *,
     apart: bool = True,
 ) -> CoreBinding:
-    """Return the binding of ``per_node`` ranks of a node: to ``requested`` cores, or to equal shares of all.
+    """Return the binding of each rank to ``requested`` cores, by default to an equal share of the cores of ``node``.
 
-    ``apart``: the mpirun fails for a rank that would be bound to cores of two sockets, as that of Open MPI does.
+    If ``apart`` is True, no rank has cores in two sockets.
     """
     if per_node is None:
-        return CoreBinding(None, None, "how many of them a node gets is not known; say --ranks-per-node")
+        return CoreBinding(None, None, "the number of ranks per node is unknown; set --ranks-per-node")
     job_cpus, whole_cores = _job_cpus(environment), _counts_cores(environment)
     reason = _doubt(node, job_cpus, whole_cores, environment)
     if reason:
         return CoreBinding(per_node, None, reason)
     count, per_core = len(node.cores), 1 if whole_cores else node.per_core
-    # One core per thread where there are enough, else one processor per thread, which is what Slurm counts.
+    # One core per thread if there are enough cores, else one processor per thread, which is the unit of Slurm.
     cores = -(-(requested or 0) // (1 if per_node * (requested or 0) <= count else per_core))
-    if requested is None:  # as many as the smallest node has for each rank
+    if requested is None:  # as many as the smallest node has per rank
         cores = min(count, min(job_cpus) // per_core) // per_node
         while apart and cores > 1 and per_node > 1 and not _fits(per_node, cores, node):
             cores -= 1
@@ -133,27 +126,25 @@ def _fits(per_node: int, cores: int, node: NodeCores) -> bool:
 
 
 def _across(per_node: int, cores: int, node: NodeCores, nodes: int) -> str:
-    """Return why a rank would get cores of two sockets, here or perhaps on another node; "" where none would."""
     if not _fits(per_node, cores, node):
         sizes = " + ".join(map(str, node.packages))
         return (
             f"{counted(per_node, 'rank')} x {counted(cores, 'core')} do not fit on sockets of {sizes} cores undivided"
         )
     if cores > 1 and nodes > 1 and len(node.packages) > 1 and not node.whole:
-        return "the cores of a rank may be of two sockets where the job has a part of a node; ask for whole ones"
+        return "a rank may get cores of two sockets if the job has only a part of a node; ask for whole nodes"
     return ""
 
 
 def _doubt(node: NodeCores, job_cpus: list[int], whole_cores: bool, environment: Mapping[str, str]) -> str:
-    """Return why the cores of the job are not known; "" where they are."""
     if "SLURM_HET_SIZE" in environment:
         return "the components of a heterogeneous job differ"
     if "SLURMD_NODENAME" not in environment or not job_cpus:
-        return "this is no node of the job, whose cores are not known here"
+        return "this process is on no node of the job, whose cores are not known here"
     if not node.cores or not node.confined:
-        return "the job has cores by affinity alone, which mpirun does not regard"
-    own = environment.get("SLURM_NODEID", "0")
-    here = job_cpus[int(own)] if own.isdecimal() and int(own) < len(job_cpus) else min(job_cpus)
+        return "the job has cores by affinity alone, which mpirun ignores"
+    node_index = environment.get("SLURM_NODEID", "0")
+    here = job_cpus[int(node_index)] if node_index.isdecimal() and int(node_index) < len(job_cpus) else min(job_cpus)
     seen = len(node.cores) if whole_cores else node.processors
     if seen > here:
         return f"the job has {here} of the {seen} CPUs that it sees on this node, and Slurm does not say which"
@@ -161,17 +152,15 @@ def _doubt(node: NodeCores, job_cpus: list[int], whole_cores: bool, environment:
 
 
 def _counts_cores(environment: Mapping[str, str]) -> bool:
-    """Whether Slurm counts cores as the CPUs of the job, even where they have several hardware threads."""
     return environment.get("SLURM_THREADS_PER_CORE") == "1" or "nomultithread" in environment.get("SLURM_HINT", "")
 
 
 def _job_cpus(environment: Mapping[str, str]) -> list[int]:
-    """Return the number of CPUs of the job on each of its nodes; empty where Slurm does not say."""
     return expand_repeated(environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
 
 
 def expand_repeated(text: str) -> list[int]:
-    """Return the numbers of a Slurm list: 4(x2),8 is 4, 4, 8; empty where ``text`` is no such list."""
+    """Expand a repeated list of Slurm: "4(x2),8" becomes [4, 4, 8]. Returns [] if ``text`` is no valid list."""
     numbers: list[int] = []
     for part in text.split(","):
         match = _REPEATED.fullmatch(part.strip())
@@ -199,7 +188,6 @@ def _package(processor: int, system: Path) -> str:
 
 
 def _online(system: Path) -> tuple[int, ...]:
-    """Return the online processors of this node; empty where the system does not say."""
     try:
         return parse_ranges((system / "online").read_text())
     except (OSError, ValueError):
@@ -207,12 +195,12 @@ def _online(system: Path) -> tuple[int, ...]:
 
 
 def hardware_threads(system: Path = SYSTEM) -> tuple[tuple[int, ...], ...]:
-    """Return the processors of each core that has several; empty where the system does not say."""
+    """Return the processors of each core that has several, or () if unknown. ``system`` is a sysfs directory."""
     return tuple(core for core in _cores(_online(system), system).values() if len(core) > 1)
 
 
 def _cores(processors: Iterable[int], system: Path) -> dict[int, tuple[int, ...]]:
-    """Return the ``processors`` grouped by core; the key is the first of all processors of the core."""
+    """Return ``processors`` grouped by core. Each key is the lowest processor of a core, in ``processors`` or not."""
     by_first: dict[int, list[int]] = {}
     for processor in sorted(processors):
         first = processor
@@ -223,11 +211,11 @@ def _cores(processors: Iterable[int], system: Path) -> dict[int, tuple[int, ...]
             except (OSError, ValueError):
                 continue
         by_first.setdefault(first, []).append(processor)
-    return {first: tuple(own) for first, own in by_first.items()}
+    return {first: tuple(group) for first, group in by_first.items()}
 
 
 def _allowed(usable: set[int], system: Path) -> set[int]:
-    """Return the processors that this process could be bound to: all of its control group, whatever its affinity."""
+    """Return the processors that the control group allows, also outside of ``usable``, this process's affinity."""
     try:
         os.sched_setaffinity(0, _online(system))  # the kernel reduces the mask to the processors allowed
     except OSError:

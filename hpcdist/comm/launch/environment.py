@@ -1,9 +1,8 @@
 """Environment of a rank: launcher variables, the Python to run on ranks, and the processes of this host.
 
-`launch_environment` reads size, rank and local rank from the environment, before (or without) MPI: for the choice of a
-GPU, which must precede MPI_Init, and to notice a run that fell apart into singletons. `interpreter_words` and
-`python_path_variables` say how ranks start Python and find hpcdist. The rest reads /proc: boot id, process tree and
-variables of processes.
+`launch_environment` reads size, rank and local rank from the environment, before or without MPI: to choose a GPU before
+MPI_Init, and to detect a run that fell apart into singletons. `interpreter_words` and `python_path_variables` give the
+command and variables of ranks. The rest reads /proc: boot id, process tree, and variables of processes.
 """
 
 import os
@@ -25,10 +24,7 @@ BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str:
-    """Return the boot id of the running kernel, the same for all of its processes, also in containers (local).
-
-    It changes with a reboot; where the kernel has none, it is the name of the machine.
-    """
+    """Return the running kernel's boot id, which is the same for all its processes, or else the host name. Local."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:
@@ -36,13 +32,16 @@ def boot_id() -> str:
 
 
 def process_fields(pid: int) -> list[str]:
-    """Return the fields of a process from its state on (field 3 of proc(5)). Raises OSError, also where it has gone."""
-    # "pid (name) state ppid ...": the name may hold anything, what follows the last bracket is regular.
+    """Return the fields of /proc/``pid``/stat after the process name: field 3 (state) and all later fields.
+
+    Raises OSError if the process has ended.
+    """
+    # "pid (name) state ppid ...": the name may contain anything, so split after the last bracket.
     return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the living descendants of process ``pid``."""
+    """Return the process ids of the living descendants of process ``pid``."""
     children: dict[int, list[int]] = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
@@ -60,13 +59,13 @@ def descendants(pid: int) -> list[int]:
 
 
 def send_signal(pid: int, number: signal.Signals) -> None:
-    """Send a signal to ``pid``, unless it has ended."""
+    """Send the signal ``number`` to process ``pid``, unless the process has ended."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether ``pid`` is stopped (SIGSTOP, SIGTSTP), other than by a debugger."""
+    """Return True if process ``pid`` is stopped by a signal (SIGSTOP, SIGTSTP), not by a debugger."""
     try:
         return process_fields(pid)[0] == "T"
     except OSError:
@@ -74,7 +73,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """Return the variables that ``pid`` was started with; empty where it has ended or is another user's."""
+    """Return the environment with which process ``pid`` was started, or {} if it has ended or is another user's."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -85,7 +84,7 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def parent_of(pid: int) -> int:
-    """Return the parent of ``pid``, 0 where it has ended."""
+    """Return the process id of the parent of process ``pid``, or 0 if ``pid`` has ended."""
     try:
         return int(process_fields(pid)[1])
     except OSError:
@@ -93,7 +92,7 @@ def parent_of(pid: int) -> int:
 
 
 def launcher_options(text: str) -> list[str]:
-    """Return the options in ``text``, which is quoted as for a shell. Raises UsageError."""
+    """Split ``text`` into launcher options as a shell does. Raises UsageError for unbalanced quotes."""
     return _split_words("--mpi-args", text, "-x NAME")
 
 
@@ -105,7 +104,7 @@ def _split_words(option: str, text: str, example: str) -> list[str]:
 
 
 def interpreter_words(python: str | None) -> list[str]:
-    """Return the command words that run Python on the ranks: ``python``, by default this one. Raises UsageError."""
+    """Return the command ``python`` that runs Python on the ranks, as words. Default: this Python executable."""
     chosen = [sys.executable] if python is None else _split_words("--python", python, "apptainer exec my.sif python3")
     if not chosen:
         raise UsageError("--python is empty; name what runs Python on the ranks, e.g. --python /local/env/bin/python")
@@ -113,14 +112,14 @@ def interpreter_words(python: str | None) -> list[str]:
 
 
 def source_folder() -> str | None:
-    """Return the folder that contains hpcdist, e.g. a clone; None where it is installed in this Python."""
+    """Return the folder that contains hpcdist, such as a git clone, or None if it is installed in site-packages."""
     home = str(Path(hpcdist.__file__).resolve().parents[1])
     installed = {str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("purelib", "platlib")}
     return None if home in installed else home
 
 
 def python_path_variables() -> dict[str, str]:
-    """Return the variables that ranks need to import the same hpcdist as this process."""
+    """Return the environment variables with which ranks import the same hpcdist as this process."""
     home, rest = source_folder(), os.environ.get("PYTHONPATH")
     if home is None:
         return {}
@@ -129,12 +128,12 @@ def python_path_variables() -> dict[str, str]:
 
 RUN_DIR: Final = "HPCDIST_RUN_DIR"  # run directory of a script that `hpcdist run --out` started
 RESUME: Final = "HPCDIST_RESUME"  # "auto" or "never": whether that script resumes from its newest checkpoint
-ENERGY: Final = "HPCDIST_ENERGY"  # "1": a script over the backend hpcdist of PyTorch counts its joules, and prints them
+ENERGY: Final = "HPCDIST_ENERGY"  # "1": a script with the PyTorch backend hpcdist measures and prints its energy
 
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """World size, rank and local rank as the launcher announced them; None where it announces none."""
+    """The launcher's name, and the world size, rank and local rank that it announced. None means not announced."""
 
     launcher: str
     size: int
@@ -158,9 +157,9 @@ _VARIABLES = (
 
 
 def launch_environment(environment: Mapping[str, str] = os.environ) -> LaunchEnvironment | None:
-    """Return size and ranks as the launcher announced them, or None when this process was started by hand.
+    """Return the size and ranks that the launcher announced, or None if no launcher started this process.
 
-    SLURM_* count only inside a step that srun launched: the batch script itself also sees them. Raises
+    SLURM_* variables are used only inside a step of srun, because the batch script also has them. Raises
     ConfigurationError if the announced size is not a number.
     """
     announced = []
@@ -170,55 +169,46 @@ def launch_environment(environment: Mapping[str, str] = os.environ) -> LaunchEnv
         if environment.get(size) and environment.get(rank):
             ranks = integer_variable(environment, size)
             if ranks is None:
-                raise ConfigurationError(f"{size}={environment[size]!r}; expected a whole number: unset it")
+                raise ConfigurationError(f"{size}={environment[size]!r}; expected a whole number: correct or unset it")
             local = integer_variable(environment, local_rank if environment.get(local_rank) else "PMI_LOCAL_RANK")
             announced.append(LaunchEnvironment(launcher, ranks, integer_variable(environment, rank), local))
     if not announced:
         return None
-    # srun and flux with PMI announce the world in PMI's variables and the local rank in their own.
+    # srun and flux with PMI announce the world in PMI's variables, and the local rank in their variables.
     same = [other for other in announced if (other.size, other.rank) == (announced[0].size, announced[0].rank)]
-    own = announced[0].launcher != _HYDRA or _HYDRA_LOCAL_RANK in environment
-    launcher = announced[0].launcher if own else same[-1].launcher
+    is_reliable = announced[0].launcher != _HYDRA or _HYDRA_LOCAL_RANK in environment
+    launcher = announced[0].launcher if is_reliable else same[-1].launcher
     local_ranks = (other.local_rank for other in same if other.local_rank is not None)
     return replace(announced[0], launcher=launcher, local_rank=next(local_ranks, None))
 
 
 def provide_home(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set HOME if it is unset: without it Open MPI and its programs fail with an internal error (local).
-
-    The value is the home of this user, or the temporary folder where the system knows none (as in a container).
-    """
+    """If HOME is unset, set it to this user's home or a temporary folder: Open MPI fails without HOME. Local."""
     if "HOME" not in environment:
-        known = os.path.expanduser("~")  # from the user database, since HOME is not set
-        environment["HOME"] = known if os.path.isabs(known) else tempfile.gettempdir()
+        home = os.path.expanduser("~")  # from the user database, because HOME is not set
+        environment["HOME"] = home if os.path.isabs(home) else tempfile.gettempdir()
 
 
 def drop_empty(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Remove the empty variables of Slurm, PMI and MPI launchers: an empty variable counts as unset (local).
-
-    mpirun of Open MPI fails with code 250 if SLURM_CPUS_PER_TASK is empty.
-    """
+    """Remove empty variables of Slurm, PMI and MPI. For example, an empty SLURM_CPUS_PER_TASK makes mpirun fail."""
     for name in [name for name, value in environment.items() if not value and name.startswith(_LAUNCHERS)]:
         del environment[name]
 
 
 def started_by_srun(size: int, rank: int | None, environment: Mapping[str, str]) -> bool:
-    """Whether srun itself started this ``rank`` of ``size``, so that SLURM_LOCALID and the like are its own (local).
-
-    srun also starts the daemons of mpirun, one on each node, whose variables their ranks inherit.
-    """
-    own = (integer_variable(environment, "SLURM_STEP_NUM_TASKS"), integer_variable(environment, "SLURM_PROCID"))
-    return inside_srun(environment) and own == (size, rank)
+    """Return True if srun started this ``rank`` of ``size`` ranks directly, not through a daemon. Local."""
+    announced = (integer_variable(environment, "SLURM_STEP_NUM_TASKS"), integer_variable(environment, "SLURM_PROCID"))
+    return inside_srun(environment) and announced == (size, rank)
 
 
 def inside_srun(environment: Mapping[str, str]) -> bool:
-    """Whether this process, or the daemon that started it, was started by srun (local)."""
-    # srun gives its step a number; in the batch script SLURM_STEP_ID is absent or names the batch step.
+    """Return True if srun started this process, or the daemon that started it. Local."""
+    # srun numbers its steps; in the batch script SLURM_STEP_ID is absent or names the batch step.
     step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
     return step.isdigit() and int(step) < 0xFFFFFFF0 and "SLURM_PROCID" in environment
 
 
 def integer_variable(environment: Mapping[str, str], name: str) -> int | None:
-    """Return the whole number in a variable, None where it has none."""
+    """Return the whole number in the variable ``name``, or None if it has no whole number."""
     text = environment.get(name, "")
     return int(text) if text.isascii() and text.isdigit() else None

@@ -1,11 +1,10 @@
 """Exit code of a job, written to a file by its ranks, and the signals that end it before its first step.
 
-Open MPI's mpirun returns 0 when it has lost a node. With ULFM it returns 0 when all ranks were killed, 1 when some were
-and the others ended well, and may hang in the finalisation of the survivors. So the ranks write the exit code that they
-have agreed on into the directory of `hpcdist run`, which trusts that file.
+Open MPI's mpirun returns 0 after it has lost a node, and with ULFM also if all ranks were killed. So the ranks write
+their agreed exit code into the directory of `hpcdist run`, which trusts that file.
 
-A start may take a minute before its first step: imports, MPI, compilation of kernels. During that time a signal to stop
-ends the process at once, with the exit code for a requeue, since there is nothing to save.
+Before the first step there is nothing to save: a signal to stop ends the process at once, with the exit code for a
+requeue.
 """
 
 import os
@@ -23,18 +22,18 @@ from hpcdist.errors import INTERRUPTED, REQUEUE
 from hpcdist.reporting import atomic, regular
 
 LAUNCH_DIR: Final = "HPCDIST_LAUNCH_DIR"  # directory of this start; each rank also writes its process id there
-SURVIVE: Final = "HPCDIST_SURVIVE"  # "shrink" or "replace": the ranks go on after a rank failure
-SPARES: Final = "HPCDIST_SPARES"  # how many of them wait to replace one
-COMMAND: Final = "HPCDIST_COMMAND"  # the command line of `hpcdist run`, as for a shell, with `--` before a script
-TERMINAL_COLUMNS: Final = "HPCDIST_TERMINAL_COLUMNS"  # the width of its terminal, where its stderr is one
+SURVIVE: Final = "HPCDIST_SURVIVE"  # "shrink" or "replace": the ranks continue after a rank failure
+SPARES: Final = "HPCDIST_SPARES"  # number of ranks that wait to replace failed ranks
+COMMAND: Final = "HPCDIST_COMMAND"  # the command line of `hpcdist run`, quoted for a shell, with `--` before a script
+TERMINAL_COLUMNS: Final = "HPCDIST_TERMINAL_COLUMNS"  # width of its terminal, if its stderr is a terminal
 SURVIVE_MODES: Final = ("shrink", "replace")
 EXIT_FILE: Final = "ended"
 RUN_FILE: Final = "run"
 STOPPED_FILE: Final = "stopped"
-NOTHING_TO_SAVE: Final = "at-once-"  # and the process id: mark of a rank that has nothing to save
-SEGMENTS: Final = "segments-"  # and the process id: names of the shared memory that the rank's MPI has mapped
+NOTHING_TO_SAVE: Final = "at-once-"  # plus the process id: mark of a rank that has nothing to save
+SEGMENTS: Final = "segments-"  # plus the process id: names of the shared memory that the rank's MPI has mapped
 SHARED_MEMORY: Final = Path("/dev/shm")
-SEGMENT_DIRECTORY: Final = "hpcdist-shm-"  # how the name of a directory for the segments of one job begins
+SEGMENT_DIRECTORY: Final = "hpcdist-shm-"  # prefix of the name of a directory for the segments of one job
 # Of Open MPI 5 and 4, and MPICH
 _SEGMENT_NAMES: Final = ("sm_segment.", "vader_segment.", "mpich_shm_", SEGMENT_DIRECTORY)
 STOP_CODES: Final = {
@@ -43,30 +42,30 @@ STOP_CODES: Final = {
     signal.SIGHUP: REQUEUE,
     signal.SIGUSR1: REQUEUE,
 }
-LEAVING_S: Final = 1.0  # for closing files, on a file system that may not respond
+LEAVING_S: Final = 1.0  # for closing files on a file system that may not respond
 
 _starting = False  # before the first step: set by `leave_at_signals`, reset by `disable_leave_at_signals`
 
 
 def write_exit_code(code: int) -> None:
-    """Write the exit ``code`` of the job for `hpcdist run`; the last action of a rank (local).
+    """Write the job's exit ``code`` to a file for `hpcdist run`. This is the last action of a rank. Local.
 
-    Every rank should call: the directory exists only on the host of the launcher, and it is not known which ranks run
-    there. All write the same, unless one fails while the others leave: then the first counts.
+    Every rank should call this, because the directory of this file exists only on the launcher's host. The first
+    written code counts.
     """
     folder = os.environ.get(LAUNCH_DIR)
     if folder:
         path = Path(folder) / EXIT_FILE
         with suppress(OSError):  # on another host the directory does not exist
-            own = atomic.temporary_path(path)  # a hard link to a complete file: appears whole, and only the first wins
-            atomic.write(own, str(code))
+            complete = atomic.temporary_path(path)  # then a hard link: it appears whole, and only the first succeeds
+            atomic.write(complete, str(code))
             with suppress(FileExistsError):
-                os.link(own, path)
-            own.unlink()
+                os.link(complete, path)
+            complete.unlink()
 
 
 def read_exit_code(folder: Path) -> int | None:
-    """Return the exit code that the ranks have written, None where there is none (yet)."""
+    """Return the exit code that a rank has written in ``folder``, or None if no code is written yet."""
     try:
         return int(regular.text(folder / EXIT_FILE, 64))
     except (OSError, ValueError):
@@ -74,10 +73,7 @@ def read_exit_code(folder: Path) -> int | None:
 
 
 def announce_segments() -> None:
-    """Write the names of files in /dev/shm that this process's MPI has mapped, for `hpcdist run` (local).
-
-    A launcher that is killed does not remove them, and afterwards their owner is unknown.
-    """
+    """List this process's MPI files in /dev/shm, so that `hpcdist run` can remove them after a kill. Local."""
     folder = os.environ.get(LAUNCH_DIR)
     if folder:
         with suppress(OSError):  # on another host the directory does not exist
@@ -87,12 +83,12 @@ def announce_segments() -> None:
 
 
 def is_segment(path: Path) -> bool:
-    """Whether ``path`` has the name of shared memory of an MPI library, or of a directory of it."""
+    """Return True if ``path`` is named like an MPI library's shared-memory file or directory."""
     return path.parent == SHARED_MEMORY and path.name.startswith(_SEGMENT_NAMES)
 
 
 def remove_segments(launch_dir: Path) -> None:
-    """Remove the MPI shared memory that ranks have named in ``launch_dir``: a killed launcher leaves it behind."""
+    """Remove the shared-memory files that ranks have listed in ``launch_dir``. A killed launcher leaves these files."""
     for path in launch_dir.glob(f"{SEGMENTS}*"):
         with suppress(OSError, ValueError):
             for segment in map(Path, path.read_text().splitlines()):
@@ -102,10 +98,10 @@ def remove_segments(launch_dir: Path) -> None:
 
 
 def leave_at_signals() -> None:
-    """End this process at a signal to stop, with its code of STOP_CODES, until `disable_leave_at_signals`.
+    """Until `disable_leave_at_signals`, end this process at a stop signal, with the exit code of the signal. Local.
 
-    Main thread only. For the imports at the start of a program: needs the standard library only. A signal that is
-    ignored, or has a handler already, is left as it is.
+    Main thread only. It covers the slow imports at the start of a program, so this module imports only the standard
+    library. Signals that are ignored or have a handler are not changed.
     """
     global _starting
     _starting = True
@@ -122,23 +118,23 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def disable_leave_at_signals() -> None:
-    """Disable the handlers of `leave_at_signals`: from here on the training handles signals (local)."""
+    """Disable the handlers of `leave_at_signals`: from now on, training handles signals. Local."""
     global _starting
     _starting = False
 
 
 def ignore_signals() -> None:
-    """Ignore the signals to stop while Python shuts down: the exit code is decided (main thread only)."""
+    """Ignore stop signals from now on, while Python ends: the exit code is already decided. Main thread only."""
     for number in STOP_CODES:
         signal.signal(number, signal.SIG_IGN)
 
 
 class ImmediateExit:
-    """End of this process at the first signal to stop, wherever its main thread waits, while it is ``on`` (local).
+    """While switched on, ends this process at the first stop signal, even if the main thread is blocked. Local.
 
-    A handler in Python runs only when the main thread is back from MPI or from a compiler. The interpreter's C handler
-    writes a byte to a pipe at once (set_wakeup_fd), which wakes a thread here. (C code that holds the GIL, as MPI_Init
-    does, delays that thread, too; `hpcdist run` then ends the process: a mark file says that there is nothing to save.)
+    A Python signal handler would wait for MPI. So the interpreter's C handler writes a byte to a pipe (set_wakeup_fd),
+    which wakes a thread of this object. If C code holds the GIL, as in MPI_Init, `hpcdist run` ends the process,
+    provided that a marker file shows that there is nothing to save.
     """
 
     def __init__(self) -> None:
@@ -149,15 +145,15 @@ class ImmediateExit:
 
     @property
     def started(self) -> bool:
-        """Whether it has been switched on before."""
+        """Whether the exit at signals has been switched on at least once."""
         return self._pipe is not None
 
     def before(self, callback: Callable[[], object]) -> None:
-        """Register a ``callback`` to call before leaving, e.g. to close files. Its exceptions are ignored."""
+        """Register ``callback`` to be called before the exit, e.g. to close files. Its exceptions are ignored."""
         self._callbacks.append(callback)
 
     def switch(self, on: bool) -> None:
-        """Switch on or off (the first time: main thread only)."""
+        """Switch the exit at stop signals on or off. The first call must be in the main thread."""
         if on and self._pipe is None:
             self._start()
         if on is not self.on:
@@ -165,11 +161,11 @@ class ImmediateExit:
             self._mark(on)
 
     def close(self) -> None:
-        """Switch off for good and end the thread (main thread only)."""
+        """Switch the exit at signals off permanently, and end the thread. Main thread only."""
         self.switch(False)
         if self._pipe is not None:
             signal.set_wakeup_fd(self._before)
-            os.close(self._pipe[1])  # which ends the thread
+            os.close(self._pipe[1])  # ends the thread
             self._thread.join(LEAVING_S)
             self._pipe = None
 
@@ -177,7 +173,7 @@ class ImmediateExit:
         self._pipe = reader, writer = os.pipe()
         os.set_blocking(writer, False)
         self._before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        # A forked child that gets a signal would otherwise write to this pipe, and end this process.
+        # A forked child that gets a signal would otherwise write to this pipe and end this process.
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
         self._thread = threading.Thread(target=self._watch, args=(reader,), name="hpcdist signals", daemon=True)
         self._thread.start()
@@ -203,7 +199,6 @@ class ImmediateExit:
         os._exit(code)
 
     def _mark(self, on: bool) -> None:
-        """Make or remove the mark file by which `hpcdist run` knows that there is nothing to save."""
         folder = os.environ.get(LAUNCH_DIR)
         if folder:
             path = Path(folder) / f"{NOTHING_TO_SAVE}{os.getpid()}"
@@ -212,14 +207,14 @@ class ImmediateExit:
 
 
 def announce_run(run_dir: Path) -> None:
-    """Write the run directory for `hpcdist run` (local, rank 0)."""
+    """Report ``run_dir``, the run directory, to `hpcdist run`. Local; call on rank 0."""
     _write_note(RUN_FILE, str(run_dir))
 
 
 def announce_completion(how_to_go_on: str) -> bool:
-    """Announce to `hpcdist run` the regular end of a training, and how to resume it if it was stopped (rank 0).
+    """Report to `hpcdist run` that a training ended regularly, and how to resume it. Call on rank 0.
 
-    Returns whether that was written: `hpcdist run` shows it after all output of the launcher.
+    Returns True if the report was written.
     """
     return _write_note(STOPPED_FILE, how_to_go_on) and _write_note(RUN_FILE, "")
 
@@ -228,31 +223,34 @@ def _write_note(name: str, text: str) -> bool:
     folder = os.environ.get(LAUNCH_DIR)
     with suppress(OSError):  # on another host the directory does not exist
         if folder:
-            (Path(folder) / name).write_bytes(os.fsencode(text))  # a path may be no valid UTF-8
+            (Path(folder) / name).write_bytes(os.fsencode(text))  # a path may be invalid UTF-8
             return True
     return False
 
 
 def read_announcements(folder: Path) -> tuple[str, str]:
-    """Return the run directory of a training without a regular end, and how to resume a stopped one; "" for none."""
+    """Return (run directory of a training, instructions to resume it) as announced in ``folder``.
+
+    A text that was not announced is "". The run directory is also "" if the training has ended regularly.
+    """
     texts = ["", ""]
-    for place, name in enumerate((RUN_FILE, STOPPED_FILE)):
+    for index, name in enumerate((RUN_FILE, STOPPED_FILE)):
         with suppress(OSError, ValueError):
-            texts[place] = os.fsdecode((folder / name).read_bytes())
+            texts[index] = os.fsdecode((folder / name).read_bytes())
     return texts[0], texts[1]
 
 
 def resume_command(command: Sequence[str], run_dir: Path | None = None, *, script: bool = False) -> list[str]:
-    """Return the training ``command`` as one that resumes, in ``run_dir`` where it names no directory.
+    """Return ``command`` with the option `--resume auto`, and with `--out` ``run_dir`` if it has no --out.
 
-    The options are those behind `train`, or for a ``script``, which follows `--`, those of `hpcdist run`.
+    ``command`` is a `hpcdist run` command if ``script`` is True, else a `train` command.
     """
     begin = command.index("run" if script else "train") + 1
     end = command.index("--", begin) if "--" in command[begin:] else len(command)
     options = list(command[begin:end])
-    places = [place for place, word in enumerate(options) if word == "--resume" or word.startswith("--resume=")]
-    for place in reversed(places):
-        del options[place : place + (2 if options[place] == "--resume" else 1)]
+    indices = [index for index, word in enumerate(options) if word == "--resume" or word.startswith("--resume=")]
+    for index in reversed(indices):
+        del options[index : index + (2 if options[index] == "--resume" else 1)]
     named = any(word == "--out" or word.startswith("--out=") for word in options)
     added = [*([] if named or run_dir is None else ["--out", str(run_dir)]), "--resume", "auto"]
     return [*command[:begin], *(added + options if script else options + added), *command[end:]]

@@ -1,4 +1,4 @@
-"""Garbage collection while a command starts: hardly anything that imports make is garbage, and looking takes time."""
+"""Garbage collection at the start of a command: imports make hardly any garbage, and collections take time."""
 
 import gc
 from typing import Final
@@ -8,11 +8,11 @@ USUAL: Final = gc.get_threshold()
 
 
 def collect_seldom() -> None:
-    """Look for garbage seldom, until `collect_as_usual` (local)."""
+    """Run Python's garbage collection less often, until `collect_as_usual` is called. Local."""
     gc.set_threshold(*SELDOM)
 
 
 def collect_as_usual() -> None:
-    """Undo `collect_seldom`, unless somebody has set other thresholds since (local)."""
+    """Undo `collect_seldom`, unless other code has changed the thresholds of the garbage collection. Local."""
     if gc.get_threshold() == SELDOM:
         gc.set_threshold(*USUAL)

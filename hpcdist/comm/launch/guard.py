@@ -1,11 +1,8 @@
-"""Guard of a job: a process that ends what the launcher has started when the supervisor itself is killed.
+"""Guard of a job: a process that ends the launcher's processes if the supervisor itself is killed.
 
-The launcher gets SIGTERM then, by PR_SET_PDEATHSIG. That is not enough: mpirun of Open MPI that gets it in the moment
-in which it starts ranks leaves them behind, and they wait for it in MPI_Init for ever.
-
-In a list of processes the guard looks like a second `hpcdist run`: so it passes signals on to the supervisor.
-
-`end_with_launcher` is for ranks without a guard: mpirun started them directly.
+The launcher then gets SIGTERM by PR_SET_PDEATHSIG. That is not enough: Open MPI's mpirun that gets SIGTERM while it
+starts ranks leaves them waiting in MPI_Init for ever. In a list of processes the guard looks like a second
+`hpcdist run`, so it passes signals on to the supervisor. `end_with_launcher` is for ranks that mpirun started directly.
 """
 
 import os
@@ -24,17 +21,18 @@ from hpcdist.comm.launch.exit_file import LAUNCH_DIR, remove_segments
 from hpcdist.errors import FAILURE
 
 TEARDOWN_S: Final = 3.0  # for the launcher to end its ranks
-QUIET_S: Final = 1.0  # without a process of the job: none is about to be started
-MOST_S: Final = 30.0  # one that hangs in the kernel cannot be ended by anybody
+QUIET_S: Final = 1.0  # without a process of the job: then no process is about to be started
+MOST_S: Final = 30.0  # a process that hangs in the kernel cannot be ended
 # Programs of Open MPI and MPICH that start ranks, and that wait for the end of the ranks.
 LAUNCHERS: Final = frozenset(("mpirun", "mpiexec", "prterun", "prted", "orterun", "orted", "hydra_pmi_proxy"))
 PASSING_S: Final = 0.1  # a signal to both processes reaches the supervisor directly first
 
 
 class Guard:
-    """Process beside this one, which must not have threads yet; the job's processes name ``launch_dir``.
+    """Forked process that ends the job's processes if the supervisor, which creates this object, is killed.
 
-    The signals ``passed``, which this process has blocked, come back to it when the guard gets them.
+    The supervisor must be single-threaded. The guard finds the job's processes by ``launch_dir`` in their environment.
+    The guard also forwards the signals ``passed``, which the supervisor has blocked, to the supervisor.
     """
 
     def __init__(self, launch_dir: Path, passed: Collection[signal.Signals] = ()) -> None:
@@ -46,25 +44,28 @@ class Guard:
         os.close(held)
 
     def dismiss(self) -> None:
-        """End the process: the supervisor has seen the end of the job (local)."""
+        """End the guard process, because the supervisor has seen the end of the job. Local."""
         with suppress(OSError):
             os.write(self._holding, b".")
         os.close(self._holding)
-        with suppress(ChildProcessError):  # somebody has waited for all children
+        with suppress(ChildProcessError):  # other code has waited for all children
             os.waitpid(self.pid, 0)
 
 
 def _watch(held: int, launch_dir: Path, supervisor: int, passed: Collection[signal.Signals]) -> NoReturn:
-    """Wait for the end of the supervisor, and leave; if it was killed, end the processes of the job first."""
+    """Wait until process ``supervisor`` ends, then exit. If it was killed, first end the processes of its job.
+
+    ``held`` is a pipe from the supervisor. Signals ``passed`` are forwarded to it.
+    """
     try:
         os.setsid()
         null = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):
-            os.dup2(null, stream)  # whoever reads the output of the supervisor does not wait for this process
-        # Those that are open, not all that may be: where their number is not limited, that would take minutes. The
-        # other end of the pipe is among them: the supervisor alone holds it.
+            os.dup2(null, stream)  # so that readers of the supervisor's output do not wait for this process
+        # Close open descriptors only: without a limit of their number, closing all possible ones would take minutes.
+        # This includes the other end of the pipe, which only the supervisor may hold.
         for number in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, held}:
-            with suppress(OSError):  # that of the list itself
+            with suppress(OSError):  # the descriptor of the listing itself
                 os.close(number)
         _pass_to(supervisor, passed)
         if os.read(held, 1) == b"":
@@ -76,7 +77,7 @@ def _watch(held: int, launch_dir: Path, supervisor: int, passed: Collection[sign
 
 
 def _pass_to(supervisor: int, passed: Collection[signal.Signals]) -> None:
-    """Send the signals ``passed`` that this process gets to the ``supervisor``, while that is its parent."""
+    """Forward the signals ``passed`` to process ``supervisor`` as long as it is the parent of this process."""
 
     def forward(number: int, _: object) -> None:
         time.sleep(PASSING_S)
@@ -99,10 +100,9 @@ def _end(launch_dir: Path) -> None:
 
 
 def end_with_launcher() -> None:
-    """End this rank at once when the launcher that started it is killed (local).
+    """Let this rank end when its mpirun is killed. Local.
 
-    mpirun of Open MPI leaves its ranks behind then. A rank in a collective notices the loss only if it has peers.
-    A job of `hpcdist run` has a `Guard`. slurmstepd ends its ranks itself, so it is not watched.
+    `hpcdist run` and slurmstepd already do this for the ranks that they start.
     """
     if LAUNCH_DIR in os.environ:
         return
@@ -114,7 +114,6 @@ def end_with_launcher() -> None:
 
 
 def _launcher_of(pid: int) -> int:
-    """Return the nearest ancestor of ``pid`` that is a launcher of MPI, or 0 if there is no launcher."""
     while (pid := parent_of(pid)) > 1:
         with suppress(OSError):
             if Path(f"/proc/{pid}/comm").read_text(errors="replace").strip() in LAUNCHERS:
@@ -123,11 +122,10 @@ def _launcher_of(pid: int) -> int:
 
 
 def _end_after(handle: int, launcher: int) -> None:
-    """Wait for the end of the process ``launcher``, of which ``handle`` is a pidfd, and leave."""
-    poll = select.poll()  # not select: the number of a descriptor may be above 1023
+    poll = select.poll()  # not select: the descriptor number may exceed 1023
     poll.register(handle, select.POLLIN)
     poll.poll()
-    with suppress(OSError, ValueError):  # nobody may read the output any more
+    with suppress(OSError, ValueError):  # the output may have no reader
         sys.stderr.write(f"hpcdist: the launcher (process {launcher}) has ended; this rank ends, too\n")
         sys.stderr.flush()
     os._exit(FAILURE)

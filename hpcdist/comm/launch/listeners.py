@@ -26,10 +26,7 @@ _LISTENING: Final = "0A"  # TCP_LISTEN in /proc/net/tcp
 
 
 def listening(pid: int | str = "self") -> dict[int, str]:
-    """Return the listening TCP sockets of process ``pid``: file descriptor to "address:port" (local).
-
-    Empty for a process that does not exist or belongs to another user.
-    """
+    """Return {file descriptor: "address:port"} of the listening TCP sockets of process ``pid``. Local."""
     process = Path("/proc") / str(pid)
     inodes: dict[str, str] = {}
     for table in ("tcp", "tcp6"):
@@ -38,27 +35,24 @@ def listening(pid: int | str = "self") -> dict[int, str]:
                 fields = line.split()
                 if fields[3] == _LISTENING:
                     inodes[f"socket:[{fields[9]}]"] = _address(fields[1])
-    found: dict[int, str] = {}
+    addresses: dict[int, str] = {}
     with suppress(OSError):
         for link in (process / "fd").iterdir():
             with suppress(OSError):  # closed meanwhile
                 target = os.readlink(link)
                 if target in inodes:
-                    found[int(link.name)] = inodes[target]
-    return found
+                    addresses[int(link.name)] = inodes[target]
+    return addresses
 
 
 def rank_listeners() -> list[str]:
-    """Return the addresses on which this process listens, without sockets inherited from the launcher (local).
-
-    Hydra, the launcher of MPICH, leaves its socket open in every rank.
-    """
+    """Return the addresses on which this process listens, except sockets inherited from the launcher. Local."""
     inherited = set(listening(os.getppid()).values())
     return [address for address in listening().values() if address not in inherited]
 
 
 def _address(text: str) -> str:
-    """Return "address:port" from the hexadecimal form of /proc/net/tcp, whose words are in the host's byte order."""
+    """Convert an address of /proc/net/tcp (hexadecimal words in host byte order) to "address:port"."""
     host, _, port = text.partition(":")
     words = [bytes.fromhex(host[index : index + 8]) for index in range(0, len(host), 8)]
     address = ipaddress.ip_address(b"".join(word[::-1] if sys.byteorder == "little" else word for word in words))
@@ -66,15 +60,12 @@ def _address(text: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Return True if ``address``, in the form of `listening`, is on the loopback interface."""
+    """Return True if ``address``, as returned by `listening`, is on the loopback interface."""
     return ipaddress.ip_address(address.rpartition(":")[0].strip("[]")).is_loopback
 
 
 def restrict_to_loopback() -> None:
-    """Bind the listening sockets of this process to the device ``lo`` if MPI uses TCP over ``lo`` alone (local).
-
-    The TCP transport of Open MPI listens on every interface, whatever interface it uses. Needs Linux 5.7 or root.
-    """
+    """If MPI may use TCP only on ``lo``, bind all listening sockets to ``lo``. Needs Linux 5.7 or root. Local."""
     if os.environ.get(TCP_INTERFACE) != "lo":
         return
     for descriptor, address in listening().items():
@@ -84,10 +75,10 @@ def restrict_to_loopback() -> None:
 
 
 def exclude_tcp(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Exclude the TCP transports of MPI if all ranks are on this host, before MPI starts (local).
+    """Exclude the TCP transports of MPI if all ranks are on this host. Call before MPI starts. Local.
 
-    `hpcdist run` does the same for the jobs that it starts; this function covers a plain mpirun. Jobs with fault
-    tolerance keep TCP, which new ranks need. A transport that the environment sets stays.
+    This is for ranks that a plain mpirun started; `hpcdist run` sets the same variables itself. Jobs with fault
+    tolerance keep TCP, because new ranks need it. A transport that the environment selects is not changed.
     """
     if environment.get(SURVIVE) or _FAULT_TOLERANCE in environment:
         return

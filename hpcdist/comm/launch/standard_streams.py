@@ -1,9 +1,8 @@
 """Standard output and standard error, guarded so that their failure does not end a training.
 
-A full disk, a reader that has left (`| head -1`) and a closed descriptor (`>&-`) make every print raise. A lost line
-must not end a run: `protect` drops what standard error cannot write, and `tolerate` also what standard output cannot.
-Where standard output is the product of a command, its failure remains the failure of the command, and `failure` tells
-it from others. A `Relay` forwards the output of a child that would end at a write error.
+A full disk or a reader that has left (`| head -1`) makes every print raise. `protect` drops data that standard error
+cannot write, `tolerate` also data that standard output cannot write. If standard output is the product of a command,
+the command fails, and `failure` returns the cause.
 """
 
 import errno
@@ -19,7 +18,7 @@ from typing import Any, Final
 _NUMBERS: Final = {"stdout": 1, "stderr": 2}
 _CHUNK_BYTES: Final = 1 << 16
 _LINE: Final = rb"-{20,}\n"
-# Open MPI's notices about a rank that left with an exit code or called MPI_Abort. Group 1 or 2: the exit code.
+# Open MPI's notices about a rank that ended with an exit code or called MPI_Abort. Group 1 or 2 is the exit code.
 _NOTICE: Final = re.compile(
     _LINE + rb"(?:prterun detected that one or more processes exited with non-zero status,\n"
     rb"thus causing the job to be terminated\. The first process to do so was:\n\n"
@@ -29,23 +28,22 @@ _NOTICE: Final = re.compile(
 )
 _BEGINNING: Final = re.compile(
     rb"(?:" + _LINE + rb"(?:pr?|prt.{0,500}|MP?|MPI.{0,700})?|-+)\Z", re.DOTALL
-)  # of a notice, at the end of a text
+)  # the beginning of a notice at the end of a text
 _NOTICE_BYTES: Final = 900  # at most
-_REST_S: Final = 0.5  # in which the rest of a notice comes
+_REST_S: Final = 0.5  # limit for the rest of a notice to arrive
 
 
 class _Descriptor(io.FileIO):
-    """Raw stream of the descriptor ``number``. A ``lossy`` one drops data that it cannot write."""
+    """Unbuffered stream to file descriptor ``number``. If ``lossy`` is True, write errors only drop the data."""
 
     def __init__(self, number: int, closed_before: bool) -> None:
         super().__init__(number, "wb", closefd=False)
         self.lossy, self.failure, self._closed_before = False, None, closed_before
 
     lossy: bool
-    failure: OSError | None  # the last one to write
+    failure: OSError | None  # the last write error
 
     def write(self, data: Any, /) -> int:
-        """Write some of ``data`` and return how much, as files do."""
         try:
             if self._closed_before:
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
@@ -64,10 +62,7 @@ _descriptors: dict[str, _Descriptor] = {}
 
 
 def protect() -> None:
-    """Let standard error drop what it cannot write, and reserve closed descriptors 0 to 2 (local).
-
-    Otherwise the next file that is opened would get such a descriptor. Replaced streams are left as they are.
-    """
+    """Let writes to stderr never fail: drop the data instead. Open descriptors 0 to 2 if they are closed. Local."""
     closed = _open_closed()
     for name, number in _NUMBERS.items():
         stream = getattr(sys, name)
@@ -79,19 +74,18 @@ def protect() -> None:
 
 
 def tolerate() -> None:
-    """Let both streams drop what they cannot write (local)."""
+    """Let writes to stdout and stderr never fail: drop the data instead. Local."""
     protect()
     for descriptor in _descriptors.values():
         descriptor.lossy = True
 
 
 def failure() -> OSError | None:
-    """Return the last error of writing to standard output, None where there was none (local)."""
+    """Return the last error of writing to standard output, or None. Local."""
     return _descriptors["stdout"].failure if "stdout" in _descriptors else None
 
 
 def _open_closed() -> set[int]:
-    """Open /dev/null on those of the descriptors 0, 1 and 2 that are closed, and return their numbers."""
     closed = set()
     for number in range(3):
         try:
@@ -103,9 +97,9 @@ def _open_closed() -> set[int]:
 
 
 def _stream(descriptor: _Descriptor, before: io.TextIOWrapper | None) -> io.TextIOWrapper:
-    """Return a text stream on ``descriptor`` with the encoding and buffering of ``before``.
+    """Return a text stream that writes to ``descriptor``, with the settings of the stream ``before``.
 
-    A file name that is not valid UTF-8 is written as its bytes, where a strict stream would raise UnicodeEncodeError.
+    It accepts file names that are not UTF-8.
     """
     if before is None:
         return io.TextIOWrapper(io.BufferedWriter(descriptor), "utf-8", "backslashreplace", line_buffering=True)
@@ -122,11 +116,11 @@ def _stream(descriptor: _Descriptor, before: io.TextIOWrapper | None) -> io.Text
 
 
 class Relay:
-    """Forwarder of a child's ``stdout`` and ``stderr``; keeps reading, and drops data, where ours cannot be written.
+    """Forwarder of a child's ``stdout`` and ``stderr`` to ours. It keeps reading if it cannot write.
 
-    Both are one pipe where ours are one file, so that lines keep their order. NUL bytes, with which some help texts of
-    Open MPI's prterun end, make a log binary for grep: they are removed, except from a separate stdout. Its notices
-    about the end of a rank are held back until the end of the job: `release` prints those that still inform the user.
+    The child has one pipe for both if our stdout and stderr are one file, so that lines keep their order. NUL bytes are
+    removed, except from a separate stdout. Open MPI's notices about the end of a rank are held back until `release`,
+    which prints the notices that still inform the user.
     """
 
     def __init__(self) -> None:
@@ -141,7 +135,7 @@ class Relay:
         ]
 
     def begin(self) -> None:
-        """Pass on from now on; the child has its ends of the pipes."""
+        """Start forwarding. Call after the child process has inherited the write ends of the pipes."""
         for end in {self.stdout, self.stderr}:
             os.close(end)
         for thread in self._threads:
@@ -149,11 +143,14 @@ class Relay:
 
     @property
     def ended(self) -> bool:
-        """Whether all output is forwarded, and no process has an end of the pipes open any more."""
+        """Whether all output has been forwarded and all processes have closed the pipes."""
         return not any(thread.is_alive() for thread in self._threads)
 
     def release(self, expected: int | None) -> None:
-        """Print the held notices, except those about the exit code ``expected``. None prints all notices."""
+        """Print the notices held back until now, except those about the exit code ``expected``.
+
+        With ``expected`` None, print all.
+        """
         held, self._held = self._held, []
         for number, code, text in held:
             if expected is None or code not in (expected, None):
@@ -181,7 +178,6 @@ def _exit_code(notice: re.Match[bytes]) -> int | None:
 
 
 def _write(number: int, data: bytes) -> None:
-    """Write all of ``data``; what cannot be written is dropped."""
     left = memoryview(data)
     with suppress(OSError):
         while left:

@@ -1,11 +1,9 @@
-"""Supervisor of a launcher and its ranks: passes signals to the ranks, and leaves no process behind.
+"""Supervisor of a launcher and its ranks: forwards signals to the ranks, and leaves no process running.
 
-At a SIGINT Open MPI's mpirun kills the ranks within half a second, and MPICH's passes it on and may go on: so the
-launcher runs in a session of its own, where no Ctrl-C reaches it, and this process signals the ranks, which write their
-process ids into a directory (`comm.start`). Linux only: orphans are adopted (PR_SET_CHILD_SUBREAPER) and ended.
-
-The ranks of a job that outlived rank failures write its exit code (`launch.exit_file`): the launcher may not know it,
-and may not end. While the ranks have nothing to save, a signal to stop ends the job at once.
+At a SIGINT Open MPI's mpirun kills the ranks within half a second. So the launcher runs in its own session without
+Ctrl-C, and this process signals the ranks, which write their process ids into a directory (`comm.start`). While the
+ranks have nothing to save, a signal to stop ends the job at once. Linux only: orphans are adopted
+(PR_SET_CHILD_SUBREAPER) and ended.
 """
 
 import ctypes
@@ -39,16 +37,16 @@ from hpcdist.errors import FAILURE, INTERRUPTED, OK, REQUEUE
 TEARDOWN_S: Final = 3.0  # for remaining processes of a job to end before they are killed
 TICK_S: Final = 1.0
 SOON_S: Final = 0.1  # a tick while a signal is pending for ranks that are still starting
-STARTING_S: Final = 15.0  # a signal is pending so long; then all ranks run elsewhere, and the launcher gets it
-AT_ONCE_S: Final = 1.5  # for ranks that have nothing to save to leave by themselves
+STARTING_S: Final = 15.0  # limit of a pending signal; then all ranks run elsewhere, and the launcher gets the signal
+AT_ONCE_S: Final = 1.5  # for ranks that have nothing to save to exit by themselves
 APART_S: Final = 0.1  # between requests for stacks, so that the dumps of ranks do not mix
-LOOK_S: Final = 5.0  # between two looks for stopped processes
-STOPPED_S: Final = 300.0  # as the default of communication.deadline_s, which applies where some ranks are stopped
+LOOK_S: Final = 5.0  # between two searches for stopped processes
+STOPPED_S: Final = 300.0  # equal to the default of communication.deadline_s, which applies if only some are stopped
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
-# Signal that this process gets -> signal that the ranks get. A closed terminal (SIGHUP) means: save and stop.
+# Signal to this process -> signal to the ranks. A closed terminal (SIGHUP) means: save and stop.
 _PASSED: Final = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGTERM: signal.SIGTERM,
@@ -58,29 +56,26 @@ _PASSED: Final = {
 }
 _WATCHED: Final = {*_PASSED, signal.SIGCHLD}
 _ENDING: Final = {*_PASSED} - {signal.SIGUSR2}  # signals that ask for the end of the job
-# With such a code all ranks leave by themselves: exit hooks, and profilers that write a report, may take their time.
+# With such a code all ranks exit by themselves: exit hooks, and profilers that write a report, may take time.
 _TOGETHER: Final = (OK, REQUEUE, INTERRUPTED)
 
 
 def _watched() -> set[signal.Signals]:
-    """Return the signals to wait for; one that our parent ignores (nohup, a background job) stays ignored."""
+    """Return the signals that the supervisor waits for, without the signals that its parent process ignores."""
     return {number for number in _WATCHED if signal.getsignal(number) is not signal.SIG_IGN}
 
 
 @dataclass(frozen=True)
 class LaunchOutcome:
-    """Outcome of one start of a job: the exit code, and the first signal to us that asked for the end of the job."""
+    """Outcome of one start of a job: its exit code, and the first signal that requested the job to stop."""
 
     code: int
     stop_signal: signal.Signals | None
-    agreed: bool  # the ranks wrote the code: failures of single ranks before do not count
+    agreed: bool  # the ranks wrote the code: earlier failures of single ranks do not count
 
 
 def pause(seconds: float) -> signal.Signals | None:
-    """Wait inside of `signals_held`; return the signal that asked for the end of the job meanwhile, if any.
-
-    Signals since the end of the last start count, too.
-    """
+    """Wait for ``seconds`` inside `signals_held`. Return the stop signal that arrived before or meanwhile, or None."""
     until = time.monotonic() + seconds
     while True:
         received = signal.sigtimedwait(_watched(), max(0.0, until - time.monotonic()))
@@ -92,7 +87,7 @@ def pause(seconds: float) -> signal.Signals | None:
 
 @contextmanager
 def signals_held() -> Iterator[set[signal.Signals]]:
-    """Block the watched signals for `sigtimedwait`, and adopt orphans; yields the previous signal mask."""
+    """Block the watched signals for `sigtimedwait`, and adopt orphaned processes. Yields the previous signal mask."""
     libc = ctypes.CDLL(None)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _watched())
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -105,7 +100,7 @@ def signals_held() -> Iterator[set[signal.Signals]]:
 
 @dataclass(eq=False)
 class _PendingSignal:
-    """A signal for ranks that may still be starting: ``receivers`` have got it, others get it up to ``until``."""
+    """A signal to forward to all ranks that run or start before the time ``until``. ``receivers`` already have it."""
 
     number: signal.Signals
     until: float  # of time.monotonic()
@@ -114,18 +109,15 @@ class _PendingSignal:
 
 @dataclass(eq=False)
 class Supervision:
-    """Run of the command ``line`` of a launcher of ``kind``, inside of `signals_held`, which yielded ``mask``.
+    """A supervised run of the launcher command ``line``. It must be inside `signals_held`, which yields ``mask``.
 
-    SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed to the ranks. After the first three the ranks have
-    ``grace_s`` seconds to save and leave; then, or at a second SIGINT, everything is killed. The code is that of the
-    ranks, 130 after a SIGINT, and 128 + number after another signal that ended in killing.
+    SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded to the ranks. After the first three, the ranks have
+    ``grace_s`` seconds to save and exit. Then, or at a second SIGINT, all processes are killed. The exit code is the
+    ranks' code, or 130 after a SIGINT, or 128 + signal number if another signal led to the kill.
 
-    ``surviving`` ranks go on after a rank failure, and the exit code that they write counts, not that of the launcher.
-    They, and those that are ``telling``, write an exit code: a launcher that returns 0 without it has lost them. (Open
-    MPI's does so when it loses a node.)
-
-    A ``foreign`` program need not be of hpcdist: where no rank has announced itself STARTING_S after the start, signals
-    go to the processes that the launcher has started here.
+    ``surviving`` ranks continue after a rank failure, and their exit code counts. If ``surviving`` or ``telling`` ranks
+    write no code although the launcher returns 0, the launcher has lost them. If no rank of a ``foreign`` program
+    announces itself within STARTING_S seconds, signals go to the launcher's processes on this host.
     """
 
     line: Sequence[str]
@@ -141,13 +133,13 @@ class Supervision:
     def __post_init__(self) -> None:
         self._stop_signal: signal.Signals | None = None  # the signal that began the grace period
         self._first_signal: signal.Signals | None = None  # the first that asked for the end of the job
-        self._ending = False  # the ranks have written an exit code, and leave
+        self._ending = False  # the ranks have written an exit code, and exit
         self._deadline = float("inf")
         self._killed = False
         self._pending: list[_PendingSignal] = []  # for ranks that have not announced themselves yet
         self._discard_signal: signal.Signals | None = None  # the signal that came while there was nothing to save
         self._stopped: set[int] = set()  # processes of the job that are stopped (SIGSTOP)
-        self._blocked_s = 0.0  # seconds in which these kept the whole job from going on
+        self._blocked_s = 0.0  # seconds in which stopped processes blocked the whole job
         self._began = self._looked = time.monotonic()
         self._watched = _watched()
         self._trains_in_script = self.foreign and RUN_DIR in self.environment
@@ -165,7 +157,7 @@ class Supervision:
             self.line,
             env={**self.environment, LAUNCH_DIR: str(self.launch_dir)},
             stdin=subprocess.DEVNULL,
-            stdout=self._relay.stdout,  # a launcher whose output cannot be written may end, or kill its ranks
+            stdout=self._relay.stdout,  # a launcher that cannot write its output may end, or kill its ranks
             stderr=self._relay.stderr,
             start_new_session=True,
             preexec_fn=in_child,  # single-threaded here, so a function between fork and exec is safe
@@ -173,7 +165,7 @@ class Supervision:
         self._relay.begin()
 
     def run(self) -> LaunchOutcome:
-        """Wait for the end of the launcher, and return the outcome."""
+        """Wait until the launcher has ended, and return the outcome."""
         while self._process.returncode is None:
             tick = SOON_S if self._pending else TICK_S
             wait_s = min(tick, max(0.0, self._deadline - time.monotonic()))
@@ -195,7 +187,6 @@ class Supervision:
         return outcome
 
     def _is_explained(self, code: int) -> bool:
-        """Return True if the ranks have reported the reason for ``code``: a failure or a stop."""
         if any(self.launch_dir.glob("rank-*.txt")):
             return True
         is_stop = code in (REQUEUE, INTERRUPTED) and not self._killed
@@ -212,7 +203,7 @@ class Supervision:
         self._kill()
 
     def _look_for_the_end(self) -> None:
-        # A command that a foreign program runs may write an exit code as well, while that program goes on.
+        # A command that a foreign program runs may write an exit code as well, while that program continues.
         believed = self.surviving or not (self.kind.keeps_codes or self.foreign)
         code = exit_file.read_exit_code(self.launch_dir) if believed and not self._ending else None
         if code is not None and (self.surviving or code not in _TOGETHER):
@@ -221,12 +212,12 @@ class Supervision:
 
     def _outcome(self) -> LaunchOutcome:
         code, announced = self._process.returncode, exit_file.read_exit_code(self.launch_dir)
-        failed = any(self.launch_dir.glob("rank-*.txt"))  # a rank that could not save: code 130 would claim that it had
-        # A launcher that kills the last ranks because the first has left with 75 returns 137.
+        failed = any(self.launch_dir.glob("rank-*.txt"))  # a rank could not save: code 130 would claim that it had
+        # A launcher that kills the last ranks because the first has exited with 75 returns 137.
         agreed = announced is not None and (self.surviving or not self.kind.keeps_codes or code == OK)
-        if self.foreign:  # a command that the program ran may have written it: it can explain a failure, not cause one
+        if self.foreign:  # a command of the program may have written it: it can explain a failure, not cause one
             agreed = announced not in (None, OK) and not self.kind.keeps_codes and code != OK
-        # Ranks on other hosts can neither write it nor announce themselves.
+        # Ranks on other hosts can neither write the code nor announce themselves.
         lost = announced is None and (self.surviving or (self.telling and bool(self._announced_pids())))
         if agreed and announced is not None:
             code = announced
@@ -239,12 +230,12 @@ class Supervision:
         elif self._killed and self._stop_signal is not None:
             code = 128 + self._stop_signal
         elif lost and code == OK:
-            self._say("no rank was left to say how the job ended, though its launcher returned 0")
+            self._say("no rank was left to report the end of the job, though its launcher returned 0")
             code = FAILURE
         return LaunchOutcome(code if code >= 0 else 128 - code, self._first_signal, agreed)
 
     def _ended_while_importing(self, code: int) -> bool:
-        """Whether the signal that was passed on ended a training script before it had a handler."""
+        """Return True if a forwarded signal ended a training script that had no signal handlers yet."""
         if not self._trains_in_script or self._killed or self._first_signal is None or self._announced_pids():
             return False
         return (code if code >= 0 else 128 - code) == 128 + _PASSED[self._first_signal]
@@ -252,14 +243,13 @@ class Supervision:
     def _on_signal(self, number: signal.Signals, sender: int) -> None:
         if number in _ENDING:
             if sender == self._guard.pid and self._first_signal is not None:
-                return  # sent to both processes, as by pkill, it is one request: a second SIGINT would kill the ranks
+                return  # sent to both processes, as by pkill, it is one request; a second SIGINT would kill the ranks
             self._first_signal = self._first_signal or number
         self._request(number)
 
     def _request(self, number: signal.Signals) -> None:
-        """Pass ``number`` to the ranks, with the grace period that it implies."""
         if self._ending:
-            return  # the ranks leave already, and have no more than TEARDOWN_S for it
+            return  # the ranks exit already, within TEARDOWN_S
         if self._stop_signal is not None and number is signal.SIGINT:
             self._say("interrupted again, killing the ranks")
             self._stop_signal = number
@@ -268,7 +258,7 @@ class Supervision:
         now, is_announced = time.monotonic(), bool(self._announced_pids())
         until = now + STARTING_S if is_announced else self._began + STARTING_S
         if self.foreign and not is_announced and number is signal.SIGINT:
-            until = now  # Ctrl-C is meant for the program that runs, whatever it is
+            until = now  # Ctrl-C is meant for the running program, whatever it is
         self._pending.append(_PendingSignal(_PASSED[number], until))
         if self._discard_signal is None and number in _ENDING and self._nothing_to_save():
             self._say(f"{number.name}: there is nothing to save, ending the job")
@@ -279,7 +269,7 @@ class Supervision:
         self._pass_on()
 
     def _give_grace(self, number: signal.Signals) -> None:
-        # USR1: the scheduler knows how long saving may take; USR2: the ranks dump their stacks and go on.
+        # USR1: the scheduler knows how long saving may take; USR2: the ranks dump their stacks and continue.
         if number not in (signal.SIGUSR1, signal.SIGUSR2) and self._stop_signal is None:
             self._stop_signal = number
             self._deadline = time.monotonic() + self.grace_s
@@ -288,7 +278,6 @@ class Supervision:
             self._say(f"{number.name}: the ranks {does}{again}")
 
     def _nothing_to_save(self) -> bool:
-        """Whether a rank here has the mark for it, or none has started so far; ranks elsewhere have no mark."""
         marks = [int(path.name.removeprefix(NOTHING_TO_SAVE)) for path in self.launch_dir.glob(f"{NOTHING_TO_SAVE}*")]
         if any(self._is_ours(pid) for pid in marks):
             return True
@@ -296,15 +285,11 @@ class Supervision:
         return starting and not self.foreign  # a foreign program may have something to save
 
     def _has_begun(self) -> bool:
-        """Whether a rank that runs here may have something to save; one that has left keeps its mark."""
         running = [pid for pid in self._announced_pids() if self._is_ours(pid)]
         return any(not (self.launch_dir / f"{NOTHING_TO_SAVE}{pid}").exists() for pid in running)
 
     def _look_for_stopped(self) -> None:
-        """Report stopped processes. Where no rank can go on, end the job after STOPPED_S.
-
-        The end is that of a SIGTERM: stopped ranks are continued, and save.
-        """
+        """Report processes that SIGSTOP has stopped. If no rank can run for STOPPED_S seconds, end the job."""
         elapsed_s = time.monotonic() - self._looked
         if elapsed_s < LOOK_S:
             return
@@ -316,18 +301,18 @@ class Supervision:
         if new:
             names = " ".join(f"{pid} (the launcher)" if pid == launcher else str(pid) for pid in new)
             end = f"; in {STOPPED_S:g} s the job saves and ends" if blocked else ""
-            self._say(f"somebody has stopped {names}; `kill -CONT {' '.join(map(str, new))}` lets it go on{end}")
-        # This process may have been stopped, too: time in which it did not look does not count.
+            self._say(f"stopped processes: {names}; `kill -CONT {' '.join(map(str, new))}` continues them{end}")
+        # This process may have been stopped, too: time without a search does not count.
         self._blocked_s = self._blocked_s + min(elapsed_s, 2 * LOOK_S) if blocked else 0.0
         if self._blocked_s >= STOPPED_S and self._stop_signal is None:
             self._say(f"the job has been stopped for {STOPPED_S:g} s")
             self._request(signal.SIGTERM)
 
     def _pass_on(self) -> None:
-        """Send pending signals to the ranks of this host; ranks elsewhere agree with them to stop.
+        """Send pending signals to the ranks on this host. Ranks on other hosts learn of a stop from these ranks.
 
-        A rank announces itself once it has handlers: before, a signal would end it, and so the job. One that announces
-        itself later than others gets the signal then.
+        A rank announces itself after it has installed signal handlers. Before that, a signal would end the rank, and so
+        the job. So a rank that announces itself later gets the signal later.
         """
         pids = [pid for pid in self._announced_pids() if self._is_ours(pid)]
         for pending in self._pending:
@@ -353,7 +338,6 @@ class Supervision:
                 self._deadline = self._deadline if passed else time.monotonic() + self.kind.teardown_s
 
     def _let_go_on(self, pid: int) -> None:
-        """Continue ``pid``, so that it can save, if it is stopped."""
         if is_stopped(pid):
             send_signal(pid, signal.SIGCONT)
 
@@ -361,22 +345,18 @@ class Supervision:
         return [int(path.read_text()) for path in self.launch_dir.glob("pid-*") if path.suffix != ".tmp"]
 
     def _started_here(self) -> set[int]:
-        """Return the processes of this host that the launcher has started as ranks, whatever they are."""
-        # The variables of a launcher that is a rank itself, as in `srun --pty bash`, are inherited: those do not count.
+        # Inherited variables of a launcher whose rank is this process, as in `srun --pty bash`, do not count.
         inherited = (None, launch_environment())
         ours = [pid for pid in descendants(os.getpid()) if self._is_ours(pid)]
         ranks = {pid for pid in ours if launch_environment(environment_of(pid)) not in inherited}
         return {pid for pid in ranks if parent_of(pid) not in ranks}
 
     def _is_ours(self, pid: int) -> bool:
-        """Whether ``pid`` on this host is a rank of this job; the id may be one of another host.
-
-        Told by a variable: a rank need not be a descendant, since the launcher may start it through srun.
-        """
+        """Return True if the environment of process ``pid`` on this host shows that it belongs to this job."""
         return environment_of(pid).get(LAUNCH_DIR) == str(self.launch_dir)
 
     def _kill(self) -> None:
-        """End the launcher, by SIGTERM first so that it can end ranks on other hosts, then all that is left here."""
+        """End the launcher by SIGTERM, so that it ends ranks on other hosts. Then kill all processes on this host."""
         self._killed, self._deadline = True, float("inf")
         send_signal(self._process.pid, signal.SIGTERM)
         self._let_go_on(self._process.pid)
@@ -384,14 +364,12 @@ class Supervision:
         self._kill_descendants()
 
     def _end_leftovers(self) -> None:
-        """Kill remaining processes of the job a moment after its launcher has ended."""
         self._guard.dismiss()
         self._wait_for(lambda: not descendants(os.getpid()))
         self._kill_descendants()
 
     def _end_output(self) -> None:
-        """Wait until all output is passed on, or a signal ends the wait."""
-        until = time.monotonic() + TEARDOWN_S if descendants(os.getpid()) else float("inf")  # they may keep the pipe
+        until = time.monotonic() + TEARDOWN_S if descendants(os.getpid()) else float("inf")  # they may hold the pipe
         while not self._relay.ended and time.monotonic() < until:
             received = signal.sigtimedwait(_ENDING & self._watched, SOON_S)
             if received is not None:
@@ -399,10 +377,10 @@ class Supervision:
                 return
 
     def _kill_descendants(self) -> None:
-        until = time.monotonic() + TEARDOWN_S  # one that hangs in the kernel cannot be ended by anybody
+        until = time.monotonic() + TEARDOWN_S  # a process that hangs in the kernel cannot be ended
         while (
             descendants(os.getpid()) and time.monotonic() < until
-        ):  # repeated, since one may just have started another
+        ):  # repeated, because a process may just have started another
             for pid in descendants(os.getpid()):
                 send_signal(pid, signal.SIGKILL)
             signal.sigtimedwait({signal.SIGCHLD}, 0.05)
@@ -415,7 +393,6 @@ class Supervision:
             self._reap()
 
     def _reap(self) -> None:
-        """Collect the launcher's exit status, and adopted orphans that ended."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)

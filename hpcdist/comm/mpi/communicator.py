@@ -1,7 +1,6 @@
-"""MPI communicator: the bare transport of `endpoint.Endpoint` over mpi4py.
+"""MPI communicator: the bare transport of `endpoint.Endpoint` over mpi4py, which `comm.start` imports.
 
-mpi4py is imported by `comm.start`, never at import of this module. Buffers have passed the hand-over: they are 1-D,
-contiguous, of a dtype that MPI knows, and ready to be read or written.
+Buffers have passed the hand-over: they are 1-D, contiguous, of a dtype that MPI supports, and ready for use.
 """
 
 import functools
@@ -23,16 +22,12 @@ from hpcdist.comm.mpi import large_messages, shared_memory, ulfm
 from hpcdist.errors import CommunicationError
 
 _EXTREMES: Final = {"max": np.maximum, "min": np.minimum}
-_EXTREME_PIECE: Final = 2**20  # bytes of one call: MPICH reduces more by a slow algorithm if the operator is a user's
+_EXTREME_PIECE: Final = 2**20  # bytes of one call: MPICH uses a slow algorithm above if the operator is user-defined
 
 
-@functools.cache  # MPI has few slots for operators of users; these live as long as MPI
+@functools.cache  # MPI has few slots for user-defined operators; these live as long as MPI
 def _extreme(mpi: Any, op: str, code: str) -> Any:
-    """Return the MPI operator ``op``, "max" or "min", for floats of the dtype character ``code`` (local).
-
-    The built-in MPI.MAX and MPI.MIN compare: the order of the operands then decides whether a NaN survives. This
-    operator propagates NaN.
-    """
+    """Return an MPI operator for "max" or "min" that, unlike MPI.MAX and MPI.MIN, always propagates NaN. Local."""
     ufunc, dtype = _EXTREMES[op], np.dtype(code)
 
     def reduce(left: Any, right: Any, datatype: Any) -> None:
@@ -55,8 +50,6 @@ class _MpiRequest:
 
 
 class _MpiRequests:
-    """The requests of the pieces of one large buffer."""
-
     def __init__(self, mpi: Any, requests: list[Any]) -> None:
         self._mpi, self._requests = mpi, requests
 
@@ -68,7 +61,7 @@ class _MpiRequests:
 
 
 class _MpiMessage:
-    """A matched probe (MPI_Mprobe): after a plain probe another thread could receive the message first."""
+    """A message reserved by MPI_Mprobe, so that no other thread can receive it."""
 
     def __init__(self, message: Any, status: Any, mpi: Any, handover: Handover) -> None:
         self._message, self._mpi, self._handover = message, mpi, handover
@@ -77,8 +70,8 @@ class _MpiMessage:
     def recv(self, buffer: Array) -> None:
         if buffer.nbytes != self.nbytes:
             raise CommunicationError(
-                f"a message of {self.nbytes} bytes from rank {self.source} (tag {self.tag}) met a buffer of "
-                f"{buffer.nbytes} bytes"
+                f"a message of {self.nbytes} bytes from rank {self.source} (tag {self.tag}) arrived for a buffer of "
+                f"{buffer.nbytes} bytes; both must have the same size"
             )
         target, finish = self._handover.incoming(buffer)
         is_large = target.size > large_messages.LARGEST_COUNT
@@ -88,7 +81,7 @@ class _MpiMessage:
 
 
 class MpiCommunicator(Endpoint):
-    """Communicator over an MPI communicator that nothing else uses."""
+    """Communicator that uses an MPI communicator. No other code may use this MPI communicator."""
 
     def __init__(self, mpi: Any, comm: Any, name: str, handover: Handover, declared_node: int | None = None) -> None:
         super().__init__(name, comm.Get_rank(), comm.Get_size(), handover, declared_node)
@@ -109,7 +102,6 @@ class MpiCommunicator(Endpoint):
         self._check_received(receive, status)
 
     def _spec(self, message: Array) -> Any:
-        """Return ``message`` as mpi4py takes it for a message between two ranks."""
         return (
             message
             if message.size <= large_messages.LARGEST_COUNT
@@ -117,12 +109,12 @@ class MpiCommunicator(Endpoint):
         )
 
     def _check_received(self, message: Array, status: Any) -> None:
-        # MPI raises for a longer message only (ERR_TRUNCATE); a shorter one would leave old data at the end.
+        # MPI raises only for a longer message (ERR_TRUNCATE); a shorter one would leave old data at the end.
         received = status.Get_elements(self._mpi.BYTE)  # Get_count is wrong from 2^31 bytes on
         if received != message.nbytes:
             raise CommunicationError(
                 f"{self.name} rank {self.rank}: a message of {received} bytes from rank {status.Get_source()} "
-                f"(tag {status.Get_tag()}) met a buffer of {message.nbytes} bytes"
+                f"(tag {status.Get_tag()}) arrived for a buffer of {message.nbytes} bytes; both must have the same size"
             )
 
     def _isend(self, message: Array, peer: int, tag: int) -> Request:
@@ -169,7 +161,7 @@ class MpiCommunicator(Endpoint):
             self._comm.Allreduce(self._mpi.IN_PLACE, message, self._mpi.SUM if op == "sum" else self._op(message, op))
 
     def _op(self, message: Array, op: str) -> Any:
-        """Return the MPI operator of ``op``; for extremes of floats one that propagates NaN (local)."""
+        """Return the MPI operator for ``op``. For max and min of floats, the operator propagates NaN. Local."""
         if op != "sum" and message.dtype.kind == "f":
             return _extreme(self._mpi, op, message.dtype.char)
         return self._ops[op]
@@ -187,16 +179,16 @@ class MpiCommunicator(Endpoint):
             for piece in large_messages.pieces(message.size):
                 self._reduce_scatter(message[piece.slice], large_messages.within(piece, ranges), op)
             return
-        own, counts = message[ranges[self.rank].slice], [part.size for part in ranges]
-        # In place, MPI leaves the result at the start of the buffer, whatever the rank. That overwrites nothing of use:
-        # only the own range is defined afterwards.
-        if isinstance(own, np.ndarray):
+        local, counts = message[ranges[self.rank].slice], [part.size for part in ranges]
+        # In place, MPI leaves the result at the start of the buffer on every rank. That overwrites nothing of use,
+        # because only the local range is defined afterwards.
+        if isinstance(local, np.ndarray):
             self._comm.Reduce_scatter(self._mpi.IN_PLACE, message, counts, self._op(message, op))
-            own[...] = message[: own.size]  # numpy copies overlapping memory correctly
+            local[...] = message[: local.size]  # numpy copies overlapping memory correctly
         else:
-            result = own.copy()
+            result = local.copy()
             self._comm.Reduce_scatter(message, result, counts, self._op(message, op))
-            own[...] = result
+            local[...] = result
 
     def _all_gather(self, message: Array, ranges: Sequence[Range]) -> None:
         if message.size > large_messages.LARGEST_COUNT:
@@ -210,7 +202,7 @@ class MpiCommunicator(Endpoint):
     def _all_to_all(
         self, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
     ) -> None:
-        largest = large_messages.LARGEST_COUNT // self.size  # of a part: so MPI_Alltoallv moves at most LARGEST_COUNT
+        largest = large_messages.LARGEST_COUNT // self.size  # per part: MPI_Alltoallv then moves at most LARGEST_COUNT
         if any(
             part.size > largest or part.stop > large_messages.LARGEST_COUNT for part in (*send_ranges, *receive_ranges)
         ):
@@ -230,11 +222,7 @@ class MpiCommunicator(Endpoint):
         receive_ranges: Sequence[Range],
         largest: int,
     ) -> None:
-        """Exchange parts of more than ``largest`` elements in messages, and the others by MPI_Alltoallv.
-
-        Two ranks know the size of the parts between them, but not whether other ranks have large parts. So every
-        rank calls MPI_Alltoallv once.
-        """
+        """Do an all-to-all: send ranges above ``largest`` elements as messages, and the others by MPI_Alltoallv."""
         tag = large_messages.PAIR_TAG
         requests = [
             self._irecv(receive[part.slice], peer, tag)
@@ -266,7 +254,7 @@ class MpiCommunicator(Endpoint):
         ranges = [Range(start, stop) for start, stop in pairwise(accumulate(sizes.tolist(), initial=0))]
         gathered = np.empty(ranges[-1].stop, np.uint8)
         gathered[ranges[self.rank].slice] = pickled
-        del pickled  # before the objects are made
+        del pickled  # before the objects are created
         self._all_gather(gathered, ranges)
         return [pickle.loads(gathered[part.slice].data) for part in ranges]
 
@@ -286,14 +274,13 @@ class MpiCommunicator(Endpoint):
         return None if color is None else self._made(child, name)
 
     def _made(self, comm: Any, name: str) -> Self:
-        """Return the communicator over ``comm``, which was made from the one of this."""
-        comm.Set_name(name[:60])  # of MPI; errors and records have the whole name
+        comm.Set_name(name[:60])  # shortened for MPI only; errors and records have the whole name
         return type(self)(self._mpi, comm, name, self.handover, self.declared_node)
 
     def subgroup(self, ranks: Sequence[int], tag: int, label: str = "group") -> "MpiCommunicator":
-        """Return the communicator of ``ranks`` of this one, in their order. Collective over those ranks alone.
+        """Return a communicator of ``ranks`` of this communicator, in the given order. Collective over ``ranks``.
 
-        Groups that are made at the same time, by several threads, need different ``tag``s.
+        Threads that create groups at the same time must pass different values of ``tag``.
         """
         child: MpiCommunicator = self._recorded("create_group", self._create_group, ranks, tag, f"{self.name}/{label}")
         self._adopt(self._passed_on(child))
@@ -309,7 +296,7 @@ class MpiCommunicator(Endpoint):
 
     def _first_of_node(self) -> int:
         node = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, self.rank)
-        first = int(node.allreduce(self.rank, self._mpi.MIN))  # a name for the node that all of its ranks know
+        first = int(node.allreduce(self.rank, self._mpi.MIN))  # identifies the node on all its ranks
         node.Free()
         return first
 
@@ -320,7 +307,6 @@ class MpiCommunicator(Endpoint):
         return window.allocate(self._mpi, self._comm, nbytes)
 
     def supports(self, feature: str) -> bool:
-        """Whether the MPI library, as it was initialised, has ``feature`` (local)."""
         if feature == "thread_multiple":
             return bool(self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE)
         if feature == "device_pointers":
@@ -332,7 +318,6 @@ class MpiCommunicator(Endpoint):
             self._comm.Revoke()
 
     def failed(self) -> tuple[int, ...]:
-        """Return the ranks known to have failed, ascending (local)."""
         return ulfm.failed(self._mpi, self._comm) if self.supports("ulfm") else ()
 
     def _agree(self, flag: bool) -> bool:
@@ -349,7 +334,7 @@ class MpiCommunicator(Endpoint):
         self._comm.Free()
 
     def free(self) -> None:
-        """Free the MPI communicator, and those made by `nodes`. Collective."""
+        """Free the MPI communicator, and the communicators created by `nodes`. Collective."""
         if self._nodes is not None:
             for part in (self._nodes.intra, self._nodes.peers, self._nodes.leaders):
                 if part is not None:

@@ -1,23 +1,17 @@
-"""CUDA-aware MPI: a probe of the operations that take pointers into GPU memory, and its cache.
+"""CUDA-aware MPI: a probe of the operations that take pointers to GPU memory, and its cache.
 
-Versions, build flags and environment variables have all been wrong somewhere, an answer for one operation says
-nothing of another, and a wrong yes is a segmentation fault or wrong data. So a child process (`cuda_child`) sends
-device memory and compares what arrives, operation by operation. A signal, an error, wrong data or a timeout mean no for
-the operation that was under way; the rest is tried in a new child. There are two rounds:
+Versions and build flags are unreliable, and a wrong yes is a segmentation fault or wrong data. So a child process
+(`cuda_child`) sends device memory and compares the received data. A signal, an error, wrong data or a timeout mean no
+for the tested operation; a new child tests the rest. There are two rounds:
 
-1. A world of one: the child is started by hand, without the launcher's variables, so it works in any job, under any
-   launcher. What fails here fails between ranks. It proves little else, since nothing leaves the process.
-2. A world of two, by the mpirun beside this Python, on this node only. What passes here takes device pointers. Where
-   that mpirun cannot start two ranks (none installed, another MPI's, forbidden in the job), messages are taken to
-   work if they passed round 1 and the library itself says that it was built and started for CUDA; collectives are
-   not.
+1. A world of one rank, without launcher, works in any job. What fails here also fails between ranks.
+2. A world of two ranks on this node, by the mpirun next to this Python. What passes here takes device pointers. If
+   mpirun cannot start two ranks, messages are assumed to work if they passed round 1 and the library says that it was
+   built and started for CUDA; collectives are not.
 
-All children together have `BUDGET_S` seconds; operations that are not tried by then count as no. `HPCDIST_CUDA_AWARE`
-overrides: ``yes`` and ``no`` skip the probe, ``auto`` (the default) probes.
-
-The answer is cached for later starts: one JSON file for each MPI library, GPU and settings, named by a hash of this
-key, which is also stored in the file and compared. A file that cannot be used or written costs a probe, and fails no
-job. `hpcdist doctor` always probes again, and caches the answer.
+All children together have `BUDGET_S` seconds; operations not tested by then count as no. `HPCDIST_CUDA_AWARE`
+overrides: ``yes`` and ``no`` skip the probe, ``auto`` (the default) probes. The answer is cached in one JSON file for
+each MPI library, GPU and settings. `hpcdist doctor` always probes again, and caches the answer.
 """
 
 import contextlib
@@ -45,14 +39,15 @@ from hpcdist.reporting.machine import package_version
 CACHE_FORMAT: Final = 1
 CACHE_KIND: Final = "device_pointers"
 CACHE_PACKAGES: Final = ("hpcdist", "mpi4py", "numpy")
-# Also variables of the loader: the same MPI library may run above a UCX with CUDA or one without.
+# Includes variables of the loader: the same MPI library may run above a UCX with CUDA or without CUDA.
 CACHE_SETTINGS: Final = ("MPICH_GPU", "I_MPI_OFFLOAD", "MV2_", "PSM2_", "PSM3_", "LD_")
 
 
 def cache_key(library: str, launcher: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
-    """Return the key of a cached answer for the current GPU; None where it cannot be determined (local).
+    """Return the cache key for the device-pointer test, or None if the GPU cannot be determined. Local.
 
-    ``library`` is the MPI library's own version string, ``launcher`` the path of the mpirun that starts two ranks.
+    ``library`` is the version string of the MPI library. ``launcher`` is the path of the mpirun for the test with two
+    ranks.
     """
     if not library:
         return None
@@ -62,7 +57,7 @@ def cache_key(library: str, launcher: str, environment: Mapping[str, str] = os.e
         name = runtime.getDeviceProperties(device.index())["name"]
         gpus = f"{device.count()} of {name.decode() if isinstance(name, bytes) else name}"
         driver = int(runtime.driverGetVersion())
-    except (MissingCapabilityError, RuntimeError):  # what cupy raises for CUDA is a RuntimeError
+    except (MissingCapabilityError, RuntimeError):  # cupy raises RuntimeError for errors of CUDA
         return None
     return {
         "mpi_library": library,
@@ -76,12 +71,12 @@ def cache_key(library: str, launcher: str, environment: Mapping[str, str] = os.e
 
 
 def cache_path(key: Mapping[str, Any]) -> Path:
-    """Return the cache file of ``key``, a `cache_key` (local). Raises StorageError as `user_cache.directory` does."""
+    """Return the cache file for ``key`` from `cache_key`. Raises StorageError without a home directory. Local."""
     return user_cache.directory(CACHE_KIND) / f"{user_cache.digest(key)}.json"
 
 
 def read_cached(key: Mapping[str, Any]) -> tuple[list[str], str] | None:
-    """Return the cached operations and reason for the key ``key``; None without a usable file (local)."""
+    """Return the cached (operations, reason) for ``key``, or None if there is no valid cache file. Local."""
     try:
         path = cache_path(key)
         content = json.loads(user_cache.read(path))
@@ -89,11 +84,11 @@ def read_cached(key: Mapping[str, Any]) -> tuple[list[str], str] | None:
         fits = content["format"] == CACHE_FORMAT and content["key"] == key and set(operations) <= set(OPERATIONS)
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
-    return (operations, f"{reason}; found on {since} and kept in {path}") if fits else None
+    return (operations, f"{reason}; measured on {since} and cached in {path}") if fits else None
 
 
 def write_cached(key: Mapping[str, Any], operations: Collection[str], reason: str) -> str:
-    """Cache the answer for the key ``key``; return the reason where that fails, "" where it does not (local)."""
+    """Write ``operations`` and ``reason`` to the cache. Return the write error, or "" on success. Local."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     content = {
         "format": CACHE_FORMAT,
@@ -105,7 +100,7 @@ def write_cached(key: Mapping[str, Any], operations: Collection[str], reason: st
     try:
         user_cache.write(cache_path(key), content)
     except OSError as error:
-        return f"not kept: {error}"
+        return f"not cached: {error}"
     return ""
 
 
@@ -113,7 +108,7 @@ VARIABLE: Final = "HPCDIST_CUDA_AWARE"
 ANSWERS: Final = ("yes", "no", "auto")
 DEVICE_VARIABLE: Final = "HPCDIST_PROBE_DEVICE"  # for the child: the index of a GPU, or "cpu"
 CHILD_LIMIT_S: Final = 60.0
-BUDGET_S: Final = 120.0  # for all children of a probe; a launcher may wait for slots that never come
+BUDGET_S: Final = 120.0  # for all children of a probe, because a launcher may wait for ever for slots
 END_LIMIT_S: Final = 5.0
 MODULE: Final = "hpcdist.comm.mpi.cuda_child"
 _ASK: Final = """
@@ -138,12 +133,12 @@ _LAUNCHERS: Final = (
 )
 _LAUNCHERS_ALONE: Final = ("MPIEXEC_HOSTNAME", "OMPI_ARGV", "OMPI_COMMAND", "OMPI_FILE_LOCATION", "OMPI_MCA_ess")
 
-Run = Callable[[Sequence[str], Mapping[str, str], float], "ProbeOutcome"]  # a limit in seconds
+Run = Callable[[Sequence[str], Mapping[str, str], float], "ProbeOutcome"]  # words, environment, limit in seconds
 
 
 @dataclass(frozen=True)
 class DevicePointerSupport:
-    """Operations that take device pointers, and the reason for the answer."""
+    """Operations for which MPI accepts pointers to GPU memory, and the reason for this result."""
 
     operations: frozenset[str]
     reason: str
@@ -151,14 +146,14 @@ class DevicePointerSupport:
 
 @dataclass(frozen=True)
 class ProbeOutcome:
-    """Lines that a child printed, and how it ended: "" for exit code 0."""
+    """Result of a child process: the lines it printed, and the reason for its failure, or "" after exit code 0."""
 
     lines: tuple[str, ...]
     end: str
 
 
 def requested_answer(environment: Mapping[str, str] = os.environ) -> str:
-    """Return ``HPCDIST_CUDA_AWARE``: "yes", "no" or "auto". Raises ConfigurationError for another value."""
+    """Return HPCDIST_CUDA_AWARE: "yes", "no" or "auto" (default). Raises ConfigurationError for another value."""
     answer = environment.get(VARIABLE, "auto")
     if answer not in ANSWERS:
         raise ConfigurationError(f"{VARIABLE}={answer}; set it to {', '.join(ANSWERS[:-1])} or {ANSWERS[-1]}")
@@ -168,9 +163,9 @@ def requested_answer(environment: Mapping[str, str] = os.environ) -> str:
 def detect(
     launch: LaunchEnvironment | None, environment: Mapping[str, str] = os.environ
 ) -> DevicePointerSupport | None:
-    """Return the answer of this process, None where another process of the node probes (local).
+    """Return the operations that accept device pointers, or None if another process of this node tests them. Local.
 
-    Call before MPI starts: a process whose MPI has registered memory with the network should not fork.
+    Call this before MPI starts, because a process should not fork after MPI has registered memory with the network.
     """
     answer = requested_answer(environment)
     if answer == "yes":
@@ -178,14 +173,17 @@ def detect(
     if answer == "no":
         return DevicePointerSupport(frozenset(), f"{VARIABLE}=no")
     if launch is None or launch.size == 1:
-        return DevicePointerSupport(frozenset(), "there is one rank, and nobody to send to")
+        return DevicePointerSupport(frozenset(), "there is only one rank, so nothing is sent")
     if launch.local_rank not in (None, 0):
         return None
     return probe_cached(environment)
 
 
 def agree(comm: Communicator, verdict: DevicePointerSupport | None) -> DevicePointerSupport:
-    """Return the common answer: an operation takes device pointers if every node has seen it work. Collective."""
+    """Return the operations that accept device pointers on all nodes. Collective.
+
+    ``verdict`` is this rank's result of `detect`.
+    """
     verdicts = [support for support in comm.allgather_object(verdict) if support is not None]
     operations = frozenset.intersection(*(support.operations for support in verdicts)) if verdicts else frozenset()
     # The reason of the most restrictive answer.
@@ -200,7 +198,10 @@ def agree(comm: Communicator, verdict: DevicePointerSupport | None) -> DevicePoi
 def probe_cached(
     environment: Mapping[str, str] = os.environ, renewed: bool = False, run: Run | None = None
 ) -> DevicePointerSupport:
-    """Return the cached answer for this library and these GPUs; without one, or if ``renewed``, probe (local)."""
+    """Return the device-pointer support of this MPI library and GPU, from the cache if possible. Local.
+
+    Tests it if nothing is cached, or if ``renewed`` is True.
+    """
     run = run or _run
     ends_at = time.monotonic() + BUDGET_S
     clean = stripped(environment)
@@ -219,9 +220,10 @@ def probe_cached(
 def probe(
     environment: Mapping[str, str] = os.environ, on: str = "gpu", run: Run | None = None, ends_at: float | None = None
 ) -> DevicePointerSupport:
-    """Try every operation with buffers ``on`` "gpu", or "cpu" to try the probe itself (local, takes seconds).
+    """Test every operation with buffers on "gpu", or on "cpu" to test the test itself. Local; takes seconds.
 
-    No child runs past ``ends_at`` on the monotonic clock, by default `BUDGET_S` from now.
+    ``run`` starts child processes. All children end by ``ends_at`` on the monotonic clock, by default `BUDGET_S` from
+    now.
     """
     run = run or _run
     ends_at = time.monotonic() + BUDGET_S if ends_at is None else ends_at
@@ -238,7 +240,7 @@ def probe(
     if not started:
         reason = failures.get(alone[0], "no mpirun was found")
         if "cuda" in notes and MESSAGES in alone:
-            text = f"self-messages arrive and the library says it takes them; two ranks could not be tried ({reason})"
+            text = f"self-messages arrive and the library reports CUDA support; two ranks could not be tried ({reason})"
             return DevicePointerSupport(frozenset((MESSAGES,)), text)
         return DevicePointerSupport(
             frozenset(), f"two ranks could not be tried ({reason}); {VARIABLE}=yes if the site says so"
@@ -250,7 +252,10 @@ def probe(
 def _try(
     run: Run, launch: Sequence[str], environment: Mapping[str, str], operations: Sequence[str], ends_at: float
 ) -> tuple[list[str], dict[str, str], set[str]]:
-    """Run children until all ``operations`` are tried; return those that passed, failures with reasons, and notes."""
+    """Run child processes until all ``operations`` are tested, at most until ``ends_at`` (monotonic clock).
+
+    Returns (operations that passed, {failed operation: reason}, notes for the user).
+    """
     passed: list[str] = []
     failures: dict[str, str] = {}
     notes: set[str] = set()
@@ -268,14 +273,13 @@ def _try(
         tried = {*passed, *failures}
         left = [name for name in left if name not in tried]
         if left:  # the child died in the first of them: try the rest in a new child
-            failures[left.pop(0)] = outcome.end or "the child ended without a word"
-        if not any("ready" in row for row in rows):  # it died before the first operation: so would the next child
+            failures[left.pop(0)] = outcome.end or "the child ended without a result"
+        if not any("ready" in row for row in rows):  # it died before the first operation, as the next child would
             return passed, failures | dict.fromkeys(left, outcome.end), notes
     return passed, failures, notes
 
 
 def _parse_rows(lines: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the JSON objects among ``lines``; a line that a dying child has cut off is skipped."""
     rows = []
     for line in lines:
         with contextlib.suppress(json.JSONDecodeError):
@@ -286,7 +290,6 @@ def _parse_rows(lines: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _two_rank_launch(environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]] | None:
-    """Return the command line that starts two ranks on this host, and the variables that it needs."""
     try:
         launcher = mpirun.find(environment)
     except MissingCapabilityError:
@@ -296,7 +299,7 @@ def _two_rank_launch(environment: Mapping[str, str]) -> tuple[list[str], dict[st
 
 
 def stripped(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the variables of this job's launcher; settings of the MPI library stay."""
+    """Return ``environment`` without the variables of this job's launcher. Keeps settings of the MPI library."""
     return {
         name: value
         for name, value in environment.items()
@@ -305,14 +308,14 @@ def stripped(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run(words: Sequence[str], environment: Mapping[str, str], limit_s: float) -> ProbeOutcome:
-    """Run a child in a session of its own, so that its end leaves nothing behind (local)."""
+    """Run the command ``words`` in its own session, so that all its processes can be ended with it. Local."""
     child = subprocess.Popen(
         words,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        errors="replace",  # a line may end in the middle of a letter
+        errors="replace",  # a line may end in the middle of a character
         env=dict(environment),
         start_new_session=True,
     )
@@ -326,7 +329,6 @@ def _run(words: Sequence[str], environment: Mapping[str, str], limit_s: float) -
 
 
 def _kill_child(child: "subprocess.Popen[str]") -> str:
-    """End a child and the ranks that it has started; return its output so far."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         os.killpg(child.pid, number)
         try:

@@ -1,7 +1,7 @@
-"""Child process of the CUDA-aware probe: hands GPU memory to MPI and prints what arrived.
+"""Child process of the CUDA-aware probe: passes GPU memory to MPI and prints the received data's state.
 
-Started by `cuda_aware` as ``python -m hpcdist.comm.mpi.cuda_child OPERATION ...``, alone or on two ranks; it may well
-crash. Each line of rank 0 is a JSON object: first one about the world, then one for each operation.
+`cuda_aware` starts it as ``python -m hpcdist.comm.mpi.cuda_child OPERATION ...``, on one or two ranks. It may crash.
+Rank 0 prints one JSON object per line: first about the world, then for each operation.
 """
 
 import ctypes
@@ -20,11 +20,11 @@ SIZES: Final = (16, 1 << 18)  # elements of float32: below and above every eager
 
 
 def main(operations: list[str]) -> int:
-    """Try ``operations`` and print the results; a crash is noticed by the parent."""
+    """Test ``operations`` with device pointers and print the results. Runs in a child process, which may crash."""
     where = os.environ.get("HPCDIST_PROBE_DEVICE", "cpu")
     on = "cpu" if where == "cpu" else "gpu"
     if on == "gpu":
-        # Before MPI starts, and ranks on different GPUs where there are several: that is how a job sends.
+        # Before MPI starts, and with one GPU per rank if there are several, as in a job.
         local = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or os.environ.get("MPI_LOCALRANKID") or 0)
         device.choose(int(where) + local)
     from mpi4py import MPI
@@ -37,7 +37,7 @@ def main(operations: list[str]) -> int:
         _say(comm, {"ready": comm.Get_size(), "notes": notes})
     for name in operations:
         try:
-            results = [_try(_OPERATIONS[name], MPI, comm, size, on) for size in SIZES]  # all: ranks keep step
+            results = [_try(_OPERATIONS[name], MPI, comm, size, on) for size in SIZES]  # all, so that ranks keep step
             right = all(results)
             why = "wrong data arrived"
         except MPI.Exception as error:
@@ -55,7 +55,6 @@ def _say(comm: Any, row: dict[str, object]) -> None:
 
 
 def _try(operation: Callable[..., tuple[Any, np.ndarray]], mpi: Any, comm: Any, size: int, on: str) -> bool:
-    """Run ``operation`` on buffers of ``size`` elements a rank; return whether the right data arrived."""
     rank, ranks = comm.Get_rank(), comm.Get_size()
     inputs = [(np.arange(size * ranks) % 251 + 1000 * (r + 1)).astype(np.float32) for r in range(ranks)]
     send = backend.place(inputs[rank].copy(), on)
@@ -125,14 +124,13 @@ _OPERATIONS: Final = {
 
 
 def _says_cuda() -> bool:
-    """Whether the running MPI library reports CUDA support (MPIX_Query_cuda_support)."""
     with open("/proc/self/maps") as maps:
         files = {line.split()[-1] for line in maps if "/libmpi" in line}
     for name in sorted(files):
         try:
             return bool(ctypes.CDLL(name).MPIX_Query_cuda_support())
         except (OSError, AttributeError):
-            continue  # it has no such query
+            continue  # the library has no such query
     return False
 
 

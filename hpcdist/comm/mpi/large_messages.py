@@ -1,7 +1,7 @@
 """Messages of more than 2^31 - 1 elements, the largest count of an MPI library without the large counts of MPI-4.
 
-A collective of a large buffer is several collectives, one for each of its `pieces`. A message between two ranks stays
-one message, of one element of a derived datatype: a probe then sees its size.
+A collective of a large buffer becomes one collective per piece (`pieces`). A point-to-point message stays one message,
+of one element of a derived datatype, so that a probe sees its size.
 """
 
 import functools
@@ -19,21 +19,18 @@ PAIR_TAG: Final = 32765  # messages of a large all-to-all: MPI promises tags up 
 
 
 def pieces(size: int, largest: int | None = None) -> list[Range]:
-    """Return consecutive ranges of at most ``largest`` elements that cover ``size`` elements (local).
-
-    The default of ``largest`` is `LARGEST_COUNT`.
-    """
+    """Split ``size`` elements into ranges of at most ``largest`` elements, by default `LARGEST_COUNT`. Local."""
     largest = largest or LARGEST_COUNT
     return [Range(start, min(start + largest, size)) for start in range(0, size, largest)]
 
 
 def within(piece: Range, ranges: Sequence[Range]) -> list[Range]:
-    """Return the parts of ``ranges`` inside ``piece``, relative to its start (local)."""
+    """Return the part of each of ``ranges`` inside the range ``piece``, counted from ``piece.start``. Local."""
     return [part.intersect(piece).shift(-piece.start) for part in ranges]
 
 
 def as_one_element(mpi: Any, message: Array) -> list[Any]:
-    """Return the buffer specification of mpi4py for ``message`` as one element of a derived datatype (local)."""
+    """Return mpi4py's buffer specification that describes ``message`` as one element of a derived datatype. Local."""
     return [message, 1, _datatype(mpi, message.dtype.char, message.size, LARGEST_COUNT)]
 
 
@@ -45,10 +42,10 @@ def _datatype(mpi: Any, code: str, size: int, largest: int) -> Any:
 
 
 def scratch_for(buffer: Array, ranges: Sequence[Range], largest: int) -> tuple[Array, list[Range]]:
-    """Return scratch for the parts of at most ``largest`` elements, and the range of each part in it (local).
+    """Return a scratch buffer with the dtype of ``buffer``, and each range's slot in it. Local.
 
-    A larger part has an empty range.
+    A range above ``largest`` elements gets an empty slot.
     """
     sizes = [part.size if part.size <= largest else 0 for part in ranges]
-    places = [Range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
-    return namespace(buffer).empty(places[-1].stop, buffer.dtype), places
+    slots = [Range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
+    return namespace(buffer).empty(slots[-1].stop, buffer.dtype), slots

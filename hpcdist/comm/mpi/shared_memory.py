@@ -1,8 +1,8 @@
 """Shared memory of the ranks of a node: an anonymous mapping, or an MPI window.
 
-The window is used where processes cannot open each other's descriptors. The mapping has no name: nothing is left behind
-after SIGKILL, and it stays readable for the survivors of a failed rank. Where neither works, each rank gets private
-memory, and ``is_shared`` is false. The caller must order reads and writes, by barriers or the flags of an algorithm.
+The window is used if processes cannot open each other's descriptors. The mapping has no name, so that nothing is left
+after SIGKILL, and stays readable for the survivors of a failed rank. If neither works, each rank gets private memory,
+and ``is_shared`` is False. The caller must order reads and writes, by barriers or flags.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ from hpcdist.comm.record.flight_recorder import has_ended, start_ticks
 from hpcdist.errors import RankDiedError
 
 _STRIDE: Final = max(mmap.PAGESIZE, ALIGN_BYTES)
-_SHM: Final = Path("/dev/shm")  # where MPI libraries put their windows
+_SHM: Final = Path("/dev/shm")  # MPI libraries create their windows here
 
 
 class Members:
-    """Processes of a communicator of one node, and detection of their failure."""
+    """The processes of a communicator on one node. Detects the failure of a process."""
 
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi, self._comm = mpi, comm
         announced = ulfm.allgather_objects(mpi, comm, (os.getpid(), start_ticks(os.getpid())))
-        # In a container with pid namespace of its own the same id may be another process: the start time tells.
+        # In another pid namespace (container) a pid may be another process: compare the start times.
         visible = all(start_ticks(pid) == began != 0 for pid, began in announced)
         self.see_each_other = all(ulfm.allgather_objects(mpi, comm, visible))
         self._processes = announced
@@ -38,9 +38,9 @@ class Members:
         self._was_seen = False  # the last check has seen a rank failure
 
     def progress(self) -> None:
-        """Let MPI progress; receives no message, and leaves rank failures to `check_alive` (local).
+        """Let MPI make progress without receiving messages. `check_alive` handles rank failures. Local.
 
-        A rank that only spins in shared memory would never complete a send that another rank needs to get there.
+        Otherwise a rank that only polls shared memory would never complete a send for which another rank waits.
         """
         try:
             self._comm.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG)
@@ -50,23 +50,22 @@ class Members:
             self._is_notified = True
 
     def are_revoked(self) -> bool:
-        """Whether their communicator was revoked or freed (local)."""
+        """Return True if the communicator was revoked or freed. Local."""
         return ulfm.is_revoked(self._mpi, self._comm)
 
     def check_alive(self, since: float) -> None:
-        """Let MPI progress, and raise RankDiedError when a member has died (local).
+        """Let MPI make progress, and raise RankDiedError if a member has died. Local.
 
-        The first check that sees a failure only returns: what the failed member wrote before may be all that the caller
-        waits for, and can be read by now. ``since`` is not used: the watchdog has the deadline of the operation.
+        The first call that detects a failure only returns, because the failed member may already have written the data
+        for which the caller waits. ``since`` is not used: the watchdog enforces the deadline of the operation.
         """
         self.progress()
         dead = self._dead()
-        known, self._was_seen = self._was_seen, bool(dead) or self._is_notified
-        if known and self._was_seen:
-            raise RankDiedError(f"{self._describe(dead)}, and this rank waited for it in shared memory", dead)
+        was_seen, self._was_seen = self._was_seen, bool(dead) or self._is_notified
+        if was_seen and self._was_seen:
+            raise RankDiedError(f"{self._describe(dead)}, while this rank waited for it in shared memory", dead)
 
     def _dead(self) -> list[int]:
-        """Return the ranks that have ended, by the kernel or by MPI, either of which may know it first (local)."""
         dead: set[int] = set()
         if self.see_each_other:
             dead.update(rank for rank, (pid, began) in enumerate(self._processes) if has_ended(pid, began))
@@ -76,26 +75,26 @@ class Members:
 
     def _describe(self, dead: list[int]) -> str:
         name = self._comm.Get_name()
-        if not dead:  # MPI reported a revocation: only the rank that revoked knows who has failed
-            return f"a rank of {name} has died, or it was revoked because one had"
+        if not dead:  # MPI reported a revocation: only the revoking rank knows the failed rank
+            return f"a rank of {name} has died, or {name} was revoked because a rank had died"
         processes = ", ".join(str(self._processes[rank][0]) for rank in dead)
         return f"rank {', '.join(map(str, dead))} of {name} (process {processes}) has died"
 
 
 class MemoryBlock:
-    """Memory without a window: a mapping of the node, or where none can be shared, private memory of this rank."""
+    """Memory without an MPI window: a mapping shared by the ranks of the node, or private memory of this rank."""
 
     def __init__(self, views: list[np.ndarray], members: Members, *, is_shared: bool) -> None:
         self.views, self.is_shared = views, is_shared
         self.check_alive, self.progress = members.check_alive, members.progress
 
     def close(self) -> None:
-        """Drop the views; the memory is unmapped with the last array over it."""
+        """Drop this object's views of the memory. It is unmapped when the last array that uses it is freed."""
         self.views = []
 
 
 class WindowBlock:
-    """An MPI shared-memory window of the node."""
+    """An MPI shared-memory window over the ranks of one node."""
 
     is_shared = True
 
@@ -112,7 +111,7 @@ class WindowBlock:
         comm.Barrier()
 
     def close(self) -> None:
-        """Free the window. Collective; leaves the window as it is where the communicator was revoked."""
+        """Free the window, unless the communicator was revoked. Collective."""
         self.views = []
         if not self._are_revoked():
             self._window.Unlock_all()
@@ -120,9 +119,9 @@ class WindowBlock:
 
 
 def allocate(mpi: Any, comm: Any, nbytes: int) -> MemoryBlock | WindowBlock:
-    """Return zeroed shared memory, ``nbytes`` for each rank of ``comm``. Collective.
+    """Return zeroed memory shared by the ranks of ``comm``, which are on one node. Collective.
 
-    ``comm`` is an mpi4py communicator of one node.
+    This rank's part has ``nbytes`` bytes.
     """
     sizes = ulfm.allgather_objects(mpi, comm, nbytes)
     members = Members(mpi, comm)
@@ -132,26 +131,25 @@ def allocate(mpi: Any, comm: Any, nbytes: int) -> MemoryBlock | WindowBlock:
         whole = np.frombuffer(mapping, np.uint8)
         views = [whole[start : start + size] for start, size in zip(_starts(sizes), sizes, strict=False)]
         return MemoryBlock(views, members, is_shared=True)
-    # An MPI library with too little space in /dev/shm may get a SIGBUS at the first touch: check before.
+    # An MPI library with too little space in /dev/shm may get a SIGBUS at the first touch: check first.
     if all(ulfm.allgather_objects(mpi, comm, room_in(_SHM) >= sum(sizes))):
-        with contextlib.suppress(mpi.Exception):  # without one: private blocks; `hpcdist doctor` checks /dev/shm
+        with contextlib.suppress(mpi.Exception):  # then private blocks; `hpcdist doctor` checks /dev/shm
             return WindowBlock(mpi, comm, sizes, members)
     return private_block(comm.rank, sizes, members)
 
 
 def private_block(rank: int, sizes: list[int], members: Members) -> MemoryBlock:
-    """Return memory of this ``rank`` alone: the views of the others are empty (local)."""
+    """Return private memory for ``rank``, if sharing is impossible. The views of other ranks are empty. Local."""
     views = [np.zeros(size if member == rank else 0, np.uint8) for member, size in enumerate(sizes)]
     return MemoryBlock(views, members, is_shared=False)
 
 
 def _starts(sizes: list[int]) -> list[int]:
-    """Return the start of each rank's part, then the end of the last; parts begin on pages, so none shares a page."""
+    """Return the byte offset of each rank's memory, on page boundaries, and as last entry the total size."""
     return list(accumulate((align_up(size, _STRIDE) for size in sizes), initial=0))
 
 
 def _map(comm: Any, sizes: list[int]) -> mmap.mmap | None:
-    """Map a memfd of the node's first rank into every rank; None where this rank cannot, or memory is short."""
     starts = _starts(sizes)
     total = starts[-1]
     descriptor, failed = -1, False
@@ -166,18 +164,18 @@ def _map(comm: Any, sizes: list[int]) -> mmap.mmap | None:
     owner, number, identity = comm.bcast((os.getpid(), descriptor, identity), root=0)
     mapping = None
     if identity is not None:
-        # The descriptor is opened through /proc, which needs one pid namespace and the same user. Where that fails on
-        # this rank, the vote of the caller tells the others.
+        # The descriptor is opened through /proc, which needs the same pid namespace and user. If that fails on this
+        # rank, the vote of the caller informs the other ranks.
         with contextlib.suppress(OSError):
-            own = descriptor if comm.rank == 0 else os.open(f"/proc/{owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+            memfd = descriptor if comm.rank == 0 else os.open(f"/proc/{owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
             try:
-                if _identity(own) == identity:  # the same memfd, not a descriptor of another process with that id
+                if _identity(memfd) == identity:  # the same memfd, not a descriptor of another process with that id
                     first, end = starts[comm.rank : comm.rank + 2]
-                    mapping = _populated(own, first, end - first, max(total, _STRIDE))
+                    mapping = _populated(memfd, first, end - first, max(total, _STRIDE))
             finally:
                 if comm.rank != 0:
-                    os.close(own)
-    comm.Barrier()  # the owner closes its descriptor only after all have mapped it
+                    os.close(memfd)
+    comm.Barrier()  # the owner closes its descriptor only after all ranks have mapped it
     if descriptor >= 0:
         os.close(descriptor)
     return mapping
@@ -189,28 +187,31 @@ def _identity(descriptor: int) -> tuple[int, int]:
 
 
 def _populated(descriptor: int, start: int, size: int, total: int) -> mmap.mmap:
-    """Map the whole, and allocate the pages of the own part: on the NUMA node of this rank, and no SIGBUS later."""
+    """Return a mapping of all ``total`` bytes, after allocating this rank's pages: ``size`` bytes from ``start``.
+
+    So a full /dev/shm raises an error, not SIGBUS.
+    """
     if size:
         os.posix_fallocate(descriptor, start, size)
     return mmap.mmap(descriptor, total)
 
 
 def available_bytes() -> float:
-    """Return the bytes that this process may still allocate: of the machine, or of its control group (local)."""
+    """Return the bytes that this process may still allocate, limited by the machine and its control group. Local."""
     limits = [float("inf")]
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         limits.append(int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024)
     with contextlib.suppress(OSError, ValueError, StopIteration):
         groups = Path("/proc/self/cgroup").read_text().splitlines()
-        own = next(line.split(":", 2)[2] for line in groups if line.startswith("0::")).lstrip("/")
-        group = Path("/sys/fs/cgroup") / own
+        cgroup = next(line.split(":", 2)[2] for line in groups if line.startswith("0::")).lstrip("/")
+        group = Path("/sys/fs/cgroup") / cgroup
         limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
     return min(limits)
 
 
 def room_in(folder: Path) -> float:
-    """Return the free bytes of the file system that holds ``folder``; 0 where there is none (local)."""
+    """Return the free bytes of the file system that contains ``folder``, or 0 if it does not exist. Local."""
     try:
         status = os.statvfs(folder)
     except OSError:

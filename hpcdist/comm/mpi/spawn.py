@@ -1,7 +1,7 @@
 """Spawned ranks: processes that the survivors of a job start, and spares that sleep until they are needed.
 
-A new process should import all it needs before it calls `start.start_joined`, which starts MPI: the others wait for it
-in `spawn`. Only for an MPI with fault tolerance (`Communicator.supports("ulfm")`).
+A new process should import all modules before it calls `start.start_joined`, because the other ranks wait for it in
+`spawn`. Only for an MPI with fault tolerance (`Communicator.supports("ulfm")`).
 """
 
 import os
@@ -24,7 +24,7 @@ _INHERITED: Final = ("HPCDIST_", "PYTHONPATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_
 
 @dataclass(frozen=True)
 class SpawnMember:
-    """Properties that a rank announces in a grown communicator; a new rank knows only its host."""
+    """Properties that each rank sends to all others after new ranks joined. A new rank sends only its ``host``."""
 
     host: str
     name: str = ""
@@ -34,15 +34,14 @@ class SpawnMember:
 
 
 def spawn(comm: Communicator, count: int, arguments: Sequence[str], label: str = "world") -> Communicator:
-    """Start ``count`` processes of this Python (`python -P`) with ``arguments``; return a communicator with them.
+    """Start ``count`` Python processes (`python -P`) with ``arguments``. Return a communicator that includes them.
 
-    Collective over ``comm``, and over the new processes by `join_parent`: their ranks follow those of ``comm``. They
-    get the variables of this job from rank 0. Raises an error for which `rank_failures.is_rank_failure` is true where
-    a rank dies meanwhile; new processes that cannot join end by themselves.
+    Collective over ``comm`` and the new processes, which call `join_parent`, get the highest ranks, and exit if they
+    cannot join. If a rank dies during the call, this raises an error for which `rank_failures.is_rank_failure` is true.
     """
     assert isinstance(comm, Endpoint)
     if count < 1:
-        raise UsageError(f"{count} processes cannot be started; ask for one or more")
+        raise UsageError(f"the number of processes to start must be at least 1, got {count}")
     larger = comm.grow(count, ("-P", *arguments), inherited_variables(os.environ), label)
     pointers = frozenset(comm.handover.pointers)
     try:
@@ -54,9 +53,9 @@ def spawn(comm: Communicator, count: int, arguments: Sequence[str], label: str =
 
 
 def join_parent(mpi: Any) -> Communicator | None:
-    """Return, in a process that `spawn` started, the communicator that `spawn` returns to the others; None elsewhere.
+    """Return this spawned process's communicator with the old ranks, or None if this process was not spawned.
 
-    Collective over both. ``mpi`` is mpi4py.MPI, started.
+    Collective over old and new ranks.
     """
     bare = ulfm.join_parent(mpi)
     if bare is None:
@@ -71,7 +70,7 @@ def join_parent(mpi: Any) -> Communicator | None:
 
 
 def inherited_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of ``environment`` that new processes get (local)."""
+    """Return the variables of ``environment`` to pass to new processes. Local."""
     return {
         name: value
         for name, value in environment.items()
@@ -80,21 +79,18 @@ def inherited_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def declared_nodes(members: Sequence[SpawnMember]) -> list[int | None]:
-    """Return the declared node of each rank; a new rank gets the node with the fewest ranks (local)."""
+    """Return the declared node of each of ``members``. New ranks get the node with the fewest ranks. Local."""
     nodes = [member.declared_node for member in members]
-    known = [node for node in nodes if node is not None]
+    declared = [node for node in nodes if node is not None]
     for rank, node in enumerate(nodes):
-        if node is None and known:
-            nodes[rank] = min(sorted(set(known)), key=known.count)
-            known.append(nodes[rank] or 0)
+        if node is None and declared:
+            nodes[rank] = min(sorted(set(declared)), key=declared.count)
+            declared.append(nodes[rank] or 0)
     return nodes
 
 
 def sleep_until_message(comm: Communicator, every_s: float) -> Message:
-    """Return the first message, polled for every ``every_s`` seconds: a waiting spare costs little (local).
-
-    Raises an error for which `rank_failures.is_rank_failure` is true when a rank dies or the communicator is revoked.
-    """
+    """Check for a message every ``every_s`` seconds, and return the first. Raises an error if a rank dies. Local."""
     failfast.set_recovery_limit(None)
     while (message := comm.poll()) is None:
         time.sleep(every_s)

@@ -1,8 +1,7 @@
 """World of a program that is not a training: `init`, and the communicator that the public functions take.
 
-`hpcdist.init`, `hpcdist.session` and `hpcdist.World` are these names. The functions of the public API that
-communicate take ``comm``: None (all ranks), a `World`, a communicator of mpi4py or one of `hpcdist.comm`.
-`communicator_of` makes of each what the rest of the package works with.
+`hpcdist.init`, `hpcdist.session` and `hpcdist.World` are defined here. Public functions that communicate take ``comm``:
+None (all ranks), a `World`, a communicator of mpi4py or of `hpcdist.comm`. `communicator_of` converts it.
 """
 
 import operator
@@ -27,41 +26,41 @@ from hpcdist.errors import ConfigurationError, UsageError
 
 Value = TypeVar("Value")
 
-DEADLINE: Final = "HPCDIST_DEADLINE_S"  # of an operation of a program that is not a training
-DEADLINE_S: Final = 1800.0  # without it: as that of PyTorch's process groups
-RECORDS: Final = "hpcdist-records-"  # begin of the names of temporary directories of records
-RECORDS_KEPT_S: Final = 14 * 86400.0  # longer than a job: what is older is of a program that failed
+DEADLINE: Final = "HPCDIST_DEADLINE_S"  # deadline of an operation of a program that is not a training
+DEADLINE_S: Final = 1800.0  # its default, as for PyTorch's process groups
+RECORDS: Final = "hpcdist-records-"  # prefix of temporary directories of records
+RECORDS_KEPT_S: Final = 14 * 86400.0  # longer than a job: older records are from a program that failed
 
 
 class World:
-    """All ranks of a job, as `init` returns it; the methods are collective, the properties local."""
+    """All ranks of a job, as returned by `init`. Methods are collective; properties are local."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     @property
     def comm(self) -> Communicator:
-        """The communicator of all ranks, with messages of its own."""
+        """The communicator of all ranks. Its messages are separate from messages on MPI.COMM_WORLD."""
         return self._session.comm
 
     @property
     def session(self) -> Session:
-        """The session behind it, with recorder and watchdog; not part of the public API."""
+        """The session of this world, which holds the recorder and the watchdog. Not part of the public API."""
         return self._session
 
     @property
     def rank(self) -> int:
-        """The number of this rank, from 0."""
+        """This rank's index among all ranks, from 0."""
         return self.comm.rank
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """The number of ranks in this world."""
         return self.comm.size
 
     @property
     def local_rank(self) -> int:
-        """The number of this rank among those of its node, from 0; its GPU follows from it."""
+        """This rank's index among the ranks of its node, from 0. It selects the rank's GPU."""
         return self._session.place.local_rank
 
     @property
@@ -71,17 +70,17 @@ class World:
 
     @property
     def node(self) -> int:
-        """The number of this node, from 0."""
+        """The index of this rank's node, from 0."""
         return self._session.place.node
 
     @property
     def nodes(self) -> int:
-        """The number of nodes."""
+        """The number of nodes in this world."""
         return self._session.place.nodes
 
     @property
     def library(self) -> str:
-        """The version string of the MPI library; "none" for a process that no launcher started."""
+        """The version string of the MPI library, or "none" for a process that no launcher started."""
         return self._session.library
 
     @property
@@ -91,31 +90,31 @@ class World:
         return mpi.COMM_SELF if self.library == "none" else mpi.COMM_WORLD
 
     def exit(self, code: int = 0) -> NoReturn:
-        """End the program on all ranks with exit ``code``, the same on all: MPI is finalised first."""
+        """Finalise MPI and end the program on all ranks with the same exit ``code``."""
         self._session.leave(whole_number("code", code))
 
     def barrier(self) -> None:
-        """Return when all ranks have called."""
+        """Wait until all ranks have called this method."""
         refuse_worker()
         self.comm.barrier()
 
     def bcast(self, value: Value, root: int = 0) -> Value:
-        """Return the ``value`` of rank ``root`` on all ranks; it is pickled. Raises UsageError for no such rank."""
+        """Return rank ``root``'s ``value`` on all ranks. Values are pickled. Raises UsageError for an invalid root."""
         root = whole_number("root", root)
         if not 0 <= root < self.size:
-            raise UsageError(f"root = {root}; the ranks are 0 to {self.size - 1}")
+            raise UsageError(f"root = {root} does not exist; the ranks are 0 to {self.size - 1}")
         refuse_worker()
         result: Value = self.comm.broadcast_object(value, root)
         return result
 
     def allgather(self, value: Value) -> list[Value]:
-        """Return the values of all ranks in their order, on all ranks; they are pickled."""
+        """Return the values of all ranks in rank order, on all ranks. Values are pickled."""
         refuse_worker()
         return self.comm.allgather_object(value)
 
 
 def whole_number(name: str, value: Any) -> int:
-    """Return ``value``, also an integer of numpy, as an int (local). Raises UsageError, with ``name``, for others."""
+    """Convert an integer, such as a numpy integer, to int. Otherwise raises a UsageError that names ``name``. Local."""
     try:
         return operator.index(value)
     except TypeError:
@@ -124,19 +123,18 @@ def whole_number(name: str, value: Any) -> int:
 
 AnyComm: TypeAlias = "World | Communicator | Any | None"  # Any: a communicator of mpi4py
 
-_worlds: Final[list[World]] = []  # the one of this process
-_keyvals: Final[list[int]] = []  # of the attribute that keeps ours on a communicator of mpi4py
+_worlds: Final[list[World]] = []  # the world of this process
+_keyvals: Final[list[int]] = []  # key of the attribute that stores our communicator on a communicator of mpi4py
 
 
 def init(device: str = "cpu") -> World:
-    """Start MPI where a launcher announced a world, else a world of this process; return it. Collective.
+    """Start MPI if a launcher announced a world, else a world of this process. Return the world. Collective.
 
-    Later calls return the same world. ``device`` is "cpu", or "gpu": the GPU of this rank's local rank becomes current
-    before MPI starts. From here on an uncaught exception on any rank ends the job, and its traceback is shown. MPI may
-    have been started by mpi4py before; it ends with the interpreter. Under `hpcdist run --out`, or with
-    HPCDIST_DEADLINE_S, operations are recorded for `hpcdist hang`, and one that passes its deadline ends the job
-    (`hpcdist help api`). Raises ConfigurationError where the launcher and
-    the MPI library do not belong together, UsageError for another device, or in a worker process of a rank.
+    Later calls return the same world. If ``device`` is "gpu", the GPU with this rank's local rank becomes current
+    before MPI starts. After the call, an uncaught exception on any rank ends the job. Under `hpcdist run --out`, or if
+    HPCDIST_DEADLINE_S is set, operations are recorded for `hpcdist hang` and have a deadline. Raises ConfigurationError
+    if the launcher and the MPI library do not belong together, and UsageError for another device, or in a worker
+    process of a rank.
     """
     refuse_worker()
     fail_alike(launched=True)
@@ -150,10 +148,7 @@ def init(device: str = "cpu") -> World:
 
 
 def start_world(device: str) -> World:
-    """Return the world, as `init` does, before anything is recorded. Collective.
-
-    Raises UsageError in a worker process of a rank.
-    """
+    """Return the world of `init`, but do not record operations. Collective. Raises UsageError in a worker process."""
     refuse_worker()
     if not _worlds:
         _worlds.append(World(start(device)))
@@ -161,12 +156,11 @@ def start_world(device: str) -> World:
 
 
 def record(world: World, default_s: float = DEADLINE_S) -> None:
-    """Record the operations of the program, and hold each to a deadline, unless that is done already. Collective.
+    """Start to record the program's operations, each with a deadline. Does nothing if recording is on. Collective.
 
-    The records lie in the run directory of `hpcdist run --out`, else in a directory for temporary files, which the end
-    of the process removes; after a failure it stays for `hpcdist hang`, until a start more than `RECORDS_KEPT_S` later.
-    The deadline is HPCDIST_DEADLINE_S, else ``default_s`` seconds. Raises ConfigurationError
-    for another text.
+    The records are in the run directory of `hpcdist run --out`, or else in a temporary directory, which a successful
+    end removes. After a failure it stays for `hpcdist hang`. The deadline is HPCDIST_DEADLINE_S, or else ``default_s``
+    seconds. Raises ConfigurationError for an invalid deadline.
     """
     if world.size == 1 or failfast.is_recording():
         return
@@ -182,7 +176,6 @@ def record(world: World, default_s: float = DEADLINE_S) -> None:
 
 
 def _remove_old_records(parent: Path) -> None:
-    """Remove records of this user in ``parent`` that failed programs left `RECORDS_KEPT_S` ago (local)."""
     for folder in parent.glob(f"{RECORDS}*"):
         with suppress(OSError):  # another process removes it
             state = folder.lstat()
@@ -191,14 +184,14 @@ def _remove_old_records(parent: Path) -> None:
 
 
 def end_records(call: Callable[[], Value]) -> Value:
-    """Return ``call()``; it is the last operation of the program's records, if `record` began any. Collective."""
+    """Return the result of ``call()``, the program's last recorded operation, then stop the recording. Collective."""
     if not _worlds:
         return call()
     session = _worlds[0].session
     token = session.comm.events.begin(session.comm.name, "training", "uint8", 0, UNKNOWN_BYTES, -1, 0)
     try:
         result = call()
-    finally:  # a script may catch the error and go on: an open operation would pass its deadline
+    finally:  # a script may catch the error and continue: an open operation would pass its deadline
         session.comm.events.end(token)
     session.stop_recording()
     return result
@@ -214,17 +207,17 @@ def _deadline_s(default_s: float) -> float:
 
 @contextmanager
 def session(device: str = "cpu") -> Iterator[World]:
-    """Yield the world of `init`; at the end of the block all ranks meet. Collective."""
+    """Context manager that yields the world of `init`. At its end, all ranks wait for each other. Collective."""
     world = init(device)
     yield world
     world.barrier()
 
 
 def communicator_of(comm: AnyComm = None) -> Communicator:
-    """Return the communicator that ``comm`` stands for; None is the world of `init`.
+    """Convert ``comm`` to a communicator of this package. None means the communicator of `init`'s world.
 
-    Collective at the first use of a communicator of mpi4py, which is duplicated then, and once for None. Raises
-    UsageError for anything else.
+    The first call with an mpi4py communicator, which it duplicates, is collective, and so is the first call with None.
+    Raises UsageError for other types.
     """
     refuse_worker()
     if comm is None:
@@ -242,7 +235,10 @@ def communicator_of(comm: AnyComm = None) -> Communicator:
 
 
 def _adopted(comm: Any) -> Communicator:
-    """Return ours for the communicator ``comm`` of mpi4py, which keeps it as an attribute until it is freed."""
+    """Return our duplicate of mpi4py's ``comm``. The first call creates it.
+
+    It is stored as an attribute of ``comm`` until ``comm`` is freed.
+    """
     mpi = import_mpi()
     if not _keyvals:
         _keyvals.append(mpi.Comm.Create_keyval(delete_fn=_freed))
@@ -250,7 +246,7 @@ def _adopted(comm: Any) -> Communicator:
     if kept is None:
         if comm.Is_inter():
             raise UsageError("comm is an intercommunicator; pass an intracommunicator (comm.Merge() makes one)")
-        world = init()  # failures of a rank end the job from the first collective on
+        world = init()  # from the first collective on, a failed rank ends the job
         kept = MpiCommunicator(mpi, comm.Dup(), comm.Get_name() or "mpi4py", Handover(device_pointers=False))
         kept.observe_like(cast(Observable, world.comm))
         comm.Set_attr(_keyvals[0], kept)
@@ -258,12 +254,15 @@ def _adopted(comm: Any) -> Communicator:
 
 
 def _freed(comm: Any, keyval: int, ours: Communicator) -> None:
-    """Free ``ours`` where the program frees ``comm``; those of MPI itself end in MPI_Finalize (collective)."""
+    """MPI calls this when the program frees ``comm``. Frees ``ours``, our duplicate of ``comm``. Collective.
+
+    Does nothing for COMM_WORLD and COMM_SELF.
+    """
     mpi = import_mpi()
     if comm not in (mpi.COMM_WORLD, mpi.COMM_SELF):
         ours.free()
 
 
 def library_of(comm: Communicator) -> str:
-    """Return the version string of the MPI library below ``comm``; "none" for one process (local)."""
+    """Return the version string of the MPI library, or "none" if ``comm`` is no MPI communicator. Local."""
     return library(import_mpi()) if isinstance(comm, MpiCommunicator) else "none"

@@ -1,8 +1,8 @@
 """Clock offsets between the hosts of a job, measured with messages.
 
-One rank sends a request, the other replies with its clock. The reply is assumed to be read in the middle of the round
-trip, so the error is at most half of that; the shortest of several rounds counts (F. Cristian, Probabilistic clock
-synchronization, Distributed Computing 3, 1989). Quartzes drift apart by some 50 us a second at worst: offsets are
+A rank sends a request, and the peer replies with its clock. The reply is assumed to be read in the middle of the round
+trip, so the error is at most half the round trip. The shortest of several rounds counts (F. Cristian, Probabilistic
+clock synchronization, Distributed Computing 3, 1989). Clocks drift apart by up to 50 us per second, so offsets are
 measured repeatedly and interpolated (`hpcdist.telemetry.trace.clock_correction`).
 """
 
@@ -27,9 +27,9 @@ _TAG: Final = 4711
 
 @dataclass(frozen=True)
 class ClockReading:
-    """Offset of a ``host``: its clock was ``offset_ns`` ahead of rank 0's when rank 0's clock showed ``t_ns``.
+    """A measurement at time ``t_ns`` of rank 0's clock: the clock of ``host`` is ``offset_ns`` ahead of rank 0's clock.
 
-    ``rtt_ns`` is the round-trip time of the measurement: the error of the offset is at most half of that.
+    The error of the offset is at most half of the round-trip time ``rtt_ns``.
     """
 
     host: int
@@ -39,15 +39,16 @@ class ClockReading:
 
     @property
     def bound_ns(self) -> int:
-        """Bound of the error of the offset."""
+        """Upper bound of the error of the offset, in nanoseconds."""
         return (self.rtt_ns + 1) // 2
 
 
 @dataclass(frozen=True)
 class HostTable:
-    """Hosts of a job: ``of_rank`` has the index of each rank's host; ``names`` and ``boots`` are by host.
+    """Hosts of a job: ``of_rank`` holds each rank's host index. ``names`` and ``boots`` are indexed by host.
 
-    A boot id names a running kernel: all of its processes, also in containers, share one monotonic clock.
+    A boot id (in ``boots``) identifies a running kernel. All processes of a kernel, also in containers, share one
+    monotonic clock.
     """
 
     of_rank: tuple[int, ...]
@@ -56,10 +57,7 @@ class HostTable:
 
 
 class HostClocks:
-    """Measurement of the offsets of the hosts' monotonic clocks to that of rank 0. Construction is collective.
-
-    ``boot`` (boot id), ``clock`` (in ns) and ``flat`` replace those of this host, and `FLAT`, in tests.
-    """
+    """Measures the offset of each host's monotonic clock to rank 0's. Construction is collective over ``comm``."""
 
     def __init__(
         self,
@@ -79,14 +77,11 @@ class HostClocks:
         self._measured = -math.inf
 
     def due(self, every_s: float = EVERY_S) -> bool:
-        """Whether it is time for `measure` again: known on rank 0 only, which must tell the others (local)."""
+        """Return True on rank 0 if the last `measure` was ``every_s`` seconds ago. False on other ranks. Local."""
         return self._is_first and time.monotonic() - self._measured >= every_s
 
     def measure(self, rounds: int = ROUNDS) -> tuple[ClockReading, ...]:
-        """Return a reading for each host on rank 0, nothing on the others. Collective over the job.
-
-        Ranks that are not the first of their host return at once.
-        """
+        """Measure each host's clock. Return the readings on rank 0, and () on other ranks. Collective over the job."""
         self._measured = time.monotonic()
         if self._leaders is None:
             return (ClockReading(0, self._clock(), 0, 0),) if self._is_first else ()
@@ -96,12 +91,12 @@ class HostClocks:
 def measure_offsets(
     comm: Communicator, clock: Callable[[], int], rounds: int = ROUNDS, flat: int = FLAT
 ) -> tuple[ClockReading, ...]:
-    """Return how far the ``clock`` of each rank is ahead of that of rank 0, there alone. Collective over ``comm``.
+    """Return the offset of each rank's ``clock`` to rank 0's, on rank 0; other ranks get (). Collective over ``comm``.
 
-    The ``host`` of a reading is the rank. Of more than ``flat`` ranks, rank 0 asks the first of each of about sqrt(n)
-    groups, and those ask the rest of theirs at the same time: the bounds of both ways add up.
+    In the returned readings, ``host`` is the rank. Above ``flat`` ranks, about sqrt(n) groups have one head rank each.
+    Rank 0 measures the heads. Then the heads measure their groups in parallel. The two error bounds add up.
     """
-    # Groups of `size` consecutive ranks, each led by its first, the head: ceil(sqrt(n)) ranks in ceil(sqrt(n)) groups.
+    # Groups of `size` = ceil(sqrt(n)) consecutive ranks, each led by its first rank, the head.
     size = comm.size if comm.size <= flat else math.isqrt(comm.size - 1) + 1
     head = comm.rank - comm.rank % size
     heads = range(0, comm.size, size)
@@ -109,11 +104,11 @@ def measure_offsets(
     if comm.rank != head:
         _answer(comm, head, clock, rounds)
         return ()
-    if comm.rank:  # a head: first it is measured by rank 0, then it measures its group and sends the rows
+    if comm.rank:  # a head: rank 0 measures it, then it measures its group and sends the rows
         _answer(comm, 0, clock, rounds)
-        own = np.array([_ask(comm, peer, clock, rounds) for peer in members], np.int64).reshape(-1)
-        if own.size:
-            comm.send(own, 0, _TAG)
+        group_rows = np.array([_ask(comm, peer, clock, rounds) for peer in members], np.int64).reshape(-1)
+        if group_rows.size:
+            comm.send(group_rows, 0, _TAG)
         return ()
     readings = {0: ClockReading(0, clock(), 0, 0)}
     readings |= {peer: ClockReading(peer, *_ask(comm, peer, clock, rounds)) for peer in (*heads[1:], *members)}
@@ -123,25 +118,25 @@ def measure_offsets(
         if rows.size:
             comm.recv(rows.reshape(-1), first, _TAG)
         for rank, (t_ns, offset_ns, rtt_ns) in zip(others, rows.tolist(), strict=True):
-            # The head has measured against its own clock: subtracting its offset gives times of rank 0, offsets add
-            # up, and so do the errors, hence the round trips.
+            # The head has measured against its clock. Subtracting its offset gives times of rank 0. Offsets add up, and
+            # so do the errors, and therefore the round trips.
             offset = to_head.offset_ns
             readings[rank] = ClockReading(rank, t_ns - offset, offset_ns + offset, rtt_ns + to_head.rtt_ns)
     return tuple(readings[rank] for rank in range(comm.size))
 
 
 def _ask(comm: Communicator, peer: int, clock: Callable[[], int], rounds: int) -> tuple[int, int, int]:
-    """Return (own clock, how far that of ``peer`` is ahead, round trip) of the shortest round."""
+    """Return (local time, clock offset of ``peer``, duration), in ns, of the fastest of ``rounds`` round trips."""
     answer = np.zeros(1, np.int64)
     best = (0, 0, -1)
     for _ in range(rounds):
         begin = clock()
         comm.send(answer, peer, _TAG)
         comm.recv(answer, peer, _TAG)
-        took = clock() - begin
-        if best[2] < 0 or 0 <= took < best[2]:  # negative: a wall clock was set back meanwhile
-            middle = begin + took // 2
-            best = (middle, int(answer[0]) - middle, took)
+        round_trip = clock() - begin
+        if best[2] < 0 or 0 <= round_trip < best[2]:  # negative: a wall clock was set back meanwhile
+            middle = begin + round_trip // 2
+            best = (middle, int(answer[0]) - middle, round_trip)
     return best
 
 

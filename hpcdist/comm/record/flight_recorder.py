@@ -1,12 +1,9 @@
 """Flight recorder: the last operations of a rank in a memory-mapped file that survives SIGKILL.
 
-The file is a header, one slot per kind of note, a table of texts (call sites; communicator, operation and dtype), and
-a ring of fixed records. Nothing is flushed: written pages belong to the kernel at once, so that they reach the file
-however the process ends.
+    header | notes | texts | ring of records      all little-endian; clock values are monotonic nanoseconds
 
-    header | notes | texts | ring of records      all little-endian; a number of the clock is monotonic nanoseconds
-
-`read` never writes, needs no MPI, and copes with a file whose process is still writing or was killed at any moment.
+The notes have one slot per kind. The texts are call sites, communicators, operations and dtypes. Records have a fixed
+size. Nothing is flushed: written pages belong to the kernel and survive the process.
 """
 
 import contextlib
@@ -31,12 +28,12 @@ from hpcdist.reporting import regular
 
 
 def create_mapped(path: Path, size: int, what: str, cure: str) -> mmap.mmap:
-    """Create ``path`` anew and map it (local). Raises StorageError, whose text has purpose ``what`` and ``cure``.
+    """Create and map a new file of ``size`` bytes. Raises StorageError with its use ``what`` and the remedy ``cure``.
 
-    The whole size is allocated at once, because a write into a hole of a mapping on a full disk would be a SIGBUS.
+    The whole size is allocated at once. Otherwise a write on a full disk would raise SIGBUS.
     """
     try:
-        path.unlink(missing_ok=True)  # truncating would be a SIGBUS for a process that still maps the old file
+        path.unlink(missing_ok=True)  # truncating would raise SIGBUS in a process that still maps the old file
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             os.posix_fallocate(descriptor, 0, size)
@@ -48,7 +45,7 @@ def create_mapped(path: Path, size: int, what: str, cure: str) -> mmap.mmap:
 
 
 MAGIC: Final = b"HPCDREC\0"
-MOST_BYTES: Final = 256 << 20  # of a file that is read; usual files have one or two million
+MOST_BYTES: Final = 256 << 20  # largest file that is read; usual files have one or two million bytes
 VERSION: Final = 1
 # magic, version, rank, world, pid, capacity, start of the process in clock ticks, wall clock, monotonic clock, host
 HEADER: Final = struct.Struct("<8sIIIIIxxxxQqq64s")
@@ -69,7 +66,7 @@ RING: Final = TEXTS + 256 * 1024
 # index from 1, start, end (0: running), sequence on the communicator, count, sent bytes, site, label, peer, tag
 RECORD: Final = struct.Struct("<QqqQqqIIii")
 END_OFFSET: Final = 16
-# Point-to-point operations. All others are made by every member, and so can be aligned between ranks.
+# Point-to-point operations. All other operations are made by every member, so they can be aligned between ranks.
 POINT_TO_POINT: Final = frozenset(
     {"send", "recv", "sendrecv", "isend", "irecv", "probe", "put", "get", "flush", "load"}
 )
@@ -78,13 +75,13 @@ assert RECORD.size == 64 and RING % 64 == 0 and HEADER.size <= BEAT * 8
 
 
 def size_bytes(capacity: int) -> int:
-    """Return the size of the file of ``capacity`` records."""
+    """Return the size in bytes of a flight recorder file that has room for ``capacity`` operations."""
     return RING + capacity * RECORD.size
 
 
 @dataclass(frozen=True, slots=True)
 class CommunicatorCall:
-    """Call of a communicator. ``peer`` is a rank of it, -1 where there is none; ``site`` is where it was made."""
+    """A call on communicator ``comm``. ``peer`` is the other rank, or -1. ``site`` is the calling line of code."""
 
     comm: str
     op: str
@@ -98,7 +95,7 @@ class CommunicatorCall:
 
     @property
     def collective(self) -> bool:
-        """Whether every member of the communicator makes this operation, in the same order."""
+        """Whether all ranks of the communicator execute this operation, in the same order."""
         return self.op not in POINT_TO_POINT
 
     def __str__(self) -> str:
@@ -112,7 +109,7 @@ class CommunicatorCall:
 
 @dataclass(frozen=True, slots=True)
 class RecordedEvent(CommunicatorCall):
-    """Recorded call. Times are wall-clock nanoseconds; ``ended_ns`` is None for an operation that did not end."""
+    """A recorded call, with times in wall-clock nanoseconds. ``ended_ns`` is None if the call has not ended."""
 
     index: int
     started_ns: int
@@ -121,7 +118,7 @@ class RecordedEvent(CommunicatorCall):
 
 @dataclass(frozen=True)
 class RankNote:
-    """A note of a rank about its state, with the time (wall-clock nanoseconds)."""
+    """A text on a rank's state, such as its end, with the time of writing in wall-clock nanoseconds."""
 
     time_ns: int
     text: str
@@ -129,7 +126,7 @@ class RankNote:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """Content of the file of one rank; events in the order of their starts."""
+    """Content of one rank's flight recorder file. Events are sorted by start."""
 
     path: Path
     rank: int
@@ -143,28 +140,25 @@ class RankRecord:
     next_beat_ns: int
     notes: dict[str, RankNote]
     events: tuple[RecordedEvent, ...]
-    clock_ns: int = 0  # wall clock minus monotonic clock: times here minus this are those of the node's clock
+    clock_ns: int = 0  # wall clock minus monotonic clock: subtract it to get times of the node's monotonic clock
 
     @property
     def open_events(self) -> tuple[RecordedEvent, ...]:
-        """Operations that have not ended, the outermost (earliest) first."""
+        """Operations that have not ended, the earliest (so the outermost of its thread) first."""
         return tuple(event for event in self.events if event.ended_ns is None)
 
     @property
     def last_sign_ns(self) -> int:
-        """Wall-clock time of the last sign of life: heartbeat, event or note."""
+        """Wall-clock time of the rank's last heartbeat, event or note, in nanoseconds."""
         ends = [event.ended_ns or event.started_ns for event in self.events]
         return max([self.started_ns, self.beat_ns, *ends, *(note.time_ns for note in self.notes.values())])
 
     def event(self, token: int) -> RecordedEvent | None:
-        """Return the event of the recorder's ``token``, if it has not ended."""
+        """Return the operation for which the recorder returned ``token``, or None if the operation has ended."""
         return next((event for event in self.open_events if event.index % self.capacity == token), None)
 
     def process_state(self) -> str | None:
-        """Return the kernel's state letter of the process ("S", "T" when stopped), "" when it has ended.
-
-        None when that cannot be known: the rank ran on another host, or in another pid namespace.
-        """
+        """Return the kernel's state letter of the rank's process, "" if the process has ended, or None if unknown."""
         if self.host != os.uname().nodename[:64] or not self.start_ticks:
             return None
         try:
@@ -175,23 +169,23 @@ class RankRecord:
 
 
 def read(path: Path) -> RankRecord:
-    """Read the file of one rank. Raises StorageError when it is not one."""
+    """Return the content of one rank's flight recorder file. Raises StorageError if the file is invalid."""
     try:
         data = regular.read(path, MOST_BYTES)
     except OSError as error:
-        raise StorageError(f"cannot read the flight recorder's file {path}: {error}") from error
+        raise StorageError(f"cannot read the flight recorder file {path}: {error}") from error
     return parse(data, path)
 
 
 def parse(data: bytes, path: Path) -> RankRecord:
-    """Read the bytes of a file that was found at ``path``."""
+    """Parse ``data``, the content of the flight recorder file ``path``. Raises StorageError for invalid content."""
     if len(data) < RING or data[: len(MAGIC)] != MAGIC:
         raise StorageError(f"{path} is not a file of the flight recorder (wrong signature or too short)")
     _, version, rank, world, pid, capacity, ticks, wall, monotonic, host = HEADER.unpack_from(data)
     if version != VERSION or len(data) < size_bytes(capacity):
         raise StorageError(f"{path}: version {version} or size {len(data)} is not what this hpcdist writes ({VERSION})")
     if not rank < world <= MOST_RANKS:
-        raise StorageError(f"{path} is damaged: it is of rank {rank} of {world}")
+        raise StorageError(f"{path} is damaged: its header says rank {rank} of {world} ranks; delete it")
     offset = wall - monotonic
     beat, next_beat, used = struct.unpack_from("<qqq", data, BEAT * 8)
     try:
@@ -243,10 +237,7 @@ def _events(data: bytes, capacity: int, offset: int, texts: dict[int, list[str]]
 
 
 def start_ticks(pid: int) -> int:
-    """Return the start time of the process in clock ticks since boot; with the pid it names one process (local).
-
-    0 where the process has ended, or that cannot be known.
-    """
+    """Return process ``pid``'s start time in ticks since boot, or 0 if it has ended or cannot be read. Local."""
     try:
         return _process(pid)[1]
     except OSError:
@@ -254,10 +245,7 @@ def start_ticks(pid: int) -> int:
 
 
 def has_ended(pid: int, began: int) -> bool:
-    """Whether the process ``pid`` that started at ``began`` is known to have ended (local).
-
-    False where that cannot be known, e.g. without a free file descriptor.
-    """
+    """Return True if process ``pid``, which started at tick ``began`` since boot, has surely ended. Local."""
     try:
         return _process(pid)[1] != began
     except OSError:
@@ -265,7 +253,10 @@ def has_ended(pid: int, began: int) -> bool:
 
 
 def _process(pid: int) -> tuple[str, int]:
-    """Return state and start time; ("", 0) when it has ended. Raises OSError where that cannot be known."""
+    """Return (state letter, start tick since boot) of process ``pid``, or ("", 0) if it has ended.
+
+    Raises OSError if the process cannot be read.
+    """
     try:
         fields = process_fields(pid)
     except (FileNotFoundError, ProcessLookupError):
@@ -274,7 +265,7 @@ def _process(pid: int) -> tuple[str, int]:
 
 
 def remove_others(folder: Path, ranks: int) -> None:
-    """Remove the files of ranks ``ranks`` and above, left by a job that had more ranks (local)."""
+    """Remove the files of rank ``ranks`` and higher, left by an earlier, larger job, from ``folder``. Local."""
     for path in [path for ending in ("rec", "spans", "stacks", "failed") for path in folder.glob(f"rank-*.{ending}")]:
         number = path.stem.removeprefix("rank-")
         if number.isdecimal() and int(number) >= ranks:
@@ -284,7 +275,7 @@ def remove_others(folder: Path, ranks: int) -> None:
 _COMM: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PACKAGE: Final = os.path.dirname(_COMM)
 _RECORD_WORDS: Final = RECORD.size // 8
-_now: Final = time.monotonic_ns  # bound once: a look-up less, twice an event
+_now: Final = time.monotonic_ns  # bound once: saves two look-ups per event
 
 
 def _sources(folder: str) -> frozenset[str]:
@@ -294,7 +285,8 @@ def _sources(folder: str) -> frozenset[str]:
 class Recorder(EventSink):
     """Event sink that keeps the last ``capacity`` operations of this rank in the file ``path``.
 
-    Any thread may report. The ring skips the record of an operation under way. Raises StorageError without a file.
+    Any thread may record operations. Records of operations in flight are not overwritten. Raises StorageError if the
+    file cannot be created.
     """
 
     def __init__(self, path: Path, rank: int, world: int, capacity: int = 8192) -> None:
@@ -317,7 +309,7 @@ class Recorder(EventSink):
         self._lock = threading.Lock()
         self._inside = _sources(_COMM) | {contextlib.__file__}
         self._algorithms = _sources(os.path.join(_PACKAGE, "collectives"))
-        self._put = RECORD.pack_into  # bound once: a look-up less per event
+        self._put = RECORD.pack_into  # bound once: saves a look-up per event
         self.wall_ns, self.monotonic_ns = time.time_ns(), time.monotonic_ns()
         HEADER.pack_into(
             self._map, 0, MAGIC, VERSION, rank, world, os.getpid(), capacity,
@@ -326,7 +318,7 @@ class Recorder(EventSink):
         self.beat(0)
 
     def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
-        """Record the start of an operation; the token is the number of its record."""
+        """Record the start of an operation. Return its token, which is the index of its record."""
         label = self._labels.get((comm, op, dtype))
         if label is None:
             label = self._new_label(comm, op, dtype)
@@ -335,41 +327,40 @@ class Recorder(EventSink):
         frame: FrameType | None = sys._getframe(1) if asked is None else None
         while frame is not None and frame.f_code.co_filename in inside:
             frame = frame.f_back
-        # Inside collectives/ the site is the line of the caller outside, "via" the line inside.
+        # Inside collectives/, the site is the caller's line outside, and "via" adds the line inside.
         outer = frame
         while outer is not None and outer.f_code.co_filename in algorithms:
             outer = outer.f_back
         site = 0
         if asked is not None:
-            own = id(asked.code), asked.instruction
-            site = self._sites[own] if own in self._sites else self._new_site(own, [(asked.code, asked.line)])
+            call = id(asked.code), asked.instruction
+            site = self._sites[call] if call in self._sites else self._new_site(call, [(asked.code, asked.line)])
         if frame is not None:
             outer = outer or frame
-            # The offset of the instruction stands for the line, which is only worked out for a site not seen before.
+            # The instruction offset stands for the line, which is only computed for a new site.
             key = id(frame.f_code), frame.f_lasti, id(outer.f_code), outer.f_lasti
             site = self._sites.get(key, -1)
             if site < 0:
                 frames = [outer] if outer is frame else [outer, frame]
-                site = self._new_site(key, [(each.f_code, each.f_lineno) for each in frames])
-        # Without a lock: `_advance` (next of itertools.count) and operations of a dict are atomic under the GIL, so
-        # two threads never get the same index. The ring skips the slots of operations under way.
-        index, under_way = self._advance(), self._open
+                site = self._new_site(key, [(caller.f_code, caller.f_lineno) for caller in frames])
+        # No lock: `_advance` (next of itertools.count) and operations of a dict are atomic under the GIL, so two
+        # threads never get the same index. The ring skips the slots of operations in flight.
+        index, in_flight = self._advance(), self._open
         slot = index % self.capacity
-        while slot in under_way:
+        while slot in in_flight:
             index, slot = self._next_free()
-        now = under_way[slot] = _now()
+        now = in_flight[slot] = _now()
         self._put(
             self._words, self._ring + slot * 64, index, now, 0, label[1](), count, sent_bytes, site, label[0], peer, tag
         )
         return slot
 
     def end(self, token: int) -> None:
-        """Record the end of the operation."""
         self._words[self._first_end + token * _RECORD_WORDS] = _now()
-        self._open.pop(token, None)  # only now may the record be used again
+        self._open.pop(token, None)  # only now may the slot be reused
 
     def _next_free(self) -> tuple[int, int]:
-        if len(self._open) >= self.capacity // 2:  # requests that are never completed: give up the oldest
+        if len(self._open) >= self.capacity // 2:  # requests that are never completed: drop the oldest
             with self._lock:
                 self._open.pop(min(self._open, key=self._open.__getitem__), None)
         index = self._advance()
@@ -377,7 +368,7 @@ class Recorder(EventSink):
 
     def _new_label(self, comm: str, op: str, dtype: str) -> tuple[int, Callable[[], int]]:
         with self._lock:
-            # Collectives and messages are counted apart: only the former are the same on every member.
+            # Collectives and messages are counted separately, because only collectives are equal on all members.
             clock = self._clocks.setdefault((comm, op in POINT_TO_POINT), counter(1).__next__)
             if (comm, op, dtype) not in self._labels:
                 self._labels[comm, op, dtype] = self._add_text(LABEL, f"{comm}\t{op}\t{dtype}"), clock
@@ -394,7 +385,7 @@ class Recorder(EventSink):
         data = text.encode(errors="backslashreplace")[:1000]
         start = TEXTS + self._text_used
         if start + TEXT.size + len(data) > RING:
-            return 0  # the table is full: the event is kept, its text is unknown
+            return 0  # the table is full: the event is kept with an unknown text
         TEXT.pack_into(self._map, start, kind, len(data))
         self._map[start + TEXT.size : start + TEXT.size + len(data)] = data
         self._text_used += TEXT.size + len(data)
@@ -403,10 +394,10 @@ class Recorder(EventSink):
         return self._ids[kind]
 
     def note(self, kind: str, text: str) -> None:
-        """Write ``text``, at most 1 KiB of it, as the note of ``kind``, one of `KINDS`.
+        """Write ``text``, truncated to about 1 KiB, as the note of type ``kind``, one of `KINDS`.
 
-        Of the kinds that end a rank (`FINAL`) the first note stays, because later ones follow from it; "frozen" and
-        "stage" are replaced by the next.
+        Of the types in `FINAL`, only the first note is kept, because later notes are its consequences. Notes of other
+        types are replaced.
         """
         data = text.encode(errors="backslashreplace")[: NOTE_BYTES - NOTE.size]
         start = NOTES + KINDS.index(kind) * NOTE_BYTES
@@ -417,26 +408,26 @@ class Recorder(EventSink):
             NOTE.pack_into(self._map, start, time.monotonic_ns(), len(data))
 
     def beat(self, next_ns: int) -> None:
-        """Write a heartbeat, and the nanoseconds within which the next will come (0: none will)."""
+        """Write a heartbeat. ``next_ns`` is the time until the next heartbeat, or 0 if no other heartbeat follows."""
         self._words[BEAT] = time.monotonic_ns()
         self._words[NEXT_BEAT] = next_ns
 
     def running(self) -> list[tuple[int, int]]:
-        """Return (start in monotonic ns, token) of the operations under way, the oldest first."""
+        """Return (start in monotonic ns, token) for each operation in flight, the earliest first."""
         return sorted((start, token) for token, start in list(self._open.items()))
 
     def describe(self, token: int) -> str:
-        """Return one line that describes the operation of ``token``."""
+        """Return one line of text that describes the operation in flight with ``token``."""
         event = parse(bytes(self._map), self.path).event(token)
         return "an operation that has just ended" if event is None else str(event)
 
     def communicator(self, token: int) -> str:
-        """Return the name of the communicator of ``token``, or "" if its operation has ended."""
+        """Return the communicator name of the operation with ``token``, or "" if the operation has ended."""
         event = parse(bytes(self._map), self.path).event(token)
         return "" if event is None else event.comm
 
     def close(self) -> None:
-        """Unmap the file; nothing may be reported afterwards. The end of the process does the same."""
+        """Unmap the file. Do not record operations afterwards."""
         self._words.release()
         self._map.close()
 
@@ -444,5 +435,5 @@ class Recorder(EventSink):
 def _describe(code: CodeType, line: int) -> str:
     path = code.co_filename
     if path.startswith(_PACKAGE + os.sep):
-        path = os.path.relpath(path, os.path.dirname(_PACKAGE))  # wherever hpcdist is installed
+        path = os.path.relpath(path, os.path.dirname(_PACKAGE))  # independent of the place of installation
     return f"{path}:{line} ({code.co_name})"

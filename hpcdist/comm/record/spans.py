@@ -1,10 +1,9 @@
 """Spans of a rank: named intervals in a ring of a memory-mapped file, their writer and their reader.
 
-    header | texts | ring of spans          all little-endian; a number of the clock is monotonic nanoseconds
+    header | texts | ring of spans          all little-endian; clock values are monotonic nanoseconds
 
-The file lies beside the flight recorder's: that one has the messages, this one the work between them. A span is written
-when it ends, by one thread, and survives SIGKILL. Reading never writes, needs no MPI, and copes with a
-file whose process is still writing or was killed at any moment.
+The file is next to the flight recorder's file. One thread writes each span at its end; spans survive SIGKILL. Reading
+never writes and needs no MPI.
 """
 
 import os
@@ -24,9 +23,9 @@ from hpcdist.errors import StorageError
 from hpcdist.reporting import regular
 
 MAGIC: Final = b"HPCDSPN\0"
-MOST_BYTES: Final = 256 << 20  # of a file that is read; usual files have a few million
+MOST_BYTES: Final = 256 << 20  # largest file that is read; usual files have a few million bytes
 VERSION: Final = 1
-# Phases that share the time of a rank. "step" encloses a whole step, so it is no phase beside the others.
+# Phases that share the time of a rank, except "step", which encloses a whole step.
 PHASES: Final = ("compute", "communication", "update", "data", "checkpoint", "validation", "other", "step")
 STEP: Final = PHASES.index("step")
 # magic, version, rank, world, capacity, wall clock, monotonic clock, host, boot of the host
@@ -42,13 +41,16 @@ assert SPAN.size == 40 and RING % 8 == 0 and HEADER.size <= TEXT_USED * 8
 
 
 def size_bytes(capacity: int) -> int:
-    """Return the size of the file of ``capacity`` spans."""
+    """Return the size in bytes of a spans file that has room for ``capacity`` spans."""
     return RING + capacity * SPAN.size
 
 
 @dataclass(frozen=True)
 class Span:
-    """A named interval of a rank. Times are monotonic nanoseconds of its node; -1 stands for no step, unit, ..."""
+    """A named time interval of a rank, in ns of its node's monotonic clock.
+
+    ``step``, ``microbatch`` and ``unit`` (of the model) are indices. -1 means that the span belongs to none.
+    """
 
     phase: str
     name: str
@@ -61,10 +63,10 @@ class Span:
 
 @dataclass(frozen=True)
 class RankSpans:
-    """Content of the file of one rank; ``spans`` in the order of their ends.
+    """Content of one rank's spans file. ``spans`` are sorted by end.
 
-    ``wall_ns`` and ``monotonic_ns`` are the two clocks at one moment. ``boot_id`` names the running kernel: ranks with
-    the same one share the monotonic clock.
+    ``wall_ns`` and ``monotonic_ns`` are readings of the two clocks at the same moment. Ranks with the same ``boot_id``,
+    so the same running kernel, share the monotonic clock.
     """
 
     path: Path
@@ -78,23 +80,23 @@ class RankSpans:
 
 
 def read(path: Path) -> RankSpans:
-    """Read the file of one rank. Raises StorageError when it is not one."""
+    """Return the content of one rank's spans file. Raises StorageError if the file is invalid."""
     try:
         data = regular.read(path, MOST_BYTES)
     except OSError as error:
-        raise StorageError(f"cannot read the spans of a rank in {path}: {error}") from error
+        raise StorageError(f"cannot read the spans file {path} of a rank: {error}") from error
     return parse(data, path)
 
 
 def parse(data: bytes, path: Path) -> RankSpans:
-    """Read the bytes of a file that was found at ``path``."""
+    """Parse ``data``, the content of the spans file ``path``. Raises StorageError for invalid content."""
     if len(data) < RING or data[: len(MAGIC)] != MAGIC:
         raise StorageError(f"{path} is not a file of spans (wrong signature or too short)")
     _, version, rank, world, capacity, wall, monotonic, host, boot = HEADER.unpack_from(data)
     if version != VERSION or len(data) < size_bytes(capacity):
         raise StorageError(f"{path}: version {version} or size {len(data)} is not what this hpcdist writes ({VERSION})")
     if not rank < world <= MOST_RANKS:
-        raise StorageError(f"{path} is damaged: it is of rank {rank} of {world}")
+        raise StorageError(f"{path} is damaged: its header says rank {rank} of {world} ranks; delete it")
     (used,) = struct.unpack_from("<q", data, TEXT_USED * 8)
     host_name, boot_id = (text.rstrip(b"\0").decode(errors="replace") for text in (host, boot))
     spans = _spans(data, capacity, _texts(data, used))
@@ -102,7 +104,6 @@ def parse(data: bytes, path: Path) -> RankSpans:
 
 
 def _texts(data: bytes, used: int) -> list[tuple[str, str]]:
-    """Return phase and name of each label; those cut off by damage are left out."""
     texts, at, end = [], TEXTS, min(TEXTS + max(0, used), RING)
     while at + TEXT.size <= end:
         phase, length = TEXT.unpack_from(data, at)
@@ -127,27 +128,30 @@ def _spans(data: bytes, capacity: int, texts: list[tuple[str, str]]) -> tuple[Sp
 
 CAPACITY: Final = 8192
 now_ns: Final[Callable[[], int]] = time.monotonic_ns  # the clock of spans
-_MOST: Final = 0x7FFF  # micro-batches and units beyond have no number in the file
+_MOST: Final = 0x7FFF  # larger numbers of micro-batches and units are stored as this number
 
 _UNNAMED: Final = 0xFFFFFFFF
 
 
 class SpanSink:
-    """Observer of a rank's work: gets each named interval when it has ended. This one keeps none."""
+    """Observer of a rank's work. The rank calls `add` after each named interval. This base class does nothing."""
 
     def add(
         self, phase: str, name: str, step: int, begin_ns: int, end_ns: int, microbatch: int = -1, unit: int = -1
     ) -> None:
-        """Add the interval from ``begin_ns`` to ``end_ns`` (of `now_ns`); ``phase`` is one of `PHASES`."""
+        """Add the interval from ``begin_ns`` to ``end_ns``, both times of `now_ns`. ``phase`` is one of `PHASES`.
+
+        ``microbatch`` and ``unit`` (of the model) are indices, or -1 for none.
+        """
 
 
 NULL_SPANS: Final = SpanSink()
 
 
 class Spans(SpanSink):
-    """Writer of the last ``capacity`` spans of this rank to the file ``path``; also keeps them for the next `drain`.
+    """Writes this rank's last ``capacity`` spans to the file ``path``, and keeps them in memory for `drain`.
 
-    Raises StorageError when the file cannot be made.
+    Raises StorageError if the file cannot be created.
     """
 
     def __init__(self, path: Path, rank: int, world: int, capacity: int = CAPACITY) -> None:
@@ -156,13 +160,13 @@ class Spans(SpanSink):
         self._map = flight_recorder.create_mapped(
             path,
             size_bytes(capacity),
-            "the record of what a rank does",
+            "the record of spans",
             "free space, choose another --out, or set telemetry.trace = false",
         )
         self._labels: dict[tuple[str, str], tuple[int, int]] = {}
         self._text_used = 0
         self._index = 0
-        self._put = SPAN.pack_into  # bound once: a look-up less per span
+        self._put = SPAN.pack_into  # bound once: saves a look-up per span
         self._fresh: list[tuple[int, int, int]] = []
         HEADER.pack_into(
             self._map, 0, MAGIC, VERSION, rank, world, capacity, time.time_ns(), now_ns(),
@@ -172,7 +176,6 @@ class Spans(SpanSink):
     def add(
         self, phase: str, name: str, step: int, begin_ns: int, end_ns: int, microbatch: int = -1, unit: int = -1
     ) -> None:
-        """Add the interval from ``begin_ns`` to ``end_ns`` (local)."""
         label, code = self._labels.get((phase, name)) or self._new_label(phase, name)
         index = self._index = self._index + 1
         if microbatch > _MOST or unit > _MOST:
@@ -182,28 +185,31 @@ class Spans(SpanSink):
         if code != STEP:
             fresh = self._fresh
             if fresh and fresh[-1][2] == begin_ns and fresh[-1][0] == code:
-                fresh[-1] = code, fresh[-1][1], end_ns  # a stage has many operations of a phase in a row
+                fresh[-1] = code, fresh[-1][1], end_ns  # a stage has many consecutive operations of one phase
                 return
             fresh.append((code, begin_ns, end_ns))
-            if len(fresh) > 2 * self.capacity:  # nobody drains: keep what a ring would
+            if len(fresh) > 2 * self.capacity:  # nobody drains: keep as many as the ring
                 del fresh[: -self.capacity]
 
     def drain(self) -> np.ndarray:
-        """Return the spans since the last call: (spans, 3) int64 of phase, begin and end in ns (local).
+        """Return the spans since the last call as int64 rows (phase, begin, end), shape (spans, 3), times in ns.
 
-        Spans of one phase that follow without a gap are merged. Phases are indices of `PHASES`; whole steps are left
-        out, and so are the oldest spans beyond the capacity.
+        The phase is an index into `PHASES`. Adjacent spans of the same phase are merged. Spans of whole steps, and the
+        oldest spans beyond the capacity, are left out. Local.
         """
         fresh, self._fresh = self._fresh[-self.capacity :], []
         return np.array(fresh, np.int64).reshape(-1, 3)
 
     def _new_label(self, phase: str, name: str) -> tuple[int, int]:
-        """Enter a label into the table; where that is full, spans get a label that readers skip."""
+        """Add ``name`` to the label table. Return (its index in the table, index of ``phase``).
+
+        If the table is full, the first index is one that readers skip.
+        """
         code = PHASES.index(phase)
         data = name.encode()[:255]
         start = TEXTS + self._text_used
         if start + TEXT.size + len(data) > RING:
-            return _UNNAMED, code  # a reader has no name for it, and skips the span
+            return _UNNAMED, code
         TEXT.pack_into(self._map, start, code, len(data))
         self._map[start + TEXT.size : start + TEXT.size + len(data)] = data
         self._text_used += TEXT.size + len(data)
@@ -212,5 +218,5 @@ class Spans(SpanSink):
         return self._labels[phase, name]
 
     def close(self) -> None:
-        """Unmap the file; nothing may be added afterwards. The end of the process does the same."""
+        """Unmap the file. Do not add spans afterwards."""
         self._map.close()

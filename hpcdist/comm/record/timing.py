@@ -1,7 +1,7 @@
 """Totals of communication: event sinks that add up calls, seconds and bytes by operation.
 
-`OperationTiming` measures the operations that a training calls. `count_traffic` counts the bytes that an algorithm
-sends, on which tests assert the volumes that docstrings claim.
+`OperationTiming` measures the operations that training calls. `count_traffic` counts the bytes that an algorithm
+sends; tests compare them with the volumes in docstrings.
 """
 
 import math
@@ -20,17 +20,16 @@ from hpcdist.reporting.units import format_bytes
 
 
 class MessageTraffic(EventSink):
-    """Event sink that counts calls by operation and bytes sent as messages; forwards every event to ``inner``."""
+    """Event sink that counts calls of each operation, and sent bytes in total. Passes every event on to ``inner``."""
 
     def __init__(self, inner: EventSink = NULL_SINK) -> None:
         self.inner = inner
-        self._lock = threading.Lock()  # a thread may send beside the rank's own messages
+        self._lock = threading.Lock()  # a thread may send at the same time as the main thread
         self.calls: Counter[str] = Counter()
         self.sent_bytes = 0
         self.unknown: Counter[str] = Counter()  # operations whose volume only the MPI library knows
 
     def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
-        """Count an operation and pass it on."""
         with self._lock:
             self.calls[op] += 1
             if sent_bytes == UNKNOWN_BYTES:
@@ -40,13 +39,12 @@ class MessageTraffic(EventSink):
         return self.inner.begin(comm, op, dtype, count, sent_bytes, peer, tag)
 
     def end(self, token: int) -> None:
-        """Pass the end on."""
         self.inner.end(token)
 
 
 @contextmanager
 def count_traffic(comm: Communicator) -> Iterator[MessageTraffic]:
-    """Count the messages of ``comm`` and of the communicators made from it inside the block (local)."""
+    """Yield a counter of the messages that ``comm`` and derived communicators send in the `with` block. Local."""
     before = comm.events
     traffic = MessageTraffic(before)
     comm.events = traffic
@@ -56,21 +54,21 @@ def count_traffic(comm: Communicator) -> Iterator[MessageTraffic]:
         comm.events = before
 
 
-_now: Final = time.perf_counter_ns  # bound once: a look-up less, twice an event
+_now: Final = time.perf_counter_ns  # bound once: saves two look-ups per event
 _ITEM_BYTES: Final = {name: dtype.itemsize for name, dtype in (FLOATS | INTEGERS).items()}
 _STARTED: Final = frozenset({"isend", "irecv", "iallreduce", "nccl"})  # non-blocking: they end in a wait or test
 _STARTED_ENDINGS: Final = ("_iallreduce", "_ireduce_scatter", "_iall_gather")
 _RECEIVING: Final = frozenset({"recv", "irecv", "probe", "barrier", "flush"})  # their bytes are counted by the sender
 
-# The two lowest bits of a token say how `end` treats it; the rest is the token of the inner sink, or a number.
+# The two lowest bits of a token select the action of `end`; the rest is the token of the inner sink, or a number.
 _OUTERMOST, _STARTED_ONLY = 1, 2
 
 
 class OperationTotal(NamedTuple):
-    """Time of a rank in one kind of operation: ended ``calls``, their ``seconds`` and ``bytes``.
+    """Totals of one operation, such as allreduce, on a rank: number of ended calls, their seconds and bytes.
 
-    ``bytes`` is the size of the buffers passed in, so that bytes over seconds is the algorithm bandwidth, for native
-    algorithms too; NaN for objects, whose size is not known.
+    ``bytes`` is the size of the buffers that the caller passed. So bytes / seconds is the algorithm bandwidth, even if
+    the library's traffic is unknown. It is NaN for Python objects, whose size is unknown.
     """
 
     calls: int
@@ -79,11 +77,11 @@ class OperationTotal(NamedTuple):
 
 
 class BytesMoved(NamedTuple):
-    """Bytes that left a rank, by their way.
+    """Bytes that left a rank, by transport.
 
-    ``messages`` are sent by algorithms of this package. ``shared`` are buffers of operations that send none: other
-    ranks of the node read them in memory. ``unknown`` are buffers passed to collectives of a library, whose volume is
-    not known.
+    ``messages``: sent by algorithms of this package. ``shared``: buffers that other ranks of the node have read in
+    shared memory. ``unknown``: size of buffers passed to collectives of a library, which does not report how much it
+    sends.
     """
 
     messages: float = 0.0
@@ -91,19 +89,17 @@ class BytesMoved(NamedTuple):
     unknown: float = 0.0
 
     def described(self) -> str:
-        """Return the bytes of each way as text, without zeros."""
+        """Return text that lists each transport with its bytes, without transports that moved nothing."""
         ways = ("in messages", "through shared memory", "by the MPI library")
         parts = [f"{format_bytes(round(nbytes))} {way}" for nbytes, way in zip(self, ways, strict=True) if nbytes]
         return ", ".join(parts) or "nothing"
 
     def since(self, before: "BytesMoved") -> "BytesMoved":
-        """Return the bytes moved since ``before``."""
+        """Return the bytes moved since the earlier counts ``before``."""
         return BytesMoved(self.messages - before.messages, self.shared - before.shared, self.unknown - before.unknown)
 
 
 class _Kind:
-    """Sums of one thread for one kind of operation."""
-
     __slots__ = ("bytes", "calls", "is_library", "is_started", "ns", "receives")
 
     def __init__(self, op: str) -> None:
@@ -114,7 +110,7 @@ class _Kind:
 
 
 class _ThreadTotals:
-    """Sums of one thread, written by that thread only (no lock), and the outermost operation that it is in."""
+    """Totals of one thread, and its current outermost operation. No lock, because only this thread writes them."""
 
     __slots__ = ("began", "inside", "kinds", "sends", "sent_bytes", "shared", "size", "unknown", "unknown_calls")
 
@@ -122,21 +118,20 @@ class _ThreadTotals:
         self.kinds: dict[str, _Kind] = {}
         self.sent_bytes = self.unknown_calls = 0
         self.shared = self.unknown = 0.0
-        self.sends = False  # the outermost operation, or one within it, sends or receives
+        self.sends = False  # the outermost operation, or an operation within it, sends or receives
         self.inside: _Kind | None = None
         self.size: float = 0
         self.began = 0
 
 
 class OperationTiming(EventSink):
-    """Event sink that adds up calls, seconds and bytes by operation; forwards every event to ``inner``.
+    """Event sink that adds up calls, seconds and bytes by operation. Forwards every event to the sink ``inner``.
 
-    Only outermost operations count: the messages of which a ring allreduce is made are part of it. So an operation that
-    begins while the same thread is in another one is part of that one. Non-blocking operations (isend,
-    ring_iallreduce, ...) last until they are complete, and several may be under way. Any thread may report.
+    Only outermost operations count: an operation that begins while its thread is in another operation is part of the
+    other operation. Non-blocking operations last until they complete. Any thread may record operations. Sent bytes are
+    counted as by `MessageTraffic`.
 
-    An operation that raises never ends, and later operations of its thread count as part of it: make a new
-    `OperationTiming` to go on after a failure. Bytes sent are counted, too, as by `MessageTraffic`.
+    Create a new `OperationTiming` after a failure, because an operation that raises an error never ends.
     """
 
     def __init__(self, inner: EventSink = NULL_SINK) -> None:
@@ -148,7 +143,6 @@ class OperationTiming(EventSink):
         self._number = counter().__next__
 
     def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
-        """Note the start of an operation, and pass it on."""
         try:
             mine: _ThreadTotals = self._local.mine
         except AttributeError:
@@ -157,7 +151,7 @@ class OperationTiming(EventSink):
             mine.sent_bytes += sent_bytes
         elif sent_bytes == UNKNOWN_BYTES:
             mine.unknown_calls += 1
-            if count:  # objects have none: their size is not known, and small
+            if count:  # objects have no count: their size is unknown, and small
                 mine.unknown += count * _ITEM_BYTES.get(dtype, 1)
         token = self._inner_begin(comm, op, dtype, count, sent_bytes, peer, tag)
         if mine.inside is not None:
@@ -174,7 +168,6 @@ class OperationTiming(EventSink):
         return token << 2 | _OUTERMOST
 
     def end(self, token: int) -> None:
-        """Add an outermost operation to the totals, and pass the end on."""
         if not token & 3:
             self._inner_end(token >> 2)
             return
@@ -182,7 +175,7 @@ class OperationTiming(EventSink):
         try:
             mine: _ThreadTotals = self._local.mine
         except AttributeError:
-            mine = self._new_thread()  # a thread may end what another one has started
+            mine = self._new_thread()  # a thread may end an operation that another thread started
         if token & _OUTERMOST:
             inner, kind, size, began, mine.inside = token >> 2, mine.inside, mine.size, mine.began, None
             if not mine.sends and kind is not None:
@@ -205,9 +198,9 @@ class OperationTiming(EventSink):
         return mine
 
     def totals(self) -> Mapping[str, OperationTotal]:
-        """Return the totals of all threads since the start, by operation (local)."""
+        """Return the totals of each operation since the creation of this object, added over all threads. Local."""
         added: dict[str, OperationTotal] = {}
-        for mine in self._threads.copy():  # copies: the threads go on
+        for mine in self._threads.copy():  # copies, because the threads continue
             for op, kind in mine.kinds.copy().items():
                 calls, seconds, size = added.get(op, (0, 0.0, 0.0))
                 added[op] = OperationTotal(calls + kind.calls, seconds + kind.ns / 1e9, size + kind.bytes)
@@ -215,15 +208,15 @@ class OperationTiming(EventSink):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes sent as messages since the start, of operations whose algorithm is known."""
+        """Bytes sent as messages since the creation of this object, without traffic inside the MPI library."""
         return sum(mine.sent_bytes for mine in self._threads.copy())
 
     def moved(self) -> BytesMoved:
-        """Return the bytes that left this rank since the start, by their way (local)."""
+        """Return the bytes that left this rank since the creation of this object, by transport. Local."""
         threads = self._threads.copy()
         return BytesMoved(self.sent_bytes, sum(mine.shared for mine in threads), sum(mine.unknown for mine in threads))
 
     @property
     def unknown_calls(self) -> int:
-        """Operations since the start whose volume only the MPI library knows."""
+        """Number of operations since the creation of this object whose sent bytes only the MPI library knows."""
         return sum(mine.unknown_calls for mine in self._threads.copy())

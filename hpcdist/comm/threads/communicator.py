@@ -1,10 +1,8 @@
 """Communicator of ranks that are threads of one process, and of a single rank (`solo`).
 
-Messages are copied when they are sent. Reductions add in rank order. When one rank raises, the others are released
-from their waits with a CommunicationError. Ranks may also die while the others go on: see `run_threads`.
-
-`solo` is a group of one thread: no MPI is started, and callers need no special case, since messages to oneself and
-every collective work as they do with many ranks.
+Messages are copied when they are sent. Reductions add in rank order. If a rank raises, waiting ranks get a
+CommunicationError. Ranks may also die while the others continue (see `run_threads`). `solo` starts no MPI; its
+messages and collectives work as with many ranks.
 """
 
 import threading
@@ -43,7 +41,7 @@ Result = TypeVar("Result")
 
 
 class ThreadCommunicator(Endpoint):
-    """Communicator of a rank that is a thread of this process."""
+    """Communicator of a job whose ranks are threads of this process. Each rank has its own object."""
 
     def __init__(self, group: ThreadGroup, name: str, rank: int, declared_node: int | None) -> None:
         super().__init__(name, rank, group.size, Handover(device_pointers=False), declared_node)
@@ -51,7 +49,10 @@ class ThreadCommunicator(Endpoint):
         self._meetings = self._rounds = 0
 
     def _wait(self, condition: threading.Condition, ready: Callable[[], bool], peer: int | None, what: str) -> None:
-        """Wait on ``condition``, whose lock is held, until ``ready``; ``what`` needs ``peer`` (None: all ranks)."""
+        """Wait on ``condition``, whose lock is held, until ``ready()``. Raises an error if a needed rank has failed.
+
+        Operation ``what`` needs rank ``peer`` (None: all ranks).
+        """
         limit = time.monotonic() + self._group.deadline_s
         while not ready():
             self._detector.check(peer, what)
@@ -63,7 +64,6 @@ class ThreadCommunicator(Endpoint):
             self._wait(self._group.changed, ready, None, "an iallreduce")
 
     def _post(self, peer: int, tag: int) -> PostedReceive:
-        """Post a receive: match the first unexpected message that fits, else wait in the queue of posted receives."""
         posted = PostedReceive(peer, tag)
         with self._group.changed:
             unexpected = self._group.unexpected[self.rank]
@@ -75,7 +75,6 @@ class ThreadCommunicator(Endpoint):
         return posted
 
     def _arrived(self, posted: PostedReceive) -> ThreadMessage:
-        """Return the message of a posted receive, waiting for it."""
         what = f"a receive from rank {posted.peer} with tag {posted.tag}"
         with self._group.changed:
             self._wait(self._group.changed, lambda: posted.envelope is not None, posted.peer, what)
@@ -115,10 +114,10 @@ class ThreadCommunicator(Endpoint):
         return ProbedMessage(self._arrived(self._post(peer, tag)), self.handover)
 
     def _poll(self, peer: int, tag: int) -> Message | None:
-        wanted = PostedReceive(peer, tag)
+        receive = PostedReceive(peer, tag)
         with self._group.changed:
             unexpected = self._group.unexpected[self.rank]
-            envelope = next((envelope for envelope in unexpected if wanted.matches(envelope)), None)
+            envelope = next((envelope for envelope in unexpected if receive.matches(envelope)), None)
             if envelope is None or self._group.failed or self._group.revoked:
                 self._detector.check(peer, "a poll")
                 return None
@@ -127,7 +126,7 @@ class ThreadCommunicator(Endpoint):
 
     def _idle(self, since: float) -> None:
         if self._group.failed:
-            raise CommunicationError(f"rank {self.rank}: another rank failed while this one waited for a request")
+            raise CommunicationError(f"rank {self.rank}: another rank failed while this rank waited for a request")
         if time.monotonic() - since > self._group.deadline_s:
             raise DeadlineError(f"rank {self.rank}: no request was complete within {self._group.deadline_s} s")
         time.sleep(1e-4)
@@ -136,9 +135,9 @@ class ThreadCommunicator(Endpoint):
         self._everyone(None)
 
     def _everyone(self, value: Any) -> list[Any]:
-        """Return the value of each rank, in rank order: the rendezvous of every collective.
+        """Return each rank's ``value`` in rank order. The n-th call of a rank belongs to the n-th calls of the others.
 
-        Calls match by number, as all ranks make the same collectives in the same order.
+        All collectives use this.
         """
         group, number = self._group, self._meetings
         self._meetings += 1
@@ -171,8 +170,8 @@ class ThreadCommunicator(Endpoint):
         return ReductionRequest(parts, self.size, message, op, self._until, self._detector)
 
     def _reduce_scatter(self, message: Array, ranges: Sequence[Range], op: str) -> None:
-        own = ranges[self.rank].slice
-        message[own] = reduce_in_order(self._everyone(message.copy()), message, op)[own]
+        local_range = ranges[self.rank].slice
+        message[local_range] = reduce_in_order(self._everyone(message.copy()), message, op)[local_range]
 
     def _all_gather(self, message: Array, ranges: Sequence[Range]) -> None:
         for part, data in zip(ranges, self._everyone(message[ranges[self.rank].slice].copy()), strict=True):
@@ -208,7 +207,7 @@ class ThreadCommunicator(Endpoint):
         return ThreadBlock(self._everyone(np.zeros(nbytes, np.uint8)), self._detector, self._group.deadline_s)
 
     def supports(self, feature: str) -> bool:
-        """Whether ``feature`` is there: "thread_multiple" always, "ulfm" where ranks may die (`run_threads`)."""
+        """Return True for "thread_multiple", and for "ulfm" if `run_threads` was called with ``fault_tolerant``."""
         return feature == "thread_multiple" or (feature == "ulfm" and self._group.fault_tolerant)
 
     def _revoke(self) -> None:
@@ -216,7 +215,6 @@ class ThreadCommunicator(Endpoint):
         self._group.stop()
 
     def failed(self) -> tuple[int, ...]:
-        """Return the ranks that are dead (local)."""
         return tuple(self._group.dead_ranks())
 
     def _agree(self, flag: bool) -> bool:
@@ -232,13 +230,13 @@ class ThreadCommunicator(Endpoint):
         return child
 
     def _grow(self, count: int, arguments: Sequence[str], environment: Mapping[str, str], name: str) -> Self:
-        raise MissingCapabilityError("ranks that are threads start no processes; use spares")
+        raise MissingCapabilityError("ranks that are threads cannot start processes; use spare ranks")
 
     def _abandon(self) -> None:
         return
 
     def free(self) -> None:
-        """Do nothing: the group is collected with its last rank."""
+        """Do nothing: the group is garbage-collected with its last rank."""
         return
 
 
@@ -250,11 +248,12 @@ def run_threads(
     *,
     fault_tolerant: bool = False,
 ) -> list[Result]:
-    """Call ``function(comm)`` on ``size`` threads and return their results in rank order.
+    """Call ``function(comm)`` in ``size`` threads, one per rank. Return the results in rank order.
 
-    The first exception is raised here; ranks that wait are released. ``ranks_per_node`` declares nodes.
-    With ``fault_tolerant`` a rank that raises `RankDeath` dies instead: its result is None, and the others can go on
-    as ranks of an MPI with ULFM do (`Communicator.revoke`, `agree`, `shrink`).
+    If a rank raises an exception, waiting ranks are released, and the first exception is raised here.
+    ``ranks_per_node`` simulates nodes. An operation may last ``deadline_s`` seconds. If ``fault_tolerant`` is True, a
+    rank that raises `RankDeath` dies and its result is None. Then the other ranks can continue as with ULFM
+    (`Communicator.revoke`, `agree`, `shrink`).
     """
     group = ThreadGroup(tuple(range(size)), deadline_s, fault_tolerant=fault_tolerant)
     results: list[Any] = [None] * size
@@ -283,5 +282,5 @@ def run_threads(
 
 
 def solo() -> ThreadCommunicator:
-    """Return a communicator whose only rank is this process; it needs no other thread."""
+    """Return a communicator whose only rank is this process."""
     return ThreadCommunicator(ThreadGroup((0,), DEADLINE_S), "world", 0, None)

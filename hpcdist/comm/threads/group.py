@@ -1,8 +1,7 @@
-"""Group of ranks that are threads: message queues, collectives, requests under way, and the death of a rank.
+"""Group of ranks that are threads: message queues, collectives, requests, and the death of a rank.
 
-Messages match as in MPI: each rank has a queue of unexpected messages and one of posted receives. A `RankDeath` looks
-to the other ranks like a SIGKILL: the survivors agree and go on without that rank. Reductions combine the parts in
-rank order, and are complete when the last part has come.
+Messages match as in MPI: each rank has a queue of unexpected messages and a queue of posted receives. A `RankDeath`
+looks like a SIGKILL to the other ranks: the survivors agree and continue. Reductions combine parts in rank order.
 """
 
 import threading
@@ -21,7 +20,7 @@ from hpcdist.errors import CommunicationError, DeadlineError, RankDiedError
 
 @dataclass(eq=False)
 class ThreadMessage:
-    """Envelope (source and tag) and payload of a message; the payload is a copy of the sent buffer."""
+    """A message in flight: its source, its tag, and its payload, which is a copy of the sent buffer."""
 
     source: int
     tag: int
@@ -30,32 +29,33 @@ class ThreadMessage:
 
 @dataclass(eq=False)
 class PostedReceive:
-    """A receive and the message that it has matched, if any. Receives match in the order of posting, as in MPI."""
+    """A posted receive and its matched message, if any. Receives match in the order of posting, as in MPI."""
 
     peer: int
     tag: int
     envelope: ThreadMessage | None = None
 
     def matches(self, envelope: ThreadMessage) -> bool:
-        """Whether this receive takes ``envelope``."""
+        """Return True if this receive accepts the message ``envelope``."""
         return self.peer in (ANY, envelope.source) and self.tag in (ANY, envelope.tag)
 
 
 @dataclass
 class SurvivorAgreement:
-    """An agreement of the survivors: the flag of each, and the survivors at the moment of the decision."""
+    """An agreement of the surviving ranks: each survivor's flag, and the ranks that were alive at the decision."""
 
     number: int
     brought: dict[int, bool] = field(default_factory=dict)
-    living: tuple[int, ...] | None = None  # ranks alive when it was decided, set once: so the same for all
+    living: tuple[int, ...] | None = None  # ranks alive at the decision; set once, so equal on all ranks
 
 
 @dataclass
 class ThreadGroup:
     """State that the threads of one communicator share. ``members`` are their world ranks, in rank order.
 
-    ``failed`` (exceptions) and ``dead`` (world ranks) are shared by all groups of a world. ``fault_tolerant``: a rank
-    may die alone. All queues are guarded by ``changed``, and ``meetings`` by ``met``.
+    All groups of a world share ``failed`` (exceptions) and ``dead`` (world ranks). If ``fault_tolerant`` is True, the
+    other ranks continue after the death of a rank. The condition ``changed`` guards all queues, and ``met`` guards
+    ``meetings``.
     """
 
     members: tuple[int, ...]
@@ -68,10 +68,8 @@ class ThreadGroup:
     def __post_init__(self) -> None:
         self.size = len(self.members)
         self.unexpected: list[list[ThreadMessage]] = [[] for _ in range(self.size)]  # arrived, not matched yet
-        self.posted: list[list[PostedReceive]] = [
-            [] for _ in range(self.size)
-        ]  # receives whose envelope is still to come
-        # A condition of its own: every message notifies `changed`, and would wake all ranks that wait in a collective.
+        self.posted: list[list[PostedReceive]] = [[] for _ in range(self.size)]  # receives without a message so far
+        # A separate condition: every message notifies `changed`, and would wake all ranks that wait in a collective.
         self.met = threading.Condition()
         self.meetings: dict[int, dict[int, Any]] = {}  # number of a collective -> rank -> its value
         self.rounds: dict[int, dict[int, np.ndarray]] = {}  # number of an iallreduce -> rank -> its buffer
@@ -80,7 +78,7 @@ class ThreadGroup:
         self.children: dict[str, ThreadGroup] = {}
 
     def child(self, key: str, ranks: Sequence[int]) -> "ThreadGroup":
-        """Return the group of the members ``ranks`` under ``key``; the first rank that calls makes it."""
+        """Return the child group named ``key`` with the members ``ranks``. The first caller creates the group."""
         with self.changed:
             group = self.children.get(key)
             if group is None:
@@ -89,25 +87,25 @@ class ThreadGroup:
                     members, self.deadline_s, failed=self.failed, dead=self.dead, fault_tolerant=self.fault_tolerant
                 )
                 self.children[key] = group
-                # A rank that died meanwhile: its `mark_dead` did not see this group among the children.
+                # If a rank died meanwhile, its `mark_dead` did not see this group among the children.
                 if group.dead_ranks():
                     group.stop()
         return group
 
     def abort(self) -> None:
-        """Wake every thread that waits in this group or one made from it."""
+        """Wake every thread that waits in this group or in a group derived from this group."""
         self.stop()
         for child in self._all_children():
             child.abort()
 
     def stop(self) -> None:
-        """Wake every thread that waits in this group; each checks for failures by itself."""
+        """Wake every thread that waits in this group, so that it checks for failures."""
         for condition in (self.changed, self.met):
             with condition:
                 condition.notify_all()
 
     def mark_dead(self, member: int) -> None:
-        """Mark world rank ``member`` as dead, and wake the threads that wait in groups that it is a member of."""
+        """Mark the world rank ``member`` as dead, and wake all threads that wait in groups of this rank."""
         self.dead.add(member)
         if member in self.members:
             self.stop()
@@ -119,7 +117,7 @@ class ThreadGroup:
             return list(self.children.values())
 
     def dead_ranks(self) -> list[int]:
-        """Return the ranks that are dead."""
+        """Return the ranks of this group that are dead."""
         return [rank for rank, member in enumerate(self.members) if member in self.dead]
 
 
@@ -131,10 +129,7 @@ _rank_life = _RankLife()
 
 
 class RankDeath(BaseException):
-    """Death of a rank of ``run_threads(fault_tolerant=True)``, which raises this: dead as soon as the object is made.
-
-    It is a BaseException, and messages that the rank still sends while it unwinds (cleanup code) raise it again.
-    """
+    """Raised by a rank of ``run_threads(fault_tolerant=True)`` to die. Its later messages raise this again."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -143,28 +138,31 @@ class RankDeath(BaseException):
 
 
 def register_rank(group: ThreadGroup, member: int) -> None:
-    """Register this thread as rank ``member`` of the world ``group``, so that a `RankDeath` marks it dead (local)."""
+    """Register this thread as world rank ``member``, so that a `RankDeath` marks it as dead in ``group``. Local."""
     _rank_life.end = lambda: group.mark_dead(member)
 
 
 class FailureDetector:
-    """Failure detection for rank ``rank`` of ``group``, and agreement among the survivors."""
+    """Detects failures of other ranks for rank ``rank`` of ``group``, and lets the survivors agree on a flag."""
 
     def __init__(self, group: ThreadGroup, rank: int, name: str) -> None:
         self._group, self.rank, self._name = group, rank, name
         self._agreements = 0
 
     def check(self, peer: int | None, what: str) -> None:
-        """Raise an error where ``what`` can never be complete (local).
+        """Raise an error if operation ``what`` cannot complete because a needed rank has failed. Local.
 
-        It needs the rank ``peer``; with ANY or None it needs all.
+        Rank ``peer`` is needed, or all ranks if ``peer`` is ANY or None.
         """
         if self._group.failed:
-            raise CommunicationError(f"rank {self.rank}: another rank failed while this one waited in {what}")
+            raise CommunicationError(f"rank {self.rank}: another rank failed while this rank waited in {what}")
         self.check_deaths(peer, what)
 
     def check_deaths(self, peer: int | None, what: str) -> None:
-        """Raise RankDeath where this rank is dead, RankDiedError where a dead rank is needed, or after a revoke."""
+        """Raise RankDeath if this rank is dead, and RankDiedError after a revoke or if a needed rank is dead.
+
+        Rank ``peer`` is needed, or all ranks if ``peer`` is ANY or None.
+        """
         group = self._group
         if not group.dead and not group.revoked:
             return
@@ -172,13 +170,13 @@ class FailureDetector:
             raise RankDeath
         dead_ranks = group.dead_ranks()
         if group.revoked:
-            raise RankDiedError(f"rank {self.rank}: {self._name} was revoked, and with it {what}", dead_ranks)
+            raise RankDiedError(f"rank {self.rank}: {self._name} was revoked during {what}", dead_ranks)
         if dead_ranks and (peer is None or peer == ANY or peer in dead_ranks):
             dead = ", ".join(map(str, dead_ranks))
             raise RankDiedError(f"rank {self.rank}: rank {dead} of {self._name} died, and {what} needs it", dead_ranks)
 
     def agree(self, flag: bool) -> SurvivorAgreement:
-        """Return the agreement of all survivors, one object for all of them. Collective over the survivors."""
+        """Return the pending agreement: the logical AND of the survivors' flags. Collective over the survivors."""
         group, limit = self._group, time.monotonic() + self._group.deadline_s
         with group.changed:
             agreement = group.agreements.setdefault(self._agreements, SurvivorAgreement(self._agreements))
@@ -186,8 +184,8 @@ class FailureDetector:
             agreement.brought[self.rank] = flag
             group.changed.notify_all()
             while agreement.living is None:
-                # Decide by the ranks that are alive now; each death wakes all, so nobody waits for a dead rank. The
-                # first to see all flags sets `living`, under the lock: a later death does not change the decision.
+                # Decide by the ranks that are alive now; each death wakes all ranks, so nobody waits for a dead rank.
+                # The first rank to see all flags sets `living` under the lock: later deaths do not change the decision.
                 dead_ranks = group.dead_ranks()
                 if self.rank in dead_ranks:
                     raise RankDeath
@@ -195,27 +193,26 @@ class FailureDetector:
                 if all(rank in agreement.brought for rank in living):
                     agreement.living = living
                 elif group.failed:
-                    raise CommunicationError(f"rank {self.rank}: another rank failed, and does not come to agree")
+                    raise CommunicationError(f"rank {self.rank}: another rank failed before the agreement")
                 elif time.monotonic() >= limit:
-                    raise DeadlineError(f"rank {self.rank}: the living did not meet within {group.deadline_s} s")
+                    raise DeadlineError(f"rank {self.rank}: the survivors did not agree within {group.deadline_s} s")
                 else:
                     group.changed.wait(limit - time.monotonic())
         return agreement
 
 
 class CompletedRequest:
-    """A request that was complete when it was made."""
+    """A request that is already complete at its creation."""
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
     def test(self) -> bool:
-        """Return True."""
         return True
 
 
 class ReceiveRequest:
-    """A receive under way; ``arrived`` waits for its message."""
+    """A receive in flight. The function ``arrived(posted)`` waits for the message of ``posted`` and returns it."""
 
     def __init__(
         self,
@@ -227,11 +224,9 @@ class ReceiveRequest:
         self._posted, self._message, self._arrived, self._detector = posted, message, arrived, detector
 
     def wait(self) -> None:
-        """Return when the message has been copied into the buffer."""
         deliver(self._arrived(self._posted), self._message)
 
     def test(self) -> bool:
-        """Whether the message has come; then it has been copied into the buffer."""
         if self._posted.envelope is None:
             self._detector.check_deaths(self._posted.peer, "a receive")
             return False
@@ -240,14 +235,13 @@ class ReceiveRequest:
 
 
 class ProbedMessage:
-    """A message that a matched probe took out of the matching."""
+    """A message reserved by a probe, so that no other receive can match it."""
 
     def __init__(self, envelope: ThreadMessage, handover: Handover) -> None:
         self._envelope, self._handover = envelope, handover
         self.source, self.tag, self.nbytes = envelope.source, envelope.tag, envelope.payload.nbytes
 
     def recv(self, buffer: Array) -> None:
-        """Copy the payload into ``buffer``."""
         message, finish = self._handover.incoming(buffer)
         deliver(self._envelope, message)
         if finish is not None:
@@ -255,7 +249,7 @@ class ProbedMessage:
 
 
 class ThreadBlock:
-    """Shared memory of ranks that are threads."""
+    """Shared memory of ranks that are threads of this process."""
 
     is_shared = True
 
@@ -263,26 +257,27 @@ class ThreadBlock:
         self.views, self._detector, self._deadline_s = views, detector, deadline_s
 
     def progress(self) -> None:
-        """Raise where another rank failed or died."""
+        """Raise an error if another rank has failed or died."""
         self._detector.check(None, "shared memory")
 
     def check_alive(self, since: float) -> None:
-        """Raise where another rank failed or died, or this one has waited too long."""
+        """Raise an error if another rank has failed or died, or if the wait that began at ``since`` takes too long."""
         self.progress()
         if time.monotonic() - since > self._deadline_s:
-            raise DeadlineError(f"rank {self._detector.rank}: nobody came to shared memory within {self._deadline_s} s")
+            raise DeadlineError(
+                f"rank {self._detector.rank}: no other rank came to shared memory within {self._deadline_s} s"
+            )
 
     def close(self) -> None:
-        """Drop the views."""
         self.views = []
 
 
 def deliver(envelope: ThreadMessage, message: Array) -> None:
-    """Copy the payload of ``envelope`` into the buffer ``message``, which must have its size."""
+    """Copy the payload of ``envelope`` to the buffer ``message``. Raises CommunicationError if the sizes differ."""
     if envelope.payload.nbytes != message.nbytes:
         raise CommunicationError(
-            f"a message of {envelope.payload.nbytes} bytes from rank {envelope.source} (tag {envelope.tag}) met a "
-            f"buffer of {message.nbytes} bytes"
+            f"a message of {envelope.payload.nbytes} bytes from rank {envelope.source} (tag {envelope.tag}) arrived "
+            f"for a buffer of {message.nbytes} bytes; both must have the same size"
         )
     message.view(np.uint8)[...] = envelope.payload
 
@@ -291,9 +286,10 @@ _UFUNC: Final = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
 class ReductionRequest:
-    """An iallreduce under way: ``parts`` collects the buffers of ``size`` ranks.
+    """An iallreduce in flight. ``parts`` collects the buffers of ``size`` ranks, and ``message`` gets the result.
 
-    ``until`` waits for a condition, under the deadline of the group; ``detector`` reports dead ranks.
+    ``until(ready)`` waits until ``ready()`` is true, at most until the deadline of the group. ``detector`` detects dead
+    ranks.
     """
 
     def __init__(
@@ -309,12 +305,10 @@ class ReductionRequest:
         self._detector = detector
 
     def wait(self) -> None:
-        """Return when the last part has come and the result is in the buffer."""
         self._until(lambda: len(self._parts) == self._size)
         self.test()
 
     def test(self) -> bool:
-        """Whether the last part has come; then the result is in the buffer."""
         if len(self._parts) < self._size:
             self._detector.check_deaths(None, "an iallreduce")
             return False
@@ -323,9 +317,14 @@ class ReductionRequest:
 
 
 def reduce_in_order(parts: Sequence[Array], message: Array, op: str) -> Array:
-    """Return ``parts``, one of each rank and all like ``message``, reduced in rank order."""
+    """Return the reduction of ``parts``, one buffer per rank, combined in rank order by ``op``.
+
+    Shape and dtype must equal ``message``'s.
+    """
     if any(part.shape != message.shape or part.dtype != message.dtype for part in parts):
-        raise CommunicationError(f"the ranks brought buffers of {[(p.size, str(p.dtype)) for p in parts]}")
+        raise CommunicationError(
+            f"the ranks passed buffers of {[(p.size, str(p.dtype)) for p in parts]}; size and dtype must be equal"
+        )
     total: Array = parts[0].copy()
     for part in parts[1:]:
         _UFUNC[op](total, part, out=total)

@@ -1,27 +1,18 @@
-"""Adaptive levels quantisation (ALQ): 4 bits a value, a sign and one of 8 levels fitted to the tensor.
+"""Adaptive levels quantisation (ALQ): 4 bits per value, a sign and one of 8 levels fitted to the tensor.
 
-ALQ of Faghri et al. (arXiv:2010.12460), with the scales of blocks: magnitudes are divided by the largest of their
-block and rounded by draws, without bias, to one of the two levels around them. The levels lie where the variance of
-that is least for the values at hand (see below) and travel in the payload, so nothing is kept or agreed between
-ranks. Gradients have heavy tails: most levels go near 0, where most values are. On Student's t with 2 degrees of
-freedom the variance is 0.14 of that of equally spaced levels of as many bits, on Laplace's distribution 0.48, on a
-normal one 0.7. The error of int4 rounded to nearest, which is biased, is 2.1 times, 1.0 times and 0.7 times that of ALQ
-on these three.
+ALQ of Faghri et al. (arXiv:2010.12460), with block scales: magnitudes are divided by the largest magnitude of their
+block and rounded stochastically, without bias, to one of the two neighbouring levels. The levels minimise the variance
+for the given values, and are part of the payload. The variance is 0.14 (Student's t) to 0.7 (normal) times the variance
+of equally spaced levels.
 
-Bytes: 32 + 4 ceil(n / block) + ceil(n / 2); none for no values. The error of a value is below S times the distance of
-the two levels around it, where S is the scale of its block.
+Payload bytes: 32 + 4 ceil(n / block) + ceil(n / 2), or 0 if n = 0. The error of a value is below S times the distance
+between its two neighbouring levels, where S is the scale of its block.
 
-Levels are fitted by the coordinate descent of ALQ: with its neighbours a < c in place, the variance of
-rounding all magnitudes r in [a, c] to a level b between them or to a or c is least where F(b) = F(c) - integral from
-a to c of (r - a) / (c - a) dF(r), with F the distribution of the magnitudes, of which those of a block are divided by
-its scale, and each block counts by the square of its scale. Levels are improved one by one, here all odd ones at once
-and then all even ones, since a level depends on its neighbours only.
-
-F is not fitted by a normal as in the paper but counted, in `BINS` bins: 32 to an octave, 20 octaves below the scale.
-Levels are edges of bins, so the bin of a magnitude says between which two it lies, and sums over bins are integers
-that float64 holds exactly: the same levels on every processor. It begins with equally spaced levels, those of plain
-quantisation, and moves one only where that lowers the variance: what comes out is never worse on what was counted.
-Edges are closer together than levels for a dozen of these at most, so this serves 4 bits and not 8.
+Levels are fitted by coordinate descent. Let F be the distribution of the magnitudes, each divided by its block's scale
+and weighted by the square of this scale. Between fixed neighbours a < c, the best level b has F(b) = F(c) - integral
+from a to c of (r - a) / (c - a) dF(r). All odd levels are improved at once, and then all even levels. F is counted in
+`BINS` bins: 32 per octave, for 20 octaves below the scale. Sums over bins are integers that float64 holds exactly, so
+every processor computes the same levels.
 """
 
 from dataclasses import dataclass
@@ -49,18 +40,22 @@ from hpcdist.compression.quantise.codes import (
 )
 from hpcdist.errors import ConfigurationError
 
-SHIFT: Final = np.uint32(18)  # leaves the exponent and 5 bits of fraction: 32 bins to an octave
+SHIFT: Final = np.uint32(18)  # keeps the exponent and 5 fraction bits: 32 bins per octave
 OCTAVES: Final = 20
 BINS: Final = 32 * OCTAVES
-BASE: Final = np.uint32((127 - OCTAVES) << 5)  # the bin that begins at 2^-OCTAVES, which takes all below it too
-SAMPLE: Final = 1 << 16  # values that are counted at most, of blocks evenly over all
+BASE: Final = np.uint32((127 - OCTAVES) << 5)  # the bin from 2^-OCTAVES on, which also counts all smaller magnitudes
+SAMPLE: Final = 1 << 16  # at most this many values are counted, in evenly spaced blocks
 WEIGHT: Final = 1 << 10  # of the block with the largest scale: counts stay below 2^26, their moments below 2^53
-SWEEPS: Final = 16  # the variance of 7 levels is within 1 % of its limit; both halves of the levels move in each
-LEVELS: Final = 7  # above 0, of which the last is 1: with a sign, 4 bits
+SWEEPS: Final = 16  # brings the variance of 7 levels within 1 % of its limit; a sweep moves odd, then even levels
+LEVELS: Final = 7  # above 0; the last level is 1. With a sign: 4 bits
 
 
 def tables(xp: ModuleType) -> tuple[Array, Array, Array]:
-    """Return the edges of the bins, BINS + 1 float64 from 0 to 1, their centres, and the edges next to j / LEVELS."""
+    """Return (edges, centres, initial levels) of the histogram bins for magnitudes.
+
+    The edges are BINS + 1 float64 numbers from 0 to 1. The initial levels are bin indices, evenly spaced in magnitude.
+    ``xp``: numpy or cupy.
+    """
     words = xp.arange(int(BASE), int(BASE) + BINS + 1, dtype=np.uint32)
     at = (words << SHIFT).view(np.float32).astype(np.float64)
     at[0] = 0.0
@@ -75,27 +70,27 @@ _LAST: Final = np.uint32(BINS - 1)
 
 @jit
 def bin_of(magnitude: Any) -> Any:
-    """Return the bin of a magnitude in [0, 1], as uint32. For kernels."""
-    # The bits of a positive float are ordered as its value, so a bin is an exponent and the 5 upper bits of fraction.
+    """Return the index (uint32) of the histogram bin of a ``magnitude`` in [0, 1]. For compiled kernels."""
+    # The bits of positive floats are ordered as their values, so a bin is an exponent and the 5 upper fraction bits.
     word = np.uint32(bits_of(magnitude) >> SHIFT)
     above = np.uint32((word if word > BASE else BASE) - BASE)
     return above if above < _LAST else _LAST
 
 
 def bins_arrays(magnitudes: Array) -> Array:
-    """Return the bins of float32 ``magnitudes`` as int64, on either processor."""
+    """Return the indices (int64) of the histogram bins of float32 ``magnitudes``, on the host or a GPU."""
     xp = namespace(magnitudes)
     words = (magnitudes.view(np.uint32) >> SHIFT).astype(np.int64)
     return xp.minimum(xp.maximum(words, int(BASE)) - int(BASE), BINS - 1)
 
 
 def spacing(rows: int, block: int) -> int:
-    """Return the distance from one counted block to the next, so that no more than SAMPLE values are counted."""
+    """Return n such that every n-th of ``rows`` blocks, of ``block`` values each, have at most SAMPLE values."""
     return max(1, -(-rows // max(1, SAMPLE // block)))
 
 
 def fit_levels(counts: Array) -> Array:
-    """Return the levels for ``counts`` (BINS,) of uint32: float32 (LEVELS + 1,) from 0 to 1, on its processor."""
+    """Return the quantisation levels, float32 (LEVELS + 1,) from 0 to 1, fitted to the histogram ``counts``, uint32."""
     if is_device(counts):
         return _fitted_arrays(counts)
     chosen = _EVENLY.copy()
@@ -105,13 +100,13 @@ def fit_levels(counts: Array) -> Array:
 
 @jit
 def _improve(counts: Any, at: Any, centres: Any, chosen: Any) -> None:
-    # Running sums of the counts (F) and of counts times centres, up to each edge: an integral is a difference of two.
+    # Running sums of counts (F) and of counts times centres, up to each edge: an integral is a difference of two sums.
     mass, moment = np.zeros(counts.size + 1), np.zeros(counts.size + 1)
     for i in range(counts.size):
         mass[i + 1] = mass[i] + counts[i]
         moment[i + 1] = moment[i] + counts[i] * centres[i]
-    # Odd levels, then even ones, with their neighbours fixed. F(b) at the optimum is known, and F grows: the edge is
-    # found by bisection, and of the two around it the better one is taken, if it is better than the level so far.
+    # Odd levels, then even levels, with fixed neighbours. F(b) of the best level is known, and F grows: bisection finds
+    # the edge. The better of the two edges around it is used if it is better than the present level.
     for sweep in range(2 * SWEEPS):
         for j in range(1 + sweep % 2, chosen.size - 1, 2):
             low, high = chosen[j - 1], chosen[j + 1]
@@ -129,15 +124,18 @@ def _improve(counts: Any, at: Any, centres: Any, chosen: Any) -> None:
 
 @jit
 def _variance(low: Any, middle: Any, high: Any, at: Any, mass: Any, moment: Any) -> Any:
-    """Return the variance of rounding to three levels what lies between them, but for a term without the middle one."""
+    """Return the variance of random rounding to the bin edges ``low``, ``middle`` and ``high``. For compiled kernels.
+
+    Terms that do not depend on ``middle`` are left out. ``at``: all bin edges. ``mass``: running sums of the bins'
+    counts. ``moment``: running sums of count times magnitude.
+    """
     a, b, c = at[low], at[middle], at[high]
-    # Rounded by draws to a or b, r has the variance (r - a) (b - r) = (a + b) r - a b - r^2; that of r^2 is left out.
+    # Rounded randomly to a or b, r has variance (r - a) (b - r) = (a + b) r - a b - r^2; the r^2 term is left out.
     below = (a + b) * (moment[middle] - moment[low]) - a * b * (mass[middle] - mass[low])
     return below + (b + c) * (moment[high] - moment[middle]) - b * c * (mass[high] - mass[middle])
 
 
 def _fitted_arrays(counts: Array) -> Array:
-    """Return the levels as `fit_levels` does, by array operations: all levels of a half sweep at once."""
     xp = namespace(counts)
     at, centres, chosen = tables(xp)
     mass, moment = _running(counts.astype(np.float64)), _running(counts * centres)
@@ -159,10 +157,10 @@ def _fitted_arrays(counts: Array) -> Array:
 
 
 def _running(counts: Array) -> Array:
-    """Return the sums of all before each edge (BINS + 1,): exact, whatever their order (see WEIGHT)."""
+    """Return the running sums (BINS + 1,) of ``counts``, starting with 0. No sum has a rounding error."""
     sums = namespace(counts).zeros(BINS + 1, np.float64)
     sums[1:] = counts
-    apart = 1  # a scan by doubling: element i holds the sum of the `apart` last ones
+    apart = 1  # scan by doubling: element i holds the sum of the last `apart` elements
     while apart <= BINS:
         shifted = sums[:-apart].copy()
         sums[apart:] += shifted
@@ -178,24 +176,26 @@ HEAD_BYTES: Final = 4 * (LEVELS + 1)
 _ZERO: Final = np.float32(0.0)
 _ONE: Final = np.float32(1.0)
 _NONE: Final = np.int32(0)
-_SIGN: Final = np.int32(LEVELS + 1)  # the bit of a code
+_SIGN: Final = np.int32(LEVELS + 1)  # the sign bit of a code
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adaptive(DenseCompressor):
-    """Compressor with levels fitted to the values, and the largest magnitude of every ``block`` of them."""
+    """Compressor to 4-bit codes, with levels fitted to the values, and one scale (the maximum) per ``block`` values."""
 
     block: int = 256
 
     name: ClassVar[str] = "adaptive"
-    is_random = True  # every magnitude is rounded by a draw
+    is_random = True  # magnitudes are rounded stochastically
 
     def __post_init__(self) -> None:
         if self.block < GROUP or self.block % GROUP:
-            raise ConfigurationError(f"blocks of {self.block} values; choose a multiple of {GROUP}")
+            raise ConfigurationError(
+                f"compression blocks of {self.block} values are not possible; choose a multiple of {GROUP}"
+            )
 
     def payload_bytes(self, n: int) -> int:
-        """Return 32 + 4 ceil(n / block) + ceil(n / 2), and 0 for no values."""
+        """Return the payload size: 32 + 4 ceil(n / block) + ceil(n / 2) bytes, or 0 without values."""
         return HEAD_BYTES + 4 * -(-n // self.block) + packed_bytes(n, BITS) if n else 0
 
     def _encode(self, values: Array, payload: Array, key: RandomKey) -> None:
@@ -227,13 +227,11 @@ class Adaptive(DenseCompressor):
         return signed[codes.astype(np.int64)] * coding.spread(scales, self.block, n)
 
     def _parts(self, payload: Array, n: int) -> tuple[Array, Array, Array]:
-        """Return the levels, the scales and the packed codes, as views."""
         codes_at = HEAD_BYTES + 4 * -(-n // self.block)
         words = payload[:codes_at].view(np.float32)
         return words[: LEVELS + 1], words[LEVELS + 1 :], payload[codes_at:]
 
     def _blocks(self, values: Array) -> list[tuple[Array, slice]]:
-        """Return rows of values with the place of their scales."""
         blocks, first = [], 0
         for rows in coding.rows_of(values, self.block):
             blocks.append((rows, slice(first, first + rows.shape[0])))
@@ -265,7 +263,7 @@ def _count_loop(values: Any, scales: Any, counts: Any, block: Any, apart: Any) -
     for b in range(0, scales.size, apart):
         if scales[b] > _ZERO:
             ratio = np.float64(scales[b]) / np.float64(top)
-            weight = np.uint32(ratio * ratio * WEIGHT + 0.5)  # an error counts by the square of its block's scale
+            weight = np.uint32(ratio * ratio * WEIGHT + 0.5)  # errors scale with the square of the block's scale
             lift, inverse = lift_of(scales[b]), inverse_of(scales[b], 1)
             part = values[b * block : (b + 1) * block]
             for j in range(part.size):
@@ -282,27 +280,27 @@ def _count_arrays(values: Array, scales: Array, counts: Array, block: int, apart
     lift, inverse = coding.lifts_arrays(seen, 1)
     first = 0
     for rows in coding.rows_of(values, block):
-        # Of the whole blocks those that are `apart`; the rest is a block too, where the step comes to it.
+        # Every `apart`-th whole block is counted. A shorter last block is counted if it is the next in this sequence.
         picked = rows[-first % apart :: apart]
-        own = slice(-(-first // apart), -(-first // apart) + picked.shape[0])
+        blocks = slice(-(-first // apart), -(-first // apart) + picked.shape[0])
         first += rows.shape[0]
         if not picked.shape[0]:
             continue
-        r = xp.absolute(picked) * lift[own, None] * inverse[own, None]
+        r = xp.absolute(picked) * lift[blocks, None] * inverse[blocks, None]
         spread_weights = xp.empty(r.shape, np.uint32)
-        spread_weights[...] = weights[own, None]
+        spread_weights[...] = weights[blocks, None]
         xp.add.at(counts, bins_arrays(r).reshape(-1), spread_weights.reshape(-1))
 
 
 @jit
 def _codes(values: Any, codes: Any, lift: Any, inverse: Any, levels: Any, widths: Any, words: Any) -> None:
-    # Numbers and not elements, which would be read again for each value: the loop becomes vectors.
+    # Scalars instead of array elements, which would be loaded again for each value: so the loop vectorises.
     a, b, c, d, e, f = levels[1], levels[2], levels[3], levels[4], levels[5], levels[6]
     first, wa, wb, wc, wd, we, wf = widths[0], widths[1], widths[2], widths[3], widths[4], widths[5], widths[6]
     for j in range(values.size):
         x = np.float32(np.float32(abs(values[j]) * lift) * inverse)
         r = x if x < _ONE else _ONE
-        # The level below r, one over the distance to the next one, and below its number: selections without a branch.
+        # The level below r, 1 / (distance to the next level), and the level's index: selections without branches.
         low, width = (a, wa) if r >= a else (_ZERO, first)
         low, width = (b, wb) if r >= b else (low, width)
         low, width = (c, wc) if r >= c else (low, width)
@@ -333,24 +331,21 @@ def _encode_loop(values, levels, scales, packed, block, counter1, counter2, coun
 
 @jit
 def _table(levels: Any, scale: Any, table: Any) -> None:
-    # What each of the 16 codes decodes to in a block of this scale: positive levels, then negative ones.
+    # The decoded values of the 16 codes in a block of this scale: positive levels, then negative levels.
     for k in range(LEVELS + 1):
         table[k] = np.float32(levels[k] * scale)
         table[k + LEVELS + 1] = np.float32(-table[k])
 
 
 def _decoder(*, adds: bool) -> Kernel:
-    """Return the loop that writes what is decoded or, where it ``adds``, adds ``factor`` times that.
-
-    Which of both is a constant of the compiled loop.
-    """
+    """Return a compiled loop that writes decoded values to its output. ``adds``: it adds ``factor`` times them."""
 
     @jit
     def loop(levels: Any, scales: Any, packed: Any, out: Any, block: Any, factor: Any) -> None:
         table = np.empty(2 * LEVELS + 2, np.float32)
         for start in range(0, out.size, GROUP):
             group = out[start : start + GROUP]
-            stride = (group.size + 1) // 2  # byte j holds the codes j and stride + j, see `codes`
+            stride = (group.size + 1) // 2  # byte j holds the codes j and stride + j (see `codes`)
             place = packed[start // 2 : start // 2 + stride]
             _table(levels, scales[start // block], table)
             high = group[stride:]

@@ -1,22 +1,14 @@
-"""Codes of a quantiser: block scales, uniform draws for random rounding, and bit packing.
+"""Codes of a quantiser: block scales, random draws for stochastic rounding, and bit packing.
 
-Scales. The scale of a block is its largest magnitude or its 2-norm.
+The scale of a block is its largest magnitude or its 2-norm. Sums of squares are computed in float64 by halves (element
+i plus element i + half), so that they are equal on every processor. The reciprocal of a subnormal scale may exceed
+float32. So a value v is first multiplied by a power of two ``lift``: x = (v lift) inverse, inverse = levels / (scale
+lift).
 
-Sums of squares are carried in float64 by halves (element i to element i + half, until one is left), so that they are
-the same on every processor. They overflow for no float32; a norm beyond the range of float32 is cut to the largest
-one, which still is no less than any magnitude.
+Uniform random numbers in [0, 1) have 24 bits of Philox4x32. Element i uses word i % 4 of counter i // 4.
 
-The reciprocal of a subnormal scale may be beyond float32. So values are multiplied by a power of two first, which is
-exact: x = (v lift) inverse with inverse = levels / (scale lift).
-
-Draws. Uniform numbers in [0, 1) for random rounding have 24 bits of Philox4x32 each (`hpcdist.arrays.rng`). Element i
-has word i % 4 of counter i // 4, whoever draws it, in whatever pieces.
-
-Packing. Codes of 1, 2, 4 or 8 bits fill bytes without a gap: n codes are ceil(n bits / 8) bytes.
-
-Codes are packed by groups of `GROUP`. A group of m codes has ceil(m bits / 8) bytes, and byte j holds the codes j, j
-+ bytes, j + 2 bytes, ... of it, the first in its lowest bits: neighbours in memory meet in a register, so loops over
-a group become vectors. Only the last group may be shorter; where its codes do not fill its bytes, the rest is 0.
+Codes of 1, 2, 4 or 8 bits take ceil(n bits / 8) bytes. They are packed in groups of `GROUP`. A group of m codes takes B
+= ceil(m bits / 8) bytes. Byte j holds the codes j, j + B, j + 2 B, ... from its lowest bits on.
 """
 
 import math
@@ -29,25 +21,25 @@ from hpcdist.arrays.intrinsics import bits_of, float_of
 from hpcdist.arrays.jit import jit
 from hpcdist.arrays.rng import philox_arrays
 
-GROUP: Final = 256  # codes: a multiple of 8, few enough for the first cache
+GROUP: Final = 256  # codes: a multiple of 8 that fits the first-level cache
 WIDTHS: Final = (1, 2, 4, 8)
 _BY2: Final = np.uint8(2)
 _BY4: Final = np.uint8(4)
 
 
 def packed_bytes(n: int, bits: int) -> int:
-    """Return the bytes of ``n`` codes."""
+    """Return the size in bytes of ``n`` packed codes of ``bits`` bits each."""
     return -(-n * bits // 8)
 
 
 @jit
 def pack(codes: Any, count: Any, bits: Any, packed: Any) -> None:
-    """Pack one group, the first ``count`` of the uint8 ``codes`` (GROUP,), into the bytes ``packed``. For kernels.
+    """Pack the first ``count`` of the uint8 ``codes`` (GROUP,), of ``bits`` bits each, into the bytes ``packed``.
 
-    High bits of codes must be 0. Codes from ``count`` on are overwritten.
+    For compiled kernels. Unused high bits of codes must be 0. Codes from index ``count`` on are overwritten.
     """
-    # Indices begin at 0, and one loop for each width: an index that may be negative, and a shift of bytes by what is
-    # no constant, keep loops scalar.
+    # Indices start at 0, and each width has its own loop: possibly negative indices and variable shifts would prevent
+    # vectorisation.
     stride = packed.size
     codes[count:] = 0
     if bits == 4:
@@ -62,7 +54,7 @@ def pack(codes: Any, count: Any, bits: Any, packed: Any) -> None:
 
 
 def pack_arrays(codes: Array, bits: int, packed: Array) -> None:
-    """Pack uint8 ``codes`` (n,) into ``packed`` (packed_bytes(n, bits),), on either processor."""
+    """Pack uint8 ``codes`` (n,) into ``packed`` (packed_bytes(n, bits),), on the host or a GPU."""
     for group, place in _groups(codes, bits, packed):
         stride = place.shape[1]
         place[...] = 0
@@ -72,7 +64,7 @@ def pack_arrays(codes: Array, bits: int, packed: Array) -> None:
 
 
 def unpack_arrays(packed: Array, bits: int, codes: Array) -> None:
-    """Unpack ``packed`` into the uint8 ``codes`` (n,), on either processor."""
+    """Unpack ``packed`` into the uint8 ``codes`` (n,), on the host or a GPU."""
     mask = np.uint8((1 << bits) - 1)
     for group, place in _groups(codes, bits, packed):
         stride = place.shape[1]
@@ -82,7 +74,6 @@ def unpack_arrays(packed: Array, bits: int, codes: Array) -> None:
 
 
 def _groups(codes: Array, bits: int, packed: Array) -> list[tuple[Array, Array]]:
-    """Return the whole groups as (rows, GROUP) with their bytes, and the last one, if it is shorter, as (1, rest)."""
     whole = codes.size // GROUP * GROUP
     ends = packed_bytes(whole, bits)
     pairs = [(codes[:whole].reshape(-1, GROUP), packed[:ends].reshape(-1, GROUP * bits // 8))]
@@ -91,32 +82,32 @@ def _groups(codes: Array, bits: int, packed: Array) -> list[tuple[Array, Array]]
 
 
 def rows_of(values: Array, width: int) -> list[Array]:
-    """Return views of ``values`` (n,): the whole rows as (rows, width), and the rest, if there is one, as (1, rest)."""
+    """Return two views of ``values`` (n,): whole rows as (rows, width), and the remainder as (1, rest), if any."""
     whole = values.size // width * width
     rows = [values[:whole].reshape(-1, width), values[None, whole:]]
     return [row for row in rows if row.size]
 
 
 def spread(scales: Array, width: int, n: int) -> Array:
-    """Return (n,) values: each of ``scales`` for the next ``width`` of them."""
+    """Repeat each scale in ``scales`` ``width`` times, and return the first ``n`` elements of the result."""
     wide = namespace(scales).empty((scales.size, width), scales.dtype)
     wide[...] = scales[:, None]
     return wide.reshape(-1)[:n]
 
 
-WORDS: Final = 4  # of a counter
+WORDS: Final = 4  # per counter
 _SHIFT: Final = np.uint32(8)
 _STEP: Final = np.float32(2.0**-24)
 
 
 @jit
 def unit(word: Any) -> Any:
-    """Return the upper 24 bits of ``word`` as a float32 in [0, 1). For kernels."""
+    """Return a float32 in [0, 1) from the upper 24 bits of a random ``word``. For compiled kernels."""
     return np.float32(np.float32(np.int32(np.uint32(word >> _SHIFT))) * _STEP)
 
 
 def units_arrays(like: Array, key: tuple[int, ...]) -> Array:
-    """Return the numbers of the elements of ``like`` (n,), on its processor; ``key`` is that of `RandomKey.words`."""
+    """Return a uniform random number in [0, 1) for each element of ``like`` (n,). ``key``: see `RandomKey.words`."""
     xp = namespace(like)
     counters = -(-like.size // WORDS)
     drawn = philox_arrays((xp.arange(counters, dtype=np.uint64), *key[:3]), (key[3], key[4]))
@@ -139,8 +130,8 @@ _ONE: Final = np.float32(1.0)
 
 @jit
 def largest(values: Any) -> Any:
-    """Return the largest magnitude. For kernels."""
-    # Of the bits, since a maximum of floats would not become vectors: it may not be reordered where there are NaN.
+    """Return the largest magnitude of the float32 ``values``. For compiled kernels."""
+    # Integer maximum of the bits: a float maximum would not vectorise, because NaN forbids reordering.
     top = np.uint32(0)
     for i in range(values.size):
         word = np.uint32(bits_of(values[i]) & _MAGNITUDE)
@@ -150,7 +141,10 @@ def largest(values: Any) -> Any:
 
 @jit
 def folded(sums: Any) -> Any:
-    """Return the sum of float64 ``sums`` (a power of two of them) by halves; they are overwritten. For kernels."""
+    """Return the sum of the float64 array ``sums``, by repeatedly adding its upper half to its lower half.
+
+    Its size must be a power of two. ``sums`` is overwritten.
+    """
     half = sums.size // 2
     while half:
         high = sums[half : 2 * half]
@@ -162,7 +156,7 @@ def folded(sums: Any) -> Any:
 
 @jit
 def norm(values: Any, squares: Any) -> Any:
-    """Return the 2-norm, rounded to float32. ``squares`` is scratch: as many float64 as a whole block. For kernels."""
+    """Return the 2-norm of ``values`` as float32. ``squares``: float64 scratch for the values of a whole block."""
     for j in range(values.size):
         wide = np.float64(values[j])
         squares[j] = wide * wide
@@ -172,7 +166,7 @@ def norm(values: Any, squares: Any) -> Any:
 
 @jit
 def lift_of(scale: Any) -> Any:
-    """Return the power of two for values of this scale, 0 where all are 0. For kernels."""
+    """Return the power of two that scales a block with the scale ``scale`` against underflow, or 0 for scale 0."""
     if scale == _ZERO:
         return _ZERO
     return _UP if scale < _SMALL else _ONE
@@ -180,12 +174,12 @@ def lift_of(scale: Any) -> Any:
 
 @jit
 def inverse_of(scale: Any, levels: Any) -> Any:
-    """Return what lifted values are multiplied by to be in [-levels, levels]. For kernels."""
+    """Return the factor that maps values, already multiplied by `lift_of`, to the range [-levels, levels]."""
     return np.float32(np.float32(levels) / np.float32(scale * lift_of(scale))) if scale > _ZERO else _ZERO
 
 
 def scales_arrays(rows: Array, kind: int, width: int) -> Array:
-    """Return the scale of each of ``rows`` (rows, at most width), rounded to float32, on either processor."""
+    """Return the float32 scale of each row of ``rows``, on the host or a GPU. ``kind``: MAXIMUM or NORM."""
     xp = namespace(rows)
     if kind == MAXIMUM:
         return xp.absolute(rows).max(axis=1)
@@ -196,7 +190,10 @@ def scales_arrays(rows: Array, kind: int, width: int) -> Array:
 
 
 def folded_arrays(sums: Array) -> Array:
-    """Return (rows,) sums of float64 ``sums`` (rows, a power of two) by halves, as `folded` does."""
+    """Return the sums (rows,) of the rows of float64 ``sums``, added in the order of `folded`.
+
+    The row length must be a power of two.
+    """
     half = sums.shape[1] // 2
     while half:
         sums = sums[:, :half] + sums[:, half : 2 * half]
@@ -205,7 +202,7 @@ def folded_arrays(sums: Array) -> Array:
 
 
 def lifts_arrays(scales: Array, levels: int) -> tuple[Array, Array]:
-    """Return the lifts and the inverses of ``scales``, on either processor."""
+    """Return two arrays: the results of `lift_of` and of `inverse_of` for each of ``scales``. On the host or a GPU."""
     xp = namespace(scales)
     lift = xp.where(scales == _ZERO, _ZERO, xp.where(scales < _SMALL, _UP, _ONE)).astype(np.float32)
     reached = xp.where(scales == _ZERO, _ONE, scales * lift)

@@ -1,24 +1,19 @@
-"""1-bit Adam: a momentum sent as signs over a frozen variance, Tang et al. 2021 (arXiv:2102.02888).
+"""1-bit Adam: momentum sent as signs over a frozen variance, Tang et al. 2021 (arXiv:2102.02888).
 
-For one stretch of n elements (a tensor, best: signs have one scale for each chunk of a stretch). Adam on the reduced
-gradient for the warm-up steps; then v is frozen, and a step on each of P ranks with its own gradient g is
+The state covers a segment of n elements, preferably one tensor. Warm-up steps are Adam on the reduced gradient. Then
+the variance v is frozen. A step on P ranks with local gradients g is then
 
-    m <- beta1 m + (1 - beta1) g                     of this rank, from the m that all have
-    chunk q of m + worker error -> its owner, rank q, compressed; the error keeps what was lost
-    mean over the ranks + server error -> all ranks, compressed; the error keeps what was lost
-    m <- what came from the owners;  u = m^ / (sqrt(v) + epsilon);  w -= rate u
+    m <- beta1 m + (1 - beta1) g                     on each rank, from the common m
+    chunk q of m + worker error -> rank q, compressed; the worker error keeps the compression error
+    mean over the ranks + server error -> all ranks, compressed; the server error keeps the compression error
+    m <- chunks received from all owners;  u = m^ / (sqrt(v) + epsilon);  w -= rate u
 
-so both compressions have error feedback, and m is the same on all ranks at the end of a step. A rank sends 2 (P-1)/P
-(n/8 + 4 P) bytes or so, for 2 (P-1)/P 4 n of a dense allreduce: 32 times less where chunks are long. Chunks are those
-of `ranges.split`, in lines of 64 bytes: nothing is padded, later chunks may be shorter or empty, and an empty one has
-no payload.
+A rank sends about 2 (P-1)/P (n/8 + 4 P) bytes.
 
-The paper writes Adam without correcting its moments for their start at 0. Here they are corrected, v for the last
-time when it is frozen: without that the first frozen steps would be longer by 1 / sqrt(1 - beta2^warm-up). Elements
-whose v is 0 when it is frozen never had a gradient (padding, rows of an embedding that did not occur): a sign would
-move them by rate * scale / epsilon, so they stay where they are. For the same reason, which the paper does not
-mention, a root of v is at least `FLOOR` times the root of the mean of v in its stretch: gradients of the biases of
-keys are nothing but rounding, 1e-10 of the others. A step that will be skipped must not reach `accumulate`.
+Unlike the paper, moments are corrected for their start at 0, v for the last time when it is frozen. Elements with v = 0
+at the freeze never had a gradient, and are not updated: a sign would move them by rate * scale / epsilon. For the same
+reason, sqrt(v) is at least `FLOOR` times the root of the segment's mean v. A step that will be skipped must not reach
+`accumulate`.
 """
 
 from collections.abc import Mapping
@@ -41,7 +36,7 @@ FLOOR: Final = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class AdamMoments:
-    """The constants of Adam."""
+    """Decay rates and epsilon of Adam."""
 
     beta1: float = 0.9
     beta2: float = 0.999
@@ -49,22 +44,21 @@ class AdamMoments:
 
     def __post_init__(self) -> None:
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.epsilon > 0):
-            raise UsageError(f"{self}; betas are at least 0 and below 1, epsilon is above 0")
+            raise UsageError(f"{self}; betas must be at least 0 and below 1, epsilon above 0")
 
 
 def places(sizes_bytes: list[int]) -> list[Range]:
-    """Return where payloads of these sizes lie in a message: each begins where `align` allows."""
+    """Return each payload's byte range in one message, for payloads of ``sizes_bytes`` bytes, with aligned starts."""
     starts = accumulate(sizes_bytes, lambda start, size: align(start + size), initial=0)
     return [Range(start, start + size) for start, size in zip(starts, sizes_bytes, strict=False)]
 
 
 class OneBitAdam:
-    """The state of a stretch of ``n`` elements on ``rank`` of ``ranks``. All of it is local.
+    """State of 1-bit Adam for ``n`` elements on rank ``rank`` of ``ranks`` ranks. All methods are local.
 
-    Until `freeze` a step calls `warm`. After that `accumulate`, `encode_worker` of each chunk, an all-to-all,
-    `add_worker` of each payload in order of ranks, `encode_server`, an all-gather, `receive` of each chunk, and
-    `direction`. ``compressor`` is for chunks; without one, signs with the mean magnitude as their scale: the paper's,
-    the norm, may enlarge what it should take away (see `hpcdist.compression.quantise.sign`).
+    Before `freeze`, a step calls `warm`. After `freeze`, a step calls `accumulate`, `encode_worker` per chunk, an
+    all-to-all, `add_worker` per payload in rank order, `encode_server`, an all-gather, `receive` per chunk, and
+    `direction`. ``compressor`` encodes chunks, by default as signs scaled by the mean magnitude.
     """
 
     def __init__(
@@ -89,7 +83,7 @@ class OneBitAdam:
         self.server_error: Array = backend.zeros(self.own.size, real, on)
 
     def warm(self, gradient: Array) -> None:
-        """Advance both moments by the reduced ``gradient`` (n,), and write the step of Adam to it."""
+        """Update both moments with the reduced ``gradient`` (n,), then overwrite it with the warm-up step."""
         self._check(gradient, frozen=False)
         self.count += 1
         beta1, beta2 = self.moments.beta1, self.moments.beta2
@@ -99,14 +93,11 @@ class OneBitAdam:
         run(gradient, self.m, self.v, *map(np.float32, scalars))
 
     def freeze(self) -> None:
-        """Correct the variance for its start at 0, lift it to its floor, and keep it from now on.
-
-        After one `warm` at least.
-        """
+        """End the warm-up: freeze the bias-corrected variance, with a lower bound. Requires at least one `warm`."""
         if self.is_frozen or not self.count:
             raise UsageError(
-                f"1-bit Adam frozen after {self.count} steps, {'again' if self.is_frozen else 'without a variance'}; "
-                "take at least one step of the warm-up, and freeze once"
+                f"1-bit Adam frozen after step {self.count}, {'again' if self.is_frozen else 'without a variance'}; "
+                "take at least one warm-up step, and freeze only once"
             )
         self.v *= np.float32(1 / (1 - self.moments.beta2**self.count))
         if self.v.size:
@@ -116,8 +107,8 @@ class OneBitAdam:
         self.is_frozen = True
 
     def thaw(self) -> None:
-        """Return to the state that `warm` takes, on one rank: the variance grows again, and m takes in both errors."""
-        assert self.is_frozen and self.ranks == 1, "the errors of several ranks are paid by what they send"
+        """Undo `freeze`, so that `warm` can continue. Only for a single rank. Adds compression errors to momentum."""
+        assert self.is_frozen and self.ranks == 1, "with several ranks, the errors must be sent, not added to m"
         self.v *= np.float32(1 - self.moments.beta2**self.count)
         self.m += self.worker_error
         self.m += self.server_error
@@ -127,7 +118,7 @@ class OneBitAdam:
         self.is_frozen = False
 
     def accumulate(self, gradient: Array) -> None:
-        """Advance the momentum by the ``gradient`` (n,) of this rank, which is kept, and begin a step."""
+        """Begin a step: update the momentum with this rank's ``gradient`` (n,). ``gradient`` does not change."""
         self._check(gradient, frozen=True)
         self.count += 1
         beta1 = np.float32(self.moments.beta1)
@@ -135,35 +126,35 @@ class OneBitAdam:
         run(gradient, self.m, self.v, self.worker_error, beta1, np.float32(1 - self.moments.beta1))
 
     def encode_worker(self, owner: int, payload: Array, key: RandomKey) -> None:
-        """Write the chunk of ``owner`` to ``payload``; the worker error keeps what is lost."""
+        """Compress the chunk that rank ``owner`` owns into ``payload``. The next step adds the compression error."""
         self._encode(self.worker_error[self.chunks[owner].slice], payload, key)
 
     def add_worker(self, payload: Array) -> None:
-        """Add the share of a rank to the own chunk."""
+        """Add the decoded ``payload`` of a rank, divided by the number of ranks, to the mean of this rank's chunk."""
         self.compressor.add(payload, self.server_error, 1 / self.ranks)
 
     def encode_server(self, payload: Array, key: RandomKey) -> None:
-        """Write the mean of the own chunk to ``payload``; the server error keeps what is lost."""
+        """Compress the mean of this rank's chunk into ``payload``. The next step adds the compression error."""
         run = _mask_ufuncs if is_device(self.v) else _mask
         run(self.server_error, self.v[self.own.slice])
         self._encode(self.server_error, payload, key)
 
     def receive(self, owner: int, payload: Array) -> None:
-        """Take the chunk of ``owner`` as the momentum that all ranks have."""
+        """Decode ``payload``, the chunk that rank ``owner`` owns, into the momentum that all ranks share."""
         self.compressor.decode(payload, self.m[self.chunks[owner].slice])
 
     def direction(self, out: Array) -> None:
-        """Write the step, of all chunks that were received, to ``out`` (n,)."""
+        """Write the optimizer step to ``out`` (n,). All chunks must have been received."""
         self._check(out, frozen=True)
         correction = np.float32(1 / (1 - self.moments.beta1**self.count))
         run = _direction_ufuncs if is_device(out) else _direction
         run(out, self.m, self.v, correction, np.float32(self.moments.epsilon))
 
     def arrays(self) -> Mapping[str, Array]:
-        """Return by name what a checkpoint keeps besides ``count`` and ``is_frozen``.
+        """Return the arrays to save in a checkpoint, by name, in addition to ``count`` and ``is_frozen``.
 
-        The moments are the same on all ranks, and the server errors, one behind the other, are one array of n whoever
-        owns its parts. Of the worker errors only the mean over the ranks counts: ranks of another number take that.
+        The server errors of all ranks, concatenated in rank order, form one array of n elements. Only the mean of the
+        worker errors over the ranks matters. If the number of ranks changes, restore this mean on every rank.
         """
         return {"m": self.m, "v": self.v, "worker_error": self.worker_error, "server_error": self.server_error}
 

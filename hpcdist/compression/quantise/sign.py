@@ -1,12 +1,10 @@
-"""SignSGD with a scale: one bit for each value, one float32 for all of them.
+"""SignSGD with a scale: one bit per value, and one float32 for all values.
 
-Bernstein et al., arXiv:1802.04434; the scale of Karimireddy et al., arXiv:1901.09847. sign(0) = +1, of -0 too, on all
-ranks alike. The scale is ``mean`` = |p|_1 / n unless it is ``norm`` = |p|_2 / sqrt(n). Of all a, the mean magnitude
-makes |p - a sign(p)|^2 the least, |p|^2 - |p|_1^2 / n: below |p|^2 for every p that is not 0, which is what error
-feedback needs to converge. The other keeps the norm, as the 1-bit Adam of DeepSpeed does: its error, 2 |p|^2 - 2
-|p|_1 |p|_2 / sqrt(n), is more than |p|^2 where few values are large (|p|_1 < |p|_2 sqrt(n) / 2).
+Bernstein et al., arXiv:1802.04434; scale of Karimireddy et al., arXiv:1901.09847. sign(0) and sign(-0) are +1. The
+scale of values p is |p|_1 / n (``mean``) or |p|_2 / sqrt(n) (``norm``). The mean minimises |p - a sign(p)|^2 over all
+a, to |p|^2 - |p|_1^2 / n, as error feedback needs to converge.
 
-Bytes: 4 + ceil(n / 8); none for no values. Elements that are zero by structure come back as the scale: mask them.
+Payload bytes: 4 + ceil(n / 8), or 0 if n = 0. Elements that must stay 0 decode to the scale: mask them.
 """
 
 import math
@@ -39,7 +37,7 @@ _ONE: Final = np.uint32(1)
 
 @dataclass(frozen=True, kw_only=True)
 class SignSgd(DenseCompressor):
-    """The sign of each value, and the ``scale`` of all."""
+    """Compressor to the sign of each value, with one ``scale`` for all values: "mean" or "norm"."""
 
     scale: str = MEAN
 
@@ -47,10 +45,10 @@ class SignSgd(DenseCompressor):
 
     def __post_init__(self) -> None:
         if self.scale not in (MEAN, NORM):
-            raise ConfigurationError(f"signSGD with the scale {self.scale!r}; choose {MEAN} or {NORM}")
+            raise ConfigurationError(f"unknown scale {self.scale!r} of signSGD; choose {MEAN} or {NORM}")
 
     def payload_bytes(self, n: int) -> int:
-        """Return 4 + ceil(n / 8), and 0 for no values."""
+        """Return the payload size: 4 + ceil(n / 8) bytes, or 0 without values."""
         return 4 + packed_bytes(n, 1) if n else 0
 
     def _encode(self, values: Array, payload: Array, key: RandomKey) -> None:
@@ -74,10 +72,9 @@ class SignSgd(DenseCompressor):
 
 
 def magnitude(values: Array, *, is_norm: bool) -> Any:
-    """Return |v|_1 / n or |v|_2 / sqrt(n) of n > 0 values: float32 on the host, an array () on a GPU.
+    """Return the scale of n > 0 values v: |v|_1 / n, or |v|_2 / sqrt(n) for the scale "norm".
 
-    The sum is carried in float64 in an order that is the same everywhere: by halves in rows of GROUP, then in rows of
-    GROUP of their sums, until one is left.
+    The result is float32 on the host, or an array () on a GPU. The float64 sum is added in a fixed order.
     """
     if is_device(values):
         return _magnitude_arrays(values, is_norm)
@@ -149,10 +146,6 @@ def _signs_loop(values: Any, packed: Any) -> None:
 
 
 def _decoder(*, adds: bool) -> Kernel:
-    """Return the loop that writes what is decoded or, where it ``adds``, adds ``factor`` times that.
-
-    Which of both is a constant of the compiled loop.
-    """
 
     @jit
     def loop(scale: Any, packed: Any, out: Any, factor: Any) -> None:

@@ -1,27 +1,15 @@
 """Uniform quantisation to levels -s..s of a block's scale: blockwise integers and QSGD.
 
-A payload is the float32 scales of the blocks, then the codes q + s + 1 of all values, packed in `bits` each (see
-`codes`); s = 2^(bits - 1) - 1. A value v of a block with scale S is q = v s / S, rounded to nearest even, or up with
-a probability of its fraction; it is decoded as (q (1/s)) S, which reaches S itself and overflows for no scale.
+A payload holds the float32 scales of the blocks, then the codes q + s + 1 of all values, packed in `bits` each, with s
+= 2^(bits - 1) - 1: 4 ceil(n / block) + ceil(n bits / 8) bytes. A value v of a block with scale S has q = v s / S,
+rounded to nearest even, or stochastically. It decodes to (q (1/s)) S.
 
-Blockwise integers (int8, int4).
+Blockwise integers (int8, int4): S is the largest magnitude of the block (Dettmers et al., arXiv:2110.02861; Wang et
+al., arXiv:2306.10209). The error of a value is at most S / (2 s) if rounded to nearest, and below S / s if rounded
+stochastically. Stochastic rounding is unbiased, and its variance is at most S^2 / (4 s^2).
 
-The scale is the largest magnitude of the block (Dettmers et al., arXiv:2110.02861; with 8 and 4 bits for gradients in
-ZeRO++, Wang et al., arXiv:2306.10209), so an outlier costs precision in its own block alone.
-
-Bytes: 4 ceil(n / block) + ceil(n bits / 8). Error of a value: at most S / (2 s) rounded to nearest, below S / s
-rounded by draws, where S is the scale of its block and s = 127 or 7. Rounded by draws it is unbiased with a variance
-of at most S^2 / (4 s^2) per value.
-
-QSGD: levels of a bucket's 2-norm, rounded by draws, so that the mean is exact.
-
-Alistarh et al., arXiv:1610.02132. A value v of a bucket of n values is sign(v) |b| l / s, where b is the bucket, and
-l one of the two integers next to s |v| / |b|, the upper one with the probability of the fraction. The mean over the
-draws is v, and the variance of a bucket at most min(n / s^2, sqrt(n) / s) |b|^2 (their lemma 3.1), so small buckets
-keep it small.
-
-Bytes: 4 ceil(n / bucket) + ceil(n bits / 8), with s = 2^(bits - 1) - 1 levels above 0: codes of a fixed size and not
-the Elias codes of the paper, whose length follows the values: the bytes of a message are known before it is sent.
+QSGD (Alistarh et al., arXiv:1610.02132): S is the 2-norm of a bucket b of n values, and rounding is stochastic. The
+variance of a bucket is at most min(n / s^2, sqrt(n) / s) |b|^2 (lemma 3.1).
 """
 
 from dataclasses import dataclass
@@ -50,8 +38,8 @@ from hpcdist.compression.quantise.codes import (
 )
 from hpcdist.errors import ConfigurationError
 
-# The sum with 1.5 * 2^23 rounds a float32 to an integer, whose two's complement is then its lowest bits; an even number
-# added to it changes no rounding.
+# Adding 1.5 * 2^23 rounds a float32 to an integer whose two's complement is in the lowest bits. Adding an even number
+# as well does not change the rounding.
 _ROUNDER: Final = np.float32(12582912.0)
 _ZERO: Final = np.float32(0.0)
 _ONE: Final = np.float32(1.0)
@@ -59,27 +47,29 @@ _KEYLESS: Final = (0, 0, 0, 0, 0)
 
 
 def levels_of(bits: int) -> int:
-    """Return s: codes are 1..2s + 1."""
+    """Return s, the number of positive levels of codes with ``bits`` bits. Codes are 1 to 2 s + 1."""
     return (1 << (bits - 1)) - 1
 
 
 class BlockCompressor(DenseCompressor):
-    """Base of quantisers: codes of ``bits`` each, and a scale for every ``width`` values, of the kind ``scaling``."""
+    """Base class of quantisers to codes of ``bits`` bits, with one scale per ``width`` values.
+
+    ``scaling``: MAXIMUM or NORM of the values.
+    """
 
     bits: int
     scaling: ClassVar[int]
 
     @property
     def width(self) -> int:
-        """The number of values that share a scale."""
+        """Number of values that share a scale."""
         raise NotImplementedError
 
     def payload_bytes(self, n: int) -> int:
-        """Return 4 ceil(n / width) + ceil(n bits / 8)."""
+        """Return the payload size: 4 ceil(n / width) + ceil(n bits / 8) bytes."""
         return 4 * -(-n // self.width) + packed_bytes(n, self.bits)
 
     def _parts(self, payload: Array, n: int) -> tuple[Array, Array]:
-        """Return the scales and the packed codes of a payload, as views."""
         head_bytes = 4 * -(-n // self.width)
         return payload[:head_bytes].view(np.float32), payload[head_bytes:]
 
@@ -110,7 +100,7 @@ class BlockCompressor(DenseCompressor):
 
 @jit
 def _nearest(values: Any, codes: Any, lift: Any, inverse: Any, rounder: Any) -> None:
-    if lift == _ONE:  # the same without a product: what int8 needs to be as fast as memory
+    if lift == _ONE:  # without one product: int8 must run at memory speed
         for j in range(values.size):
             codes[j] = np.uint8(bits_of(np.float32(np.float32(values[j] * inverse) + rounder)))
     else:
@@ -121,7 +111,7 @@ def _nearest(values: Any, codes: Any, lift: Any, inverse: Any, rounder: Any) -> 
 
 @jit
 def _encode_bytes(values: Any, scales: Any, codes: Any, block: Any) -> None:
-    """`_encode_loop` for 8 bits rounded to nearest, without its groups: as fast as memory."""
+    """Encode 8-bit codes, rounded to nearest, with the same result as `_encode_loop`, but at memory bandwidth."""
     rounder = np.float32(_ROUNDER + np.float32(128.0))
     for b in range(scales.size):
         part = values[b * block : (b + 1) * block]
@@ -170,10 +160,6 @@ def _encode_loop(values, scales, packed, bits, block, kind, is_random, counter1,
 
 
 def _decoder(*, adds: bool) -> Kernel:
-    """Return the loop that writes what is decoded or, where it ``adds``, adds ``factor`` times that.
-
-    Which of both is a constant of the compiled loop.
-    """
 
     @jit
     def loop(scales: Any, packed: Any, out: Any, factor: Any, bits: Any, block: Any) -> None:
@@ -242,7 +228,7 @@ STOCHASTIC: Final = "stochastic"
 
 @dataclass(frozen=True, kw_only=True)
 class Blockwise(BlockCompressor):
-    """Integers of ``bits`` and the largest magnitude of every ``block`` values."""
+    """Compressor to integers of ``bits`` bits, with one scale (the largest magnitude) per ``block`` values."""
 
     bits: int = 8
     block: int = 256
@@ -253,33 +239,33 @@ class Blockwise(BlockCompressor):
 
     def __post_init__(self) -> None:
         if self.bits not in (8, 4):
-            raise ConfigurationError(f"blockwise integers of {self.bits} bits; choose 8 or 4")
+            raise ConfigurationError(f"blockwise integers of {self.bits} bits are not supported; choose 8 or 4 bits")
         if self.block < GROUP or self.block % GROUP:
-            raise ConfigurationError(f"blocks of {self.block} values; choose a multiple of {GROUP}")
+            raise ConfigurationError(
+                f"compression blocks of {self.block} values are not possible; choose a multiple of {GROUP}"
+            )
         if self.rounding not in (NEAREST, STOCHASTIC):
-            raise ConfigurationError(f"rounding {self.rounding!r}; choose {NEAREST} or {STOCHASTIC}")
+            raise ConfigurationError(f"unknown rounding {self.rounding!r}; choose {NEAREST} or {STOCHASTIC}")
 
     @property
     def width(self) -> int:
-        """The number of values that share a scale."""
         return self.block
 
     @property
     def is_random(self) -> bool:
-        """Whether it rounds by draws."""
         return self.rounding == STOCHASTIC
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qsgd(BlockCompressor):
-    """Codes of ``bits`` and the 2-norm of every ``bucket`` values."""
+    """Compressor to codes of ``bits`` bits, with one scale (the 2-norm) per ``bucket`` values."""
 
     bits: int = 4
     bucket: int = 512
 
     name: ClassVar[str] = "qsgd"
     scaling: ClassVar[int] = NORM
-    is_random = True  # every value is rounded by a draw
+    is_random = True  # values are rounded stochastically
 
     def __post_init__(self) -> None:
         if self.bits not in (2, 4, 8):
@@ -289,10 +275,9 @@ class Qsgd(BlockCompressor):
 
     @property
     def width(self) -> int:
-        """The number of values that share a norm."""
         return self.bucket
 
     @property
     def levels(self) -> int:
-        """The number of levels above 0: s."""
+        """Number s of positive levels."""
         return levels_of(self.bits)

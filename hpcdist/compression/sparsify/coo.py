@@ -1,8 +1,8 @@
-"""Coordinate payloads: k ascending indices and their values, read and summed to the same bits everywhere.
+"""Coordinate payloads: k ascending indices and their values, with sums that are equal to the bit everywhere.
 
-A payload is k int32 indices and then k float32 values, 8 k bytes; k follows from its size, so nothing is read on the
-host to learn it. Payloads of all ranks are added one after the other, in order of ranks: the sum has the same bits on
-every rank and on both kinds of processor. No atomics: the indices of one payload differ.
+A payload is k int32 indices, then k float32 values: 8 k bytes, so k follows from the size. Payloads of all ranks are
+added in rank order, so the sum is equal on every rank, on the host and on a GPU. Indices of a payload differ, so no
+atomics are needed.
 """
 
 import functools
@@ -17,18 +17,21 @@ from hpcdist.arrays.jit import jit
 from hpcdist.errors import ConfigurationError, UsageError
 
 ENTRY_BYTES: Final = 8  # an index and a value
-MOST_ELEMENTS: Final = (1 << 31) - 1  # that an int32 can number
+MOST_ELEMENTS: Final = (1 << 31) - 1  # the largest count that int32 indices reach
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def count_of(n: int, density: float) -> int:
-    """Return k = max(1, ceil(density n)), ``density`` read as the decimal it is written as; 0 for no elements.
+    """Return the number of elements to send for ``n`` elements: max(1, ceil(density n)), or 0 if ``n`` is 0.
 
-    Raises UsageError for a tensor with more elements than an int32 index reaches.
+    ``density`` is used exactly as its decimal text, without binary rounding. Raises UsageError if n is too large for
+    int32 indices.
     """
     if n > MOST_ELEMENTS:
-        raise UsageError(f"a tensor of {n} elements, and indices of 32 bits reach {MOST_ELEMENTS}; encode it in pieces")
-    # In floats 0.07 * 100 is above 7, and its ceiling 8.
+        raise UsageError(
+            f"a tensor of {n} elements is too large for 32-bit indices, at most {MOST_ELEMENTS}; encode it in pieces"
+        )
+    # In floats, 0.07 * 100 is above 7, so its ceiling would be 8.
     return min(n, max(1, math.ceil(Fraction(str(density)) * n)))
 
 
@@ -36,22 +39,22 @@ def check_density(density: float) -> None:
     """Raise ConfigurationError unless 0 < ``density`` <= 1."""
     if not 0 < density <= 1:
         raise ConfigurationError(
-            f"density {density}: the share of elements to send is above 0 and at most 1, e.g. 0.01"
+            f"density {density}: the fraction of elements to send must be above 0 and at most 1, e.g. 0.01"
         )
 
 
 def indices(payload: Array) -> Array:  # (k,) of int32
-    """Return the indices in ``payload``, a view."""
+    """Return a view of the element indices in a sparse ``payload``."""
     return payload[: payload.size // 2].view(np.int32)
 
 
 def values(payload: Array) -> Array:  # (k,) of float32
-    """Return the values in ``payload``, a view."""
+    """Return a view of the values in a sparse ``payload``."""
     return payload[payload.size // 2 :].view(np.float32)
 
 
 def write(payload: Array, out: Array) -> None:
-    """Write zeros to the float32 ``out`` (n,), and the values of ``payload`` at their indices."""
+    """Fill the float32 ``out`` (n,) with zeros, then write the values in the sparse ``payload`` to their indices."""
     out[...] = 0
     if is_device(out):
         out[indices(payload)] = values(payload)
@@ -60,17 +63,17 @@ def write(payload: Array, out: Array) -> None:
 
 
 def add(payload: Array, out: Array, factor: float | np.float32 = 1.0) -> None:
-    """Add ``factor`` times the values of ``payload`` to the float32 ``out`` (n,) at their indices."""
+    """Add ``factor`` times the values in the sparse ``payload`` to the float32 ``out`` (n,), at their indices."""
     scale = np.float32(factor)
     if is_device(out):
         where = indices(payload)
-        out[where] += scale * values(payload)  # gathered, added, scattered: no index is there twice
+        out[where] += scale * values(payload)  # gather, add, scatter: indices are distinct
     else:
         _refuse(_add(indices(payload), values(payload), scale, out), out.size)
 
 
 def clear(payload: Array, out: Array) -> None:
-    """Write zeros to ``out`` (n,) at the indices of ``payload``."""
+    """Write zeros to ``out`` (n,) at the indices of the sparse ``payload``."""
     where = indices(payload)
     if is_device(out):
         out[where] = 0
@@ -81,8 +84,8 @@ def clear(payload: Array, out: Array) -> None:
 def _refuse(wrong: int, n: int) -> None:
     if wrong:
         raise UsageError(
-            f"{wrong} indices of a sparse payload are not ascending below {n}: "
-            "it is of another tensor, or was changed on its way; encode and decode with the same number of elements"
+            f"{wrong} indices of a sparse payload are not ascending below {n}: the payload is for another tensor, or "
+            "was changed in transit; encode and decode with the same number of elements"
         )
 
 

@@ -1,20 +1,15 @@
 """Deep gradient compression: top-k of a velocity that each rank accumulates, Lin et al. 2018 (arXiv:1712.01887).
 
-For one tensor on one rank, with the gradient g clipped there by limit / sqrt(ranks):
+For one tensor on one rank, with momentum m, velocity u, unsent values v, and a gradient g that this rank has clipped to
+limit / sqrt(ranks):
 
     u <- m u + g,         v <- v + u         momentum correction; Nesterov's: u <- m (u + g), v <- v + u + g
     send the k largest of |v|; v <- 0 and u <- 0 at their indices     masking
 
-and all ranks step by the sum (or mean) of what was sent, without momentum of their own: it is in v already. What is
-not sent stays in v and is sent later, so v takes the place of error feedback. Payloads are sparse: 8 k bytes.
-
-Masking u keeps a velocity from carrying an element on in the direction of a gradient that is long applied. It also
-means that where everything is sent u begins every step at 0, and the steps are those of SGD without momentum (1 + m
-times as long for Nesterov's). With ``masks_velocity`` off they are those of momentum SGD, up to rounding. The share
-that is sent begins at 1/4 and falls by 4 each stage (sparsity 75, 93.75, 98.4375, 99.6 %) until it is the one asked
-for (the paper's: 99.9 %).
-
-A step that will be skipped must not reach `accumulate`: agree on overflow before.
+All ranks then step by the sum (or mean) of the sent values, without momentum, because v contains it. v also replaces
+error feedback. Payloads are sparse: 8 k bytes. If everything is sent, steps equal SGD without momentum, or momentum SGD
+with ``masks_velocity`` off. The density starts at 1/4 and falls by a factor of 4 each stage until the final density. A
+step that will be skipped must not reach `accumulate`.
 """
 
 from collections.abc import Mapping
@@ -32,20 +27,17 @@ WARMUP_STAGES: Final = 4
 
 
 def density_at(stage: int, final: float) -> float:
-    """Return the share of elements that is sent in ``stage``, an epoch in the paper; it is never below ``final``."""
+    """Return the fraction of elements to send in warm-up stage number ``stage``. It is at least ``final``."""
     coo.check_density(final)
     return max(final, 0.25 ** (stage + 1)) if stage < WARMUP_STAGES else final
 
 
 def clip_factor(norm_squared: float, limit: float, ranks: int) -> float:
-    """Return what this rank multiplies its gradient by, so that its norm is at most ``limit`` / sqrt(``ranks``).
-
-    Then the sum of independent gradients of so many ranks has about the norm ``limit``. 0 is no limit.
-    """
+    """Return the factor that limits the gradient norm to ``limit`` / sqrt(``ranks``). ``limit`` 0 disables clipping."""
     if ranks < 1 or limit < 0 or not 0 <= norm_squared < float("inf"):
         raise UsageError(
-            f"a squared norm of {norm_squared}, a limit of {limit}, {ranks} ranks; pass a finite norm (look for "
-            "overflow before), a limit of at least 0 and 1 rank or more"
+            f"clipping got a squared norm of {norm_squared}, a limit of {limit} and {ranks} ranks; pass a finite "
+            "norm (check for overflow first), a limit of at least 0 and at least 1 rank"
         )
     norm = norm_squared**0.5
     allowed = limit / ranks**0.5
@@ -53,9 +45,9 @@ def clip_factor(norm_squared: float, limit: float, ranks: int) -> float:
 
 
 class DeepGradientCompression:
-    """The state of one tensor of ``n`` elements on one rank: its ``velocity`` u and what is ``unsent``, v (local).
+    """State of deep gradient compression for one tensor of ``n`` elements: velocity u and unsent values v. Local.
 
-    They are ``held`` by somebody else, float32 (n,) each, or made here, of zeros.
+    ``held``: existing float32 arrays (n,) for u and v. By default arrays of zeros are allocated.
     """
 
     def __init__(
@@ -69,20 +61,21 @@ class DeepGradientCompression:
         held: tuple[Array, Array] | None = None,
     ) -> None:
         if not 0 <= momentum < 1:
-            raise UsageError(f"momentum {momentum}; it is at least 0 and below 1")
+            raise UsageError(f"momentum must be at least 0 and below 1, got {momentum}")
         self.momentum, self.nesterov, self.masks_velocity = momentum, nesterov, masks_velocity
         self.velocity: Array
         self.unsent: Array
         self.velocity, self.unsent = held or [backend.zeros(n, np.dtype(np.float32), on) for _ in range(2)]
 
     def accumulate(self, gradient: Array, scale: float = 1.0) -> None:
-        """Take ``scale`` times the float32 ``gradient`` (n,), which is kept.
+        """Add ``scale`` times the float32 ``gradient`` (n,) to the velocity and the unsent values.
 
-        The scale is the product of `clip_factor` and, for a mean, 1 / ranks.
+        ``gradient`` does not change. Pass the result of `clip_factor` as ``scale``, divided by the number of ranks if
+        gradients are to be averaged.
         """
         if gradient.dtype != np.float32 or gradient.shape != self.velocity.shape:
             raise UsageError(
-                f"a gradient of {gradient.dtype} {gradient.shape} for a state of float32 {self.velocity.shape}; "
+                f"the gradient is {gradient.dtype} {gradient.shape}, but the state is float32 {self.velocity.shape}; "
                 "pass the float32 gradient of the same elements"
             )
         run = _accumulate_ufuncs if is_device(gradient) else _accumulate
@@ -90,19 +83,19 @@ class DeepGradientCompression:
         run(self.velocity, self.unsent, gradient, real(self.momentum), real(scale), self.nesterov)
 
     def encode(self, payload: Array) -> None:
-        """Write the largest of what is unsent to the sparse ``payload`` (8 k,), and zero it in the state."""
+        """Write the k largest unsent values to the sparse ``payload`` (8 k,), and set them to 0 in u and v."""
         topk.select(self.unsent, payload)
         coo.clear(payload, self.unsent)
         if self.masks_velocity:
             coo.clear(payload, self.velocity)
 
     def release(self, out: Array) -> None:
-        """Write all that is unsent to ``out`` (n,), and zero it in the state; the velocity stays as it is."""
+        """Write all unsent values to ``out`` (n,), and set them to 0. The velocity does not change."""
         out[...] = self.unsent
         self.unsent[...] = 0
 
     def arrays(self) -> Mapping[str, Array]:
-        """Return by name what a checkpoint keeps, float32 (n,) each."""
+        """Return the arrays to save in a checkpoint, float32 (n,) each, by name."""
         return {"velocity": self.velocity, "unsent": self.unsent}
 
 

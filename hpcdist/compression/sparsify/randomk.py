@@ -1,17 +1,15 @@
-"""Random-k: values at k random indices that follow from the key, so only values travel and payloads sum.
+"""Random-k: values at k random indices that follow from a key, so that only values are sent and payloads can be summed.
 
-k = max(1, ceil(density n)). A payload is 16 bytes that name the draw and k float32 values: 16 + 4 k bytes, half of
-top-k's. Ranks that encode with the same key, ``rank`` 0, take the same indices, and the sum of their payloads is the
-payload of their sum: a plain allreduce of `summable`, whatever the number of ranks.
+k = max(1, ceil(density n)). A payload is 16 bytes that name the draw, and k float32 values. Ranks that encode with the
+same key, ``rank`` 0, use the same indices. So the sum of their payloads is the payload of the sum: a plain allreduce of
+`summable`.
 
-Each index is taken with probability k/n. Scaled by n/k, what is decoded is unbiased, and E ||C(x) - x||^2 = (n/k - 1)
-||x||^2 (Stich et al. 2018, arXiv:1809.07599; Wangni et al. 2017, arXiv:1710.09854). Not scaled, E ||x - C(x)||^2 = (1
-- k/n) ||x||^2, the contraction that error feedback needs: with n/k > 2 the residual of the scaled one would grow
-without bound.
+Scaled by n/k, the decoded values are unbiased, with E ||C(x) - x||^2 = (n/k - 1) ||x||^2 (arXiv:1809.07599;
+arXiv:1710.09854). Unscaled, E ||x - C(x)||^2 = (1 - k/n) ||x||^2, as error feedback needs. Scaled values with n/k > 2
+would let the residual grow without bound.
 
-The draw: the segment is cut into k strata whose sizes differ by at most one, one index is taken in each, and all are
-turned round the segment by one offset for all. The offset makes the probability of every index the same, k/n exactly;
-the bounds above need no more than that. It costs O(k) and goes through memory in order.
+The segment is divided into k strata whose sizes differ by at most one. One index is drawn in each stratum, and all
+indices are rotated by one common offset, which makes every probability exactly k/n. A draw costs O(k).
 """
 
 from dataclasses import dataclass
@@ -26,14 +24,17 @@ from hpcdist.compression.compressor import Compressor, RandomKey
 from hpcdist.compression.sparsify import coo
 from hpcdist.errors import UsageError
 
-HEADER_BYTES: Final = 16  # words: tensor and step of the key, and the two of the seed
-_COUNTERS: Final = 256  # drawn at a time: their words stay in the first cache
-_OFFSET: Final = 0xFFFF_FFFF  # the counter of the offset; those of the strata end below 2^29
+HEADER_BYTES: Final = 16  # four words: tensor and step of the key, and two words of the seed
+_COUNTERS: Final = 256  # drawn at a time, so that the words stay in the first-level cache
+_OFFSET: Final = 0xFFFF_FFFF  # the counter of the offset; counters of the strata end below 2^29
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandomK(Compressor):
-    """Send ``density`` n values at random indices; ``scaled`` by n/k, or as they are, for error feedback."""
+    """Compressor that sends k = ``density`` n values at random indices.
+
+    ``scaled``: multiply the values by n / k, for use without error feedback.
+    """
 
     density: float
     scaled: bool = True
@@ -46,13 +47,13 @@ class RandomK(Compressor):
         coo.check_density(self.density)
 
     def payload_bytes(self, n: int) -> int:
-        """Return 16 + 4 k; 0 for no elements."""
+        """Return the payload size: 16 + 4 k bytes for k sent values, or 0 without elements."""
         return HEADER_BYTES + 4 * coo.count_of(n, self.density) if n else 0
 
     def _encode(self, values: Array, payload: Array, key: RandomKey) -> None:
         if key.rank:
             raise UsageError(
-                f"randomk: the key is of rank {key.rank}; pass rank 0 on all ranks, since only payloads with the same "
+                f"randomk: the key has rank {key.rank}; pass rank 0 on all ranks, since only payloads with the same "
                 "indices may be summed"
             )
         _name(payload, key)
@@ -66,16 +67,16 @@ class RandomK(Compressor):
         out[indices(payload, out.size)] = self.summable(payload)
 
     def _add(self, payload: Array, out: Array, factor: np.float32) -> None:
-        out[indices(payload, out.size)] += factor * self.summable(payload)  # no index is there twice
+        out[indices(payload, out.size)] += factor * self.summable(payload)  # indices are distinct
 
     def poison(self, payload: Array, key: RandomKey) -> None:
-        """Write NaN at the indices of ``key``."""
+        """Write a payload of NaN values, at the random indices that ``key`` gives."""
         if payload.size:
             _name(payload, key)
             self.summable(payload)[...] = np.float32(np.nan)
 
     def summable(self, payload: Array) -> Array:
-        """Return the k float32 values."""
+        """Return a view of the k float32 values in ``payload``."""
         return payload[HEADER_BYTES:].view(np.float32)
 
 
@@ -87,7 +88,7 @@ def _name(payload: Array, key: RandomKey) -> None:
 
 
 def indices(payload: Array, n: int) -> Array:  # (k,) of int64
-    """Return where the values of ``payload`` are in a segment of ``n``: distinct, and ascending but for one turn."""
+    """Return the indices (0 to n - 1) of the values in ``payload``. They ascend, apart from a rotation."""
     k = (payload.size - HEADER_BYTES) // 4
     named = payload[:HEADER_BYTES].view(np.uint32)
     if is_device(payload):
@@ -103,13 +104,13 @@ def _draw(named: Any, n: Any, where: Any) -> None:
     philox(words, 1, _OFFSET, named[0], named[1], 0, named[2], named[3])
     offset = np.int64((np.uint64(words[0]) << np.uint64(32) | np.uint64(words[1])) % np.uint64(n))
     k = where.size
-    each, longer = n // k, n % k
-    start, turned = 0, 0  # turned: what is left of j * longer / k
+    length, longer = n // k, n % k
+    start, turned = 0, 0  # turned: the remainder of j * longer / k
     for j in range(k):
         if j % (4 * _COUNTERS) == 0:
             philox(words, _COUNTERS, j // 4, named[0], named[1], 0, named[2], named[3])
         turned += longer
-        size = each
+        size = length
         if turned >= k:
             turned -= k
             size += 1

@@ -1,14 +1,11 @@
 """Top-k: the k largest magnitudes of a segment and their indices, exact, ties broken by the lower index.
 
-k = max(1, ceil(density n)), 8 k bytes. Aji & Heafield 2017 (arXiv:1704.05021); Stich et al. 2018 (arXiv:1809.07599):
-||x - C(x)||^2 <= (1 - k/n) ||x||^2, biased, so it wants error feedback.
+k = max(1, ceil(density n)); a payload has 8 k bytes. Aji & Heafield 2017 (arXiv:1704.05021); Stich et al. 2018
+(arXiv:1809.07599): ||x - C(x)||^2 <= (1 - k/n) ||x||^2. Top-k is biased, so it needs error feedback.
 
-The magnitudes of floats are ordered as their bits without the sign, read as integers. On the host the k-th largest is
-found by radix selection: three digits of 11, 10 and 10 bits, each counted in one pass, O(n) for every input. Before
-that a sample of the segment proposes a floor that the k-th largest is hardly ever below. Where no fewer than k and
-not many more than k magnitudes reach it, these are gathered and the rest goes on among them alone: the segment is
-read once. A proposal that fails costs time, never exactness: four more passes. On a GPU the threshold is found bit by
-bit, 31 counts over the segment, and nothing waits for the device.
+On the host, radix selection finds the k-th largest: three digits of 11, 10 and 10 bits, each counted in one pass. A
+sample first proposes a lower bound, so that the segment is usually read once. On a GPU the threshold is found bit by
+bit, with 31 counts.
 """
 
 from dataclasses import dataclass
@@ -26,16 +23,16 @@ _MAGNITUDE: Final = np.uint32(0x7FFF_FFFF)
 _INFINITE: Final = np.uint32(0x7F80_0000)
 _ONE: Final = np.uint32(1)
 _BITS: Final = 31
-_BLOCK: Final = 16  # elements that are compared as one vector first: most blocks have none of the largest
-_SAMPLE: Final = 1 << 14  # elements from which a floor is proposed
-_MULTIPLIER: Final = 0x9E3779B1  # scatters the sample within its strides, so that no period of a tensor hides from it
+_BLOCK: Final = 16  # elements compared as one vector first: most blocks have none of the largest
+_SAMPLE: Final = 1 << 14  # sampled elements that propose the lower bound
+_MULTIPLIER: Final = 0x9E3779B1  # scatters the sample within its strides, against tensors with a periodic structure
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(Compressor):
-    """Send the ``density`` n largest magnitudes, at least one.
+    """Compressor that sends the ``density`` n values with the largest magnitudes, but at least one value.
 
-    On the host a NaN or an infinity is among them and refused with NonFiniteError; on a GPU the caller looks before.
+    On the host, NaN and infinity raise NonFiniteError. On a GPU the caller must check for NaN and infinity first.
     """
 
     density: float
@@ -46,11 +43,11 @@ class TopK(Compressor):
         coo.check_density(self.density)
 
     def payload_bytes(self, n: int) -> int:
-        """Return 8 k."""
+        """Return the payload size: 8 k bytes for k sent values."""
         return coo.ENTRY_BYTES * coo.count_of(n, self.density)
 
     def _encode(self, values: Array, payload: Array, key: RandomKey) -> None:
-        select(values, payload)  # signs kept, in ascending order of their indices
+        select(values, payload)  # with signs, in ascending order of indices
 
     def _decode(self, payload: Array, out: Array) -> None:
         coo.write(payload, out)
@@ -59,21 +56,18 @@ class TopK(Compressor):
         coo.add(payload, out, factor)
 
     def poison(self, payload: Array, key: RandomKey) -> None:
-        """Write NaN at the first indices."""
+        """Write a payload of NaN values at the indices 0 to k - 1."""
         coo.indices(payload)[...] = namespace(payload).arange(payload.size // coo.ENTRY_BYTES, dtype=np.int32)
         coo.values(payload)[...] = np.float32(np.nan)
 
 
 def select(values: Array, payload: Array) -> None:
-    """Write the k = payload.size / 8 largest magnitudes of ``values`` (n,) to the sparse ``payload``.
-
-    Raises UsageError for k above n, and for k = 0 unless n is 0 too.
-    """
+    """Write the k = payload.size / 8 values of largest magnitude to the sparse ``payload``. Needs 1 <= k <= n."""
     n, k = values.size, payload.size // coo.ENTRY_BYTES
     if payload.size % coo.ENTRY_BYTES or not (1 <= k <= n or k == n == 0) or n > coo.MOST_ELEMENTS:
         raise UsageError(
-            f"{payload.size} bytes for the largest of {n} elements; pass 8 for each of k elements, "
-            f"1 <= k <= n, and at most {coo.MOST_ELEMENTS} elements at a time"
+            f"{payload.size} payload bytes for the largest of {n} elements; pass 8 bytes for each of k elements, with "
+            f"1 <= k <= n and n <= {coo.MOST_ELEMENTS}"
         )
     if n == 0:
         return
@@ -83,14 +77,16 @@ def select(values: Array, payload: Array) -> None:
     words, places, threshold, ties = _threshold(values.view(np.uint32), k)
     if _emit(words, places, np.uint32(threshold), ties, payload.view(np.uint32), k):
         raise NonFiniteError(
-            f"the largest of {n} elements are NaN or infinite; look for them before anything is compressed"
+            f"the largest of {n} elements are NaN or infinite; check that all values are finite before compression"
         )
 
 
 def _threshold(words: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, int, int]:
-    """Return the bits of the k-th largest magnitude, and how many of those equal to it belong to the k largest.
+    """Return (words, indices, threshold, ties) to select the k elements with the largest magnitudes.
 
-    In front of them stand the words to look through for the k largest, all or some, and where these are among all.
+    ``words`` are the bits of candidates that include these k elements. ``indices`` are the candidates' positions, or
+    empty if all elements are candidates. ``threshold`` is the k-th largest magnitude, as bits. Of the elements equal to
+    it, ``ties`` elements must be selected.
     """
     n = words.size
     room = 2 * k + 1024
@@ -102,7 +98,7 @@ def _threshold(words: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, int, 
         floor, _ = _kth_largest(sample, min(_SAMPLE, int(expected + 4 * expected**0.5) + 8))
         largest, places = np.empty(room, np.uint32), np.empty(room, np.int32)
         count = _gather(words, np.uint32(floor), largest, places)
-        if count > room:  # many are equal to the floor, zeros perhaps: is it the threshold?
+        if count > room:  # many are equal to the floor, perhaps zeros: is the floor the threshold?
             count = _gather(words, np.uint32(floor + 1), largest, places)
             if count < k:
                 return words, everywhere, floor, k - count
@@ -120,8 +116,8 @@ def _draw(words: Any, sample: Any) -> None:
 
 @jit
 def _gather(words: Any, floor: Any, largest: Any, places: Any) -> Any:
-    # Writes the words whose magnitude is no less than floor, and where they are; returns how many there are, or one
-    # more than there is room for.
+    # Writes the words with a magnitude of at least floor, and their indices. Returns their number, or the capacity + 1
+    # if there are too many.
     count = 0
     whole = words.size - words.size % _BLOCK
     for start in range(0, whole, _BLOCK):
@@ -168,7 +164,7 @@ def _kth_largest(words: Any, k: Any) -> Any:
 
 @jit
 def _emit(words: Any, places: Any, threshold: Any, ties: Any, payload: Any, k: Any) -> Any:
-    # places (words,) or, where words are all, (0,). Returns how many of the k are not finite.
+    # places is (words,), or (0,) if words are the whole segment. Returns the number of non-finite selected values.
     written, bad = 0, 0
     for start in range(0, words.size, _BLOCK):
         stop = start + _BLOCK
@@ -202,7 +198,7 @@ def _select_device(values: Array, payload: Array, k: int) -> None:
     larger, equal = magnitudes > threshold, magnitudes == threshold
     ties = k - larger.sum()
     chosen = larger | (equal & (xp.cumsum(equal, dtype=np.int32) <= ties))
-    # The index of the j-th chosen is where their number so far reaches j: no size that the host would have to know.
+    # The index of the j-th chosen element is where the running count reaches j: no size is read back to the host.
     where = xp.searchsorted(xp.cumsum(chosen, dtype=np.int32), xp.arange(1, k + 1, dtype=np.int32))
     coo.indices(payload)[...] = where
     coo.values(payload)[...] = values[where]

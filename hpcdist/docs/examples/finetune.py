@@ -1,10 +1,10 @@
-"""Fine-tune a causal language model of Hugging Face on a text, under any strategy.
+"""Fine-tune a causal language model of Hugging Face on a text, with any strategy.
 
 mpirun -n 2 python finetune.py TEXT [MODEL]
 HPCDIST_SET__PARALLEL__STRATEGY=zero2 mpirun -n 4 python finetune.py TEXT MODEL
 
-MODEL is a directory that `save_pretrained` wrote, or a name that `transformers` can load; without it a small GPT-2 with
-random weights is trained, whose tokens are bytes. The result lies in the directory `finetuned`.
+MODEL is a directory from `save_pretrained`, or a name that `transformers` can load. Without MODEL a small GPT-2 on
+bytes is trained from random weights. The result is saved in the directory `finetuned`.
 """
 
 import sys
@@ -20,7 +20,7 @@ STEPS, BATCH, CONTEXT = 40, 8, 64
 
 
 class Logits(nn.Module):
-    """A model of transformers as a function of tokens alone."""
+    """Wrapper of a transformers model that takes only tokens and returns logits."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Logits(nn.Module):
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy of the next tokens."""
+    """Return the mean cross entropy of next-token prediction."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

@@ -1,6 +1,6 @@
-"""A program of mpi4py that keeps its own messages, and takes checkpoints, stop requests and joules from hpcdist.
+"""An mpi4py program that uses hpcdist for checkpoints, stop requests and energy, and sends its messages itself.
 
-mpirun -n 4 python heat_mpi4py.py [STEPS]; started again, it goes on, on any number of ranks.
+mpirun -n 4 python heat_mpi4py.py [STEPS]. A second start resumes from the checkpoint, on any number of ranks.
 """
 
 import sys
@@ -10,11 +10,11 @@ from mpi4py import MPI
 
 import hpcdist
 
-hpcdist.init()  # from here on an exception on one rank ends the job, and is shown
+hpcdist.init()  # from now on an exception on any rank ends the job
 comm = MPI.COMM_WORLD
 steps = int(sys.argv[1]) if sys.argv[1:] else 1000
 rows = np.array_split(np.arange(256), comm.size)[comm.rank]
-field = np.zeros((len(rows) + 2, 256))  # a row of each neighbour above and below
+field = np.zeros((len(rows) + 2, 256))  # with one halo row of each neighbour
 field[1:-1][rows == 0] = 100.0
 up, down = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
 
@@ -34,6 +34,6 @@ hpcdist.checkpoint.save("heat", {"field": part, "steps": steps}, comm=comm)
 heat = hpcdist.allreduce(field[1:-1].sum(), comm=comm)
 phases = hpcdist.energy.usage()["phases"]
 if comm.rank == 0:
-    print(f"heat {heat:.1f} after {steps} steps, {saved['steps']} of them before")
+    print(f"heat {heat:.1f} after {steps} steps, {saved['steps']} of them in earlier runs")
     for name, phase in phases.items():
         print(f"{name}: {phase['seconds']:.2f} s, {phase['joules']:.1f} J")  # nan: no sensor

@@ -1,10 +1,10 @@
-"""A residual network of PyTorch on pictures, under any strategy and number of ranks.
+"""Train a PyTorch residual network on images, with any strategy and number of ranks.
 
 mpirun -n 2 python pictures.py
 HPCDIST_SET__PARALLEL__STRATEGY=zero3 mpirun -n 2 python pictures.py
 HPCDIST_SET__PARALLEL__PIPELINE=2 HPCDIST_SET__PARALLEL__MICROBATCHES=4 mpirun -n 2 python pictures.py
 
-The pictures are discs and squares that are drawn here; a dataset of your own is indexed in the same way.
+The images are generated discs and squares; index your own dataset in the same way.
 """
 
 import torch
@@ -16,7 +16,7 @@ STEPS, BATCH, SIZE = 60, 64, 16
 
 
 class Block(nn.Module):
-    """Two convolutions and the way past them."""
+    """Two convolutions with a residual connection."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -30,12 +30,12 @@ class Block(nn.Module):
         self.past = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of both ways, (samples, outputs, height / stride, width / stride)."""
+        """Return the block output, (samples, outputs, height / stride, width / stride)."""
         return torch.relu(self.body(x) + self.past(x))
 
 
 def pictures(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return pictures (count, 1, SIZE, SIZE) of discs and squares with noise, and their classes 0 and 1."""
+    """Return ``count`` noisy images (count, 1, SIZE, SIZE) of discs and squares, and their classes 0 and 1."""
     kinds = torch.randint(2, (count,))
     y, x = torch.meshgrid(torch.arange(SIZE), torch.arange(SIZE), indexing="ij")
     centre = torch.randint(5, SIZE - 5, (2, count, 1, 1))
@@ -46,7 +46,7 @@ def pictures(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return (drawn + 0.2 * torch.randn(count, SIZE, SIZE)).unsqueeze(1), kinds
 
 
-torch.manual_seed(0)  # alike on all ranks
+torch.manual_seed(0)  # the same on all ranks
 inputs, targets = pictures(2048)
 model = nn.Sequential(
     Block(1, 16, 1), Block(16, 32, 2), Block(32, 32, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 2)

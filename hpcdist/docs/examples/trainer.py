@@ -1,9 +1,9 @@
-"""Trainer of Hugging Face over MPI: a small model, initialised at random, learns a text.
+"""Hugging Face Trainer over MPI: train a small, randomly initialised model on a text.
 
 mpirun -n 2 python trainer.py TEXT
 
-Two lines differ from a script for torchrun: the import of hpcdist.torch and init_process_group. Needs
-pip install 'transformers' 'accelerate'.
+Two lines differ from a torchrun script: the import of hpcdist.torch, and init_process_group.
+Needs pip install 'transformers' 'accelerate'.
 """
 
 import sys

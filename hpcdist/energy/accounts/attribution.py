@@ -1,19 +1,15 @@
-"""Attribute joules to the phases of a node's ranks, where phases are shorter than a counter's interval. Pure.
+"""Attribute joules to the phases of a node's ranks if phases are shorter than a counter's update interval. Pure.
 
-A counter has a new value ten times a second, and phases last milliseconds: no window around one phase can be measured.
-But each interval between two new values has its own mixture of phases, and so
+Each interval between two updates of a counter has its own mixture of phases:
 
     joules of the interval = sum over phases of watts(phase) x seconds of the phase in it
 
-is a least squares problem with a row for each interval, and watts that are not negative. For a part-time sensor, a row
-is the mixture in the window that it averages. The moment of a new value is bracketed by readings, and taken to be where
-in the brackets the watts explain the joules best. Joules by phase are watts x all seconds of the phase, scaled to the
-total of the counter; phases that the mixtures cannot tell apart are reported as not known, with the reason. Where
-several ranks use a source, their mixtures are averaged. What no span covers is "idle".
+This is a least squares problem with one row per interval, and nonnegative watts. For a part-time sensor, a row is the
+mixture in the window that the sensor averages. An update is placed between two readings where the watts explain the
+joules best. The joules of a phase are watts x all its seconds, scaled to the counter's total. Phases that the mixtures
+cannot separate are unknown. If several ranks use a source, their mixtures are averaged. Time without a span is "idle".
 
-`update_brackets`: a reading that differs from the one before says that a new value came in between. New values come
-at a steady pace, so the bounds of one bound all others. Where reading and updating drift through each other, the
-brackets become narrow; where they are locked to each other, they stay as wide as the distance of two readings.
+Updates are periodic, so the bounds of one update bound all others (`update_brackets`).
 """
 
 import itertools
@@ -31,19 +27,18 @@ from hpcdist.energy.report import UPDATES
 
 PERIOD_TOLERANCE: Final = 0.02  # relative error of the expected period
 PERIODS_TRIED: Final = 9  # periods in this range
-STARTS_TRIED: Final = 5  # phases of the first new value within a period
-RESOLUTION: Final = 0.1  # of the time between readings: a shorter period is not searched for
+STARTS_TRIED: Final = 5  # phases of the first update within a period
+RESOLUTION: Final = 0.1  # of the time between readings: shorter periods are not searched for
 MAX_SOLUTIONS: Final = 5  # alternative brackets
-JITTER: Final = 0.01  # of a period: new values are not as steady as a clock
+JITTER: Final = 0.01  # of a period: deviation of updates from a strict period
 
 
 def update_brackets(before_ns: np.ndarray, seen_ns: np.ndarray, update_s: float) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the earliest and the latest moments (n,) of new values that were seen first at ``seen_ns`` (n,).
+    """Return time brackets (earliest, latest), each (n,), of the counter updates first seen at times ``seen_ns`` (n,).
 
-    There is more than one answer where it is open how many new values came between two that were seen.
-
-    ``before_ns`` (n,) are the readings before; ``update_s`` is the expected period of new values, NaN: not known.
-    Where several came between two readings, the brackets are of the last of them.
+    Returns several alternatives if the number of updates between two readings is ambiguous. ``before_ns`` (n,) are the
+    times of the preceding readings. ``update_s`` is the expected period, or NaN. If several updates lie between two
+    readings, their bracket is for the last update.
     """
     expected = update_s * 1e9
     span = float(seen_ns[-1] - seen_ns[0])
@@ -54,13 +49,12 @@ def update_brackets(before_ns: np.ndarray, seen_ns: np.ndarray, update_s: float)
     low, high = (before_ns - seen_ns[0]).astype(np.float64), (seen_ns - seen_ns[0]).astype(np.float64)
     steps = np.arange(len(seen_ns), dtype=np.float64)
     if np.diff(seen_ns).max() > 1.5 * (seen_ns - before_ns)[1:].max():
-        # Some readings found nothing new, so readings are closer than new values, of which none was missed: new value k
-        # is number k.
+        # Some readings saw no update, so readings are closer than updates and none was missed: update k has number k.
         expected = span / (len(seen_ns) - 1)
         counts = [steps]
     else:
-        # Readings are rarer than new values. The number of new values up to each is guessed from the period and the
-        # phase of the first; guesses that contradict the brackets are dropped below.
+        # Readings are rarer than updates. The number of updates up to each reading is guessed from the period and the
+        # phase of the first update; guesses that contradict the brackets are dropped below.
         low = np.maximum(low, high - expected)
         guesses = sorted(
             expected * np.linspace(1 - PERIOD_TOLERANCE, 1 + PERIOD_TOLERANCE, PERIODS_TRIED),
@@ -77,18 +71,17 @@ def update_brackets(before_ns: np.ndarray, seen_ns: np.ndarray, update_s: float)
 
 
 def _tight_bounds(low: np.ndarray, high: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the tightest bounds where new value ``count[k]`` came between ``low[k]`` and ``high[k]``; None: none.
+    """Narrow the time bounds ``low`` and ``high`` of counter updates. Return None if no times satisfy all bounds.
 
-    With a period between p (``fastest``) and q (``slowest``), and j a value n periods later than k:
-    low[j] - n q <= moment of k <= high[j] - n p. For an earlier one, n is negative and p and q change places.
+    ``count[k]`` is the number of periods before update k. For a period between p (``fastest``) and q (``slowest``), and
+    an update j that is n periods later: low[j] - n q <= time of k <= high[j] - n p. If n < 0, p and q are exchanged.
     """
-    apart = count[None, :] - count[:, None]  # (k, j): how many later j is
+    apart = count[None, :] - count[:, None]  # (k, j): periods from k to j
     later = apart > 0
     if not later.any():
         return None
     distance = np.where(later, apart, 1.0)
-    # The period itself is bounded by each pair: from the earliest k to the latest j, and from the latest k to the
-    # earliest j.
+    # Each pair bounds the period: from the earliest k to the latest j, and from the latest k to the earliest j.
     slowest = np.where(later, (high[None, :] - low[:, None]) / distance, math.inf).min()
     fastest = np.where(later, (low[None, :] - high[:, None]) / distance, -math.inf).max()
     if fastest > slowest:
@@ -98,26 +91,26 @@ def _tight_bounds(low: np.ndarray, high: np.ndarray, count: np.ndarray) -> tuple
     return (least, most) if np.all(least <= most) else None
 
 
-MAX_PENDING: Final = 20_000  # samples of a source that wait for the spans of their time
+MAX_PENDING: Final = 20_000  # samples of a source that wait for spans
 COLLINEAR: Final = 1e-9  # eigenvalue of the correlation matrix below which phases are in constant proportion
-MIN_COMPONENT: Final = 0.05  # of the length of such a combination: a phase with less has no part in it
-UPDATES_PER_BLOCK: Final = (20, 50)  # new values whose moments are looked for at once: at least, and about
-PLACEMENTS: Final = np.linspace(0, 1, 17)  # in the brackets
-MAX_ERROR_SHARE: Final = 0.25  # of all joules of the source: with a larger standard error, a phase is not known
+MIN_COMPONENT: Final = 0.05  # of the length of an eigenvector: phases with smaller components are not part of it
+UPDATES_PER_BLOCK: Final = (20, 50)  # updates whose moments are determined together: at least, and about
+PLACEMENTS: Final = np.linspace(0, 1, 17)  # relative positions in the brackets
+MAX_ERROR_SHARE: Final = 0.25  # of all joules of the source: with a larger standard error, a phase is unknown
 FOLDS: Final = 16  # groups of intervals of the jackknife, each left out once
-MIN_FOLDED: Final = 160  # intervals for a jackknife: ten for each fold
+MIN_FOLDED: Final = 160  # intervals for a jackknife: ten per fold
 MAX_SHARE_OF_INTERVAL: Final = (
     0.5  # of the squared seconds of a phase in one fold; with more, its error is not estimated
 )
-CONSECUTIVE: Final = 10  # neighbouring intervals share the moment between them, so as many go into the same fold
-TIMEOUT_NS: Final = 60_000_000_000  # a rank or source that reports nothing for longer is not waited for
+CONSECUTIVE: Final = 10  # intervals per fold in a row, because neighbouring intervals share the moment between them
+TIMEOUT_NS: Final = 60_000_000_000  # limit of the wait for a rank or source that reports nothing
 
 
 @dataclass(frozen=True)
 class CounterSamples:
-    """New samples of a counter: ``times_ns`` (n,) and ``energy_mj`` (n,) int64; the last known ones may come again.
+    """New samples of one energy counter: ``times_ns`` and ``energy_mj``, each (n,) int64. Old samples may be repeated.
 
-    ``ranks`` are the indices of those that use it; None: all of the node.
+    ``ranks`` are the indices of the ranks that use the counter's device, or None for all ranks of the node.
     """
 
     name: str
@@ -129,7 +122,10 @@ class CounterSamples:
 
 @dataclass
 class _SourceSums:
-    """Least squares sums of a source, by fold, and its samples that still wait for spans."""
+    """Least squares sums of one energy source, separate for each fold of the samples (see `_jackknife_error`).
+
+    It also holds the samples for whose time the phase spans are not yet complete.
+    """
 
     sensor: PowerSensor
     times_ns: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
@@ -142,8 +138,8 @@ class _SourceSums:
     square: float = 0.0
     rows: int = 0
     intervals_used: int = 0
-    joules: float = 0.0  # in all intervals,
-    seconds: np.ndarray = field(default_factory=lambda: np.zeros(len(PHASE_NAMES)))  # in those whose spans are known
+    joules: float = 0.0  # in all intervals
+    seconds: np.ndarray = field(default_factory=lambda: np.zeros(len(PHASE_NAMES)))  # in intervals with known spans
     intervals_s: float = 0.0
     intervals: int = 0
 
@@ -161,10 +157,7 @@ class _SourceSums:
 
 
 class Attribution:
-    """Attribution of the energy of one node to phases, collected in bounded memory. Calls are local.
-
-    ``sensor_of(name, kind)`` is the sensor behind a counter.
-    """
+    """Estimates the joules per training phase on one node. ``sensor_of(name, kind)``: a source's sensor. Local."""
 
     def __init__(self, sensor_of: Callable[[str, str], PowerSensor]) -> None:
         self._sensor_of = sensor_of
@@ -172,7 +165,7 @@ class Attribution:
         self._sources: dict[tuple[str, str], _SourceSums] = {}
 
     def add(self, ranks: Sequence[np.ndarray], counters: Sequence[CounterSamples]) -> None:
-        """Take the spans of each rank (n, 3), and the samples of each counter, since the last call."""
+        """Add the data since the last call: phase spans (n, 3) of each rank, and samples of each energy counter."""
         self._ranks += [RankPhases() for _ in range(len(ranks) - len(self._ranks))]
         for rank, spans in zip(self._ranks, ranks, strict=True):
             rank.add(spans)
@@ -187,9 +180,8 @@ class Attribution:
         self._settle(False)
 
     def _settle(self, everything: bool) -> None:
-        """Use the intervals whose spans are known on all ranks: a span is recorded when it ends."""
-        known = [rank.until_ns for rank in self._ranks if rank.until_ns is not None]  # a dedicated server has no spans
-        frontier = max(min(known), max(known) - TIMEOUT_NS) if known else 0
+        ends = [rank.until_ns for rank in self._ranks if rank.until_ns is not None]  # dedicated servers have no spans
+        frontier = max(min(ends), max(ends) - TIMEOUT_NS) if ends else 0
         waiting = [sums for sums in self._sources.values() if len(sums.times_ns)]
         if not waiting:
             for rank in self._ranks:
@@ -207,9 +199,9 @@ class Attribution:
             rank.forget(min(needed, default=frontier))
 
     def rows(self, *, final: bool = True) -> list[dict[str, Any]]:
-        """Return name, kind and activities of each source, as plain values; see `phase_joules`.
+        """Return for each source a dict of its name, its kind, and the result of `phase_joules`.
 
-        ``final``: samples that wait for spans are used without them, as none will come.
+        If ``final``, samples whose phase spans are still incomplete are used too.
         """
         if final:
             self._settle(True)
@@ -222,13 +214,12 @@ class Attribution:
 def _consume_intervals(
     sums: _SourceSums, all_ranks: Sequence[RankPhases], grid: PhaseGrid, frontier_ns: int, everything: bool
 ) -> None:
-    """Add the intervals that end before ``frontier_ns`` to the sums, and drop their samples."""
     ready = int(np.searchsorted(sums.times_ns, frontier_ns, side="right"))
     times, energy = sums.times_ns[:ready], sums.energy_mj[:ready]
-    edges = np.flatnonzero(np.diff(energy)) + 1  # the readings that saw a new value; before the first, nothing is known
+    edges = np.flatnonzero(np.diff(energy)) + 1  # readings that saw an update; nothing is known before the first
     if len(edges) < 2 or (len(edges) < UPDATES_PER_BLOCK[0] and not everything):
         return
-    # The last new value is the first one of the next call, with the reading before it as its lower bracket.
+    # The last update is the first update of the next call, with the preceding reading as its lower bracket.
     sums.times_ns, sums.energy_mj = sums.times_ns[edges[-1] - 1 :], sums.energy_mj[edges[-1] - 1 :]
     sums.joules += float(energy[edges[-1]] - energy[edges[0]]) / 1e3
     sums.intervals += len(edges) - 1
@@ -237,7 +228,7 @@ def _consume_intervals(
     since = max((rank.since_ns for rank in ranks if rank.since_ns is not None), default=None)
     if since is None:
         return
-    edges = edges[int(np.searchsorted(times[edges], since)) :]  # of the interval before, only a part is known
+    edges = edges[int(np.searchsorted(times[edges], since)) :]  # the preceding interval is only partly known
     if len(edges) < 2:
         return
     mixtures = grid.of(sums.ranks)
@@ -247,14 +238,14 @@ def _consume_intervals(
         some = edges[first : last + 1]
         sums.seconds += mixtures.between(times[some[:-1]], times[some[1:]]).sum(axis=0)
         bounds = update_brackets(times[some - 1], times[some], sums.sensor.update_s)
-        places = [high - np.rint(PLACEMENTS[:, None] * (high - low)).astype(np.int64) for low, high in bounds]
-        _add_rows(sums, mixtures, np.concatenate(places), np.diff(energy[some]) / 1e3)
+        candidates = [high - np.rint(PLACEMENTS[:, None] * (high - low)).astype(np.int64) for low, high in bounds]
+        _add_rows(sums, mixtures, np.concatenate(candidates), np.diff(energy[some]) / 1e3)
 
 
 def _discard_stale(sums: _SourceSums, frontier_ns: int) -> None:
-    """Drop samples that will never be used: of a counter that stands still, or of one that is lost."""
+    """Drop the waiting samples of a counter that has stopped changing: they can never be attributed to phases."""
     new = np.flatnonzero(np.diff(sums.energy_mj))
-    # The reading before the first new value is its lower bracket, and stays.
+    # The reading before the first update is its lower bracket, and stays.
     first = int(new[0]) if len(new) else len(sums.times_ns) - 1
     if sums.times_ns[first] < frontier_ns - TIMEOUT_NS:
         first = int(np.searchsorted(sums.times_ns, frontier_ns - TIMEOUT_NS))
@@ -262,32 +253,32 @@ def _discard_stale(sums: _SourceSums, frontier_ns: int) -> None:
 
 
 def _reach_ns(sums: _SourceSums) -> int:
-    """Return how long before it was read a new value may have been measured."""
     return round(2e9 * (sums.sensor.window_s + sums.sensor.update_s))
 
 
 def _add_rows(sums: _SourceSums, mixtures: PhaseShares, moments: np.ndarray, joules: np.ndarray) -> None:
-    """Add a row for each interval between new values, at the placement of these that explains the joules best.
+    """Add the ``joules`` between consecutive counter updates to the least squares sums.
 
-    ``moments`` (placements, intervals + 1), ``joules`` (intervals,).
+    Row i of ``moments`` has possible times of the updates; the row that fits best is used. ``mixtures`` has the seconds
+    of each phase.
     """
     sensor = sums.sensor
     lengths = np.diff(moments, axis=1) / 1e9
     looks, use = moments[:, :-1], lengths > 0
     if sensor.window_s != sensor.update_s:
-        # The counter adds the mean of the last window x the period: the mixture is that of the window. An interval of
-        # two periods has two windows, of which one would be missing.
+        # The counter adds the mean of the last window x the period, so the mixture in the window counts. An interval of
+        # two periods has two windows, one of which would be missing.
         looks = moments[:, 1:] - round(sensor.window_s * 1e9)
         use = use & (lengths < 1.5 * sensor.update_s)
     share = mixtures.between(looks, moments[:, 1:])
     share /= share.sum(axis=2, keepdims=True).clip(1e-9)
     table = share * (lengths * use)[:, :, None]
     used_j = joules * use
-    # Normal equations of each placement with all rows that were added before: (placements, phases, phases).
+    # Normal equations of each placement, including all earlier rows: (placements, phases, phases).
     grams = sums.gram + np.einsum("pri,prj->pij", table, table)
     rights = sums.right + np.einsum("pri,pr->pi", table, used_j)
     squares, rows = sums.square + (used_j**2).sum(axis=1), sums.rows + use.sum(axis=1)
-    # The residual of each placement without the bound watts >= 0: it orders them alike, at a hundredth of the cost.
+    # The residual without the bound watts >= 0 orders placements equally, at a hundredth of the cost.
     firm = grams + 1e-9 * np.trace(grams, axis1=1, axis2=2)[:, None, None] * np.eye(len(PHASE_NAMES))
     explained = (rights * np.linalg.solve(firm, rights[..., None])[..., 0]).sum(axis=1)
     best = int(np.argmin((squares - explained) / np.maximum(rows, 1)))
@@ -299,9 +290,9 @@ def _add_rows(sums: _SourceSums, mixtures: PhaseShares, moments: np.ndarray, jou
 
 
 def phase_joules(sums: _SourceSums) -> dict[str, dict[str, Any]]:
-    """Return by phase: joules, their standard error in J, seconds, and the reason where the joules are not reliable.
+    """Return for each phase: joules, their standard error, seconds, and the reason if the joules are unreliable.
 
-    The joules of all phases add up to those of the source, reliable or not.
+    The joules are scaled so that all phases together have the counter's total.
     """
     used = np.flatnonzero(sums.seconds > 0)
     if not len(used):
@@ -328,12 +319,10 @@ def phase_joules(sums: _SourceSums) -> dict[str, dict[str, Any]]:
 
 
 def _jackknife_error(sums: _SourceSums, used: np.ndarray) -> np.ndarray:
-    """Return the standard error of the watts of the phases ``used`` by the jackknife over folds: (used,).
+    """Return the standard error of the watts of each phase in ``used`` by the jackknife over folds: (used,).
 
-    0 for a phase that is nearly all in one fold: without that one, nothing would be known of it.
-
-    The jackknife assumes neither equal nor independent errors: a phase that is seen in few intervals, all of which are
-    read late, is not better known for all the intervals without it. (M. Quenouille 1956; J. Tukey 1958.)
+    The error is 0 for a phase that is mostly in one fold. The jackknife does not assume equal or independent errors (M.
+    Quenouille 1956; J. Tukey 1958).
     """
     inner = np.ix_(np.arange(FOLDS), used, used)
     grams = sums.gram[np.ix_(used, used)] - sums.grams[inner]  # (folds, used, used): the sums without each fold
@@ -346,10 +335,10 @@ def _jackknife_error(sums: _SourceSums, used: np.ndarray) -> np.ndarray:
 
 
 def _collinear_phases(gram: np.ndarray) -> list[list[int]]:
-    """Return for each phase those in constant proportion to it, itself among them; [] for none.
+    """Return a list for each phase: the phases whose seconds are always in the same proportion to its seconds, or [].
 
-    They are the large components of eigenvectors of the correlation matrix with an eigenvalue of about 0: a
-    combination of phases that no interval has any of.
+    The list includes the phase itself. Such phases are the large components of eigenvectors of the correlation matrix
+    with an eigenvalue of about 0.
     """
     scale = 1 / np.sqrt(np.maximum(np.diag(gram), np.finfo(np.float64).tiny))
     values, vectors = np.linalg.eigh(gram * np.outer(scale, scale))
@@ -361,14 +350,14 @@ def _collinear_phases(gram: np.ndarray) -> list[list[int]]:
 
 def _doubt(sums: _SourceSums, seconds: float, phases: int, twins: Sequence[str], error_j: float) -> str | None:
     if sums.rows <= phases:
-        return f"the counter had {sums.rows} new values, and {phases} phases are asked for"
+        return f"the counter had {sums.rows} new values, too few for {phases} phases"
     if seconds < UPDATES * sums.update_s:
         return f"{seconds:.3g} s in all, shorter than {UPDATES} updates of {sums.update_s:.3g} s"
     if twins:
-        return f"cannot be told apart from {' and '.join(twins)}: always in the same proportion"
+        return f"cannot be separated from {' and '.join(twins)}: always in the same proportion"
     if not error_j <= MAX_ERROR_SHARE * sums.joules:
         return (
-            f"known to {error_j:.3g} J only, of {sums.joules:.3g} J: steps are shorter than the updates of the counter "
+            f"known only to {error_j:.3g} J, of {sums.joules:.3g} J: steps are shorter than the updates of the counter "
             "and all alike"
         )
     return None

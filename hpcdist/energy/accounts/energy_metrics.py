@@ -1,11 +1,8 @@
 """Metrics of energy: history, kWh of the site, emissions, cost, energy-delay products, joules to a target loss.
 
-Emissions are kWh at the socket x PUE x the carbon intensity of the grid. An intensity without its source and date is
-worth nothing, so they stay together; one that varies over time comes as arrays, and a range as its two ends. All of
-these are pure.
-
-`read` returns the joules over time of each start of a run, from the tables of its metrics file; the run may be under
-way. Counters are cumulative: of many samples, evenly spread blocks and the first and last of each source are enough.
+Emissions are kWh at the socket x PUE x the carbon intensity of the grid, which may vary over time (arrays) or be a
+range. All functions but `read` are pure. `read` returns the joules over time of each start of a run from its metrics
+file, from evenly spread blocks of samples.
 """
 
 import math
@@ -23,21 +20,21 @@ from hpcdist.reporting.jsonable import json_number
 
 GROUP: Final = "energy"
 SAMPLES: Final = f"{GROUP}/samples"
-BLOCK: Final = 1 << 16  # rows that are read at once
+BLOCK: Final = 1 << 16  # rows read at once
 MOST_BLOCKS: Final = 1024  # with more samples, a start may appear shorter by the time of a block
-POINTS: Final = (64, 16384)  # samples of a source that are kept: of a block at least, and of all blocks about
+POINTS: Final = (64, 16384)  # samples of a source to keep: per block at least, and of all blocks about
 _COLUMNS: Final = ("t_mono_ns", "session", "node", "source", "energy_mj")
 J_PER_KWH: Final = 3.6e6
 NO_INTENSITY: Final = "no carbon intensity is known: set energy.carbon_g_per_kwh, with energy.carbon_source"
 NO_PRICE: Final = "no price is known: set energy.price_per_kwh"
 NO_ENERGY: Final = "the energy is not known"
-SMOOTHED_SHARE: Final = 0.02  # of the steps: a loss is averaged over so many before it is compared with a target
-MIN_LOSSES: Final = 5  # in that window
+SMOOTHED_SHARE: Final = 0.02  # of the steps: losses are averaged over so many steps before the comparison
+MIN_LOSSES: Final = 5  # in this average
 
 
 @dataclass(frozen=True)
 class SourceHistory:
-    """History of a source in one start: joules since its first sample, at ``seconds`` (n,) after that."""
+    """Energy of one source in one start of a run: ``joules`` used until ``seconds`` (n,) after the first sample."""
 
     node: int
     kind: str
@@ -46,24 +43,24 @@ class SourceHistory:
     declared: bool
     seconds: np.ndarray
     joules: np.ndarray
-    gaps: bool = False  # some joules are not known
+    gaps: bool = False  # some joules are unknown
 
     @property
     def total_j(self) -> float:
-        """The joules from the first sample to the last; NaN with gaps."""
+        """Joules from the first to the last sample, or NaN if samples are missing in between."""
         return math.nan if self.gaps or not len(self.joules) else float(self.joules[-1])
 
 
 @dataclass(frozen=True)
 class StartHistory:
-    """History of one start of a run: that of its sources, whose nodes began at about the same time."""
+    """Energy history of one start of a run: the histories of its sources, which began at about the same time."""
 
     session: int
     courses: tuple[SourceHistory, ...]
 
     @property
     def counted(self) -> tuple[SourceHistory, ...]:
-        """The sources that enter the total: a counter of a whole node has the others in it."""
+        """Sources whose joules are added up to the total: node counters if every node has one, else all others."""
         nodes = {course.node for course in self.courses}
         if nodes and nodes == {course.node for course in self.courses if course.kind == NODE}:
             return tuple(course for course in self.courses if course.kind == NODE)
@@ -71,16 +68,16 @@ class StartHistory:
 
     @property
     def seconds(self) -> float:
-        """The length of the measurement, on the node where it was longest."""
+        """Length of the measurement in seconds, on the node that was measured longest."""
         return max((float(course.seconds[-1]) for course in self.courses if len(course.seconds)), default=0.0)
 
     @property
     def joules(self) -> float:
-        """The joules of the start; NaN where a source has gaps, or there is none."""
+        """Joules used in this start, or NaN if samples are missing or there are no sources."""
         return math.fsum(course.total_j for course in self.counted) if self.counted else math.nan
 
     def until(self, seconds: np.ndarray) -> np.ndarray:
-        """Return the joules until so many seconds after the begin (n,); NaN where a source is not known."""
+        """Return the joules used in the first ``seconds`` (n,) of this start, or NaN if a source's are unknown."""
         joules = np.zeros(len(seconds)) if self.counted else np.full(len(seconds), math.nan)
         for course in self.counted:
             if course.gaps or not len(course.seconds):
@@ -90,19 +87,17 @@ class StartHistory:
 
 
 def read(path: Path) -> list[StartHistory]:
-    """Return the starts in the metrics file ``path``, [] where nothing was measured. Raises StorageError."""
+    """Return the energy history of each start in the metrics file ``path``, or [] if nothing was measured."""
     with files.open_read(path) as file, regular.damage(path, f"its {GROUP} is damaged, or of another program"):
         if SAMPLES not in file:
             return []
-        known, samples, gaps = _sources(file), _samples(file), _gaps(file)
+        sources, samples, gaps = _sources(file), _samples(file), _gaps(file)
     starts: dict[int, list[SourceHistory]] = {}
-    for place, (kind, name, note, declared) in known.items():
-        rows = samples.get(place, np.empty((0, 2), np.int64))
+    for key, (kind, name, note, declared) in sources.items():
+        rows = samples.get(key, np.empty((0, 2), np.int64))
         since = rows - rows[0] if len(rows) else rows
-        course = SourceHistory(
-            place[1], kind, name, note, declared, since[:, 0] / 1e9, since[:, 1] / 1e3, place in gaps
-        )
-        starts.setdefault(place[0], []).append(course)
+        course = SourceHistory(key[1], kind, name, note, declared, since[:, 0] / 1e9, since[:, 1] / 1e3, key in gaps)
+        starts.setdefault(key[0], []).append(course)
     return [StartHistory(session, tuple(courses)) for session, courses in sorted(starts.items())]
 
 
@@ -114,7 +109,10 @@ def _places(table: dict[str, np.ndarray]) -> list[_Place]:
 
 
 def _sources(file: Any) -> dict[_Place, tuple[str, str, str, bool]]:
-    """Return (kind, name, note, declared) of each source; files of earlier versions have kind and name only."""
+    """Return a tuple (kind, name, note, declared) for each source in the open metrics file.
+
+    Files of earlier versions have only kind and name.
+    """
     table = datasets.read(file, f"{GROUP}/sources")
     about: dict[_Place, tuple[str, bool]] = {}
     if f"{GROUP}/about" in file:
@@ -133,7 +131,6 @@ def _gaps(file: Any) -> set[_Place]:
 
 
 def _samples(file: Any) -> dict[_Place, np.ndarray]:
-    """Return times and counts (n, 2) of each source, thinned."""
     columns = [file[f"{SAMPLES}/{name}"] for name in _COLUMNS]
     rows = min(column.shape[0] for column in columns)
     blocks = -(-rows // BLOCK)
@@ -144,14 +141,13 @@ def _samples(file: Any) -> dict[_Place, np.ndarray]:
         times, session, node, source, energy = (column[part] for column in columns)
         places, which = np.unique(np.stack([session, node, source], axis=1), axis=0, return_inverse=True)
         for index, place in enumerate(places):
-            own = np.flatnonzero(which.ravel() == index)
-            own = own[_thinned(len(own), max(POINTS[0], POINTS[1] // len(chosen)))]
-            parts_by_source.setdefault(tuple(map(int, place)), []).append(np.stack([times[own], energy[own]], axis=1))  # type: ignore[arg-type]
+            keep = np.flatnonzero(which.ravel() == index)
+            keep = keep[_thinned(len(keep), max(POINTS[0], POINTS[1] // len(chosen)))]
+            parts_by_source.setdefault(tuple(map(int, place)), []).append(np.stack([times[keep], energy[keep]], axis=1))  # type: ignore[arg-type]
     return {place: _ordered(np.concatenate(parts)) for place, parts in parts_by_source.items()}
 
 
 def _thinned(count: int, most: int) -> np.ndarray:
-    """Return at most so many indices of ``count``, the first and the last among them."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
 
 
@@ -164,22 +160,22 @@ def _text(value: bytes | str) -> str:
 
 
 def joules_at(starts: Sequence[StartHistory], session: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return the joules of a run until ``seconds`` (n,) after the begin of the starts number ``session`` (n,).
+    """Return the joules that a run used up to each of n moments, counted from the begin of its first start: (n,).
 
-    Those of all starts before are included, also of work that was lost.
+    Moment i is ``seconds[i]`` after the begin of the start with index ``session[i]``.
     """
     joules = np.full(len(seconds), math.nan)
     before = 0.0
     for start in starts:
-        own = session == start.session
-        joules[own] = before + start.until(seconds[own])
+        is_here = session == start.session
+        joules[is_here] = before + start.until(seconds[is_here])
         before += start.joules
     return joules
 
 
 @dataclass(frozen=True)
 class CarbonIntensity:
-    """Carbon intensity: grams of CO2 equivalents per kWh, NaN: not known; ``low`` and ``high`` end a range."""
+    """Carbon intensity in grams of CO2 equivalents per kWh (NaN if unknown), with lower and upper limits."""
 
     g_per_kwh: float = math.nan
     source: str = ""
@@ -189,7 +185,7 @@ class CarbonIntensity:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The ends of the range."""
+        """Lower and upper limit of the intensity."""
         low = self.g_per_kwh if math.isnan(self.low) else self.low
         high = self.g_per_kwh if math.isnan(self.high) else self.high
         return low, high
@@ -197,7 +193,7 @@ class CarbonIntensity:
 
 @dataclass(frozen=True)
 class Emissions:
-    """Emissions in ``grams`` of CO2 equivalents with the ends of their range; NaN and a ``reason`` where not known."""
+    """Emissions in ``grams`` of CO2 equivalents, with lower and upper limits, or NaN and the ``reason`` if unknown."""
 
     grams: float
     low: float
@@ -206,12 +202,12 @@ class Emissions:
 
 
 def kwh(energy_j: float, pue: float = 1.0) -> float:
-    """Return the kWh of ``energy_j``; with a ``pue`` (power usage effectiveness, 1 or more), those of the site."""
+    """Convert ``energy_j`` of nodes to kWh of the site. ``pue``: its power usage effectiveness, at least 1."""
     return energy_j / J_PER_KWH * pue
 
 
 def emissions(energy_j: float, pue: float, intensity: CarbonIntensity) -> Emissions:
-    """Return what ``energy_j`` joules at the nodes emit, cooling and losses of the site included."""
+    """Return the emissions for the energy ``energy_j`` (joules) of the nodes, times ``pue`` for cooling and losses."""
     if math.isnan(energy_j) or math.isnan(intensity.g_per_kwh):
         reason = NO_ENERGY if math.isnan(energy_j) else NO_INTENSITY
         return Emissions(math.nan, math.nan, math.nan, reason)
@@ -223,10 +219,11 @@ def emissions(energy_j: float, pue: float, intensity: CarbonIntensity) -> Emissi
 def over_time(
     edges_s: np.ndarray, g_per_kwh: np.ndarray, begins_s: np.ndarray, ends_s: np.ndarray, joules: np.ndarray
 ) -> tuple[float, float, float]:
-    """Return mean, least and most intensity in g/kWh of ``joules`` (n,), used from ``begins_s`` to ``ends_s`` (n,).
+    """Return the mean, smallest and largest carbon intensity, in g/kWh, for the energy used in n intervals.
 
-    ``g_per_kwh`` (m,) holds between ``edges_s`` (m + 1,), of the same clock. Power is taken to be constant within each
-    of the n pieces. NaN where a piece lies outside of the edges.
+    Interval i is from ``begins_s[i]`` to ``ends_s[i]`` and used ``joules[i]`` at constant power. The carbon intensity
+    is ``g_per_kwh[j]`` from ``edges_s[j]`` to ``edges_s[j + 1]``. All times are of one clock. The result is NaN if an
+    interval is outside of the edges.
     """
     if not len(joules) or begins_s.min() < edges_s[0] or ends_s.max() > edges_s[-1]:
         return math.nan, math.nan, math.nan
@@ -245,7 +242,7 @@ def over_time(
 
 @dataclass(frozen=True)
 class EnergyToTarget:
-    """Energy to a target loss: the ``step`` (interpolated), joules and seconds until then; NaN with a reason."""
+    """Joules, seconds and steps (interpolated) until the loss reached a target, or NaN with a ``reason``."""
 
     joules: float
     seconds: float
@@ -254,7 +251,7 @@ class EnergyToTarget:
 
 
 def smoothed(losses: np.ndarray) -> np.ndarray:
-    """Return the mean of each loss and those before it, over 2 % of the steps and at least five: (steps,)."""
+    """Return, for each step, the mean of the last losses: over 2 % of the steps, but at least five: (steps,)."""
     width = max(MIN_LOSSES, round(SMOOTHED_SHARE * len(losses)))
     sums = np.append(0.0, np.cumsum(losses))
     last = np.arange(1, len(losses) + 1)
@@ -269,19 +266,18 @@ def to_target(
     seconds: np.ndarray,
     joules: np.ndarray,
 ) -> EnergyToTarget:
-    """Return step, seconds and joules until a training loss was at or below ``target``; arrays (n,), the last of sums.
+    """Return the step, seconds and joules, interpolated, at which the smoothed loss first reached the loss ``target``.
 
-    The losses are smoothed, so that one easy batch is not taken for the target. Between the step before and the one
-    that reached it, the moment is interpolated.
+    The arrays, (n,), have one row per step: its number, its loss, and the seconds and joules until its end.
     """
-    known = np.isfinite(losses)
-    steps, losses, seconds, joules = (values[known] for values in (steps, losses, seconds, joules))
+    is_finite = np.isfinite(losses)
+    steps, losses, seconds, joules = (values[is_finite] for values in (steps, losses, seconds, joules))
     if not len(losses):
         return EnergyToTarget(math.nan, math.nan, math.nan, "no loss is known")
     shown = smoothed(losses)
     reached = np.flatnonzero(shown <= target)
     if not len(reached):
-        reason = f"the loss never came down to {target:g}; the least was {shown.min():.4g} after step {steps[-1]:g}"
+        reason = f"the loss never reached {target:g}; the smallest was {shown.min():.4g} after step {steps[-1]:g}"
         return EnergyToTarget(math.nan, math.nan, math.nan, reason)
     at = int(reached[0])
     part = 1.0
@@ -292,7 +288,7 @@ def to_target(
         float(values[before] + part * (values[at] - values[before])) if at else float(values[at])
         for values in (steps.astype(np.float64), seconds, joules)
     )
-    reason = "its energy is not known until then" if math.isnan(used_j) else ""
+    reason = "the energy until then is not known" if math.isnan(used_j) else ""
     return EnergyToTarget(used_j, taken_s, step, reason)
 
 
@@ -305,9 +301,9 @@ def figures(
     price_per_kwh: float = 0.0,
     currency: str = "",
 ) -> dict[str, Any]:
-    """Return the figures of ``energy_j`` over ``seconds`` as JSON values: None where not known, with a reason.
+    """Return energy figures, such as mean power and energy x delay, as JSON values. Unknown: None with a reason.
 
-    Energy x delay: R. Gonzalez and M. Horowitz, IEEE J. Solid-State Circuits 31, 1996. Its square weighs time as
+    Energy x delay: R. Gonzalez and M. Horowitz, IEEE J. Solid-State Circuits 31, 1996. Energy x delay^2 weighs time as
     voltage scaling does (A. Martin, M. Nystroem, P. Penzes, 2001).
     """
     intensity = intensity or CarbonIntensity()
@@ -333,11 +329,11 @@ def figures(
 
 
 def joules_per_part(joules: float, parts: float) -> float | None:
-    """Return the joules of each of ``parts`` steps, samples or tokens; None where either is not known."""
+    """Return ``joules`` / ``parts`` (a number of steps, samples or tokens), or None if one is unknown."""
     return json_number(joules / parts) if parts and parts > 0 else None
 
 
 def rates(training_j: float, steps: float, samples: float, tokens: float) -> dict[str, float | None]:
-    """Return the joules of training a step, a sample and a token, over so many of each (NaN: not known)."""
+    """Return the joules of training per step, per sample and per token. Numbers may be NaN if unknown."""
     names: Sequence[tuple[str, float]] = (("j_per_step", steps), ("j_per_sample", samples), ("j_per_token", tokens))
     return {name: joules_per_part(training_j, parts) for name, parts in names}

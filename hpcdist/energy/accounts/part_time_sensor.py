@@ -1,21 +1,15 @@
-"""Part-time power sensors: a table of known ones, the solver for loads seen only in part, and shifts of steps.
+"""Part-time power sensors: a table of known sensors, the solver for partly seen loads, and shifts of steps.
 
-On an A100 or H100 the power sensor takes the mean of 25 ms and shows it for 100 ms. The draw of a GPU in the other
-75 ms is not measured; where steps of a training take as long as the sensor's period, or a simple fraction or multiple
-of it, the same part of each step is seen again and again, and power times time may be off by more than half. (Z. Yang,
-K. Adamek and W. Armour, "Part-time Power Measurements: nvidia-smi's Lack of Attention", arXiv 2312.02741, SC24
-doi 10.1109/SC41406.2024.00028. They repeat the load 32 times with eight delays, evenly spread over the period.)
+On an A100 or H100 the power sensor averages 25 ms and shows the mean for 100 ms. Steps locked to this period make power
+x time wrong by more than half (Yang, Adamek and Armour, "Part-time Power Measurements: nvidia-smi's Lack of Attention",
+arXiv 2312.02741).
 
-The remedy is to know what the job did in the windows of the sensor, which has to see every position in the steps:
-`SensorShift` delays some steps a little, so that it does.
+`solve` is nonnegative least squares with standard errors, from sums that can be collected piece by piece:
 
-`solve` is non-negative least squares from sums that can be collected piece by piece, with standard errors; watts are
-not negative:
+    minimise |A x - y|^2  over x >= 0,   with  gram = A^T A,  right = A^T y,  square = y^T y  and the rows of A
 
-    minimise |A x - y|^2  over x >= 0,   known by  gram = A^T A,  right = A^T y,  square = y^T y  and the rows of A
-
-By the active set method of C. Lawson and R. Hanson, Solving Least Squares Problems, 1974, chapter 23, in the form of
-R. Bro and S. de Jong, J. Chemometrics 11, 1997, which needs no more than these sums.
+Source: the active set method of C. Lawson and R. Hanson, Solving Least Squares Problems, 1974, chapter 23, in the form
+of R. Bro and S. de Jong, J. Chemometrics 11, 1997.
 """
 
 import math
@@ -31,7 +25,7 @@ TOLERANCE: Final = 1e-12
 
 @dataclass(frozen=True)
 class NnlsSolution:
-    """Solution ``values`` (n,) and their ``covariance`` (n, n), an upper bound: it ignores that they are >= 0."""
+    """Solution ``values`` (n,) of non-negative least squares, and an upper bound of its ``covariance`` (n, n)."""
 
     values: np.ndarray
     covariance: np.ndarray
@@ -40,13 +34,13 @@ class NnlsSolution:
 def solve(
     gram: np.ndarray, right: np.ndarray, square: float, rows: float, penalty: np.ndarray | None = None
 ) -> NnlsSolution:
-    """Return the solution of minimal residual over x >= 0 (local).
+    """Return the x >= 0 with the smallest |A x - y|. ``gram``: A^T A, ``right``: A^T y, ``square``: y^T y. Local.
 
-    ``penalty`` (n, n), positive semidefinite, is added to ``gram`` for what ``A`` leaves open. ``rows`` is the number
-    of independent rows: fewer than those of A, where these overlap.
+    ``penalty`` (n, n), positive semidefinite, is added to ``gram``. ``rows`` is the number of independent rows, which
+    is smaller than the number of rows of A if rows overlap.
     """
     whole = gram if penalty is None else gram + penalty
-    # Unknowns in units in which the diagonal is 1, so that one tolerance suits all of them.
+    # Scale unknowns such that the diagonal is 1, so that one tolerance suits all of them.
     scale = 1 / np.sqrt(np.maximum(np.diag(whole), np.finfo(np.float64).tiny))
     scaled, target = whole * np.outer(scale, scale), right * scale
     values = _active_set(scaled, target) * scale
@@ -59,17 +53,14 @@ def solve(
 
 
 def _active_set(gram: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Return x >= 0 of minimal x^T gram x - 2 x^T right, by the algorithm of Lawson and Hanson.
-
-    ``passive`` are the unknowns that are free; all others are 0.
-    """
+    """Return the x >= 0 that minimises x^T gram x - 2 x^T right, by the algorithm of Lawson and Hanson."""
     free = np.linalg.lstsq(gram, right, rcond=TOLERANCE)[0]
     if free.min(initial=0.0) >= 0:
         return np.asarray(free)
     values, passive = np.zeros_like(right), np.zeros(len(right), bool)
     slack = TOLERANCE * max(1.0, float(np.abs(right).max(initial=0.0)))
     for _ in range(MAX_ROUNDS * len(right)):
-        # The negative gradient: an unknown at 0 with a positive one would lower the residual if it were free.
+        # Negative gradient: freeing an unknown at 0 with a positive entry would lower the residual.
         slope = np.where(passive, -np.inf, right - gram @ values)
         if slope.max() <= slack:
             break
@@ -80,17 +71,17 @@ def _active_set(gram: np.ndarray, right: np.ndarray) -> np.ndarray:
             blocked = passive & (candidate <= 0)
             if not blocked.any():
                 break
-            # Go towards the solution as far as no unknown becomes negative; those that reach 0 leave the free ones.
-            way = np.min(values[blocked] / np.maximum(values[blocked] - candidate[blocked], TOLERANCE))
-            values = values + way * (candidate - values)
+            # Move towards the solution until an unknown reaches 0; unknowns at 0 are no longer free.
+            fraction = np.min(values[blocked] / np.maximum(values[blocked] - candidate[blocked], TOLERANCE))
+            values = values + fraction * (candidate - values)
             passive &= values > TOLERANCE * max(1.0, float(values.max()))
             values[~passive] = 0.0
         values = candidate
     return values
 
 
-# Yang, Adamek and Armour, the table of update periods and averaging windows. Later drivers name two fields: "average"
-# is the mean of the last second on Ampere (but for the A100) and all that followed, as NVML's own documentation says.
+# Yang, Adamek and Armour, table of update periods and averaging windows. Later drivers have two fields: "average" is
+# the mean of the last second on Ampere (except the A100) and later, according to NVML's documentation.
 _PAPER: Final = "arXiv 2312.02741"
 _KNOWN: Final = (
     (r"GH200", 0.1, 0.02, _PAPER),
@@ -111,28 +102,29 @@ UNKNOWN_SENSOR: Final = "not in the table of known sensors: taken to see all of 
 
 @dataclass(frozen=True)
 class PowerSensor:
-    """Power sensor with a new value every ``update_s`` seconds: the mean of the last ``window_s`` before."""
+    """Power sensor that shows a new value every ``update_s`` seconds: the mean of the ``window_s`` seconds before."""
 
     update_s: float
     window_s: float
-    source: str = ""  # of these two
+    source: str = ""  # of these two numbers
 
     @property
     def seen_share(self) -> float:
-        """The share of the time that lies in its windows."""
+        """Fraction of the time that the sensor measures: window over update period."""
         return min(1.0, self.window_s / self.update_s)
 
     def paced(self, update_s: float) -> "PowerSensor":
-        """Return the sensor with the observed period of updates; one without blind time stays without."""
-        if not update_s > 0:  # NaN, too
+        """Return this sensor with the observed period ``update_s``. It still measures all the time if it did before."""
+        if not update_s > 0:  # also true for NaN
             return self
         return replace(self, update_s=update_s, window_s=update_s if self.window_s == self.update_s else self.window_s)
 
 
 def sensor_of(gpu_name: str, field_name: str = "") -> PowerSensor:
-    """Return the sensor of a GPU by the name that its driver has for it, such as "NVIDIA A100-SXM4-40GB".
+    """Return the `PowerSensor` of a GPU by the name that its driver reports, such as "NVIDIA A100-SXM4-40GB".
 
-    ``field_name``: of its energy counter and instantaneous power (""), or "average", which newer drivers show beside.
+    ``field_name``: "" for the energy counter and instantaneous power, "average" for the averaged power of newer
+    drivers.
     """
     if field_name == "average" and _AVERAGED.search(gpu_name):
         return PowerSensor(0.1, AVERAGE_S, "NVML: POWER_AVERAGE is the mean of the last second")
@@ -143,11 +135,11 @@ def sensor_of(gpu_name: str, field_name: str = "") -> PowerSensor:
 
 
 class SensorShift:
-    """Shift of the begins of steps, so that a part-time sensor sees all positions in ``steps`` steps equally often.
+    """Delays the starts of training steps, so that a part-time power sensor sees all parts of a step equally often.
 
-    The period of the sensor is cut into slots of half a window, each with room for an equal share of the steps. A step
-    that would begin in a full slot waits for the next slot with room. Steps that drift through the period by themselves
-    hardly ever wait; steps locked to the period wait for less than one period in total.
+    The sensor's update period is divided into slots of half a measuring window. Each slot has room for the same number
+    of steps. A step that would start in a full slot waits for the next free slot. The waits of steps locked to the
+    period sum to less than one period.
     """
 
     def __init__(self, sensor: PowerSensor, steps: int) -> None:
@@ -156,9 +148,9 @@ class SensorShift:
         self._room = [math.ceil(steps / self.slots)] * self.slots
 
     def pause_s(self, now_ns: int) -> float:
-        """Return the seconds to wait before the step that could begin now (local); it is counted as begun then.
+        """Return the seconds to wait before a step that could start at ``now_ns`` (monotonic clock). Local.
 
-        ``now_ns`` is of a monotonic clock. Steps beyond the number of the constructor do not wait.
+        The step is counted in the slot in which it will start. After the first ``steps`` steps, no step waits.
         """
         slot = int(now_ns // self._slot_ns) % self.slots
         ahead = next((ahead for ahead in range(self.slots) if self._room[(slot + ahead) % self.slots]), 0)

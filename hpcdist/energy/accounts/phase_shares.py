@@ -1,9 +1,8 @@
 """Shares of phases in the time of a node's ranks, and the joules of training by activity. Pure.
 
-`PhaseShares` has the seconds of each phase between two moments, from spans without overlaps. `job_activities` sums the
-results of `attribution` over the sources of a job and its starts: computing, communication, update, data, the rest and
-idle, which add up to the joules of training. The windows around checkpoints and validation are measured directly and
-are not attributed.
+`PhaseShares` returns the seconds of each phase in an interval, from disjoint spans. `job_activities` sums results of
+`attribution` over the sources and starts of a job: computing, communication, update, data, other and idle, which add up
+to the joules of training. Windows around checkpoints and validation are measured directly, not attributed.
 """
 
 import math
@@ -16,7 +15,7 @@ import numpy as np
 from hpcdist.comm.record.spans import CAPACITY, PHASES, STEP
 from hpcdist.energy.report import EARLIER_START, Amount, Count, EnergyState
 
-IDLE: Final = "idle"  # what no span covers
+IDLE: Final = "idle"  # time without a span
 PHASE_NAMES: Final = (*PHASES[:STEP], IDLE)
 GRID_NS: Final = 1_000_000
 MAX_GRID_POINTS: Final = 200_000
@@ -25,7 +24,7 @@ assert len(PHASES) - 1 == STEP
 
 
 def flatten_spans(spans: np.ndarray) -> np.ndarray:
-    """Return ``spans`` (n, 3) of phase, begin and end in order and disjoint: where two overlap, the later one."""
+    """Return ``spans``, rows (phase, begin, end), sorted and disjoint. Of overlapping spans, the last begun counts."""
     spans = spans[np.argsort(spans[:, 1], kind="stable")]
     spans = spans[spans[:, 2] > spans[:, 1]]
     if np.all(spans[1:, 1] >= spans[:-1, 2]):
@@ -35,14 +34,14 @@ def flatten_spans(spans: np.ndarray) -> np.ndarray:
     first, last = np.searchsorted(edges, spans[:, 1]), np.searchsorted(edges, spans[:, 2])
     for index, (start, stop) in enumerate(
         zip(first, last, strict=True)
-    ):  # in the order of begins: later ones overwrite
+    ):  # sorted by begin, so that later spans overwrite
         owner[start:stop] = index
     held = owner >= 0
     return np.stack([spans[owner[held], 0], edges[:-1][held], edges[1:][held]], axis=1)
 
 
 class RankPhases:
-    """Spans of one rank, disjoint, and the time until which they are known."""
+    """Disjoint phase spans of one rank, and the time until which all its spans are known."""
 
     def __init__(self) -> None:
         self.spans = np.empty((0, 3), np.int64)
@@ -51,7 +50,7 @@ class RankPhases:
         self.until_ns: int | None = None
 
     def add(self, spans: np.ndarray) -> None:
-        """Take spans (n, 3) that ended since the last call."""
+        """Add phase spans (n, 3) that ended since the last call."""
         if not len(spans):
             return
         if len(spans) >= CAPACITY or self.since_ns is None:
@@ -60,7 +59,7 @@ class RankPhases:
         self._replace(flatten_spans(np.concatenate([self.spans, spans])))
 
     def forget(self, before_ns: int) -> None:
-        """Drop the spans that ended before."""
+        """Drop the spans that ended before ``before_ns``."""
         self._replace(self.spans[self.spans[:, 2] > before_ns])
 
     def _replace(self, spans: np.ndarray) -> None:
@@ -70,10 +69,13 @@ class RankPhases:
             self._by_code.append((int(code), begins.copy(), ends.copy(), np.append(0, np.cumsum(ends - begins))))
 
     def seconds(self, moments_ns: np.ndarray) -> np.ndarray:
-        """Return the seconds of each phase before each moment: (moments, phases); only differences mean anything."""
+        """Return the seconds of each phase before each of ``moments_ns``: (moments, phases).
+
+        The origin is arbitrary: only the difference of two rows has a meaning.
+        """
         seconds = np.zeros((len(moments_ns), STEP))
         for code, begins, ends, sums in self._by_code:
-            # Spans that have begun by then in full, minus what of the last one lies behind the moment.
+            # Spans begun before the moment in full, minus the part of the last span after the moment.
             at = np.searchsorted(begins, moments_ns, side="right")
             inside = np.maximum(0, ends[np.maximum(at - 1, 0)] - moments_ns) * (at > 0)
             seconds[:, code] = (sums[at] - inside) / 1e9
@@ -81,7 +83,7 @@ class RankPhases:
 
 
 class PhaseGrid:
-    """Table of the seconds of phases up to the moments of a fine grid, for each of ``ranks``."""
+    """For each of ``ranks``, a table of the seconds spent in each phase before each point of a fine time grid."""
 
     def __init__(self, ranks: Sequence[RankPhases], begin_ns: int, end_ns: int) -> None:
         self._pitch_ns = max(GRID_NS, (end_ns - begin_ns) // MAX_GRID_POINTS)
@@ -90,13 +92,16 @@ class PhaseGrid:
         self._tables = [rank.seconds(moments) for rank in ranks]
 
     def of(self, ranks: Sequence[int] | None) -> "PhaseShares":
-        """Return the mean over ``ranks``, by index; None: over all."""
+        """Return the mean table of the ranks with the indices ``ranks`` (None: all ranks), as `PhaseShares`."""
         chosen = self._tables if ranks is None else [self._tables[rank] for rank in ranks]
         return PhaseShares(np.mean(chosen, axis=0), self._begin_ns, self._pitch_ns)
 
 
 class PhaseShares:
-    """Seconds of phases in any interval, from ``table`` (moments, phases) of sums up to the moments of a grid."""
+    """Seconds that ranks spend in each phase, for any time interval.
+
+    ``table`` (moments, phases) has the seconds before each time of a grid that begins at ``begin_ns``.
+    """
 
     def __init__(self, table: np.ndarray, begin_ns: int, pitch_ns: int) -> None:
         self._table, self._begin_ns, self._pitch_ns = table, begin_ns, pitch_ns
@@ -108,19 +113,19 @@ class PhaseShares:
         return np.asarray(low + (rest / self._pitch_ns)[..., None] * (self._table[at + 1] - low))
 
     def between(self, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Return the seconds of each of `PHASE_NAMES` in each interval: (..., names)."""
+        """Return the seconds per phase of `PHASE_NAMES` in each interval from ``begins`` to ``ends``: (..., phases)."""
         seconds = np.empty((*begins.shape, len(PHASE_NAMES)))
         seconds[..., :STEP] = self._before(ends) - self._before(begins)
         seconds[..., STEP] = np.maximum((ends - begins) / 1e9 - seconds[..., :STEP].sum(axis=-1), 0.0)
         return seconds
 
 
-MEASURED_PHASES: Final = ("checkpoint", "validation")  # measured directly, by windows of their own
+MEASURED_PHASES: Final = ("checkpoint", "validation")  # measured directly, by their windows
 ACTIVITIES: Final = tuple(name for name in PHASE_NAMES if name not in MEASURED_PHASES)
-NO_SPANS: Final = "nobody told what the ranks did when: set telemetry.trace to true"
+NO_SPANS: Final = "the activity of the ranks was not recorded: set telemetry.trace to true"
 NEGLIGIBLE_SHARE: Final = 0.02  # of all training: doubts about a start with less do not make the sums unknown
-TOO_SHORT: Final = "the counters had not two new values while it was known what the ranks did"
-MODEL_REASON: Final = "a model follows how busy a device was now and then: it says nothing of what took milliseconds"
+TOO_SHORT: Final = "the counters had fewer than two new values while the activity of the ranks was known"
+MODEL_REASON: Final = "a model samples the utilisation of a device too rarely to see phases of milliseconds"
 
 
 def job_activities(
@@ -130,10 +135,11 @@ def job_activities(
     reason: str | None,
     earlier: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return ``joules``, ``error_j`` and ``seconds`` by activity; NaN where not known, with a ``reason`` by activity.
+    """Return ``joules``, ``error_j`` and ``seconds`` of a job by activity. Unknown values are NaN with a ``reason``.
 
-    ``rows`` are those of `Attribution.rows` of all nodes, of which ``kinds`` count. ``training_j`` are the joules of
-    training in this start, NaN for a ``reason``. ``earlier`` is the `activities_state` of the starts before this one.
+    ``rows`` are the `Attribution.rows` of all nodes; only rows with these ``kinds`` of sources count. ``training_j``
+    are the joules of training in this start, or NaN with a ``reason``. ``earlier`` is the `activities_state` of earlier
+    starts.
     """
     activities = {name: phase for name, phase in _sum_sources(rows, kinds).items() if name in ACTIVITIES}
     whole = math.fsum(phase["joules"] for phase in activities.values())
@@ -142,7 +148,7 @@ def job_activities(
     little = before_j > 0 and training_j <= NEGLIGIBLE_SHARE * (training_j + before_j)
     wider = (
         1 + training_j / before_j if little and not activities else 1.0
-    )  # the shares of the other starts hold for this one
+    )  # then the shares of the other starts are used for this start
     if not activities and not little:
         reason = reason or (TOO_SHORT if rows else NO_SPANS)
     if earlier is not None and not earlier:
@@ -150,15 +156,15 @@ def job_activities(
     totals: dict[str, dict[str, Any]] = {"joules": {}, "error_j": {}, "seconds": {}, "reason": {}}
     for name in ACTIVITIES:
         if name in activities or name in (earlier or {}):
-            own = activities.get(name, _ZERO)
+            current = activities.get(name, _ZERO)
             before = (earlier or {}).get(name, _ZERO)
-            joules = own["joules"] * scale if own["joules"] else 0.0
-            doubt = None if little else own["reason"]
-            if before["joules"] is None:  # with the prefix of earlier starts once
+            joules = current["joules"] * scale if current["joules"] else 0.0
+            doubt = None if little else current["reason"]
+            if before["joules"] is None:  # add the prefix of earlier starts only once
                 doubt = doubt or EARLIER_START + (before["reason"] or "not known").removeprefix(EARLIER_START)
             why = reason or doubt
-            error_j = joules if little else own["error_j"] * scale if own["error_j"] else 0.0
-            totals["seconds"][name] = own["seconds"] + before["seconds"]
+            error_j = joules if little else current["error_j"] * scale if current["error_j"] else 0.0
+            totals["seconds"][name] = current["seconds"] + before["seconds"]
             totals["joules"][name] = math.nan if why else joules + before["joules"] * wider
             totals["error_j"][name] = math.nan if why else math.hypot(error_j, before["error_j"])
             if why:
@@ -170,7 +176,7 @@ _ZERO: Final[Mapping[str, Any]] = {"joules": 0.0, "error_j": 0.0, "seconds": 0.0
 
 
 def activities_state(totals: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the activities as a checkpoint keeps them, as JSON values: what is not known is None."""
+    """Return the joules and seconds by activity as JSON values for a checkpoint. Unknown values are None."""
     return {
         name: {
             "joules": None if math.isnan(joules) else joules,
@@ -183,7 +189,7 @@ def activities_state(totals: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ActivityState(msgspec.Struct):
-    """State of an activity in a checkpoint."""
+    """Seconds and joules of one activity, as saved in a checkpoint."""
 
     seconds: Amount
     joules: Amount | None = None
@@ -192,11 +198,11 @@ class ActivityState(msgspec.Struct):
 
     def __post_init__(self) -> None:
         if self.joules is not None and self.error_j is None:
-            raise ValueError("joules have an error_j")
+            raise ValueError("joules are given without error_j; expected both")
 
 
 class EnergyRecord(msgspec.Struct):
-    """Record of the energy of a run: its steps count from ``since_step`` on. Earlier versions kept no activities."""
+    """Energy record of a run since step ``since_step``. Records of earlier versions have no activities."""
 
     since_step: Count
     joules: EnergyState
@@ -204,13 +210,12 @@ class EnergyRecord(msgspec.Struct):
 
 
 def restored(read: Any) -> dict[str, Any]:
-    """Return the record of a run's energy as it was read from a file, checked. Raises ValueError for anything else."""
+    """Check the energy record ``read`` from a file, and return it. Raises ValueError if it is invalid."""
     record: dict[str, Any] = msgspec.to_builtins(msgspec.convert(read, EnergyRecord))
     return record | {"activities": record["activities"] or {}}
 
 
 def _sum_sources(rows: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the activities over the sources of ``kinds``: sums of joules, seconds of the source that has most."""
     sums: dict[str, dict[str, Any]] = {}
     counted = [row for row in rows if row["kind"] in kinds]
     for row in counted:
@@ -220,7 +225,7 @@ def _sum_sources(rows: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> dic
             whole["error_j"] = math.hypot(whole["error_j"], phase["error_j"])
             if whole["reason"] is None and phase["reason"] is not None:
                 whole["reason"] = f"{row['name']}: {phase['reason']}"
-    # All of one source: the longest of each phase, of different ranks, would add up to more than the time there was.
+    # All seconds from one source: the longest of each phase, of different ranks, could exceed the total time.
     longest = max(
         counted, key=lambda row: sum(activity["seconds"] for activity in row["activities"].values()), default=None
     )

@@ -15,21 +15,24 @@ DIRECTIONS: Final = {"sent": COLUMNS.index("sent_bytes"), "received": COLUMNS.in
 
 
 class MeanPower:
-    """Mean power of the sources of a node between calls of `by_source`, from the energy that they counted."""
+    """Mean power of a node's energy sources between calls of `by_source`."""
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[int, int]] = {}  # time and energy of the last sample of a source
 
     def by_source(self, sources: int, drained: DrainedSamples) -> list[float]:
-        """Return the watts of each source since the last call; NaN where that is not known."""
+        """Return the mean watts since the last call for each of ``sources`` sources (a number), or NaN if unknown.
+
+        ``drained`` has the new samples.
+        """
         gaps = set(drained.gaps[:, 1].tolist())
         means = []
         for source in range(sources):
-            own = drained.samples[drained.samples[:, 1] == source]
+            rows = drained.samples[drained.samples[:, 1] == source]
             watts = math.nan
-            if len(own):
-                then_ns, before_mj = self._last.get(source, (int(own[0, 0]), int(own[0, 2])))
-                now_ns, now_mj = int(own[-1, 0]), int(own[-1, 2])
+            if len(rows):
+                then_ns, before_mj = self._last.get(source, (int(rows[0, 0]), int(rows[0, 2])))
+                now_ns, now_mj = int(rows[-1, 0]), int(rows[-1, 2])
                 self._last[source] = now_ns, now_mj
                 if now_ns > then_ns and source not in gaps:
                     watts = (now_mj - before_mj) * 1e6 / (now_ns - then_ns)
@@ -38,22 +41,25 @@ class MeanPower:
 
 
 class LiveFigures:
-    """Latest figures of all nodes."""
+    """Latest power, utilisation and network traffic of all nodes."""
 
     def __init__(self) -> None:
         self._rows: Sequence[NodeRows] = ()
         self._bytes: dict[int, Mapping[str, float]] = {}
 
     def see(self, rows: Sequence[NodeRows]) -> None:
-        """Take the rows that nodes have brought since the last call."""
+        """Store the ``rows`` of all nodes, which were collected since the last call."""
         self._rows = rows
         for row in rows:
             if len(row.drained.looks):
                 last = row.drained.shares[-1]
-                self._bytes[row.node] = {name: float(last[place]) for name, place in DIRECTIONS.items()}
+                self._bytes[row.node] = {name: float(last[column]) for name, column in DIRECTIONS.items()}
 
     def power(self) -> dict[str, float]:
-        """Return watts by kind; NaN where a node lacks a kind it should have. "node" only where all nodes have it."""
+        """Return the watts of the job by kind of source, summed over nodes, or NaN if a node lacks a required kind.
+
+        The kind "node" is included only if all nodes have it.
+        """
         kinds = dict.fromkeys(kind for row in self._rows for kind in row.watts)
         if not all(NODE in row.watts for row in self._rows):
             kinds.pop(NODE, None)
@@ -65,7 +71,7 @@ class LiveFigures:
         }
 
     def utilisation(self) -> dict[str, float]:
-        """Return the mean share over time and nodes by resource; those that no node knows are left out."""
+        """Return the utilisation (0 to 1) of each known resource, averaged over time and nodes."""
         shares = [row.drained.shares[:, : len(SHARES)] for row in self._rows if len(row.drained.looks)]
         if not shares:
             return {}
@@ -74,15 +80,17 @@ class LiveFigures:
         return {name: value for name, value in by_resource.items() if not math.isnan(value)}
 
     def network(self) -> dict[str, float]:
-        """Return the bytes in each direction; NaN where a node cannot tell, nothing before the first look."""
+        """Return the bytes sent and received, summed over nodes.
+
+        NaN if unknown on a node, {} before the first sample.
+        """
         if not self._bytes:
             return {}
         return {name: math.fsum(node[name] for node in self._bytes.values()) for name in DIRECTIONS}
 
 
 def _means(shares: np.ndarray) -> np.ndarray:
-    """Return the mean of each column (columns,) over what is known of ``shares`` (rows, columns)."""
-    known = ~np.isnan(shares)
-    counts = known.sum(axis=0)
-    sums = np.where(known, shares, 0.0).sum(axis=0)
+    is_known = ~np.isnan(shares)
+    counts = is_known.sum(axis=0)
+    sums = np.where(is_known, shares, 0.0).sum(axis=0)
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)

@@ -1,7 +1,7 @@
 """Energy monitor of a job: one rank of each node reads the sensors, and windows attribute joules to phases.
 
-`EnergyMonitor.window` is a context manager: inside of ``window("training")``, the joules of a ``window("checkpoint")``
-are not counted as training's. `EnergyWatch` needs no job: one process reads this machine, for `hpcdist energy watch`.
+Windows (`EnergyMonitor.window`) nest: an inner window's joules are not counted in the outer window. `EnergyWatch` needs
+no job: one process reads this machine, for `hpcdist energy watch`.
 """
 
 import math
@@ -40,7 +40,7 @@ WINDOW: Final = "watched"
 
 @dataclass(frozen=True)
 class WatchInterval:
-    """Power of one interval of `EnergyWatch`: watts by source and by kind, their total, and shares by resource."""
+    """Power in one interval of `EnergyWatch`: watts by source and by kind of source, the total, and utilisation."""
 
     seconds: float
     watts: Mapping[str, float]
@@ -50,11 +50,11 @@ class WatchInterval:
 
 
 class EnergyWatch:
-    """Watch over one machine from construction to `finish`. Raises MissingCapabilityError without any source.
+    """Energy measurement of one machine until `finish`. Raises MissingCapabilityError if there is no energy source.
 
-    GPUs are those that CUDA_VISIBLE_DEVICES names, and all of them where it names none. ``output`` is a file that gets
-    the samples, in the tables of `hpcdist.energy.monitor.tables`; what is there already is kept, and this is one
-    session more. Raises StorageError where it cannot be written; should that come later, ``lost_output`` says so.
+    It measures the GPUs in CUDA_VISIBLE_DEVICES, by default all. Samples are appended to the file ``output`` as a new
+    session. Raises StorageError if ``output`` cannot be written at the start. The message of a later write error is
+    stored in ``lost_output``.
     """
 
     def __init__(self, config: EnergyConfig, output: Path | None = None) -> None:
@@ -62,7 +62,7 @@ class EnergyWatch:
         if not self.sources.counters:
             why = "; ".join(f"{kind}: {reason}" for kind, reason in self.missing().items())
             raise MissingCapabilityError(
-                f"no source of energy can be read here, and nothing was started (see `hpcdist energy sources`). {why}"
+                f"no energy source of this machine is readable, so nothing began (see `hpcdist energy sources`). {why}"
             )
         look = NodeUtilisation([this_process()], self.sources.sensors).look if config.utilisation_s else None
         self.sampler = EnergySampler(self.sources.counters, config.interval_s, look, config.utilisation_s)
@@ -75,12 +75,12 @@ class EnergyWatch:
         self._windows.enter(WINDOW, *_read_edge(self.sampler, self._windows))
 
     def missing(self) -> dict[str, str]:
-        """Return for each kind that is not measured the reason."""
+        """Kinds of energy that are not measured, each with the reason."""
         kinds = {counter.kind for counter in self.sources.counters}
         return {} if NODE in kinds else {k: why for k, why in self.sources.missing.items() if k not in kinds}
 
     def moment(self) -> WatchInterval:
-        """Return the power since the last call, and append the samples to ``output``."""
+        """Return the mean power since the last call, and append the new samples to ``output``."""
         now_ns, _ = self.sampler.read()
         tracks, drained = self.sampler.tracks, self.sampler.drain()
         watts = self._power.by_source(len(tracks), drained)
@@ -96,7 +96,7 @@ class EnergyWatch:
         )
 
     def _keep(self, row: NodeRows) -> None:
-        """Append the samples. A full disk ends the output, never the command that is being measured."""
+        """Append the samples ``row`` to ``output``. After a write error, measure on, but write nothing more."""
         if self._output is None:
             return
         try:
@@ -106,7 +106,7 @@ class EnergyWatch:
             self._output, self.lost_output = None, str(error)
 
     def finish(self) -> dict[str, Any]:
-        """End, append the last samples, and return the report as `hpcdist.energy.report.merge`, with ``seconds``."""
+        """Stop, append the last samples, and return the report of `hpcdist.energy.report.merge` plus ``seconds``."""
         self._windows.leave(*_read_edge(self.sampler, self._windows))
         seconds = (time.monotonic_ns() - self._began_ns) / 1e9
         ended = self.sampler.stop()
@@ -119,7 +119,7 @@ class EnergyWatch:
 
 
 def _read_edge(sampler: EnergySampler, windows: PhaseWindows) -> tuple[int, list[int | None]]:
-    """Return a reading for the edge of a window; sources that missed some energy since the last edge are forgotten."""
+    """Read the energy sources at the begin or end of a window. Mark sources that missed energy since the last edge."""
     reading = sampler.read()
     for source in sampler.gaps_since_edge():
         windows.forget(source)
@@ -129,7 +129,6 @@ def _read_edge(sampler: EnergySampler, windows: PhaseWindows) -> tuple[int, list
 def _contribution(
     node: int, sampler: EnergySampler, windows: PhaseWindows, sources: NodeSources, needed: Iterable[str] = ()
 ) -> NodeContribution:
-    """Return what a node has counted until now; ``needed`` are the kinds without which its total is not known."""
     busy_s, lasted_s = sampler.overhead()
     return NodeContribution(
         node,
@@ -155,17 +154,15 @@ def _node_rows(
     watts: Sequence[float],
     lacking: frozenset[str] = frozenset(),
 ) -> NodeRows:
-    """Return what a node has counted since the last call; ``watts`` are the mean power of each source."""
     sources = [(track.kind, track.name, track.about) for track in sampler.tracks]
     by_kind = {
-        kind: math.fsum(power for power, (own, *_) in zip(watts, sources, strict=True) if own == kind)
+        kind: math.fsum(power for power, (source_kind, *_) in zip(watts, sources, strict=True) if source_kind == kind)
         for kind in dict.fromkeys(kind for kind, *_ in sources)
     }
     return NodeRows(node, sources, drained, windows.take(), time.monotonic_ns(), *sampler.overhead(), by_kind, lacking)
 
 
 def _claim_visible() -> GpuClaim:
-    """Return the claim to the visible GPUs, or to none with the reason."""
     try:
         with nvml.NvmlDriver() as driver:
             named = nvml.gpus_in_use(driver, None, os.environ) if os.environ.get(nvml.VISIBLE) else ()
@@ -176,7 +173,6 @@ def _claim_visible() -> GpuClaim:
 
 
 def _next_session(output: Path) -> int:
-    """Return the number of this session in the file, which is made when missing. Raises StorageError."""
     with files.edit(output, SCHEMA, VERSION) as file:
         if tables.GROUP not in file:
             return 0
@@ -191,18 +187,14 @@ def _no_synchronisation() -> None:
 class EnergyMonitor:
     """Energy monitor between `start` and `stop`, or as a context manager. Construction is collective over ``comm``.
 
-    ``bus_id`` is the PCI address of the GPU on which this rank computes (None: the processor), and ``synchronise``
-    waits for it at the edges of windows. Sensors are read by the first rank of each ``host``, for the GPUs of all of
-    its ranks, each once. Where no energy can be read a window costs two looks at the clock; with no utilisation asked
-    for (``config.utilisation_s`` = 0), no thread runs either.
+    ``bus_id`` is the PCI address of the GPU that this rank computes on (None: the CPU). ``synchronise`` waits for this
+    GPU at the begin and end of windows. The first rank of each ``host`` reads the sensors of its node; there, ``live``
+    has the power, utilisation and network traffic of all nodes. If no energy can be read, a window costs only two clock
+    readings.
 
-    ``live`` has the power, the utilisation and the network traffic of all nodes, on the first rank of each.
-
-    Construction, `report` and `state` raise DeadlineError where a rank has not come after ``deadline_s`` seconds;
-    `math.inf` leaves that to a watchdog.
-
-    A host is a running kernel, and the nodes in reports are hosts: the nodes of the communicator may be declared, and
-    two of them on one machine would count it twice.
+    Construction, `report` and `state` raise DeadlineError if a rank is missing after ``deadline_s`` seconds; `math.inf`
+    leaves this to a watchdog. Nodes in reports are hosts, because two declared nodes on one machine would be counted
+    twice.
     """
 
     def __init__(
@@ -219,8 +211,8 @@ class EnergyMonitor:
         self._comm, self._deadline_s = comm, deadline_s
         self._meet("the construction of Monitor")
         host = boot_id() if host is None else host
-        own = claim_gpus(config, bus_id, environment, this_process() if config.utilisation_s else None)
-        ranks = comm.allgather_object((host, own, bus_id is not None))
+        claim_of_rank = claim_gpus(config, bus_id, environment, this_process() if config.utilisation_s else None)
+        ranks = comm.allgather_object((host, claim_of_rank, bus_id is not None))
         hosts = [name for name, _, _ in ranks]
         self._node = list(dict.fromkeys(hosts)).index(host)
         self._leads = hosts.index(host) == comm.rank
@@ -232,7 +224,7 @@ class EnergyMonitor:
             processes = [claim.process for claim in claims if claim.process is not None]
             look = NodeUtilisation(processes, self._sources.sensors).look if config.utilisation_s else None
         measured = set(comm.allgather_object((self._node, bool(self._sources.counters))))
-        self.measures = any(can_measure for _, can_measure in measured)  # on any node: the same on every rank
+        self.measures = any(can_measure for _, can_measure in measured)  # on any node; equal on every rank
         self._watches = self.measures or config.utilisation_s > 0
         self._synchronise = synchronise if (self._node, True) in measured else _no_synchronisation
         self.sampler = EnergySampler(self._sources.counters, config.interval_s, look, config.utilisation_s)
@@ -253,24 +245,24 @@ class EnergyMonitor:
         self.stop()
 
     def start(self) -> None:
-        """Start the sampler thread (local)."""
+        """Start the sampler thread. Local."""
         self.sampler.start()
 
     def stop(self) -> None:
-        """Stop the sampler and close the sensors; what was measured stays (local)."""
+        """Stop the sampler thread and close the sensors. The measured energy stays available. Local."""
         self._stopped = True
         if self.sampler.stop():
             self._sources.close()
 
     def close(self) -> None:
-        """Free what joins the nodes, after the last `collect`. Collective."""
+        """Free the communicator of the nodes' first ranks. Call this after the last `collect`. Collective."""
         if self._leaders is not None:
             self._leaders.free()
             self._leaders = None
 
     @contextmanager
     def window(self, phase: str) -> Iterator[None]:
-        """Attribute the energy used inside to ``phase``, without inner windows (local; every rank should call)."""
+        """Attribute the energy used in the block to ``phase``, without nested windows. Local; call on every rank."""
         if not self._leads:
             self._synchronise()
             yield
@@ -287,46 +279,42 @@ class EnergyMonitor:
         return _read_edge(self.sampler, self._windows)
 
     def report(self) -> dict[str, Any]:
-        """Return the joules of the job until now, with those of its earlier starts: see `report.merge`. Collective."""
+        """Return the job's energy report so far, with earlier starts of the run (see `report.merge`). Collective."""
         self._meet("Monitor.report")
-        own = _contribution(self._node, self.sampler, self._windows, self._sources, self._sources.needed)
-        contributions = self._comm.allgather_object(own if self._leads else None)
+        node_share = _contribution(self._node, self.sampler, self._windows, self._sources, self._sources.needed)
+        contributions = self._comm.allgather_object(node_share if self._leads else None)
         return reports.merge(
             [contribution for contribution in contributions if contribution is not None], self._earlier
         )
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, so that the next start of the run goes on counting. Collective.
-
-        Open windows count until now, or the end.
-        """
+        """Return the energy state to save in a checkpoint. Open windows are included up to now. Collective."""
         if self._leads and not self._stopped:
             self._windows.edge(*self._look())
         return reports.state(self.report())
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Go on from the `state` of an earlier start of the run (local; the same on every rank)."""
+        """Add the result ``state`` of `state` in an earlier start of the run. It must be equal on all ranks. Local."""
         self._earlier = state
 
     def intervals(self) -> list[SourceSamples]:
-        """Return the samples of each source of this node since the last call, the last one of that call first (local).
+        """Return this node's samples of each source since the last call, preceded by that call's last sample. Local.
 
-        Empty on all but the first rank of a node. Samples are dropped when two calls of `collect` have passed.
+        Returns [] on all ranks but the first of a node. Samples older than the last two calls of `collect` are dropped.
         """
         return self.sampler.intervals()
 
     def collect(self) -> list[NodeRows]:
-        """Return the samples and the closed windows of all nodes since the last call, on the first rank of each node.
+        """Return the samples and closed windows of all nodes since the last call, on each node's first rank.
 
-        The other ranks get an empty list. Collective over the first ranks of the nodes, rank 0 among them. ``live``
-        tells of the same time.
+        Other ranks get []. Collective over the first ranks of the nodes. Also updates ``live``.
         """
         if not self._watches or self._leaders is None:
             return []
         drained = self.sampler.drain()
         watts = self._power.by_source(len(self.sampler.tracks), drained)
         lacking = frozenset(self._sources.missing) - frozenset(self._sources.unused)
-        own = _node_rows(self._node, self.sampler, self._windows, drained, watts, lacking)
-        rows = self._leaders.allgather_object(own)
+        node_rows = _node_rows(self._node, self.sampler, self._windows, drained, watts, lacking)
+        rows = self._leaders.allgather_object(node_rows)
         self.live.see(rows)
         return rows

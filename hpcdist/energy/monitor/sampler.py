@@ -1,7 +1,7 @@
-"""Sampler thread: reads the counters at intervals, so that no wrap is missed, and keeps each sample.
+"""Sampler thread: reads the counters at intervals, so that no wrap is missed, and stores each sample.
 
-It sleeps nearly all of the time, makes no MPI call, and ends with its owner. Reads at the edges of windows come from
-the caller's thread. The sampler also keeps the power of the sources that report it, and the utilisation of the node.
+It sleeps most of the time, makes no MPI call, and ends with its owner. The caller's thread reads at the edges of
+windows. The sampler also stores the power of sources that report it, and the utilisation of the node.
 """
 
 import sys
@@ -15,21 +15,22 @@ import numpy as np
 
 from hpcdist.energy.sources.counters import CounterReader, EnergyCounter, SourceInfo
 
-PROBE_INTERVAL_S: Final = 0.005  # until the pace of every counter is known, or for `GIVE_UP_NS`
+PROBE_INTERVAL_S: Final = 0.005  # until the update interval of every counter is known, or for `GIVE_UP_NS`
 GIVE_UP_NS: Final = 2_000_000_000
 EDGE_ATTEMPTS: Final = 3
 EDGE_PAUSE_S: Final = 0.01
-HANG_TIMEOUT_S: Final = 5.0  # a driver that has not answered for so long is not waited for
-MAX_ROWS: Final = 1 << 15  # of each list that waits for `drain`: of more, every second one is dropped (5 MB)
+HANG_TIMEOUT_S: Final = 5.0  # limit of the wait for a driver
+MAX_ROWS: Final = 1 << 15  # of each list that waits for `drain`; of longer lists every second row is dropped (5 MB)
 Row: TypeAlias = tuple[int, int, int]  # time in ns, source, value
 
 
 @dataclass(frozen=True)
 class DrainedSamples:
-    """Samples (n, 3) int64 of time in ns, source, energy in mJ; ``powers`` (n, 3) the same in mW.
+    """Samples that `EnergySampler.drain` returns: all since its last call.
 
-    ``gaps`` (n, 2) of time and source: the energy between the sample at that time and the one before is not known.
-    ``looks`` are times in ns (n,), ``shares`` (n, columns) float64 the utilisation then.
+    ``samples`` (n, 3) int64 has rows (time in ns, source, energy in mJ). ``powers`` has rows (time, source, power in
+    mW). ``gaps`` (n, 2) has rows (time, source): the energy before the sample at this time is unknown. ``shares`` (n,
+    columns) is the utilisation at the times ``looks`` (n,) in ns.
     """
 
     samples: np.ndarray
@@ -41,10 +42,7 @@ class DrainedSamples:
 
 @dataclass(frozen=True)
 class SourceSamples:
-    """Samples of one source: ``times_ns`` (n,) int64 of the node's monotonic clock, ``energy_mj`` (n,) int64.
-
-    ``known`` (n-1,) bool: whether the difference between two samples is what was used between them.
-    """
+    """Energy samples of one source, int64 (n,). ``known`` (n-1,): is the energy between two samples known?"""
 
     name: str
     kind: str
@@ -59,10 +57,10 @@ def _to_stderr(message: str) -> None:
 
 
 class EnergySampler:
-    """Sampler of ``counters``: reads them every ``interval_s`` seconds between `start` and `stop`.
+    """Sampler that reads ``counters`` every ``interval_s`` seconds between `start` and `stop`.
 
-    Every ``look_s`` seconds it calls ``look`` -> (columns,) float64 (None: never). It calls ``tell`` once for each
-    source that fails.
+    If ``look`` is given, the sampler calls it every ``look_s`` seconds; it returns the utilisation, (columns,) float64.
+    If a source fails, the sampler calls ``tell`` once with a message.
     """
 
     def __init__(
@@ -78,8 +76,8 @@ class EnergySampler:
         self._look, self._tell = look, tell
         self._lock = threading.Lock()
         self._samples: list[Row] = []
-        self._recent: list[Row] = []  # for `intervals`, the last one of each source before them
-        self._recent_known = 0  # how many of them were there at the last `drain`
+        self._recent: list[Row] = []  # for `intervals`, after the preceding sample of each source
+        self._recent_known = 0  # number of these rows at the last `drain`
         self._powers: list[Row] = []
         self._gaps: set[tuple[int, int]] = set()
         self._recent_gaps: set[tuple[int, int]] = set()
@@ -93,13 +91,16 @@ class EnergySampler:
         self._thread = threading.Thread(target=self._run, name="energy sampler", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, where there is something to read."""
+        """Start the thread if there is something to read."""
         if self.tracks or self._look is not None:
             self._began_ns = time.monotonic_ns()
             self._thread.start()
 
     def stop(self) -> bool:
-        """End the thread; the samples stay. Return False when it hangs in a sensor, which then must not be closed."""
+        """End the thread and keep the samples.
+
+        Return False if it hangs in a read; then the sensors must not be closed.
+        """
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(HANG_TIMEOUT_S)
@@ -107,29 +108,26 @@ class EnergySampler:
         return not self._thread.is_alive()
 
     def overhead(self) -> tuple[float, float]:
-        """Return the seconds of a processor that reading took so far, and those since `start`.
-
-        The thread's own time is that of its processor; reads at edges count as long as the caller waited for them.
-        """
+        """Return the processor seconds that reading the sources took, and the seconds since `start`."""
         until_ns = self._ended_ns or time.monotonic_ns()
         return self._thread_s + self._edges_s, (until_ns - self._began_ns) / 1e9 if self._began_ns else 0.0
 
     def read(self) -> tuple[int, list[int | None]]:
-        """Return the time in ns and the energy of each source in mJ now; None for one that fails several times."""
+        """Read all sources. Return the time in ns, and each source's energy in mJ (None if it keeps failing)."""
         now_ns = time.monotonic_ns()
         values = [self._read_stubborn(source) for source in range(len(self.tracks))]
         self._edges_s += (time.monotonic_ns() - now_ns) / 1e9
         return now_ns, values
 
     def gaps_since_edge(self) -> list[int]:
-        """Return the sources with a gap since the last call: they can be read, but some energy was not counted."""
+        """Return the sources that can be read now, but that missed some energy since the last call."""
         now = [track.gaps for track in self.tracks]
         new = [source for source, gaps in enumerate(now) if gaps != self._edge_gaps[source]]
         self._edge_gaps = now
         return new
 
     def _read_stubborn(self, source: int) -> int | None:
-        # A sensor that has been silent for long is not waited for: a lost GPU must not cost every step.
+        # A sensor with many failures is not retried: a lost GPU must not slow down every step.
         attempts = 1 if self.tracks[source].failing >= EDGE_ATTEMPTS else EDGE_ATTEMPTS
         for attempt in range(attempts):
             if attempt:
@@ -160,13 +158,13 @@ class EnergySampler:
         return value
 
     def _bound(self) -> None:
-        """Thin what was not drained for long. Counters are cumulative, so no energy is lost with a sample."""
+        """If there are too many samples, drop every second one. Counters are cumulative, so no energy is lost."""
         if len(self._samples) > MAX_ROWS:
             self._samples, self._gaps = _halved(self._samples, self._gaps)
         if len(self._recent) > MAX_ROWS:
-            known = self._recent[self._recent_known :][:1]
+            first = self._recent[self._recent_known :][:1]
             self._recent, self._recent_gaps = _halved(self._recent, self._recent_gaps)
-            self._recent_known = sum(row < known[0] for row in self._recent) if known else len(self._recent)
+            self._recent_known = sum(row < first[0] for row in self._recent) if first else len(self._recent)
 
     def _run(self) -> None:
         began_ns = powers_ns = looked_ns = time.monotonic_ns()
@@ -202,7 +200,7 @@ class EnergySampler:
     def _look_around(self, look: Callable[[], np.ndarray]) -> None:
         try:
             shares = look()
-        except Exception as error:  # noqa: BLE001 - whatever a look raises, the energy goes on being counted
+        except Exception as error:  # noqa: BLE001 - whatever it is, energy must still be counted
             if not self._look_failure:
                 self._look_failure = f"{type(error).__name__}: {error}"
                 self._tell(f"the utilisation of this node cannot be read: {self._look_failure}")
@@ -216,14 +214,14 @@ class EnergySampler:
         track = self.tracks[source]
         if source not in self._told and (track.failed_reads >= EDGE_ATTEMPTS or track.lost):
             self._told.add(source)
-            self._tell(f"energy of {track.explain()}; further failures are counted in silence")
+            self._tell(f"energy of {track.explain()}; further failures are counted but not printed")
 
     def _probing(self, began_ns: int) -> bool:
         now_ns = time.monotonic_ns()
         return now_ns - began_ns < GIVE_UP_NS and not all(track.pace.settled(now_ns) for track in self.tracks)
 
     def drain(self) -> DrainedSamples:
-        """Return all samples since the last call. Those not taken by `intervals` until the next call are dropped."""
+        """Return all samples since the last call. Older samples not taken by `intervals` are dropped."""
         with self._lock:
             samples, self._samples = self._samples, []
             powers, self._powers = self._powers, []
@@ -241,9 +239,10 @@ class EnergySampler:
         )
 
     def intervals(self) -> list[SourceSamples]:
-        """Return the samples of each source since the last call, the last one of that call first.
+        """Return the samples of each source since the last call, preceded by the last sample of that call.
 
-        Where it is never called no memory is used: what two calls of `drain` have seen is dropped.
+        Samples older than the last two calls of `drain` are dropped, so memory stays bounded if this method is not
+        called.
         """
         with self._lock:
             rows, gaps = self._recent, self._recent_gaps
@@ -251,19 +250,19 @@ class EnergySampler:
             self._recent_known, self._recent_gaps = 0, set()
         sources = []
         for source, track in enumerate(self.tracks):
-            own = [row for row in rows if row[1] == source]
-            times, energy = (np.array([row[place] for row in own], np.int64) for place in (0, 2))
-            known = np.array([row[:2] not in gaps for row in own[1:]], bool)
-            sources.append(SourceSamples(track.name, track.kind, track.about, times, energy, known))
+            source_rows = [row for row in rows if row[1] == source]
+            times, energy = (np.array([row[column] for row in source_rows], np.int64) for column in (0, 2))
+            is_known = np.array([row[:2] not in gaps for row in source_rows[1:]], bool)
+            sources.append(SourceSamples(track.name, track.kind, track.about, times, energy, is_known))
         return sources
 
 
 def _halved(rows: list[Row], gaps: set[tuple[int, int]]) -> tuple[list[Row], set[tuple[int, int]]]:
-    """Return every second one of the rows of each source, its last one too, and the gaps in front of these."""
+    """Return every second row of each source, including its last row. Gaps move to the next row that is kept."""
     left: list[Row] = []
     unknown: set[tuple[int, int]] = set()
-    later: dict[int, Row] = {}  # by source: the next row that stays
-    skips: set[int] = set()  # sources of which the row before is to go
+    later: dict[int, Row] = {}  # by source: the next kept row
+    skips: set[int] = set()  # sources whose preceding row is dropped
     for row in reversed(rows):
         source = row[1]
         if source in skips:

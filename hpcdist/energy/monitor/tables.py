@@ -1,16 +1,15 @@
 """Tables of raw energy samples and windows in a metrics file, in the group ``energy``.
 
     sources      kind and name of each source of a node
-    about        of each source: device, scope of its power, what is special about it
-    samples      energy, as read: whole nanoseconds and millijoules
+    about        of each source: device, scope of its power, notes
+    samples      energy as read, in whole nanoseconds and millijoules
     powers       power of the sources that report it, in milliwatts
     gaps         samples before which an unknown amount of energy was used
     windows      phase, begin, end and joules of each window
-    utilisation  how busy a node was: see `hpcdist.energy.sources.utilisation`
-    sampler      processor time that reading took so far
+    utilisation  utilisation of a node
+    sampler      processor time used by reading
 
-Where there is no source, there are only the last two. Files of earlier versions have sources, samples and windows
-only; an append to them adds the others. `hpcdist.energy.accounts.energy_metrics` reads them.
+Without a source there are only the last two.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -91,8 +90,8 @@ _OF_NODES: Final = ("utilisation", "sampler")
 class NodeRows:
     """Rows of one node: its sources as (kind, name, about), the samples of its sampler, and closed windows.
 
-    ``busy_s`` of ``lasted_s`` seconds went into reading, at ``now_ns`` of its clock. ``watts`` are by kind since the
-    last collection, NaN where they are not known, and ``lacking`` the kinds that it should have and does not.
+    Until ``now_ns`` of the node's clock, reading sensors used ``busy_s`` of ``lasted_s`` seconds. ``watts`` is the mean
+    power by kind since the last collection, NaN if unknown. ``lacking`` lists required kinds that are missing.
     """
 
     node: int
@@ -107,23 +106,22 @@ class NodeRows:
 
 
 def append(file: Any, session: int, nodes: Sequence[NodeRows]) -> None:
-    """Append the rows of ``nodes`` to an open file (local). The sources of a session are written once."""
+    """Append the rows of ``nodes`` to an open metrics file. Each session's sources are written only once. Local."""
     has_sources = any(node.sources for node in nodes)
     for name, table in TABLES.items():
         if has_sources or name in _OF_NODES:
             table.create(file)
-    known = not has_sources or session in TABLES["sources"].read(file)["session"]
+    is_written = not has_sources or session in TABLES["sources"].read(file)["session"]
     for node in nodes:
-        for name, rows in _rows(node, new=not known):
+        for name, rows in _rows(node, new=not is_written):
             TABLES[name].append(file, session=session, node=node.node, **rows)
 
 
 def _rows(node: NodeRows, new: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of a node by table; those of its sources where the session is ``new``."""
     if new:
         abouts = [about for _, _, about in node.sources]
         indices = range(len(abouts))
-        kinds, names = ([source[place] for source in node.sources] for place in (0, 1))
+        kinds, names = ([source[column_index] for source in node.sources] for column_index in (0, 1))
         yield "sources", {"source": indices, "kind": kinds, "name": names}
         traits = ("model", "ranks", "power_field", "power_scope", "note", "declared")
         yield "about", {"source": indices, **{name: [getattr(about, name) for about in abouts] for name in traits}}

@@ -1,4 +1,4 @@
-"""Windows of phases and the energy of each. Windows nest, and the innermost one gets the joules.
+"""Windows of phases and the energy of each. Windows nest, and the innermost window gets the joules.
 
 Pure: the caller passes the time and the values of the sources at every edge.
 """
@@ -11,9 +11,9 @@ from typing import Any
 
 @dataclass
 class PhaseWindow:
-    """Window of time in a phase. ``own_ns`` and ``mj`` (by source) are without the windows inside it.
+    """A time window in which ``phase`` ran. Duration ``own_ns`` and energy ``mj`` exclude the windows nested in it.
 
-    ``mj`` is NaN where a source could not be read at an edge.
+    ``mj`` is NaN after a failed read.
     """
 
     phase: str
@@ -24,29 +24,29 @@ class PhaseWindow:
 
 
 class PhaseWindows:
-    """Windows of one rank. ``total_mj`` is the energy of all windows together, by source.
+    """Energy and time of the phase windows of one rank. ``total_mj`` is the energy of all windows together, by source.
 
-    Closed windows are kept as sums, and singly until `take`. An edge at which a source fails leaves the windows on both
-    of its sides unknown, but not their sum.
+    Closed windows are added to sums, and are also kept individually until `take`. If a source cannot be read between
+    two windows, the energy of each window is unknown, but their sum is known.
     """
 
     def __init__(self, sources: int) -> None:
         self.total_mj = [0.0] * sources
         self.closed: list[PhaseWindow] = []  # since the last `take`
-        self._sums: dict[str, dict[str, Any]] = {}  # of all that were closed, as of `phases`
+        self._sums: dict[str, dict[str, Any]] = {}  # of all closed windows, as in `phases`
         self._open: list[PhaseWindow] = []
         self._edge_ns = 0
         self._last: list[int | None] = [None] * sources
-        self._inside = [False] * sources  # since the last good read there was time inside a window,
-        self._outside = [False] * sources  # or outside of all
+        self._inside = [False] * sources  # there was time inside a window since the last good read
+        self._outside = [False] * sources  # there was time outside of all windows since then
 
     def enter(self, phase: str, now_ns: int, values: Sequence[int | None]) -> None:
-        """Begin a window at ``now_ns``, when the sources read ``values`` (mJ)."""
+        """Begin a window at ``now_ns``, when the energy of each source is ``values`` in mJ."""
         self.edge(now_ns, values)
         self._open.append(PhaseWindow(phase, now_ns, [0.0] * len(self._last)))
 
     def leave(self, now_ns: int, values: Sequence[int | None]) -> None:
-        """End the innermost window."""
+        """End the innermost window at ``now_ns``, when the energy of each source is ``values`` in mJ."""
         self.edge(now_ns, values)
         window = self._open.pop()
         window.end_ns = now_ns
@@ -54,12 +54,12 @@ class PhaseWindows:
         self._sum(self._sums, window)
 
     def take(self) -> list[PhaseWindow]:
-        """Return the windows that were closed since the last call, and drop them."""
+        """Return the windows closed since the last call, and drop them."""
         taken, self.closed = self.closed, []
         return taken
 
     def edge(self, now_ns: int, values: Sequence[int | None]) -> None:
-        """Attribute what was used since the last edge to the innermost window."""
+        """Attribute the energy since the last call to the innermost window. ``values``: energy of each source in mJ."""
         inner = self._open[-1] if self._open else None
         if inner is not None:
             inner.own_ns += now_ns - self._edge_ns
@@ -68,12 +68,12 @@ class PhaseWindows:
             self._attribute(source, value, inner)
 
     def forget(self, source: int) -> None:
-        """Mark the energy of ``source`` since the last edge as unknown: its counter has missed some of it."""
+        """Mark the energy of ``source`` since the last read as unknown, because its counter missed some of it."""
         self._last[source] = None
 
     def _attribute(self, source: int, value: int | None, inner: PhaseWindow | None) -> None:
-        # A failed edge is bridged: the difference over it belongs to several windows, or to none, so each of them is
-        # unknown. The total still gets it where all of that time was inside windows.
+        # A failed edge is bridged: the difference over it belongs to several windows, or to none, so each window is
+        # unknown. The total still gets the difference if all of that time was inside windows.
         last, bridged = self._last[source], self._inside[source] or self._outside[source]
         inside, outside = self._inside[source] or inner is not None, self._outside[source] or inner is None
         if value is None:
@@ -89,14 +89,11 @@ class PhaseWindows:
         self._last[source], self._inside[source], self._outside[source] = value, False, False
 
     def totals(self) -> list[float]:
-        """Return the energy of all windows by source in mJ; NaN where the last edge could not be read."""
+        """Return the energy of all windows by source in mJ, or NaN if a source could not be read at the end."""
         return [math.nan if pending else total for pending, total in zip(self._inside, self.total_mj, strict=True)]
 
     def phases(self) -> dict[str, dict[str, Any]]:
-        """Return by phase: seconds, number of windows, the shortest in seconds, and mJ by source.
-
-        Windows that are still open count, but not as the shortest: they are not yet what they will be.
-        """
+        """Return, by phase: seconds, number of windows, the shortest closed window in s, and energy in mJ by source."""
         phases = {name: {**phase, "mj": [*phase["mj"]]} for name, phase in self._sums.items()}
         for window in self._open:
             self._sum(phases, window)

@@ -5,12 +5,9 @@
         with apply.limited(requested) as in_force:
             ...  # trains under 250 W
 
-The former limits are restored at the end of the block, also after an exception, a signal, or at the end of the process.
-After a SIGKILL, `put_back` restores them from the journal record that was written before the first change.
-
-Signals are deferred while a limit is changed or restored (`defer_signals`) and raise an exception in between
-(`raise_on_signals`). Python runs handlers in the main thread only; elsewhere no handler is changed, and limits are
-put back at the end of the process.
+The former limits are restored at the end of the block or of the process. After a SIGKILL, `put_back` restores them from
+a journal record written before the first change. Signals are deferred while a limit is changed or restored, and raise
+an exception in between.
 """
 
 import atexit
@@ -33,7 +30,7 @@ FATAL_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SI
 
 
 class EndedBySignal(BaseException):
-    """Exception in the place of a signal that would have ended the process at once."""
+    """Raised in place of a fatal signal, so that device limits are restored before the process ends."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -50,7 +47,7 @@ def _in_main_thread() -> bool:
 
 @contextmanager
 def defer_signals() -> Iterator[None]:
-    """Defer signals that come inside to the end of the block, where their own handlers get them (local)."""
+    """Block signals until the end of the block, and then deliver them. Local."""
     if not _in_main_thread():
         yield
         return
@@ -59,7 +56,7 @@ def defer_signals() -> Iterator[None]:
     try:
         for watched in (signal.SIGINT, *FATAL_SIGNALS):
             handler = signal.getsignal(watched)
-            if handler not in (None, signal.SIG_IGN):  # None: it is not Python's
+            if handler not in (None, signal.SIG_IGN):  # None: the handler is not Python's
                 handlers[watched] = handler
                 signal.signal(watched, lambda number, frame: came.append(number))
         yield
@@ -72,10 +69,7 @@ def defer_signals() -> Iterator[None]:
 
 @contextmanager
 def raise_on_signals(last: Callable[[], None]) -> Iterator[None]:
-    """Raise `EndedBySignal` inside for signals that would end this process; at the end, it still ends by the signal.
-
-    ``last`` is called before that; it may have been called already.
-    """
+    """On a fatal signal, raise `EndedBySignal` in the block, call ``last()``, and let the signal end this process."""
     mine = [number for number in FATAL_SIGNALS if _in_main_thread() and signal.getsignal(number) is signal.SIG_DFL]
     ended: EndedBySignal | None = None
     try:
@@ -94,18 +88,18 @@ def raise_on_signals(last: Callable[[], None]) -> Iterator[None]:
         os.kill(os.getpid(), ended.number)
 
 
-# A limit and its value in the unit of the device; None: the value that is set already.
+# A limit and its value in the unit of the device, or None for the value already set.
 RequestedLimits = tuple[DeviceLimit, float | None]
 
 
 class TemporaryLimits:
-    """Limits that this process changes and restores. Driven by `limited`."""
+    """Device limits that this process changes and later restores. Used by `limited`."""
 
     def __init__(self, requested: Sequence[RequestedLimits], folder: Path) -> None:
         self.in_force: tuple[float | None, ...] = ()
         self._folder, self._owner = folder, os.getpid()
         self._path: Path | None = None
-        self._left: list[tuple[DeviceLimit, ChangedLimit]] = []  # changed, and not restored yet
+        self._left: list[tuple[DeviceLimit, ChangedLimit]] = []  # changed and not restored yet
         self._wanted: list[tuple[DeviceLimit, ChangedLimit]] = []
         for knob, value in requested:
             if value is not None:
@@ -115,7 +109,7 @@ class TemporaryLimits:
             self._wanted.append((knob, ChangedLimit(knob.kind, knob.device, knob.place, before, target)))
 
     def begin(self) -> None:
-        """Write the record and set the limits. Where one cannot be set, the others are restored and it raises."""
+        """Write the journal record and set the limits. If one cannot be set, restore the others and raise."""
         changes = [change for _, change in self._wanted]
         with journal.locked_journal(self._folder):
             refuse_changed(journal.records(self._folder)[0], changes)
@@ -131,13 +125,13 @@ class TemporaryLimits:
         self.in_force = tuple(knob.in_force() for knob, _ in self._wanted)
 
     def end(self) -> None:
-        """Restore the limits that are still changed, and remove the record; a second call does nothing.
+        """Restore the changed limits and remove the journal record. A second call does nothing.
 
-        Raises MissingCapabilityError where a limit could not be restored, after the others have been: the record then
-        names it.
+        If a limit cannot be restored, the other limits are restored first; then MissingCapabilityError is raised, and
+        the journal record keeps this limit.
         """
         if os.getpid() != self._owner:
-            return  # a child that was forked: the limits are its parent's
+            return  # in a forked child: the limits belong to its parent
         failed: list[tuple[DeviceLimit, ChangedLimit]] = []
         reasons = []
         for knob, change in reversed(self._left):
@@ -146,11 +140,11 @@ class TemporaryLimits:
                 _verify(knob, change.before)
             except HpcdistError as error:
                 failed.insert(0, (knob, change))
-                reasons.append(f"{knob.name} is not what it was before ({error}): {knob.cure(change.before)}")
+                reasons.append(f"{knob.name} could not be restored ({error}): {knob.cure(change.before)}")
         self._left = failed
         if failed:
             self._path = journal.write(self._folder, [change for _, change in failed], self._path)
-            raise MissingCapabilityError(f"{'; '.join(reasons)}; or later: {journal.RESTORE_COMMAND}")
+            raise MissingCapabilityError(f"{'; '.join(reasons)}; to restore later: {journal.RESTORE_COMMAND}")
         if self._path is not None:
             self._path.unlink(missing_ok=True)
             self._path = None
@@ -158,15 +152,14 @@ class TemporaryLimits:
 
 @contextmanager
 def limited(requested: Sequence[RequestedLimits], folder: Path | None = None) -> Iterator[tuple[float | None, ...]]:
-    """Limit devices inside of the block; yields the limit in force on each, in its unit (None: not known) (local).
+    """Limit devices in the block. Yields, for each device, the limit in force in W or MHz (None: unknown). Local.
 
-    ``folder`` is that of the records (default: the user's). Signals that would end the process end it at the end of
-    this. Raises ConfigurationError for a value out of range, MissingCapabilityError where it may not be changed, where
-    another process changes it, or where it does not hold, and StorageError where no record can be written; nothing is
-    changed then.
+    ``folder`` is for journal records (default: the user's folder). On an error, no limit stays changed. Raises
+    ConfigurationError for a value out of range, StorageError if no journal record can be written, and
+    MissingCapabilityError without permission, if another process changes the limit, or if the device does not keep it.
     """
     change = TemporaryLimits(requested, journal.directory() if folder is None else folder)
-    atexit.register(change.end)  # should an exception come between what is below
+    atexit.register(change.end)  # in case of an exception between the statements below
     try:
         with raise_on_signals(change.end):
             with defer_signals():
@@ -183,27 +176,25 @@ def limited(requested: Sequence[RequestedLimits], folder: Path | None = None) ->
 
 
 def check_permitted(knobs: Iterable[DeviceLimit], folder: Path | None = None) -> None:
-    """Raise MissingCapabilityError, with the cure, where this process may not change ``knobs`` (local).
+    """Raise MissingCapabilityError if this process may not change the limits ``knobs``. Local.
 
-    The only way to know is to try: it sets the power limits that are set already, and unlocks clocks, as the end of
-    every change does.
+    The check sets each limit to its present value.
     """
     with limited([(knob, None) for knob in knobs], folder):
         pass
 
 
 def _verify(knob: DeviceLimit, value: int | None) -> None:
-    """Raise MissingCapabilityError where ``knob`` shows another limit than was set."""
     shown = knob.now()
     if value is not None and shown is not None and not is_equal_limit(shown / knob.per_unit, value / knob.per_unit):
         raise MissingCapabilityError(
-            f"{knob.name}: {value / knob.per_unit:g} {knob.unit} was set, and {shown / knob.per_unit:g} {knob.unit} is "
-            "what it shows: firmware, or a service of this machine, keeps it"
+            f"{knob.name}: {value / knob.per_unit:g} {knob.unit} was set, but the device reports "
+            f"{shown / knob.per_unit:g} {knob.unit}: firmware or a service of this machine enforces its own limit"
         )
 
 
 def refuse_changed(records: Iterable[JournalRecord], changes: Iterable[ChangedLimit]) -> None:
-    """Raise MissingCapabilityError where one of ``records`` says that another process has changed the same limits."""
+    """Raise MissingCapabilityError if, by the journal ``records``, another process changed a limit of ``changes``."""
     mine = {change.key for change in changes}
     for record in records:
         others = [change for change in record.changes if change.key in mine]
@@ -213,22 +204,22 @@ def refuse_changed(records: Iterable[JournalRecord], changes: Iterable[ChangedLi
         if record.is_at_work:
             raise MissingCapabilityError(
                 f"process {record.pid} of this machine has changed the limits of {devices} since {record.created_utc}; "
-                "wait for its end, or choose other devices"
+                "wait until it ends, or choose other devices"
             )
         raise MissingCapabilityError(
-            f"the limits of {devices} are still those of a process that was killed ({record.pid}, "
-            f"{record.created_utc}); put them back first: {journal.RESTORE_COMMAND}"
+            f"the limits of {devices} were changed by a process that was killed before restoring them ({record.pid}, "
+            f"{record.created_utc}); first run {journal.RESTORE_COMMAND}"
         )
 
 
 def put_back(folder: Path, say: Callable[[str], None]) -> bool:
-    """Restore what killed processes of this machine have left changed; return whether all could be restored (local).
+    """Restore the limits that killed processes of this machine left changed. Return True if all were restored. Local.
 
-    ``say`` gets a line for each. A limit that another process has changed since is left as it is, and so are records of
-    other machines, on a shared home.
+    ``say`` is called with a line of text per limit. Limits that other processes have changed since then are left alone,
+    and so are records of other machines, which a shared home directory may contain.
     """
     if not folder.is_dir():
-        say("nothing was left changed")
+        say("no changed limits were left")
         return True
     well = True
     with journal.locked_journal(folder), ExitStack() as stack:
@@ -239,7 +230,7 @@ def put_back(folder: Path, say: Callable[[str], None]) -> bool:
         for record in records:
             well &= _put_back(record, stack, say)
         if not records and not unreadable:
-            say("nothing was left changed")
+            say("no changed limits were left")
     return well
 
 
@@ -248,11 +239,11 @@ def _put_back(record: JournalRecord, stack: ExitStack, say: Callable[[str], None
         if record.host != os.uname().nodename:
             say(f"{record.path.name}: of {record.host}; run `{journal.RESTORE_COMMAND}` there")
             return True
-        say(f"{record.path.name}: {record.host} was started again since, which puts limits back")
+        say(f"{record.path.name}: {record.host} was restarted since, which resets limits")
         record.path.unlink(missing_ok=True)
         return True
     if record.is_at_work:
-        say(f"{record.path.name}: process {record.pid} is at work, and puts its limits back itself")
+        say(f"{record.path.name}: process {record.pid} still runs, and restores its limits itself")
         return True
     failed = []
     for change in record.changes:
@@ -260,7 +251,7 @@ def _put_back(record: JournalRecord, stack: ExitStack, say: Callable[[str], None
             say(_put_one_back(change, stack))
         except HpcdistError as error:
             failed.append(change)
-            say(f"{change.device}: not put back: {error}")
+            say(f"{change.device}: not restored: {error}")
     if failed:
         return False
     record.path.unlink(missing_ok=True)
@@ -268,7 +259,6 @@ def _put_back(record: JournalRecord, stack: ExitStack, say: Callable[[str], None
 
 
 def _put_one_back(change: ChangedLimit, stack: ExitStack) -> str:
-    """Restore one limit, unless another process has changed it since; return what was done."""
     knob: DeviceLimit
     if change.kind in devices.GPU_LIMIT_KINDS:
         stack.enter_context(nvml.NvmlDriver())  # NVML counts inits: handles are valid until the last shutdown
@@ -276,7 +266,7 @@ def _put_one_back(change: ChangedLimit, stack: ExitStack) -> str:
     elif change.kind == CPU_POWER:
         knob = CpuPowerLimit(Path(change.place), change.device)
     else:
-        raise MissingCapabilityError(f"{change.kind!r} is no kind of limit that this version knows")
+        raise MissingCapabilityError(f"limits of kind {change.kind!r} are unknown; restore them with a newer hpcdist")
     now = knob.now()
     if now is None or change.before is None:
         knob.put(change.before)
@@ -285,9 +275,7 @@ def _put_one_back(change: ChangedLimit, stack: ExitStack) -> str:
     if is_equal_limit(here, before):
         return f"{knob.name}: {here:g} {unit}, as it was"
     if change.asked is not None and not is_equal_limit(here, change.asked / knob.per_unit):
-        return (
-            f"{knob.name}: {here:g} {unit}, which somebody else has set since; left as it is (it was {before:g} {unit})"
-        )
+        return f"{knob.name}: {here:g} {unit}, set by another process since; left as it is (it was {before:g} {unit})"
     knob.put(change.before)
     _verify(knob, change.before)
     return f"{knob.name}: {before:g} {unit} again (it was at {here:g} {unit})"

@@ -1,9 +1,8 @@
 """Limits of devices: power and locked clocks of NVIDIA GPUs, power of processor packages.
 
-NVML takes power in mW and clocks in MHz, by the UUID of a GPU. It forgets both at a restart of the machine, and where
-the GPU is not in persistence mode when its last user closes it: `NvmlDriver` stays open as long as a limit is to
-hold. Linux shows the limits of processors beside the counters of RAPL under /sys/class/powercap, in uW. A restart of
-the machine puts them back. They hold for everything that runs on the node.
+NVML takes power in mW and clocks in MHz, by GPU UUID. It forgets both at a restart of the machine and, without
+persistence mode, when the last user closes the GPU: keep `NvmlDriver` open while a limit must hold. Linux shows limits
+of processors next to RAPL's counters in /sys/class/powercap, in uW, until a restart. Limits hold for the whole node.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,12 +16,12 @@ from hpcdist.errors import ConfigurationError, MissingCapabilityError
 
 UNPRIVILEGED_HINT: Final = "sweep what needs no permission: --sweep KEY=V1,V2"
 ROOT_HINT: Final = "run this as root (sudo -E env PATH=$PATH ...), ask the site to let jobs do so"
-ROUNDING: Final = 0.5  # of a unit: RAPL keeps eighths of a watt, NVML whole mW
+ROUNDING: Final = 0.5  # W or MHz: RAPL rounds to eighths of a watt, NVML to whole mW
 
 
 @dataclass(frozen=True)
 class LimitRange:
-    """Range that a device allows, in W or MHz; None: it does not say. ``values``: only these are allowed."""
+    """Range of limits that a device allows, in W or MHz (None: unknown). ``values`` lists all of them, or is empty."""
 
     least: float | None = None
     most: float | None = None
@@ -31,57 +30,55 @@ class LimitRange:
 
 
 class DeviceLimit(Protocol):
-    """Protocol of one limit of a device. A record identifies it by ``device`` and ``place``; ``name`` is for people."""
+    """Protocol of a power or clock limit of a device. ``device`` and ``place`` identify it in journal records."""
 
     kind: str
     device: str
     place: str
     name: str
     unit: str
-    per_unit: int  # of the driver's own in one of ``unit``
+    per_unit: int  # driver units per ``unit``
 
     def allowed(self) -> LimitRange:
-        """Return the range that may be set. Raises MissingCapabilityError where there is no such limit."""
+        """Return the allowed range. Raises MissingCapabilityError if the device does not have this limit."""
 
     def now(self) -> int | None:
-        """Return the value that is set, in the driver's unit; None where it cannot be read. Raises like `allowed`."""
+        """Return the present limit in the driver's unit, or None if it is unreadable. Raises MissingCapabilityError."""
 
     def in_force(self) -> float | None:
-        """Return the limit in force, in W or MHz; None where it cannot be read."""
+        """Return the limit that is in force, in W or MHz, or None if it is not readable."""
 
     def put(self, value: int | None) -> None:
-        """Set the limit, in the driver's unit; None: unlock it. Raises MissingCapabilityError with the reason."""
+        """Set the limit to ``value`` in the driver's unit; None removes it. Raises MissingCapabilityError."""
 
     def cure(self, value: int | None) -> str:
-        """Return the shell command that sets ``value``."""
+        """Return the shell command that sets the limit to ``value``."""
 
 
 def check_value(knob: DeviceLimit, value: float) -> None:
-    """Raise ConfigurationError where ``value``, in W or MHz, is none that ``knob`` takes."""
+    """Raise ConfigurationError if ``value``, in W or MHz, is outside of the range that the limit ``knob`` allows."""
     allowed = knob.allowed()
     if allowed.values and value not in allowed.values:
-        nearest = min(allowed.values, key=lambda known: abs(known - value))
+        nearest = min(allowed.values, key=lambda choice: abs(choice - value))
         raise ConfigurationError(
-            f"{value:g} {knob.unit} for {knob.name}: it takes {allowed.least:g} to {allowed.most:g} {knob.unit} in "
-            f"steps; the nearest is {nearest:g} {knob.unit}"
+            f"{value:g} {knob.unit} for {knob.name}: expected {allowed.least:g} to {allowed.most:g} {knob.unit} in "
+            f"steps; the nearest value is {nearest:g} {knob.unit}"
         )
     least, most = allowed.least or 0.0, allowed.most
     if not (value > 0 and value >= least and (most is None or value <= most)):
-        raise ConfigurationError(
-            f"{value:g} {knob.unit} for {knob.name}: it takes {range_text(allowed, knob.unit)}; choose values in there"
-        )
+        raise ConfigurationError(f"{value:g} {knob.unit} for {knob.name}: expected {range_text(allowed, knob.unit)}")
 
 
 def range_text(allowed: LimitRange, unit: str) -> str:
     """Return the allowed range as text."""
     least = "more than 0" if allowed.least is None else f"{allowed.least:g}"
     if allowed.most is None:
-        return f"{least} {unit} and more (it does not tell the most)"
+        return f"{least} {unit} and more (its maximum is unknown)"
     return f"{least} to {allowed.most:g} {unit}"
 
 
 def is_equal_limit(first: float | None, second: float | None) -> bool:
-    """Whether two limits, in W or MHz, are equal up to the rounding of devices; an unknown one equals any."""
+    """Return True if two limits in W or MHz are equal up to rounding, or if one of them is None (unknown)."""
     return first is None or second is None or abs(first - second) <= ROUNDING
 
 
@@ -91,8 +88,6 @@ HIGHEST_PERFORMANCE_STATE: Final = 0  # the performance state of a GPU at work
 
 
 class _GpuLimit:
-    """Common part of the limits of a GPU; ``what`` names one for people."""
-
     place, what = "", ""
 
     def __init__(self, uuid: str) -> None:
@@ -102,11 +97,10 @@ class _GpuLimit:
             self._handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
             self.name = f"{uuid} ({self._nvml.nvmlDeviceGetName(self._handle)})"
         except self._nvml.NVMLError as error:
-            raise MissingCapabilityError(f"{uuid}: this process cannot see it ({error})") from error
+            raise MissingCapabilityError(f"{uuid}: this process cannot access the GPU ({error})") from error
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Raise the MissingCapabilityError or ConfigurationError that explains an error of the driver."""
         binding, name, what = self._nvml, self.name, self.what
         try:
             yield
@@ -119,7 +113,7 @@ class _GpuLimit:
             hint = UNPRIVILEGED_HINT
             raise MissingCapabilityError(f"{name}: its {what} cannot be changed ({error}); {hint}") from None
         except binding.NVMLError_InvalidArgument as error:
-            raise ConfigurationError(f"{name}: the driver does not take this {what} ({error})") from None
+            raise ConfigurationError(f"{name}: the driver rejects this {what} ({error})") from None
         except binding.NVMLError as error:
             why = f"its {what} cannot be read or changed: the driver says: {error}"
             raise MissingCapabilityError(f"{name}: {why}") from None
@@ -131,45 +125,42 @@ class GpuPowerLimit(_GpuLimit):
     kind, unit, per_unit, what = GPU_POWER, "W", 1000, "power limit"
 
     def allowed(self) -> LimitRange:
-        """Return the constraints of the driver, and its default."""
+        """Return the minimum, maximum and default power limit in W, as the driver reports them."""
         with self._explained():
             least, most = self._nvml.nvmlDeviceGetPowerManagementLimitConstraints(self._handle)
             default = self._nvml.nvmlDeviceGetPowerManagementDefaultLimit(self._handle)
         return LimitRange(least / self.per_unit, most / self.per_unit, default / self.per_unit)
 
     def now(self) -> int:
-        """Return the limit in mW."""
+        """Return the power limit in mW."""
         with self._explained():
             return int(self._nvml.nvmlDeviceGetPowerManagementLimit(self._handle))
 
     def in_force(self) -> float | None:
-        """Return the least of all limits of the GPU, in W: the enforced one where the driver shows it."""
+        """Return the power limit in force in W: the smallest of the GPU's limits. None if unknown."""
         try:
             return float(self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._handle)) / self.per_unit
         except self._nvml.NVMLError:
             return self.now() / self.per_unit
 
     def put(self, value: int | None) -> None:
-        """Set the limit in mW."""
         with self._explained():
             self._nvml.nvmlDeviceSetPowerManagementLimit(self._handle, value)
 
     def cure(self, value: int | None) -> str:
-        """Return nvidia-smi's command."""
         return f"sudo nvidia-smi -i {self.device} -pl {(value or 0) / self.per_unit:g}"
 
 
 class GpuClockLimit(_GpuLimit):
-    """Locked clock of a GPU, at one frequency (nvmlDeviceSetGpuLockedClocks).
+    """Limit that locks the clock of a GPU to one frequency (nvmlDeviceSetGpuLockedClocks).
 
-    The driver does not say whether clocks are locked, so an earlier lock cannot be restored: at the end they are
-    unlocked.
+    The driver does not report an earlier lock, so that it cannot be restored: clocks are unlocked at the end.
     """
 
     kind, unit, per_unit, what = GPU_CLOCK, "MHz", 1, "clock"
 
     def allowed(self) -> LimitRange:
-        """Return the graphics clocks that go with the highest clock of the memory, where the driver lists them."""
+        """Return the graphics clocks in MHz that the driver lists for the highest memory clock, if any."""
         unlisted = (self._nvml.NVMLError_NotSupported, self._nvml.NVMLError_FunctionNotFound, ValueError, IndexError)
         with self._explained(), suppress(*unlisted):
             memory = max(self._nvml.nvmlDeviceGetSupportedMemoryClocks(self._handle))
@@ -183,15 +174,13 @@ class GpuClockLimit(_GpuLimit):
             return LimitRange()
 
     def now(self) -> int | None:
-        """Return None: the driver has no such query."""
+        """Return None, because the driver cannot report a locked clock."""
         return None
 
     def in_force(self) -> float | None:
-        """Return None: the driver has no such query."""
         return None
 
     def put(self, value: int | None) -> None:
-        """Lock the clock at ``value`` MHz, or unlock it."""
         with self._explained():
             if value is None:
                 self._nvml.nvmlDeviceResetGpuLockedClocks(self._handle)
@@ -199,7 +188,6 @@ class GpuClockLimit(_GpuLimit):
                 self._nvml.nvmlDeviceSetGpuLockedClocks(self._handle, value, value)
 
     def cure(self, value: int | None) -> str:
-        """Return nvidia-smi's command."""
         return f"sudo nvidia-smi -i {self.device} " + ("-rgc" if value is None else f"-lgc {value},{value}")
 
 
@@ -210,15 +198,15 @@ GPU_LIMIT_KINDS: Final[Mapping[str, Callable[[str], DeviceLimit]]] = {
 
 
 def gpu_limits(driver: nvml.NvmlDriver, uuids: Sequence[str], kind: str) -> list[DeviceLimit]:
-    """Return the limits of some GPUs, each once; they work while ``driver`` is open.
+    """Return the limits of the given ``kind`` (power or clock) of the GPUs ``uuids``. Raises MissingCapabilityError.
 
-    Raises MissingCapabilityError for one in MIG mode, or not visible.
+    ``driver`` must stay open while the limits are used.
     """
     partitioned = {gpu.uuid for gpu in driver.gpus() if gpu.partitioned}
     for uuid in uuids:
         if uuid in partitioned:
             raise MissingCapabilityError(
-                f"{uuid}: in MIG mode its limits hold for all of its instances, also those of others; "
+                f"{uuid}: this GPU is in MIG mode, so that a limit would also apply to instances of other users; "
                 f"{UNPRIVILEGED_HINT}"
             )
     return [GPU_LIMIT_KINDS[kind](uuid) for uuid in dict.fromkeys(uuids)]
@@ -241,7 +229,7 @@ class CpuPowerLimit:
 
     @property
     def window_s(self) -> float | None:
-        """The seconds over which the limit is an average; None where the kernel does not say."""
+        """Time in seconds over which the limit averages the power, or None if the kernel does not report it."""
         value = self._text(f"constraint_{self._number()}_time_window_us")
         return int(value) / 1e6 if value.isdecimal() else None
 
@@ -256,36 +244,34 @@ class CpuPowerLimit:
             return ""
 
     def allowed(self) -> LimitRange:
-        """Return the maximum that the kernel shows; some machines show 0, which means that there is none."""
+        """Return the range of allowed limits. The kernel reports its maximum; 0 means that there is no maximum."""
         self.now()
         if self._text("enabled") == "0":
             raise MissingCapabilityError(
-                f"{self.name}: its limits are switched off; write 1 to {self._zone / 'enabled'} as root, or "
+                f"{self.name}: its power limits are switched off; write 1 to {self._zone / 'enabled'} as root, or "
                 f"{UNPRIVILEGED_HINT}"
             )
         most = self._text(f"constraint_{self._number()}_max_power_uw")
         return LimitRange(most=int(most) / self.per_unit if most.isdecimal() and int(most) else None)
 
     def now(self) -> int:
-        """Return the limit in uW."""
+        """Return the power limit in microwatts."""
         try:
             return int(self._limit.read_text())
         except FileNotFoundError:
             raise MissingCapabilityError(
-                f"{self.name}: {self._limit} does not exist: this processor shows energy, and no limit; "
+                f"{self.name}: {self._limit} does not exist: this processor has an energy counter but no power limit; "
                 f"{UNPRIVILEGED_HINT}"
             ) from None
         except (OSError, ValueError) as error:
             raise MissingCapabilityError(f"{self._limit} cannot be read: {error}") from None
 
     def in_force(self) -> float:
-        """Return what the kernel shows, in W."""
         return self.now() / self.per_unit
 
     def put(self, value: int | None) -> None:
-        """Write the limit in uW."""
         try:
-            # No O_CREAT: where the file has gone, an ordinary one must not be made in its place.
+            # No O_CREAT: if the file has vanished, an ordinary file must not be created instead.
             with open(self._limit, "r+") as file:
                 file.write(f"{value}\n")
                 file.truncate()
@@ -295,22 +281,24 @@ class CpuPowerLimit:
             ) from None
         except OSError as error:
             raise MissingCapabilityError(
-                f"{self._limit} cannot be written: {error.strerror}; where firmware has locked it, dmesg says so"
+                f"{self._limit} cannot be written: {error.strerror}; if firmware has locked it, dmesg shows a message"
             ) from None
 
     def cure(self, value: int | None) -> str:
-        """Return the shell command."""
         return f"echo {value} | sudo tee {self._limit}"
 
 
 def cpu_limits(root: Path) -> list[CpuPowerLimit]:
-    """Return the limits of all processor packages under ``root``. Raises MissingCapabilityError where it shows none."""
+    """Return the power limits of all processors below the RAPL directory ``root``.
+
+    Raises MissingCapabilityError if there are none.
+    """
     zones = sorted(path.name for path in root.glob(rapl.ZONES) if path.name.count(":") == 1)
     limits = [CpuPowerLimit(root, zone) for zone in zones]
     limits = [limit for limit in limits if "(package" in limit.name]
     if not limits:
         there = "shows no processor package" if root.is_dir() else "does not exist"
         raise MissingCapabilityError(
-            f"{root} {there}: there is no power limit of a processor to change; {UNPRIVILEGED_HINT}"
+            f"{root} {there}: no processor has a power limit that can be changed; {UNPRIVILEGED_HINT}"
         )
     return limits

@@ -1,8 +1,7 @@
 """Journal of power limits and clocks before a change: a file that outlives the process that changed them.
 
-It is written before the first change and removed after the last limit was restored, in a folder of the user's state
-(``$XDG_STATE_HOME/hpcdist/limits``): a record that is left there is of a process that was killed. A restart of the
-machine resets limits by itself, so a record is valid until then only.
+The record is written before the first change and removed after the last restore, in ``$XDG_STATE_HOME/hpcdist/limits``.
+A remaining record belongs to a killed process. A restart of the machine resets limits, so it also ends a record.
 """
 
 import fcntl
@@ -30,9 +29,9 @@ RESTORE_COMMAND: Final = "hpcdist bench power --restore"
 
 @dataclass(frozen=True)
 class ChangedLimit:
-    """Changed limit of one device, in the unit of its driver (mW, MHz, uW); ``before`` None: it cannot be read.
+    """Changed limit of one device, in the unit of its driver (mW, MHz, uW). ``before``: the earlier limit, if readable.
 
-    ``place`` is the directory in which Linux shows the zones of RAPL, "" for a GPU.
+    ``place`` is the directory of the RAPL zones, or "" for a GPU.
     """
 
     kind: str
@@ -43,13 +42,13 @@ class ChangedLimit:
 
     @property
     def key(self) -> tuple[str, str]:
-        """The kind and device that no two sweeps may change at once."""
+        """Kind of the limit and its device. Only one process at a time may change the limit with this key."""
         return self.kind, self.device
 
 
 @dataclass(frozen=True)
 class JournalRecord:
-    """Record of the changes of one process, with the identity of that process."""
+    """Journal record of the limits that one process changed, with the identity of that process."""
 
     path: Path
     host: str
@@ -61,41 +60,41 @@ class JournalRecord:
 
     @property
     def is_of_this_start(self) -> bool:
-        """Whether it was written since this machine was started."""
+        """True if the record was written since the last boot of this machine."""
         return self.boot_id == boot_id()
 
     @property
     def is_at_work(self) -> bool:
-        """Whether the process that wrote it is still there."""
+        """True if the process that wrote the record still runs."""
         return self.is_of_this_start and process_start(self.pid) == self.started
 
 
 def directory(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder of the records of this user; it need not exist. Raises StorageError without a home."""
+    """Return the folder of this user's journal, which may not exist. Raises StorageError without a home directory."""
     base = environment.get("XDG_STATE_HOME", "")
     try:
         return (Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state") / "hpcdist" / "limits"
     except RuntimeError as error:
         raise StorageError(
-            f"what limits were before has no place to be kept ({error}): set HOME, or XDG_STATE_HOME to a directory"
+            f"no directory for records of former limits ({error}); set HOME or XDG_STATE_HOME to a directory"
         ) from error
 
 
 def process_start(pid: int) -> str | None:
-    """Return when the process ``pid`` began, in ticks of the kernel; None where there is none."""
+    """Return the start time of process ``pid`` in clock ticks, or None if it does not exist."""
     return str(start_ticks(pid) or "") or None
 
 
 @contextmanager
 def locked_journal(folder: Path) -> Iterator[None]:
-    """Let one process at a time look at the records and add its own. Raises StorageError."""
+    """Lock the journal, so that only this process reads and adds records in the block. Raises StorageError."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         held = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise StorageError(
-            f"{folder}: what limits were before cannot be kept there ({error.strerror}), so none was changed; set "
-            "XDG_STATE_HOME to a directory that can be written"
+            f"{folder}: former limits cannot be recorded ({error.strerror}), so no limit was changed; set "
+            "XDG_STATE_HOME to a writable directory"
         ) from error
     try:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -105,7 +104,12 @@ def locked_journal(folder: Path) -> Iterator[None]:
 
 
 def write(folder: Path, changes: Sequence[ChangedLimit], path: Path | None = None) -> Path:
-    """Write the record of this process, in place of the one at ``path``. Raises StorageError."""
+    """Write a journal record of this process's ``changes``, or replace its record at ``path``.
+
+    Return the record's path.
+
+    Raises StorageError.
+    """
     pid = os.getpid()
     path = path or folder / f"{socket.gethostname()}-{pid}-{os.urandom(4).hex()}.json"
     content = {
@@ -121,20 +125,20 @@ def write(folder: Path, changes: Sequence[ChangedLimit], path: Path | None = Non
         user_cache.write(path, content)
     except OSError as error:
         raise StorageError(
-            f"{path}: cannot be written ({error.strerror}), and without it no limit is changed; set XDG_STATE_HOME to "
-            "a directory that can be written"
+            f"{path}: cannot be written ({error.strerror}); no limit was changed. Set XDG_STATE_HOME to "
+            "a writable directory"
         ) from error
     return path
 
 
 def records(folder: Path) -> tuple[list[JournalRecord], list[str]]:
-    """Return the records in ``folder``, the oldest first, and a line for each file that cannot be read as one."""
+    """Return the journal records in ``folder``, the oldest first, and a message for each unreadable file."""
     readable, unreadable = [], []
     for path in sorted(folder.glob("*.json")):
         try:
             readable.append(_record(path, json.loads(user_cache.read(path))))
         except FileNotFoundError:
-            continue  # its process has just put everything back
+            continue  # its process has just restored all limits
         except (OSError, ValueError, KeyError, TypeError) as error:
             unreadable.append(f"{path}: cannot be read as a record of limits: {error}")
     return sorted(readable, key=lambda record: record.created_utc), unreadable
@@ -142,5 +146,5 @@ def records(folder: Path) -> tuple[list[JournalRecord], list[str]]:
 
 def _record(path: Path, content: Any) -> JournalRecord:
     if content["format"] != FORMAT:
-        raise ValueError(f"format {content['format']!r}, expected {FORMAT}: it is of another version of hpcdist")
+        raise ValueError(f"format {content['format']!r}, expected {FORMAT}: another version of hpcdist wrote it")
     return msgspec.convert({**content, "path": path}, JournalRecord)

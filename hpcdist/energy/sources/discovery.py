@@ -1,7 +1,7 @@
-"""Discover the energy sources of a node, with the reason why the rest cannot be read.
+"""Discover the energy sources of a node, with the reasons why others cannot be read.
 
 `open_node_sources` opens them for the ranks of a job, each GPU once. `survey` lists every source of this machine as
-plain values for people (`hpcdist energy`), and opens nothing for a job.
+plain values (`hpcdist energy`), and opens nothing for a job.
 """
 
 from collections import Counter as Tally
@@ -18,12 +18,12 @@ from hpcdist.energy.sources.nvml import cuda_visible
 from hpcdist.energy.sources.utilisation import RankProcess
 from hpcdist.errors import MissingCapabilityError
 
-NO_GPU: Final = f"the job computes on the CPU, and {nvml.VISIBLE} names none"
+NO_GPU: Final = f"the job computes on the CPU, and {nvml.VISIBLE} names no GPU"
 
 
 @dataclass(frozen=True)
 class GpuClaim:
-    """Claim of one rank to GPUs, by UUID; ``reason`` says why they are not known. ``process`` is the rank's own."""
+    """UUIDs of the GPUs that one rank uses, or the ``reason`` why they are unknown. ``process``: the rank's process."""
 
     gpus: tuple[str, ...] = ()
     reason: str = ""
@@ -32,11 +32,10 @@ class GpuClaim:
 
 @dataclass
 class NodeSources:
-    """Open sources of a node: its counters; ``missing`` says by kind why there are none, or not all that are needed.
+    """Open energy sources of a node. ``missing`` has the reason for each kind of source that is missing or incomplete.
 
-    ``needed`` are the kinds without which a total would be too small: a job that uses GPUs is not measured without
-    theirs. ``unused`` are those that no rank of this node uses, so that there is nothing to measure. ``sensors`` read
-    how busy the GPUs are.
+    ``needed`` are the kinds without which a total would be too small. ``unused`` are the kinds that no rank of this
+    node uses. ``sensors`` read the utilisation of the GPUs.
     """
 
     counters: list[EnergyCounter] = field(default_factory=list)
@@ -47,7 +46,7 @@ class NodeSources:
     driver: nvml.NvmlDriver | None = None
 
     def close(self) -> None:
-        """Close the driver; counters and sensors must not be read any more."""
+        """Close the GPU driver. Counters and sensors must not be read afterwards."""
         if self.driver is not None:
             self.driver.close()
             self.driver = None
@@ -56,7 +55,7 @@ class NodeSources:
 def claim_gpus(
     config: EnergyConfig, bus_id: str | None, environment: Mapping[str, str], process: RankProcess | None = None
 ) -> GpuClaim:
-    """Return the GPUs that this rank uses; ``bus_id`` is the PCI address of the one it computes on (local)."""
+    """Return the GPUs that this rank uses. ``bus_id``: PCI address of the GPU it computes on, or None. Local."""
     needs_gpus = config.wants("nvml") or config.gpu_tdp_w > 0 or config.utilisation_s > 0
     if not needs_gpus or (bus_id is None and nvml.VISIBLE not in environment):
         return GpuClaim(process=process)
@@ -64,20 +63,17 @@ def claim_gpus(
         with nvml.NvmlDriver() as driver:
             return GpuClaim(nvml.gpus_in_use(driver, bus_id, environment), process=process)
     except MissingCapabilityError as error:
-        # Without a driver, a rank that computes on the processor holds no GPU, whatever the variable says.
+        # Without a driver, a rank that computes on the CPU holds no GPU, whatever the variable says.
         return GpuClaim(reason=str(error), process=process)
 
 
 def open_node_sources(config: EnergyConfig, claims: Iterable[GpuClaim], computing: bool) -> NodeSources:
-    """Open the sources of this node for the ranks that made ``claims``, each GPU once (local).
-
-    ``computing``: the ranks compute on GPUs.
-    """
+    """Open the sources for the ranks of ``claims``, each GPU once. ``computing``: the ranks compute on GPUs. Local."""
     sources = NodeSources()
     claims = list(claims)
     ranks = Tally(uuid for claim in claims for uuid in claim.gpus)
     reasons = [claim.reason for claim in claims if claim.reason]
-    if config.wants("nvml") or config.sources == "declared":  # else GPUs are not to be measured
+    if config.wants("nvml") or config.sources == "declared":  # otherwise GPUs are not measured
         sources.needed |= {"gpu"} if ranks or computing else set()
         sources.unused |= set() if ranks or reasons else {"gpu"}
     no_gpu = reasons[0] if reasons else "" if ranks else NO_GPU
@@ -101,7 +97,6 @@ def open_node_sources(config: EnergyConfig, claims: Iterable[GpuClaim], computin
 
 
 def _open(sources: NodeSources, ranks: Mapping[str, int]) -> None:
-    """Open the driver and the sensors of the GPUs in use; without a driver, `_add_gpus` notes the reason."""
     try:
         if ranks:
             sources.driver = nvml.NvmlDriver()
@@ -122,11 +117,7 @@ def _add_gpus(sources: NodeSources, config: EnergyConfig, ranks: Mapping[str, in
 
 
 def _add_cray(sources: NodeSources, config: EnergyConfig) -> None:
-    """Add the counter of the whole node and its parts, each kind from one source.
-
-    Processors and memory are taken from the Cray in the place of RAPL; GPUs from their driver where it has them, which
-    counts those of this job alone.
-    """
+    """Add the energy counters of a Cray node, which replace RAPL. GPU counters are added only if NVML has none."""
     counters, missing = pm_counters.find(Path(config.pm_counters))
     if not counters:
         if config.sources == "cray":
@@ -161,17 +152,16 @@ def _add_declared(sources: NodeSources, config: EnergyConfig, ranks: Mapping[str
 
 
 MODEL_NOTE: Final = (
-    "a model, no measurement: only when asked for, with energy.sources = 'declared' and the watts of the devices in "
+    "a model, not a measurement: only on request, with energy.sources = 'declared' and the watts of the devices in "
     "energy.cpu_tdp_w or energy.gpu_tdp_w"
 )
 
 
 def survey(config: EnergyConfig, environment: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return the sources, each with ``kind``, ``name``, ``readable`` and ``reason`` (None where it is readable).
+    """Return a dict for each energy source: ``kind``, ``name``, ``readable``, and ``reason`` (None if readable).
 
-    GPUs also have ``model``, ``held`` (a job that is started with this environment counts it although it computes on
-    the processor), ``note``, ``power`` (field and scope), and ``sensor``: seconds between updates, seconds of them that
-    it looks, and where these are known from; None where they are not known.
+    GPUs also have ``model``, ``held`` (a CPU job in this environment counts the GPU), ``note``, ``power`` (field and
+    scope), and ``sensor``: (seconds between updates, seconds measured per update, source), or None if unknown.
     """
     rows: list[dict[str, Any]] = []
     try:
@@ -179,8 +169,8 @@ def survey(config: EnergyConfig, environment: Mapping[str, str]) -> list[dict[st
             rows += _gpu_rows(driver, environment)
     except MissingCapabilityError as error:
         rows.append({"kind": "gpu", "name": "nvml", "reason": str(error)})
-    found = {"rapl": rapl.find(Path(config.powercap)), "pm_counters": pm_counters.find(Path(config.pm_counters))}
-    for name, (counters, missing) in found.items():
+    by_source = {"rapl": rapl.find(Path(config.powercap)), "pm_counters": pm_counters.find(Path(config.pm_counters))}
+    for name, (counters, missing) in by_source.items():
         rows += [{"kind": counter.kind, "name": counter.name, "reason": None} for counter in counters]
         rows += [{"kind": kind, "name": name, "reason": reason} for kind, reason in missing.items()]
     rows.append({"kind": "any", "name": "declared", "reason": MODEL_NOTE})
@@ -202,6 +192,6 @@ def _gpu_row(driver: nvml.NvmlDriver, gpu: nvml.NvmlGpu) -> dict[str, Any]:
     except MissingCapabilityError as error:
         return row | {"reason": str(error)}
     about, sensor = counter.about, sensor_of(gpu.name)
-    known = None if sensor.source == UNKNOWN_SENSOR else [sensor.update_s, sensor.window_s, sensor.source]
+    sensor_row = None if sensor.source == UNKNOWN_SENSOR else [sensor.update_s, sensor.window_s, sensor.source]
     power = " of the ".join(filter(None, (about.power_field, about.power_scope)))
-    return row | {"note": about.note, "power": power, "sensor": known}
+    return row | {"note": about.note, "power": power, "sensor": sensor_row}

@@ -1,13 +1,13 @@
-"""Counters of a Cray node: files in /sys/cray/pm_counters, readable by everybody, renewed ten times a second.
+"""Counters of a Cray node: files in /sys/cray/pm_counters, readable by everybody, updated ten times a second.
 
-    energy, power                  of the whole node, with all that follows
+    energy, power                  of the whole node
     cpu_energy, memory_energy, accel<N>_energy (and _power)
-    freshness                      counts the renewals: values belong together when it is the same before and after
-    startup                        changes when the controller of the blade starts, and its counters with it
+    freshness                      number of updates: values are consistent if it is equal before and after the reads
+    startup                        changes when the blade's controller starts, and resets its counters
     generation                     changes with the power cap
 
-Each holds a number, its unit, and on later machines the time: "81147367 J 1700061210920464 us". The files and their
-meaning: HPE, "User Access to Compute Node Power Data". The node's counter includes the others, which are its parts.
+A file holds a number, its unit and, on later machines, the time: "81147367 J 1700061210920464 us". Source: HPE, "User
+Access to Compute Node Power Data".
 """
 
 import time
@@ -20,7 +20,7 @@ from hpcdist.energy.sources import counters
 from hpcdist.energy.sources.counters import CounterResetError, EnergyCounter, SensorReadError, SourceInfo
 
 ATTEMPTS: Final = 4
-STALE_NS: Final = 3_000_000_000  # thirty renewals that did not come: the controller stands still
+STALE_NS: Final = 3_000_000_000  # thirty missing updates: the controller stands still
 MICRO: Final = {"J": 10**6, "mJ": 10**3, "uJ": 1, "W": 10**6, "mW": 10**3, "uW": 1}
 CAPPED: Final = "its power cap was changed meanwhile"
 NODE: Final = ("node", "energy", "power")
@@ -28,7 +28,7 @@ PARTS: Final = (("cpu", "cpu_energy", "cpu_power"), ("dram", "memory_energy", "m
 
 
 class PmCounterFiles:
-    """Files of one node, read as one snapshot. ``capped``: the power cap has been changed since construction."""
+    """Counter files of a Cray node, read as one snapshot. ``capped``: the power cap has changed since construction."""
 
     def __init__(self, directory: Path, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._directory, self._clock_ns = directory, clock_ns
@@ -41,17 +41,16 @@ class PmCounterFiles:
         self.files: tuple[str, ...] = ()
 
     def watch(self, *files: str) -> None:
-        """Add these files to those that are read at one freshness."""
+        """Add ``files`` to the snapshot. All its files are read at the same value of the file ``freshness``."""
         self.files = tuple(dict.fromkeys((*self.files, *files)))
         self._freshness = ""
 
     def value(self, file: str) -> int:
-        """Return the value of ``file``, in uJ or uW, as of the last renewal.
+        """Return the value of ``file`` in uJ or uW.
 
-        Raises SensorReadError where it cannot be read, or nothing has been renewed for long, and CounterResetError
-        where the controller was restarted.
+        Raises SensorReadError, or CounterResetError if the counters restarted.
         """
-        # As a seqlock: the values are of one renewal where freshness is the same before they are read and afterwards.
+        # As a seqlock: the values are consistent if freshness is equal before and after the reads.
         for _ in range(ATTEMPTS):
             before = self._read("freshness")
             if before == self._freshness:
@@ -61,7 +60,7 @@ class PmCounterFiles:
             if self._read("freshness") == before:
                 if startup and self._startup and startup != self._startup:
                     raise CounterResetError(
-                        f"startup went from {self._startup} to {startup}: the controller was restarted"
+                        f"the file startup changed from {self._startup} to {startup}: the controller was restarted"
                     )
                 self._values, self._freshness, self._renewed_ns = values, before, self._clock_ns()
                 self.capped = self.capped or generation != self._generation
@@ -70,14 +69,13 @@ class PmCounterFiles:
             raise SensorReadError(f"{self._directory}/freshness changed during each of {ATTEMPTS} reads")
         waited_ns = self._clock_ns() - self._renewed_ns
         if waited_ns > STALE_NS:
-            raise SensorReadError(f"{self._directory} stands still at freshness {before} for {waited_ns / 1e9:.0f} s")
+            raise SensorReadError(f"{self._directory}/freshness stands at {before} for {waited_ns / 1e9:.0f} s")
         value = self._values[file]
         if isinstance(value, SensorReadError):
             raise value
         return value
 
     def _number(self, name: str) -> int | SensorReadError:
-        """Return the value of a file, or the error: one that fails does not fail the others."""
         try:
             words = self._read(name).split()
         except SensorReadError as error:
@@ -85,7 +83,7 @@ class PmCounterFiles:
         try:
             return int(words[0]) * MICRO[words[1] if len(words) > 1 else ("J" if name.endswith("energy") else "W")]
         except (IndexError, KeyError, ValueError):
-            return SensorReadError(f"{self._directory}/{name} says {' '.join(words)!r}, not a number and its unit")
+            return SensorReadError(f"{self._directory}/{name} contains {' '.join(words)!r}, not a number and its unit")
 
     def _read(self, name: str, *, optional: bool = False) -> str:
         try:
@@ -97,7 +95,7 @@ class PmCounterFiles:
 
 
 class PmCounter:
-    """Counter of a Cray node, in uJ. Its range is not known, so a counter that goes back is given up."""
+    """Counter of a Cray node, in uJ. Its wrap value is unknown, so a counter that decreases is no longer read."""
 
     per_mj = 1000
     span: int | None = None
@@ -110,25 +108,19 @@ class PmCounter:
 
     @property
     def about(self) -> SourceInfo:
-        """The traits of the source, as far as they are known by now."""
         return replace(self._about, note=CAPPED) if self._group.capped else self._about
 
     def read(self) -> int:
-        """Return the counter in uJ. Raises SensorReadError."""
         return self._group.value(self._energy)
 
     def power_mw(self) -> int | None:
-        """Return the power in mW; None where there is no such file. Raises SensorReadError."""
         return self._group.value(self._power) // 1000 if self._power else None
 
 
 def find(directory: Path) -> tuple[list[EnergyCounter], dict[str, str]]:
-    """Return the counters of the node that can be read, its total first, or why there is none (local).
-
-    Without the total of the node none is returned: the others are parts of it.
-    """
+    """Return the readable counters, with the node's total first, or the reason why the total is unreadable. Local."""
     if not directory.is_dir():
-        return [], {"node": f"{directory} does not exist: this is no Cray, or its node does not show its counters"}
+        return [], {"node": f"{directory} does not exist: this is not a Cray, or its node does not show its counters"}
     try:
         group = PmCounterFiles(directory)
         group.watch("energy")

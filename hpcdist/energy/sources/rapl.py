@@ -1,7 +1,7 @@
-"""RAPL energy counters of processors and their memory, which Linux shows under /sys/class/powercap.
+"""RAPL energy counters of processors and their memory, which Linux shows in /sys/class/powercap.
 
-Only the zones "package" and "dram" are read: "core" and "uncore" are parts of a package, and "psys" contains it all.
-Since CVE-2020-8694 the kernel lets only root read them, unless the site allows it.
+Only the zones "package" and "dram" are read: "core" and "uncore" are parts of a package, and "psys" contains all zones.
+Since CVE-2020-8694 only root may read them, unless the site allows it.
 """
 
 from pathlib import Path
@@ -9,11 +9,11 @@ from pathlib import Path
 from hpcdist.energy.sources import counters
 from hpcdist.energy.sources.counters import EnergyCounter, NoPowerReading, SensorReadError
 
-ZONES = "intel-rapl:*"  # AMD's too; intel-rapl-mmio shows the same package once more
+ZONES = "intel-rapl:*"  # also for AMD; intel-rapl-mmio shows the same package again
 
 
 class RaplZone(NoPowerReading):
-    """Counter of a package or of the memory behind it, in uJ; it wraps within minutes."""
+    """Energy counter (RAPL) of a processor package or its memory, in uJ. It wraps within minutes."""
 
     per_mj = 1000
 
@@ -26,7 +26,6 @@ class RaplZone(NoPowerReading):
             self.span = None  # readable until its first wrap
 
     def read(self) -> int:
-        """Return the counter in uJ. Raises SensorReadError."""
         try:
             return int(counters.read_text(self._energy))
         except (OSError, ValueError) as error:
@@ -34,7 +33,7 @@ class RaplZone(NoPowerReading):
 
 
 def find(root: Path) -> tuple[list[EnergyCounter], dict[str, str]]:
-    """Return the zones that can be read, and for "cpu" and "dram" why there are none or not all (local)."""
+    """Return the readable RAPL zones, and the reasons why "cpu" or "dram" zones are missing or incomplete. Local."""
     missing: dict[str, str] = {}
     by_kind: dict[str, list[RaplZone]] = {"cpu": [], "dram": []}
     for zone in _zones(root):
@@ -46,12 +45,11 @@ def find(root: Path) -> tuple[list[EnergyCounter], dict[str, str]]:
     for kind, zones in by_kind.items():
         if not zones:
             missing[kind] = f"{root} shows no {kind} zone of RAPL" if root.is_dir() else f"{root} does not exist"
-    # Half of a machine is not a measurement of it: a kind is read whole, or not at all.
+    # Half of a machine is no measurement: a kind is read completely, or not at all.
     return [zone for kind, zones in by_kind.items() if kind not in missing for zone in zones], missing
 
 
 def _zones(root: Path) -> list[RaplZone]:
-    """Return the zones of packages and memories. sysfs shows them flat (as links), and once more nested."""
     paths = {path.name: path for pattern in (f"{ZONES}/{ZONES}", ZONES) for path in root.glob(pattern)}
     names = {place: _name(path) for place, path in sorted(paths.items())}
     zones = []

@@ -1,20 +1,14 @@
-"""Utilisation of a node while a job runs (processors, memory, GPUs, network), and the energy model by TDP.
+"""Utilisation of a node during a job (processors, memory, GPUs, network), and the energy model by TDP.
 
-`NodeUtilisation` reads a few files under /proc and asks the driver twice for each GPU; it needs nothing of the ranks
-themselves. What is not known is NaN.
+`NodeUtilisation` reads a few files in /proc and queries the driver twice per GPU. Unknown values are NaN.
+`NetworkCounters` counts all bytes of the node's Ethernet and InfiniBand interfaces. IP over InfiniBand is counted by
+both, and used once. Traffic that bypasses Slingshot's interfaces is not counted.
 
-`NetworkCounters` counts all bytes through the interfaces of the node: Ethernet from /proc/net/dev,
-InfiniBand from its own counters. What RDMA sends over Ethernet is counted by its InfiniBand port and not by the
-interface; what IP sends over InfiniBand is counted by both, and taken once. Slingshot counts what passes by its
-interfaces in a place that is not read here.
-
-The energy model (`TdpProcessors`, `tdp_gpu`) is the declared TDP of a device times its utilisation; it is used only on
-request, and labelled as a model:
+The energy model (`TdpProcessors`, `tdp_gpu`) uses the declared TDP of a device:
 
     power = tdp * (idle_fraction + (1 - idle_fraction) * utilisation)
 
-The utilisation of a node's processors is that of all of them, including other users' processes, from /proc/stat; that
-of a GPU is the driver's. Neither knows what the device computes: a busy processor may draw half or all of its TDP.
+Utilisation does not show what is computed: a busy processor may draw half or all of its TDP.
 """
 
 import math
@@ -34,24 +28,27 @@ from hpcdist.energy.sources.nvml import GpuSensor
 STAT: Final = Path("/proc/stat")
 CPU_NOTE: Final = "TDP x utilisation of all processors of the node"
 GPU_NOTE: Final = "TDP x utilisation"
-_IDLE: Final = (3, 4)  # of /proc/stat: idle, waiting for a device
-_COUNTED: Final = 8  # user nice system idle iowait irq softirq steal; what guests used is in user and nice
+_IDLE: Final = (3, 4)  # columns of /proc/stat: idle, iowait
+_COUNTED: Final = 8  # user nice system idle iowait irq softirq steal; user and nice include the time of guests
 
 
 def power_w(tdp_w: float, idle_fraction: float, utilisation: float) -> float:
-    """Return the watts of a device that is busy for a share ``utilisation`` of the time, 0 to 1."""
+    """Return the modelled watts of a device that is busy for the fraction ``utilisation`` (0 to 1) of the time.
+
+    It uses ``tdp_w`` watts if busy, and ``idle_fraction`` of these if idle.
+    """
     return tdp_w * (idle_fraction + (1 - idle_fraction) * utilisation)
 
 
 def busy_seconds(line: str, ticks: float) -> tuple[float, float]:
-    """Return the seconds that a line of /proc/stat counts as busy, and all of its seconds."""
+    """Return the busy and total processor seconds in a ``line`` of /proc/stat, which counts ``ticks`` per second."""
     values = [int(word) for word in line.split()[1 : 1 + _COUNTED]]
-    idle = sum(values[place] for place in _IDLE if place < len(values))
+    idle = sum(values[column] for column in _IDLE if column < len(values))
     return (sum(values) - idle) / ticks, sum(values) / ticks
 
 
 class TdpProcessors(NoPowerReading):
-    """Energy model of a node's processors, in uJ since its first read. ``tdp_w`` is that of all of them together."""
+    """Model of the energy of all processors of a node together, in uJ since its first read."""
 
     kind = "cpu"
     name = "declared model of the processors"
@@ -70,14 +67,13 @@ class TdpProcessors(NoPowerReading):
         self._joules = 0.0
 
     def read(self) -> int:
-        """Return the energy so far in uJ. Raises SensorReadError."""
         now_ns = self._clock_ns()
         busy_s, all_s = self._seconds()
         if self._last is None:
             self._last = now_ns, busy_s, all_s
         else:
             then_ns, busy_before_s, all_before_s = self._last
-            if all_s > all_before_s:  # else the kernel's clock, of 10 ms, has not ticked: the last share counts on
+            if all_s > all_before_s:  # otherwise the kernel's clock (10 ms) has not ticked, and the last share is used
                 self._share = min(1.0, max(0.0, (busy_s - busy_before_s) / (all_s - all_before_s)))
                 busy_before_s, all_before_s = busy_s, all_s
             self._joules += power_w(self._tdp_w, self._idle_fraction, self._share) * (now_ns - then_ns) / 1e9
@@ -94,7 +90,7 @@ class TdpProcessors(NoPowerReading):
 def tdp_gpu(
     sensor: GpuSensor, about: SourceInfo, tdp_w: float, idle_fraction: float, interval_s: float
 ) -> IntegratedPower:
-    """Return the energy model of a GPU of ``tdp_w`` watts, from its utilisation every ``interval_s`` seconds."""
+    """Return a model of the energy of a GPU of ``tdp_w`` watts, from its utilisation every ``interval_s`` seconds."""
     declared = SourceInfo(about.model, about.ranks, note=about.note, declared=True)
 
     def power_mw() -> int:
@@ -103,14 +99,14 @@ def tdp_gpu(
     return IntegratedPower(sensor.uuid, power_mw, declared, interval_s, label=GPU_NOTE)
 
 
-WORD_BYTES: Final = 4  # InfiniBand counts in words of four bytes
-INFINIBAND: Final = "32"  # ARPHRD_INFINIBAND, of an interface for IP over it
-_RECEIVED: Final = 0  # of the columns of /proc/net/dev
+WORD_BYTES: Final = 4  # InfiniBand counts words of four bytes
+INFINIBAND: Final = "32"  # ARPHRD_INFINIBAND, of an interface for IP over InfiniBand
+_RECEIVED: Final = 0  # column of /proc/net/dev
 _SENT: Final = 8
 
 
 class NetworkCounters:
-    """Counters of bytes over the interfaces of this node, from construction on (local)."""
+    """Counters of the bytes over all network interfaces of this node since construction. Local."""
 
     def __init__(self, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> None:
         self._dev, self._sys = proc / "net" / "dev", sys
@@ -121,9 +117,9 @@ class NetworkCounters:
         self.read()
 
     def read(self) -> tuple[int, int] | None:
-        """Return the bytes sent and received since construction; None where no interface can be read (local).
+        """Return the bytes sent and received since construction, or None if no interface is readable. Local.
 
-        A counter that was set back, as that of a port that went down, starts again from there.
+        If a counter was reset, for example after a port went down, counting continues from its new value.
         """
         now = self._counters()
         if not now:
@@ -148,16 +144,14 @@ class NetworkCounters:
         return totals
 
     def _real(self) -> list[str]:
-        """Return the interfaces that are devices; in a container, which has none, all but the loopback and bridges."""
         folder = self._sys / "class" / "net"
         names = [name for name in _interface_table(self._dev) if name != "lo"]
         devices = [name for name in names if (folder / name / "device").exists()]
-        own = devices or [name for name in names if not (folder / name / "bridge").exists()]
-        return [name for name in own if not (self._ports and _read_word(folder / name / "type") == INFINIBAND)]
+        interfaces = devices or [name for name in names if not (folder / name / "bridge").exists()]
+        return [name for name in interfaces if not (self._ports and _read_word(folder / name / "type") == INFINIBAND)]
 
 
 def _interface_table(path: Path) -> dict[str, list[int]]:
-    """Return the counters of each interface; none where the file cannot be read."""
     try:
         lines = counters.read_text(path).splitlines()[2:]
         split = [line.partition(":") for line in lines]
@@ -175,19 +169,19 @@ def _read_word(path: Path) -> str:
 
 PROC: Final = Path("/proc")
 SYS: Final = Path("/sys")
-# Columns of a look. "cpu" is the busy share of the processors that the ranks may use, "node_cpu" that of all.
+# Columns of `look`. "cpu" is the busy share of the processors that the ranks may use, "node_cpu" of all processors.
 SHARES: Final = ("cpu", "node_cpu", "memory", "node_memory", "gpu", "gpu_memory")
 BYTES: Final = ("memory_bytes", "available_bytes", "sent_bytes", "received_bytes")
 COLUMNS: Final = (*SHARES, *BYTES)
-_STARTED: Final = 19  # of the words of /proc/<pid>/stat behind the name
+_STARTED: Final = 19  # index of the start time in the words of /proc/<pid>/stat after the name
 
 
 @dataclass(frozen=True)
 class RankProcess:
-    """Process of a rank on its node: ``started`` tells it from a later process with the same number.
+    """Process of a rank on its node. ``started`` is its start time, since a later process may have the same pid.
 
-    ``space`` is its namespace of process numbers: in another one, its number is that of another process. ``cpus`` are
-    the processors that it may run on.
+    ``space`` is its pid namespace: in another namespace, the pid names another process. ``cpus`` are the processors
+    that it may run on.
     """
 
     pid: int
@@ -197,7 +191,7 @@ class RankProcess:
 
 
 def this_process() -> RankProcess:
-    """Return this process, for the rank that reads the sensors of its node (local)."""
+    """Return the pid, start time and processors of this process, for the rank that reads the node's sensors. Local."""
     pid = os.getpid()
     return RankProcess(pid, _started(PROC, pid), _space(), frozenset(os.sched_getaffinity(0)))
 
@@ -217,7 +211,10 @@ def _space() -> str:
 
 
 class NodeUtilisation:
-    """Utilisation of a node by the ranks ``processes`` and their GPUs. ``proc`` and ``sys`` are the mounts of Linux."""
+    """Utilisation of a node's resources by the ranks' ``processes`` and GPUs.
+
+    ``proc`` and ``sys``: paths of /proc and /sys.
+    """
 
     def __init__(
         self, processes: Sequence[RankProcess], gpus: Sequence[GpuSensor] = (), proc: Path = PROC, sys: Path = SYS
@@ -230,7 +227,7 @@ class NodeUtilisation:
         self._network = NetworkCounters(proc, sys)
 
     def look(self) -> np.ndarray:
-        """Return the utilisation since the last look: (columns,) float64, as `COLUMNS`."""
+        """Return the mean utilisation since the last call: float64 (columns,), ordered as `COLUMNS`."""
         figures = dict.fromkeys(COLUMNS, math.nan)
         figures |= self._processors() | self._memory() | self._devices()
         network = self._network.read()
@@ -239,7 +236,6 @@ class NodeUtilisation:
         return np.array([figures[name] for name in COLUMNS])
 
     def _seconds(self) -> dict[str, tuple[float, float]]:
-        """Return the busy and all seconds so far of each processor, and of all of them ("cpu")."""
         try:
             lines = [line for line in counters.read_text(self._proc / "stat").splitlines() if line.startswith("cpu")]
             return {line.partition(" ")[0]: busy_seconds(line, self._ticks) for line in lines}
@@ -257,26 +253,25 @@ class NodeUtilisation:
     def _memory(self) -> dict[str, float]:
         node = _kibibytes(self._proc / "meminfo", ("MemTotal", "MemAvailable"))
         total, available = node["MemTotal"], node["MemAvailable"]
-        own = self._own_bytes()
+        rank_bytes = self._own_bytes()
         return {
-            "memory": own / total,
+            "memory": rank_bytes / total,
             "node_memory": 1 - available / total,
-            "memory_bytes": own,
+            "memory_bytes": rank_bytes,
             "available_bytes": available,
         }
 
     def _own_bytes(self) -> float:
-        """Return the memory of the ranks: the sum of private pages, and shared pages of the rank that maps most.
+        """Return the bytes of memory that the ranks use: all private pages, plus the shared pages of one rank.
 
-        Ranks of a node share what they share with all of the others. Files that are mapped cost nothing when memory is
-        short, and do not count.
+        The ranks share the shared pages, so only the rank with most of them counts.
         """
         if not self._ours or not self._processes:
             return math.nan
         private, shared = 0.0, 0.0
         for process in self._processes:
             if _started(self._proc, process.pid) != process.started:
-                continue  # it has ended, or another one has its number
+                continue  # the process has ended, or another process has its pid
             held = _kibibytes(self._proc / str(process.pid) / "status", ("RssAnon", "RssShmem"))
             private += held["RssAnon"]
             shared = max(shared, held["RssShmem"])
@@ -286,14 +281,13 @@ class NodeUtilisation:
         shares = [(_ask_or_nan(gpu.use), _ask_or_nan(gpu.memory_share)) for gpu in self._gpus]
         if not shares:
             return {}
-        busy, filled = np.mean(np.array(shares), axis=0)  # NaN where one of them is not known
+        busy, filled = np.mean(np.array(shares), axis=0)  # NaN if a GPU is unknown
         return {"gpu": float(busy), "gpu_memory": float(filled)}
 
 
 def _share(
     now: Mapping[str, tuple[float, float]], before: Mapping[str, tuple[float, float]], names: Collection[str]
 ) -> float:
-    """Return the busy share of all ``names`` together; NaN where one is unknown, or no time has passed."""
     if not names or not all(name in now and name in before for name in names):
         return math.nan
     busy = sum(now[name][0] - before[name][0] for name in names)
@@ -303,7 +297,10 @@ def _share(
 
 
 def _kibibytes(path: Path, names: Sequence[str]) -> dict[str, float]:
-    """Return the bytes of lines such as "MemTotal:  16314260 kB"; NaN for those that are not there."""
+    """Return the values with the given ``names`` in bytes, from a file with lines like "MemTotal:  16314260 kB".
+
+    The value of a missing line is NaN.
+    """
     sizes = dict.fromkeys(names, math.nan)
     try:
         for line in counters.read_text(path).splitlines():
@@ -311,7 +308,7 @@ def _kibibytes(path: Path, names: Sequence[str]) -> dict[str, float]:
             if name in sizes:
                 sizes[name] = float(rest.split()[0]) * 1024
     except (OSError, ValueError, IndexError):
-        pass  # a kernel that writes it otherwise, or hides it: what was not read is NaN, which figures show
+        pass  # the kernel uses another format, or hides the file: missing values are NaN
     return sizes
 
 

@@ -1,16 +1,8 @@
 """FlashAttention: attention (Vaswani et al. 2017) in tiles of queries and keys (Dao, arXiv:2307.08691).
 
-Forward takes blocks of queries over the keys that they see, in tiles whose scores stay in a cache, and keeps the
-maximum and the sum of every row's softmax. Backward takes blocks of keys over the queries that see them, and computes
-the probabilities of a tile again: five products where one that stored them does four. Memory is linear in the context;
-scores beyond the block on the diagonal are never computed, nor blocks outside of a window. Sums over keys are made of
-tiles of LONG, in their order, whatever the number of samples and heads: a sample has the same bits in every batch, and
-a head in every part of the heads. Errors are at most 3e-6 (1 + the largest element) in float32 and 1e-13 in float64,
-for scores of a standard deviation of 4 or so, and four times that in gradients.
-
-On a GPU, 16-bit floats take one fused kernel forward and three backward (``models/cuda/attention.cu``); float32 and
-float64 take the tiles, with the products of the array library between kernels (``models/cuda/softmax.cu``): without
-tensor cores those products are most of the time, and a library makes them.
+Forward saves the maximum and sum of each softmax row. Backward recomputes the probabilities of each tile. Memory is
+linear in the context. Sums over keys use tiles of LONG in a fixed order, so a sample's result has the same bits in
+every batch. Errors: at most 3e-6 (1 + largest element) in float32, 1e-13 in float64; gradients four times as much.
 """
 
 import math
@@ -40,14 +32,14 @@ from hpcdist.models.layers.dropout import ATTENTION, Mask, mask
 from hpcdist.models.stage import Saved
 
 FUSED_KERNELS: Final = KernelSource(Path(__file__).parents[1] / "cuda" / "attention.cu", ("float16", "bfloat16"))
-MAX_FUSED_HEAD: Final = 128  # head
-FUSED_ROWS: Final = 64  # of a block of threads
-MAX_FUSED_CONTEXT: Final = 65535 * FUSED_ROWS  # a grid has at most 65535 blocks in its second dim
+MAX_FUSED_HEAD: Final = 128  # largest head size
+FUSED_ROWS: Final = 64  # rows per block of threads
+MAX_FUSED_CONTEXT: Final = 65535 * FUSED_ROWS  # a grid has at most 65535 blocks in its second dimension
 FUSED_THREADS: Final = 128
 
 
 def has_fused_kernel(like: Array) -> bool:
-    """Return whether the fused kernels compute attention of arrays such as ``like``."""
+    """Return True if the fused GPU kernels support arrays with the device and dtype of ``like``."""
     return is_device(like) and FUSED_KERNELS.takes(like.dtype)
 
 
@@ -62,7 +54,11 @@ def fused_forward(
     dropped: Mask | None,
     documents: Documents | None = None,
 ) -> None:
-    """Write y (batch, context, heads size), and sums (pairs, context), float32, which `fused_backward` takes."""
+    """Write the attention of all query heads to y (batch, context, heads * size).
+
+    ``heads`` describes the heads. The inputs are in ``qkv``, or queries in ``qkv`` and keys and values in ``kv``.
+    ``sums`` receives the float32 maximum and sum of exponentials of each softmax row, for `fused_backward`.
+    """
     grid = heads.batch * heads.queries, -(-heads.context // FUSED_ROWS)
     numbers = _fused_numbers(heads, qkv, kv, causal, window, dropped, documents)
     FUSED_KERNELS.launch(
@@ -82,7 +78,10 @@ def fused_backward(
     dropped: Mask | None,
     documents: Documents | None = None,
 ) -> None:
-    """Write the ``gradients`` of the inputs for contiguous dy, with the products of its rows and those of y."""
+    """Write the gradients of ``inputs``, (qkv, kv), to the arrays ``gradients``, for the contiguous output gradient dy.
+
+    ``sums`` is from `fused_forward`, ``dots`` from `dots_of`.
+    """
     (qkv, kv), (dq, dkv) = inputs, gradients
     types, numbers = _fused_types(heads, dy), _fused_numbers(heads, qkv, kv, causal, window, dropped, documents)
     arrays, blocks = (qkv, _fused_keys(qkv, kv), dy, sums, dots), -(-heads.context // FUSED_ROWS)
@@ -102,12 +101,12 @@ def _fused_keys(qkv: Array, kv: Array | None) -> Array:
 def _fused_types(heads: Heads, like: Array) -> dict[str, Any]:
     if heads.size > MAX_FUSED_HEAD:
         raise UsageError(
-            f"attention in {like.dtype} got heads of {heads.size}; its kernels have heads of at most {MAX_FUSED_HEAD}: "
+            f"attention in {like.dtype} got heads of size {heads.size}; the maximum is {MAX_FUSED_HEAD}: "
             "choose model.heads of at least model.hidden / 128, or compute in float32"
         )
     if heads.context > MAX_FUSED_CONTEXT:
         raise UsageError(
-            f"attention in {like.dtype} got {heads.context} tokens of context; its kernels have at most "
+            f"attention in {like.dtype} got a context of {heads.context} tokens; the maximum is "
             f"{MAX_FUSED_CONTEXT}: choose a shorter data.context, or compute in float32"
         )
     return {"REAL": like.dtype, "HEAD": -(-heads.size // 16) * 16}
@@ -123,20 +122,20 @@ def _fused_numbers(
     documents: Documents | None,
 ) -> tuple[int | float, ...]:
     width, shared = heads.queries * heads.size, heads.shared * heads.size
-    # Columns of the first key and the first value: behind the queries in qkv, at the beginning of kv.
+    # Columns of the first key and the first value: after the queries in qkv, or at the beginning of kv.
     first = width if kv is None else 0
-    place = heads.context, heads.size, heads.queries, heads.shared, qkv.shape[2], _fused_keys(qkv, kv).shape[2]
-    # A flag or an address, place, counters and factor of the mask, as the kernels' parameters; without one zeros.
+    sizes = heads.context, heads.size, heads.queries, heads.shared, qkv.shape[2], _fused_keys(qkv, kv).shape[2]
+    # Kernel parameters of the mask: flag or address, position, counters and factor; zeros without a mask.
     mask: tuple[int | float, ...] = (0,) * 12 + (1.0,)
     if dropped is not None:
         mask = (dropped.words or 1, *dropped.place, *dropped.counters, dropped.scale)
     address = 0 if documents is None else int(documents.ranges.data.ptr)  # type: ignore[attr-defined]
     seen = int(causal), min(window or heads.context, heads.context), address
-    return (*place, first, first + shared, *seen, heads.scale, *mask)
+    return (*sizes, first, first + shared, *seen, heads.scale, *mask)
 
 
 class LocalAttention:
-    """Softmax of ``q k^T / sqrt(head size)``, times v."""
+    """Multi-head attention on one rank: softmax(q k^T / sqrt(head size)) v, with queries q, keys k and values v."""
 
     def forward(
         self,
@@ -151,32 +150,33 @@ class LocalAttention:
         window: int = 0,
         y: Array | None = None,
     ) -> Array:
-        """Return (batch, context, width) for contiguous qkv (batch, context, 3 width): query, key, value.
+        """Return the attention (batch, context, width) for contiguous ``qkv``, or for queries ``qkv`` with ``kv``.
 
-        With ``kv`` (batch, context, 2 kv width), qkv is the queries alone, and query head h of H looks at key and value
-        head h // (H / KV) of KV (Ainslie et al., arXiv:2305.13245). Rows see their past and themselves, all rows
-        unless ``causal``; with a ``window`` no more than so many, of which they are the last. ``part`` is the number of
-        the first of the query heads and how many the layer has, where these are not all. The result is written to
-        ``y`` where that is given, and is not kept: the backward then gets ``dots``. Raises UsageError on shapes that
-        do not fit.
+        Raises UsageError if shapes do not match.
+
+        Args:
+            qkv: Queries, keys and values (batch, context, 3 width), or only queries (batch, context, width).
+            kv: Keys and values (batch, context, 2 kv width). Query head h of H uses key head h // (H / K) of K.
+            part: (index of the first local query head, number of query heads of the layer), if heads are sharded.
+            y: Output array. It is not saved, so `backward` then needs ``dots``.
         """
-        assert causal or not window, "the rules refuse a window of rows that see all others"
+        assert causal or not window, "a sliding window needs causal attention"
         heads = heads_of(qkv, kv, head_size)
         if y is None:
             y = saved.empty("attention.y", (heads.batch, heads.context, heads.queries * head_size), qkv.dtype)
         fused = has_fused_kernel(qkv)
-        # Of each row its maximum and its sum of exponentials; the fused kernels keep one number made of both.
+        # For each row, maximum and sum of exponentials; the fused kernels combine both in one number.
         shape = 1 if fused else 2, heads.batch * heads.queries, heads.context
         sums = saved.empty("attention.sums", shape, accumulation_dtype(qkv.dtype))
         dropped = mask_of_heads(saved, dropout, heads.queries, heads.context, part)
         if fused:
             fused_forward(heads, qkv, kv, y, sums[0], causal, window, dropped, saved.documents)
         else:
-            own = one_piece(heads.context)
-            forward, keys = TiledForward(heads, saved, qkv, y, sums, window), KeyRows(heads, own, qkv, kv)
+            pieces = one_piece(heads.context)
+            forward, keys = TiledForward(heads, saved, qkv, y, sums, window), KeyRows(heads, pieces, qkv, kv)
             for chunk in heads.chunks(everything=is_device(qkv), apart=saved.documents is not None):
-                for span in chunk.spans(saved.documents, own):
-                    for rows in blocks(own, QUERY_BLOCK, *span):
+                for span in chunk.spans(saved.documents, pieces):
+                    for rows in blocks(pieces, QUERY_BLOCK, *span):
                         forward.block(chunk, rows, keys, dropped, causal=causal, begins=True, span=span)
                         forward.finish(chunk, rows)
         keep_for_backward(saved, qkv=qkv, kv=kv, head_size=head_size, dropped=dropped, causal=causal, window=window)
@@ -185,10 +185,10 @@ class LocalAttention:
     def backward(
         self, dy: Array, saved: Saved, *, keep: bool = False, dots: Array | None = None
     ) -> Array | tuple[Array, Array]:
-        """Return dqkv in the shape of qkv for contiguous dy (batch, context, width): scratch, or memory to ``keep``.
+        """Return the gradient of qkv, or of (queries, kv) if the forward had kv, for contiguous dy.
 
-        Where the forward was given kv, return (dq, dkv). ``dots`` (pairs of a sample and a head, context) are the
-        products of the rows of dy with those of the result, in the type of the sums, if that was not kept.
+        dy (batch, context, width) is the output gradient. ``dots`` (samples * heads, context) has the sum of dy * y
+        over each head's columns, with the output y; it is required if the forward did not save y.
         """
         if dots is None:
             dots = dots_of(dy, saved["attention.y"], saved["attention.head_size"], saved)
@@ -197,12 +197,12 @@ class LocalAttention:
             into = dq, dkv
             fused_backward(heads, (qkv, kv), dy, into, sums[0], dots, causal, window, dropped, saved.documents)
             return dq if dkv is None else (dq, dkv)
-        own = one_piece(heads.context)
-        backward = TiledBackward(heads, saved, own, (qkv, dy, dq), sums, dots, window)
-        keys, gradients = KeyRows(heads, own, qkv, kv), KeyGradients(heads, dq, dkv)
+        pieces = one_piece(heads.context)
+        backward = TiledBackward(heads, saved, pieces, (qkv, dy, dq), sums, dots, window)
+        keys, gradients = KeyRows(heads, pieces, qkv, kv), KeyGradients(heads, dq, dkv)
         for chunk in heads.chunks(everything=is_device(qkv), apart=saved.documents is not None):
-            for span in chunk.spans(saved.documents, own):
-                for rows in blocks(own, QUERY_BLOCK, *span):
+            for span in chunk.spans(saved.documents, pieces):
+                for rows in blocks(pieces, QUERY_BLOCK, *span):
                     begins = rows[0] == span[0]
                     backward.block(chunk, rows, keys, gradients, dropped, causal=causal, begins=begins, span=span)
         return dq if dkv is None else (dq, dkv)
@@ -211,14 +211,14 @@ class LocalAttention:
 def keep_for_backward(
     saved: Saved, *, qkv: Array, kv: Array | None, head_size: int, dropped: Mask | None, causal: bool, window: int
 ) -> None:
-    """Keep what the forward of an attention was called with; its sums are kept already."""
+    """Save the arguments of an attention forward pass for its backward pass, except the softmax sums."""
     seen = causal, window
     for name, value in {"qkv": qkv, "kv": kv, "head_size": head_size, "dropped": dropped, "seen": seen}.items():
         saved.keep(f"attention.{name}", value)
 
 
 def dots_of(dy: Array, y: Array, head_size: int, saved: Saved) -> Array:
-    """Return the products of the rows of dy and y (batch, tokens, width), (pairs, tokens): scratch."""
+    """Return the sums of dy * y over each head's columns (batch * heads, tokens), in scratch memory."""
     (batch, tokens, width), dtype = y.shape, accumulation_dtype(y.dtype)
     dots = saved.scratch("attention.dots", (batch * width // head_size, tokens), dtype)
     kernels.row_dots(dy, y, width // head_size, dots)
@@ -228,9 +228,10 @@ def dots_of(dy: Array, y: Array, head_size: int, saved: Saved) -> Array:
 def begin_backward(
     saved: Saved, *, keep: bool
 ) -> tuple[Heads, tuple[Array, Array | None, Array], tuple[Array, Array | None], tuple[bool, int], Mask | None]:
-    """Return what the forward kept, and memory for the gradients: scratch, or memory to ``keep``.
+    """Return (heads, inputs, gradient arrays, visibility, dropout mask) for an attention backward pass.
 
-    That is (heads, (qkv, kv, sums), (dqkv or dq, dkv), (causal, window), dropped).
+    Inputs: the saved (qkv, kv, softmax sums). Visibility: (causal, window). The gradient arrays, dqkv or (dq, dkv), are
+    uninitialised, in scratch memory or, if ``keep`` is true, in memory of ``saved``.
     """
     qkv, kv, sums = (saved[f"attention.{key}"] for key in ("qkv", "kv", "sums"))
     take = saved.empty if keep else saved.scratch
@@ -243,31 +244,28 @@ def begin_backward(
 def mask_of_heads(
     saved: Saved, dropout: float, queries: int, context: int, part: tuple[int, int] | None
 ) -> Mask | None:
-    """Return the mask of so many query heads of samples of ``context`` tokens, ``part`` of those of the layer.
+    """Return the attention dropout mask of this rank's ``queries`` query heads, or None without dropout.
 
-    It is that of all heads of the layer, a row for each head and query, of which these heads are some rows.
+    The layer's mask has one row for each pair of head and query token, with ``context`` tokens per sample. ``part`` is
+    (first local head, number of heads of the layer) and selects the rows of the local heads. None: all heads.
     """
     first_head, of_heads = part or (0, queries)
-    place = {"first_row": first_head * context, "groups": queries, "pitch": context}
-    return mask(saved, dropout, ATTENTION, rows_per_sample=of_heads * context, columns=context, **place)
+    layout = {"first_row": first_head * context, "groups": queries, "pitch": context}
+    return mask(saved, dropout, ATTENTION, rows_per_sample=of_heads * context, columns=context, **layout)
 
 
 class _Memory:
-    """Scratch of ``elements`` under a name, of which tiles take the beginning."""
+    """Scratch array of ``elements`` elements for one tile at a time. The next tile overwrites the previous tile."""
 
     def __init__(self, saved: Saved, name: str, elements: int, like: Array) -> None:
         self._flat = saved.scratch(f"attention.{name}", (elements,), like.dtype)
 
     def tile(self, *shape: int) -> Array:
-        """Return contiguous memory of this shape; all tiles of this name begin at the same address."""
         return self._flat[: math.prod(shape)].reshape(shape)
 
 
 class KeyRows:
-    """Keys and values of the tokens in ``pieces``: behind the queries in ``qkv``, or those of ``kv``.
-
-    ``heads`` are those that the array has: all but the first ``skipped`` ones, and perhaps not the last.
-    """
+    """Views of the keys and values of the tokens in ``pieces``, without the first ``skipped`` key heads."""
 
     def __init__(self, heads: Heads, pieces: Pieces, qkv: Array, kv: Array | None, skipped: int = 0) -> None:
         self.pieces, self.skipped = pieces, skipped
@@ -276,21 +274,21 @@ class KeyRows:
 
 
 class KeyGradients:
-    """Gradients of keys and values, laid out as in `KeyRows`."""
+    """Gradient arrays of the keys and values of the tokens in ``pieces``, without the first ``skipped`` key heads."""
 
     def __init__(self, heads: Heads, dqkv: Array, dkv: Array | None, skipped: int = 0) -> None:
         first, array = (1, dqkv) if dkv is None else (0, dkv)
         self.k, self.v = (_Sum(heads, array, first + part, of_queries=False, skipped=skipped) for part in range(2))
 
 
-Block: TypeAlias = tuple[int, int, int]  # first and last row of an array, and the place of the first in its sample
+Block: TypeAlias = tuple[int, int, int]  # first row, end row, token position of the first row
 
 
 class TiledForward:
-    """Forward of blocks of queries, the first part of ``qkv``, over keys, which may come in several arrays.
+    """Attention forward pass in tiles: a tile is the scores of a block of queries with a block of keys. Local.
 
-    ``sums`` are the maximum and the sum of exponentials of each row. With a ``window`` queries see no more than so many
-    keys. Keys of other arrays have at most ``most`` tokens, 0 where there are none. All of it is local.
+    ``sums`` receives the maximum and the sum of exponentials of the scores of each query. ``most`` is the largest
+    number of tokens in key arrays from other ranks, or 0 if there are none.
     """
 
     def __init__(
@@ -316,30 +314,30 @@ class TiledForward:
         begins: bool,
         span: Span = EVERYTHING,
     ) -> None:
-        """Add what the queries in ``rows`` see of ``keys``; the first call for them ``begins``.
+        """Add the attention of the queries in ``rows`` over the visible ``keys`` to the output.
 
-        ``causal``: keys are those of the queries' own array, and the ones behind a query are hidden from it. Only the
-        rows of keys in ``span`` are seen. Queries see a key of the block that ``begins``, if not of its first tile.
+        ``chunk`` selects samples and heads. ``causal``: queries and keys come from the same tokens. ``span`` is the
+        range of key rows to use. ``begins``: this is the first call for these queries, and each query must see a key.
         """
-        (first, last, place), multiply, queries = rows, matmul, self._heads.queries
+        (first, last, position), multiply, queries = rows, matmul, self._heads.queries
         count, size = chunk.pairs, self._heads.size
         q, out = chunk.of(self._q), chunk.of(self._out)
         k, v = chunk.of(keys.k, keys.skipped), chunk.of(keys.v, keys.skipped)
         q, out = q[..., first:last, :], out[..., first:last, :]
         shrink = self._shrink.tile(count, last - first)
-        # Tiles of keys in their order. The output of the tiles so far is relative to their maximum: a larger one
-        # shrinks it. The division by the sum comes once, at the end. A causal block sees no key behind its last query.
+        # Tiles of keys in order. The output so far is relative to the maximum so far and is rescaled when that grows.
+        # `finish` divides by the sum. A causal block skips keys after its last query.
         stop, window = min(last, span[1]) if causal else span[1], self._window
-        places = (place + 1 - window, EVERYTHING[1]) if window else EVERYTHING
-        for number, (start, end, column) in enumerate(blocks(keys.pieces, LONG, span[0], stop, places)):
+        positions = (position + 1 - window, EVERYTHING[1]) if window else EVERYTHING
+        for number, (start, end, column) in enumerate(blocks(keys.pieces, LONG, span[0], stop, positions)):
             s = self._scores.tile(*chunk.outer, last - first, end - start)
             flat = s.reshape(count, last - first, end - start)
             multiply(q, k[..., start:end, :].swapaxes(-1, -2), out=s)
             new = begins and number == 0
-            where = chunk.pair, first, *band(place - column, window, causal=causal), new
-            # Dropped after the sum of the row is taken: dropout acts on the probabilities, which are divided by it.
+            where = chunk.pair, first, *band(position - column, window, causal=causal), new
+            # Dropout acts on normalised probabilities, so the row sum is taken before.
             kernels.softmax_advance(flat, where, self._heads.scale, self._top, self._total, shrink)
-            chunk.drop(flat, dropped, place, column)
+            chunk.drop(flat, dropped, position, column)
             if new:
                 multiply(s, v[..., start:end, :], out=out)
             else:
@@ -348,7 +346,7 @@ class TiledForward:
                 kernels.rescale_add(part.reshape(count, -1, size), self._y, queries, chunk.pair, first, shrink)
 
     def finish(self, chunk: HeadChunk, rows: Block) -> None:
-        """Divide the output of the queries in ``rows`` by their sums, once they have seen all keys."""
+        """Divide the output of the queries in ``rows`` by their softmax sums, after their last call of `block`."""
         first, last, _ = rows
         kernels.divide_by_totals(
             self._y, self._heads.queries, chunk.pair, first, chunk.pairs, last - first, self._total
@@ -356,10 +354,10 @@ class TiledForward:
 
 
 class TiledBackward:
-    """Backward of blocks of keys over the queries, which are the ``pieces`` of their samples. All of it is local.
+    """Attention backward pass in tiles: a tile is a block of keys with a block of the queries in ``pieces``. Local.
 
-    ``arrays`` are the queries, the first part of qkv; the gradient of the output; and that of the queries. ``dots`` has
-    the product of each row of the output with its gradient. ``window`` and ``most`` are those of the forward.
+    ``arrays`` are qkv (queries first), the gradient of the output, and the gradient of the queries. ``dots`` has, for
+    each query and head, the sum of output times output gradient.
     """
 
     def __init__(
@@ -379,7 +377,7 @@ class TiledBackward:
         self._window = window
         self._q, self._do = heads.view(qkv, 0, of_queries=True), heads.view(dy, 0, of_queries=True)
         self._dq = _Sum(heads, dq, 0, of_queries=True)
-        if window:  # the first block of keys is not seen by all queries
+        if window:  # not all queries see the first block of keys
             heads.view(dq, 0, of_queries=True)[...] = 0
         pairs, short, long = heads.most_pairs(dy), min(QUERY_BLOCK, most), min(LONG, heads.context)
         self._scores = _Memory(saved, "scores", pairs * short * long, dy)
@@ -398,28 +396,27 @@ class TiledBackward:
         begins: bool,
         span: Span = EVERYTHING,
     ) -> None:
-        """Write the gradients of the keys and values in ``rows``, and add to those of the queries that see them.
+        """Write the ``gradients`` of the keys and values in ``rows``, and add to the gradients of their queries.
 
-        ``causal``: keys are those of the queries' own array; else all queries in ``span`` see them. Queries beyond
-        a window do not, and gradients of keys that none sees are not written. Where it ``begins``, the gradients of the
-        queries are written.
+        ``chunk`` selects samples and heads. ``causal``: queries and keys come from the same tokens. ``begins``:
+        overwrite the query gradients instead. Gradients of keys that no query sees are not written.
         """
         (start, end, column), multiply, count, window = rows, matmul, chunk.pairs, self._window
         k, v = (chunk.of(view, keys.skipped)[..., start:end, :] for view in (keys.k, keys.v))
         begin = start if causal else span[0]  # earlier queries do not see these keys
-        places = (0, column + end - start + window - 1) if window else EVERYTHING
-        for number, (first, last, place) in enumerate(blocks(self._pieces, LONG, begin, span[1], places)):
+        positions = (0, column + end - start + window - 1) if window else EVERYTHING
+        for number, (first, last, position) in enumerate(blocks(self._pieces, LONG, begin, span[1], positions)):
             q, do = (chunk.of(view)[..., first:last, :] for view in (self._q, self._do))
             s, d = (memory.tile(*chunk.outer, last - first, end - start) for memory in (self._scores, self._gradients))
             p, g = (tile.reshape(count, last - first, end - start) for tile in (s, d))
-            # s = q k^T becomes the probabilities p, d = do v^T the gradient of the scores; then dv += p^T do (with p
-            # dropped as in the forward), dk += d^T q and dq += d k.
+            # s = q k^T becomes the probabilities p, d = do v^T the gradient of the scores; then dv += p^T do (p with
+            # the dropout of the forward), dk += d^T q and dq += d k.
             multiply(q, k.swapaxes(-1, -2), out=s)
             multiply(do, v.swapaxes(-1, -2), out=d)
-            chunk.drop(g, dropped, place, column)
-            where = chunk.pair, first, *band(place - column, window, causal=causal), False
+            chunk.drop(g, dropped, position, column)
+            where = chunk.pair, first, *band(position - column, window, causal=causal), False
             kernels.softmax_gradient(p, g, where, self._heads.scale, self._top, self._total, self._dots)
-            chunk.drop(p, dropped, place, column)  # now p as v was multiplied by it
+            chunk.drop(p, dropped, position, column)  # p as in the product with v
             add = number > 0  # the first block of queries writes, later ones add
             gradients.v.product(s.swapaxes(-1, -2), do, chunk, start, end, self._part, add)
             gradients.k.product(d.swapaxes(-1, -2), q, chunk, start, end, self._part, add)
@@ -427,7 +424,7 @@ class TiledBackward:
 
 
 class _Sum:
-    """A gradient in an array (batch, context, columns), the sum of products over tiles."""
+    """The gradient array (batch, context, columns) of queries, keys or values, to which tiles add their products."""
 
     def __init__(self, heads: Heads, target: Array, part: int, *, of_queries: bool, skipped: int = 0) -> None:
         self._skipped = skipped
@@ -437,14 +434,17 @@ class _Sum:
         self._groups = 1 if of_queries else heads.group
 
     def product(self, a: Array, b: Array, chunk: HeadChunk, first: int, last: int, memory: _Memory, add: bool) -> None:
-        """Write ``a b``, summed over query heads that share these rows, to rows [first, last); ``add`` adds it."""
+        """Write the matrix product ``a b`` to rows [first, last) of the gradient, or add it if ``add``.
+
+        For keys and values, sum over the query heads that share a key head. ``chunk`` selects samples and heads.
+        """
         if self._groups == 1 and not add:
             matmul(a, b, out=chunk.of(self._view, self._skipped)[..., first:last, :])
             return
-        # Through scratch, from which the query heads of a group are added to the one row of their shared head.
+        # Products go to scratch, because the query heads of a group are summed into their shared head.
         part = memory.tile(*chunk.outer, last - first, b.shape[-1])
         matmul(a, b, out=part)
         rows = part.reshape(chunk.pairs, *part.shape[-2:])
-        each = self._heads // self._view.shape[1]  # query heads of a shared one, in a gradient of queries
-        pair = chunk.first_sample * self._heads + (chunk.first_head - self._skipped) * each
+        per_shared = self._heads // self._view.shape[1]  # query heads per shared head, in a gradient of queries
+        pair = chunk.first_sample * self._heads + (chunk.first_head - self._skipped) * per_shared
         kernels.accumulate(rows, self._groups, self._target, self._heads, pair, self._column, first, add)

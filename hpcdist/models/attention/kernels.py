@@ -1,13 +1,9 @@
 """Kernels of attention between the matrix products: online softmax in place, and sums over the rows of heads.
 
-Softmax over rows of which only a tile is in memory at a time (Milakov, Gimelshein, arXiv:1805.02867). Score tiles are
-contiguous (pairs, rows, columns): so many pairs of a sample and a head from ``pair`` on, rows (queries) from ``first``
-on, and columns (keys). Row i of a tile sees its columns [low + i, high + i), of which it may have none. What is known
-of a row lies in ``top``, the maximum of its scores, and ``total``, the sum of their exponentials, both
-(all pairs, all rows).
-
-A tile of head rows is contiguous (pairs, rows, head size). It belongs to a target (batch, context, columns) that has
-``heads`` heads next to each other from ``column`` on. On a GPU a tile has all pairs of some samples.
+The softmax is computed tile by tile (Milakov, Gimelshein, arXiv:1805.02867). A score tile is contiguous (pairs, rows,
+columns): (sample, head) pairs from ``pair`` on, queries from ``first`` on, and keys. Row i sees the columns
+[low + i, high + i). ``top`` has each row's maximum score so far, ``total`` the sum of exponentials. A tile of head rows
+is contiguous (pairs, rows, head size). Its target (batch, context, columns) has ``heads`` heads from ``column`` on.
 """
 
 from pathlib import Path
@@ -22,17 +18,17 @@ from hpcdist.models.layers.vector_math import REORDER, SAMPLE_DTYPES, exp, row_m
 
 SOFTMAX: Final = KernelSource(Path(__file__).parents[1] / "cuda" / "softmax.cu")
 
-# Pair and query at its corner; the columns that the first row sees, and the next ones one further on; whether it is the
+# First pair and first query; visible columns [low, high) of the first row, which move by one per row; True for the
 # first tile of its rows.
 Tile: TypeAlias = tuple[int, int, int, int, bool]
 
 
 def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array, shrink: Array) -> None:
-    """Overwrite scores s with ``exp(scale (s - maximum))``, hidden ones with 0, and update top and total by them.
+    """Overwrite a tile of scores s with ``exp(scale (s - top))``, with the maximum ``top`` of each row so far.
 
-    The maximum is that of the columns up to here. Tiles come in the order of their columns; after the first of its
-    rows ``shrink`` (pairs, rows) is what sums over the earlier columns have to be multiplied by. ``scale`` is positive.
-    Of a row that has seen nothing yet the maximum is -infinity and the sum 0.
+    Update each row's ``top`` and sum of exponentials ``total``. Hidden elements become 0. The tiles of a row must come
+    in column order. After the first tile, ``shrink`` (pairs, rows) gets the factor for sums over the previous tiles. A
+    row without visible columns has the maximum -infinity.
     """
     if is_device(s):
         _softmax_advance_device(s, tile, scale, top, total, shrink)
@@ -41,10 +37,9 @@ def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array
 
 
 def softmax_gradient(s: Array, d: Array, tile: Tile, scale: float, top: Array, total: Array, dots: Array) -> None:
-    """Overwrite scores s with their probabilities p, and the gradient d of those with that of the scores.
+    """Overwrite a tile of scores s with probabilities p, and overwrite d, the gradient of p, with the gradient of s.
 
-    The latter is ``scale p (d - dots)``, with the sum of p d over a row in ``dots`` (all pairs, all rows). ``top`` and
-    ``total`` are of all columns.
+    The gradient of s is ``scale p (d - dots)``. ``dots`` (all pairs, all rows) has the sum of p d over each row.
     """
     if is_device(s):
         _softmax_gradient_device(s, d, tile, scale, top, total, dots)
@@ -66,7 +61,7 @@ def _softmax_gradient_device(
                    top.shape[1], pair, first, low, high, float(scale), REAL=s.dtype)  # fmt: skip
 
 
-# Hidden columns are computed as well: rows of a whole number of vectors have no rest then.
+# Hidden columns are computed too, so that rows consist of whole vectors.
 
 
 @jit(fastmath=REORDER)
@@ -81,8 +76,8 @@ def _softmax_advance(
             highest, sums = row_maximum(row), scale - scale  # a zero of the dtype
             if not new:
                 highest = max(highest, top[pair + h, first + i])
-            base = sums if highest == -np.inf else highest  # of a row that has seen nothing 0
-            if not new:  # sums over earlier tiles were relative to a maximum that may be exceeded now
+            base = sums if highest == -np.inf else highest  # 0 for a row without visible columns
+            if not new:  # earlier sums are relative to an older maximum
                 shrink[h, i] = exp((top[pair + h, first + i] - base) * scale)
                 sums = total[pair + h, first + i] * shrink[h, i]
             for j in range(row.size):
@@ -104,7 +99,7 @@ def _softmax_gradient(
             p[:begin], p[end:] = -np.inf, -np.inf
             g[:begin], g[end:] = 0, 0
             highest, dot = top[pair + h, first + i], dots[pair + h, first + i]
-            # One division for the row. The Jacobian of softmax: dscore_j = p_j (g_j - sum_k p_k g_k), times the scale.
+            # One division per row. Jacobian of softmax: dscore_j = p_j (g_j - sum_k p_k g_k), times the scale.
             share = s.dtype.type(1.0 / total[pair + h, first + i])
             for j in range(p.size):
                 p[j] = exp((p[j] - highest) * scale) * share
@@ -137,7 +132,10 @@ for _softmax_dtype in SAMPLE_DTYPES:
 
 
 def rescale_add(part: Array, y: Array, heads: int, pair: int, first: int, shrink: Array) -> None:
-    """Multiply rows of y by ``shrink`` (pairs, rows) and add ``part`` to them; y has the heads' columns alone."""
+    """Multiply rows of y by the factors ``shrink`` (pairs, rows), then add the rows of ``part`` to them.
+
+    The rows begin at row ``first`` of the (sample, head) pair with index ``pair``. y has ``heads`` heads.
+    """
     if is_device(y):
         _add_rows_device(part, 1, y, heads, pair, 0, first, True, shrink)
     else:
@@ -145,7 +143,10 @@ def rescale_add(part: Array, y: Array, heads: int, pair: int, first: int, shrink
 
 
 def divide_by_totals(y: Array, heads: int, pair: int, first: int, pairs: int, rows: int, total: Array) -> None:
-    """Divide rows of so many pairs of y by ``total`` (all pairs, context); y has the heads' columns alone."""
+    """Divide rows [first, first + rows) of y by their entries in ``total`` (all pairs, context).
+
+    Do this for ``pairs`` (sample, head) pairs, of which the first has the index ``pair``.
+    """
     if is_device(y):
         size = y.shape[2] // heads
         n = pairs * rows * size
@@ -156,7 +157,7 @@ def divide_by_totals(y: Array, heads: int, pair: int, first: int, pairs: int, ro
 
 
 def row_dots(dy: Array, y: Array, heads: int, out: Array) -> None:
-    """Write the products of the rows of dy and y, which have the heads' columns alone, to ``out`` (pairs, context)."""
+    """Write the sum of dy * y over the columns of each head to ``out``, for each (sample, head) pair and token."""
     if is_device(y):
         batch, context, width = y.shape
         rows = batch * context * heads
@@ -168,7 +169,11 @@ def row_dots(dy: Array, y: Array, heads: int, out: Array) -> None:
 def accumulate(
     part: Array, groups: int, target: Array, heads: int, pair: int, column: int, first: int, add: bool
 ) -> None:
-    """Write ``part`` (pairs groups, rows, size), summed over its groups, to rows of ``target``; ``add`` adds it."""
+    """Sum ``part`` (pairs * groups, rows, size) over the ``groups`` query heads that share a key head.
+
+    Write the sums to ``target``, or add them if ``add``. They begin at row ``first``, column ``column`` and
+    (sample, head) pair ``pair`` of ``target``.
+    """
     if is_device(target):
         _add_rows_device(part, groups, target, heads, pair, column, first, add, None)
     else:
@@ -185,7 +190,7 @@ def _add_rows_device(
                    REAL=part.dtype)  # fmt: skip
 
 
-# Rows are cut out before their loops: with one index alone LLVM makes vector code without a check at every row.
+# Rows are sliced before their loops: with a single index, LLVM vectorises without checks.
 
 
 @jit(fastmath=REORDER)
@@ -227,7 +232,7 @@ def _row_dots(dy: Any, y: Any, heads: Any, out: Any) -> None:
 def _accumulate(part: Any, groups: Any, target: Any, heads: Any, pair: Any, column: Any, first: Any, add: Any) -> None:
     size = part.shape[2]
     for p in range(part.shape[0]):
-        b, h = divmod(pair + p // groups, heads)  # groups pairs of the tile after another share one head of the target
+        b, h = divmod(pair + p // groups, heads)  # ``groups`` consecutive pairs of the tile share one target head
         left, adds = column + h * size, add or p % groups > 0
         for i in range(part.shape[1]):
             row, new = target[b, first + i, left : left + size], part[p, i]

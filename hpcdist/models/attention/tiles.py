@@ -1,8 +1,7 @@
-"""Memory layout of attention heads, and the chunks of samples and heads that are computed at a time.
+"""Memory layout of attention heads, and chunks of samples and heads that are computed at a time.
 
-Rows of an array are tokens in the order of their places in the sample: all of them, or some `Pieces`. Pairs of a
-sample and a query head are numbered by sample, then by head; the query heads of a group, which share a key and value
-head, follow one another. Arrays of statistics have a row for each pair.
+Rows of an array are tokens in sample order: all tokens, or some `Pieces`. Pairs (sample, query head) are numbered by
+sample, then head; query heads that share a key and value head are adjacent. Statistics have a row per pair.
 """
 
 import math
@@ -16,19 +15,19 @@ from hpcdist.errors import UsageError
 from hpcdist.models.documents import Documents
 from hpcdist.models.layers.dropout import WORDS_PER_COUNTER, Mask
 
-QUERY_BLOCK: Final = 64  # smaller blocks skip more of the masked half, larger ones are faster matrix products
+QUERY_BLOCK: Final = 64  # smaller blocks skip more masked scores, larger ones have faster matrix products
 LONG: Final = 512  # the other side of a tile: a multiple of QUERY_BLOCK
-TILE: Final = 4 * 64 * 256  # scores at a time on a CPU: three tiles of float32 stay in a second-level cache
+TILE: Final = 4 * 64 * 256  # scores in a CPU tile: three float32 tiles fit in a second-level cache
 
 
-Span: TypeAlias = tuple[int, int]  # rows of an array, or places: the first, and the one behind the last
+Span: TypeAlias = tuple[int, int]  # range [first, end) of rows of an array, or of token positions
 EVERYTHING: Final[Span] = (0, sys.maxsize)
-BEYOND: Final = 1 << 40  # any place
+BEYOND: Final = 1 << 40  # larger than any token position
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers and places of heads. ``group`` query heads share one of the ``shared`` key and value heads."""
+    """Number, size and layout of attention heads: ``shared`` key heads, each used by ``group`` query heads."""
 
     batch: int
     context: int
@@ -38,47 +37,49 @@ class Heads:
 
     @property
     def queries(self) -> int:
-        """The number of query heads."""
+        """Number of query heads: shared * group."""
         return self.shared * self.group
 
     def view(self, x: Array, part: int, *, of_queries: bool) -> Array:
-        """View a part of x (batch, context, columns), as wide as its heads, as (batch, shared, group, context, size).
+        """View the queries, keys or values in x (batch, context, columns) as (batch, shared, group, context, size).
 
-        Keys and values have a group of 1.
+        The columns of x contain two or three of queries, keys and values, in this order. ``part`` is the index in x of
+        the one to view. For keys and values, group is 1.
         """
         group = self.group if of_queries else 1
         width = self.shared * group * self.size
-        own = x[:, :, part * width : (part + 1) * width]
-        return own.reshape(self.batch, self.context, self.shared, group, self.size).transpose(0, 2, 3, 1, 4)
+        columns = x[:, :, part * width : (part + 1) * width]
+        return columns.reshape(self.batch, self.context, self.shared, group, self.size).transpose(0, 2, 3, 1, 4)
 
     @property
     def scale(self) -> float:
-        """The factor of the scores."""
+        """Factor by which scores q k^T are multiplied: 1 / sqrt(head size)."""
         return 1 / math.sqrt(self.size)
 
     def most_pairs(self, like: Array) -> int:
-        """Return the most pairs of a sample and a query head that a chunk has, in the memory that ``like`` lies in."""
+        """Return the number of (sample, query head) pairs in the largest chunk, on the device of the array ``like``."""
         return max((chunk.pairs for chunk in self.chunks(everything=is_device(like))), default=0)
 
     def chunks(
         self, everything: bool, first_head: int = 0, last_head: int | None = None, *, apart: bool = False
     ) -> Iterator["HeadChunk"]:
-        """Cut samples, and shared heads [first, last), so that a tile has about TILE scores, or not at all.
+        """Split the key heads [first_head, last_head) of all samples into chunks, which are computed one at a time.
 
-        ``apart``: no chunk has two samples, as where each has documents of its own.
+        A tile of a chunk has about TILE scores. If ``everything``, return a single chunk. If ``apart``, a chunk has
+        only one sample, because documents differ between samples.
         """
         last_head = self.shared if last_head is None else last_head
         tile = min(QUERY_BLOCK, self.context) * min(LONG, self.context)  # scores of one pair
         samples = self.batch if everything else TILE // (tile * self.queries)
         if apart:
             samples = min(samples, 1)
-        if last_head - first_head < self.shared:  # pairs of a chunk are numbered without gaps
+        if last_head - first_head < self.shared:  # pairs of a chunk are numbered consecutively
             assert not everything
             samples = 0
-        if samples:  # whole samples, with all their heads
+        if samples:  # whole samples with all heads
             for first in range(0, self.batch, samples):
                 yield HeadChunk(self, first, min(first + samples, self.batch), first_head, last_head)
-        else:  # not one sample fits: some of its shared heads, each with its group of query heads
+        else:  # less than a sample: some shared heads, each with its group of query heads
             step = max(1, TILE // (tile * self.group))
             for sample in range(self.batch):
                 for first in range(first_head, last_head, step):
@@ -87,7 +88,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class HeadChunk:
-    """All heads of some samples, or some of one."""
+    """Heads and samples that are computed together: all heads of some samples, or some heads of one sample."""
 
     heads: Heads
     first_sample: int
@@ -97,95 +98,100 @@ class HeadChunk:
 
     @property
     def outer(self) -> tuple[int, int, int]:
-        """Numbers of samples, of shared heads, and of query heads for each of those."""
+        """Shape of the chunk: (samples, key heads, query heads per key head)."""
         return self.last_sample - self.first_sample, self.last_head - self.first_head, self.heads.group
 
     @property
     def pairs(self) -> int:
-        """The number of pairs of a sample and a query head."""
+        """Number of (sample, query head) pairs in the chunk."""
         samples, shared, group = self.outer
         return samples * shared * group
 
     @property
     def pair(self) -> int:
-        """The number of the first pair of a sample and a query head."""
+        """Index of the chunk's first (sample, query head) pair in the batch."""
         return (self.first_sample * self.heads.shared + self.first_head) * self.heads.group
 
     def of(self, view: Array, skipped: int = 0) -> Array:
-        """Return what this chunk has of a view that `Heads.view` made of all but the first ``skipped`` heads."""
+        """Return this chunk's samples and heads of ``view``, an array from `Heads.view`.
+
+        ``skipped`` is the number of first key heads that ``view`` lacks.
+        """
         return view[self.first_sample : self.last_sample, self.first_head - skipped : self.last_head - skipped]
 
     def spans(self, documents: Documents | None, pieces: "Pieces") -> Sequence[Span]:
-        """Return the rows of each document of the one sample in an array with ``pieces``; all rows without documents.
+        """Return the row range of each document of the chunk's sample, in an array with the tokens in ``pieces``.
 
-        Of documents of which no token is here, they are none.
+        If ``documents`` is None (samples are not packed), return one range of all rows.
         """
         return (EVERYTHING,) if documents is None else documents.spans(self.first_sample, pieces)
 
     def drop(self, tile: Array, dropped: Mask | None, first: int, start: int) -> None:
-        """Drop what ``dropped`` says of a tile (pairs, rows, columns) from row ``first`` and column ``start`` on.
-
-        Both are places in the sample.
-        """
-        if dropped is not None and (skipped := start % WORDS_PER_COUNTER):  # as at the beginning of a document
+        """Apply ``dropped``, a dropout mask, to ``tile``: its first element is at row ``first``, column ``start``."""
+        if dropped is not None and (skipped := start % WORDS_PER_COUNTER):  # e.g. at the start of a document
             wide = namespace(tile).empty((*tile.shape[:2], skipped + tile.shape[2]), tile.dtype)
             wide[..., skipped:] = tile
             wide[..., :skipped] = 0
             self.drop(wide, dropped, first, start - skipped)
             tile[...] = wide[..., skipped:]
         elif dropped is not None:
-            # Rows of the mask in front of this chunk: whole samples, then whole query heads of `pitch` rows each.
+            # Rows of the mask before this chunk: whole samples, then whole query heads of `pitch` rows each.
             above = self.first_sample * dropped.rows_per_sample + self.first_head * self.heads.group * dropped.pitch
             dropped.drop(tile, 0, tile.shape[1], tile.shape[2], above=above + first, left=start)
 
 
 def heads_of(qkv: Array, kv: Array | None, head_size: int) -> Heads:
-    """Return the heads of what attention is given: query, key and value, or queries and ``kv``. Raises UsageError."""
+    """Return the number and size of the heads in ``qkv``, or in queries ``qkv`` and keys and values ``kv``.
+
+    Raises UsageError for invalid shapes.
+    """
     batch, context, columns = qkv.shape
     if kv is None:
         if head_size < 1 or columns % (3 * head_size):
             raise UsageError(
-                f"attention got {columns} columns for query, key and value, in heads of {head_size}; give a multiple "
-                f"of {3 * head_size}, or pass keys and values as kv"
+                f"attention got {columns} columns for query, key and value, in heads of size {head_size}; give a "
+                f"multiple of {3 * head_size}, or pass keys and values as kv"
             )
         return Heads(batch, context, columns // (3 * head_size), 1, head_size)
     shared = kv.shape[2] // (2 * head_size)
     if kv.shape != (batch, context, 2 * shared * head_size) or not shared or columns % (shared * head_size):
         raise UsageError(
-            f"attention got queries of shape {qkv.shape} and kv of shape {kv.shape}, in heads of {head_size}; give kv "
-            f"(batch, context, 2 k {head_size}) of the same batch and context, and queries of a multiple of k heads"
+            f"attention got queries of shape {qkv.shape} and kv of shape {kv.shape}, in heads of size {head_size}; for "
+            f"k key heads give kv (batch, context, 2 k {head_size}), and queries with a multiple of k heads"
         )
     return Heads(batch, context, shared, columns // (shared * head_size), head_size)
 
 
-Pieces: TypeAlias = tuple[tuple[int, int, int], ...]  # first row, last row, place of the first in its sample; ascending
+Pieces: TypeAlias = tuple[tuple[int, int, int], ...]  # (first row, end row, token position of the first row), ascending
 
 
 def one_piece(rows: int) -> Pieces:
-    """Return the pieces of an array that has the first ``rows`` tokens of each sample."""
+    """Return a list of pieces with one piece: the first ``rows`` tokens of each sample, at position 0."""
     return ((0, rows, 0),)
 
 
 def blocks(
     pieces: Pieces, long: int = QUERY_BLOCK, first: int = 0, last: int | None = None, places: Span = EVERYTHING
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, end, place of the start) of blocks of ``long`` rows in [first, last), none over a border.
+    """Yield blocks of at most ``long`` rows that together cover the rows [first, last).
 
-    Of each piece rows in front of and behind ``places`` are left out in steps of QUERY_BLOCK.
+    A block is (start row, end row, token position of the start row) and lies within one of the ``pieces``. Rows whose
+    token position is outside of the range ``places`` are skipped, in steps of QUERY_BLOCK rows.
     """
-    for begin, end, place in pieces:
+    for begin, end, position in pieces:
         low, stop = max(begin, first), end if last is None else min(end, last)
-        here = place + low - begin
+        here = position + low - begin
         stop = min(stop, low - (here - places[1]) // QUERY_BLOCK * QUERY_BLOCK)
         low += max(0, places[0] - here) // QUERY_BLOCK * QUERY_BLOCK
         for start in range(low, stop, long):
-            yield start, min(start + long, stop), place + start - begin
+            yield start, min(start + long, stop), position + start - begin
 
 
 def band(distance: int, window: int, *, causal: bool) -> Span:
-    """Return the columns (keys) that the first row (query) of a tile sees; row i sees them i further on.
+    """Return the range of columns [low, high) that the first row of a tile sees.
 
-    The place of the query is ``distance`` behind that of the first key. ``causal``: it sees no key behind itself. With
-    a ``window`` it sees no more than so many keys up to its own place.
+    Both ends increase by one with each later row. Rows are queries, columns are keys. The first query is ``distance``
+    positions after the first key. ``causal``: later keys are hidden. ``window`` is the number of keys that a query
+    sees, itself included (0: all).
     """
     return distance + 1 - min(window or BEYOND, BEYOND), distance + 1 if causal else BEYOND

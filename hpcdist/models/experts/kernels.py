@@ -1,7 +1,7 @@
-"""Launches of the CUDA kernels of a mixture of experts; their source is ``models/cuda/experts.cu``.
+"""Launches of the CUDA kernels of a mixture of experts (``models/cuda/experts.cu``).
 
-Each does what the loop of its name in `hpcdist.models.experts.router` or `hpcdist.models.experts.mixture` does, in one
-launch whatever the number of tokens and experts. Nothing here waits for the GPU. Arrays are contiguous.
+Each function does the same as the CPU loop of its name in `hpcdist.models.experts.router` or `mixture`, in one launch.
+No function waits for the GPU. Arrays are contiguous.
 """
 
 from pathlib import Path
@@ -14,29 +14,34 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.gpu.kernels import KernelSource, elementwise, width_of
 
 EXPERTS: Final = KernelSource(Path(__file__).parents[1] / "cuda" / "experts.cu")
-WARPS: Final = 4  # of a block
+WARPS: Final = 4  # per block
 
 
 def _by_warps(name: str, warps: int, *args: Any, real: Any) -> None:
-    """Launch ``name`` with a warp for each of its parts."""
     EXPERTS.launch(name, -(-warps // WARPS), 32 * WARPS, *args, REAL=real)
 
 
 def choose(logits: Array, bias: Array, sigmoid: bool, chosen: Array, gates: Array) -> None:
-    """Write the experts of each token, int32, and their gates; bias is float64."""
+    """Write each token's ``chosen`` experts (int32) and the experts' weights ``gates``, from its router ``logits``.
+
+    ``sigmoid``: scores are sigmoids, not a softmax. ``bias`` (experts,) is float64. On a GPU.
+    """
     tokens, experts = logits.shape
     _by_warps("choose", tokens, logits, bias, chosen, gates, tokens, experts, chosen.shape[1], int(sigmoid),
               real=logits.dtype)  # fmt: skip
 
 
 def count(chosen: Array, runs: Array, counts: Array) -> None:
-    """Write how many choices each expert has in each run."""
+    """Write to ``counts``, for each range of tokens in ``runs``, how often each expert was chosen. On a GPU."""
     _by_warps("count_choices", counts.size, chosen, runs, counts, counts.size, counts.shape[-1], chosen.shape[1],
               real=np.float32)  # fmt: skip
 
 
 def place(chosen: Array, runs: Array, table: Array, places: Array) -> None:
-    """Write the rows of the choices in ``runs``; ``table`` (..., experts, 2) has the first of each, and how many."""
+    """Write to ``places`` the row of each choice (one token's choice of one expert). On a GPU.
+
+    ``runs`` are ranges of tokens. ``table`` (..., experts, 2) has each expert's first row and number of rows per range.
+    """
     n = table.size // 2
     _by_warps("place_choices", n, chosen, runs, table, places, n, table.shape[-2], chosen.shape[1],
               real=np.float32)  # fmt: skip
@@ -45,9 +50,10 @@ def place(chosen: Array, runs: Array, table: Array, places: Array) -> None:
 def choose_backward(
     logits: Array, chosen: Array, gates: Array, dgates: Array, sigmoid: bool, runs: Array, table: Array, figures: Array
 ) -> None:
-    """Overwrite the logits with their gradient, and add the figures of all tokens to ``figures`` (3,).
+    """Overwrite the router ``logits`` with their gradient, and add to ``figures`` (3,). On a GPU.
 
-    ``table`` (samples, experts + 2) has shares and coefficients.
+    ``figures`` are sums over all tokens: entropy, balance loss and z loss. ``table`` (samples, experts + 2) has each
+    expert's share of the choices, and the coefficients of both losses.
     """
     (tokens, experts), (samples, pieces, _) = logits.shape, runs.shape
     if not tokens:
@@ -59,19 +65,19 @@ def choose_backward(
 
 
 def spread(tokens: Array, places: Array, rows: Array) -> None:
-    """Write the token of each choice to its row."""
+    """Copy each token to the rows of its choices of experts: the indices ``places`` in ``rows``. On a GPU."""
     n, each, hidden = places.size * tokens.shape[1], places.shape[1], tokens.shape[1]
     grid = elementwise(n, width_of(rows.dtype))
     EXPERTS.launch("spread", *grid, tokens, places, rows, n, each, hidden, REAL=rows.dtype)
 
 
 def collect(rows: Array, places: Array, gates: Array, y: Array) -> None:
-    """Write the sum of the rows of each token times their gates."""
+    """Write to y, for each token, the sum of the expert rows of its choices, weighted by the gates. On a GPU."""
     _collect(rows, places, gates, y, gated=True)
 
 
 def collect_onto(rows: Array, places: Array, dx: Array) -> None:
-    """Add the rows of each token to its own."""
+    """Add to each row of ``dx``, the gradient of a token, the expert rows of the token's choices. On a GPU."""
     _collect(rows, places, rows, dx, gated=False)
 
 
@@ -82,15 +88,19 @@ def _collect(rows: Array, places: Array, gates: Array, y: Array, *, gated: bool)
 
 
 def collect_backward(dy: Array, places: Array, gates: Array, rows: Array, dgates: Array) -> None:
-    """Overwrite the rows with their gradient, and write that of the gates, 0 of those that were dropped."""
+    """Overwrite the expert outputs ``rows`` with their gradient, for the output gradient dy. On a GPU.
+
+    Write the gradient of the gates to ``dgates``, 0 for dropped choices.
+    """
     _by_warps("collect_backward", places.size, dy, places, gates, rows, dgates, places.size, places.shape[1],
               rows.shape[1], real=rows.dtype)  # fmt: skip
 
 
 def move_blocks(source: Array, target: Array, blocks: Array, longest: int, *, back: bool) -> None:
-    """Copy blocks of rows; ``blocks`` (n, 3) are first row there, first row here, and rows, at most ``longest``.
+    """Copy groups of consecutive rows from ``source`` to ``target`` on a GPU.
 
-    ``back``: from here to there.
+    Each line of ``blocks`` (n, 3) is a group: first source row, first target row, number of rows (at most ``longest``).
+    ``back`` swaps the first two columns.
     """
     wide, threads = elementwise(longest * source.shape[1], width_of(source.dtype))
     EXPERTS.launch("move_blocks", (wide, len(blocks)), threads, source, target, blocks, source.shape[1], int(back),

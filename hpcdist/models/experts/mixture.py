@@ -1,20 +1,13 @@
-"""Feed-forwards of a mixture of experts: tokens sorted by expert, and one matrix product an expert over its rows.
+"""Mixture of experts: tokens sorted by expert, and one matrix product per expert over its rows.
 
-For N tokens of width h with k experts each, forward and backward are four steps, none of which loops over tokens in
-Python:
+N tokens of width h with k experts each take four steps:
 
-    route      logits of the N tokens; their experts and gates, and the row of each choice, sorted by expert
+    route      logits, experts and gates of the N tokens, and the row of each choice, sorted by expert
     spread     row <- token of the choice                                        (rows, h), rows = k N without drops
     multiply   up, activation, down: a BLAS call on the rows of each expert      (rows, f)
-    collect    token <- sum of its k rows times their gates                      (N, h)
+    collect    token <- sum of its k rows, weighted by their gates               (N, h)
 
-On a GPU the host waits once in the forward, for how often each expert was chosen: products are of so many rows.
-
-The operations are those of k dense feed-forwards of width f, and of the router. Kept from forward to backward beside
-the input are k N (2 h + f + f') numbers, with f' = 2 f for "swiglu", and N (E + 3 k + h) small ones and the output.
-
-`StayingRows`, `WholeExperts` and `WholeSamples` do nothing: strategies that have experts on several ranks, or parts of
-all of them, or of samples, replace them by all-to-alls, by sums, and by a message of how often experts were chosen.
+On a GPU the host waits once per forward, for the number of rows of each expert. `hpcdist.models.counts` has the memory.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,107 +34,114 @@ ACTIVATION: Final = "experts.activation"
 
 
 class ExpertTensors(NamedTuple):
-    """Weights (outputs, inputs) of the experts whose rows are here, in the order of their rows, and their biases."""
+    """Weights (outputs, inputs) and biases of the experts that this rank computes, in the order of the token rows."""
 
     weights: Sequence[Array]
     biases: Sequence[Array] | None
 
 
 class ExpertGradients(NamedTuple):
-    """Destinations of the gradients of `ExpertTensors`, and for each whether to add to what is there."""
+    """Gradient arrays of `ExpertTensors`, as pairs (array, add). ``add`` False: overwrite the array."""
 
     weights: Sequence[tuple[Array, bool]]
     biases: Sequence[tuple[Array, bool]] | None
 
 
 class StayingRows:
-    """Rows of experts that are all on this rank: what a strategy replaces that has them on several. Local."""
+    """Transfer of token rows if all experts are on this rank. Strategies with remote experts replace this. Local."""
 
-    attends = False  # whether ranks compute together
+    attends = False  # True if ranks compute together, even ranks without samples
 
     def send_buffer(self, starts: np.ndarray, like: Array, parameters: Parameters, saved: Saved) -> Array:
-        """Return memory for the rows of the tokens ``like`` (N, h), of which expert e has ``starts[e]`` and on."""
+        """Return memory (``starts[-1]``, h) for the token rows to send. The rows of expert e begin at ``starts[e]``."""
         return saved.empty("experts.rows", (int(starts[-1]), like.shape[1]), like.dtype)
 
     def send_out(
         self, rows: Array, starts: np.ndarray, parameters: Parameters, saved: Saved, *, back: bool = False
     ) -> Callable[[], tuple[Array, np.ndarray]]:
-        """Begin to send the rows of tokens to their experts; return a call that waits for those of the experts here.
+        """Start to send token rows to the ranks of their experts. Return a function that waits for received rows.
 
-        It returns them sorted by expert, and where those of each begin. Here: as given. ``back``: gradients of the rows
-        of the forward, whose places are the same.
+        The rows of expert e begin at ``starts[e]``. The returned function returns (received rows sorted by expert,
+        first row of each local expert). ``back``: the rows are gradients.
         """
         if not back:
             saved.keep("experts.received", rows)
         return lambda: (rows, starts)
 
     def tensors(self, parameters: Parameters, prefix: str, saved: Saved) -> ExpertTensors:
-        """Return the tensors of the experts whose rows `send_out` brings."""
+        """Return the tensors named ``prefix`` of the experts whose rows this rank received."""
         weights, biases = parameters[f"{prefix}.weight"], parameters.get(f"{prefix}.bias")
-        return ExpertTensors([*matrices(weights)], None if biases is None else [each.reshape(-1) for each in biases])
+        return ExpertTensors([*matrices(weights)], None if biases is None else [bias.reshape(-1) for bias in biases])
 
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
-        """Return where the gradients of `tensors` go, before their rows are sent."""
+        """Return the gradient arrays of the tensors that `tensors` returns. Call this before gradient rows are sent."""
         weights, add = gradients.into(f"{prefix}.weight")
-        into = [(each, add) for each in matrices(weights)]
+        into = [(gradient, add) for gradient in matrices(weights)]
         if f"{prefix}.bias" not in parameters:
             return ExpertGradients(into, None)
         biases, add = gradients.into(f"{prefix}.bias")
-        return ExpertGradients(into, [(each.reshape(-1), add) for each in biases])
+        return ExpertGradients(into, [(gradient.reshape(-1), add) for gradient in biases])
 
     def result_buffer(
         self, name: str, shape: tuple[int, int], dtype: Any, saved: Saved, *, back: bool = False
     ) -> Array:
-        """Return memory for what experts make of their rows, which `bring_back` takes."""
+        """Return memory for the experts' results, to be passed to `bring_back`. ``back``: the results are gradients."""
         return (saved.scratch if back else saved.empty)(name, shape, dtype)
 
     def bring_back(self, rows: Array, name: str, saved: Saved, *, back: bool = False) -> Array:
-        """Return the rows of the tokens of this rank for those of its experts, in the order of `send_out`."""
+        """Send the experts' results ``rows`` back to the ranks of their tokens.
+
+        Return the results for this rank's tokens, in the order in which the tokens were sent. ``back``: the results
+        are gradients.
+        """
         return rows
 
 
 class WholeExperts:
-    """Borders of experts that no tensor axis cuts: what a strategy replaces that cuts them. Local."""
+    """Steps before and after experts that tensor parallelism does not shard. Strategies replace this class. Local."""
 
-    first = True  # whether this rank adds what must be added once
-    writes_whole = True  # whether it has the gradients of tensors that are not cut
+    first = True  # True on the rank that adds terms which must be added once
+    writes_whole = True  # True on the rank that writes the gradients of unsharded tensors
 
     def enter(self, x: Array, saved: Saved) -> Array:
-        """Return all tokens of ``x`` (batch, context, hidden), which stay until backward."""
+        """Gather this rank's tokens x from all tensor ranks. Return all tokens (batch, context, hidden)."""
         return x
 
     def partial(self, shape: tuple[int, ...], dtype: Any, saved: Saved) -> Array:
-        """Return uninitialised memory for this rank's summand of the output."""
+        """Return uninitialised memory for this rank's partial sum of the experts' output, with the given shape."""
         return saved.empty("experts.y", shape, dtype)
 
     def leave(self, partial: Array, saved: Saved) -> Array:
-        """Return this rank's part of the sum of the ranks' summands."""
+        """Sum ``partial`` over the tensor ranks. Return the experts' output for this rank's tokens."""
         return partial
 
     def leave_backward(self, dy: Array, saved: Saved) -> Array:
-        """Return the gradient of all tokens."""
+        """Gather the output gradient ``dy`` of this rank's tokens. Return the gradient of the tokens of all ranks."""
         return dy
 
     def enter_backward(self, dx: Array, saved: Saved) -> Array:
-        """Return this rank's part of the sum of the ranks' gradients of all tokens."""
+        """Sum ``dx`` over the tensor ranks. Return the input gradient of this rank's tokens."""
         return dx
 
     def sum_gates(self, dgates: Array) -> Array:
-        """Return the sum of the ranks' gradients of the gates, in place."""
+        """Sum the gate gradients over the tensor ranks in place, and return them."""
         return dgates
 
 
 class WholeSamples:
-    """Samples whose tokens are all on this rank: what a strategy replaces that cuts them. Local."""
+    """Layout of samples whose tokens are all on this rank. Strategies that shard samples replace this class. Local."""
 
     def placed(self, tokens: int) -> tuple[int, Pieces]:
-        """Return how many tokens whole samples have, and the pieces of which the ``tokens`` here are."""
+        """Return the number of tokens of a whole sample, and the list of its pieces on this rank.
+
+        ``tokens`` is the number of a sample's tokens on this rank.
+        """
         return tokens, one_piece(tokens)
 
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the choices of each expert in front of each piece, and in whole samples (samples, experts).
+        """Return two arrays: each expert's choices before each local piece, and each expert's choices per whole sample.
 
-        ``counts`` (samples, pieces, experts) are those in the pieces here.
+        A choice is one token's choice of an expert. ``counts`` (samples, pieces, experts) counts those in local pieces.
         """
         return np.zeros(counts.shape, np.int64), counts[:, 0]
 
@@ -153,12 +153,11 @@ UNCUT: Final = WholeSamples()
 
 @dataclass(frozen=True)
 class LocalExperts:
-    """Router and experts of each block; ``predictions`` says how many targets a sample of so many tokens has.
+    """Router and experts of all blocks. ``predictions`` maps a sample's length to its number of targets.
 
-    Its tensors are ``router.weight`` (E, h), ``experts.up.weight`` (E, [2,] f, h), ``experts.down.weight`` (E, h, f)
-    and, where linears have one, biases ``experts.up.bias`` (E, [2,] f) and ``experts.down.bias`` (E, h). A rank may
-    have some of the experts, to which ``travel`` brings the rows, or parts of all of them, within ``borders``, or parts
-    of ``samples``.
+    Tensors: ``router.weight`` (E, h), ``experts.up.weight`` (E, [2,] f, h), ``experts.down.weight`` (E, h, f), and
+    optional biases, with E experts, width h and inner width f. ``travel`` moves tokens to experts on other ranks,
+    ``borders`` handles experts that are sharded, and ``samples`` handles samples that are sharded.
     """
 
     config: ModelConfig
@@ -170,16 +169,11 @@ class LocalExperts:
 
     @property
     def attends(self) -> bool:
-        """Whether ranks compute together, those without samples too."""
         return self.travel.attends
 
     def begin(
         self, parameters: Parameters, x: Array, activation: ActivationOperation, saved: Saved
     ) -> Callable[[], Array]:
-        """Route x (batch, context, hidden), or this rank's part of that, which is kept unchanged, and send its tokens.
-
-        Return the call that waits for tokens, and returns y of the shape of x.
-        """
         x = self.borders.enter(x, saved)
         tokens, places, gates, starts = self._route(parameters, x, saved)
         rows = self.travel.send_buffer(starts, tokens, parameters, saved)
@@ -199,7 +193,6 @@ class LocalExperts:
     def _multiply(
         self, parameters: Parameters, rows: Array, starts: np.ndarray, activation: ActivationOperation, saved: Saved
     ) -> Array:
-        """Return what the experts make of the rows of all tokens here, in the order of `StayingRows.send_out`."""
         up, down = (self.travel.tensors(parameters, prefix, saved) for prefix in (UP, DOWN))
         wide = saved.empty(f"{UP}.y", (len(rows), matrices(parameters[f"{UP}.weight"]).shape[1]), rows.dtype)
         _products(up, rows, starts, wide)
@@ -211,10 +204,6 @@ class LocalExperts:
     def begin_backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, activation: ActivationOperation, saved: Saved
     ) -> Callable[[], Array]:
-        """Send the gradients of the tokens' rows to their experts; return the call that waits for them.
-
-        It writes or adds all gradients, those of the balance and z losses too, and returns dx, a scratch array.
-        """
         dy = self.borders.leave_backward(dy, saved)
         places, out, starts = saved["experts.places"], saved["experts.collected"], saved["experts.starts"]
         tokens: Array = saved["experts.x"].reshape(-1, dy.shape[-1])
@@ -243,7 +232,6 @@ class LocalExperts:
         activation: ActivationOperation,
         saved: Saved,
     ) -> Array:
-        """Write or add the gradients of the experts; return those of the rows of this rank's tokens."""
         travel, active, rows = self.travel, saved[f"{ACTIVATION}.y"], saved["experts.received"]
         up, down = (travel.tensors(parameters, prefix, saved) for prefix in (UP, DOWN))
         into_up, into_down = into
@@ -256,7 +244,7 @@ class LocalExperts:
         return travel.bring_back(drows, "experts.drows", saved, back=True)
 
     def _route(self, parameters: Parameters, x: Array, saved: Saved) -> tuple[Array, Array, Array, np.ndarray]:
-        """Return the tokens (N, h), and of each the rows and gates of its choices (N, k); where each expert begins."""
+        """Choose experts for each token. Return tokens (N, h), rows and gates of choices, and experts' first rows."""
         config, tokens = self.config, x.reshape(-1, x.shape[-1])
         logits = saved.empty("experts.logits", (len(tokens), config.experts), x.dtype)
         namespace(x).matmul(tokens, parameters["router.weight"].T, out=logits)
@@ -279,12 +267,12 @@ class LocalExperts:
     def _router_backward(
         self, parameters: Parameters, gradients: Gradients, tokens: Array, dgates: Array, saved: Saved
     ) -> Array:
-        """Write or add the gradient of the router; return that of the tokens (N, h), a scratch array."""
+        """Write or add the router's weight gradient. Return the gradient of the tokens (N, h), in scratch memory."""
         config, chosen, logits = self.config, saved["experts.chosen"], saved["experts.logits"]
-        sizes, runs, loads, own = saved["experts.routed"]
+        sizes, runs, loads, counts = saved["experts.routed"]
         seen = self.state.seen_of(saved.layer)
-        seen[: config.experts] += own
-        seen[config.experts] += own.sum() - saved["experts.starts"][-1]
+        seen[: config.experts] += counts
+        seen[config.experts] += counts.sum() - saved["experts.starts"][-1]
         of_token = saved.scale * np.array([self.predictions(size) / size for size in sizes.tolist()], np.float64)
         shares = loads / (config.experts_per_token * sizes[:, None])
         router.gradient_of_logits(
@@ -310,36 +298,41 @@ class LocalExperts:
 
 
 def with_experts(operations: Operations, config: ModelConfig, predictions: Callable[[int], int]) -> Operations:
-    """Return ``operations`` with the experts of ``config``, where it has some; see `LocalExperts`."""
+    """Return ``operations`` with `LocalExperts` if ``config`` has experts, else ``operations`` unchanged."""
     if not config.experts:
         return operations
     return replace(operations, experts=LocalExperts(config, predictions, RouterState(config)))
 
 
 def _runs(pieces: Pieces, tokens: int, sizes: np.ndarray) -> np.ndarray:
-    """Return the runs of `router.count` of samples of which ``sizes`` tokens are routed, ``tokens`` of each here."""
+    """Return, for each sample and piece, the range of tokens before the padding, for `router.count`.
+
+    ``tokens`` is a sample's number of local tokens. Sample s has ``sizes[s]`` tokens before its padding.
+    """
     start, end, place = np.array(pieces).T
     first = tokens * np.arange(len(sizes))[:, None] + start
     return np.stack([first, first + np.clip(sizes[:, None] - place, 0, end - start)], axis=-1)
 
 
 def _slices(starts: np.ndarray) -> Iterator[tuple[int, slice]]:
-    """Yield each expert that has rows, and their slice."""
     return ((e, slice(start, end)) for e, (start, end) in enumerate(pairwise(starts.tolist())) if start < end)
 
 
 def matrices(stacked: Array) -> Array:
-    """View weights (experts, ..., inputs) as (experts, outputs, inputs)."""
+    """View the stacked weights of all experts (experts, ..., inputs) as (experts, outputs, inputs)."""
     return stacked.reshape(len(stacked), -1, stacked.shape[-1])
 
 
 def _products(tensors: ExpertTensors, rows: Array, starts: np.ndarray, y: Array) -> None:
-    """Write rows weight^T + bias to y (rows, outputs), each row with the weight of its expert."""
+    """Multiply each row by the transposed weight of its expert, add the bias, and write to y (rows, outputs).
+
+    The rows of expert e begin at ``starts[e]``.
+    """
     matmul = namespace(rows).matmul
-    for e, own in _slices(starts):
-        matmul(rows[own], tensors.weights[e].T, out=y[own])
+    for e, where in _slices(starts):
+        matmul(rows[where], tensors.weights[e].T, out=y[where])
         if tensors.biases is not None:
-            add_to_rows(y[own], tensors.biases[e])
+            add_to_rows(y[where], tensors.biases[e])
 
 
 def _products_backward(
@@ -353,27 +346,27 @@ def _products_backward(
     *,
     biased: bool = True,
 ) -> None:
-    """Write or add the gradients of the weights and biases of all experts, and write dy weight to dx.
+    """Write the experts' weight gradients to ``into``, or add them to it, and write the input gradient to dx.
 
-    Unless ``biased``, the gradients of biases are another rank's.
+    The rows of expert e begin at ``starts[e]``. ``biased``: also bias gradients.
     """
-    none = set(np.flatnonzero(np.diff(starts) == 0).tolist())
-    for place, (weight, add) in enumerate(into.weights):
-        if place in none and not add:
+    idle = set(np.flatnonzero(np.diff(starts) == 0).tolist())
+    for index, (weight, add) in enumerate(into.weights):
+        if index in idle and not add:
             weight[...] = 0
-    for place, (bias, add) in enumerate(into.biases or ()):
-        if not (add or (biased and place not in none)):
+    for index, (bias, add) in enumerate(into.biases or ()):
+        if not (add or (biased and index not in idle)):
             bias[...] = 0
     matmul = namespace(dy).matmul
-    for e, own in _slices(starts):
+    for e, where in _slices(starts):
         weight, add = into.weights[e]
         product = saved.scratch("linear.dweight", weight.shape, weight.dtype) if add else weight
-        matmul(dy[own].T, x[own], out=product)
+        matmul(dy[where].T, x[where], out=product)
         if add:
             weight += product
         if into.biases is not None and biased:
-            column_sums(dy[own], *into.biases[e])
-        matmul(dy[own], tensors.weights[e], out=dx[own])
+            column_sums(dy[where], *into.biases[e])
+        matmul(dy[where], tensors.weights[e], out=dx[where])
 
 
 @jit
@@ -397,7 +390,6 @@ def _collect(rows: Any, places: Any, gates: Any, y: Any) -> None:
 
 @jit(fastmath=REORDER)
 def _collect_backward(dy: Any, places: Any, gates: Any, rows: Any, dgates: Any) -> None:
-    """Overwrite ``rows`` with their gradient, and write that of the gates, 0 of those that were dropped."""
     for t in range(places.shape[0]):
         for j in range(places.shape[1]):
             dgate = rows.dtype.type(0)

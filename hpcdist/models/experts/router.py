@@ -1,27 +1,18 @@
-"""Router of a mixture of experts: scores, choice, capacity, and what keeps the experts evenly loaded.
+"""Router of a mixture of experts: scores, choice, capacity and load balancing.
 
-A token has a score for each of E experts, of its logits l = W x: "softmax" of them (Shazeer et al., arXiv:1701.06538),
-or the "sigmoid" of each (DeepSeek-V3, arXiv:2412.19437). The k largest are its experts (of equal ones the first), and
-their gates are their scores over the sum of these k; with k = 1 the score itself (Switch, arXiv:2101.03961).
+The scores of E experts for a token come from its logits l = W x: "softmax" (Shazeer et al., arXiv:1701.06538), or the
+"sigmoid" of each logit (DeepSeek-V3, arXiv:2412.19437). The k largest scores select the experts. The gates are these k
+scores divided by their sum; for k = 1, the score (Switch, arXiv:2101.03961). For T tokens without padding:
 
-Everything that is not a sum over tokens is taken over one *sample*, so no cut of a batch into ranks or micro-batches
-changes it. Ranks that have parts of samples tell each other how often they chose which expert in each: `count`. What
-no document fills of a packed sample is not routed, and not of the T tokens:
-
-    capacity           c k T / E tokens of a sample of T, rounded up, for each expert; 0: no limit, nothing is dropped.
-                       Earlier tokens come first, whatever the rank of their choice: a token never depends on later
-                       ones. A dropped choice adds nothing; the gates of the others stay.
-    balance loss       a E sum_e f_e P_e, with f_e the share of the choices that went to e, before drops, and P_e the
-                       mean of its scores, normalised over the experts: 1 a where all are even (arXiv:2101.03961, for
-                       each sequence as arXiv:2412.19437, eq. 17)
+    capacity           At most c k T / E tokens (rounded up) per expert and sample; c = 0: no limit. Earlier tokens have
+                       priority. A dropped choice adds nothing.
+    balance loss       a E sum_e f_e P_e, with f_e the share of choices of expert e before drops, and P_e the mean of
+                       its normalised scores (arXiv:2412.19437, eq. 17)
     z loss             z mean of (log sum exp l)^2 over the tokens (ST-MoE, arXiv:2202.08906)
 
-Both losses are means over the samples of the whole batch, each with the weight of its targets, and sums over the
-layers, beside the mean loss of the targets, which alone is reported as the loss. Without a loss, a bias for each expert
-is added to its score where experts are chosen, and not in the gates; after a step it goes up by ``balance_rate`` where
-the expert had less than the mean load of the whole batch, and down where it had more (Wang et al., arXiv:2408.15664).
-Loads are whole numbers, summed over the ranks with the loss: the biases are the same bits everywhere. They are state of
-the run, and no parameters.
+Both losses are means over samples, weighted by the number of targets. The reported loss excludes them. Balancing
+without a loss (Wang et al., arXiv:2408.15664) adds a bias per expert to the scores for the choice only. A step changes
+the bias by ``balance_rate``: up if the expert's load was below the mean, down if it was above.
 """
 
 import math
@@ -37,15 +28,14 @@ from hpcdist.models.config import ModelConfig
 from hpcdist.models.experts import kernels
 from hpcdist.models.layers.vector_math import SAMPLE_DTYPES, exp
 
-EXTRA: Final = 4  # what `RouterState.seen` has behind the loads: dropped choices, entropy, balance loss, z loss
+EXTRA: Final = 4  # entries of `RouterState.seen` after the loads: dropped choices, entropy, balance loss, z loss
 
 
 class RouterState:
-    """Biases of the routers of a model, and what they did since `take`. Local.
+    """Load-balancing biases and statistics of the routers of all blocks. Local.
 
-    ``seen`` (layers, experts + EXTRA) has sums over tokens: choices of each expert before drops, dropped ones, the
-    entropy of their scores in nats, the balance loss of their sample and their z loss, without coefficients. On a GPU
-    the last three wait there for `take`, and the biases are copied there when they have moved.
+    ``seen`` (layers, experts + EXTRA) has sums over all tokens since the last `take`: choices of each expert before
+    drops, dropped choices, entropy of the scores in nats, and both losses (balance, z) without their coefficients.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -57,7 +47,7 @@ class RouterState:
         self._figures_there: Array | None = None
 
     def bias_of(self, layer: int, like: Array) -> Array:
-        """Return the biases of the router of ``layer``, a view (experts,), where ``like`` is."""
+        """Return a view (experts,) of the router biases of ``layer``, on the device of ``like``."""
         bias = self.bias
         if is_device(like):
             if self._bias_there is None:
@@ -66,7 +56,7 @@ class RouterState:
         return bias[layer - self.first_layer]
 
     def figures_of(self, layer: int, like: Array) -> Array:
-        """Return the last three of `seen_of`, a view, where ``like`` is."""
+        """Return a view of ``layer``'s sums of entropy, balance loss and z loss, on the device of ``like``."""
         if not is_device(like):
             return self.seen_of(layer)[self.experts + 1 :]
         if self._figures_there is None:
@@ -74,12 +64,12 @@ class RouterState:
         return self._figures_there[layer - self.first_layer]
 
     def seen_of(self, layer: int) -> np.ndarray:
-        """Return what the router of ``layer`` did, a view (experts + EXTRA,)."""
+        """Return a view (experts + EXTRA,) of the router statistics of ``layer`` since the last `take`, on the host."""
         row: np.ndarray = self.seen[layer - self.first_layer]
         return row
 
     def take(self) -> np.ndarray:
-        """Return what the routers did since the last call, and forget it (layers, experts + EXTRA)."""
+        """Return the router statistics (layers, experts + EXTRA) since the last call, and reset them to 0."""
         if self._figures_there is not None:
             self.seen[:, self.experts + 1 :] += backend.to_host(self._figures_there)
             self._figures_there = None
@@ -87,17 +77,17 @@ class RouterState:
         return taken
 
     def balance(self, loads: np.ndarray) -> None:
-        """Move the biases by ``loads`` (layers, experts), the choices in the whole batch of a step."""
+        """Update the router biases. ``loads`` (layers, experts): choices of each expert in a step's global batch."""
         if self.rate:
             self.bias += self.rate * np.sign(loads.sum(axis=1, keepdims=True) - self.experts * loads)
             self._bias_there = None
 
     def state(self) -> dict[str, Any]:
-        """Return the biases as JSON values, {} where they never moved and will not."""
+        """Return the router biases as JSON values, or {} if no bias is used."""
         return {"router_bias": self.bias.tolist()} if self.rate or self.bias.any() else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned; biases of another model, or none, leave those of this one alone."""
+        """Restore the biases from ``state``, the result of `state`. Ignore biases of a model with other sizes."""
         rows = state.get("router_bias", [])
         if [len(row) for row in rows] == [self.experts] * len(self.bias):
             self.bias[...] = rows
@@ -105,21 +95,25 @@ class RouterState:
 
 
 def capacity(config: ModelConfig, context: int) -> int:
-    """Return how many tokens of a sample of ``context`` tokens an expert takes: all of them without a factor."""
+    """Return the number of choices that each expert accepts from a sample of ``context`` tokens."""
     even = config.experts_per_token * context / config.experts
     return min(context, math.ceil(config.capacity_factor * even - 1e-9)) if config.capacity_factor else context
 
 
 def choose(logits: Array, bias: Array, kind: str, chosen: Array, gates: Array) -> None:
-    """Write the experts of each token to ``chosen`` (tokens, k), int32, and their gates; logits are (tokens, E)."""
+    """Choose k experts per token from the logits (tokens, E).
+
+    Write the experts to ``chosen``, their weights to ``gates``. ``kind`` names the score function. Both outputs are
+    (tokens, k), ``chosen`` in int32.
+    """
     (kernels.choose if is_device(logits) else _choose)(logits, bias, kind == "sigmoid", chosen, gates)
 
 
 def count(chosen: Array, runs: Array, experts: int) -> np.ndarray:
-    """Return how many choices each expert has in each of ``runs``, (samples, pieces, experts) int32.
+    """Return the number of choices of each expert in each range of ``runs``: int32 (samples, pieces, experts).
 
-    A run (samples, pieces, 2) int64 are the tokens of a piece of a sample that are routed: the first, and the one
-    behind the last. Runs are where ``chosen`` is. From a GPU the host waits for the counts.
+    ``runs`` (samples, pieces, 2), int64, has the range [first, end) of routed tokens for each piece of a sample, on the
+    device of ``chosen``. On a GPU the host waits for the counts.
     """
     counts = backend.zeros((*runs.shape[:2], experts), np.dtype(np.int32), "gpu" if is_device(chosen) else "cpu")
     (kernels.count if is_device(chosen) else _count)(chosen, runs, counts)
@@ -129,11 +123,11 @@ def count(chosen: Array, runs: Array, experts: int) -> np.ndarray:
 def place(
     chosen: Array, runs: Array, counts: np.ndarray, before: np.ndarray, rooms: np.ndarray, places: Array
 ) -> np.ndarray:
-    """Sort the choices by expert: write their rows to ``places`` (tokens, k), -1 for dropped ones.
+    """Sort all choices by expert. Write the row of each choice to ``places`` (tokens, k), and return ``starts``.
 
-    Return where each expert begins: e has the rows ``starts[e]`` to ``starts[e + 1]``, in the order of the tokens. Of
-    each sample it takes the first of ``rooms`` (samples,): ``before`` (samples, pieces, experts) lie in front of a
-    piece, and ``counts``, those of `count`, in it. Tokens in none of ``runs`` have no row.
+    Expert e has the rows ``starts[e]`` to ``starts[e + 1]`` - 1, in token order. A dropped choice has row -1. Each
+    expert accepts the first ``rooms[s]`` choices of sample s. ``counts`` is the result of `count` for ``runs``.
+    ``before`` has, for each piece and expert, the number of the sample's choices before the piece.
     """
     kept = np.clip(rooms[:, None, None] - before, 0, counts).astype(np.int64)
     starts = np.concatenate([[0], np.cumsum(kept.sum(axis=(0, 1)))])
@@ -158,11 +152,10 @@ def gradient_of_logits(
     table: np.ndarray,
     figures: Array,
 ) -> None:
-    """Overwrite ``logits`` with their gradient, and add entropy and both losses of the tokens to ``figures`` (3,).
+    """Overwrite router ``logits`` with their gradient; add entropy, balance loss and z loss to ``figures`` (3,).
 
-    ``table`` (samples, experts + 2) has the share of the choices of a whole sample that each expert has, and the
-    coefficients of the balance and of the z loss of a token in the scaled loss. Tokens in none of ``runs`` have no
-    gradient.
+    ``dgates`` is the gradient of ``gates``. ``table`` (samples, experts + 2) has each expert's share of the choices of
+    a whole sample, and the coefficients of the balance loss and the z loss.
     """
     on_device = is_device(logits)
     run = kernels.choose_backward if on_device else _choose_backward
@@ -172,7 +165,7 @@ def gradient_of_logits(
 
 @jit
 def _scores(logits: Any, sigmoid: Any, scores: Any, soft: Any) -> Any:
-    """Write scores and softmax of a token; return the sum of the scores and log sum exp of the logits."""
+    """Write a token's router scores and softmax. Return the sum of the scores, and log sum exp of the logits."""
     most = logits[0]
     for e in range(1, logits.size):
         most = max(most, logits[e])
@@ -202,7 +195,7 @@ def _choose(logits: Any, bias: Any, sigmoid: Any, chosen: Any, gates: Any) -> No
                 taken = False
                 for before in range(j):
                     taken = taken or chosen[t, before] == e
-                # A NaN is larger than nothing: then the first that are left are chosen, and it shows in the gates.
+                # A NaN compares false: then the first unused experts are chosen, and the NaN shows in the gates.
                 if not taken and (best < 0 or scores[e] + bias[e] > scores[best] + bias[best]):
                     best = e
             chosen[t, j] = best
@@ -254,7 +247,7 @@ def _choose_backward(
     end = 0
     for s in range(runs.shape[0]):
         balance, z = table[s, experts], table[s, experts + 1]
-        for e in range(experts):  # the gradient of the balance loss of this sample for a normalised score of a token
+        for e in range(experts):  # gradient of the sample's balance loss for a normalised score of a token
             even[e] = balance * experts * table[s, e]
         for p in range(runs.shape[1]):
             for t in range(end, runs[s, p, 0]):
@@ -271,7 +264,7 @@ def _choose_backward(
                         figures[0] -= share * np.log(share)
                     figures[1] += experts * table[s, e] * share
                 figures[2] += log_sum * log_sum
-                # Softmax scores are normalised already, and their sum of 1 does not depend on the logits.
+                # Softmax scores are normalised: their sum is 1 for any logits.
                 for e in range(experts):
                     dscores[e] = (even[e] - inside) / total if sigmoid else even[e]
                 if count == 1:
@@ -288,8 +281,8 @@ def _choose_backward(
                     inside += dscores[e] * scores[e]
                 slope = logits.dtype.type(2 * z) * log_sum
                 for e in range(experts):
-                    own = dscores[e] * (one - scores[e]) if sigmoid else dscores[e] - inside
-                    row[e] = own * scores[e] + slope * soft[e]
+                    slope_of_score = dscores[e] * (one - scores[e]) if sigmoid else dscores[e] - inside
+                    row[e] = slope_of_score * scores[e] + slope * soft[e]
     logits[end:] = 0
 
 

@@ -1,11 +1,8 @@
 """Activation functions: GELU in its tanh form (Hendrycks, Gimpel 2016), ReLU, and SwiGLU (Shazeer 2020).
 
-One pass over memory in each direction. With ``u = sqrt(2 / pi) (x + 0.044715 x^3)``, GELU is ``x (1 + tanh u) / 2``,
-which is ``x / (1 + exp(-2 u))``. With e the distance of 1 to the next number of the dtype, errors are at most
-
-    GELU                ``2 e |x|``                      its gradient                  ``4 e |dy|``
-    SwiGLU              ``3 e |gate value|``             the gradient of the gates     ``4 e |dy value|``
-                                                         and of the values             ``3 e |dy gate|``
+GELU is ``x (1 + tanh u) / 2`` with ``u = sqrt(2 / pi) (x + 0.044715 x^3)``. Errors in machine epsilons of the dtype:
+GELU ``2 |x|``, its gradient ``4 |dy|``; SwiGLU ``3 |gate value|``, its gradients ``4 |dy value|`` (gates) and
+``3 |dy gate|`` (values).
 """
 
 from typing import Any, Final
@@ -21,26 +18,26 @@ from hpcdist.models.stage import Saved
 
 ROOT: Final = 0.7978845608028654  # sqrt(2 / pi)
 CUBIC: Final = 0.044715
-_LINEAR, _CUBE = -2 * ROOT, -2 * ROOT * CUBIC  # of -2 u
-_BOUND: Final = 32.0  # of |x|: exp(-2 |u|) is 0 there in both precisions
-IN_ORDER: Final[Any] = REORDER - {"reassoc"}  # a product with a gate that is 0 comes before one that may overflow
+_LINEAR, _CUBE = -2 * ROOT, -2 * ROOT * CUBIC  # coefficients of -2 u
+_BOUND: Final = 32.0  # for |x| above, exp(-2 |u|) is 0 in both precisions
+IN_ORDER: Final[Any] = REORDER - {"reassoc"}  # multiply by a zero gate before a product that may overflow
 KINDS: Final = ("gelu", "relu", "swiglu")
 
 
 class LocalActivation:
-    """GELU, ReLU or SwiGLU of contiguous arrays, by the kind "gelu", "relu" or "swiglu".
+    """Activation functions of contiguous arrays. The kind is "gelu", "relu" or "swiglu".
 
-    SwiGLU takes x (..., 2 w), first the gates, then the values, and gives silu(gate) value (..., w).
+    "swiglu" maps x (..., 2 w), which has w gates followed by w values, to silu(gate) * value (..., w).
     """
 
     def forward(
         self, x: Array, kind: str, saved: Saved, *, name: str = "activation", bias: Array | None = None
     ) -> Array:
-        """Return the function ``kind`` of x; x is kept, as ``NAME.x``, and must stay unchanged until backward.
+        """Return the activation ``kind`` of x, and save x under its name for the backward pass. x must not change.
 
-        A ``bias`` of the last dim of x is added to it before, in place: on a GPU by the same kernel.
+        If there is a ``bias``, first add it to x in place; on a GPU, the same kernel does both.
         """
-        assert kind in KINDS, f"an activation is of the kind {kind!r}; there are {', '.join(KINDS)}"
+        assert kind in KINDS, f"unknown activation {kind!r}; choose one of {', '.join(KINDS)}"
         width = x.shape[-1] // 2 if kind == "swiglu" else x.shape[-1]
         y = saved.empty(f"{name}.y", (*x.shape[:-1], width), x.dtype)
         saved.keep(f"{name}.x", x)
@@ -60,7 +57,6 @@ class LocalActivation:
         return y
 
     def backward(self, dy: Array, saved: Saved, *, name: str = "activation") -> Array:
-        """Return dx, written over the x that was kept."""
         x: Array = saved[f"{name}.x"]
         kind = saved[f"{name}.kind"]
         if kind == "relu":
@@ -77,18 +73,17 @@ class LocalActivation:
 
 
 def _swiglu(x: Array, y: Array) -> None:
-    """Write silu(gate) value to y (rows, w) for x (rows, 2 w)."""
+    """Write silu(gate) * value to y (rows, w), for x (rows, 2 w) with w gates followed by w values."""
     flat, width = x.reshape(-1), y.shape[1]
     _swiglu_rows(flat, flat[width:], y.reshape(-1), width)
 
 
 def _swiglu_backward(x: Array, dy: Array) -> None:
-    """Overwrite x (rows, 2 w) with the gradient for dy (rows, w)."""
     flat, width = x.reshape(-1), dy.shape[1]
     _swiglu_rows_backward(flat, flat[width:], dy.reshape(-1), width)
 
 
-# Arguments of a type of their own make the constants: a Python float would turn float32 arithmetic into float64.
+# Constants are typed arguments: a Python float would turn float32 arithmetic into float64.
 @jit(fastmath=REORDER)
 def _gelu(x: Any, y: Any, linear: Any, cube: Any) -> None:
     one = x.dtype.type(1)
@@ -105,7 +100,7 @@ def _gelu_backward(x: Any, dy: Any, linear: Any, cube: Any, slope: Any, bound: A
         e = exp(v * (linear + cube * v * v))
         share = one / (one + e)
         rest = one - share if e > one else e * share  # 1 - share, without the rounding of a share near 1
-        # Beyond the bound `rest` or `share` is 0, whatever v is, and the square of v must not overflow. A NaN stays.
+        # Beyond the bound `rest` or `share` is 0, and the square of v must not overflow. NaN is preserved.
         v = bound if v > bound else v
         v = -bound if v < -bound else v
         x[i] = dy[i] * share * (one - v * rest * (linear + slope * v * v))
@@ -113,14 +108,14 @@ def _gelu_backward(x: Any, dy: Any, linear: Any, cube: Any, slope: Any, bound: A
 
 @jit(fastmath=REORDER)
 def _relu_backward(x: Any, dy: Any) -> None:
-    # A product with 0 instead of a plain 0: NaN and infinity of dy stay visible.
+    # Multiply by 0 instead of writing 0, so that NaN and infinity of dy stay visible.
     one, zero = x.dtype.type(1), x.dtype.type(0)
     for i in range(x.size):
         x[i] = dy[i] * (one if x[i] > zero else zero)
 
 
-# All arrays of SwiGLU's loops are 1-D: `gates` and `values` begin at the first of their kind in the same memory, and
-# follow each other by twice the width. Two views of a row would have the compiler fear that they overlap.
+# Arrays are 1-D: `gates` and `values` start at the first element of their kind in the same memory, rows are 2 width
+# apart. With two views of a row, the compiler would have to assume that they overlap.
 @jit(fastmath=IN_ORDER)
 def _swiglu_rows(gates: Any, values: Any, y: Any, width: int) -> None:
     one = y.dtype.type(1)

@@ -1,8 +1,7 @@
-"""Convolution of pictures with their channels last, by matrix products over unfolded neighbourhoods (im2col).
+"""Convolution of pictures (channels last), by matrix products over unfolded neighbourhoods (im2col).
 
-A few samples at a time are unfolded to rows of SIZE x SIZE x inputs numbers, as many as stay in a cache, and multiplied
-with the weight. The rows are not stored, they would be nine times the picture: backward unfolds them once more.
-Letters: n samples, h x w pixels of the input and p x q of the output, c channels.
+A few samples at a time are unfolded to rows of SIZE x SIZE x inputs numbers, as many as fit in a cache. Rows are not
+saved: backward unfolds again. Symbols: n samples, h x w input pixels, p x q output pixels, c channels.
 """
 
 from collections.abc import Iterator
@@ -16,21 +15,21 @@ from hpcdist.models.layers.linear import add_to_rows, gradient_of_bias
 from hpcdist.models.layers.vector_math import SAMPLE_DTYPES
 from hpcdist.models.stage import Gradients, Parameters, Saved
 
-SIZE: Final = 3  # of the window, along both sides: it reaches one pixel beyond its centre, zeros beyond the border
-CACHE_BYTES: Final = 1 << 20  # of rows at a time on a processor
-DEVICE_BYTES: Final = 1 << 28  # on a GPU, where few large products are faster
+SIZE: Final = 3  # side of the window, with zero padding of one pixel
+CACHE_BYTES: Final = 1 << 20  # of rows at a time on a CPU
+DEVICE_BYTES: Final = 1 << 28  # of rows at a time on a GPU, which is faster with a few large products
 
 
 def output_side(side: int, stride: int) -> int:
-    """Return how many windows fit along a side of so many pixels."""
+    """Return the number of output pixels along a side of ``side`` input pixels, if the window moves by ``stride``."""
     return (side - 1) // stride + 1
 
 
 def convolve(parameters: Parameters, prefix: str, x: Array, stride: int, saved: Saved) -> Array:
-    """Return y (n, p, q, outputs) for contiguous x (n, h, w, inputs), which must stay unchanged until backward.
+    """Return the convolution y (n, p, q, outputs) of n pictures, contiguous x (n, h, w, inputs).
 
-    ``PREFIX.weight`` is (outputs, SIZE, SIZE, inputs), ``PREFIX.bias`` (outputs,). The centres of the windows are the
-    pixels at multiples of ``stride``.
+    x must not change until the backward pass. ``PREFIX.weight`` is (outputs, SIZE, SIZE, inputs), ``PREFIX.bias``
+    (outputs,). The window is centred on every pixel whose coordinates are multiples of ``stride``.
     """
     weight = _as_matrix(parameters[f"{prefix}.weight"])
     samples, height, width, _ = x.shape
@@ -47,7 +46,7 @@ def convolve(parameters: Parameters, prefix: str, x: Array, stride: int, saved: 
 def convolve_backward(
     parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved, wants_dx: bool = True
 ) -> Array | None:
-    """Write or add the gradients of weight and bias; return dx, a scratch array, None without ``wants_dx``."""
+    """Write or add the gradients of weight and bias. Return dx in scratch memory, or None unless ``wants_dx``."""
     x, stride = saved[f"{prefix}.x"], saved[f"{prefix}.stride"]
     weight = _as_matrix(parameters[f"{prefix}.weight"])
     dweight, add = gradients.into(f"{prefix}.weight")
@@ -57,7 +56,7 @@ def convolve_backward(
     dx = saved.scratch("convolution.dx", x.shape, x.dtype) if wants_dx else None
     if dx is not None:
         assert not namespace(x).may_share_memory(dx, dy), (
-            f"{prefix} follows a convolution without an operation between them"
+            f"{prefix}: dy lies in the scratch array of dx; put another operation between the convolutions"
         )
         dx[...] = 0
     if not add and not len(x):
@@ -70,7 +69,7 @@ def convolve_backward(
         else:
             matmul(d.T, rows, out=into)
         if dx is not None:
-            matmul(d, weight, out=rows)  # the rows are not needed any more
+            matmul(d, weight, out=rows)  # reuse the memory of the rows
             _fold(rows, dx[part], dy.shape[1], dy.shape[2], stride)
     gradient_of_bias(gradients, prefix, dy)
     return dx
@@ -81,7 +80,7 @@ def _as_matrix(weight: Array) -> Array:
 
 
 def _unfolded(x: Array, shape: tuple[int, ...], stride: int, saved: Saved) -> Iterator[tuple[slice, Array]]:
-    """Yield some samples after the other, and the neighbourhoods of their output pixels: a scratch array, as rows."""
+    """Yield (slice of samples, scratch array). Each array row has the inputs of one output pixel's window."""
     samples, high, wide = shape[:3]
     columns = SIZE * SIZE * x.shape[-1]
     room = (DEVICE_BYTES if is_device(x) else CACHE_BYTES) // x.dtype.itemsize
@@ -97,7 +96,6 @@ def _unfolded(x: Array, shape: tuple[int, ...], stride: int, saved: Saved) -> It
 
 
 def _fold(rows: Array, dx: Array, high: int, wide: int, stride: int) -> None:
-    """Add rows of gradients to the pixels that they were taken from."""
     if is_device(rows):
         _fold_device(rows, dx, high, wide, stride)
     else:
@@ -106,7 +104,7 @@ def _fold(rows: Array, dx: Array, high: int, wide: int, stride: int) -> None:
 
 @jit
 def _unfold_rows(x: Any, rows: Any, high: Any, wide: Any, stride: Any) -> None:
-    # x (n, h, w, c), rows (n p q, SIZE SIZE c). The numbers of a row of a window lie together in both.
+    # x (n, h, w, c), rows (n p q, SIZE SIZE c). A row of a window is contiguous in both.
     samples, height, width, channels = x.shape
     lines = x.reshape(samples, height, width * channels)
     length = SIZE * channels
@@ -155,12 +153,16 @@ def _fold_rows(rows: Any, dx: Any, high: Any, wide: Any, stride: Any) -> None:
 
 
 def _shifted(high: int, wide: int, height: int, width: int, stride: int) -> Iterator[tuple[int, Any, Any]]:
-    """Yield, for each place of a window, its number, the output pixels that have it inside, and the input pixels."""
+    """Yield (window index, output pixels, input pixels) for each position in the window.
+
+    At this window position, the input pixels contribute to the output pixels. The input has ``height`` x ``width``
+    pixels, the output has ``high`` x ``wide``.
+    """
     for i in range(SIZE):
         for j in range(SIZE):
             outputs, inputs = [slice(None)], [slice(None)]
-            for place, count, side in ((i, high, height), (j, wide, width)):
-                before = place - SIZE // 2
+            for index, count, side in ((i, high, height), (j, wide, width)):
+                before = index - SIZE // 2
                 first = -(before // stride) if before < 0 else 0
                 last = min(count, (side - 1 - before) // stride + 1)
                 outputs.append(slice(first, last))
@@ -173,15 +175,15 @@ def _unfold_device(x: Array, rows: Array, high: int, wide: int, stride: int) -> 
     samples, height, width, channels = x.shape
     windows = rows.reshape(samples, high, wide, SIZE * SIZE, channels)
     windows[...] = 0
-    for place, outputs, inputs in _shifted(high, wide, height, width, stride):
-        windows[(*outputs, place)] = x[inputs]
+    for index, outputs, inputs in _shifted(high, wide, height, width, stride):
+        windows[(*outputs, index)] = x[inputs]
 
 
 def _fold_device(rows: Array, dx: Array, high: int, wide: int, stride: int) -> None:
     samples, height, width, channels = dx.shape
     windows = rows.reshape(samples, high, wide, SIZE * SIZE, channels)
-    for place, outputs, inputs in _shifted(high, wide, height, width, stride):
-        dx[inputs] += windows[(*outputs, place)]
+    for index, outputs, inputs in _shifted(high, wide, height, width, stride):
+        dx[inputs] += windows[(*outputs, index)]
 
 
 for _dtype in SAMPLE_DTYPES:

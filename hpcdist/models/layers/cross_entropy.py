@@ -1,7 +1,7 @@
 """Softmax cross entropy: loss in float64, gradient in place of the logits.
 
-One pass over the logits in each direction. With e the distance of 1 to the next number of the dtype, the error of a
-gradient is at most ``32 e scale``, and that of a loss ``8 e`` a token and as much of the logits' range.
+One pass over the logits per direction. With e = the machine epsilon of the dtype, the error of a gradient is at most
+``32 e scale``; the error of a loss is at most ``8 e`` per token, plus ``8 e`` times the range of the logits.
 """
 
 from typing import Any
@@ -17,17 +17,17 @@ from hpcdist.models.stage import Saved, as_indices, check_tokens
 
 
 class LocalCrossEntropy:
-    """Negative log likelihood of the target classes in nats. Targets of -1 do not count."""
+    """Cross-entropy loss in nats of target classes. Targets of -1 are ignored."""
 
     def forward(self, logits: Array, targets: Array, saved: Saved) -> Scalar:
-        """Return the sum over tokens, as float64. Contiguous logits (tokens, classes) become their exponentials.
+        """Return the float64 sum of the losses. Overwrite contiguous logits (tokens, classes) with exponentials.
 
-        ``targets`` are integers (tokens,), -1 where a token has no loss. Raises DataError on any other that is no
-        class. A GPU is not waited for: its sum stays there, as an array ().
+        Targets of -1 have no loss. Raises DataError for other invalid targets on the host; on a GPU, the sum becomes
+        NaN.
         """
         tokens, classes = logits.shape
         check_tokens(targets, classes, "target", ignored=True)
-        saved.keep("cross_entropy.exponentials", logits)  # on a GPU still the logits
+        saved.keep("cross_entropy.exponentials", logits)  # on a GPU, still the logits
         saved.keep("cross_entropy.targets", targets)
         targets = as_indices(targets, saved)
         if is_device(logits):
@@ -37,7 +37,6 @@ class LocalCrossEntropy:
         return loss
 
     def backward(self, scale: float, saved: Saved) -> Array:
-        """Return dlogits (tokens, classes) = (softmax - onehot) scale, in the memory of the logits."""
         logits: Array = saved["cross_entropy.exponentials"]
         targets, sums = as_indices(saved["cross_entropy.targets"], saved), saved["cross_entropy.sums"]
         if is_device(logits):
@@ -49,7 +48,7 @@ class LocalCrossEntropy:
 
 @jit(fastmath=REORDER)
 def _forward(logits: Any, targets: Any, sums: Any) -> Any:
-    # Makes exponentials of the logits; returns the loss in float64.
+    # Overwrites logits by exponentials; returns the loss in float64.
     loss = 0.0
     for token in range(logits.shape[0]):
         row, target = logits[token], targets[token]
@@ -69,7 +68,7 @@ def _forward(logits: Any, targets: Any, sums: Any) -> Any:
 
 @jit(fastmath=REORDER)
 def _gradient(exponentials: Any, targets: Any, sums: Any, scale: Any) -> None:
-    # A product with 0 where a token does not count, instead of a plain 0: NaN stays visible.
+    # Multiply ignored tokens by 0 instead of writing 0, so that NaN stays visible.
     zero = scale - scale
     for token in range(exponentials.shape[0]):
         row, target = exponentials[token], targets[token]

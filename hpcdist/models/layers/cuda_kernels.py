@@ -1,8 +1,7 @@
-"""Launches of the CUDA kernels of the layers, for every float type; their sources lie in ``models/cuda``.
+"""Launches of the CUDA kernels of the layers, for every float type; the sources are in ``models/cuda``.
 
-Elements may be 16-bit floats; whatever is a sum, a statistic or an angle is float32 then, and `accumulation_dtype` of
-the elements in general. Nothing here waits for the GPU, and nothing sums in an order that differs between two runs.
-Arrays are contiguous.
+Sums, statistics and angles have the `accumulation_dtype` of the elements. No function waits for the GPU. Sums have a
+fixed order. Arrays are contiguous.
 """
 
 import math
@@ -21,53 +20,53 @@ CROSS_ENTROPY: Final = KernelSource(_FOLDER / "cross_entropy.cu")
 EMBEDDING: Final = KernelSource(_FOLDER / "embedding.cu")
 NORM: Final = KernelSource(_FOLDER / "norm.cu")
 
-PACK: Final = 4  # elements that a thread has of a row in norms
-SPAN: Final = 512 * 4 * PACK  # columns of which a block of a norm's backward keeps the sums at a time
-ROWS: Final = 512  # blocks of a norm's backward: a constant, so that sums are the same on every GPU
-PARTS: Final = 64  # of the rows, in a sum over columns
+PACK: Final = 4  # elements of a row per thread in norms
+SPAN: Final = 512 * 4 * PACK  # columns whose sums a block of a norm's backward holds at a time
+ROWS: Final = 512  # blocks of a norm's backward: constant, so that sums are equal on every GPU
+PARTS: Final = 64  # largest number of parts of the rows in a sum over columns
 
 
 def gelu(x: Array, y: Array, bias: Array | None = None) -> None:
-    """Write the GELU of x to y; a ``bias`` of its last dims is added to x before, in place."""
+    """Write the GELU of x to y. First add ``bias``, which has the shape of x's last dimensions, to x in place."""
     _activate("gelu", x, y, bias)
 
 
 def gelu_backward(x: Array, dy: Array) -> None:
-    """Overwrite x with the gradient dy gelu'(x)."""
+    """Overwrite x, the input of `gelu`, with its gradient dy gelu'(x), given the output gradient dy."""
     _elementwise("gelu_backward", x, x, dy)
 
 
 def relu(x: Array, y: Array, bias: Array | None = None) -> None:
-    """Write max(x, 0) to y; a NaN stays one; ``bias`` as in `gelu`."""
+    """Write max(x, 0) to y; NaN stays NaN. First add ``bias``, as in `gelu`, to x in place."""
     _activate("relu", x, y, bias)
 
 
 def relu_backward(x: Array, dy: Array) -> None:
-    """Overwrite x with dy where x > 0, with 0 elsewhere."""
+    """Overwrite x, the input of `relu`, with its gradient: the output gradient dy if x > 0, else 0."""
     _elementwise("relu_backward", x, x, dy)
 
 
 def swiglu(x: Array, y: Array, bias: Array | None = None) -> None:
-    """Write silu(gate) value to y (rows, w) for x (rows, 2 w); ``bias`` (2 w) as in `gelu`."""
+    """Write silu(gate) * value to y (rows, w); x (rows, 2 w) has gates, then values. First add ``bias`` to x."""
     _activate("swiglu", x, y, bias)
 
 
 def swiglu_backward(x: Array, dy: Array) -> None:
-    """Overwrite x (rows, 2 w) with the gradient for dy (rows, w)."""
+    """Overwrite the input x (rows, 2 w) of `swiglu` with its gradient, given the output gradient dy (rows, w)."""
     grid = elementwise(dy.size, width_of(dy.dtype))
     ACTIVATION.launch("swiglu_backward", *grid, x, dy, dy.size, dy.shape[1], REAL=x.dtype)
 
 
 def add(y: Array, x: Array) -> None:
-    """Add x to y, in place; x has the shape of y or of its last dims."""
-    assert y.shape[y.ndim - x.ndim :] == x.shape, f"{x.shape} is no tail of {y.shape}"
+    """Add x to y in place. x has the shape of y, or of y's last dimensions."""
+    assert y.shape[y.ndim - x.ndim :] == x.shape, f"x has the shape {x.shape}; expected the last dims of {y.shape}"
     if y.size:
         grid = elementwise(y.size, width_of(y.dtype))
         ACTIVATION.launch("add_to", *grid, y, x, y.size, x.size, REAL=y.dtype)
 
 
 def _activate(name: str, x: Array, y: Array, bias: Array | None) -> None:
-    # Without a bias the kernel gets x in its place, and a flag that there is none.
+    # Without a bias the kernel gets x instead, and a flag.
     grid, addend = elementwise(y.size, width_of(y.dtype)), x if bias is None else bias
     ACTIVATION.launch(name, *grid, x, addend, y, y.size, y.shape[-1], int(bias is not None), REAL=x.dtype)
 
@@ -79,15 +78,18 @@ def _elementwise(name: str, x: Array, *args: Array) -> None:
 def norm(
     x: Array, scale: Array, bias: Array, epsilon: Any, y: Array, statistics: Array, residual: Array | None = None
 ) -> None:
-    """Normalise the rows of x into y; statistics (rows, 2) are summed wide; see `hpcdist.models.layers.norm`.
+    """Write the normalised rows of x to y, and their mean and inverse deviation to ``statistics`` (rows, 2).
 
-    A ``residual`` is added to x before, in place.
+    First add ``residual``, if any, to x in place. See `hpcdist.models.layers.norm`.
     """
     _norm(x, residual, (scale, bias), epsilon, y, statistics, 1)
 
 
 def rms(x: Array, scale: Array, epsilon: Any, y: Array, statistics: Array, residual: Array | None = None) -> None:
-    """Divide the rows of x by the root of their mean square; statistics (rows, 1); ``residual`` as in `norm`."""
+    """Write the rows of x, divided by their root mean square and scaled, to y. ``statistics`` (rows, 1) has 1 / rms.
+
+    First add ``residual``, if any, to x in place.
+    """
     _norm(x, residual, (scale, scale), epsilon, y, statistics, 0)
 
 
@@ -109,7 +111,11 @@ def _norm(
 def norm_backward(
     dy: Array, x: Array, scale: Array, statistics: Array, dx: Array, adds: bool, *sums: tuple[Array, bool]
 ) -> None:
-    """Write dx, or add to it; ``sums`` are (dscale, adds) and, of a norm that ``statistics`` show centred, of dbias."""
+    """Write the gradient of x, the input of `norm` or `rms`, to dx, or add it to dx if ``adds``.
+
+    Write the parameter gradients to the pairs (array, add) ``sums``: for the scale and, if ``statistics`` has two
+    columns, for the bias.
+    """
     rows, hidden = x.shape
     blocks, centred = min(max(1, rows), ROWS), statistics.shape[1] - 1
     partial = namespace(x).empty((blocks, 2, hidden), accumulation_dtype(x.dtype))
@@ -128,7 +134,7 @@ def _join(partial: Array, into: Array, parts: int, pitch: int, add: bool) -> Non
 
 
 def column_sums(rows: Array, into: Array, add: bool) -> None:
-    """Write or add the sums of ``rows`` (n, columns) to ``into`` (columns,)."""
+    """Write the sums over the n rows of ``rows`` (n, columns) to ``into`` (columns,), or add the sums if ``add``."""
     count, columns = rows.shape
     parts = min(PARTS, max(1, count // 16), max(1, (1 << 22) // max(columns, 1)))
     partial = namespace(rows).empty((parts, columns), accumulation_dtype(rows.dtype))
@@ -138,9 +144,9 @@ def column_sums(rows: Array, into: Array, add: bool) -> None:
 
 
 def cross_entropy(logits: Array, targets: Array, statistics: Array) -> Array:
-    """Return the summed losses, float64 (); keep maxima and sums in statistics (tokens, 2), and the logits.
+    """Return the sum of the losses, a float64 array (). Write row maxima and sums to ``statistics`` (tokens, 2).
 
-    A target below 0 has no loss; one that is no class makes the sum NaN.
+    A negative target has no loss. A target that is not a class makes the sum NaN.
     """
     tokens, classes = logits.shape
     losses = namespace(logits).empty(tokens, np.float64)
@@ -151,7 +157,7 @@ def cross_entropy(logits: Array, targets: Array, statistics: Array) -> Array:
 
 
 def cross_entropy_backward(logits: Array, targets: Array, statistics: Array, scale: float) -> None:
-    """Overwrite the logits with (softmax - onehot) scale, with 0 where a target is below 0."""
+    """Overwrite the logits with the loss gradient: (softmax - onehot) * scale, or 0 in rows with a negative target."""
     tokens, classes = logits.shape
     CROSS_ENTROPY.launch("cross_entropy_backward", tokens, _threads(classes, logits), logits, targets, statistics,
                          float(scale), classes, REAL=logits.dtype)  # fmt: skip
@@ -162,7 +168,10 @@ def _threads(columns: int, like: Array) -> int:
 
 
 def gather(table: Array, tokens: Array, y: Array, missing: float = math.nan) -> None:
-    """Write the rows of ``table`` by token (int64) to y (n, hidden), ``missing`` for a token that it does not have."""
+    """Copy row ``tokens[i]`` (int64) of ``table`` to row i of y (n, hidden).
+
+    For an invalid token, write ``missing``.
+    """
     vocabulary, hidden = table.shape
     grid = elementwise(y.size, width_of(y.dtype))
     EMBEDDING.launch("gather", *grid, table, tokens, y, tokens.size, hidden, vocabulary, missing,
@@ -170,18 +179,17 @@ def gather(table: Array, tokens: Array, y: Array, missing: float = math.nan) -> 
 
 
 def scatter(rows: Array, tokens: Array, table: Array) -> None:
-    """Add ``rows`` (n, hidden) to those of ``table`` by token (int64); sums are in order, and rounded once.
-
-    A token is compared with those before it up to the first equal one, and with all n where there is none: reads of
-    tokens grow with the square of n while new ones come, to n^2 for each 1024 columns if no two are equal.
-    """
+    """Add row i of ``rows`` (n, hidden) to row ``tokens[i]`` of ``table``, for i in order. Each sum is rounded once."""
     vocabulary, hidden = table.shape
     EMBEDDING.launch("scatter", (tokens.size, -(-hidden // 1024)), 256, rows, tokens, table, tokens.size, hidden,
                      vocabulary, REAL=table.dtype)  # fmt: skip
 
 
 def rotate(x: Array, rotated: int, turns: Array, sign: int) -> None:
-    """Turn columns [0, rotated) of x (batch, context, columns) by turns (context, size); see `LocalRotary`."""
+    """Rotate the first ``rotated`` columns of x (batch, context, columns) in place, as in `LocalRotary`.
+
+    ``turns`` has the cosines and sines of each token's angles. ``sign`` -1 rotates back.
+    """
     batch, context, columns = x.shape
     n = batch * context * rotated // 2
     EMBEDDING.launch("turn", *elementwise(n, width_of(x.dtype)), x, turns, n, context, columns, rotated, turns.shape[1],
@@ -189,7 +197,7 @@ def rotate(x: Array, rotated: int, turns: Array, sign: int) -> None:
 
 
 def dropout(x: Array, first: int, last: int, width: int, *place_and_counter: int, factor: float) -> None:
-    """Drop elements of x in place, as the CPU loop of `hpcdist.models.layers.dropout`, whose arguments these are."""
+    """Apply dropout to x in place, with the arguments of the CPU loop in `hpcdist.models.layers.dropout`."""
     n = x.shape[0] * (last - first) * -(-width // 4)
     EMBEDDING.launch("drop", *elementwise(n), x, n, x.shape[1], x.shape[2], first, last, width, *place_and_counter,
                      float(factor), REAL=x.dtype)  # fmt: skip

@@ -1,10 +1,8 @@
-"""Embeddings of tokens, and positions: learned tables and rotations (RoPE; Su et al., arXiv:2104.09864).
+"""Token embeddings, and positions: learned tables and rotations (RoPE; Su et al., arXiv:2104.09864).
 
-A token embedding gathers rows of a table and adds gradients back into them; learned positions are a second table.
-Rotary positions turn queries and keys by angles that grow with their position. The halves of a head are the pairs,
-(i, i + head_size / 2), as in Llama: pair i of position t turns by ``t THETA^(-2 i / head_size)``. A rotation keeps
-lengths, and its gradient is rotated back. With e the distance of 1 to the next number of the dtype, errors are at most
-``2 e (|left| + |right|)`` of the pair, and in float64, which angles are computed in, t times as much.
+Rotary positions rotate the pairs (i, i + head_size / 2) of query and key heads, as in Llama: pair i at position t by
+the angle ``t THETA^(-2 i / head_size)``. With e = the machine epsilon of the dtype, errors are at most
+``2 e (|left| + |right|)`` of the pair, in float64 ``2 t e (|left| + |right|)``, because angles are float64.
 """
 
 from typing import Any, Final
@@ -23,12 +21,11 @@ from hpcdist.models.stage import Gradients, Parameters, Saved, as_indices, check
 
 
 class LocalEmbedding:
-    """A table ``PREFIX.weight`` (vocabulary, hidden)."""
+    """Token embedding with a table ``PREFIX.weight`` (vocabulary, hidden)."""
 
     weight_reads = ("tokens",)
 
     def forward(self, parameters: Parameters, prefix: str, tokens: Array, saved: Saved) -> Array:
-        """Return (..., hidden) for integer tokens (...). Raises DataError on a token outside the table."""
         table = parameters[f"{prefix}.weight"]
         check_tokens(tokens, table.shape[0], "token")
         y = saved.empty(f"{prefix}.y", (*tokens.shape, table.shape[1]), table.dtype)
@@ -38,7 +35,6 @@ class LocalEmbedding:
         return y
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
-        """Add the rows of contiguous dy (..., hidden) to the gradient of the table."""
         into, add = gradients.into(f"{prefix}.weight")
         if not add:
             into[...] = 0
@@ -48,10 +44,9 @@ class LocalEmbedding:
 
 
 class LocalPositions:
-    """A table ``PREFIX.weight`` (positions, hidden), of which every sample or document gets the first ones."""
+    """Learned position embedding: table ``PREFIX.weight`` (positions, hidden); documents start at position 0."""
 
     def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
-        """Add the rows of the first ``context`` positions to y (batch, context, hidden), in place."""
         if saved.documents is not None:
             y += namespace(y).take(parameters[f"{prefix}.weight"], saved.documents.places, axis=0)
             return y
@@ -60,7 +55,6 @@ class LocalPositions:
         return y
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
-        """Add dy (batch, context, hidden), summed over samples, to the gradient of the table."""
         into, add = gradients.into(f"{prefix}.weight")
         if saved.documents is not None:
             add_to_positions(dy, saved.documents.places, into, add)
@@ -72,7 +66,10 @@ class LocalPositions:
 
 
 def add_to_positions(dy: Array, places: Array, into: Array, add: bool) -> None:
-    """Write rows dy (..., hidden), summed by place, to the gradient of a table of positions; ``add`` adds them."""
+    """Sum dy (..., hidden) over all tokens of equal position. ``places`` has the position of each token.
+
+    Write the sums to the rows of ``into``, one row per position, or add them if ``add``.
+    """
     if not add:
         into[...] = 0
     rows = dy.reshape(-1, dy.shape[-1])
@@ -102,40 +99,42 @@ for _dtype in SAMPLE_DTYPES:
 
 
 THETA: Final = 10000.0
-_tables: dict[tuple[int, Any, bool], Array] = {}  # (head size, dtype, on a GPU) -> table of the longest context yet
-_outgrown: list[Array] = []  # tables that CUDA graphs may still read
+_tables: dict[tuple[int, Any, bool], Array] = {}  # (head size, dtype, on a GPU) -> table for the longest context
+_outgrown: list[Array] = []  # older tables, which CUDA graphs may still read
 
 
 class LocalRotary:
-    """Rotation of the heads that lie in the first columns; position 0 is the first of a sample, or of a document."""
+    """Rotary position encoding of query and key heads. Position 0 is the start of a sample or document."""
 
     def forward(self, x: Array, head_size: int, rotated: int, saved: Saved) -> Array:
-        """Turn columns [0, rotated) of contiguous x (batch, context, columns), in place; return x.
+        """Rotate the first ``rotated`` columns of contiguous x (batch, context, columns) in place, and return x.
 
-        ``rotated`` is a multiple of ``head_size``, which is even: ConfigurationError where it is not.
+        ``rotated`` must be a multiple of ``head_size``. Raises ConfigurationError for an odd ``head_size``.
         """
         if saved.documents is not None:
             return turn_in_documents(x, head_size, rotated, saved.documents, 1)
         return turn(x, rotated, rotary_table(x.shape[1], head_size, x), 1)
 
     def backward(self, dx: Array, head_size: int, rotated: int, saved: Saved) -> Array:
-        """Turn columns [0, rotated) of the gradient (batch, context, columns) back, in place; return it."""
         if saved.documents is not None:
             return turn_in_documents(dx, head_size, rotated, saved.documents, -1)
         return turn(dx, rotated, rotary_table(dx.shape[1], head_size, dx), -1)
 
 
 def turn_in_documents(x: Array, head_size: int, rotated: int, documents: Documents, sign: int) -> Array:
-    """Turn columns [0, rotated) of contiguous x (batch, tokens, columns) by places in documents; see `turn`."""
+    """Rotate columns [0, rotated) of contiguous x (batch, tokens, columns) in place.
+
+    The angles are for positions in ``documents``. ``sign`` -1 rotates back.
+    """
     turns = rotary_table(documents.longest, head_size, x)[documents.places.reshape(-1)]
     turn(x.reshape(1, -1, x.shape[2]), rotated, turns, sign)
     return x
 
 
 def rotary_table(context: int, head_size: int, like: Array) -> Array:
-    """Return (context, head_size): cosines, then sines, of all positions; where ``like`` is, in its dtype or float32.
+    """Return cosines, then sines, of the rotary angles of positions 0 to ``context`` - 1: (context, head_size).
 
-    Angles are computed in float64. The table is kept, and grows by doubling: texts grow by a token when sampled.
+    Computed in float64 and rounded to the accumulation dtype. The table is on the device of ``like`` and is cached.
     """
     dtype = accumulation_dtype(like.dtype)
     key = head_size, dtype, is_device(like)
@@ -143,7 +142,7 @@ def rotary_table(context: int, head_size: int, like: Array) -> Array:
     if table is None or table.shape[0] < context:
         if head_size % 2:
             raise ConfigurationError(
-                f"rotary positions turn pairs, and a head of {head_size} has none for its last; "
+                f"rotary positions need an even head size, got {head_size}; "
                 "choose model.heads so that model.hidden / model.heads is even, or model.positions = 'learned'"
             )
         xp = namespace(like)
@@ -156,12 +155,12 @@ def rotary_table(context: int, head_size: int, like: Array) -> Array:
 
 
 def turn(x: Array, rotated: int, turns: Array, sign: int) -> Array:
-    """Turn columns [0, rotated) of contiguous x (batch, context, columns) by ``turns``, in place; return x.
+    """Rotate columns [0, rotated) of contiguous x (batch, context, columns) in place, and return x.
 
-    ``turns`` has the row of `rotary_table` of each token; the ``sign`` -1 turns back.
+    ``turns`` has the cosines and sines of each token: its row of `rotary_table`. ``sign`` -1 rotates back.
     """
     _, context, columns = x.shape
-    assert rotated % turns.shape[1] == 0 and rotated <= columns, f"{rotated} of {columns} columns are no heads"
+    assert rotated % turns.shape[1] == 0 and rotated <= columns, f"{rotated} of {columns} columns are not whole heads"
     assert turns.shape[0] == context
     if is_device(x):
         cuda_kernels.rotate(x, rotated, turns, sign)

@@ -1,4 +1,4 @@
-"""Dense layers: matrix products of the array library, written straight into their destination."""
+"""Dense layers: matrix products of the array library, written directly to their destination."""
 
 from typing import Any
 
@@ -12,35 +12,31 @@ from hpcdist.models.stage import Gradients, Parameters, Saved
 
 
 class LocalLinear:
-    """``y = x weight^T + bias`` with weight (..., inputs) and bias (...): all dims but the last count outputs."""
+    """Linear layer ``y = x weight^T + bias`` with weight (outputs..., inputs) and bias (outputs...)."""
 
     weight_reads = ("x",)
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
-        """Return y (..., outputs) for contiguous x (..., inputs); unless ``biased``, the caller adds the bias to it."""
         saved.keep(f"{prefix}.x", x)
         return affine(parameters, prefix, x, saved, biased=biased)
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Write or add the gradients of weight and bias; return dx in the scratch that all linears share."""
         self.backward_weight(parameters, gradients, prefix, dy, saved)
         return self.backward_input(parameters, prefix, dy, saved)
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Return dx in the scratch that all linears share."""
         return gradient_of_input(parameters, prefix, dy, saved)
 
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
-        """Write or add the gradients of weight and bias."""
         gradient_of_weight(gradients, prefix, dy, saved[f"{prefix}.x"], saved)
         if f"{prefix}.bias" in parameters:
             gradient_of_bias(gradients, prefix, dy)
 
 
 def affine(parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
-    """Return x weight^T + bias (..., outputs), kept as ``PREFIX.y``; x is contiguous, and not kept."""
+    """Return x weight^T + bias (..., outputs), and save it as ``PREFIX.y``. x must be contiguous and is not saved."""
     weight = as_matrix(parameters[f"{prefix}.weight"])
     outputs, inputs = weight.shape
     y = saved.empty(f"{prefix}.y", (*x.shape[:-1], outputs), x.dtype)
@@ -53,17 +49,17 @@ def affine(parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biase
 
 
 def gradient_of_input(parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
-    """Return dy weight (..., inputs) in the scratch that all linears share."""
+    """Return the input gradient, dy weight (..., inputs), in a scratch array that all linear layers share."""
     weight = as_matrix(parameters[f"{prefix}.weight"])
     outputs, inputs = weight.shape
     dx = saved.scratch("linear.dx", (*dy.shape[:-1], inputs), dy.dtype)
-    assert not namespace(dy).may_share_memory(dx, dy), f"{prefix} follows a linear without an operation between them"
+    assert not namespace(dy).may_share_memory(dx, dy), f"{prefix}: dy lies in the scratch array of dx of another linear"
     matmul(dy.reshape(-1, outputs), weight, dx.reshape(-1, inputs))
     return dx
 
 
 def gradient_of_weight(gradients: Gradients, prefix: str, dy: Array, x: Array, saved: Saved) -> None:
-    """Write or add dy^T x."""
+    """Write the gradient dy^T x of the weight ``PREFIX.weight`` to its array in ``gradients``, or add it."""
     dweight, add = gradients.into(f"{prefix}.weight")
     into = as_matrix(dweight)
     outputs, inputs = into.shape
@@ -74,7 +70,7 @@ def gradient_of_weight(gradients: Gradients, prefix: str, dy: Array, x: Array, s
 
 
 def gradient_of_bias(gradients: Gradients, prefix: str, dy: Array) -> None:
-    """Write or add the sums of the rows of dy."""
+    """Write the gradient of ``PREFIX.bias``, the column sums of dy, to the array in ``gradients``, or add it."""
     dbias, add = gradients.into(f"{prefix}.bias")
     into = dbias.reshape(-1)
     column_sums(dy.reshape(-1, into.size), into, add)
@@ -86,12 +82,12 @@ def as_matrix(weight: Array) -> Array:
 
 
 def add_to_rows(rows: Array, row: Array) -> None:
-    """Add ``row`` (columns,) to each of contiguous ``rows`` (n, columns), in place."""
+    """Add ``row`` (columns,) to each row of contiguous ``rows`` (n, columns) in place."""
     (cuda_kernels.add if is_device(rows) else _add_row)(rows, row)
 
 
 def column_sums(rows: Array, into: Array, add: bool) -> None:
-    """Write or add the sums of ``rows`` (n, columns) to ``into`` (columns,)."""
+    """Write the sums over the rows of ``rows`` (n, columns) to ``into`` (columns,), or add the sums if ``add``."""
     if is_device(rows):
         cuda_kernels.column_sums(rows, into, add)
         return
@@ -102,7 +98,7 @@ def column_sums(rows: Array, into: Array, add: bool) -> None:
 
 @jit
 def _add_row(rows: Any, row: Any) -> None:
-    # numpy takes a buffer for this each time.
+    # numpy would allocate a buffer.
     for i in range(rows.shape[0]):
         for j in range(rows.shape[1]):
             rows[i, j] += row[j]
@@ -110,7 +106,7 @@ def _add_row(rows: Any, row: Any) -> None:
 
 @jit(fastmath=REORDER)
 def _add_columns(rows: Any, into: Any) -> None:
-    # As fast as a product with ones, which needs the ones. Eight rows at a time are added up first: less rounding.
+    # As fast as a product with a vector of ones. Adding eight rows first reduces rounding.
     count, columns = rows.shape
     whole = count // 8 * 8
     for i in range(0, whole, 8):

@@ -1,12 +1,12 @@
-"""Layer normalisation (Ba, Kiros, Hinton 2016) and its form without a mean, RMS normalisation (Zhang, Sennrich 2019).
+"""Layer normalisation (Ba, Kiros, Hinton 2016), and RMS normalisation (Zhang, Sennrich 2019), which has no mean.
 
-One pass over memory in each direction. Errors, with e the distance of 1 to the next number of the dtype, n a row that
-is normalised, far = 1 + |mean| / deviation of it (1 in RMS), and g = dy scale, are at most
+Errors are at most, with e = machine epsilon, n = a normalised row, far = 1 + |mean| / deviation (1 for RMS),
+g = dy scale, and up to a few thousand tokens:
 
     y        ``4 e far (1 + |n|) |scale| + 2 e |bias|``
     dx       ``4 e far (|g| + (1 + |n|) rms(g)) / deviation``
-    dscale   ``4 e sum(|dy| far (1 + |n|))`` over some thousand tokens, which are added one after the other
-    dbias    ``4 e sum |dy|``, as far
+    dscale   ``4 e sum(|dy| far (1 + |n|))``
+    dbias    ``4 e sum |dy|``
 """
 
 from typing import Any, Final
@@ -25,10 +25,10 @@ KINDS: Final = ("layer", "rms")
 
 
 class LocalNorm:
-    """Normalisation over the last dim, by the kind.
+    """Layer norm or RMS norm over the last dimension.
 
     "layer": ``y = (x - mean) / sqrt(variance + EPSILON) * scale + bias``;
-    "rms": ``y = x / sqrt(mean of squares + EPSILON) * scale``, which has no tensor ``PREFIX.bias``.
+    "rms": ``y = x / sqrt(mean of squares + EPSILON) * scale``, without a tensor ``PREFIX.bias``.
     """
 
     def forward(
@@ -40,10 +40,6 @@ class LocalNorm:
         kind: str = "layer",
         residual: Array | None = None,
     ) -> Array:
-        """Return y of the shape of contiguous x, which must stay unchanged until backward.
-
-        A ``residual`` of that shape is added to x before, in place: on a GPU by the same kernel.
-        """
         assert kind in KINDS, f"{prefix} is a norm of the kind {kind!r}; there are {', '.join(KINDS)}"
         scale = parameters[f"{prefix}.scale"]
         y = saved.empty(f"{prefix}.y", x.shape, x.dtype)
@@ -71,7 +67,6 @@ class LocalNorm:
     def backward(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved, residual: Array | None
     ) -> Array:
-        """Write or add the gradients of scale and bias; return dx, or ``residual`` after adding dx to it."""
         x, scale = saved[f"{prefix}.x"], parameters[f"{prefix}.scale"]
         dx = saved.scratch("norm.dx", x.shape, x.dtype) if residual is None else residual
         centred, adds = saved[f"{prefix}.kind"] == "layer", residual is not None
@@ -93,8 +88,8 @@ def _rows(x: Array) -> Array:
 
 @jit(fastmath=REORDER)
 def _forward(x: Any, scale: Any, bias: Any, epsilon: Any, y: Any, statistics: Any) -> None:
-    # x, y (tokens, hidden); statistics (tokens, 2): mean and 1 / standard deviation. Constants are built from
-    # `epsilon`, since a Python float would turn float32 arithmetic into float64.
+    # x, y (tokens, hidden); statistics (tokens, 2): mean and 1 / standard deviation. Constants derive from `epsilon`:
+    # a Python float would turn float32 arithmetic into float64.
     hidden = x.shape[1]
     zero = epsilon - epsilon
     share = x.dtype.type(1.0 / hidden)
@@ -137,7 +132,7 @@ def _backward(dy: Any, x: Any, scale: Any, statistics: Any, dx: Any, dscale: Any
 
 @jit(fastmath=REORDER)
 def _rms(x: Any, scale: Any, epsilon: Any, y: Any, statistics: Any) -> None:
-    # x, y (tokens, hidden); statistics (tokens, 1): 1 / root of the mean of squares.
+    # x, y (tokens, hidden); statistics (tokens, 1): 1 / root mean square.
     hidden = x.shape[1]
     share = x.dtype.type(1.0 / hidden)
     for token in range(x.shape[0]):

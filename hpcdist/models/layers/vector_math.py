@@ -1,14 +1,7 @@
-"""Vector code for compiled loops: the exponential function, and the maximum of a row; flags that the kernels share.
+"""Vector code for compiled loops: the exponential function, the maximum of a row, and compiler flags.
 
-numba calls a scalar exponential. Here x = n ln 2 + r with |r| <= ln 2 / 2, and exp(x) = 2^n exp(r), with a polynomial
-for exp(r): that of Cephes (Moshier) in single precision, the Taylor polynomial of degree 13 in double. 2^n is made of
-its bits. Relative errors are at most 1e-7 and 3e-16. An element costs 0.15 ns in single precision on a processor with
-AVX-512. Results that would be subnormal are 0, and those beyond the range are infinite, as are those of the last half
-octave of it: above 88 and 709. NaN stays.
-
-The maximum of integers is vector code, that of floats is not. The bits of a float, read as an integer, have its order
-where it is positive, and the reverse where it is negative: the latter are turned around. A NaN is beyond one of the
-ends, by its sign.
+exp(x) = 2^n exp(r) with x = n ln 2 + r and |r| <= ln 2 / 2. exp(r) is a polynomial: Cephes (Moshier) in float32, Taylor
+of degree 13 in float64. Relative errors are at most 1e-7 and 3e-16. Subnormal results become 0. NaN is preserved.
 """
 
 from typing import Any, Final
@@ -17,17 +10,16 @@ import numpy as np
 
 from hpcdist.arrays.jit import Primitive, jit
 
-# Flags of LLVM under which sums over a row become vector code, and which keep NaN and infinity as they are: a diverged
-# run must show.
+# LLVM flags that vectorise sums over a row and preserve NaN and infinity, which show that a run diverged.
 REORDER: Final[Any] = {"reassoc", "contract", "arcp", "nsz"}
-SAMPLE_DTYPES: Final = ("float32", "float64")  # what `hpcdist warmup` compiles every kernel for
+SAMPLE_DTYPES: Final = ("float32", "float64")  # `hpcdist warmup` compiles every kernel for these
 
 
 _S, _D = np.float32, np.float64
 _LOG2E, _LOG2E_D = _S(1.4426950408889634), 1.4426950408889634
-# Added to a number, these leave its nearest integer in the lowest bits.
+# Adding one of these to a number leaves the nearest integer in the lowest bits.
 _ROUND, _ROUND_D = _S(1.5 * 2**23), 1.5 * 2.0**52
-# ln 2 in two parts, the first with so few bits that n times it is exact.
+# ln 2 as a sum of two parts; the first has so few bits that its product with n is exact.
 _HIGH, _LOW = _S(0.693359375), _S(-2.12194440e-4)
 _HIGH_D, _LOW_D = 6.93145751953125e-1, 1.42860682030941723212e-6
 _ONE, _ZERO, _INFINITE = _S(1), _S(0), _S(np.inf)
@@ -40,7 +32,7 @@ _B9, _B8, _B7, _B6 = 1 / 362880, 1 / 40320, 1 / 5040, 1 / 720
 _B5, _B4, _B3 = 1 / 120, 1 / 24, 1 / 6
 _BIAS, _PLACES, _BIAS_D, _PLACES_D = np.int32(127 << 23), np.int32(23), np.int64(1023 << 52), np.int64(52)
 
-# Of the liberties of LLVM only that of one instruction for product and sum: others would undo the rounding.
+# Only fused multiply-add is allowed: other reorderings would undo the rounding.
 _CONTRACT: Final[Any] = {"contract"}
 
 
@@ -75,7 +67,7 @@ def _choose(numba: Any) -> Any:
     single, double = _exp_single.inner(numba), _exp_double.inner(numba)
 
     def exp(x: Any) -> Any:
-        raise AssertionError("compiled code never comes here")
+        raise AssertionError("this body is replaced when compiled, and must not run")
 
     def in_single(x: Any) -> Any:
         return single(x)
@@ -95,7 +87,7 @@ exp = Primitive(_choose, "exp(x) of a float32 or float64, in its own precision")
 
 @jit
 def write_exponentials(x: Any, y: Any) -> None:
-    """Write exp(x) to y, both 1-D and of one dtype."""
+    """Write exp(x) to y. Both are 1-D arrays with the same dtype."""
     for i in range(x.size):
         y[i] = exp(x[i])
 
@@ -112,7 +104,7 @@ _SIGN, _REST, _SIGN_D, _REST_D = np.int32(31), np.int32(0x7FFFFFFF), np.int64(63
 
 def _ordered(numba: Any) -> Any:
     def ordered(x: Any) -> Any:
-        raise AssertionError("compiled code never comes here")
+        raise AssertionError("this body is replaced when compiled, and must not run")
 
     def of_single(x: Any) -> Any:
         bits = np.float32(x).view(np.int32)
@@ -131,7 +123,7 @@ def _ordered(numba: Any) -> Any:
 
 def _number(numba: Any) -> Any:
     def number(k: Any) -> Any:
-        raise AssertionError("compiled code never comes here")
+        raise AssertionError("this body is replaced when compiled, and must not run")
 
     def of_single(k: Any) -> Any:
         return np.int32(k ^ ((k >> _SIGN) & _REST)).view(np.float32)
@@ -152,7 +144,7 @@ from_ordered_bits = Primitive(_number, "the float32 or float64 that an int32 or 
 
 @jit
 def row_maximum(row: Any) -> Any:
-    """Return the largest of the elements of a row, of one at least; a NaN where it is beyond them."""
+    """Return the largest element of a non-empty row, or NaN if an element is NaN with a positive sign."""
     top = ordered_bits(row[0])
     for j in range(row.size):
         top = max(top, ordered_bits(row[j]))

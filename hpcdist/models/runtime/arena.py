@@ -1,7 +1,6 @@
-"""Arena of activation memory: allocated in the first step, used again in every later one.
+"""Arena of activation memory: allocated in the first step and reused in later ones.
 
-A call that was recorded can be left out later: `Arena.repeat` takes the same blocks, where they are free, and
-`ArenaSaved.restore` what the call has kept there. So a CUDA graph finds its memory at the same addresses.
+For CUDA graphs, `Arena.repeat` and `ArenaSaved.restore` replay a recorded call at the same addresses.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -18,56 +17,53 @@ from hpcdist.arrays.ranges import ALIGN_BYTES, align_up
 from hpcdist.models.documents import Documents
 from hpcdist.models.stage import Draw
 
-# A free block serves requests down to 1 / MAX_WASTE of its size: uneven last batches need no memory of their own. It
-# grows to requests of up to MAX_WASTE times its size, and then still serves those that it was made for: sizes that vary
-# from step to step do not leave a block each. Blocks only grow, so a step that is repeated comes to an end of it.
+# A free block serves requests down to 1 / MAX_WASTE of its size, so that a smaller last batch needs no new memory. A
+# free block grows for requests of up to MAX_WASTE times its size, so that varying sizes do not each leave a block.
+# Blocks only grow, so a repeated step soon stops allocating.
 MAX_WASTE = 2
 NOTHING: Final = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True)
 class BlockUse:
-    """Blocks that a call took, and by how many it changed the users of blocks.
+    """Blocks of an `Arena` that a recorded call used, for `Arena.repeat`.
 
-    It refers to the scratch memory of its time, which is freed once a larger one is asked for.
+    ``taken``: the blocks it took. ``changes``: the changes of their numbers of users. ``scratch``: its scratch arrays.
     """
 
     taken: frozenset[int]
-    changes: tuple[tuple[int, int], ...]  # (index of the block, users more or less)
+    changes: tuple[tuple[int, int], ...]  # (index of the block, change of the number of users)
     scratch: tuple[Array, ...]
 
 
 class Arena:
-    """Hands out memory to the stages of one rank and takes it back. Not for several threads at once."""
+    """Memory pool for the activations of the stages of one rank. Not thread-safe."""
 
     def __init__(self, ledger: Ledger | None = None, on: str = "cpu") -> None:
         self._ledger = ledger
         self._on = on
         self._free: list[tuple[int, int]] = []  # (size, index of the block), ascending
         self._blocks: list[Array] = []
-        self._uses: list[int] = []  # of each block: 0 where it is free
+        self._uses: list[int] = []  # number of users of each block; 0: free
         self._starts: list[tuple[int, int]] = []  # (address, index of the block), ascending
         self._scratch: dict[str, Array] = {}
         self._live: dict[tuple[int, int], ArenaSaved] = {}
-        self._recorded: set[int] | None = None  # blocks that were taken since `begin_record`
+        self._recorded: set[int] | None = None  # blocks taken since `begin_record`
         self._uses_before: list[int] = []
-        self._fixed = set[int]()  # blocks that `repeat` takes: they do not grow
+        self._fixed = set[int]()  # blocks for `repeat`, which must not grow
 
     def saved(self, layer: int, microbatch: int = 0) -> "ArenaSaved":
-        """Return the `Saved` of a stage and micro-batch: a new one, or the one that was not released yet."""
+        """Return the `Saved` object of this layer and micro-batch. The first call creates it."""
         key = (layer, microbatch)
         if key not in self._live:
             self._live[key] = ArenaSaved(self, key)
         return self._live[key]
 
     def take(self, nbytes: int) -> int:
-        """Return the index of a block of at least ``nbytes``.
-
-        It is the smallest free one that fits, else the largest smaller one, which grows, or a new one.
-        """
-        place = bisect_left(self._free, (nbytes, -1))
-        if place < len(self._free) and self._free[place][0] <= max(MAX_WASTE * nbytes, ALIGN_BYTES):
-            index = self._free.pop(place)[1]
+        """Return the index of a block of at least ``nbytes`` bytes: a free block, an enlarged one, or a new one."""
+        slot = bisect_left(self._free, (nbytes, -1))
+        if slot < len(self._free) and self._free[slot][0] <= max(MAX_WASTE * nbytes, ALIGN_BYTES):
+            index = self._free.pop(slot)[1]
             self._uses[index] = 1
         else:
             larger = self._growing(nbytes)
@@ -77,7 +73,7 @@ class Arena:
                 self._uses.append(0)
             else:
                 self._starts.remove((backend.address(self._blocks[index]), index))
-            self._blocks[index] = NOTHING  # it goes before a larger one comes: both at once would be a peak of memory
+            self._blocks[index] = NOTHING  # free the old block first, to limit the peak
             self._blocks[index] = self._allocate(nbytes)
             self._uses[index] = 1
             insort(self._starts, (backend.address(self._blocks[index]), index))
@@ -86,32 +82,35 @@ class Arena:
         return index
 
     def _growing(self, nbytes: int) -> int | None:
-        """Take the largest free block that may grow to ``nbytes`` out of the free ones; None: there is none."""
-        for place in reversed(range(bisect_left(self._free, (nbytes, -1)))):
-            size, index = self._free[place]
+        """Remove the largest free block that may grow to ``nbytes`` from the list of free blocks.
+
+        Return its index, or None if there is no such block.
+        """
+        for slot in reversed(range(bisect_left(self._free, (nbytes, -1)))):
+            size, index = self._free[slot]
             if nbytes > MAX_WASTE * size:
                 break
             if index not in self._fixed:
-                del self._free[place]
+                del self._free[slot]
                 return index
         return None
 
     def share(self, index: int) -> None:
-        """Count one more user of a block, which is free once all have given it back."""
+        """Count one more user of block ``index``. The block becomes free after one `give` per user."""
         self._uses[index] += 1
 
     def give(self, index: int) -> None:
-        """Take a block back."""
+        """Count one user less of block ``index``. Without users, the block is free."""
         self._uses[index] -= 1
         if not self._uses[index]:
             insort(self._free, (self._blocks[index].nbytes, index))
 
     def begin_record(self) -> None:
-        """Record the blocks that are taken and given back from now on."""
+        """Start recording which blocks are used, for a later `repeat`."""
         self._recorded, self._uses_before = set(), list(self._uses)
 
     def end_record(self) -> BlockUse:
-        """Return what was recorded."""
+        """Stop recording, and return the use of memory blocks since `begin_record`, for `repeat`."""
         assert self._recorded is not None
         before = self._uses_before + [0] * (len(self._uses) - len(self._uses_before))
         changes = [(index, now - then) for index, (now, then) in enumerate(zip(self._uses, before, strict=True))]
@@ -120,11 +119,11 @@ class Arena:
         return BlockUse(taken, tuple(change for change in changes if change[1]), tuple(self._scratch.values()))
 
     def has_free(self, use: BlockUse) -> bool:
-        """Return whether all blocks that were taken in ``use`` are free."""
+        """Return True if all blocks that ``use`` took are free now, so that `repeat` can take them."""
         return not any(self._uses[index] for index in use.taken)
 
     def repeat(self, use: BlockUse) -> None:
-        """Take, share and give back blocks as was recorded; those that were taken are free."""
+        """Take the blocks that the recorded call ``use`` still had at its end. All its blocks must be free before."""
         for index, change in use.changes:
             if not self._uses[index]:
                 del self._free[bisect_left(self._free, (self._blocks[index].nbytes, index))]
@@ -133,20 +132,20 @@ class Arena:
                 insort(self._free, (self._blocks[index].nbytes, index))
 
     def find(self, array: Array) -> int | None:
-        """Return the index of the block that ``array`` lies in, None where it is no memory that `take` gave."""
+        """Return the index of the block that contains ``array``, or None if ``array`` is not in this arena."""
         first = backend.address(array)
-        place = bisect_right(self._starts, (first, len(self._blocks))) - 1
-        if place < 0:
+        slot = bisect_right(self._starts, (first, len(self._blocks))) - 1
+        if slot < 0:
             return None
-        start, index = self._starts[place]
+        start, index = self._starts[slot]
         return index if first < start + self._blocks[index].nbytes else None
 
     def view(self, index: int, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return the beginning of a block as an array."""
+        """Return an array at the start of block ``index``."""
         return _shaped(self._blocks[index], shape, dtype)
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return the temporary called ``name``; it grows to the largest shape that was asked for."""
+        """Return the scratch array ``name`` in this shape. Calls with equal ``name`` share memory, which can grow."""
         nbytes = prod(shape) * np.dtype(dtype).itemsize
         block = self._scratch.get(name)
         if block is None or block.nbytes < nbytes:
@@ -154,12 +153,12 @@ class Arena:
         return _shaped(block, shape, dtype)
 
     def forget(self, key: tuple[int, int], released: "ArenaSaved") -> None:
-        """Drop the record of a `Saved` that was ``released``, unless it was made by another one of that key."""
+        """Remove the object ``released`` of layer and micro-batch ``key``, unless `saved` has replaced it."""
         if self._live.get(key) is released:
             del self._live[key]
 
     def _allocate(self, nbytes: int) -> Array:
-        # numpy aligns to 16 bytes only; blocks that start on a cache line keep vector loads from crossing two.
+        # numpy aligns to 16 bytes only; cache line alignment keeps vector loads from crossing lines.
         size = align_up(max(nbytes, 1), ALIGN_BYTES)
         owner: Any = backend.empty(size + ALIGN_BYTES, np.dtype(np.uint8), self._on)
         if self._ledger is not None:
@@ -171,7 +170,10 @@ class Arena:
 
 @dataclass(frozen=True)
 class SavedState:
-    """References of an `ArenaSaved`, whose blocks are in the `BlockUse` of the same call."""
+    """Copy of the entries of an `ArenaSaved`, to be restored later.
+
+    `Arena.repeat` takes the blocks of these entries.
+    """
 
     values: dict[str, Any]
     taken: tuple[int, ...]
@@ -181,7 +183,7 @@ class SavedState:
 
 
 class ArenaSaved:
-    """`hpcdist.models.stage.Saved` over the blocks of an arena."""
+    """`hpcdist.models.stage.Saved` whose arrays are in blocks of an `Arena`."""
 
     def __init__(self, arena: Arena, key: tuple[int, int]) -> None:
         self._arena = arena
@@ -194,10 +196,9 @@ class ArenaSaved:
         self._taken: list[int] = []
         self._held: list[tuple[str, int | None]] = []  # (name, block), see `hold`
         self.deferred: dict[str, str] = {}
-        self.graph = 0  # the number of the graph that has written what is kept here; 0: none has
+        self.graph = 0  # index of the CUDA graph that wrote the entries; 0: no graph
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return uninitialised memory that is kept under ``name`` until `release`."""
         index = self._arena.take(prod(shape) * np.dtype(dtype).itemsize)
         self._taken.append(index)
         array = self._arena.view(index, shape, dtype)
@@ -205,7 +206,6 @@ class ArenaSaved:
         return array
 
     def keep(self, name: str, value: Any) -> None:
-        """Keep ``value``, an array that somebody else owns or a plain object."""
         assert name not in self._values, f"{name} of (layer, micro-batch) {self._key} is saved twice: release it first"
         self._values[name] = value
 
@@ -213,44 +213,38 @@ class ArenaSaved:
         return self._values[name]
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return uninitialised memory that any stage overwrites when it asks for the same ``name``."""
         return self._arena.scratch(name, shape, dtype)
 
     def within(self) -> "ArenaSaved":
-        """Return another one of the same stage, draw and documents, with own memory, that the caller releases."""
         inner = ArenaSaved(self._arena, self._key)
         inner.draw, inner.scale, inner.documents = self.draw, self.scale, self.documents
         return inner
 
     def owns(self, array: Array) -> bool:
-        """Whether ``array`` lies in memory that `empty` of this one gave."""
         return self._arena.find(array) in self._taken
 
     def hold(self, name: str) -> None:
-        """Keep what is under ``name`` through `narrow`, and its memory until `release`, whoever took it."""
         index = self._arena.find(self._values[name])
         if index is not None:
             self._arena.share(index)
         self._held.append((name, index))
 
     def state(self) -> SavedState:
-        """Return what is kept here, for `restore`."""
+        """Return a copy of the current entries, for a later `restore`."""
         return SavedState(dict(self._values), tuple(self._taken), tuple(self._held), dict(self.deferred), self.draw)
 
     def restore(self, state: SavedState) -> None:
-        """Keep what ``state`` says, whose blocks `Arena.repeat` has taken."""
+        """Set the entries to ``state``, after `Arena.repeat` has taken their memory blocks."""
         self._values, self._taken, self._held = dict(state.values), list(state.taken), list(state.held)
         self.deferred, self.draw = dict(state.deferred), state.draw
 
     def narrow(self) -> None:
-        """Give back all but what is held."""
         for index in reversed(self._taken):
             self._arena.give(index)
         self._taken.clear()
         self._values = {name: self._values[name] for name, _ in self._held}
 
     def release(self) -> None:
-        """Give the memory back; the arrays handed out must not be used afterwards."""
         for index in reversed(self._taken):
             self._arena.give(index)
         for _, held in reversed(self._held):

@@ -1,25 +1,13 @@
-"""Activation recomputation, and a split backward: input gradients in a first pass, weight gradients in a second one.
+"""Activation recomputation, and a split backward: input gradients in a first pass, weight gradients in a second pass.
 
-Recomputation (Chen et al., arXiv:1604.06174): a stage keeps its input and its output alone and computes its forward
-again in backward. For one more forward of the stages between the first and the last, activations of L alike stages
-take the memory of one and of L outputs. The second forward is the same as the first, dropout included, so gradients
-are the same bits.
+Recomputation (Chen et al., arXiv:1604.06174): a stage keeps only its input and output, and repeats its forward in
+backward. Zero-bubble schedules (Qi et al., arXiv:2401.10241) fill idle time with the second pass.
 
-Split backward: zero-bubble schedules (Qi et al., arXiv:2401.10241) fill idle time with the second pass, on which
-nothing waits.
-
-- Linears and embeddings are put off; all else (norms, positions: sums over what the first pass has in its cache) is
-  done in the first pass. An embedding has no other gradient than that of its table, and the first layer of an mlp none
-  than those of its weight and bias: their whole work is put off.
-- A linear's second pass needs its input, which the forward has kept, and ``dy``. That is copied, a row of ``hidden`` a
-  token, unless it lies in memory that this stage's `Saved` owns and nobody writes any more: as the logits, what an
-  activation writes over its own input, and what attention is told to keep. A gpt copies two rows a token and block, on
-  the way along its residual; both passes together take 1.02 to 1.04 times the joint backward (hidden 256 and 128).
-- `release_first_pass` gives back all other memory between the passes.
-- Bits: a tensor's gradient is a sum in the order in which micro-batches add to it. With second passes in the order of
-  the micro-batches it is the same as that of a joint backward. A tensor that two stages use has one order more: where
-  both add to the same memory, the second passes of both for a micro-batch have to come before those of the next one,
-  the later stage's first. In any other order that tensor differs by rounding.
+- The weight gradients of linears, and the whole backward of embeddings and of the first layer of an mlp, are deferred.
+- The second pass of a linear needs its saved input and ``dy``. ``dy`` is copied, unless it lies in memory of this
+  stage's `Saved` that is not written any more. Both passes take 1.02 to 1.04 times the joint
+  backward (hidden 256 and 128).
+  both second passes of a micro-batch must precede those for the next, the later stage first.
 """
 
 import copy
@@ -44,10 +32,10 @@ from hpcdist.models.stage import (
 
 
 def with_recomputation(model: Model) -> Model:
-    """Return ``model`` with stages that are computed again in backward (local).
+    """Return a copy of ``model`` whose stages recompute their activations in the backward pass. Local.
 
-    Not the first, whose output is all that it keeps where it embeds; not the last, whose backward follows at once; and
-    not those that take, or are taken by, skip connections: they stay as they are.
+    Three kinds of stages do not recompute: the first stage (an embedding keeps only its output), the last stage (its
+    backward pass follows at once), and stages with skip connections.
     """
     recomputing = copy.copy(model)
     last, joined = len(model.stages) - 1, {unit for pair in model.skips for unit in pair}
@@ -58,18 +46,17 @@ def with_recomputation(model: Model) -> Model:
 
 
 class RecomputedStage(WrappedStage):
-    """The stage ``inner``, of which only input and output are kept from its forward to its backward."""
+    """Stage that keeps only the input and output of ``inner``. Its backward pass repeats the forward pass."""
 
     def __init__(self, inner: Stage) -> None:
         super().__init__(inner, inner.tensors())
-        self.name = getattr(inner, "name", "")  # what the user calls it
+        self.name = getattr(inner, "name", "")  # the user's name of the stage
 
     def with_tokens(self, tokens: int) -> "RecomputedStage":
-        """Return the same for so many tokens of each sample."""
         return RecomputedStage(self.inner.with_tokens(tokens))  # type: ignore[attr-defined]
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return a copy of the output; x must stay unchanged until backward."""
+        """Return a copy of the output of ``inner``. x must not change until the backward pass."""
         within = saved.within()
         y = self.inner.forward(parameters, x, operations, within)
         output = saved.empty("recomputed.y", y.shape, y.dtype)
@@ -81,17 +68,16 @@ class RecomputedStage(WrappedStage):
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array | None:
-        """Run the forward of the stage again, then its backward; return dx."""
+        """Repeat the forward pass of ``inner``, then run its backward pass. Return dx."""
         within = saved.within()
         self.inner.forward(parameters, saved["recomputed.x"], operations, within)
         dx = self.inner.backward(parameters, gradients, dy, operations, within)
-        assert not within.deferred, "a backward in two passes keeps what is to be computed again"
-        assert dx is None or not within.owns(dx), "what a stage returns lies in scratch, or in the memory of dy"
+        assert not within.deferred, "a recomputed stage cannot defer weight gradients"
+        assert dx is None or not within.owns(dx), "dx of a stage must be in scratch, or in the memory of dy"
         within.release()
         return dx
 
     def attend(self, parameters: Parameters, operations: Operations, saved: Saved) -> None:
-        """Take part without samples in the forward, of which nothing is kept. Collective."""
         within = saved.within()
         cast(MixedStage, self.inner).attend(parameters, operations, within)
         within.release()
@@ -99,7 +85,7 @@ class RecomputedStage(WrappedStage):
     def attend_backward(
         self, parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved
     ) -> None:
-        """Take part without samples in the second forward, and in the backward. Collective."""
+        """Take part in the repeated forward pass and the backward pass as a rank without samples. Collective."""
         within, inner = saved.within(), cast(MixedStage, self.inner)
         inner.attend(parameters, operations, within)
         inner.attend_backward(parameters, gradients, operations, within)
@@ -110,7 +96,7 @@ _LINEARS: Final = ("linear_column", "linear_row")
 
 
 def split_operations(operations: Operations) -> Operations:
-    """Return ``operations`` whose backward puts off the gradients of weights; see `weight_gradients`."""
+    """Return ``operations`` whose backward passes leave the weight gradients to a later call of `weight_gradients`."""
     return replace(
         operations,
         linear_column=SplitLinear("linear_column", operations.linear_column),
@@ -121,14 +107,14 @@ def split_operations(operations: Operations) -> Operations:
 
 
 def release_first_pass(saved: Saved) -> None:
-    """Give back what only the first pass needed, once a stage's backward with `split_operations` is done."""
+    """Free the memory that `weight_gradients` does not need, after a stage's backward pass with `split_operations`."""
     saved.narrow()
 
 
 def weight_gradients(parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved) -> None:
-    """Write or add the gradients that a backward with `split_operations` has put off; then ``saved`` can be released.
+    """Write or add the weight gradients that `split_operations` deferred. Then ``saved`` can be released. Local.
 
-    Local. Of ``parameters`` only the names count: their memory may be freed.
+    Only the names in ``parameters`` are used, since the parameters' memory may already be free.
     """
     for prefix, name in saved.deferred.items():
         dy = saved[f"{prefix}.dy"]
@@ -142,78 +128,71 @@ def weight_gradients(parameters: Parameters, gradients: Gradients, operations: O
 
 @dataclass(frozen=True)
 class SplitLinear:
-    """The linear ``inner``, which the table has under ``name``, without its second pass."""
+    """Linear layer ``inner`` that defers its weight gradients. ``name`` is its field in `Operations`."""
 
     name: str
     inner: LinearOperation
 
     @property
     def weight_reads(self) -> tuple[str, ...]:
-        """As of the inner one."""
         return self.inner.weight_reads
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
-        """Return y."""
         return self.inner.forward(parameters, prefix, x, saved, biased=biased)
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Return dx; no gradient is written."""
+        """Return dx. `weight_gradients` computes the weight gradients later."""
         dx = self.inner.backward_input(parameters, prefix, dy, saved)
         _defer(self.name, prefix, dy, saved, self.weight_reads)
         return dx
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Return dx."""
         return self.inner.backward_input(parameters, prefix, dy, saved)
 
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
-        """Keep dy; no gradient is written."""
+        """Defer the weight gradients again, until the next `weight_gradients`."""
         _defer(self.name, prefix, dy, saved, self.weight_reads)
 
 
 @dataclass(frozen=True)
 class SplitEmbedding:
-    """The embedding ``inner``, with its backward put off as a whole."""
+    """Embedding ``inner`` that defers the gradient of its table."""
 
     inner: EmbeddingOperation
 
     @property
     def weight_reads(self) -> tuple[str, ...]:
-        """As of the inner one."""
         return self.inner.weight_reads
 
     def forward(self, parameters: Parameters, prefix: str, tokens: Array, saved: Saved) -> Array:
-        """Return the rows of the table."""
         return self.inner.forward(parameters, prefix, tokens, saved)
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
-        """Keep dy; no gradient is written."""
+        """Defer the gradient of the embedding table until `weight_gradients`."""
         _defer("embed", prefix, dy, saved, self.weight_reads)
 
 
 @dataclass(frozen=True)
 class SplitAttention:
-    """The attention ``inner``, whose input gradient ``saved`` keeps for the second pass of the linear before it."""
+    """Attention ``inner`` that keeps its input gradient in memory, because deferred weight gradients need it."""
 
     inner: AttentionOperation
 
     def forward(self, qkv: Array, head_size: int, saved: Saved, **options: Unpack[AttentionOptions]) -> Array:
-        """Return (batch, context, width)."""
         return self.inner.forward(qkv, head_size, saved, **options)
 
     def backward(self, dy: Array, saved: Saved, *, keep: bool = True) -> Array | tuple[Array, Array]:
-        """Return dqkv, or (dq, dkv), which ``saved`` owns."""
         return self.inner.backward(dy, saved, keep=keep)
 
 
 def _defer(name: str, prefix: str, dy: Array, saved: Saved, reads: tuple[str, ...]) -> None:
-    """Keep what the second pass of ``prefix`` needs. Other memory may be written, or belong to others, by then."""
+    """Keep dy and the entries ``reads`` of ``saved``, with which `weight_gradients` will compute the gradients."""
     if saved.owns(dy):
         saved.keep(f"{prefix}.dy", dy)
     else:
         saved.empty(f"{prefix}.dy", dy.shape, dy.dtype)[...] = dy
-    for needed in ("dy", *reads):
-        saved.hold(f"{prefix}.{needed}")
+    for entry in ("dy", *reads):
+        saved.hold(f"{prefix}.{entry}")
     saved.deferred[prefix] = name

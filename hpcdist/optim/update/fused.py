@@ -1,12 +1,8 @@
 """Fused updates of the elementwise optimizers in one pass over memory: unscale, clip, decay, moments, step.
 
-Each is a loop for the CPU (numba, fused), and a kernel of `hpcdist.optim.update.kernels` for a GPU. Buffers are 1-D
-contiguous views of equal length (n,) and of one dtype, float32 or float64, and scalars are cast to that dtype before
-a loop. On a GPU the gradient may be of another type than the weights, and buffers have any number of tensors: in the
-place of the ``decay`` of one are the `TensorOptions` of all, whose factors multiply the ``rate``. ``working``, where
-given, is a copy of the weights in another type, rounded once. ``gradient`` is multiplied by ``scale``, where the
-clipping and the loss scale are, and is undefined afterwards. A loop does what a direction and a descent would,
-operation by operation in the dtype of the buffers, so the bits are theirs.
+Buffers are as in `hpcdist.optim.update.kernels`. If GPU buffers span tensors, ``decay`` is the `TensorOptions` of all
+tensors, whose factors multiply ``rate``. ``gradient`` is multiplied by ``scale``, which includes clipping and loss
+scale, and is undefined afterwards. Results are bitwise equal to a direction followed by a descent.
 """
 
 from hpcdist.arrays.backend import Array
@@ -29,10 +25,10 @@ def adam(
     count: int,
     working: Array | None = None,
 ) -> None:
-    """Update the moments with g = ``scale * gradient``, and step the weights.
+    """Adam step: update the moments m and v with g = ``scale * gradient``, and update the weights w.
 
-    m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;  w -= rate (m^ / (sqrt(v^) + epsilon) + decay w), where
-    m^ and v^ are as in `kernels.adam_direction`: corrected for ``count`` applied updates, 0 for not at all.
+    m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;  w -= rate (m^ / (sqrt(v^) + epsilon) + decay w). m^
+    and v^ are bias-corrected for ``count`` applied updates, unless ``count`` is 0.
     """
     scalars = (scale, *kernels.moment_factors(betas, count), epsilon)
     if isinstance(decay, TensorOptions):
@@ -61,12 +57,12 @@ def momentum(
     decay: float | TensorOptions,
     working: Array | None = None,
 ) -> None:
-    """Update ``velocity`` = momentum velocity + g, with g = ``scale * gradient`` + decay w, and step the weights.
+    """Momentum step: ``velocity`` = momentum velocity + g, with g = ``scale * gradient`` + decay w. Update weights w.
 
-    They move by -rate times the velocity, or g + momentum velocity with ``nesterov``.
+    w -= rate velocity or, if ``nesterov`` is true, w -= rate (g + momentum velocity).
     """
-    own, ahead = kernels.shares_of_step(momentum, nesterov)
-    scalars = (scale, momentum, own, ahead)
+    g_share, v_share = kernels.shares_of_step(momentum, nesterov)
+    scalars = (scale, momentum, g_share, v_share)
     if isinstance(decay, TensorOptions):
         kernels.launch_update("momentum", weights, gradient, (velocity,), working, decay, *scalars, rate)
         return
@@ -75,13 +71,13 @@ def momentum(
 
 
 @jit
-def _momentum_loop(weights, gradient, velocity, scale, momentum, own, ahead, decay, rate):  # type: ignore[no-untyped-def]
+def _momentum_loop(weights, gradient, velocity, scale, momentum, g_share, v_share, decay, rate):  # type: ignore[no-untyped-def]
     for i in range(weights.size):
         w = weights[i]
         g = gradient[i] * scale + decay * w
         fast = momentum * velocity[i] + g
         velocity[i] = fast
-        weights[i] = w - rate * (own * g + ahead * fast)
+        weights[i] = w - rate * (g_share * g + v_share * fast)
 
 
 def sgd(
@@ -93,7 +89,7 @@ def sgd(
     decay: float | TensorOptions,
     working: Array | None = None,
 ) -> None:
-    """Step the weights by -rate (``scale * gradient`` + decay w)."""
+    """Plain SGD step: weights w -= rate (``scale * gradient`` + decay w)."""
     if isinstance(decay, TensorOptions):
         kernels.launch_update("plain", weights, gradient, (), working, decay, scale, rate)
         return

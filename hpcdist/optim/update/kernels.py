@@ -1,13 +1,8 @@
-"""Update kernels, each as a numba loop for the CPU and as ufuncs for a GPU, and the launch of CUDA kernels.
+"""Update kernels, each as a numba loop for the CPU and as ufuncs for a GPU, and launches of CUDA kernels.
 
-The buffers of one call are 1-D contiguous views of equal length (n,) and, unless said, of one dtype, float32 or
-float64. Scalars are cast to that dtype before a loop: a Python float would pull float32 data through float64. The
-ufunc versions ask the buffer for its library, so they run on numpy too.
-
-The functions ``launch_*`` run kernels of ``cuda/updates.cu``, which read the gradient in the type that it has. Those of
-an update are one kernel for all tensors of the buffers, which `TensorOptions` tell apart; layer-wise optimizers have
-one for directions and one for steps. Weights and slots are float32 or float64. ``working``, a copy of the weights in
-another type, is rounded from them in the same pass, None where there is none. They do not wait for the GPU.
+Buffers of a call are 1-D contiguous views of equal length (n,) and, unless noted, of one dtype, float32 or float64.
+Scalars are cast to that dtype. The functions ``launch_*`` do not wait for the GPU. Their gradient may have any float
+dtype. ``working``, or None, is a copy of the weights in another dtype.
 """
 
 import math
@@ -30,17 +25,17 @@ from hpcdist.collectives.half_precision import (
 )
 
 CUDA_SOURCE: Final = KernelSource(Path(__file__).parent / "cuda" / "updates.cu")
-PACK: Final = 4  # elements that a thread takes at a time
-TILE: Final = 4096  # elements of the flat space that a block of an update takes at a time
-BLOCKS: Final = 1024  # of a sum at most: a constant, so that it is the same on every GPU
-THREADS: Final = 256  # of a block of an update or a sum
+PACK: Final = 4  # elements per thread at a time
+TILE: Final = 4096  # elements of the flat space per block at a time
+BLOCKS: Final = 1024  # largest number of blocks of a sum: constant, so that sums are equal on every GPU
+THREADS: Final = 256  # per block
 
 
 class TensorOptions(NamedTuple):
-    """Options of all tensors of a flat space, on a GPU, for updates of buffers that begin at ``start`` of it."""
+    """Optimizer settings per tensor, for a GPU kernel whose arrays start at ``start`` of the flat parameters."""
 
-    bounds: Array  # (tensors, 2), int64: where each begins and ends, ascending
-    options: Array  # (tensors, 2), float64: weight decay, and factor of the rate
+    bounds: Array  # (tensors, 2), int64: start and end of each tensor, ascending
+    options: Array  # (tensors, 2), float64: weight decay and factor of the rate
     start: int = 0
 
 
@@ -54,10 +49,10 @@ def launch_adam_direction(
     tensors: TensorOptions,
     *scalars: float,
 ) -> None:
-    """Update the moments, and write the direction of `adam_direction` to ``step``, which may be the gradient.
+    """Update Adam's moments m and v on a GPU. Write the direction to ``step``, which may be the gradient array.
 
-    Sums of squares of weights and direction are added to ``partial``, see `tensor_sums`. ``scalars``: scale, beta1,
-    1 - beta1, beta2, 1 - beta2, the corrections of both, epsilon.
+    See `adam_direction`. Add the squares of weights and direction to ``partial``; see `tensor_sums`. ``scalars`` are
+    scale, beta1, 1 - beta1, beta2, 1 - beta2, the bias corrections of m and v, and epsilon.
     """
     _launch("adam_direction", weights, gradient, (m, v, step, partial), step, tensors, (), scalars)
 
@@ -65,21 +60,24 @@ def launch_adam_direction(
 def launch_scaled_direction(
     weights: Array, gradient: Array, step: Array, partial: Array, tensors: TensorOptions, scale: float
 ) -> None:
-    """Write ``scale * gradient`` to ``step``, which may be the gradient; ``partial`` as in `launch_adam_direction`."""
+    """Write ``scale * gradient`` to ``step`` on a GPU. Add the squares of ``weights`` and ``step`` to ``partial``.
+
+    See `tensor_sums`.
+    """
     _launch("scaled_direction", weights, gradient, (step, partial), step, tensors, (), (scale,))
 
 
 def partial_sums(size: int, tensors: int) -> Array:  # (places, 2)
-    """Return zeroed memory on a GPU for what directions sum up, of ``tensors`` in a flat space of ``size`` elements.
+    """Return zeroed GPU memory for partial sums of squares of ``tensors`` tensors, in a vector of ``size`` elements.
 
-    A tensor has a place for each `TILE` of the space that it lies in: cut at the bounds of tiles it has the bits of one
-    that is whole.
+    A tensor has one row in this memory for each `TILE` of elements that it overlaps. Pieces that end at tile boundaries
+    therefore do not change the bits of its sum.
     """
     return zeros((-(-size // TILE) + tensors, 2), np.dtype(np.float64), "gpu")
 
 
 def tensor_sums(partial: Array, tensors: TensorOptions) -> Array:  # (tensors, 2)
-    """Return the sums of squares of weights and directions by tensor, in float64 on the GPU, tile by tile."""
+    """Return each tensor's sums of squares of weights and directions, (tensors, 2) float64, from ``partial``."""
     sums = namespace(partial).empty((len(tensors.bounds), 2), np.float64)
     CUDA_SOURCE.launch("tensor_sums", len(sums), THREADS, partial, sums, tensors.bounds, **_types(sums, sums, sums))
     return sums
@@ -94,17 +92,18 @@ def launch_update(
     tensors: TensorOptions,
     *scalars: float,
 ) -> None:
-    """Launch the kernel ``name`` of `hpcdist.optim.update.fused`; the gradient is kept.
+    """Launch the GPU kernel ``name`` of `hpcdist.optim.update.fused`. The gradient is not changed.
 
-    Slots and scalars by name:
+    Write the rounded weights to ``working``, if given. Expected ``slots`` and ``scalars`` for each name:
 
-    "adam": m and v; scale, beta1, 1 - beta1, beta2, 1 - beta2, the corrections of both, epsilon, rate.
-    "momentum": the velocity; scale, momentum, shares of g and of the velocity in the step, rate.
-    "plain": no slots; scale, rate.
-    "descend": no slots, no scalars; the gradient is a direction, the factors of ``tensors`` are rates.
-    "descend_with_velocity": the velocity; momentum.
+    "adam": slots m and v; scalars scale, beta1, 1 - beta1, beta2, 1 - beta2, the bias corrections of m and v, epsilon,
+    rate.
+    "momentum": slot velocity; scalars scale, momentum, factors of g and of the velocity in the step, rate.
+    "plain": scalars scale, rate.
+    "descend": the gradient is a direction, and the factors in ``tensors`` are learning rates.
+    "descend_with_velocity": slot velocity; scalar momentum.
     """
-    # Without a working copy the kernel gets the weights in its place, and a flag that it is not to be written.
+    # Without a working copy the kernel gets the weights instead, and a flag.
     copy = weights if working is None else working
     _launch(name, weights, gradient, (*slots, copy), copy, tensors, (int(working is not None),), scalars)
 
@@ -120,7 +119,7 @@ def _launch(
     scalars: Any,
 ) -> None:
     n, (bounds, options, start) = weights.size, tensors
-    grid = elementwise(start % TILE + n if n else 0, TILE // THREADS)  # as many blocks as tiles that the buffers touch
+    grid = elementwise(start % TILE + n if n else 0, TILE // THREADS)  # one block per tile that the buffers overlap
     CUDA_SOURCE.launch(
         name, *grid, weights, gradient, *others, bounds, options, len(bounds), start, n, *flags, *map(float, scalars),
         **_types(weights, gradient, working)
@@ -132,7 +131,7 @@ def _types(weights: Array, gradient: Array, working: Array) -> dict[str, Any]:
 
 
 def launch_sum_of_squares(*pieces: Array) -> Array:
-    """Return the sum of squares of one or more arrays in float64, as an array () on the GPU."""
+    """Return the sum of squares of one or more arrays, as a float64 array () on the GPU."""
     blocks = min(max(1, -(-max(values.size for values in pieces) // (THREADS * PACK))), BLOCKS)
     partial = namespace(pieces[0]).empty(blocks, np.float64)
     for number, values in enumerate(pieces):
@@ -143,12 +142,12 @@ def launch_sum_of_squares(*pieces: Array) -> Array:
 
 
 def launch_convert(values: Array, into: Array, add: bool = False) -> None:
-    """Write ``values`` into ``into`` of another type, rounded once to nearest even, or add them to it before."""
+    """Convert ``values`` to the dtype of ``into``, rounded once to nearest even. Write or ``add`` them to ``into``."""
     types: dict[str, Any] = {"REAL": np.float32, "GRADIENT": values.dtype, "WORKING": into.dtype}
     CUDA_SOURCE.launch("convert", *elementwise(values.size, PACK), values, into, values.size, int(add), **types)
 
 
-LANES: Final = 512  # sums of squares side by side: enough rows of vector registers to hide the time of an addition
+LANES: Final = 512  # independent sums of squares: enough vector registers to hide the latency of additions
 
 
 def adam_direction(
@@ -163,11 +162,10 @@ def adam_direction(
     decay: float,
     count: int,
 ) -> None:
-    """Update the moments with ``scale * gradient`` and turn the gradient into the step of Adam, plus decay.
+    """Update Adam's moments with g = ``scale * gradient``, and overwrite the gradient with the direction u.
 
-    m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;  u = m^ / (sqrt(v^) + epsilon) + decay w,
-    where m^ and v^ are corrected for their start at 0 by ``count`` applied updates; with 0 of them they are m and v.
-    ``gradient`` holds u afterwards.
+    The moments are as in `hpcdist.optim.update.fused.adam`. u = m^ / (sqrt(v^) + epsilon) + decay w. m^ and v^ are m
+    and v, bias-corrected for ``count`` applied updates, unless ``count`` is 0.
     """
     scalars = (scale, *moment_factors(betas, count), epsilon, decay)
     run = _adam_ufuncs if is_device(weights) else _adam_loop
@@ -175,7 +173,7 @@ def adam_direction(
 
 
 def moment_factors(betas: tuple[float, float], count: int) -> tuple[float, ...]:
-    """Return beta1, 1 - beta1, beta2, 1 - beta2, and what corrects both moments after ``count`` updates (0: 1)."""
+    """Return beta1, 1 - beta1, beta2, 1 - beta2, and the bias-correction factors of m and v after ``count`` updates."""
     beta1, beta2 = betas
     corrections = (1.0 / (1.0 - beta1**count), 1.0 / (1.0 - beta2**count)) if count else (1.0, 1.0)
     return beta1, 1.0 - beta1, beta2, 1.0 - beta2, *corrections
@@ -183,12 +181,12 @@ def moment_factors(betas: tuple[float, float], count: int) -> tuple[float, ...]:
 
 @jit
 def adam_step(m, v, i, g, beta1, rest1, beta2, rest2, correct1, correct2, epsilon):  # type: ignore[no-untyped-def]
-    """Update the moments of element ``i`` with the gradient ``g``; return m^ / (sqrt(v^) + epsilon). For kernels."""
+    """Update Adam's moments of element ``i`` with the gradient ``g``. Return m^ / (sqrt(v^) + epsilon). For kernels."""
     mean = m[i] * beta1 + g * rest1
     square = v[i] * beta2 + g * g * rest2
     m[i] = mean
     v[i] = square
-    # np.divide, since the check of `/` for a zero divisor keeps the loop from being vectorised (8 times slower)
+    # np.divide, because the zero-divisor check of `/` prevents vectorisation (8 times slower)
     return np.divide(mean * correct1, math.sqrt(square * correct2) + epsilon)
 
 
@@ -200,7 +198,7 @@ def _adam_loop(weights, gradient, m, v, scale, beta1, rest1, beta2, rest2, corre
 
 
 def _adam_ufuncs(weights, gradient, m, v, scale, beta1, rest1, beta2, rest2, correct1, correct2, epsilon, decay):  # type: ignore[no-untyped-def]
-    # As the loop above, operation by operation; once it is in m, the gradient's memory holds g^2 and the denominator.
+    # As the loop above. After m is updated, the gradient's memory holds g^2 and then the denominator.
     xp = namespace(weights)
     gradient *= scale
     m *= beta1
@@ -219,46 +217,46 @@ def _adam_ufuncs(weights, gradient, m, v, scale, beta1, rest1, beta2, rest2, cor
 def momentum_direction(
     weights: Array, gradient: Array, velocity: Array, *, scale: float, momentum: float, nesterov: bool, decay: float
 ) -> None:
-    """Update ``velocity`` = momentum velocity + g, with g = ``scale * gradient`` + decay w.
+    """Update ``velocity`` = momentum velocity + g, with g = ``scale * gradient`` + decay w and weights w.
 
-    ``gradient`` holds the step afterwards: the velocity, or g + momentum velocity with ``nesterov``.
+    Overwrites ``gradient`` with the step: the velocity or, if ``nesterov``, g + momentum velocity.
     """
-    own, ahead = shares_of_step(momentum, nesterov)
+    g_share, v_share = shares_of_step(momentum, nesterov)
     run = _momentum_ufuncs if is_device(weights) else _momentum_loop
-    run(weights, gradient, velocity, *map(weights.dtype.type, (scale, momentum, own, ahead, decay)))
+    run(weights, gradient, velocity, *map(weights.dtype.type, (scale, momentum, g_share, v_share, decay)))
 
 
 def shares_of_step(momentum: float, nesterov: bool) -> tuple[float, float]:
-    """Return (own, ahead) of step = own g + ahead velocity: the heavy ball's, or Nesterov's."""
+    """Return two factors: the optimizer step is their sum of products with g and the velocity."""
     return (1.0, momentum) if nesterov else (0.0, 1.0)
 
 
 @jit
-def _momentum_loop(weights, gradient, velocity, scale, momentum, own, ahead, decay):  # type: ignore[no-untyped-def]
+def _momentum_loop(weights, gradient, velocity, scale, momentum, g_share, v_share, decay):  # type: ignore[no-untyped-def]
     for i in range(weights.size):
         g = gradient[i] * scale + decay * weights[i]
         fast = momentum * velocity[i] + g
         velocity[i] = fast
-        gradient[i] = own * g + ahead * fast
+        gradient[i] = g_share * g + v_share * fast
 
 
-def _momentum_ufuncs(weights, gradient, velocity, scale, momentum, own, ahead, decay):  # type: ignore[no-untyped-def]
+def _momentum_ufuncs(weights, gradient, velocity, scale, momentum, g_share, v_share, decay):  # type: ignore[no-untyped-def]
     gradient *= scale
     gradient += decay * weights
     velocity *= momentum
     velocity += gradient
-    gradient *= own
-    gradient += ahead * velocity
+    gradient *= g_share
+    gradient += v_share * velocity
 
 
 def scale_in_place(gradient: Array, scale: float) -> None:
-    """Multiply ``gradient`` by ``scale``."""
+    """Multiply ``gradient`` by ``scale`` in place."""
     if scale != 1.0:
         gradient *= gradient.dtype.type(scale)
 
 
 def descend(weights: Array, step: Array, rate: float) -> None:
-    """Subtract ``rate * step`` from ``weights``; ``step`` is kept."""
+    """Subtract ``rate * step`` from ``weights`` in place. Do not change ``step``."""
     run = _descend_ufuncs if is_device(weights) else _descend_loop
     run(weights, step, weights.dtype.type(rate))
 
@@ -276,10 +274,7 @@ def _descend_ufuncs(weights, step, rate):  # type: ignore[no-untyped-def]
 def descend_with_velocity(
     weights: Array, gradient: Array, velocity: Array, *, rate: float, momentum: float, decay: float
 ) -> None:
-    """Update ``velocity`` = momentum velocity + rate (gradient + decay w), and subtract it from ``weights``.
-
-    On the host: a GPU has `launch_update`.
-    """
+    """Update ``velocity`` = momentum velocity + rate (gradient + decay w), and subtract it from weights w. CPU only."""
     _velocity_loop(weights, gradient, velocity, *map(weights.dtype.type, (rate, momentum, decay)))
 
 
@@ -292,7 +287,7 @@ def _velocity_loop(weights, gradient, velocity, rate, momentum, decay):  # type:
 
 
 def sum_of_squares(values: Array) -> Any:
-    """Return the sum of squares in float64: a float, or an array () on the GPU, which the caller need not wait for."""
+    """Return the sum of squares in float64: a float, or for GPU ``values`` an array () without waiting for the GPU."""
     if is_device(values):
         return launch_sum_of_squares(values)
     sums = np.zeros(LANES)
@@ -300,22 +295,23 @@ def sum_of_squares(values: Array) -> Any:
     return float(total(sums))
 
 
-# Sums that are far apart are added in vector registers, whichever the CPU has, and in one order. fastmath would be as
-# fast, in an order that differs between CPUs: replicas on different ones would then take different steps.
+# Distant sums are added in vector registers in a fixed order. fastmath would use an order that depends on the CPU, so
+# replicas on different CPUs would diverge.
 @jit
 def add_squares(values: Any, sums: Any, phase: Any) -> None:
-    """Add the square of element i of ``values``, on the host, to ``sums[(phase + i) % LANES]``, in float64.
+    """Add the square of element i of host ``values`` to ``sums[(phase + i) % LANES]``, in float64.
 
-    ``values`` are float32 or float64. So a tensor that comes in blocks gives the bits of one that comes whole.
+    ``values`` are float32 or float64. A tensor can be passed in blocks, with ``phase`` = (index of the block's first
+    element) modulo LANES. This gives the same bits as passing it as a whole.
     """
-    # Up to the next lane 0, from the lane at which the block before ended; from there on element k of a row goes to
-    # lane k, without a modulus. The last row may be shorter.
+    # First complete the row of lanes that the previous block left. Then element k of each row goes to lane k, without a
+    # modulus. The last row may be shorter.
     head = min((LANES - phase) % LANES, values.size)
     row = values[:head]
-    place = sums[phase : phase + head]
+    lanes = sums[phase : phase + head]
     for k in range(head):
         x = np.float64(row[k])
-        place[k] += x * x
+        lanes[k] += x * x
     for start in range(head, values.size, LANES):
         row = values[start : min(start + LANES, values.size)]
         for k in range(row.size):
@@ -325,8 +321,8 @@ def add_squares(values: Any, sums: Any, phase: Any) -> None:
 
 @jit
 def total(sums: Any) -> Any:  # (LANES,)
-    """Return the sum of the lanes of `add_squares`; ``sums`` are undefined afterwards."""
-    half = LANES // 2  # a fixed tree, whose additions are independent in each level
+    """Return the total of ``sums``, the partial sums of `add_squares`. Afterwards ``sums`` is undefined."""
+    half = LANES // 2  # a fixed tree with independent additions per level
     while half:
         left, right = sums[:half], sums[half : 2 * half]
         for k in range(half):
@@ -336,10 +332,7 @@ def total(sums: Any) -> Any:  # (LANES,)
 
 
 def round_into(master: Array, working: Array) -> None:
-    """Write ``master`` into ``working``, rounded once to nearest even; the dtypes may differ.
-
-    What is beyond the range of ``working`` becomes infinite.
-    """
+    """Write ``master`` to ``working`` of any dtype, rounded once to nearest even. Overflow becomes infinity."""
     if master.dtype != np.float32 or not is_16bit_float(working.dtype):
         working[...] = master
     elif is_device(master):
@@ -349,7 +342,7 @@ def round_into(master: Array, working: Array) -> None:
 
 
 def widen(working: Array, wide: Array) -> None:
-    """Write the 16-bit floats of ``working`` into the float32 ``wide``; exact."""
+    """Convert the 16-bit floats ``working`` to float32 and write them to ``wide``. This is exact."""
     if is_device(working):
         launch_convert(working, wide)
     else:
@@ -357,7 +350,7 @@ def widen(working: Array, wide: Array) -> None:
 
 
 def add_rounded(working: Array, addend: Array) -> None:
-    """Add the float32 ``addend`` to the 16-bit ``working`` in float32, and round the sum once. ``addend`` is kept."""
+    """Add the float32 ``addend`` to the 16-bit ``working`` in float32, and round once. Do not change ``addend``."""
     if is_device(working):
         launch_convert(addend, working, add=True)
         return
@@ -378,7 +371,7 @@ def _add_to_float16_loop(halves, addend):  # type: ignore[no-untyped-def]
 
 
 def samples(buffers: int, scalars: int) -> list[tuple[object, ...]]:
-    """Return arguments of the two sets of types that training uses: float32 and float64."""
+    """Return example arguments to compile a kernel for both dtypes of training: float32 and float64."""
     return [
         (*(np.ones(8, dtype) for _ in range(buffers)), *(dtype(0.5) for _ in range(scalars)))
         for dtype in (np.float32, np.float64)

@@ -1,5 +1,5 @@
-"""Calibration of a cluster: fits of measured times of links, collectives and devices. Loads numpy.
+"""Calibration of a cluster: fits to measured times of links, collectives and devices. Uses numpy.
 
-Imports `cluster`, `model`, `time` and `layout` of the planner. `hpcdist.bench.calibrate.run.run` measures, `hpcdist
-plan calibrate` passes the numbers from there to here. Begin with `cluster_fit.assemble` and `line_fits.fit_pieces`.
+`hpcdist.bench.calibrate.run.run` measures; `hpcdist plan calibrate` connects both. Start reading with
+`cluster_fit.assemble` and `line_fits.fit_pieces`.
 """

@@ -1,7 +1,7 @@
-"""Assemble a calibrated cluster from measurements: device, links and collectives; the rest from a shipped one.
+"""Assemble a calibrated cluster from measurements of device, links and collectives.
 
-Numbers of the device are those with all ranks of a node at work, as in a training. What is not measured (storage,
-failures, power, prices) is taken from the base cluster, and its source says that it is an assumption.
+Device values are measured with all ranks of a node at work, as in training. Values that are not measured (storage,
+failures, power, prices) come from a base cluster, and are marked as assumptions.
 """
 
 import math
@@ -18,15 +18,18 @@ from hpcdist.planner.cluster.hardware import Cluster, ClusterNode, Device, Effic
 from hpcdist.reporting.units import counted, format_bytes
 
 MESSAGE: Final = "message"
-LONG: Final = 8  # messages of at least the longest divided by this tell the bandwidth of a level
-CLOCK_S: Final = 1e-9  # no clock tells less
-_LIBRARY: Final = "mpi"  # messages and collectives of ours
+LONG: Final = 8  # messages of at least (longest / LONG) bytes determine the bandwidth
+CLOCK_S: Final = 1e-9  # clock resolution
+_LIBRARY: Final = "mpi"  # library of the measured messages and collectives
 _KEPT: Final = ("storage", "failures", "site")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimingSeries:
-    """Times of an operation over sizes; ``alone_s``: while no others were at work, where that was measured."""
+    """Measured times of an operation by message size.
+
+    ``seconds``: times while all ranks communicate. ``alone_s``: times without concurrent communication, if measured.
+    """
 
     operation: str
     algorithm: str
@@ -35,12 +38,12 @@ class TimingSeries:
     nbytes: tuple[float, ...]
     seconds: tuple[float, ...]
     alone_s: tuple[float, ...] = ()
-    borders: tuple[float, ...] = ()  # sizes that were measured to find where a library changes its ways
+    borders: tuple[float, ...] = ()  # sizes measured to locate a protocol change of the library
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterMeasurements:
-    """Measurements of a cluster. ``moves`` are (bytes, seconds) of what reads and writes memory."""
+    """Measurements of a cluster. ``moves``: (bytes, seconds) of memory copies."""
 
     date: str
     device: str
@@ -54,19 +57,19 @@ class ClusterMeasurements:
     steps: Sequence[MeasuredStep]
     series: Sequence[TimingSeries]
     by: str = ""  # libraries and settings
-    busy: str = ""  # the sign that the machine did something else meanwhile
+    busy: str = ""  # evidence that the machine was busy, or ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibratedCluster:
-    """Calibrated cluster, and a line about each fit: its range, its constants, the error at sizes left out."""
+    """Cluster with fitted constants. ``lines``: text of each fit: size range, constants, error at sizes left out."""
 
     cluster: Cluster
     lines: tuple[str, ...]
 
 
 def assemble(name: str, base: Cluster, measurements: ClusterMeasurements) -> CalibratedCluster:
-    """Return the cluster called ``name``; what was not measured is that of ``base`` (local). Raises UsageError."""
+    """Return the calibrated cluster ``name``. Unmeasured values come from ``base``. Local. Raises UsageError."""
     lines: list[str] = []
     device = _device(base, measurements, lines)
     fits, levels, remarks = _links(base, measurements, lines)
@@ -98,7 +101,7 @@ def assemble(name: str, base: Cluster, measurements: ClusterMeasurements) -> Cal
 
 def _device(base: Cluster, measurements: ClusterMeasurements, lines: list[str]) -> Device:
     if not measurements.moves:
-        raise UsageError("the bandwidth of memory was not measured; measure copies of arrays larger than the caches")
+        raise UsageError("the memory bandwidth was not measured; measure copies of arrays larger than the caches")
     peaks, curves = {}, {}
     for dtype, products in measurements.products.items():
         fitted = device_fits.fit_curve(products)
@@ -111,7 +114,7 @@ def _device(base: Cluster, measurements: ClusterMeasurements, lines: list[str]) 
         )
         sizes = curves[dtype].sizes
         lines.append(
-            f"{dtype} products of sizes {sizes[0]:.0f} to {sizes[-1]:.0f}, unseen ones {fitted.error:.1%} off (median)"
+            f"{dtype} products of sizes {sizes[0]:.0f} to {sizes[-1]:.0f}, median error {fitted.error:.1%} at others"
         )
     nbytes, seconds = max(measurements.moves)
     device = Device(
@@ -129,11 +132,11 @@ def _device(base: Cluster, measurements: ClusterMeasurements, lines: list[str]) 
     )
     lines.append(f"memory with {format_bytes(int(nbytes))} moved")
     if not measurements.steps:
-        lines.append("no steps of models: shares of memory and attention are assumptions")
+        lines.append("no steps of models: memory_share and attention_share are assumptions")
         return device
     shares = device_fits.fit_shares(measurements.steps, replace(base, device=device))
     lines.append(
-        f"{counted(len(measurements.steps), 'step')} of models, unseen ones {shares.error:.1%} off (the worst)"
+        f"{counted(len(measurements.steps), 'step')} of models, error {shares.error:.1%} at other steps (maximum)"
     )
     return replace(
         device, memory_share=shares.memory_share, attention_share=shares.attention_share, kernel_s=shares.kernel_s
@@ -143,20 +146,17 @@ def _device(base: Cluster, measurements: ClusterMeasurements, lines: list[str]) 
 def _links(
     base: Cluster, measurements: ClusterMeasurements, lines: list[str]
 ) -> tuple[tuple[MeasuredFit, ...], tuple[LinkLevel, ...], tuple[str, ...]]:
-    """Return the fits of all series, the levels that messages were measured on, and what is assumed of these.
-
-    Without messages the levels are those of ``base``.
-    """
+    """Fit the link measurements. Return (fits by series, link levels, assumptions). Unmeasured levels: ``base``."""
     fits: list[MeasuredFit] = []
     levels: list[TimingSeries] = []
     for series in measurements.series:
         pieces = line_fits.fit_pieces(series.nbytes, series.seconds, always=series.borders)
         fits.append(_fit(series, pieces))
         first, last = format_bytes(int(pieces.from_bytes)), format_bytes(int(pieces.until_bytes[-1]))
-        what = series.operation if series.operation == MESSAGE else f"{series.algorithm} {series.operation}"
+        label = series.operation if series.operation == MESSAGE else f"{series.algorithm} {series.operation}"
         lines.append(
-            f"{what} over {counted(series.ranks, 'rank')}, {series.level}, {first} to {last}, unseen sizes up to "
-            f"{pieces.error:.0%} off"
+            f"{label} over {counted(series.ranks, 'rank')}, {series.level}, {first} to {last}, error up to "
+            f"{pieces.error:.0%} at other sizes"
         )
         if series.operation == MESSAGE:
             levels.append(series)
@@ -164,7 +164,7 @@ def _links(
         return tuple(fits), _borrowed(base, measurements), ()
     remarks = []
     if measurements.hosts > 1 and len(levels) == 1:
-        remarks.append(f"links inside a node are taken as those of {levels[0].level!r}: a node had one rank")
+        remarks.append(f"links inside a node are as fast as {levels[0].level!r}: each node had only one rank")
     inner = [_level(series, measurements.devices_per_host) for series in levels[:-1]]
     outer = _level(levels[-1], 0)
     if inner and outer.bytes_per_s > inner[-1].bytes_per_s:
@@ -172,16 +172,16 @@ def _links(
             f"links of {outer.name!r} are as fast as those of {inner[-1].name!r}: they were measured to be faster, at "
             f"{outer.bytes_per_s:.3g} bytes/s"
         )
-        # `hardware.validate` refuses levels that become faster outwards.
+        # `hardware.validate` refuses outer levels that are faster than inner levels.
         outer = replace(outer, bytes_per_s=inner[-1].bytes_per_s)
     return tuple(fits), (*inner, outer), tuple(remarks)
 
 
 def _borrowed(base: Cluster, measurements: ClusterMeasurements) -> tuple[LinkLevel, ...]:
-    """Return the levels of ``base``, or the one that joins its nodes, where the others do not nest in nodes here."""
-    box, devices = measurements.devices_per_host, measurements.hosts * measurements.devices_per_host
-    # Levels nest where one is a multiple of the other; a level that ends inside a box here would cut it in two.
-    nest = all(level.devices % box == 0 or box % level.devices == 0 for level in base.levels if level.devices)
+    """Return the link levels of cluster ``base`` that can be used: all if the nodes match, else the internode level."""
+    node, devices = measurements.devices_per_host, measurements.hosts * measurements.devices_per_host
+    # Levels nest if one is a multiple of the other; a level may not split a node.
+    nest = all(level.devices % node == 0 or node % level.devices == 0 for level in base.levels if level.devices)
     if nest and (base.levels[-1].devices == 0 or base.levels[-1].devices >= devices):
         return base.levels
     joins = (level for level in base.levels if level.devices == 0 or level.devices >= base.node.devices)
@@ -189,9 +189,10 @@ def _borrowed(base: Cluster, measurements: ClusterMeasurements) -> tuple[LinkLev
 
 
 def _level(series: TimingSeries, devices: int) -> LinkLevel:
-    """Return the level: latency of the fastest message, and the bandwidth of the longest, the latency left out.
+    """Return a link level with the latency of the fastest message and the bandwidth of the longest messages.
 
-    At most half of a long message counts as latency: on a busy machine one of them can be the fastest.
+    The latency is subtracted from a message's time, but at most half of this time: on a busy machine a long message may
+    be the fastest.
     """
     latency_s = min(series.seconds)
     long_bytes = max(series.nbytes) / LONG
@@ -228,19 +229,19 @@ def _fit(series: TimingSeries, pieces: FittedPieces) -> MeasuredFit:
 def _sources(
     base: Cluster, measurements: ClusterMeasurements, remarks: Sequence[str], *, measured_links: bool
 ) -> dict[str, str]:
-    """Return the source of each section's numbers; those with the word assumption are flags of each plan."""
+    """Return the source of each section of the cluster file, as text. Plans show texts with "assumption" as flags."""
     measured = f"measured on {measurements.date}" + (f" with {measurements.by}" if measurements.by else "")
     assumed = f"assumption: as in {base.name}"
     device, level = [measured, f"power and reserved memory: {assumed}"], [measured if measured_links else assumed]
     if measurements.busy:
-        busy = f"assumption: the machine was busy ({measurements.busy}), all that was measured is of what others left"
+        busy = f"assumption: the machine was busy ({measurements.busy}), so the measurements are of its free capacity"
         device.append(busy.replace(";", ","))
     if measurements.ranks_per_host < measurements.devices_per_host:
         devices = counted(measurements.devices_per_host, "device")
         part = f"measured with {measurements.ranks_per_host} of {devices} of a node"
-        device.append(f"assumption: all are as fast at once, {part}")
+        device.append(f"assumption: all devices together are as fast, {part}")
         if measured_links:
-            level.append(f"assumption: all send as fast at once, {part}")
+            level.append(f"assumption: all devices sending together are as fast, {part}")
     level += [f"assumption: {remark}" for remark in remarks]
     return {
         "device": "; ".join(device),

@@ -1,15 +1,12 @@
-"""Fit a device: the efficiency curve of matrix products, and the shares of bandwidth and of attention.
+"""Fit a device: the efficiency curve of matrix products, and the shares of memory bandwidth and attention.
 
-The curve is the share of the peak that a product reaches, by size; every third size is left out and gives the error.
-Attention's share of the peak is the median, over steps and both passes, of the time of its operations at the peak
-over the measured time. Elementwise operations take
+The curve is the share of the peak that a product reaches, by size. Every third size is left out to measure the error.
+The attention share is the median of (attention FLOPs / peak FLOP/s) / (measured time). Elementwise operations take
 
-    kernels kernel_s + bytes / (memory bandwidth memory_share)
+    seconds = kernels * kernel_s + bytes / (memory bandwidth * memory_share)
 
-forward, and in the backward half as many bytes more and the kernels of both gradients: two constants, in the least
-squares of relative differences, with Huber's weights. Numbers, pairs and kernels are those of
-`hpcdist.planner.model.description`, so that `hpcdist.planner.time.compute`, which multiplies with the same, gives
-back what was measured. The error of a whole step, products included, is taken at steps that were left out.
+with half as many more bytes in backward, and the kernels of both gradients. Both constants minimise the Huber loss of
+relative differences.
 """
 
 import math
@@ -29,13 +26,13 @@ from hpcdist.planner.time.compute import MOVED_BACK, TILED_BACK, peak_share_of, 
 
 KNOTS_PER_OCTAVE: Final = 1
 TURNS: Final = 20
-HUBER: Final = 0.1  # difference of logarithms from which on a point counts less
-SMOOTH: Final = 0.05  # weight of the bend of the curve at each knot: two knots without a point between them need it
+HUBER: Final = 0.1  # difference of logarithms above which a point counts less
+SMOOTH: Final = 0.05  # weight of the curvature at each knot, needed for knots without points between them
 LEAST_SIZES: Final = 3
 
 
 class MeasuredProduct(NamedTuple):
-    """A product of (m, k) and (k, n) that took ``seconds``."""
+    """Measured matrix product of shapes (m, k) and (k, n), which took ``seconds``."""
 
     m: int
     k: int
@@ -44,18 +41,21 @@ class MeasuredProduct(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Its operations: 2 for each multiplication and addition."""
+        """FLOPs of the product: 2 per multiplication and addition."""
         return 2.0 * self.m * self.k * self.n
 
     @property
     def size(self) -> float:
-        """The harmonic mean of its extents, as `hpcdist.planner.cluster.hardware.EfficiencyCurve` has it."""
+        """Harmonic mean of m, k and n, as in `hpcdist.planner.cluster.hardware.EfficiencyCurve`."""
         return 3.0 / (1.0 / self.m + 1.0 / self.k + 1.0 / self.n)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FittedCurve:
-    """A curve beside its peak; ``errors`` are relative, of the seconds of the products in ``unseen``."""
+    """Fitted efficiency curve and peak of a device.
+
+    ``errors``: relative time errors of the ``unseen`` products, which the fit left out.
+    """
 
     peak_flops: float
     curve: EfficiencyCurve
@@ -64,20 +64,20 @@ class FittedCurve:
 
     @property
     def error(self) -> float:
-        """The median of the absolute errors of products that were not fitted; NaN where there was none."""
+        """Median absolute relative error of the products left out of the fit, or NaN if there are none."""
         return float(np.median(np.abs(self.errors))) if self.errors else math.nan
 
 
 def product_seconds(fitted: FittedCurve, product: MeasuredProduct) -> float:
-    """Return the seconds of ``product`` by the curve."""
+    """Return the time of ``product`` in s by the fitted curve."""
     return product.flops / (fitted.peak_flops * peak_share_of(fitted.curve, product.size)[0])
 
 
 def fit_curve(products: Sequence[MeasuredProduct]) -> FittedCurve:
-    """Return the curve through products; every third size is left out, and tells the error.
+    """Fit a device's efficiency curve to ``products``. Every third size is left out to measure the error.
 
-    The peak is that of the fastest product. The curve has knots an octave apart, and the logarithms of its shares have
-    the least Huber loss to those measured. Raises UsageError for fewer than `LEAST_SIZES` sizes.
+    The peak is the rate of the fastest product. The curve has knots an octave apart. The logarithms of its values at
+    the knots minimise the Huber loss. Raises UsageError for fewer than `LEAST_SIZES` sizes.
     """
     ordered = sorted(products, key=lambda product: product.size)
     bad = next((product for product in ordered if not (math.isfinite(product.seconds) and product.seconds > 0)), None)
@@ -85,7 +85,7 @@ def fit_curve(products: Sequence[MeasuredProduct]) -> FittedCurve:
         raise UsageError(f"a product of ({bad.m}, {bad.k}) and ({bad.k}, {bad.n}) took {bad.seconds} s; measure again")
     if len({round(product.size, 6) for product in ordered}) < LEAST_SIZES:
         raise UsageError(f"a curve needs products of {LEAST_SIZES} sizes, got {len(ordered)} products; measure more")
-    # Neither the smallest nor the largest is left out: the curve would have to be extrapolated to them.
+    # The smallest and the largest size are fitted: the curve is not extrapolated.
     unseen = tuple(product for number, product in enumerate(ordered) if number % 3 == 1 and number < len(ordered) - 1)
     fitted = [product for product in ordered if product not in unseen]
     peak = max(product.flops / product.seconds for product in ordered)
@@ -96,14 +96,13 @@ def fit_curve(products: Sequence[MeasuredProduct]) -> FittedCurve:
 
 
 def _curve(products: Sequence[MeasuredProduct], peak: float) -> EfficiencyCurve:
-    """Return the curve with the least loss."""
     sizes = np.log2([product.size for product in products])
     shares = np.log([product.flops / (product.seconds * peak) for product in products])
     octaves = max(1, round((sizes[-1] - sizes[0]) * KNOTS_PER_OCTAVE))
     knots = np.linspace(sizes[0], sizes[-1], octaves + 1)
     hats = np.array([np.interp(sizes, knots, row) for row in np.eye(len(knots))]).T  # (products, knots)
-    # Linear interpolation is a product with hat functions, so the knots' values are a linear least-squares problem; the
-    # rows of second differences keep knots without a product near from swinging.
+    # Linear interpolation is a product with hat functions, so the knot values solve a linear least-squares problem. The
+    # rows of second differences stabilise knots without a nearby product.
     bends = SMOOTH * np.diff(np.eye(len(knots)), n=2, axis=0)
     weights, values = np.ones(len(products)), np.zeros(len(knots))
     for _ in range(TURNS):
@@ -120,14 +119,14 @@ def _curve(products: Sequence[MeasuredProduct], peak: float) -> EfficiencyCurve:
 
 
 LEAST_STEPS: Final = 3
-LEFT_OUT: Final = 3  # every third measured step is not fitted
+LEFT_OUT: Final = 3  # every third measured step is left out
 MOST_KERNEL_S: Final = 10e-3
 SHARES: Final = (0.01, 1.0)
-PRECISION: Final = "float32"  # of the steps
+PRECISION: Final = "float32"  # of the measured steps
 
 
 class MeasuredStep(NamedTuple):
-    """Seconds of a micro-batch of ``samples``, forward and back, by kinds of operation."""
+    """Measured (forward, backward) seconds of products, attention and elementwise kernels for ``samples`` samples."""
 
     description: ModelDescription
     samples: int
@@ -137,13 +136,13 @@ class MeasuredStep(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole step."""
+        """Total time of forward and backward in s."""
         return sum((*self.products_s, *self.attention_s, *self.elementwise_s))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FittedShares:
-    """Fitted constants; ``errors`` are relative, of steps left out."""
+    """Fitted constants of a device. ``errors``: relative time errors of the measured steps left out of the fit."""
 
     memory_share: float
     attention_share: float
@@ -152,17 +151,18 @@ class FittedShares:
 
     @property
     def error(self) -> float:
-        """The largest absolute error; NaN where there was none."""
+        """Largest absolute relative error of the steps left out of the fit, or NaN if there are none."""
         return max(map(abs, self.errors), default=math.nan)
 
 
 def fit_shares(steps: Sequence[MeasuredStep], cluster: Cluster) -> FittedShares:
-    """Return the constants for the device of ``cluster``, whose peak, curve and bandwidth are known (local).
+    """Return a device's memory share, attention share and kernel time, fitted to the measured ``steps``.
 
-    Raises UsageError for fewer than `LEAST_STEPS` steps.
+    The shares are fractions of the memory bandwidth and of the peak FLOP rate. Raises UsageError for fewer than
+    `LEAST_STEPS` steps.
     """
     if len(steps) < LEAST_STEPS:
-        raise UsageError(f"shares need {LEAST_STEPS} measured steps, got {len(steps)}; measure more models")
+        raise UsageError(f"fitting shares needs {LEAST_STEPS} measured steps, got {len(steps)}; measure more models")
     unseen = steps[LEFT_OUT - 1 :: LEFT_OUT]
     fitted = [step for number, step in enumerate(steps) if number % LEFT_OUT != LEFT_OUT - 1]
     memory_share, kernel_s = _elementwise(fitted, cluster)
@@ -173,7 +173,7 @@ def fit_shares(steps: Sequence[MeasuredStep], cluster: Cluster) -> FittedShares:
 
 
 def predicted_s(step: MeasuredStep, cluster: Cluster) -> float:
-    """Return the seconds that the planner predicts for ``step``: forward and back of its units (local)."""
+    """Return the seconds that the planner predicts for forward and backward of ``step``. Local."""
     layout = ParallelLayout(microbatch=step.samples, precision=PRECISION)
     times = [(unit.count, unit_seconds(unit, layout, cluster)) for unit in step.description.units]
     return sum(count * (seconds.forward_s + seconds.input_s + seconds.weight_s) for count, seconds in times)
@@ -183,28 +183,27 @@ def _attention(steps: Sequence[MeasuredStep], cluster: Cluster) -> float:
     shares = []
     for step in steps:
         flops = step.samples * sum(unit.count * attention_flops(unit, exact=True) for unit in step.description.units)
-        for factor, took in zip((1.0, TILED_BACK), step.attention_s, strict=True):
-            if flops and took > 0:
-                shares.append(factor * flops / (took * cluster.device.peak_flops[PRECISION]))
+        for factor, measured_s in zip((1.0, TILED_BACK), step.attention_s, strict=True):
+            if flops and measured_s > 0:
+                shares.append(factor * flops / (measured_s * cluster.device.peak_flops[PRECISION]))
     if not shares:
         return cluster.device.attention_share
     return float(np.clip(np.median(shares), *SHARES))
 
 
 def _elementwise(steps: Sequence[MeasuredStep], cluster: Cluster) -> tuple[float, float]:
-    """Return the share of the memory's bandwidth, and the time of a kernel."""
     rows = []
     for step in steps:
         units = step.description.units
         nbytes = ITEM_BYTES[PRECISION] * step.samples * sum(unit.count * unit.moved for unit in units)
         forward = sum(unit.count * unit.kernels for unit in units)
-        # Gradients of inputs and of weights, but where only one of them is asked for.
+        # Gradients of inputs and of weights, or only one of them.
         back = sum(unit.count * unit.kernels * (1 + bool(unit.products and not unit.first)) for unit in units)
-        for kernels, moved, took in zip(
+        for kernels, moved, measured_s in zip(
             (forward, back), (nbytes, MOVED_BACK * nbytes), step.elementwise_s, strict=True
         ):
-            if took > 0:
-                rows.append((moved / kernels, took / kernels))  # seconds of one kernel over its bytes: a line
+            if measured_s > 0:
+                rows.append((moved / kernels, measured_s / kernels))  # seconds per kernel over bytes per kernel: a line
     if not rows:
         return cluster.device.memory_share, cluster.device.kernel_s
     line, _ = weighted_line(*np.array(rows).T)

@@ -1,15 +1,12 @@
-"""Fit measured times of messages and collectives by lines in pieces, with the error at sizes left out of the fit.
+"""Fit measured times of messages and collectives by piecewise lines, with the error at sizes left out of the fit.
 
-The time of a message is about alpha + beta n (R. W. Hockney, "The communication challenge for MPP: Intel Paragon and
-Meiko CS-2", Parallel Computing 20 (1994) 389-398), but with other constants where an MPI library changes from eager
-to rendezvous, and where a buffer no longer fits a cache. So sizes are cut into pieces, each with constants of its
-own: the cuts, and how many of them, are those with the least of
+The time of an n-byte message is about alpha + beta n (Hockney, Parallel Computing 20 (1994) 389-398). Sizes are split
+into pieces with separate constants. The number and borders of the pieces minimise the criterion of Schwarz (Ann. Stat.
+6 (1978) 461-464)
 
     points ln(loss / points) + constants ln(points)
 
-the criterion of G. Schwarz, "Estimating the dimension of a model", Ann. Stat. 6 (1978) 461-464, where the loss is
-Huber's of the relative differences, so that one interrupted measurement does not bend a line. Every other size is
-left out of the fit and gives its error.
+The loss is the Huber loss of relative differences. Every other size is left out of the fit to measure the error.
 """
 
 import math
@@ -22,29 +19,29 @@ import numpy as np
 from hpcdist.errors import UsageError
 
 MOST_PIECES: Final = 12
-LEAST_POINTS: Final = 2  # of a piece, among those that are fitted
-TURNS: Final = 12  # of reweighting
-HUBER: Final = 0.05  # relative difference from which on a point counts less
-FLOOR: Final = 0.02**2  # of the mean loss: lines that are 2 % off are not made better by more of them
+LEAST_POINTS: Final = 2  # fitted points per piece
+TURNS: Final = 12  # iterations of reweighting
+HUBER: Final = 0.05  # relative difference above which a point counts less
+FLOOR: Final = 0.02**2  # mean loss below which more pieces are no improvement (2 % deviation)
 LEAST_SIZES: Final = 5
 
 
 class FittedLine(NamedTuple):
-    """Seconds = ``latency_s`` + ``s_per_byte`` times bytes."""
+    """Fitted time of an operation: seconds = ``latency_s`` + ``s_per_byte`` * bytes."""
 
     latency_s: float
     s_per_byte: float
 
     def at(self, nbytes: float) -> float:
-        """Return the seconds for ``nbytes``."""
+        """Return the fitted time in s for ``nbytes`` bytes."""
         return self.latency_s + self.s_per_byte * nbytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class FittedPieces:
-    """Lines by size: ``lines[i]`` up to ``until_bytes[i]``, from ``from_bytes`` on.
+    """Fitted line for each range of sizes: ``lines[i]`` up to ``until_bytes[i]``.
 
-    ``errors`` are relative, of the sizes in ``unseen_bytes``, which were measured and not fitted.
+    ``errors``: relative errors at ``unseen_bytes``, the sizes that the fit left out.
     """
 
     from_bytes: float
@@ -55,11 +52,11 @@ class FittedPieces:
 
     @property
     def error(self) -> float:
-        """The largest error at a size that was not fitted; NaN where there was none."""
+        """Largest relative error at a size left out of the fit, or NaN if there are none."""
         return max((abs(error) for error in self.errors), default=math.nan)
 
     def seconds(self, nbytes: float) -> float:
-        """Return the seconds of ``nbytes`` by its piece; beyond their range, by the nearest one."""
+        """Return the time in s for ``nbytes`` by the line of its size range, or the nearest line outside all ranges."""
         for limit, line in zip(self.until_bytes, self.lines, strict=True):
             if nbytes <= limit:
                 return line.at(nbytes)
@@ -67,11 +64,10 @@ class FittedPieces:
 
 
 def fit_pieces(nbytes: Sequence[float], seconds: Sequence[float], always: Sequence[float] = ()) -> FittedPieces:
-    """Return the pieces fitted to every other of the sizes, first and last included, and their error at the rest.
+    """Return lines fitted to ``seconds`` at every second size and the largest size, and their errors at other sizes.
 
-    Sizes in ``always`` are fitted besides: those that were measured to find where a library changes its ways. Several
-    times of a size count as their median. Raises UsageError for fewer than `LEAST_SIZES` sizes, or times that
-    are none.
+    Sizes in ``always`` are fitted too. If a size has several times, their median is used. Raises UsageError for fewer
+    than `LEAST_SIZES` sizes, or for invalid times.
     """
     sizes, times = _medians(nbytes, seconds)
     fitted = _fitted(np.isin(sizes, always))
@@ -88,7 +84,6 @@ def fit_pieces(nbytes: Sequence[float], seconds: Sequence[float], always: Sequen
 
 
 def _medians(nbytes: Sequence[float], seconds: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sizes in order and the median time of each."""
     size, time = np.asarray(nbytes, np.float64), np.asarray(seconds, np.float64)
     if size.shape != time.shape or size.ndim != 1:
         raise UsageError(f"a fit needs a time for each size, got {size.shape} sizes and {time.shape} times")
@@ -100,27 +95,27 @@ def _medians(nbytes: Sequence[float], seconds: Sequence[float]) -> tuple[np.ndar
     sizes = np.unique(size)
     if len(sizes) < LEAST_SIZES:
         raise UsageError(f"a fit needs {LEAST_SIZES} sizes, got {len(sizes)}; measure more of them")
-    return sizes, np.array([np.median(time[size == each]) for each in sizes])
+    return sizes, np.array([np.median(time[size == value]) for value in sizes])
 
 
 def _fitted(always: np.ndarray) -> np.ndarray:
-    """Return the indices of the sizes to fit: those in ``always``, and of the others every second one and the last."""
+    """Return the indices of the sizes to fit: marked in ``always``, every second other size, and the last one."""
     others = np.flatnonzero(~always)
     return np.unique(np.concatenate([others[::2], others[-1:], np.flatnonzero(always)]))
 
 
 def _best(sizes: np.ndarray, times: np.ndarray) -> FittedPieces:
-    """Return the pieces with the least criterion: the best cuts for each number of them by dynamic programming."""
+    """Return the piecewise lines with the lowest `_criterion`, found by dynamic programming over the size ranges."""
     count = len(sizes)
-    known: dict[tuple[int, int], tuple[FittedLine, float]] = {}
+    cache: dict[tuple[int, int], tuple[FittedLine, float]] = {}
 
     def piece(first: int, last: int) -> tuple[FittedLine, float]:
-        if (first, last) not in known:
-            known[first, last] = weighted_line(sizes[first:last], times[first:last])
-        return known[first, last]
+        if (first, last) not in cache:
+            cache[first, last] = weighted_line(sizes[first:last], times[first:last])
+        return cache[first, last]
 
-    # least[k][i]: the least loss of the first i points in k + 1 pieces, and where the last of these begins. A line for
-    # each of O(count^2) ranges is fitted once, and serves all k.
+    # least[k][i]: least loss of the first i points in k + 1 pieces, and the start of the last piece. The line of each
+    # of O(count^2) ranges is fitted once.
     least = [[(piece(0, i)[1] if i >= LEAST_POINTS else math.inf, 0) for i in range(count + 1)]]
     for _ in range(1, min(MOST_PIECES, count // LEAST_POINTS)):
         least.append([_cheapest(least[-1], i, piece) for i in range(count + 1)])
@@ -138,35 +133,34 @@ def _best(sizes: np.ndarray, times: np.ndarray) -> FittedPieces:
 def _cheapest(
     before: Sequence[tuple[float, int]], stop: int, piece: Callable[[int, int], tuple[FittedLine, float]]
 ) -> tuple[float, int]:
-    """Return the least loss of ``stop`` points with one piece more than ``before``, and where that piece begins."""
     candidates = [(before[at][0] + piece(at, stop)[1], at) for at in range(LEAST_POINTS, stop - LEAST_POINTS + 1)]
     return min(candidates, default=(math.inf, 0))
 
 
 def _criterion(loss: float, points: int, lines: int) -> float:
-    """Return Schwarz's criterion: a line has two constants, and each but the first has a border."""
+    """Return the BIC (Schwarz's criterion) of a fit. ``loss``: total loss. ``points``, ``lines``: their numbers."""
     return points * math.log(max(loss / points, FLOOR)) + (3 * lines - 1) * math.log(points)
 
 
 def weighted_line(sizes: np.ndarray, times: np.ndarray) -> tuple[FittedLine, float]:
-    """Return the line through points by Huber's loss of relative differences, and that loss (local).
+    """Return the line through the points with the least Huber loss of relative differences, and this loss. Local.
 
-    Solved by reweighting (P. J. Huber, "Robust estimation of a location parameter", Ann. Math. Stat. 35 (1964) 73-101);
-    neither constant becomes negative.
+    Iterative reweighting (P. J. Huber, "Robust estimation of a location parameter", Ann. Math. Stat. 35 (1964) 73-101).
+    Both constants of the line are at least 0.
     """
     weights = np.ones(len(sizes))
     line = FittedLine(float(np.median(times)), 0.0)
     for _ in range(TURNS):
         line = _least_squares(sizes / times, 1.0 / times, weights)  # divided by times: relative differences
-        off = np.abs((line.latency_s + line.s_per_byte * sizes) / times - 1.0)
-        weights = np.where(off <= HUBER, 1.0, HUBER / np.maximum(off, HUBER))  # least squares with these: Huber's loss
-    off = np.abs((line.latency_s + line.s_per_byte * sizes) / times - 1.0)
-    loss = np.where(off <= HUBER, off**2, 2 * HUBER * off - HUBER**2)
+        deviation = np.abs((line.latency_s + line.s_per_byte * sizes) / times - 1.0)
+        weights = np.where(deviation <= HUBER, 1.0, HUBER / np.maximum(deviation, HUBER))  # weights of the Huber loss
+    deviation = np.abs((line.latency_s + line.s_per_byte * sizes) / times - 1.0)
+    loss = np.where(deviation <= HUBER, deviation**2, 2 * HUBER * deviation - HUBER**2)
     return line, float(loss.sum())
 
 
 def _least_squares(slope: np.ndarray, constant: np.ndarray, weights: np.ndarray) -> FittedLine:
-    """Return a, b >= 0 that minimise the weighted sum of (a constant + b slope - 1)^2."""
+    """Return (a, b), both >= 0, of the line a + b * size that minimises sum(weights * (a*constant + b*slope - 1)^2)."""
     aa, ab, bb = (float((weights * x * y).sum()) for x, y in ((constant, constant), (constant, slope), (slope, slope)))
     a1, b1 = float((weights * constant).sum()), float((weights * slope).sum())
     determinant = aa * bb - ab * ab
@@ -174,7 +168,7 @@ def _least_squares(slope: np.ndarray, constant: np.ndarray, weights: np.ndarray)
         a, b = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
         if a >= 0 and b >= 0:
             return FittedLine(a, b)
-    # The loss is convex: where the free minimum has a negative constant, the least with both >= 0 has one of them 0.
+    # The loss is convex: if the free minimum has a negative constant, the constrained minimum has one constant 0.
     alone = FittedLine(a1 / aa, 0.0), FittedLine(0.0, b1 / bb if bb else 0.0)
     return min(
         alone, key=lambda line: float((weights * (line.latency_s * constant + line.s_per_byte * slope - 1) ** 2).sum())
@@ -182,7 +176,10 @@ def _least_squares(slope: np.ndarray, constant: np.ndarray, weights: np.ndarray)
 
 
 def _border(below: float, above: float, left: FittedLine, right: FittedLine) -> float:
-    """Return the size at which a piece ends: where its line crosses the next one between their points, or midway."""
+    """Return the size at which line ``left`` ends and ``right`` starts: their intersection.
+
+    If they do not intersect between the sizes ``below`` and ``above``, return a size in between.
+    """
     steeper = left.s_per_byte - right.s_per_byte
     if steeper:
         crossing = (right.latency_s - left.latency_s) / steeper

@@ -1,5 +1,4 @@
 """Clusters in numbers: devices, links, storage, power, failures and prices, read from TOML files.
 
-Lowest part of the planner, beside `layout`: imports errors and reporting only. Begin with `hardware.Cluster` (the
-numbers) and `toml_file.read`.
+Start reading with `hardware.Cluster` and `toml_file.read`.
 """

@@ -1,14 +1,8 @@
-"""Cluster description: devices, link levels, storage, power, failures and prices, their units and consistency checks.
+"""Cluster description: devices, link levels, storage, power, failures and prices, with units and consistency checks.
 
-Everything is in base units: bytes (never GiB), seconds, operations a second, watts. `validate` raises for the first
-number that contradicts another one: levels that do not nest, a peak that the memory cannot feed, curves that do not
-ascend, prices without a currency.
-
-The TOML files (`hpcdist.planner.cluster.toml_file`) name their units, which `parse` reads and `text` writes: "80 GiB",
-"400 Gbit/s", "312 TFLOP/s", "5 us", "700 W", "3 years". A number without a unit, a unit of something else, and one that
-may be read in two ways are refused: GB is 10^9 bytes and GiB 2^30 (SI brochure, 9th edition, 3.1; IEC 80000-13, 4),
-bits are written out ("Gbit/s"), and the letters' case counts, since m is a thousandth and M a million. A year is that
-of 365.25 days.
+Values are in base units: bytes, seconds, FLOP/s, watts. `parse` reads and `text` writes the units of the TOML files:
+"80 GiB", "400 Gbit/s", "5 us", "3 years". Missing and ambiguous units are refused: GB is 10^9 bytes and GiB 2^30, bits
+are written out, and case matters. A year has 365.25 days.
 """
 
 import math
@@ -67,42 +61,42 @@ EXAMPLES: Final[Mapping[str, str]] = {
 _NAMES: Final[Mapping[str, str]] = {
     "bytes": "a number of bytes",
     "bandwidth": "a bandwidth",
-    "flops": "a number of operations a second",
+    "flops": "a number of operations per second",
     "time": "a time",
-    "slowness": "a time for a byte",
+    "slowness": "a time per byte",
     "power": "a power",
     "carbon": "a carbon intensity",
 }
 _QUANTITY: Final = re.compile(r"\s*([+-]?(?:[0-9][0-9_,]*)?\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*(.*?)\s*", re.DOTALL)
-_BITS: Final = re.compile(r"([KkMmGgTtPp]?)(?:b/s|bps|Bps|b)")  # bits or bytes? Who writes so often means the other
+_BITS: Final = re.compile(r"([KkMmGgTtPp]?)(?:b/s|bps|Bps|b)")  # ambiguous: bits or bytes
 
 
 def parse(text: str, dimension: str) -> float:
-    """Return the number that ``text`` stands for in the base unit: bytes, B/s, FLOP/s, s, s/B, W or g/kWh.
+    """Parse a quantity such as "80 GiB" into the base unit: bytes, B/s, FLOP/s, s, s/B, W or g/kWh.
 
-    ``dimension`` is one of `UNITS`. Raises ConfigurationError: no number, no unit, an unknown one or one of something
-    else, and what is not finite or negative.
+    ``dimension`` is a key of `UNITS`. Raises ConfigurationError if the number is missing, infinite or negative, or if
+    the unit is missing or wrong.
     """
-    known = UNITS[dimension]
+    units = UNITS[dimension]
     example = f"expected {_NAMES[dimension]} such as {EXAMPLES[dimension]}"
     match = _QUANTITY.fullmatch(text)
     number, unit = (match[1], match[2]) if match else ("", text)
     try:
         value = Decimal(number.replace("_", ""))
     except InvalidOperation:
-        raise ConfigurationError(f"{text!r} has no number that can be read; {example}") from None
+        raise ConfigurationError(f"{text!r} has no readable number; {example}") from None
     if not unit:
         raise ConfigurationError(f"{text!r} has no unit; {example}")
-    if unit not in known:
+    if unit not in units:
         raise ConfigurationError(f"{text!r}: {_wrong(unit, dimension)}; {example}")
-    base_value = _times(value, known[unit])
+    base_value = _times(value, units[unit])
     if not math.isfinite(base_value) or base_value < 0:
-        raise ConfigurationError(f"{text!r} is no finite number of at least 0; {example}")
+        raise ConfigurationError(f"{text!r} is not a finite number of at least 0; {example}")
     return base_value
 
 
 def text(value: float, dimension: str) -> str:
-    """Return ``value`` (finite, in the base unit) in the shortest words of which `parse` makes the same number."""
+    """Format ``value`` (finite, in the base unit) as the shortest text that `parse` reads as the same number."""
     spellings = []
     for unit, factor in UNITS[dimension].items():
         if "bit" in unit or not unit.isascii():
@@ -117,38 +111,37 @@ def text(value: float, dimension: str) -> str:
 
 
 def rough(value: float, dimension: str) -> str:
-    """Return ``value`` as people say it, with three digits, in the largest decimal unit that it reaches."""
+    """Format ``value`` with three digits, in the largest decimal unit that is not above the value."""
     units = {unit: factor for unit, factor in UNITS[dimension].items() if "bit" not in unit and "i" not in unit[:2]}
     best = max(units, key=lambda unit: (units[unit] <= value, units[unit] if units[unit] <= value else -units[unit]))
     return f"{value / units[best]:.3g} {best}"
 
 
 def _times(number: Decimal, factor: float) -> float:
-    """Return the product, rounded once: 66.9 TFLOP/s are 66,900,000,000,000 exactly."""
+    """Return ``number`` * ``factor``, rounded only once: 66.9 * 10^12 is exactly 66,900,000,000,000."""
     return float(number * Decimal(repr(factor)))
 
 
 def _wrong(unit: str, dimension: str) -> str:
-    """Return what is wrong with a unit that ``dimension`` does not have."""
     bits = _BITS.fullmatch(unit)
     if bits:
         prefix = bits[1].upper().replace("K", "k")
         if dimension == "bytes":
-            return f"is {unit!r} bits or bytes? Write {prefix}B for powers of ten, {prefix.upper()}iB for those of two"
+            return f"is {unit!r} bits or bytes? Write {prefix}B for powers of ten, {prefix.upper()}iB for powers of two"
         return f"is {unit!r} bits or bytes? Write {prefix}bit/s or {prefix}B/s"
     for other, units in UNITS.items():
         if unit in units:
             return f"{unit!r} is a unit for {_NAMES[other]}"
-    same = [known for known in UNITS[dimension] if known.lower() == unit.lower()]
+    same = [candidate for candidate in UNITS[dimension] if candidate.lower() == unit.lower()]
     near = same[0] if same else nearest(unit, UNITS[dimension])
     return f"unknown unit {unit!r}" + (f", the nearest is {near!r}" if near else "")
 
 
 class QuantityField(NamedTuple):
-    """Field of a cluster's file: its key, the dimension of its value (`UNITS`, "count", "number", "text"), and bounds.
+    """Rules for a field of a cluster file: key, type of value (key of `UNITS`, "count", "number", "text"), and bounds.
 
-    The bounds include their ends, in base units; with ``zero`` 0 is allowed below them, too. They are wide: a number
-    outside of them belongs to no hardware that exists, so its unit is wrong.
+    The bounds are inclusive and in base units. ``zero``: 0 is also allowed. A number outside the bounds suggests a
+    wrong unit.
     """
 
     key: str
@@ -159,16 +152,15 @@ class QuantityField(NamedTuple):
 
 
 ACCELERATOR_FLOPS: Final = 10e12
-ITEM_BYTES: Final[Mapping[str, int]] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of a number
+ITEM_BYTES: Final[Mapping[str, int]] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 OPERATIONS: Final = ("allreduce", "reduce_scatter", "all_gather", "message")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EfficiencyCurve:
-    """Share of its peak that a device reaches in a product of matrices, by size; linear in its logarithm between.
+    """Fraction of the peak FLOP rate that matrix products reach, by size. The size is the harmonic mean of m, k and n.
 
-    The size of a product of (m, k) and (k, n) is the harmonic mean of its extents, 3 / (1/m + 1/k + 1/n): the smallest
-    one decides most.
+    Between the listed sizes the fraction is linear in log(size).
     """
 
     sizes: Annotated[tuple[float, ...], QuantityField("sizes", "number", 1, 1e6)]
@@ -177,13 +169,12 @@ class EfficiencyCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """Computing device: a GPU, a die of one, or a core.
+    """Computing device: a GPU, a die of a GPU, or a CPU core.
 
-    ``peak_flops`` and ``matmul`` go by the type of the numbers. ``memory_share`` is the part of the memory's bandwidth
-    that elementwise kernels reach, ``attention_share`` that of the peak in a fused attention, ``kernel_s`` what lies
-    between two kernels, ``reserved_bytes`` what driver, libraries and the allocator's cracks take. ``best_mfu`` is
-    the best MFU of a published training on such devices, 0 where none is known: no plan promises more before the
-    device is measured (`Cluster.calibrated`).
+    ``peak_flops`` and ``matmul``: peak FLOP/s and efficiency curve, by data type. ``memory_share``: fraction of the
+    memory bandwidth that elementwise kernels reach. ``attention_share``: fraction of the peak that fused attention
+    reaches. ``kernel_s``: time between two kernels. ``best_mfu``: best published MFU, 0 if unknown; it limits plans
+    until the device is measured.
     """
 
     name: str
@@ -201,16 +192,17 @@ class Device:
 
     @property
     def is_accelerator(self) -> bool:
-        """Whether it is a GPU or the like: no socket of plain cores has such a peak."""
+        """Whether the device is an accelerator such as a GPU, according to its peak FLOP rate."""
         return max(self.peak_flops.values(), default=0.0) >= ACCELERATOR_FLOPS
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkLevel:
-    """Links among ``devices`` neighbours, those of lower levels excepted; 0: among all there are.
+    """Level of the network: links that join each group of ``devices`` neighbouring devices (0: all devices).
 
-    ``bytes_per_s`` is what a device sends, in one direction, while all of its neighbours send as well;
-    ``alone_bytes_per_s`` while none of them does (0: the same).
+    Devices in the same group of a lower level use that level instead. ``bytes_per_s``: rate in one direction of a
+    device while all neighbours send. ``alone_bytes_per_s``: rate while no neighbour sends (0: the same as
+    ``bytes_per_s``).
     """
 
     name: str
@@ -222,11 +214,10 @@ class LinkLevel:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredFit:
-    """Operation as it was measured: in pieces up to ``until_bytes``, latency + bytes * s_per_byte seconds.
+    """Measured time of an operation: for size range i, latency_s[i] + bytes * s_per_byte[i] up to ``until_bytes[i]``.
 
-    The first and the last size that were measured are ``from_bytes`` and the last of ``until_bytes``; ``error`` is the
-    largest relative one at sizes that were measured, but not fitted. ``level`` names the links that the ranks use, the
-    outermost of them; ``library`` whose operation it was, as `Layout.library` does: "mpi", "nccl", or "" for any.
+    Sizes were measured between ``from_bytes`` and the last of ``until_bytes``. ``error``: largest relative error at
+    sizes left out of the fit. ``level``: outermost link level. ``library``: "mpi", "nccl", or "" for any library.
     """
 
     operation: str  # one of `OPERATIONS`
@@ -243,7 +234,7 @@ class MeasuredFit:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterStorage:
-    """Parallel file system: bytes a second that all nodes together, and one of them, write and read."""
+    """Parallel file system: bandwidth to write and to read, of all nodes together and of one node."""
 
     write_bytes_per_s: Annotated[float, QuantityField("write", "bandwidth", 1e6, 1e15)]
     read_bytes_per_s: Annotated[float, QuantityField("read", "bandwidth", 1e6, 1e15)]
@@ -253,7 +244,7 @@ class ClusterStorage:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterNode:
-    """Node of ``devices``; ``host_w`` is its power beside them, ``network_w`` that of its share of the switches."""
+    """Node with ``devices`` devices. ``host_w``: power without devices. ``network_w``: its share of switch power."""
 
     devices: Annotated[int, QuantityField("devices", "count", 1, 1024)]
     host_w: Annotated[float, QuantityField("host", "power", 1, 100e3, zero=True)] = 0.0
@@ -263,7 +254,7 @@ class ClusterNode:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRates:
-    """Failure rates of a node, or of a device of it, and the length of a restart beside the work that is lost."""
+    """Mean time between failures of a node with its devices, and time to restart without repeating the lost steps."""
 
     node_mtbf_s: Annotated[float, QuantityField("node_mtbf", "time", 3600, 1000 * UNITS["time"]["years"])]
     restart_s: Annotated[float, QuantityField("restart", "time", 1, 86400)]
@@ -271,7 +262,7 @@ class FailureRates:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSite:
-    """Weight and cost of a joule: PUE, carbon, prices. None: not known, and then nothing is said of it."""
+    """Values of the computing site: PUE, carbon intensity, prices. None means unknown."""
 
     pue: Annotated[float | None, QuantityField("pue", "number", 1, 5)] = None
     carbon_g_per_kwh: Annotated[float | None, QuantityField("carbon", "carbon", 0, 2000, zero=True)] = None
@@ -283,11 +274,7 @@ class ClusterSite:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Cluster that layouts are planned for.
-
-    ``levels`` go from the fastest links outwards; ``calibrated`` says by what (file, date), or is empty;
-    ``sources`` tells where the numbers of a section are from.
-    """
+    """Cluster that layouts are planned for. ``levels``: link levels, fastest first."""
 
     name: str
     about: str
@@ -304,26 +291,26 @@ class Cluster:
 
     @property
     def most_mfu(self) -> float:
-        """The MFU that no plan may go beyond, 0 where there is none: measured devices speak for themselves."""
+        """Upper limit of the MFU in plans. It is 0 (no limit) for calibrated clusters or without published MFU."""
         return 0.0 if self.calibrated else self.device.best_mfu
 
     @property
     def nodes(self) -> int:
-        """Number of nodes with devices."""
+        """Number of nodes that contain the cluster's devices."""
         return -(-self.devices // self.node.devices)
 
 
 def validate(cluster: Cluster) -> None:
-    """Raise ConfigurationError for the first thing that contradicts another."""
+    """Raise ConfigurationError for the first contradiction in ``cluster``."""
     _check_device(cluster.device)
     _check_levels(cluster.levels, cluster.devices)
     _check_boxes(cluster)
     storage = cluster.storage
-    for what in ("write", "read"):
-        node, all_nodes = (getattr(storage, f"{part}{what}_bytes_per_s") for part in ("node_", ""))
+    for operation in ("write", "read"):
+        node, all_nodes = (getattr(storage, f"{prefix}{operation}_bytes_per_s") for prefix in ("node_", ""))
         if node > all_nodes:
             raise ConfigurationError(
-                f"storage.node_{what} of {rough(node, 'bandwidth')} is more than storage.{what} of "
+                f"storage.node_{operation} of {rough(node, 'bandwidth')} is more than storage.{operation} of "
                 f"{rough(all_nodes, 'bandwidth')}, which all nodes share"
             )
     _check_site(cluster.site)
@@ -333,16 +320,16 @@ def validate(cluster: Cluster) -> None:
 
 def _check_device(device: Device) -> None:
     if not device.peak_flops:
-        raise ConfigurationError("device.flops is empty; expected a peak for one type of numbers, as bfloat16")
+        raise ConfigurationError("device.flops is empty; expected a peak for at least one data type, e.g. bfloat16")
     for kind, peak in device.peak_flops.items():
         if kind not in device.matmul:
             raise ConfigurationError(f"device.matmul.{kind} is missing: device.flops has a peak for {kind}")
         fed = device.memory_bytes_per_s / ITEM_BYTES[kind]
         if peak < fed:
             raise ConfigurationError(
-                f"device.flops.{kind} of {rough(peak, 'flops')} is not plausible: the memory alone feeds "
-                f"{fed:.3g} numbers a second at {rough(device.memory_bytes_per_s, 'bandwidth')}; is one of them in "
-                "another unit?"
+                f"device.flops.{kind} of {rough(peak, 'flops')} is not plausible: at "
+                f"{rough(device.memory_bytes_per_s, 'bandwidth')} the memory alone supplies {fed:.3g} numbers per "
+                "second; is the peak or the bandwidth in the wrong unit?"
             )
     for kind, curve in device.matmul.items():
         if kind not in device.peak_flops:
@@ -350,12 +337,12 @@ def _check_device(device: Device) -> None:
         _check_curve(curve, f"device.matmul.{kind}")
     if device.memory_bytes_per_s < device.memory_bytes / 1000:
         raise ConfigurationError(
-            f"device.memory_bandwidth of {rough(device.memory_bytes_per_s, 'bandwidth')} is not plausible: to read the "
+            f"device.memory_bandwidth of {rough(device.memory_bytes_per_s, 'bandwidth')} is not plausible: reading the "
             f"memory of {rough(device.memory_bytes, 'bytes')} once would take more than 1000 s"
         )
     if device.reserved_bytes >= device.memory_bytes:
         raise ConfigurationError(
-            f"device.reserved of {rough(device.reserved_bytes, 'bytes')} leaves nothing of device.memory, "
+            f"device.reserved of {rough(device.reserved_bytes, 'bytes')} must be less than device.memory, "
             f"{rough(device.memory_bytes, 'bytes')}"
         )
     if device.idle_w > device.peak_w:
@@ -364,7 +351,9 @@ def _check_device(device: Device) -> None:
 
 def _check_curve(curve: EfficiencyCurve, place: str) -> None:
     if len(curve.sizes) != len(curve.shares):
-        raise ConfigurationError(f"{place} has {len(curve.sizes)} sizes and {len(curve.shares)} shares; one of each")
+        raise ConfigurationError(
+            f"{place} has {len(curve.sizes)} sizes and {len(curve.shares)} shares; expected equal numbers"
+        )
     _check_ascending(curve.sizes, f"{place}.sizes")
 
 
@@ -375,40 +364,40 @@ def _check_levels(levels: Sequence[LinkLevel], devices: int) -> None:
             raise ConfigurationError(f"{both} do not nest: only the last may have 0 devices (all of them)")
         if outer.devices and (outer.devices <= inner.devices or outer.devices % inner.devices):
             raise ConfigurationError(
-                f"{both} do not nest: from the inside out, each must hold the one before twice or more, and whole"
+                f"{both} do not nest: each level must hold at least two complete groups of the level before"
             )
         if outer.bytes_per_s > inner.bytes_per_s:
             raise ConfigurationError(
-                f"{both} do not nest: levels go from the fastest links outwards, but a device sends "
+                f"{both} do not nest: levels must be sorted from the fastest links outwards, but a device sends "
                 f"{rough(inner.bytes_per_s, 'bandwidth')} in the inner and {rough(outer.bytes_per_s, 'bandwidth')} in "
-                "the outer one"
+                "the outer level"
             )
     for level in levels:
         if level.alone_bytes_per_s and level.alone_bytes_per_s < level.bytes_per_s:
             raise ConfigurationError(
-                f"level {level.name!r}: a device that sends alone, {rough(level.alone_bytes_per_s, 'bandwidth')}, "
-                f"would be slower than beside its neighbours, {rough(level.bytes_per_s, 'bandwidth')}"
+                f"level {level.name!r}: alone_bandwidth {rough(level.alone_bytes_per_s, 'bandwidth')} must be at least "
+                f"bandwidth {rough(level.bytes_per_s, 'bandwidth')}"
             )
     last = levels[-1]
     if last.devices and last.devices < devices:
         raise ConfigurationError(
-            f"the last level {last.name!r} joins {last.devices} devices, the cluster has {devices}; give that level "
-            "devices = 0 (all), or add one"
+            f"the last level {last.name!r} joins {last.devices} devices, but the cluster has {devices}; set devices = "
+            "0 (all) at that level, or add a level"
         )
 
 
 def _check_boxes(cluster: Cluster) -> None:
-    """Refuse two levels of one name, and a level that ends within a node as well as in another."""
+    """Raise ConfigurationError if two levels have the same name, or if a level does not fit the nodes."""
     names = [level.name for level in cluster.levels]
     for name in names:
         if names.count(name) > 1:
-            raise ConfigurationError(f"two levels are called {name!r}; give each a name of its own")
+            raise ConfigurationError(f"two levels have the name {name!r}; names must be unique")
     box = cluster.node.devices
     for level in cluster.levels:
         if level.devices and level.devices % box and box % level.devices:
             raise ConfigurationError(
                 f"level {level.name!r} of {level.devices} devices and nodes of {box} do not nest: a level must hold "
-                "whole nodes, or a node it whole"
+                "whole nodes, or divide a node"
             )
 
 
@@ -416,28 +405,28 @@ def _check_site(site: ClusterSite) -> None:
     if not site.currency and (site.device_hour_price is not None or site.kwh_price is not None):
         raise ConfigurationError('site.currency is missing: a price is given; expected for example "USD"')
     if site.carbon_g_per_kwh is not None and not site.carbon_source:
-        raise ConfigurationError("site.carbon_source is missing: say which grid and year site.carbon is of")
+        raise ConfigurationError("site.carbon_source is missing: name the grid and year of site.carbon")
 
 
 def _check_fit(fit: MeasuredFit, place: str, levels: Sequence[str]) -> None:
     if fit.operation not in OPERATIONS:
-        raise ConfigurationError(f"{place}: operation {fit.operation!r} is none of {', '.join(OPERATIONS)}")
+        raise ConfigurationError(f"{place}: unknown operation {fit.operation!r}; choose one of {', '.join(OPERATIONS)}")
     if fit.level and fit.level not in levels:
-        raise ConfigurationError(f"{place}: there is no level {fit.level!r}; known are {', '.join(levels)}")
+        raise ConfigurationError(f"{place}: there is no level {fit.level!r}; choose one of {', '.join(levels)}")
     if fit.library not in LIBRARIES:
-        known = ", ".join(name for name in LIBRARIES if name)
-        raise ConfigurationError(f"{place}: library {fit.library!r} is none of {known}; leave it out for any")
+        accepted = ", ".join(name for name in LIBRARIES if name)
+        raise ConfigurationError(f"{place}: unknown library {fit.library!r}; choose {accepted}, or leave it out")
     lengths = {len(fit.until_bytes), len(fit.latency_s), len(fit.s_per_byte)}
     if len(lengths) != 1:
-        raise ConfigurationError(f"{place}: until, latency and slowness have different lengths; one each for a piece")
+        raise ConfigurationError(f"{place}: until, latency and slowness need one value per piece, but lengths differ")
     _check_ascending(fit.until_bytes, f"{place}: until")
     if fit.from_bytes > fit.until_bytes[-1]:
         raise ConfigurationError(
-            f"{place}: from {rough(fit.from_bytes, 'bytes')} lies above until {rough(fit.until_bytes[-1], 'bytes')}"
+            f"{place}: from {rough(fit.from_bytes, 'bytes')} is above until {rough(fit.until_bytes[-1], 'bytes')}"
         )
 
 
 def _check_ascending(values: Sequence[float], place: str) -> None:
     for before, after in pairwise(values):
         if not before < after:
-            raise ConfigurationError(f"{place} has {after:g} after {before:g}; expected them to ascend")
+            raise ConfigurationError(f"{place} has {after:g} after {before:g}; values must ascend")

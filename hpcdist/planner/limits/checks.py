@@ -1,8 +1,7 @@
-"""Check a layout: each limit that it breaks, by how much, and a change that helps.
+"""Check a layout: yield each violated limit, by how much, and a change that helps.
 
-A limit has a short name, by which a search counts its refusals, and a text. Values come first, then the degrees on
-the grid (`grid_problems`) and the order of micro-batches (`order_problems`). Memory comes last, and only where all
-else is right: the memory of an impossible layout means nothing.
+A limit has a short name, by which a search counts refusals, and a text. Order: values, degrees on the grid
+(`grid_problems`), micro-batches (`order_problems`), and memory last, because an impossible layout has no memory.
 """
 
 import math
@@ -23,7 +22,7 @@ from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
 
 class LayoutProblem(NamedTuple):
-    """Limit that a layout breaks: its name, and the text for people."""
+    """Violation of a limit by a layout. ``limit``: short name of the limit. ``text``: message for the user."""
 
     limit: str
     text: str
@@ -32,7 +31,7 @@ class LayoutProblem(NamedTuple):
 def grid_problems(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> Iterator[LayoutProblem]:
-    """Yield what is wrong with the degrees, whatever micro-batches there are and in which order (local)."""
+    """Yield problems of the layout's parallel degrees. Micro-batches and schedule are not checked. Local."""
     yield from _devices(layout, cluster)
     yield from _tensor(description, layout)
     yield from _context(description, layout)
@@ -42,7 +41,7 @@ def grid_problems(
 
 
 def order_problems(description: ModelDescription, layout: ParallelLayout, global_batch: int) -> Iterator[LayoutProblem]:
-    """Yield what is wrong with the schedule, its chunks and its micro-batches on a possible grid (local)."""
+    """Yield problems of the schedule, chunks and micro-batches, assuming valid parallel degrees. Local."""
     if layout.chunks > 1:
         parts = layout.pipeline * layout.chunks
         yield from _layers(description, layout, parts, f" x chunks {layout.chunks} = {parts} parts")
@@ -63,33 +62,31 @@ def _devices(layout: ParallelLayout, cluster: Cluster) -> Iterator[LayoutProblem
     if layout.computes_in not in cluster.device.peak_flops:
         yield LayoutProblem(
             "precision",
-            f"the device {cluster.device.name!r} of {cluster.name} has no peak for {layout.computes_in}; choose a "
-            f"precision of {', '.join(cluster.device.peak_flops)}, or add it to the cluster's file",
+            f"the device {cluster.device.name!r} of {cluster.name} has no peak FLOP rate for {layout.computes_in}; "
+            f"choose a precision of {', '.join(cluster.device.peak_flops)}, or add the peak to the cluster's file",
         )
     if layout.servers and layout.strategy != "parameter_server":
         yield LayoutProblem(
             "devices",
-            f"servers = {layout.servers} with the strategy {layout.strategy!r} would have nothing to do; choose "
-            "'parameter_server', or set it to 0",
+            f"servers = {layout.servers} has no effect with the strategy {layout.strategy!r}; choose "
+            "'parameter_server', or set servers to 0",
         )
     if left := layout.data * layout.context % layout.expert:
         yield LayoutProblem(
             "experts",
-            f"expert = {layout.expert} does not divide data {layout.data} x context {layout.context}, over whose "
-            f"devices experts are cut: {left} are left over",
+            f"expert = {layout.expert} does not divide data {layout.data} x context {layout.context}, the devices that "
+            f"experts are sharded over: {left} are left over",
         )
 
 
 def _tensor(description: ModelDescription, layout: ParallelLayout) -> Iterator[LayoutProblem]:
     ranks, shape = layout.tensor, description.shape
     if layout.sequence_parallel and ranks == 1:
-        yield LayoutProblem(
-            "tokens", "sequence_parallel with tensor = 1 cuts nothing; use several tensor devices, or not"
-        )
+        yield LayoutProblem("tokens", "sequence_parallel with tensor = 1 has no effect; use tensor > 1, or turn it off")
     if ranks == 1:
         return
     if shape is None:
-        yield LayoutProblem("heads", f"tensor = {ranks}: {description.name} is no transformer, and has no heads to cut")
+        yield LayoutProblem("heads", f"tensor = {ranks}: {description.name} is not a transformer and has no heads")
         return
     for limit, name, size in (
         ("heads", "heads", shape.heads),
@@ -101,7 +98,7 @@ def _tensor(description: ModelDescription, layout: ParallelLayout) -> Iterator[L
     published = layout.implementation == "megatron"
     if shape.heads % ranks == 0 and (columns % ranks if published else columns < ranks):
         yield LayoutProblem("feed-forward", f"tensor = {ranks} {_left(columns, ranks, 'columns of the feed-forward')}")
-    if not published and shape.vocabulary < ranks:  # the published one pads it
+    if not published and shape.vocabulary < ranks:  # Megatron-LM pads the vocabulary
         yield LayoutProblem("vocabulary", f"tensor = {ranks} {_left(shape.vocabulary, ranks, 'rows of the embedding')}")
     tokens = description.tokens // layout.context
     if layout.sequence_parallel and (tokens % ranks if published else tokens < ranks):
@@ -116,7 +113,7 @@ def _context(description: ModelDescription, layout: ParallelLayout) -> Iterator[
         return
     if description.shape is None:
         yield LayoutProblem(
-            "tokens", f"context = {ranks}: {description.name} is no transformer, and has no tokens to cut"
+            "tokens", f"context = {ranks}: {description.name} is not a transformer and has no tokens to shard"
         )
     elif layout.implementation == "hpcdist":
         if description.tokens <= PIECE_TOKENS * (ranks - 1):
@@ -130,8 +127,8 @@ def _context(description: ModelDescription, layout: ParallelLayout) -> Iterator[
         if itemsize(layout) == HALF_BYTES and not exchanges_heads(ranks, share.heads, share.shared):
             yield LayoutProblem(
                 "heads",
-                f"context = {ranks} {_left(share.heads, ranks, 'heads of a device')}, and a ring has no tiles in 16 "
-                "bits: choose activations = 'float32', or a divisor of the heads",
+                f"context = {ranks} {_left(share.heads, ranks, 'heads of a device')}, and ring attention has no 16-bit "
+                "kernels: choose activations = 'float32', or a divisor of the heads",
             )
     elif description.tokens % ranks:
         yield LayoutProblem("tokens", f"context = {ranks} {_left(description.tokens, ranks, 'tokens of a sample')}")
@@ -142,28 +139,31 @@ def _experts(description: ModelDescription, layout: ParallelLayout) -> Iterator[
         return
     experts = description.shape.experts if description.shape else 1
     if experts == 1:
-        yield LayoutProblem("experts", f"expert = {layout.expert}: {description.name} has no experts to cut")
+        yield LayoutProblem("experts", f"expert = {layout.expert}: {description.name} has no experts")
     elif experts % layout.expert:
         yield LayoutProblem("experts", f"expert = {layout.expert} {_left(experts, layout.expert, 'experts')}")
 
 
-def _layers(description: ModelDescription, layout: ParallelLayout, parts: int, more: str) -> Iterator[LayoutProblem]:
-    """Blocks are cut evenly in the published implementation; hpcdist cuts between any two units."""
+def _layers(description: ModelDescription, layout: ParallelLayout, parts: int, suffix: str) -> Iterator[LayoutProblem]:
+    """Yield a problem if the model's layers cannot be split into ``parts`` parts (Megatron-LM: equal parts).
+
+    ``suffix``: text about the chunks, appended to the message.
+    """
     if parts == 1:
         return
-    cut = f"pipeline {layout.pipeline}{more}"
+    split = f"pipeline {layout.pipeline}{suffix}"
     if layout.implementation == "megatron" and description.shape is not None:
         layers = description.shape.layers
         if layers < parts:
-            yield LayoutProblem("layers", f"{cut}: {layers} layers are {parts - layers} too few")
+            yield LayoutProblem("layers", f"{split}: {layers} layers are {parts - layers} too few")
         elif layers % parts:
             yield LayoutProblem(
                 "layers",
-                f"{cut} does not divide {layers} layers: {layers % parts} are left over; choose a product among "
+                f"{split} does not divide {layers} layers: {layers % parts} are left over; choose a product among "
                 f"{_divisors(layers)}",
             )
     elif description.stages < parts:
-        yield LayoutProblem("layers", f"{cut}: {description.stages} units are {parts - description.stages} too few")
+        yield LayoutProblem("layers", f"{split}: {description.stages} units are {parts - description.stages} too few")
 
 
 def _passes(layout: ParallelLayout) -> Iterator[LayoutProblem]:
@@ -173,19 +173,19 @@ def _passes(layout: ParallelLayout) -> Iterator[LayoutProblem]:
             "schedule", f"the schedule {layout.schedule!r} with pipeline = {pipeline}: all stages but one would wait"
         )
     if pipeline == 1 and chunks > 1:
-        yield LayoutProblem("schedule", f"chunks = {chunks} with pipeline = 1: there is nothing to interleave with")
+        yield LayoutProblem("schedule", f"chunks = {chunks} with pipeline = 1: there are no stages to interleave")
     elif pipeline > 1 and (chunks < schedule.least or chunks > (schedule.most or chunks)):
         most = f" to {schedule.most}" if schedule.most not in (None, schedule.least) else ""
         least = f"{schedule.least}{most}" if schedule.most else f"{schedule.least} or more"
         s = "" if least == "1" else "s"
         yield LayoutProblem(
-            "schedule", f"the schedule {layout.schedule!r} has {least} chunk{s} a stage, and not {chunks}"
+            "schedule", f"the schedule {layout.schedule!r} has {least} chunk{s} per stage, not {chunks}"
         )
     if schedule.splits and layout.recompute != "none":
         yield LayoutProblem(
             "schedule",
-            f"recompute = {layout.recompute!r} with the schedule {layout.schedule!r}: what a weight's gradient needs "
-            "stays until it is computed; choose 'none', or gpipe, 1f1b or interleaved",
+            f"recompute = {layout.recompute!r} with the schedule {layout.schedule!r}: its split backward keeps "
+            "activations for weight gradients; choose 'none', or gpipe, 1f1b or interleaved",
         )
 
 
@@ -195,7 +195,7 @@ def _replicas(layout: ParallelLayout, global_batch: int) -> Iterator[LayoutProbl
         yield LayoutProblem(
             "batch",
             f"a global batch of {global_batch} samples is {data - global_batch} too few for data = {data}: each "
-            "replica needs one",
+            "replica needs a sample",
         )
     elif layout.implementation == "megatron" and global_batch % data:
         yield _undivided(f"data = {data}", data, global_batch)
@@ -231,23 +231,22 @@ def _batch(layout: ParallelLayout, global_batch: int) -> Iterator[LayoutProblem]
     elif layout.implementation == "megatron" and many % pipeline:
         yield LayoutProblem(
             "micro-batches",
-            f"{many} micro-batches are no multiple of pipeline = {pipeline}, as the schedule 'interleaved' needs: "
+            f"{many} micro-batches are not a multiple of pipeline = {pipeline}, as the schedule 'interleaved' needs: "
             f"{many % pipeline} are left over",
         )
 
 
-def _undivided(what: str, size: int, global_batch: int) -> LayoutProblem:
+def _undivided(divisor_text: str, size: int, global_batch: int) -> LayoutProblem:
     left = global_batch % size
     nearest = [batch for batch in (global_batch - left, global_batch - left + size) if batch]
     return LayoutProblem(
         "batch",
-        f"{what} does not divide the global batch of {global_batch}: {left} are left over; the nearest that it divides "
-        f"is {' or '.join(map(str, nearest))}",
+        f"{divisor_text} does not divide the global batch of {global_batch}: {left} are left over; the nearest "
+        f"multiples are {' or '.join(map(str, nearest))}",
     )
 
 
 def _left(size: int, ranks: int, name: str) -> str:
-    """Return how ``ranks`` fail to divide ``size``."""
     if size < ranks:
         return f"is {ranks - size} more than the {size} {name}"
     return f"does not divide the {size} {name}: {size % ranks} are left over"
@@ -261,10 +260,10 @@ DEGREES: Final = ("data", "pipeline", "tensor", "context", "expert", "microbatch
 COUNTS: Final = ("servers", "optimizer_slots")
 SHARES: Final = ("overlap", "tensor_overlap")
 GB: Final = 1e9
-# Beyond what anybody trains: a slip of the keyboard is told at once, and not planned for hours.
+# Sizes above these limits are typing errors; they would take hours to plan.
 MOST: Final = {**models_config.MOST, "context": models_config.MOST_CONTEXT}
 MOST_SAMPLES: Final = 1 << 40
-WORTH_16_BITS: Final = 2.0  # times the peak of float32 products, from which a plan in float32 names them
+WORTH_16_BITS: Final = 2.0  # bfloat16 / float32 peak above which a float32 plan suggests bfloat16
 MOST_DEVICES: Final = 10_000_000
 _CHOICES: Final = {
     "strategy": known.STRATEGIES,
@@ -281,25 +280,25 @@ _CHOICES: Final = {
 
 
 def flags(layout: ParallelLayout, cluster: Cluster) -> tuple[str, ...]:
-    """Return flags of layouts that are seldom wise: tensor ranks on several nodes, 16 bits in vain, or none (local)."""
+    """Return warnings if tensor ranks span several nodes, or if a faster precision is available. Local."""
     texts, node = [], cluster.node.devices
     if layout.tensor > node:
         texts.append(
-            f"tensor = {layout.tensor} is wider than a node of {node} devices: every product waits for messages "
+            f"tensor = {layout.tensor} is wider than a node of {node} devices: every matrix product waits for messages "
             "between nodes"
         )
     if layout.computes_in != layout.precision:
         texts.append(
-            f"{layout.precision} with activations in float32: products are of float32 numbers, so computing takes as "
-            "long and activations as much memory as in float32; on a GPU precision.activations = 'working' "
-            "(--activations working) changes that"
+            f"{layout.precision} with float32 activations: matrix products are float32, so compute time and activation "
+            "memory are as in float32; on a GPU set precision.activations = 'working' "
+            "(--activations working)"
         )
     peaks = cluster.device.peak_flops
     if layout.precision == "float32" and peaks.get("bfloat16", 0.0) >= WORTH_16_BITS * peaks.get("float32", math.inf):
         texts.append(
-            f"products of float32 numbers: those of bfloat16 have {peaks['bfloat16'] / peaks['float32']:.0f} times the "
-            f"peak on {cluster.device.name}; precision.mode = 'bfloat16' with precision.activations = 'working' "
-            "(--precision bfloat16 --activations working) takes them, with a float32 master"
+            f"matrix products are float32: bfloat16 products have {peaks['bfloat16'] / peaks['float32']:.0f} times the "
+            f"peak on {cluster.device.name}; set precision.mode = 'bfloat16' with precision.activations = 'working' "
+            "(--precision bfloat16 --activations working), which keeps a float32 master"
         )
     return tuple(texts)
 
@@ -307,7 +306,7 @@ def flags(layout: ParallelLayout, cluster: Cluster) -> tuple[str, ...]:
 def shape_problems(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> Iterator[LayoutProblem]:
-    """Yield what is wrong beside memory, of values that mean nothing first, and then of those alone (local)."""
+    """Yield all problems except memory. If some values are invalid, yield only the problems of these values. Local."""
     wrong = (*too_large(description, layout.devices, global_batch), *value_problems(layout, global_batch))
     if wrong:
         yield from wrong
@@ -317,7 +316,7 @@ def shape_problems(
 
 
 def too_large(description: ModelDescription, devices: int, global_batch: int) -> Iterator[LayoutProblem]:
-    """Yield sizes beyond all reason, by how much (local)."""
+    """Yield a problem if the model, the batch or the number of devices exceeds the planner's maximum. Local."""
     for name, most in MOST.items() if description.shape else ():
         size = getattr(description.shape, name)
         if size > most:
@@ -331,7 +330,7 @@ def too_large(description: ModelDescription, devices: int, global_batch: int) ->
 
 
 def value_problems(layout: ParallelLayout, global_batch: int) -> Iterator[LayoutProblem]:
-    """Yield values that mean nothing anywhere (local)."""
+    """Yield a problem for each field of ``layout`` that is invalid for any model and cluster. Local."""
     for name in DEGREES:
         value = getattr(layout, name)
         if value < 1:
@@ -345,7 +344,7 @@ def value_problems(layout: ParallelLayout, global_batch: int) -> Iterator[Layout
     for name in SHARES:
         value = getattr(layout, name)
         if not 0.0 <= value <= 1.0:
-            yield LayoutProblem("value", f"{name} = {value}; it is a share, from 0 to 1")
+            yield LayoutProblem("value", f"{name} = {value}; it is a share and must be from 0 to 1")
     for name, choices in _CHOICES.items():
         value = getattr(layout, name)
         if value not in choices:
@@ -358,7 +357,7 @@ def value_problems(layout: ParallelLayout, global_batch: int) -> Iterator[Layout
 
 
 def memory_problem(memory: MemoryEstimate, limit_bytes: float = 0.0) -> LayoutProblem | None:
-    """Return the problem of too much memory for the device, or for a ``limit_bytes`` below it (local). 0: none."""
+    """Return a problem if ``memory`` exceeds the device memory or ``limit_bytes`` (0: no limit), else None. Local."""
     limit = min(memory.limit_bytes, limit_bytes) if limit_bytes else memory.limit_bytes
     if memory.bytes <= limit:
         return None
@@ -366,6 +365,6 @@ def memory_problem(memory: MemoryEstimate, limit_bytes: float = 0.0) -> LayoutPr
     return LayoutProblem(
         "memory",
         f"{memory.bytes / GB:.2f} GB on a device of {limit / GB:.2f} GB (10^9 bytes): "
-        f"{(memory.bytes - limit) / GB:.2f} GB too much, with {largest} of {memory.terms[largest] / GB:.2f} GB the "
-        f"most, on stage {memory.stage}",
+        f"{(memory.bytes - limit) / GB:.2f} GB too much on stage {memory.stage}; the largest term is {largest} with "
+        f"{memory.terms[largest] / GB:.2f} GB",
     )

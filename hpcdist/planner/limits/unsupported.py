@@ -1,7 +1,4 @@
-"""Layouts that are possible, but that this version of hpcdist cannot run.
-
-The rules of a recipe are asked: what becomes possible there becomes possible here.
-"""
+"""Possible layouts that this version of hpcdist cannot run, by the rules of recipes."""
 
 from functools import lru_cache
 from operator import attrgetter
@@ -14,7 +11,7 @@ from hpcdist.strategies import rules
 from hpcdist.strategies.compressed.config import MOMENTUM_OPTIMIZERS
 from hpcdist.strategies.config import RULES as PARALLEL_RULES
 
-_KEYS: Final = {  # of a recipe, by the field of a layout that says the same
+_KEYS: Final = {  # field of a layout -> recipe key with the same meaning
     **{name: f"parallel.{name}" for name in ("context", "expert", "pipeline", "tensor", "strategy", "chunks")},
     **{name: f"parallel.{name}" for name in ("schedule", "sequence_parallel", "recompute")},
     "compression": "communication.compression",
@@ -29,17 +26,17 @@ _FOLLOWING: Final = (
 )
 _DEFAULTS: Final = {**rules.DEFAULTS, **section_values("optimizer", OptimizerConfig())}
 _SELECTIVE: Final = (
-    "recompute = 'selective' is not built in this version: attention is computed in tiles, and its scores again in any "
-    "case; choose 'none' or 'full'"
+    "recompute = 'selective' is not built in this version: tiled attention always recomputes its scores; choose 'none' "
+    "or 'full'"
 )
 
 
 def _may_refuse(rule: Rule) -> bool:
-    """Whether the values of some layout may be refused: a search asks for thousands."""
+    """Return True if ``rule`` can refuse a layout of the planner. Only such rules are checked, to save time."""
     constant = {key: value for key, value in _DEFAULTS.items() if key not in (*_KEYS.values(), *_FOLLOWING)}
-    known = rules.derived({**_DEFAULTS, **dict.fromkeys(_KEYS.values(), "")})
+    derived_values = rules.derived({**_DEFAULTS, **dict.fromkeys(_KEYS.values(), "")})
     conditions = {**rule.conditions, **rule.given}
-    return conditions.keys() <= known.keys() and all(
+    return conditions.keys() <= derived_values.keys() and all(
         condition.matches(constant[key]) for key, condition in conditions.items() if key in constant
     )
 
@@ -48,12 +45,12 @@ _RULES: Final = tuple(filter(_may_refuse, (*PARALLEL_RULES, *rules.RULES)))
 
 
 def unsupported(layout: ParallelLayout) -> tuple[str, ...]:
-    """Return the reasons why this version cannot run a layout planned for hpcdist; () for another implementation."""
+    """Return the reasons why this version cannot run ``layout``, or () if its implementation is not hpcdist."""
     return () if layout.implementation == "megatron" else refusals(layout)
 
 
 def refusals(layout: ParallelLayout) -> tuple[str, ...]:
-    """Return the reasons why this version of hpcdist cannot run ``layout``, whichever kernels it is planned with."""
+    """Return the reasons why this version of hpcdist cannot run ``layout``. Ignores ``layout.implementation``."""
     return _refusals(*_relevant(layout), overlaps=layout.overlap > 0 and layout.data > 1, dedicated=layout.servers > 0)
 
 

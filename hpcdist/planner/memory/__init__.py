@@ -1,5 +1,4 @@
-"""Memory of a device: model states, activations, buffers of collectives, scratch.
+"""Memory of a device: model states, activations, collective buffers, scratch.
 
-Imports `cluster`, `model`, `layout` and `estimate` of the planner; the buffers of compressed exchanges also need
-`time.gradient_payloads`. Begin with `device.memory` (the total) and `model_states.states` (bytes a parameter).
+Start reading with `device.memory` (the total) and `model_states.states` (bytes per parameter).
 """

@@ -1,24 +1,20 @@
-"""Bytes of activations that a unit stores for its backward, for one sample on one device.
+"""Activation bytes that a unit stores for its backward, per sample on one device.
 
-**Published**: Korthikanti et al. (arXiv:2205.05198, section 4 and table 2). A block of width h, with a heads, s
-tokens and t tensor ranks keeps, in 16 bits and with dropout,
+**Published** (arXiv:2205.05198, section 4 and table 2): A block of width h with a heads, s tokens and t tensor ranks
+stores, in 16 bits and with dropout:
 
-    nothing else                        s h (10 + 24 / t + 5 a s / (h t))
+    no option                           s h (10 + 24 / t + 5 a s / (h t))
     sequence parallelism                s h / t (34 + 5 a s / h)
     selective recomputation             s h (10 + 24 / t)
     both                                34 s h / t
     full recomputation                  2 s h, and 2 s h / t with sequence parallelism
 
-the embedding s h / t (the mask of its dropout), the head 4 s h / t (1 + v / h): norm, linear and float32 logits. The
-sums behind 10, 24 and 5 are written out in `_published_block`, so that they hold for float32 (4 in the place of 2),
-grouped keys, gated feed-forwards, k experts a token and no dropout: 8 + 24 / t + 2 a s / (h t) are left without
-masks. A fused attention (arXiv:2205.14135) stores no scores and recomputes them: that is "selective". What a context
-axis cuts are the tokens of a sample. Between the halves of a split backward 32 s h are kept, the inputs of linears
-and the gradients of their outputs (arXiv:2401.10241, table 1).
+The embedding stores s h / t, the head 4 s h / t (1 + v / h). `_published_block` splits the sums 10, 24 and 5 into
+terms, to cover float32, grouped keys, gated feed-forwards and experts. A fused attention (arXiv:2205.14135) counts as
+"selective". The context axis shards tokens. A split backward keeps 32 s h (arXiv:2401.10241, table 1).
 
-**Ours**: the arrays that `hpcdist.models.counts` names, cut as `hpcdist.strategies.pipeline.costs.TensorSplit` says.
-Attention keeps no scores, so "selective" has nothing to save. A context axis cuts tokens, of what is kept and of
-scratch, but not the tiles of attention; what its two methods have besides says `hpcdist.strategies.context.costs`.
+**hpcdist**: arrays of `hpcdist.models.counts`. Attention stores no scores, so "selective" saves nothing. The context
+axis shards stored tokens and scratch, but not attention tiles.
 """
 
 from dataclasses import replace
@@ -33,16 +29,17 @@ from hpcdist.strategies.config import resolve_context_method
 from hpcdist.strategies.context.costs import AttentionShare, kept_elements, scratch_elements
 from hpcdist.strategies.pipeline.costs import TensorSplit
 
-MASK: Final = 1  # byte an element
+MASK: Final = 1  # bytes per element
 LOGITS: Final = 4  # bytes: float32
 HALF_BYTES: Final = 2
 
 
 class UnitActivations(NamedTuple):
-    """Bytes of one unit, for a sample.
+    """Activation bytes of one unit per sample.
 
-    ``kept`` from forward to backward, ``held`` between the halves of a split backward, ``again`` besides while it is
-    computed again, ``border`` in front of it: what a message brings, which is kept apart from the rest.
+    ``kept``: stored from forward to backward. ``held``: stored between the input gradient and the weight gradient, if
+    backward is split. ``again``: additional bytes during recomputation. ``border``: input of the unit, if it is a
+    message.
     """
 
     kept: float
@@ -52,7 +49,7 @@ class UnitActivations(NamedTuple):
 
 
 class BlockActivations(NamedTuple):
-    """A block without recomputation: what norms, linears and masks keep, whole and cut by products, and its scores."""
+    """Activation bytes of a block: replicated (``between``) or sharded (``cut``) over tensor ranks, and scores."""
 
     between: float
     cut: float
@@ -62,7 +59,7 @@ class BlockActivations(NamedTuple):
 
 
 def itemsize(layout: ParallelLayout) -> int:
-    """Return the bytes of a number between two units (local)."""
+    """Return the bytes per element of activations between units. Local."""
     if layout.precision == "float64":
         return 8
     is_wide = layout.precision == "float32" or layout.activations == "float32"
@@ -70,7 +67,7 @@ def itemsize(layout: ParallelLayout) -> int:
 
 
 def of_units(description: ModelDescription, layout: ParallelLayout) -> tuple[UnitActivations, ...]:
-    """Return the bytes of each unit of ``description``, in their order (local)."""
+    """Return the activation bytes of each unit of ``description``, in model order. Local."""
     size, by_tokens = itemsize(layout), layout.sequence_parallel
     if layout.implementation == "megatron" and description.shape is not None:
         shape = description.shape
@@ -79,7 +76,7 @@ def of_units(description: ModelDescription, layout: ParallelLayout) -> tuple[Uni
 
 
 def is_mostly_scores(description: ModelDescription, layout: ParallelLayout) -> bool:
-    """Whether the scores of all pairs of tokens are the most of what a block keeps: of published kernels alone."""
+    """Return True if attention scores are more than half of a block's activations, in a "megatron" layout. Local."""
     if layout.implementation != "megatron" or description.shape is None or layout.recompute != "none":
         return False
     block = _published_block(description.shape, description.shape.context / layout.context, itemsize(layout))
@@ -88,7 +85,7 @@ def is_mostly_scores(description: ModelDescription, layout: ParallelLayout) -> b
 
 
 def context_share(unit: ModelUnit, layout: ParallelLayout, samples: int) -> tuple[AttentionShare, str]:
-    """Return the attention of ``unit`` on one rank of the context axis, and its method (local)."""
+    """Return the attention sizes (heads, tokens, ...) of a context rank, and the context-parallel method's name."""
     return _share(unit, layout.tensor, layout.context, itemsize(layout), samples)
 
 
@@ -106,7 +103,7 @@ def _share(unit: ModelUnit, tensor: int, context: int, size: int, samples: int) 
         itemsize=size,
         window=attention.window,
     )
-    # Tiles in 16 bits go by heads alone.
+    # 16-bit tiles support only the head exchange, not the ring.
     return share, resolve_context_method("auto", context, heads, shared, ring=size != HALF_BYTES)
 
 
@@ -114,7 +111,7 @@ def _share(unit: ModelUnit, tensor: int, context: int, size: int, samples: int) 
 def _published(
     shape: TransformerShape, tensor: int, context: int, size: int, recompute: str, by_tokens: bool
 ) -> tuple[UnitActivations, ...]:
-    around = tensor if by_tokens else 1  # what divides activations between the products
+    around = tensor if by_tokens else 1  # tensor ranks that shard activations between products
     tokens, wide = shape.context / context, shape.hidden / around
     border = size * tokens * wide
     mask = MASK * tokens * wide if shape.dropout else 0.0
@@ -131,22 +128,22 @@ def _published(
 
 
 def _published_block(shape: TransformerShape, tokens: float, size: int) -> BlockActivations:
-    """Return the sums of section 4.1 for ``tokens`` of a sample, in numbers of ``size`` bytes."""
+    """Return a block's activation bytes for ``tokens`` tokens (arXiv:2205.05198). ``size``: bytes per element."""
     hidden, wide, often = shape.hidden, inner(shape), shape.experts_per_token
     kv = (shape.kv_heads or shape.heads) * hidden // shape.heads
     rises = 2 * wide if shape.gated else wide
-    masks = 2 * MASK * hidden if shape.dropout else 0  # behind attention and feed-forward
-    routed = 1 + often if shape.experts > 1 else 1  # the input of the router, and a copy for each expert
+    masks = 2 * MASK * hidden if shape.dropout else 0  # after attention and feed-forward
+    routed = 1 + often if shape.experts > 1 else 1  # the router's input, and a copy per expert
     norms, inputs = 2 * size * hidden, (1 + routed) * size * hidden
-    heads = size * (hidden + 2 * kv) + size * hidden  # query, key and value; the input of the projection
-    forward = often * size * (rises + wide)  # of the activation, and of the second linear
+    heads = size * (hidden + 2 * kv) + size * hidden  # query, key and value; input of the projection
+    forward = often * size * (rises + wide)  # inputs of the activation and of the second linear
     dropped = MASK + size if shape.dropout else 0
-    scores = shape.heads * shape.context * (size + dropped)  # of each token: softmax, mask, dropped softmax
+    scores = shape.heads * shape.context * (size + dropped)  # per token: softmax, mask, dropped softmax
     return BlockActivations(
         between=tokens * (norms + inputs + masks),
         cut=tokens * (heads + forward),
         scores=tokens * scores,
-        # Gradients of outputs: of query, key and value and of what rises, cut; of both that end in the residual, not.
+        # Gradients of outputs: sharded for query, key, value and first linear; replicated for both residual branches.
         held_between=tokens * (inputs + 2 * size * hidden),
         held_cut=tokens * (2 * size * hidden + 2 * size * kv + often * size * (wide + rises)),
     )
@@ -175,13 +172,13 @@ def _ours(
 
 
 def _held(unit: ModelUnit) -> tuple[KeptArray, ...]:
-    """Return the arrays of a unit that `hpcdist.strategies.pipeline.costs` keeps between I and W of its backward."""
+    """Return the arrays of ``unit`` that are stored from its input-gradient pass to its weight-gradient pass."""
     assert unit.counted is not None
     if unit.name == "embedding":
         return unit.counted.kept[:1]
     if unit.attention is not None:
         tokens, hidden = unit.products[0].rows, unit.products[0].inner
-        # The router and its experts have one backward pass.
+        # The router and its experts have an unsplit backward.
         split = [product for product in unit.products if product.cut and product.experts == 1]
         columns = sum(product.inner * product.columns for product in split) // hidden
         return KeptArray(len(split) * tokens * hidden), KeptArray(tokens * columns, cut=True)
@@ -192,14 +189,14 @@ def _held(unit: ModelUnit) -> tuple[KeptArray, ...]:
 
 
 def _received(unit: ModelUnit, expert: int) -> tuple[KeptArray, ...]:
-    """Return the rows that come for the experts of a rank, where ``expert`` ranks share them out evenly loaded."""
+    """Return the arrays of token rows that a rank receives for its experts. ``expert``: number of expert ranks."""
     sizes = [round(p.rows * p.experts * p.share) * p.inner for p in unit.products if p.experts > 1]
     rows = [KeptArray(size, whole=True) for size in sizes]
     return tuple(rows[:1]) if expert > 1 else ()
 
 
 def row_bytes(description: ModelDescription, layout: ParallelLayout, present: tuple[int, ...]) -> float:
-    """Return the bytes of the rows that go to the experts of a layer, of a micro-batch: the most of those present."""
+    """Return the most bytes of token rows that a unit sends to experts per micro-batch. ``present``: unit indices."""
     if layout.expert == 1:
         return 0.0
     rows = [array.size for place in present for array in _received(description.units[place], layout.expert)]
@@ -207,13 +204,13 @@ def row_bytes(description: ModelDescription, layout: ParallelLayout, present: tu
 
 
 def recomputed_one_by_one(description: ModelDescription, layout: ParallelLayout) -> float:
-    """Return the bytes of a sample where our blocks are computed again one by one, without a pipeline (local)."""
+    """Return the activation bytes per sample of hpcdist if blocks are recomputed one by one (no pipeline). Local."""
     size = itemsize(layout)
-    again = _again(description, layout.tensor, layout.sequence_parallel, layout.expert) * size / layout.context
+    peak = _again(description, layout.tensor, layout.sequence_parallel, layout.expert) * size / layout.context
     if layout.context == 1:
-        return again
+        return peak
     shares = [context_share(unit, layout, 1) for unit in description.units if unit.attention is not None]
-    return again + size * max((kept_elements(*share) for share in shares), default=0)  # of the block in hand
+    return peak + size * max((kept_elements(*share) for share in shares), default=0)  # of the current block
 
 
 @lru_cache(maxsize=1024)
@@ -222,19 +219,20 @@ def _again(description: ModelDescription, tensor: int, by_tokens: bool, expert: 
     units = []
     for unit in description.units:
         assert unit.counted is not None
-        kept = *_received(unit, expert), *unit.counted.kept  # the output comes last
-        own = replace(unit.counted, kept=tuple(KeptArray(split.elements(array)) for array in kept))
-        units += [own] * unit.count
+        kept = *_received(unit, expert), *unit.counted.kept  # the output is last
+        split_unit = replace(unit.counted, kept=tuple(KeptArray(split.elements(array)) for array in kept))
+        units += [split_unit] * unit.count
     return peak_with_recomputation(tuple(units))
 
 
 def scratch_of(
     description: ModelDescription, layout: ParallelLayout, present: tuple[int, ...], *, accumulates: bool
 ) -> float:
-    """Return the bytes of temporary arrays of our kernels on a device that has the units at ``present`` (local).
+    """Return the bytes of temporary arrays of hpcdist's kernels on a device with the units ``present``. Local.
 
-    Units share what has one name. Where it ``accumulates`` the gradients of several micro-batches, that of a weight is
-    made beside the sum; 16-bit sums have a whole unit for it (`hpcdist.planner.memory.model_states`).
+    Temporary arrays with the same name are shared by the units. ``accumulates``: gradients of several micro-batches are
+    summed, so a weight gradient needs an array in addition to the sum. 16-bit sums use a whole unit instead
+    (`hpcdist.planner.memory.model_states`).
     """
     adds = accumulates and layout.computes_in == layout.precision
     sizes = layout.tensor, layout.context, itemsize(layout), layout.sequence_parallel, layout.microbatch
@@ -259,7 +257,7 @@ def _scratch(
         unit = description.units[number]
         assert unit.counted is not None
         by_name = {
-            # Of a tile there is as much as there was.
+            # The context axis does not shard tiles.
             name: split.scratch(array if array.most else array._replace(each=-(-array.each // context)), samples)
             for name, array in unit.counted.scratch.items()
         }

@@ -1,20 +1,11 @@
-"""Memory of the fullest device of a layout: states, activations, messages, scratch, and what is reserved.
+"""Memory of the device with the highest use: states, activations, messages, scratch, and reserved memory.
 
-"messages" are buffers on their way: activations between the ranks of a pipeline
-(`hpcdist.strategies.pipeline.memory`), what a collective or a server of our own exchanges takes beside the gradients
-(`hpcdist.planner.memory.model_states.exchanged`), and rows on their way to experts of other ranks
-(`hpcdist.planner.time.expert_rows.row_buffers`). "scratch" are units that are whole for a moment, and temporary arrays
-of kernels. Batches, workspaces of a BLAS and fragmentation belong to the device's ``reserved_bytes``.
+"messages": buffers in flight of the pipeline, the exchange and the experts. "scratch": gathered units and temporary
+kernel arrays. Batches, BLAS workspaces and fragmentation are in ``reserved_bytes``.
 
-A search asks for the memory of many layouts that differ in little. What lasts for a step depends on the strategy, not
-on the micro-batches; what comes and goes with a micro-batch depends on these, not on the strategy: both are cached.
-
-Of the pipeline ranks that have the same units the first and the last may need most memory: those between them have,
-in every schedule, no more micro-batches in flight than one of the two. The micro-batches in flight of each chunk
-follow from the closed forms of `hpcdist.strategies.schedule.generate.registry`: for 1F1B p on the first rank
-(arXiv:2104.04473); for the interleaved schedule with v chunks p v + p - 1 chunks of 1/v of the layers each, which is
-the (1 + (p - 1) / (p v)) of arXiv:2205.05198, section 4.2.3. Short pipelines are counted exactly from the operations
-that are executed (`hpcdist.strategies.pipeline.memory.moments`), chunks of different size included.
+Of the pipeline ranks with the same units only the first and the last can have the highest use. Micro-batches in flight
+follow closed forms: p on the first rank of 1F1B (arXiv:2104.04473); p v + p - 1 chunks of 1/v of the layers for
+interleaved with v chunks (arXiv:2205.05198, section 4.2.3). Short pipelines are counted from their operation lists.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,33 +33,32 @@ from hpcdist.strategies.pipeline.memory import IN_MESSAGES, LiveMicroBatches, Mo
 from hpcdist.strategies.schedule.generate.passes import expand, interleaved_group
 from hpcdist.strategies.schedule.generate.registry import FILE, SCHEDULES, check_schedule
 
-EXACT_RANKS: Final = 16  # chunks of a pipeline whose operations are looked at
-STEADY_ROUNDS: Final = 4  # times as many micro-batches as ranks: after those every schedule but gpipe repeats itself
+EXACT_RANKS: Final = 16  # largest number of pipeline chunks that is counted exactly
+STEADY_ROUNDS: Final = 4  # micro-batches / ranks after which every schedule but gpipe repeats itself
 
 
 @lru_cache(maxsize=65536)
 def in_flight(
     schedule: str, ranks: int, microbatches: int, chunks: int, rank: int, *, recompute: bool
 ) -> tuple[Moment, ...]:
-    """Return the moments at which ``rank`` may need most, each by its chunks (local).
+    """Return the number of live micro-batches of pipeline rank ``rank`` when its memory use may be highest. Local.
 
-    ``recompute``: chunks keep their input only, and are computed again. Raises ConfigurationError for another schedule
-    than those of the catalogue, and for one that cannot run so.
+    The result has one entry per such moment, with one count per chunk.
     """
     if schedule == FILE:
         raise ConfigurationError(f"the schedule {schedule!r} has no closed form; choose one of {', '.join(SCHEDULES)}")
     chunks_per_rank = check_schedule(schedule, ranks, microbatches, chunks)
-    known = SCHEDULES[schedule]
+    row = SCHEDULES[schedule]
     if ranks * chunks_per_rank <= EXACT_RANKS:
-        # A pipeline in its steady state repeats itself: more micro-batches bring no other peak. gpipe has none, and
-        # interleaved groups of odd size end otherwise.
+        # The steady state repeats, so more micro-batches do not raise the peak; except for gpipe, and for interleaved
+        # with an incomplete last group.
         steady = microbatches
         if schedule != "gpipe" and (schedule != "interleaved" or microbatches % ranks == 0):
             steady = min(microbatches, STEADY_ROUNDS * ranks)
         return _executed(schedule, ranks, steady, chunks_per_rank, rank, recompute)
-    peak = known.peak(rank, ranks, microbatches, chunks_per_rank)
-    # Chunks keep their inputs, and one at a time is computed again: a moment for each. The last rank of 1f1b goes from
-    # a forward straight to its backward, and computes nothing again.
+    peak = row.peak(rank, ranks, microbatches, chunks_per_rank)
+    # Chunks keep their inputs, and one chunk at a time is recomputed: a moment per chunk. The last rank of 1f1b
+    # recomputes nothing, because its backward follows its forward.
     if recompute and not (schedule == "1f1b" and rank == ranks - 1):
         waiting = _dealt(schedule, ranks, microbatches, chunks_per_rank, peak.both)
         return tuple(
@@ -79,21 +69,20 @@ def in_flight(
     live = _dealt(schedule, ranks, microbatches, chunks_per_rank, peak.live)
     return (
         tuple(
-            LiveMicroBatches(inputs=all_of, kept=some, held=all_of - some)
-            for all_of, some in zip(both, live, strict=True)
+            LiveMicroBatches(inputs=total, kept=kept, held=total - kept) for total, kept in zip(both, live, strict=True)
         ),
     )
 
 
 def _dealt(schedule: str, ranks: int, microbatches: int, chunks: int, total: int) -> list[int]:
-    """Return ``total`` live chunks by their number: in the order in which the first forwards come."""
+    """Return the live micro-batches of each chunk, ``total`` in all, assigned in the order of forward passes."""
     if chunks == 1:
         return [total]
-    if schedule != "interleaved":  # forth and back
+    if schedule != "interleaved":  # chunks are folded: forth and back
         return [total - total // 2, total // 2]
     size = interleaved_group(ranks, microbatches)
     counts = [min(size, max(0, total - number * size)) for number in range(chunks)]
-    counts[0] += total - sum(counts)  # a second group begins with chunk 0 again
+    counts[0] += total - sum(counts)  # a second group starts with chunk 0
     return counts
 
 
@@ -101,19 +90,19 @@ def _dealt(schedule: str, ranks: int, microbatches: int, chunks: int, total: int
 def _executed(
     schedule: str, ranks: int, microbatches: int, chunks: int, rank: int, recompute: bool
 ) -> tuple[Moment, ...]:
-    known = SCHEDULES[schedule]
-    placement = known.place([range(unit, unit + 1) for unit in range(ranks * chunks)], ranks)
-    steps = expand(known.passes(rank, ranks, microbatches, chunks), placement, rank, recompute=recompute)
+    row = SCHEDULES[schedule]
+    placement = row.place([range(unit, unit + 1) for unit in range(ranks * chunks)], ranks)
+    steps = expand(row.passes(rank, ranks, microbatches, chunks), placement, rank, recompute=recompute)
     return moments(steps, placement.of(rank))
 
 
 class PipelinePart(NamedTuple):
-    """Contents of a pipeline rank: numbers of its parameters, and its units.
+    """Units and numbers of parameters of a pipeline rank.
 
-    ``cut`` parameters are divided by the tensor axis, ``experts`` by the expert axis as well, ``copied`` are tied ones
-    of another rank, ``longest`` those of its largest unit, without its ``longest_experts``, and ``longest_dense`` the
-    most that any unit has without experts. ``chunks`` are (place of the first unit, ((place, times), ...)), ``present``
-    all places, and ``borders`` those of units whose input comes or goes as a message.
+    ``whole`` and ``cut``: dense parameters that are replicated, and sharded, over the tensor axis. ``experts``: expert
+    parameters. ``copied``: tied parameters that another rank has too. ``longest``, ``longest_experts``: dense and
+    expert parameters of the largest unit. ``longest_dense``: maximum dense parameters of a unit. ``chunks``: (first
+    unit, ((unit, count), ...)). ``present``: indices of its units. ``borders``: units whose input is a message.
     """
 
     rank: int
@@ -131,23 +120,26 @@ class PipelinePart(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def parts(description: ModelDescription, cut: SplitKey) -> tuple[PipelinePart, ...]:
-    """Return the parts that may be fullest: the first and the last of those that have the same units (local)."""
+    """Return the units and parameters of the pipeline ranks that may use most memory. Local.
+
+    Of all ranks with equal units, these are the first and the last rank. ``cut``: key of the split into stages.
+    """
     ends: dict[tuple[UnitGroup, ...], tuple[int, int]] = {}
-    for rank, own in enumerate(stages_of_split(description, cut)):
-        ends[own] = ends.get(own, (rank, rank))[0], rank
+    for rank, shares in enumerate(stages_of_split(description, cut)):
+        ends[shares] = ends.get(shares, (rank, rank))[0], rank
     ranks = sorted({rank for both in ends.values() for rank in both})
     return tuple(part_of(description, cut, rank) for rank in ranks)
 
 
 @lru_cache(maxsize=65536)
 def part_of(description: ModelDescription, cut: SplitKey, rank: int) -> PipelinePart:
-    """Return the part of one ``rank`` of the pipeline (local)."""
-    own = [chunk.shares for chunk in chunks_of_split(description, cut) if chunk.rank == rank]
-    shares = [share for shares in own for share in shares]
+    """Return the units and parameters of pipeline rank ``rank``. ``cut``: key of the split into stages. Local."""
+    grouped = [chunk.shares for chunk in chunks_of_split(description, cut) if chunk.rank == rank]
+    shares = [share for shares in grouped for share in shares]
     last = len(description.units) - 1
     present = tuple(sorted({share.place for share in shares}))
     dense = [share.times * (share.unit.parameters - share.unit.expert_parameters) for share in shares]
-    # Biases behind a sum are whole in an expert, too; they are counted as cut.
+    # Biases after a sum are replicated also in experts, but are counted as sharded.
     divided = [share.times * max(0, share.unit.cut_parameters - share.unit.expert_parameters) for share in shares]
     tied = description.tied_parameters if last in present and 0 not in present else 0
     longest = max((share.unit for share in shares), key=lambda unit: unit.parameters)
@@ -162,17 +154,14 @@ def part_of(description: ModelDescription, cut: SplitKey, rank: int) -> Pipeline
         longest=longest.parameters - longest.expert_parameters,
         longest_experts=longest.expert_parameters,
         longest_dense=max(share.unit.parameters - share.unit.expert_parameters for share in shares),
-        chunks=tuple((shares[0].place, tuple((share.place, share.times) for share in shares)) for shares in own),
+        chunks=tuple((shares[0].place, tuple((share.place, share.times) for share in shares)) for shares in grouped),
         present=present,
         borders=tuple(borders),
     )
 
 
 def _borders(firsts: Sequence[tuple[int, int]], rank: int) -> Iterator[int]:
-    """Yield the first units of the chunks of ``rank``, and of those behind them.
-
-    ``firsts`` are (rank, place) of all chunks, in the order of the model.
-    """
+    """Yield the first unit of each chunk of ``rank`` and of its next chunk. ``firsts``: (rank, first unit) by chunk."""
     for number, (owner, place) in enumerate(firsts):
         if number and owner == rank:
             yield place
@@ -180,7 +169,7 @@ def _borders(firsts: Sequence[tuple[int, int]], rank: int) -> Iterator[int]:
             yield place
 
 
-# The fields that decide, beside the cut, about what lasts, and about what passes.
+# Fields that, with the split, determine the lasting and the varying memory.
 _LASTING: Final = (
     *("data", "tensor", "context", "expert", "strategy", "servers", "compression", "algorithm"),
     *("precision", "main_gradients", "activations", "optimizer_slots"),
@@ -193,13 +182,13 @@ _PASSING: Final = (
 _lasting_of, _passing_of = attrgetter(*_LASTING), attrgetter(*_PASSING)
 
 
-# Micro-batches of a unit of which there are: the input alone, all that its backward needs, what W needs after I.
+# Live micro-batches of a unit: with only the input, with all activations for backward, with W's arrays after I.
 Count = tuple[int, int, int]
-Alive = tuple[tuple[int, Count], ...]  # (place of a unit, its count)
+Alive = tuple[tuple[int, Count], ...]  # (unit index, count)
 
 
 class StepMemory(NamedTuple):
-    """Bytes of a part that are there whatever the micro-batches; ``messages`` and ``scratch`` of the exchange."""
+    """Bytes of a pipeline rank that do not depend on micro-batches. ``messages``, ``scratch``: gradient exchange."""
 
     parameters: float
     gradients: float
@@ -210,28 +199,24 @@ class StepMemory(NamedTuple):
 
 
 class MicrobatchMemory(NamedTuple):
-    """Bytes of a part that come and go with micro-batches; ``added`` is more scratch where these are added up."""
+    """Bytes of a pipeline rank that depend on micro-batches. ``added``: scratch memory to accumulate gradients."""
 
     activations: float
     messages: float
     scratch: float
     added: float
-    total: float  # without what is added
+    total: float  # without ``added``
 
 
 def memory(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> MemoryEstimate:
-    """Return the memory of the fullest device, and how its parameters are counted (local).
-
-    Raises ConfigurationError where a pipeline has more parts than the model has units, and for a schedule that is that
-    of a file.
-    """
+    """Return the memory estimate of the device with the highest use. Local. Raises ConfigurationError."""
     many, cut = layout.microbatches(global_batch), SplitKey.of(layout)
     lasting = _lasting(description, cut, _lasting_of(layout))
     passing = _passing(description, _passing_of(layout), many, row_route(layout, cluster))
     adds = _accumulates(layout, many)
-    # Sums find the fullest part, in which all terms are those of one moment; only its terms are then put together.
+    # Totals find the part with the highest use; all terms are then taken at the same moment.
     totals = [lasts.total + passes.total + adds * passes.added for lasts, passes in zip(lasting, passing, strict=True)]
     most = max(totals)
     place = totals.index(most)
@@ -247,7 +232,7 @@ def memory(
 def by_rank(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> tuple[dict[str, float], ...]:
-    """Return the terms of each pipeline rank, without what is reserved (local). Raises what `memory` does."""
+    """Return the memory terms of each pipeline rank, without reserved memory. Local. Raises the errors of `memory`."""
     many, cut, route = layout.microbatches(global_batch), SplitKey.of(layout), row_route(layout, cluster)
     terms = []
     for rank in range(layout.pipeline):
@@ -270,7 +255,7 @@ def _terms(lasts: StepMemory, passes: MicrobatchMemory, *, adds: bool) -> dict[s
 
 
 def _accumulates(layout: ParallelLayout, microbatches: int) -> bool:
-    """Whether micro-batches are added up: stages 2 and 3 of ZeRO reduce the gradient of each at once."""
+    """Return True if gradients are accumulated over micro-batches. ZeRO 2 and 3 reduce them after each backward."""
     return microbatches > 1 and stage_of(layout.strategy) < 2
 
 
@@ -281,7 +266,6 @@ def _lasting(description: ModelDescription, cut: SplitKey, fields: tuple[Any, ..
 
 
 def _lasts(description: ModelDescription, layout: ParallelLayout, part: PipelinePart) -> StepMemory:
-    """Return the bytes of a part's states and of its exchange."""
     is_ours = layout.implementation == "hpcdist" or description.shape is None
     tensor, whole, sharded = layout.tensor, unsharded(layout), states(layout)
     numbers, copied = part.whole + part.cut / tensor, part.copied / tensor
@@ -302,11 +286,7 @@ def _lasts(description: ModelDescription, layout: ParallelLayout, part: Pipeline
 
 
 def _exchanged(layout: ParallelLayout, part: PipelinePart) -> float:
-    """Return the bytes of buffers of our collectives for the parameters of a part.
-
-    Where experts are shared out, those of a layer lie behind its dense tensors, and go over other replicas: buckets end
-    there.
-    """
+    """Return the bytes of collective buffers for the dense and expert parameters of pipeline rank ``part``."""
     tensor, longest_experts = layout.tensor, part.longest_experts / layout.expert
     if layout.expert == 1:
         numbers = part.whole + (part.cut + part.experts) / tensor
@@ -330,7 +310,7 @@ def _passing(
 
 
 def _scratch(description: ModelDescription, layout: ParallelLayout, present: tuple[int, ...]) -> tuple[float, float]:
-    """Return the temporary bytes of the units at ``present``, and how many more where gradients add up."""
+    """Return the scratch bytes of the units ``present``, and the additional bytes to accumulate gradients."""
     if layout.implementation == "hpcdist" or description.shape is None:
         once = scratch_of(description, layout, present, accumulates=False)
         return once, scratch_of(description, layout, present, accumulates=True) - once
@@ -345,9 +325,8 @@ def _passes(
     alive: Sequence[Alive],
     route: RowRoute,
 ) -> MicrobatchMemory:
-    """Return the bytes of micro-batches in a part whose units are ``alive`` at these moments."""
     rows = row_buffers(row_bytes(description, layout, part.present), route)
-    if route.way == SHARED:  # then rows are kept as on one rank
+    if route.way == SHARED:  # rows are then stored as on one rank
         layout = layout.but(expert=1)
     scratch = _scratch(description, layout, part.present)
     samples, units = layout.microbatch, of_units(description, layout)
@@ -360,7 +339,6 @@ def _passes(
 
 
 def _repeats(description: ModelDescription, layout: ParallelLayout) -> bool:
-    """Whether chunks keep their inputs only, and are computed again as a whole."""
     return layout.recompute == "full" and (layout.implementation == "hpcdist" or description.shape is None)
 
 
@@ -368,18 +346,16 @@ def _repeats(description: ModelDescription, layout: ParallelLayout) -> bool:
 def _alive(
     description: ModelDescription, cut: SplitKey, schedule: str, microbatches: int, recompute: bool
 ) -> tuple[tuple[Alive, ...], ...]:
-    """Return the moments of all parts."""
     return tuple(_moments(cut, part, schedule, microbatches, recompute) for part in parts(description, cut))
 
 
 def _moments(cut: SplitKey, part: PipelinePart, schedule: str, microbatches: int, recompute: bool) -> tuple[Alive, ...]:
-    """Return the live micro-batches of each unit of a part, at the moments when it may need most."""
     alive = []
     for moment in in_flight(schedule, cut.pipeline, microbatches, cut.chunks, part.rank, recompute=recompute):
         counts: dict[int, Count] = {}
         for live, (first, shares) in zip(moment, part.chunks, strict=True):
             inputs, saved, held = counts.get(first, (0, 0, 0))
-            counts[first] = inputs + live.inputs, saved, held  # the input of a chunk is that of its first unit
+            counts[first] = inputs + live.inputs, saved, held  # a chunk's input is the input of its first unit
             for place, times in shares:
                 inputs, saved, held = counts.get(place, (0, 0, 0))
                 counts[place] = inputs, saved + live.kept * times, held + live.held * times
@@ -388,7 +364,6 @@ def _moments(cut: SplitKey, part: PipelinePart, schedule: str, microbatches: int
 
 
 def _bytes_of(moment: Alive, units: Sequence[UnitActivations]) -> float:
-    """Return the bytes of a sample's activations at one moment."""
     return sum(
         [
             inputs * units[place].border + saved * units[place].kept + held * units[place].held
@@ -400,7 +375,7 @@ def _bytes_of(moment: Alive, units: Sequence[UnitActivations]) -> float:
 def _on_their_way(
     description: ModelDescription, layout: ParallelLayout, part: PipelinePart, units: Sequence[UnitActivations]
 ) -> float:
-    """Return the bytes of a sample that are sent, or posted ahead, at the borders of its chunks."""
+    """Return the bytes per sample of buffers for activation messages between ``part`` and other pipeline ranks."""
     if layout.implementation == "hpcdist" or description.shape is None:
         return IN_MESSAGES * sum([units[place].border for place in part.borders])
     size = itemsize(layout) * description.tokens / layout.context * description.width

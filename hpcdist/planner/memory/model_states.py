@@ -1,28 +1,18 @@
-"""Model states and exchange buffers: bytes of a parameter, its gradient and optimizer state, under each strategy.
+"""Model states and exchange buffers: bytes per parameter, gradient and optimizer state, for each strategy.
 
-Rajbhandari et al. (arXiv:1910.02054, section 3 and table 1) count 2 bytes for a 16-bit parameter, 2 for its gradient
-and K = 12 for the optimizer: a float32 master and two moments. ZeRO cuts the optimizer (stage 1), the gradients as
-well (2), the parameters as well (3), each over d data ranks:
+ZeRO (arXiv:1910.02054, section 3 and table 1) shards the optimizer (stage 1), also gradients (2), also parameters (3),
+over d data ranks. The optimizer has a float32 master and two moments. Bytes per parameter:
 
     parameter   gradient   optimizer    none   stage 1      stage 2      stage 3
-    16 bits     16 bits    12           16     4 + 12/d     2 + 14/d     16/d       the paper; ours
+    16 bits     16 bits    12           16     4 + 12/d     2 + 14/d     16/d       the paper; hpcdist
     16 bits     float32    12           18     6 + 12/d     2 + 16/d     18/d       Megatron-LM
-    float32     float32     8           16     8 +  8/d     4 + 12/d     16/d       ours, and anybody's
+    float32     float32     8           16     8 +  8/d     4 + 12/d     16/d       all implementations
 
-Megatron-LM adds micro-batches up in a float32 gradient ("main gradient") and its distributed optimizer cuts as stage
-1 does. This toolkit keeps and adds them up in 16 bits, whatever ``main_gradients`` says, which is about what an
-allreduce sends (`hpcdist.planner.time.gradient_payloads`). The gradient of a micro-batch is float32 for one unit at a
-time only, and so is a bucket that is summed: the one is counted as scratch, the other with messages. Experts that lie
-on different data ranks are replicated less often: their d is smaller.
+hpcdist accumulates in 16 bits, whatever ``main_gradients`` says. Experts have fewer replicas, so their d is smaller.
 
-Compression stores what it has lost of a gradient (error feedback): 4 bytes of each parameter of a worker, whatever
-ZeRO cuts, 8 beside 16-bit parameters, and with onebit 4/d more for the sums. They count with the optimizer.
-
-A worker of a parameter server has parameters and gradients; a server has for its part of them the optimizer, the
-parameters and a sum of gradients, and no activations. Where every worker serves, it has all but the sum already.
-
-Beside the states an exchange takes buffers of collectives, units that are whole while they compute (ZeRO-3), and the
-memory of dedicated servers: `whole_units`, `exchanged`, `with_buckets`, `server`.
+Compression stores residuals, counted with the optimizer: 4 bytes per parameter of a worker, 8 with 16-bit parameters,
+and with onebit 4/d more. ZeRO does not shard them. A worker of a parameter server has parameters and gradients. A
+server has, for its part, optimizer state, parameters and a gradient sum.
 """
 
 import math
@@ -40,7 +30,7 @@ FLOAT32: Final = 4  # bytes
 
 
 class ParameterBytes(NamedTuple):
-    """Bytes a parameter, before anything is cut."""
+    """Bytes per parameter of the parameter, the gradient and the optimizer state, without sharding."""
 
     parameter: int
     gradient: int
@@ -48,7 +38,7 @@ class ParameterBytes(NamedTuple):
 
 
 class ModelStates(NamedTuple):
-    """Bytes on a device for each parameter that its stage has, after cuts, and the rule that they follow."""
+    """Sharded model states of a device, in bytes per parameter of its pipeline stage. ``rule``: formula as text."""
 
     parameter: float
     gradient: float
@@ -57,12 +47,12 @@ class ModelStates(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Bytes a parameter in all."""
+        """Total bytes of model states per parameter."""
         return self.parameter + self.gradient + self.optimizer
 
 
 def unsharded(layout: ParallelLayout) -> ParameterBytes:
-    """Return the bytes of a parameter, of its gradient and of its optimizer state where nothing is cut (local)."""
+    """Return the bytes of a parameter, its gradient and its optimizer state, without sharding. Local."""
     slots = layout.optimizer_slots
     if layout.precision in ("float32", "float64"):
         size = 4 if layout.precision == "float32" else 8
@@ -72,15 +62,12 @@ def unsharded(layout: ParallelLayout) -> ParameterBytes:
 
 
 def stage_of(strategy: str) -> int:
-    """Return the stage of ZeRO that a ``strategy`` is; 0: it cuts nothing."""
+    """Return the ZeRO stage (1 to 3) of ``strategy``, or 0 without ZeRO."""
     return {"zero1": 1, "zero2": 2, "zero3": 3}.get(strategy, 0)
 
 
 def states(layout: ParallelLayout, *, experts: bool = False) -> ModelStates:
-    """Return the bytes on one device (a worker, with servers) for each parameter of its stage (local).
-
-    ``experts``: of the parameters that the expert axis cuts, whose copies are fewer.
-    """
+    """Return the bytes of model states per parameter, on a device or on a worker of a parameter server. Local."""
     replicas = layout.data * layout.context
     return _states(
         unsharded(layout),
@@ -100,13 +87,13 @@ def _states(
     plain = _uncompressed(each, stage, replicas, is_served, servers, precision)
     if compression == "none":
         return plain
-    owed = _owed(compression, precision, replicas)
-    rule = f"{plain.rule}, and {owed:.4g} of what {compression} has lost"
-    return plain._replace(optimizer=plain.optimizer + owed, rule=rule)
+    residual_bytes = _owed(compression, precision, replicas)
+    rule = f"{plain.rule}, and {residual_bytes:.4g} for the residuals of {compression}"
+    return plain._replace(optimizer=plain.optimizer + residual_bytes, rule=rule)
 
 
 def _owed(compression: str, precision: str, replicas: int) -> float:
-    """Return the bytes of a parameter that error feedback keeps, as `hpcdist.training.build.pipeline` counts them."""
+    """Return the bytes per parameter of compression residuals, as in `hpcdist.training.build.pipeline`."""
     if compression == "onebit":
         return FLOAT32 + FLOAT32 / replicas
     return FLOAT32 * (2 if precision in HALVES else 1)
@@ -120,8 +107,8 @@ def _uncompressed(
         part = optimizer / replicas
         if servers:
             rule = f"worker {parameter} + {gradient}, server {parameter} + {gradient} + {optimizer} of its 1/{servers}"
-            return ModelStates(parameter, gradient, 0.0, f"{rule} bytes a parameter ({precision}; dedicated servers)")
-        rule = f"{parameter + gradient} + {optimizer}/d = {parameter + gradient + part:.4g} bytes a parameter, d ="
+            return ModelStates(parameter, gradient, 0.0, f"{rule} bytes per parameter ({precision}; dedicated servers)")
+        rule = f"{parameter + gradient} + {optimizer}/d = {parameter + gradient + part:.4g} bytes per parameter, d ="
         return ModelStates(parameter, gradient, part, f"{rule} {replicas} ({precision}; every rank serves its part)")
     cut = [replicas if stage >= least else 1 for least in (3, 2, 1)]
     shares = (parameter / cut[0], gradient / cut[1], optimizer / cut[2])
@@ -132,22 +119,22 @@ def _rule(each: ParameterBytes, stage: int, replicas: int, total: float, precisi
     parameter, gradient, optimizer = each
     parts = f"{precision}: parameter {parameter}, gradient {gradient}, optimizer {optimizer}"
     if stage == 0:
-        return f"{parameter + gradient + optimizer} bytes a parameter ({parts}; nothing is cut)"
+        return f"{parameter + gradient + optimizer} bytes per parameter ({parts}; not sharded)"
     rest = (0, parameter + gradient, parameter, 0)[stage]
     divided = parameter + gradient + optimizer - rest
     formula = f"{rest} + {divided}/d" if rest else f"{divided}/d"
-    return f"{formula} = {total:.4g} bytes a parameter, d = {replicas} ({parts}; ZeRO stage {stage}, arXiv:1910.02054)"
+    return f"{formula} = {total:.4g} bytes per parameter, d = {replicas} ({parts}; ZeRO {stage}, arXiv:1910.02054)"
 
 
-AHEAD: Final = 4  # gradients that a server has on their way, `hpcdist.strategies.parameter_server.messages`
-WIDE: Final = 4  # bytes of a number in which our kernels compute for 16-bit parameters
+AHEAD: Final = 4  # gradients in flight at a server, `hpcdist.strategies.parameter_server.messages`
+WIDE: Final = 4  # bytes per element in which hpcdist's kernels compute for 16-bit parameters
 
 
 def whole_units(layout: ParallelLayout, longest: float) -> float:
-    """Return the bytes of a unit of ``longest`` parameters that is whole while it computes, cut as it is otherwise.
+    """Return the bytes of temporary copies during the computation of a unit of ``longest`` parameters.
 
-    ZeRO gathers its parameters (stage 3) and sums its gradients (2 and 3); in this toolkit 16-bit parameters are
-    float32 meanwhile, and the gradient of a micro-batch is (`hpcdist.strategies.core.mixed_precision`).
+    ZeRO gathers the parameters (stage 3) and sums the gradients (stages 2 and 3) of the unit. In hpcdist, 16-bit
+    parameters and gradients of a micro-batch are float32 during this time (`hpcdist.strategies.core.mixed_precision`).
     """
     size, stage, each = unsharded(layout), stage_of(layout.strategy), 0
     if layout.data * layout.context > 1:
@@ -158,18 +145,16 @@ def whole_units(layout: ParallelLayout, longest: float) -> float:
 
 
 def exchanged(layout: ParallelLayout, parameters: float, longest: float, bucket_bytes: float = BUCKET_BYTES) -> float:
-    """Return the bytes of buffers of our collectives over the data axis, for ``parameters`` on this device.
+    """Return the bytes of hpcdist's collective buffers over the data axis, for ``parameters`` on this device.
 
-    ``bucket_bytes`` are those of gradients that an allreduce sums at a time, as they are kept. It has what arrives
-    beside a bucket: half of it by recursive halving, a share by the ring, which is the same on two ranks. Where it
-    sends float32 sums of 16-bit gradients the bucket is there in float32, too, and so is what arrives. ZeRO does so
-    with a unit of ``longest`` parameters, as it is. A server has a few gradients under way.
-    With compression there are payloads, one that goes and one that comes, in the place of those.
+    ``bucket_bytes``: gradient bytes per allreduce. The receive buffer is half of a bucket for recursive halving, and 1
+    / ranks of a bucket for the ring. ZeRO has the same buffers per unit, of at most ``longest`` parameters. With
+    compression there are a sent and a received payload instead.
     """
     replicas = layout.data * layout.context
     size, unit = unsharded(layout).gradient, longest / layout.tensor
     coded = 0.0 if layout.compression == "none" else _coded(layout, parameters, unit, replicas, bucket_bytes)
-    if replicas == 1 or layout.compression not in ("none", "onebit"):  # whose first steps are not compressed
+    if replicas == 1 or layout.compression not in ("none", "onebit"):  # the first steps of onebit are uncompressed
         return coded
     if layout.strategy == "parameter_server":
         return coded if layout.servers else coded + AHEAD * size * unit / replicas
@@ -182,19 +167,19 @@ def exchanged(layout: ParallelLayout, parameters: float, longest: float, bucket_
     return coded + WIDE / size * bucket * (1 + 1 / share)
 
 
-def with_buckets(needed: MemoryEstimate, layout: ParallelLayout, bucket_bytes: float) -> MemoryEstimate:
-    """Return the memory ``needed`` with buckets of ``bucket_bytes`` in place of the default, where they are longer."""
+def with_buckets(estimate: MemoryEstimate, layout: ParallelLayout, bucket_bytes: float) -> MemoryEstimate:
+    """Return the memory ``estimate``, increased if buckets of ``bucket_bytes`` bytes are larger than the default."""
     if bucket_bytes <= BUCKET_BYTES or layout.implementation != "hpcdist":
-        return needed
+        return estimate
     more = exchanged(layout, math.inf, 0.0, bucket_bytes) - exchanged(layout, math.inf, 0.0)
-    return replace(needed, terms={**needed.terms, "messages": needed.terms["messages"] + more})
+    return replace(estimate, terms={**estimate.terms, "messages": estimate.terms["messages"] + more})
 
 
 def _coded(layout: ParallelLayout, parameters: float, unit: float, replicas: int, bucket_bytes: float) -> float:
-    """Return the bytes of payloads that are there at once: of a bucket, a unit, or all that a worker pushes."""
+    """Return the bytes of compressed payloads in memory at once: for a bucket, a unit, or a worker's gradients."""
     size = unsharded(layout).gradient
     is_served = layout.strategy == "parameter_server"
-    values = min(bucket_bytes / WIDE, parameters)  # buckets of what is compressed are as long as float32 ones
+    values = min(bucket_bytes / WIDE, parameters)  # compressed buckets have as many elements as float32 buckets
     if is_served or stage_of(layout.strategy):
         values = parameters if is_served else unit
     coded = payload(layout.compression, values, replicas)
@@ -203,7 +188,7 @@ def _coded(layout: ParallelLayout, parameters: float, unit: float, replicas: int
 
 
 def server_bytes(description: ModelDescription, layout: ParallelLayout) -> dict[str, float]:
-    """Return the bytes of a dedicated server, by what they are (local)."""
+    """Return the memory of a dedicated server in bytes, by term. Local."""
     size = unsharded(layout)
     part = description.parameters / layout.servers
     longest = max(unit.parameters for unit in description.units) / layout.servers

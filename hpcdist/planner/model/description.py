@@ -1,6 +1,6 @@
-"""Description of a model as the planner needs it: units with their matrix products, attention and memory traffic.
+"""Description of a model for the planner: units with matrix products, attention and memory traffic. Dataclasses only.
 
-Light: dataclasses only. `hpcdist.planner.model.transformer` makes a description from a shape or from a recipe.
+`hpcdist.planner.model.transformer` creates descriptions from shapes or recipes.
 """
 
 from dataclasses import dataclass, field
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class ProductShape(NamedTuple):
-    """A product of matrices (rows, inner) x (inner, columns) for each sample, with a weight.
+    """Matrix product (rows, inner) x (inner, columns) per sample. The second matrix is a weight.
 
-    ``cut`` says which extent of the weight the tensor axis divides: "columns", "inner" or "" (none). ``experts`` more
-    than 1: the weight is there so often, and ``share`` of them sees each row (top k of experts: k / experts).
+    ``cut``: dimension of the weight that the tensor axis shards: "columns", "inner" or "". ``experts``: number of
+    copies of the weight. Each row uses the fraction ``share`` of the copies.
     """
 
     rows: int
@@ -26,10 +26,10 @@ class ProductShape(NamedTuple):
 
 
 class AttentionShape(NamedTuple):
-    """Scores of ``heads`` heads of ``size`` over ``context`` tokens; ``pairs`` of a head and sample are looked at.
+    """Attention of ``heads`` heads of size ``size`` over ``context`` tokens.
 
-    With a ``window`` a token sees so many of those before it at most, 0: all. Of packed samples ``within`` are all
-    pairs within documents, looked at or not.
+    ``pairs``: visible query-key pairs per head and sample. ``window``: sliding window in tokens, 0: unlimited.
+    ``within``: for packed samples, the number of query-key pairs inside documents, visible or not.
     """
 
     heads: int
@@ -42,19 +42,18 @@ class AttentionShape(NamedTuple):
 
     @property
     def every_pair(self) -> float:
-        """All pairs, as published formulas count them, causal or not: with a window, so many for each token."""
+        """Number of query-key pairs in published formulas: all pairs in the sliding window, also the masked ones."""
         return self.within or self.context * min(self.window or self.context, self.context)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelUnit:
-    """``count`` units one after the other that are alike: an embedding, blocks, a head; layers of an mlp.
+    """Group of ``count`` identical consecutive units: an embedding, transformer blocks, a head, or layers of an mlp.
 
-    ``parameters`` of one of them; of those the tensor axis divides ``cut_parameters``, the expert axis
-    ``expert_parameters`` (which are among the cut ones where the tensor axis cuts them, too). ``moved`` are numbers
-    that its elementwise operations read and write, forward, for a sample; backward half as many more. Of them
-    ``moved_cut`` are cut over the tensor axis with the products, the rest only with sequence parallelism. ``counted``
-    is what `hpcdist.models.counts` tells of it, for the memory of our own kernels.
+    The other values are per unit. The tensor axis shards ``cut_parameters`` of the ``parameters``, the expert axis
+    ``expert_parameters``. ``moved``: elements that elementwise operations read and write in forward, per sample. The
+    tensor axis shards ``moved_cut`` of these elements, and the rest only with sequence parallelism. ``counted``: the
+    unit in `hpcdist.models.counts`.
     """
 
     name: str
@@ -66,21 +65,22 @@ class ModelUnit:
     attention: AttentionShape | None = None
     moved: float = 0.0
     moved_cut: float = 0.0
-    kernels: int = 1  # launched forward
-    first: bool = False  # its input is data: no gradient
+    kernels: int = 1  # launched in forward
+    first: bool = False  # the input is data and needs no gradient
     counted: "Counted | None" = field(default=None, compare=False, repr=False)
 
     def __hash__(self) -> int:
-        """Tell units apart by a few fields: they are keys of what is known of them, and asked for often."""
+        """Hash only a few fields, because units are dictionary keys and looked up often."""
         return hash((self.name, self.count, self.parameters, self.moved))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerShape:
-    """A transformer in numbers; see `hpcdist.models.config.ModelConfig`, whose names these are.
+    """Sizes of a transformer, with the names of `hpcdist.models.config.ModelConfig`.
 
-    ``gated``: the feed-forward has three matrices (SwiGLU). With ``experts`` the feed-forward of a block is there so
-    often, and ``experts_per_token`` of them see a token; beside them all tokens see one as wide as ``shared_experts``.
+    ``gated``: the feed-forward has three matrices (SwiGLU). ``experts``: feed-forwards per block.
+    ``experts_per_token``: feed-forwards that process each token, in addition to a shared feed-forward as wide as
+    ``shared_experts`` experts.
     """
 
     layers: int
@@ -105,29 +105,29 @@ class TransformerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
-    """All units in order, the tokens of a sample (1 where a sample is none), and the shape of a transformer.
+    """Model as a list of units, with the ``tokens`` per sample (1 for other data), and a ``shape`` if a transformer.
 
-    ``sample_bytes`` are read for each sample; 0: four for each token, the most that tokens are stored in.
+    ``sample_bytes``: bytes read from storage per sample. 0 means four bytes per token, the largest token type.
     """
 
     name: str
     units: tuple[ModelUnit, ...]
     tokens: int
-    width: int  # numbers a token that go from block to block
-    tied_parameters: int = 0  # of the first unit, that the last one uses as well
+    width: int  # elements per token between blocks
+    tied_parameters: int = 0  # parameters of the first unit that the last unit shares
     shape: TransformerShape | None = None
     sample_bytes: int = 0
 
     def __hash__(self) -> int:
-        """Tell models apart by a few fields: all units would take longer than what is looked up."""
+        """Hash only a few fields: hashing all units would take longer than the cache lookup."""
         return hash((self.name, self.tokens, self.width, self.tied_parameters, len(self.units)))
 
     @property
     def parameters(self) -> int:
-        """Numbers that are trained; a tied tensor counts once."""
+        """Number of trained parameters. Tied tensors count once."""
         return sum(unit.count * unit.parameters for unit in self.units)
 
     @property
     def stages(self) -> int:
-        """Units that a pipeline may be cut between."""
+        """Maximum number of pipeline stages, which is the number of units."""
         return sum(unit.count for unit in self.units)

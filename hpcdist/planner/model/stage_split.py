@@ -1,40 +1,23 @@
-"""Split the model's units over pipeline ranks by their operations, and find the units that are recomputed.
+"""Split the model's units over pipeline ranks by their FLOPs, and find the recomputed units.
 
-**Operations.** Appendix A of arXiv:2205.05198 (Korthikanti et al.), for L blocks of width h, vocabulary v, s tokens
-and batch B:
+**FLOPs** (arXiv:2205.05198, appendix A), for L blocks of width h, vocabulary v, s tokens and batch B:
 
     model                  72 B L s h^2 (1 + s / (6 h) + v / (12 h L))
     hardware, selective    72 B L s h^2 (1 + s / (3 h) + v / (12 h L))
-    hardware, full         96 B L s h^2 (1 + s / (6 h) + v / (16 h L)), which is equation 3 of arXiv:2104.04473
+    hardware, full         96 B L s h^2 (1 + s / (6 h) + v / (16 h L)), equation 3 of arXiv:2104.04473
 
-It is 2 for each multiplication and addition of a matrix product, twice as much back as forward, and attention over
-all pairs, causal or not. With "selective" the paper counts attention twice, back too, though one more forward alone
-is less, s / (4.5 h); the utilisations that it prints follow the formula, and so does this module. Here it is summed
-over the products of each unit, so it holds for grouped keys, gated feed-forwards and experts, too.
+They count attention over all pairs of tokens, causal or not. With "selective" the paper counts attention twice, also in
+backward; so does this module, because published utilisations use it. hpcdist's kernels always recompute the scores in
+backward. "Exact" FLOPs count only the visible pairs of the model, "executed" FLOPs the pairs that the hardware
+computes: hpcdist's kernels skip masked pairs.
 
-The kernels of this toolkit compute the scores once more in their backward, which keeps none of them
-(`hpcdist.models.attention.flash`): half of attention's forward, whatever is recomputed besides, and "selective" has
-nothing to add. In a pipeline they repeat whole chunks, with "full", but for a last chunk whose backward follows its
-forward.
+**Split.** Megatron-LM distributes blocks evenly. If the blocks are not divisible, both ends have a block less
+(arXiv:2401.10241, section 5.1). hpcdist minimises the FLOPs of the slowest rank by dynamic programming, which is
+quadratic in the units. For more than `MANY_UNITS` units and one chunk per rank the optimum is found by bisection.
 
-All of that is counted over all pairs, so that it compares with what is published. Operations that are "exact" are
-those of the model over the pairs that are looked at, "executed" those of the hardware: the kernels of this toolkit
-skip tokens that a causal attention does not look at, the published ones compute and mask them. With a window of w
-tokens all pairs are s w, not s^2.
-
-**Split.** Megatron-LM (arXiv:2104.04473) deals blocks out evenly, and puts the embedding with the first of them and
-the head with the last; where they do not divide, both ends have one block fewer (arXiv:2401.10241, section 5.1;
-arXiv:2407.21783, section 3.3.2). This toolkit minimises the time of the slowest rank, by operations
-(`hpcdist.strategies.pipeline.partition`), which takes blocks from the rank that has the head. That dynamic programme
-is quadratic in the units: for more than `MANY_UNITS` of them the best time of one chunk a rank is found by bisection.
-
-**Recomputation.** Without a pipeline "full" repeats every unit but the first, which keeps what it has to, and the
-last, whose backward follows at once: ours (`hpcdist.models.runtime.split_backward`), and the blocks of Megatron-LM
-(arXiv:2205.05198, section 5), in its pipelines too. Ours repeat whole chunks in a pipeline, the ends of the model as
-well, and nothing where the backward of a chunk always follows its forward at once: in the last chunk of 1f1b and of
-interleaved (`hpcdist.strategies.schedule.generate.passes.expand`). "selective" repeats attention, where its scores
-were in memory: ours never are. Memory counts the same of ours by their own arrays
-(`hpcdist.models.counts.peak_with_recomputation`) and passes.
+**Recomputation.** Without a pipeline "full" recomputes every unit but the first and the last. In pipelines hpcdist
+recomputes whole chunks, except the last chunk of 1f1b and interleaved, whose backward follows its forward at once.
+"selective" recomputes attention in the published implementation only.
 """
 
 from bisect import bisect_left
@@ -53,14 +36,14 @@ from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
 
 def step_flops(description: ModelDescription, layout: ParallelLayout, global_batch: int) -> FlopEstimate:
-    """Return the operations of a step of ``global_batch`` samples, on all devices together (local)."""
+    """Return the FLOPs of a step of ``global_batch`` samples on all devices. Local."""
     is_ours = layout.implementation == "hpcdist"
     model, hardware, exact, executed = _of_sample(description, layout.recompute, is_ours)
     if is_ours and layout.recompute == "full":
-        cut = layout.pipeline, layout.chunks, layout.schedule
-        again, seen = _again(description, *cut)
-        hardware += again
-        executed += seen
+        split = layout.pipeline, layout.chunks, layout.schedule
+        repeated, repeated_exact = _again(description, *split)
+        hardware += repeated
+        executed += repeated_exact
     return FlopEstimate(
         model_flops=model * global_batch,
         hardware_flops=hardware * global_batch,
@@ -70,7 +53,7 @@ def step_flops(description: ModelDescription, layout: ParallelLayout, global_bat
 
 
 def matrix_flops(unit: ModelUnit) -> float:
-    """Return the operations of the products of one ``unit``, forward, of a sample."""
+    """Return the forward FLOPs of the matrix products of one ``unit``, per sample."""
     return sum(
         2.0 * product.rows * product.inner * product.columns * product.experts * product.share
         for product in unit.products
@@ -78,12 +61,12 @@ def matrix_flops(unit: ModelUnit) -> float:
 
 
 def forward_flops(unit: ModelUnit, *, exact: bool = False) -> float:
-    """Return the operations of one ``unit``, forward, of a sample: of all pairs, or those that are looked at."""
+    """Return the forward FLOPs of ``unit`` per sample. ``exact``: leave out masked query-key pairs."""
     return matrix_flops(unit) + attention_flops(unit, exact=exact)
 
 
 def attention_flops(unit: ModelUnit, *, exact: bool = False) -> float:
-    """Return the operations of its attention, forward, of a sample: of all pairs, or those that are looked at."""
+    """Return the forward FLOPs of attention in ``unit`` per sample. ``exact``: leave out masked query-key pairs."""
     if unit.attention is None:
         return 0.0
     attention = unit.attention
@@ -92,7 +75,7 @@ def attention_flops(unit: ModelUnit, *, exact: bool = False) -> float:
 
 @lru_cache(maxsize=4096)
 def _again(description: ModelDescription, pipeline: int, chunks: int, schedule: str) -> tuple[float, float]:
-    """Return what our "full" recomputation repeats of the forward of a sample: of all pairs, of those looked at."""
+    """Return the FLOPs per sample of "full" recomputation, with all query-key pairs and with the visible pairs only."""
     layout = ParallelLayout(
         pipeline=pipeline, chunks=chunks, schedule=schedule, implementation="hpcdist", recompute="full"
     )
@@ -121,12 +104,12 @@ def _of_sample(description: ModelDescription, recompute: str, is_ours: bool) -> 
     return model, hardware, exact, executed
 
 
-MANY_UNITS: Final = 1000  # beyond, the best cut is found by filling parts: a table of all parts would be too large
-ROUNDING: Final = 1e-12  # of a sum of operations
+MANY_UNITS: Final = 1000  # above, a split is found by bisection, because the dynamic programming table is too large
+ROUNDING: Final = 1e-12  # relative error of a sum
 
 
 class UnitGroup(NamedTuple):
-    """``times`` the units ``unit`` that are alike; ``place`` is theirs among those of the description."""
+    """``times`` identical units of a pipeline chunk. ``place``: index of the unit in ``ModelDescription.units``."""
 
     unit: ModelUnit
     times: int
@@ -134,14 +117,14 @@ class UnitGroup(NamedTuple):
 
 
 class StageChunk(NamedTuple):
-    """Neighbouring units that the pipeline rank ``rank`` computes one after the other."""
+    """Consecutive units that pipeline rank ``rank`` computes as one chunk."""
 
     rank: int
     shares: tuple[UnitGroup, ...]
 
 
 class SplitKey(NamedTuple):
-    """Key of a cut into stages: of schedules and recomputation, only what moves a cut."""
+    """Layout fields that determine the split of the model into pipeline stages, as a cache key."""
 
     pipeline: int
     chunks: int
@@ -151,54 +134,48 @@ class SplitKey(NamedTuple):
 
     @classmethod
     def of(cls, layout: ParallelLayout) -> "SplitKey":
-        """Return that of ``layout`` (local)."""
-        known = SCHEDULES.get(layout.schedule)
-        schedule = "1f1b" if known is not None and known.most == 1 else layout.schedule  # any with one chunk a rank
-        again = "full" if layout.recompute == "full" else "none"
-        return cls(layout.pipeline, layout.chunks, schedule, layout.implementation, again)
+        """Return the key of ``layout``. Local."""
+        row = SCHEDULES.get(layout.schedule)
+        schedule = "1f1b" if row is not None and row.most == 1 else layout.schedule  # all with one chunk per rank
+        recompute = "full" if layout.recompute == "full" else "none"
+        return cls(layout.pipeline, layout.chunks, schedule, layout.implementation, recompute)
 
     @property
     def layout(self) -> ParallelLayout:
-        """A layout that is cut so."""
+        """A layout with the fields of this key. It is split into the same pipeline stages as the key's layout."""
         return ParallelLayout(**self._asdict())
 
 
 def stages(description: ModelDescription, layout: ParallelLayout) -> tuple[tuple[UnitGroup, ...], ...]:
-    """Return what each pipeline rank has, all of its chunks together, in the order of the model (local).
-
-    Raises ConfigurationError where there are fewer units than chunks.
-    """
+    """Return the units of each pipeline rank, in model order. Local. Raises ConfigurationError."""
     return stages_of_split(description, SplitKey.of(layout))
 
 
 def chunks(description: ModelDescription, layout: ParallelLayout) -> tuple[StageChunk, ...]:
-    """Return the chunks in the order of the model: one for each rank, or as many as the schedule has (local).
-
-    Raises ConfigurationError where there are fewer units than chunks.
-    """
+    """Return all pipeline chunks in model order. Local. Raises ConfigurationError for fewer units than chunks."""
     return chunks_of_split(description, SplitKey.of(layout))
 
 
 @lru_cache(maxsize=4096)
 def stages_of_split(description: ModelDescription, cut: SplitKey) -> tuple[tuple[UnitGroup, ...], ...]:
-    """Return the `stages` of any layout that is ``cut`` so (local)."""
+    """Return the units of each pipeline rank, as `stages` does, for layouts with the cache key ``cut``. Local."""
     if cut.pipeline == 1:
         return (tuple(UnitGroup(unit, unit.count, place) for place, unit in enumerate(description.units)),)
     by_rank: list[list[UnitGroup]] = [[] for _ in range(cut.pipeline)]
     for rank, shares in chunks_of_split(description, cut):
         by_rank[rank] += shares
-    return tuple(_joined(own) for own in by_rank)
+    return tuple(_joined(shares_of_rank) for shares_of_rank in by_rank)
 
 
 @lru_cache(maxsize=4096)
 def chunks_of_split(description: ModelDescription, cut: SplitKey) -> tuple[StageChunk, ...]:
-    """Return the `chunks` of any layout that is ``cut`` so (local)."""
-    ranks, each, schedule, implementation, recompute = cut
-    known = SCHEDULES.get(schedule)
-    if known is not None and known.most is not None and ranks > 1:
-        each = known.most
-    folded = known is not None and known.folded
-    parts = ranks * each
+    """Return all pipeline chunks, as `chunks` does, for layouts with the cache key ``cut``. Local."""
+    ranks, chunks_per_rank, schedule, implementation, recompute = cut
+    row = SCHEDULES.get(schedule)
+    if row is not None and row.most is not None and ranks > 1:
+        chunks_per_rank = row.most
+    folded = row is not None and row.folded
+    parts = ranks * chunks_per_rank
     if parts == 1:
         return (
             StageChunk(0, tuple(UnitGroup(unit, unit.count, place) for place, unit in enumerate(description.units))),
@@ -209,8 +186,8 @@ def chunks_of_split(description: ModelDescription, cut: SplitKey) -> tuple[Stage
     of_unit = [UnitGroup(unit, 1, place) for place, unit in enumerate(description.units) for _ in range(unit.count)]
     if len(of_unit) < parts:
         raise ConfigurationError(
-            f"{parts} parts of a pipeline ({ranks} ranks with {each} each), and {description.name} has {len(of_unit)} "
-            "units to share out; use fewer pipeline ranks or chunks"
+            f"a pipeline of {ranks} ranks with {chunks_per_rank} chunks each needs {parts} units, but "
+            f"{description.name} has {len(of_unit)}; use fewer pipeline ranks or chunks"
         )
     if implementation == "megatron" and description.shape is not None:
         bounds = _even(description.units[1].count, parts)
@@ -227,10 +204,10 @@ def chunks_of_split(description: ModelDescription, cut: SplitKey) -> tuple[Stage
 
 
 def _even(blocks: int, parts: int) -> list[int]:
-    """Return the bounds of ``parts`` with as many blocks each; the ends of the model go with the ends.
+    """Return the unit indices at which the model is split into ``parts`` parts with equal numbers of blocks.
 
-    Where blocks cannot be dealt out so, the embedding and the head count as one each: 22 blocks on 8 ranks are 2, six
-    times 3, and 2.
+    The first part also has the embedding, and the last part the head. If ``parts`` does not divide ``blocks``, the
+    embedding and the head each count as a block.
     """
     units = blocks + 2
     if blocks % parts:
@@ -239,27 +216,22 @@ def _even(blocks: int, parts: int) -> list[int]:
 
 
 def _by_operations(weights: Sequence[float], owners: Sequence[int]) -> list[int]:
-    """Return the bounds whose slowest rank has least to compute, of units with so many operations."""
     if len(weights) > MANY_UNITS and len(set(owners)) == len(owners):
         return _filled(weights, len(owners))
     best = partition(weights, owners, StageDevices.alike(max(owners) + 1), None)
-    assert best is not None, "there is no limit to keep"
+    assert best is not None, "without a memory limit there is a solution"
     return [0, *(chunk.stop for chunk in best.chunks)]
 
 
 def _filled(weights: Sequence[float], parts: int) -> list[int]:
-    """Return the bounds of ``parts`` neighbouring parts, none empty, the heaviest as light as can be (local).
-
-    A limit is enough when parts that are filled up to it, from the end, take all; the least limit that is enough is
-    found by halving, to a rounding. What is left for the first parts is less, which have most in flight.
-    """
+    """Split the units into ``parts`` non-empty parts with the smallest maximum weight. Return the part boundaries."""
     sums = [0.0, *accumulate(weights)]
 
     def up_to(limit: float) -> list[int] | None:
         bounds = [len(weights)]
         for part in range(parts - 1, 0, -1):
             stop = bounds[-1]
-            start = max(part, bisect_left(sums, sums[stop] - limit))  # those before need one each
+            start = max(part, bisect_left(sums, sums[stop] - limit))  # earlier parts need a unit each
             if start >= stop:
                 return None
             bounds.append(start)
@@ -267,7 +239,7 @@ def _filled(weights: Sequence[float], parts: int) -> list[int]:
 
     low, high = max(sums[-1] / parts, *weights), sums[-1]
     best = up_to(high)
-    assert best is not None, "one part may have all but what the others need"
+    assert best is not None, "the sum of all weights is a sufficient limit"
     while high - low > ROUNDING * high:
         middle = (low + high) / 2
         candidate = up_to(middle)
@@ -279,7 +251,10 @@ def _filled(weights: Sequence[float], parts: int) -> list[int]:
 
 
 def _operations(unit: ModelUnit, *, first: bool, recompute: bool) -> float:
-    """Return what `hpcdist.strategies.pipeline.costs` counts for one sample: forward and back, and forward again."""
+    """Return the FLOPs of ``unit`` per sample: forward, backward and, with ``recompute``, a second forward.
+
+    ``first``: the unit is the first of the model, so that backward needs no gradient of its input.
+    """
     linear, scores = matrix_flops(unit), 0.0
     if unit.attention is not None:
         looked: float = unit.attention.context**2
@@ -295,7 +270,6 @@ def _operations(unit: ModelUnit, *, first: bool, recompute: bool) -> float:
 
 
 def _joined(shares: Sequence[UnitGroup]) -> tuple[UnitGroup, ...]:
-    """Return neighbours that are alike as one."""
     joined: list[UnitGroup] = []
     for share in shares:
         if joined and joined[-1].place == share.place:
@@ -305,19 +279,16 @@ def _joined(shares: Sequence[UnitGroup]) -> tuple[UnitGroup, ...]:
     return tuple(joined)
 
 
-AT_ONCE: Final = ("1f1b", "interleaved")  # schedules whose last chunk goes back as soon as it came
+AT_ONCE: Final = ("1f1b", "interleaved")  # the last chunk's backward follows its forward at once
 
 
 def recomputes_ahead(layout: ParallelLayout) -> bool:
-    """Whether chunks are computed again before the gradient is there."""
+    """Return True if pipeline ranks of ``layout`` recompute a chunk before its gradient arrives."""
     return layout.implementation == "hpcdist" and layout.pipeline > 1 and layout.recompute == "full"
 
 
 def recomputed(description: ModelDescription, layout: ParallelLayout) -> tuple[StageChunk, ...]:
-    """Return what of each chunk is computed again for a micro-batch, in the order of the model (local).
-
-    With "selective" it is the attention of these units. Raises what `hpcdist.planner.model.stage_split.chunks` raises.
-    """
+    """Return the units that each chunk recomputes, in model order. Local. Raises ConfigurationError."""
     return _repeated(
         description, layout.pipeline, layout.chunks, layout.schedule, layout.implementation, layout.recompute
     )
@@ -325,10 +296,10 @@ def recomputed(description: ModelDescription, layout: ParallelLayout) -> tuple[S
 
 @lru_cache(maxsize=4096)
 def _repeated(
-    description: ModelDescription, pipeline: int, each: int, schedule: str, implementation: str, recompute: str
+    description: ModelDescription, pipeline: int, per_rank: int, schedule: str, implementation: str, recompute: str
 ) -> tuple[StageChunk, ...]:
     layout = ParallelLayout(
-        pipeline=pipeline, chunks=each, schedule=schedule, implementation=implementation, recompute=recompute
+        pipeline=pipeline, chunks=per_rank, schedule=schedule, implementation=implementation, recompute=recompute
     )
     if pipeline == 1:
         parts: tuple[StageChunk, ...] = (StageChunk(0, stages(description, layout)[0]),)
@@ -338,18 +309,18 @@ def _repeated(
     repeated = []
     for number, (rank, shares) in enumerate(parts):
         if recompute == "full" and recomputes_ahead(layout):
-            own = () if schedule in AT_ONCE and number == last else shares
+            repeated_shares = () if schedule in AT_ONCE and number == last else shares
         elif recompute == "full":
-            own = _between(shares, is_first=number == 0, is_last=number == last)
+            repeated_shares = _between(shares, is_first=number == 0, is_last=number == last)
         else:
             is_kept = recompute == "none" or implementation == "hpcdist"
-            own = () if is_kept else tuple(share for share in shares if share.unit.attention is not None)
-        repeated.append(StageChunk(rank, own))
+            repeated_shares = () if is_kept else tuple(share for share in shares if share.unit.attention is not None)
+        repeated.append(StageChunk(rank, repeated_shares))
     return tuple(repeated)
 
 
 def _between(shares: tuple[UnitGroup, ...], *, is_first: bool, is_last: bool) -> tuple[UnitGroup, ...]:
-    """Return ``shares`` without the first unit of the model, and without its last."""
+    """Return a chunk's unit groups ``shares`` without its first unit (``is_first``) and last unit (``is_last``)."""
     times = [share.times for share in shares]
     times[0] -= is_first
     times[-1] -= is_last

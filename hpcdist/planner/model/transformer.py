@@ -1,19 +1,15 @@
 """Count the units of a transformer: parameters, matrix products, attention and memory traffic of each block.
 
-The source is a shape in numbers (`describe`) or the model of a recipe (`of_config`). Of a sample of s tokens through
-a block of width h, with k columns of keys, inner width f, and f' = 2 f where it is gated, else f:
+For a sample of s tokens, a block of width h, k columns of keys, inner width f, and f' = 2 f if gated, else f:
 
     products    (s, h) x (h, h + 2 k), (s, h) x (h, h), (s, h) x (h, f'), (s, f) x (f, h)
-    attention   its scores and values; what it reads and writes beside them is with the attention, not in ``moved``
-    moved       two norms 4 s h, two residual sums 6 s h, the activation s (f' + f), turned queries and keys
-                2 s (h + k), dropped numbers 2 s h each
-    parameters  those of `hpcdist.models.counts`, and with e experts a router of h e and e feed-forwards
+    attention   scores and values, including its elementwise traffic
+    moved       two norms 4 s h, two residual sums 6 s h, the activation s (f' + f), rotary queries and keys
+                2 s (h + k), dropout 2 s h each
+    parameters  as in `hpcdist.models.counts`; e experts add a router of h e and e feed-forwards
 
-Each elementwise operation is counted as if it were one kernel that reads its inputs and writes its output once. The
-last two of the products and the activation are there for each expert that a token sees.
-
-Published transformers are known by name (`names`, `named`): the table ``models.toml`` has the shape, the source and the
-printed parameters of each. Reading it is light, since `names` also completes the option ``--model`` in a shell.
+Each elementwise operation counts as one kernel that reads its inputs and writes its output once. The last two products
+and the activation are counted for each expert of a token.
 """
 
 import tomllib
@@ -39,9 +35,9 @@ from hpcdist.planner.model.description import (
     TransformerShape,
 )
 
-ABOUT: Final = ("source", "printed", "but")  # keys that are no numbers of a shape
-STORED_BYTES: Final = 4  # of a feature
-# Fields that a shape and the model of a recipe both have.
+ABOUT: Final = ("source", "printed", "but")  # keys that are not fields of a shape
+STORED_BYTES: Final = 4  # per feature
+# Fields that TransformerShape and ModelConfig share.
 _COMMON: Final = (
     *("layers", "hidden", "heads", "vocabulary", "tied", "dropout", "positions", "norm", "kv_heads", "window", "bias"),
     "shared_experts",
@@ -49,10 +45,10 @@ _COMMON: Final = (
 
 
 def describe(shape: TransformerShape, name: str, documents: counts.DocumentPairs | None = None) -> ModelDescription:
-    """Return the units of a transformer called ``name``: an embedding, blocks, a head.
+    """Return the description of the transformer ``shape``: an embedding, blocks and a head.
 
-    Attention stays within ``documents``, where samples are packed.
-    Raises ConfigurationError where the numbers are those of no transformer.
+    ``name``: name of the model. ``documents``: for packed samples, the numbers of query-key pairs inside documents.
+    Raises ConfigurationError for invalid sizes.
     """
     _check(shape)
     config = config_of(shape)
@@ -78,16 +74,15 @@ def of_config(
     classes: int = 0,
     documents: counts.DocumentPairs | None = None,
 ) -> ModelDescription:
-    """Return the units of the model that a recipe names; the inputs are those of `hpcdist.models.build`.
+    """Return the description of the model in a recipe's ``config``. Inputs as in `hpcdist.models.build`.
 
-    Attention of a transformer stays within ``documents``, where samples are packed.
-    Features and pictures are taken to be stored as float32, the widest that is usual.
-    Raises ConfigurationError for a model that only its own code knows.
+    ``documents``: for packed samples, the numbers of query-key pairs inside documents. Features and images are assumed
+    to be stored as float32. Raises ConfigurationError for a model that user code creates.
     """
     if config.kind in FOREIGN:
         raise ConfigurationError(
-            f"model.kind = {config.kind!r}: only the code that makes it knows its layers, and a plan is made without; "
-            "give the numbers of a transformer that is like it, or its name"
+            f"model.kind = {config.kind!r}: its layers are unknown, because user code creates them; give sizes of a "
+            "similar transformer, or the name of a published model"
         )
     if config.kind in TRANSFORMERS:
         _positive(f"data.context, which a model of kind {config.kind!r} needs,", context)
@@ -117,28 +112,28 @@ def of_config(
 
 
 def config_of(shape: TransformerShape) -> ModelConfig:
-    """Return the model of this toolkit that has this ``shape``."""
-    known: dict[str, Any] = {name: getattr(shape, name) for name in _COMMON}
+    """Return the hpcdist model configuration with this ``shape``."""
+    values: dict[str, Any] = {name: getattr(shape, name) for name in _COMMON}
     if shape.experts == 1:
-        known["shared_experts"] = 0
+        values["shared_experts"] = 0
     else:
-        known |= {"experts": shape.experts, "experts_per_token": shape.experts_per_token}
+        values |= {"experts": shape.experts, "experts_per_token": shape.experts_per_token}
     return ModelConfig(
         kind="gpt" if shape.causal else "encoder",
         activation="swiglu" if shape.gated else "gelu",
         feed_forward=inner(shape),
-        **known,
+        **values,
     )
 
 
 def inner(shape: TransformerShape) -> int:
-    """Return the inner width of a feed-forward, of one expert."""
+    """Return the inner width of a feed-forward, or of one expert if the model has experts."""
     like = ModelConfig(hidden=shape.hidden, heads=1, activation="swiglu" if shape.gated else "gelu")
     return shape.feed_forward or like.inner
 
 
 def _shape_of(config: ModelConfig, context: int) -> TransformerShape:
-    known: dict[str, Any] = {name: getattr(config, name) for name in _COMMON}
+    values: dict[str, Any] = {name: getattr(config, name) for name in _COMMON}
     return TransformerShape(
         context=context,
         feed_forward=config.expert_inner,
@@ -146,7 +141,7 @@ def _shape_of(config: ModelConfig, context: int) -> TransformerShape:
         experts_per_token=config.experts_per_token if config.experts else 1,
         gated=config.activation == "swiglu",
         causal=config.kind == "gpt",
-        **known,
+        **values,
     )
 
 
@@ -229,7 +224,7 @@ def _head(shape: TransformerShape, config: ModelConfig) -> ModelUnit:
         parameters=counted.parameters,
         cut_parameters=0 if shape.tied else shape.vocabulary * shape.hidden,
         products=(ProductShape(shape.context, shape.hidden, shape.vocabulary, "columns"),),
-        # A norm; the softmax reads logits twice and writes once.
+        # Norm, and a softmax that reads the logits twice and writes them once.
         moved=2 * wide + 3 * words,
         moved_cut=3 * words,
         kernels=4,
@@ -252,13 +247,12 @@ def _dense(counted: Counted, widths: tuple[int, int], *, last: bool) -> ModelUni
 
 
 def _convolutions(config: ModelConfig, counted: Sequence[Counted], channels: int) -> Iterator[ModelUnit]:
-    """Yield the convolutions, products over unfolded windows, and the head."""
     before = channels
     for layer, unit in enumerate(counted[:-1]):
         outputs = config.hidden << layer // 2
         window = SIZE * SIZE * before
         pixels = unit.linear // (2 * window * outputs)
-        # Windows are unfolded, written and read; then norm and activation.
+        # Unfolded windows are written and read; then norm and activation.
         moved = pixels * (2 * window + 5 * outputs)
         yield ModelUnit(
             name="convolution",
@@ -285,14 +279,13 @@ def _convolutions(config: ModelConfig, counted: Sequence[Counted], channels: int
 
 
 def _merged(units: Sequence[ModelUnit]) -> Iterator[ModelUnit]:
-    """Yield units, alike neighbours as one."""
-    for unit, same in groupby(units):
-        yield replace(unit, count=len(list(same)))
+    for unit, copies in groupby(units):
+        yield replace(unit, count=len(list(copies)))
 
 
-def _positive(what: str, value: int) -> None:
+def _positive(label: str, value: int) -> None:
     if value < 1:
-        raise ConfigurationError(f"{what} is {value}; give at least 1")
+        raise ConfigurationError(f"{label} is {value}; give at least 1")
 
 
 def _check(shape: TransformerShape) -> None:
@@ -300,21 +293,18 @@ def _check(shape: TransformerShape) -> None:
         _positive(f"{name} of the model", getattr(shape, name))
     if shape.experts_per_token > shape.experts:
         raise ConfigurationError(
-            f"experts_per_token of the model is {shape.experts_per_token}, and it has {shape.experts} experts; a token "
-            "sees as many as there are, or fewer"
+            f"experts_per_token of the model is {shape.experts_per_token}, but must be at most experts = "
+            f"{shape.experts}"
         )
 
 
 def names() -> tuple[str, ...]:
-    """Return the names, in the order of the table (local)."""
+    """Return the names of the published models, in the order of models.toml. Local."""
     return tuple(_table())
 
 
 def named(name: str) -> TransformerShape:
-    """Return the shape of the model called ``name``, in any case (local).
-
-    Raises ConfigurationError for one that is not there, with the nearest.
-    """
+    """Return the shape of the published model ``name`` (case-insensitive). Local. Raises ConfigurationError."""
     entry = _entry(name)
     return TransformerShape(**{key: value for key, value in entry.items() if key not in ABOUT})
 
@@ -325,9 +315,7 @@ def _entry(name: str) -> Mapping[str, Any]:
     if key not in table:
         near = get_close_matches(key, table, n=3, cutoff=0.5)
         hint = f"the nearest names are {' and '.join(near)}" if near else f"choose one of {', '.join(table)}"
-        raise ConfigurationError(
-            f"there is no model called {name!r}; {hint}, or give its numbers (layers, hidden, heads, ...)"
-        )
+        raise ConfigurationError(f"there is no model {name!r}; {hint}, or give its sizes (layers, hidden, heads, ...)")
     return table[key]
 
 
@@ -335,8 +323,8 @@ def _entry(name: str) -> Mapping[str, Any]:
 def _table() -> Mapping[str, Mapping[str, Any]]:
     text = files("hpcdist.planner").joinpath("models.toml").read_text(encoding="utf-8")
     table: dict[str, dict[str, Any]] = tomllib.loads(text)
-    known = {item.name for item in fields(TransformerShape)} | set(ABOUT)
+    accepted = {item.name for item in fields(TransformerShape)} | set(ABOUT)
     for name, entry in table.items():
-        unknown = set(entry) - known
+        unknown = set(entry) - accepted
         assert not unknown, f"models.toml: {name} has unknown keys {sorted(unknown)}"
     return table

@@ -1,6 +1,5 @@
 """Search for the best layouts of a training on a cluster, by branch and bound.
 
-Top of the planner: imports all of its other packages but `calibrate`. `space` enumerates layouts, `bounds` gives the
-least value that a family can have, `branch_and_bound` prunes with it, `best_layouts` puts results into words. Begin
-with `best_layouts.search` and `space.SearchSpec`.
+`space` enumerates layouts, `bounds` computes lower bounds of families of layouts, `branch_and_bound` prunes with them,
+`best_layouts` explains the results. Start reading with `best_layouts.search` and `space.SearchSpec`.
 """

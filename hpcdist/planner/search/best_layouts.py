@@ -1,10 +1,9 @@
 """Search the best layouts of a training on a cluster: for time, energy, cost, or energy times delay.
 
-The value of a step is that of `hpcdist.planner.plan`; no formula is written a second time here. `space` lists the
-layouts, `branch_and_bound` visits them best first and prunes those that cannot be among the best, and the finalists
-are timed again by the simulator of schedules. The first ones are explained: why each beats the next (`why_better`), and
-what limits it (`bottlenecks`). Where nothing fits, the result has the layout that comes nearest, by how much it misses,
-and tried changes that would fit (`nothing_fits`).
+`hpcdist.planner.plan` computes the value of each layout. `space` lists the layouts, `branch_and_bound` visits them best
+first and prunes. The finalists are timed again by the schedule simulator, and explained: why each beats the next
+(`why_better`), and its limits (`bottlenecks`). If nothing fits, the result has the layout closest to fitting, and
+changes that would fit (`nothing_fits`).
 """
 
 import gc
@@ -29,15 +28,18 @@ from hpcdist.planner.search import bounds, space
 from hpcdist.planner.search.branch_and_bound import BranchAndBound
 from hpcdist.planner.search.space import SearchSpec
 
-SPARE_LAYOUTS = 3  # finalists more than are shown: the simulator may change their order, and takes most of the time
-MOST_PASSES = 200_000  # of all ranks: finalists of more are not simulated, for that takes seconds
-NEAR: Final = 0.9  # of a memory: above, it is what forbids a larger micro-batch
+SPARE_LAYOUTS = 3  # finalists in addition to the printed layouts: the simulator may change their order
+MOST_PASSES = 200_000  # over all ranks; longer schedules are not simulated, which would take seconds
+NEAR: Final = 0.9  # share of the memory above which it limits the micro-batch
 SAME: Final = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankedLayout:
-    """A layout: its ``value`` in ``unit``, ``why`` it beats the next one, and what ``limits`` it."""
+    """Layout with its objective ``value`` in ``unit``. ``why``: reasons why it is better than the next layout.
+
+    ``limits``: lines of text on its bottlenecks.
+    """
 
     estimate: PlanEstimate
     value: float
@@ -48,7 +50,10 @@ class RankedLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class RefusalCount:
-    """Number of "grids" (with all that may be laid out on them) or "layouts" that a limit refused, and an example."""
+    """Number (``count``) of "grids" or "layouts" that a limit refused. A refused grid stands for all of its layouts.
+
+    ``example``: message of the first refusal.
+    """
 
     limit: str
     count: int
@@ -58,10 +63,11 @@ class RefusalCount:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """Result of a search, best first.
+    """Result of a search. ``found`` has the best layouts, best first.
 
-    Of all ``layouts`` on possible grids some were ``estimated``, some refused, and ``left_out`` cannot be better than
-    the last one that was found. ``nothing`` says what is missing where nothing fits, and what would help.
+    The ``layouts`` on possible grids were either ``estimated``, refused, or ``left_out`` because they cannot be better
+    than the last layout of ``found``. ``nothing``: if no layout fits into memory, messages on the missing memory and on
+    changes that would help.
     """
 
     objective: str
@@ -77,38 +83,34 @@ class SearchResult:
 
 
 def search(
-    description: ModelDescription, cluster: Cluster, devices: int, global_batch: int, wanted: SearchSpec
+    description: ModelDescription, cluster: Cluster, devices: int, global_batch: int, spec: SearchSpec
 ) -> SearchResult:
-    """Return the best layouts of ``global_batch`` samples a step on ``devices`` (local).
-
-    Raises UsageError for devices or a batch that are none, or more devices than the cluster has, for values of
-    ``wanted.base`` that mean nothing, and for an objective that the cluster has no numbers for.
-    """
-    _check(description, cluster, devices, global_batch, wanted)
-    spare = SPARE_LAYOUTS if wanted.simulate else 0
-    walk = BranchAndBound(description, cluster, devices, global_batch, wanted, keep=wanted.first + spare)
+    """Return the best layouts for ``global_batch`` samples per step on ``devices``. Local. Raises UsageError."""
+    _check(description, cluster, devices, global_batch, spec)
+    spare = SPARE_LAYOUTS if spec.simulate else 0
+    walk = BranchAndBound(description, cluster, devices, global_batch, spec, keep=spec.first + spare)
     with _no_cycles():
         walk.run()
-        finalists, flags = _simulated(walk) if wanted.simulate else (walk.best, ())
+        finalists, flags = _simulated(walk) if spec.simulate else (walk.best, ())
     refused = _refused(walk)
     unfit = sum(refusal.count for refusal in refused if refusal.of == "layouts")
     return SearchResult(
-        objective=wanted.objective,
+        objective=spec.objective,
         devices=devices,
         global_batch=global_batch,
-        found=_explained(finalists, wanted, cluster),
+        found=_explained(finalists, spec, cluster),
         refused=refused,
         layouts=walk.layouts,
         estimated=walk.estimated,
         left_out=walk.layouts - walk.estimated - unfit,
         nothing=() if finalists else nothing_fits(walk),
-        flags=tuple(dict.fromkeys((*flags, *(flag for _, plan in finalists[: wanted.first] for flag in plan.flags)))),
+        flags=tuple(dict.fromkeys((*flags, *(flag for _, plan in finalists[: spec.first] for flag in plan.flags)))),
     )
 
 
 @contextmanager
 def _no_cycles() -> Iterator[None]:
-    """Pause the collector of cycles: a search makes a million small objects and no cycle, and it looks at them all."""
+    """Pause Python's garbage collection: a search creates a million small objects but no reference cycles."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -118,66 +120,62 @@ def _no_cycles() -> Iterator[None]:
             gc.enable()
 
 
-def _check(
-    description: ModelDescription, cluster: Cluster, devices: int, global_batch: int, wanted: SearchSpec
-) -> None:
+def _check(description: ModelDescription, cluster: Cluster, devices: int, global_batch: int, spec: SearchSpec) -> None:
     if devices < 1 or global_batch < 1:
         raise UsageError(
-            f"a search on {devices} devices for a global batch of {global_batch} samples; each must be at least 1"
+            f"the search needs at least 1 device and a global batch of at least 1, got {devices} and {global_batch}"
         )
-    for wrong in (*too_large(description, devices, global_batch), *value_problems(wanted.base, global_batch)):
-        raise UsageError(wrong.text)
+    for problem in (*too_large(description, devices, global_batch), *value_problems(spec.base, global_batch)):
+        raise UsageError(problem.text)
     if devices > cluster.devices:
         raise UsageError(
-            f"a search on {devices} devices, {devices - cluster.devices} more than the {cluster.devices} of "
-            f"{cluster.name}; use fewer, or set devices in its file"
+            f"the search uses {devices} devices, {devices - cluster.devices} more than the {cluster.devices} of "
+            f"{cluster.name}; use fewer, or set devices in the cluster file"
         )
-    bounds.check_objective(wanted.objective, cluster)
+    bounds.check_objective(spec.objective, cluster)
 
 
 def passes(layout: ParallelLayout, global_batch: int) -> int:
-    """Return how many passes, of all ranks of a pipeline, the simulator would run one by one (local)."""
+    """Return the number of passes (one micro-batch on one pipeline rank) that the simulator would run. Local."""
     return 2 * layout.pipeline * layout.chunks * layout.microbatches(global_batch)
 
 
 def _simulated(walk: BranchAndBound) -> tuple[list[tuple[float, PlanEstimate]], tuple[str, ...]]:
-    """Return the finalists timed by the simulator, and a flag for those that are too long for it."""
-    wanted, finalists, skipped = walk.wanted, [], 0
+    spec, finalists, skipped = walk.wanted, [], 0
     for value, estimate in walk.best:
         layout = estimate.layout
         if layout.pipeline > 1 and passes(layout, walk.global_batch) <= MOST_PASSES:
-            arguments = walk.description, layout, walk.cluster, walk.global_batch, wanted.steps
+            arguments = walk.description, layout, walk.cluster, walk.global_batch, spec.steps
             estimate = plan(*arguments, simulate=True, limit_bytes=walk.limit_bytes)
-            value = bounds.value(estimate, wanted.objective)
+            value = bounds.value(estimate, spec.objective)
         elif layout.pipeline > 1:
             skipped += 1
         finalists.append((value, estimate))
-    finalists.sort(key=lambda finalist: bounds.value_and_tie_break(finalist[1], wanted.objective))
+    finalists.sort(key=lambda finalist: bounds.value_and_tie_break(finalist[1], spec.objective))
     many = f"{skipped} of {len(finalists)} finalists have more than {MOST_PASSES} passes"
-    text = f"{many}, and are not simulated: closed forms hold"
+    text = f"{many} and are not simulated; their times are closed-form estimates"
     return finalists, (text,) if skipped else ()
 
 
 def _explained(
-    finalists: list[tuple[float, PlanEstimate]], wanted: SearchSpec, cluster: Cluster
+    finalists: list[tuple[float, PlanEstimate]], spec: SearchSpec, cluster: Cluster
 ) -> tuple[RankedLayout, ...]:
-    unit, ranked = bounds.unit(wanted.objective, cluster), []
-    for number, (value, estimate) in enumerate(finalists[: wanted.first]):
-        behind = finalists[number + 1][1] if number + 1 < min(len(finalists), wanted.first) else None
+    unit, ranked = bounds.unit(spec.objective, cluster), []
+    for number, (value, estimate) in enumerate(finalists[: spec.first]):
+        next_best = finalists[number + 1][1] if number + 1 < min(len(finalists), spec.first) else None
         ranked.append(
             RankedLayout(
                 estimate=estimate,
                 value=value,
                 unit=unit,
-                why=why_better(estimate, behind, wanted.objective),
-                limits=bottlenecks(estimate, wanted.memory_bytes),
+                why=why_better(estimate, next_best, spec.objective),
+                limits=bottlenecks(estimate, spec.memory_bytes),
             )
         )
     return tuple(ranked)
 
 
 def _refused(walk: BranchAndBound) -> tuple[RefusalCount, ...]:
-    """Return all refusals, the most frequent of each kind first."""
     refusals = []
     for of, counts in (("grids", walk.refusals.grids), ("layouts", walk.refusals.layouts)):
         rows = sorted(counts.items(), key=lambda item: -item[1][0])
@@ -186,7 +184,7 @@ def _refused(walk: BranchAndBound) -> tuple[RefusalCount, ...]:
 
 
 def why_better(estimate: PlanEstimate, other: PlanEstimate | None, objective: str) -> tuple[str, ...]:
-    """Return why ``estimate`` is before ``other``, the next (local). Nothing for the last."""
+    """Return the reasons why ``estimate`` is better than ``other``, the next result, or () if ``other`` is None."""
     if other is None:
         return ()
     lines = [f"{changes(estimate.layout, other.layout) or 'the same layout'}"]
@@ -202,7 +200,6 @@ def why_better(estimate: PlanEstimate, other: PlanEstimate | None, objective: st
 
 
 def _sums(estimate: PlanEstimate, other: PlanEstimate, objective: str) -> str:
-    """Return the totals that an objective beside time compares."""
     parts = []
     if (estimate.energy.terms and objective != "cost") or estimate.run.price is None:
         parts.append(f"{joules(estimate.energy.joules)} against {joules(other.energy.joules)} a step")
@@ -219,7 +216,7 @@ def _sums(estimate: PlanEstimate, other: PlanEstimate, objective: str) -> str:
 
 
 def bottlenecks(estimate: PlanEstimate, memory_bytes: float = 0.0) -> tuple[str, ...]:
-    """Return where the time goes, what waits for what, and how full the memory is (local)."""
+    """Return lines of text: the step time by term, largest first, and the memory use. Local."""
     terms, step_s = estimate.timing.terms, estimate.step_s
     computing_s = sum(terms.get(name, 0.0) for name in COMPUTING)
     lost = [(seconds_, name) for name, seconds_ in terms.items() if name not in COMPUTING and seconds_ > SAME * step_s]
@@ -238,20 +235,20 @@ def bottlenecks(estimate: PlanEstimate, memory_bytes: float = 0.0) -> tuple[str,
 
 
 def nothing_fits(walk: BranchAndBound) -> tuple[str, ...]:
-    """Return why no layout is possible: the leanest, by how much it misses, and tried changes that would fit."""
+    """Return text lines on the finished search ``walk``: the layout closest to fitting, and changes that may help."""
     if walk.memory_filter.leanest is None:
         return tuple(_no_grid(walk))
-    over, layout, needed = walk.memory_filter.leanest
-    most = needed.breaks_first
-    missing = f"{bytes_in_both(over)} are missing on a device of {bytes_in_both(needed.bytes - over)}"
-    largest = f"most of it are {most}, {nbytes(needed.terms[most])}"
-    lines = [f"nothing fits: {missing} even with the layout that needs least, {layout_line(layout)}; {largest}"]
-    lines += _helps(walk, layout, needed.bytes)
+    over, layout, footprint = walk.memory_filter.leanest
+    most = footprint.breaks_first
+    missing = f"{bytes_in_both(over)} are missing on a device of {bytes_in_both(footprint.bytes - over)}"
+    largest = f"the largest term is {most} with {nbytes(footprint.terms[most])}"
+    lines = [f"nothing fits: {missing} even with the layout of least memory, {layout_line(layout)}; {largest}"]
+    lines += _helps(walk, layout, footprint.bytes)
     return tuple(lines)
 
 
 def layout_line(layout: ParallelLayout) -> str:
-    """Return a layout in a line (local)."""
+    """Return a line of text that describes ``layout``. Local."""
     parts = [
         f"data {layout.data} x pipeline {layout.pipeline} x tensor {layout.tensor} x context {layout.context}",
         layout.strategy,
@@ -263,43 +260,43 @@ def layout_line(layout: ParallelLayout) -> str:
 
 
 def _no_grid(walk: BranchAndBound) -> Iterator[str]:
-    """Yield why no grid was possible, and the most devices that could be used."""
+    """Yield lines of text on the search ``walk``: why no grid is possible, and the most devices that can be used."""
     counts = {**walk.refusals.layouts, **walk.refusals.grids}
-    told_ = ", ".join(f"{limit} ({count})" for limit, (count, _) in sorted(counts.items(), key=lambda x: -x[1][0]))
-    yield f"no product of degrees on {walk.devices} devices is possible, by what each broke first: {told_}"
+    causes = ", ".join(f"{limit} ({count})" for limit, (count, _) in sorted(counts.items(), key=lambda x: -x[1][0]))
+    yield f"no parallel degrees are possible on {walk.devices} devices; first violated limits: {causes}"
     for devices in range(walk.devices - 1, 0, -1):
         grids = space.grids(devices, walk.wanted)
         if any(
             next(checks.grid_problems(walk.description, grid, walk.cluster, walk.global_batch), None) is None
             for grid in grids
         ):
-            yield f"on {devices} devices, {walk.devices - devices} fewer, there are some"
+            yield f"with {devices} devices, {walk.devices - devices} fewer, layouts are possible"
             return
 
 
 def _helps(walk: BranchAndBound, layout: ParallelLayout, needed_bytes: float) -> Iterator[str]:
-    """Yield changes to the leanest layout under which it would fit, each tried."""
+    """Yield texts on changes that make ``layout``, which needs ``needed_bytes``, fit. ``walk``: finished search."""
     limit = walk.limit_bytes
-    yield f"a device of {bytes_in_both(needed_bytes)} would do"
-    more = 2
-    tried = [("full recomputation", replace(layout, recompute="full"))]
-    tried += [(f"the strategy {name}", replace(layout, strategy=name)) for name in ("zero1", "zero2", "zero3")]
-    tried.append(("sequence parallelism", replace(layout, sequence_parallel=layout.tensor > 1)))
-    while more <= 64 and layout.data * more <= walk.global_batch:
-        tried.append((f"{more} times the devices, as data", replace(layout, data=more * layout.data, strategy="zero3")))
-        more *= 2
+    yield f"a device with {bytes_in_both(needed_bytes)} would suffice"
+    many = 2
+    tests = [("full recomputation", replace(layout, recompute="full"))]
+    tests += [(f"the strategy {name}", replace(layout, strategy=name)) for name in ("zero1", "zero2", "zero3")]
+    tests.append(("sequence parallelism", replace(layout, sequence_parallel=layout.tensor > 1)))
+    while many <= 64 and layout.data * many <= walk.global_batch:
+        tests.append((f"{many} times the devices, as data", replace(layout, data=many * layout.data, strategy="zero3")))
+        many *= 2
     for factor in (2, 4, 8):
-        tried.append((f"{factor} times the devices, as pipeline", replace(layout, pipeline=factor * layout.pipeline)))
-        tried.append((f"{factor} times the devices, as tensor", replace(layout, tensor=factor * layout.tensor)))
-    seen = set()
-    for name, changed in tried:
+        tests.append((f"{factor} times the devices, as pipeline", replace(layout, pipeline=factor * layout.pipeline)))
+        tests.append((f"{factor} times the devices, as tensor", replace(layout, tensor=factor * layout.tensor)))
+    helpful = set()
+    for name, changed in tests:
         kind = name.split(" ")[-1]
-        if changed == layout or kind in seen:
+        if changed == layout or kind in helpful:
             continue
         larger = replace(walk.cluster, devices=max(walk.cluster.devices, changed.devices))
         if next(checks.shape_problems(walk.description, changed, larger, walk.global_batch), None) is not None:
             continue
-        takes = memory(walk.description, changed, larger, walk.global_batch).bytes
-        if takes <= limit:
-            seen.add(kind)
-            yield f"with {name} it would fit: {nbytes(takes)}"
+        required_bytes = memory(walk.description, changed, larger, walk.global_batch).bytes
+        if required_bytes <= limit:
+            helpful.add(kind)
+            yield f"with {name} it would fit: {nbytes(required_bytes)}"

@@ -1,15 +1,11 @@
-"""Branch and bound over the space of layouts, best first, with a filter by memory.
+"""Branch and bound over the space of layouts, best first, with a memory filter.
 
-Nodes wait in a heap by a bound that none of their layouts beats (`hpcdist.planner.search.bounds`). A family on top of
-the heap is opened into its orders; an order waits once more, by the time of its micro-batches, and then its
-strategies are planned. When the bound on top is no better than the last layout of the result, the search ends.
-Impossible layouts are refused as they come: degrees before anything else, schedules and batches when a family is
-opened, and memory last.
+A heap orders nodes by a lower bound (`hpcdist.planner.search.bounds`). A popped family is split into its orders. An
+order is pushed again with the bound by its micro-batch times, and then its strategies are planned. The search ends if
+the smallest bound is not better than the last result.
 
-The memory filter asks for as few layouts as possible. What a device needs never shrinks as micro-batches grow, where
-there are several, alike and in groups of one size: what fits with a larger one fits with a smaller one, and where the
-smallest one is too much, all are. Activations of a stage are the same under each strategy: where they alone are too
-much, no strategy helps.
+Memory does not decrease with the micro-batch size, for equal micro-batches in complete groups, so few layouts are
+estimated. If the activations alone are too large, no strategy fits.
 """
 
 import heapq
@@ -36,7 +32,7 @@ from hpcdist.planner.search.space import SearchSpec, Strategy, with_strategy
 from hpcdist.planner.time.pipeline import border
 from hpcdist.planner.time.step import MicrobatchFlow, microbatch_flow
 
-ALIKE: Final = ("activations", "reserved")  # terms that no strategy changes
+ALIKE: Final = ("activations", "reserved")  # terms that do not depend on the strategy
 _STEM: Final = attrgetter(
     "data", "pipeline", "tensor", "context", "expert", "recompute", "sequence_parallel", "schedule", "chunks"
 )
@@ -44,28 +40,21 @@ _NEVER: Final = 1 << 62
 
 
 class MemoryFilter:
-    """Filter of layouts by the memory of a device: ``limit_bytes`` of it, or all (0).
-
-    ``leanest`` is the layout that came nearest to fitting: (bytes too many, layout, estimate).
-    """
+    """Filter of layouts by memory use. ``leanest``: best layout too large, as (excess bytes, layout, memory)."""
 
     def __init__(self, description: ModelDescription, cluster: Cluster, global_batch: int, limit_bytes: float) -> None:
         self.leanest: tuple[float, ParallelLayout, MemoryEstimate] | None = None
         self._description, self._cluster, self._global_batch = description, cluster, global_batch
         self._limit_bytes = limit_bytes
-        self._fits: dict[object, int] = {}  # the largest micro-batch that is known to fit
-        self._fails: dict[object, int] = {}  # the smallest that is known not to
+        self._fits: dict[object, int] = {}  # largest micro-batch known to fit
+        self._fails: dict[object, int] = {}  # smallest micro-batch known not to fit
 
     def fitting(
         self, order: ParallelLayout, strategies: Sequence[Strategy], sizes: Sequence[int]
     ) -> tuple[Strategy, ...]:
-        """Return those of ``strategies`` with which ``order`` fits (local).
-
-        ``sizes`` of micro-batch are those that the order could have, the smallest first: the smallest that this one may
-        be compared with is asked for where this one is too much.
-        """
+        """Return the ``strategies`` with which layout ``order`` fits. ``sizes``: micro-batch sizes, ascending."""
         stem: tuple[object, ...] = _STEM(order)
-        # What is learnt of a size holds for others only within one class: such a size is compared with itself alone.
+        # Results hold for other sizes only within a class; a size apart is a class of its own.
         if self._is_apart(order, order.microbatch):
             stem, least = (*stem, order.microbatch), order.microbatch
         else:
@@ -79,7 +68,7 @@ class MemoryFilter:
         return tuple(fitting)
 
     def _is_apart(self, order: ParallelLayout, microbatch: int) -> bool:
-        """Whether nothing follows from other sizes: one micro-batch alone, a smaller one at the end, or odd groups."""
+        """Return True if memory results of other micro-batch sizes say nothing about ``microbatch`` in ``order``."""
         many = -(-self._global_batch // (order.data * microbatch))
         is_uneven = self._global_batch % (order.data * microbatch) != 0
         return many == 1 or is_uneven or (order.schedule == "interleaved" and many % order.pipeline != 0)
@@ -90,39 +79,39 @@ class MemoryFilter:
             return True
         if size >= self._fails.get(key, _NEVER):
             return False
-        # The smallest size decides for all: if that is too much, no other needs to be asked for.
+        # If the smallest size does not fit, no other size does.
         if size > least and least > self._fits.get(key, 0) and not self._ask(order, stem, strategy, least):
             return False
         return self._ask(order, stem, strategy, size)
 
     def _ask(self, order: ParallelLayout, stem: tuple[object, ...], strategy: Strategy, microbatch: int) -> bool:
-        """Return whether one layout fits, and remember what follows from it for others."""
+        """Return True if ``order`` with ``strategy`` and ``microbatch`` fits. Store the result under key ``stem``."""
         layout = with_strategy(order, strategy, microbatch)
-        needed = memory(self._description, layout, self._cluster, self._global_batch)
-        limit = min(needed.limit_bytes, self._limit_bytes or needed.limit_bytes)
-        over = needed.bytes - limit
+        footprint = memory(self._description, layout, self._cluster, self._global_batch)
+        limit = min(footprint.limit_bytes, self._limit_bytes or footprint.limit_bytes)
+        over = footprint.bytes - limit
         key = (stem, strategy)
         if over <= 0:
             self._fits[key] = max(microbatch, self._fits.get(key, 0))
             return True
         self._fails[key] = min(microbatch, self._fails.get(key, _NEVER))
-        # Activations alone are too much: so they are with each other strategy (the stem names none).
-        if sum(needed.terms.get(name, 0.0) for name in ALIKE) > limit:
+        # If activations alone are too large, no strategy fits (the stem has no strategy).
+        if sum(footprint.terms.get(name, 0.0) for name in ALIKE) > limit:
             self._fails[stem] = min(microbatch, self._fails.get(stem, _NEVER))
         if self.leanest is None or over < self.leanest[0]:
-            self.leanest = over, layout, needed
+            self.leanest = over, layout, footprint
         return False
 
 
-Bound = tuple[float, float]  # of a value, and of what the formulas alone give where an MFU is limited
-Rank = tuple[float, float, int, int]  # both; between equal ones the order, and the strategy of it, that were first seen
+Bound = tuple[float, float]  # of the value, and of the value by the formulas alone (differs if the MFU is limited)
+Rank = tuple[float, float, int, int]  # both values; ties: number of the order, then index of the strategy
 
 
 class SearchNode(NamedTuple):
-    """Open node: a family, with all of its units; or, later, an order with its variants and micro-batches."""
+    """Node of the search tree: a family of layouts, or one schedule of the family with the ``strategies`` to try."""
 
     bound: Bound
-    number: int  # in the order in which they were first seen, which decides between those of one bound
+    number: int  # order of creation, which breaks ties
     layout: ParallelLayout
     known: FamilyTotals | MicrobatchFlow | None
     strategies: tuple[Strategy, ...] = ()
@@ -130,17 +119,17 @@ class SearchNode(NamedTuple):
 
 @dataclass
 class Refusals:
-    """Number of grids or layouts that a limit refused, with the first text."""
+    """Number of grids and layouts that each limit refused, and the first message of each limit."""
 
     grids: dict[str, tuple[int, str]] = field(default_factory=dict)
     layouts: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def grid(self, problem: LayoutProblem) -> None:
-        """Count a grid, whatever may be laid out on it."""
+        """Count one refused grid. ``problem``: the limit and the message."""
         self._count(self.grids, problem, 1)
 
     def layout(self, problem: LayoutProblem, many: int = 1) -> None:
-        """Count ``many`` layouts."""
+        """Count ``many`` refused layouts. ``problem``: the limit and the message."""
         self._count(self.layouts, problem, many)
 
     @staticmethod
@@ -151,7 +140,7 @@ class Refusals:
 
 @dataclass
 class BranchAndBound:
-    """One search. ``best`` has (value, estimate) of the best layouts after `run`, best first."""
+    """Best-first search for layouts. After `run`, ``best`` has (value, estimate) of the best layouts, best first."""
 
     description: ModelDescription
     cluster: Cluster
@@ -166,17 +155,17 @@ class BranchAndBound:
     _best_of: dict[Any, tuple[Rank, PlanEstimate]] = field(default_factory=dict)
     _heap: list[SearchNode] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
-    _least_s: dict[int, float] = field(default_factory=dict)  # `plan.least_s`, by devices
-    _last: Rank = (math.inf, 0.0, 0, 0)  # of the worst of the best, when there are enough of them
+    _least_s: dict[int, float] = field(default_factory=dict)  # `plan.least_s` by number of devices
+    _last: Rank = (math.inf, 0.0, 0, 0)  # rank of the worst kept layout, once ``keep`` are kept
 
     def __post_init__(self) -> None:
         self.limit_bytes = space.limit_bytes(self.wanted, self.cluster.device.memory_bytes)
         self.memory_filter = MemoryFilter(self.description, self.cluster, self.global_batch, self.limit_bytes)
 
     def run(self) -> None:
-        """Open nodes, best bound first, until none that is left can be among the best (local)."""
+        """Expand nodes in the order of their lower bounds until no node can contain one of the best layouts. Local."""
         self._push_families()
-        # The bound on top is the least of all: once it is no better than the last of the best, no node below it is.
+        # The first bound is the smallest: if it is not better than the worst kept layout, the search is done.
         while self._heap and self._heap[0].bound < self._last[:2]:
             node = heapq.heappop(self._heap)
             if isinstance(node.known, FamilyTotals):
@@ -189,7 +178,6 @@ class BranchAndBound:
         self.best = [(rank[0], estimate) for rank, estimate in sorted(self._best_of.values(), key=lambda x: x[0])]
 
     def _push_families(self) -> None:
-        """Make the heap of all families."""
         objective = self.wanted.objective
         nodes = []
         for grid in space.grids(self.devices, self.wanted):
@@ -216,7 +204,6 @@ class BranchAndBound:
         self._heap = nodes
 
     def _open(self, family: ParallelLayout, of_all: FamilyTotals) -> None:
-        """Push the possible orders of a family, each with the strategies that fit."""
         sizes = space.sizes(family, self.global_batch, self.wanted)
         hop_s = border(self.description, family, self.cluster).seconds
         for schedule, chunks in space.orders(self.description, family, self.wanted):
@@ -234,18 +221,13 @@ class BranchAndBound:
                 self._wait(SearchNode(self._bound(bound, order), next(self._numbers), order, None, fitting))
 
     def _time(self, node: SearchNode) -> None:
-        """Push an order again, with the tighter bound by the time of its micro-batches."""
         arguments = node.layout, self.cluster, self.global_batch
-        known = microbatch_flow(self.description, *arguments)
-        bound = bounds.order_bound(known, self.description, *arguments, self.wanted.objective)
-        self._wait(node._replace(bound=self._bound(bound, node.layout), known=known))
+        flow = microbatch_flow(self.description, *arguments)
+        bound = bounds.order_bound(flow, self.description, *arguments, self.wanted.objective)
+        self._wait(node._replace(bound=self._bound(bound, node.layout), known=flow))
 
     def _bound(self, floor: float, layout: ParallelLayout) -> Bound:
-        """Return the bound of layouts whose value by the formulas is ``floor`` at least.
-
-        A limit of MFU makes a step no shorter than on any other layout of as many devices: so many are equal, and the
-        formulas decide between them.
-        """
+        """Return lower bounds of the objective value: ``floor`` raised to the MFU limit's time, and ``floor``."""
         if self.wanted.objective != "time" or not self.cluster.most_mfu:
             return floor, floor
         workers = layout.devices - layout.servers
@@ -255,12 +237,10 @@ class BranchAndBound:
         return max(floor, self._least_s[workers]), floor
 
     def _wait(self, node: SearchNode) -> None:
-        """Push a node, unless its bound is no better than the worst of the best."""
         if node.bound < self._last[:2]:
             heapq.heappush(self._heap, node)
 
     def _runnable(self, order: ParallelLayout, strategies: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-        """Return the strategies that this version runs; all of them where the search is not asked for runnable ones."""
         if not self.wanted.runnable:
             return strategies
         runnable = []
@@ -272,23 +252,23 @@ class BranchAndBound:
         return tuple(runnable)
 
     def _full(self, order: ParallelLayout, strategies: tuple[Strategy, ...]) -> LayoutProblem:
-        """Return the problem of memory; only the first text is shown, so only that one is made."""
+        """Return the problem that ``order`` exceeds the memory. Only the first such problem has a message."""
         if "memory" not in self.refusals.layouts:
             for strategy in strategies:
                 layout = space.with_strategy(order, strategy)
-                needed = memory(self.description, layout, self.cluster, self.global_batch)
-                if problem := checks.memory_problem(needed, self.limit_bytes):
+                footprint = memory(self.description, layout, self.cluster, self.global_batch)
+                if problem := checks.memory_problem(footprint, self.limit_bytes):
                     return problem
         return LayoutProblem("memory", "")
 
-    def _plan(self, layout: ParallelLayout, known: MicrobatchFlow, seen: tuple[int, int]) -> None:
+    def _plan(self, layout: ParallelLayout, flow: MicrobatchFlow, seen: tuple[int, int]) -> None:
         arguments = self.description, layout, self.cluster, self.global_batch, self.wanted.steps
-        estimate = plan(*arguments, limit_bytes=self.limit_bytes, known=known)
+        estimate = plan(*arguments, limit_bytes=self.limit_bytes, flow=flow)
         self.estimated += 1
         self._keep((*bounds.value_and_tie_break(estimate, self.wanted.objective), *seen), estimate)
 
     def _keep(self, rank: Rank, estimate: PlanEstimate) -> None:
-        """Keep the best layouts, or with ``distinct`` the best one of each grid."""
+        """Keep ``estimate`` if its sort key ``rank`` is among the best. With ``wanted.distinct``, keep one per grid."""
         if rank >= self._last:
             return
         layout = estimate.layout

@@ -1,12 +1,11 @@
-"""Search space: the request, and the layouts that follow from it, level by level.
+"""Search space: the request, and the layouts that follow from it, in four levels.
 
-    grid       data x pipeline x tensor x context (x expert) on the devices
-    family     a grid with recomputation, sequence parallelism and a size of micro-batch
+    grid       data x pipeline x tensor x context (x expert) degrees
+    family     a grid with recomputation, sequence parallelism and a micro-batch size
     order      a family with a schedule and its chunks
     layout     an order with a strategy and a compression
 
-A choice that would change nothing is left out: orders without a pipeline, sharding and compression with one replica,
-sequence parallelism without a tensor axis, selective recomputation where scores are never kept.
+Choices without effect are left out, such as compression with one replica.
 """
 
 from collections.abc import Iterator
@@ -19,22 +18,20 @@ from hpcdist.planner.layout import COMPRESSIONS, RECOMPUTE, STRATEGIES, Parallel
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
-Strategy = tuple[str, str]  # a strategy and a compression
+Strategy = tuple[str, str]  # (strategy, compression)
 OBJECTIVES: Final = ("time", "energy", "cost", "energy-delay")
 PIPELINES: Final = tuple(name for name, row in SCHEDULES.items() if row.pipelines)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpec:
-    """Objective of a search, and the axes that it may vary. An empty tuple: everything that is possible.
+    """Settings of a search: the objective, and the values to try. An empty tuple means all possible values.
 
-    ``objective`` is of a step: its seconds, its joules, its price, or joules times seconds. ``memory_bytes`` is what a
-    device may use; 0: what it has but for the share ``headroom``, since no plan of memory is exact. With ``fewer`` a
-    layout may use a part of the devices, a number that divides them. ``base`` has what never varies: precision,
-    implementation, overlap, algorithm. Compression changes what is computed, and is tried only where it is asked for.
-    ``runnable``: only what this version of hpcdist runs itself. ``first`` are kept, and with ``simulate`` they, and a
-    few behind them, are timed again by the simulator of schedules. With ``distinct`` a grid is there only once, with
-    what is best on it. ``steps`` are those of the training, for its failures and price.
+    ``objective``: quantity per step to minimise. ``memory_bytes``: memory limit of a device. 0 means the device memory
+    minus the fraction ``headroom``. ``fewer``: layouts may also use a divisor of the devices. ``compressions``: only
+    the listed ones are tried, because compression changes the training. ``runnable``: only layouts that hpcdist can
+    run. ``first``: number of results. ``simulate``: time the best layouts by the schedule simulator. ``distinct``: only
+    the best layout of each grid.
     """
 
     objective: str = "time"
@@ -60,7 +57,6 @@ class SearchSpec:
     distinct: bool = False
 
     def __post_init__(self) -> None:
-        """Raise UsageError for values without meaning."""
         for name, choices in (
             ("strategies", STRATEGIES),
             ("schedules", PIPELINES),
@@ -68,43 +64,43 @@ class SearchSpec:
             ("compressions", COMPRESSIONS),
             ("sequence_parallel", (False, True)),
         ):
-            given = getattr(self, name)
-            wrong = [value for value in given if value not in choices]
-            if wrong or not given:
+            values = getattr(self, name)
+            wrong = [value for value in values if value not in choices]
+            if wrong or not values:
                 raise UsageError(
-                    f"{name} to search among: got {', '.join(map(str, wrong)) or 'none'}; choose one or more of "
+                    f"invalid {name} to search: got {', '.join(map(str, wrong)) or 'none'}; choose one or more of "
                     f"{', '.join(map(str, choices))}"
                 )
         for name in ("chunks", "tensors", "pipelines", "contexts", "experts", "microbatches"):
             wrong = [value for value in getattr(self, name) if value < 1]
             if wrong:
-                raise UsageError(f"{name} to search among: got {wrong[0]}; each must be at least 1")
+                raise UsageError(f"{name} to search: got {wrong[0]}; each must be at least 1")
         if self.objective not in OBJECTIVES:
             raise UsageError(f"objective = {self.objective!r}; choose one of {', '.join(OBJECTIVES)}")
         if self.first < 1 or self.steps < 1:
             raise UsageError(f"first = {self.first}, steps = {self.steps}; each must be at least 1")
         if not 0 <= self.headroom < 1:
-            raise UsageError(f"headroom = {self.headroom}; it is a share of the memory, from 0 to less than 1")
+            raise UsageError(f"headroom = {self.headroom}; it must be a share of the memory, from 0 to less than 1")
         if self.memory_bytes < 0:
-            raise UsageError(f"memory_bytes = {self.memory_bytes}; give bytes of a device, or 0 for all it has")
+            raise UsageError(f"memory_bytes = {self.memory_bytes}; give the bytes per device, or 0 for all its memory")
 
 
-def limit_bytes(wanted: SearchSpec, memory_bytes: float) -> float:
-    """Return the part of a device's ``memory_bytes`` that a layout may use (local)."""
-    if wanted.memory_bytes:
-        return min(wanted.memory_bytes, memory_bytes)
-    return memory_bytes * (1 - wanted.headroom)
+def limit_bytes(spec: SearchSpec, memory_bytes: float) -> float:
+    """Return the memory in bytes that a layout may use on a device with ``memory_bytes`` bytes. Local."""
+    if spec.memory_bytes:
+        return min(spec.memory_bytes, memory_bytes)
+    return memory_bytes * (1 - spec.headroom)
 
 
-def grids(devices: int, wanted: SearchSpec) -> Iterator[ParallelLayout]:
-    """Yield all products of degrees on ``devices``, or on what divides them, possible or not (local)."""
-    for tensor in _chosen(divisors(devices), wanted.tensors):
-        for context in _chosen(divisors(devices // tensor), wanted.contexts):
-            for pipeline in _chosen(divisors(devices // (tensor * context)), wanted.pipelines):
+def grids(devices: int, spec: SearchSpec) -> Iterator[ParallelLayout]:
+    """Yield all combinations of parallel degrees on ``devices`` devices or a divisor of it. Some are impossible."""
+    for tensor in _chosen(divisors(devices), spec.tensors):
+        for context in _chosen(divisors(devices // tensor), spec.contexts):
+            for pipeline in _chosen(divisors(devices // (tensor * context)), spec.pipelines):
                 room = devices // (tensor * context * pipeline)
-                for data in divisors(room) if wanted.fewer else (room,):
-                    for expert in wanted.experts:
-                        yield wanted.base.but(
+                for data in divisors(room) if spec.fewer else (room,):
+                    for expert in spec.experts:
+                        yield spec.base.but(
                             data=data,
                             pipeline=pipeline,
                             tensor=tensor,
@@ -117,25 +113,25 @@ def grids(devices: int, wanted: SearchSpec) -> Iterator[ParallelLayout]:
                         )
 
 
-def families(grid: ParallelLayout, wanted: SearchSpec) -> Iterator[ParallelLayout]:
-    """Yield the grid with each recomputation and sequence parallelism (local)."""
-    both = wanted.sequence_parallel if grid.tensor > 1 else (False,)
-    choices = wanted.recompute
-    if grid.implementation == "hpcdist" and "none" in choices:  # scores are computed again in any case
+def families(grid: ParallelLayout, spec: SearchSpec) -> Iterator[ParallelLayout]:
+    """Yield copies of the layout ``grid``, one for each choice of recomputation and sequence parallelism. Local."""
+    both = spec.sequence_parallel if grid.tensor > 1 else (False,)
+    choices = spec.recompute
+    if grid.implementation == "hpcdist" and "none" in choices:  # scores are always recomputed
         choices = tuple(choice for choice in choices if choice != "selective")
     for recompute in choices:
         for sequence_parallel in both:
             yield grid.but(recompute=recompute, sequence_parallel=sequence_parallel)
 
 
-def sizes(grid: ParallelLayout, global_batch: int, wanted: SearchSpec) -> tuple[int, ...]:
-    """Return the sizes of micro-batch: the smallest for each number of them, or those that are wanted (local).
+def sizes(grid: ParallelLayout, global_batch: int, spec: SearchSpec) -> tuple[int, ...]:
+    """Return the micro-batch sizes to try: those in ``spec``, or else one size per number of micro-batches. Local.
 
-    Megatron-LM takes as many samples in each. hpcdist is told their number, and makes them as even as can be; with a
-    pipeline those of all replicas together have to be.
+    That size is the smallest which gives this number of micro-batches. Megatron-LM needs equal micro-batches. hpcdist
+    balances their sizes, but with a pipeline all micro-batches must be equal.
     """
-    if wanted.microbatches:
-        return tuple(sorted(set(wanted.microbatches)))
+    if spec.microbatches:
+        return tuple(sorted(set(spec.microbatches)))
     share = -(-global_batch // grid.data)
     if grid.implementation == "megatron":
         return divisors(share)
@@ -145,32 +141,32 @@ def sizes(grid: ParallelLayout, global_batch: int, wanted: SearchSpec) -> tuple[
     return tuple(sorted(candidates))
 
 
-def orders(description: ModelDescription, grid: ParallelLayout, wanted: SearchSpec) -> tuple[tuple[str, int], ...]:
-    """Return schedules with their chunks; one alone without a pipeline (local)."""
+def orders(description: ModelDescription, grid: ParallelLayout, spec: SearchSpec) -> tuple[tuple[str, int], ...]:
+    """Return the (schedule, chunks) pairs to try: only ("sequential", 1) without a pipeline. Local."""
     if grid.pipeline == 1:
         return (("sequential", 1),)
     pairs: list[tuple[str, int]] = []
-    for name in wanted.schedules:
+    for name in spec.schedules:
         row = SCHEDULES[name]
         if row.most is not None:
             pairs.append((name, row.most))
         else:
-            pairs += [(name, chunks) for chunks in _chunks(description, grid, wanted) if chunks >= row.least]
+            pairs += [(name, chunks) for chunks in _chunks(description, grid, spec) if chunks >= row.least]
     return tuple(pairs)
 
 
-def strategies(grid: ParallelLayout, wanted: SearchSpec) -> tuple[Strategy, ...]:
-    """Return strategies with compressions; one alone for one replica (local)."""
+def strategies(grid: ParallelLayout, spec: SearchSpec) -> tuple[Strategy, ...]:
+    """Return the (strategy, compression) pairs to try: only the first pair if there is one replica. Local."""
     if grid.data * grid.context == 1:
-        none = "none" if "none" in wanted.compressions else wanted.compressions[0]
-        return ((wanted.strategies[0], none),)
-    return tuple((strategy, compression) for strategy in wanted.strategies for compression in wanted.compressions)
+        none = "none" if "none" in spec.compressions else spec.compressions[0]
+        return ((spec.strategies[0], none),)
+    return tuple((strategy, compression) for strategy in spec.strategies for compression in spec.compressions)
 
 
 def with_strategy(order: ParallelLayout, variant: Strategy, microbatch: int = 0) -> ParallelLayout:
-    """Return the layout of an order with a strategy and a compression, and another size of micro-batch (local)."""
+    """Return the layout ``order`` with the strategy and compression of ``variant``, and ``microbatch`` unless 0."""
     strategy, compression = variant
-    # Nothing compressed travels behind the backward in hpcdist, and nothing to a server.
+    # hpcdist overlaps neither compressed exchanges nor exchanges with servers.
     alone = order.implementation == "hpcdist" and (compression != "none" or strategy == "parameter_server")
     return order.but(
         strategy=strategy,
@@ -182,19 +178,19 @@ def with_strategy(order: ParallelLayout, variant: Strategy, microbatch: int = 0)
 
 @lru_cache(maxsize=65536)
 def divisors(number: int) -> tuple[int, ...]:
-    """Return the divisors of ``number``, the smallest first (local)."""
+    """Return the divisors of ``number`` in ascending order. Local."""
     small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
     return tuple(sorted({*small, *(number // divisor for divisor in small)}))
 
 
-def _chosen(possible: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(value for value in possible if value in wanted) if wanted else possible
+def _chosen(possible: tuple[int, ...], allowed: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(value for value in possible if value in allowed) if allowed else possible
 
 
-def _chunks(description: ModelDescription, grid: ParallelLayout, wanted: SearchSpec) -> tuple[int, ...]:
-    """Return how many chunks a stage may have: those that divide its blocks, and 2 where units need not be even."""
-    if wanted.chunks:
-        return wanted.chunks
+def _chunks(description: ModelDescription, grid: ParallelLayout, spec: SearchSpec) -> tuple[int, ...]:
+    """Return the chunks per pipeline rank to try: divisors of its number of blocks, and 2 if uneven is allowed."""
+    if spec.chunks:
+        return spec.chunks
     layers = description.shape.layers if description.shape else description.stages
     even = divisors(layers // grid.pipeline) if layers % grid.pipeline == 0 else ()
     uneven = (2,) if grid.implementation == "hpcdist" and 2 * grid.pipeline <= description.stages else ()

@@ -1,36 +1,25 @@
 """Exchange on the data axis in a step: bytes of gradients and parameters, seconds, and the exposed part.
 
-Psi are the bytes of one device's parameters on the wire, p the ranks that have the same ones (those of the data axis,
-times those of the context axis), m micro-batches; a device sends
+Psi: bytes of a device's parameters on the wire. p: ranks with the same parameters (data times context axis). m:
+micro-batches. A device sends
 
-    allreduce           2 Psi (p-1)/p                    once a step
-    zero1               Psi (p-1)/p + Psi (p-1)/p        gradients to their owners; parameters back, after the update
-    zero2               (1 + m) Psi (p-1)/p              gradients after each micro-batch
-    zero3               3 m Psi (p-1)/p                  and parameters twice for each; 4 m where a pipeline of
-                                                         hpcdist computes blocks again. Uses of the last unit follow
-                                                         each other, as those of the first do: less
-    parameter_server    Psi, and Psi comes back          dedicated: p Psi / s go into and out of each of s servers
+    allreduce           2 Psi (p-1)/p                    once per step
+    zero1               Psi (p-1)/p + Psi (p-1)/p        reduce-scatter of gradients; all-gather after the update
+    zero2               (1 + m) Psi (p-1)/p              reduce-scatter after each micro-batch
+    zero3               3 m Psi (p-1)/p                  and two gathers per micro-batch; 4 m if a pipeline of hpcdist
+                                                         recomputes blocks; less for the first and last unit
+    parameter_server    Psi, and Psi is received         dedicated: p Psi / s go into and out of each of s servers
                         2 Psi (p-1)/p                    colocated (servers = 0): every rank serves its share
 
-ZeRO: S. Rajbhandari et al., arXiv:1910.02054, section 7; the rest: `hpcdist.strategies`. Servers work in lock-step.
-Into a dedicated one p workers send at the same time (incast): the bytes queue at its link, its messages are handled
-one after the other, and all gradients pass its memory. A switch that drops packets then, as Ethernet may, is slower
-still. Each place on the pipeline and tensor axes has servers of its own.
+ZeRO: arXiv:1910.02054, section 7. Servers work in lock-step. p workers send to a dedicated server at once: bytes queue
+at its link, messages are handled sequentially, and all gradients pass its memory.
 
-Gradients are sent while the backward goes on: at most ``overlap`` of them, never those of the unit that is computed
-last (nothing is left to hide behind), and no longer than there is backward. What ZeRO-3 gathers hides in the same way
-behind both passes, but for the first unit of each. Parameters of zero1 and zero2, and what workers pull, come after
-the update: exposed. Compressed sums: `hpcdist.planner.time.gradient_payloads`.
+Gradients overlap backward: at most the share ``overlap``, excluding the unit computed last, and no longer than backward
+takes. Gathers of ZeRO-3 overlap both passes in the same way. Parameters of zero1, zero2 and servers are exposed.
 
-A unit is a message here. For the published implementation ZeRO-3 goes tensor by tensor, `TENSORS` of a block, as
-DeepSpeed did when Megatron-LM was compared with it (arXiv:2104.04473, table 2). `TENSORS` was chosen because that
-table shows latencies, for blocks like those alone: so the table is no test of it. All the same the planner is 26 to
-92 % faster than its six rows; no other published ZeRO-3 was compared with it.
-
-hpcdist sums gradients in buckets of communication.bucket_bytes, 4 MiB by default (`hpcdist.comm.config`). Long
-buckets begin late and take memory; latencies of short ones add up. A plan begins with the default, and takes longer
-buckets where these leave less exposed and memory is there for them; then a flag names the value. The published
-implementation begins with a message for each unit.
+A message has one unit. For the published implementation ZeRO-3 sends `TENSORS` messages per block. `TENSORS` was chosen
+for arXiv:2104.04473, table 2, so this table does not validate it; the planner is 26 to 92 % faster than its six rows.
+A plan uses longer buckets than the default if they reduce exposed time and fit into memory.
 """
 
 import math
@@ -53,12 +42,12 @@ from hpcdist.planner.time.gradient_payloads import (
 )
 from hpcdist.planner.time.network import NO_COST, MessageCost, collective, repeated_cost, span, substituted
 
-WORTHWHILE: Final = 0.9  # the share of what is exposed that longer buckets may leave, to be worth asking for
-TENSORS: Final = 12  # of a block of GPT: two norms and four products, weight and bias each; see above
+WORTHWHILE: Final = 0.9  # longer buckets must reduce the exposed time to this share
+TENSORS: Final = 12  # per GPT block: two norms and four products, weight and bias each (module docstring)
 
 
 class BucketChoice(NamedTuple):
-    """Cost of all messages, the seconds of it that hide, and the gradients of a bucket, in bytes as they are stored."""
+    """Result of `choose_bucket`: cost of the messages of all buckets, overlapped seconds, gradient bytes per bucket."""
 
     cost: MessageCost
     hidden_s: float
@@ -66,9 +55,9 @@ class BucketChoice(NamedTuple):
 
 
 class BucketedGradients(NamedTuple):
-    """Gradients of a device: ``parameters`` of them, ``nbytes`` as they are stored, complete ``units`` at a time.
+    """Gradients of a device to send in buckets.
 
-    They may hide in the ``backward_s`` of a micro-batch, and take ``spare_bytes`` of memory more than by default.
+    ``backward_s``: time that messages may overlap. ``spare_bytes``: memory for buckets larger than the default.
     """
 
     parameters: float
@@ -81,9 +70,9 @@ class BucketedGradients(NamedTuple):
 def choose_bucket(
     gradients: BucketedGradients, layout: ParallelLayout, cost_of: Callable[[int], MessageCost]
 ) -> BucketChoice:
-    """Return the fastest length of buckets; ``cost_of`` gives the cost of so many of them (local)."""
-    # Lengths are tried from the shortest on, each twice the last. Ours begin with the default of a recipe; the
-    # published implementation with a message for each unit, of no less than the same bytes.
+    """Return the fastest bucket size. ``cost_of`` maps a number of buckets to the cost of sending them. Local."""
+    # Lengths are tried in ascending order, doubling each time. hpcdist starts with the default of a recipe, the
+    # published implementation with a message per unit, but at least the same bytes.
     is_ours = layout.implementation == "hpcdist"
     short = max(1, min(gradients.units, int(gradients.nbytes // BUCKET_BYTES)))
     count = math.ceil(gradients.nbytes / BUCKET_BYTES) if is_ours else short
@@ -92,37 +81,35 @@ def choose_bucket(
         bucket = gradients.nbytes / count
         if is_ours and default_s and _more(gradients, layout, bucket) > gradients.spare_bytes:
             break
-        cost, parts = cost_of(count), min(count, gradients.units)  # nothing is left to hide the last unit behind
-        # Only a part of the messages may hide, and no longer than there is a backward; what is left is exposed.
-        may_s = layout.overlap * cost.seconds * (parts - 1) / parts
-        left_s = cost.seconds - min(may_s, gradients.backward_s)
-        default_s = default_s or left_s
-        if left_s < (WORTHWHILE if is_ours else 1) * (best.cost.seconds - best.hidden_s):
-            best = BucketChoice(cost, cost.seconds - left_s, bucket)
-        # Longer ones would begin later, and all that may hide does.
-        if may_s <= gradients.backward_s and (may_s or not is_ours):
+        cost, parts = cost_of(count), min(count, gradients.units)  # the last unit has nothing to overlap
+        # Only a share of the messages may overlap, and no longer than backward takes; the rest is exposed.
+        hideable_s = layout.overlap * cost.seconds * (parts - 1) / parts
+        exposed_s = cost.seconds - min(hideable_s, gradients.backward_s)
+        default_s = default_s or exposed_s
+        if exposed_s < (WORTHWHILE if is_ours else 1) * (best.cost.seconds - best.hidden_s):
+            best = BucketChoice(cost, cost.seconds - exposed_s, bucket)
+        # Longer buckets would start later, and everything that may overlap already does.
+        if hideable_s <= gradients.backward_s and (hideable_s or not is_ours):
             break
         count //= 2
     if not is_ours or best.bucket_bytes <= BUCKET_BYTES:
         return best
     flag = (
-        f"allreduce in buckets of {best.bucket_bytes / 2**20:.3g} MiB, not {BUCKET_BYTES >> 20}: needs "
-        f"communication.bucket_bytes = {math.ceil(best.bucket_bytes)}, and leaves "
-        f"{best.cost.seconds - best.hidden_s:.3g} s exposed in place of {default_s:.3g} s"
+        f"allreduce uses buckets of {best.bucket_bytes / 2**20:.3g} MiB instead of {BUCKET_BYTES >> 20}; set "
+        f"communication.bucket_bytes = {math.ceil(best.bucket_bytes)}, which leaves "
+        f"{best.cost.seconds - best.hidden_s:.3g} s exposed instead of {default_s:.3g} s"
     )
     return best._replace(cost=best.cost._replace(flags=(*best.cost.flags, flag)))
 
 
 def _more(gradients: BucketedGradients, layout: ParallelLayout, bucket_bytes: float) -> float:
-    """Return the bytes that such buckets take beyond those of the default."""
     return exchanged(layout, gradients.parameters, 0.0, bucket_bytes) - exchanged(layout, gradients.parameters, 0.0)
 
 
 class ExchangeCost(NamedTuple):
-    """Seconds of a step that wait for the data axis, and those behind computation; bytes that a device sends.
+    """Cost of a data-axis exchange: exposed and hidden (overlapped) seconds per step, and bytes that a device sends.
 
-    ``server_nbytes`` are those that a dedicated server sends, 0 without one; ``bucket_bytes`` those of gradients, as
-    they are stored, that an allreduce sums at a time, 0 without one.
+    ``server_nbytes``: bytes sent by a dedicated server, or 0. ``bucket_bytes``: gradient bytes per allreduce, or 0.
     """
 
     exposed_s: float
@@ -134,7 +121,7 @@ class ExchangeCost(NamedTuple):
     bucket_bytes: float = 0.0
 
     def plus(self, other: "ExchangeCost") -> "ExchangeCost":
-        """Return the cost of both exchanges, one after the other."""
+        """Return the cost of this exchange followed by the exchange ``other``."""
         flags = tuple(dict.fromkeys((*self.flags, *other.flags)))
         names = dict.fromkeys(name for name in (self.algorithm, other.algorithm) if name != "none")
         return ExchangeCost(
@@ -165,18 +152,15 @@ def exchange(
     matrices: Matrices = (),
     spare_bytes: float = math.inf,
 ) -> ExchangeCost:
-    """Return the exchange of a step for a device with ``parameters`` numbers, of one pipeline and tensor place.
+    """Return the cost of a step's data-axis exchange for a device with ``parameters`` parameters.
 
-    ``backward_s`` and ``forward_s`` are those of one micro-batch on this device. The parameters are sent in ``units``
-    messages, as many as the device has units; an allreduce goes in longer buckets where that is faster, and of hpcdist
-    where they take no more than ``spare_bytes`` of memory beyond those of its default (`hpcdist.comm.config`). Of them
-    ``expert_parameters`` are shared by data x context / expert ranks only, and ``ends`` are those of the first and the
-    last unit, which zero3 gathers less often. ``matrices`` (rows, columns, count) are for compression of low rank;
-    without them, square ones are assumed.
-    Raises UsageError for a strategy that is none.
+    ``backward_s`` and ``forward_s``: times of one micro-batch. ``spare_bytes``: memory for longer buckets in hpcdist.
+    ``expert_parameters``: parameters that only data x context / expert ranks replicate. ``ends``: parameters of the
+    first and last unit, which zero3 gathers less often. ``matrices``: (rows, columns, count) of the weights, for
+    low-rank compression; by default square. Raises UsageError for an unknown strategy.
     """
     if layout.strategy not in STRATEGIES:
-        raise UsageError(f"strategy {layout.strategy!r}; choose one of {', '.join(STRATEGIES)}")
+        raise UsageError(f"unknown strategy {layout.strategy!r}; choose one of {', '.join(STRATEGIES)}")
     common = parameters - expert_parameters if layout.expert > 1 else parameters
     by_tensor = layout.strategy == "zero3" and layout.implementation == "megatron"
     messages = max(1, units) * (TENSORS if by_tensor else 1)
@@ -189,7 +173,7 @@ def exchange(
 
 
 class _Job(NamedTuple):
-    """Exchange to be timed: a layout on a cluster, the passes that may hide it, and how it is cut into messages."""
+    """Exchange whose cost is calculated: a layout on a cluster, the passes that can overlap messages, and the data."""
 
     layout: ParallelLayout
     cluster: Cluster
@@ -202,7 +186,6 @@ class _Job(NamedTuple):
     spare_bytes: float
 
     def of(self, parameters: float, axis: str, ranks: int) -> ExchangeCost:
-        """Return the exchange of ``parameters`` over the ``ranks`` of an axis."""
         strategy = self.layout.strategy
         if parameters <= 0 or (ranks <= 1 and not (strategy == "parameter_server" and self.layout.servers)):
             return NO_EXCHANGE
@@ -226,7 +209,7 @@ class _Job(NamedTuple):
         layout, m = self.layout, self.microbatches
         stage = int(layout.strategy[-1])
         often = 1 if stage == 1 else m
-        # To 16-bit gradients our owners come by sending them to each other, whatever the algorithm of the rest is.
+        # hpcdist's owners receive 16-bit gradients directly from the ranks, whatever algorithm is set.
         is_direct = layout.implementation == "hpcdist" and layout.precision in HALVES
         operation = "all_to_all" if is_direct else "reduce_scatter"
         scatter = self._gradients(operation, parameters, axis, self.units)
@@ -236,11 +219,11 @@ class _Job(NamedTuple):
                 self._hide(scatter.seconds * often, often), gather.seconds, repeated_cost(scatter, often), gather
             )
         recomputes = layout.implementation == "hpcdist" and layout.recompute == "full" and layout.pipeline > 1
-        # A forward, a recomputation and a backward each gather all units. The last unit is still there when its
-        # backward follows its forward; the first one when the next micro-batch's forward follows its backward.
+        # Forward, recomputation and backward each gather all units. The last unit is kept if its backward follows its
+        # forward; the first unit if the next micro-batch's forward follows its backward.
         first, last = (end / parameters for end in self.ends) if axis == "replicas" else (0.0, 0.0)
         uses = (3 if recomputes else 2) * m - m * last - (m - 1) * first
-        # One gather goes with each forward; the others, and the gradients, with the backward.
+        # One gather overlaps each forward; the other gathers, and the gradients, overlap backward.
         forward = min(self._hideable(gather.seconds * m), m * self.forward_s)
         backward_s = scatter.seconds * m + gather.seconds * (uses - m)
         backward = min(self._hideable(backward_s), m * self.backward_s)
@@ -252,7 +235,10 @@ class _Job(NamedTuple):
         )
 
     def _servers(self, parameters: float, axis: str, ranks: int) -> ExchangeCost:
-        """Return push and pull in lock-step; the pull waits for the update, which `hpcdist.planner.time.step` times."""
+        """Return the cost of pushing gradients to servers and pulling parameters, in lock-step.
+
+        The optimizer update of the servers is not included; `hpcdist.planner.time.step` adds it.
+        """
         layout, cluster = self.layout, self.cluster
         payload = self._payload(parameters, ranks)
         pushed = parameters * gradient_item_bytes(layout) if payload is None else payload.nbytes
@@ -264,7 +250,7 @@ class _Job(NamedTuple):
             push = collective("all_to_all", pushed, group, cluster, layout.algorithm)
             push = push if payload else push._replace(flags=(*push.flags, *self._useless()))
             pull = collective("all_to_all", pulled, group, cluster)
-            sums_s = pushed * per_byte * 3  # each of p shares is read, and the sum so far read and written
+            sums_s = pushed * per_byte * 3  # each of p shares is read, and the partial sum is read and written
             whole = push.seconds + sums_s + coding_s, self._hide(push.seconds, 1)[1]
             return self._result(whole, pull.seconds, push, pull)._replace(algorithm="colocated servers")
         push_s = self._incast(pushed, ranks) + ranks * pushed * per_byte * 3 / self._servers_each
@@ -285,29 +271,28 @@ class _Job(NamedTuple):
 
     @property
     def _servers_each(self) -> float:
-        """Servers of each place on the other axes; less than one where places share."""
+        """Servers per (pipeline rank, tensor rank) pair. A value below 1 means that pairs share a server."""
         layout = self.layout
         return layout.servers / (layout.pipeline * layout.tensor)
 
     def _incast(self, nbytes: float, workers: int) -> float:
-        """Return the seconds in which ``workers`` send ``nbytes`` each to all servers, or get them from these."""
         levels, total, servers = self.cluster.levels, self.layout.devices, self.layout.servers
         place = next(
             (i for i, level in enumerate(levels) if not level.devices or level.devices >= total), len(levels) - 1
         )
         level = levels[place]
-        box = levels[place - 1].devices if place else 1
-        most = level.alone_bytes_per_s or level.bytes_per_s
+        box_devices = levels[place - 1].devices if place else 1
+        alone_rate = level.alone_bytes_per_s or level.bytes_per_s
         each = self._servers_each
-        # Servers fill boxes of their own, so they share a box's link only with each other.
-        into = min(most, level.bytes_per_s * box / min(servers, box))
-        out_of = level.bytes_per_s
-        messages = max(self.units, each)  # of a worker: each unit's values are with one server, or cut over several
-        at_server = workers * (messages / each * level.latency_s + nbytes / each / into)
-        return max(at_server, messages * level.latency_s + nbytes / out_of)
+        # Servers fill separate boxes, so only servers share a box's link.
+        in_rate = min(alone_rate, level.bytes_per_s * box_devices / min(servers, box_devices))
+        out_rate = level.bytes_per_s
+        messages = max(self.units, each)  # per worker: the values of a unit are on one server, or split over several
+        at_server = workers * (messages / each * level.latency_s + nbytes / each / in_rate)
+        return max(at_server, messages * level.latency_s + nbytes / out_rate)
 
     def _gradients(self, operation: str, parameters: float, axis: str, messages: int) -> MessageCost:
-        """Return the sum of gradients, compressed where the layout says so, with encoding and decoding."""
+        """Return the cost of summing gradients; with compression it includes encoding and decoding."""
         plain = self._in_messages(operation, parameters * gradient_item_bytes(self.layout), axis, messages)
         if self._payload(parameters) is None:
             return plain._replace(flags=(*plain.flags, *self._useless()))
@@ -316,11 +301,11 @@ class _Job(NamedTuple):
         cost = compressed_sum(way, gradients, self.layout, axis, self.cluster, messages)
         if cost.seconds <= plain.seconds:
             return cost
-        slower = f"{self.layout.compression} takes {cost.seconds:.3g} s, gradients as they are {plain.seconds:.3g} s"
+        slower = f"{self.layout.compression} takes {cost.seconds:.3g} s, uncompressed gradients {plain.seconds:.3g} s"
         return cost._replace(flags=(*cost.flags, slower))
 
     def _payload(self, parameters: float, ranks: int = 2) -> Payload | None:
-        """Return what is sent in place of gradients; None where that is no less than they are."""
+        """Return the compressed gradient payload, or None if it is not smaller than the gradients."""
         payload = gradient_payloads.payload(self.layout.compression, parameters, ranks, self.units, self.matrices)
         if payload is None or payload.nbytes >= 0.999 * parameters * gradient_item_bytes(self.layout):
             return None
@@ -328,25 +313,24 @@ class _Job(NamedTuple):
 
     def _useless(self) -> tuple[str, ...]:
         name = self.layout.compression
-        return () if name == "none" else (f"{name}: no fewer bytes than the gradients have; they travel as they are",)
+        return () if name == "none" else (f"{name} does not reduce the bytes; gradients are sent uncompressed",)
 
     def _ignored(self, operation: str, taken: str) -> tuple[str, ...]:
         name = self.layout.algorithm
         return () if name == "auto" else (substituted(name, operation, taken),)
 
     def _in_messages(self, operation: str, nbytes: float, axis: str, messages: int) -> MessageCost:
-        """Return so many collectives one after the other."""
         layout = self.layout
         reach = span(layout, axis, self.cluster)
         cost = collective(operation, nbytes / messages, reach, self.cluster, layout.algorithm)
         return repeated_cost(cost, messages)
 
     def _hideable(self, seconds: float) -> float:
-        """Return how much of messages for all units may hide: not those of one unit."""
+        """Return the part of the message time ``seconds`` that can overlap computation. One unit's cannot."""
         return self.layout.overlap * seconds * (self.units - 1) / self.units
 
     def _hide(self, seconds: float, often: int) -> tuple[float, float]:
-        """Return (all, hidden) of gradients that are sent behind the last ``often`` backwards."""
+        """Return the time of gradient messages, ``seconds``, and the part hidden by ``often`` backward passes."""
         return seconds, min(self._hideable(seconds), often * self.backward_s)
 
     def _result(self, whole: tuple[float, float], after_s: float, *costs: MessageCost) -> ExchangeCost:

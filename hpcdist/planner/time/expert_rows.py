@@ -1,10 +1,9 @@
-"""Way of the rows of experts on a cluster, and what their turns cost: in memory of a node, or in messages.
+"""Route and cost of token rows sent to experts: in node memory, or in messages.
 
-This toolkit chooses as `hpcdist.strategies.expert.axis.algorithm_for` does: with `algorithm = auto` ranks of one node
-without GPUs read rows where others have written them, and send nothing; ranks of several nodes send one message
-between two nodes; all others send pair by pair. Bytes, memory and copies: `hpcdist.strategies.expert.costs`. What is
-copied is read and written at the speed of the memory. A turn in memory of the node has the latency of a message, for
-all wait for all. The published implementation sends pair by pair, and is timed without counts and copies.
+hpcdist chooses as `hpcdist.strategies.expert.axis.algorithm_for`: with `algorithm = auto`, ranks of one node without
+GPUs read the rows in shared memory; ranks of several nodes send one message between two nodes; all others send
+pairwise. Bytes, memory and copies: `hpcdist.strategies.expert.costs`. Copies run at memory bandwidth. An exchange in
+node memory has the latency of a message. The published implementation sends pairwise, without counts and copies.
 """
 
 from typing import Final, NamedTuple
@@ -18,12 +17,15 @@ SHARED: Final = "node memory"
 HIERARCHICAL: Final = "hierarchical"
 PAIRS: Final = "pairs"
 EVEN_LOADS_FLAG: Final = (
-    "loads of experts are taken to be even: a rank that gets more rows keeps them, and the others wait for it"
+    "expert loads are assumed to be balanced: ranks with more rows take longer, and the other ranks wait for them"
 )
 
 
 class RowRoute(NamedTuple):
-    """Way of the rows of a group of expert ranks, which lie on ``nodes`` with ``each`` of them; "" where none go."""
+    """Route of token rows to experts.
+
+    ``way``: "node memory", "hierarchical" or "pairs". The expert group has ``each`` ranks on each of ``nodes`` nodes.
+    """
 
     way: str = ""
     nodes: int = 1
@@ -31,11 +33,11 @@ class RowRoute(NamedTuple):
 
 
 def row_route(layout: ParallelLayout, cluster: Cluster) -> RowRoute:
-    """Return the way of the rows of experts (local)."""
+    """Return the route of token rows to their experts. Without expert parallelism its ``way`` is "". Local."""
     if layout.expert == 1:
         return RowRoute()
-    total, box = layout.devices - layout.servers, cluster.node.devices
-    each = layout.expert if total <= box else members_inside(layout.expert, layout.tensor, box)
+    total, node_devices = layout.devices - layout.servers, cluster.node.devices
+    each = layout.expert if total <= node_devices else members_inside(layout.expert, layout.tensor, node_devices)
     nodes, way = layout.expert // each, PAIRS
     if layout.implementation == "hpcdist":
         if nodes > 1 and layout.algorithm in ("auto", HIERARCHICAL):
@@ -46,7 +48,11 @@ def row_route(layout: ParallelLayout, cluster: Cluster) -> RowRoute:
 
 
 def row_turn(turn: str, nbytes: float, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
-    """Return the cost of a ``turn``, one of `COPIES`, of a rank with ``nbytes``, its own part included (local)."""
+    """Return the cost of one all-to-all of the expert axis. Local.
+
+    ``turn``: name of the data to send: "counts", "rows", "gradients" or "results". ``nbytes``: bytes that a device
+    sends, including the bytes for itself.
+    """
     reach, route = span(layout, "expert", cluster), row_route(layout, cluster)
     if layout.implementation != "hpcdist":
         return collective("all_to_all", nbytes, reach, cluster)
@@ -62,21 +68,21 @@ def row_turn(turn: str, nbytes: float, layout: ParallelLayout, cluster: Cluster)
 
 
 def _between_nodes(nbytes: float, route: RowRoute, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
-    """Return the cost of an all-to-all by way of ranks that stand for their nodes."""
+    """Return the cost of an all-to-all that sends a single message from each node to each other node."""
     reach, traffic = span(layout, "expert", cluster), node_traffic(nbytes, route.nodes, route.each)
     far = reach.tiers[-1]
-    # Where fewer ranks of a node send than it has, each has more of the node's link, up to what one alone gets.
+    # If fewer ranks of a node send than it has, each gets a larger share of the link, up to a single sender's rate.
     senders = min(1.0, (route.nodes - 1) / route.each)
     between_s = traffic.messages * far.latency_s + traffic.most * max(far.single, far.crowded * senders)
     near = group(route.each, reach.stride, layout.devices - layout.servers, cluster.levels, layout.channels)
-    # An all-to-all of so many bytes, its own part included, sends what stays within the node.
+    # `collective` counts a device's part as well, which is not sent.
     inside = traffic.inside * route.each / max(1, route.each - 1)
     inside_s = collective("all_to_all", inside, near, cluster).seconds
     return MessageCost(between_s + inside_s, traffic.between + traffic.inside, HIERARCHICAL, reach.flags)
 
 
 def row_buffers(nbytes: float, route: RowRoute) -> float:
-    """Return the bytes of memory that rows of ``nbytes`` take on their way, beside what is kept of them (local)."""
+    """Return the bytes of buffers to send ``nbytes`` of token rows, in addition to the rows themselves. Local."""
     if route.way == SHARED:
-        return published_bytes(round(nbytes)) + nbytes  # and the gradients that come
+        return published_bytes(round(nbytes)) + nbytes  # plus received gradients
     return node_traffic(nbytes, route.nodes, route.each).workspace if route.way == HIERARCHICAL else 0.0

@@ -1,33 +1,27 @@
-"""Gradients on the wire: their types, the payloads of compression, and the time of compressed sums.
+"""Gradients on the wire: data types, compressed payloads, and the time of compressed sums.
 
-**Types.** Megatron sums in the type of its main gradients, everywhere. hpcdist stores 16-bit gradients and sends them
-unchanged to servers and to the owners of ZeRO, who sum them in float32 (`hpcdist.collectives.sharded`); partial sums
-of its allreduce travel in float32 (`hpcdist.collectives.dispatch`: none of the algorithms that are planned sums 16
-bits).
+**Types.** Megatron-LM sums in the type of its main gradients. hpcdist sends 16-bit gradients unchanged to servers and
+ZeRO owners, who sum them in float32. Its allreduce sends float32 sums.
 
-**Payloads.** Of n values, with the defaults of `hpcdist.strategies.compressed.config`, in bytes:
+**Payloads** in bytes, for n values (modules in `hpcdist.compression`):
 
     bfloat16    2 n                        casts                 shares to their owners, sums back
-    int8        n + 4 ceil(n / 256)        blockwise             the same
-    int4        n / 2 + 4 ceil(n / 256)    blockwise             the same
-    onebit      n / 8 + 4 p                onebit                the same: signs and a scale for each of p chunks
-    topk        8 ceil(n / 100)            topk                  gathered: (p-1) payloads come to everybody
-    powersgd    4 r (a + b), r = 4         powersgd              summed, for each matrix (a, b)
+    int8        n + 4 ceil(n / 256)        blockwise             as bfloat16
+    int4        n / 2 + 4 ceil(n / 256)    blockwise             as bfloat16
+    onebit      n / 8 + 4 p                onebit                as bfloat16: signs and a scale for each of p chunks
+    topk        8 ceil(n / 100)            topk                  all-gather: each rank receives p-1 payloads
+    powersgd    4 r (a + b), r = 4         powersgd              allreduce, for each matrix (a, b)
 
-Modules: `hpcdist.compression`. Coding is bound by memory: every value is read and its residual read and written (12
-bytes), its payload written, and on the way back payloads are read and values written; what is gathered is decoded for
-every rank. The two products and the orthogonalisation of powersgd are 3 x 2 r operations a value, of float32.
+Coding is bound by memory: encoding reads each value, reads and writes its residual (12 bytes), and writes the payload.
 
-**Compressed sums.** With n values, p ranks, c bytes of payload a value (`hpcdist.planner.time.gradient_payloads`), a
-rank sends
+**Compressed sums.** With n values, p ranks and c payload bytes per value, a rank sends
 
-    owned       2 (p-1)/p c n    shares to their owners and sums back, between all pairs; half in a reduce-scatter
-    gathered    (p-1) c n        payloads of all to everybody
-    summed      2 (p-1)/p c n    an allreduce of payloads
+    owned       2 (p-1)/p c n    shares to their owners and sums back; half for a reduce-scatter
+    gathered    (p-1) c n        all-gather of payloads
+    summed      2 (p-1)/p c n    allreduce of payloads
 
-as in `hpcdist.strategies.compressed.reduction`. Where a node has l > 1 of the ranks, the first two may also go
-between nodes only (`hpcdist.strategies.compressed.reduction`): float32 sums in the node, 8 n (l-1)/l bytes of its
-fast links, and n / l values for p / l ranks outside. The faster of both is taken, as a recipe would.
+If a node has l > 1 of the ranks, the first two may compress only between nodes: float32 sums within the node send 8 n
+(l-1)/l bytes, and p / l ranks exchange n / l values. The faster variant is used.
 """
 
 from functools import lru_cache
@@ -38,18 +32,18 @@ from hpcdist.planner.cluster.hardware import ITEM_BYTES, Cluster
 from hpcdist.planner.layout import COMPRESSIONS, ParallelLayout
 from hpcdist.planner.time.network import GroupSpan, MessageCost, collective, group, repeated_cost, span
 
-STORED_ITEM_BYTES: Final = ITEM_BYTES  # as kept
+STORED_ITEM_BYTES: Final = ITEM_BYTES  # of stored gradients and parameters
 
 
 def gradient_item_bytes(layout: ParallelLayout) -> int:
-    """Return the bytes of a gradient on the data axis, without compression."""
+    """Return the bytes per gradient element in messages on the data axis, without compression."""
     if layout.implementation == "hpcdist" and layout.strategy != "allreduce":
         return STORED_ITEM_BYTES[layout.precision]
     return summed_item_bytes(layout)
 
 
 def summed_item_bytes(layout: ParallelLayout) -> int:
-    """Return the bytes of a gradient in an allreduce, of any axis."""
+    """Return the bytes per element of gradients that an allreduce on any axis sums."""
     working = STORED_ITEM_BYTES[layout.precision]
     is_narrow = layout.implementation == "megatron" and layout.main_gradients == "working"
     return working if is_narrow else max(4, working)
@@ -58,22 +52,25 @@ def summed_item_bytes(layout: ParallelLayout) -> int:
 TOPK_DENSITY: Final = 0.01
 POWERSGD_RANK: Final = 4
 QUANTISE_BLOCK: Final = 256
-_ENCODE_BYTES: Final = 12  # a value: itself, its residual, and that written
+_ENCODE_BYTES: Final = 12  # per value: read value and residual, write residual
 
-Matrices = tuple[tuple[int, int, int], ...]  # (rows, columns, how many)
+Matrices = tuple[tuple[int, int, int], ...]  # (rows, columns, count)
 
 
 class Payload(NamedTuple):
-    """Bytes that stand for all gradients of a device; ``way``: "owned", "gathered" or "summed"."""
+    """Compressed payload of a device's gradients. ``way`` to sum payloads: "owned", "gathered" or "summed".
+
+    The module docstring explains the ways.
+    """
 
     nbytes: float
     way: str
-    touched_bytes: float  # of memory, in encoding and decoding
+    touched_bytes: float  # memory traffic of encoding and decoding
     flops: float = 0.0
     flags: tuple[str, ...] = ()
 
     def seconds(self, cluster: Cluster) -> float:
-        """Return the time of encoding and decoding on a device of ``cluster``."""
+        """Return the seconds to encode and decode the payload on a device of ``cluster``."""
         device = cluster.device
         moved_s = self.touched_bytes / (device.memory_bytes_per_s * device.memory_share)
         peak = device.peak_flops.get("float32", 0.0)
@@ -82,14 +79,15 @@ class Payload(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def payload(compression: str, values: float, ranks: int, units: int = 1, matrices: Matrices = ()) -> Payload | None:
-    """Return the payload of ``values`` in ``units`` of one device under ``compression``; None for "none".
+    """Return the compressed payload of ``values`` gradients, or None if ``compression`` is "none".
 
-    Raises UsageError for a name that is none.
+    ``units``: number of model units with these gradients. ``matrices``: (rows, columns, count) of the weights, for
+    powersgd. Raises UsageError for an unknown compression.
     """
     if compression == "none":
         return None
     if compression not in COMPRESSIONS:
-        raise UsageError(f"compression {compression!r}; choose one of {', '.join(COMPRESSIONS)}")
+        raise UsageError(f"unknown compression {compression!r}; choose one of {', '.join(COMPRESSIONS)}")
     if compression == "topk":
         nbytes = 8 * TOPK_DENSITY * values
         return Payload(nbytes, "gathered", _ENCODE_BYTES * values + nbytes + ranks * nbytes + 4 * values)
@@ -102,7 +100,7 @@ def payload(compression: str, values: float, ranks: int, units: int = 1, matrice
         "int4": values / 2 + scales,
         "onebit": values / 8 + 4 * ranks * units,
     }[compression]
-    # Encoded for the owners, who read what comes, add, and encode the sums; then decoded.
+    # Encoded for the owners, who read, sum and encode the sums; then decoded.
     return Payload(nbytes, "owned", _ENCODE_BYTES * values + 3 * nbytes + 2 * 4 * values)
 
 
@@ -114,8 +112,8 @@ def _low_rank(values: float, units: int, matrices: Matrices) -> Payload:
     else:
         side = (values / units) ** 0.5
         sent = units * POWERSGD_RANK * 2 * side
-        flags = ("powersgd: each unit is taken to be one square matrix",)
-    # Read for M Q, for M^T P and for the residual, which is written; P Q^T is written.
+        flags = ("powersgd: each unit is assumed to be a single square matrix",)
+    # Read for M Q, for M^T P and for the residual; the residual and P Q^T are written.
     return Payload(4 * sent, "summed", 5 * 4 * values, 3 * 2 * POWERSGD_RANK * values, flags)
 
 
@@ -123,7 +121,7 @@ _FLOAT32: Final = 4
 
 
 class CompressedGradients(NamedTuple):
-    """``values`` of one device, in ``units``; ``matrices`` as in `payload`."""
+    """Uncompressed gradients of a device: ``values`` elements in ``units`` model units. ``matrices``: see `payload`."""
 
     values: float
     units: int
@@ -138,10 +136,7 @@ def compressed_sum(
     cluster: Cluster,
     messages: int = 1,
 ) -> MessageCost:
-    """Return the cost of a compressed sum in so many ``messages``, with encoding and decoding.
-
-    ``operation`` is allreduce or reduce_scatter.
-    """
+    """Return the cost of a compressed allreduce or reduce_scatter, in ``messages`` messages, including coding time."""
     whole = span(layout, axis, cluster)
     flat = _over(operation, gradients, layout, whole, cluster, messages)
     inside = _inside(whole, cluster)
@@ -166,25 +161,25 @@ def compressed_sum(
 
 
 def _inside(whole: GroupSpan, cluster: Cluster) -> int:
-    """Return how many ranks of the group share a node."""
+    """Return the number of ranks of the group ``whole`` that are on one node."""
     inside = 1
     for tier in whole.tiers:
-        box = cluster.levels[tier.outer].devices
-        if box and box <= cluster.node.devices:
+        level_devices = cluster.levels[tier.outer].devices
+        if level_devices and level_devices <= cluster.node.devices:
             inside = tier.lanes * tier.fan
     return inside
 
 
 def _over(
     operation: str,
-    given: CompressedGradients,
+    gradients: CompressedGradients,
     layout: ParallelLayout,
     ranks: GroupSpan,
     cluster: Cluster,
     messages: int,
 ) -> MessageCost:
-    sent = payload(layout.compression, given.values, ranks.size, given.units, given.matrices)
-    assert sent is not None, "there is something to compress"
+    sent = payload(layout.compression, gradients.values, ranks.size, gradients.units, gradients.matrices)
+    assert sent is not None, "compression is not 'none'"
     each = sent._replace(nbytes=sent.nbytes / messages)
     cost = repeated_cost(_sent(operation, each, ranks, layout, cluster), messages)
     return MessageCost(

@@ -1,22 +1,19 @@
-"""Load of a pipeline rank for one micro-batch: the seconds of its units, and the collectives that it calls.
+"""Load of a pipeline rank per micro-batch: the seconds of its units, and its collectives.
 
-Of b samples of s tokens and width h the tensor axis sends, in a region of products from columns to rows of its
-weights (M. Shoeybi et al., arXiv:1909.08053, section 3; arXiv:2205.05198, section 4.2), with b s h numbers in each:
+For b samples of s tokens and width h, the tensor axis sends b s h elements per collective in each region from a
+column-sharded to a row-sharded weight (arXiv:1909.08053, section 3; arXiv:2205.05198, section 4.2):
 
-    forward         an allreduce behind the region; with sequence parallelism an all-gather before it and a
-                    reduce-scatter behind it
-    back            an allreduce for the input of the region; with sequence parallelism an all-gather of the gradient of
-                    its output, a reduce-scatter for its input, and the input gathered once more
+    forward         an allreduce after the region; with sequence parallelism an all-gather before and a reduce-scatter
+                    after it
+    backward        an allreduce for the input gradient; with sequence parallelism an all-gather of the output gradient,
+                    a reduce-scatter of the input gradient, and another all-gather of the input
 
-An embedding whose vocabulary is cut is the end of a region, a head the beginning of one; the loss of a cut vocabulary
-sums three float32 numbers a token. The allreduce, or the reduce-scatter, that goes back may run while the gradients
-of the weights at the beginning of the region are computed, and the second gathering while those of the input are
-(arXiv:2205.05198, section 6.2): `Layout.tensor_overlap`. The context axis gathers keys and values forward, and
-scatters the sums of their gradients back (arXiv:2407.21783, section 3.3.2); in hpcdist they travel round a ring beside
-the tiles of attention, and once more in the backward with their gradients, or heads are exchanged for tokens, as
-`hpcdist.strategies.context` chooses, and routers tell each other how often they chose which expert. The expert axis
-sends each token to its experts and back, and so its gradient (`hpcdist.planner.time.expert_rows`). What is recomputed
-(`hpcdist.planner.model.stage_split`) sends again what its forward sent.
+The loss over a sharded vocabulary sums three float32 numbers per token. In backward all but the first all-gather can
+overlap the gradients' computation (arXiv:2205.05198, section 6.2).
+
+The context axis gathers keys and values in forward, and reduce-scatters their gradients in backward (arXiv:2407.21783,
+section 3.3.2). In hpcdist they pass round a ring, once more in backward, or heads are exchanged for tokens.
+Recomputation repeats the messages of forward.
 """
 
 from collections import Counter
@@ -36,17 +33,17 @@ from hpcdist.strategies.expert import costs as expert_costs
 
 FORWARD: Final = 0
 BACKWARD: Final = 1
-OVERLAPPED: Final = 2  # back, and while gradients are computed that do not wait for it
+OVERLAPPED: Final = 2  # in backward, overlapping gradients that do not wait for it
 RECOMPUTE: Final = 3
-_PLACES: Final = (0, 1, 1, 2)  # of a time in the waits of `Sent`
-LOSS_SUMS: Final = 3  # the maximum, the sum of exponentials, the logit of the right token
+_PLACES: Final = (0, 1, 1, 2)  # phase -> index of the waits in `CollectiveWait`
+LOSS_SUMS: Final = 3  # maximum, sum of exponentials, logit of the target token
 
 
 class AxisCollective(NamedTuple):
-    """A collective of a micro-batch: when, over which axis, what, and on how many bytes.
+    """Collective of a micro-batch: phase ``when`` (forward, backward, ...), axis, operation and bytes.
 
-    Of the expert axis it is a turn of `hpcdist.planner.time.expert_rows`.
-    So many ``passes`` round a ring run beside ``tiles_s`` of attention; None: nothing is computed beside.
+    On the expert axis the operation is "counts", "rows", "gradients" or "results". A ring of ``passes`` passes overlaps
+    ``tiles_s`` seconds of attention. ``tiles_s`` None means no overlap.
     """
 
     when: int
@@ -58,10 +55,9 @@ class AxisCollective(NamedTuple):
 
 
 class StageLoad(NamedTuple):
-    """Computation of a micro-batch on one rank, or in one chunk; its collectives, and how often; what lies there.
+    """Load of a micro-batch on one rank or chunk: computation, collectives with their counts, and parameters.
 
-    ``cover_s`` is the computation that collectives may run behind; ``uncut`` are the parameters that all ranks of the
-    tensor axis have.
+    ``cover_s``: computation that collectives can overlap. ``uncut``: parameters replicated over the tensor axis.
     """
 
     forward_s: float
@@ -79,10 +75,7 @@ class StageLoad(NamedTuple):
 
 
 class CollectiveWait(NamedTuple):
-    """Seconds that a micro-batch waits for its collectives, by axis; bytes, and by which algorithm most of them go.
-
-    ``hidden_s`` is what passes round a ring take behind attention.
-    """
+    """Seconds per micro-batch that a rank waits for collectives, by axis. ``hidden_s``: overlapped ring passes."""
 
     forward_s: dict[str, float]
     back_s: dict[str, float]
@@ -94,40 +87,40 @@ class CollectiveWait(NamedTuple):
 
 
 def loads(description: ModelDescription, layout: ParallelLayout, cluster: Cluster) -> tuple[tuple[StageLoad, int], ...]:
-    """Return the different loads that ranks of the pipeline have, and how many ranks have each (local)."""
-    known = cached(cluster, "loads")
+    """Return pairs (load of a rank, number of pipeline ranks with this load), one per distinct load. Local."""
+    cache = cached(cluster, "loads")
     key = load_key(description, layout)
-    different: tuple[tuple[StageLoad, int], ...] | None = known.get(key)
-    if different is None:
+    distinct: tuple[tuple[StageLoad, int], ...] | None = cache.get(key)
+    if distinct is None:
         of_ranks = stages(description, layout)
         repeats: list[Counter[int]] = [Counter() for _ in of_ranks]
         for rank, shares in recomputed(description, layout):
             repeats[rank].update({share.place: share.times for share in shares})
         composed = [
-            (tuple((share.place, share.times) for share in shares), tuple(sorted(own.items())))
-            for shares, own in zip(of_ranks, repeats, strict=True)
+            (tuple((share.place, share.times) for share in shares), tuple(sorted(counts.items())))
+            for shares, counts in zip(of_ranks, repeats, strict=True)
         ]
-        alike, often = dict(zip(composed, of_ranks, strict=True)), Counter(composed)
-        different = tuple(
-            (_load(alike[composition], dict(composition[1]), description, layout, cluster), often[composition])
+        shares_of, often = dict(zip(composed, of_ranks, strict=True)), Counter(composed)
+        distinct = tuple(
+            (_load(shares_of[composition], dict(composition[1]), description, layout, cluster), often[composition])
             for composition in often
         )
-        known[key] = different
-    return different
+        cache[key] = distinct
+    return distinct
 
 
 def chunk_loads(description: ModelDescription, layout: ParallelLayout, cluster: Cluster) -> tuple[StageLoad, ...]:
-    """Return the load of each chunk, in the order of the model (local)."""
+    """Return the load of each chunk in model order. Local."""
     return tuple(
-        _load(chunk.shares, {share.place: share.times for share in again.shares}, description, layout, cluster)
-        for chunk, again in zip(chunks(description, layout), recomputed(description, layout), strict=True)
+        _load(chunk.shares, {share.place: share.times for share in repeated.shares}, description, layout, cluster)
+        for chunk, repeated in zip(chunks(description, layout), recomputed(description, layout), strict=True)
     )
 
 
 def combined(load: StageLoad, other: StageLoad) -> StageLoad:
-    """Return the sum of two loads: that of a rank that has both (local)."""
+    """Return the sum of two loads: the load of a rank that has both. Local."""
     pairs: Iterator[tuple[Any, Any]] = zip(load, other, strict=True)
-    return StageLoad(*(own + more for own, more in pairs))._replace(
+    return StageLoad(*(first + second for first, second in pairs))._replace(
         flags=tuple(dict.fromkeys(load.flags + other.flags))
     )
 
@@ -136,10 +129,10 @@ def collective_wait(
     load: StageLoad,
     layout: ParallelLayout,
     cluster: Cluster,
-    known: dict[tuple[str, str, float], MessageCost] | None = None,
+    costs: dict[tuple[str, str, float], MessageCost] | None = None,
 ) -> CollectiveWait:
-    """Return the waits of a micro-batch for the collectives of ``load`` (local); ``known`` has costs of this layout."""
-    known = {} if known is None else known
+    """Return the seconds that a rank waits for the collectives of ``load``. ``costs``: cache by collective. Local."""
+    costs = {} if costs is None else costs
     waits: tuple[dict[str, float], dict[str, float], dict[str, float]] = {}, {}, {}
     nbytes: dict[str, float] = {}
     algorithms: dict[str, str] = {}
@@ -148,13 +141,13 @@ def collective_wait(
     behind_s = hidden_s = 0.0
     for call, often in load.calls:
         when, axis, operation, size, tiles_s, passes = call
-        cost = known.get((axis, operation, size))
+        cost = costs.get((axis, operation, size))
         if cost is None:
             if axis == "expert":
                 cost = row_turn(operation, size, layout, cluster)
             else:
                 cost = collective(operation, size, span(layout, axis, cluster), cluster)
-            known[axis, operation, size] = cost
+            costs[axis, operation, size] = cost
         nbytes[axis] = nbytes.get(axis, 0.0) + often * cost.nbytes
         if axis not in algorithms or often * size > most[axis]:
             algorithms[axis], most[axis] = cost.algorithm, often * size
@@ -171,9 +164,10 @@ def collective_wait(
 
 
 def _exposed_s(gathered_s: float, tiles_s: float, passes: int, *, back: bool) -> float:
-    """Return the seconds of ``passes`` round the ring that no tiles hide, given those of a gathering.
+    """Return the seconds of a ring's messages that attention does not hide.
 
-    Back there are two of these, of keys and of gradients: each has half of what both leave.
+    ``gathered_s``: seconds of all ``passes`` passes. ``tiles_s``: seconds of attention. ``back``: return the seconds of
+    one of the two rings in backward.
     """
     blocks = passes + 1
     exposed_s = ring_exposed_s(blocks, tiles_s / blocks, gathered_s / passes, back=back)
@@ -181,7 +175,7 @@ def _exposed_s(gathered_s: float, tiles_s: float, passes: int, *, back: bool) ->
 
 
 def load_key(description: ModelDescription, layout: ParallelLayout) -> tuple[object, ...]:
-    """Return the key of the cache of `loads`: all that they depend on (local)."""
+    """Return the cache key of `loads`. Local."""
     return (description, layout.pipeline, layout.chunks, layout.schedule, *timed_fields(layout))
 
 
@@ -192,16 +186,16 @@ def _load(
     layout: ParallelLayout,
     cluster: Cluster,
 ) -> StageLoad:
-    """Return the sum of ``shares``; ``repeats``: how many of the units at a place are computed again."""
+    """Return the total load of the units ``shares``. ``repeats``: number of recomputed units, by unit index."""
     sums, again_s = [0.0] * 8, 0.0
     calls: Counter[AxisCollective] = Counter()
     flags: dict[str, None] = {}
-    left = dict(repeats)
+    remaining = dict(repeats)
     for unit, count, place in shares:
         seconds = unit_seconds(unit, layout, cluster)
-        again = min(count, left.get(place, 0))
-        left[place] = left.get(place, 0) - again
-        again_s += again * seconds.again_s
+        repeated = min(count, remaining.get(place, 0))
+        remaining[place] = remaining.get(place, 0) - repeated
+        again_s += repeated * seconds.again_s
         whole = (
             seconds.forward_s,
             seconds.input_s,
@@ -215,8 +209,8 @@ def _load(
         sums = [total + count * each for total, each in zip(sums, whole, strict=True)]
         for call in _calls(unit, description, layout, seconds.attention_s):
             calls[call] += count
-            if call.when == FORWARD and again and layout.recompute == "full":
-                calls[call._replace(when=RECOMPUTE)] += again
+            if call.when == FORWARD and repeated and layout.recompute == "full":
+                calls[call._replace(when=RECOMPUTE)] += repeated
         flags.update(dict.fromkeys(seconds.flags))
     units = sum(share.times for share in shares)
     forward_s, input_s, weight_s, add_s, cover_s, parameters, experts, uncut = sums
@@ -239,7 +233,6 @@ def _load(
 def _calls(
     unit: ModelUnit, description: ModelDescription, layout: ParallelLayout, attention_s: tuple[float, float]
 ) -> Iterator[AxisCollective]:
-    """Yield the collectives of one unit; ``attention_s``: the seconds of its attention, forward and back."""
     item = ITEM_BYTES[layout.computes_in]
     each = layout.microbatch / layout.context * item
     attention = unit.attention
@@ -257,7 +250,7 @@ def _calls(
         counts = counts_bytes(layout.context, layout.microbatch, first.experts)
         yield AxisCollective(FORWARD, "context", "all_gather", counts)
     if layout.expert > 1:
-        # Ours route all tokens on each tensor rank, the published ones those of its own rows.
+        # hpcdist routes all tokens on each tensor rank, Megatron-LM only the rank's rows.
         by_rows = layout.sequence_parallel and layout.implementation == "megatron"
         tokens = first.rows * first.experts * first.share / (layout.tensor if by_rows else 1)
         if layout.implementation == "hpcdist":
@@ -270,12 +263,11 @@ def _calls(
 def _context(
     unit: ModelUnit, layout: ParallelLayout, attention: AttentionShape, item: int, attention_s: tuple[float, float]
 ) -> Iterator[AxisCollective]:
-    """Yield what one attention exchanges over the context axis.
+    """Yield the context-axis collectives of one attention. Ring passes overlap its attention tiles.
 
-    Passes round a ring cost as much as a gathering, of what the rank that gets most of it sees with a window, and run
-    beside the tiles of attention.
+    ``item``: bytes per element. ``attention_s``: seconds of attention in forward and in backward.
     """
-    # The whole buffer: of all tokens.
+    # Whole buffer: keys and values of all tokens.
     whole = layout.microbatch * attention.context * 2 * attention.kv_heads / layout.tensor * attention.size * item
     if layout.implementation == "hpcdist":
         share, method = context_share(unit, layout, layout.microbatch)
@@ -298,7 +290,10 @@ def _context(
 def _tensor(
     unit: ModelUnit, description: ModelDescription, layout: ParallelLayout, each: float
 ) -> Iterator[AxisCollective]:
-    """Yield the collectives of the regions that the tensor axis cuts; ``each``: bytes of a number of all samples."""
+    """Yield the collectives of a unit's tensor-parallel regions.
+
+    ``each``: bytes per element of a sample: micro-batch size * bytes of one element / context ranks.
+    """
     if unit.cut_parameters and not unit.products:  # an embedding
         yield from _ends(description.tokens * description.width * each, layout)
     inside = False

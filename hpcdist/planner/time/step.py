@@ -1,23 +1,19 @@
 """Critical path of a step: micro-batches, pipeline bubble, exposed exchange, update and input.
 
-A step of m micro-batches takes m times what the slowest rank of the pipeline computes and sends for one (less where
-the last of them is smaller), then what the pipeline is idle or waits for its messages
-(`hpcdist.planner.time.pipeline`), what the exchange of gradients and parameters leaves exposed
-(`hpcdist.planner.time.exchange`), and the update. Only the backward of the last micro-batch can hide the gradients of
-a step. Data is read ahead, while the step before computes: a step waits for it where that is shorter. With a pipeline
-the gradients of a tied embedding are summed over the ranks of its first and its last stage.
+A step of m micro-batches takes m times the time of the slowest pipeline rank per micro-batch, plus pipeline idle time
+and waits for messages, the exposed exchange, and the update. Only the backward of the last micro-batch can overlap
+gradients of a step. Input is prefetched. With a pipeline the gradients of a tied embedding are summed over the first
+and last stage.
 
-The update is the norm of all gradients and the optimizer, both bound by memory traffic. For each number that a device
-updates (its share under ZeRO), with p bytes a parameter, g a gradient, and k numbers of the optimizer:
+The update (gradient norm and optimizer) is bound by memory traffic. Bytes per updated number (a device's share under
+ZeRO), with p bytes per parameter, g per gradient, and k optimizer slots:
 
-    norm        g read, and an allreduce of one number over all devices
-    step        g read, parameter and k numbers read and written: 2 p (1 + k); of 16 bits a float32 master instead,
-                2 x 4 (1 + k), and the working parameter p written
-    Megatron    16-bit gradients are copied to float32 first (2 read, 4 written); they are scaled back and looked
-                through for infinities (8), clipped (8) and, when all is done, set to 0 (g)
+    norm        read g; plus an allreduce of one number over all devices
+    step        read g, read and write parameter and k slots: 2 p (1 + k); for 16 bits with a float32 master
+                2 x 4 (1 + k), and write the parameter p
+    Megatron    copy 16-bit gradients to float32 (read 2, write 4), unscale and check for infinities (8), clip (8),
+                and zero the gradients (g)
 
-Workers wait while parameter servers update, each its share: of the whole model, which dedicated ones deal out by size
-(`hpcdist.strategies.parameter_server.partition`).
 """
 
 import math
@@ -45,14 +41,11 @@ from hpcdist.planner.time.pipeline import (
 from hpcdist.planner.time.stage_load import CollectiveWait, StageLoad
 from hpcdist.strategies.schedule.generate.registry import FILE, SCHEDULES, check_schedule
 
-WIDE_BYTES = 4  # a master, a moment
+WIDE_BYTES = 4  # float32: of a master, a moment
 
 
 def update_s(parameters: float, layout: ParallelLayout, cluster: Cluster, expert_parameters: float = 0.0) -> float:
-    """Return the seconds of the update of a device with so many ``parameters``, experts among them (local).
-
-    With dedicated servers they are those of the whole model.
-    """
+    """Return the seconds of the optimizer update. ``parameters`` include the ``expert_parameters``. Local."""
     numbers = owned(parameters - expert_parameters, layout, layout.data * layout.context)
     if expert_parameters:
         numbers += owned(expert_parameters, layout, max(1, layout.data * layout.context // layout.expert))
@@ -62,14 +55,14 @@ def update_s(parameters: float, layout: ParallelLayout, cluster: Cluster, expert
 
 
 def owned(parameters: float, layout: ParallelLayout, replicas: int) -> float:
-    """Return how many of ``parameters`` one device, or server, updates (local)."""
+    """Return the number of the ``parameters`` that one device or server updates. ``replicas``: their replicas."""
     if layout.strategy == "parameter_server":
         return parameters / (layout.servers or replicas)
     return parameters / replicas if stage_of(layout.strategy) else parameters
 
 
 def bytes_each(layout: ParallelLayout) -> float:
-    """Return the bytes that norm and optimizer move for each number (local)."""
+    """Return the bytes of memory traffic per parameter for the gradient norm and the optimizer update. Local."""
     parameter, gradient, _ = unsharded(layout)
     wide = layout.precision not in ("float32", "float64")
     master = WIDE_BYTES if wide else parameter
@@ -81,14 +74,14 @@ def bytes_each(layout: ParallelLayout) -> float:
 
 
 AXES: Final = ("tensor", "context", "expert")
-TOKEN_BYTES: Final = 4  # at most, as samples are stored
+TOKEN_BYTES: Final = 4  # largest type of stored tokens
 
 
 class MicrobatchFlow(NamedTuple):
-    """Seconds of the micro-batches of a step, whichever strategy and compression the data axis has.
+    """Times of the micro-batches of a step in seconds, independent of the strategy and compression of the data axis.
 
-    ``slowest`` is the rank of the pipeline that takes longest, ``fullest`` the one with most parameters, ``hop`` a
-    message between two ranks; ``terms`` are those of `TimeEstimate` up to "bubble".
+    ``slowest``: times of the slowest pipeline rank. ``fullest``: times of the rank with the most parameters. ``hop``:
+    cost of a message between two ranks. ``terms``: the terms of `TimeEstimate` from "forward" to "bubble".
     """
 
     slowest: StageTime
@@ -106,7 +99,7 @@ def microbatch_flow(
     *,
     simulate: bool = False,
 ) -> MicrobatchFlow:
-    """Return the time of the micro-batches of a step (local). Arguments and errors are those of `timing`."""
+    """Return the time of the micro-batches of a step. Local. See `timing` for the arguments and errors."""
     m = layout.microbatches(global_batch)
     if layout.pipeline > 1:
         _check(layout, m)
@@ -139,21 +132,21 @@ def timing(
     *,
     simulate: bool = False,
     spare_bytes: float = math.inf,
-    known: MicrobatchFlow | None = None,
+    flow: MicrobatchFlow | None = None,
 ) -> TimeEstimate:
-    """Return the time of a step by terms (local).
+    """Return the time of a step by terms. Local.
 
-    With ``simulate`` the passes of a pipeline are run one by one, each chunk with its own seconds. ``spare_bytes``:
-    memory that longer buckets of gradients may take. ``known`` is the `flow` of this layout, or of one that has another
-    strategy or compression only. Raises ConfigurationError for a schedule or a precision that cannot be.
+    ``simulate``: simulate the pipeline passes with the times of each chunk. ``spare_bytes``: memory for larger gradient
+    buckets. ``flow``: result of `microbatch_flow` for this layout, or for a layout that differs only in strategy or
+    compression. Raises ConfigurationError for an impossible schedule or precision.
     """
-    if known is None:
-        known = microbatch_flow(description, layout, cluster, global_batch, simulate=simulate)
-    fullest, waits, hop = known.fullest, known.slowest.sent, known.hop
+    if flow is None:
+        flow = microbatch_flow(description, layout, cluster, global_batch, simulate=simulate)
+    fullest, waits, hop = flow.fullest, flow.slowest.sent, flow.hop
     swap = data_exchange(description, layout, cluster, layout.microbatches(global_batch), fullest, spare_bytes)
     tied, rows = tied_sum(description, layout, cluster), rows_sum(fullest.load, layout, cluster)
     terms = {
-        **known.terms,
+        **flow.terms,
         "data": swap.exposed_s + tied.seconds,
         "rows": rows.seconds,
         "update": _update_s(description, fullest.load, layout, cluster),
@@ -162,11 +155,11 @@ def timing(
     return TimeEstimate(
         terms=terms,
         hidden_s=swap.hidden_s + _full(layout, global_batch) * waits.hidden_s,
-        bubble=known.bubble,
+        bubble=flow.bubble,
         bytes=_bytes(layout, _full(layout, global_batch), waits, hop, swap, tied, rows),
         algorithms=_algorithms(waits, swap),
         flags=tuple(
-            dict.fromkeys((*known.slowest.load.flags, *waits.flags, *hop.flags, *swap.flags, *_beyond(layout, cluster)))
+            dict.fromkeys((*flow.slowest.load.flags, *waits.flags, *hop.flags, *swap.flags, *_beyond(layout, cluster)))
         ),
         bucket_bytes=swap.bucket_bytes,
     )
@@ -180,9 +173,9 @@ def data_exchange(
     stage: StageTime,
     spare_bytes: float = math.inf,
 ) -> ExchangeCost:
-    """Return the exchange of the data axis for the parameters of ``stage``, after ``m`` micro-batches (local).
+    """Return the cost of the data-axis exchange for the parameters of ``stage``; only computation can hide it. Local.
 
-    It hides behind computation alone: messages of other axes are taken to need the same links.
+    ``m``: micro-batches. ``spare_bytes``: memory for larger gradient buckets.
     """
     load, ends = stage.load, (0.0, 0.0)
     if layout.pipeline == 1 and layout.implementation == "hpcdist":
@@ -204,7 +197,6 @@ def data_exchange(
 
 
 def _matrices(description: ModelDescription, layout: ParallelLayout) -> tuple[tuple[int, int, int], ...]:
-    """Return the matrices of all units, as they are on one device: (rows, columns, how many)."""
     matrices = []
     for unit in description.units:
         for product in unit.products:
@@ -215,19 +207,14 @@ def _matrices(description: ModelDescription, layout: ParallelLayout) -> tuple[tu
 
 
 def tied_sum(description: ModelDescription, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
-    """Return the sum of the gradients of a tied tensor over the first and the last rank, which have it (local).
-
-    In hpcdist the first one owns it: the gradient comes, the new value goes back
-    (`hpcdist.strategies.pipeline.tied`). A folded schedule puts both ends of the model on the first rank, which needs
-    no message.
-    """
+    """Return the cost of summing the gradients of a tied tensor over the first and the last pipeline rank. Local."""
     if layout.pipeline == 1 or not description.tied_parameters or SCHEDULES[layout.schedule].folded:
         return NO_COST
-    own = description.tied_parameters / layout.tensor
+    elements = description.tied_parameters / layout.tensor
     if layout.implementation == "hpcdist":
-        there = message(own * STORED_ITEM_BYTES[layout.precision], layout, "pipeline", cluster)
+        there = message(elements * STORED_ITEM_BYTES[layout.precision], layout, "pipeline", cluster)
         return there._replace(seconds=2 * there.seconds)
-    return message(own * summed_item_bytes(layout), layout, "pipeline", cluster)
+    return message(elements * summed_item_bytes(layout), layout, "pipeline", cluster)
 
 
 def _update_s(description: ModelDescription, fullest: StageLoad, layout: ParallelLayout, cluster: Cluster) -> float:
@@ -237,22 +224,18 @@ def _update_s(description: ModelDescription, fullest: StageLoad, layout: Paralle
 
 
 def _full(layout: ParallelLayout, global_batch: int) -> float:
-    """Return how many full micro-batches the samples would be of the replica that has most."""
+    """Return the micro-batches per step of the replica with most samples. A smaller last one counts as a fraction."""
     return -(-global_batch // layout.data) / layout.microbatch
 
 
 def rows_sum(load: StageLoad, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
-    """Return the sum of gradients of what the tensor axis does not cut, each rank having seen its tokens only (local).
-
-    Once a step, with sequence parallelism (arXiv:2205.05198; norms, and biases behind a sum).
-    """
+    """Return the allreduce cost of gradients of parameters that tensor ranks replicate, or 0. Local."""
     if layout.tensor == 1 or not layout.sequence_parallel:
         return NO_COST
     return collective("allreduce", load.uncut * summed_item_bytes(layout), span(layout, "tensor", cluster), cluster)
 
 
 def _input_s(description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int) -> float:
-    """Return how long reading the samples of a step takes; ranks of one replica read them once."""
     nbytes = global_batch * (description.sample_bytes or description.tokens * TOKEN_BYTES)
     nodes = max(1, min(layout.data, -(-layout.devices // cluster.node.devices)))
     return nbytes / min(cluster.storage.read_bytes_per_s, nodes * cluster.storage.node_read_bytes_per_s)
@@ -267,7 +250,6 @@ def _bytes(
     tied: MessageCost,
     rows: MessageCost,
 ) -> dict[str, float]:
-    """Return the bytes that the busiest rank sends in a step, by axis."""
     sent = {axis: full * nbytes for axis, nbytes in waits.nbytes.items()}
     if rows.nbytes:
         sent["tensor"] += rows.nbytes
@@ -282,11 +264,9 @@ def _algorithms(waits: CollectiveWait, swap: ExchangeCost) -> dict[str, str]:
 
 
 def _check(layout: ParallelLayout, microbatches: int) -> None:
-    """Raise for a schedule that cannot run so, and for that of a file, whose passes are not known here."""
     if layout.schedule == FILE:
         raise ConfigurationError(
-            f"schedule = {FILE!r}: a schedule from a file may be anything, so no plan is made of it; choose one of "
-            f"{', '.join(SCHEDULES)}"
+            f"schedule = {FILE!r}: a schedule from a file cannot be planned; choose one of {', '.join(SCHEDULES)}"
         )
     check_schedule(layout.schedule, layout.pipeline, microbatches, layout.chunks)
 
@@ -294,4 +274,4 @@ def _check(layout: ParallelLayout, microbatches: int) -> None:
 def _beyond(layout: ParallelLayout, cluster: Cluster) -> tuple[str, ...]:
     if layout.devices <= cluster.devices:
         return ()
-    return (f"{layout.devices} devices, and the cluster has {cluster.devices}: extrapolated",)
+    return (f"{layout.devices} devices, but the cluster has {cluster.devices}: extrapolated",)

@@ -1,7 +1,6 @@
-"""Compressed exchanges: strategies that send the payloads of `hpcdist.compression` in the place of gradients.
+"""Compressed exchanges: strategies that send payloads of `hpcdist.compression` instead of gradients.
 
-Floor 4; imports compression, collectives and, of the strategies, core, allreduce and zero. `reduction` makes
-payloads and sums them over the ranks, `error_feedback` keeps what they lose; `dgc` and `onebit` replace the momentum
-of the optimizer; `autoselect` measures whether compression pays. `config` is light. Begin with
-`exchange.CompressedExchange` and `reduction.CompressedReduction`.
+Floor 4; imports compression, collectives, core, allreduce and zero. `reduction` encodes and sums payloads,
+`error_feedback` keeps the compression errors, `dgc` and `onebit` replace the optimizer's momentum, and `autoselect`
+measures whether compression pays. Begin with `exchange.CompressedExchange` and `reduction.CompressedReduction`.
 """

@@ -1,14 +1,10 @@
 """Automatic choice of a compressor: measure at the start of a run whether compression pays on this network.
 
-The largest bucket of gradients of the run's own ranks is summed dense and by each candidate, in turns; the slowest
-rank counts, and of all turns the fastest: what else a machine does only makes them longer. What a candidate takes is
-encoding, the wire, and decoding; with B the bytes of a bucket, c the ratio of compression, and W the bytes a second
-of the slowest link, it wins where
+The largest gradient bucket is summed uncompressed and with each candidate, in turn. Of several turns, the fastest
+counts. With B bytes of a bucket, compression ratio c, and W bytes per second of the slowest link, a candidate wins if
+it is clearly faster:
 
     codec + wire(B / c) < wire(B),        about       codec < (1 - 1/c) B / W
-
-so that a fast network needs no compression however good it is. A candidate has to be clearly faster, else gradients
-stay as they are: compression is a loss of information, and has to be worth it.
 """
 
 import time
@@ -33,15 +29,15 @@ from hpcdist.strategies.compressed.registry import bucket_reduction
 from hpcdist.strategies.core.rank_context import RankContext
 
 NONE: Final = "none"
-CLEARLY: Final = 0.95  # of the dense time: worth an error in every gradient
+CLEARLY: Final = 0.95  # a candidate must take less than this fraction of the uncompressed time
 BUDGET_S: Final = 1.5
-FEWEST, MOST = 3, 25  # rounds, behind one that compiles and connects
+FEWEST, MOST = 3, 25  # rounds, after one that compiles and connects
 _FLOAT32: Final = np.dtype(np.float32)
 
 
 @dataclass(frozen=True)
 class CandidateTiming:
-    """Seconds of one way to sum a bucket; ``codec_s`` of them encode and decode, without any message."""
+    """Time to sum one bucket with compressor ``name``: ``seconds`` in total, of it ``codec_s`` to encode and decode."""
 
     name: str
     seconds: float
@@ -54,7 +50,7 @@ class CandidateTiming:
 
 @dataclass(frozen=True)
 class CompressionDecision:
-    """Compression of the gradients of a run, and the reason for it.
+    """Name of the gradient compressor chosen for a run, with the source of the choice and the measured times.
 
     ``source`` is "recipe", "checkpoint", "measured" or "default".
     """
@@ -66,7 +62,7 @@ class CompressionDecision:
     note: str = ""
 
     def described(self) -> str:
-        """Return the choice in words for a log, "" where there was none (local)."""
+        """Return a log message that explains the chosen compressor, or "" if the recipe names it. Local."""
         if self.source == "recipe":
             return ""
         if not self.rows:
@@ -80,7 +76,7 @@ class CompressionDecision:
         return f"communication.compression = auto: {self.name}: {why}; {format_bytes(self.bucket_bytes)}: {shown}"
 
     def numbers(self) -> dict[str, Any]:
-        """Return the decision as JSON values (local)."""
+        """Return the chosen compressor and the measured times as a JSON object. Local."""
         rows = [vars(row) for row in self.rows]
         return {"name": self.name, "source": self.source, "bucket_bytes": self.bucket_bytes, "measured": rows}
 
@@ -94,38 +90,39 @@ def decide(
     budget_s: float = BUDGET_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CompressionDecision:
-    """Return the fastest of ``config.candidates``, or none of them. Collective over the world.
+    """Measure the compressors of ``config.candidates``; return the fastest, or "none" if it saves too little time.
 
-    ``halved``: gradients are summed to those who own them, and nobody else. The same on all ranks of the world, all of
-    whose data axes measure at once, as they will exchange.
+    Collective over the world; all ranks get the same result. ``halved``: gradients are reduce-scattered but not
+    all-gathered. ``budget_s``: time after which measuring stops. All data axes measure at the same time, as in
+    training, where they share the network.
     """
     if context.world.size == 1 or _most(context, context.data.size) == 1:
-        return CompressionDecision(NONE, "default", note="one data rank, and nothing travels")
+        return CompressionDecision(NONE, "default", note="one data rank: no gradients are sent")
     if config.across_nodes and _most(context, context.data.nodes().count) == 1:
-        return CompressionDecision(NONE, "default", note="one node, and nothing leaves it")
+        return CompressionDecision(NONE, "default", note="one node: no gradients are sent between nodes")
     contenders = [
         _Dense(context, halved),
         *(_Candidate(context, name, config, seed, halved) for name in config.candidates),
     ]
-    taken: list[list[float]] = [[] for _ in contenders]
-    began = clock()
+    durations: list[list[float]] = [[] for _ in contenders]
+    start_s = clock()
     for number in range(MOST + 1):
-        for contender, times in zip(contenders, taken, strict=True):
+        for contender, times in zip(contenders, durations, strict=True):
             context.data.barrier()
             before = clock()
             contender.run()
             backend.synchronise(contender.values)
             times.append(_most(context, clock() - before))
             contender.settle()
-        if number >= FEWEST and _most(context, clock() - began) > budget_s:
+        if number >= FEWEST and _most(context, clock() - start_s) > budget_s:
             break
-    rows = tuple(  # stages have buckets of their own: the slowest counts here too
+    rows = tuple(  # stages have different buckets: the slowest counts
         CandidateTiming(
             candidate.name,
             _most(context, candidate.share * min(times[1:])),
             _most(context, candidate.share * candidate.codec_s(clock)),
         )
-        for candidate, times in zip(contenders, taken, strict=True)
+        for candidate, times in zip(contenders, durations, strict=True)
     )
     best = min(rows[1:], key=lambda row: row.seconds)
     pays = best.seconds < CLEARLY * rows[0].seconds
@@ -141,10 +138,10 @@ def _most(context: RankContext, value: float) -> float:
 
 
 class _Dense:
-    """Uncompressed contender: the largest bucket, summed as it is."""
+    """Candidate without compression: times the sum of the largest gradient bucket."""
 
     name = NONE
-    share = 1.0  # of what `run` takes that counts, where it sums more or less than the largest bucket
+    share = 1.0  # factor of the time of `run`, if it sums more or less than the largest bucket
 
     def __init__(self, context: RankContext, halved: bool) -> None:
         self.context, self._halved = context, halved
@@ -153,7 +150,6 @@ class _Dense:
         self.values = _like_gradients(context, self.bucket).astype(context.dtype)
 
     def run(self) -> None:
-        """Sum the bucket. Collective over the data axis."""
         data, algorithm = self.context.data, self.context.algorithm
         if not self._halved:
             collectives.allreduce(data, self.values, algorithm)
@@ -162,22 +158,21 @@ class _Dense:
         sharding.reduce_scatter(data, self.values, sharding.shares(data, self.values.size, self.values.itemsize))
 
     def settle(self) -> None:
-        """Prepare the next round: nothing, since a dense sum takes as long whatever the values are (local)."""
+        """Do nothing: the time of an uncompressed sum does not depend on the gradient values. Local."""
 
     def codec_s(self, clock: Callable[[], float]) -> float:
-        """Return 0: nothing is encoded."""
         return 0.0
 
 
 class _Candidate(_Dense):
-    """Compressed contender: the same bucket through a compressor, with its feedback."""
+    """Candidate with compression and error feedback: times the sum of the largest gradient bucket."""
 
     def __init__(self, context: RankContext, name: str, config: CompressionConfig, seed: int, halved: bool) -> None:
         super().__init__(context, halved and not config.across_nodes)
         self.name = name
         self._summing = bucket_reduction(context, name, config, seed)
         longest = max(self._summing.buckets, key=lambda bucket: bucket.size)
-        self.share = self.bucket.size / longest.size  # factors have whole layers for buckets
+        self.share = self.bucket.size / longest.size  # low-rank buckets are whole layers
         self.bucket = longest
         self.values = _like_gradients(context, longest)
         if config.error_feedback:
@@ -185,7 +180,6 @@ class _Candidate(_Dense):
             self._summing.codes.feedback = ErrorFeedback(context.layout, parts, on=context.on, can_roll_back=False)
 
     def run(self) -> None:
-        """Sum the bucket. Collective over the data axis."""
         codes = self._summing.codes
         if self._halved and isinstance(codes, GradientCoder):
             reduction = QuantisedReduction(self._summing.comm, codes)
@@ -196,12 +190,11 @@ class _Candidate(_Dense):
             codes.feedback.keep()
 
     def settle(self) -> None:
-        """Divide the sum by the ranks: after many rounds it would be infinite, and not encoded (local)."""
+        """Divide the summed values by the number of ranks, so that they stay finite over many rounds. Local."""
         if not self._halved:
             self.values *= np.float32(1.0 / self.context.data.size)
 
     def codec_s(self, clock: Callable[[], float]) -> float:
-        """Return the seconds of encoding and decoding alone, as often as `run` does (local)."""
         codes = self._summing.codes
         if isinstance(codes, PowerSgdReduction):
             alone = PowerSgdReduction(solo(), codes.layout, [self.bucket], codes.rank, 0, "native", self.context.on)
@@ -216,13 +209,13 @@ class _Candidate(_Dense):
 
 
 def _timed(call: Callable[[], None], values: Array, clock: Callable[[], float]) -> float:
-    taken = []
+    durations = []
     for _ in range(FEWEST):
         before = clock()
         call()
         backend.synchronise(values)
-        taken.append(clock() - before)
-    return min(taken)
+        durations.append(clock() - before)
+    return min(durations)
 
 
 def _like_gradients(context: RankContext, bucket: Range) -> Array:

@@ -1,8 +1,4 @@
-"""The ``[compression]`` section of a recipe, and the names of compressors.
-
-Light: reads recipes only, imports nothing but `reporting`. Which compressor is used is ``communication.compression``;
-these keys say how.
-"""
+"""The ``[compression]`` section of a recipe, and the names of compressors. Imports only `reporting`."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -11,13 +7,13 @@ from hpcdist.reporting.rules import at_least, check_section, must, one_of
 
 QUANTISED: Final = ("float16", "bfloat16", "int8", "int4", "adaptive", "qsgd", "sign")
 SPARSE: Final = ("topk", "randomk")
-SUMMED: Final = ("randomk",)  # of SPARSE: payloads of all ranks have the same indices, and are summed as they are
+SUMMED: Final = ("randomk",)  # sparse compressors with equal indices on all ranks, whose payloads are summed directly
 LOW_RANK: Final = ("powersgd",)
 COMPRESSORS: Final = (*QUANTISED, *SPARSE, *LOW_RANK)
-OPTIMIZING: Final = ("dgc", "onebit")  # exchanges of their own: they take the place of an optimizer's momentum
+OPTIMIZING: Final = ("dgc", "onebit")  # exchanges that replace the optimizer's momentum
 PARAMETERS: Final = ("none", "float16", "bfloat16", "int8", "int4")
 MOMENTUM_OPTIMIZERS: Final = {"dgc": "sgd", "onebit": "adamw"}
-# Which compressors read a key, of the keys that not all of them read.
+# Key -> compressors that read it, for keys that not all compressors read.
 READ_BY: Final = {
     "error_feedback": COMPRESSORS,
     "density": ("topk", "randomk", "dgc"),
@@ -30,14 +26,14 @@ RULES: Final = (
     must(
         "compression.density",
         lambda share: 0 < share <= 1,
-        "the share of elements to send is above 0 and at most 1, e.g. 0.01",
+        "the fraction of elements to send must be above 0 and at most 1, e.g. 0.01",
     ),
     *at_least(1, "compression.rank", expected="the factors of powersgd have at least 1 column"),
     must("compression.bits", (2, 4, 8).__contains__, "qsgd has codes of 2, 4 or 8 bits"),
     must(
         "compression.candidates",
         lambda names: names and len(set(names)) == len(names),
-        "name one compressor or more, each once",
+        "list at least one compressor, each once",
     ),
     must("compression.candidates", set(COMPRESSORS).issuperset, f"choose among {', '.join(COMPRESSORS)}"),
     one_of("compression.parameters", PARAMETERS),
@@ -46,14 +42,13 @@ RULES: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig:
-    """Section ``[compression]``: options of the compressor that ``communication.compression`` names.
+    """Section ``[compression]``: options of the gradient compressor that ``communication.compression`` names.
 
-    With ``error_feedback`` what a compressor loses of a gradient is added to the next one. The first ``warmup_steps``
-    updates are not compressed; of dgc they are the steps in which the density falls to the one asked for, of onebit
-    those in which the variance is measured. With ``across_nodes`` the ranks of a node sum in float32, and only what
-    leaves the node is compressed. ``density`` is the share of elements that is sent, ``rank`` that of the factors of
-    powersgd, ``bits`` those of a code of qsgd. ``auto`` measures ``candidates`` against no compression and takes the
-    fastest. ``parameters`` is how zero3 sends what it gathers: "int8" is qwZ of ZeRO++.
+    ``error_feedback`` adds the compression error of a gradient to the next gradient. The first ``warmup_steps`` updates
+    are uncompressed (for dgc, the density decreases instead; for onebit, the variance is measured). ``across_nodes``
+    compresses only the traffic between nodes. ``density``: fraction of gradient elements to send. ``rank``: rank of
+    powersgd's factors. ``bits``: bits per element of qsgd. ``candidates``: compressors that "auto" measures.
+    ``parameters``: compression of zero3's parameter gathers; "int8" is qwZ of ZeRO++.
     """
 
     error_feedback: bool = True

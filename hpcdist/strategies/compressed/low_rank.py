@@ -1,7 +1,7 @@
-"""PowerSGD reduction: two allreduces of thin factors for all matrices of a range, and vectors as they are.
+"""PowerSGD reduction: two allreduces of thin factors for all matrices of a range; vectors are not compressed.
 
-See `hpcdist.compression.powersgd` for the method. A rank sends 2 (p-1)/p times 4 (sum of r (a + b) over the matrices,
-and the elements of vectors) bytes. Tensors must be whole in the range, on this rank.
+See `hpcdist.compression.powersgd` for the method. With p ranks and factors of rank r, a rank sends 2 (p-1)/p times 4
+(sum of r (a + b) over the a x b matrices, plus the elements of vectors) bytes. Ranges must contain whole tensors.
 """
 
 from collections.abc import Iterable
@@ -20,15 +20,15 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.compression import powersgd
 from hpcdist.compression.compressor import ErrorFeedback, is_finite
 
-QUERY: Final = "powersgd.query"  # the kind of the factors that the next step begins with, in a checkpoint
+QUERY: Final = "powersgd.query"  # kind of the start factors of the next step in a checkpoint
 _FLOAT32 = np.dtype(np.float32)
 _LINE: Final = ALIGN_BYTES // _FLOAT32.itemsize
 
 
 class PowerSgdReduction:
-    """Reduction (`reduction.CompressedReduction`) by low-rank factors, which are kept from step to step.
+    """PowerSGD: sums gradient matrices over the ranks as low-rank factors, which are kept from step to step.
 
-    ``parts`` is what it will ever sum: whole tensors.
+    ``parts`` must list all ranges to be summed; each range must consist of whole tensors.
     """
 
     def __init__(
@@ -45,28 +45,28 @@ class PowerSgdReduction:
         self.feedback: ErrorFeedback | None = None
         self.matrices: dict[str, powersgd.PowerSgd] = {}
         for part in parts:
-            for segment, where in layout.within(part):
-                assert where == segment.range, f"{segment.key} is cut"
-                shape, place = segment.spec.shape, segment.range.start // _LINE
+            for segment, touched in layout.within(part):
+                assert touched == segment.range, f"{segment.key} is cut"
+                shape, line = segment.spec.shape, segment.range.start // _LINE
                 clamped = powersgd.rank_of(shape, rank) if segment.spec.is_matrix else 0
                 if clamped:
-                    self.matrices[segment.key] = powersgd.PowerSgd(shape, clamped, seed=seed, tensor=place, on=on)
-        self.owes = False  # whether there may be residuals of tensors that travel as they are
+                    self.matrices[segment.key] = powersgd.PowerSgd(shape, clamped, seed=seed, tensor=line, on=on)
+        self.owes = False  # whether uncompressed tensors may have residuals
         self._owing: dict[str, Array] = {}  # residuals of this step, by tensor
         self._before = {key: matrix.query.copy() for key, matrix in self.matrices.items()}
         self.rounds = lru_cache(maxsize=None)(self._rounds)
 
     @property
     def passes(self) -> tuple[float, float]:
-        """Both factors are made once, and multiplied once."""
+        """(encodings, decodings): mean numbers per gradient value on each rank, here one of each."""
         return 1.0, 1.0
 
     def kept(self, part: Range) -> list[Range]:
-        """Return all of ``part``: vectors may have residuals of a checkpoint in which they were encoded."""
+        """Return ``[part]``: any tensor may have a residual, if only from a checkpoint of another compressor."""
         return [part]
 
     def _rounds(self, part: Range) -> list[tuple[Segment, Range, Range]]:
-        """Return each tensor of ``part``, and its place in the messages of both rounds (local)."""
+        """Return (tensor, its range in the first allreduce message, and in the second) for each tensor in ``part``."""
         rounds, ends = [], [0, 0]
         for segment, _ in self.layout.within(part):
             is_thin = segment.key in self.matrices
@@ -77,7 +77,7 @@ class PowerSgdReduction:
         return rounds
 
     def allreduce(self, values: Array, part: Range) -> None:
-        """Sum ``values`` (part.size,) in place, matrices by their factors. Collective."""
+        """Sum the gradients ``values`` of ``part`` in place; matrices are sent as low-rank factors. Collective."""
         rounds = self.rounds(part)
         if not rounds:
             return
@@ -110,7 +110,7 @@ class PowerSgdReduction:
         self._owing.clear()
 
     def _in_full(self, segment: Segment, gradient: Array) -> Array:
-        """Return the gradient of a tensor that is not compressed, plus all of its residual."""
+        """Return ``gradient`` of an uncompressed tensor ``segment`` plus its residual, and set the residual to 0."""
         if not self.owes:
             return gradient
         total = self._compensated(segment, gradient).copy()
@@ -119,24 +119,23 @@ class PowerSgdReduction:
         return total
 
     def _compensated(self, segment: Segment, gradient: Array) -> Array:
-        """Return the gradient of a tensor plus its residual; one that is not finite is left alone."""
+        """Return ``gradient`` of the tensor ``segment`` plus its residual, or a non-finite gradient unchanged."""
         if self.feedback is None or not is_finite(gradient):
             return gradient
         self._owing[segment.key] = self.feedback.compensate(segment.range, gradient)
         return self._owing[segment.key]
 
     def _take_away(self, segment: Segment, total: Array) -> None:
-        """Subtract this rank's share of the ``total`` from the residual of a matrix."""
         if segment.key in self._owing:
             self._owing[segment.key] -= total * np.float32(1.0 / self.comm.size)
 
     def rollback(self) -> None:
-        """Restore the factors of before a step that was given up (local)."""
+        """Restore the low-rank factors to their values before a failed step. Local."""
         for key, before in self._before.items():
             self.matrices[key].query[...] = before
 
     def pieces(self, parts: Iterable[Range]) -> list[Piece]:
-        """Return views of the factors that the next step of ``parts`` begins with, the same on all ranks (local)."""
+        """Return views of the factors with which the next step starts, for the tensors in ``parts``. Local."""
         return [
             Piece.whole(QUERY, segment.key, self.matrices[segment.key].query)
             for part in parts

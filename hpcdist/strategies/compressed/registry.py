@@ -1,8 +1,4 @@
-"""Compressors and reductions by the names of a recipe.
-
-`compressor` makes a quantiser or sparsifier, `bucket_reduction` what sums the gradients of a rank with it: the
-buckets, their coder, and the reduction of `hpcdist.strategies.compressed.reduction` that suits the compressor.
-"""
+"""Compressors and reductions by their names in a recipe."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +30,7 @@ from hpcdist.strategies.compressed.reduction import (
 )
 from hpcdist.strategies.core.rank_context import RankContext
 
-# Integers are rounded to nearest where what that loses is fed back, else by draws: without bias.
+# Integers are rounded to nearest with error feedback, else stochastically (unbiased).
 _MAKE: Final[dict[str, Callable[[CompressionConfig], Compressor]]] = {
     "float16": lambda config: Float16(),
     "bfloat16": lambda config: BFloat16(),
@@ -49,18 +45,18 @@ _MAKE: Final[dict[str, Callable[[CompressionConfig], Compressor]]] = {
 
 
 def compressor(name: str, config: CompressionConfig) -> Compressor:
-    """Return the compressor ``name``, one of `config.QUANTISED` or `config.SPARSE` (local)."""
+    """Return the compressor ``name`` of `config.QUANTISED` or `config.SPARSE`, with options of ``config``. Local."""
     return _MAKE[name](config)
 
 
-_ITEMSIZE: Final = np.dtype(np.float32).itemsize  # of what is encoded, whatever gradients are kept as
+_ITEMSIZE: Final = np.dtype(np.float32).itemsize  # of encoded values, whatever the dtype of gradients
 
 
 @dataclass(frozen=True)
 class BucketReduction:
-    """Sum of the gradients of a rank over the ranks of ``comm``, bucket by bucket.
+    """Method to sum the gradients of ``buckets`` over the ranks of ``comm``, one bucket at a time.
 
-    ``codes`` holds the state between steps; ``reduction`` is what sums: itself, or something around it.
+    ``codes`` holds the state kept between steps. ``reduction`` computes the sums; it is ``codes`` or wraps ``codes``.
     """
 
     comm: Communicator
@@ -69,15 +65,16 @@ class BucketReduction:
     reduction: CompressedReduction
 
     def kept(self) -> list[Range]:
-        """Return the ranges of which this rank may have residuals, ascending (local)."""
+        """Return the ranges of gradients for which this rank may keep residuals, in ascending order. Local."""
         parts = [part for bucket in self.buckets for part in self.reduction.kept(bucket)]
         return sorted(parts, key=lambda part: part.start)
 
 
 def bucket_reduction(context: RankContext, name: str, config: CompressionConfig, seed: int) -> BucketReduction:
-    """Return the sum over the data axis compressed by ``name``, without feedback. Collective over that axis.
+    """Return the gradient reduction over the data axis with the compressor ``name``. Collective over the data axis.
 
-    Raises ConfigurationError where nodes that ``config`` tells apart have different numbers of ranks.
+    The caller must set up error feedback. Raises ConfigurationError if ``config.across_nodes`` is set and nodes have
+    different numbers of ranks.
     """
     buckets = tuple(bucket for part in reversed(context.parts) for bucket in _cut(context, name, part))
     return reduction_of(context.data, context.layout, buckets, name, config, seed, context.algorithm, context.on)
@@ -93,9 +90,10 @@ def reduction_of(
     algorithm: str,
     on: str = "cpu",
 ) -> BucketReduction:
-    """Return the sum of ``buckets`` of ``layout`` over ``data``, compressed by ``name``. Collective over ``data``.
+    """Return the gradient reduction of ``buckets`` with the compressor ``name``. Collective over ``data``.
 
-    ``on`` is "cpu" or "gpu". Raises ConfigurationError as `bucket_reduction` does.
+    ``on`` is the device, "cpu" or "gpu". Raises ConfigurationError if ``config.across_nodes`` is set and nodes have
+    different numbers of ranks.
     """
     comm = inter_node(data) if config.across_nodes else data
     codes: GradientCoder | PowerSgdReduction
@@ -103,7 +101,7 @@ def reduction_of(
     if name in LOW_RANK:
         codes = reduction = PowerSgdReduction(comm, layout, buckets, config.rank, seed, algorithm, on)
     else:
-        # Payloads that are summed as they are name the same elements: their draws are those of rank 0 everywhere.
+        # Summed payloads need equal indices on all ranks, so all ranks use the random stream of rank 0.
         codes = coder = GradientCoder(layout, compressor(name, config), seed, 0 if name in SUMMED else comm.rank)
         if name in QUANTISED:
             reduction = QuantisedReduction(comm, coder)
@@ -117,12 +115,12 @@ def reduction_of(
 
 
 def _cut(context: RankContext, name: str, part: Range) -> list[Range]:
-    """Return the buckets of ``part``, in the order in which gradients are complete (local).
+    """Return the buckets of range ``part``, in the order in which the backward pass completes their gradients. Local.
 
-    They are as long as those of float32 gradients. Factors are of whole tensors, and each bucket of them takes two
-    rounds of messages: theirs are as many layers as make such a bucket.
+    Buckets are sized for float32 gradients. Low-rank compressors need whole tensors and two rounds of messages per
+    bucket, so their buckets consist of whole layers.
     """
     if name in LOW_RANK:
         return list(groups_of_layers(context.layout.units.values(), -(-context.bucket_bytes // _ITEMSIZE), part))
-    # The draws of a piece are named by the line that it begins in: no two begin in the same one.
+    # Random draws of a piece are keyed by its first line, so no two pieces may begin in the same line.
     return buckets_of_layers(context.layout, _ITEMSIZE, align_up(context.bucket_bytes, ALIGN_BYTES), part)

@@ -1,6 +1,6 @@
 """Rules of compression: which compressors and keys go together, and with which strategies and precisions.
 
-Part of the list of `hpcdist.strategies.rules`, which says what derived keys are. Light: reads ``config`` modules only.
+Part of `hpcdist.strategies.rules`, which defines the derived keys. Imports ``config`` modules only.
 """
 
 from collections.abc import Iterator
@@ -13,10 +13,10 @@ from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.config import SUMMING
 from hpcdist.strategies.zero.config import STAGES
 
-PUSHED: Final = (*config.QUANTISED, *config.SPARSE)  # compressors of which a server takes payloads
+PUSHED: Final = (*config.QUANTISED, *config.SPARSE)  # compressors whose payloads a server can decode
 NOT_PUSHED: Final = {
     "auto": "it measures sums that workers make among themselves",
-    "powersgd": "its second factor follows from the sum of the first over all workers, and they ask servers once",
+    "powersgd": "its second factor depends on the sum of the first over all workers, which needs a second exchange",
 }
 # Terms of rules.
 COMPRESSED: Final = "communication.compression"
@@ -28,12 +28,11 @@ IN_16_BITS: Final = "precision.mode=bfloat16|float16->float32"
 IN_64_BITS: Final = "precision.mode=float64->float32"
 # Reasons and cures.
 BSP: Final = "parameter_server.consistency = 'bsp' without backup workers"
-ENCODED: Final = UNBUILT + ": what is encoded is float32"
-WHOLE_TENSORS: Final = "its factors are of whole tensors"
+ENCODED: Final = UNBUILT + ": only float32 values can be encoded"
+WHOLE_TENSORS: Final = "its factors need whole tensors"
 
 
 def _unread() -> Iterator[Rule]:
-    """Yield the rules for keys that the compressor would ignore."""
     for item in fields(CompressionConfig):
         readers = config.READ_BY.get(item.name, (*config.COMPRESSORS, *config.OPTIMIZING, "auto"))
         unread = rule(f"compressors!~{'|'.join(readers)} with compression.parameters=none").conditions
@@ -50,57 +49,57 @@ RULES: Final = (
     *_unread(),
     rule(
         "compression.bits<8 with compression.error_feedback where compressors~qsgd",
-        "qsgd then loses more than there is, and what is fed back would grow without bound",
+        "qsgd then loses more than the gradient itself, so the residuals would grow without bound",
         "set compression.error_feedback = false (it is unbiased), or compression.bits = 8",
     ),
     # Compressed parameters
     rule(
         "compression.parameters with whole parameters",
-        "every rank keeps the parameters whole: what it keeps, and steps, would be rounded",
+        "every rank keeps whole parameters, and its copy would be rounded",
         "choose zero3, set zero.parameters to the ranks of a node, or compression.parameters to 'none'",
     ),
     *each_of(
         "compression.parameters with *", UNBUILT, "zero.prefetch", "zero.offload_parameters", "communication.overlap"
     ),
-    rule("compression.parameters with run.logical_shards", "it would round weights where the ranks cut them"),
+    rule("compression.parameters with run.logical_shards", "rounding would depend on where the ranks divide weights"),
     rule(f"compression.parameters with {IN_64_BITS}", ENCODED),
     rule(
         "compression.parameters=float16|bfloat16 with precision.mode=float16|bfloat16",
-        "what is gathered has 16 bits already",
+        "gathered parameters have 16 bits already",
         "choose int8 or int4, or set it to 'none'",
     ),
-    # Compressors that take the place of an optimizer's momentum
+    # Compressors that replace the optimizer's momentum
     rule(
-        f"parallel.strategy!=allreduce with {MOMENTUM}", "each rank steps all of the model by a momentum that all send"
+        f"parallel.strategy!=allreduce with {MOMENTUM}", "each rank updates the whole model by the exchanged momentum"
     ),
     *(
-        rule(f"optimizer.name!={optimizer} with {COMPRESSED}={name}->none", "it takes the place of another's momentum")
+        rule(f"optimizer.name!={optimizer} with {COMPRESSED}={name}->none", f"it replaces the momentum of {optimizer}")
         for name, optimizer in config.MOMENTUM_OPTIMIZERS.items()
     ),
     rule(
         f"optimizer.normalize_gradient with {MOMENTUM}",
-        "it divides by the norm of the summed gradient, which nobody has",
+        "it divides by the norm of the summed gradient, which no rank has",
     ),
     rule(f"optimizer.bias_correction!=true with {MOMENTUM}", "it always corrects the moments"),
     rule(
         f"compression.across_nodes with {MOMENTUM}",
-        UNBUILT + ": the momentum that each rank keeps has no sum of a node",
+        UNBUILT + ": the local momentum cannot be summed within a node",
     ),
     rule(
         f"{IN_16_BITS} with {MOMENTUM}",
-        UNBUILT + ": what ranks step by would be rounded to 16 bits, and no feedback makes up for that",
+        UNBUILT + ": the update would be rounded to 16 bits, without error feedback",
     ),
     rule(
         f"{COMPRESSED}=onebit with compression.warmup_steps=0",
-        "the variance that is frozen is measured in them",
-        "set as many as the warm-up of the learning rate has at least, e.g. a fifth of run.steps",
+        "the frozen variance is measured in the warm-up steps",
+        "set it to at least the length of the learning rate's warm-up, e.g. a fifth of run.steps",
     ),
     # Compressed gradients
-    rule(f"{COMPRESSED} with {MIXING}", "its replicas exchange parameters, and no sum of gradients"),
+    rule(f"{COMPRESSED} with {MIXING}", "its replicas exchange parameters, not sums of gradients"),
     rule(
         f"{COMPRESSED}? with {SHARDED} where compressors~powersgd",
-        WHOLE_TENSORS + ", which all ranks rebuild, and ZeRO sums cuts of them",
-        "choose int8, another quantised or a sparse one, or parallel.strategy = 'allreduce'",
+        WHOLE_TENSORS + ", but ZeRO sums shards of tensors",
+        "choose int8 or another quantised or sparse compressor, or parallel.strategy = 'allreduce'",
     ),
     rule(
         f"{COMPRESSED}!=none|{'|'.join(PUSHED)} with {SERVED}",
@@ -109,24 +108,24 @@ RULES: Final = (
     ),
     rule(
         f"{COMPRESSED} with parameter_server.backup_workers",
-        "a gradient that comes too late is left out, and its worker has already taken it for sent",
+        "a late gradient is dropped, but its worker's residuals assume that it was applied",
     ),
     rule(
         f"{COMPRESSED} with asynchronous workers",
-        "a push is clipped by the norm of its worker's own gradient, and what is sent is another one",
+        "a push is clipped by the norm of its worker's own gradient, but the sent gradient differs",
         f"set {BSP}, or the compression to 'none'",
     ),
     rule(
         f"{COMPRESSED} with parameter_server.transport=shared->messages",
-        "what ranks of a node read in shared memory does not travel, and to encode it costs time",
+        "ranks of a node read gradients from shared memory, so encoding only costs time",
     ),
     rule(
         f"{COMPRESSED} with parameter_server.transport=rma->messages",
-        "servers add what lies in their windows, and do not decode it in this version",
+        "servers cannot decode payloads in their windows in this version",
     ),
     rule(
         f"compression.across_nodes with communication.algorithm!=hierarchical where {SERVED}",
-        "workers of a node sum before one of them encodes only where the algorithm is 'hierarchical'",
+        "only with algorithm 'hierarchical' do the workers of a node sum before one of them encodes",
     ),
     *each_of(
         f"{COMPRESSED} with *",
@@ -137,16 +136,16 @@ RULES: Final = (
         "run.recompute_every_steps",
         "run.suspicious_factor",
     ),
-    rule(f"{COMPRESSED} with run.logical_shards", "bits would depend on which ranks lose what"),
-    rule(f"{COMPRESSED} with run.noise_scale_every_steps", "what compression loses would count as noise of the data"),
+    rule(f"{COMPRESSED} with run.logical_shards", "bits would depend on the compression errors of each rank"),
+    rule(f"{COMPRESSED} with run.noise_scale_every_steps", "compression errors would count as noise of the data"),
     rule(
         f"{COMPRESSED} with parallel.sequence_parallel",
-        "parts of gradients, which are summed over the tensor axis only later, would be compressed",
+        "partial gradients would be compressed before they are summed over the tensor axis",
     ),
     rule(f"{IN_64_BITS} with {COMPRESSED}", ENCODED),
     rule(
         f"{COMPRESSED}? with parallel.tensor>1 where compressors~powersgd",
-        WHOLE_TENSORS + ", and each rank has a part",
+        WHOLE_TENSORS + ", but each tensor rank has a shard",
         "choose another compressor, or parallel.tensor = 1",
     ),
 )

@@ -1,7 +1,7 @@
-"""The model of one rank of the context axis: whole layers, for its own tokens of each sample.
+"""The model of one rank of the context axis: whole layers for this rank's tokens of each sample.
 
-`cut_context` replaces what depends on places in a sample: learned and rotary positions, dropout, attention, and how
-often a sample chose each expert. All else acts on each token by itself and stays as it is.
+`cut_context` replaces operations that depend on token positions: learned and rotary positions, dropout, attention, and
+expert counts per sample. All other operations act on each token separately.
 """
 
 import copy
@@ -30,13 +30,16 @@ from hpcdist.strategies.context.ring import RingAttention
 
 
 class PiecePositions:
-    """Learned positions of the own tokens. The gradient of the table is that of its own rows, others are zero."""
+    """Learned position embedding of this rank's tokens.
+
+    Rows of the embedding table that belong to other ranks' tokens get a zero gradient.
+    """
 
     def __init__(self, axis: ContextAxis) -> None:
         self._axis = axis
 
     def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
-        """Add the rows of the own places to y (batch, own tokens, hidden), in place; return y."""
+        """Add the position embeddings to y (batch, local tokens, hidden) in place; return y."""
         assert context == self._axis.tokens
         if saved.documents is not None:
             return LocalPositions().forward(parameters, prefix, y, context, saved)
@@ -45,7 +48,7 @@ class PiecePositions:
         return y
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
-        """Add dy (batch, own tokens, hidden), summed over samples, to the own rows of the table's gradient."""
+        """Add dy (batch, local tokens, hidden), summed over samples, to the gradients of this rank's table rows."""
         if saved.documents is not None:
             LocalPositions().backward(gradients, prefix, dy, saved)
             return
@@ -54,25 +57,25 @@ class PiecePositions:
             into[...] = 0
         sums = saved.scratch("tokens.sums", dy.shape[1:], into.dtype)
         column_sums(dy.reshape(dy.shape[0], -1), sums.reshape(-1), False)
-        for start, end, place in self._axis.own:
-            into[place : place + end - start] += sums[start:end]
+        for start, end, position in self._axis.own:
+            into[position : position + end - start] += sums[start:end]
 
 
 class PieceRotary:
-    """Rotary positions of the own tokens."""
+    """Rotary position encoding of this rank's tokens."""
 
     def __init__(self, axis: ContextAxis) -> None:
         self._axis = axis
         self._tables: dict[object, Array] = {}
 
     def forward(self, x: Array, head_size: int, rotated: int, saved: Saved) -> Array:
-        """Turn columns [0, rotated) of x (batch, own tokens, columns), in place; return x."""
+        """Rotate columns [0, rotated) of x (batch, local tokens, columns) in place; return x."""
         if saved.documents is not None:
             return turn_in_documents(x, head_size, rotated, saved.documents, 1)
         return turn(x, rotated, self._table(head_size, x), 1)
 
     def backward(self, dx: Array, head_size: int, rotated: int, saved: Saved) -> Array:
-        """Turn columns [0, rotated) of the gradient back, in place; return it."""
+        """Rotate columns [0, rotated) of the gradient ``dx`` in the inverse direction, in place; return ``dx``."""
         if saved.documents is not None:
             return turn_in_documents(dx, head_size, rotated, saved.documents, -1)
         return turn(dx, rotated, self._table(head_size, dx), -1)
@@ -85,41 +88,44 @@ class PieceRotary:
 
 
 class PieceDropout(LocalDropout):
-    """Dropout of the own tokens: what the whole samples would drop of them."""
+    """Dropout of this rank's tokens.
+
+    The dropout mask is the one that a single rank with whole samples would use.
+    """
 
     def __init__(self, pieces: Pieces, context: int) -> None:
         self._pieces, self._context = pieces, context
 
     def forward(self, x: Array, rate: float, site: int, saved: Saved) -> Array:
-        """Return x (batch, own tokens, columns), which is overwritten."""
+        """Apply dropout to x (batch, local tokens, columns) in place; return x."""
         dropped = mask(saved, rate, site, rows_per_sample=self._context, columns=x.shape[-1])
         if dropped is not None and x.size:
-            for start, end, place in self._pieces:
-                dropped.drop(x, start, end, x.shape[-1], above=place - start)
+            for start, end, position in self._pieces:
+                dropped.drop(x, start, end, x.shape[-1], above=position - start)
         return x
 
 
 class PieceSamples(WholeSamples):
-    """Samples of which each rank of ``axis`` routes its own tokens, with capacities and losses of whole samples."""
+    """Routing of this rank's tokens to experts, with capacities and losses as on one rank with whole samples."""
 
     def __init__(self, axis: ContextAxis) -> None:
         self._axis = axis
 
     def placed(self, tokens: int) -> tuple[int, Pieces]:
-        """Return the tokens of whole samples, and the own pieces."""
         assert tokens == self._axis.tokens
         return self._axis.context, self._axis.own
 
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Gather the choices in all pieces; return those in front of the own ones, and in whole samples.
+        """Return two arrays of tokens per expert: before each of this rank's two pieces, and in whole samples.
 
-        Collective over the axis; without samples, which no rank of it has then, local.
+        ``counts`` are the local tokens per expert. Collective over the axis, but local for an empty batch, which is
+        empty on all ranks of the axis.
         """
         if not len(counts):
             return super().join(counts)
         axis = self._axis
         by_rank = axis.all_gather(counts)  # (ranks, samples, head and tail, experts)
-        pieces = np.concatenate([by_rank[:, :, 0], by_rank[::-1, :, 1]])  # in the order of their places
+        pieces = np.concatenate([by_rank[:, :, 0], by_rank[::-1, :, 1]])  # in token order
         ends = np.cumsum(pieces, axis=0, dtype=np.int64)
         before = (ends - pieces)[[axis.rank, 2 * axis.size - 1 - axis.rank]]
         return np.ascontiguousarray(before.swapaxes(0, 1)), ends[-1]
@@ -132,29 +138,29 @@ METHODS: Final[dict[str, Callable[[ContextAxis], AttentionOperation]]] = {
 
 
 def cut_context(model: Model, axis: ContextAxis | None) -> Model:
-    """Return ``model`` for the tokens of this rank of ``axis``, and its attention; as it is without one.
+    """Return a copy of ``model`` that computes this rank's tokens, or ``model`` itself if ``axis`` is None. Local.
 
-    Modules of PyTorch take attention and places from `hpcdist.adapters.torch.attention`. Local. Forward and backward of
-    what is returned are collective over the axis, and see samples that `ContextAxis.cut` has cut. Raises
-    ConfigurationError for a model of other stages.
+    Passes of the returned model are collective over the axis, and take the local samples that `ContextAxis.cut`
+    returns. A PyTorch module must use `hpcdist.adapters.torch.attention`. Raises ConfigurationError for unsupported
+    models.
     """
     if axis is None:
         return model
-    own, attention = copy.copy(model), METHODS[axis.method](axis)
-    own.clocks, own.watch = (*model.clocks, axis.taken_s), axis.watch
+    local_model, attention = copy.copy(model), METHODS[axis.method](axis)
+    local_model.clocks, local_model.watch = (*model.clocks, axis.taken_s), axis.watch
     if all(isinstance(stage, TorchStage) for stage in model.stages) and isinstance(model.loss, TorchLoss):
         cut = SampleCut(attention, axis.rows(np.arange(axis.context)), axis.context)
-        own.stages = tuple(stage.in_context(cut) for stage in model.stages if isinstance(stage, TorchStage))
-        own.loss = model.loss.in_context(cut)
-        return own
+        local_model.stages = tuple(stage.in_context(cut) for stage in model.stages if isinstance(stage, TorchStage))
+        local_model.loss = model.loss.in_context(cut)
+        return local_model
     if not isinstance(model.stages[0], TokenEmbedding):
         raise ConfigurationError(
-            f"parallel.context = {axis.size}: the stages of this model do not say what they do with the places of "
-            "tokens, as those of a gpt and modules of PyTorch do; set it to 1"
+            f"parallel.context = {axis.size}: this model's stages cannot divide samples over ranks; only transformers "
+            "and modules of PyTorch can; set parallel.context = 1"
         )
-    own.stages = tuple(stage.with_tokens(axis.tokens) for stage in model.stages)  # type: ignore[attr-defined]
+    local_model.stages = tuple(stage.with_tokens(axis.tokens) for stage in model.stages)  # type: ignore[attr-defined]
     experts = model.operations.experts
-    own.operations = replace(
+    local_model.operations = replace(
         model.operations,
         experts=replace(experts, samples=PieceSamples(axis)) if isinstance(experts, LocalExperts) else None,
         positions=PiecePositions(axis),
@@ -162,4 +168,4 @@ def cut_context(model: Model, axis: ContextAxis | None) -> Model:
         dropout=PieceDropout(axis.own, axis.context),
         attention=attention,
     )
-    return own
+    return local_model

@@ -1,6 +1,6 @@
-"""Places of tokens on the ranks of a context axis, and the passes of keys and values round its ring.
+"""Token positions on the ranks of a context axis, and the path of keys and values round its ring.
 
-Pure integers: the same functions place samples, run attention, and count pairs and bytes for the planner.
+Pure integer functions, used to place samples, to run attention, and to count pairs and bytes for the planner.
 """
 
 from bisect import bisect_right
@@ -13,15 +13,15 @@ from hpcdist.models.counts import attention_pairs
 from hpcdist.models.layers.dropout import WORDS_PER_COUNTER
 from hpcdist.strategies.config import PIECE_TOKENS
 
-assert PIECE_TOKENS % WORDS_PER_COUNTER == 0, "tiles of a mask of dropout begin at whole counters"
+assert PIECE_TOKENS % WORDS_PER_COUNTER == 0, "tiles of a dropout mask begin at whole counters"
 
 
 @dataclass(frozen=True)
 class Visit:
-    """The block of keys and values of rank ``source`` on another rank.
+    """Visit of the keys and values of rank ``source`` to another rank of the ring.
 
-    Queries from the local row ``from_row`` on see ``keys``, pieces of the block, without a window all of it; no query
-    sees the rest.
+    Without a sliding window, this other rank's queries from local row ``from_row`` on see the pieces ``keys`` of the
+    block.
     """
 
     source: int
@@ -30,31 +30,32 @@ class Visit:
 
 
 def pieces(context: int, ranks: int) -> tuple[Pieces, ...]:
-    """Return the pieces of a sample of ``context`` tokens that each of ``ranks`` has, its head and its tail.
+    """Return for each of ``ranks`` ranks its two pieces (head and tail) of a sample of ``context`` tokens.
 
     Sizes differ by up to `PIECE_TOKENS`; the last tails may be empty.
     """
-    assert context > PIECE_TOKENS * (ranks - 1), "a rank would have no token: the rules refuse it"
+    assert context > PIECE_TOKENS * (ranks - 1), "every rank needs a token; the rules check this"
     if ranks == 1:
         return (one_piece(context),)
     parts = split(context, 2 * ranks, itemsize=1, align_bytes=PIECE_TOKENS)
-    placed = []
+    rank_pieces = []
     for rank in range(ranks):
         head, tail = parts[rank], parts[2 * ranks - 1 - rank]
-        placed.append(((0, head.size, head.start), (head.size, head.size + tail.size, tail.start)))
-    return tuple(placed)
+        rank_pieces.append(((0, head.size, head.start), (head.size, head.size + tail.size, tail.start)))
+    return tuple(rank_pieces)
 
 
-def tokens(own: Pieces) -> int:
-    """Return how many tokens of a sample the pieces have."""
-    return own[-1][1]
+def tokens(rank_pieces: Pieces) -> int:
+    """Return the total number of tokens in one rank's pieces of a sample."""
+    return rank_pieces[-1][1]
 
 
 def visits(placed: tuple[Pieces, ...], rank: int, *, causal: bool) -> tuple[Visit, ...]:
-    """Return the blocks of the other ranks in the order in which the ring brings them to ``rank``.
+    """Return the visits of other ranks' key blocks to ``rank``, in ring order; ``placed`` has each rank's pieces.
 
-    Causal queries see all keys at earlier places: of an earlier rank its head, of a later one, for the tail of this
-    rank, both. No piece is seen in part.
+    A rank has two pieces of a sample: an early one (head), a late one (tail). With causal attention, all local queries
+    see the head of an earlier rank. Only queries in the local tail see keys of a later rank, in both of its pieces. A
+    query sees either all or none of the tokens of a piece.
     """
     ranks, visited = len(placed), []
     for step in range(1, ranks):
@@ -71,36 +72,36 @@ def visits(placed: tuple[Pieces, ...], rank: int, *, causal: bool) -> tuple[Visi
 
 @lru_cache(maxsize=256)
 def paths(placed: tuple[Pieces, ...], window: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks that each rank's block visits, in the order of the ring: its own, then the others.
+    """Return for each rank's block the ranks that it visits, in ring order, starting with its owner.
 
-    With a ``window`` those alone that see it: queries of a piece see keys of so many pieces before it as those of any
-    piece do, which leaves a pattern in which no ranks wait in a circle, also where pieces are uneven.
+    With a sliding ``window``, a block visits only ranks whose queries see it. To avoid cyclic waits, every query is
+    assumed to see as many earlier pieces as the query that sees the most.
     """
     ranks = len(placed)
-    numbers = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]  # of the pieces
+    numbers = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]  # piece numbers
     reach = _reach(placed, window) if window else 2 * ranks
 
     def sees(rank: int, source: int) -> bool:
-        return any(0 <= own - other <= reach for own in numbers[rank] for other in numbers[source])
+        return any(0 <= number - other <= reach for number in numbers[rank] for other in numbers[source])
 
     others = [[(source + step) % ranks for step in range(1, ranks)] for source in range(ranks)]
     return tuple((source, *(rank for rank in row if sees(rank, source))) for source, row in enumerate(others))
 
 
 def _reach(placed: tuple[Pieces, ...], window: int) -> int:
-    """Return how many pieces before its own a query sees at most."""
-    every = [own[0] for own in placed] + [own[-1] for own in reversed(placed)]
-    starts = [place for start, end, place in every if end > start]
-    return max(number - bisect_right(starts, max(0, place - window + 1)) + 1 for number, place in enumerate(starts))
+    """Return the largest number of earlier pieces that any query sees with the sliding ``window``."""
+    every = [rank_pieces[0] for rank_pieces in placed] + [rank_pieces[-1] for rank_pieces in reversed(placed)]
+    starts = [first for start, end, first in every if end > start]
+    return max(number - bisect_right(starts, max(0, first - window + 1)) + 1 for number, first in enumerate(starts))
 
 
 def pairs(placed: tuple[Pieces, ...], rank: int, *, causal: bool, window: int = 0) -> int:
-    """Return how many pairs of a query and a key that it sees a sample has on ``rank``; ``window`` 0: there is none."""
+    """Return the number of query-key pairs of a sample that ``rank`` computes. ``window`` 0: no sliding window."""
     if not causal:
         return tokens(placed[rank]) * sum(map(tokens, placed))
-    # Of a piece, what samples have that end with it, less what those have that end in front of it.
+    # For each piece: the pairs of the sequence up to its end minus the pairs of the sequence up to its start.
     return sum(
-        attention_pairs(place + end - start, causal=True, window=window)
-        - attention_pairs(place, causal=True, window=window)
-        for start, end, place in placed[rank]
+        attention_pairs(position + end - start, causal=True, window=window)
+        - attention_pairs(position, causal=True, window=window)
+        for start, end, position in placed[rank]
     )

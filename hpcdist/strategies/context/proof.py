@@ -1,14 +1,11 @@
-"""Proof of the messages within one attention over a context axis, given the lists of all its ranks (local).
+"""Proof of the messages within one attention over a context axis, given the lists of all its ranks. Local.
 
-The lists are run without computing anything. Posting a message never waits, a WAIT does, also that for a send: for the
-other side to be posted (no message is taken to be buffered). The n-th send to a rank with a tag meets its n-th receive,
-as in MPI. No rank ever has a choice, so a run that ends here ends always.
+Posting a message never waits; a WAIT, also for a send, waits until the peer has posted its side. The n-th send to a
+rank with a tag matches its n-th receive, as in MPI. No operation has a choice, so one run proves all.
 
-What is proven: no ranks wait in a circle; each receive gets the block that it is meant for; no memory is used while a
-message of it is under way; own queries see the keys of every rank, within a window if there is one, once; back, the
-gradients of each block come home with the part of every other rank that sees it, once. At its end nothing is under way,
-so one attention cannot take a message of another: the forwards and backwards of a schedule, which the members of an
-axis begin in the same order (`hpcdist.strategies.schedule.verify.deadlock`), stay apart.
+Proven: no cyclic waits; each receive gets its intended block; no memory is used while its message is in flight; local
+queries see the keys of every rank (within the sliding window) once; gradients of each block return to its owner with
+one contribution of every rank that sees it; at the end nothing is in flight.
 """
 
 from collections.abc import Sequence
@@ -18,17 +15,17 @@ from typing import TypeAlias
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.context.operations import HOME, MEMORY, Action, HeadExchange, Messages, RingOperation
 
-Path: TypeAlias = tuple[int, int, int]  # from, to, tag
-Content: TypeAlias = tuple[int, frozenset[int]]  # rank whose block it is, and those who have added to its gradients
+Path: TypeAlias = tuple[int, int, int]  # sender, receiver, tag
+Content: TypeAlias = tuple[int, frozenset[int]]  # rank that owns the block, ranks that added to its gradients
 
 
 def prove_messages(
     lists: Sequence[Messages], ranks: Sequence[int], visited: Sequence[Sequence[int]], *, back: bool
 ) -> None:
-    """Prove that the ``lists``, of the members of an axis, are one attention, forward or ``back``.
+    """Prove that the operations ``lists`` of all ranks of an axis form one correct attention.
 
-    ``ranks`` are their numbers in the job, and ``visited`` the `passes.paths` of their blocks round a ring. Raises
-    ScheduleError, which names rank and operation.
+    If ``back`` is true, they are lists of the backward pass. ``ranks`` are the ranks' numbers in the job, and
+    ``visited`` the `passes.paths` of their blocks. Raises ScheduleError, which names the rank and the operation.
     """
     rings = [[op for op in row if isinstance(op, RingOperation)] for row in lists]
     exchanges = [[op for op in row if isinstance(op, HeadExchange)] for row in lists]
@@ -36,38 +33,41 @@ def prove_messages(
         _check_exchanges(exchanges, ranks)
     elif any(exchanges):
         raise ScheduleError(
-            f"ranks {list(ranks)} share samples, and some pass keys round a ring, others exchange heads; give every "
-            "rank the same recipe and the same version"
+            f"ranks {list(ranks)} share samples, but some use ring attention and others all-to-all attention; give "
+            "every rank the same recipe and the same version"
         )
     else:
         _RingRun(rings, ranks, visited).run(back=back)
 
 
 def _check_exchanges(lists: Sequence[Sequence[HeadExchange]], ranks: Sequence[int]) -> None:
-    """Check that all make as many exchanges, and that each rank gets as many tokens as are sent to it."""
     for number, row in enumerate(zip_longest(*lists)):
-        for sender, own in zip(ranks, row, strict=True):
-            for receiver, theirs in zip(ranks, row, strict=True):
-                if own is None or theirs is None:
-                    continue  # of another length, see below
-                there, here = own.sends[ranks.index(receiver)], theirs.receives[ranks.index(sender)]
-                if there != here:
+        for sender, source in zip(ranks, row, strict=True):
+            for receiver, target in zip(ranks, row, strict=True):
+                if source is None or target is None:
+                    continue  # reported below
+                sent, expected = source.sends[ranks.index(receiver)], target.receives[ranks.index(sender)]
+                if sent != expected:
                     raise ScheduleError(
-                        f"exchange {number}: rank {sender} sends {there} tokens to rank {receiver}, which awaits {here}"
+                        f"exchange {number}: rank {sender} sends {sent} tokens to rank {receiver}, but this rank "
+                        f"expects {expected}"
                     )
         if None in row:
             missing = ranks[row.index(None)]
-            raise ScheduleError(f"rank {missing} makes {number} exchanges of heads, others of its axis more")
+            raise ScheduleError(
+                f"rank {missing} makes {number} exchanges of heads, but other ranks of its context axis make more; "
+                "every rank needs the same number"
+            )
 
 
 class _RingRun:
-    """Dry run of the lists of all ranks of a ring; ``names`` are their numbers in the job."""
+    """Dry run of the message lists of all ranks of a ring; ``names`` are the ranks' numbers in the job."""
 
     def __init__(
         self, lists: Sequence[Sequence[RingOperation]], names: Sequence[int], visited: Sequence[Sequence[int]]
     ) -> None:
         self._lists, self._names, self._visited, self._at = lists, names, visited, [0] * len(lists)
-        # Of each rank by memory: what it holds, and the message that uses it with its path and number there.
+        # By rank and memory: its content, and the message that uses it, with path and message number.
         self._holds: list[dict[str, Content]] = [{"keys0": (rank, frozenset())} for rank in range(len(lists))]
         self._busy: list[dict[str, tuple[RingOperation, Path, int]]] = [{} for _ in lists]
         self._sent: dict[Path, list[Content]] = {}
@@ -75,7 +75,6 @@ class _RingRun:
         self._seen: list[list[int]] = [[] for _ in lists]
 
     def run(self, *, back: bool) -> None:
-        """Run all lists to their end. Raises ScheduleError."""
         moving = True
         while moving:
             moving = False
@@ -85,25 +84,28 @@ class _RingRun:
                     moving = True
         for rank, steps in enumerate(self._lists):
             if self._at[rank] < len(steps):
-                raise self._refuse(rank, steps[self._at[rank]], "waits for ever: its other side is never posted")
+                raise self._refuse(rank, steps[self._at[rank]], "waits for ever: its peer never posts its operation")
         for rank, busy in enumerate(self._busy):
             for op, _, _ in busy.values():
                 raise self._refuse(rank, op, "is never waited for")
             self._check_end(rank, back=back)
 
     def _check_end(self, rank: int, *, back: bool) -> None:
-        due = [source for source, path in enumerate(self._visited) if rank in path]
-        if sorted(self._seen[rank]) != due:
+        expected = [source for source, path in enumerate(self._visited) if rank in path]
+        if sorted(self._seen[rank]) != expected:
             raise ScheduleError(
-                f"rank {self._names[rank]}: its queries see the keys of {self._seen[rank]} of its context axis, where "
-                f"those of each of {due} are due once"
+                f"rank {self._names[rank]}: its queries see the keys of ranks {self._seen[rank]} of its context axis, "
+                f"expected the keys of each of {expected} once"
             )
         home, others = self._holds[rank].get(HOME), frozenset(self._visited[rank][1:])
         if back and others and home != (rank, others):
-            raise ScheduleError(f"rank {self._names[rank]}: gradients of its keys do not come home: {home}")
+            raise ScheduleError(
+                f"rank {self._names[rank]}: the gradients of its keys must come back from every rank that used the "
+                f"keys, but received (owner, contributors) = {home}"
+            )
 
     def _step(self, rank: int, op: RingOperation) -> bool:
-        """Run an operation of ``rank`` and return True; return False where it has to wait."""
+        """Run the ring operation ``op`` of ``rank`` and return True, or return False if it must wait."""
         if op.action in (Action.SEND, Action.RECEIVE):
             self._post(rank, op)
         elif op.action is Action.WAIT:
@@ -114,7 +116,7 @@ class _RingRun:
 
     def _post(self, rank: int, op: RingOperation) -> None:
         if op.memory not in MEMORY or op.peer not in range(len(self._lists)) or op.peer == rank:
-            raise self._refuse(rank, op, "has no such memory, or no other side")
+            raise self._refuse(rank, op, "has an unknown buffer, or an invalid peer")
         self._check_free(rank, op, op.memory)
         if op.action is Action.SEND:
             path = rank, op.peer, MEMORY[op.memory]
@@ -130,8 +132,8 @@ class _RingRun:
 
     def _wait(self, rank: int, op: RingOperation) -> bool:
         if op.memory not in self._busy[rank]:
-            raise self._refuse(rank, op, "waits for what was not posted")
-        begun, path, number = self._busy[rank][op.memory]
+            raise self._refuse(rank, op, "waits for a message that was not posted")
+        started, path, number = self._busy[rank][op.memory]
         sent, awaited = self._sent.get(path, []), self._awaited.get(path, [])
         if min(len(sent), len(awaited)) <= number:
             return False
@@ -139,9 +141,9 @@ class _RingRun:
             raise self._refuse(
                 path[1], awaited[number], f"gets the block of {sent[number][0]} from rank {self._names[path[0]]}"
             )
-        if begun.source != op.source and begun.action is Action.RECEIVE:
-            raise self._refuse(rank, op, f"ends {begun}")
-        if begun.action is Action.RECEIVE:
+        if started.source != op.source and started.action is Action.RECEIVE:
+            raise self._refuse(rank, op, f"ends {started}")
+        if started.action is Action.RECEIVE:
             self._holds[rank][op.memory] = sent[number]
         del self._busy[rank][op.memory]
         return True
@@ -156,22 +158,25 @@ class _RingRun:
         if op.action is Action.TILES:
             self._holds[rank][op.into] = source, frozenset({rank})
             return
-        into, own = self._content(rank, op, op.into)
-        if into != source or own & parts:
-            raise self._refuse(rank, op, f"adds to gradients of {into} what has parts of {sorted(parts)}")
-        self._holds[rank][op.into] = source, own | parts
+        into, contributors = self._content(rank, op, op.into)
+        if into != source or contributors & parts:
+            raise self._refuse(rank, op, f"adds to gradients of {into} again the parts of {sorted(parts)}")
+        self._holds[rank][op.into] = source, contributors | parts
 
     def _content(self, rank: int, op: RingOperation, memory: str) -> Content:
-        """Return what ``memory`` holds, which must be the block of ``op``, and have come."""
+        """Return the recorded content of buffer ``memory`` of ``rank``.
+
+        Raises ScheduleError unless it is the block that ``op`` names.
+        """
         held = self._holds[rank].get(memory)
         if held is None or held[0] != op.source:
-            what = "nothing that has come" if held is None else f"the block of {held[0]}"
+            what = "nothing received" if held is None else f"the block of {held[0]}"
             raise self._refuse(rank, op, f"finds {what} in {memory}")
         return held
 
     def _check_free(self, rank: int, op: RingOperation, memory: str) -> None:
         if memory in self._busy[rank]:
-            raise self._refuse(rank, op, f"overwrites {memory} during {self._busy[rank][memory][0]}, still under way")
+            raise self._refuse(rank, op, f"overwrites {memory} during {self._busy[rank][memory][0]}, still in flight")
 
     def _refuse(self, rank: int, op: RingOperation, why: str) -> ScheduleError:
         return ScheduleError(f"rank {self._names[rank]}: {op} of its context axis {why}")

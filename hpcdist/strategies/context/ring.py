@@ -1,8 +1,8 @@
-"""Ring attention: exact attention of the own queries over the keys of all ranks of the context axis.
+"""Ring attention: exact attention of the local queries over the keys of every rank of the context axis.
 
-The own block comes first, so that every row has seen a key; then the blocks of the ranks before this one, while the
-next is on its way. The softmax goes on over blocks as it does over tiles, and backward computes the probabilities
-again. Gradients of a block follow it round the ring and collect every rank's part: they come home with the last pass.
+The local block comes first, so that every row has seen a key; then the blocks of the previous ranks, each while the
+next block travels. The softmax continues over the blocks, and the backward pass recomputes the probabilities. Gradients
+of a block follow it round the ring, collect every rank's contribution, and return to the owner in the last pass.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ from hpcdist.strategies.context.passes import Visit, visits
 
 
 class RingAttention:
-    """`hpcdist.models.attention.flash.LocalAttention` of samples that are cut over ``axis``. Collective over it."""
+    """Ring attention: exact attention of the local queries over the keys of every rank on ``axis``. Collective."""
 
     def __init__(self, axis: ContextAxis) -> None:
         self._axis = axis
@@ -43,8 +43,7 @@ class RingAttention:
         }
 
     def forward(self, qkv: Array, head_size: int, saved: Saved, **options: Unpack[AttentionOptions]) -> Array:
-        """Return (batch, own tokens, width) for contiguous qkv (batch, own tokens, 3 width), or queries and kv."""
-        assert not has_fused_kernel(qkv), "the rules refuse 16-bit attention on a ring"
+        assert not has_fused_kernel(qkv), "16-bit ring attention is rejected by the rules"
         axis, kv, causal, window = self._axis, options.get("kv"), options.get("causal", True), options.get("window", 0)
         heads = heads_of(qkv, kv, head_size)
         y = saved.empty("attention.y", (heads.batch, heads.context, heads.queries * head_size), qkv.dtype)
@@ -55,15 +54,15 @@ class RingAttention:
         forward, documents = TiledForward(heads, saved, qkv, y, sums, window, axis.most_tokens), saved.documents
         for travelling in self._parts(heads, saved, qkv, kv, window):
             for source, block, _, poll in travelling.rounds():
-                own, from_row = source == axis.rank, 0
+                local, from_row = source == axis.rank, 0
                 keys = KeyRows(heads, axis.own, qkv, kv)
-                if not own:
+                if not local:
                     visit = self._visits[causal][source]
                     keys, from_row = travelling.keys(visit, block), visit.from_row
                 for chunk in travelling.chunks(documents):
                     for queries, seen in self._spans(documents, chunk, source):
                         for rows in blocks(axis.own, QUERY_BLOCK, max(from_row, queries[0]), queries[1]):
-                            forward.block(chunk, rows, keys, dropped, causal=causal and own, begins=own, span=seen)
+                            forward.block(chunk, rows, keys, dropped, causal=causal and local, begins=local, span=seen)
                     poll()
             for chunk in travelling.chunks(documents):
                 for rows in blocks(axis.own):
@@ -72,7 +71,6 @@ class RingAttention:
         return y
 
     def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
-        """Return dqkv, or (dq, dkv), of the own tokens; see `LocalAttention.backward`."""
         axis, documents = self._axis, saved.documents
         dots = dots_of(dy, saved["attention.y"], saved["attention.head_size"], saved)
         heads, (qkv, kv, sums), (dq, dkv), (causal, window), dropped = begin_backward(saved, keep=keep)
@@ -80,7 +78,7 @@ class RingAttention:
         keys, gradients = KeyRows(heads, axis.own, qkv, kv), KeyGradients(heads, dq, dkv)
         for travelling in self._parts(heads, saved, qkv, kv, window):
             for source, block, part, poll in travelling.rounds(back=True):
-                if part is None:  # the own block
+                if part is None:  # the local block
                     for chunk in travelling.chunks(documents):
                         for span, _ in self._spans(documents, chunk, source):
                             for rows in blocks(axis.own, QUERY_BLOCK, *span):
@@ -92,25 +90,25 @@ class RingAttention:
                     continue
                 visit = self._visits[causal][source]
                 unseen = visit.keys[-1][1] if visit.keys and documents is None and not window else 0
-                part[:, unseen:] = 0  # what no own query sees
-                theirs, into = travelling.keys(visit, block), travelling.gradients(part)
+                part[:, unseen:] = 0  # keys that no local query sees
+                others, into = travelling.keys(visit, block), travelling.gradients(part)
                 for chunk in travelling.chunks(documents):
                     for queries, seen in self._spans(documents, chunk, source):
                         span = max(visit.from_row, queries[0]), queries[1]
                         for rows in blocks(visit.keys, QUERY_BLOCK, *seen) if span[0] < span[1] else ():
-                            backward.block(chunk, rows, theirs, into, dropped, causal=False, begins=False, span=span)
+                            backward.block(chunk, rows, others, into, dropped, causal=False, begins=False, span=span)
                     poll()
             if len(axis.visited(window)[axis.rank]) > 1:
                 travelling.add_home(dq if dkv is None else dkv)
         return dq if dkv is None else (dq, dkv)
 
     def _spans(self, documents: Documents | None, chunk: HeadChunk, source: int) -> Iterator[tuple[Span, Span]]:
-        """Yield the rows of each document of a chunk here, and in the block of ``source``."""
-        own, theirs = (chunk.spans(documents, self._axis.pieces[rank]) for rank in (self._axis.rank, source))
-        return zip(own, theirs, strict=True)
+        """Yield for each document its row ranges: (on this rank, in the block of rank ``source``)."""
+        here, there = (chunk.spans(documents, self._axis.pieces[rank]) for rank in (self._axis.rank, source))
+        return zip(here, there, strict=True)
 
     def _parts(self, heads: Heads, saved: Saved, qkv: Array, kv: Array | None, window: int) -> Iterator["_Travelling"]:
-        """Yield the parts of the shared heads that travel one after the other: the same on all ranks."""
+        """Yield the groups of key heads that pass round the ring one after the other. All ranks use the same groups."""
         axis, columns = self._axis, 2 * heads.size
         share = AttentionShare(
             ranks=axis.size,
@@ -121,7 +119,7 @@ class RingAttention:
             size=heads.size,
             itemsize=qkv.dtype.itemsize,
         )
-        # On a GPU kernels take all heads at once.
+        # GPU kernels take all heads at once.
         parts = split(heads.shared, 1 if is_device(qkv) else head_parts(share), itemsize=1, align_bytes=1)
         for part in parts:
             ring = Ring(axis, saved, qkv, part.size * columns, parts[0].size * columns, window)
@@ -129,14 +127,13 @@ class RingAttention:
 
 
 class _Travelling:
-    """Some of the shared heads, whose keys and values travel on ``ring``."""
+    """A group of key heads whose keys and values are passed round ``ring``."""
 
     def __init__(self, ring: Ring, heads: Heads, part: Range, qkv: Array, kv: Array | None, rank: int) -> None:
         self._ring, self._heads, self._part, self._rank = ring, heads, part, rank
         self._qkv, self._kv = qkv, kv
 
     def rounds(self, *, back: bool = False) -> Iterator[tuple[int, Array, Array | None, Callable[[], None]]]:
-        """Return what `Ring.rounds` does, beginning with the own keys and values, contiguous."""
         if self._kv is not None and self._part.size == self._heads.shared:
             return self._ring.rounds(self._kv, back=back)
         block, width = self._ring.block("keys0", self._rank), self._part.size * self._heads.size
@@ -146,20 +143,18 @@ class _Travelling:
         return self._ring.rounds(block, back=back)
 
     def chunks(self, documents: Documents | None) -> Iterator[HeadChunk]:
-        """Yield the chunks of these heads, of one sample each where samples have documents."""
+        """Yield this group's heads in chunks; with packed documents, each chunk has one sample."""
         apart = documents is not None
         return self._heads.chunks(is_device(self._qkv), self._part.start, self._part.stop, apart=apart)
 
     def keys(self, visit: Visit, block: Array) -> KeyRows:
-        """Return the keys and values of a ``block`` of another rank that the own queries see."""
         return KeyRows(self._of(block), visit.keys, block, block, self._part.start)
 
     def gradients(self, block: Array) -> KeyGradients:
-        """Return the gradients of a block of another rank."""
         return KeyGradients(self._of(block), block, block, self._part.start)
 
     def add_home(self, target: Array) -> None:
-        """Add the gradients of the own keys and values that came home to those in ``target``, dqkv or dkv."""
+        """Add other ranks' gradients of the local keys and values to ``target``, which is dqkv or dkv."""
         home, width = self._ring.block(HOME, self._rank), self._part.size * self._heads.size
         for at, columns in enumerate(self._columns(target)):
             target[..., columns] += home[..., at * width : (at + 1) * width]
@@ -168,7 +163,6 @@ class _Travelling:
         return replace(self._heads, context=block.shape[1], shared=self._part.size)
 
     def _columns(self, array: Array) -> list[slice]:
-        """Return the columns of these keys, and of their values, in qkv or kv."""
         size, shared = self._heads.size, self._heads.shared
         first = array.shape[2] - 2 * shared * size
         starts = (first + (at * shared + self._part.start) * size for at in range(2))

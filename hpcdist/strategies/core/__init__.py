@@ -1,7 +1,6 @@
-"""Shared parts of all strategies: the exchange protocol, the context of a rank, and the sharded update.
+"""Shared parts of all strategies: the exchange protocol, the rank context, and the sharded update.
 
-Floor 4, and the lowest part of it: imported by every strategy and by the schedule, imports of the strategies only
-what `replica_check` and the views of parameters need. It also has mixed precision, logical shards (equal bits on any
-number of ranks), the grid of ranks and the checks of replicas. Begin with `exchange.Exchange`, the protocol, and
-`rank_context.RankContext`, the communicators and the model of a rank.
+Floor 4, its lowest part: every strategy and the schedule import it. It imports from other strategy packages only what
+the replica checks and the parameter views need. It also contains mixed precision, logical shards (the same bits on
+any number of ranks) and the process grid. Begin with `exchange.Exchange` and `rank_context.RankContext`.
 """

@@ -1,4 +1,4 @@
-"""Rules of a recipe for the axes within a replica: ranks that share layers, the tokens of a sample, or experts."""
+"""Recipe rules for the axes within a replica: tensor, context and expert parallelism."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -18,7 +18,7 @@ LOCK_STEP: Final = (
 
 
 def of_tensor() -> Iterator[Rule]:
-    """Yield the rules for models that are cut over a tensor axis."""
+    """Yield the recipe rules for tensor parallelism."""
     yield rule(
         f"parallel.tensor>1 with model.kind!={'|'.join(TRANSFORMERS)}",
         UNBUILT,
@@ -50,13 +50,16 @@ def of_tensor() -> Iterator[Rule]:
 
 
 def _fewest_tokens(tokens: int, ranks: int) -> int:
-    """Return how many tokens of a sample the context rank with the fewest has: a head and a tail."""
+    """Return the smallest number of tokens on any of ``ranks`` context ranks.
+
+    Each rank gets two pieces of a sample of ``tokens`` tokens.
+    """
     parts = split(tokens, 2 * ranks, itemsize=1, align_bytes=PIECE_TOKENS)
     return min(parts[rank].size + parts[-1 - rank].size for rank in range(ranks))
 
 
 def of_context() -> Iterator[Rule]:
-    """Yield the rules for samples whose tokens are cut over a context axis."""
+    """Yield the recipe rules for context parallelism."""
     yield rule(
         f"parallel.context>1 with model.kind!={'|'.join((*TRANSFORMERS, *FOREIGN))}",
         UNBUILT,
@@ -68,7 +71,7 @@ def of_context() -> Iterator[Rule]:
     yield rule(f"run.device!=cpu with {foreign}", UNBUILT)
     yield rule(
         "parallel.context>1 with data.context?",
-        f"pieces of a sample begin at multiples of {PIECE_TOKENS} tokens, and a rank would have none",
+        f"pieces of a sample start at multiples of {PIECE_TOKENS} tokens, so some rank would have no tokens",
         lambda _, tokens: f"use at most {counted(-(-tokens // PIECE_TOKENS), 'context rank')}, or longer samples",
         relation=lambda ranks, tokens: tokens <= PIECE_TOKENS * (ranks - 1),
     )
@@ -85,18 +88,18 @@ def of_context() -> Iterator[Rule]:
         )
         yield rule(
             f"{term} with parallel.context>1 with shared head?",
-            "the heads of keys and values do not fall into equal parts",
+            "the key and value heads cannot be divided equally among the ranks",
             f"set {ring}, or choose a divisor or a multiple of those heads",
             relation=lambda _, ranks, shared: shared % ranks and ranks % shared,
         )
     yield rule(
         "parallel.context_method=ring with parallel.context>1 with precision.activations=working",
-        "a ring has no tiles in 16 bits",
+        "ring attention does not support 16-bit activations",
         "set parallel.context_method = 'all_to_all', or precision.activations = 'float32'",
     )
     yield rule(
         "parallel.sequence_parallel with parallel.tensor>1 with parallel.context>1 with data.context?",
-        "each tensor rank takes part of the tokens of a context rank, which may have fewer",
+        "each tensor rank needs at least one token of its context rank",
         "choose longer samples, or fewer ranks",
         relation=lambda _, tensor, ranks, tokens: _fewest_tokens(tokens, ranks) < tensor,
     )
@@ -104,8 +107,8 @@ def of_context() -> Iterator[Rule]:
         f"parallel.strategy!={'|'.join(('allreduce', *STAGES))}",
         "communication.compression",
         "compression.parameters",
-        "run.logical_shards",  # a sample's sum would depend on where it is cut
-        "run.noise_scale_every_steps",  # a rank has the gradient of part of its samples
+        "run.logical_shards",  # the sum over a sample would depend on the cuts between context ranks
+        "run.noise_scale_every_steps",  # a rank has only part of a sample's gradient
         "data.shares!=even",
         "parallel.stage_memory_bytes",
         "--survive?",
@@ -114,25 +117,25 @@ def of_context() -> Iterator[Rule]:
 
 
 def of_packed() -> Iterator[Rule]:
-    """Yield the rules for documents that are packed into samples."""
+    """Yield the recipe rules for packed documents."""
     yield rule(
         f"data.packed with model.kind!={'|'.join(TRANSFORMERS)}",
         UNBUILT,
         f"set it to false, or train a {' or an '.join(TRANSFORMERS)}",
     )
-    yield rule("data.packed with own steps", "the mean of a step is over the tokens of all replicas", LOCK_STEP)
+    yield rule("data.packed with own steps", "a step averages over the tokens of all replicas", LOCK_STEP)
     yield rule(
-        "run.noise_scale_every_steps with data.packed", "micro-batches of as many samples have other numbers of tokens"
+        "run.noise_scale_every_steps with data.packed", "micro-batches with equal samples have different token counts"
     )
 
 
 def of_experts() -> Iterator[Rule]:
-    """Yield the rules for mixtures of experts, and for ranks that share them out."""
-    yield rule("model.balance_rate with own steps", "biases follow the loads of the whole batch", LOCK_STEP)
+    """Yield the recipe rules for mixtures of experts and for expert parallelism."""
+    yield rule("model.balance_rate with own steps", "router biases follow the loads of the whole batch", LOCK_STEP)
     shared = "parallel.expert>1"
     yield rule(
         f"{shared} with model.experts=0",
-        "there are none to share out",
+        "the model has no experts",
         "set it to 1, or model.experts to a multiple of {0}",
     )
     yield rule(
@@ -155,6 +158,6 @@ def of_experts() -> Iterator[Rule]:
         yield rule(f"{term} with {shared}", UNBUILT)
     yield rule(
         f"run.noise_scale_every_steps with {shared}",
-        "gradients of experts are of the tokens of several replicas, so none has its own",
+        "an expert's gradient covers the tokens of several replicas, so there is no gradient per replica",
     )
-    yield rule(f"{shared} with --survive?", "the experts of a dead rank are gone", "set it to 1, or use --restarts")
+    yield rule(f"{shared} with --survive?", "the experts of a dead rank are lost", "set it to 1, or use --restarts")

@@ -219,8 +219,8 @@ class Exchange(Protocol):
     def begin_update(self, scale: float) -> None:
         """Record that this step updates, with gradients multiplied by ``scale`` (local)."""
 
-    def count_samples(self, own: int, samples: int) -> None:
-        """Record that ``own`` of the ``samples`` of the step that begins are this replica's (local)."""
+    def count_samples(self, local_samples: int, samples: int) -> None:
+        """Record that ``local_samples`` of the ``samples`` of the step that begins are this replica's (local)."""
         return
 
     def scaled_by(self, loss_scale: float) -> None:

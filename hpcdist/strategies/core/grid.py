@@ -1,8 +1,7 @@
-"""The grid of ranks along the axes of parallelism: tensor, context, data, pipeline.
+"""The process grid: the ranks along the tensor, context, data and pipeline axes.
 
-A `ProcessGrid` is a handful of integers, passed and never global. Ranks count with the tensor axis fastest (its
-messages are the most frequent, so its members should share a node), then context, then data, and the pipeline axis
-slowest. `GridCommunicators` splits the world into the communicators of the axes.
+Consecutive ranks are neighbours on the tensor axis, whose messages are the most frequent, so that its members share a
+node; then come context, data and pipeline. `GridCommunicators` splits the world into the communicators of the axes.
 """
 
 from collections.abc import Sequence
@@ -11,22 +10,22 @@ from typing import TYPE_CHECKING, Final
 
 from hpcdist.errors import ConfigurationError
 
-if TYPE_CHECKING:  # a grid is asked for where numpy is not loaded
+if TYPE_CHECKING:  # grids are also used without numpy
     from hpcdist.comm.communicator import Communicator
 
 ORDER = ("pipeline", "data", "context", "tensor")  # slowest to fastest
-SHOWN: Final = 4  # so many of the first and of the last groups of a long row are shown
+SHOWN: Final = 4  # number of first and of last groups that a long row shows
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessGrid:
-    """Degrees of parallelism; their product is the size of the world."""
+    """Degrees of parallelism of a job. The product of all degrees but ``expert`` is the number of computing ranks."""
 
     data: int = 1
     pipeline: int = 1
     tensor: int = 1
     context: int = 1
-    expert: int = 1  # consecutive replicas that share out the experts: no factor of the product
+    expert: int = 1  # consecutive replicas that distribute the experts; not a factor of the world size
 
     @classmethod
     def of(
@@ -40,10 +39,11 @@ class ProcessGrid:
         servers: int = 0,
         expert: int = 1,
     ) -> "ProcessGrid":
-        """Return the grid of ``world`` ranks; ``data = 0`` takes what the other degrees leave.
+        """Return the grid for ``world`` ranks, of which ``servers`` ranks do not compute.
 
-        ``servers`` of the ranks do not compute. Raises ConfigurationError, with the whole equation, when the product is
-        not the number of those that do, or ``expert`` does not divide the replicas.
+        If ``data`` is 0, the degree of data parallelism is computed from the other degrees. Raises ConfigurationError
+        if the product of the degrees is not the number of computing ranks, or if ``expert`` does not divide the number
+        of replicas.
         """
         total, world = world, world - servers
         others = pipeline * tensor * context
@@ -63,61 +63,64 @@ class ProcessGrid:
             raise ConfigurationError(
                 f"parallel.expert = {expert} does not divide parallel.data {data} x parallel.context {context} (of "
                 f"{world} ranks = data {data} x pipeline {pipeline} x tensor {tensor} x context {context}), whose "
-                f"ranks share out the experts; {choice}; a checkpoint can be resumed with any number of expert ranks"
+                f"ranks divide the experts; {choice}; a checkpoint can be resumed with any number of expert ranks"
             )
         return grid
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks in the grid."""
         return self.data * self.pipeline * self.tensor * self.context
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same parameters, and sum their gradients: those of the data and the context axis."""
+        """Number of ranks that hold the same parameters and sum their gradients: data times context ranks."""
         return self.data * self.context
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the index of ``rank`` along each axis."""
+        """Return the index of ``rank`` along each axis, by axis name."""
         assert 0 <= rank < self.size
-        place: dict[str, int] = {}
+        indices: dict[str, int] = {}
         for axis in reversed(ORDER):
-            rank, place[axis] = divmod(rank, getattr(self, axis))
-        return place
+            rank, indices[axis] = divmod(rank, getattr(self, axis))
+        return indices
 
     @property
     def tensor_groups(self) -> list[range]:
-        """The ranks that compute the same layers together: neighbours."""
+        """The tensor groups: each consists of consecutive ranks that compute the same layers together."""
         return [range(first, first + self.tensor) for first in range(0, self.size, self.tensor)]
 
 
 def rank_map(grid: ProcessGrid, nodes: Sequence[Sequence[int]]) -> list[str]:
-    """Return a line for each stage of the pipeline: its ranks, and their nodes of ``nodes``.
+    """Return one text line per pipeline stage with its ranks and their nodes; brackets enclose a tensor group.
 
-    Ranks in brackets compute each layer together. ``nodes`` are the ranks of each node.
+    ``nodes`` lists the ranks of each node.
     """
     node_of = {rank: index for index, ranks in enumerate(nodes) for rank in ranks}
     groups_per_stage = len(grid.tensor_groups) // grid.pipeline
     lines = []
     for stage in range(grid.pipeline):
-        where: dict[tuple[int, ...], list[str]] = {}
+        groups_by_nodes: dict[tuple[int, ...], list[str]] = {}
         for group in grid.tensor_groups[stage * groups_per_stage : (stage + 1) * groups_per_stage]:
-            where.setdefault(tuple(sorted({node_of[rank] for rank in group})), []).append(_bracketed(group))
-        places = [f"node {'+'.join(map(str, on))} {' '.join(_few(groups))}" for on, groups in where.items()]
-        lines.append(f"stage {stage}: {'; '.join(_few(places))}")
+            groups_by_nodes.setdefault(tuple(sorted({node_of[rank] for rank in group})), []).append(_bracketed(group))
+        node_texts = [
+            f"node {'+'.join(map(str, node_set))} {' '.join(_few(groups))}"
+            for node_set, groups in groups_by_nodes.items()
+        ]
+        lines.append(f"stage {stage}: {'; '.join(_few(node_texts))}")
     return lines
 
 
 def spread_groups(grid: ProcessGrid, nodes: Sequence[Sequence[int]]) -> str:
-    """Return a warning of tensor groups that are on several of ``nodes``, "" where none is."""
+    """Return a warning text if a tensor group spans several nodes, else "". ``nodes`` lists the ranks of each node."""
     node_of = {rank: index for index, ranks in enumerate(nodes) for rank in ranks}
     spread = [group for group in grid.tensor_groups if len({node_of[rank] for rank in group}) > 1]
     if not spread:
         return ""
     return (
-        f"ranks {_bracketed(spread[0])} of one tensor group are on several nodes, as are those of {len(spread)} of "
-        f"{len(grid.tensor_groups)} groups: each layer waits for the network between them several times; give every "
-        f"node a multiple of parallel.tensor = {grid.tensor} ranks"
+        f"ranks {_bracketed(spread[0])} of one tensor group are on several nodes ({len(spread)} of "
+        f"{len(grid.tensor_groups)} groups are): each layer waits for the network between the nodes several times; "
+        f"give every node a multiple of parallel.tensor = {grid.tensor} ranks"
     )
 
 
@@ -130,9 +133,9 @@ def _few(words: list[str]) -> list[str]:
 
 
 class GridCommunicators:
-    """Communicators along the axes of a grid, split when they are first used, until `free`.
+    """Communicators along the axes of a grid, each split from ``comm`` at first use and kept until `free`.
 
-    Every rank must ask for the same axis at the same point: the split is collective over ``comm``.
+    The split is collective over ``comm``: every rank must request the same axis at the same point.
     """
 
     def __init__(self, grid: ProcessGrid, comm: "Communicator") -> None:
@@ -144,12 +147,12 @@ class GridCommunicators:
     def _along(self, *axes: str) -> "Communicator":
         color = key = 0
         for axis in ORDER:
-            degree, place = getattr(self.grid, axis), self.place[axis]
-            color, key = (color, key * degree + place) if axis in axes else (color * degree + place, key)
+            degree, index = getattr(self.grid, axis), self.place[axis]
+            color, key = (color, key * degree + index) if axis in axes else (color * degree + index, key)
         return self._part(self.world, color, key, " x ".join(axes))
 
     def _part(self, whole: "Communicator", color: int, key: int, name: str) -> "Communicator":
-        # No functools.cached_property: until Python 3.12 it holds a lock that all ranks of one process would share.
+        # No functools.cached_property: before Python 3.12 it holds a lock that all ranks of one process would share.
         if name not in self._split:
             part = whole.split(color, key, name)
             assert part is not None
@@ -158,33 +161,34 @@ class GridCommunicators:
 
     @property
     def data(self) -> "Communicator":
-        """Ranks that hold the same parameters and see different samples."""
+        """Communicator of the ranks that hold the same parameters and process different samples."""
         return self._along("data")
 
     @property
     def context(self) -> "Communicator":
-        """Ranks that hold the same parameters and see other tokens of the same samples."""
+        """Communicator of the ranks that hold the same parameters and process different tokens of the same samples."""
         return self._along("context")
 
     @property
     def replicas(self) -> "Communicator":
-        """Ranks that hold the same parameters, and sum their gradients."""
+        """Communicator of the ranks that hold the same parameters and sum their gradients."""
         return self.data if self.grid.context == 1 else self._along("data", "context")
 
     @property
     def pipeline(self) -> "Communicator":
-        """Ranks that hold the other stages of the same replica, in order of the stages."""
+        """Communicator of the ranks that hold the stages of one replica, in stage order."""
         return self._along("pipeline")
 
     @property
     def tensor(self) -> "Communicator":
-        """Ranks that hold the other parts of the same tensors, and compute the same samples."""
+        """Communicator of the ranks that hold the shards of the same tensors and process the same samples."""
         return self._along("tensor")
 
     def experts(self, degree: int) -> "Communicator":
-        """Return the ``degree`` consecutive replicas that share out experts: neighbours on the context axis first.
+        """Return the communicator of ``degree`` consecutive replicas that divide the experts among themselves.
 
-        A group of all of them is that of the replicas itself: what is shared there is found again.
+        Replicas along the context axis are consecutive. If ``degree`` is the number of replicas, this is the `replicas`
+        communicator, so its buffers are reused.
         """
         replicas = self.replicas
         if degree == replicas.size:
@@ -192,7 +196,7 @@ class GridCommunicators:
         return self._part(replicas, replicas.rank // degree, replicas.rank, "experts")
 
     def free(self) -> None:
-        """Free the communicators; no operation over one of them may be under way. Collective over ``comm``."""
+        """Free the communicators; no operation may be in flight on any of them. Collective over ``comm``."""
         for comm in self._split.values():
             comm.free()
         self._split.clear()

@@ -1,23 +1,15 @@
-"""Logical shards of a step: the same bits of all sums on any number of ranks.
+"""Logical shards of a step: every sum has the same bits on any number of ranks.
 
-A step is cut into L logical shards of equal size, whatever the number of ranks; each is a micro-batch of its own, so
-that every matrix product has the same shape everywhere. What is summed over them, or over parts of the model, is
+A step is divided into L logical shards of equal size, whatever the number of ranks. Each shard is one micro-batch, so
+matrix products have the same shape everywhere. Sums over shards, or over parts of the model, are
 
-    gradients   in the order of the tree of `hpcdist.collectives.algorithms.fixed_tree`
-    losses      in the same order
-    squares     exactly, see `hpcdist.optim.update.exact`: the norm that clips, and those of layer-wise rates
+    gradients, losses   in the order of the tree of `hpcdist.collectives.algorithms.fixed_tree`
+    squares             exact, see `hpcdist.optim.update.exact`: the norms for clipping and for layer-wise rates
 
-All else in a step is elementwise. So exchanges that cut a model differently have the same bits as well.
+The cost: smaller matrix products, one more pass over the gradients per shard, and exact squares, which take 3 times as
+long as rounded ones in float32, 12 times in float64.
 
-Every rank has as many micro-batches as the one with the most shards; where it has a shard less, the last is empty.
-The price is that of gradient accumulation: smaller matrix products, and one more pass over the gradients of each
-shard; and exact squares, which take 3 times as long as rounded ones in float32 (0.8 ns an element), 12 times in
-float64.
-
-The same program gives other bits with another BLAS, with another number of BLAS threads, or on a processor for which
-libraries and compilers choose other instructions. `fp_fingerprint` names the bits that a processor and its libraries
-compute, so that ranks and checkpoints can check that they agree: equal names have multiplied, summed and
-exponentiated the same numbers to the same bits.
+Other BLAS libraries, thread counts or processors give other bits: ranks and checkpoints compare `fp_fingerprint`.
 """
 
 import hashlib
@@ -41,11 +33,14 @@ FINGERPRINT_BYTES: Final = 4
 
 @cache
 def fp_fingerprint(dtype: "np.dtype[Any]") -> str:
-    """Return eight hexadecimal digits, equal where ``dtype`` is computed to equal bits (local; tens of ms, once)."""
+    """Return a hash (eight hexadecimal digits) of the results of test computations in ``dtype`` on this rank.
+
+    Ranks with equal hashes are expected to compute equal bits. Local. The first call takes tens of milliseconds.
+    """
     digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES)
     for rows, inner, columns in FINGERPRINT_SHAPES:
         a, b = _numbers(rows, inner, dtype), _numbers(columns, inner, dtype)
-        product = a @ b.T  # a linear layer forward, then its two gradients and that of its bias
+        product = a @ b.T  # a linear layer forward, then its two gradients and its bias gradient
         for values in (product, product @ b, product.T @ a, np.ones((1, rows), dtype) @ product):
             digest.update(values.tobytes())
     values = _numbers(1, 10_007, dtype).reshape(-1)
@@ -56,21 +51,21 @@ def fp_fingerprint(dtype: "np.dtype[Any]") -> str:
 
 
 def _numbers(rows: int, columns: int, dtype: "np.dtype[Any]") -> np.ndarray:  # (rows, columns)
-    """Return numbers between -1 and 1 without a pattern, made of integers: no random generator changes them."""
+    """Return an array (rows, columns) of pseudo-random numbers between -1 and 1, computed without a generator."""
     mixed = np.arange(rows * columns, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)
     return ((mixed.astype(np.float64) / (1 << 23)) - 1.0).astype(dtype).reshape(rows, columns)
 
 
-ALGORITHM: Final = "fixed_tree"  # the name of these sums where others name an algorithm
+ALGORITHM: Final = "fixed_tree"  # name of these sums among the reduction algorithms
 CURE: Final = "Give every rank the same OMP_NUM_THREADS, the same kind of processor and the same numpy"
 
 
 class LogicalShards:
-    """The ``count`` logical shards of each step; ``own`` are those of this rank, none where it only serves.
+    """Division of the global batch of each step into ``count`` logical shards.
 
-    Construction is collective over the world. ``arithmetic`` names the bits that the ranks compute; construction and
-    `check` raise ConfigurationError, on all of them, where it is not the same on all ranks or not that of the run so
-    far.
+    ``own`` is the range of shards that this rank computes; it is empty on a server. ``arithmetic`` is the hash of the
+    ranks' floating-point results (`fp_fingerprint`). Construction is collective over the world, and raises
+    ConfigurationError on all ranks if these hashes differ.
     """
 
     def __init__(self, context: RankContext, count: int) -> None:
@@ -80,49 +75,55 @@ class LogicalShards:
         self._data = context.data
 
     def tree(self) -> FixedTree:
-        """Return a tree for buffers of one size, each of which `add` gives to it (local)."""
+        """Return a new summation tree for gradient buffers of one size; `add` fills the tree. Local."""
         return FixedTree(self._data, self.count)
 
     def add(self, tree: FixedTree, microbatch: int, gradients: Array, *, copy: bool) -> None:
-        """Give ``gradients`` of a micro-batch to ``tree``, unless it is empty here (local). See `FixedTree.add`."""
+        """Add the ``gradients`` of micro-batch number ``microbatch`` to the summation ``tree``, if it has samples.
+
+        Local.
+        """
         if microbatch < self.own.size:
             tree.add(self.own.start + microbatch, gradients, copy=copy)
 
     def agree_losses(
         self, losses: Sequence[float], values: np.ndarray, agree: Callable[[np.ndarray], np.ndarray]
     ) -> tuple[float, np.ndarray]:
-        """Sum ``losses``, one of each own shard, in the order of the tree, and ``values`` by ``agree``.
+        """Return (all ranks' ``losses`` summed in tree order, ``agree(values)``), with one call of ``agree``.
 
-        Collective, as ``agree`` is.
+        ``losses`` has one loss per shard of this rank. ``agree(numbers)`` combines the numbers of all ranks.
+        Collective, like ``agree``.
         """
-        of_shards = np.zeros(self.count)
-        # Other ranks add zeros, which is exact in any order. An evaluation may have fewer losses than own shards.
-        of_shards[self.own.start : self.own.start + len(losses)] = losses
-        sums = agree(np.concatenate([of_shards, values]))
+        shard_losses = np.zeros(self.count)
+        # Other ranks add zeros, which is exact in any order. An evaluation may have fewer losses than local shards.
+        shard_losses[self.own.start : self.own.start + len(losses)] = losses
+        sums = agree(np.concatenate([shard_losses, values]))
         return tree_sum(sums[: self.count].tolist()), sums[self.count :]
 
     def state(self) -> dict[str, Any]:
-        """Return the name of the arithmetic, for a checkpoint (local)."""
+        """Return the hash of the ranks' floating-point results, to be stored in a checkpoint. Local."""
         return {"arithmetic": self.arithmetic}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise ConfigurationError unless the run that left ``state`` can go on with the same bits (local)."""
+        """Raise ConfigurationError if the checkpoint ``state`` has another floating-point hash than these ranks.
+
+        Local.
+        """
         before = state.get("arithmetic", self.arithmetic)
         if before != self.arithmetic:
             raise ConfigurationError(
-                f"run.logical_shards = {self.count}: this run was computed with the arithmetic {before}, and here it "
-                f"is {self.arithmetic}, so it cannot go on with the same bits. {CURE}; or set run.logical_shards = 0 "
-                "to go on without that promise"
+                f"run.logical_shards = {self.count}: the checkpoint has the floating-point fingerprint {before}, but "
+                f"the ranks now have {self.arithmetic}, so the run cannot resume with the same bits. {CURE}; or set "
+                "run.logical_shards = 0 to resume with different rounding"
             )
 
 
 def _common(context: RankContext) -> str:
-    """Return the arithmetic of all ranks. Collective over the world."""
     names = context.world.allgather_object(fp_fingerprint(np.dtype(context.dtype)))
     other = [rank for rank, name in enumerate(names) if name != names[0]]
     if other:
         raise ConfigurationError(
-            f"run.logical_shards: rank {other[0]} and {len(other) - 1} others compute other bits than rank 0 "
-            f"(arithmetic {names[other[0]]}, not {names[0]}). {CURE}"
+            f"run.logical_shards: rank {other[0]} and {len(other) - 1} others compute different bits than rank 0 "
+            f"(floating-point fingerprint {names[other[0]]}, not {names[0]}). {CURE}"
         )
     return str(names[0])

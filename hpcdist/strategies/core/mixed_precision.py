@@ -1,22 +1,14 @@
 """Mixed precision: 16-bit parameters and gradients with float32 computation, and loss scaling for float16.
 
-Loss scaling: Micikevicius et al., arXiv:1710.03740, section 3.2. Gradients that float16 would flush to zero are
-computed of a loss times a scale, and divided by it. One scale for the whole job, a power of two, so that it rounds
-nothing. The ranks agree on the norm of the scaled gradient before anybody touches a weight; where it is not finite,
-all of them skip the step: no weight, moment, count or rate changes. Loss and activations are float32 and are not
-scaled until the backward, so that a loss that is not finite is an error at any scale.
+Loss scaling (Micikevicius et al., arXiv:1710.03740, section 3.2) multiplies the loss by a power of two, and divides the
+gradients by it. If the norm of the scaled gradient is not finite, all ranks skip the step. A non-finite loss is an
+error.
 
-16-bit copies: the parameters of a stage are widened into a float32 layer for its forward and its backward. Its
-backward writes a float32 layer of gradients, which is rounded to 16 bits once a micro-batch has gone back through the
-stage; later micro-batches of a step are added to what is there in float32, and the sum is rounded again. So of
-float32 there are never more than the layers that are alive together: that of the stage, and one that others are tied
-to. Where a backward is done in two passes (zero-bubble schedules) the gradients of all stages between them are
-float32: 4 bytes more for each of their parameters. In a pipeline activations and their gradients travel in float32,
-as the stages compute them; copies of tensors that are tied across it, and their gradients, are 16-bit floats like all
-others.
+The parameters of a stage are widened to float32 for its forward and backward pass. The float32 gradients of each
+micro-batch are rounded to 16 bits, or added in float32 and rounded.
 
-With N ranks, and for AdamW, whose master and moments are K = 12 bytes a parameter: 16 bytes a parameter with
-allreduce, 4 + 12/N in zero1, 2 + 14/N in zero2 and 16/N in zero3 (arXiv:1910.02054, section 3.1).
+Bytes per parameter on N ranks with AdamW, whose master weights and moments take 12 bytes: 16 with allreduce,
+4 + 12/N with zero1, 2 + 14/N with zero2 and 16/N with zero3 (arXiv:1910.02054, section 3.1).
 """
 
 import math
@@ -36,37 +28,37 @@ from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.pipeline.tied import TiedCopies
 
 INITIAL_SCALE: Final = 2.0**16
-MINIMUM_SCALE: Final = 1.0  # unless a recipe says otherwise: precision.minimum_scale
+MINIMUM_SCALE: Final = 1.0  # default of precision.minimum_scale
 MAXIMUM_SCALE: Final = 2.0**24
-MAXIMUM_OVERFLOWS: Final = 16  # overflows in a row at a scale that cannot be lowered
+MAXIMUM_OVERFLOWS: Final = 16  # consecutive overflows at a scale that cannot be lowered
 
 
 class NoLossScale:
-    """Loss scale of 1: a gradient that is not finite ends the run. Local."""
+    """Loss scale of 1, without overflow handling: a non-finite gradient ends the run. Local."""
 
     scale = 1.0
     skipped = 0
-    skips_overflow = False  # whether a gradient that is not finite skips its step
+    skips_overflow = False  # whether a non-finite gradient skips its step
 
     def after(self, step: str, norm: float) -> bool:
-        """Return True: the step updates. Raises NonFiniteError, which names ``step``, for a ``norm`` not finite."""
+        """Return True: every step updates. Raises NonFiniteError, which names ``step``, if ``norm`` is not finite."""
         if not math.isfinite(norm):
             raise NonFiniteError(step)
         return True
 
     def state(self) -> dict[str, Any]:
-        """Return nothing for a checkpoint."""
+        """Return an empty state: a run without a loss scale has nothing to save."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore nothing; a checkpoint of scaled steps goes on without a scale."""
+        """Ignore ``state``: a run without a loss scale may resume a checkpoint that has one."""
 
 
 @dataclass
 class FixedLossScale(NoLossScale):
-    """Constant loss scale. Local: every rank sees the same norms.
+    """Loss scale that never changes. Local: all ranks see the same gradient norms and skip the same steps.
 
-    ``skipped`` counts the steps of the whole run that were given up, ``overflows`` those in a row.
+    ``skipped`` counts all skipped steps of the run. ``overflows`` counts the consecutive skipped steps up to now.
     """
 
     skips_overflow = True
@@ -75,9 +67,9 @@ class FixedLossScale(NoLossScale):
     overflows: int = 0
 
     def after(self, step: str, norm: float) -> bool:
-        """Return whether the step updates: where ``norm``, agreed on by all ranks, is finite.
+        """Return True if the step may update, because the gradient ``norm`` is finite, or False to skip the step.
 
-        Raises NonFiniteError after `MAXIMUM_OVERFLOWS` overflows in a row that no lower scale could end.
+        Raises NonFiniteError after `MAXIMUM_OVERFLOWS` consecutive overflows at a scale that cannot be lowered.
         """
         if math.isfinite(norm):
             self.overflows = 0
@@ -89,7 +81,7 @@ class FixedLossScale(NoLossScale):
         return False
 
     def _grow(self) -> None:
-        """Record a step without overflow."""
+        """Record that a step had no gradient overflow. Only a dynamic loss scale may double then."""
 
     def _lower(self, step: str) -> None:
         if self.overflows >= MAXIMUM_OVERFLOWS:
@@ -97,25 +89,24 @@ class FixedLossScale(NoLossScale):
 
     def _refusal(self, step: str, count: int, cure: str) -> NonFiniteError:
         return NonFiniteError(
-            f"{step}: it has overflowed float16 for {count} steps in a row at the loss scale {self.scale:g}; try "
-            f"{cure}, or precision.mode = 'bfloat16'"
+            f"{step}: the gradient has overflowed float16 for {count} steps in a row at the loss scale "
+            f"{self.scale:g}; try {cure}, or precision.mode = 'bfloat16'"
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the counts that a checkpoint keeps."""
         return {"skipped": self.skipped, "overflows": self.overflows}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned, of this kind or another."""
         self.skipped, self.overflows = int(state.get("skipped", 0)), int(state.get("overflows", 0))
 
 
 @dataclass
 class DynamicLossScale(FixedLossScale):
-    """Loss scale that doubles after ``interval`` steps without overflow, and halves at overflow ``hysteresis``.
+    """Loss scale that doubles after ``interval`` steps without overflow and is halved by consecutive overflows.
 
-    That is in a row, and each further one of the row halves it again, but never below ``least``. ``grown`` counts the
-    steps since the last overflow or change, ``stuck`` the overflows in a row at the least scale.
+    From the ``hysteresis``-th consecutive overflow on, each overflow halves the scale, but not below ``least``.
+    ``grown`` counts the steps since the last overflow or change of scale. ``stuck`` counts the consecutive overflows at
+    scale ``least``.
     """
 
     scale: float = INITIAL_SCALE
@@ -142,11 +133,9 @@ class DynamicLossScale(FixedLossScale):
             self.scale = max(0.5 * self.scale, self.least)
 
     def state(self) -> dict[str, Any]:
-        """Return the scale and the counts that a checkpoint keeps."""
         return super().state() | {"scale": self.scale, "grown": self.grown, "stuck": self.stuck}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned; a run that had no such scale begins with the first one."""
         super().restore(state)
         self.scale = max(float(state.get("scale", self.scale)), self.least)
         self.grown, self.stuck = int(state.get("grown", 0)), int(state.get("stuck", 0))
@@ -155,7 +144,7 @@ class DynamicLossScale(FixedLossScale):
 def build_loss_scale(
     mode: str, fixed: float, interval: int, hysteresis: int, least: float = MINIMUM_SCALE
 ) -> NoLossScale:
-    """Return the scale of ``precision.mode``: only float16 has one, ``fixed`` or, where that is 0, a dynamic one."""
+    """Return the loss scale of a precision ``mode``: for float16 ``fixed``, or a dynamic scale if this is 0; else 1."""
     if mode != "float16":
         return NoLossScale()
     if fixed:
@@ -164,36 +153,34 @@ def build_loss_scale(
 
 
 class MixedPrecisionViews(ParameterViews):
-    """Float32 layers over the 16-bit stores of an exchange and of tied copies. All of it is local.
+    """Float32 views of the parameters and gradients that an exchange stores and sends in 16 bits. Local.
 
-    A tied tensor is owned by the first of the stages that use it: the gradient of this rank is complete after the
-    backward of the owning stage or, for a copy of another rank's tensor, after that of the stage that uses it.
+    The gradient of a tied tensor is complete after the backward pass of the first stage that uses the tensor. If
+    another rank owns the tensor, the gradient is complete after the backward pass of the stage that uses this rank's
+    copy.
     """
 
     def __init__(self, context: RankContext, exchange: Exchange, copies: TiedCopies) -> None:
         super().__init__(context, exchange, copies)
         assert all(min(used) == unit for unit, used in _users(context.model.needs).items()), "used before its owner"
-        self._ranges, own = context.ranges, set(context.units)
-        self._needs = {
-            unit: own.intersection(used) for unit, used in context.model.needs.items()
-        }  # of what is kept here
+        self._ranges, local_units = context.ranges, set(context.units)
+        self._needs = {unit: local_units.intersection(used) for unit, used in context.model.needs.items()}
         self._layers = {unit: context.model.stages[unit].layer for unit in context.units}
         self._copied = {
             unit: copies.keys.intersection(context.model.stages[unit].tied.values()) for unit in context.units
         }
-        wide = replace(context, working=None, algorithm="native")  # float32, and no other rank looks at it
+        wide = replace(context, working=None, algorithm="native")  # float32; only this rank reads it
         self._wide_parameters = TransientLayers(wide, "parameters", context.units, None)
         self._wide_gradients = TransientLayers(wide, "gradients", context.units, None)
-        self._copied_parameters = wide.store("parameters", copies.parameters.parts)  # of float32 they stay
+        self._copied_parameters = wide.store("parameters", copies.parameters.parts)  # stays allocated
         self._copied_gradients = wide.store("gradients", copies.gradients.parts)
-        self._widened: set[int] = set()  # units whose parameters are there in float32
-        self._open: set[int] = set()  # units whose gradients a micro-batch is writing in float32
+        self._widened: set[int] = set()  # units with float32 parameters
+        self._open: set[int] = set()  # units whose float32 gradients a micro-batch is writing
         self._held: set[int] = set()  # units whose 16-bit gradients hold a micro-batch of this step
-        self._held_copies: set[str] = set()  # copies of which it is so
-        self._has_copies = False  # whether those are there in float32
+        self._held_copies: set[str] = set()  # tied copies whose 16-bit gradients hold a micro-batch of this step
+        self._has_copies = False  # whether the float32 parameters of the tied copies are filled
 
     def begin(self) -> None:
-        """Drop the float32 layers of an earlier list."""
         super().begin()
         self._keep(set())
         for unit in self._open:
@@ -205,7 +192,7 @@ class MixedPrecisionViews(ParameterViews):
         self._has_copies = False
 
     def parameters(self, unit: int) -> Parameters:
-        """Return the parameters of a stage in float32; those of another stage are dropped."""
+        """Return the float32 parameters of stage ``unit``; free float32 parameters that this stage does not need."""
         if unit not in self._parameters:
             self._keep(self._needs[unit])
             for used in self._needs[unit] - self._widened:
@@ -226,53 +213,48 @@ class MixedPrecisionViews(ParameterViews):
         self._parameters.clear()
 
     def gradients(self, unit: int) -> BoundGradients:
-        """Return the float32 views into which a micro-batch writes the gradients of a stage."""
         if unit not in self._gradients:
             self._open.update(self._needs[unit])
             self._gradients[unit] = self._model.bind_stage_gradients(unit, self._gradients_at, self.written)
         return self._gradients[unit]
 
     def backward_done(self, unit: int) -> None:
-        """Round the gradients of a stage into the 16-bit store or, after the first micro-batch, add them."""
-        own, layer, part = self.gradients(unit), self._layers[unit], self._ranges[unit]
-        own.finish()
+        """Round the float32 gradients of stage ``unit`` to 16 bits and add them to earlier micro-batches' gradients."""
+        bound, layer, part = self.gradients(unit), self._layers[unit], self._ranges[unit]
+        bound.finish()
         wide = self._wide_gradients.at(layer).range(part)
-        _take_in(self._exchange.gradients_at(layer).range(part), wide, again=unit in self._held)
+        _take_in(self._exchange.gradients_at(layer).range(part), wide, accumulate=unit in self._held)
         self._held.add(unit)
         for key in self._copied[unit] & self.written:
-            where = self._copies.gradients.layout.by_key[key].range
-            working = self._copies.gradients.range(where)
-            _take_in(working, self._copied_gradients.range(where), again=key in self._held_copies)
+            copy_range = self._copies.gradients.layout.by_key[key].range
+            working = self._copies.gradients.range(copy_range)
+            _take_in(working, self._copied_gradients.range(copy_range), accumulate=key in self._held_copies)
             self._held_copies.add(key)
             self.written.discard(key)
-        own.begin_step()
+        bound.begin_step()
         self._wide_gradients.free(layer)
         self._open.discard(unit)
         for user in [user for user in self._gradients if unit in self._needs[user]]:
             del self._gradients[user]
 
     def no_backward(self, unit: int) -> None:
-        """Allocate 16-bit memory where `backward_done` of other ranks does."""
         self._exchange.gradients_at(self._layers[unit])
 
     def complete(self, unit: int) -> None:
-        """Zero the gradients of a stage without a backward."""
         if unit not in self._held:
             self._exchange.gradients_at(self._layers[unit]).range(self._ranges[unit])[...] = 0
             self._held.add(unit)
 
     def complete_copies(self) -> None:
-        """Zero the gradients of tied copies without a backward."""
         for key in self._copies.keys - self._held_copies:
             self._copies.gradients.view(key)[...] = 0
             self._held_copies.add(key)
 
     def exchanged(self, unit: int) -> None:
-        """Record that the exchange has taken the 16-bit gradients of a stage."""
         self._held.discard(unit)
 
     def moved(self, unit: int | None = None) -> None:
-        """Do nothing: widened parameters stay as they are until the next list begins."""
+        """Do nothing: the float32 parameters stay valid until the next operation list."""
 
     def _parameters_at(self, layer: int) -> FlatStore:
         return self._copied_parameters if layer in self._copies.layers else self._wide_parameters.at(layer)
@@ -281,14 +263,13 @@ class MixedPrecisionViews(ParameterViews):
         return self._copied_gradients if layer in self._copies.layers else self._wide_gradients.at(layer)
 
 
-def _take_in(working: Array, wide: Array, *, again: bool) -> None:
-    """Round the float32 ``wide`` into ``working`` or, with ``again``, add it to what is there in float32."""
-    if again:
+def _take_in(working: Array, wide: Array, *, accumulate: bool) -> None:
+    """Round float32 ``wide`` into 16-bit ``working``; with ``accumulate``, first add the old ``working`` in float32."""
+    if accumulate:
         kernels.add_rounded(working, wide)
     else:
         kernels.round_into(wide, working)
 
 
 def _users(needs: dict[int, list[int]]) -> dict[int, list[int]]:
-    """Return, for each unit, those that use its parameters."""
     return {owner: [unit for unit, used in needs.items() if owner in used] for owner in needs}

@@ -1,9 +1,4 @@
-"""Views of parameters and gradients for the stages of a rank, and memory of transient layers.
-
-`ParameterViews` binds the tensors of each stage to the stores of the exchange, or to copies of tied tensors, for as
-long as that memory stays where it is. `TransientLayers` holds layers that are whole for a moment only: gathered to be
-used (ZeRO), filled by a backward to be reduced, or widened to float32 (mixed precision).
-"""
+"""Views of a rank's parameters and gradients by stage, and memory of transient layers."""
 
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -22,59 +17,59 @@ from hpcdist.strategies.pipeline.tied import TiedCopies
 
 
 class ParameterViews:
-    """Views of the stores of an exchange by stage, bound while their memory stays in place. All of it is local."""
+    """Views of one rank's parameter and gradient memory, by stage. Views are kept until their memory moves. Local."""
 
     def __init__(self, context: RankContext, exchange: Exchange, copies: TiedCopies) -> None:
         self._model, self._exchange, self._copies = context.model, exchange, copies
         self._parameters: dict[int, Parameters] = {}  # by unit
         self._gradients: dict[int, BoundGradients] = {}
         self._complete: set[int] = set()
-        self.written: set[str] = set()  # tensors that have a gradient in this step
+        self.written: set[str] = set()  # tensors that have a gradient in the current step
 
     def begin(self) -> None:
-        """Reset the records of an earlier list."""
+        """Clear the state of the previous operation list, before a new list starts."""
         self.written.clear()
         self._complete.clear()
         if self._exchange.alternates:
             self._gradients.clear()
 
     def parameters(self, unit: int) -> Parameters:
-        """Return the parameters of a stage, tied ones included."""
+        """Return the parameters that stage ``unit`` uses, including tied tensors of other stages."""
         if unit not in self._parameters:
             self._parameters[unit] = self._model.bind_stage(unit, self._parameters_at)
         return self._parameters[unit]
 
     def gradients(self, unit: int) -> BoundGradients:
-        """Return the views into which a stage writes its gradients, or adds them."""
+        """Return views of the gradient memory of stage ``unit``, to which the stage writes or adds its gradients."""
         if unit not in self._gradients:
             self._gradients[unit] = self._model.bind_stage_gradients(unit, self._gradients_at, self.written)
         return self._gradients[unit]
 
     def backward_done(self, unit: int) -> None:
-        """Record the backward of a micro-batch through a stage."""
+        """Record that the backward pass of stage ``unit`` is complete for one micro-batch."""
 
     def no_backward(self, unit: int) -> None:
-        """Allocate the gradients of a micro-batch without samples, as the other ranks do here."""
+        """Allocate the gradients of stage ``unit`` for a micro-batch that has no samples on this rank."""
         self.gradients(unit)
 
     def complete(self, unit: int) -> None:
-        """Zero the gradients of a stage that no micro-batch has written, after the last backward."""
+        """Zero the gradients of stage ``unit`` that no micro-batch has written. Called after the last backward pass."""
         if unit not in self._complete:
-            self.gradients(unit).finish()  # or it would be last step's
+            self.gradients(unit).finish()  # or the gradients would be those from the last step
             self._complete.add(unit)
 
     def complete_copies(self) -> None:
-        """Zero the gradients of tied copies that no micro-batch has written."""
+        """Zero the gradients of this rank's copies of tied tensors, if no micro-batch has written them."""
         for key in self._copies.keys - self.written:
             self._copies.gradients.view(key)[...] = 0
 
     def exchanged(self, unit: int) -> None:
-        """Record that the exchange has taken the gradients of a stage: the next micro-batch has its own memory."""
+        """Record that the gradients of stage ``unit`` were exchanged. The next micro-batch gets new views."""
         self._gradients.pop(unit).begin_step()
         self._complete.discard(unit)
 
     def moved(self, unit: int | None = None) -> None:
-        """Record that the parameters of a stage, or of all, are at another address now."""
+        """Record that the parameters of stage ``unit`` have moved to another address; None means all stages."""
         for user in [user for user in self._parameters if unit is None or unit in self._model.needs[user]]:
             del self._parameters[user]
 
@@ -86,11 +81,10 @@ class ParameterViews:
 
 
 class TransientLayers:
-    """Pool of memory for whole layers that are freed after use: as many blocks as were ever in use at once.
+    """Memory pool for layers that are allocated in full only while they are used (ZeRO, mixed precision).
 
-    Layers that only their own stage uses share blocks as long as the longest of them. One that others are tied to lives
-    long, may be far longer, and has a block of its own. ``units`` are those that ever come; ``over`` joins the ranks
-    that sum or hand round what lies there, once ``drain`` has returned: then nothing else goes on there.
+    Layers used by only one stage share blocks of equal size. A layer that several stages use has a separate block. Only
+    the stages ``units`` use the pool. The ranks of ``over`` run collectives on the blocks.
     """
 
     def __init__(
@@ -111,7 +105,7 @@ class TransientLayers:
         self._stores: dict[int, FlatStore] = {}
 
     def at(self, layer: int) -> FlatStore:
-        """Return the store of ``layer``; its memory is uninitialised when it is new (local)."""
+        """Return the full memory of ``layer``, taken from the pool if necessary. New memory is uninitialised. Local."""
         if layer not in self._stores:
             size = self._block_size[layer]
             free = self._free.setdefault(size, [])
@@ -122,13 +116,13 @@ class TransientLayers:
         return self._stores[layer]
 
     def free(self, layer: int) -> None:
-        """Return the memory of ``layer`` to the pool (local)."""
+        """Return the memory of ``layer`` to the pool. Local."""
         del self._stores[layer]
         self._free[self._block_size[layer]].append(self._blocks.pop(layer))
 
     def _new(self, size: int) -> Array:
         allocate = self._context.for_replicas(self._category, self._over)
-        if allocate is not None:  # all of ``over`` need a new block at the same place of their lists
+        if allocate is not None:  # all ranks of ``over`` allocate at the same point of their operation lists
             if self._drain is not None:
                 self._drain()
             return allocate(size, np.dtype(self._context.dtype))

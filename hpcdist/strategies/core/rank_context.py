@@ -1,8 +1,4 @@
-"""Context of one rank in a run: its communicators, its stages of the model, and the memory that is made for it.
-
-Every strategy gets a `RankContext` when it is made: the axes (world, data, pipeline, tensor), the model and its
-layout, the optimizer's configuration, the collective algorithm, and the device and dtype of its stores.
-"""
+"""Context of one rank in a run: its communicators, its stages of the model, and the memory of its stores."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,24 +25,20 @@ from hpcdist.strategies.context.axis import ContextAxis
 from hpcdist.strategies.schedule.operations import StagePlacement
 
 _FEW_BYTES: Final = 128
-_IN_SHARED_MEMORY: Final = {"node_shared", "hierarchical"}  # algorithms that work on buffers where they lie
+_IN_SHARED_MEMORY: Final = {"node_shared", "hierarchical"}  # algorithms that work in place on shared buffers
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """Context of a rank, for its strategy: communicators, model, optimizer and settings.
+    """Everything that a strategy needs on one rank: communicators, model, optimizer and settings.
 
-    ``world`` joins all who agree on a step, ``data`` the replicas of these stages, which sum their gradients,
-    ``pipeline`` the stages of this replica, ``tensor`` those who compute these stages together, each with its part of
-    the tensors, which ``model`` has. Where samples are cut, ``context`` joins those of the replicas that have the other
-    tokens of the same samples, and ``batch`` those that have other samples. ``placement`` says which stages of
-    ``model`` each rank of the pipeline computes; None: the one rank all. A rank that only serves ``computes`` nothing.
-    ``working`` is the 16-bit type in which parameters and gradients are kept and sent, while updates step a float32
-    master; None: the type that the model computes in.
-
-    ``experts`` joins the replicas that have the other experts of these stages. ``portion`` says which of the tensors
-    a strategy looks after: all (""), those of experts ("expert"), or the others ("dense"). With ``every_microbatch`` it
-    takes gradients after each, since that is so of the other portion.
+    ``world`` joins all ranks of the step, ``data`` the replicas of this rank's stages, ``pipeline`` the stages of this
+    replica, and ``tensor`` the ranks that hold shards of the same tensors. ``context`` joins the replicas with other
+    tokens of the same samples, ``batch`` the replicas with other samples, and ``experts`` the replicas that divide the
+    experts of this rank's stages. ``computes`` is False on a dedicated server. ``working`` is the 16-bit dtype of
+    stored and sent parameters and gradients, or None without mixed precision. ``portion`` selects the tensors that the
+    strategy handles: all (""), "expert" or "dense". If ``every_microbatch`` is true, gradients are exchanged after each
+    micro-batch.
     """
 
     world: Communicator
@@ -72,57 +64,60 @@ class RankContext:
 
     @property
     def samplers(self) -> Communicator:
-        """Ranks that take other samples of a batch: all replicas, but where these share samples."""
+        """Communicator of the ranks with different samples: ``batch`` if replicas share samples, else all replicas."""
         return self.data if self.batch is None else self.batch
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank counts samples for those that see the same ones."""
+        """True on one rank of each group of tensor and context ranks that share samples; it counts these samples."""
         return self.tensor.rank == 0 and (self.context is None or self.context.rank == 0)
 
     @property
     def placed(self) -> StagePlacement:
-        """Stages of each rank of the pipeline."""
+        """The placement of stages on pipeline ranks; by default one rank has all stages."""
         return self.placement or StagePlacement((range(len(self.model.stages)),), (0,), self.model.skips)
 
     @property
     def chunks(self) -> tuple[range, ...]:
-        """Stages of this rank, as ranges of consecutive ones."""
+        """This rank's chunks, each a range of consecutive stages."""
         return self.placed.of(self.pipeline.rank)
 
     @property
     def units(self) -> tuple[int, ...]:
-        """Stages of this rank, in the order of the model; never none, but in a portion that they have nothing of."""
+        """Indices of this rank's stages that have tensors in ``portion``, in model order."""
         return tuple(unit for chunk in self.chunks for unit in chunk if self._range(unit))
 
     @property
     def members(self) -> Communicator:
-        """Ranks that compute and serve these stages: the world or, in a product of axes, the data axis."""
+        """Communicator of the ranks that compute or serve this rank's stages.
+
+        This is the world, or the data axis if stages or tensors are divided over ranks.
+        """
         return self.world if self.pipeline.size * self.tensor.size == 1 else self.data
 
     @property
     def expert_norms(self) -> Communicator | None:
-        """Ranks over which norms of tensors are summed, since each has its experts of them; None for none."""
+        """Communicator over which norms of expert tensors are summed, or None if this rank holds every expert."""
         return self.experts if self.portion == "expert" and self.experts.size > 1 else None
 
     @property
     def layout(self) -> Layout:
-        """The flat space of the whole model."""
+        """Position of each of the model's tensors in one flat parameter vector."""
         return self.model.layout
 
     @property
     def dtype(self) -> "np.dtype[np.generic]":
-        """Type in which parameters and gradients are kept and sent."""
+        """Dtype in which parameters and gradients are stored and sent."""
         return self.model.dtype if self.working is None else self.working
 
     @property
     def master_dtype(self) -> "np.dtype[np.generic]":
-        """Type in which an update steps parameters: float32 where stages compute in 16 bits."""
+        """Dtype of the parameters that the optimizer updates: float32 for 16-bit models."""
         return accumulation_dtype(self.model.dtype)
 
     @property
     def parts(self) -> tuple[Range, ...]:
-        """Ranges of the flat space of the stages of this rank: one, or one for each of its chunks."""
+        """Ranges of this rank's stages in the flat parameter vector: one per group of consecutive stages."""
         joined: list[Range] = []
         for part in self.ranges.values():
             if joined and joined[-1].stop == part.start:
@@ -133,13 +128,13 @@ class RankContext:
 
     @property
     def part(self) -> Range:
-        """The one range of the flat space of a rank that has one chunk."""
+        """The range of this rank's stages in the flat parameter vector; the rank must have exactly one chunk."""
         (part,) = self.parts
         return part
 
     @property
     def ranges(self) -> dict[int, Range]:
-        """The range of each of this rank's stages, by its index in the model."""
+        """Range of each of this rank's stages in the flat parameter vector, keyed by stage index."""
         return {unit: self._range(unit) for unit in self.units}
 
     def _range(self, unit: int) -> Range:
@@ -147,10 +142,10 @@ class RankContext:
 
     @property
     def agree_algorithm(self) -> str:
-        """Allreduce algorithm for a few numbers.
+        """Name of the allreduce algorithm for a few numbers: native or node_shared if the recipe selects one of them.
 
-        They do not deserve a ring: log2(p) messages, whose bytes are counted unless nothing is. Of a choice by size it
-        is that for small buffers, if it suits them on the world too.
+        Otherwise it is recursive doubling, with log2(p) messages for p ranks. If the recipe chooses by message size,
+        its choice for small messages counts.
         """
         small = parse_algorithm(self.algorithm).at(_FEW_BYTES) if "<=" in self.algorithm else self.algorithm
         suits = small == "native" or (small == "node_shared" and self.data.size == self.world.size)
@@ -159,7 +154,10 @@ class RankContext:
     def store(
         self, category: str, parts: Range | Sequence[Range] | None = None, allocate: Allocate | None = None
     ) -> FlatStore:
-        """Return zeroed memory for ``parts``, by default for all stages of this rank (local)."""
+        """Return zeroed memory for ``parts`` of the flat parameter vector; the default is all stages of this rank.
+
+        Local.
+        """
         return FlatStore(
             self.layout,
             self.dtype,
@@ -171,12 +169,12 @@ class RankContext:
         )
 
     def for_replicas(self, category: str, over: Communicator | None = None) -> Allocate | None:
-        """Return an allocator of memory that replicas on a node share, None where no collective would use it (local).
+        """Return a function that allocates memory shared by replicas on a node, or None if no collective needs it.
 
-        What it returns is collective over ``over``, by default ``data``. Buffers that are summed or handed round there
-        then need no copy.
+        Local. Calling the returned function is collective over ``over``, by default ``data``. Collectives on the
+        allocated memory need no copy.
         """
-        names = {row.partition("<=")[0] for row in self.algorithm.split(",")}  # of a choice by size, each of its rows
+        names = {row.partition("<=")[0] for row in self.algorithm.split(",")}
         if self.on != "cpu" or self.data.size == 1 or not names & _IN_SHARED_MEMORY:
             return None
 
@@ -186,11 +184,14 @@ class RankContext:
         return allocate
 
     def counted(self, array: Array, category: str) -> Array:
-        """Enter ``array`` in the ledger of this rank, if it has one, and return it (local)."""
+        """Record the memory of ``array`` under ``category`` in this rank's memory ledger, if any. Return ``array``.
+
+        Local.
+        """
         return array if self.ledger is None else self.ledger.track(array, category)
 
     def build_optimizer(self, parts: Range | Sequence[Range]) -> Optimizer:
-        """Return the optimizer of ``parts``, with zeroed state and, for 16-bit parameters, a float32 master (local)."""
+        """Return a new optimizer for the flat ranges ``parts``; 16-bit parameters get a float32 master copy. Local."""
         built = optimizers.build(
             self.optimizer,
             self.layout,

@@ -1,13 +1,9 @@
-"""Checks of replicas: name the rank and the tensor that differ, or that were the first not to be finite.
+"""Checks of replicas: name the ranks and tensors that differ, or that first became non-finite.
 
-A silent difference (a skipped reduction, a race, a bad memory cell, a script that draws other samples on each rank)
-ruins a run long before its loss shows it. `check_parameters` costs one pass over the parameters and a small message or
-two, `check_batch` one pass over the batch.
+`check_parameters` costs one pass over the parameters, `check_batch` one over the batch.
 
-`explain_nonfinite` is called after a loss or gradient that is not finite. The parameters have not been touched yet
-when the step stops, so it is computed again and looked at unit by unit: first the parameters, then the outputs going
-forward, then the gradients before they are reduced. Where gradients are applied one step late, those of the step
-before may be the cause: they are there as sums over all ranks.
+`explain_nonfinite` computes a failed step again, before any parameter changed, and checks each unit: parameters, then
+outputs, then gradients. With delayed gradients it also checks the previous step's gradients.
 """
 
 from collections.abc import Sequence
@@ -31,9 +27,9 @@ from hpcdist.strategies.schedule.stages import MicroBatch
 
 
 def check_parameters(executor: Executor, step: int) -> None:
-    """Compare the parameters of all ranks that must hold the same bits. Collective over the world.
+    """Raise DivergenceError if ranks hold copies of a parameter that are not bitwise equal.
 
-    Raises DivergenceError as `check_replicas` and `check_tensor_axis` do.
+    Collective over the world.
     """
     context, exchange, copies = executor.context, executor.exchange, executor.copies.parameters
     replicated = [(context.data, store) for store in (exchange.parameters, copies) if exchange.replicas_identical]
@@ -46,57 +42,55 @@ def check_parameters(executor: Executor, step: int) -> None:
 
 
 def check_replicas(comm: Communicator, store: FlatStore, step: int, algorithm: str = "native") -> None:
-    """Raise DivergenceError on every rank of ``comm``, naming the first tensor that differs and the ranks.
+    """Raise DivergenceError on all ranks of ``comm`` if the elements of ``store`` differ. Collective over ``comm``.
 
-    Collective over ``comm``.
-
-    ``store`` must hold the same range everywhere. A hash is equal on all ranks exactly when its maximum is the
-    complement of the maximum of its complement, so one reduction of two numbers decides.
+    The message names the first differing tensor and the ranks. ``store`` must hold the same range of the flat parameter
+    vector on every rank. Hashes are equal exactly if max(hash) = ~max(~hash), so one reduction of two numbers is
+    enough.
     """
     if _agree(comm, _digest(backend.to_host(store.array)), algorithm):
         return
     _name_the_first(comm, store, list(store.tensors()), step)
-    raise DivergenceError(f"step {step}: replicas differ in the padding between tensors, which nothing should write")
+    raise DivergenceError(f"step {step}: replicas differ in the padding between tensors, which must stay unchanged")
 
 
 def check_tensor_axis(comm: Communicator, store: FlatStore, step: int, algorithm: str = "native") -> None:
-    """Raise DivergenceError on every rank of the tensor axis ``comm`` unless tensors that are not cut are the same.
+    """Raise DivergenceError on all ranks of the tensor axis ``comm`` if their unsharded tensors differ. Collective.
 
-    Collective over ``comm``. ``store`` must hold the same range everywhere.
+    ``store`` holds the parameters to compare. It must hold the same range of the flat parameter vector on every rank.
     """
     whole = [(segment, touched) for segment, touched in store.tensors() if segment.spec.cut is None]
     values = [store.range(touched) for _, touched in whole] or [store.array[:0]]
-    together = backend.namespace(store.array).concatenate(values)  # so that a GPU is asked once
+    together = backend.namespace(store.array).concatenate(values)  # one copy from the GPU
     if not _agree(comm, _digest(backend.to_host(together)), algorithm):
         _name_the_first(comm, store, whole, step)
 
 
 def check_batch(comm: Communicator, replica: int, inputs: Array, targets: Array, what: str, *, looks: bool) -> None:
-    """Raise DataError on every rank of the world ``comm`` unless all ranks of each replica bring the same batch.
+    """Raise DataError on all ranks if the ranks of one replica have different batches. Collective over the world.
 
-    Collective over ``comm``. ``replica`` is that of this rank, ``what`` the batch that messages name. Where a rank does
-    not look at its batch, in the middle of a pipeline, anything may be in it.
+    ``comm`` is the world, ``replica`` the number of this rank's replica, and ``what`` the name of the batch in
+    messages. ``looks`` is False on ranks that do not read their batch.
     """
     row = np.array([replica, _digest_batch(inputs), _digest_batch(targets)], np.int64)
-    every = np.zeros((comm.size, row.size), np.int64)
-    every[comm.rank] = row if looks else -1
-    comm.all_gather(every.reshape(-1), [Range(rank * row.size, (rank + 1) * row.size) for rank in range(comm.size)])
-    for number in sorted({*every[:, 0].tolist()} - {-1}):
-        ranks = np.flatnonzero(every[:, 0] == number)
+    table = np.zeros((comm.size, row.size), np.int64)
+    table[comm.rank] = row if looks else -1
+    comm.all_gather(table.reshape(-1), [Range(rank * row.size, (rank + 1) * row.size) for rank in range(comm.size)])
+    for number in sorted({*table[:, 0].tolist()} - {-1}):
+        ranks = np.flatnonzero(table[:, 0] == number)
         for column, name in ((1, "inputs"), (2, "targets")):
-            digests = every[ranks, column]
+            digests = table[ranks, column]
             others = ranks[digests != digests[0]]
             if len(others):
                 raise DataError(
-                    f"{what}: rank(s) {', '.join(map(str, others))} bring other {name} than rank {ranks[0]}, and all "
-                    f"of them compute replica {number}, on the same samples; draw by training.data_rank of "
-                    "training.data_size and seed alike, not by training.rank of training.world, or let a DataLoader of "
-                    "PyTorch take batch_sampler=training.sampler(dataset)"
+                    f"{what}: rank(s) {', '.join(map(str, others))} have other {name} than rank {ranks[0]}, but all "
+                    f"of them compute replica {number} and need the same samples; draw samples by training.data_rank "
+                    "of training.data_size and the same seed, not by training.rank of training.world, or give a "
+                    "PyTorch DataLoader batch_sampler=training.sampler(dataset)"
                 )
 
 
 def _agree(comm: Communicator, digest: int, algorithm: str) -> bool:
-    """Whether all ranks bring the same digest. Collective."""
     number = digest >> 1  # 63 bits fit an int64
     votes = np.array([number, ~number], np.int64)
     collectives.allreduce(comm, votes, algorithm, op="max")
@@ -104,26 +98,24 @@ def _agree(comm: Communicator, digest: int, algorithm: str) -> bool:
 
 
 def _name_the_first(comm: Communicator, store: FlatStore, tensors: list[tuple[Segment, Range]], step: int) -> None:
-    """Raise DivergenceError for the first of ``tensors`` that is not the same on all ranks. Collective."""
-    mine = [_digest(backend.to_host(store.range(touched))) for _, touched in tensors]
-    everyone = comm.allgather_object(mine)
+    digests_here = [_digest(backend.to_host(store.range(touched))) for _, touched in tensors]
+    all_digests = comm.allgather_object(digests_here)
     for index, (segment, _) in enumerate(tensors):
-        hashes = [digests[index] for digests in everyone]
+        hashes = [digests[index] for digests in all_digests]
         if len(set(hashes)) > 1:
             common = max(set(hashes), key=hashes.count)
             odd = [rank for rank, value in enumerate(hashes) if value != common]
-            who = f"rank(s) {odd} hold other bits than the rest of {comm.size}"
+            difference = f"rank(s) {odd} hold other bits than the rest of {comm.size}"
             if 2 * len(odd) >= comm.size:
-                who = f"no bits are those of most of {comm.size} ranks, so nobody knows which are right"
+                difference = f"no majority of the {comm.size} ranks has equal bits, so the right ones are unknown"
             raise DivergenceError(
-                f"step {step}: replicas differ, first in tensor {segment.key} {segment.spec.shape}: {who}; they are "
-                "not one model any more. Restart from the last checkpoint, and look for a skipped reduction or a "
-                "faulty node"
+                f"step {step}: replicas differ, first in tensor {segment.key} {segment.spec.shape}: {difference}; the "
+                "replicas no longer hold one model. Restart from the last checkpoint, and look for a skipped reduction "
+                "or a faulty node"
             )
 
 
 def _digest_batch(values: Array) -> int:
-    """Return 63 bits of the values, types and shapes of an array, or of several (local)."""
     digest = xxhash.xxh3_64()
     for array in map(backend.to_host, backend.arrays_in(values)):
         digest.update(f"{array.dtype} {array.shape}".encode())
@@ -142,15 +134,15 @@ def explain_nonfinite(
     batches: Sequence[MicroBatch],
     error: NonFiniteError,
 ) -> NonFiniteError:
-    """Return ``error`` with the ranks and tensors where the first value that is not finite appeared. Collective."""
+    """Return ``error`` with a message that names the ranks and tensors of the first non-finite values. Collective."""
     findings = comm.allgather_object(executor.inspect(operations, batches))
-    places = [f"rank {rank}: {finding}" for rank, finding in enumerate(findings) if finding]
-    where, which = "; ".join(places), "this step"
+    locations = [f"rank {rank}: {finding}" for rank, finding in enumerate(findings) if finding]
+    location, suspect = "; ".join(locations), "this step"
     exchange = executor.exchange
-    if not where and isinstance(exchange, DelayedExchange) and (tensor := norms.first_nonfinite(exchange.gradients)):
-        where, which = f"the step before left it in the gradient of {tensor}, summed over all ranks", "that step"
-    where = where or "every rank's own part is finite, so the sum over the ranks overflowed"
+    if not location and isinstance(exchange, DelayedExchange) and (tensor := norms.first_nonfinite(exchange.gradients)):
+        location, suspect = f"the step before left it in the gradient of {tensor}, summed over all ranks", "that step"
+    location = location or "the gradients of each rank are finite, so their sum over the ranks overflowed"
     return NonFiniteError(
-        f"{error}. {where}. Nothing was updated: lower optimizer.learning_rate, set optimizer.clip_norm, "
-        f"or look at the samples of {which}"
+        f"{error}. {location}. Nothing was updated: lower optimizer.learning_rate, set optimizer.clip_norm, "
+        f"or look at the samples of {suspect}"
     )

@@ -1,7 +1,4 @@
-"""The ``[decentralised]`` section of a recipe: graph, order of mixing, period, moments, and the outer optimizer.
-
-Light: imports nothing but the errors and `reporting`.
-"""
+"""The ``[decentralised]`` section of a recipe. Imports only the errors and `reporting`."""
 
 import re
 from dataclasses import dataclass
@@ -18,7 +15,7 @@ KEYS: Final = {
     "gossip": ("graph", "edges", "order", "report_every"),
     "local_sgd": ("period", "moments", "outer_learning_rate", "outer_momentum"),
 }
-CORRECTED: Final = ("adamw", "lamb")  # optimizers that divide their moments by what a start at zero makes them lack
+CORRECTED: Final = ("adamw", "lamb")  # optimizers with bias correction of their moments
 _EDGE: Final = re.compile(r"(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})")
 RULES: Final = (
     one_of("decentralised.graph", GRAPHS),
@@ -35,17 +32,15 @@ RULES: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class DecentralisedConfig:
-    """Section ``[decentralised]``: mixing and averaging of replicas that make steps of their own.
+    """Section ``[decentralised]``: options of strategies in which each replica makes its own steps.
 
-    Of the strategy gossip: after each step a rank takes a weighted mean of its parameters and those of its neighbours
-    on ``graph`` (see `hpcdist.strategies.decentralised.gossip`); ``edges``, such as "0-1, 1-2", are those of the graph
-    "edges". ``order`` says whether parameters are mixed before the step, beside the computation of its gradient
-    ("combine_first"), or after it ("adapt_first"). Every ``report_every`` steps it is measured how far the replicas are
-    apart (0: when they are saved only).
+    Strategy gossip: a rank averages its parameters with its neighbours' parameters on ``graph``. ``edges``, as in "0-1,
+    1-2", define the graph "edges". ``order``: mix before ("combine_first") or after the update ("adapt_first"). The
+    consensus distance is measured every ``report_every`` steps (0: only for a checkpoint).
 
-    Of the strategy local_sgd: parameters are averaged over all ranks every ``period`` steps. The moments of the
-    optimizer then stay those of each rank ("keep"), or are averaged, or begin anew. The mean is a step of an outer
-    optimizer, SGD with Nesterov's ``outer_momentum``: with the defaults the mean itself.
+    Strategy local_sgd: parameters are averaged over all ranks every ``period`` steps. The optimizer ``moments`` then
+    stay local ("keep"), are averaged, or are reset. The averaged change is the gradient of an outer SGD optimizer with
+    ``outer_learning_rate`` and Nesterov ``outer_momentum``.
     """
 
     graph: str = "ring"
@@ -59,7 +54,7 @@ class DecentralisedConfig:
 
     @property
     def has_outer_optimizer(self) -> bool:
-        """Whether an averaging is more than the mean."""
+        """True if the outer optimizer's settings change the result from the plain mean."""
         return self.outer_learning_rate != 1.0 or self.outer_momentum != 0.0
 
     def __post_init__(self) -> None:
@@ -68,22 +63,25 @@ class DecentralisedConfig:
         for first, other in parse_edges(self.edges):
             if frozenset((first, other)) in seen:
                 raise ConfigurationError(
-                    f"decentralised.edges: {first}-{other} comes twice, in one direction or the other; name each edge "
-                    "once, its weight follows from the graph"
+                    f"decentralised.edges: {first}-{other} comes twice, in one direction or the other; list each edge "
+                    "only once"
                 )
             seen.add(frozenset((first, other)))
             if first == other:
                 raise ConfigurationError(
-                    f"decentralised.edges: {first}-{other} joins a rank to itself, as every rank is anyway; remove it"
+                    f"decentralised.edges: {first}-{other} joins a rank to itself; every rank is always in its own "
+                    "mean, so remove this edge"
                 )
 
 
 def parse_edges(text: str) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of ranks in a text such as "0-1, 1-2". Raises ConfigurationError."""
+    """Return the pairs of ranks in a text like "0-1, 1-2". Raises ConfigurationError if the text is invalid."""
     edges = []
     for word in text.replace(",", " ").split():
         match = _EDGE.fullmatch(word)
         if match is None:
-            raise ConfigurationError(f"decentralised.edges: {word!r} is no edge; give pairs of ranks, as in '0-1, 1-2'")
+            raise ConfigurationError(
+                f"decentralised.edges: {word!r} is not an edge; give pairs of ranks, as in '0-1, 1-2'"
+            )
         edges.append((int(match[1]), int(match[2])))
     return tuple(edges)

@@ -1,19 +1,13 @@
-"""Base class of strategies whose replicas differ: own steps, and one averaged model in checkpoints.
+"""Base class of strategies with differing replicas: own steps, and one averaged model in checkpoints.
 
-A rank steps by its own gradient, and clips by the norm of that. The loss that is reported is the mean over the
-samples of all ranks, each under the parameters of its own rank; the gradient norm is the root of the mean square over
-the ranks. All ranks agree before each update that loss and gradients are finite; the ranks are in lock-step.
+A rank steps by its own gradient, clipped by its own norm. The reported gradient norm is the root mean square over the
+ranks.
 
-A checkpoint is one model: before it, and so at the end of a run, parameters and the moments of the optimizer are
-averaged over the ranks. That is part of the algorithm: a run that goes on from a checkpoint has the bits of one that
-saved at the same step and went on. Any other strategy, and any number of ranks, can go on from there.
+Before a checkpoint, parameters and optimizer moments are averaged. This is part of the algorithm: a resumed run has the
+bits of a run that saved at the same step. `average` takes one allreduce: with n bytes on p ranks each sends 2 n
+(p-1)/p. Values are multiplied by integers, summed, and divided by an integer.
 
-`average` takes one allreduce: with n bytes on p ranks each sends 2 n (p-1)/p on the ring. Values are multiplied by
-whole numbers, summed, and divided by a whole number: a factor of 1/p, rounded, would shrink or stretch the model a
-little at every averaging.
-
-Consensus distance: sqrt(1/p sum_i ||x_i - mean||^2) / ||mean||, after a step and before any averaging of all, with
-the mean that such an averaging takes.
+Consensus distance: sqrt(1/p sum_i ||x_i - mean||^2) / ||mean|| of the replicas x_i, after a step and before averaging.
 """
 
 import math
@@ -37,10 +31,10 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 
 
 class Replicas(ShardedUpdateExchange):
-    """Base of replicas that update by their own gradients. A subclass adds their factor, and the averaging.
+    """Base class of strategies whose replicas differ, because each rank updates with its own gradient.
 
-    ``distances`` has the consensus distance of steps after which it was measured, until somebody takes it; the same
-    everywhere.
+    Subclasses set ``factor`` and average the replicas. ``distances`` maps step numbers to consensus distances until
+    `new_consensus_distances` returns them. All ranks have the same distances.
     """
 
     replicas_identical = False
@@ -53,106 +47,99 @@ class Replicas(ShardedUpdateExchange):
         )
         self.ranges = buckets_of_layers(context.layout, context.dtype.itemsize, context.bucket_bytes, context.part)
         self.distances: dict[int, float] = {}
-        self.distance = math.nan  # the last one that was measured in this start
-        self.apart = False  # whether a step was made since all replicas were the same
-        self.factor = 1.0  # from this rank's share of the mean gradient of all samples to the gradient that it steps by
+        self.distance = math.nan  # last consensus distance measured in this start
+        self.apart = False  # whether a step was made since all replicas were equal
+        self.factor = 1.0  # from this rank's share of the mean gradient of all samples to its own gradient
         self._norm_squared = 0.0
         self.handlers: Handlers = {Kind.KEEP: self.keep, **self.sharded_update.handlers}
 
     @property
     def step(self) -> int:
-        """Number of updates; once it updates, that of the step under way."""
+        """Number of updates since the start of training, including the update in progress."""
         return self.sharded_update.optimizer.count
 
     def plan(self) -> list[Operation]:
-        """Return the local step, and the mixing or averaging before or after it."""
         raise NotImplementedError
 
     def keep(self, op: Operation) -> None:
-        """Leave the gradients as they are (local)."""
+        """Leave the gradients unchanged, because this rank updates with its own gradients. Local."""
 
     def norm_squared(self) -> float:
-        """Return this rank's share of the mean of the squared norms of the ranks' own gradients."""
+        """Return this rank's squared gradient norm divided by the number of ranks: a summand of the mean."""
         self._norm_squared = self.sharded_update.norm_squared() * self.factor**2
         return self._norm_squared / self.context.data.size
 
     def begin_update(self, scale: float) -> None:
-        """Begin the update of the step; ``scale``, of a gradient that all share, is replaced by that of the own one."""
+        """Start the update; clip by this rank's gradient norm, not by the global factor ``scale``."""
         limit, normalizes = self.context.optimizer.clip_norm, self.context.optimizer.normalize_gradient
-        own = norms.clip_scale(self._norm_squared * self.correction**2, limit, normalize=normalizes)
+        clip = norms.clip_scale(self._norm_squared * self.correction**2, limit, normalize=normalizes)
         self.apart = True
-        super().begin_update(own * self.factor * self.correction)
+        super().begin_update(clip * self.factor * self.correction)
 
     def average(self, store: FlatStore, weight: int = 1, total: int = 0, *, replace: bool = True) -> np.ndarray:  # (2,)
-        """Return the sums of squares of this rank's values less the mean, and of the mean. Collective.
+        """Compute the mean of ``store`` over the data axis; return two sums of squares. Collective; waits for a GPU.
 
-        The mean counts the values of each rank ``weight`` times; ``total`` is the sum of the weights, 0 for that of
-        1 each. With ``replace`` the values of ``store`` are the mean afterwards, the same bits on every rank. Waits for
-        a GPU.
+        The two sums are over this rank's elements: of (value - mean), and of the mean. ``weight``: this rank's weight
+        in the mean. ``total``: sum of all ranks' weights (0: all weights are 1). If ``replace`` is true, ``store`` is
+        set to the mean.
         """
         squares = np.zeros(2)
         for part in self.ranges:
-            own = store.range(part)
-            mean = scratch("decentralised.mean", own.size, own.dtype, own)
+            values = store.range(part)
+            mean = scratch("decentralised.mean", values.size, values.dtype, values)
             if weight == 1:
-                mean[...] = own
+                mean[...] = values
             else:
-                namespace(own).multiply(own, own.dtype.type(weight), out=mean)
+                namespace(values).multiply(values, values.dtype.type(weight), out=mean)
             collectives.allreduce(self.context.data, mean, self.algorithm)
             mean /= mean.dtype.type(total or self.context.data.size)
-            apart = own if replace else mean
+            difference = values if replace else mean
             squares[1] += float(kernels.sum_of_squares(mean))
-            namespace(own).subtract(own, mean, out=apart)
-            squares[0] += float(kernels.sum_of_squares(apart))
+            namespace(values).subtract(values, mean, out=difference)
+            squares[0] += float(kernels.sum_of_squares(difference))
             if replace:
-                own[...] = mean
+                values[...] = mean
         return squares
 
     def note(self, squares: np.ndarray) -> None:
-        """Record the consensus distance of this step, from the squares that `average` returned. Collective."""
+        """Record this step's consensus distance, given this rank's ``squares`` from `average`. Collective."""
         apart = float(self.agree(squares[:1].copy())[0]) / self.context.data.size
         self.distance = self.distances[self.step] = math.sqrt(apart / squares[1]) if squares[1] else math.nan
 
     def new_consensus_distances(self) -> dict[int, float]:
-        """Return the consensus distances, by step, since the last call, and forget them (local)."""
         new, self.distances = self.distances, {}
         return new
 
     def measure(self) -> None:
-        """Measure the consensus distance. Collective."""
         self.note(self.average(self.parameters, replace=False))
 
     def come_together(self) -> None:
-        """Make parameters and moments the same on all ranks. Collective."""
+        """Average the parameters and the optimizer moments over all ranks. Collective."""
         self.note(self.average(self.parameters))
         for moments in self.sharded_update.slots().values():
             self.average(moments)
 
     def flush(self) -> bool:
-        """Make all ranks hold one model and one state of its optimizer; return whether they did not. Collective."""
         apart, self.apart = self.apart, False
         if apart:
             self.come_together()
         return apart
 
     def pieces(self) -> Sequence[Piece]:
-        """Return this rank's share, by bytes, of parameters and optimizer state, which `flush` made the same."""
+        """Return the pieces that this rank saves: its shard of the averaged parameters and optimizer state."""
         part, data = self.context.part, self.context.data
-        mine = split(part.size, data.size, self.parameters.array.itemsize)[data.rank].shift(part.start)
-        return pieces_of({"parameters": self.parameters, **self.kept()}, [mine])
+        share = split(part.size, data.size, self.parameters.array.itemsize)[data.rank].shift(part.start)
+        return pieces_of({"parameters": self.parameters, **self.kept()}, [share])
 
     def kept(self) -> dict[str, FlatStore]:
-        """Return the stores that are saved beside the parameters, by kind (local)."""
+        """Return the optimizer stores to save in addition to the parameters, keyed by piece type. Local."""
         return self.sharded_update.slots()
 
     def wanted(self) -> Sequence[Piece]:
-        """Return all parameters and all state: every rank restores the whole."""
         return pieces_of({"parameters": self.parameters, **self.kept()}, [self.context.part])
 
     def consensus(self) -> Mapping[str, float]:
-        """Return the last consensus distance; the spectral gap is not known (local)."""
         return {"spectral_gap": math.nan, "consensus_distance": self.distance}
 
     def describe(self) -> str:
-        """Return the averaging or mixing of the replicas in words (local)."""
         raise NotImplementedError

@@ -1,10 +1,9 @@
-"""The ranks that share out experts: who they are, their all-to-alls of uneven counts, and the time these take.
+"""The ranks that divide the experts, their all-to-alls with uneven counts, and the time spent in them.
 
-On p replicas (data x context ranks, those of a sample side by side), e consecutive ones are a group and have all
-experts together, E / e each; ranks e apart have the same ones and are their replicas. A rank sends each layer's rows
-(k N of width h for N tokens with k experts each) to the ranks that have their experts and gets the results back:
-forward two all-to-alls and backward two, each of (e-1)/e of these rows where loads are even. When one rank calls a
-method here, all of its group do, in the same order.
+Of p replicas (data x context ranks, context neighbours first), e consecutive ones form a group that holds all experts,
+E / e each. A rank sends the rows of each layer (k N of width h for N tokens with k experts each) in two all-to-alls
+forward and two backward, each of (e-1)/e of the rows for equal loads. All ranks of a group must call the methods here
+in the same order.
 """
 
 import time
@@ -21,20 +20,24 @@ from hpcdist.collectives.node.published import PublishedMemory
 from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.schedule.observers import NanFinder
 
-NODE_SHARED: Final = "node_shared"  # no message: see `hpcdist.strategies.expert.shared`
+NODE_SHARED: Final = "node_shared"  # without messages: see `hpcdist.strategies.expert.shared`
 
 
 def expert_replicas(replicas: Communicator, degree: int) -> Communicator:
-    """Return the ranks of ``replicas`` that have the same experts as this one. Collective."""
-    alike = replicas.split(replicas.rank % degree, replicas.rank, "expert replicas")
-    assert alike is not None
-    return alike
+    """Return the communicator of the ranks of ``replicas`` that hold the same experts as this rank. Collective.
+
+    Each ``degree`` consecutive replicas divide the experts.
+    """
+    same_experts = replicas.split(replicas.rank % degree, replicas.rank, "expert replicas")
+    assert same_experts is not None
+    return same_experts
 
 
 class ExpertAxis:
-    """All-to-alls over ``comm``, the ranks that share out experts, by ``algorithm``. Collective.
+    """All-to-alls over ``comm``, the ranks that divide the experts. Methods are collective unless marked local.
 
-    ``watch`` looks for this rank's own bad values: those of rows that come from another one are not its own.
+    ``watch``: search for non-finite values that this rank itself computed. The search stops if received rows have such
+    values.
     """
 
     def __init__(self, comm: Communicator, algorithm: str, watch: NanFinder) -> None:
@@ -43,9 +46,10 @@ class ExpertAxis:
         self._spent_s = 0.0
 
     def counts(self, sent: np.ndarray) -> np.ndarray:
-        """Return how many rows each rank sends for each expert here (rank, own expert).
+        """Exchange row counts; return the number of rows that each rank sends for each local expert.
 
-        ``sent`` (rank, expert there), int64, are those that this rank sends.
+        ``sent``, int64, is (rank, expert of that rank): the numbers of rows that this rank sends. The result is (rank,
+        local expert).
         """
         begin = time.perf_counter()
         received = np.empty_like(sent)
@@ -55,9 +59,9 @@ class ExpertAxis:
         return received
 
     def exchange(self, rows: Array, arrived: Array, sent: np.ndarray, received: np.ndarray) -> None:
-        """Send ``rows``, so many of them to each rank in turn, and fill ``arrived`` with those of each rank in turn.
+        """Send ``sent[r]`` of the ``rows``, in order, to rank r; store ``received[r]`` rows of rank r in ``arrived``.
 
-        Both are (rows, width), contiguous and apart in memory; ``sent`` and ``received`` are (ranks,).
+        ``rows`` and ``arrived`` are (rows, width), contiguous, and must not overlap.
         """
         was_finite = self.watch.sees_only_finite(rows)
         begin = time.perf_counter()
@@ -69,7 +73,7 @@ class ExpertAxis:
             self.watch.distrust(arrived)
 
     def wait(self, memory: PublishedMemory, like: Array) -> None:
-        """Wait until all ranks have published in ``memory`` what goes with rows like ``like``."""
+        """Wait until all ranks have published their shared ``memory``. Log the wait as a collective on ``like``."""
         begin = time.perf_counter()
         events, dtype = self.comm.events, name_of(like.dtype)
         token = events.begin(self.comm.name, f"{NODE_SHARED}_all_to_all", dtype, like.size, 0, -1, 0)
@@ -78,27 +82,26 @@ class ExpertAxis:
         self._spent_s += time.perf_counter() - begin
 
     def taken_s(self) -> float:
-        """Return the seconds that this rank spent in these calls since the last query (local)."""
+        """Return the seconds that this rank spent in all-to-alls since the last call of this method. Local."""
         spent_s, self._spent_s = self._spent_s, 0.0
         return spent_s
 
 
 def _ranges(counts: np.ndarray, width: int) -> list[Range]:
-    """Return the ranges of so many rows of ``width`` numbers, one behind the other."""
     ends = np.concatenate([[0], np.cumsum(counts)]) * width
     return [Range(int(start), int(stop)) for start, stop in zip(ends, ends[1:], strict=False)]
 
 
 def algorithm_for(comm: Communicator, chosen: str, *, settled: bool, on: str) -> str:
-    """Return the all-to-all over ``comm`` that goes with the algorithm ``chosen`` for gradients. Collective.
+    """Return the all-to-all algorithm over ``comm``. Collective. ``on``: "cpu" or "gpu".
 
-    That of its name, where it is ``settled`` by the recipe. Else memory of the node where there is one node, or on a
-    GPU the MPI library's own, and one message between two nodes where there are several. Algorithms without an
-    all-to-all send pair by pair.
+    If ``settled`` is true, the recipe itself set the allreduce algorithm ``chosen``: the result is the all-to-all of
+    that name if it exists, else "pairwise". Otherwise, the result is shared memory on one node (on a GPU the native
+    algorithm), and the hierarchical algorithm on several nodes.
     """
-    one = comm.nodes().count == 1
-    if settled and not (chosen == NODE_SHARED and one and on == "cpu"):
+    is_one_node = comm.nodes().count == 1
+    if settled and not (chosen == NODE_SHARED and is_one_node and on == "cpu"):
         return chosen if chosen in ALL_TO_ALL else "pairwise"
-    if not one:
+    if not is_one_node:
         return "hierarchical"
     return NODE_SHARED if on == "cpu" else "native"

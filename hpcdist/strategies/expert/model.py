@@ -1,8 +1,8 @@
-"""The model of a rank that has some of the experts: its part of their tensors, and tokens that go to their experts.
+"""The model of a rank that holds some of the experts, and the tokens that travel to the ranks of their experts.
 
-`share_out` lets the rows of a model's experts travel (`TravellingRows`). Everything else stays: the router has all
-scores of its own tokens, capacity and losses are those of a sample, so a run does not depend on how many ranks share
-its experts out. Initial values are those of the whole model, of which a rank keeps its own experts.
+`share_out` divides the experts of a model over ranks (`TravellingRows`). The router still scores the local tokens for
+all experts, and capacity and losses are per sample, so results do not depend on the number of expert ranks. Initial
+values equal the values of the whole model.
 """
 
 import copy
@@ -26,10 +26,10 @@ from hpcdist.strategies.expert.shared import SharedRows
 
 
 class TravellingRows(StayingRows):
-    """Rows that go to the ranks of their experts, and come back, by messages. Collective over ``axis``.
+    """Exchange of token rows with the ranks of their experts, by messages. Collective over ``axis``.
 
-    They go sorted by expert, and arrive sorted by rank, and there by expert: blocks of equal expert are brought
-    together, so that each expert multiplies its rows at once, in the order of the ranks.
+    Rows are sent sorted by expert, and arrive sorted by rank, then expert. After arrival they are sorted by expert
+    again, so that each expert multiplies all its rows at once.
     """
 
     attends = True
@@ -40,9 +40,12 @@ class TravellingRows(StayingRows):
     def send_out(
         self, rows: Array, starts: np.ndarray, parameters: Parameters, saved: Saved, *, back: bool = False
     ) -> Callable[[], tuple[Array, np.ndarray]]:
-        """Send the rows, and return what gives those of all ranks for the experts here, which have come by then."""
+        """Send the token ``rows``; return a function that returns the received rows and each expert's first row index.
+
+        ``starts``: index of the first row for each expert. ``back``: the rows are gradients, in the backward pass.
+        """
         if not back:
-            sent = np.diff(starts).reshape(self.axis.size, -1)  # (rank, expert there)
+            sent = np.diff(starts).reshape(self.axis.size, -1)  # (rank, expert of that rank)
             received = self.axis.counts(sent)
             saved.keep("experts.counts", (sent, received, _Blocks(received, rows)))
         sent, received, blocks = saved["experts.counts"]
@@ -50,31 +53,30 @@ class TravellingRows(StayingRows):
         arrived = saved.scratch("experts.arrived", shape, rows.dtype)
         self.axis.exchange(rows, arrived, sent.sum(axis=1), received.sum(axis=1))
         memory = saved.scratch if back else saved.empty
-        own = memory("experts.dout" if back else "experts.received", shape, rows.dtype)
-        blocks.sort(arrived, own)
-        return lambda: (own, np.concatenate([[0], np.cumsum(received.sum(axis=0))]))
+        local_rows = memory("experts.dout" if back else "experts.received", shape, rows.dtype)
+        blocks.sort(arrived, local_rows)
+        return lambda: (local_rows, np.concatenate([[0], np.cumsum(received.sum(axis=0))]))
 
     def result_buffer(
         self, name: str, shape: tuple[int, int], dtype: Any, saved: Saved, *, back: bool = False
     ) -> Array:
-        """Return scratch memory: what comes back is kept."""
+        """Return scratch memory for results of the local experts, which are later sent to the ranks of the rows."""
         return saved.scratch(name, shape, dtype)
 
     def bring_back(self, rows: Array, name: str, saved: Saved, *, back: bool = False) -> Array:
-        """Return what the experts of all ranks made of the rows of this rank, in the order in which it sent them."""
         sent, received, blocks = saved["experts.counts"]
         leaving = saved.scratch("experts.arrived", rows.shape, rows.dtype)
         blocks.sort_back(rows, leaving)
         memory = saved.scratch if back else saved.empty
-        own = memory(name, (int(sent.sum()), rows.shape[1]), rows.dtype)
-        self.axis.exchange(leaving, own, received.sum(axis=1), sent.sum(axis=1))
-        return own
+        results = memory(name, (int(sent.sum()), rows.shape[1]), rows.dtype)
+        self.axis.exchange(leaving, results, received.sum(axis=1), sent.sum(axis=1))
+        return results
 
 
 class _Blocks:
-    """Places of the rows of each rank for each expert, sorted by rank and sorted by expert. Local.
+    """Moves row blocks, one per rank and local expert, between rank order and expert order. Local.
 
-    ``received`` (rank, own expert) are their numbers; they are moved where ``like`` is.
+    ``received`` (rank, local expert) has the number of rows of each block. Blocks are moved on the device of ``like``.
     """
 
     def __init__(self, received: np.ndarray, like: Array) -> None:
@@ -84,13 +86,11 @@ class _Blocks:
         self._table, self._longest = table[received.ravel() > 0], int(received.max(initial=0))
         self._there = backend.place(self._table, "gpu") if backend.is_device(like) else None
 
-    def sort(self, arrived: Array, own: Array) -> None:
-        """Copy rows that are sorted by rank to where they are sorted by expert."""
-        self._move(arrived, own, back=False)
+    def sort(self, arrived: Array, by_expert: Array) -> None:
+        self._move(arrived, by_expert, back=False)
 
-    def sort_back(self, own: Array, leaving: Array) -> None:
-        """Copy rows that are sorted by expert to where they are sorted by rank."""
-        self._move(own, leaving, back=True)
+    def sort_back(self, by_expert: Array, leaving: Array) -> None:
+        self._move(by_expert, leaving, back=True)
 
     def _move(self, source: Array, target: Array, *, back: bool) -> None:
         if self._there is not None:
@@ -101,31 +101,31 @@ class _Blocks:
 
 
 class ExpertStage(WrappedStage):
-    """Stage ``inner`` with the tensors of the experts ``own`` of its mixture, and all others.
+    """Stage ``inner`` with all its dense tensors, but only the experts ``experts`` that this rank owns.
 
-    Its passes are collective over the ranks that share out the experts; gradients of experts are those of the tokens
-    of all of these ranks.
+    Its passes are collective over the ranks that divide the experts. The gradients of an expert are sums over the
+    tokens of all these ranks.
     """
 
-    def __init__(self, inner: Stage, own: Range) -> None:
-        super().__init__(inner, (spec.of_experts(own) if spec.expert else spec for spec in inner.tensors()))
-        self._own = own
+    def __init__(self, inner: Stage, experts: Range) -> None:
+        super().__init__(inner, (spec.of_experts(experts) if spec.expert else spec for spec in inner.tensors()))
+        self._own = experts
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw the tensors of the inner one, and write the own experts of them."""
+        """Draw the initial values of all tensors of the inner stage, but store only the local experts."""
         specs = {spec.name: spec for spec in self._specs}
-        own = {
+        targets = {
             name: _OwnExperts(part, self._own) if name in specs and specs[name].expert else part
             for name, part in parameters.items()
         }
-        self.inner.initialise(cast(Parameters, own), rng_of)
+        self.inner.initialise(cast(Parameters, targets), rng_of)
 
 
 class _OwnExperts:
-    """Write-only tensor of all experts that stores the own ones."""
+    """Write-only stand-in for a tensor of all experts; it stores only the values of the local experts."""
 
-    def __init__(self, part: Array, own: Range) -> None:
-        self._part, self._own = part, own
+    def __init__(self, part: Array, experts: Range) -> None:
+        self._part, self._own = part, experts
 
     def __setitem__(self, key: Any, values: np.ndarray | float) -> None:
         assert key is Ellipsis
@@ -133,25 +133,25 @@ class _OwnExperts:
 
 
 def share_out(model: Model, axis: ExpertAxis) -> Model:
-    """Return ``model`` with the experts of this rank of ``axis``, with one rank as it is. Collective.
+    """Return ``model`` with only this rank's experts on ``axis``, or ``model`` itself on one rank. Collective.
 
-    Raises ConfigurationError where it has no experts, or the ranks do not share them out evenly.
+    Raises ConfigurationError if the model has no experts.
     """
     if axis.size == 1:
         return model
     experts = model.operations.experts
     if not isinstance(experts, LocalExperts):
         raise ConfigurationError(
-            f"parallel.expert = {axis.size}: the model has no experts to share out; set it to 1, or set model.experts"
+            f"parallel.expert = {axis.size}: the model has no experts to divide; set it to 1, or set model.experts"
         )
     count = experts.config.experts
     assert count % axis.size == 0, f"{count} experts on {axis.size} ranks"
-    own = split(count, axis.size, itemsize=1, align_bytes=1)[axis.rank]
+    owned = split(count, axis.size, itemsize=1, align_bytes=1)[axis.rank]
     shared = copy.copy(model)
     shared.stages = tuple(
-        ExpertStage(stage, own) if any(spec.expert for spec in stage.tensors()) else stage for stage in model.stages
+        ExpertStage(stage, owned) if any(spec.expert for spec in stage.tensors()) else stage for stage in model.stages
     )
-    shared.__dict__.pop("layout", None)  # of other tensors
+    shared.__dict__.pop("layout", None)  # the cached layout of all experts
     shared.operations = replace(model.operations, experts=replace(experts, travel=_travel(axis, count)))
     shared.clocks = (*model.clocks, axis.taken_s)
     shared.watch = axis.watch
@@ -159,7 +159,6 @@ def share_out(model: Model, axis: ExpertAxis) -> Model:
 
 
 def _travel(axis: ExpertAxis, experts: int) -> TravellingRows | SharedRows:
-    """Return how rows come to ``experts`` that the ranks of ``axis`` share out. Collective."""
     if axis.algorithm == NODE_SHARED:
         memory = PublishedMemory(axis.comm, experts + 1)
         if memory.is_shared:

@@ -1,7 +1,4 @@
-"""The ``[parameter_server]`` section of a recipe: servers, placement, consistency, transport.
-
-Also staleness and backup workers. Light: imports nothing but `reporting`.
-"""
+"""The ``[parameter_server]`` section of a recipe. Imports only `reporting`."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +9,7 @@ from hpcdist.reporting.rules import NO_EFFECT, at_least, check_section, one_of, 
 PLACEMENTS: Final = ("dedicated", "colocated")
 CONSISTENCIES: Final = ("bsp", "ssp", "asp")
 TRANSPORTS: Final = ("messages", "shared", "rma")
-TOGETHER: Final = "it is built for steps that all workers take together"
+TOGETHER: Final = "it supports only steps that all workers make together"
 
 RULES: Final = (
     *at_least(
@@ -35,7 +32,7 @@ RULES: Final = (
     *at_least(0, "parameter_server.backup_workers", expected="give a number of workers, at least 0"),
     rule(
         "parameter_server.backup_workers with parameter_server.consistency!=bsp",
-        "only in lock-step is there a step for which a gradient can come too late",
+        "only in lock-step can a gradient be too late for its step",
     ),
     one_of("parameter_server.transport", TRANSPORTS),
     rule("parameter_server.transport!=messages with own steps", TOGETHER),
@@ -51,18 +48,15 @@ RULES: Final = (
 class ParameterServerConfig:
     """Section ``[parameter_server]``: servers, placement, consistency and transport.
 
-    ``dedicated``: the last ``servers`` ranks only serve, the others only compute (0: one server). ``colocated``: every
-    rank computes and the first ``servers`` ranks serve too (0: all).
+    Placement ``dedicated``: the last ``servers`` ranks only serve (0: one server), the other ranks only compute.
+    ``colocated``: every rank computes, and the first ``servers`` ranks also serve (0: all ranks).
 
-    ``bsp``: all workers take every step together, and the result is that of one process. ``asp``: nobody waits for
-    another worker; a server applies each push as it comes. ``ssp``: the same, but a worker that is more than
-    ``staleness`` steps ahead of the slowest waits; with 0 it is bsp. ``staleness_aware`` divides the rate of an update
-    by the age of its gradient. ``backup_workers``, under bsp: a step takes the gradients of all workers but so many,
-    those that come first.
+    Consistency ``bsp``: all workers make every step together. ``asp``: a server applies each pushed gradient when it
+    arrives. ``ssp``: like asp, but a worker more than ``staleness`` steps ahead of the slowest worker waits.
+    ``staleness_aware`` divides the learning rate of an update by the staleness of its gradient. ``backup_workers`` (bsp
+    only): each step ignores the gradients of this many slowest workers.
 
-    In lock-step, ``transport`` says how gradients and parameters travel: as messages, through memory that the ranks of
-    a node share (messages between nodes), or by one-sided communication; the bits are the same.
-    ``mirrored`` is read for recipes of earlier versions, and must be false.
+    ``transport`` (lock-step only): messages, shared memory within a node, or one-sided communication.
     """
 
     servers: int = 0
@@ -76,22 +70,22 @@ class ParameterServerConfig:
 
     @property
     def lock_step(self) -> bool:
-        """Whether all ranks make each step together."""
+        """True if all workers make each step together."""
         return not self.own_steps
 
     @property
     def own_steps(self) -> str:
-        """The key by which workers make steps of their own, with its value; "" in lock-step."""
+        """The setting "key = value" that lets workers step independently, or "" if they step in lock-step."""
         return own_steps(self.consistency, self.staleness, self.backup_workers)
 
     @property
     def bound(self) -> float:
-        """Number of steps that a worker may be ahead of the slowest."""
+        """Number of steps that a worker may be ahead of the slowest worker; infinity means no limit."""
         return {"bsp": 0, "ssp": self.staleness, "asp": math.inf}[self.consistency]
 
     @property
     def described(self) -> str:
-        """Consistency in a few words."""
+        """The consistency settings as a short text."""
         if self.backup_workers:
             return f"bsp, {self.backup_workers} backup worker{'s' if self.backup_workers > 1 else ''}"
         aware = ", rate by staleness" if self.staleness_aware else ""
@@ -102,7 +96,7 @@ class ParameterServerConfig:
 
 
 def own_steps(consistency: str, staleness: int, backup_workers: int) -> str:
-    """Return the key by which workers make steps of their own, with its value; "" in lock-step (local)."""
+    """Return the setting "key = value" that lets workers step independently, or "" in lock-step. Local."""
     if backup_workers:
         return f"parameter_server.backup_workers = {backup_workers}"
     ahead = consistency == "asp" or (consistency == "ssp" and staleness > 0)

@@ -1,15 +1,10 @@
 """Message transport of parameter servers: gradients and parameters as messages, on any number of nodes.
 
-Receives are posted before what they wait for can be sent, so that a message goes straight to its place: a server's
-first `AHEAD` gradients when it begins to push, or to collect; parameters as soon as all ranks have agreed on the
-step. With Psi bytes of parameters on p ranks, all of which work and serve, each sends 2 Psi (p-1)/p a step, and holds
-``AHEAD`` of the largest messages besides.
+Receives are posted before the matching sends. With Psi bytes of parameters on p ranks that all work and serve, a rank
+sends 2 Psi (p-1)/p per step, and buffers `AHEAD` of the largest messages.
 
-With ``communication.algorithm = "hierarchical"`` the workers of a node sum their gradients first, and one of them
-speaks for the node: servers get one push a node, and answer it once.
-
-16-bit floats travel as they are; a server sums them in float32, in memory for the largest of its ranges twice, and
-rounds the sum once.
+With ``communication.algorithm = "hierarchical"`` the workers of a node sum their gradients, and one of them (the
+speaker) exchanges one message per node with each server. A server sums 16-bit floats in float32, and rounds once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,13 +24,13 @@ from hpcdist.collectives.segments import scratch, wait_all
 from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.strategies.parameter_server.transport import GRADIENT, PARAMETER, ServerTopology, Transport, pushed
 
-AHEAD: Final = 4  # gradients that a server receives, or adds, at a time: two are added while two are on their way
+AHEAD: Final = 4  # receive buffers of a server: two are added while two are in flight
 
 
 class ReceiveQueue:
-    """Receives of a known ``order``, (elements, peer), into buffers that take turns. Local, but for messages.
+    """A server's receives in a fixed ``order`` of (number of elements, sender rank), into alternating buffers. Local.
 
-    What `take` returns stays until the second `take` after it.
+    An array that `take` returns stays valid until the second later call of `take`.
     """
 
     def __init__(self, comm: Communicator, order: Sequence[tuple[int, int]], dtype: "np.dtype[np.generic]", on: str):
@@ -49,15 +44,15 @@ class ReceiveQueue:
         self.begun = False
 
     def begin(self) -> None:
-        """Post the first receives, if that has not been done since the last message was taken."""
+        """Post the first receives, unless they are already posted."""
         if not self.begun:
             self.begun, self._taken = True, 0
             self._requests = [self._post(index) for index in range(len(self._buffers))]
 
     def take(self) -> Array:
-        """Wait for the next message, and return it."""
+        """Wait for the next message in the fixed order and return its values."""
         index = self._taken
-        due = index - 2 + len(self._buffers)  # into the buffer of the message before the last
+        due = index - 2 + len(self._buffers)  # receive into the buffer of the message before the last
         if index >= 2 and due < len(self._order):
             self._requests.append(self._post(due))
         self._requests[index].wait()
@@ -73,7 +68,7 @@ class ReceiveQueue:
 
 
 class MessageTransport(Transport):
-    """Transport by messages. Construction is collective over the world."""
+    """Parameter-server transport by point-to-point messages. Construction is collective over the world."""
 
     def __init__(self, topology: ServerTopology) -> None:
         context = topology.context
@@ -88,17 +83,15 @@ class MessageTransport(Transport):
         self._sent: list[Request] = []
 
     def _speakers(self) -> tuple[list[int], bool]:
-        """Return the workers that exchange messages with servers, and whether this rank is one. Collective."""
-        own = self.topology.works and (self._node is None or self._node.rank == LEADER)
-        speaking = self.comm.allgather_object(own)
-        return [rank for rank, speaks in enumerate(speaking) if speaks], own
+        """Return the workers that exchange messages with servers, and whether this rank does so. Collective."""
+        speaks_here = self.topology.works and (self._node is None or self._node.rank == LEADER)
+        speaking = self.comm.allgather_object(speaks_here)
+        return [rank for rank, speaks in enumerate(speaking) if speaks], speaks_here
 
     def _heard(self) -> list[int]:
-        """Return the other workers that speak (local)."""
         return [worker for worker in self.speakers if worker != self.topology.rank]
 
     def _receiver(self) -> ReceiveQueue:
-        """Return the queue of the gradients of own ranges (local)."""
         topology = self.topology
         order = [
             (part.size, worker)
@@ -109,8 +102,7 @@ class MessageTransport(Transport):
         return ReceiveQueue(self.comm, order, topology.context.dtype, topology.context.on)
 
     def push(self, part: Range) -> None:
-        """Begin to send the gradients of a range to its server."""
-        self._arrivals.begin()  # of an own range: they come while this rank computes
+        self._arrivals.begin()  # the receives of a server that also works are in flight while it computes
         server = self.topology.owners[part]
         for values in pushed(self.gradients, self.partials, part):
             if self._node is not None:
@@ -119,45 +111,43 @@ class MessageTransport(Transport):
                 self._sent.append(self.comm.isend(values, server, GRADIENT))
 
     def collect(self, part: Range) -> None:
-        """Sum the pushes of an own range over the speaking workers, in their order or in the tree."""
+        """Sum the workers' gradients of the local range ``part``, in rank order or, for logical shards, tree order."""
         self._arrivals.begin()
-        own = self.gradients.range(part)
+        gradients = self.gradients.range(part)
         if self.topology.tree is not None:
-            self.topology.tree.total(self._pushed(part), own, lasting=False)
+            self.topology.tree.total(self._pushed(part), gradients, lasting=False)
             return
-        if is_16bit_float(own.dtype):
-            self._sum_wide(own)
+        if is_16bit_float(gradients.dtype):
+            self._sum_wide(gradients)
             return
-        add = ufunc(own, "sum")
-        # What the own backward wrote has its turn among the others: sums before it need memory of their own.
+        add = ufunc(gradients, "sum")
+        # The local gradient is added in rank order, so sums before it need a buffer.
         late = self.speaks and len(self.speakers) > 1 and self.speakers[0] != self.topology.rank
         total = None
         for worker in self.speakers:
-            value = own if worker == self.topology.rank else self._arrivals.take()
+            value = gradients if worker == self.topology.rank else self._arrivals.take()
             if worker == self.topology.rank:
                 late = False
             if total is None:
                 total = value
                 continue
-            target = scratch("parameter_server.sum", own.size, own.dtype, own) if late else own
+            target = scratch("parameter_server.sum", gradients.size, gradients.dtype, gradients) if late else gradients
             add(total, value, target)
             total = target
-        if total is not own:
-            own[...] = total
+        if total is not gradients:
+            gradients[...] = total
 
-    def _sum_wide(self, own: Array) -> None:
-        """Sum the pushes of a range of 16-bit floats in float32, in the workers' order, and round the sum once."""
-        dtype = accumulation_dtype(own.dtype)
-        total, addend = (scratch(f"parameter_server.{name}", own.size, dtype, own) for name in ("wide", "addend"))
+    def _sum_wide(self, target: Array) -> None:
+        dtype = accumulation_dtype(target.dtype)
+        total, addend = (scratch(f"parameter_server.{name}", target.size, dtype, target) for name in ("wide", "addend"))
         for number, worker in enumerate(self.speakers):
-            value = own if worker == self.topology.rank else self._arrivals.take()
+            value = target if worker == self.topology.rank else self._arrivals.take()
             widen(value, addend if number else total)
             if number:
                 ufunc(total, "sum")(total, addend, total)
-        round_into(own, total)
+        round_into(target, total)
 
     def _pushed(self, part: Range) -> Iterator[Array]:
-        """Yield the addends of each worker for an own range."""
         for worker in self.topology.roles.workers:
             if worker == self.topology.rank:
                 yield from pushed(self.gradients, self.partials, part)
@@ -165,9 +155,9 @@ class MessageTransport(Transport):
                 yield from (self._arrivals.take() for _ in range(self.topology.brings(worker)))
 
     def expect(self) -> None:
-        """Post the receives of all parameters that others serve, where they need no further memory."""
+        """Post the receives of new parameters from other servers, except receives that need staging memory."""
         staged = self.topology.context.on == "gpu" and not self.comm.supports("device_pointers")
-        if self.speaks and not staged:  # each would hold pinned memory until its message has come
+        if self.speaks and not staged:  # each staged receive holds pinned memory until its message arrives
             for part, server in self.topology.messages:
                 if server != self.topology.rank:
                     self._expect(part, server)
@@ -176,12 +166,10 @@ class MessageTransport(Transport):
         self._expected[part] = self.comm.irecv(self.parameters.range(part), server, PARAMETER)
 
     def publish(self, part: Range) -> None:
-        """Begin to send the new values of an own range to the workers that speak."""
         values = self.parameters.range(part)
         self._sent += [self.comm.isend(values, worker, PARAMETER) for worker in self._heard()]
 
     def pull(self, part: Range) -> None:
-        """Receive the new values of a range from its server."""
         server = self.topology.owners[part]
         if self.speaks and server != self.topology.rank:
             if part not in self._expected:
@@ -191,6 +179,5 @@ class MessageTransport(Transport):
             broadcast_from_leader(self._node, self.parameters.range(part))
 
     def settle(self) -> None:
-        """Wait for the sends."""
         wait_all(self._sent)
         self._sent.clear()

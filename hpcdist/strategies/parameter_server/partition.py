@@ -1,15 +1,11 @@
 """Partition of the parameters over servers, and the roles of the ranks. Pure functions of the layout.
 
-`Roles` says which ranks compute and which serve; colocated ranks do both. A key is a tensor with the padding behind
-it, or a piece of one. Keys go to the servers by size, the largest first, each to the server that has least (Graham
-1969, LPT). That is within the longest key of even, so tensors are cut into ever shorter keys until the servers are
-within 1 % of each other, and no further: fewer cuts, fewer messages.
+A key is a tensor with its padding, or a part of a tensor. Keys are assigned by size, the largest first, to the server
+with the least load (Graham 1969, LPT). Tensors are divided into shorter keys until the servers' loads differ by at
+most 1 %.
 
-Servers that do not wait for each other (asp, ssp) have no common version: two may have applied different pushes when
-a worker reads. A tensor that is cut over them could be *torn*, half of it older than the other half. There tensors
-stay ``whole``, so that a worker reads one version of each, if not the same of all; the servers are then as even as
-the sizes of the tensors allow (`KeyPartition.fullest`). Under bsp all servers are at the same step whenever anybody
-reads.
+Asynchronous servers (asp, ssp) have no common version, so a divided tensor could have parts of different versions.
+There tensors stay ``whole``.
 """
 
 import heapq
@@ -23,29 +19,29 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.reporting.units import counted
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 
-if TYPE_CHECKING:  # as in `grid`
+if TYPE_CHECKING:
     from hpcdist.comm.communicator import Communicator
 
 
 @dataclass(frozen=True)
 class Roles:
-    """Ranks of the world that are ``workers`` and those that are ``servers``; colocated ranks are both."""
+    """World ranks that are ``workers`` and world ranks that are ``servers``; a colocated rank is both."""
 
     workers: range
     servers: range
 
     @classmethod
     def of(cls, config: ParameterServerConfig, world: int) -> "Roles":
-        """Return the roles in a world of so many ranks.
+        """Return the roles of the ranks 0 to ``world`` - 1 under ``config``.
 
-        Raises ConfigurationError, with the whole equation, when nobody would be left to compute, or to be waited for.
+        Raises ConfigurationError if there is no worker, or if all workers are backup workers.
         """
         roles = cls._of(config, world)
         workers, backup = len(roles.workers), config.backup_workers
         if backup >= workers:
             raise ConfigurationError(
-                f"parameter_server.backup_workers = {backup}, but there are {workers} workers: a step must take at "
-                f"least one gradient; use at most {workers - 1}, or more ranks"
+                f"parameter_server.backup_workers = {backup}, but there are {workers} workers: a step must use at "
+                f"least one gradient; set it to at most {workers - 1}, or start more ranks"
             )
         return roles
 
@@ -55,8 +51,8 @@ class Roles:
             servers = config.servers or world
             if servers > world:
                 raise ConfigurationError(
-                    f"parameter_server.servers = {servers} colocated, but the world has {counted(world, 'rank')}: "
-                    f"at most every rank can serve; use at most {world} servers (0: all), or more ranks"
+                    f"parameter_server.servers = {servers} colocated, but the world has only {counted(world, 'rank')}; "
+                    f"use at most {world} servers (0: every rank is a server), or start more ranks"
                 )
             return cls(range(world), range(servers))
         servers = config.servers or 1
@@ -69,7 +65,7 @@ class Roles:
         return cls(range(world - servers), range(world - servers, world))
 
     def part_of(self, world: "Communicator") -> "Communicator":
-        """Return the communicator of the workers to a worker, that of the servers to a dedicated server.
+        """Return the communicator of all workers if this rank is a worker, else of all dedicated servers.
 
         Collective over ``world``.
         """
@@ -83,7 +79,7 @@ BALANCE: Final = 0.01  # servers may differ by this fraction of an even share
 
 @dataclass(frozen=True)
 class KeyPartition:
-    """Ownership of the flat space: ``keys`` tile it in order, key i belongs to server ``owners[i]``."""
+    """Assignment of the model's flat parameter vector to servers: server ``owners[i]`` owns range ``keys[i]``."""
 
     keys: tuple[Range, ...]
     owners: tuple[int, ...]
@@ -91,18 +87,18 @@ class KeyPartition:
 
     @property
     def fullest(self) -> float:
-        """Share of the server that holds most, over an even share: 1 is even."""
+        """Number of parameters on the most loaded server, divided by the mean number per server."""
         held = [sum(part.size for part in self.parts(server)) for server in range(self.servers)]
         return max(held) * self.servers / sum(held)
 
     def parts(self, server: int) -> list[Range]:
-        """Return the ranges of ``server``, ascending, neighbours joined."""
+        """Return the ranges that ``server`` owns, in ascending order; adjacent ranges are joined."""
         return [part for part, owner in _joined(zip(self.keys, self.owners, strict=True)) if owner == server]
 
     def messages(self, units: Mapping[int, Range]) -> list[tuple[Range, int]]:
-        """Return ``(range, server)`` of each message: neighbouring keys of one server within one unit.
+        """Return ``(range, server)`` of each message; a message joins one server's adjacent ranges in one layer.
 
-        ``units`` are the ranges of the layers. The order is that in which backward completes them, last unit first.
+        ``units`` are the ranges of the layers. The order is the order in which the backward pass completes gradients.
         """
         messages: list[tuple[Range, int]] = []
         for unit in sorted(units.values(), reverse=True):
@@ -114,10 +110,10 @@ class KeyPartition:
 def partition_keys(
     layout: Layout, servers: int, *, whole: bool = False, within: Sequence[Range] | None = None
 ) -> KeyPartition:
-    """Return the ownership of ``layout`` by so many ``servers``; the same on every rank.
+    """Return the assignment of the ranges of ``layout`` to ``servers`` servers. Every rank gets the same result.
 
-    ``within`` are the ranges of whole layers that are to be owned, by default all. With ``whole`` no tensor is cut.
-    Raises ConfigurationError when there are fewer keys than servers, even at the shortest that is possible.
+    ``within``: ranges of whole layers to assign, by default all layers. ``whole``: never split a tensor. Raises
+    ConfigurationError if ``layout`` can only be split into fewer ranges than ``servers``.
     """
     if whole:
         return _uncut(layout, servers)
@@ -133,8 +129,8 @@ def partition_keys(
                 return KeyPartition(tuple(keys), tuple(owners), servers)
         elif shortest:
             raise ConfigurationError(
-                f"{servers} servers, but {size} parameters, padding included, cut into at most {len(keys)} keys of "
-                f"{ALIGN_ELEMENTS} elements; set parameter_server.servers to at most {len(keys)}"
+                f"{servers} servers, but {size} parameters (padding included) can be split into at most {len(keys)} "
+                f"ranges of {ALIGN_ELEMENTS} elements; set parameter_server.servers to at most {len(keys)}"
             )
         longest = max(ALIGN_ELEMENTS, align_up(longest // 2, ALIGN_ELEMENTS))
 
@@ -143,25 +139,23 @@ def _uncut(layout: Layout, servers: int) -> KeyPartition:
     keys = _cut(layout, max(ALIGN_ELEMENTS, layout.size), (Range(0, layout.size),))
     if len(keys) < servers:
         raise ConfigurationError(
-            f"{servers} servers, but the model has {len(keys)} tensors, and servers that do not wait for each other "
-            "hold whole ones, or a worker would read half of a tensor older than the other half; set "
+            f"{servers} servers, but the model has {len(keys)} tensors, and asynchronous servers must hold whole "
+            "tensors, so that no worker reads a tensor in two versions; set "
             f"parameter_server.servers to at most {len(keys)}, or consistency = 'bsp' without backup_workers"
         )
     return KeyPartition(tuple(keys), tuple(_assign(keys, servers)[0]), servers)
 
 
 def _cut(layout: Layout, longest: int, within: Sequence[Range]) -> list[Range]:
-    """Return keys of at most ``longest`` elements; boundaries within a tensor are aligned."""
     keys = []
     for segment, _ in (segments for part in within for segments in layout.within(part)):
-        size = segment.spec.padded  # as on the other tensor ranks, which may have a row more
+        size = segment.spec.padded  # equal on all tensor ranks
         pieces = split(size, max(1, -(-size // longest)), itemsize=1, align_bytes=ALIGN_ELEMENTS)
         keys += [piece.shift(segment.range.start) for piece in pieces if piece]
     return keys
 
 
 def _assign(keys: Sequence[Range], servers: int) -> tuple[list[int], list[int]]:
-    """Return the owner of each key and the load of each server in elements; ties go to the lower index."""
     owners, heap = [0] * len(keys), [(0, server) for server in range(servers)]
     for index in sorted(range(len(keys)), key=lambda index: (-keys[index].size, keys[index].start)):
         load, server = heapq.heappop(heap)
@@ -171,7 +165,6 @@ def _assign(keys: Sequence[Range], servers: int) -> tuple[list[int], list[int]]:
 
 
 def _joined(owned: Iterator[tuple[Range, int]]) -> Iterator[tuple[Range, int]]:
-    """Yield the ranges, neighbours of one owner joined."""
     before: tuple[Range, int] | None = None
     for part, owner in owned:
         if before is not None and before[1] == owner and before[0].stop == part.start:

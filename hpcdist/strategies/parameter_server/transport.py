@@ -1,14 +1,8 @@
 """The transport protocol of lock-step servers: push and collect gradients, publish and pull parameters.
 
-`ServerTopology` has the workers, the servers with their parts, and the place of this rank. Sums are deterministic: the
-same bits in any order of arrival and, over logical shards, on any number of workers and servers.
-
-The tree of `ShardTree` is that of `hpcdist.collectives.algorithms.fixed_tree`: an order of the addends, the L logical
-shards of a step, that no number of ranks changes. Each of w workers adds up the largest nodes among its own shards, k
-of them, and pushes those; the server of a range finishes the tree. k is 1 where L/w is a power of two: then as much
-is pushed as without shards. Else k <= 2 log2(L/w) + 1. A worker keeps at most log2(L/w) + 1 partial sums of all
-parameters beside its gradients (`PartialSums`), a server as many of one message as the workers' nodes have levels
-above them.
+`ShardTree` sums L logical shards in the tree of `hpcdist.collectives.algorithms.fixed_tree`. Each of w workers pushes
+the sums of the k largest tree nodes within its shards. k = 1 if L/w is a power of two, else k <= 2 log2(L/w) + 1. A
+worker keeps at most log2(L/w) + 1 partial sums (`PartialSums`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,23 +20,25 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.parameter_server.partition import KeyPartition, Roles, partition_keys
 
-BLOCK_BYTES: Final = 64 << 10  # of a sum of several buffers: partial sums stay in the cache
+BLOCK_BYTES: Final = 64 << 10  # block size when several buffers are summed: partial sums stay in the cache
 
 
 class ShardTree:
-    """Fixed tree of sums over ``shards`` logical shards on so many ``workers``. Nothing communicates."""
+    """Fixed tree that sums the gradients of ``shards`` logical shards on ``workers`` workers. Does not communicate."""
 
     def __init__(self, shards: int, workers: int) -> None:
         self.shards = shards
-        self.own = shards_of(shards, workers)  # of each worker
-        self.nodes = [nodes_within(shards, own) for own in self.own]  # that each worker brings, in order
-        self.rounds = max(own.size for own in self.own)  # micro-batches of every worker, the last perhaps empty
+        self.own = shards_of(shards, workers)  # range of each worker
+        self.nodes = [nodes_within(shards, shards_here) for shards_here in self.own]  # nodes pushed by each worker
+        self.rounds = max(shards_here.size for shards_here in self.own)  # micro-batches of every worker
         self._brought = {node for nodes in self.nodes for node in nodes}
 
     def total(self, addends: Iterable[Array], target: Array, *, lasting: bool) -> None:
-        """Write the sum of all ``addends``, those of `nodes` one worker after the other, to ``target`` (local).
+        """Write the sum of ``addends`` in tree order to ``target``. Local.
 
-        ``target`` may be one of them. ``lasting``: they stay as they are; else each does until the second after it.
+        ``addends`` yields the partial sums of the workers' tree `nodes`, in rank order; ``target`` may be one of them.
+        If ``lasting`` is true, all addends stay valid. Otherwise an addend is valid until ``addends`` yields the second
+        one after it.
         """
         if not lasting:
             self._total(iter(addends), target, lasting=False)
@@ -58,13 +54,13 @@ class ShardTree:
             return scratch(f"parameter_server.tree {level}", target.size, target.dtype, target)
 
         def finish(node: Range, level: int) -> Array:
-            """Return the sum of ``node``: an addend, or the partial sum of ``level``, below which others wait."""
+            """Return the sum of tree node ``node``: an addend, or a sum of addends in buffer number ``level``."""
             if node in self._brought:
                 return next(addends)
             left, right = halves(node)
             first = finish(left, level)
             if left in self._brought and right not in self._brought and not lasting:
-                partial(level)[...] = first  # more than one comes before it is added
+                partial(level)[...] = first  # copied: it would be overwritten before its addition
                 first = partial(level)
             second = finish(right, level + 1)
             out = target if node.size == self.shards else partial(level)
@@ -77,24 +73,21 @@ class ShardTree:
 
 
 class PartialSums:
-    """Partial sums of the worker ``index`` over the gradients of its own logical shards (local).
+    """Partial sums of worker ``index`` over the gradients of its logical shards, for a fixed summation ``tree``. Local.
 
-    ``slot`` makes the memory of one of them, numbered from 0. A partial sum of several shards lies in a slot, and so
-    does one shard that others follow; the last one, where it is alone, stays in ``gradients``.
+    ``slot(n)`` allocates buffer n. Partial sums, and shards whose sum is still incomplete, are kept in these buffers.
+    If the worker's last shard is not summed with earlier shards, its gradient stays in ``gradients``.
     """
 
     def __init__(self, tree: ShardTree, index: int, gradients: FlatStore, slot: Callable[[int], FlatStore]) -> None:
-        self._steps, places = _plan(tree, index)
+        self._steps, node_slots = _plan(tree, index)
         self._gradients = gradients
         slots = [slot(number) for number in range(slots_of(tree, index))]
-        self._lies = [gradients if at is None else slots[at] for at in places]
+        self._lies = [gradients if at is None else slots[at] for at in node_slots]
         self._slots = slots
 
     def add(self, shard: int, part: Range) -> None:
-        """Add the gradients of ``part`` of own shard ``shard``, counted from 0; beyond the last, do nothing.
-
-        The others may be overwritten afterwards, those of the last must stay until they are with their server.
-        """
+        """Add gradients ``part`` of local ``shard`` (0, 1, ...). The last shard's must not change before the push."""
         if shard >= len(self._steps):
             return
         depth, joins, stays = self._steps[shard]
@@ -107,51 +100,53 @@ class PartialSums:
             values = left
 
     def of(self, part: Range) -> list[Array]:
-        """Return the partial sums of ``part`` once all own shards are in, in order."""
+        """Return the partial sums of range ``part`` in tree order. Call it after all local shards were added."""
         return [store.range(part) for store in self._lies]
 
 
 def slots_of(tree: ShardTree, index: int) -> int:
-    """Return the number of slots that the worker ``index`` needs."""
+    """Return the number of buffers that worker ``index`` needs for its partial sums."""
     steps, _ = _plan(tree, index)
     return max((depth + 1 for depth, joins, stays in steps if not joins and not stays), default=0)
 
 
 def _plan(tree: ShardTree, index: int) -> tuple[list[tuple[int, int, bool]], list[int | None]]:
-    """Return the stack operation of each own shard, and the slot of each node; None: where gradients are.
+    """Return the stack operation of each local shard, and the buffer number of each tree node.
 
-    Partial sums are a stack. A shard comes upon ``depth`` of them and is added to the last one, that to the one before
-    it, ``joins`` times in all; or it is put on top, unless it ``stays`` where it is.
+    The buffer number is None for a node whose sum stays in the gradients. A stack operation is (depth, joins, stays):
+    on a stack of ``depth`` partial sums, the shard is added to the top ``joins`` sums. If ``joins`` is 0, the shard is
+    pushed, unless it ``stays`` in the gradients.
     """
-    # As carries in binary counting: two neighbouring nodes of the tree are joined as soon as both are complete, so the
-    # stack holds at most one node of each size.
-    own = tree.own[index]
+    # As carries in binary counting: neighbouring nodes are joined when both are complete, so the stack holds at most
+    # one node of each size.
+    shards = tree.own[index]
     steps: list[tuple[int, int, bool]] = []
     stack: list[Range] = []
-    for shard in range(own.start, own.stop):
+    for shard in range(shards.start, shards.stop):
         depth, joins, node = len(stack), 0, Range(shard, shard + 1)
         while stack and nodes_within(tree.shards, joined := Range(stack[-1].start, node.stop)) == [joined]:
             stack.pop()
             node, joins = joined, joins + 1
-        stays = not joins and shard + 1 - own.start == tree.rounds
+        stays = not joins and shard + 1 - shards.start == tree.rounds
         steps.append((depth, joins, stays))
         stack.append(node)
     assert stack == tree.nodes[index]
-    places: list[int | None] = list(range(len(stack)))
+    node_slots: list[int | None] = list(range(len(stack)))
     if steps and steps[-1][2]:
-        places[-1] = None
-    return steps, places
+        node_slots[-1] = None
+    return steps, node_slots
 
 
-GRADIENT: Final = 0  # tags; messages of one tag stay in the order of the plan, which all ranks share
+GRADIENT: Final = 0  # message tags; messages of a tag have the order of the plan, equal on all ranks
 PARAMETER: Final = 1
 
 
 @dataclass(frozen=True)
 class ServerTopology:
-    """Workers, servers and their parts; ``comm`` carries gradients and parameters alone.
+    """Workers and servers of the world, and the parameter ranges that each server owns.
 
-    ``shards`` logical shards are summed in their fixed tree; 0: gradients are, in the order of the workers.
+    Gradients are summed over ``shards`` logical shards or, if this is 0, over the workers. ``comm`` carries only
+    gradients and parameters.
     """
 
     context: RankContext
@@ -161,73 +156,73 @@ class ServerTopology:
 
     @property
     def rank(self) -> int:
-        """Number of this rank among the members."""
+        """This rank's number in ``comm``."""
         return self.comm.rank
 
     @property
     def works(self) -> bool:
-        """Whether this rank computes."""
+        """True if this rank is a worker."""
         return self.rank in self.roles.workers
 
     @property
     def serves(self) -> bool:
-        """Whether this rank owns parameters."""
+        """True if this rank is a server."""
         return self.rank in self.roles.servers
 
     @cached_property
     def partition(self) -> KeyPartition:
-        """The owner of each part."""
+        """Assignment of parameter ranges to servers."""
         return partition_keys(self.context.layout, len(self.roles.servers), within=self.context.parts)
 
     @cached_property
     def messages(self) -> list[tuple[Range, int]]:
-        """Ranges that travel as one message each, with the rank that owns them, as backward completes them."""
+        """(range, owning rank) of each gradient message, in the order in which the backward pass completes them."""
         messages = self.partition.messages(self.context.ranges)
         return [(part, self.roles.servers[index]) for part, index in messages]
 
     @cached_property
     def owners(self) -> dict[Range, int]:
-        """Rank that owns a range, by range."""
+        """The rank of the server that owns the range of each message, keyed by range."""
         return dict(self.messages)
 
     @cached_property
     def own(self) -> list[Range]:
-        """Ranges of `messages` that this rank serves."""
+        """Ranges of the messages that this rank receives as a server."""
         return [part for part, server in self.messages if server == self.rank]
 
     def parts(self, server: int) -> list[Range]:
-        """Return all ranges that the rank ``server`` owns, ascending."""
+        """Return all parameter ranges that the rank ``server`` owns, in ascending order."""
         return self.partition.parts(self.roles.servers.index(server))
 
     @cached_property
     def tree(self) -> ShardTree | None:
-        """Tree of the sums, where they follow logical shards."""
+        """The summation tree over logical shards, or None if there are no logical shards."""
         return ShardTree(self.shards, len(self.roles.workers)) if self.shards else None
 
     def brings(self, worker: int) -> int:
-        """Return the number of addends of the rank ``worker`` for every range: its gradients, or partial sums."""
+        """Return the number of arrays that ``worker`` pushes per range: 1 gradient, or all its partial sums."""
         return 1 if self.tree is None else len(self.tree.nodes[self.roles.workers.index(worker)])
 
     def slots(self, worker: int) -> int:
-        """Return the number of partial sums that the rank ``worker`` keeps beside its gradients."""
+        """Return the number of partial-sum buffers that rank ``worker`` needs in addition to its gradients."""
         if self.tree is None or worker not in self.roles.workers:
             return 0
         return slots_of(self.tree, self.roles.workers.index(worker))
 
     def partials(self, gradients: FlatStore) -> PartialSums | None:
-        """Return the partial sums of this rank, which keeps them in memory of its own; None where there are none."""
+        """Return this rank's `PartialSums` in private memory, or None if it has no logical shards to sum."""
         if not self.works:
             return None
         return self.partials_in(self.rank, gradients, lambda slot: self.context.store("communication"))
 
     def partials_in(self, worker: int, gradients: FlatStore, slot: Callable[[int], FlatStore]) -> PartialSums | None:
-        """Return the partial sums of the rank ``worker``; ``slot`` gives the memory of each."""
+        """Return the `PartialSums` of rank ``worker``; ``slot(n)`` allocates its buffer n."""
         if self.tree is None:
             return None
         return PartialSums(self.tree, self.roles.workers.index(worker), gradients, slot)
 
     def total(self, addends: Sequence[Array], target: Array) -> None:
-        """Write the sum of the workers' ``addends`` to ``target``, which may be one of them."""
+        """Write the sum of ``addends``, which all workers pushed, to ``target``; ``target`` may be an addend."""
         if self.tree is None:
             add_in_order(addends, target)
         else:
@@ -235,49 +230,49 @@ class ServerTopology:
 
 
 class Transport(Protocol):
-    """Base of transports of gradients from workers to servers (push, collect), and of parameters back (publish, pull).
+    """Interface of parameter-server transports: workers push gradients and pull parameters.
 
-    A rank calls these in the order of the plan, and `settle` before it lets others go on: after `agree` nobody reads
-    gradients of this step any more, and after the last operation nobody reads parameters of the one before. What a
-    subclass leaves out does nothing.
+    Servers collect gradients and publish parameters. A rank calls the methods in the order of its operation list. It
+    calls `settle` before `agree` to finish reads of this step's gradients, and after its last operation to finish reads
+    of earlier parameters.
     """
 
     parameters: FlatStore
-    gradients: FlatStore  # of a worker; a dedicated server sums here
-    partials: PartialSums | None  # of a worker, where sums follow logical shards: what it pushes then
-    loaded_bytes: int = 0  # read so far out of memory that other ranks of the node wrote; never part of bytes sent
+    gradients: FlatStore  # a worker's gradients, or a dedicated server's sums
+    partials: PartialSums | None  # a worker's partial sums to push, with logical shards
+    loaded_bytes: int = 0  # bytes read so far from memory written by other ranks of the node; not counted as sent
 
     def push(self, part: Range) -> None:
-        """Send the gradients of ``part``, or their partial sums, to its server; they stay until `settle` (a worker)."""
+        """On a worker, send the gradients or partial sums of ``part``, which must stay unchanged until `settle`."""
 
     def collect(self, part: Range) -> None:
-        """Sum the pushes of an own range, in rank order or in the tree, into ``gradients`` (a server)."""
+        """On a server, sum the pushed gradients of local range ``part``, in rank order or, for shards, tree order."""
 
     def expect(self) -> None:
-        """Prepare for the new parameters of this step (local)."""
+        """Prepare to receive the new parameters of this step, for example by posting receives. Local."""
         return
 
     def publish(self, part: Range) -> None:
-        """Send the new values of an own range to the workers (a server)."""
+        """On a server, send the new parameters of the local range ``part`` to the workers."""
 
     def pull(self, part: Range) -> None:
-        """Receive the new values of ``part`` in ``parameters``; they are there after `settle` (a worker)."""
+        """On a worker, receive the new values of range ``part`` in ``parameters``; valid after `settle`."""
 
     def settle(self) -> None:
-        """Wait until nothing that this rank began is under way any more (local)."""
+        """Wait until all operations that this rank started are complete. Local."""
 
     def close(self) -> None:
-        """Free windows and shared memory; the stores must not be used afterwards. Collective."""
+        """Free windows and shared memory; the parameter and gradient stores become invalid. Collective."""
         return
 
 
 def pushed(gradients: FlatStore, partials: PartialSums | None, part: Range) -> list[Array]:
-    """Return the arrays of ``part`` that a worker pushes (local)."""
+    """Return the arrays that a worker pushes for range ``part``: its gradients, or its partial sums. Local."""
     return [gradients.range(part)] if partials is None else partials.of(part)
 
 
 def add_in_order(inputs: Sequence[Array], target: Array) -> None:
-    """Write ``inputs[0] + inputs[1] + ...``, added in that order, to ``target``, which may be one of them (local)."""
+    """Write ``inputs[0] + inputs[1] + ...``, added in order, to ``target``, which may be an input. Local."""
     if len(inputs) == 1:
         if inputs[0] is not target:
             target[...] = inputs[0]
@@ -286,7 +281,7 @@ def add_in_order(inputs: Sequence[Array], target: Array) -> None:
     longest = BLOCK_BYTES // target.itemsize if len(inputs) > 2 else max(1, target.size)
     for block in cut(Range(0, target.size), longest):
         left = inputs[0][block.slice]
-        # What is one of the inputs may be overwritten by the last sum only.
+        # Only the last sum may overwrite an input.
         partial = scratch("parameter_server.sum", block.size, target.dtype, target) if len(inputs) > 2 else left
         for right in inputs[1:-1]:
             add(left, right[block.slice], partial)

@@ -1,32 +1,24 @@
-"""Costs of the units of a model: operations, memory and messages in closed form, and seconds that are measured.
+"""Costs of the units of a model: operations, memory and messages in closed form, and measured seconds.
 
-`unit_costs` has the closed forms, `measure` runs each kind of unit a few times on random data, and `agree` takes the
-median over the ranks. Operations are the multiplications and additions of matrix products, 2 for each pair, for s
-tokens a sample:
+Operations are multiplications and additions of matrix products, 2 per pair, for s tokens a sample, width h and
+vocabulary v (section 5.1 of Megatron-LM, arXiv:2104.04473, which has A = s^2):
 
-    dense(i, o)        forward 2 i o, gradient of the input 2 i o, of the weight 2 i o a token
-    gpt block          24 h^2 s + 4 h A forward, 48 h^2 s + 10 h A backward; A = sum over blocks of queries of
-                       (queries x keys that are computed), s (s + 64) / 2 for long samples, s^2 up to 64 tokens; of
-                       packed samples the pairs within documents that are looked at, in the mean
-    gpt head           2 h v s forward, twice that backward
-    gpt embedding      no product: h s additions forward, 2 h s back into the tables
+    dense(i, o)        per token: forward 2 i o, input gradient 2 i o, weight gradient 2 i o
+    gpt block          24 h^2 s + 4 h A forward, 48 h^2 s + 10 h A backward; A = number of computed attention scores:
+                       s (s + 64) / 2 for long samples, s^2 up to 64 tokens; the mean number of visible pairs within
+                       documents for packed samples
+    gpt head           2 h v s forward, twice as many backward
+    gpt embedding      no product: h s additions forward, 2 h s backward
 
-That is section 5.1 of Megatron-LM (arXiv:2104.04473), but for attention: it has A = s^2, as it computes scores of the
-future too, which `hpcdist.models.attention.flash` does not. The backward of attention, 10 h A as it computes scores
-again, belongs to the gradient of the input: it has no weights. Norms, activations and the loss are not counted, and
-neither is that a GPU, or a cache, likes large products better: only `measure` sees what they take.
+Norms, activations and the loss are not counted.
 
-Memory is that of the arena (`hpcdist.models.runtime.arena`): what the forward of a micro-batch leaves for its
-backward, what a backward that is split leaves for its second pass, and scratch that all units of a rank share. In
-elements a sample, with a heads, of which tensor parallelism over t ranks leaves a / t, as of all that is in brackets:
+Memory in elements per sample, with a heads: kept by the forward pass, and held between the halves of a split backward
+pass. Tensor parallelism divides the terms in brackets. Sequence parallelism divides the other terms too.
 
-    gpt block          kept 4 s h + 4 s + [12 s h + 2 a s], between two passes 4 s h + [12 s h]
-    gpt head           kept s h + 2 s + [s v] + s, between two passes the same without the statistics
-    gpt embedding      kept s h, between two passes s h
-    dense              kept its output, twice where an activation follows; between two passes input and output
-
-Activations outside of brackets are cut over t as well where the tokens are (sequence parallelism). Those of other
-norms, activations and heads, and of convolutions, are in `hpcdist.models.counts`, from which all of this is taken.
+    gpt block          kept 4 s h + 4 s + [12 s h + 2 a s], held 4 s h + [12 s h]
+    gpt head           kept s h + 2 s + [s v] + s, held the same without the statistics
+    gpt embedding      kept s h, held s h
+    dense              kept its output, twice with an activation; held input and output
 """
 
 import math
@@ -57,12 +49,12 @@ from hpcdist.models.transformer import LanguageModelHead, TokenEmbedding, Transf
 
 WARM: Final = 2
 TURNS: Final = 7
-VALUE: Final = 0.01  # of all parameters: no product of them over- or underflows
+VALUE: Final = 0.01  # of all parameters: products neither overflow nor underflow
 
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Seconds of one unit and micro-batch; ``input`` and ``weight`` are the halves of a split ``backward``."""
+    """Seconds per pass of one unit for a micro-batch; a split backward pass has halves ``input`` and ``weight``."""
 
     forward: float
     backward: float
@@ -71,29 +63,29 @@ class PassSeconds:
 
 
 def measure(model: Model, samples: int, on: str = "cpu") -> tuple[PassSeconds, ...]:
-    """Return the measured seconds of each unit for a micro-batch of ``samples``. Collective over the tensor axis."""
-    known: dict[object, PassSeconds] = {}
+    """Return the measured pass times of each unit for ``samples`` samples. Collective over the tensor axis."""
+    by_kind: dict[object, PassSeconds] = {}
     seconds = []
     for unit in range(len(model.stages)):
         kind = _kind(model, unit)
-        if kind not in known:
-            known[kind] = _Probe(model, unit, samples, on).run()
-        seconds.append(known[kind])
+        if kind not in by_kind:
+            by_kind[kind] = _Probe(model, unit, samples, on).run()
+        seconds.append(by_kind[kind])
     return tuple(seconds)
 
 
-def agree(comm: Communicator, own: Sequence[PassSeconds], speed: float = 1.0) -> tuple[PassSeconds, ...]:
-    """Return the medians over ``comm`` of the seconds of a rank of speed 1, the same on all of them. Collective.
+def agree(comm: Communicator, seconds: Sequence[PassSeconds], speed: float = 1.0) -> tuple[PassSeconds, ...]:
+    """Return each unit's median pass times over ``comm``, for a rank of speed 1. Collective over ``comm``.
 
-    ``own`` were measured on a rank of the relative speed ``speed``.
+    ``seconds`` are this rank's measured times, ``speed`` its relative speed.
     """
-    rows = np.array([[unit.forward, unit.backward, unit.input, unit.weight] for unit in own]) * speed
+    rows = np.array([[unit.forward, unit.backward, unit.input, unit.weight] for unit in seconds]) * speed
     middle = np.median(np.array(comm.allgather_object(rows)), axis=0)
     return tuple(PassSeconds(*map(float, row)) for row in middle)
 
 
 def _kind(model: Model, unit: int) -> object:
-    """Return a key that is equal for units that take equally long."""
+    """Return a key that is equal for units of equal run time, so that only one such unit is measured."""
     stage = model.stages[unit]
     tensors = tuple((spec.name, spec.shape) for spec in stage.tensors())
     enters = model.stages[unit - 1].output_shape(1) if unit else None
@@ -102,7 +94,7 @@ def _kind(model: Model, unit: int) -> object:
 
 
 class _Probe:
-    """Measurement of one unit, in memory of its own."""
+    """Measures the pass times of one unit, in memory that only this measurement uses, with random inputs."""
 
     def __init__(self, model: Model, unit: int, samples: int, on: str) -> None:
         self._model, self._stage, self._on = model, model.stages[unit], on
@@ -135,9 +127,9 @@ class _Probe:
         second = self._forward()
         halves = self._backward(split=True)
         release_first_pass(self._saved)
-        begun = self._clock()
+        start_s = self._clock()
         weight_gradients(self._parameters, self._gradients, self._model.operations, self._saved)
-        weight = self._clock() - begun
+        weight = self._clock() - start_s
         self._saved.release()
         return first, second, joint, halves, weight
 
@@ -145,20 +137,20 @@ class _Probe:
         self._saved = self._arena.saved(self._stage.layer)
         self._saved.draw = Draw(seed=0, step=1, first_sample=0)
         operations = self._model.operations
-        begun = self._clock()
+        start_s = self._clock()
         y = self._stage.forward(self._parameters, self._x, operations, self._saved)
         if self._ends:
             self._model.loss.forward(y, self._targets, operations, self._saved)
-        return self._clock() - begun
+        return self._clock() - start_s
 
     def _backward(self, *, split: bool) -> float:
         dy = self._dy.copy()  # a stage may write over it
         operations = self._split if split else self._model.operations
-        begun = self._clock()
+        start_s = self._clock()
         if self._ends:
             dy = self._model.loss.backward(1.0, self._model.operations, self._saved)
         self._stage.backward(self._parameters, self._gradients, dy, operations, self._saved)
-        return self._clock() - begun
+        return self._clock() - start_s
 
     def _clock(self) -> float:
         backend.synchronise(self._x)
@@ -166,57 +158,58 @@ class _Probe:
 
 
 def _targets(model: Model, samples: int) -> np.ndarray:
-    """Return targets that the loss takes."""
-    if hasattr(model.loss, "example_targets"):  # that of a user's own model
+    if hasattr(model.loss, "example_targets"):  # the loss of a user's own model
         targets: np.ndarray = model.loss.example_targets(samples)
         return targets
     return np.zeros(model.stages[-1].output_shape(samples)[:-1], np.int64)
 
 
 def _input(model: Model, unit: int, samples: int, draw: np.random.Generator) -> np.ndarray:
-    """Return random data, or activations, that ``unit`` takes."""
     if unit:
         return draw.standard_normal(model.stages[unit - 1].output_shape(samples)).astype(model.dtype)
     first = model.stages[0]
-    if hasattr(first, "example_input"):  # that of a user's own model
+    if hasattr(first, "example_input"):  # a user's own model
         example: np.ndarray = first.example_input(samples)
         return example
     if isinstance(first, Convolution):
         return draw.random(first.input_shape(samples)).astype(model.dtype)
     table = first.tensors()[0]
     rows, columns = table.whole or table.shape
-    if table.name.startswith("tokens"):  # a token for each of the last stage's logits
+    if table.name.startswith("tokens"):  # one token per row of logits
         return draw.integers(0, rows, model.stages[-1].output_shape(samples)[:-1])
     return draw.random((samples, columns)).astype(model.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSplit:
-    """Cut of a unit on the tensor axis: the number of ranks, and whether tokens between the products are cut too."""
+    """Division of a unit's arrays over tensor ranks.
+
+    If ``by_tokens`` is true, activations between matrix products are split by tokens, else not split.
+    """
 
     ranks: int = 1
     by_tokens: bool = False
 
     def of(self, elements: int) -> int:
-        """Return the largest share of one rank of ``elements`` that are cut."""
+        """Return the elements on the fullest tensor rank if ``elements`` are split over all tensor ranks."""
         return -(-elements // self.ranks)
 
     def between(self, elements: int) -> int:
-        """Return the largest share of one rank of activations between the parallel parts."""
+        """Return the elements on the fullest tensor rank if activations between matrix products have ``elements``."""
         return self.of(elements) if self.by_tokens else elements
 
-    def elements(self, of: KeptArray) -> int:
-        """Return the largest share of one rank of an array, for a sample."""
-        return of.size if of.whole else self.of(of.size) if of.cut else self.between(of.size)
+    def elements(self, array: KeptArray) -> int:
+        """Return the largest number of elements of ``array`` on any tensor rank, per sample."""
+        return array.size if array.whole else self.of(array.size) if array.cut else self.between(array.size)
 
-    def scratch(self, of: Scratch, samples: int) -> int:
-        """Return the largest share of one rank of a scratch buffer, for so many samples."""
-        if of.most:  # a tile, or a cache full
-            return of.of(samples)
-        return samples * self.elements(KeptArray(of.each, of.cut, of.whole))
+    def scratch(self, buffer: Scratch, samples: int) -> int:
+        """Return the elements of the scratch ``buffer`` on the fullest tensor rank, for ``samples`` samples."""
+        if buffer.most:  # bounded by a tile or a cache
+            return buffer.of(samples)
+        return samples * self.elements(KeptArray(buffer.each, buffer.cut, buffer.whole))
 
     def size(self, spec: TensorSpec) -> int:
-        """Return the largest share of one rank, in elements, of a tensor of the whole model."""
+        """Return the largest number of elements on any tensor rank of the parameter tensor ``spec``."""
         if spec.cut is None:
             return spec.padded
         return spec.padded if self.ranks == 1 else spec.size // spec.shape[spec.cut] * self.of(spec.shape[spec.cut])
@@ -224,11 +217,11 @@ class TensorSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCost:
-    """Costs of one unit for a micro-batch: operations of all tensor ranks together, bytes of one of them.
+    """Costs of one unit for a micro-batch: operations summed over tensor ranks, bytes on one tensor rank.
 
-    ``kept_bytes`` are its activations from forward to backward, ``held_bytes`` those between the two passes of a split
-    backward, ``scratch`` bytes by name: units of a rank share what has the same name. ``input_bytes`` and
-    ``output_bytes`` go over its borders, where those are borders of ranks.
+    ``input_flop`` and ``weight_flop``: operations for input and weight gradients. ``kept_bytes``: activations kept for
+    the backward pass. ``held_bytes``: arrays kept between its two halves. ``scratch``: bytes by buffer name; units of a
+    rank share buffers of equal name. ``input_bytes`` and ``output_bytes``: sizes of pipeline messages.
     """
 
     parameters: int
@@ -244,11 +237,12 @@ class UnitCost:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCounts:
-    """Counts of a stage for a sample: ``unit``, and ``held`` between the two passes of a split backward.
+    """Operations and array sizes of one stage for one sample.
 
-    ``products`` are the operations of attention forward, with scores that are computed needlessly; ``additions`` those
-    of an embedding. ``joint``: all of its backward is in the first of two passes; ``joint_linear`` are operations
-    forward of linears of which that is true.
+    ``unit``: counts of the stage without attention products. ``held``: arrays kept between the halves of a split
+    backward pass. ``products``: forward attention operations, masked scores included. ``additions``: operations of an
+    embedding. ``joint``: the first half computes the whole backward pass. ``joint_linear``: forward operations of the
+    linear layers whose whole backward pass is in the first half.
     """
 
     unit: UnitCounts
@@ -260,21 +254,21 @@ class SampleCounts:
 
     @property
     def input_flop(self) -> int:
-        """Operations of the first pass; attention computes its scores again there."""
+        """Operations that compute the input gradients of a backward pass, including recomputed attention scores."""
         return (2 if self.joint else 1) * self.unit.linear + self.joint_linear + 5 * self.products // 2
 
     @property
     def weight_flop(self) -> int:
-        """Operations of the second pass."""
+        """Operations that compute the weight gradients of a backward pass."""
         return (0 if self.joint else self.unit.linear - self.joint_linear) + 2 * self.additions
 
 
 def unit_costs(
     model: Model, samples: int, split: TensorSplit = TensorSplit(), documents: DocumentPairs | None = None
 ) -> tuple[UnitCost, ...]:
-    """Return the costs of all units of the whole ``model`` for a micro-batch of ``samples`` (local).
+    """Return the costs of all units for a micro-batch of ``samples`` samples. Local.
 
-    Attention stays within ``documents``, where samples are packed.
+    ``documents`` describes packed documents, to which attention is limited, or is None.
     """
     costs: list[UnitCost] = []
     itemsize, last = model.dtype.itemsize, len(model.stages) - 1
@@ -284,7 +278,7 @@ def unit_costs(
             forms = replace(forms, products=round(4 * stage.config.hidden * documents.seen))
         whole = forms.unit
         before = 0 if unit == 0 else costs[-1].output_bytes
-        # What is behind the last unit are logits: no message, and their memory is counted with the unit.
+        # After the last unit come logits: no message, and their memory is counted with the unit.
         after = 0 if unit == last else split.between(math.prod(stage.output_shape(1))) * itemsize * samples
         costs.append(
             UnitCost(
@@ -307,21 +301,20 @@ def unit_costs(
 
 
 def attention_scores(context: int, window: int = 0) -> int:
-    """Return the number of attention scores of a sample and head: blocks of queries times the keys they see."""
+    """Return the number of attention scores per sample and head: query blocks times the keys that each block sees."""
     blocks, rest = divmod(context, QUERY_BLOCK)
-    before = -(-(window - 1) // QUERY_BLOCK) if window else blocks  # blocks of keys in front of that of the queries
+    before = -(-(window - 1) // QUERY_BLOCK) if window else blocks  # visible key blocks before the query block
     rising = min(blocks, before)
     whole = rising * (rising + 1) // 2 + (blocks - rising) * (before + 1)
     return QUERY_BLOCK**2 * whole + rest * (QUERY_BLOCK * rising + rest)
 
 
 def _product_size(spec: TensorSpec, split: TensorSplit) -> int:
-    """Return the numbers of a matrix that is multiplied at once: experts are multiplied one by one."""
+    """Return the number of elements in the weight of one matrix product; each expert has a separate product."""
     return split.size(spec) // (spec.shape[0] if spec.expert else 1)
 
 
 def _products(model: Model, stage: Stage) -> list[TensorSpec]:
-    """Return the matrices that the unit multiplies with, tied ones included."""
     if isinstance(stage, TokenEmbedding):
         return []
     tied = [model.layout.by_key[key].spec for key in stage.tied.values()]
@@ -329,14 +322,13 @@ def _products(model: Model, stage: Stage) -> list[TensorSpec]:
 
 
 def _matrices(model: Model, stage: Stage) -> SampleCounts:
-    """Return the counts of linears in sequence, each with an output that is kept."""
     shape = stage.output_shape(1)
     tokens = shape[1] if len(shape) > 2 else 1
     matrices = _products(model, stage)
     outputs = sum(spec.size // spec.shape[-1] for spec in matrices) * tokens
     inputs = sum(spec.shape[-1] for spec in matrices) * tokens
     active = isinstance(stage, Dense) and stage.activation
-    counted = getattr(stage, "forward_flops", None)  # of a user's own modules, whose backward is one pass
+    counted = getattr(stage, "forward_flops", None)  # a user's own modules have a joint backward pass
     unit = UnitCounts(
         parameters=0,
         linear=sum(2 * spec.size * tokens for spec in matrices) if counted is None else round(counted),
@@ -349,8 +341,8 @@ def _matrices(model: Model, stage: Stage) -> SampleCounts:
 
 
 def _embedding(model: Model, stage: Stage) -> SampleCounts:
-    own = KeptArray(math.prod(stage.output_shape(1)))
-    return SampleCounts(unit=UnitCounts(parameters=0, kept=(own,)), held=(own,), additions=own.size)
+    output = KeptArray(math.prod(stage.output_shape(1)))
+    return SampleCounts(unit=UnitCounts(parameters=0, kept=(output,)), held=(output,), additions=output.size)
 
 
 def _block(model: Model, stage: Stage) -> SampleCounts:
@@ -358,9 +350,9 @@ def _block(model: Model, stage: Stage) -> SampleCounts:
     _, context, hidden = stage.output_shape(1)
     unit = counts.block_counts(stage.config, context)
     experts = counts.routed_flops(stage.config, context)  # experts and router have one backward pass
-    # Inputs of its linears and gradients of their outputs: four along the residual, and what lies between the cut ones;
-    # two where the second half has experts alone.
-    rest = (unit.linear - experts) // (2 * context * hidden)  # so many columns of matrices are not of the residual
+    # Inputs of its linear layers and gradients of their outputs: four along the residual (two if the second half has
+    # experts only), and the arrays between the sharded layers.
+    rest = (unit.linear - experts) // (2 * context * hidden)  # columns of matrices that are not on the residual
     along = 2 if stage.mixed and not stage.shared else 4
     held = KeptArray(along * context * hidden), KeptArray(context * rest, cut=True)
     scores = attention_scores(context, stage.config.window) if stage.causal else context * context

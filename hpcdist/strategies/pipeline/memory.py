@@ -1,19 +1,14 @@
-"""Memory of a pipeline rank for the units it may get: the limit that a partition has to keep.
+"""Memory of a pipeline rank for its units, which a partition must keep within the limit.
 
-For the units of all its chunks together, n parameters of b bytes on p data ranks:
+The sum over the units of all its chunks, with n parameters of b bytes on p data ranks:
 
-  states       n b (1 / d_p + 1 / d_g), and n (slots / d_o) of the optimizer, with the sharding degrees d of the
-               exchange, 1 each for allreduce, and n b for what ZeRO keeps whole besides; a copy of a tied tensor has
-               a parameter and a gradient
-  activations  at the worst moment of the schedule: the sum over its chunks of live micro-batches, each times what it
-               keeps
-  messages     two inputs and two outputs of every chunk whose border is one of ranks: posted ahead, and on their way
-  scratch      for each name the largest of any unit; units that are whole for a moment where they are cut (ZeRO), or
-               in float32 where 16-bit floats are kept
+  states       n b (1 / d_p + 1 / d_g) + n (slots / d_o) for the optimizer, with the sharding degrees d of the exchange
+               (1 for allreduce), and n b for each state that ZeRO also keeps whole
+  activations  the maximum over time of the sum over its chunks of live micro-batches times kept bytes
+  messages     two inputs and two outputs of every chunk next to another rank
+  scratch      the largest of each name over the units; gathered units (ZeRO); float32 units next to 16-bit storage
 
-Moments come from the operations of the schedule, the list that is executed. Not counted: batches, the buckets and
-copies of collectives, gradients on their way to a stage that is late, what a BLAS or a GPU library takes, and blocks
-that the arena keeps and nobody fits in.
+Not counted: batches, buffers of collectives, gradients queued for a late stage, and libraries.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,12 +22,12 @@ from hpcdist.strategies.pipeline.costs import UnitCost
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.zero.config import ShardingDegrees, ZeroConfig
 
-IN_MESSAGES: Final = 2  # messages of a kind that are there at once
+IN_MESSAGES: Final = 2  # buffers per kind of message
 
 
 @dataclass(frozen=True)
 class LiveMicroBatches:
-    """Micro-batches that a chunk has at one moment: inputs, activations, and halves of a split backward."""
+    """Numbers of micro-batches whose inputs, activations or split-backward arrays a chunk keeps at one moment."""
 
     inputs: int = 0
     kept: int = 0
@@ -44,11 +39,11 @@ Moment = tuple[LiveMicroBatches, ...]  # by local chunk
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """Bytes that a rank keeps of each parameter, with its gradient and its optimizer state.
+    """Bytes per parameter that a rank keeps for the parameter, its gradient and its optimizer state.
 
-    Where parameters, or gradients, are cut over the data axis, ``gathered`` and ``reduced`` units are whole at once,
-    with ``itemsize`` bytes an element. ``widened``: bytes an element that the parameters, and the gradients, of a unit
-    take besides while it computes; 0 where it computes in what is kept.
+    If parameters are sharded, ``gathered`` is the number of units that have unsharded parameters at the same time, and
+    ``reduced`` the number that have unsharded gradients, with ``itemsize`` bytes per element. ``widened``: extra bytes
+    per element of the unit that is computing, in mixed precision.
     """
 
     per_parameter: float
@@ -59,7 +54,10 @@ class StateBytes:
 
     @classmethod
     def of(cls, config: ZeroConfig, degrees: ShardingDegrees, itemsize: int, optimizer_bytes: int) -> "StateBytes":
-        """Return the bytes of an exchange that cuts by ``degrees``; ``optimizer_bytes`` has all slots, and a master."""
+        """Return the bytes per parameter; ``degrees`` are the numbers of shards of each kind of state.
+
+        ``optimizer_bytes``: bytes per parameter of unsharded optimizer state, including master copies.
+        """
         cut = degrees.parameters > 1, degrees.gradients > 1
         whole = config.keep_parameters + config.keep_gradients
         per_parameter = (
@@ -73,7 +71,7 @@ class StateBytes:
         )
 
     def whole(self, parameters: int) -> dict[str, int]:
-        """Return the bytes of a unit of so many ``parameters`` while it is used, by category."""
+        """Return the temporary bytes, by category, of a unit with ``parameters`` parameters while it computes."""
         size = parameters * self.itemsize
         return {
             "gathered": self.gathered * size,
@@ -83,17 +81,17 @@ class StateBytes:
 
 
 def moments(steps: Sequence[Operation], chunks: Sequence[range]) -> tuple[Moment, ...]:
-    """Return the live micro-batches of a rank that runs ``steps`` on its ``chunks``, at each local peak (local).
+    """Return the live micro-batches of each of a rank's ``chunks``, at each memory peak of the list ``steps``.
 
-    None of them is covered by another.
+    Local.
     """
-    place = {chunk.start: number for number, chunk in enumerate(chunks)}
+    chunk_numbers = {chunk.start: number for number, chunk in enumerate(chunks)}
     recomputed = {(op.microbatch, op.unit) for op in steps if op.recompute}
     now = np.zeros((len(chunks), 3), np.int64)
     moments_by_content: dict[bytes, np.ndarray] = {}
     grew = False
     for op in steps:
-        if op.unit not in place or op.kind not in _CHANGES:
+        if op.unit not in chunk_numbers or op.kind not in _CHANGES:
             continue
         change = np.array(_CHANGES[op.kind])
         if op.kind is Kind.FORWARD and op.recompute:
@@ -103,7 +101,7 @@ def moments(steps: Sequence[Operation], chunks: Sequence[range]) -> tuple[Moment
         if grew and change.min() < 0:
             moments_by_content.setdefault(now.tobytes(), now.copy())
         grew = bool(change.max() > 0)
-        now[place[op.unit]] += change
+        now[chunk_numbers[op.unit]] += change
     peaks = list(moments_by_content.values())
     worst = [peak for peak in peaks if not any((peak <= other).all() for other in peaks if other is not peak)]
     return tuple(tuple(LiveMicroBatches(*map(int, row)) for row in moment) for moment in worst)
@@ -118,9 +116,9 @@ _CHANGES: Final = {
 
 
 class StageMemory:
-    """Bytes on the rank that computes given chunks. All of it is local, and the same on every rank.
+    """Memory model of pipeline ranks: computes a rank's bytes from the units in its chunks. Local.
 
-    ``live`` are the moments of each rank, ``copies`` bytes that a unit needs for the tied tensors of other ranks.
+    ``live``: numbers of live micro-batches at each rank's memory peaks. ``copies``: bytes of tied copies by unit.
     """
 
     def __init__(
@@ -131,21 +129,21 @@ class StageMemory:
         copies: Mapping[int, int] | None = None,
     ) -> None:
         self._live, extra = live, copies or {}
-        own = [round(unit.parameters * states.per_parameter) + extra.get(i, 0) for i, unit in enumerate(units)]
-        self._states = _sums(own)
+        state_bytes = [round(unit.parameters * states.per_parameter) + extra.get(i, 0) for i, unit in enumerate(units)]
+        self._states = _sums(state_bytes)
         self._kept = _sums([unit.kept_bytes for unit in units])
         self._held = _sums([unit.held_bytes for unit in units])
-        self._borders = np.array([*(unit.input_bytes for unit in units), 0])  # in front of each unit; 0 at the ends
+        self._borders = np.array([*(unit.input_bytes for unit in units), 0])  # before each unit; 0 at the ends
         shared = [dict(unit.scratch) | states.whole(unit.parameters) for unit in units]
         names = sorted({name for sizes in shared for name in sizes})
         self._scratch = [_largest([sizes.get(name, 0) for sizes in shared]) for name in names]
 
     def on(self, rank: int, starts: Sequence[Any], stops: Sequence[Any]) -> Any:
-        """Return the bytes on ``rank`` with the chunks [start, stop): whole numbers, or arrays of them."""
+        """Return the bytes on ``rank`` if its chunk i has units [starts[i], stops[i]). Bounds may be arrays."""
         return sum(self.terms(rank, starts, stops).values())
 
     def terms(self, rank: int, starts: Sequence[Any], stops: Sequence[Any]) -> dict[str, Any]:
-        """Return the terms of the sum `on`, by name."""
+        """Return the summands of `on`, by name: bytes of states, activations, messages and scratch."""
         chunks = list(zip(starts, stops, strict=True))
         edges = [(self._borders[start], self._borders[stop]) for start, stop in chunks]
         activations: Any = 0
@@ -175,7 +173,7 @@ def _sums(values: Sequence[int]) -> np.ndarray:
 
 
 def _largest(values: Sequence[int]) -> np.ndarray:
-    """Return the largest of ``values[start:stop]`` at [start, stop]; 0 where there is none."""
+    """Return the table t with t[start, stop] = the maximum of ``values[start:stop]``, or 0 if this is empty."""
     count = len(values)
     table = np.zeros((count + 1, count + 1), np.int64)
     for start in range(count):

@@ -1,31 +1,22 @@
 """The partition of a model's units over the ranks of a pipeline: the least time within the memory limits.
 
-A rank has one chunk of units, or v of them (`hpcdist.strategies.schedule.operations`). Its time is the sum of the
-times of all its units, by its relative speed: that is what it works for each micro-batch, so where m is large the
-slowest rank is the pace of the pipeline. The largest such time is made as small as can be among all partitions in
-which every chunk has a unit, in the order of the model, and every rank keeps its limit of memory.
+A rank has v chunks of units. Its time per micro-batch is the sum of the times of its units, divided by its relative
+speed. The partition minimises the largest time, with a unit in every chunk, units in model order, and memory within
+every limit.
 
-One chunk a rank: exactly, by dynamic programming over (ranks so far, units so far), O(p n^2). Among all partitions
-that are as fast, one with the smallest largest memory is taken: the same programme once more, for bytes, over the
-parts that are fast enough.
+v = 1: exact, by dynamic programming over (ranks so far, units so far), O(p n^2).
 
-Several chunks, looped or folded: a rank's sum couples chunks that are far apart, and the general problem contains
-that of packing bins. What occurs is kinder: the inner units of a model are alike, and only the first (an embedding)
-and the last (a head) differ. Then only how many units a rank has counts, and giving one after the other to the rank
-that is done first with it is optimal: that is both the first partition and a bound, and no search follows. In
-general:
+v > 1, looped or folded: assign each unit to the rank that finishes first. This is optimal if only the first unit (an
+embedding) and the last (a head) differ. In general:
 
-  bound    the larger of all work over all speeds; the ranks of the first and the last unit with these and the chunks
-           they must have; and the above with all inner units as short as the shortest
-  start    the count above, and boundaries at equal shares of work; each made better by moving boundaries by one unit
-  search   depth first over the chunks, in the order of the model, within the best largest time so far (branch and
-           bound): a place is left when a rank is too slow or too full, when the ranks have no room for the rest, or,
-           where no memory is limited, when no rank had less to do at an earlier visit to the same place
+  bound    the larger of: all work over all speeds; and that assignment with all inner units as short as the shortest
+  start    that assignment, and boundaries at equal shares of work; both improved by moving boundaries by one unit
+  search   branch and bound, depth first over the chunks in model order: a branch ends if a rank is too slow or too
+           full, if the remaining work does not fit, or, without memory limits, if an earlier visit to the same boundary
+           had no larger load on any rank
 
-It ends proven, or after `STEPS` steps with the best partition so far and the bound. Boundaries at equal shares are
-off by half a unit at most, so the result is never worse than all work over all speeds plus v of the longest units on
-the slowest rank, where memory is not limited. Chunks of one rank are not balanced among themselves beyond that: the
-bubble of an interleaved schedule is smallest where they are equal too, which identical units give.
+The search ends proven, or after `STEPS` steps with the best partition and the bound. Without memory limits the time is
+at most all work over all speeds, plus v of the longest units on the slowest rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,13 +30,13 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.pipeline.memory import StageMemory
 
 STEPS: Final = 30_000  # about a second
-SAME: Final = 1e-12  # sums of the same numbers in another order differ by less
-VISITS: Final = 50  # loads that are remembered of a place (chunks so far, units so far), to skip worse ones
+SAME: Final = 1e-12  # relative rounding difference of sums in another order
+VISITS: Final = 50  # loads remembered per boundary (chunks so far, units so far), to skip worse ones
 
 
 @dataclass(frozen=True)
 class StagePartition:
-    """Chunks in the order of the model, the time of the slowest rank, and a lower bound of that of any cut."""
+    """Result of a partition search: chunks in model order, time of the slowest rank, lower bound of this time."""
 
     chunks: tuple[range, ...]
     largest: float
@@ -53,7 +44,7 @@ class StagePartition:
 
     @property
     def is_proven(self) -> bool:
-        """Whether no cut is faster."""
+        """True if no partition has a faster slowest rank, by the lower bound."""
         return self.largest <= self.bound * (1 + SAME)
 
 
@@ -65,7 +56,11 @@ def search(
     memory: StageMemory | None,
     steps: int = STEPS,
 ) -> StagePartition | None:
-    """Return the best cut into chunks for ``ranks``; None where none was found within the limits (local)."""
+    """Return the fastest partition of units into chunks, chunk i on ``ranks[i]``, or None if none fits. Local.
+
+    ``seconds`` has each unit's time; ``speeds`` and ``limits`` have each rank's relative speed and memory limit. The
+    branch and bound search takes at most ``steps`` steps.
+    """
     task = _Task(tuple(seconds), tuple(ranks), tuple(speeds), tuple(limits), memory)
     bound = task.bound()
     best: tuple[float, tuple[int, ...]] | None = None
@@ -88,7 +83,7 @@ def search(
 @dataclass
 class _Task:
     seconds: tuple[float, ...]
-    ranks: tuple[int, ...]  # of each chunk
+    ranks: tuple[int, ...]  # rank of each chunk
     speeds: tuple[float, ...]
     limits: tuple[int, ...]
     memory: StageMemory | None
@@ -102,7 +97,7 @@ class _Task:
         return self.memory is not None and any(self.limits)
 
     def loads(self, edges: Sequence[int]) -> list[float]:
-        """Return the seconds of each rank with the chunks so far, those between ``edges``."""
+        """Return the seconds of work of each rank if chunk i has the units ``edges[i]`` to ``edges[i + 1]`` - 1."""
         loads = [0.0] * len(self.speeds)
         for rank, (start, stop) in zip(self.ranks, pairwise(edges), strict=False):
             loads[rank] += (self.sums[stop] - self.sums[start]) / self.speeds[rank]
@@ -116,13 +111,12 @@ class _Task:
         return max((self.sums[stop] - self.sums[start]) / self.speeds[rank] for rank, (start, stop) in parts)
 
     def fits(self, edges: Sequence[int], rank: int | None = None) -> bool:
-        """Whether the chunks so far keep the memory limits: of ``rank``, or of all."""
         if self.memory is None or not self.limited:
             return True
         for candidate in range(len(self.speeds)) if rank is None else (rank,):
-            own = [pair for owner, pair in zip(self.ranks, pairwise(edges), strict=False) if owner == candidate]
-            if self.limits[candidate] and own:
-                starts, stops = zip(*own, strict=True)
+            pairs = [pair for owner, pair in zip(self.ranks, pairwise(edges), strict=False) if owner == candidate]
+            if self.limits[candidate] and pairs:
+                starts, stops = zip(*pairs, strict=True)
                 if self.memory.on(candidate, starts, stops) > self.limits[candidate]:
                     return False
         return True
@@ -133,29 +127,32 @@ class _Task:
         loads, _ = self._counts(least)
         return max(sum(self.seconds) / sum(self.speeds), max(loads))
 
-    def _counts(self, each: float) -> tuple[list[float], list[int]]:
-        """Return loads, and numbers of inner units by chunk, of the best cut if each of them takes ``each`` s."""
+    def _counts(self, unit_s: float) -> tuple[list[float], list[int]]:
+        """Return each rank's seconds of work and each chunk's number of inner units, for the best partition.
+
+        ``unit_s`` is the time of an inner unit, that is, of any unit except the first and last.
+        """
         chunks, last = len(self.ranks), len(self.seconds) - 1
         counts = [0 if number in (0, chunks - 1) else 1 for number in range(chunks)]
         loads = [0.0] * len(self.speeds)
         for number, rank in enumerate(self.ranks):
-            loads[rank] += counts[number] * each / self.speeds[rank]
+            loads[rank] += counts[number] * unit_s / self.speeds[rank]
         for end in (0, last):
             rank = self.ranks[0 if end == 0 else chunks - 1]
             loads[rank] += self.seconds[end] / self.speeds[rank]
-        times = [count * each for count in counts]
+        times = [count * unit_s for count in counts]
         times[0] += self.seconds[0]
         times[-1] += self.seconds[last]
         for _ in range(last - 1 - sum(counts)):
-            rank = min(range(len(loads)), key=lambda one: (loads[one] + each / self.speeds[one], one))
-            loads[rank] += each / self.speeds[rank]
+            rank = min(range(len(loads)), key=lambda one: (loads[one] + unit_s / self.speeds[one], one))
+            loads[rank] += unit_s / self.speeds[rank]
             shortest = min((n for n, owner in enumerate(self.ranks) if owner == rank), key=lambda n: (times[n], n))
             counts[shortest] += 1
-            times[shortest] += each
+            times[shortest] += unit_s
         return loads, counts
 
     def counted(self) -> tuple[int, ...]:
-        """Return the cut that is best where all inner units take as long as they do on average."""
+        """Return the chunk boundaries that are best if every inner unit takes the mean time of all inner units."""
         inner = self.seconds[1:-1]
         _, counts = self._counts(sum(inner) / len(inner) if inner else 0.0)
         counts[0] += 1
@@ -163,19 +160,19 @@ class _Task:
         return tuple(accumulate(counts, initial=0))
 
     def even(self) -> tuple[int, ...]:
-        """Return the cut whose boundaries are nearest to equal shares of the work, by speed."""
+        """Return the chunk boundaries with which each chunk's work is most nearly in proportion to its rank's speed."""
         chunks, units = len(self.ranks), len(self.seconds)
         shares = list(accumulate(self.speeds[rank] for rank in self.ranks))
         edges = [0]
         for number in range(1, chunks):
             target = self.sums[-1] * shares[number - 1] / shares[-1]
-            places = range(edges[-1] + 1, units - (chunks - number) + 1)
-            edges.append(min((abs(self.sums[place] - target), place) for place in places)[1])
+            candidates = range(edges[-1] + 1, units - (chunks - number) + 1)
+            edges.append(min((abs(self.sums[edge] - target), edge) for edge in candidates)[1])
         return (*edges, units)
 
 
 def _improve(task: _Task, edges: tuple[int, ...]) -> tuple[int, ...]:
-    """Move single boundaries by one unit while the largest time, or then the longest chunk, becomes less."""
+    """Move chunk boundaries by one unit while the slowest rank or, if equal, the longest chunk becomes faster."""
 
     def rank_of(candidate: tuple[int, ...]) -> tuple[bool, float, float]:
         return not task.fits(candidate), task.value(candidate), task.longest_chunk(candidate)
@@ -204,7 +201,7 @@ def _less(first: tuple[bool, float, float], second: tuple[bool, float, float]) -
 
 
 class _Walk:
-    """Branch and bound over the chunks, depth first in the order of the model."""
+    """Branch and bound search for the best partition: depth first, over the chunks in model order."""
 
     def __init__(self, task: _Task, best: tuple[float, tuple[int, ...]] | None, bound: float, steps: int) -> None:
         self.task, self.best, self._bound, self._left = task, best, bound, steps
@@ -212,7 +209,6 @@ class _Walk:
         self._seen: dict[tuple[int, int], list[list[float]]] = {}
 
     def run(self) -> None:
-        """Search until all is seen, no cut can be better, or no steps are left."""
         stack: list[Iterator[tuple[int, ...]]] = [iter(((0,),))]
         while stack:
             edges = next(stack[-1], None)
@@ -237,9 +233,9 @@ class _Walk:
 
     def _next(self, edges: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         task, done, units = self.task, len(edges) - 1, len(self.task.seconds)
-        behind = len(task.ranks) - done - 1
+        remaining = len(task.ranks) - done - 1
         load, rank, start = task.loads(edges)[task.ranks[done]], task.ranks[done], edges[-1]
-        for stop in range(start + 1, units - behind + 1) if behind else (units,):
+        for stop in range(start + 1, units - remaining + 1) if remaining else (units,):
             time = load + (task.sums[stop] - task.sums[start]) / task.speeds[rank]
             if not self._is_better(time):
                 return  # more units only take longer
@@ -247,7 +243,7 @@ class _Walk:
                 yield (*edges, stop)
 
     def _is_worth(self, edges: tuple[int, ...]) -> bool:
-        # Bound: even if the work that is left filled all ranks up to the best time so far, it must fit in.
+        # Bound: the remaining work must fit in if it filled all ranks up to the best time so far.
         task, loads = self.task, self.task.loads(edges)
         if self.best is not None:
             room = sum((self.best[0] - load) * speed for load, speed in zip(loads, task.speeds, strict=True))
@@ -255,7 +251,7 @@ class _Walk:
                 return False
         if task.limited:
             return True
-        # Dominance: a start at the same place with no larger load on any rank was searched before.
+        # Dominance: the same boundary with no larger load on any rank was searched before.
         seen = self._seen.setdefault((len(edges), edges[-1]), [])
         if any(all(a <= b for a, b in zip(earlier, loads, strict=True)) for earlier in seen):
             return False
@@ -269,24 +265,21 @@ NEVER = float("inf")
 
 @dataclass(frozen=True)
 class StageDevices:
-    """Relative speeds and memory limits (bytes, 0: none) of the ranks of a pipeline."""
+    """Relative speed and memory limit (in bytes; 0: no limit) of each rank of a pipeline."""
 
     speeds: tuple[float, ...]
     limits: tuple[int, ...]
 
     @classmethod
     def alike(cls, ranks: int) -> "StageDevices":
-        """Return so many equal ranks, with enough memory."""
+        """Return ``ranks`` devices with equal speed and no memory limits."""
         return cls((1.0,) * ranks, (0,) * ranks)
 
 
 def partition(
     seconds: Sequence[float], ranks: Sequence[int], devices: StageDevices, memory: StageMemory | None
 ) -> StagePartition | None:
-    """Return the best cut of units that take ``seconds`` into chunks for ``ranks``, in the order of the model (local).
-
-    None where no cut keeps the limits, or the search has found none. At least as many units as chunks are needed.
-    """
+    """Return the best partition of units that take ``seconds`` into chunks, chunk i on ``ranks[i]``, or None. Local."""
     assert len(seconds) >= len(ranks) > 0
     if len(set(ranks)) == len(ranks):
         return _contiguous(seconds, ranks, devices, memory)
@@ -294,7 +287,7 @@ def partition(
 
 
 def least_memory(units: int, ranks: Sequence[int], devices: StageDevices, memory: StageMemory) -> tuple[range, ...]:
-    """Return the cut, of one chunk a rank, whose largest memory relative to its limit is smallest (local)."""
+    """Return the partition, one chunk per rank, that minimises the largest memory use relative to the limit. Local."""
     shares = [
         _bytes(memory, rank, units) / (devices.limits[rank] or max(devices.limits) or 1) for rank in range(len(ranks))
     ]
@@ -304,22 +297,21 @@ def least_memory(units: int, ranks: Sequence[int], devices: StageDevices, memory
 
 
 def check_units(units: int, ranks: int, chunks: int) -> None:
-    """Raise ConfigurationError when there are fewer units than chunks."""
+    """Raise ConfigurationError if the model has fewer units than chunks."""
     if units >= ranks * chunks:
         return
-    each = f" x {chunks} chunks each = {ranks * chunks}" if chunks > 1 else ""
+    per_rank = f" x {chunks} chunks each = {ranks * chunks}" if chunks > 1 else ""
     fewer = " or chunks" if chunks > 1 else ""
     raise ConfigurationError(
-        f"parallel.pipeline = {ranks}{each}, but the model has only {units} stages (its layers, and what is before and "
-        f"behind them); use at most {units} in all: fewer pipeline ranks{fewer}, or a model of more layers (one of "
-        "your own: of more stages)"
+        f"parallel.pipeline = {ranks}{per_rank}, but the model has only {units} stages (its layers, and the stages "
+        f"before and after them); use at most {units} in all: fewer pipeline ranks{fewer}, or a model of more layers "
+        "(your own model: of more stages)"
     )
 
 
 def _contiguous(
     seconds: Sequence[float], ranks: Sequence[int], devices: StageDevices, memory: StageMemory | None
 ) -> StagePartition | None:
-    """Return the best cut of one chunk a rank."""
     count = len(seconds)
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(seconds, np.float64))])
     times, sizes = [], []
@@ -333,7 +325,7 @@ def _contiguous(
     fastest = _least(times)
     if fastest is None:
         return None
-    # Sums of the same units in another order differ by rounding, which must not decide.
+    # Rounding of sums in another order must not decide.
     enough = fastest[0] * (1 + 1e-12)
     chunks = fastest[1]
     if memory is not None:
@@ -345,19 +337,16 @@ def _contiguous(
 
 
 def _bytes(memory: StageMemory, rank: int, count: int) -> np.ndarray:
-    """Return the bytes on ``rank`` with the units [start, stop), for all of them; meaningless where start > stop."""
+    """Return a table t: ``rank`` needs t[start, stop] bytes for units [start, stop) of ``count``, if start <= stop."""
     start, stop = np.indices((count + 1, count + 1))
     return np.asarray(memory.on(rank, [start], [stop]), np.float64)
 
 
 def _least(costs: Sequence[np.ndarray]) -> tuple[float, tuple[range, ...]] | None:
-    """Return the smallest possible largest cost, and the first cut that has it; ``costs[part][start, stop]``.
-
-    None where it cannot be finite. No part is empty.
-    """
+    """Return (cost, non-empty chunks) of the partition with the least maximum ``costs[i][start, stop]``, or None."""
     count = costs[0].shape[0] - 1
     filled = np.triu(np.ones((count + 1, count + 1), bool), 1)
-    best = np.full(count + 1, NEVER)  # by the number of units that are in parts
+    best = np.full(count + 1, NEVER)  # by the number of assigned units
     best[0] = 0.0
     begins = []
     for cost in costs:

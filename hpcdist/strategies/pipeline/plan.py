@@ -1,8 +1,7 @@
 """The partition plan of a recipe: the partition over the pipeline, and the table of every rank's share.
 
-All of it is local, and the same on every rank. The basis is the number of parameters, the operations of
-`hpcdist.strategies.pipeline.costs`, or seconds that were measured; a plan that no rank's memory limit allows is
-refused, with the smallest limit that would do.
+Local, with equal results on every rank. The basis is the number of parameters, the operations of
+`hpcdist.strategies.pipeline.costs`, or measured seconds. A plan beyond the memory limits is rejected with a table.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,31 +21,34 @@ from hpcdist.strategies.schedule.generate.operation_list import ScheduleText
 from hpcdist.strategies.schedule.generate.passes import expand
 from hpcdist.strategies.schedule.operations import StagePlacement
 
-# What work is counted in, and its size; parameters are no work.
+# Basis -> (unit of work, its size).
 BASES: Final = {"parameters": ("", 1.0), "flops": ("GFLOP", 1e9), "measured": ("ms", 1e-3)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionRow:
-    """Share of one pipeline rank. Work is that of a micro-batch, on a rank of speed 1."""
+    """Units, work and memory of one pipeline rank. Work is for one micro-batch on a rank of speed 1."""
 
     units: tuple[range, ...]
     parameters: int
     forward: float
     backward: float
-    share: float  # of its time in that of the slowest
+    share: float  # its time relative to the slowest rank
     bytes: Mapping[str, int]
     limit: int
 
     @property
     def total_bytes(self) -> int:
-        """All bytes of the rank."""
+        """Total bytes that this rank needs."""
         return sum(self.bytes.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionPlan:
-    """Placement of the units, a row for each rank, and how much faster another cut can be at most; 0: proven."""
+    """Assignment of the model's units to pipeline ranks, with one row of work and memory per rank.
+
+    ``gap`` bounds the possible gain of another partition; 0 means that this partition is proven to be the best.
+    """
 
     placement: StagePlacement
     basis: str
@@ -56,16 +58,16 @@ class PartitionPlan:
 
     @property
     def stage_units(self) -> tuple[int, ...]:
-        """Number of units of each chunk, as ``parallel.stage_units`` takes them."""
+        """Number of units of each chunk, as in ``parallel.stage_units``."""
         return tuple(len(chunk) for chunk in self.placement.chunks)
 
     @property
     def balance(self) -> float:
-        """Mean busy share of the ranks while the slowest works: no schedule keeps them busier."""
+        """Mean fraction of time that ranks are busy if the slowest rank never waits. No schedule reaches more."""
         return sum(row.share for row in self.rows) / len(self.rows)
 
     def table(self) -> list[str]:
-        """Return the lines of the table for a log."""
+        """Return the lines of a text table with one row per pipeline rank."""
         work, size = BASES[self.basis]
         lines = [["stage", "units", "parameters", work and f"forward {work}", work and f"backward {work}", "time"]]
         lines[0].append("memory")
@@ -97,12 +99,11 @@ def plan(
     earlier_units: Sequence[int] = (),
     documents: DocumentPairs | None = None,
 ) -> PartitionPlan:
-    """Return the partition of the units of ``model`` over the pipeline, for micro-batches of ``samples``.
+    """Return the partition of the units of ``model`` over the pipeline, for micro-batches of ``samples`` samples.
 
-    ``seconds`` are those of each unit, where the cut is by measurement. ``earlier_units`` are those of the cut of an
-    earlier start, as `PartitionPlan.stage_units`. ``documents`` are the pairs of packed samples. Raises
-    ConfigurationError where there are fewer units than chunks, and where the limits of memory cannot be kept, with the
-    table.
+    ``states`` has the bytes per parameter. A "measured" partition needs ``seconds``, the measured times of each unit.
+    ``earlier_units``: units per chunk of an earlier start of this run. Raises ConfigurationError if the model has fewer
+    units than chunks, or if a rank exceeds its memory limit.
     """
     ranks, count = parallel.pipeline, len(model.stages)
     check_units(count, ranks, schedule.chunks)
@@ -132,15 +133,14 @@ def plan(
 
 
 def _moments(schedule: ScheduleText, empty: StagePlacement, rank: int, *, recompute: bool) -> tuple[Moment, ...]:
-    """Return the live micro-batches of ``rank``, by chunk, at the peaks of its memory."""
     steps = expand(schedule.passes[rank], empty, rank, recompute=recompute)
     return moments(steps, empty.of(rank))
 
 
 def _copies(model: Model, empty: StagePlacement, itemsize: int, split: TensorSplit) -> dict[int, int]:
-    """Return the bytes of the tied copies (parameters and gradients) that a unit needs.
+    """Return the bytes of tied copies (parameters and gradients), keyed by the unit that uses the copies.
 
-    Tied are the ends of a model, which are on one rank where the chunks are folded.
+    Only the first and last units have tied tensors. If both are on one rank, no copies are needed.
     """
     if empty.ranks[0] == empty.ranks[-1]:
         return {}
@@ -160,7 +160,10 @@ def _work(
     *,
     recompute: bool,
 ) -> Iterator[tuple[float, float]]:
-    """Yield the work of each unit, forward and back; a forward that is repeated counts with the backward."""
+    """Yield each unit's (forward, backward) work: parameters, operations or seconds, as ``basis`` says.
+
+    Recomputation counts as backward work.
+    """
     for unit, cost in enumerate(costs):
         if basis == "parameters":
             yield float(cost.parameters), 0.0
@@ -178,10 +181,10 @@ def _work(
 
 def _given(sizes: Sequence[int], count: int, ranks: int, chunks: int) -> tuple[range, ...]:
     if len(sizes) != ranks * chunks or sum(sizes) != count:
-        each = f" x {chunks} chunks each" if chunks > 1 else ""
+        per_rank = f" x {chunks} chunks each" if chunks > 1 else ""
         raise ConfigurationError(
-            f"parallel.stage_units = {list(sizes)}: {len(sizes)} parts of {sum(sizes)} units in all; give one for each "
-            f"of {ranks} pipeline ranks{each}, {count} units in all (layers, and what is before and behind them)"
+            f"parallel.stage_units = {list(sizes)} has {len(sizes)} numbers for {sum(sizes)} units; give one for each "
+            f"of {ranks} pipeline ranks{per_rank}, {count} units in all (layers, and the stages before and after them)"
         )
     return tuple(range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0)))
 
@@ -189,7 +192,7 @@ def _given(sizes: Sequence[int], count: int, ranks: int, chunks: int) -> tuple[r
 def _too_large(
     weights: Sequence[float], empty: StagePlacement, devices: StageDevices, memory: StageMemory
 ) -> tuple[range, ...]:
-    """Return a cut that shows that the limits cannot be kept: that of least memory, or the fastest."""
+    """Return the partition to show in the error that none fits: the one with least memory, or the fastest."""
     if len(empty.chunks) == empty.stages:
         return least_memory(len(weights), empty.ranks, devices, memory)
     result = partition(weights, empty.ranks, StageDevices(devices.speeds, (0,) * empty.stages), memory)
@@ -204,10 +207,10 @@ def _rows(
     memory: StageMemory,
     devices: StageDevices,
 ) -> Iterator[PartitionRow]:
-    own = [[unit for chunk in placement.of(rank) for unit in chunk] for rank in range(placement.stages)]
-    sums = [tuple(sum(work[unit][way] for unit in units) for way in (0, 1)) for units in own]
+    rank_units = [[unit for chunk in placement.of(rank) for unit in chunk] for rank in range(placement.stages)]
+    sums = [tuple(sum(work[unit][index] for unit in units) for index in (0, 1)) for units in rank_units]
     times = [sum(both) / speed for both, speed in zip(sums, devices.speeds, strict=True)]
-    for rank, units in enumerate(own):
+    for rank, units in enumerate(rank_units):
         chunks = placement.of(rank)
         terms = memory.terms(rank, [chunk.start for chunk in chunks], [chunk.stop for chunk in chunks])
         yield PartitionRow(
@@ -222,7 +225,6 @@ def _rows(
 
 
 def _refuse_full(made: PartitionPlan, model: Model, *, is_given: bool) -> None:
-    """Raise ConfigurationError for the first rank that needs more than its limit."""
     for rank, row in enumerate(made.rows):
         if row.limit and row.total_bytes > row.limit:
             largest = max(row.bytes, key=lambda name: row.bytes[name])

@@ -1,10 +1,7 @@
-"""Tied tensors of a pipeline: parameters that two of its ranks share, their copies and gradients.
+"""Tied tensors of a pipeline: parameters that two ranks share, their copies and gradients.
 
-The first and the last stage of a language model may share the embedding: the rank that does not own it keeps a copy,
-sends its gradient to the owner after the backward, and gets the new values after the update.
-
-GPipe: Huang et al., arXiv:1811.06965. 1F1B: Narayanan et al., arXiv:1806.03377 and arXiv:2104.04473. The order of the
-work is in `hpcdist.strategies.schedule`, which rank computes which stages in `hpcdist.strategies.pipeline.partition`.
+The first and the last stage of a language model may share the embedding. The rank that does not own it keeps a copy,
+sends the copy's gradient to the owner after the backward pass, and receives the new values after the update.
 """
 
 from dataclasses import dataclass
@@ -18,13 +15,16 @@ from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.operations import Kind, Operation, StagePlacement
 
-TAG = 0  # the first of `TIES` tags, below those of activations and gradients
+TAG = 0  # the first of `TIES` tags, below the tags of activations and gradients
 TIES = 1 << 10
 
 
 @dataclass(frozen=True)
 class TiedTensor:
-    """Tensor ``key`` of stage ``unit`` on pipeline rank ``owner``, which rank ``holder`` needs a copy of."""
+    """Tensor ``key``, used by stage ``unit``.
+
+    Pipeline rank ``owner`` has the original tensor, and pipeline rank ``holder`` has a copy.
+    """
 
     key: str
     unit: int
@@ -33,7 +33,7 @@ class TiedTensor:
 
 
 def tied_tensors(model: Model, placement: StagePlacement) -> list[TiedTensor]:
-    """Return the tensors that are tied across pipeline ranks."""
+    """Return the tied tensors that are used on more than one pipeline rank."""
     unit_of = {stage.layer: unit for unit, stage in enumerate(model.stages)}
     ties = []
     for unit, stage in enumerate(model.stages):
@@ -47,10 +47,10 @@ def tied_tensors(model: Model, placement: StagePlacement) -> list[TiedTensor]:
 
 
 class TiedCopies:
-    """Copies of tensors that are tied across the pipeline, on this rank.
+    """This rank's copies of tensors that several pipeline ranks use.
 
-    The gradient of a copy travels to the owner, which adds it to its own before any reduction; the owner alone updates,
-    and its new value travels back. So norms and checkpoints count the tensor once, and copies never drift.
+    The gradient of a copy is sent to the owner of the tensor. Before any reduction, the owner adds it to the tensor's
+    gradient. After the update, the owner sends the new value. So norms and checkpoints count the tensor once.
     """
 
     def __init__(self, context: RankContext, ties: list[TiedTensor], exchange: Exchange) -> None:
@@ -69,46 +69,58 @@ class TiedCopies:
 
     @property
     def keys(self) -> set[str]:
-        """Tensors that this rank holds copies of."""
+        """Keys of the tied tensors that this rank has copies of."""
         return {tie.key for tie in self._held}
 
     def after_backward(self) -> list[Operation]:
-        """Return the operations that follow the last backward of this rank (local)."""
+        """Return the operations that send gradients of tied copies to the owners, after the last backward pass.
+
+        Local.
+        """
         return [Operation(Kind.COPY_GRADIENT, unit=unit) for unit in self._units()]
 
     def after_update(self) -> list[Operation]:
-        """Return the operations that follow the update (local)."""
+        """Return the operations that send new values of tied tensors from the owners to the copies, after the update.
+
+        Local.
+        """
         return [Operation(Kind.COPY_VALUE, unit=unit) for unit in self._units()]
 
     def _units(self) -> list[int]:
         return sorted({tie.unit for tie in (*self._owned, *self._held)})
 
     def gradient(self, op: Operation) -> None:
-        """Send the gradients of copies to their owner. Called by the owner and the holders of tensors of a stage."""
+        """Send gradients of copies to their owners.
+
+        The ranks that own or copy the tied tensors of ``op.unit`` call it.
+        """
         held = [tie for tie in self._held if tie.unit == op.unit]
         requests = [self._comm.isend(self._of(self.gradients, tie), tie.owner, self._tags[tie]) for tie in held]
         for tie in self._owned:
             if tie.unit == op.unit:
-                where = self._layout.by_key[tie.key].range
-                arrival = self._arrival[: where.size]
+                owned = self._layout.by_key[tie.key].range
+                arrival = self._arrival[: owned.size]
                 self._comm.recv(arrival, tie.holder, self._tags[tie])
-                self._exchange.gradients_at(self._layer(tie)).add(where, arrival)
+                self._exchange.gradients_at(self._layer(tie)).add(owned, arrival)
         wait_all(requests)
 
     def value(self, op: Operation) -> None:
-        """Send the owner's value to the copies. Called by the owner and the holders of tensors of a stage."""
+        """Send the owners' values to the copies.
+
+        The ranks that own or copy the tied tensors of ``op.unit`` call it.
+        """
         requests: list[Request] = []
         for tie in self._owned:
             if tie.unit == op.unit:
-                own = self._of(self._exchange.parameters_at(self._layer(tie)), tie)
-                requests.append(self._comm.isend(own, tie.holder, self._tags[tie]))
+                values = self._of(self._exchange.parameters_at(self._layer(tie)), tie)
+                requests.append(self._comm.isend(values, tie.holder, self._tags[tie]))
         for tie in self._held:
             if tie.unit == op.unit:
                 self._comm.recv(self._of(self.parameters, tie), tie.owner, self._tags[tie])
         wait_all(requests)
 
     def refresh(self) -> None:
-        """Send all values to their copies, as at the start of a run. Collective over the pipeline."""
+        """Send the owners' values to all copies, at the start of a run. Collective over the pipeline."""
         for op in self.after_update():
             self.value(op)
 

@@ -1,8 +1,6 @@
-"""The executor of one rank: runs the operations of a step, through its stages and its exchange.
+"""The executor of one rank: runs the operations of a step through its stages and its exchange.
 
-Each operation goes to the handler of its kind, with observers around it (`step.StepObserver`). A step yields its
-loss, norm, stop requests and seconds by phase as a `StepResult`. The executor also evaluates, computes a step again to
-find silent data corruption, and inspects one in which a value was not finite.
+It also evaluates, recomputes steps to find silent data corruption, and inspects steps with non-finite values.
 """
 
 import time
@@ -34,11 +32,10 @@ __all__ = ["Executor", "MicroBatch", "StepResult"]
 
 
 class Executor:
-    """Executor of the operation lists of one rank, with its stages and its exchange.
+    """Runs the operation lists of one rank, for training steps and evaluations.
 
-    ``clip_norm`` bounds the norm of the mean gradient; 0 leaves it alone. ``loss_scale`` is `NoLossScale` if not
-    given; ``seed`` is that of what models drop. ``spans`` gets every operation of a step, and ``observers`` are called
-    in their order. ``launches`` says how stages are run, with the memory of ``arena``.
+    ``clip_norm`` bounds the norm of the mean gradient; 0 disables clipping. ``seed`` is the seed of dropout. ``spans``
+    receives the times of every operation. ``launches`` launches the kernels of the stages, in memory of ``arena``.
     """
 
     def __init__(
@@ -60,20 +57,20 @@ class Executor:
         self.units = context.ranges
         self.loss_scale = NoLossScale() if loss_scale is None else loss_scale
         self._seed, self._spans, self._observers = seed, spans, tuple(observers)
-        self.updated = 0  # the last step that is whole here: it was agreed on, and updated or left out
-        self.number, self.samples = 0, 0  # of the step that is made, or was last
+        self.updated = 0  # the last complete step: agreed on, and updated or skipped
+        self.number, self.samples = 0, 0  # of the current or last step
         self.sizes: list[int] = []
         self.outcome = StepResult()
-        self._scale = 1.0  # of the loss in that step: 1 / its targets
-        self._targets = 1.0  # of that step
+        self._scale = 1.0  # factor of the loss in the current step: 1 / number of targets
+        self._targets = 1.0  # number of targets in the current step
         widens = context.working not in (None, context.model.dtype)
         self._bound = (MixedPrecisionViews if widens else ParameterViews)(context, exchange, copies)
-        # Messages inside of stages bring in bad values of other ranks: they and the stages look with one finder.
+        # Messages inside of stages can bring in bad values of other ranks, so they share one finder with the stages.
         self._watch: NanFinder = context.model.watch or NanFinder()
         self._stages = Stages(context, arena, self._bound, self._watch, launches or KernelLaunches())
         evaluation = evaluation_operations(context.placed, context.pipeline.rank)
         self._forward_only = insert_gathers(evaluation, exchange.gathers) if exchange.gathers else evaluation
-        # Later rows replace earlier ones: kinds that need more than the exchange's handler are wrapped below.
+        # Later entries replace earlier ones: kinds that need more than the exchange's handler.
         self._handlers: dict[Kind, Handler] = {
             **exchange.handlers,
             **self._stages.handlers,
@@ -100,13 +97,12 @@ class Executor:
         first_sample: int = 0,
         targets: int | None = None,
     ) -> StepResult:
-        """Run one step. Collective: every rank runs the list of its own place.
+        """Run one training step and return its result. Collective: every rank runs its own operation list.
 
-        ``batches`` are the micro-batches of this rank's replica, which begin with ``first_sample`` of the batch of all
-        replicas; ``samples`` counts those of all, ``targets`` what the mean of the loss divides by (None: as the model
-        says), and ``stop_requests`` (float64) are summed over the ranks along with the loss. Raises NonFiniteError on
-        every rank, before any parameter changed, when the loss is not finite, or the gradient and `loss_scale` has no
-        cure.
+        ``batches`` are this replica's micro-batches. They start at sample ``first_sample`` of the global batch, which
+        has ``samples`` samples. The summed loss is divided by ``targets``, by default the samples times the model's
+        tokens per sample. ``stop_requests`` are summed over the ranks. Raises NonFiniteError on every rank, before any
+        parameter changes, if loss or gradient is not finite and `loss_scale` does not skip the step.
         """
         sizes = [len(inputs) for inputs, _ in batches]
         try:
@@ -128,30 +124,29 @@ class Executor:
         return self.outcome
 
     def _make(self, operations: Sequence[Operation]) -> None:
-        """Run the operations of the step that has begun. Collective."""
         self.exchange.count_samples(sum(self.sizes), self.samples)
         self._sums = [NO_COUNTS] * len(self._observers)
         self.exchange.scaled_by(self.outcome.loss_scale)
         seconds = self.outcome.seconds
-        self.model.communicated_s()  # resets it: what came before the step does not count
+        self.model.communicated_s()  # reset the counter
         phase_timer = PhaseTimer(operations, seconds, self.number, self.exchange.parameters.array, self._spans)
-        for place, operation in enumerate(operations):
+        for index, operation in enumerate(operations):
             self._handlers[operation.kind](operation)
-            phase_timer.done(place)
+            phase_timer.done(index)
             if self.outcome.skipped:
                 break
         self._stages.neighbours.finish()
         self.updated = self.number
-        # Communication inside of stages (tensor axis) was counted as compute by the kinds of the operations.
+        # Communication inside of stages (tensor axis) was counted as compute.
         inside_s = self.model.communicated_s()
         seconds["communication_s"] += inside_s
         seconds["compute_s"] -= inside_s
 
     def evaluate(self, inputs: Array, targets: Array) -> float:
-        """Return the sum of the losses of a batch in nats over all its targets; 0 but on the last stage.
+        """Return the loss of a batch in nats, summed over its targets, or 0 on ranks without the last stage.
 
-        Collective over the pipeline, and over the data axis where units are gathered: then all ranks call it equally
-        often, if need be with a batch of no samples.
+        Collective over the pipeline. If parameters are sharded and gathered for use, it is collective over all ranks,
+        and a rank without samples passes an empty batch.
         """
         self._begin(self._forward_only, [(inputs, targets)])
         for operation in self._forward_only:
@@ -160,10 +155,9 @@ class Executor:
         return sum(self._stages.losses)
 
     def inspect(self, operations: Sequence[Operation], batches: Sequence[MicroBatch]) -> str | None:
-        """Compute a step that `run` gave up once more; return where its first value that is not finite appeared.
+        """Compute a failed step again; return a text that names the first non-finite value computed on this rank.
 
-        Only what this rank computed itself counts, so exactly the culprits report something. Collective, as `run`;
-        nothing is updated.
+        Returns None if all values that this rank computed are finite. Updates nothing. Collective, like `run`.
         """
         self._watch.begin(self.exchange.parameters)
         self._compute(operations, batches)
@@ -171,7 +165,6 @@ class Executor:
         return self._watch.end()
 
     def compute_again(self) -> None:
-        """Compute the step that is being agreed on once more, and agree on the result. Collective."""
         self._stages.neighbours.finish()
         self._compute(*self._step)
         self._sum_up()
@@ -194,7 +187,7 @@ class Executor:
             observer.went_back(self, op)
 
     def _gather(self, op: Operation) -> None:
-        """Gather or free a unit; its views are bound anew, as its parameters are at another address."""
+        """Run ``op``, which gathers or frees a unit's parameters, then drop the old views of these parameters."""
         self.exchange.handlers[op.kind](op)
         if self.exchange.gathers:
             if op.kind is not Kind.FREE:
@@ -203,7 +196,6 @@ class Executor:
             self._bound.moved(op.unit)
 
     def _commit(self, op: Operation) -> None:
-        """Swap the parameters of the node, and bind all views anew."""
         self.exchange.handlers[op.kind](op)
         self._bound.moved()
 
@@ -224,59 +216,59 @@ class Executor:
             self._bound.complete(op.unit)
         self._bound.complete_copies()
         if op.unit in self.units:
-            own, part = self._gradients_of_layer(op.unit), self.units[op.unit]
-            self._watch.look_at_gradients(own, part)
+            gradients, part = self._gradients_of_layer(op.unit), self.units[op.unit]
+            self._watch.look_at_gradients(gradients, part)
             self.copies.gradient(op)
-            self._watch.distrust_tensors(own, part)
+            self._watch.distrust_tensors(gradients, part)
         else:
             self.copies.gradient(op)
 
     def _sum_up(self) -> None:
-        """Agree on loss and norm of the step that was computed. Collective."""
         before = time.perf_counter()
         norm_squared = self.exchange.norm_squared()
-        norm_s = time.perf_counter() - before  # a pass over the gradients is no communication
+        norm_s = time.perf_counter() - before  # a pass over the gradients is not communication
         outcome = self.outcome
         outcome.seconds["update_s"] += norm_s
         outcome.seconds["communication_s"] -= norm_s
-        # One reduction for all: squared norm, what the meter counts, and the requests to stop, behind the losses.
+        # One reduction of all values: losses, squared norm, the observers' counts, stop requests and loss weights.
         counts = [observer.counts(self) for observer in self._observers]
         weights = [self.own_weight] if self.model.loss.weighs else []
-        sent = np.concatenate([[norm_squared], *counts, self._sent, weights])
-        loss, values = self.exchange.agree_losses(self.own_losses, sent)
+        local_values = np.concatenate([[norm_squared], *counts, self._sent, weights])
+        loss, values = self.exchange.agree_losses(self.own_losses, local_values)
         if weights:
             self._weigh(float(values[-1]))
             values = values[:-1]
         outcome.loss = loss * self._scale * outcome.correction
-        # The gradient of the step before, which `alternates` applies, was corrected in its own step.
+        # `alternates` applies the gradient of the previous step, which was corrected in its own step.
         correction = 1.0 if self.exchange.alternates else outcome.correction
         self._norm_squared = float(values[0]) * correction**2  # of the scaled gradient
         outcome.gradient_norm = float(np.sqrt(values[0])) * correction / outcome.loss_scale
-        *self._sums, outcome.stop_requests = np.split(values[1:], np.cumsum([own.size for own in counts], dtype=int))
+        *self._sums, outcome.stop_requests = np.split(values[1:], np.cumsum([row.size for row in counts], dtype=int))
         outcome.measured = np.concatenate([NO_COUNTS, *self._sums])
 
     def _weigh(self, weight: float) -> None:
-        """Set the correction of the step from ``weight``, the sum of the weights of all ranks (local).
+        """Set the factor that corrects this step's gradient for unequal loss weights. Local.
 
-        Raises DataError if no target counts, and UsageError if the strategy needs to know the weights beforehand.
+        ``weight`` is the sum of all ranks' loss weights. Raises DataError if ``weight`` is 0 or not finite. Raises
+        UsageError if ``weight`` is not the number of targets and the strategy cannot correct the gradient.
         """
         exchange = self.exchange
         targets = self._targets if exchange.lock_step else sum(self.sizes) * self.model.tokens_per_sample
-        if not targets:  # a worker at its own pace, without samples in this step
+        if not targets:  # a worker without samples in this step
             return
         if not 0 < weight < np.inf:
             self._stages.neighbours.finish()
             raise DataError(
                 f"step {self.number}: the weights of the loss sum to {weight} over the whole batch, expected more than "
-                "0: leave out batches without a target that counts"
+                "0: leave out batches in which no target has a weight"
             )
         self.outcome.correction = exchange.correction = targets / weight
         if self.outcome.correction != 1.0 and not exchange.corrects:
             self._stages.neighbours.finish()
             raise UsageError(
-                f"step {self.number}: the loss has the weight {weight:g}, expected {targets:g}: backup workers and "
-                "replicas of a parameter server need equal weights; set wrap's tokens_per_sample to the weight of a "
-                "sample, or use another parallel.strategy"
+                f"step {self.number}: the weights of the loss sum to {weight:g}, expected {targets:g}: backup workers "
+                "and replicas of a parameter server need equal weights; set wrap's tokens_per_sample to the weight of "
+                "a sample, or use another parallel.strategy"
             )
 
     def _agree(self, op: Operation) -> None:
@@ -284,11 +276,11 @@ class Executor:
         for observer in self._observers:
             observer.agreed(self)
         outcome, scale = self.outcome, self.outcome.loss_scale
-        of = f" of step {self.number - 1}" if self.exchange.alternates else ""  # whose gradient is applied now
-        summary = f"step {self.number}: loss {outcome.loss}, gradient norm{of} {outcome.gradient_norm}"
+        of_step = f" of step {self.number - 1}" if self.exchange.alternates else ""  # the applied gradient's step
+        summary = f"step {self.number}: loss {outcome.loss}, gradient norm{of_step} {outcome.gradient_norm}"
         try:
             if not np.isfinite(outcome.loss):
-                raise NonFiniteError(summary)  # the loss is not scaled, so no loss scale cures it
+                raise NonFiniteError(summary)  # no loss scale can help: the loss is not scaled
             outcome.skipped = not self.loss_scale.after(summary, outcome.gradient_norm)
         except NonFiniteError:
             self._stages.neighbours.finish()
@@ -302,17 +294,16 @@ class Executor:
 
     @property
     def own_losses(self) -> list[float]:
-        """Sums of the losses over all targets, of each micro-batch of this rank (local)."""
+        """Loss of each micro-batch of this rank, summed over its targets. Local."""
         return self._stages.losses
 
     @property
     def own_weight(self) -> float:
-        """Sum of the weights of this rank's losses in the last list; 0 if the loss has no weights. Local."""
+        """Sum of this rank's loss weights in the last operation list, or 0 if the loss has no weights. Local."""
         return self._stages.weight
 
     def gradients_in(self, part: Range) -> Array | None:
-        """Return this rank's gradients in ``part``, a range of whole layers or in one; None for none (local)."""
-        unit = next((unit for unit, own in self.units.items() if part.intersect(own)), None)
+        unit = next((unit for unit, unit_range in self.units.items() if part.intersect(unit_range)), None)
         return None if unit is None else self._gradients_of_layer(unit).range(part)
 
     def _gradients_of_layer(self, unit: int) -> FlatStore:

@@ -1,16 +1,12 @@
-"""CUDA graphs of the compute operations of one rank: tens of kernels of a unit become one launch from Python.
+"""CUDA graphs of a rank's compute operations: one launch per unit instead of tens of kernel launches from Python.
 
-`KernelLaunches` runs operations as they are, `StageGraphs` as graphs. Forward and backward of a unit for a micro-batch
-are captured, each as a graph of its own; all between them (messages, exchanges, agreement, clipping, updates) stays as
-it is, and so every strategy has them. The first `WARM_UP` steps run as they would without graphs: kernels are compiled
-and memory is taken. From then on an operation is captured where no graph fits it.
+`KernelLaunches` runs operations directly, `StageGraphs` as graphs: one per forward or backward pass of a unit and a
+micro-batch. The first `WARM_UP` steps run without graphs, to compile kernels and allocate memory. Afterwards an
+operation without a matching graph is captured.
 
-A graph is fixed to what it was captured with. It fits an operation with the same arrays at the same addresses, the same
-gradients to write or to add to, behind the same graph of its forward, and whose blocks of the arena are free: it takes
-them as the capture did. What comes from outside of the unit's chunk (data, targets, messages, the step and the sample
-that masks follow from) has another address each time and is copied to a fixed place before. Shapes, and the scale of
-the loss, are numbers in the kernels: where they change, all graphs are dropped, and the next steps warm up again. A
-graph refers to all arrays that it works on. So a replay has the same kernels on the same values.
+A graph matches an operation with the same array addresses, gradients and forward graph, and with free arena blocks.
+Arrays from outside the unit's chunk are copied to a fixed address first. Shapes and the loss scale are constants in
+kernels: if they change, all graphs are dropped and warm-up starts again.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -28,22 +24,22 @@ from hpcdist.models.runtime.arena import Arena, ArenaSaved, BlockUse, SavedState
 from hpcdist.models.stage import Draw, Parameters
 from hpcdist.strategies.schedule.operations import Kind, Operation
 
-WARM_UP: Final = 2  # steps: the second takes what is left of its memory, since all of the first is free then
-MOST: Final = 4  # graphs of a kind of operation on a unit, for each micro-batch: gradients have two stores in some
+WARM_UP: Final = 2  # steps: the second allocates the memory that the first step did not need yet
+MOST: Final = 4  # graphs per kind of operation, unit and micro-batch: some strategies alternate two gradient stores
 
 T = TypeVar("T")
-Moving = Mapping[str, Array]  # what is copied to a fixed place, by name
+Moving = Mapping[str, Array]  # arrays to copy to a fixed address, by name
 
 
 class KernelLaunches:
-    """Runs compute operations one by one, as they are. All of it is local."""
+    """Launches the kernels of compute operations directly, without CUDA graphs. Local."""
 
     own_messages = False  # whether messages have memory of their own
 
     def begin(self, draws: Sequence[Draw], sizes: Sequence[int], scale: float, *, steady: bool) -> Sequence[Draw]:
-        """Begin a list with micro-batches of ``sizes`` samples, ``steady`` unless it evaluates or looks for NaN.
+        """Start an operation list with micro-batches of ``sizes`` samples; return the random draws for its kernels.
 
-        Return the ``draws`` of micro-batches as kernels get them; an evaluation has none.
+        ``steady`` is True in a normal training step, and False in an evaluation or a search for NaN.
         """
         return draws
 
@@ -58,16 +54,17 @@ class KernelLaunches:
         parameters: Parameters | None = None,
         gradients: BoundGradients | None = None,
     ) -> T:
-        """Return what ``call`` of the ``moving`` arrays, or of fixed places with their values, returns.
+        """Return ``call(arrays)``; ``arrays`` are the ``moving`` arrays, or copies of them at fixed addresses.
 
-        It launches kernels that read ``still``, besides what ``saved`` and the other arguments have.
+        ``moving`` are inputs whose addresses change. The kernels of ``call`` use ``saved``, ``still``, ``parameters``
+        and ``gradients`` in place, without copies.
         """
         return call(moving)
 
 
 @dataclass(frozen=True)
 class _Captured:
-    """A graph, and all that an operation leaves behind on the host."""
+    """A captured CUDA graph of an operation, and the changes that the operation makes to Python objects."""
 
     number: int
     graph: Any
@@ -76,27 +73,27 @@ class _Captured:
     blocks: BlockUse
     state: SavedState
     written: frozenset[str]
-    arrays: tuple[object, ...]  # parameters and gradients: referred to, so that their memory stays
+    arrays: tuple[object, ...]  # parameters and gradients, referenced to keep their memory
 
 
 class StageGraphs(KernelLaunches):
-    """Graphs of the forwards and backwards of a rank whose memory is that of ``arena``.
+    """Runs a rank's forward and backward passes as CUDA graphs, in memory of ``arena``.
 
-    ``drops``: masks follow from the step. ``ledger`` gets the memory that only graphs need.
+    ``drops``: dropout is used, so kernels need the step number. ``ledger`` records the additional memory of graphs.
     """
 
-    own_messages = True  # when one has left, and its memory is free, differs from step to step
+    own_messages = True  # sends complete at varying times, so their memory must not come from the recorded arena
 
     def __init__(self, arena: Arena, *, drops: bool = False, ledger: Ledger | None = None) -> None:
         self._arena, self._drops, self._ledger = arena, drops, ledger
         self._recorder = GraphRecorder()
         self._graphs: dict[tuple[Kind, int], dict[Hashable, list[_Captured]]] = {}
-        self._numbers: Hashable = None  # those that are in the kernels
+        self._numbers: Hashable = None  # loss scale and sizes that captured kernels contain
         self._steps = self._microbatches = self._counted = self._captures = 0
         self._on = False  # whether the operations of this list run as graphs
 
     def begin(self, draws: Sequence[Draw], sizes: Sequence[int], scale: float, *, steady: bool) -> Sequence[Draw]:
-        """Begin a list; the draws of a steady one have first sample and step on the GPU, too."""
+        """Start a list; return the random draws of dropout, on the GPU if the list is a normal training step."""
         self._on = False
         if not steady:
             return draws
@@ -108,7 +105,7 @@ class StageGraphs(KernelLaunches):
         if not (self._on and self._drops):
             return draws
         words = backend.place(np.array([(draw.first_sample, draw.step) for draw in draws], np.int64), "gpu")
-        return [replace(draw, words=own) for draw, own in zip(draws, words, strict=True)]
+        return [replace(draw, words=draw_words) for draw, draw_words in zip(draws, words, strict=True)]
 
     def run(
         self,
@@ -121,7 +118,7 @@ class StageGraphs(KernelLaunches):
         parameters: Parameters | None = None,
         gradients: BoundGradients | None = None,
     ) -> T:
-        """Launch the graph that fits, or capture it first; as it is where the list is not steady, or has too many."""
+        """Launch the CUDA graph of ``op``, captured if needed. If not steady or with too many graphs, run ``call``."""
         if not self._on:
             return call(moving)
         if op.kind is Kind.FORWARD and saved.draw is not None and saved.draw.words is not None:
@@ -131,12 +128,12 @@ class StageGraphs(KernelLaunches):
         arrays = (parameters or {}, {} if gradients is None else gradients.views)
         addresses = [backend.address(array) for views in arrays for array in views.values()]
         shapes = tuple((name, array.shape, array.dtype) for name, array in moving.items())
-        place = None if still is None else (backend.address(still), still.shape)
-        key = (saved.graph, shapes, place, *addresses, before)
-        captured = next((own for own in graphs.get(key, ()) if self._arena.has_free(own.blocks)), None)
+        still_key = None if still is None else (backend.address(still), still.shape)
+        key = (saved.graph, shapes, still_key, *addresses, before)
+        captured = next((graph for graph in graphs.get(key, ()) if self._arena.has_free(graph.blocks)), None)
         if captured is None:
             full = sum(map(len, graphs.values())) >= MOST * self._microbatches
-            if full or (op.kind is not Kind.FORWARD and not saved.graph):  # its forward was none
+            if full or (op.kind is not Kind.FORWARD and not saved.graph):  # its forward pass has no graph
                 saved.graph = 0
                 return call(moving)
             captured = self._capture(op, saved, call, moving, gradients, (*arrays, still))
@@ -163,7 +160,7 @@ class StageGraphs(KernelLaunches):
         arrays: tuple[object, ...],
     ) -> _Captured:
         self._arena.begin_record()
-        # A gradient that came from another rank runs along the whole chunk, past the end of this unit's memory.
+        # A received gradient is used by the whole chunk, beyond the lifetime of this unit's memory.
         take = saved.empty if op.kind is Kind.FORWARD else saved.scratch
         fixed = {name: take(f"graph.{name}", array.shape, array.dtype) for name, array in moving.items()}
         if "words" in fixed:

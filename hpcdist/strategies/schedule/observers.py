@@ -1,9 +1,4 @@
-"""Observers of a step on one rank: phase timer, profiler ranges, search for NaN.
-
-`PhaseTimer` counts the seconds of each operation in its phase, with a span for each. `ProfilerRanges` is the
-protocol of profilers (NVTX), and `OperationRanges` the observer that runs every operation within one of them.
-`NanFinder` remembers the first value that is not finite while a failed step is computed again.
-"""
+"""Observers of a step on one rank: phase timer, profiler ranges and NaN search."""
 
 from collections.abc import MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -30,16 +25,15 @@ PHASES: Final = {
 
 
 def phase_of(kind: Kind) -> str:
-    """Return the phase whose time operations of a ``kind`` count in."""
+    """Return the phase ("compute", "communication" or "update") of operations of type ``kind``."""
     return PHASES.get(kind, "communication")
 
 
 class PhaseTimer:
-    """Timer of the ``operations`` of ``step``, one after the other, from its construction on (local).
+    """Timer of the ``operations`` of a step, which run one after the other from construction on. Local.
 
-    ``seconds`` gets what each phase took, as ``compute_s``. On a GPU, which works on what was launched until somebody
-    waits for it, operations of one phase are one span: they are waited for together, at the end of the phase.
-    ``array`` says which device that is.
+    Adds the time of each phase to the dict ``seconds``, with keys such as "compute_s". If ``array`` is on a GPU,
+    consecutive operations of one phase are timed together, with a GPU synchronisation at the end.
     """
 
     def __init__(
@@ -53,37 +47,37 @@ class PhaseTimer:
         self._operations, self._seconds, self._step, self._array, self._spans = operations, seconds, step, array, spans
         self._phases = [phase_of(operation.kind) for operation in operations]
         self._each = spans is not NULL_SPANS and not backend.is_device(array)
-        self._first = 0  # the first operation of the span that is open
+        self._first = 0  # first operation of the open span
         self._clock_ns = now_ns()
 
-    def done(self, place: int) -> None:
-        """Add the time of the operation at ``place``, which has just returned."""
+    def done(self, index: int) -> None:
+        """Record that the operation at ``index`` of the list has just ended."""
         phases = self._phases
-        phase = phases[place]
-        ends = place + 1 == len(phases) or phase != phases[place + 1]
+        phase = phases[index]
+        ends = index + 1 == len(phases) or phase != phases[index + 1]
         if not (ends or self._each):
             return
         if ends:
-            # What a GPU still computes belongs to this phase; a message would wait for it anyway.
+            # GPU work in flight belongs to this phase; a message would wait for it anyway.
             backend.synchronise(self._array)
-        begun, self._clock_ns = self._clock_ns, now_ns()
-        self._seconds[f"{phase}_s"] += (self._clock_ns - begun) / 1e9
-        first, last = self._operations[self._first], self._operations[place]
-        if self._first == place:
-            self._spans.add(phase, last.kind.name, self._step, begun, self._clock_ns, last.microbatch, last.unit)
+        start_ns, self._clock_ns = self._clock_ns, now_ns()
+        self._seconds[f"{phase}_s"] += (self._clock_ns - start_ns) / 1e9
+        first, last = self._operations[self._first], self._operations[index]
+        if self._first == index:
+            self._spans.add(phase, last.kind.name, self._step, start_ns, self._clock_ns, last.microbatch, last.unit)
         else:
             name = first.kind.name if first.kind is last.kind else f"{first.kind.name} to {last.kind.name}"
-            self._spans.add(phase, name, self._step, begun, self._clock_ns)
-        self._first = place + 1
+            self._spans.add(phase, name, self._step, start_ns, self._clock_ns)
+        self._first = index + 1
 
 
 class ProfilerRanges(Protocol):
-    """Factory of profiler ranges (NVTX) around the operations of the rank."""
+    """Interface of functions that open a profiler range (NVTX) around an operation."""
 
     def __call__(
         self, phase: str, name: str, microbatch: int = -1, unit: int = -1
     ) -> AbstractContextManager[object, bool | None]:
-        """Return the context manager of a range, which ends also when it raises. Ranges nest (local)."""
+        """Return a context manager that opens a profiler range and closes it even on errors. Ranges may nest. Local."""
 
 
 _NOTHING: Final = nullcontext()
@@ -92,7 +86,7 @@ _NOTHING: Final = nullcontext()
 def no_ranges(
     phase: str, name: str, microbatch: int = -1, unit: int = -1
 ) -> AbstractContextManager[object, bool | None]:
-    """Mark nothing: the `ProfilerRanges` of a run without a profiler."""
+    """Return a context manager that does nothing, for runs without a profiler."""
     return _NOTHING
 
 
@@ -100,7 +94,7 @@ NO_RANGES: Final[ProfilerRanges] = no_ranges
 
 
 def in_range(ranges: ProfilerRanges, phase: str, handler: Handler) -> Handler:
-    """Return ``handler``, each call of which is within one of ``ranges``."""
+    """Return a function that calls ``handler`` inside a profiler range of ``phase``, opened by ``ranges``."""
 
     def run(op: Operation) -> None:
         with ranges(phase, op.kind.name, op.microbatch, op.unit):
@@ -110,18 +104,17 @@ def in_range(ranges: ProfilerRanges, phase: str, handler: Handler) -> Handler:
 
 
 class OperationRanges(StepObserver):
-    """Runs every operation within one of ``ranges``, named by its kind (local)."""
+    """Observer that runs every operation within a profiler range named after the operation type. Local."""
 
     def __init__(self, ranges: ProfilerRanges) -> None:
         self._ranges = ranges
 
     def around(self, kind: Kind, handler: Handler) -> Handler:
-        """Return ``handler`` within a range of its phase."""
         return in_range(self._ranges, phase_of(kind), handler)
 
 
 class NanFinder:
-    """Search for the first value of this rank's own work that is not finite; off until `begin`. Local."""
+    """Search for the first non-finite value that this rank itself computed. Inactive until `begin`. Local."""
 
     def __init__(self) -> None:
         self._awake = False
@@ -129,42 +122,45 @@ class NanFinder:
 
     @property
     def is_awake(self) -> bool:
-        """Whether the search is on."""
+        """True if the search is active."""
         return self._awake
 
     def begin(self, parameters: FlatStore) -> None:
-        """Start the search, with the parameters that this rank keeps."""
+        """Start the search for non-finite values, and check this rank's stored ``parameters``."""
         tensor = norms.first_nonfinite(parameters)
         self._found = f"parameter {tensor}" if tensor else None
         self._awake = True
 
     def end(self) -> str | None:
-        """Stop the search; return the place of the first bad value."""
+        """Stop the search; return a text that names the first non-finite value found, or None."""
         self._awake = False
         return self._found
 
     def look(self, what: str, values: Scalar) -> None:
-        """Check ``values``, which this rank has computed."""
+        """Check ``values`` that this rank computed for non-finite ones; ``what`` describes the values in messages."""
         if self._awake and self._found is None and not _finite(values):
             self._found = what
 
     def look_at_gradients(self, store: FlatStore, part: Range) -> None:
-        """Check the gradients of the tensors in ``part``."""
+        """Check the gradients in ``part``, a range of ``store``, for non-finite values."""
         if self._awake and self._found is None:
             for segment, touched in store.layout.within(part):
                 self.look(f"gradient of {segment.key}", store.range(touched))
 
     def sees_only_finite(self, values: Array) -> bool:
-        """Whether the search is on, and ``values``, which this rank has computed, are finite."""
+        """Return True if the search is active and all ``values``, which this rank computed, are finite."""
         return self._awake and _finite(values)
 
     def distrust(self, values: Array) -> None:
-        """Stop the search where ``values`` of another rank are bad: what follows is not this rank's fault."""
+        """Stop the search if ``values`` from another rank are not finite.
+
+        Later non-finite values on this rank may come from the other rank.
+        """
         if self._awake and not _finite(values):
             self._awake = False
 
     def distrust_tensors(self, store: FlatStore, part: Range) -> None:
-        """Stop the search where tensors in ``part``, which came from another rank, are bad."""
+        """Stop the search if ``part``, a range of ``store`` that came from another rank, has non-finite values."""
         for _, touched in store.layout.within(part) if self._awake else ():
             self.distrust(store.range(touched))
 

@@ -1,10 +1,8 @@
-"""Stages of a rank: forward and backward passes, and the activations that flow between stages and between ranks.
+"""Stages of a rank: forward and backward passes, and the activations passed between stages and ranks.
 
-`SkipExchange` carries outputs that a later stage takes beside that of the one before it, inside a rank or between
-two. A stage that declares ``takes``, the indices of earlier units, finds their outputs in its `Saved` as "skip.UNIT",
-which it leaves unchanged, and leaves their gradients there as "skip.UNIT.gradient". Between ranks each goes straight
-from the rank of the one to that of the other (`Operation.source`), past those between them. The gradient of an output
-is the sum of what comes back, in the order of the units that took it: the same bits on every placement.
+`SkipExchange` carries outputs that a later stage takes in addition to its predecessor's output. A stage with ``takes``,
+the indices of earlier units, finds their outputs in its `Saved` as "skip.UNIT" (read-only) and leaves the gradients as
+"skip.UNIT.gradient". Gradients of an output are summed in the order of its consumers, for equal bits on all placements.
 """
 
 from collections.abc import Sequence
@@ -29,11 +27,11 @@ from hpcdist.strategies.schedule.messages import StageMessages
 from hpcdist.strategies.schedule.observers import NanFinder
 from hpcdist.strategies.schedule.operations import Kind, Operation, StagePlacement
 
-Skip = tuple[int, int, int]  # micro-batch, unit whose output it is, unit that takes it
+Skip = tuple[int, int, int]  # micro-batch, source unit, target unit
 
 
 class SkipExchange:
-    """Exchange of the skip connections of one rank. All of it is local, but for its messages."""
+    """Stores values and gradients of one rank's skip connections. Local, except for the messages."""
 
     def __init__(self, placement: StagePlacement, neighbours: StageMessages) -> None:
         self._place, self._neighbours = placement, neighbours
@@ -41,20 +39,17 @@ class SkipExchange:
         self._gradients: dict[Skip, Array] = {}
 
     def begin(self) -> None:
-        """Reset what an earlier list has left."""
+        """Drop the skip values and gradients of the previous operation list."""
         self._values.clear()
         self._gradients.clear()
 
     def bring(self, op: Operation, saved: Saved) -> None:
-        """Hand the unit of a FORWARD the outputs of its skip connections."""
+        """Store in ``saved`` the values that the unit of the FORWARD ``op`` gets over skip connections."""
         for source in self._place.skips_into(op.unit):
             saved.keep(f"skip.{source}", self._values[op.microbatch, source, op.unit])
 
     def leave(self, op: Operation, y: Array, *, dropped: bool) -> None:
-        """Keep the output of a FORWARD for the units that take it; a copy if ``y`` is ``dropped`` before they come.
-
-        Then what the unit itself took is given back too.
-        """
+        """Keep ``y``, the output of the FORWARD ``op``, for skip connections; a copy if activations are ``dropped``."""
         if dropped:
             self.end(op)
             for source in self._place.skips_into(op.unit):
@@ -66,7 +61,7 @@ class SkipExchange:
             self._values[skip] = self._neighbours.keep(op.microbatch, self._edge(skip), y) if copy else y
 
     def add(self, op: Operation, dy: Array) -> Array:
-        """Add to ``dy``, in place, the gradients of the skip connections from the unit of a backward."""
+        """Add to ``dy``, in place, the gradients from all skip connections that start at the unit of ``op``."""
         for target in self._place.skips_from(op.unit):
             skip = (op.microbatch, op.unit, target)
             dy += self._gradients.pop(skip)
@@ -74,30 +69,30 @@ class SkipExchange:
         return dy
 
     def send_back(self, op: Operation, saved: Saved) -> None:
-        """Keep the gradients of the skip connections into the unit of a backward, for their sources."""
+        """Keep the gradients of the skip inputs of the unit of ``op`` for the units where these connections start."""
         for source in self._place.skips_into(op.unit):
             skip, gradient = (op.microbatch, source, op.unit), saved[f"skip.{source}.gradient"]
             self._gradients[skip] = self._neighbours.keep(op.microbatch, self._edge(skip), gradient)
 
     def end(self, op: Operation) -> None:
-        """Free the skip inputs of a unit after its backward of a micro-batch."""
+        """Free the skip inputs of the unit of ``op`` after its backward pass."""
         for source in self._place.skips_into(op.unit):
             skip = (op.microbatch, source, op.unit)
             del self._values[skip]
             self._neighbours.forget(op.microbatch, self._edge(skip))
 
     def send_activation(self, op: Operation, *, copy: bool) -> None:
-        """Send an output to the rank that takes it."""
+        """Send the unit output that ``op`` names over a skip connection to the rank of the connection's last unit."""
         self._neighbours.send_activation(op, self._values.pop((op.microbatch, op.source, op.unit)), copy=copy)
 
     def send_gradient(self, op: Operation) -> None:
-        """Send a gradient back."""
+        """Send the gradient that ``op`` names to the rank of the skip connection's first unit."""
         skip = (op.microbatch, op.source, op.unit)
         self._neighbours.send_gradient(op, self._gradients.pop(skip))
         self._neighbours.forget_gradient(op.microbatch, self._edge(skip))
 
     def received(self, op: Operation, values: Array, *, back: bool) -> None:
-        """Keep an output, or a gradient, that came from another rank."""
+        """Keep ``values`` received over a skip connection: a unit's output or, if ``back`` is true, its gradient."""
         (self._gradients if back else self._values)[op.microbatch, op.source, op.unit] = values
 
     def _edge(self, skip: Skip) -> int:
@@ -108,10 +103,10 @@ MicroBatch = tuple[Array, Array]  # inputs (samples, ...), targets (samples, ...
 
 
 class Stages:
-    """Compute operations of one rank, and its messages in the pipeline.
+    """Runs the compute operations and pipeline messages of one rank.
 
-    What a unit hands on is named by the micro-batch and the unit that takes it: its input on the way forward, the
-    gradient of its input on the way back. ``launches`` says how forwards and backwards are run.
+    The inputs of units, and the gradients of inputs, are keyed by (micro-batch, unit). ``launches`` launches the
+    kernels.
     """
 
     def __init__(
@@ -127,8 +122,8 @@ class Stages:
         self._last = len(context.model.stages) - 1
         self._place = context.placed
         self._firsts = {chunk.start for chunk in context.chunks}
-        own = Arena(context.ledger, context.on) if launches.own_messages else arena
-        self.neighbours = StageMessages(context, own)
+        message_arena = Arena(context.ledger, context.on) if launches.own_messages else arena
+        self.neighbours = StageMessages(context, message_arena)
         self._skips = SkipExchange(context.placed, self.neighbours)
         self.handlers = {
             Kind.FORWARD: self.forward,
@@ -148,10 +143,7 @@ class Stages:
         draw: Draw | None = None,
         scale: float = 1.0,
     ) -> None:
-        """Begin a list. ``draw`` is that of its first sample; without one the list evaluates.
-
-        Backwards begin with ``scale`` times the gradient of the summed loss.
-        """
+        """Start an operation list; ``draw``: dropout draws, None in an evaluation; ``scale``: gradient of the loss."""
         axis = self._context.context
         cut = (lambda whole: whole) if axis is None else axis.cut
         inputs = [unpacked(x, cut) for x, _ in batches]
@@ -161,28 +153,28 @@ class Stages:
         firsts = accumulate((len(inputs) for inputs, _ in batches), initial=draw.first_sample if draw else 0)
         sizes, steady = [len(x) for x, _ in inputs], not (evaluates or self._watch.is_awake)
         draws = [replace(draw, first_sample=first) for first in firsts][: len(sizes)] if draw else []
-        own = self._launches.begin(draws, sizes, scale, steady=steady)
-        self._draws: Sequence[Draw | None] = [None] * len(sizes) if evaluates else own
+        launch_draws = self._launches.begin(draws, sizes, scale, steady=steady)
+        self._draws: Sequence[Draw | None] = [None] * len(sizes) if evaluates else launch_draws
         self._losses = backend.empty(len(batches), np.dtype(np.float64), self._context.on)
         self._counted = 0
         self._weights: list[Scalar] = []
         self._inputs: dict[tuple[int, int], Array] = {}
         self._gradients: dict[tuple[int, int], Array] = {}
-        # Their activations are computed again before the backward, or there is none.
-        again = {Kind.FORWARD} if evaluates else set()
-        self._dropped = {(op.microbatch, op.unit) for op in operations if op.recompute or op.kind in again}
+        # Activations of these units are recomputed before the backward pass, or there is no backward pass.
+        recomputed_kinds = {Kind.FORWARD} if evaluates else set()
+        self._dropped = {(op.microbatch, op.unit) for op in operations if op.recompute or op.kind in recomputed_kinds}
         self._skips.begin()
         self.neighbours.begin(operations, sizes)
 
     @property
     def losses(self) -> list[float]:
-        """Sums of the losses of each micro-batch so far that has samples; waits for a GPU."""
+        """Loss of each completed micro-batch that has samples, summed over its targets. On a GPU, reading waits."""
         losses: list[float] = backend.to_host(self._losses[: self._counted]).tolist() if self._counted else []
         return losses
 
     @property
     def weight(self) -> float:
-        """Sum of the weights of the losses so far; 0 if the loss has no weights. Waits for a GPU."""
+        """Sum of the loss weights in this operation list, or 0 if the loss has no weights. On a GPU, reading waits."""
         return sum(float(weight) for weight in self._weights)
 
     @cached_property
@@ -190,17 +182,17 @@ class Stages:
         return split_operations(self._model.operations)
 
     def _has_samples(self, op: Operation) -> bool:
-        return bool(len(self._batches[op.microbatch][0]))  # a replica may have none in the last, uneven micro-batch
+        return bool(len(self._batches[op.microbatch][0]))  # the last, uneven micro-batch may be empty on a replica
 
     def _saved(self, op: Operation) -> ArenaSaved:
         return self._arena.saved(self._model.stages[op.unit].layer, op.microbatch)
 
     def _arrives(self, unit: int) -> bool:
-        """Whether the input of ``unit`` is still there for a second forward: from another rank, or data."""
+        """Return True if the input of ``unit`` is kept for recomputation: it was received, or is the batch data."""
         return unit in self._firsts and (unit == 0 or self._place.crosses(unit))
 
     def forward(self, op: Operation) -> None:
-        """Run one unit on one micro-batch, and the loss behind the last."""
+        """Run the forward pass of one unit for one micro-batch; after the last unit, also compute the loss."""
         if not self._has_samples(op):
             self._attend(op)
             return
@@ -216,18 +208,17 @@ class Stages:
                 self._arena.saved(self._model.stages[op.unit - 1].layer, op.microbatch).release()
         if op.unit == self._last:
             if not op.recompute:
-                self._losses[self._counted] = loss  # where it was computed: the host need not wait for it
+                self._losses[self._counted] = loss  # stays on its device: the host need not wait
                 self._counted += 1
                 if self._model.loss.weighs:
                     self._weights.append(saved[LOSS_WEIGHT])
             if dropped:
                 saved.release()
-        elif not (op.recompute and self._place.crosses(op.unit + 1)):  # else it was sent long ago
+        elif not (op.recompute and self._place.crosses(op.unit + 1)):  # a recomputed output was sent before
             self._inputs[op.microbatch, op.unit + 1] = y
         self.neighbours.poll()
 
     def _forward(self, op: Operation, saved: ArenaSaved) -> tuple[Array, Scalar]:
-        """Return the output of a unit and, behind the last, the loss."""
         stage, parameters = self._model.stages[op.unit], self._bound.parameters(op.unit)
         inputs, targets = self._batches[op.microbatch]
         x, arrives = inputs if op.unit == 0 else self._inputs[op.microbatch, op.unit], self._arrives(op.unit)
@@ -235,8 +226,8 @@ class Stages:
 
         def call(fixed: Moving) -> tuple[Array, Scalar]:
             y, loss = stage.forward(parameters, fixed.get("x", x), self._model.operations, saved), cast(Scalar, 0.0)
-            called = getattr(stage, "name", "")  # what its user calls it, where it is not of this library
-            named = f"layer {stage.layer}{called and f', {called},'}"
+            user_name = getattr(stage, "name", "")  # the user's name of a stage from outside this library
+            named = f"layer {stage.layer}{user_name and f', {user_name},'}"
             self._watch.look(f"output of {named} in micro-batch {op.microbatch}", y)
             if op.unit == self._last:
                 loss = self._model.loss.forward(y, fixed["targets"], self._model.operations, saved)
@@ -247,7 +238,7 @@ class Stages:
         return self._launches.run(op, saved, call, moving=moving, still=still, parameters=parameters)
 
     def backward(self, op: Operation) -> None:
-        """Run the backward of one unit for a micro-batch; of a split one, the gradient of the input only."""
+        """Run the backward pass of the unit of ``op``; a BACKWARD_INPUT computes only the input gradient."""
         if not self._has_samples(op):
             self._bound.no_backward(op.unit)
             self._attend(op)
@@ -258,7 +249,7 @@ class Stages:
         self._skips.send_back(op, saved)
         if dx is not None:
             if op.unit in self._firsts and not self._place.crosses(op.unit):
-                dx = self.neighbours.keep(op.microbatch, op.unit, dx)  # other chunks come before the one that takes it
+                dx = self.neighbours.keep(op.microbatch, op.unit, dx)  # other chunks run before the unit that takes dx
             self._gradients[op.microbatch, op.unit] = dx
         if split:
             release_first_pass(saved)
@@ -269,16 +260,15 @@ class Stages:
         self.neighbours.poll()
 
     def _backward(self, op: Operation, saved: ArenaSaved) -> Array | None:
-        """Return the gradient of the input of a unit; that of its output is, behind the last, the one of the loss."""
         stage, last = self._model.stages[op.unit], op.unit == self._last
         parameters, gradients = self._bound.parameters(op.unit), self._bound.gradients(op.unit)
         operations = self._split if op.kind is Kind.BACKWARD_INPUT else self._model.operations
-        came = None if last else self._skips.add(op, self._gradients.pop((op.microbatch, op.unit + 1)))
+        received = None if last else self._skips.add(op, self._gradients.pop((op.microbatch, op.unit + 1)))
         arrives = not last and (op.unit + 1 in self._firsts or self._place.crosses(op.unit + 1))
-        moving = {} if came is None or not arrives else {"dy": came}
+        moving = {} if received is None or not arrives else {"dy": received}
 
         def call(fixed: Moving) -> Array | None:
-            dy = fixed.get("dy", came)
+            dy = fixed.get("dy", received)
             if dy is None:
                 dy = self._model.loss.backward(self._scale, self._model.operations, saved)
             return stage.backward(parameters, gradients, dy, operations, saved)
@@ -288,13 +278,16 @@ class Stages:
             saved,
             call,
             moving=moving,
-            still=None if arrives else came,
+            still=None if arrives else received,
             parameters=parameters,
             gradients=gradients,
         )
 
     def _attend(self, op: Operation) -> None:
-        """Take part without samples where ranks that share out the experts of a unit compute together. Collective."""
+        """Join the expert-parallel collectives of the unit of ``op``, for an empty micro-batch of this rank.
+
+        Collective.
+        """
         stage, operations = self._model.stages[op.unit], self._model.operations
         if operations.experts is None or not operations.experts.attends:
             return
@@ -312,20 +305,19 @@ class Stages:
             saved.release()
 
     def backward_weight(self, op: Operation) -> None:
-        """Run the second half of a split backward: the gradients of the weights."""
+        """Compute the weight gradients of the unit of ``op``: the second half of a split backward pass."""
         if self._has_samples(op):
             gradients = self._bound.gradients(op.unit)
             saved, operations = self._saved(op), self._model.operations
 
             def call(_: Moving) -> None:
-                # Of the parameters, which may be freed by now, only the names count.
+                # Parameters may be freed by now; only their names are used.
                 weight_gradients(gradients.views, gradients, operations, saved)
 
             self._launches.run(op, saved, call, moving={}, gradients=gradients)
             self._end(op)
 
     def _end(self, op: Operation) -> None:
-        """Free the activations of a unit after its backward of a micro-batch."""
         self._bound.backward_done(op.unit)
         self._saved(op).release()
         self._skips.end(op)
@@ -334,7 +326,6 @@ class Stages:
             self.neighbours.forget(op.microbatch, op.unit)
 
     def _forget_gradient(self, op: Operation) -> None:
-        """Release the gradient that came into the chunk whose first unit is that of ``op``."""
         stop = next(chunk.stop for chunk in self._context.chunks if chunk.start == op.unit)
         if stop <= self._last:
             self.neighbours.forget_gradient(op.microbatch, stop)
@@ -356,7 +347,6 @@ class Stages:
             self._forget_gradient(op)
 
     def _receive(self, op: Operation) -> None:
-        """Receive an activation or a gradient, and keep it for its unit, or for one that it reaches by a skip."""
         if self._has_samples(op):
             array, back = self.neighbours.receive(op), op.kind is Kind.RECV_GRADIENT
             self._watch.distrust(array)

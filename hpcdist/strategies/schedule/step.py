@@ -1,9 +1,4 @@
-"""Step in progress: its result, and the protocol between an executor and the observers of its steps.
-
-An executor is given its `StepObserver`s once, at its construction, and calls them in their order. They see the step as
-a `RunningStep`. Noise scale, silent data corruption, injected faults and profiler ranges are observers; without any
-nothing is called.
-"""
+"""A step in progress, its result, and the protocol between an executor and the observers of its steps."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +15,7 @@ Handler: TypeAlias = Callable[[Operation], None]
 
 @dataclass(frozen=True)
 class RecomputeVerdict:
-    """Result of a second computation of a step: its reason ("" for no ``suspicion``), and the ranks at fault."""
+    """Result of computing a suspicious step twice: reason for suspicion, faulty ranks, and text on the fault or ""."""
 
     suspicion: str
     ranks: tuple[int, ...] = ()
@@ -29,11 +24,11 @@ class RecomputeVerdict:
 
 @dataclass
 class StepResult:
-    """Result of a step: the mean loss over the whole batch, requests to stop, seconds by phase on this rank.
+    """Result of a training step: mean loss over the global batch, stop requests, and this rank's seconds by phase.
 
-    ``correction``: the gradient of this step is multiplied by it, since its weights are known at its end only.
-    ``skipped``: the gradient overflowed at its ``loss_scale``, and nothing was updated. ``measured`` is what the
-    observers count, one after another, summed over the world.
+    ``correction``: factor by which this step's gradient was multiplied. ``skipped``: the gradient overflowed at
+    ``loss_scale``, so nothing was updated. ``measured``: the concatenated counts of all observers, summed over the
+    world.
     """
 
     loss: float = float("nan")
@@ -50,74 +45,76 @@ class StepResult:
 
 
 class RunningStep(Protocol):
-    """The step that an executor makes, or made last, as its observers see it."""
+    """Interface by which step observers read the executor's current step, or its last step between two steps."""
 
     @property
     def number(self) -> int:
-        """The number of the step, counted from 1."""
+        """Number of the step; the first step of a run is number 1."""
 
     @property
     def samples(self) -> int:
-        """The samples of all replicas together."""
+        """Number of samples in the step, summed over all replicas."""
 
     @property
     def sizes(self) -> Sequence[int]:
-        """The samples of each micro-batch of this rank's replica."""
+        """Number of samples in each micro-batch of this rank's replica, in order."""
 
     @property
     def units(self) -> Mapping[int, Range]:
-        """The units that this rank computes, each with the range of its parameters."""
+        """Range of each unit that this rank computes, in the flat parameter vector."""
 
     @property
     def outcome(self) -> StepResult:
-        """The result, as far as the step has come."""
+        """Result of the step so far; fields that are not yet computed have their default values."""
 
     @property
     def own_losses(self) -> list[float]:
-        """Sums of the losses over the targets, of each micro-batch of this rank."""
+        """Loss of each micro-batch of this rank, summed over its targets."""
 
     def gradients_in(self, part: Range) -> Array | None:
-        """Return this rank's gradients in ``part``, a range of whole layers or in one; None for none (local)."""
+        """Return this rank's gradients in ``part``, a flat range within one layer, or None if the rank has none.
+
+        Local.
+        """
 
     def compute_again(self) -> None:
-        """Compute the step that is being agreed on once more, and agree on what comes of it. Collective."""
+        """Compute the current step again, and sum the loss and the gradient norm over all ranks. Collective."""
 
 
 NO_COUNTS: Final = np.zeros(0)
 
 
 class StepObserver:
-    """Observer of the steps of one rank. Every method does nothing here; all are local, but for `agreed`."""
+    """Interface of step observers; its methods do nothing. Only `agreed` is collective."""
 
     def around(self, kind: Kind, handler: Handler) -> Handler:
-        """Return the function that runs instead of ``handler`` for operations of ``kind``.
+        """Return the function that runs instead of ``handler`` for operations of type ``kind``.
 
-        Called once for each kind, when the executor is built. The function of a later observer is around that of an
-        earlier one. It also runs where a step is computed again, and in an evaluation.
+        Called once per type of operation. Later observers wrap the functions of earlier observers.
         """
         return handler
 
     def begin_step(self, number: int, operations: Sequence[Operation], sizes: Sequence[int]) -> None:
-        """Take note that step ``number`` begins, with micro-batches of ``sizes`` samples: nothing of it has run."""
+        """Called before step ``number`` starts; ``sizes`` has the number of samples of each micro-batch."""
 
     def went_back(self, step: RunningStep, op: Operation) -> None:
-        """Take note of the backward ``op``, which was just computed."""
+        """Called after each backward operation; ``op`` is this operation."""
 
     def exchanges(self, step: RunningStep, op: Operation) -> None:
-        """Take note that ``op`` is about to take gradients of this rank, which are complete."""
+        """Called before ``op``, which exchanges complete gradients of this rank."""
 
     def counts(self, step: RunningStep) -> np.ndarray:
-        """Return what was counted since the last call: equally many numbers (float64) on all ranks of the world.
+        """Return this observer's numbers for the step, to be summed over the ranks.
 
-        They are summed over the world in the message that has the loss.
+        Every rank must return equally many numbers.
         """
         return NO_COUNTS
 
     def agreed(self, step: RunningStep) -> None:
-        """Take note that all ranks know loss and norm, and nothing is updated yet. Collective over the world."""
+        """Called before the update, when all ranks know the loss and the gradient norm. Collective over the world."""
 
     def complete_step(self, step: RunningStep, sums: np.ndarray) -> None:
-        """Take note that the step is complete, with the ``sums`` of `counts` over the world."""
+        """Called after the step; ``sums`` are the `counts` of this observer summed over the world."""
 
     def leave_step(self) -> None:
-        """Take note that the step is over: complete, or given up with an error."""
+        """Called when the step ends, both after success and after an error."""

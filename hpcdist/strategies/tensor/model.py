@@ -1,8 +1,7 @@
-"""The tensor-parallel model of one rank: the stages of the whole model with its part of the tensors.
+"""The tensor-parallel model of one rank: the stages of the whole model with this rank's tensor shards.
 
-`cut_model` puts parallel layers in the place of local ones: linears that are cut by outputs (`ColumnLinear`) and by
-inputs (`RowLinear`), attention of the own heads, and dropout that draws what the whole model would draw. Initial
-values are those of the whole model, of which a rank keeps its own part.
+`cut_model` replaces local layers by parallel ones: linears sharded by outputs (`ColumnLinear`) or inputs (`RowLinear`),
+attention of the local heads, and dropout that draws the same mask as the whole model.
 """
 
 from collections.abc import Sequence
@@ -46,25 +45,28 @@ from hpcdist.strategies.tensor.vocabulary import RowPositions, VocabularyCrossEn
 
 
 class ColumnLinear:
-    """Linear cut by outputs: ``y = x weight^T + bias`` for the own outputs. Collective over the tensor axis."""
+    """Column-parallel linear layer ``y = x weight^T + bias``: ranks divide the outputs. Collective over the axis."""
 
     def __init__(self, borders: Borders) -> None:
         self.borders = borders
         self.weight_reads = ("whole",) if borders.by_rows else ("x",)
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
-        """Return y (..., own outputs) of all tokens for what this rank has of x (..., inputs)."""
+        """Return y (..., local outputs) for all tokens; ``x`` (..., inputs) has this rank's tokens."""
         saved.keep(f"{prefix}.x", x)
         return affine(parameters, prefix, self.borders.enter(x, saved), saved, biased=biased)
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Write or add the gradients of the own outputs; return this rank's part of dx, a scratch array."""
+        """Write, or add to, the gradients of the local weights; return the gradient of x for this rank's tokens."""
         whole = self.borders.enter(saved[f"{prefix}.x"], saved)
         _weight_gradients(parameters, gradients, prefix, dy, whole, saved)
         return self._input_gradient(parameters, prefix, dy, saved)
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Return this rank's part of dx, and keep what `backward_weight` needs."""
+        """Return the gradient of x for this rank's tokens.
+
+        Keep the arrays that `backward_weight` needs in ``saved``.
+        """
         if self.borders.by_rows:
             whole = self.borders.enter(saved[f"{prefix}.x"], saved)
             saved.empty(f"{prefix}.whole", whole.shape, whole.dtype)[...] = whole
@@ -73,7 +75,7 @@ class ColumnLinear:
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
-        """Write or add the gradients of the own outputs (local)."""
+        """Write the gradients of the local weights to ``gradients``, or add them to earlier ones. Local."""
         _weight_gradients(parameters, gradients, prefix, dy, saved[f"{prefix}.{self.weight_reads[0]}"], saved)
 
     def _input_gradient(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
@@ -81,17 +83,14 @@ class ColumnLinear:
 
 
 class RowLinear:
-    """Linear cut by inputs: ``y = x weight^T + bias`` from the own inputs. Collective over the tensor axis.
-
-    The bias is added once, after the sum over the ranks.
-    """
+    """Row-parallel linear layer ``y = x weight^T + bias``: ranks divide the inputs. Collective over the tensor axis."""
 
     def __init__(self, borders: Borders) -> None:
         self.borders = borders
         self.weight_reads = ("x", "whole") if borders.by_rows else ("x",)
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
-        """Return this rank's part of y (..., outputs) for the own inputs x (..., inputs) of all tokens."""
+        """Return y (..., outputs) for this rank's tokens; ``x`` (..., local inputs) has all tokens."""
         weight = as_matrix(parameters[f"{prefix}.weight"])
         outputs, inputs = weight.shape
         saved.keep(f"{prefix}.x", x)
@@ -104,10 +103,7 @@ class RowLinear:
         return y
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Write or add the gradients of the own inputs and, of the tokens of dy, of the bias; return dx of all tokens.
-
-        dx is a scratch array.
-        """
+        """Write, or add to, the gradients of local weights and bias; return the gradient of x for all tokens."""
         whole = self.borders.leave_backward(dy, saved)
         if f"{prefix}.bias" in parameters:
             gradient_of_bias(gradients, prefix, dy)
@@ -115,7 +111,7 @@ class RowLinear:
         return gradient_of_input(parameters, prefix, whole, saved)
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Return dx of all tokens, and keep what `backward_weight` needs."""
+        """Return the gradient of x for all tokens. Keep the arrays that `backward_weight` needs in ``saved``."""
         whole = self.borders.leave_backward(dy, saved)
         if self.borders.by_rows:
             saved.empty(f"{prefix}.whole", whole.shape, whole.dtype)[...] = whole
@@ -124,7 +120,10 @@ class RowLinear:
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
-        """Write or add the gradients of the own inputs and, of the tokens of dy, of the bias (local)."""
+        """Write the gradients of the local weights to ``gradients``, or add them to earlier ones. Local.
+
+        The bias gradient covers only the tokens of ``dy``.
+        """
         if f"{prefix}.bias" in parameters:
             gradient_of_bias(gradients, prefix, dy)
         whole = saved[f"{prefix}.whole"] if self.borders.by_rows else dy
@@ -140,10 +139,10 @@ def _weight_gradients(
 
 
 class ParallelExperts(WholeExperts):
-    """Borders of experts of which each rank has some inner columns, as of a feed-forward. Collective over the axis.
+    """Mixture of experts whose feed-forward columns are sharded over the tensor axis. Collective over the axis.
 
-    Every rank routes all tokens, the same way. Gradients of gates are sums over the ranks, like outputs; router and
-    biases of outputs, which all ranks have, get them from each alike or, with activations by rows, from the first.
+    Every rank sends all tokens to the same experts. All ranks hold the router and the output biases. If activations are
+    sharded by tokens, only the first rank has the gradients of the router and the output biases.
     """
 
     def __init__(self, borders: Borders) -> None:
@@ -151,7 +150,6 @@ class ParallelExperts(WholeExperts):
         self.writes_whole = self.first or not borders.by_rows
 
     def enter(self, x: Array, saved: Saved) -> Array:
-        """Return all tokens of x; gathered ones are kept."""
         whole = self._borders.enter(x, saved)
         if self._borders.by_rows:
             gathered, whole = whole, saved.empty("experts.whole", whole.shape, whole.dtype)
@@ -159,64 +157,59 @@ class ParallelExperts(WholeExperts):
         return whole
 
     def partial(self, shape: tuple[int, ...], dtype: Any, saved: Saved) -> Array:
-        """Return memory for this rank's summand."""
         return self._borders.partial(shape, dtype, "experts.y", saved)
 
     def leave(self, partial: Array, saved: Saved) -> Array:
-        """Sum the ranks' summands; return this rank's part."""
         return self._borders.leave(partial, "experts.y", saved)
 
     def leave_backward(self, dy: Array, saved: Saved) -> Array:
-        """Return the gradient of all tokens."""
         return self._borders.leave_backward(dy, saved)
 
     def enter_backward(self, dx: Array, saved: Saved) -> Array:
-        """Sum the ranks' gradients of all tokens; return this rank's part."""
         return self._borders.enter_backward(dx, saved)
 
     def sum_gates(self, dgates: Array) -> Array:
-        """Sum the ranks' gradients of the gates, in place."""
         self._borders.axis.allreduce(dgates.reshape(-1))
         return dgates
 
 
 class HeadParallelAttention:
-    """Attention of the own heads by ``inner``; every rank of the tensor axis has equally many."""
+    """Attention of the local heads, computed by ``inner``; all ranks of the tensor axis have equally many heads."""
 
     def __init__(self, axis: TensorAxis, inner: AttentionOperation) -> None:
         self._axis, self._inner = axis, inner
 
     def forward(self, qkv: Array, head_size: int, saved: Saved, **options: Unpack[AttentionOptions]) -> Array:
-        """Return (batch, context, own width) for the own heads, of queries and of keys and values."""
+        """Return the attention output (batch, context, local width) of the local heads."""
         heads = qkv.shape[-1] // head_size // (3 if options.get("kv") is None else 1)
         options["part"] = options.get("part") or (self._axis.rank * heads, self._axis.size * heads)
         return self._inner.forward(qkv, head_size, saved, **options)
 
     def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
-        """Return dqkv, or (dq, dkv), of the own heads."""
+        """Return the gradient of qkv, or of (queries, kv), of the local heads."""
         return self._inner.backward(dy, saved, keep=keep)
 
 
 class RowDropout(LocalDropout):
-    """Dropout of the own rows (rows, columns) of activations that are cut by tokens."""
+    """Dropout of this rank's rows (rows, columns) of activations sharded by tokens."""
 
     def __init__(self, borders: SequenceBorders) -> None:
         self._borders = borders
 
     def forward(self, x: Array, rate: float, site: int, saved: Saved) -> Array:
-        """Return x, which is overwritten."""
+        """Apply dropout with probability ``rate`` to the local rows x in place, and return x."""
         whole, columns = self._borders.whole, x.shape[-1]
         dropped = mask(saved, rate, site, rows_per_sample=whole, columns=columns)
         if dropped is None:
             return x
-        for rows, sample, place in self._borders.stretches(x):
-            above = sample * whole + place - rows.start
+        for rows, sample, position in self._borders.stretches(x):
+            above = sample * whole + position - rows.start
             dropped.drop(x.reshape(1, -1, columns), rows.start, rows.stop, columns, above=above)
         return x
 
 
 def local_part(spec: TensorSpec, comm: Communicator) -> TensorSpec:
-    """Return the part of ``spec`` on this rank of the tensor axis ``comm``, as even as can be (local)."""
+    """Return the spec of this rank's shard of the tensor ``spec``; shard sizes differ by at most one. Local."""
     if spec.cut is None or comm.size == 1:
         return spec
     parts = split(spec.shape[spec.cut], comm.size, itemsize=1, align_bytes=1)
@@ -231,18 +224,17 @@ def cut_model(
     sequence_parallel: bool = False,
     context: ContextAxis | None = None,
 ) -> Model:
-    """Return this rank's part of the transformer ``model``, cut over the tensor axis ``comm``. Collective.
+    """Return this rank's shard of the transformer ``model`` on the tensor axis ``comm``. Collective over ``comm``.
 
-    ``algorithm`` sums activations over ``comm``, the tensor axis. ``model`` may be that of a ``context`` axis. Initial
-    values are those of ``model``. On one rank the model is returned as it is. Raises ConfigurationError for a model of
-    other stages than those of a transformer.
+    ``algorithm`` sums activations over the ranks. Initial values equal the values of the unsharded model. Raises
+    ConfigurationError for models other than transformers.
     """
     if comm.size == 1:
         return model
     if not isinstance(model.stages[0], TokenEmbedding):
         raise ConfigurationError(
-            f"parallel.tensor = {comm.size}: the stages of this model are not cut over ranks, as those of a gpt are; "
-            "set it to 1, and spread the model by parallel.pipeline or the strategies zero1, zero2, zero3"
+            f"parallel.tensor = {comm.size}: the stages of this model are not cut over ranks, only transformers are; "
+            "set it to 1, and divide the model by parallel.pipeline or the strategies zero1, zero2, zero3"
         )
     axis = TensorAxis(comm, algorithm, None if context is None else context.watch)
     borders = Borders(axis)
@@ -254,8 +246,8 @@ def cut_model(
         operations = _operations(model.operations, borders, classes)
         operations = replace(operations, positions=RowPositions(by_rows), dropout=RowDropout(by_rows))
     last = len(model.stages) - 1
-    own = classes[comm.rank]
-    stages = [CutStage(stage, borders, own if unit == last else None) for unit, stage in enumerate(model.stages)]
+    logits = classes[comm.rank]
+    stages = [CutStage(stage, borders, logits if unit == last else None) for unit, stage in enumerate(model.stages)]
     cut = CutModel(stages, model.dtype.name, tokens_per_sample=model.tokens_per_sample, operations=operations)
     cut.axis, cut.classes, cut.sampling = axis, classes, sampling
     cut.clocks, cut.watch = (*model.clocks, axis.taken_s), axis.watch
@@ -263,44 +255,47 @@ def cut_model(
 
 
 def _operations(whole: Operations, borders: Borders, classes: Sequence[Range]) -> Operations:
-    """Return ``whole`` with parallel layers; ``classes`` are each rank's part of the vocabulary."""
-    own, vocabulary, experts = classes[borders.axis.rank], classes[-1].stop, whole.experts
+    local_classes, vocabulary, experts = classes[borders.axis.rank], classes[-1].stop, whole.experts
     return replace(
         whole,
         linear_column=ColumnLinear(borders),
         linear_row=RowLinear(borders),
-        embed=VocabularyEmbedding(borders, own, vocabulary),
+        embed=VocabularyEmbedding(borders, local_classes, vocabulary),
         attention=HeadParallelAttention(borders.axis, whole.attention),
-        cross_entropy=VocabularyCrossEntropy(borders, own, vocabulary),
+        cross_entropy=VocabularyCrossEntropy(borders, local_classes, vocabulary),
         experts=replace(experts, borders=ParallelExperts(borders)) if isinstance(experts, LocalExperts) else None,
     )
 
 
 class CutModel(Model):
-    """Part of a model on this rank; its computations are collective over the tensor axis."""
+    """Tensor-parallel shard of a model on this rank; its computations are collective over the tensor axis."""
 
     axis: TensorAxis
-    classes: Sequence[Range]  # of each rank
-    sampling: Operations  # takes texts of any length
+    classes: Sequence[Range]  # vocabulary range of each rank
+    sampling: Operations  # for texts of any length
 
     def logits(self, parameters: Sequence[Parameters], x: Array, arena: Arena) -> Array:
-        """Return the logits (batch..., vocabulary) of all classes, gathered: for sampling only."""
-        own = self.outputs(parameters, x, arena, self.sampling)
-        tokens = own.size // own.shape[-1]
+        """Return the logits (batch..., vocabulary) of all classes, gathered from all ranks, for sampling.
+
+        Collective over the tensor axis.
+        """
+        local_logits = self.outputs(parameters, x, arena, self.sampling)
+        tokens = local_logits.size // local_logits.shape[-1]
         parts = [Range(tokens * part.start, tokens * part.stop) for part in self.classes]
-        buffer = namespace(own).empty(parts[-1].stop, own.dtype)
-        buffer[parts[self.axis.rank].slice] = own.reshape(-1)
+        buffer = namespace(local_logits).empty(parts[-1].stop, local_logits.dtype)
+        buffer[parts[self.axis.rank].slice] = local_logits.reshape(-1)
         self.axis.all_gather(buffer, parts)
-        columns = [buffer[part.slice].reshape(*own.shape[:-1], -1) for part in parts]
-        whole: Array = namespace(own).concatenate(columns, axis=-1)
+        columns = [buffer[part.slice].reshape(*local_logits.shape[:-1], -1) for part in parts]
+        whole: Array = namespace(local_logits).concatenate(columns, axis=-1)
         return whole
 
 
 class CutStage(WrappedStage):
-    """Stage ``inner`` with this rank's part of its tensors; ``classes`` are the own logits of the last stage.
+    """Stage ``inner`` with only this rank's tensor shards.
 
-    Its passes are collective over the tensor axis, and give this rank's part of outputs and their gradients. With
-    activations cut by rows, gradients of tensors that are not cut are those of the own rows.
+    ``classes`` is the range of this rank's logits in the last stage, and None in other stages. Passes are collective
+    over the tensor axis, and return outputs and gradients of this rank's tokens. If activations are sharded by tokens,
+    gradients of unsharded tensors cover this rank's tokens only.
     """
 
     def __init__(self, inner: Stage, borders: Borders, classes: Range | None) -> None:
@@ -308,18 +303,18 @@ class CutStage(WrappedStage):
         self._borders, self._classes = borders, classes
 
     def output_shape(self, samples: int) -> tuple[int, ...]:
-        """Return the shape of this rank's part of the output."""
+        """Return the shape of this rank's output for a batch of ``samples`` samples."""
         whole = self.inner.output_shape(samples)
         return self._borders.shape(whole) if self._classes is None else (*whole[:-1], self._classes.size)
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw the whole tensors, one after the other, and write the own parts."""
+        """Draw the initial values of unsharded tensors one after the other, but store only this rank's shards."""
         boxes = {spec.name: _Box(parameters[spec.name], spec) for spec in self._specs}
         self.inner.initialise(cast(Parameters, boxes), rng_of)
 
 
 class _Box:
-    """Write-only whole tensor that stores the own part."""
+    """Write-only stand-in for an unsharded tensor; it stores only this rank's shard."""
 
     def __init__(self, part: Array, spec: TensorSpec) -> None:
         self._part = part

@@ -1,8 +1,7 @@
-"""Vocabulary parallelism: embedding and cross entropy with the vocabulary cut over the tensor axis.
+"""Vocabulary parallelism: embedding and cross entropy with the vocabulary sharded over the tensor axis.
 
-No logits are gathered: ranks exchange the largest logit, the sum of exponentials and the logit of the target for each
-token. Indices of tokens and targets are those of the whole vocabulary; less the start of the own range they are rows,
-or columns, of this rank, if they lie inside of it. Kernels for the host and the device stand below the classes.
+No logits are gathered: ranks exchange three numbers per token. Token and target indices count the whole vocabulary;
+subtracting the start of the local range gives local rows or columns.
 """
 
 from typing import Any
@@ -22,15 +21,21 @@ from hpcdist.strategies.tensor.axis import Borders, SequenceBorders
 
 
 class VocabularyEmbedding:
-    """Embedding of the rows ``own`` of a table of ``vocabulary`` rows. Collective over the tensor axis."""
+    """Embedding whose table is sharded over the tensor axis; this rank has the range ``rows`` of the table.
+
+    Collective.
+    """
 
     weight_reads = ("tokens",)
 
-    def __init__(self, borders: Borders, own: Range, vocabulary: int) -> None:
-        self.borders, self.own, self.vocabulary = borders, own, vocabulary
+    def __init__(self, borders: Borders, rows: Range, vocabulary: int) -> None:
+        self.borders, self.own, self.vocabulary = borders, rows, vocabulary
 
     def forward(self, parameters: Parameters, prefix: str, tokens: Array, saved: Saved) -> Array:
-        """Return this rank's part of (..., hidden) for integer tokens (...). Raises DataError on all ranks alike."""
+        """Return the embeddings (..., hidden) of this rank's tokens.
+
+        Raises DataError on all ranks if a token is not in the vocabulary.
+        """
         table = parameters[f"{prefix}.weight"]
         check_tokens(tokens, self.vocabulary, "token")
         saved.keep(f"{prefix}.tokens", tokens)
@@ -43,7 +48,7 @@ class VocabularyEmbedding:
         return self.borders.leave(partial, f"{prefix}.y", saved)
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
-        """Add the rows of dy to the gradient of the own rows of the table."""
+        """Add the gradients ``dy`` of the embeddings to the gradient of this rank's rows of the table."""
         into, add = gradients.into(f"{prefix}.weight")
         if not add:
             into[...] = 0
@@ -56,26 +61,26 @@ class VocabularyEmbedding:
 
 
 class RowPositions:
-    """Position embedding of the own rows of activations that are cut by tokens (local).
+    """Position embedding of this rank's rows, for activations that are sharded by tokens. Local.
 
-    The gradient of the table is that of the own rows: the ranks' parts are summed once a step.
+    The gradient of the table covers only the local rows; it is summed over the ranks once per step.
     """
 
     def __init__(self, borders: SequenceBorders) -> None:
         self.borders = borders
 
     def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
-        """Add to each of the own rows of y (rows, hidden) that of its position, in place."""
+        """Add to each local row of y (rows, hidden) the embedding of the row's position, in place."""
         assert context == self.borders.context
         if saved.documents is not None:
             y += namespace(y).take(parameters[f"{prefix}.weight"], self._places(saved.documents, y), axis=0)
             return y
-        for rows, _, place in self.borders.stretches(y):
-            y[rows] += parameters[f"{prefix}.weight"][place : place + rows.stop - rows.start]
+        for rows, _, position in self.borders.stretches(y):
+            y[rows] += parameters[f"{prefix}.weight"][position : position + rows.stop - rows.start]
         return y
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
-        """Add the own rows dy (rows, hidden) to the gradient of the table."""
+        """Add dy, the gradients (rows, hidden) of the local rows, to the gradient of the position table."""
         into, add = gradients.into(f"{prefix}.weight")
         if saved.documents is not None:
             add_to_positions(dy, self._places(saved.documents, dy), into, add)
@@ -83,46 +88,45 @@ class RowPositions:
         if not add:
             into[...] = 0
         total = into
-        if is_16bit_float(into.dtype):  # of some samples: rounded once
+        if is_16bit_float(into.dtype):  # sum several samples in float32, and round once
             total = into.astype(accumulation_dtype(into.dtype))
-        for rows, _, place in self.borders.stretches(dy):
-            total[place : place + rows.stop - rows.start] += dy[rows]
+        for rows, _, position in self.borders.stretches(dy):
+            total[position : position + rows.stop - rows.start] += dy[rows]
         if total is not into:
             into[...] = total
 
     def _places(self, documents: Documents, rows: Array) -> Array:
-        """Return the place of each of the own rows in its document."""
         first = self.borders.first_token(rows)
         return documents.places.reshape(-1)[first : first + rows.shape[0]]
 
 
 class VocabularyCrossEntropy:
-    """Softmax and negative log likelihood over the logits of all ranks. Collective over the tensor axis.
+    """Cross-entropy loss of logits whose classes are sharded over the tensor axis. Collective over the axis.
 
-    Three numbers a token travel: the largest logit, the sum of the exponentials, and the logit of the target. Targets
-    of -1 do not count.
+    For each token, ranks exchange the largest logit, the sum of exponentials and the target's logit. Tokens with target
+    -1 do not count.
     """
 
-    def __init__(self, borders: Borders, own: Range, vocabulary: int) -> None:
-        self.axis, self.own, self.vocabulary = borders.axis, own, vocabulary
+    def __init__(self, borders: Borders, classes: Range, vocabulary: int) -> None:
+        self.axis, self.own, self.vocabulary = borders.axis, classes, vocabulary
 
     def forward(self, logits: Array, targets: Array, saved: Saved) -> Scalar:
-        """Return the sum over tokens on the first rank, 0 on the others: a sum over all ranks counts it once.
+        """Return the loss summed over all tokens on the first rank, and 0 on the other ranks.
 
-        Contiguous logits (tokens, own classes) become their exponentials; ``targets`` are integers (tokens,) of all
-        classes.
+        The contiguous logits (tokens, local classes) are replaced by their exponentials. ``targets`` (tokens,) are
+        class indices in the whole vocabulary.
         """
         check_tokens(targets, self.vocabulary, "target", ignored=True)
         saved.keep("cross_entropy.exponentials", logits)
         saved.keep("cross_entropy.targets", targets)
         indices, tokens = as_indices(targets, saved), logits.shape[0]
-        # Row 0: the sum of exponentials; row 1: the logit of the target, less the largest, 0 on ranks without it.
+        # Row 0: sum of exponentials. Row 1: the target's logit minus the largest logit, 0 on ranks without the target.
         sums = saved.empty("cross_entropy.sums", (2, tokens), accumulation_dtype(logits.dtype))
         top = saved.scratch("cross_entropy.top", (tokens,), sums.dtype)
         if is_device(logits):
             return self._forward_device(logits, indices, top, sums, saved)
         _largest(logits, top)
-        # The largest logit of all ranks first, so that no exponential overflows anywhere; then one sum for both rows.
+        # First the largest logit of all ranks, so that no exponential overflows; then one sum for both rows.
         self.axis.allreduce(top, "max")
         _exponentials(logits, indices, self.own.start, top, sums)
         self.axis.allreduce(sums.reshape(-1))
@@ -130,13 +134,17 @@ class VocabularyCrossEntropy:
         return loss
 
     def _forward_device(self, logits: Array, indices: Array, top: Array, sums: Array, saved: Saved) -> Scalar:
-        """As the host does, but the logits stay: maximum and sum of all ranks are statistics of the kernels."""
+        """Return the summed loss on a GPU.
+
+        Keeps the logits; saves their maximum and sum of exponentials over all ranks.
+        """
         xp, tokens = namespace(logits), logits.shape[0]
         statistics = saved.empty("cross_entropy.statistics", (tokens, 2), sums.dtype)
-        own = saved.empty("cross_entropy.own", (tokens,), np.int64)
+        local_targets = saved.empty("cross_entropy.own", (tokens,), np.int64)
         near, inside = _nearest(indices, self.own)
-        own[...] = xp.where(inside, near, xp.where(indices < 0, -1, self.own.size))  # no class, but one that counts
-        cuda_kernels.cross_entropy(logits, own, statistics)
+        # A target of another rank gets an index beyond the local classes, which counts but matches no class.
+        local_targets[...] = xp.where(inside, near, xp.where(indices < 0, -1, self.own.size))
+        cuda_kernels.cross_entropy(logits, local_targets, statistics)
         top[...] = statistics[:, 0]
         self.axis.allreduce(top, "max")
         sums[0] = statistics[:, 1] * xp.exp(statistics[:, 0] - top)
@@ -146,32 +154,35 @@ class VocabularyCrossEntropy:
         return 0.0 if self.axis.rank else _loss_device(indices, sums)
 
     def backward(self, scale: float, saved: Saved) -> Array:
-        """Return dlogits (tokens, own classes) = (softmax - onehot) scale, in the memory of the logits (local)."""
-        logits: Array = saved["cross_entropy.exponentials"]  # on a GPU still the logits
+        """Return the gradient (softmax - onehot) * scale of the logits (tokens, local classes). Local.
+
+        The gradient overwrites the logits.
+        """
+        logits: Array = saved["cross_entropy.exponentials"]  # on a GPU: the logits
         if is_device(logits):
-            own, statistics = saved["cross_entropy.own"], saved["cross_entropy.statistics"]
-            cuda_kernels.cross_entropy_backward(logits, own, statistics, scale)
+            local_targets, statistics = saved["cross_entropy.own"], saved["cross_entropy.statistics"]
+            cuda_kernels.cross_entropy_backward(logits, local_targets, statistics, scale)
             return logits
         indices, sums = as_indices(saved["cross_entropy.targets"], saved), saved["cross_entropy.sums"]
         _gradient(logits, indices, self.own.start, sums, logits.dtype.type(scale))
         return logits
 
 
-def _nearest(indices: Array, own: Range) -> tuple[Array, Array]:
-    """Return the indices clipped to ``own``, counted from its start, and which of them are inside of it."""
+def _nearest(indices: Array, classes: Range) -> tuple[Array, Array]:
+    """Return (``indices`` clipped to range ``classes``, minus its start; mask of the indices inside the range)."""
     xp = namespace(indices)
-    # Gathers need indices within the table: those outside are clipped, and masked out afterwards.
-    near = xp.minimum(xp.maximum(indices, own.start), own.stop - 1)
-    return near - own.start, near == indices
+    # Gathers need valid indices: indices outside are clipped, and masked out afterwards.
+    near = xp.minimum(xp.maximum(indices, classes.start), classes.stop - 1)
+    return near - classes.start, near == indices
 
 
 @jit
 def _own_rows(table: Any, indices: Any, start: int, rows: Any) -> None:
-    # Rows of tokens that other ranks have are zero: the sum over the ranks fills them in.
+    # Rows of tokens on other ranks are zero: the sum over the ranks fills them in.
     for i in range(rows.shape[0]):
-        own = indices[i] - start
-        if 0 <= own < table.shape[0]:
-            source = table[own]
+        index = indices[i] - start
+        if 0 <= index < table.shape[0]:
+            source = table[index]
             for j in range(rows.shape[1]):
                 rows[i, j] = source[j]
         else:
@@ -182,9 +193,9 @@ def _own_rows(table: Any, indices: Any, start: int, rows: Any) -> None:
 @jit
 def _add_own_rows(rows: Any, indices: Any, start: int, table: Any) -> None:
     for i in range(rows.shape[0]):
-        own = indices[i] - start
-        if 0 <= own < table.shape[0]:
-            target = table[own]
+        index = indices[i] - start
+        if 0 <= index < table.shape[0]:
+            target = table[index]
             for j in range(rows.shape[1]):
                 target[j] += rows[i, j]
 
@@ -197,11 +208,11 @@ def _largest(logits: Any, top: Any) -> None:
 
 @jit(fastmath=REORDER)
 def _exponentials(logits: Any, targets: Any, start: int, top: Any, sums: Any) -> None:
-    # A target of -1 is before any start: it is on no rank. ``row`` becomes its exponentials, in place.
+    # A target of -1 is on no rank. ``row`` is replaced by its exponentials.
     zero = logits.dtype.type(0)
     for token in range(logits.shape[0]):
-        row, own = logits[token], targets[token] - start
-        sums[1, token] = row[own] - top[token] if 0 <= own < row.shape[0] else zero
+        row, column = logits[token], targets[token] - start
+        sums[1, token] = row[column] - top[token] if 0 <= column < row.shape[0] else zero
         total = zero
         for j in range(row.shape[0]):
             e = exp(row[j] - top[token])
@@ -221,15 +232,15 @@ def _loss(targets: Any, sums: Any) -> Any:
 
 @jit(fastmath=REORDER)
 def _gradient(exponentials: Any, targets: Any, start: int, sums: Any, scale: Any) -> None:
-    # A product with 0 where a token does not count, instead of a plain 0: NaN stays visible.
+    # A product with 0, instead of 0, for a token that does not count, so that NaN stays visible.
     zero = scale - scale
     for token in range(exponentials.shape[0]):
-        row, own = exponentials[token], targets[token] - start
+        row, column = exponentials[token], targets[token] - start
         share = exponentials.dtype.type(scale / sums[0, token]) if targets[token] >= 0 else zero
         for j in range(row.shape[0]):
             row[j] *= share
-        if 0 <= own < row.shape[0]:
-            row[own] -= scale
+        if 0 <= column < row.shape[0]:
+            row[column] -= scale
 
 
 def _loss_device(targets: Array, sums: Array) -> Array:

@@ -1,6 +1,6 @@
-"""The ``[zero]`` section of a recipe: sharding degrees, what stays whole, prefetch and offload.
+"""The ``[zero]`` section of a recipe: sharding degrees, prefetch and offload.
 
-Light: imports nothing but the errors and `reporting`. `STAGES` has the stage (1, 2 or 3) of each strategy by its name.
+Light: imports only the errors and `reporting`. `STAGES` maps a strategy to its ZeRO stage (1, 2 or 3).
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.reporting.rules import NO_EFFECT, UNBUILT, at_least, check_section, one_of, rule
 
 STAGES: Final = {"zero1": 1, "zero2": 2, "zero3": 3}  # strategy -> stage
-PLACES: Final = ("none", "host", "file")  # where states may be offloaded to
+PLACES: Final = ("none", "host", "file")  # locations of offloaded state
 DEGREES: Final = ("zero.parameters", "zero.gradients", "zero.optimizer")
 OFFLOADED: Final = ("zero.offload_optimizer", "zero.offload_parameters")
 
@@ -19,8 +19,8 @@ RULES: Final = (
     *(one_of(key, PLACES) for key in OFFLOADED),
     rule(
         "zero.offload_parameters with zero.offload_optimizer=none",
-        "the optimizer state is larger, and used once a step",
-        "offload it first",
+        "the optimizer state is larger, and is used only once per step",
+        "offload the optimizer state first",
     ),
     *(rule(f"zero.offload_parameters with {degree}", UNBUILT) for degree in DEGREES),
     *(
@@ -28,13 +28,13 @@ RULES: Final = (
         for key in OFFLOADED
     ),
     rule("zero.offload_directory with zero.offload_optimizer!=file where zero.offload_parameters!=file", NO_EFFECT),
-    *at_least(0, *DEGREES, expected="give a number of data ranks, or 0 for what the stage says"),
-    *at_least(0, "zero.prefetch", expected="give a number of units to gather ahead, or 0 for each in its turn"),
-    *at_least(0, "zero.persistent_below", expected="give a number of elements, or 0 to cut every unit"),
+    *at_least(0, *DEGREES, expected="give a number of data ranks, or 0 for the default of the strategy"),
+    *at_least(0, "zero.prefetch", expected="give a number of layers to gather ahead, or 0 to gather at use"),
+    *at_least(0, "zero.persistent_below", expected="give a number of elements, or 0 to shard every layer"),
     *(
         rule(
             f"zero.shared_parameters with {degree}",
-            "one copy of the parameters on a node goes with the degrees of zero1 and zero2 as they are",
+            "a shared copy of the parameters needs the default degrees of zero1 or zero2",
         )
         for degree in DEGREES
     ),
@@ -43,7 +43,7 @@ RULES: Final = (
 
 @dataclass(frozen=True)
 class ShardingDegrees:
-    """Number of data ranks over which parameters, gradients and optimizer state are cut; each divides the next."""
+    """Numbers of data ranks that shard parameters, gradients and optimizer state. Each divides the next."""
 
     parameters: int
     gradients: int
@@ -52,24 +52,24 @@ class ShardingDegrees:
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
-    """Section ``[zero]``: sharding degrees, and what is not cut.
+    """Section ``[zero]``: sharding degrees, prefetch and offload.
 
-    ``parameters``, ``gradients`` and ``optimizer`` are sharding degrees; 0 is what the stage says: (1, 1, p) in zero1,
-    (1, p, p) in zero2, (p, p, p) in zero3, on p data ranks. Each must divide the next, and the last p. Groups are
-    blocks of consecutive data ranks: the number of ranks of a node as ``parameters`` keeps the gathers of zero3 inside
-    the nodes. A unit (layer) of fewer than ``persistent_below`` elements stays gathered where others are cut; its
-    optimizer state is cut all the same. With ``shared_parameters`` the ranks of a node keep one copy of the parameters
-    in memory that they share, and nothing is gathered inside a node (zero1 and zero2, on CPUs). With ``prefetch`` the
-    next so many units are gathered while one is computed, in memory of their own (zero3, by communication.overlap).
+    ``parameters``, ``gradients`` and ``optimizer`` are sharding degrees. On p data ranks their defaults (0) are
+    (1, 1, p) for zero1, (1, p, p) for zero2 and (p, p, p) for zero3. Each degree must divide the next, and the last
+    must divide p. Groups are blocks of consecutive data ranks: if ``parameters`` is the number of ranks per node, zero3
+    gathers only within nodes. Parameters of a layer with fewer than ``persistent_below`` elements are not sharded; its
+    optimizer state is. With ``shared_parameters`` the ranks of a node keep one copy of the parameters in shared memory,
+    and gather nothing within the node (zero1 and zero2 on CPUs). With ``prefetch`` this number of layers is gathered
+    ahead, each into its own memory (zero3; needs ``communication.overlap``).
 
-    With several micro-batches a step, as in a pipeline, gradients that are cut are reduced after each of them, and
-    parameters that are cut gathered for each use. ``keep_gradients`` adds them up whole and reduces once a step, and
-    ``keep_parameters`` gathers once a step, for the memory of the whole stage.
+    With several micro-batches per step, sharded gradients are reduced after each micro-batch, and sharded parameters
+    are gathered for each use. ``keep_gradients`` accumulates whole gradients and reduces them once per step;
+    ``keep_parameters`` gathers once per step. Both need memory for the whole stage.
 
-    ``offload_optimizer`` keeps the optimizer state on the "host" of a GPU, or in a "file", and updates it block by
-    block on the host; ``offload_parameters`` does so with the shards of parameters and gradients too (zero3). Files are
-    made in ``offload_directory``, best on a disk of the node: each rank has its own, without a name. A relative one
-    counts from the directory of the recipe, as ``data.path`` does, or else from the current directory.
+    ``offload_optimizer`` keeps the optimizer state on the "host" of a GPU or in a "file". The host updates it block by
+    block. ``offload_parameters`` also offloads the shards of parameters and gradients (zero3). Each rank has its own
+    unnamed file in ``offload_directory``, which should be on a disk of the node. A relative path counts from the
+    directory of the recipe, like ``data.path``, or else from the current directory.
     """
 
     parameters: int = 0
@@ -88,7 +88,7 @@ class ZeroConfig:
         check_section(RULES, "zero", self)
 
     def degrees(self, stage: int, ranks: int) -> ShardingDegrees:
-        """Return the degrees on ``ranks`` data ranks (local). Raises ConfigurationError, with the whole equation."""
+        """Return the degrees on ``ranks`` data ranks. Raises ConfigurationError with the whole equation. Local."""
         own_degrees = (self.parameters, self.gradients, self.optimizer)
         by_stage = (ranks if stage >= 3 else 1, ranks if stage >= 2 else 1, ranks)
         degrees = [own or default for own, default in zip(own_degrees, by_stage, strict=True)]

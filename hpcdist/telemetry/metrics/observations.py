@@ -1,11 +1,10 @@
-"""Observations of a run: the group ``observations`` of a metrics file, events beside steps and evaluations.
+"""Observations of a run: the group ``observations`` of a metrics file, with events other than steps and evaluations.
 
     names   the quantities of `hpcdist.telemetry.metrics.quantities`, as "memory_bytes[activations]"
     rows    step, session, wall clock, index of the name, value
-    notes   the words of an event, as those of an anomaly
+    notes   texts of events, such as anomalies
 
-Steps and validation losses have tables of their own, and are not written twice. Figures that change with every look
-(`THINNED`) are written at intervals that grow with the run, so that a month takes some 100 MB.
+Frequent figures (`THINNED`) are written at intervals that grow with the run, so that a month takes about 100 MB.
 """
 
 import time
@@ -19,10 +18,10 @@ from hpcdist.hdf5.datasets import Column
 from hpcdist.hdf5.tables import MetricsTable, texts
 
 GROUP: Final = "observations"
-OWN_TABLES: Final = ("step", "evaluation")  # kinds of events that have tables of their own
+OWN_TABLES: Final = ("step", "evaluation")  # kinds of events with separate tables
 THINNED: Final = ("memory", "collectives", "utilisation", "energy")
-EVERY_NS: Final = 60 * 10**9  # apart at least; in the first hours of a start
-PART: Final = 100  # so small a part of the time that it has lasted
+EVERY_NS: Final = 60 * 10**9  # longest interval of thinned events
+PART: Final = 100  # the interval is at most the age of the start divided by this number
 NAME_BYTES: Final = 96
 TEXT_BYTES: Final = 400
 _WHEN: Final = (
@@ -63,9 +62,8 @@ KINDS: Final = (
 class RunEvent:
     """Event of a run after ``step`` steps, at ``time_ns`` of the wall clock.
 
-    ``values`` has figures under the keys of `quantities.key` (a counter's value is its total so far) and, under any
-    other key, texts. ``ranks`` has figures of each rank, (world,), NaN where one is not known. Unknown figures are left
-    out.
+    ``values`` has figures of the catalogue `quantities` under keys of `quantities.key` (for counters: totals), and
+    texts under other keys. ``ranks`` has one figure per rank, (world,), NaN if unknown.
     """
 
     kind: str
@@ -80,7 +78,7 @@ class RunEvent:
 
 @dataclass(frozen=True)
 class ObservedSeries:
-    """Series of one quantity over time, each array (rows,)."""
+    """Observed values of one quantity, with their steps and times. Each array is (rows,)."""
 
     step: np.ndarray
     time_ns: np.ndarray
@@ -89,7 +87,7 @@ class ObservedSeries:
 
 @dataclass(frozen=True)
 class EventNote:
-    """Text of an event."""
+    """Text that describes an event, with the event's kind, step and time."""
 
     step: int
     session: int
@@ -101,17 +99,14 @@ class EventNote:
 
 @dataclass(frozen=True)
 class Observations:
-    """Observations in memory: ``series`` by name, in the order in which each was seen first."""
+    """Observations read from a metrics file. ``series`` maps names to series, in the order of the first observation."""
 
     series: Mapping[str, ObservedSeries] = field(default_factory=dict)
     notes: Sequence[EventNote] = ()
 
 
 def append(file: Any, session: int, events: Sequence[RunEvent]) -> None:
-    """Put ``events`` of one start, in their order, into an open file (local).
-
-    The first ones of a start drop the rows of later steps of the start before: those steps are made again.
-    """
+    """Append ``events`` of start number ``session`` to an open file. A new start drops rows of later steps. Local."""
     events = [event for event in events if event.kind not in OWN_TABLES]
     if not events:
         return
@@ -144,43 +139,39 @@ def _when(session: int, rows: Sequence[tuple[RunEvent, str, Any]]) -> dict[str, 
 
 
 def _indices(file: Any, names: Sequence[str]) -> list[int]:
-    """Return the index of each name in the table of names, to which new ones are appended."""
-    # Two names that are alike in their first bytes would be one: none of the catalogue is as long.
+    # Names are unique in their first NAME_BYTES bytes: none of the catalogue is as long.
     shortened = [name.encode()[:NAME_BYTES].decode(errors="ignore") for name in names]
-    known = {name: index for index, name in enumerate(texts(NAMES.read(file)["name"]))}
-    new = [name for name in dict.fromkeys(shortened) if name not in known]
+    indices = {name: index for index, name in enumerate(texts(NAMES.read(file)["name"]))}
+    new = [name for name in dict.fromkeys(shortened) if name not in indices]
     NAMES.append(file, name=new)
-    known |= {name: len(known) + index for index, name in enumerate(new)}
-    return [known[name] for name in shortened]
+    indices |= {name: len(indices) + index for index, name in enumerate(new)}
+    return [indices[name] for name in shortened]
 
 
 def read(file: Any) -> Observations:
-    """Return the observations of an open file; none from a file of an earlier version."""
+    """Return the observations in an open file. The result is empty for a file of an earlier version."""
     if GROUP not in file:
         return Observations()
     rows, notes = ROWS.read(file), NOTES.read(file)
     series = {}
     for index, name in enumerate(texts(NAMES.read(file)["name"])):
-        own = rows["name"] == index
-        if own.any():
-            series[name] = ObservedSeries(rows["step"][own], rows["time_ns"][own], rows["value"][own])
+        selected = rows["name"] == index
+        if selected.any():
+            series[name] = ObservedSeries(rows["step"][selected], rows["time_ns"][selected], rows["value"][selected])
     when = (notes[name].tolist() for name in ("step", "session", "time_ns"))
     words = (texts(notes[name]) for name in ("kind", "name", "text"))
     return Observations(series, tuple(EventNote(*note) for note in zip(*when, *words, strict=True)))
 
 
 def _due(file: Any, events: Sequence[RunEvent]) -> list[RunEvent]:
-    """Return ``events`` without thinned ones that come too soon, except at the end of the run.
-
-    The time of the last one of each kind is an attribute of the file.
-    """
+    """Return the ``events`` to store now. Kinds in `THINNED` are stored only at intervals and when the run ends."""
     due, attributes = [], file[GROUP].attrs
     last = {kind: int(attributes.get(f"{kind}_ns", 0)) for kind in THINNED}
     ends = any(event.kind == "end" for event in events)
     for event in events:
         if event.kind in last:
             lasted = event.time_ns - int(attributes["began_ns"])
-            # A clock that was put back must not end it for good.
+            # Negative differences, after the clock was put back, must not suppress events forever.
             if 0 <= event.time_ns - last[event.kind] < min(EVERY_NS, lasted // PART) and not ends:
                 continue
             last[event.kind] = event.time_ns

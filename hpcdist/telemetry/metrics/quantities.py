@@ -1,8 +1,7 @@
-"""Quantities of a run: the name of every figure, with its unit and meaning, and those derived from the steps.
+"""Quantities of a run: name, unit and meaning of every figure, and figures derived from the steps.
 
-Names follow the conventions of Prometheus: base units, ``_total`` for counters. All sinks use them, so that a figure
-has one name everywhere. `DerivedFigures` computes speed, shares of the time and stragglers from the
-rows of steps of all ranks. Axis letters: S steps, W ranks of the world, K ranks of them that compute.
+Names follow Prometheus: base units, ``_total`` for counters. All sinks use them. `DerivedFigures` computes speed,
+time fractions and stragglers. Axis letters: S steps, W ranks of the world, K computing ranks.
 """
 
 import math
@@ -20,10 +19,7 @@ PREFIX: Final = "hpcdist_"
 
 @dataclass(frozen=True)
 class Quantity:
-    """Quantity: the definition of a figure. ``kind`` is gauge or counter; ``label`` names its label ("": none).
-
-    ``unit`` is in UCUM, as in HDF5 files; ``tag`` is the name that TensorBoard shows.
-    """
+    """Definition of a measured quantity. ``kind``: gauge or counter; ``unit``: UCUM code; ``tag``: TensorBoard name."""
 
     name: str
     unit: str
@@ -34,7 +30,7 @@ class Quantity:
 
     @property
     def prometheus(self) -> str:
-        """The name of the metric for Prometheus."""
+        """Name of the quantity's metric in Prometheus."""
         return PREFIX + self.name
 
 
@@ -91,18 +87,18 @@ assert len(QUANTITIES) == len(_ALL)
 
 
 def key(name: str, label: str = "") -> str:
-    """Return the key of a figure in an event: ``name``, or ``name[label]`` where it has a label."""
+    """Return the key of a quantity in an event: ``name``, or ``name[label]`` if a label is given, such as a GPU."""
     assert bool(QUANTITIES[name].label) == bool(label), name
     return f"{name}[{label}]" if label else name
 
 
 def split(key: str) -> tuple[str, str | None]:
-    """Return name and label of a `key`; None where there is no label."""
+    """Return name and label of a ``key`` made by `key`; the label is None if the key has no label."""
     name, bracket, rest = key.partition("[")
     return name, rest.removesuffix("]") if bracket else None
 
 
-WINDOW: Final = 50  # steps over which speed, shares and stragglers are taken
+WINDOW: Final = 50  # number of steps over which speed, fractions and stragglers are computed
 PER_RANK: Final = (
     "step_s", "compute_s", "communication_s", "update_s", "data_s", "sent_bytes", "exposed_s", "overlapped_s",
 )  # fmt: skip
@@ -112,11 +108,11 @@ _COMMON: Final = {"training_loss_nats": "loss", "learning_rate": "learning_rate"
 
 @dataclass(frozen=True)
 class StepRow:
-    """Figures of all ranks for one step; what was not measured is NaN, or left out of ``ranks``.
+    """Measurements of one step on all ranks. A value that was not measured is NaN, or missing in ``ranks``.
 
-    ``ranks`` has arrays (world,) of `PER_RANK`: seconds and bytes of the step. ``data_s`` is waiting for the batch;
-    ``exposed_s`` is the time that a rank spent on reductions that overlap with the computation, ``overlapped_s`` the
-    duration of these. ``tokens`` are those of all ranks.
+    ``ranks`` maps the names `PER_RANK` to arrays (world,) of seconds or bytes. ``data_s`` is the wait for the batch.
+    ``exposed_s`` is the wait for overlapped reductions, ``overlapped_s`` their whole duration. ``tokens`` is a sum over
+    ranks.
     """
 
     step: int
@@ -129,46 +125,41 @@ class StepRow:
 
 
 class DerivedFigures:
-    """Figures derived from the last steps of one start of a run, whose rows come in order.
+    """Figures, such as the speed, from the last ``window`` steps of one start of a run. Pass the steps in order.
 
-    Speed, shares and stragglers are taken over the last ``window`` steps. The first step of the start, which compiles
-    kernels and opens connections, is left out of them as soon as there is another. Ranks that have spent no time
-    computing do not count: one that only serves is no straggler and waits for none. Without ``lock_step`` no rank waits
-    for another, and the longest of their times is that of all.
+    The first step of the start is ignored once there are other steps. If ``lock_step`` is false, ranks do not wait for
+    each other, and the total time is the maximum over the ranks.
     """
 
     def __init__(self, window: int = WINDOW, *, lock_step: bool = True) -> None:
         assert window >= 1
         self.window, self._lock_step = window, lock_step
-        self._rows: list[StepRow] = []  # at most ``window``, of one world
-        self._begins = True  # whether the first of them is the first of the start
-        self.scores = np.empty(0)  # (W,) see `straggler_scores`, of the last rows
+        self._rows: list[StepRow] = []  # at most ``window``, with the same number of ranks
+        self._begins = True  # True if the first of these rows is the first of the start
+        self.scores = np.empty(0)  # (W,) `straggler_scores` of the last rows
 
     def of(self, rows: Sequence[StepRow]) -> list[dict[str, float]]:
-        """Return, for each of ``rows``, its figures under the keys of `key`; what is not known is left out.
-
-        The straggler is given with the last of ``rows`` alone: it changes slowly, and takes time to compute.
-        """
+        """Return the known figures of each row, by `key`. The straggler's figures are only in the last row."""
         figures: list[dict[str, float]] = []
         for world, alike in groupby(rows, _world):
             if self._rows and _world(self._rows[-1]) != world:
-                self._rows, self._begins = [], True  # ranks died or came: their columns are others'
-            known = [*self._rows, *alike]
-            figures += self._figures(known)[len(self._rows) :]
-            self._begins = self._begins and len(known) <= self.window
-            self._rows = known[-self.window :]
+                self._rows, self._begins = [], True  # ranks died or joined: columns changed their meaning
+            window_rows = [*self._rows, *alike]
+            figures += self._figures(window_rows)[len(self._rows) :]
+            self._begins = self._begins and len(window_rows) <= self.window
+            self._rows = window_rows[-self.window :]
         return figures
 
     def _figures(self, rows: Sequence[StepRow]) -> list[dict[str, float]]:
         columns = {name: _column(rows, name) for name in PER_RANK}  # (S, W)
-        works = np.nansum(columns["compute_s"], axis=0) > 0  # (W,) which ranks compute
+        works = np.nansum(columns["compute_s"], axis=0) > 0  # (W,) computing ranks
         of = {name: values[:, works] for name, values in columns.items()}  # (S, K)
         tokens = np.array([row.tokens for row in rows], float)
         phases = {phase: mean_over_ranks(of[f"{phase}_s"]) for phase in PHASES}  # (S,)
         data = mean_over_ranks(of["data_s"])
         rest = mean_over_ranks(of["step_s"]) - sum(phases.values()) - np.nan_to_num(data)
         phases |= {"data": data, "other": np.maximum(rest, 0)}
-        # Starting, polling and waiting may take longer than the overlapped reductions: then nothing of them is hidden.
+        # Starting and waiting may take longer than the overlapped reductions: then nothing is hidden.
         exposed = _ratio(*self._sums(_total(of["exposed_s"]), _total(of["overlapped_s"])))
         series = {
             **{name: np.array([getattr(row, mine) for row in rows], float) for name, mine in _COMMON.items()},
@@ -187,7 +178,6 @@ class DerivedFigures:
         return [{name: value for name, value in figures.items() if math.isfinite(value)} for figures in by_row]
 
     def _speed(self, tokens: np.ndarray, step_s: np.ndarray) -> np.ndarray:
-        """Return tokens a second over the window that ends with each row: (S,)."""
         if self._lock_step:
             return _ratio(*self._sums(tokens, most_over_ranks(step_s)))
         of_ranks = [self._sums(tokens, column) for column in np.nan_to_num(step_s).T]
@@ -196,11 +186,14 @@ class DerivedFigures:
         return _ratio(of_ranks[0][0], np.max([spent for _, spent in of_ranks], axis=0))
 
     def _sums(self, *columns: np.ndarray) -> list[np.ndarray]:
-        """Return the sums of ``columns``, each (S,), over the window that ends with each row, where all are known."""
-        known = np.isfinite(columns).all(axis=0)
+        """Return, for each of ``columns``, its sum over the window of steps that ends at each row: (rows,).
+
+        Rows with NaN in any column do not count.
+        """
+        is_known = np.isfinite(columns).all(axis=0)
         sums = []
         for column in columns:
-            values = np.where(known, column, 0.0)
+            values = np.where(is_known, column, 0.0)
             steady = values.copy()
             if self._begins:
                 steady[0] = 0.0
@@ -208,25 +201,24 @@ class DerivedFigures:
             last = np.arange(1, len(values) + 1)
             sums.append(upto[last] - upto[np.maximum(last - self.window, 0)])
             if self._begins:
-                sums[-1][0] = values[0]  # there is no other
+                sums[-1][0] = values[0]  # the only row
         return sums
 
 
 def straggler_scores(compute_s: np.ndarray) -> np.ndarray:
-    """Return each rank's time of computing, without waiting, over that of the median rank: (S, W) -> (W,).
+    """Return each rank's median compute time, divided by the median of these times over ranks, or NaN: (ranks,).
 
-    Of each rank it is the median over the steps, so that a step that was disturbed makes no straggler. NaN for a rank
-    that did not compute.
+    ``compute_s`` is (steps, ranks).
     """
     times = np.where(compute_s > 0, compute_s, math.nan)
-    known = np.isfinite(times)
-    own = np.full(times.shape[1], math.nan)
-    always = known.all(axis=0) & known.any(axis=0)
-    own[always] = np.median(times[:, always], axis=0) if always.any() else math.nan
-    for rank in np.flatnonzero(known.any(axis=0) & ~always):
-        own[rank] = np.median(times[known[:, rank], rank])
-    computing = own[np.isfinite(own)]
-    return own / np.median(computing) if computing.size else own
+    is_known = np.isfinite(times)
+    medians = np.full(times.shape[1], math.nan)
+    always = is_known.all(axis=0) & is_known.any(axis=0)
+    medians[always] = np.median(times[:, always], axis=0) if always.any() else math.nan
+    for rank in np.flatnonzero(is_known.any(axis=0) & ~always):
+        medians[rank] = np.median(times[is_known[:, rank], rank])
+    computing = medians[np.isfinite(medians)]
+    return medians / np.median(computing) if computing.size else medians
 
 
 def _world(row: StepRow) -> int:
@@ -234,28 +226,26 @@ def _world(row: StepRow) -> int:
 
 
 def _column(rows: Sequence[StepRow], name: str) -> np.ndarray:
-    """Return what each rank measured in each row: (S, W)."""
     unknown = np.full(_world(rows[-1]), math.nan)
     return np.array([row.ranks.get(name, unknown) for row in rows], float)
 
 
 def mean_over_ranks(values: np.ndarray) -> np.ndarray:
-    """Return the mean over the ranks that know: (S, K) -> (S,)."""
+    """Return the mean of ``values`` (steps, ranks) over the ranks with a finite value: (steps,)."""
     return _ratio(_total(values), np.isfinite(values).sum(axis=1).astype(float))
 
 
 def _total(values: np.ndarray) -> np.ndarray:
-    """Return the sum over the ranks that know, NaN where none does: (S, K) -> (S,)."""
-    known = np.isfinite(values)
-    return np.where(known.any(axis=1), np.where(known, values, 0.0).sum(axis=1), math.nan)
+    """Return the sum of ``values`` (steps, ranks) over the ranks with a finite value, or NaN if none: (steps,)."""
+    is_known = np.isfinite(values)
+    return np.where(is_known.any(axis=1), np.where(is_known, values, 0.0).sum(axis=1), math.nan)
 
 
 def most_over_ranks(values: np.ndarray) -> np.ndarray:
-    """Return the maximum over the ranks that know, NaN where none does: (S, K) -> (S,)."""
+    """Return the maximum of ``values`` (steps, ranks) over the ranks with a finite value, or NaN if none: (steps,)."""
     filled = np.where(np.isfinite(values), values, -math.inf).max(axis=1, initial=-math.inf)
     return np.where(np.isfinite(filled), filled, math.nan)
 
 
 def _ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
-    """Return ``above / below``, NaN where ``below`` is 0 or unknown."""
     return np.divide(above, below, out=np.full(len(below), math.nan), where=below > 0)

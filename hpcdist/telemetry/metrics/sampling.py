@@ -1,7 +1,6 @@
-"""Sampled rows of a run, in bounded memory: one number a step in full, one number a rank from rows spread evenly.
+"""Sampled rows of a run in bounded memory: columns of one number per step in full, columns per rank sampled evenly.
 
-A million steps of a thousand ranks are 40 GB on the disk. Figures over time and ranks need some thousand of the rows,
-read in blocks that are whole chunks of the file; which part of all that is, is reported with the figures.
+A million steps of a thousand ranks take 40 GB on disk. Samples are read in whole chunks of the file.
 """
 
 from dataclasses import dataclass
@@ -16,17 +15,17 @@ from hpcdist.telemetry.metrics import observations
 from hpcdist.telemetry.metrics.observations import Observations
 from hpcdist.telemetry.metrics.step_metrics import MetricsData, read_settled
 
-WIDE_BYTES: Final = 24 << 20  # of one column of all ranks
+WIDE_BYTES: Final = 24 << 20  # memory for one column of all ranks
 SMALL_TABLES: Final = ("lives", "loss_scale", "recomputed", "noise_scale", "experts")
-MAX_SMALL_ROWS: Final = 200_000  # the first so many of a table that has no bound
+MAX_SMALL_ROWS: Final = 200_000  # number of first rows read from a table without a bound
 
 
 @dataclass(frozen=True)
 class SampledMetrics:
-    """Metrics of a run, sampled.
+    """Metrics of a run. Columns with a value per rank are read only for a sample of the rows.
 
-    ``steps`` has the narrow columns of all steps, ``sample`` every column of the rows ``chosen`` among them, ``tables``
-    the side tables by name, where there are any.
+    ``steps`` has the columns with one value per step, for all steps. ``sample`` has all columns for the rows
+    ``chosen``. ``tables`` has the side tables by name.
     """
 
     steps: dict[str, np.ndarray]
@@ -37,12 +36,15 @@ class SampledMetrics:
 
     @property
     def complete(self) -> bool:
-        """Whether the sample is all there is."""
+        """True if the sample contains all rows."""
         return len(self.chosen) == len(self.steps["step"])
 
 
 def read(path: str | Path, wide_bytes: int = WIDE_BYTES) -> SampledMetrics:
-    """Read the metrics file ``path``; its run may be under way. Raises StorageError."""
+    """Read the metrics file ``path`` of a finished or running run. Raises StorageError.
+
+    ``wide_bytes`` limits the size of the sample.
+    """
     return read_settled(path, lambda file: _read(file, wide_bytes))
 
 

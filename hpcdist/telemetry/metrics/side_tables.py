@@ -1,14 +1,14 @@
-"""Side tables of a metrics file, for what happens beside the steps; `MetricsWriter.put` writes rows of them.
+"""Side tables of a metrics file, for events and measurements other than steps; see `MetricsWriter.put`.
 
-clocks       which rank is on which host, and how far the hosts' clocks were apart
-consensus    how far replicas that differ were apart after a step
-lives        when ranks died or came, and how long it took to go on
-loss_scale   the scale of the loss from a step on, and the steps that were skipped
-experts      how evenly the routers of a mixture of experts loaded them, step by step
-expert_loads the load of each expert of a layer in some of the steps
-noise_scale  what was measured of the noise of gradients, and the means so far
-recomputed   the steps that were computed again before their update, and why
-shares       how many samples of a batch each replica took, and from which step on
+clocks       host of each rank, and the clock offsets between hosts
+consensus    distance between replicas
+lives        deaths and additions of ranks, and the recovery time
+loss_scale   changes of the loss scale, and skipped steps
+experts      load balance of the routers
+expert_loads load of each expert of a layer
+noise_scale  gradient noise: measurements and means
+recomputed   steps that were recomputed before their update
+shares       samples per replica, from a step on
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ _SESSION: Final = Column("session", "i8", "1", "which start of the run made this
 
 
 def _step_table(name: str, *columns: Column, step: str = "completed optimizer steps", second: str = "") -> MetricsTable:
-    """Return the table of ``columns`` by step and session, whose rows a run makes again that goes on from before."""
+    """Return the definition of a table with a row of ``columns`` per step. A resume drops rows of later steps."""
     first = Column("step", "i8", "1", step)
     return MetricsTable(name, (first, _SESSION, *columns), second=second, remade=True)
 
@@ -86,7 +86,7 @@ RECOMPUTED: Final = _step_table(
     "recomputed",
     Column("suspicious", "i8", "1", "1: its loss or gradient norm was unusual; 0: its turn had come"),
     Column("same", "i8", "1", "1: the same bits both times; 0: a silent fault, and a third computation decided"),
-    Column("rank", "i8", "1", "the first rank at fault, -1 where there is none"),
+    Column("rank", "i8", "1", "the first rank at fault, or -1"),
     step="a step that was computed again",
 )
 SHARES: Final = MetricsTable(
@@ -124,7 +124,7 @@ CLOCK_READINGS: Final = MetricsTable(
 
 @dataclass(frozen=True)
 class ClockSession:
-    """Clock readings of one start of a run. ``wall_ns`` is rank 0's wall clock minus its monotonic one, at the last."""
+    """Clock readings of one start of a run. ``wall_ns``: rank 0's wall clock time minus its monotonic time, in ns."""
 
     number: int
     hosts: HostTable
@@ -133,10 +133,7 @@ class ClockSession:
 
 
 def append_clocks(file: Any, session: int, hosts: HostTable, readings: Sequence[ClockReading], wall_ns: int) -> None:
-    """Append ``readings`` to an open file; the ``hosts`` of a session are written once (local).
-
-    ``wall_ns`` is rank 0's wall clock minus its monotonic one.
-    """
+    """Append clock ``readings`` to an open file. The ``hosts`` of each session are written only once. Local."""
     for table in (CLOCK_RANKS, CLOCK_READINGS):
         table.create(file)
     if session not in CLOCK_RANKS.read(file)["session"]:
@@ -160,18 +157,18 @@ def append_clocks(file: Any, session: int, hosts: HostTable, readings: Sequence[
 
 
 def read_clocks(path: Path) -> tuple[ClockSession, ...]:
-    """Return what the metrics file ``path`` has, by session; nothing without such a table. Raises StorageError."""
+    """Return the clock sessions in the metrics file ``path``, or () without clock readings. Raises StorageError."""
     with files.open_read(path, SCHEMA, VERSION) as file, regular.damage(path, "its table of clocks is damaged"):
         ranks, readings = CLOCK_RANKS.read(file), CLOCK_READINGS.read(file)
         return tuple(_clock_session(number, ranks, readings) for number in np.unique(ranks.get("session", ())).tolist())
 
 
 def _clock_session(number: int, ranks: dict[str, np.ndarray], readings: dict[str, np.ndarray]) -> ClockSession:
-    own = np.flatnonzero(ranks["session"] == number)
-    own = own[np.argsort(ranks["rank"][own], kind="stable")]
-    of_rank = ranks["host"][own].tolist()
+    rows_of_ranks = np.flatnonzero(ranks["session"] == number)
+    rows_of_ranks = rows_of_ranks[np.argsort(ranks["rank"][rows_of_ranks], kind="stable")]
+    of_rank = ranks["host"][rows_of_ranks].tolist()
     count = max(of_rank, default=-1) + 1
-    firsts = [own[of_rank.index(host)] if host in of_rank else own[0] for host in range(count)]
+    firsts = [rows_of_ranks[of_rank.index(host)] if host in of_rank else rows_of_ranks[0] for host in range(count)]
     names, boots = (tuple(texts(ranks[name][firsts])) for name in ("name", "boot"))
     rows = np.flatnonzero(readings["session"] == number)
     columns = (readings[name][rows].tolist() for name in ("host", "t_mono_ns", "offset_ns", "rtt_ns"))

@@ -21,14 +21,14 @@ from hpcdist.reporting.jsonable import json_number
 from hpcdist.telemetry.metrics.quantities import most_over_ranks
 
 Result = TypeVar("Result")
-METRICS_FILE: Final = "metrics.h5"  # of a run directory
+METRICS_FILE: Final = "metrics.h5"  # in a run directory
 SCHEMA: Final = "hpcdist.metrics"
 VERSION: Final = 1
-MOVED_ATTRIBUTE: Final = "bytes_{}_per_step"  # of a run that has ended: bytes by each way of `BytesMoved`
+MOVED_ATTRIBUTE: Final = "bytes_{}_per_step"  # set at the end of a run: bytes by each way of `BytesMoved`
 FLUSH_S: Final = 5.0
 FLUSH_ROWS: Final = 512
 READ_ATTEMPTS: Final = 5
-LAST_LOSSES: Final = 20  # steps over which a report takes the mean loss
+LAST_LOSSES: Final = 20  # number of steps in the mean loss of a report
 STEPS: Final = MetricsTable(
     "steps",
     (
@@ -57,15 +57,15 @@ PER_RANK: Final = tuple(column.name for column in STEPS.columns if column.wide)
 
 
 class MetricsWriter:
-    """Writer of the metrics file ``path``, on rank 0. A context manager; leaving it flushes.
+    """Writer of the metrics file ``path`` on rank 0. A context manager: leaving it writes all rows.
 
-    The file is opened only for a moment, at most every `FLUSH_S`: it is readable at any time, and a killed run loses a
-    few seconds. ``world`` is the number of ranks. ``resume_step`` None begins a file (a directory with another run's
-    metrics is refused); a number continues one and drops the rows of later steps. ``attributes`` (numbers and strings)
-    become root attributes, as provenance and the entropies of the data (``unigram_nats``, ...).
+    The file is opened only for each write, at most once per `FLUSH_S`, so it is always readable. ``world`` is the
+    number of ranks. If ``resume_step`` is None, a new file is created (StorageError if it exists). Otherwise, the file
+    is continued and the rows of later steps are dropped. ``attributes`` (numbers and strings) become root attributes of
+    the file.
 
-    Methods raise StorageError when the disk is full or fails; what was flushed before stays readable. A file that is
-    damaged, or of another program, is set aside, with a line on stderr, and another one begun.
+    Methods raise StorageError if the disk is full or fails; rows already written stay readable. A damaged or foreign
+    file is renamed and replaced.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class MetricsWriter:
         self._evaluations: list[dict[str, Any]] = []
         self._flushed = time.monotonic()
         if resume_step is None and self.path.exists():
-            raise StorageError(f"{path} exists: it holds another run; choose another directory or resume it")
-        self._session, self.last = 0, 0  # the number of this start; the step in the file, when it was opened
+            raise StorageError(f"{path} exists: it belongs to another run; choose another directory or resume that run")
+        self._session, self.last = 0, 0  # number of this start; last step in the file when it was opened
         self._attributes, self._is_begun = dict(attributes or {}), False
 
         def begin(file: Any) -> None:
@@ -100,7 +100,7 @@ class MetricsWriter:
         self.close()
 
     def _change(self, change: Callable[[Any], None]) -> None:
-        """Call ``change`` with the open file. A damaged one is set aside and begun anew: it must not end a run."""
+        """Call ``change`` with the open file. A damaged file is renamed and replaced, so that the run continues."""
         try:
             self._edit(change)
         except regular.DamagedFileError as error:
@@ -108,7 +108,7 @@ class MetricsWriter:
             if aside is None:
                 raise
             try:
-                self._edit(change, anew=True)
+                self._edit(change, is_new=True)
             except BaseException:
                 with suppress(OSError):
                     if not self.path.exists():
@@ -116,35 +116,34 @@ class MetricsWriter:
                 raise
             print(f"hpcdist: {error}; it is now {aside.name}, and a new one begins here", file=sys.stderr, flush=True)
 
-    def _edit(self, change: Callable[[Any], None], anew: bool = False) -> None:
-        """Call ``change`` once with the open file. Raises DamagedFileError where its tables are damaged."""
+    def _edit(self, change: Callable[[Any], None], is_new: bool = False) -> None:
+        """Call ``change`` with the open file, without a retry. Raises DamagedFileError if its tables are damaged."""
         try:
             with files.edit(self.path, SCHEMA, VERSION) as file:
-                if anew and self._is_begun:
+                if is_new and self._is_begun:
                     self._create(file)
                     self._enter(file)
                 try:
                     change(file)
                 except regular.BROKEN_LIBRARY_ERRORS as error:
                     if not isinstance(error, HpcdistError) and regular.is_damage(error):
-                        _check_tables(file, self.path)  # or is it the change that is wrong?
+                        _check_tables(file, self.path)  # distinguish a damaged file from a faulty change
                     raise
         except HpcdistError:
             raise
         except OSError as error:
-            raise StorageError(f"{self.path}: cannot be changed: {error}; what was there is kept") from error
+            raise StorageError(f"{self.path}: cannot be changed: {error}; its earlier content is kept") from error
 
     def _begin(self, file: Any, resume_step: int | None) -> None:
-        """Begin this start in an open file, from which rows after ``resume_step`` are dropped."""
         is_new = "steps" not in file
         if is_new:
             self._create(file)
         for table in (STEPS, EVALUATIONS):
-            strange = set(datasets.columns(file, table.name)) - {column.name for column in table.columns}
-            if strange:  # a row would lack them
-                raise ValueError(f"{table.name} has columns that are not known here: {sorted(strange)[:3]}")
+            unexpected = set(datasets.columns(file, table.name)) - {column.name for column in table.columns}
+            if unexpected:  # new rows would lack these columns
+                raise ValueError(f"the row for table {table.name} has unknown columns: {sorted(unexpected)[:3]}")
             if resume_step is not None and not is_new:
-                table.drop_from(file, resume_step + 1)  # they will be made again
+                table.drop_from(file, resume_step + 1)  # these steps will be repeated
         _link_to_root(file)
         self._session = int(file.attrs.get("sessions", 0))
         steps = file["steps"]["step"]
@@ -167,16 +166,16 @@ class MetricsWriter:
         loss: float,
         learning_rate: float,
         tokens: int,
-        step_s: np.ndarray,  # (world,) as the following
+        step_s: np.ndarray,  # (world,), as the following arrays
         compute_s: np.ndarray,
         communication_s: np.ndarray,
         update_s: np.ndarray,
         sent_bytes: np.ndarray,
         made_by: int = 0,
     ) -> None:
-        """Take the row of a step, NaN for what was not measured; it is written with the next flush.
+        """Add the row of one step; missing figures are NaN.
 
-        ``made_by`` not 0: a row of the session before, of so many ranks, which had not been written when some died.
+        If ``made_by`` > 0, the step belongs to the previous session, which had ``made_by`` ranks.
         """
         session, world = (self._session - 1, made_by) if made_by else (self._session, self.world)
         row: dict[str, Any] = {"step": step, "session": session, "world": world, "loss": loss}
@@ -187,7 +186,7 @@ class MetricsWriter:
         self._flush_when_due()
 
     def evaluation(self, step: int, val_loss: float) -> None:
-        """Take the validation loss after ``step``."""
+        """Add the validation loss after ``step``."""
         self._evaluations.append({"step": step, "val_loss": val_loss})
         self._flush_when_due()
 
@@ -196,9 +195,9 @@ class MetricsWriter:
             self.flush()
 
     def flush(self, *appends: Callable[[Any, int], None]) -> None:
-        """Write all rows. After a failure the rows not yet written are gone and the file is as before.
+        """Write waiting rows, then call each function in ``appends`` with (open file, session number).
 
-        Each of ``appends`` adds the groups of another service, as in `include`, while the file is open.
+        A failure loses unwritten rows.
         """
         steps, self._steps = self._steps, []
         evaluations, self._evaluations = self._evaluations, []
@@ -217,35 +216,33 @@ class MetricsWriter:
             self._change(add)
 
     def describe(self, **attributes: Any) -> None:
-        """Set further root attributes, which were not known when the run began."""
+        """Set root ``attributes`` of the metrics file."""
         self._change(lambda file: file.attrs.update(attributes))
 
     def include(self, append: Callable[[Any, int], None]) -> None:
-        """Call ``append(file, session)``, which adds the groups of another service and touches no others."""
+        """Call ``append(file, session)`` with the open file. This function adds its own groups to the file."""
         self._change(lambda file: append(file, self._session))
 
     def put(self, table: MetricsTable, **columns: Any) -> None:
-        """Append rows of this start to a side table, by column as `MetricsTable.append` takes them."""
+        """Append rows of this start to the side table ``table``. ``columns`` has the values by column name."""
         self.include(lambda file, session: table.append(file, session=session, **columns))
 
     def close(self) -> None:
-        """Flush; the file is never held open."""
+        """Write all waiting rows. The file needs no closing, because it is open only during a write."""
         self.flush()
 
 
 def _link_to_root(file: Any) -> None:
-    """Give the columns of the steps a second name at the root: `xarray.open_dataset` needs to know no group then."""
+    """Link the columns of the steps table at the file's root, so that `xarray.open_dataset` needs no group name."""
     for name, column in file["steps"].items():
         if name in file and file[name] == column:
             continue
-        if name in file:  # of a table that was made anew
+        if name in file:  # link to a replaced table
             del file[name]
         file[name] = column
 
 
 def _check_tables(file: Any, path: Path) -> None:
-    """Raise DamagedFileError where a table of the open file cannot be what was written."""
-
     def check(name: str, item: Any) -> None:
         if "columns" in item.attrs:
             datasets.columns(file, name)
@@ -256,7 +253,7 @@ def _check_tables(file: Any, path: Path) -> None:
 
 @dataclass(frozen=True)
 class MetricsData:
-    """A metrics file in memory: columns of ``steps`` (per rank: (steps, ranks)) and of ``evaluations``."""
+    """Content of a metrics file: columns of ``steps``, (steps,) or (steps, ranks), and columns of ``evaluations``."""
 
     steps: dict[str, np.ndarray]
     evaluations: dict[str, np.ndarray]
@@ -264,7 +261,7 @@ class MetricsData:
 
 
 def read(path: str | Path) -> MetricsData:
-    """Read a metrics file; its run may be under way. Raises StorageError."""
+    """Read the metrics file ``path`` of a finished or running run. Raises StorageError."""
 
     def take(file: Any) -> MetricsData:
         attributes = dict(files.attributes_of(file))
@@ -274,26 +271,28 @@ def read(path: str | Path) -> MetricsData:
 
 
 def read_settled(path: str | Path, take: Callable[[Any], Result]) -> Result:
-    """Return ``take`` of the metrics file ``path``, whose run may be under way. Raises StorageError."""
+    """Return ``take(file)``, where ``file`` is the open metrics file ``path``. Raises StorageError.
+
+    If a running run changes the file at the same time, this is repeated.
+    """
     for attempt in range(READ_ATTEMPTS):
         with files.open_read(path, SCHEMA, VERSION) as file:
             try:
                 return take(file)
             except regular.BROKEN_LIBRARY_ERRORS as error:
-                # Read in the moment in which it was changed? Then it is whole a moment later.
+                # The file may have been changed during the read: retry.
                 if attempt == READ_ATTEMPTS - 1:
-                    raise StorageError(f"{path}: is damaged: {error}") from error
+                    raise StorageError(f"{path} is damaged: {error}") from error
         time.sleep(0.05)
     raise AssertionError("unreachable")
 
 
 def summarise(metrics: MetricsData) -> dict[str, Any]:
-    """Return the figures of a run: JSON values, None for what was not measured.
+    """Return the figures of a run as JSON values, None if not measured.
 
-    ``train_loss`` is that of the last step, ``train_loss_mean`` the mean over the last `LAST_LOSSES`. Times leave out
-    the first step of each session, which compiles and allocates; a step takes as long as its slowest rank.
-    ``bytes_sent_per_step`` is the median step's maximum over the ranks. ``slowest_rank`` computes longest in the
-    median, ``imbalance`` is its time over the median rank's.
+    ``train_loss_mean`` is the mean over the last `LAST_LOSSES` steps. Times exclude the first step of each session, and
+    are from the slowest rank. ``bytes_sent_per_step`` is the median over steps of the maximum over ranks.
+    ``slowest_rank`` has the largest median compute time; ``imbalance`` is this time over the median rank's time.
     """
     steps = metrics.steps
     count = len(steps["step"])
@@ -303,24 +302,24 @@ def summarise(metrics: MetricsData) -> dict[str, Any]:
     result["train_loss"] = json_number(loss[-1]) if count else None
     result["train_loss_mean"] = json_number(np.mean(loss)) if count else None
     evaluated = metrics.evaluations["val_loss"]
-    evaluated = evaluated[np.isfinite(evaluated)]  # earlier versions wrote NaN for each start that was stopped
+    evaluated = evaluated[np.isfinite(evaluated)]  # earlier versions wrote NaN for stopped starts
     result["val_loss"] = float(evaluated[-1]) if len(evaluated) else None
-    # The first step of a session is the one whose predecessor is of another.
+    # The first step of a session follows a step of another session.
     warm = np.flatnonzero(np.diff(steps["session"], prepend=-1) == 0)
-    # A rank that only serves has no step of its own: what it waits for the others is no share of theirs.
+    # Ranks that only serve have no steps, and do not count.
     works = np.nansum(steps["compute_s"], axis=0) > 0
     times = {name: steps[f"{name}_s"][warm][:, works] for name in ("compute", "communication", "update")}
     phases = times["compute"] + times["communication"] + times["update"]  # (steps, ranks)
-    # Files of the first version know the phases only, not what lay between them.
+    # Files of the first version have the phases, but not the time between them.
     of_rank = steps["step_s"][warm][:, works] if "step_s" in steps else phases
     step_s = most_over_ranks(of_rank)
     result["step_s_median"] = _median(step_s)
     result["step_s_p95"] = json_number(np.nanpercentile(step_s, 95)) if np.isfinite(step_s).any() else None
-    known = np.isfinite(step_s)
-    # Where no worker waits for another, the longest of their times is that of all.
+    is_known = np.isfinite(step_s)
+    # Without lock-step, the total time is the maximum over the ranks.
     lock_step = metrics.attributes.get("lock_step", 1)
-    spent_s = float(step_s[known].sum()) if lock_step else max((_sum(column) for column in of_rank.T), default=0.0)
-    result["tokens_per_s"] = float(steps["tokens"][warm][known].sum()) / spent_s if spent_s else None
+    spent_s = float(step_s[is_known].sum()) if lock_step else max((_sum(column) for column in of_rank.T), default=0.0)
+    result["tokens_per_s"] = float(steps["tokens"][warm][is_known].sum()) / spent_s if spent_s else None
     total_s = _sum(of_rank)
     for name, values in times.items():
         short = "comm" if name == "communication" else name
@@ -330,34 +329,37 @@ def summarise(metrics: MetricsData) -> dict[str, Any]:
 
 
 def mean_step_s(metrics: MetricsData) -> float | None:
-    """Return the mean seconds of a step of the last session, but its first, over the ranks that compute."""
+    """Return the mean step time in seconds in the last session, or None if unknown.
+
+    It is the mean over the ranks that compute, without the session's first step.
+    """
     steps = metrics.steps
     last = np.flatnonzero(steps["session"] == steps["session"].max(initial=0))[1:]
     works = np.nansum(steps["compute_s"], axis=0) > 0
-    known = steps["step_s"][last][:, works] if "step_s" in steps else np.empty(0)
-    known = known[np.isfinite(known)]
-    return float(known.mean()) if known.size else None
+    seconds = steps["step_s"][last][:, works] if "step_s" in steps else np.empty(0)
+    seconds = seconds[np.isfinite(seconds)]
+    return float(seconds.mean()) if seconds.size else None
 
 
 def moved_bytes(attributes: Mapping[str, Any]) -> BytesMoved | None:
-    """Return the bytes that a rank moved a step, by the way they took; None where the run has not noted it."""
-    known = {way: attributes.get(MOVED_ATTRIBUTE.format(way)) for way in BytesMoved._fields}
-    by_way = {way: float(nbytes) for way, nbytes in known.items() if isinstance(nbytes, int | float)}
-    return BytesMoved(**by_way) if len(by_way) == len(known) and all(map(math.isfinite, by_way.values())) else None
+    """Return the bytes that a rank moved per step, by kind of transport, or None if ``attributes`` do not have them."""
+    noted = {way: attributes.get(MOVED_ATTRIBUTE.format(way)) for way in BytesMoved._fields}
+    by_way = {way: float(nbytes) for way, nbytes in noted.items() if isinstance(nbytes, int | float)}
+    return BytesMoved(**by_way) if len(by_way) == len(noted) and all(map(math.isfinite, by_way.values())) else None
 
 
 def _stragglers(compute_s: np.ndarray, ranks: np.ndarray) -> dict[str, Any]:
     medians = {int(rank): _median(compute_s[:, column]) for column, rank in enumerate(ranks)}
-    known = {rank: value for rank, value in medians.items() if value}
-    if not known:
+    nonzero = {rank: value for rank, value in medians.items() if value}
+    if not nonzero:
         return {"slowest_rank": None, "imbalance": None}
-    slowest = max(known, key=lambda rank: known[rank])
-    return {"slowest_rank": slowest, "imbalance": known[slowest] / float(np.median(list(known.values())))}
+    slowest = max(nonzero, key=lambda rank: nonzero[rank])
+    return {"slowest_rank": slowest, "imbalance": nonzero[slowest] / float(np.median(list(nonzero.values())))}
 
 
 def _median(values: np.ndarray) -> float | None:
-    known = values[np.isfinite(values)]
-    return float(np.median(known)) if known.size else None
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if finite.size else None
 
 
 def _sum(values: np.ndarray) -> float:

@@ -1,7 +1,6 @@
-"""HTML document of a run: one file without scripts, whose content security policy forbids to fetch anything.
+"""HTML document of a run: one file without scripts or external resources.
 
-`write_page` reads the run, draws the charts and writes the file, all of it or nothing. Text and markup are in
-``page.html.j2``; ``page.css`` serves screens of any width, light and dark themes, and paper.
+`write_page` reads the run, draws the charts and writes the file atomically, from ``page.html.j2`` and ``page.css``.
 """
 
 import functools
@@ -47,7 +46,7 @@ def _templates() -> Templates:
 
 
 def make_page(data: PageData) -> str:
-    """Return the page of ``data``. Raises MissingCapabilityError without matplotlib."""
+    """Return the HTML page of the run ``data``. Raises MissingCapabilityError if matplotlib is missing."""
     plotting.require_matplotlib()
     charts = over_steps.charts(data) | resources.charts(data)
     settings = [(row.key, row.value, row.default) for row in data.beside.settings]
@@ -73,13 +72,12 @@ def make_page(data: PageData) -> str:
         changed=[row for row in settings if row[1] != row[2]],
         unchanged=[row[:2] for row in settings if row[1] == row[2]],
         environment=[(n, attributes[key]) for n, key in PROVENANCE.items() if attributes.get(key) not in (None, "")],
-        missing=_missing(data, key_figures_of_run, [chart for own in charts.values() for chart in own]),
+        missing=_missing(data, key_figures_of_run, [chart for group in charts.values() for chart in group]),
     )  # fmt: skip
     return style.printable(page)
 
 
 def _phases(data: PageData) -> Iterator[tuple[str, str, str]]:
-    """Yield time and energy by phase over all starts, of training also by its parts."""
     for phase in sorted(data.energy.phases, key=lambda phase: -phase.seconds):
         yield phase.name, format_duration(phase.seconds), format_joules(phase.joules)
         for part in sorted(data.energy.parts, key=lambda part: -part.seconds) if phase.name == "training" else ():
@@ -87,7 +85,6 @@ def _phases(data: PageData) -> Iterator[tuple[str, str, str]]:
 
 
 def _operations(data: PageData) -> list[tuple[str, ...]]:
-    """Return time and bytes of each collective and message since the last start, the longest first."""
     seconds = series.observed_by_label(data, "collective_seconds_total")
     moved, rates = (series.observed_by_label(data, f"collective_bytes_{of}") for of in ("total", "per_second"))
     return [
@@ -102,7 +99,6 @@ def _operations(data: PageData) -> list[tuple[str, ...]]:
 
 
 def _moment(text: str) -> str:
-    """Return a time of a file to the second, without zone."""
     return text.replace("T", " ")[:19]
 
 
@@ -113,7 +109,6 @@ def _words(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _missing(data: PageData, shown: Sequence[KeyFigure], charts: Sequence[Chart]) -> dict[str, str]:
-    """Return the names of what was not measured by the reason."""
     missing = [("All figures and curves", data.reason)] if data.run is None else []
     missing += [(figure.name, figure.note) for figure in shown if figure.value is None]
     missing += [(chart.title, chart.reason) for chart in charts if not chart.svg]
@@ -124,10 +119,9 @@ def _missing(data: PageData, shown: Sequence[KeyFigure], charts: Sequence[Chart]
 
 
 def write_page(run_dir: str | Path, file: str | Path, beside: ExternalData | None = None) -> None:
-    """Write the page of the run in ``run_dir`` into ``file``: all of it or nothing.
+    """Write the page of the run in ``run_dir``, which may be running, to ``file`` atomically. Raises StorageError.
 
-    The run may be under way. Raises StorageError where ``run_dir`` holds no run, or ``file`` cannot be written, and
-    MissingCapabilityError without matplotlib.
+    The last argument has data that this package cannot read itself (see `ExternalData`).
     """
     plotting.require_matplotlib()
     with regular.damage(run_dir, regular.FIGURES):

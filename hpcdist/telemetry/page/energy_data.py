@@ -1,9 +1,7 @@
 """Energy, utilisation and step spans of a run for its page: joules, power over time, load of nodes, one step.
 
-`read` returns the spans of one step by rank on a common clock: the step of median length among the last ones.
-`read_energy` takes totals from the record that a run keeps of all of its starts, and curves from the raw samples of the
-counters in the metrics file, of which evenly spread blocks are enough: counters are cumulative. `read_utilisation`
-returns the mean over the nodes, from the samples in the metrics file.
+`read` returns the spans of a typical step by rank on a common clock. `read_energy` returns totals from the energy
+record of all starts, and curves from samples in the metrics file. `read_utilisation` returns means over the nodes.
 """
 
 import math
@@ -25,16 +23,16 @@ from hpcdist.telemetry.metrics import side_tables
 from hpcdist.telemetry.metrics.step_metrics import SCHEMA, VERSION
 from hpcdist.telemetry.trace.clock_correction import HostClock
 
-MAX_RANKS: Final = 32  # that a picture can show
-MAX_SPANS: Final = 6000  # of all ranks together, the longest
-LAST_STEPS: Final = 50  # steps among which one is chosen
+MAX_RANKS: Final = 32  # largest number of ranks in a chart
+MAX_SPANS: Final = 6000  # largest number of spans of all ranks; the longest are kept
+LAST_STEPS: Final = 50  # number of last steps to choose from
 NO_FILES: Final = "the run kept no spans (recorder/rank-*.spans): an earlier version, or telemetry.trace = false"
 NO_STEP: Final = "no step is in the spans of all ranks: it did not end, or its spans were overwritten"
 
 
 @dataclass(frozen=True)
 class RankLane:
-    """Lane of a rank in the step: its spans (begin_s, end_s, span), with times since the first rank began the step."""
+    """Spans of a rank in one step: (begin_s, end_s, span), in seconds since the first rank began the step."""
 
     rank: int
     host: str
@@ -45,22 +43,25 @@ class RankLane:
 
 @dataclass(frozen=True)
 class StepSpans:
-    """Spans of a step of some ranks of ``world``; without lanes the ``reason``. ``clocks``: how well these agree."""
+    """Spans of one step on some of ``world`` ranks, or the ``reason`` why there are none.
+
+    ``clocks`` is a text about the accuracy of the clocks.
+    """
 
     step: int = 0
     lanes: Sequence[RankLane] = ()
     world: int = 0
     clocks: str = ""
-    left_out: int = 0  # number of spans that are too short to draw
+    left_out: int = 0  # number of spans too short to draw
     reason: str = NO_FILES
 
     @property
     def seconds(self) -> float:
-        """From the first begin to the last end."""
+        """Seconds from the begin of the first span to the end of the last span."""
         return max((lane.end_s for lane in self.lanes), default=0.0)
 
     def totals(self) -> dict[str, float]:
-        """Return the seconds of each phase, mean over the lanes; what no span covers is "not covered"."""
+        """Return the seconds of each phase, averaged over the ranks."""
         totals: dict[str, float] = {}
         for lane in self.lanes:
             for begin, end, span in lane.spans:
@@ -69,10 +70,10 @@ class StepSpans:
 
 
 def read(run_dir: Path, metrics_path: Path | None = None, slowest: int | None = None) -> StepSpans:
-    """Return a step of the run: the one of median length among the last that all ranks have.
+    """Return the spans of one step. Of the last steps that all ranks recorded, it is the one with the median length.
 
-    At most `MAX_RANKS` ranks are read, spread evenly, with rank 0, the last and the ``slowest`` among them. Damaged
-    files are left out. ``metrics_path`` has the readings of the nodes' clocks.
+    Reads at most `MAX_RANKS` evenly spread ranks, including rank 0, the last rank and the rank ``slowest``. Damaged
+    files are skipped. ``metrics_path`` has the clock readings of the nodes.
     """
     paths = {number: path for path in (run_dir / "recorder").glob("rank-*.spans") if (number := _number(path)) >= 0}
     if not paths:
@@ -86,7 +87,7 @@ def read(run_dir: Path, metrics_path: Path | None = None, slowest: int | None = 
     if not ranks:
         return StepSpans(reason=damaged[0])
     newest = max(ranks, key=lambda rank: rank.wall_ns)
-    ranks = [rank for rank in ranks if rank.rank < newest.world]  # a larger, earlier start may have left the others
+    ranks = [rank for rank in ranks if rank.rank < newest.world]  # a larger, earlier start may have left other files
     step = _typical(ranks)
     if step is None:
         return StepSpans(world=newest.world, reason=NO_STEP)
@@ -97,7 +98,7 @@ def read(run_dir: Path, metrics_path: Path | None = None, slowest: int | None = 
 
 
 def select_evenly(numbers: Sequence[int], slowest: int | None) -> list[int]:
-    """Return at most `MAX_RANKS` of ``numbers``, evenly: the first, the last and the ``slowest`` are among them."""
+    """Return at most `MAX_RANKS` evenly spaced ``numbers``, including the first, the last and ``slowest``."""
     if len(numbers) <= MAX_RANKS:
         return list(numbers)
     selected = [numbers[at] for at in np.linspace(0, len(numbers) - 1, MAX_RANKS).round().astype(int)]
@@ -114,31 +115,31 @@ def _number(path: Path) -> int:
 
 
 def _steps(rank: RankSpans) -> Mapping[int, Span]:
-    """Return the spans that enclose a step, by its number; of one that was made twice, the last."""
+    """Return a dict: step -> the span of the whole step. If a step was repeated, its last span counts."""
     return {span.step: span for span in rank.spans if span.phase == "step" and span.end_ns > span.begin_ns}
 
 
 def _typical(ranks: Sequence[RankSpans]) -> int | None:
-    """Return the step of median length among the last ones that all have; None where there is none."""
+    """Return the number of the step with the median length among the last steps that all ranks recorded, or None."""
     steps = [_steps(rank) for rank in ranks]
     # A step whose first operations were overwritten in the ring buffer would look idle.
     oldest = [min((span.begin_ns for span in rank.spans if span.phase != "step"), default=math.inf) for rank in ranks]
     common = set.intersection(
         *(
-            {number for number, span in own.items() if span.begin_ns >= first or len(own) == 1}
-            for own, first in zip(steps, oldest, strict=True)
+            {number for number, span in row.items() if span.begin_ns >= first or len(row) == 1}
+            for row, first in zip(steps, oldest, strict=True)
         )
     )
     last = sorted(common)[-LAST_STEPS:]
     if not last:
         return None
-    lasts = {number: max(own[number].end_ns - own[number].begin_ns for own in steps) for number in last}
+    lasts = {number: max(row[number].end_ns - row[number].begin_ns for row in steps) for number in last}
     middle = statistics.median_low(lasts.values())
     return max(number for number in last if lasts[number] == middle)
 
 
 def _offsets(ranks: Sequence[RankSpans], step: int, metrics_path: Path | None) -> tuple[dict[int, int], str]:
-    """Return the correction of the clock of each rank in ``step`` in ns, and a phrase on its accuracy."""
+    """Return each rank's clock correction in ``step`` in ns, and a text about the accuracy of the corrections."""
     boots = {rank.boot_id or rank.host for rank in ranks}
     if len(boots) == 1:  # one kernel, one clock
         return {rank.rank: 0 for rank in ranks}, ""
@@ -160,31 +161,30 @@ def _offsets(ranks: Sequence[RankSpans], step: int, metrics_path: Path | None) -
 
 
 def _lanes(ranks: Sequence[RankSpans], step: int, offset: Mapping[int, int]) -> list[RankLane]:
-    """Return the lanes of a step on one clock."""
     steps = {rank.rank: _steps(rank)[step] for rank in ranks}
     origin = min(steps[rank].begin_ns + offset[rank] for rank in steps)
     lanes = []
     for rank in ranks:
-        own, shift = steps[rank.rank], offset[rank.rank] - origin
+        lane, shift = steps[rank.rank], offset[rank.rank] - origin
         spans = [
             ((span.begin_ns + shift) / 1e9, (span.end_ns + shift) / 1e9, span)
             for span in rank.spans
-            if span.phase != "step" and span.end_ns > own.begin_ns and span.begin_ns < own.end_ns
+            if span.phase != "step" and span.end_ns > lane.begin_ns and span.begin_ns < lane.end_ns
         ]
-        lanes.append(RankLane(rank.rank, rank.host, (own.begin_ns + shift) / 1e9, (own.end_ns + shift) / 1e9, spans))
+        lanes.append(RankLane(rank.rank, rank.host, (lane.begin_ns + shift) / 1e9, (lane.end_ns + shift) / 1e9, spans))
     return lanes
 
 
 def _longest(lanes: Sequence[RankLane]) -> tuple[list[RankLane], int]:
-    """Return the lanes without the shortest spans, where there are too many to draw, and the number left out."""
+    """Return ``lanes`` with only the longest spans, at most `MAX_SPANS` together, and the number of omitted spans."""
     lengths = sorted((end - begin for lane in lanes for begin, end, _ in lane.spans), reverse=True)
     if len(lengths) <= MAX_SPANS:
         return list(lanes), 0
     least, shown, count = lengths[MAX_SPANS], [], 0
     for lane in lanes:
-        own = [row for row in lane.spans if row[1] - row[0] > least]
-        shown.append(replace(lane, spans=own))
-        count += len(own)
+        long_spans = [row for row in lane.spans if row[1] - row[0] > least]
+        shown.append(replace(lane, spans=long_spans))
+        count += len(long_spans)
     return shown, len(lengths) - count
 
 
@@ -193,14 +193,14 @@ SAMPLES: Final = "energy/samples"
 SOURCES: Final = "energy/sources"
 COLUMNS: Final = ("t_mono_ns", "session", "node", "source", "energy_mj")
 MAX_SAMPLES: Final = 1_000_000
-CURVE_POINTS: Final = 400  # points of a course
+CURVE_POINTS: Final = 400  # number of points of a curve
 KWH_J: Final = 3.6e6
 NOT_KEPT: Final = "the run kept no record of energy: an earlier version, or it has not come so far"
 
 
 @dataclass(frozen=True)
 class PhaseEnergy:
-    """Energy and time of a phase over all starts; ``joules`` None: not known."""
+    """Energy and time of one phase over all starts of the run. ``joules`` is None if unknown."""
 
     name: str
     joules: float | None
@@ -209,7 +209,7 @@ class PhaseEnergy:
 
 @dataclass(frozen=True)
 class EnergyCurve:
-    """Energy curve of one kind of source over the hours of all starts, without pauses between. NaN: not known."""
+    """Energy and power of one kind of source (such as gpu) over the hours of all starts, without pauses."""
 
     hours: np.ndarray
     joules: np.ndarray
@@ -218,7 +218,7 @@ class EnergyCurve:
 
 @dataclass(frozen=True)
 class RunEnergy:
-    """Energy of a run over all starts. ``joules`` is None where the total is not known, with the ``reason``."""
+    """Energy of a run over all its starts. If the total is unknown, ``joules`` is None, with a ``reason``."""
 
     joules: float | None = None
     reason: str = NOT_KEPT
@@ -228,21 +228,21 @@ class RunEnergy:
     parts: Sequence[PhaseEnergy] = ()  # of training
     courses: Mapping[str, EnergyCurve] = field(default_factory=dict)
     thinned: bool = False
-    label: str = ""  # shown with each figure, as that they come from a declared model
-    renewed: bool = False  # the record is newer than the attributes that the last end of the run has left
+    label: str = ""  # shown with each figure, for example for a declared model
+    renewed: bool = False  # True if the record is newer than the attributes from the last end of the run
 
     @property
     def seconds(self) -> float:
-        """The seconds of all phases and starts."""
+        """Seconds of all phases of all starts together."""
         return math.fsum(phase.seconds for phase in self.phases)
 
 
 def read_energy(
     run_dir: Path, metrics_path: Path | None, attributes: Mapping[str, Any], last_step: int = 0
 ) -> RunEnergy:
-    """Return the energy of the run in ``run_dir``, whose last step is ``last_step``.
+    """Return the energy of the run in ``run_dir``, from its energy record if this is newer than the metrics file.
 
-    The record of a run under way is newer than the ``attributes``, which the last start that ended has left.
+    ``attributes`` are from the metrics file, and ``last_step`` is the number of the run's last step.
     """
     usage = regular.json_or_none(run_dir / USAGE)
     record = usage.get("joules") if isinstance(usage, dict) else None
@@ -277,16 +277,16 @@ def _phases(rows: Any) -> list[PhaseEnergy]:
 
 
 def total_joules(by_kind: Mapping[str, float | None]) -> float:
-    """Return the sum of all kinds; a counter of whole nodes includes the others."""
+    """Return the total joules over all kinds of sources. If "node" counters exist, they include the other kinds."""
     if by_kind.get("node") is not None:
         return float(by_kind["node"] or 0.0)
     return math.fsum(value for value in by_kind.values() if value is not None)
 
 
 def finite_number(value: Any) -> float | None:
-    """Return ``value`` as a finite number, None where it is none."""
-    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if known else None
+    """Return ``value`` as a float, or None if it is not a finite number."""
+    is_finite = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if is_finite else None
 
 
 def _as_dict(value: Any) -> dict[str, Any]:
@@ -294,14 +294,13 @@ def _as_dict(value: Any) -> dict[str, Any]:
 
 
 def _stored_curves(path: Path) -> tuple[dict[str, EnergyCurve], bool]:
-    """Return the curve of each kind in the metrics file, and whether only a part of the samples was read."""
     with files.open_read(path, SCHEMA, VERSION) as file, regular.damage(path, "its energy samples are damaged"):
         read, is_whole = read_spread(file, SAMPLES, COLUMNS, MAX_SAMPLES)
         return (energy_curves(read, datasets.read(file, SOURCES)), not is_whole) if read else ({}, False)
 
 
 def energy_curves(samples: Mapping[str, np.ndarray], sources: Mapping[str, np.ndarray]) -> dict[str, EnergyCurve]:
-    """Return the curve of each kind from samples and sources as `hpcdist.energy.monitor.tables` writes them."""
+    """Return the energy curve of each kind of source, from tables written by `hpcdist.energy.monitor.tables`."""
     keys = ("session", "node", "source")
     kinds = {
         tuple(int(sources[name][row]) for name in keys): sources["kind"][row].decode(errors="replace")
@@ -319,9 +318,9 @@ def energy_curves(samples: Mapping[str, np.ndarray], sources: Mapping[str, np.nd
         if stop - start < 2:
             continue
         session, node, source = (int(ordered[name][start]) for name in keys)
-        own = (ordered["t_mono_ns"][start:stop], ordered["energy_mj"][start:stop])
-        parts.setdefault(session, {}).setdefault(kinds.get((session, node, source), "?"), []).append((*own, node))
-        first = int(own[0][0])
+        pair = (ordered["t_mono_ns"][start:stop], ordered["energy_mj"][start:stop])
+        parts.setdefault(session, {}).setdefault(kinds.get((session, node, source), "?"), []).append((*pair, node))
+        first = int(pair[0][0])
         begins[session, node] = min(begins.get((session, node), first), first)
     return _joined_sessions(parts, begins)
 
@@ -329,9 +328,13 @@ def energy_curves(samples: Mapping[str, np.ndarray], sources: Mapping[str, np.nd
 def _joined_sessions(
     parts: Mapping[int, Mapping[str, Sequence[Any]]], begins: Mapping[tuple[int, int], int]
 ) -> dict[str, EnergyCurve]:
-    """Put the sessions one after the other; each of ``parts`` has (times, millijoules, node) of its sources."""
+    """Return the energy curve of each kind of source over all sessions.
+
+    ``parts`` maps session and kind to (times, millijoules, node) of each source. ``begins`` has the begin time of each
+    (session, node).
+    """
     lasted = {
-        session: max((int(times[-1]) - begins[session, node]) / 1e9 for own in kinds.values() for times, _, node in own)
+        session: max((int(times[-1]) - begins[session, node]) / 1e9 for row in kinds.values() for times, _, node in row)
         for session, kinds in parts.items()
     }
     whole = sum(lasted.values()) or 1.0
@@ -351,12 +354,15 @@ def _joined_sessions(
             base[kind] += float(last[-1]) if last.size else 0.0
         at += lasted[session]
     return {
-        kind: EnergyCurve(*(np.concatenate(rows) for rows in zip(*own, strict=True))) for kind, own in curves.items()
+        kind: EnergyCurve(*(np.concatenate(rows) for rows in zip(*row, strict=True))) for kind, row in curves.items()
     }
 
 
 def _on_grid(seconds: np.ndarray, times: np.ndarray, joules: np.ndarray) -> np.ndarray:
-    """Return a counter at ``seconds``; NaN well before its first sample and well behind its last."""
+    """Return a counter's ``joules``, read at ``times``, interpolated at the times ``seconds``.
+
+    The result is NaN well before the first or after the last reading.
+    """
     near = 2 * (seconds[1] - seconds[0])
     values = np.interp(seconds, times, joules)
     values[(seconds < times[0] - near) | (seconds > times[-1] + near)] = np.nan
@@ -379,41 +385,41 @@ UTILISATION_BINS: Final = 300
 
 @dataclass(frozen=True)
 class UtilisationCurves:
-    """Utilisation curves: ``shares`` by column of `UTILISATION_NAMES`, (points,), at ``hours`` without pauses."""
+    """Utilisation over time: ``shares`` maps `UTILISATION_NAMES` to values (points,) at ``hours``, without pauses."""
 
     hours: np.ndarray
     shares: Mapping[str, np.ndarray]
 
 
 def read_utilisation(path: Path | None) -> UtilisationCurves | None:
-    """Return the utilisation in the metrics file ``path``; None where it has none. Raises StorageError."""
+    """Return the utilisation curves in the metrics file ``path``, or None if it has none. Raises StorageError."""
     if path is None:
         return None
     with files.open_read(path, SCHEMA, VERSION) as file, regular.damage(path, "its table of utilisation is damaged"):
-        known = file.get(UTILISATION_TABLE, ())
-        names = [*UTILISATION_KEYS, *(name for name in UTILISATION_NAMES if name in known)]
+        columns = file.get(UTILISATION_TABLE, ())
+        names = [*UTILISATION_KEYS, *(name for name in UTILISATION_NAMES if name in columns)]
         rows, _ = read_spread(file, UTILISATION_TABLE, names, MAX_UTILISATION_ROWS)
         return mean_over_nodes(rows) if rows else None
 
 
 def mean_over_nodes(rows: Mapping[str, np.ndarray]) -> UtilisationCurves:
-    """Return the mean over the nodes by time; ``rows`` has columns of the table, in any order."""
+    """Return the mean utilisation over the nodes at each time. ``rows``: columns of the table, in any order."""
     seconds, at = np.zeros(len(rows["session"])), 0.0
     for session in np.unique(rows["session"]):
-        own = rows["session"] == session
-        for node in np.unique(rows["node"][own]):
-            mine = own & (rows["node"] == node)
-            seconds[mine] = at + (rows["t_mono_ns"][mine] - rows["t_mono_ns"][mine].min()) / 1e9
-        at = float(seconds[own].max())
-    # Two samples of a node to a part: none is empty because of where it begins.
+        in_session = rows["session"] == session
+        for node in np.unique(rows["node"][in_session]):
+            of_node = in_session & (rows["node"] == node)
+            seconds[of_node] = at + (rows["t_mono_ns"][of_node] - rows["t_mono_ns"][of_node].min()) / 1e9
+        at = float(seconds[in_session].max())
+    # At least two samples per node and bin, so that no bin is empty by its alignment.
     count = int(np.clip(np.unique(rows["node"], return_counts=True)[1].max() // 2, 1, UTILISATION_BINS))
     width = max(at, 1e-9) / count
     part = np.minimum((seconds / width).astype(np.int64), count - 1)
     shares = {}
     for name in UTILISATION_NAMES:
         if name in rows and np.isfinite(rows[name]).any():
-            known = np.isfinite(rows[name])
-            sums = np.bincount(part[known], rows[name][known], minlength=count)
-            number = np.bincount(part[known], minlength=count)
+            is_known = np.isfinite(rows[name])
+            sums = np.bincount(part[is_known], rows[name][is_known], minlength=count)
+            number = np.bincount(part[is_known], minlength=count)
             shares[name] = np.where(number > 0, sums / np.maximum(number, 1), np.nan)
     return UtilisationCurves((np.arange(count) + 0.5) * width / 3600, shares)

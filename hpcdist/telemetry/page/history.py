@@ -1,8 +1,4 @@
-"""History of a run: its starts and how each ended, its jobs, the last records of its ranks, and its incidents.
-
-`read_state` returns the state of the run from small files only (local). `read_incidents` lists starts, deaths, skipped
-steps, silent faults, anomalies and failures.
-"""
+"""History of a run: its starts and their ends, its jobs, the last records of its ranks, and its incidents."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,19 +17,19 @@ from hpcdist.telemetry.metrics.sampling import SampledMetrics
 STARTS: Final = "starts.json"
 JOBS: Final = "jobs.jsonl"
 NS: Final = 10**9
-ALIVE_NS: Final = 60 * NS  # the heartbeat of a start comes every ten seconds
-MAX_FILE_BYTES: Final = 4 << 20  # of a file of text that is read
+ALIVE_NS: Final = 60 * NS  # the heartbeat interval is ten seconds
+MAX_FILE_BYTES: Final = 4 << 20  # largest text file that is read
 RUNNING: Final = "under way"
 FINISHED: Final = "finished"
 STOPPED: Final = "stopped"
 FAILED: Final = "failed"
-KILLED: Final = "ended without a word"
+KILLED: Final = "ended without a message"
 UNKNOWN: Final = "not known"
 
 
 @dataclass(frozen=True)
 class RunStart:
-    """Start of the run: times in seconds since 1970, ``end`` finished, stopped or "", and ranks that died."""
+    """One start of a run. Times are seconds since 1970; ``end`` is "finished", "stopped" or "" (unknown)."""
 
     began: float
     seen: float
@@ -43,7 +39,7 @@ class RunStart:
 
 @dataclass(frozen=True)
 class LastRecord:
-    """Last note of a rank in the flight recorder: ``kind`` raised, deadline, frozen or finished; wall clock."""
+    """Last note of a rank in its flight recorder file. ``kind`` is "raised", "deadline", "frozen" or "finished"."""
 
     rank: int
     kind: str
@@ -53,7 +49,7 @@ class LastRecord:
 
 @dataclass(frozen=True)
 class JobEntry:
-    """Entry of the ledger of batch jobs."""
+    """Entry of the run's ledger of batch jobs."""
 
     time: str
     event: str
@@ -63,7 +59,7 @@ class JobEntry:
 
 @dataclass(frozen=True)
 class RunState:
-    """State of the run. ``kind`` is RUNNING, FINISHED and so on; ``detail`` a sentence, "" where there is none."""
+    """State of the run. ``kind`` is a constant such as RUNNING or FINISHED; ``detail`` is a sentence or ""."""
 
     kind: str
     detail: str
@@ -74,22 +70,22 @@ class RunState:
 
     @property
     def began(self) -> float | None:
-        """The begin of the first start; None: not known."""
+        """Begin time of the first start, or None if unknown."""
         return self.starts[0].began if self.starts else None
 
     @property
     def seen(self) -> float | None:
-        """The last heartbeat; None: not known."""
+        """Time of the last heartbeat, or None if unknown."""
         return self.starts[-1].seen if self.starts else None
 
     @property
     def requeues(self) -> int:
-        """Number of jobs that the scheduler has restarted."""
+        """Number of jobs that the scheduler restarted."""
         return sum(job.event == "began" and (job.values.get("restart") or 0) > 0 for job in self.jobs)
 
 
 def read_state(run_dir: Path, now_ns: int) -> RunState:
-    """Return the state of the run in ``run_dir`` at ``now_ns``; what cannot be read is left out."""
+    """Return the state of the run in ``run_dir`` at time ``now_ns``. Reads small files, skips unreadable ones."""
     starts, jobs = _read_starts(run_dir / STARTS), _read_jobs(run_dir / JOBS)
     words, world, gone = _last_records(run_dir / "recorder")
     kind, detail = _verdict(starts, words, now_ns, gone)
@@ -105,7 +101,7 @@ def _verdict(starts: Sequence[RunStart], words: Sequence[LastRecord], now_ns: in
     if last.end == "finished":
         return FINISHED, ""
     if last.end:
-        return STOPPED, "saved, and left by somebody's wish or the end of the job's time; a resume goes on with it"
+        return STOPPED, "saved, and stopped by a request or the end of the job; a resume goes on with it"
     if bad:
         return FAILED, cause
     if now_ns - last.seen * NS < ALIVE_NS and not gone:
@@ -131,38 +127,32 @@ def _read_jobs(path: Path) -> list[JobEntry]:
     entries = []
     with suppress(OSError):
         for row in regular.json_objects(path):
-            known = [text for name in ("time", "event", "job") if isinstance(text := row.pop(name, None), str)]
-            if len(known) == 3:
-                entries.append(JobEntry(known[0], known[1], known[2], row))
+            fields = [text for name in ("time", "event", "job") if isinstance(text := row.pop(name, None), str)]
+            if len(fields) == 3:
+                entries.append(JobEntry(fields[0], fields[1], fields[2], row))
     return entries
 
 
 @dataclass(frozen=True)
 class _RecordHead:
-    """Head of a rank's record, without its events."""
-
     rank: int
     began_ns: int
     world: int
-    gone: bool  # its process is known to have ended
+    gone: bool  # True if its process is known to have ended
     words: Sequence[LastRecord]
 
 
 def _last_records(folder: Path) -> tuple[list[LastRecord], int, bool]:
-    """Return the last notes of the ranks, the number of ranks in the newest record, and whether all have ended.
-
-    Of each record only the notes are read: the events of a thousand ranks would take seconds.
-    """
+    """Return the last notes of the ranks, the number of ranks in the newest start, and True if all ranks have ended."""
     heads = [head for path in sorted(folder.glob("rank-*.rec")) if (head := _record_head(path)) is not None]
     if not heads:
         return [], 0, False
     world = max(heads, key=lambda head: head.began_ns).world
-    own = [head for head in heads if head.rank < world]
-    return [word for head in own for word in head.words], world, all(head.gone for head in own)
+    current = [head for head in heads if head.rank < world]
+    return [word for head in current for word in head.words], world, all(head.gone for head in current)
 
 
 def _record_head(path: Path) -> _RecordHead | None:
-    """Return the head of a record; None where the file is none."""
     try:
         with open(regular.open_regular(path), "rb") as file:
             data = file.read(flight_recorder.TEXTS)
@@ -186,12 +176,12 @@ def _record_head(path: Path) -> _RecordHead | None:
     return _RecordHead(rank, wall, world, gone, words)
 
 
-MAX_INCIDENTS: Final = 100  # of a kind; more are counted
+MAX_INCIDENTS: Final = 100  # listed incidents of a kind; further ones are only counted
 
 
 @dataclass(frozen=True)
 class Incident:
-    """Incident after ``step`` steps (None: not known), with ``time`` as text or "", and a sentence."""
+    """An incident after ``step`` steps (None: unknown). ``text`` is a sentence; ``time`` is a text or ""."""
 
     step: int | None
     time: str
@@ -200,7 +190,7 @@ class Incident:
 
 
 def read_incidents(run: SampledMetrics | None, state: RunState) -> list[Incident]:
-    """Return all incidents, ordered by step."""
+    """Return all incidents: starts, deaths, skipped steps, silent faults, anomalies and failures, ordered by step."""
     incidents = [*_failure_incidents(state), *_start_incidents(run, state)]
     if run is not None:
         incidents += [*_death_incidents(run), *_skip_incidents(run), *_fault_incidents(run), *_note_incidents(run)]
@@ -208,7 +198,6 @@ def read_incidents(run: SampledMetrics | None, state: RunState) -> list[Incident
 
 
 def _start_incidents(run: SampledMetrics | None, state: RunState) -> Iterator[Incident]:
-    """Yield each start, with the step after which it began where the rows show that."""
     firsts = _first_steps(run)
     for number, start in enumerate(state.starts):
         step = firsts[number] - 1 if len(firsts) == len(state.starts) else (0 if number == 0 else None)
@@ -218,13 +207,12 @@ def _start_incidents(run: SampledMetrics | None, state: RunState) -> Iterator[In
         elif number == len(state.starts) - 1:
             ended = f"{state.kind}, {lasted} so far" if state.kind == "under way" else f"{state.kind} after {lasted}"
         else:
-            ended = f"ended by nobody's wish after {lasted}"
-        deaths = f"; {counted(start.deaths, 'death')} outlived" if start.deaths else ""
+            ended = f"ended unexpectedly after {lasted}"
+        deaths = f"; {counted(start.deaths, 'death')} survived" if start.deaths else ""
         yield Incident(step, format_time(start.began), "start", f"start {number + 1}: {ended}{deaths}")
 
 
 def _first_steps(run: SampledMetrics | None) -> list[int]:
-    """Return the first step of each session that made one."""
     if run is None or not len(run.steps["step"]):
         return []
     new = np.flatnonzero(np.diff(run.steps["session"], prepend=run.steps["session"][0] - 1))
@@ -274,7 +262,6 @@ def _note_incidents(run: SampledMetrics) -> Iterator[Incident]:
 
 
 def _rest(kind: str, steps: Sequence[int], more: str) -> Iterator[Incident]:
-    """Yield how many incidents there are beyond `MAX_INCIDENTS`, if any; ``steps`` are those of all."""
     if len(steps) > MAX_INCIDENTS:
         text = f"and {len(steps) - MAX_INCIDENTS} {more} up to step {steps[-1]}"
         yield Incident(steps[MAX_INCIDENTS], "", kind, text)

@@ -1,4 +1,4 @@
-"""Key figures of a page, each with its unit, and the reason where it was not measured."""
+"""Key figures of a page, each with its unit, or the reason why it was not measured."""
 
 import math
 from collections.abc import Iterator
@@ -24,13 +24,13 @@ from hpcdist.telemetry.page.energy_data import KWH_J, finite_number
 from hpcdist.telemetry.page.run_data import PageData
 
 NOT_MEASURED: Final = "not measured"
-NO_WARM: Final = "only first steps of a start were made, which compile and allocate: they tell nothing of speed"
-EARLIER: Final = "the run did not note it: it is under way, was stopped, or an earlier version made it"
+NO_WARM: Final = "only first steps of a start were made, which compile and allocate, so there is no speed"
+EARLIER: Final = "not stored by the run: it is running, was stopped, or was made by an earlier version"
 
 
 @dataclass(frozen=True)
 class KeyFigure:
-    """Key figure: where ``value`` is None it is not known, and ``note`` says why."""
+    """Key figure of a run, shown at the top of the page. If ``value`` is None, ``note`` has the reason."""
 
     name: str
     value: str | None
@@ -38,7 +38,7 @@ class KeyFigure:
 
 
 def figures(data: PageData) -> list[KeyFigure]:
-    """Return the key figures of a run; none where it made no step."""
+    """Return the key figures of a run, or [] if it has no steps."""
     if data.run is None:
         return []
     return [*_losses(data), *_speed(data), *_ranks(data), *_energy(data), *_resources(data), *_mishaps(data)]
@@ -55,9 +55,9 @@ def _losses(data: PageData) -> Iterator[KeyFigure]:
     form = f"{{:.4f}} {data.attributes.get('loss_unit', 'nats')}".rstrip()
     yield KeyFigure("Training loss", _form(train, form), mean + steps)
     val = values["val_loss"]
-    known = [(key, finite_number(data.attributes.get(key))) for key in ENTROPIES]
-    beside = ", ".join(f"{key.removesuffix('_nats')} {value:.3f}" for key, value in known if value is not None)
-    note = f"entropies of the data: {beside}" if beside else "entropies of the data are not known"
+    entropies = [(key, finite_number(data.attributes.get(key))) for key in ENTROPIES]
+    listed = ", ".join(f"{key.removesuffix('_nats')} {value:.3f}" for key, value in entropies if value is not None)
+    note = f"entropies of the data: {listed}" if listed else "entropies of the data are not known"
     if val is None:
         note = f"no validation was made yet, or the recipe has no validation data; {note}"
     yield KeyFigure("Validation loss", _form(val, form), note)
@@ -68,23 +68,23 @@ def _speed(data: PageData) -> Iterator[KeyFigure]:
     speed = _form(values["tokens_per_s"], "{:,.0f} " + str(data.attributes.get("speed_unit", "tokens")) + "/s")
     yield KeyFigure("Throughput", speed, "first steps of each start left out" if speed else NO_WARM)
     middle, late = values["step_s_median"], values["step_s_p95"]
-    known = middle is not None and late is not None
+    is_known = middle is not None and late is not None
     yield KeyFigure(
         "Step, median",
-        format_seconds(middle, 4) if known else None,
-        f"95 % within {format_seconds(late, 4)}" if known else NO_WARM,
+        format_seconds(middle, 4) if is_known else None,
+        f"95 % within {format_seconds(late, 4)}" if is_known else NO_WARM,
     )
     share, compute = values["comm_fraction"], values["compute_fraction"]
     note = f"of a step, waiting included; compute {_form(compute, '{:.1%}') or NOT_MEASURED}"
     yield KeyFigure("Communication", _form(share, "{:.1%}"), NO_WARM if share is None else note)
     hidden = finite_number(data.attributes.get("communication_hidden_share"))
-    why = str(data.attributes.get("communication_hidden_reason") or "")
+    reason = str(data.attributes.get("communication_hidden_reason") or "")
     if hidden is not None:
         yield KeyFigure("Overlap", f"{hidden:.0%}", "of the time of reductions was not waited for")
-    elif _setting(data, "communication.overlap") == "none" and not why:
+    elif _setting(data, "communication.overlap") == "none" and not reason:
         yield KeyFigure("Overlap", "none", "communication.overlap = none: reductions come after the computation")
     else:
-        yield KeyFigure("Overlap", None, why or EARLIER)
+        yield KeyFigure("Overlap", None, reason or EARLIER)
 
 
 def _ranks(data: PageData) -> Iterator[KeyFigure]:
@@ -98,12 +98,11 @@ def _ranks(data: PageData) -> Iterator[KeyFigure]:
 
 
 def _moved(data: PageData) -> KeyFigure:
-    """Return the bytes that a rank moved in a step, by the way they took."""
     name, moved, sent = "Moved a step", step_metrics.moved_bytes(data.attributes), data.figures["bytes_sent_per_step"]
     if data.world < 2:
-        return KeyFigure(name, format_bytes(0), "one rank: there is nobody to send to")
+        return KeyFigure(name, format_bytes(0), "one rank: there is no other rank to send to")
     if moved is not None:
-        unknown = ", of which it does not tell what it sends" if moved.unknown else ""
+        unknown = ", plus traffic of the MPI library that is not visible" if moved.unknown else ""
         return KeyFigure(name, format_bytes(round(sum(moved))), f"a rank: {moved.described()}{unknown}")
     if sent:
         return KeyFigure(
@@ -118,7 +117,7 @@ def _energy(data: PageData) -> Iterator[KeyFigure]:
         first, _, details = energy.reason.partition(": ")
         yield KeyFigure("Energy", None, f"{first}; details under Energy" if details else first)
         return
-    # The figures of a declared model must not be taken for measurements, so each has the label.
+    # Figures of a declared model must not look like measurements, so each has the label.
     label = f"{energy.label}. " if energy.label else ""
     kinds = ", ".join(f"{kind} {format_joules(value)}" for kind, value in energy.by_kind.items() if value is not None)
     yield KeyFigure("Energy", format_joules(energy.joules), f"{label}{kinds or 'all starts together'}")
@@ -133,8 +132,8 @@ def _energy(data: PageData) -> Iterator[KeyFigure]:
     yield KeyFigure("Energy a token", None if per is None else format_joules(per), note)
     grams = finite_number(costs.get("emissions_g"))
     if grams is None:
-        why = str(costs.get("emissions_reason") or "the intensity is not known (energy.carbon_g_per_kwh)")
-        yield KeyFigure("Emissions", None, why)
+        reason = str(costs.get("emissions_reason") or "the intensity is not known (energy.carbon_g_per_kwh)")
+        yield KeyFigure("Emissions", None, reason)
         return
     source = ", ".join(str(costs[name]) for name in ("carbon_source", "carbon_date") if costs.get(name))
     yield KeyFigure(
@@ -156,7 +155,7 @@ def _resources(data: PageData) -> Iterator[KeyFigure]:
 
 
 def peak_memory(data: PageData) -> float | None:
-    """Return the most memory of all categories observed at one time; None where none was observed."""
+    """Return the largest memory use, summed over all categories at one time, or None if it was not observed."""
     parts = list(common.observed_by_label(data, "memory_bytes").values())
     if not parts:
         return None
@@ -175,12 +174,12 @@ def _mishaps(data: PageData) -> Iterator[KeyFigure]:
     if starts:
         died = sum(start.deaths for start in data.state.starts)
         ended = sum(not start.end for start in data.state.starts[:-1]) + (data.state.kind == history.KILLED)
-        note = f"{ended} ended by nobody's wish; {data.state.requeues} requeued; {counted(died, 'death')} outlived"
+        note = f"{ended} ended unexpectedly; {data.state.requeues} requeued; {counted(died, 'death')} survived"
         yield KeyFigure("Starts", str(starts), note)
 
 
 def page_facts(data: PageData) -> list[tuple[str, str]]:
-    """Return the facts at the head of the page: times, size, strategy, job and version of the run."""
+    """Return the facts at the head of the page: times, size, strategy, job and version."""
     state, attributes = data.state, data.attributes
     facts: list[tuple[str, Any]] = [
         ("Began", format_time(state.began) if state.began is not None else attributes.get("created_utc")),
@@ -210,9 +209,9 @@ def _setting(data: PageData, key: str) -> str | None:
 
 def _version(attributes: Any) -> str:
     version, commit = str(attributes.get("hpcdist_version", "")), str(attributes.get("git_commit", ""))
-    known = commit and not commit.startswith("unknown")
+    is_known = commit and not commit.startswith("unknown")
     changed = "+changes" if commit.endswith("+changes") else ""
-    return " ".join(part for part in (version, f"({commit[:10]}{changed})" if known else "") if part)
+    return " ".join(part for part in (version, f"({commit[:10]}{changed})" if is_known else "") if part)
 
 
 def _form(value: float | None, form: str) -> str | None:

@@ -1,7 +1,6 @@
-"""Data of a page: a run as read from the files of its directory, and what the caller passes in besides.
+"""Data of a page: a run read from its directory, and data that the caller passes.
 
-The run may be under way, or have failed before its first step; files of earlier versions lack some of it. Whatever is
-missing is None or empty, with the reason, and never zero.
+The run may be running, or have failed early. Missing data is None or empty, with a reason, never zero.
 """
 
 import math
@@ -20,7 +19,7 @@ from hpcdist.telemetry.page import energy_data, history
 from hpcdist.telemetry.page.energy_data import RunEnergy, StepSpans, UtilisationCurves
 from hpcdist.telemetry.page.history import Incident, RunState
 
-RUN_FILES: Final = (METRICS_FILE, "recipe.toml", "recorder", history.STARTS)  # any of them marks the directory of a run
+RUN_FILES: Final = (METRICS_FILE, "recipe.toml", "recorder", history.STARTS)  # any of them marks a run directory
 NO_FILE: Final = "no step was completed: the run ended, or is, before its first one"
 NO_ROWS: Final = "no step was completed yet"
 NO_CHECKPOINT: Final = "the run has no checkpoint yet"
@@ -30,7 +29,7 @@ _HIDDEN: Final = {"schema", "schema_version", "NX_class", "default"}
 
 @dataclass(frozen=True)
 class RecipeSetting:
-    """Key of the recipe with its value and its default, as texts."""
+    """A key of the recipe with its value and its default, as texts."""
 
     key: str
     value: str
@@ -39,7 +38,7 @@ class RecipeSetting:
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """Checkpoint of the run; ``reason`` says why it cannot be used, "" where it can."""
+    """A checkpoint of the run. ``reason`` explains why it is unusable, or is ""."""
 
     name: str
     step: int
@@ -51,7 +50,7 @@ class CheckpointEntry:
 
 @dataclass(frozen=True)
 class TextSample:
-    """Text sample of the model: ``text`` begins with ``prompt``; or the ``reason`` why there is none."""
+    """Text that the model generated after ``prompt``, or the ``reason`` why there is no text."""
 
     text: str = ""
     prompt: str = ""
@@ -60,7 +59,7 @@ class TextSample:
 
 @dataclass(frozen=True)
 class ExternalData:
-    """Data of packages that telemetry does not import; the caller passes it."""
+    """Data for the page from packages that telemetry does not import. The caller passes it."""
 
     settings: Sequence[RecipeSetting] = ()
     settings_reason: str = ""
@@ -68,16 +67,15 @@ class ExternalData:
     checkpoints: Sequence[CheckpointEntry] = ()
     checkpoints_reason: str = NO_CHECKPOINT
     sample: TextSample = field(default_factory=TextSample)
-    # From joules (NaN: not known) and seconds to what they cost, under the names of
-    # `hpcdist.energy.accounts.energy_metrics.figures`.
+    # Costs by joules (NaN: unknown) and seconds, under the names of `hpcdist.energy.accounts.energy_metrics.figures`.
     costs: Callable[[float, float], Mapping[str, Any]] = field(default=lambda joules, seconds: {})
 
 
 @dataclass(frozen=True)
 class PageData:
-    """Data of a run for its page. ``run`` is None, with the ``reason``, where it has no rows.
+    """Data of a run for its page. ``run`` has the rows of the metrics file, or is None with a ``reason`` without rows.
 
-    ``attributes`` are those of the metrics file, ``figures`` those of `step_metrics.summarise` over the sampled rows.
+    ``attributes`` come from the metrics file. ``figures`` are from `step_metrics.summarise`, with sampled rows.
     """
 
     run_dir: Path
@@ -96,22 +94,22 @@ class PageData:
 
     @property
     def name(self) -> str:
-        """Name of the run."""
+        """The name of the run."""
         return self.run_dir.absolute().name
 
     @property
     def world(self) -> int:
-        """Ranks of the last step, or of the flight recorder; 0: not known."""
+        """Number of ranks in the last step, or else in the flight recorder, or 0."""
         return int(self.figures.get("world") or 0) or self.state.world
 
     @property
     def hosts(self) -> list[str]:
-        """Names of the nodes; none where they were left out."""
+        """Names of the nodes, or [] if they were omitted on request."""
         return [name for name in str(self.attributes.get("hosts", "")).split(",") if name]
 
     @property
     def sessions(self) -> list[int]:
-        """The first step of each start but the first that has rows."""
+        """First step of each start that has rows, without the first start."""
         if self.run is None:
             return []
         steps = self.run.steps
@@ -119,10 +117,10 @@ class PageData:
 
 
 def read(run_dir: Path, beside: ExternalData | None = None, now_ns: int | None = None) -> PageData:
-    """Read the run in ``run_dir``. Raises StorageError where it is none, or its metrics file is damaged or foreign."""
+    """Read the data of the run in ``run_dir``. Raises StorageError if it has no run or an invalid metrics file."""
     run_dir = Path(run_dir)
     if not run_dir.is_dir() or not any((run_dir / name).exists() for name in RUN_FILES):
-        raise StorageError(f"{run_dir} holds no run; give the directory that a training wrote (its --out)")
+        raise StorageError(f"{run_dir} has no run; give the directory that a training wrote (its --out)")
     now_ns = time.time_ns() if now_ns is None else now_ns
     path = run_dir / METRICS_FILE if (run_dir / METRICS_FILE).exists() else None
     run = None if path is None else sampling.read(path)
@@ -156,33 +154,33 @@ def read(run_dir: Path, beside: ExternalData | None = None, now_ns: int | None =
 
 
 def shown_attributes(run: sampling.SampledMetrics) -> dict[str, Any]:
-    """Return the attributes of the metrics file but those of its format."""
+    """Return the attributes of the metrics file, without the attributes that describe the file format."""
     return {name: value for name, value in run.sample.attributes.items() if name not in _HIDDEN}
 
 
 def last_step(run: sampling.SampledMetrics) -> int:
-    """Return the number of the last step that has a row, 0 where there is none."""
+    """Return the number of the last step with a row in the metrics file, or 0 if there are no rows."""
     return int(run.steps["step"][-1]) if len(run.steps["step"]) else 0
 
 
 def summary_figures(run: sampling.SampledMetrics) -> dict[str, Any]:
-    """Return the figures of `step_metrics.summarise`: times from the sampled rows, losses from all.
+    """Return the figures of `step_metrics.summarise`. Times are from sampled rows, losses from all rows.
 
-    ``data_fraction`` is the share of waiting for data in the last start, None where that was not observed, and
-    ``other_fraction`` what is left. ``skipped_steps`` and ``anomalies`` are counted over all starts.
+    ``data_fraction`` is the fraction of the last start spent waiting for data, or None. ``other_fraction`` is the rest
+    of the time. ``skipped_steps`` and ``anomalies`` are numbers over all starts.
     """
     summary = step_metrics.summarise(run.sample)
     summary |= {"data_fraction": None, "other_fraction": None}
     if summary["compute_fraction"] is not None:
-        rest = max(0.0, 1.0 - sum(summary[f"{name}_fraction"] for name in ("compute", "comm", "update")))
+        remaining = max(0.0, 1.0 - sum(summary[f"{name}_fraction"] for name in ("compute", "comm", "update")))
         waits = run.observed.series.get("data_seconds")
         step_s = step_metrics.mean_step_s(run.sample)
         if waits is not None and step_s:
-            summary["data_fraction"] = min(rest, float(waits.value[-1]) / step_s)
-        summary["other_fraction"] = rest - (summary["data_fraction"] or 0.0)
+            summary["data_fraction"] = min(remaining, float(waits.value[-1]) / step_s)
+        summary["other_fraction"] = remaining - (summary["data_fraction"] or 0.0)
     loss = run.steps["loss"][-step_metrics.LAST_LOSSES :]
-    known = loss[np.isfinite(loss)]
-    summary["train_loss_mean"] = float(known.mean()) if known.size else None
+    finite = loss[np.isfinite(loss)]
+    summary["train_loss_mean"] = float(finite.mean()) if finite.size else None
     skipped = run.tables.get("loss_scale", {}).get("skipped", np.zeros(0))
     anomalies = sum(note.kind == "anomaly" for note in run.observed.notes)
     return summary | {"skipped_steps": int(skipped.sum()), "anomalies": anomalies}

@@ -3,8 +3,8 @@
     {"time":"2026-02-03T04:05:06.789012Z","time_ns":1770091506789012345,"kind":"step","step":7,
      "values":{"training_loss_nats":5.1,...},"ranks":{"compute_seconds":[0.1,0.2]}}
 
-One line each. ``values`` has figures under the names of `hpcdist.telemetry.metrics.quantities`, ``ranks`` a list with a
-place for each rank; null is what is not known, or no number (NaN, infinity).
+One line per event. ``values`` has figures named in `hpcdist.telemetry.metrics.quantities`, ``ranks`` one list entry per
+rank; unknown, NaN and infinite values are null.
 """
 
 import json
@@ -25,20 +25,16 @@ from hpcdist.telemetry.metrics.observations import RunEvent
 from hpcdist.telemetry.sinks.stream import AppendOnlyFile, RunInfo
 
 FILE: Final = "events.jsonl"
-# Of more ranks than these, lines have no lists: they would be most of the file, and metrics.h5 has them anyway.
+# With more ranks, lines have no lists, which would dominate the file and are in metrics.h5 anyway.
 MOST_RANKS: Final = 512
 CURE: Final = "free space, or set telemetry.jsonl = false"
 MOST_LINE_BYTES: Final = 16 << 20
-# What every line begins with; nothing else is looked at when a run goes on.
+# Prefix of every line; a resumed run reads nothing else.
 _HEAD: Final = re.compile(rb'\{"time":"[^"]*","time_ns":\d+,"kind":"[a-z_]+","step":(-?\d+),"')
 
 
 class JsonLines:
-    """Sink of JSON lines in the directory of a run. Raises StorageError.
-
-    A run that goes on keeps the lines up to the step that it goes on from: those of later steps, and a last line that
-    was cut off when the run was killed, are dropped.
-    """
+    """Sink that writes each event as a line of JSON. A resume drops the lines of later steps. Raises StorageError."""
 
     name = FILE
 
@@ -51,16 +47,14 @@ class JsonLines:
         self._file = AppendOnlyFile(path, CURE)
 
     def write(self, events: Sequence[RunEvent]) -> None:
-        """Append a line for each event: one write for all of them."""
         self._file.append(b"".join(map(line, events)))
 
     def close(self, normal: bool) -> None:
-        """Close the file."""
         self._file.close()
 
 
 def line(event: RunEvent) -> bytes:
-    """Return an event as a line of JSON, with its end."""
+    """Return an event as a line of JSON, including the newline."""
     seconds, ns = divmod(event.time_ns, 1_000_000_000)
     time = datetime.fromtimestamp(seconds, UTC).replace(microsecond=ns // 1000)
     content: dict[str, Any] = {
@@ -84,18 +78,13 @@ def _plain(value: Any) -> float | int | str | None:
 
 
 def _list(values: np.ndarray) -> str:
-    """Return the figures of each rank, (world,), as a list of JSON with nine digits: they are most of a line."""
     if np.isfinite(values).all():
         return f"[{','.join(['%.9g'] * len(values))}]" % tuple(values.tolist())
     return json.dumps([_plain(float(f"{value:.9g}")) for value in values.tolist()], separators=(",", ":"))
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Drop from ``path`` the lines of steps after ``step``, and incomplete lines. Raises StorageError.
-
-    The file is replaced atomically, and only where there is something to drop. One with a line that is too long to be
-    of this sink is set aside.
-    """
+    """Drop incomplete lines, and lines of steps after ``step``, from ``path`` atomically. Raises StorageError."""
     try:
         with open(regular.open_regular(path), "rb") as file:
             if all(_stays(row, step) for row in _rows(file)):
@@ -106,7 +95,7 @@ def drop_after(path: Path, step: int) -> None:
     except ValueError as error:
         _set_aside(path, str(error))
     except OSError as error:
-        raise StorageError(f"{path} cannot be shortened to step {step}: {error.strerror or error}; {CURE}") from error
+        raise StorageError(f"{path} cannot be cut back to step {step}: {error.strerror or error}; {CURE}") from error
 
 
 def _set_aside(path: Path, reason: str) -> None:
@@ -118,7 +107,7 @@ def _set_aside(path: Path, reason: str) -> None:
 def _rows(file: BinaryIO) -> Iterator[bytes]:
     while row := file.readline(MOST_LINE_BYTES):
         if len(row) == MOST_LINE_BYTES:
-            raise ValueError(f"it has a line of {MOST_LINE_BYTES} bytes and more")
+            raise ValueError(f"it has a line of at least {MOST_LINE_BYTES} bytes")
         yield row
 
 

@@ -1,16 +1,12 @@
-"""Prometheus sink: a file for the node_exporter of a site, a port of this machine, or a Pushgateway.
+"""Prometheus sink: a file for a site's node_exporter, an HTTP port of this machine, or a Pushgateway.
 
-- textfile: ``hpcdist_<jobid or name of the run>.prom``. node_exporter shows what lies in its directory as if it were of
-  now, so the file goes when the run ends, however it does. One that was killed cannot remove it: sites do, in the
-  epilog (``rm -f DIRECTORY/hpcdist_$SLURM_JOB_ID.prom``), and alerts compare ``hpcdist_last_step_timestamp_seconds``
-  with now.
-- http: on 127.0.0.1 only, since there is no password. The address is in ``prometheus/targets.json`` of the
-  run, in the format of ``file_sd_configs``, while the run goes on.
-- push: one group for each job. It is deleted when the run ends in order, as the manual of the Pushgateway asks for, and
-  stays with the last values when it fails, so that there is something to raise an alert from.
+- textfile: ``hpcdist_<jobid or run name>.prom``, removed when the run ends. A killed run leaves the file, so sites
+  should remove it in the epilog (``rm -f DIRECTORY/hpcdist_$SLURM_JOB_ID.prom``).
+- http: on 127.0.0.1 only, because there is no password. ``prometheus/targets.json`` in the run directory has the
+  address in the format of ``file_sd_configs``.
+- push: one group per job, deleted after a regular end, and kept with the last values after a failure.
 
-`LatestFigures` has the last value of every figure; names and meanings are those of
-`hpcdist.telemetry.metrics.quantities`. No counter ever falls: `CounterTotals` keeps them for the next start of the run.
+`CounterTotals` keeps the counters for the next start, so that they never fall.
 """
 
 import json
@@ -32,7 +28,7 @@ from hpcdist.telemetry.metrics.observations import RunEvent
 from hpcdist.telemetry.metrics.quantities import COUNTER, QUANTITIES
 from hpcdist.telemetry.sinks.stream import RunInfo
 
-# Totals that a run which goes on has from its checkpoint; all others begin at zero with each start.
+# Totals that a resumed run restores from its checkpoint; other totals begin at zero with each start.
 RESTORED: Final = frozenset(
     ("steps_total", "tokens_total", "skipped_steps_total", "energy_joules_total", "emissions_grams_total")
 )
@@ -40,12 +36,7 @@ INFO: Final = quantities.PREFIX + "job_info"
 
 
 class CounterTotals:
-    """Totals of the counters, kept in ``path`` for the next start of the run.
-
-    A run that is killed and goes on from a checkpoint makes steps again. Prometheus would take a counter that falls for
-    one that began anew at zero, and count all of it a second time. That happens where ``path`` is missing or damaged,
-    which must not end a training.
-    """
+    """Totals of the counters, stored in ``path``, so that exported values do not fall when the run starts again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -55,23 +46,22 @@ class CounterTotals:
         self.shown = dict(self._before)
 
     def show(self, key: str, value: float) -> float:
-        """Return the value to show of the counter ``key``, whose total in this start is ``value``; it never falls."""
+        """Return the value to export for counter ``key``: total of earlier starts plus ``value``. It never falls."""
         if quantities.split(key)[0] not in RESTORED:
             value += self._before.get(key, 0.0)
         self.shown[key] = max(value, self.shown.get(key, 0.0))
         return self.shown[key]
 
     def keep(self) -> None:
-        """Write the totals. Raises StorageError."""
+        """Write the totals to the file. Raises StorageError."""
         write_atomically(self._path, json.dumps(self.shown).encode(), "free space, or set telemetry.prometheus = 'off'")
 
 
 class LatestFigures:
-    """Latest value of every figure: a collector of prometheus_client, which may read from another thread.
+    """Latest value of every figure: a prometheus_client collector, which another thread may read.
 
-    Every metric has the labels ``jobid`` (the name of the run, outside of a job) and ``run``, and at most one more:
-    there are as many series as figures, however many ranks and steps there are. The owner of the job is in the labels
-    of one metric alone, `INFO`, whose value is 1: all others are joined with it.
+    Metrics have the labels ``jobid`` (outside of a job, the run's name) and ``run``, and at most one other label. Only
+    the metric `INFO` has labels with the owner of the job, for joins.
     """
 
     def __init__(self, run: RunInfo, totals: CounterTotals) -> None:
@@ -85,7 +75,7 @@ class LatestFigures:
         self._values: Mapping[str, float] = dict(totals.shown)
 
     def update(self, events: Sequence[RunEvent]) -> None:
-        """Take the figures of ``events``; a gauge that is not known any more (NaN) is not shown any more."""
+        """Store the figures in ``events``. A NaN removes the gauge."""
         values = dict(self._values)
         for event in events:
             for key, value in event.values.items():
@@ -96,12 +86,12 @@ class LatestFigures:
                     values[key] = self._totals.show(key, value) if quantity.kind == COUNTER else float(value)
                 elif quantity.kind != COUNTER:
                     values.pop(key, None)
-        self._values = values  # one assignment, no lock: a reader in another thread has the old mapping or the new one
+        self._values = values  # one assignment, no lock: another thread reads the old mapping or the new one
 
     def collect(self) -> Iterator[Any]:
-        """Yield the owner of the job, and the metrics in the order of the catalogue."""
+        """Yield the metric with the job's owner, then all metrics in the order of the catalogue."""
         if self._owner:
-            about = self._gauge(INFO, "Whose job this is, in its labels (1)", labels=[*self._labels, *self._owner])
+            about = self._gauge(INFO, "Owner of the job, in the labels (1)", labels=[*self._labels, *self._owner])
             about.add_metric([*self._labels.values(), *self._owner.values()], 1.0)
             yield about
         by_name: dict[str, list[tuple[str | None, float]]] = {}
@@ -119,20 +109,17 @@ class LatestFigures:
             yield metric
 
     def describe(self) -> Iterable[Any]:
-        """Return no names: which figures there will be is not known yet."""
+        """Return [], because it is not known which figures will come."""
         return ()
 
 
 def job_identity(run: RunInfo) -> str:
-    """Return the number of the job, or the name of the run where there is none."""
+    """Return the number of the job. Outside of a job, return the name of the run."""
     return run.jobid or run.name
 
 
 def write_atomically(path: Path, content: bytes, cure: str) -> None:
-    """Replace the content of ``path`` atomically, readable for all users.
-
-    Raises StorageError, which ends with ``cure``.
-    """
+    """Replace the content of ``path`` atomically, readable for all users. Raises StorageError ending with ``cure``."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic.replacing(path) as file:
@@ -142,12 +129,12 @@ def write_atomically(path: Path, content: bytes, cure: str) -> None:
         raise StorageError(f"{path} cannot be written: {error.strerror or error}; {cure}") from error
 
 
-DIRECTORY: Final = "prometheus"  # of the run
+DIRECTORY: Final = "prometheus"  # in the run directory
 TOTALS: Final = "counters.json"
 TARGETS: Final = "targets.json"
 ADDRESS: Final = "127.0.0.1"
-PUSH_JOB: Final = "hpcdist"  # at a Pushgateway
-PUSH_S: Final = 5.0  # a gateway that has not answered by then is away
+PUSH_JOB: Final = "hpcdist"  # job name at the Pushgateway
+PUSH_S: Final = 5.0  # timeout of a push
 
 
 class _Exporter(Protocol):
@@ -159,10 +146,10 @@ class _Exporter(Protocol):
 
 
 class PrometheusSink:
-    """Sink that shows the latest figures of a run to Prometheus as the recipe says; ``where`` says where they are.
+    """Sink that exports the latest figures of a run to Prometheus. ``where`` is the file or address of the export.
 
-    Raises MissingCapabilityError without the package, ConfigurationError for a port or a gateway that cannot be used,
-    StorageError for a directory that cannot be written to.
+    Raises MissingCapabilityError if prometheus_client is missing, ConfigurationError for an unusable port or gateway,
+    and StorageError for an unwritable directory.
     """
 
     name = "Prometheus"
@@ -177,13 +164,12 @@ class PrometheusSink:
             ) from error
         self._totals = CounterTotals(run.directory / DIRECTORY / TOTALS)
         self._figures = LatestFigures(run, self._totals)
-        registry = CollectorRegistry()  # our own: nothing about the process of rank 0 comes along
+        registry = CollectorRegistry()  # a separate registry, without metrics of the process
         registry.register(self._figures)
         self._way = EXPORTERS[config.prometheus](run, config, registry)
         self.where = self._way.where
 
     def write(self, events: Sequence[RunEvent]) -> None:
-        """Take the figures of ``events``, and show them."""
         self._figures.update(events)
         try:
             self._way.publish()
@@ -191,7 +177,6 @@ class PrometheusSink:
             self._totals.keep()
 
     def close(self, normal: bool) -> None:
-        """End: remove the file, stop the server, or delete the group of the gateway where the end is ``normal``."""
         self._way.close(normal)
 
 
@@ -201,13 +186,13 @@ class _TextFile:
         if config.textfile_directory and not folder.is_dir():  # no exporter would read a new one
             raise StorageError(
                 f"telemetry.textfile_directory = {config.textfile_directory!r}: there is no such directory on this "
-                "node; give the one after --collector.textfile.directory of its node_exporter"
+                "node; give the directory of its node_exporter's option --collector.textfile.directory"
             )
         self._path = folder / f"hpcdist_{re.sub(r'[^A-Za-z0-9_.-]', '_', job_identity(run))}.prom"
         self._registry = registry
         self._cure = "choose another telemetry.textfile_directory, or set telemetry.prometheus = 'off'"
         self.where = str(self._path)
-        self.publish()  # errors are raised at the start of the run
+        self.publish()  # raise errors at the start of the run
 
     def publish(self) -> None:
         from prometheus_client import generate_latest
@@ -230,7 +215,7 @@ class _Server:
         except OSError as error:
             raise ConfigurationError(
                 f"telemetry.port = {config.port}: {ADDRESS}:{config.port} cannot be opened ({error.strerror}); choose "
-                "another port, or 0 for any free one"
+                "another port, or 0 for any free port"
             ) from error
         address = f"{ADDRESS}:{self._server.server_port}"
         self.where = f"http://{address}/metrics"
@@ -255,7 +240,7 @@ class _Server:
 
 
 class _Gateway:
-    """Pusher to a Pushgateway in a thread. A push takes the figures of its time, so that no pushes queue up."""
+    """Thread that pushes to a Pushgateway. Each push sends the latest figures, so pushes never queue up."""
 
     def __init__(self, run: RunInfo, config: TelemetryConfig, registry: Any) -> None:
         self._registry, self._address = registry, config.gateway
@@ -264,8 +249,8 @@ class _Gateway:
         self._failure = self._push()
         if self._failure:
             raise ConfigurationError(
-                f"telemetry.gateway: {self._failure}; start it, correct the address (variables such as http_proxy "
-                "count, no_proxy takes hosts out), or set telemetry.prometheus = 'off'"
+                f"telemetry.gateway: {self._failure}; start it, correct the address (http_proxy applies, and no_proxy "
+                "excludes hosts), or set telemetry.prometheus = 'off'"
             )
         self._changed = threading.Condition()
         self._due = self._ends = False
@@ -273,13 +258,12 @@ class _Gateway:
         self._thread.start()
 
     def _push(self) -> str:
-        """Push all there is; return why it failed, "" where it did not."""
         from prometheus_client import push_to_gateway
 
         try:
             push_to_gateway(self._address, PUSH_JOB, self._registry, grouping_key=self._group, timeout=PUSH_S)
         except (OSError, HTTPException, ValueError) as error:
-            return f"the Pushgateway at {self._address} does not take what is pushed ({error})"
+            return f"the Pushgateway at {self._address} does not accept the push ({error})"
         return ""
 
     def _work(self) -> None:
@@ -292,7 +276,7 @@ class _Gateway:
             self._failure = self._push()
 
     def publish(self) -> None:
-        """Wake the thread for a push; raise StorageError where the push before has failed."""
+        """Wake the thread to push the latest figures. Raises StorageError if the previous push failed."""
         with self._changed:
             self._due = True
             self._changed.notify()
@@ -303,7 +287,7 @@ class _Gateway:
         with self._changed:
             self._ends = True
             self._changed.notify()
-        self._thread.join()  # no longer than a push
+        self._thread.join()  # waits for at most one push
         if not normal:
             failure = self._push()
             if failure:
@@ -315,8 +299,8 @@ class _Gateway:
             delete_from_gateway(self._address, PUSH_JOB, grouping_key=self._group, timeout=PUSH_S)
         except (OSError, HTTPException, ValueError) as error:
             raise StorageError(
-                f"the Pushgateway at {self._address} keeps the group {self._group} of job {PUSH_JOB!r} ({error}); "
-                "delete it"
+                f"the Pushgateway at {self._address} still has the group {self._group} of job {PUSH_JOB!r} ({error}); "
+                "delete the group"
             ) from error
 
 

@@ -1,8 +1,7 @@
-"""Event stream of a run, the protocol of its sinks, and the append-only file that sinks write. Rank 0 has it.
+"""Event stream of a run on rank 0, the protocol of its sinks, and the append-only file of sinks.
 
-Every sink sees the same events in the same order. A sink that fails is reported once and tried again with what comes
-next: a full disk or a gateway that is away must not cost a training.
-`AppendOnlyFile` grows by whole pieces while others read it: all of a piece gets there, or nothing of it.
+Every sink gets the same events in the same order. A failing sink is reported once and retried with the next events: a
+full disk or an unreachable gateway must not end a training.
 """
 
 import errno
@@ -16,15 +15,15 @@ from typing import Final, Protocol
 from hpcdist.errors import StorageError
 from hpcdist.telemetry.metrics.observations import RunEvent
 
-PENDING_BYTES: Final = 4 << 20  # of pieces that wait for the disk to have room again
+PENDING_BYTES: Final = 4 << 20  # largest amount of pieces kept for a full disk
 _PROBE: Final = b" " * 4096
 
 
 class AppendOnlyFile:
-    """File at ``path`` that one thread appends to. A new one begins with ``header``; ``cure`` ends every message.
+    """File at ``path`` to which one thread appends whole pieces of data. A new file begins with ``header``.
 
-    Raises StorageError where the file cannot be written, also in the constructor: a full disk is reported at the start
-    of a run. What could not be written is kept, up to `PENDING_BYTES`, and goes before the next piece.
+    The constructor and `append` raise StorageError, ending with ``cure``, if the file cannot be written. Unwritten
+    pieces are kept, up to `PENDING_BYTES`, and written before the next piece.
     """
 
     def __init__(self, path: Path, cure: str, header: bytes = b"") -> None:
@@ -49,7 +48,7 @@ class AppendOnlyFile:
             self._write(self._header)
 
     def append(self, piece: bytes) -> None:
-        """Append ``piece`` with one write(2), so that no reader sees half of it for longer than that takes."""
+        """Append ``piece`` with one write(2) call, so that readers rarely see an incomplete piece."""
         self._pending.append(piece)
         while len(self._pending) > 1 and sum(map(len, self._pending)) > PENDING_BYTES:
             del self._pending[0]
@@ -64,7 +63,7 @@ class AppendOnlyFile:
     def _write(self, data: bytes) -> None:
         size = os.fstat(self._descriptor).st_size
         written = os.write(self._descriptor, data)
-        if written < len(data):  # the disk or the quota is full: no half of a piece stays
+        if written < len(data):  # the disk or the quota is full: remove the partial piece
             os.ftruncate(self._descriptor, size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -72,7 +71,7 @@ class AppendOnlyFile:
         return StorageError(f"{self.path} cannot be written: {error.strerror or error}; {self._cure}")
 
     def close(self) -> None:
-        """Close the file; a later `append` opens it again."""
+        """Close the file. A later `append` opens it again."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -80,7 +79,7 @@ class AppendOnlyFile:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Identity of the run. ``resumed_step`` is None in its first start; ``owner`` is from `provenance.job_owner`."""
+    """Identity of a run. ``resumed_step`` is None in its first start; ``owner`` is from `provenance.job_owner`."""
 
     name: str
     directory: Path
@@ -94,21 +93,21 @@ class RunInfo:
 
 
 class StreamSink(Protocol):
-    """Protocol of a sink of events. Its constructor raises, with the cure, where it cannot work."""
+    """Protocol of a sink of events. If it cannot work, its constructor raises an error that names the cure."""
 
     name: str
 
     def write(self, events: Sequence[RunEvent]) -> None:
-        """Take ``events``. Any exception means that they may be lost."""
+        """Write ``events``. Any exception means that these events may be lost."""
         ...
 
     def close(self, normal: bool) -> None:
-        """End; ``normal``: the run came to its end, and was not stopped."""
+        """Close the sink. ``normal`` is true if the run ended regularly."""
         ...
 
 
 class EventStream:
-    """Stream of events to ``sinks``. ``warn`` is called once when a sink fails, and once when it works again."""
+    """Stream that passes events to ``sinks``. Calls ``warn`` with a text when a sink fails or works again."""
 
     def __init__(self, sinks: Sequence[StreamSink], warn: Callable[[str], None]) -> None:
         self.sinks = tuple(sinks)
@@ -116,21 +115,21 @@ class EventStream:
         self._failing: set[str] = set()
 
     def publish(self, events: Sequence[RunEvent]) -> None:
-        """Give ``events`` to every sink; never raises what a sink raises."""
+        """Pass ``events`` to every sink. Never raises errors of sinks."""
         if not events:
             return
         for sink in self.sinks:
             self._try(sink, lambda sink=sink: sink.write(events))  # type: ignore[misc]
 
     def close(self, normal: bool) -> None:
-        """End all sinks."""
+        """Close all sinks."""
         for sink in self.sinks:
             self._try(sink, lambda sink=sink: sink.close(normal))  # type: ignore[misc]
 
     def _try(self, sink: StreamSink, act: Callable[[], None]) -> None:
         try:
             act()
-        except Exception as error:  # noqa: BLE001 - whatever a sink raises, the run goes on
+        except Exception as error:  # noqa: BLE001 - the run continues after any error of a sink
             if sink.name not in self._failing:
                 self._failing.add(sink.name)
                 self._warn(f"{sink.name}: {error}; the run goes on, and it is tried again with what comes next")

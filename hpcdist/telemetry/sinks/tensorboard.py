@@ -1,9 +1,8 @@
 """TensorBoard event files in the directory ``tensorboard`` of a run: scalars, and the recipe as text.
 
-Written from the protocol buffers of tensorboardX, but without its writer: that one hands events to a thread over a
-queue of ten, and a full disk ends the thread, after which the training would wait for the queue for ever.
-Each record is guarded by a CRC-32C (Castagnoli). In pure Python that takes 0.15 us a byte, a percent of a quick step;
-here the bytes at one place of all records are one operation of numpy.
+Uses the protocol buffers of tensorboardX, but not its writer, whose thread ends on a full disk, after which the
+training would block forever. Records are guarded by CRC-32C (Castagnoli), vectorised over the records with numpy: in
+pure Python it would take 0.15 us per byte.
 """
 
 import math
@@ -28,14 +27,13 @@ from hpcdist.telemetry.sinks.stream import AppendOnlyFile, RunInfo
 DIRECTORY: Final = "tensorboard"
 RECIPE: Final = "recipe.toml"
 CURE: Final = "free space, or set telemetry.tensorboard = false"
-_VERSION: Final = "brain.Event:2"  # without it, TensorBoard does not drop the steps that are made again
+_VERSION: Final = "brain.Event:2"  # TensorBoard then drops steps that are repeated
 POLYNOMIAL: Final = 0x82F63B78  # reflected
-MASK_DELTA: Final = 0xA282EAD8  # https://github.com/google/crc32c and TFRecord: a CRC of what holds CRCs would be weak
+MASK_DELTA: Final = 0xA282EAD8  # mask of CRCs in TFRecord files, see https://github.com/google/crc32c
 
 
 @cache
 def _table() -> np.ndarray:
-    """Return the table of the CRC by byte, (256,) uint32."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = np.where(table & 1, (table >> 1) ^ np.uint32(POLYNOMIAL), table >> 1).astype(np.uint32)
@@ -43,10 +41,10 @@ def _table() -> np.ndarray:
 
 
 def crc32c(records: Sequence[bytes]) -> np.ndarray:
-    """Return the CRC-32C of each record, (records,) uint32."""
+    """Return the CRC-32C checksum of each row of bytes in ``records``: (records,) uint32."""
     table = _table()
     lengths = np.array([len(record) for record in records], np.int64)
-    order = np.argsort(-lengths, kind="stable")  # longest first: records that have a byte at a place come first
+    order = np.argsort(-lengths, kind="stable")  # longest first, so that records with a byte in a column come first
     longest = int(lengths.max(initial=0))
     matrix = np.zeros((len(records), longest), np.uint8)
     for row, index in enumerate(order):
@@ -63,16 +61,13 @@ def crc32c(records: Sequence[bytes]) -> np.ndarray:
 
 
 def masked(crcs: np.ndarray) -> np.ndarray:
-    """Return ``crcs``, uint32, as TFRecord files keep them: rotated by 15 bits, plus a constant."""
+    """Return the uint32 checksums ``crcs`` masked as in TFRecord files: rotated by 15 bits, plus a constant."""
     rotated = (crcs >> np.uint32(15)) | (crcs << np.uint32(17))
     return (rotated.astype(np.uint64) + MASK_DELTA).astype(np.uint32)
 
 
 class TensorBoard:
-    """Sink of one event file for each start of a run. Raises StorageError; MissingCapabilityError without the package.
-
-    TensorBoard hides what earlier starts wrote of steps that this one makes again.
-    """
+    """Sink that writes TensorBoard event files, one per start of a run. Raises StorageError, MissingCapabilityError."""
 
     name = "TensorBoard"
 
@@ -96,7 +91,6 @@ class TensorBoard:
         self._append(first)
 
     def write(self, events: Sequence[RunEvent]) -> None:
-        """Append a record for each event that has figures or texts: one write for all of them."""
         self._append([record for event in events for record in self._made_of(event)])
 
     def _append(self, protos: Sequence[Any]) -> None:
@@ -123,19 +117,18 @@ class TensorBoard:
                 yield self._proto.Event(wall_time=wall_time, step=event.step, summary=summary)
 
     def close(self, normal: bool) -> None:
-        """Close the file."""
         self._file.close()
 
 
 def tag(key: str) -> str:
-    """Return the name that TensorBoard shows for a key of an event: "energy/joules/gpu"."""
+    """Return the TensorBoard name for the ``key`` of a figure in an event, e.g. "energy/joules/gpu"."""
     name, label = quantities.split(key)
     shown = quantities.QUANTITIES[name].tag
     return shown if label is None else f"{shown}/{label}"
 
 
 def records(contents: Sequence[bytes]) -> bytes:
-    """Return ``contents`` as records of a TFRecord file: length, its CRC, content, its CRC; all little-endian."""
+    """Return ``contents`` as TFRecord records: length, its CRC, content, its CRC. Numbers are little-endian."""
     lengths = [struct.pack("<Q", len(content)) for content in contents]
     guards = masked(crc32c([*lengths, *contents])).astype("<u4")
     of_lengths, of_contents = np.split(guards, 2)
@@ -144,14 +137,13 @@ def records(contents: Sequence[bytes]) -> bytes:
 
 
 def _new_file(run: RunInfo) -> Path:
-    """Return the name of a new file, the last one in the order in which TensorBoard reads them."""
+    """Return the name of a new event file that sorts after existing files: TensorBoard reads them in order."""
     folder = run.directory / DIRECTORY
     number = len(list(folder.glob("events.out.tfevents.*")))
     return folder / f"events.out.tfevents.{run.started_ns // 1_000_000_000:010d}.{number:04d}.hpcdist"
 
 
 def _tensorboardx() -> tuple[ModuleType, ModuleType]:
-    """Return the modules of protocol buffers and of summaries. Raises MissingCapabilityError."""
     try:
         with _hidden("torch"):
             from tensorboardX import summary
@@ -166,7 +158,7 @@ def _tensorboardx() -> tuple[ModuleType, ModuleType]:
 
 @contextmanager
 def _hidden(module: str) -> Iterator[None]:
-    """Make imports of ``module`` fail inside, unless it is loaded: tensorboardX would spend seconds on it, unused."""
+    """Make imports of ``module`` fail in the block, unless it is loaded. tensorboardX works without ``module``."""
     if module in sys.modules:
         yield
         return

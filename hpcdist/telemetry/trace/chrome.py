@@ -1,7 +1,7 @@
-"""Chrome trace format (also Perfetto) of a timeline: a process for each node, two threads for each rank, or more.
+"""Chrome trace format (also Perfetto) of a timeline: a process for each node, two or more threads for each rank.
 
-The bars of a thread must nest, so calls that overlap go to further threads. Times in the file are
-microseconds from the begin of the trace, to the nanosecond.
+The bars of a thread must nest, so overlapping calls use further threads. Times are in microseconds since the begin of
+the trace, to the nanosecond.
 """
 
 import gzip
@@ -20,13 +20,13 @@ from hpcdist.telemetry.trace.rank_log import RecordedCall
 from hpcdist.telemetry.trace.summary import Trace, clock_figures
 from hpcdist.telemetry.trace.timeline import RunTimeline, hosts
 
-# The threads of a rank are (rank + 1) * THREADS + n: from n = 0 on its spans, from COMMUNICATES on its blocking calls,
-# from NONBLOCKING on the others.
+# Threads of a rank are (rank + 1) * THREADS + n: n from 0 for spans, from COMMUNICATES for blocking calls, from
+# NONBLOCKING for other calls.
 THREADS: Final = 1000
 COMMUNICATES: Final = 200
 NONBLOCKING: Final = 400
 SENDING: Final = "bytes being sent"
-# Names of the palette of chrome://tracing; Perfetto colours by name, so that an operation has one colour there, too.
+# Names of the palette of chrome://tracing. Perfetto colours by name, which also gives one colour per operation.
 COLOURS: Final = {
     "compute": "good",
     "communication": "thread_state_iowait",
@@ -39,7 +39,7 @@ COLOURS: Final = {
     "collective": "thread_state_uninterruptible",
     "message": "thread_state_iowait",
 }
-# Operations whose bytes count as in flight from their begin to their end.
+# Operations whose bytes count as in flight from begin to end.
 _SENDS: Final = frozenset({"send", "isend", "sendrecv", "put"})
 
 
@@ -54,14 +54,11 @@ class _Row:
 
 
 def lanes(bars: Sequence[tuple[int, int]]) -> list[int]:
-    """Return for each of ``bars``, its begin and end, the first lane in which it nests with those before it.
-
-    ``bars`` are in the order of their begins, of equal ones the longest first.
-    """
+    """Return a lane number for each of the ordered ``bars`` (begin, end). Bars of one lane are disjoint or nested."""
     stacks: list[list[int]] = []
     numbers = []
     for begin, end in bars:
-        for lane, stack in enumerate(stacks):  # noqa: B007 - used behind the loop
+        for lane, stack in enumerate(stacks):  # noqa: B007 - used after the loop
             while stack and stack[-1] <= begin:
                 stack.pop()
             if not stack or stack[-1] >= end:
@@ -75,21 +72,21 @@ def lanes(bars: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def events(timeline: RunTimeline) -> Iterator[dict[str, Any]]:
-    """Yield the events of the file."""
+    """Yield the events of the Chrome trace file for ``timeline``."""
     zero = timeline.begin_ns
     processes = {rank: number for number, ranks in enumerate(hosts(timeline).values(), 1) for rank in ranks}
-    threads: dict[int, int] = {}  # of a call, by its id
+    threads: dict[int, int] = {}  # thread of a call, by its id
     for number, ranks in enumerate(hosts(timeline).values(), 1):
         name = f"node {timeline.lines[ranks[0]].name}"
         yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}
         yield {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}}
         for rank in ranks:
             base, calls = (rank + 1) * THREADS, timeline.lines[rank].calls
-            blocking, behind = ([call for call in calls if call.behind is wanted] for wanted in (False, True))
+            blocking, nonblocking = ([call for call in calls if call.behind is flag] for flag in (False, True))
             for first, label, rows in (
                 (0, "computes", _spans(timeline, rank)),
                 (COMMUNICATES, "communicates", _calls(blocking)),
-                (NONBLOCKING, "has under way", _calls(behind)),
+                (NONBLOCKING, "has in flight", _calls(nonblocking)),
             ):
                 if rows or first < NONBLOCKING:
                     yield from _threads(rows, number, base + first, f"rank {rank} {label}", zero, threads)
@@ -100,13 +97,16 @@ def events(timeline: RunTimeline) -> Iterator[dict[str, Any]]:
 def _threads(
     rows: Sequence[_Row], pid: int, first: int, label: str, zero: int, threads: dict[int, int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the bars of ``rows``, on as many threads as they need, and the names of these."""
-    places = lanes([(row.begin_ns, row.end_ns) for row in rows])
-    for lane in range(max(places, default=0) + 1):
+    """Yield events for the viewer: the names of threads, and ``rows`` as bars. Overlapping bars get separate threads.
+
+    ``first`` is the first thread number. The thread number of each call is stored in ``threads``, by the call's id.
+    """
+    lane_numbers = lanes([(row.begin_ns, row.end_ns) for row in rows])
+    for lane in range(max(lane_numbers, default=0) + 1):
         tid, name = first + lane, label if lane == 0 else f"{label} ({lane + 1})"
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
         yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
-    for row, lane in zip(rows, places, strict=True):
+    for row, lane in zip(rows, lane_numbers, strict=True):
         if row.call is not None:
             threads[id(row.call)] = first + lane
         yield {
@@ -123,7 +123,7 @@ def _spans(timeline: RunTimeline, rank: int) -> list[_Row]:
         numbers = {"step": span.step, "microbatch": span.microbatch, "unit": span.unit}
         args = {name: number for name, number in numbers.items() if number >= 0}
         rows.append(_Row(span.begin_ns, span.end_ns, span.name, span.phase, args))
-    # Sorting is stable: of equal times the step, which comes first, goes around the span.
+    # Sorting is stable: at equal times the step, which comes first, encloses the span.
     return sorted(rows, key=lambda row: (row.begin_ns, -row.end_ns))
 
 
@@ -148,7 +148,7 @@ def _calls(calls: Iterable[RecordedCall]) -> list[_Row]:
 def _arrows(
     timeline: RunTimeline, processes: Mapping[int, int], threads: Mapping[int, int], zero: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield arrows from each send to its receive, and from the last rank that entered a collective to all others."""
+    """Yield arrows from each send to its receive, and from the last rank in a collective to the other ranks."""
     pairs: list[tuple[str, RecordedCall, RecordedCall]] = [
         ("message", message.send, message.receive)
         for message in timeline.matches.messages
@@ -160,28 +160,31 @@ def _arrows(
             pairs += [("last to come", last, call) for call in meeting.calls if call is not last and not call.is_open]
     for number, (name, cause, effect) in enumerate(pairs):
         common = {"name": name, "cat": name, "id": number}
-        at = max(effect.begin_ns, effect.end_ns - 1)  # within the bar that it points at
+        at = max(effect.begin_ns, effect.end_ns - 1)  # inside of the target bar
         for phase, call, ns in (("s", cause, cause.begin_ns), ("f", effect, at)):
             place = {"pid": processes[call.rank], "tid": threads[id(call)], "ts": (ns - zero) / 1000}
             yield common | {"ph": phase, **place} | ({"bp": "e"} if phase == "f" else {})
 
 
 def _sending(timeline: RunTimeline, ranks: Sequence[int], pid: int, zero: int) -> Iterator[dict[str, Any]]:
-    """Yield counters of the bytes of messages that the ``ranks`` of a node have in flight, as far as known."""
+    """Yield counter events: the bytes in flight in messages from ``ranks``, which are all on one node.
+
+    Messages of unknown size do not count.
+    """
     changes: dict[int, int] = defaultdict(int)
     for rank in ranks:
         for call in timeline.lines[rank].calls:
             if call.op in _SENDS and call.sent_bytes > 0:
                 changes[call.begin_ns] += call.sent_bytes
                 changes[call.end_ns] -= call.sent_bytes
-    under_way = 0
+    in_flight = 0
     for ns in sorted(changes):
-        under_way += changes[ns]
-        yield {"ph": "C", "name": SENDING, "pid": pid, "ts": (ns - zero) / 1000, "args": {"bytes": under_way}}
+        in_flight += changes[ns]
+        yield {"ph": "C", "name": SENDING, "pid": pid, "ts": (ns - zero) / 1000, "args": {"bytes": in_flight}}
 
 
 def metadata(trace: Trace, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata of the file: the run, the corrections of clocks, and what is missing."""
+    """Return the metadata of the trace file: description of the run, clock corrections, and notes."""
     return {
         "run": str(trace.run_dir),
         **about,
@@ -196,10 +199,7 @@ def metadata(trace: Trace, about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(trace: Trace, file: Path, about: Mapping[str, Any]) -> int:
-    """Write the trace into ``file``, compressed where that ends with .gz; return its events. Raises StorageError.
-
-    ``about`` is added to the metadata of the file.
-    """
+    """Write the trace to ``file`` (.gz: compressed). Return the number of events written. Raises StorageError."""
     try:
         with (
             atomic.replacing(file) as raw,

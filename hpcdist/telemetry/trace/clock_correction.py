@@ -1,11 +1,9 @@
-"""Clock correction: map the clock of every host of a run to rank 0's, by measured readings or by messages.
+"""Clock correction: map the clock of every host to rank 0's clock, by measured readings or by messages.
 
-Between two readings the offset is interpolated; before the first and after the last it is extrapolated from the nearest
-two. All numbers are whole nanoseconds: days of uptime have more digits than a float keeps.
+Between two readings the offset is interpolated, outside of them extrapolated from the nearest two.
 
-Without measurements, causality bounds the offset of two clocks: no message is received before it was sent, and no
-member leaves a collective before the last has entered. Within these bounds, members are taken to leave a collective at
-the same time. Every step gives bounds of its own, so drift does not add up.
+Without readings, causality bounds the offset of two clocks: no message is received before it was sent, and no member
+leaves a collective before the last has entered. Members are assumed to leave a collective together.
 """
 
 from bisect import bisect_right
@@ -20,8 +18,8 @@ from hpcdist.telemetry.metrics.side_tables import ClockSession
 from hpcdist.telemetry.trace.matching import MatchedCollective, Matches
 from hpcdist.telemetry.trace.rank_log import NO_STEP, RankLog, RecordedCall
 
-DRIFT_PPM: Final = 50  # of a quartz, where there is one reading only
-MAX_PPM: Final = 500  # the kernel slews a clock no faster
+DRIFT_PPM: Final = 50  # assumed drift of a quartz with a single reading
+MAX_PPM: Final = 500  # the fastest slew rate of the kernel
 MILLION: Final = 1_000_000
 MEASURED: Final = "measured"
 MESSAGES: Final = "messages"
@@ -29,17 +27,14 @@ WALL: Final = "wall clocks"
 
 
 class HostClock:
-    """Clock of one host, by its ``readings``; without any it is rank 0's own.
-
-    ``source`` says where they come from: "measured", "messages", or "wall clocks", whose error is not known.
-    """
+    """Clock of one host, compared with rank 0's clock by ``readings``. Without readings, it is assumed equal."""
 
     def __init__(self, readings: Sequence[ClockReading] = (), source: str = MEASURED) -> None:
         self.source = source
         self._knots: list[ClockReading] = []
         for reading in sorted(readings, key=lambda candidate: candidate.t_ns):
-            # Corrected times must not go back. Of two readings that contradict each other, the one with the shorter
-            # round trip stays: the new one is dropped (break), or earlier ones are until it follows the last (else).
+            # Corrected times must not go back. Of two contradicting readings, the one with the shorter round trip
+            # stays: drop the new one (break), or earlier ones until it is consistent (else).
             while self._knots and not self._follows(self._knots[-1], reading):
                 if self._knots[-1].rtt_ns <= reading.rtt_ns:
                     break
@@ -50,7 +45,7 @@ class HostClock:
 
     @staticmethod
     def _follows(before: ClockReading, after: ClockReading) -> bool:
-        """Whether both clocks went forward between the two readings, at rates that differ by `MAX_PPM` at most."""
+        """Return True if both clocks went forward between two readings, at rates that differ by at most `MAX_PPM`."""
         passed = after.t_ns - before.t_ns
         drifted = abs(after.offset_ns - before.offset_ns) - before.bound_ns - after.bound_ns
         ahead = passed > 0 and passed + after.offset_ns - before.offset_ns > 0
@@ -58,22 +53,22 @@ class HostClock:
 
     @property
     def readings(self) -> tuple[ClockReading, ...]:
-        """The readings that are used."""
+        """Clock readings that are used. Readings that contradict others are left out."""
         return tuple(self._knots)
 
     @property
     def drift_ppm(self) -> float | None:
-        """The drift against rank 0's clock from the first to the last reading; None where that is not known."""
+        """Drift in ppm of this clock against rank 0's clock over all readings, or None if unknown."""
         if len(self._knots) < 2:
             return None
         first, last = self._knots[0], self._knots[-1]
         return (last.offset_ns - first.offset_ns) / (last.t_ns - first.t_ns) * MILLION
 
     def offset_ns(self, own_ns: int) -> int:
-        """Return how far this clock was ahead of rank 0's when it showed ``own_ns``."""
+        """Return by how many ns this clock was ahead of rank 0's clock when this clock showed ``own_ns``."""
         if not self._knots:
             return 0
-        place = bisect_right(self._own, own_ns)  # the number of readings before it
+        place = bisect_right(self._own, own_ns)  # number of earlier readings
         if len(self._knots) == 1:
             return self._knots[0].offset_ns
         nearest = min(max(place, 1), len(self._knots) - 1)
@@ -85,25 +80,25 @@ class HostClock:
         )
         if 0 < place < len(self._own):
             return a.offset_ns + (own_ns - begin) * rise // run
-        # Outside of all readings: on with the drift of the nearest two, within what a clock can drift.
+        # Outside of all readings: extrapolate the nearest drift, limited to the possible drift.
         limit = run * MAX_PPM // MILLION
         rise = max(-limit, min(limit, rise))
         knot, at = (a, begin) if place == 0 else (b, self._own[nearest])
         return knot.offset_ns + (own_ns - at) * rise // run
 
     def offset_at(self, reference_ns: int) -> int:
-        """Return how far this clock was ahead of rank 0's when that one showed ``reference_ns``."""
+        """Return by how many ns this clock was ahead of rank 0's clock when the latter showed ``reference_ns``."""
         if not self._knots:
             return 0
         nearest = min(self._knots, key=lambda knot: abs(knot.t_ns - reference_ns))
         return self.offset_ns(reference_ns + nearest.offset_ns)
 
     def reference_ns(self, own_ns: int) -> int:
-        """Return rank 0's clock when this one showed ``own_ns``: a function that does not decrease."""
+        """Convert the time ``own_ns`` of this clock to rank 0's clock, in ns. The result never decreases."""
         return own_ns - self.offset_ns(own_ns)
 
     def bound_ns(self, own_ns: int) -> int | None:
-        """Return the bound of the error of `reference_ns`, for steady drift between readings; None: not known."""
+        """Return an error bound of `reference_ns` in ns, or None if unknown. Assumes steady drift between readings."""
         if not self._knots:
             return 0
         if self.source == WALL:
@@ -115,7 +110,7 @@ class HostClock:
         distance, bound = abs(own_ns - self._own[nearest]), self._knots[nearest].bound_ns
         if len(self._knots) == 1:
             return bound + distance * DRIFT_PPM // MILLION
-        # The drift may be wrong by the bounds of both readings over the time between them; that grows with distance.
+        # The drift error is at most the sum of both bounds over the time between the readings.
         other = self._knots[1 if place == 0 else -2]
         run = abs(self._own[nearest] - self._own[1 if place == 0 else -2])
         return bound + min(distance * (bound + other.bound_ns) // run, distance * MAX_PPM // MILLION)
@@ -123,7 +118,7 @@ class HostClock:
 
 @dataclass(frozen=True)
 class ClockCorrections:
-    """Corrections of the clocks by `RankLog.host`; ``reference`` is the host of rank 0. ``notes``: a sentence each."""
+    """Clock of each host, by `RankLog.host`. ``reference`` is the host of rank 0; ``notes`` are sentences for users."""
 
     reference: str
     clocks: Mapping[str, HostClock]
@@ -133,7 +128,10 @@ class ClockCorrections:
 def find_corrections(
     logs: Mapping[int, RankLog], sessions: Sequence[ClockSession], matches: Matches
 ) -> ClockCorrections:
-    """Return the clocks of the hosts of ``logs``; ``matches`` are of these, in their own clocks (local)."""
+    """Return the clock corrections of all hosts in ``logs``. Local.
+
+    Clock readings in ``sessions`` are used if available, else the uncorrected message times in ``matches``.
+    """
     hosts = list(dict.fromkeys(logs[rank].host for rank in sorted(logs)))
     measured = _measured_clocks(hosts, sessions)
     if measured is not None:
@@ -153,14 +151,17 @@ def find_corrections(
     by_messages = sum(clock.source == MESSAGES for clock in clocks.values())
     notes = ["the metrics have no readings of these hosts' clocks: "]
     if by_messages:
-        notes[0] += f"those of {by_messages} are taken from when messages and collectives ended"
+        notes[0] += f"{by_messages} are taken from the ends of messages and collectives"
     if by_messages < len(hosts) - 1:
-        notes[0] += f"{' and ' if by_messages else ''}{len(hosts) - 1 - by_messages} by wall clocks, however they agree"
+        notes[0] += f"{' and ' if by_messages else ''}{len(hosts) - 1 - by_messages} from unverified wall clocks"
     return ClockCorrections(reference, clocks, tuple(notes))
 
 
 def _measured_clocks(hosts: Sequence[str], sessions: Sequence[ClockSession]) -> ClockCorrections | None:
-    """Return the clocks by the readings of all starts whose rank 0 was on the same host; None without readings."""
+    """Return the clocks of ``hosts`` from the readings of all starts in which rank 0 was on the same host.
+
+    Return None if there are no readings of a host.
+    """
     for last in reversed(sessions):
         if not last.hosts.of_rank or not set(hosts) <= set(last.hosts.boots):
             continue
@@ -178,7 +179,7 @@ def _measured_clocks(hosts: Sequence[str], sessions: Sequence[ClockSession]) -> 
 
 @dataclass
 class _OffsetBounds:
-    """Bounds of the offset of a second clock against a first one in one step."""
+    """Bounds of the offset between two clocks in one step, from messages in both directions."""
 
     at_ns: list[int] = field(default_factory=list)  # times of the first clock
     least_ns: list[int] = field(default_factory=list)
@@ -186,10 +187,10 @@ class _OffsetBounds:
     together_ns: list[int] = field(default_factory=list)  # offsets if both left a collective at the same time
 
     def reading(self) -> tuple[int, int, int] | None:
-        """Return (time of the first clock, how far the second is ahead, width of the bounds); None without bounds."""
+        """Return (time of the first clock, lead of the second clock, width of the bounds), or None without bounds."""
         if not self.least_ns or not self.most_ns:
             return None
-        # Contradicting bounds, of clocks that drift within the step, change places.
+        # Bounds can contradict each other if clocks drift within the step: swap them.
         least, most = sorted((max(self.least_ns), min(self.most_ns)))
         guess = median_low(self.together_ns) if self.together_ns else (least + most) // 2
         offset = max(least, min(most, guess))
@@ -198,28 +199,28 @@ class _OffsetBounds:
 
 def _inferred_clocks(logs: Mapping[int, RankLog], matches: Matches, reference: str) -> dict[str, HostClock]:
     host = {rank: log.host for rank, log in logs.items()}
-    known: dict[tuple[str, str], dict[int, _OffsetBounds]] = defaultdict(lambda: defaultdict(_OffsetBounds))
+    bounds: dict[tuple[str, str], dict[int, _OffsetBounds]] = defaultdict(lambda: defaultdict(_OffsetBounds))
     for message in matches.messages:
         send, receive = message.send, message.receive
         there, here = host[send.rank], host[receive.rank]
         if there != here and not receive.is_open:
-            # Both orders of the two clocks get the bound: offset <= took for one is -offset >= -took for the other.
+            # Both orders of the clocks get the bound: offset <= took for one is -offset >= -took for the other.
             took = receive.end_ns - send.begin_ns
-            ahead, behind = known[there, here][send.step], known[here, there][send.step]
+            ahead, behind = bounds[there, here][send.step], bounds[here, there][send.step]
             ahead.most_ns.append(took)
             ahead.at_ns.append(send.begin_ns)
             behind.least_ns.append(-took)
             behind.at_ns.append(receive.end_ns)
     for meeting in matches.meetings:
-        _add_collective(meeting, host, known)
+        _add_collective(meeting, host, bounds)
     clocks = {reference: HostClock()}
     waiting = [reference]
-    while waiting:  # breadth first from the reference: each host by the offset from one whose clock is known
+    while waiting:  # breadth first from the reference: each host by its offset to a host with a known clock
         near = waiting.pop(0)
-        for (first, second), spans in known.items():
+        for (first, second), spans in bounds.items():
             if first != near or second in clocks:
                 continue
-            # Records outside of steps may lie hours apart, in which clocks drift: they are used only without steps.
+            # Records outside of steps may be hours apart, with drift: use them only without steps.
             inside = [span for step, span in spans.items() if step != NO_STEP] or list(spans.values())
             readings = _readings(clocks[near], inside)
             if readings:
@@ -241,9 +242,9 @@ def _readings(near: HostClock, spans: Iterable[_OffsetBounds]) -> list[ClockRead
 
 
 def _add_collective(
-    meeting: MatchedCollective, host: Mapping[int, str], known: Mapping[tuple[str, str], Mapping[int, _OffsetBounds]]
+    meeting: MatchedCollective, host: Mapping[int, str], bounds: Mapping[tuple[str, str], Mapping[int, _OffsetBounds]]
 ) -> None:
-    # Only where every member waits for every other, and all have left, does the collective bound offsets.
+    # A collective bounds offsets only if every member waits for every other, and all have left.
     if meeting.root is not None or any(call.is_open for call in meeting.calls):
         return
     by_host: dict[str, list[RecordedCall]] = defaultdict(list)
@@ -254,9 +255,9 @@ def _add_collective(
     begins = {name: max(call.begin_ns for call in calls) for name, calls in by_host.items()}
     for other in names[1:]:
         for a, b in ((names[0], other), (other, names[0])):
-            span = known[a, b][meeting.calls[0].step]
-            # No member leaves before the last one of any host has entered: ends[b] >= begins[a] on one clock, and
-            # ends[a] >= begins[b].
+            span = bounds[a, b][meeting.calls[0].step]
+            # No member leaves before the last member has entered: ends[b] >= begins[a] on one clock, and ends[a] >=
+            # begins[b].
             span.at_ns.append(ends[a])
             span.most_ns.append(ends[b] - begins[a])
             span.least_ns.append(begins[b] - ends[a])
@@ -265,9 +266,10 @@ def _add_collective(
 
 @dataclass(frozen=True)
 class CausalOrder:
-    """Causal order after correction: ``wrong`` of ``pairs`` have the effect before the cause, by ``most_ns`` at most.
+    """Check of the causal order after clock correction: in ``wrong`` of ``pairs`` pairs, the effect precedes the cause.
 
-    ``beyond`` of them do so by more than the bounds of the clocks allow; None where these are not known.
+    ``most_ns`` is the largest such error. ``beyond`` is the number of pairs whose error exceeds the clock bounds, or
+    None if the bounds are unknown.
     """
 
     pairs: int
@@ -281,14 +283,14 @@ class CausalOrder:
         text = f"{self.wrong} of {self.pairs} messages and collectives end before what they waited for, "
         text += f"at most {self.most_ns / 1e3:.1f} us"
         if self.beyond is None:
-            return f"{text}: how well the clocks agree is not known"
+            return f"{text}: the accuracy of the clocks is not known"
         return f"{text}: " + (
             f"{self.beyond} by more than the bound of the clocks" if self.beyond else "within the bound"
         )
 
 
 def causal_order(matches: Matches, bounds_ns: Mapping[int, int | None]) -> CausalOrder:
-    """Return the causal order of ``matches`` in one time; ``bounds_ns`` are those of the ranks' clocks (local)."""
+    """Check the causal order of ``matches``, with times of one clock. ``bounds_ns``: clock error by rank. Local."""
     pairs = [(message.send, message.receive) for message in matches.messages if not message.receive.is_open]
     for meeting in matches.meetings:
         last = meeting.released_by()

@@ -1,8 +1,7 @@
-"""Matching of sends with receives, and of the calls of one collective, by order and number without any clock.
+"""Matching of sends with receives, and of the calls of a collective, by order and number, without clocks.
 
-A collective has a number on its communicator that is the same on all members. Messages have none in common: on each
-path (communicator, sender, receiver, tag) the first that is sent is the first that is received, so they are counted
-from the beginning of a step, or from the beginning of the run where the records still reach as far.
+A collective has the same number on all members of its communicator. Messages on a path (communicator, sender, receiver,
+tag) are received in the order of sending, so they are counted from the begin of a step, or of the run.
 """
 
 from collections import defaultdict
@@ -16,13 +15,13 @@ from hpcdist.telemetry.trace.rank_log import NO_STEP, RankLog, RecordedCall
 SENDS: Final = frozenset({"send", "isend"})
 RECEIVES: Final = frozenset({"recv", "irecv", "probe"})
 MESSAGES: Final = SENDS | RECEIVES | {"sendrecv"}
-# Collectives after which a member may go on before all have come: what it gets is there before.
+# Collectives that a member may leave before all members have entered.
 ROOTED: Final = ("broadcast", "broadcast_object")
 
 
 @dataclass(frozen=True)
 class MatchedMessage:
-    """Send and the receive that took it."""
+    """A send and its matching receive."""
 
     send: RecordedCall
     receive: RecordedCall
@@ -30,13 +29,13 @@ class MatchedMessage:
 
 @dataclass(frozen=True)
 class MatchedCollective:
-    """Collective: the calls of its members, by rank. ``root`` is None where every member waits for every other."""
+    """Calls of one collective operation, by rank. If ``root`` is None, every member waits for all other members."""
 
     calls: tuple[RecordedCall, ...]
     root: int | None = None
 
     def released_by(self) -> RecordedCall | None:
-        """Return the call for which all others had to wait: that of the last, or of the root."""
+        """Return the call for which the other ranks had to wait: the last call, or the root's call. None if unknown."""
         if self.root is not None:
             return next((call for call in self.calls if call.rank == self.root), None)
         return max(self.calls, key=lambda call: call.begin_ns)
@@ -44,7 +43,7 @@ class MatchedCollective:
 
 @dataclass(frozen=True)
 class Matches:
-    """Matched messages and collectives, and the number of messages without a counterpart in the records."""
+    """Matched messages and collectives, and the number of messages whose send or receive is not in the records."""
 
     messages: tuple[MatchedMessage, ...]
     meetings: tuple[MatchedCollective, ...]
@@ -52,7 +51,7 @@ class Matches:
 
 
 def match(logs: Mapping[int, RankLog], world: int) -> Matches:
-    """Match the messages and collectives in the ``logs`` of a job of ``world`` ranks (local)."""
+    """Return the matched messages and collectives in ``logs``, from a job of ``world`` ranks. Local."""
     members: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(logs):
         for comm in logs[rank].comms:
@@ -62,13 +61,9 @@ def match(logs: Mapping[int, RankLog], world: int) -> Matches:
     return Matches(tuple(messages), tuple(_collectives(logs, ranks)), unmatched)
 
 
-def _members(comm: str, seen: Sequence[int], known: Sequence[int], world: int) -> Sequence[int]:
-    """Return the rank of the job behind each rank of ``comm``.
-
-    Records do not have it. Communicators are cut in the order of ranks, so the n-th that is seen in it is its n-th; of
-    one that all known ranks are in, those without a record are members, too.
-    """
-    return range(world) if "/" not in comm or len(seen) == len(known) else seen
+def _members(comm: str, seen: Sequence[int], recorded: Sequence[int], world: int) -> Sequence[int]:
+    """Return the job ranks of the members of communicator ``comm``: element i is the job rank of its rank i."""
+    return range(world) if "/" not in comm or len(seen) == len(recorded) else seen
 
 
 def _messages(logs: Mapping[int, RankLog], ranks: Mapping[str, Sequence[int]]) -> tuple[list[MatchedMessage], int]:
@@ -91,11 +86,11 @@ def _messages(logs: Mapping[int, RankLog], ranks: Mapping[str, Sequence[int]]) -
             elif call.op == "sendrecv":
                 both[call.comm, call.tag].append(call)
     matched: list[MatchedMessage] = []
-    for way in {*sent, *received}:
-        sends, receives = sent.get(way, []), received.get(way, [])
-        if way[1] not in logs or way[2] not in logs:
-            continue  # a rank without a record has no counterparts
-        pairs = _in_order(sends, receives, logs[way[1]], logs[way[2]])
+    for path in {*sent, *received}:
+        sends, receives = sent.get(path, []), received.get(path, [])
+        if path[1] not in logs or path[2] not in logs:
+            continue  # no counterparts for a rank without a record
+        pairs = _in_order(sends, receives, logs[path[1]], logs[path[2]])
         matched += [MatchedMessage(send, receive) for send, receive in pairs]
         lost += max(len(sends), len(receives)) - len(pairs)
     for calls in both.values():
@@ -108,14 +103,14 @@ def _messages(logs: Mapping[int, RankLog], ranks: Mapping[str, Sequence[int]]) -
 def _in_order(
     sends: Sequence[RecordedCall], receives: Sequence[RecordedCall], sender: RankLog, receiver: RankLog
 ) -> list[tuple[RecordedCall, RecordedCall]]:
-    """Return the pairs of one path (communicator, sender, receiver, tag); [] where they cannot be told apart."""
+    """Return the pairs (send, receive) with equal communicator, ranks and tag, in order, or [] if ambiguous."""
     if not sender.covered_ns and not receiver.covered_ns:
-        return list(zip(sends, receives, strict=False))  # all from the beginning of the run; the last may be under way
+        return list(zip(sends, receives, strict=False))  # complete records; the last message may be in flight
     of_steps, in_steps = _by_step(sends), _by_step(receives)
-    known = sorted(of_steps.keys() | in_steps.keys())
+    steps = sorted(of_steps.keys() | in_steps.keys())
     whole = [
         step
-        for step in known
+        for step in steps
         if step != NO_STEP
         and sender.steps.get(step, (-1, 0))[0] >= sender.covered_ns
         and receiver.steps.get(step, (-1, 0))[0] >= receiver.covered_ns
@@ -124,7 +119,7 @@ def _in_order(
     for step in whole:
         a, b = of_steps.get(step, []), in_steps.get(step, [])
         if len(a) != len(b):
-            return []  # messages that pass from step to step: counting cannot match them
+            return []  # messages that cross steps cannot be matched by counting
         pairs += zip(a, b, strict=True)
     return pairs
 
@@ -139,13 +134,10 @@ def _by_step(calls: Iterable[RecordedCall]) -> dict[int, list[RecordedCall]]:
 def _rounds(
     calls: Sequence[RecordedCall], logs: Mapping[int, RankLog], ranks: Mapping[str, Sequence[int]]
 ) -> list[tuple[RecordedCall, RecordedCall]]:
-    """Return the pairs of sendrecv calls, whose events have the receiver but not the sender.
-
-    In the n-th such call of a step each rank that takes part receives from exactly one: from the one whose peer it is.
-    """
+    """Return pairs of matching sendrecv calls: a rank's n-th call in a step, and the n-th call of its peer."""
     pairs: list[tuple[RecordedCall, RecordedCall]] = []
     if not any(logs[call.rank].covered_ns for call in calls) and (turns := _turns(calls)):
-        groups = [turns]  # all there ever were
+        groups = [turns]  # complete records
     else:
         whole = [
             row for step, row in _by_step(calls).items() if not any(_is_cut(logs[call.rank], step) for call in row)
@@ -160,15 +152,18 @@ def _rounds(
 
 
 def _turns(calls: Iterable[RecordedCall]) -> list[tuple[RecordedCall, ...]]:
-    """Return the first call of every rank, the second, and so on; nothing where some ranks made more than others."""
-    own: dict[int, list[RecordedCall]] = defaultdict(list)
+    """Group calls by turn: the first calls of all ranks, then their second calls, etc.
+
+    If the ranks have different numbers of calls, return [].
+    """
+    rows: dict[int, list[RecordedCall]] = defaultdict(list)
     for call in calls:
-        own[call.rank].append(call)
-    return list(zip(*own.values(), strict=True)) if len({len(row) for row in own.values()}) == 1 else []
+        rows[call.rank].append(call)
+    return list(zip(*rows.values(), strict=True)) if len({len(row) for row in rows.values()}) == 1 else []
 
 
 def _is_cut(log: RankLog, step: int) -> bool:
-    """Whether some of the calls of ``step`` may no longer be in the records."""
+    """Return True if calls of ``step`` may be missing in the records of this rank."""
     return log.covered_ns > 0 if step == NO_STEP else log.steps.get(step, (-1, 0))[0] < log.covered_ns
 
 

@@ -1,4 +1,4 @@
-"""Plot of one step: a row for each rank with what it did, and the critical path through all of them."""
+"""Plot of one step: a row of activities for each rank, and the critical path."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from hpcdist.telemetry.trace.critical_path import PathSegment
 from hpcdist.telemetry.trace.summary import Trace
 from hpcdist.telemetry.trace.timeline import TimelinePiece
 
-ROWS: Final = 32  # ranks in a picture: of more, those on the critical path and those that waited most are drawn
+ROWS: Final = 32  # largest number of ranks; those on the critical path and with the longest waits are drawn
 STYLES: Final = {
     "forward": GanttStyle("#b9d6ea"),
     "backward": GanttStyle("#6ba3cf"),
@@ -37,13 +37,13 @@ _PATH: Final = "#222222"
 
 
 def draw(trace: Trace, file: Path) -> int:
-    """Draw the step whose critical path is of middle length into ``file``, and return its number.
+    """Draw one step of ``trace`` to ``file``, and return its number. Raises UsageError.
 
-    Raises UsageError where the trace has no whole step, and what `plotting.check_plot` raises.
+    It is the step with the median length of its critical path.
     """
     matplotlib = plotting.check_plot(file)
     if not trace.paths:
-        raise UsageError(f"{trace.run_dir}: there is no whole step to draw")
+        raise UsageError(f"{trace.run_dir}: the records contain no whole step to draw")
     drawn = sorted(trace.paths, key=lambda path: path.took_ns)[(len(trace.paths) - 1) // 2]
     step_trace = traces.of_step(trace, drawn.step)
     rows = _rows(step_trace, drawn.links)
@@ -70,7 +70,6 @@ def draw(trace: Trace, file: Path) -> int:
 
 
 def _rows(trace: Trace, links: Sequence[PathSegment]) -> list[int]:
-    """Return the ranks to draw, ascending."""
     ranks = sorted(trace.timeline.lines)
     if len(ranks) <= ROWS:
         return ranks
@@ -84,7 +83,6 @@ def _rows(trace: Trace, links: Sequence[PathSegment]) -> list[int]:
 
 
 def _bars(row: int, pieces: Sequence[TimelinePiece], zero: int, scale: float) -> Iterator[GanttBar]:
-    """Yield the bars of a rank: of each piece what it waited for another, and the rest."""
     for piece in pieces:
         edges_ns = (piece.begin_ns, piece.begin_ns + piece.waited_ns, piece.end_ns)
         begin, works, end = ((ns - zero) / scale for ns in edges_ns)
@@ -95,7 +93,6 @@ def _bars(row: int, pieces: Sequence[TimelinePiece], zero: int, scale: float) ->
 
 
 def _kind(piece: TimelinePiece) -> str:
-    """Return the kind of a piece, a key of `STYLES`."""
     if piece.phase != "compute":
         return piece.phase
     first = piece.name.partition("_")[0].lower()
@@ -103,18 +100,15 @@ def _kind(piece: TimelinePiece) -> str:
 
 
 def _path(axes: Any, links: Sequence[PathSegment], rows: Sequence[int], zero: int, scale: float) -> Any:
-    """Draw the critical path below the middle of the rows it goes through; a jump is a line to the other row.
-
-    Returns the line, for the legend.
-    """
-    place = {rank: number + 0.44 for number, rank in enumerate(rows)}
+    """Draw the critical path ``links`` just below the middle of the ranks' rows. Return its line for the legend."""
+    heights = {rank: number + 0.44 for number, rank in enumerate(rows)}
     xs: list[float] = []
     ys: list[float] = []
     for number, link in enumerate(links):
-        if link.rank not in place:
+        if link.rank not in heights:
             continue
-        # A transfer begins on the rank from which the path comes.
+        # A transfer begins on the previous rank of the path.
         source = links[number - 1].rank if link.travels and number else link.rank
         xs += [(link.begin_ns - zero) / scale, (link.end_ns - zero) / scale]
-        ys += [place.get(source, place[link.rank]), place[link.rank]]
+        ys += [heights.get(source, heights[link.rank]), heights[link.rank]]
     return axes.plot(xs, ys, color=_PATH, linewidth=1.4, solid_capstyle="round", zorder=3, label="critical path")[0]

@@ -1,7 +1,4 @@
-"""Rank logs: the files in ``recorder/`` of a run as steps, spans and calls of each rank, by its node's clock.
-
-Nothing is compared between ranks here, so nothing depends on clocks of different hosts.
-"""
+"""Rank logs: steps, spans and calls of each rank from the files in ``recorder/``, by its node's clock."""
 
 import re
 import struct
@@ -23,16 +20,16 @@ NO_STEP: Final = -1
 _UPTIME_NS: Final = 10 * 365 * 86_400_000_000_000
 _MOST_RANKS: Final = 1 << 22
 _TOGETHER_NS: Final = 60_000_000_000
-_BOUNDARY_NS: Final = 1_000_000_000  # a new life of a job begins later than that after a step
+_BOUNDARY_NS: Final = 1_000_000_000  # a longer gap after a step separates lives of a job
 _NONBLOCKING: Final = re.compile("(^|_)i(send|recv|allreduce|reduce_scatter|all_gather)$")
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall(CommunicatorCall):
-    """Recorded call on a rank, in ns of one clock.
+    """Recorded communication call on a rank. Times are in ns of one clock.
 
-    ``step`` is the one in which it began, `NO_STEP` outside of any that is known. ``is_open``: it had not ended at the
-    last heartbeat of the rank, whose time is its ``end_ns`` then.
+    ``step`` is the step in which the call began, or `NO_STEP`. If ``is_open`` is true, the call had not ended at the
+    rank's last heartbeat; ``end_ns`` is then the time of that heartbeat.
     """
 
     rank: int
@@ -43,16 +40,16 @@ class RecordedCall(CommunicatorCall):
 
     @property
     def behind(self) -> bool:
-        """Whether it overlaps with other work of the rank: a nonblocking call, or one of a background thread."""
+        """True if the call overlaps with other work of the rank: nonblocking, or in a background thread."""
         return bool(_NONBLOCKING.search(self.op)) or "/background" in self.comm
 
 
 @dataclass(frozen=True)
 class RankLog:
-    """Log of one rank. Times are monotonic ns of the ``host``; ``wall_ns`` is its wall clock minus that one.
+    """Log of one rank. Times are in ns of the monotonic clock of ``host``; ``wall_ns`` is wall clock minus this clock.
 
-    ``host`` is the boot of its host, or its name where no boot is known; ``name`` is its name. ``steps`` have their
-    begin and end. ``covered_ns`` is the time from which on all calls are there. ``ended``: the rank came to its end.
+    ``host`` is the host's boot id, or its name. ``steps`` has the begin and end of each step. All calls from
+    ``covered_ns`` on are recorded. ``ended``: the rank finished regularly.
     """
 
     rank: int
@@ -68,13 +65,13 @@ class RankLog:
 
     @property
     def comms(self) -> frozenset[str]:
-        """The communicators of which it is known to be a member."""
+        """Communicators that are known to include this rank."""
         return frozenset(call.comm for call in self.calls)
 
 
 @dataclass(frozen=True)
 class RankLogs:
-    """Logs of a run by rank, and notes on what is missing or left out: a sentence each."""
+    """Logs of a run by rank, and notes (sentences) about missing or skipped files."""
 
     world: int
     ranks: Mapping[int, RankLog]
@@ -82,14 +79,14 @@ class RankLogs:
 
 
 def load(run_dir: Path) -> RankLogs:
-    """Read all files of a run; those that are damaged are left out with a note.
+    """Read all record files of a run. Skip damaged files and add a note for each of them.
 
-    Raises UsageError where there is nothing to read, StorageError where nothing can be read.
+    Raises UsageError if there are no files, and StorageError if all files are damaged.
     """
     folder = run_dir / "recorder" if (run_dir / "recorder").is_dir() else run_dir
     paths = sorted([*folder.glob("rank-*.spans"), *folder.glob("rank-*.rec")])
     if not paths:
-        raise UsageError(f"{run_dir} holds no records (recorder/rank-*.spans, rank-*.rec); give the directory of a run")
+        raise UsageError(f"{run_dir} has no records (recorder/rank-*.spans, rank-*.rec); give the directory of a run")
     notes: list[str] = []
     spans: dict[int, RankSpans] = {}
     records: dict[int, RankRecord] = {}
@@ -103,21 +100,22 @@ def load(run_dir: Path) -> RankLogs:
                 records[_own_rank(record)] = record
         except StorageError as error:
             notes.append(f"left out: {error}")
-        except (ValueError, LookupError, struct.error) as error:  # impossible texts or numbers
+        except (ValueError, LookupError, struct.error) as error:  # invalid texts or numbers
             notes.append(f"left out: {path} is damaged: {error!r}")
     if not spans and not records:
         raise StorageError(f"{run_dir}: none of its {len(paths)} records can be read: {notes[0]}")
     _, world = max([(s.wall_ns, s.world) for s in spans.values()] + [(r.started_ns, r.world) for r in records.values()])
-    # A larger, earlier run may have left the others.
+    # A larger, earlier run may have left other files.
     logs = {rank: rank_log(spans.get(rank), records.get(rank)) for rank in sorted({*spans, *records}) if rank < world}
     notes += _missing(world, logs, spans, records)
     return RankLogs(world, logs, tuple(notes))
 
 
 def _own_rank(contents: RankSpans | RankRecord) -> int:
-    """Return the rank of a file. Raises StorageError where it cannot be one of its world."""
     if not contents.rank < contents.world <= _MOST_RANKS:
-        raise StorageError(f"{contents.path} is damaged: it is of rank {contents.rank} of {contents.world}")
+        raise StorageError(
+            f"{contents.path} is damaged: its header says rank {contents.rank} of {contents.world}; delete the file"
+        )
     return contents.rank
 
 
@@ -135,9 +133,9 @@ def _missing(world: int, logs: Collection[int], spans: Collection[int], records:
 
 
 def rank_log(spans: RankSpans | None, record: RankRecord | None) -> RankLog:
-    """Return the log of a rank from one or both of its files (local)."""
+    """Return the log of a rank from its spans file, its flight record, or both. Local."""
     if spans is not None and record is not None and abs(record.started_ns - spans.wall_ns) > _TOGETHER_NS:
-        # Both files of a start are made together: here one is of an earlier start, and the newer one is used.
+        # Both files of a start are created together: one is from an earlier start, and the newer one is used.
         spans, record = (None, record) if record.started_ns > spans.wall_ns else (spans, None)
     steps = {} if spans is None else _steps(spans.spans)
     calls: tuple[RecordedCall, ...] = ()
@@ -152,21 +150,18 @@ def rank_log(spans: RankSpans | None, record: RankRecord | None) -> RankLog:
         return RankLog(
             record.rank, record.world, record.host, record.host, record.clock_ns, (), calls, {}, covered, ended
         )
-    own = tuple(span for span in spans.spans if span.phase != "step" and _is_sound(span.begin_ns, span.end_ns))
+    valid_spans = tuple(span for span in spans.spans if span.phase != "step" and _is_sound(span.begin_ns, span.end_ns))
     wall = spans.wall_ns - spans.monotonic_ns
-    return RankLog(spans.rank, spans.world, spans.boot_id, spans.host, wall, own, calls, steps, covered, ended)
+    return RankLog(spans.rank, spans.world, spans.boot_id, spans.host, wall, valid_spans, calls, steps, covered, ended)
 
 
 def _is_sound(begin_ns: int, end_ns: int) -> bool:
-    """Whether a clock can have shown these times: a damaged file has others."""
+    """Return True if the begin and end times are possible for a clock. Damaged files contain impossible times."""
     return 0 <= begin_ns <= end_ns < _UPTIME_NS
 
 
 def _steps(spans: Sequence[Span]) -> dict[int, tuple[int, int]]:
-    """Return begin and end of each step; of one that was made twice, the second time.
-
-    A step ends where the next begins; the clock is read a little later than the boundary, so both times are late.
-    """
+    """Return each step's begin and end. A step ends when the next one begins. Of a repeated step, the last counts."""
     bounds: dict[int, tuple[int, int]] = {}
     before = NO_STEP
     for span in spans:
@@ -203,29 +198,31 @@ def _calls(record: RankRecord, steps: Mapping[int, tuple[int, int]]) -> tuple[Re
     return tuple(calls)
 
 
-def select_steps(logs: Sequence[RankLog], wanted: range | None, last: int) -> tuple[tuple[int, ...], list[str]]:
-    """Return the steps to show, and notes: those ``wanted`` that all ``logs`` have, else the ``last`` of them.
+def select_steps(logs: Sequence[RankLog], requested: range | None, last: int) -> tuple[tuple[int, ...], list[str]]:
+    """Return step numbers that all ``logs`` have, and notes about missing ones. Raises UsageError.
 
-    No step is returned where no spans are known. Raises UsageError where all ranks have steps, but none that is wanted.
+    The result has the ``requested`` steps, or, if ``requested`` is None, the last ``last`` steps.
     """
     stepping = [log for log in logs if log.steps]
     if not stepping:
-        if wanted is not None:
-            raise UsageError(f"no steps are known: {_NO_SPANS}; leave --steps out")
+        if requested is not None:
+            raise UsageError(f"the records contain no steps: {_NO_SPANS}; leave --steps out")
         return (), []
     common = sorted(set.intersection(*(set(log.steps) for log in stepping)))
     if not common:
-        return (), ["no step is known of all ranks: what each of them did last is shown"]
+        return (), ["no step is known of all ranks: the last operations of each rank are shown"]
     notes = []
-    if wanted is not None:
-        chosen = [step for step in common if step in wanted]
+    if requested is not None:
+        chosen = [step for step in common if step in requested]
         if not chosen:
             raise UsageError(
-                f"no step from {wanted.start} to {wanted.stop - 1} is in the records of all ranks, which have "
-                f"{common[0]} to {common[-1]}: they keep the last ones"
+                f"steps {requested.start} to {requested.stop - 1} are not in the records of all ranks, which have only "
+                f"{common[0]} to {common[-1]}: records keep the last steps"
             )
-        if len(chosen) < len(wanted):
-            notes.append(f"of the steps {wanted.start} to {wanted.stop - 1}, {len(chosen)} are still in the records")
+        if len(chosen) < len(requested):
+            notes.append(
+                f"of the steps {requested.start} to {requested.stop - 1}, {len(chosen)} are still in the records"
+            )
     else:
         whole = [step for step in common if all(log.steps[step][0] >= log.covered_ns for log in stepping)]
         chosen = (whole or common[-1:])[-last:]
@@ -236,10 +233,10 @@ def select_steps(logs: Sequence[RankLog], wanted: range | None, last: int) -> tu
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return "rank 3", or "ranks 0-3, 7"."""
+    """Format rank numbers as "rank 3", or "ranks 0-3, 7"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {format_ranges(sorted(ranks), ', ')}"
 
 
 def steps_text(steps: Sequence[int]) -> str:
-    """Return "step 3", or "steps 5-24"."""
+    """Format step numbers as "step 3", or "steps 5-24"."""
     return f"step{'s' if len(steps) > 1 else ''} {format_ranges(sorted(steps), ', ')}"

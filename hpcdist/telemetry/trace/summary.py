@@ -1,7 +1,7 @@
-"""Summary of a trace: chosen steps and ranks of a run, their figures as JSON values, and the same as text.
+"""Summary of a trace: selected steps and ranks of a run, with figures as JSON values and as text.
 
-`collect` reads files and finds the critical paths, `figures` returns plain values, `format_text` the lines for people:
-critical path, overlap, waits between ranks, and corrections of clocks. `hpcdist trace` calls all three.
+`collect` reads files and finds the critical paths, `figures` returns plain values, `format_text` the text: critical
+path, overlap, waits between ranks, and clock corrections. `hpcdist trace` calls all three.
 """
 
 from collections import Counter, defaultdict
@@ -21,26 +21,26 @@ from hpcdist.telemetry.trace.matching import MatchedMessage
 from hpcdist.telemetry.trace.rank_log import RankLog, RankLogs, ranks_text, steps_text
 from hpcdist.telemetry.trace.timeline import RunTimeline, TimelinePiece
 
-DEFAULT_STEPS: Final = 20  # steps, where none are asked for
-MAX_PIECES: Final = 250_000  # spans and calls: with arrows a file has 100 MB then, and viewers still take it
+DEFAULT_STEPS: Final = 20  # number of steps if none are requested
+MAX_PIECES: Final = 250_000  # spans and calls: a file of about 100 MB, which viewers can still open
 
 
 @dataclass(frozen=True)
 class StepPath:
-    """Critical path of one step, from its first segment to the end of the step on its last rank."""
+    """Critical path of one step, from its first segment to the end of the step on the last rank to finish."""
 
     step: int
     links: tuple[PathSegment, ...]
 
     @property
     def took_ns(self) -> int:
-        """Its length."""
+        """Duration of the critical path in ns."""
         return self.links[-1].end_ns - self.links[0].begin_ns if self.links else 0
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Trace of some steps of a run: timeline, pieces, critical paths, overlaps and longest waits."""
+    """Trace of some steps of a run: its timeline, each rank's pieces, critical paths, overlaps and longest waits."""
 
     run_dir: Path
     world: int
@@ -49,22 +49,22 @@ class Trace:
     pieces: Mapping[int, Sequence[TimelinePiece]]
     paths: tuple[StepPath, ...]
     overlaps: Mapping[int, CommunicationOverlap]
-    longest_waits: Sequence[tuple[TimelinePiece, str]]  # and what the rank that was waited for was doing
+    longest_waits: Sequence[tuple[TimelinePiece, str]]  # with the activity of the awaited rank
     notes: tuple[str, ...]
 
     @property
     def waits(self) -> dict[tuple[int, int], int]:
-        """Waits of one rank for another, in ns."""
+        """Total time in ns that each rank waited for each other rank, by (waiting rank, awaited rank)."""
         return critical_path.waited_for(self.pieces)
 
 
 def collect(
     run_dir: Path, steps: range | None = None, ranks: Sequence[int] | None = None, most: int = MAX_PIECES
 ) -> Trace:
-    """Read the run in ``run_dir``: its ``steps`` (None: the last ones that all ranks have) on ``ranks`` (None: all).
+    """Return the trace of ``steps`` and ``ranks`` of the run in ``run_dir``.
 
-    At most ``most`` spans and calls are taken. Raises UsageError where there are no such steps or ranks, StorageError
-    where no file can be read.
+    If ``steps`` is None, the last steps that all ranks recorded are used. If ``ranks`` is None, all ranks are used.
+    Reads at most ``most`` spans and calls. Raises UsageError and StorageError.
     """
     logs = rank_log.load(run_dir)
     notes = list(logs.notes)
@@ -77,7 +77,7 @@ def collect(
     tail = steps is None and not all(log.ended for log in chosen.values())
     if tail and numbers:
         notes.append(f"the run did not end: what came after {steps_text(numbers[-1:])} is shown, too")
-    # All ranks are needed to know who was waited for; those that were not chosen are left out of what is shown.
+    # All ranks are needed to find the causes of waits; ranks that were not selected are not shown.
     whole = timeline.build(logs.ranks if numbers else chosen, numbers, matches, corrections, tail=tail)
     cut = timeline.pieces(whole)
     shown = timeline.select(whole, chosen)
@@ -90,8 +90,8 @@ def collect(
         if rank in chosen
     }
     longest = critical_path.longest_waits(cut, chosen)
-    own = {rank: row for rank, row in cut.items() if rank in chosen}
-    return Trace(run_dir, logs.world, shown, corrections, own, paths, overlaps, longest, tuple(notes))
+    selected = {rank: row for rank, row in cut.items() if rank in chosen}
+    return Trace(run_dir, logs.world, shown, corrections, selected, paths, overlaps, longest, tuple(notes))
 
 
 def _sessions(run_dir: Path, notes: list[str]) -> tuple[side_tables.ClockSession, ...]:
@@ -111,7 +111,7 @@ def _of_ranks(logs: RankLogs, ranks: Sequence[int] | None) -> dict[int, RankLog]
     missing = [rank for rank in ranks if rank not in logs.ranks]
     if missing:
         raise UsageError(
-            f"{ranks_text(missing)}: no record; the run has {ranks_text(sorted(logs.ranks))} of {logs.world}"
+            f"{ranks_text(missing)}: no record found; the run has {ranks_text(sorted(logs.ranks))} of {logs.world}"
         )
     return {rank: logs.ranks[rank] for rank in sorted(set(ranks))}
 
@@ -119,7 +119,6 @@ def _of_ranks(logs: RankLogs, ranks: Sequence[int] | None) -> dict[int, RankLog]
 def _bounded(
     logs: dict[int, RankLog], steps: tuple[int, ...], most: int, notes: list[str]
 ) -> tuple[tuple[int, ...], dict[int, RankLog]]:
-    """Return fewer steps, then fewer ranks, where there is too much to show."""
     before, there = steps, sum(_size(log, steps) for log in logs.values())
     while there > most and len(steps) > 1:
         steps = steps[-max(1, min(len(steps) - 1, len(steps) * most // there)) :]
@@ -156,21 +155,21 @@ def _clock_notes(whole: RunTimeline) -> list[str]:
     if whole.order.wrong:
         notes.append(f"clocks: {whole.order}")
     if unmatched := whole.matches.unmatched:
-        notes.append(f"of {unmatched} sends and receives it cannot be told where they belong: no arrows for them")
+        notes.append(f"{unmatched} sends and receives have no counterpart in the records: no arrows for them")
     return notes
 
 
 def _path(whole: RunTimeline, cut: Mapping[int, Sequence[TimelinePiece]], step: int) -> list[PathSegment]:
-    own = {
+    step_pieces = {
         rank: timeline.in_step(cut[rank], *line.steps[step])
         for rank, line in whole.lines.items()
         if rank in cut and step in line.steps
     }
-    return critical_path.critical_path(own)
+    return critical_path.critical_path(step_pieces)
 
 
 def _transfers(whole: RunTimeline) -> dict[int, list[tuple[int, int]]]:
-    """Return by rank the intervals in which data was in flight to or from it, without waits for late ranks."""
+    """Return, by rank, the time intervals with data in flight from or to that rank, without waits for late ranks."""
     transfers: dict[int, list[tuple[int, int]]] = {rank: [] for rank in whole.lines}
     for message in whole.matches.messages:
         send, receive = message.send, message.receive
@@ -185,7 +184,7 @@ def _transfers(whole: RunTimeline) -> dict[int, list[tuple[int, int]]]:
 
 
 def of_step(trace: Trace, step: int) -> Trace:
-    """Return the trace of one of its steps."""
+    """Return a trace that has only ``step`` of ``trace``."""
     lines = {}
     for rank, line in trace.timeline.lines.items():
         if step in line.steps:
@@ -199,7 +198,7 @@ def of_step(trace: Trace, step: int) -> Trace:
 
 
 def figures(trace: Trace) -> dict[str, Any]:
-    """Return the figures of the trace as JSON values; times in seconds, None for what is not known."""
+    """Return the figures of the trace as JSON values. Times are in seconds; unknown values are None."""
     links = [link for path in trace.paths for link in path.links]
     of_rank, of_phase, of_name = critical_path.path_shares(links)
     whole = sum(of_rank.values())
@@ -251,20 +250,17 @@ def figures(trace: Trace) -> dict[str, Any]:
 
 
 def _message_paths(trace: Trace) -> list[dict[str, Any]]:
-    """Return messages from one rank to another on a communicator, the most bytes first, as JSON values.
-
-    The hidden share is that of the time in which they were under way and the receiver computed.
-    """
+    """Return messages by sender, receiver and communicator, and the fraction hidden by computation, as JSON."""
     paths: dict[tuple[int, int, str], list[MatchedMessage]] = defaultdict(list)
     for message in trace.timeline.matches.messages:
         paths[message.send.rank, message.receive.rank, message.send.comm].append(message)
     rows = []
     for (sender, receiver, comm), messages in paths.items():
-        under_way = critical_path.union(
+        in_flight = critical_path.union(
             [(max(m.send.begin_ns, m.receive.begin_ns), m.receive.end_ns) for m in messages]
         )
-        whole_ns = sum(end - begin for begin, end in under_way)
-        hidden_ns = critical_path.communication_overlap(trace.pieces.get(receiver, ()), under_way).hidden_ns
+        whole_ns = sum(end - begin for begin, end in in_flight)
+        hidden_ns = critical_path.communication_overlap(trace.pieces.get(receiver, ()), in_flight).hidden_ns
         rows.append(
             {
                 "from": sender,
@@ -279,13 +275,13 @@ def _message_paths(trace: Trace) -> list[dict[str, Any]]:
 
 
 def clock_figures(trace: Trace) -> list[dict[str, Any]]:
-    """Return the correction of the clock of each host, as JSON values."""
+    """Return the clock correction of each host, as JSON values."""
     rows = []
     for host, ranks in timeline.hosts(trace.timeline).items():
         clock = trace.corrections.clocks[host]
         line = trace.timeline.lines[ranks[0]]
         bounds = [trace.timeline.bounds_ns[rank] for rank in ranks]
-        known = [bound for bound in bounds if bound is not None]
+        finite = [bound for bound in bounds if bound is not None]
         rows.append(
             {
                 "host": line.name,
@@ -294,19 +290,19 @@ def clock_figures(trace: Trace) -> list[dict[str, Any]]:
                 "source": clock.source if clock.readings else "reference",
                 "offset_s": clock.offset_at(trace.timeline.begin_ns) / 1e9,
                 "drift_ppm": clock.drift_ppm,
-                "bound_s": max(known) / 1e9 if len(known) == len(bounds) else None,
+                "bound_s": max(finite) / 1e9 if len(finite) == len(bounds) else None,
                 "readings": len(clock.readings),
             }
         )
     return rows
 
 
-MAX_SHOWN: Final = 8  # rows of a table
+MAX_SHOWN: Final = 8  # largest number of rows of a table
 CLOCK_SOURCES: Final = {"measured": "round trips", "messages": "the ends of messages and collectives"}
 
 
 def format_text(values: Mapping[str, Any]) -> str:
-    """Return the lines for people about the values of `figures`."""
+    """Return the values of `figures` as text."""
     steps = steps_text(values["steps"]) if values["steps"] else "no whole step"
     lines = [
         f"{values['run']}: {steps} of {counted(len(values['ranks']), 'rank')} (of {values['world']})",
@@ -346,7 +342,7 @@ def _communication_lines(values: Mapping[str, Any]) -> list[str]:
     ranks = values["communication"]
     if not ranks:
         return []
-    lines = ["communication  under way beside computing, exposed, of that waiting for others:"]
+    lines = ["communication  in flight during computation, exposed, of that waiting for others:"]
     rows = sorted(ranks.items(), key=lambda item: -item[1]["exposed_s"])
     for rank, row in rows[:MAX_SHOWN]:
         share = "" if row["hidden_share"] is None else f" ({_format_percent(row['hidden_share'])} hidden)"
@@ -361,7 +357,7 @@ def _message_lines(values: Mapping[str, Any]) -> list[str]:
     rows = values["message_paths"]
     if not rows:
         return []
-    lines = ["messages       and the share of their time under way that their receiver computed"]
+    lines = ["messages       and the share of their time in flight in which their receiver computed"]
     lines += [
         f"  rank {row['from']} to rank {row['to']} on {row['comm']}: {counted(row['messages'], 'message')}, "
         f"{format_bytes(row['sent_bytes'])} ({_format_percent(row['hidden_share'])} hidden)"

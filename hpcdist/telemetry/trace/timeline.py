@@ -1,8 +1,4 @@
-"""Timeline of all ranks in some steps, in one time: spans, messages and collectives, and the cause of each wait.
-
-The time is the monotonic clock of rank 0's host, in ns. The time of a rank in a step is cut into pieces without gaps:
-each is work of the rank itself, or ends because of something that another rank did.
-"""
+"""Timeline of all ranks in ``steps``, on one clock. ``bounds_ns``: clock error bound of each rank (None: unknown)."""
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -16,16 +12,16 @@ from hpcdist.telemetry.trace.clock_correction import CausalOrder, ClockCorrectio
 from hpcdist.telemetry.trace.matching import MESSAGES, MatchedCollective, MatchedMessage, Matches
 from hpcdist.telemetry.trace.rank_log import RankLog, RecordedCall
 
-BETWEEN: Final = "between operations"  # the name of pieces that no span covers
+BETWEEN: Final = "between operations"  # name of pieces without a span
 NO_SOURCE_LINE: Final = 1 << 62
 
 
 @dataclass(frozen=True)
 class TimelinePiece:
-    """Piece of the time of ``rank``. ``name`` is an operation, or a call within one ("REDUCE: send").
+    """A time interval of ``rank`` with one activity, ``name``: an operation, or a call inside of it ("REDUCE: send").
 
-    Where it ended because of another rank, ``by`` is that rank and ``since_ns`` the time of its call: before that this
-    rank waited for it, afterwards data was in flight. ``by`` may be the rank itself, where it came last.
+    If a call of another rank ended a wait, ``by`` is that rank and ``since_ns`` the time of its call. After this time,
+    data was in flight. ``by`` is ``rank`` if it called last, and -1 if unknown.
     """
 
     rank: int
@@ -38,16 +34,13 @@ class TimelinePiece:
 
     @property
     def waited_ns(self) -> int:
-        """The time in which the rank only waited for another one."""
+        """Time in ns in which the rank only waited for another rank."""
         return max(0, min(self.since_ns, self.end_ns) - self.begin_ns) if self.by not in (-1, self.rank) else 0
 
 
 @dataclass(frozen=True)
 class RunTimeline:
-    """Timeline of all ranks in ``steps``, in one time. ``bounds_ns``: error bounds of their clocks (None: unknown).
-
-    ``lines`` have the spans, calls and steps of each rank in the window.
-    """
+    """Timeline of all ranks in ``steps``, on one clock. ``bounds_ns``: error bound of each clock (None: unknown)."""
 
     lines: Mapping[int, RankLog]
     steps: tuple[int, ...]
@@ -57,7 +50,7 @@ class RunTimeline:
 
     @cached_property
     def begin_ns(self) -> int:
-        """The begin of the first entry."""
+        """Begin of the first step, span or call, in ns."""
         begins = []
         for line in self.lines.values():
             begins += [begin for begin, _ in line.steps.values()]
@@ -74,13 +67,13 @@ def build(
     *,
     tail: bool = False,
 ) -> RunTimeline:
-    """Return the ``steps`` of ``logs`` in one time, with ``tail`` all records after them too; no steps: all records.
+    """Return a timeline of ``logs`` with all times on one clock, for ``steps`` (None: all).
 
-    ``matches`` are those of the logs, in their own clocks.
+    If the keyword ``tail`` is true, it also has all records after these steps.
     """
     lines: dict[int, RankLog] = {}
     bounds: dict[int, int | None] = {}
-    moved: dict[int, RecordedCall] = {}  # by the id of the call in the log
+    moved: dict[int, RecordedCall] = {}  # corrected call by the id of the call in the log
     for rank, log in logs.items():
         clock = corrections.clocks[log.host]
         begin, end = _window(log, steps, tail=tail)
@@ -101,7 +94,6 @@ def build(
 
 
 def _unmatched(lines: Mapping[int, RankLog], messages: Sequence[MatchedMessage]) -> int:
-    """Return how many of the messages that ended have no counterpart."""
     met = {id(call) for message in messages for call in (message.send, message.receive)}
     message_calls = (call for line in lines.values() for call in line.calls if call.op in MESSAGES and not call.is_open)
     return sum(id(call) not in met for call in message_calls)
@@ -133,16 +125,13 @@ def _line(
             new = replace(call, begin_ns=at(call.begin_ns), end_ns=at(call.end_ns))
             moved[id(call)] = new
             calls.append(new)
-    own = {step: (at(log.steps[step][0]), at(log.steps[step][1])) for step in steps if step in log.steps}
+    corrected_steps = {step: (at(log.steps[step][0]), at(log.steps[step][1])) for step in steps if step in log.steps}
     spans.sort(key=lambda span: (span.begin_ns, -span.end_ns))
-    return replace(log, spans=tuple(spans), calls=tuple(calls), steps=own)
+    return replace(log, spans=tuple(spans), calls=tuple(calls), steps=corrected_steps)
 
 
 def pieces(timeline: RunTimeline) -> dict[int, list[TimelinePiece]]:
-    """Return the pieces of every rank in the order of time, from its first step's begin to its last one's end (local).
-
-    A rank that has no steps has none.
-    """
+    """Return each rank's consecutive pieces of time, from the begin of its first step to the end of its last step."""
     causes = _causes(timeline)
     by_rank = {}
     for rank, line in timeline.lines.items():
@@ -154,7 +143,10 @@ def pieces(timeline: RunTimeline) -> dict[int, list[TimelinePiece]]:
 
 
 def _causes(timeline: RunTimeline) -> dict[int, tuple[int, int]]:
-    """Return by the id of a call (rank, time) of the call that it had to wait for: itself, where none came later."""
+    """Return a dict: id of a call -> (rank, time) of the later call for which it had to wait.
+
+    If the call waited for no later call, these are its own rank and begin time.
+    """
     causes: dict[int, tuple[int, int]] = {}
     for meeting in timeline.matches.meetings:
         last = meeting.released_by()
@@ -164,14 +156,14 @@ def _causes(timeline: RunTimeline) -> dict[int, tuple[int, int]]:
     for message in timeline.matches.messages:
         send, receive = message.send, message.receive
         causes[id(receive)] = max((send.begin_ns, send.rank), (receive.begin_ns, receive.rank))[::-1]
-        # A large message is sent when its receive is posted (rendezvous); a send that ended before that did not wait.
+        # A large message is sent when its receive is posted (rendezvous). A send that ended earlier did not wait.
         if send.op != "sendrecv" and send.begin_ns < receive.begin_ns <= send.end_ns:
             causes[id(send)] = (receive.rank, receive.begin_ns)
     return causes
 
 
 def flatten(rank: int, spans: Sequence[Span], begin_ns: int, end_ns: int) -> list[TimelinePiece]:
-    """Return the innermost ``spans`` and the gaps between them as pieces from ``begin_ns`` to ``end_ns`` (local)."""
+    """Return the time from ``begin_ns`` to ``end_ns`` as consecutive pieces: innermost ``spans``, and gaps. Local."""
     flat: list[TimelinePiece] = []
     stack: list[Span] = []
     at = begin_ns
@@ -200,7 +192,10 @@ def flatten(rank: int, spans: Sequence[Span], begin_ns: int, end_ns: int) -> lis
 def _cut(
     leaves: Sequence[TimelinePiece], calls: Sequence[RecordedCall], causes: Mapping[int, tuple[int, int]]
 ) -> list[TimelinePiece]:
-    """Cut calls out of the ``leaves`` of a rank: those made there, and nonblocking ones that it waited for there."""
+    """Split a rank's pieces ``leaves`` at its blocking ``calls``, and at nonblocking calls where it waits for them.
+
+    ``causes`` is the result of `_causes`.
+    """
     ends = sorted((call for call in outermost(calls) if id(call) in causes or not call.behind), key=lambda c: c.end_ns)
     times = [call.end_ns for call in ends]
     parts: list[TimelinePiece] = []
@@ -224,7 +219,7 @@ def _cut(
 
 
 def outermost(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
-    """Return the calls that are not part of another one of the same thread (local)."""
+    """Return the calls that are not inside of another call of the same thread. Local."""
     outer: list[RecordedCall] = []
     until = -NO_SOURCE_LINE
     for call in sorted(calls, key=lambda candidate: (candidate.begin_ns, -candidate.end_ns)):
@@ -237,7 +232,7 @@ def outermost(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
 
 
 def in_step(pieces_of_rank: Sequence[TimelinePiece], begin_ns: int, end_ns: int) -> list[TimelinePiece]:
-    """Return the pieces from ``begin_ns`` to ``end_ns``, cut to them (local)."""
+    """Return a rank's pieces between ``begin_ns`` and ``end_ns``, trimmed to these times. Local."""
     starts = [piece.begin_ns for piece in pieces_of_rank]
     first = max(0, bisect_right(starts, begin_ns) - 1)
     inside = []
@@ -251,7 +246,7 @@ def in_step(pieces_of_rank: Sequence[TimelinePiece], begin_ns: int, end_ns: int)
 
 
 def hosts(timeline: RunTimeline) -> dict[str, list[int]]:
-    """Return the ranks of every host (local)."""
+    """Return a dict: host -> its ranks. Local."""
     ranks_by_host: dict[str, list[int]] = defaultdict(list)
     for rank, line in sorted(timeline.lines.items()):
         ranks_by_host[line.host].append(rank)
@@ -259,7 +254,7 @@ def hosts(timeline: RunTimeline) -> dict[str, list[int]]:
 
 
 def select(timeline: RunTimeline, ranks: Collection[int]) -> RunTimeline:
-    """Return the timeline of some ranks, with the messages and calls of collectives between them (local)."""
+    """Return a timeline of only ``ranks``, with the messages and collectives between them. Local."""
     lines = {rank: line for rank, line in timeline.lines.items() if rank in ranks}
     messages = tuple(m for m in timeline.matches.messages if m.send.rank in lines and m.receive.rank in lines)
     meetings: list[MatchedCollective] = []

@@ -1,8 +1,4 @@
-"""Assembly of a run from its recipe: grid, rank context, model, exchange, executor, operations, data.
-
-`assemble` is collective and the same on every rank. In a product with parameter servers every rank computes, and serves
-what its replicas share.
-"""
+"""Assembly of a run from its recipe: grid, rank context, model, exchange, executor, operation list, data."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -71,23 +67,23 @@ from hpcdist.training.recipe.requirements import grid_and_roles
 
 
 def check_user_model(recipe: Recipe, model: Model) -> None:
-    """Raise ConfigurationError where ``model`` computes elsewhere or in another type than ``recipe`` says (local)."""
+    """Raise ConfigurationError if the device or dtype of the script's ``model`` differs from ``recipe``. Local."""
     computes, on = recipe.precision.stages, recipe.run.device
     if model.dtype.name != computes:
         raise ConfigurationError(
-            f"the model computes in {model.dtype.name}, and precision.mode = {recipe.precision.mode!r} in {computes}; "
+            f"the model computes in {model.dtype.name}, but precision.mode = {recipe.precision.mode!r} in {computes}; "
             f"convert the model, or set precision.mode = {model.dtype.name!r}"
             + (", or precision.activations = 'float32'" if recipe.precision.activations != "float32" else "")
         )
     if model.on not in (None, on):
         raise ConfigurationError(
-            f"the model is on the {model.on}, and run.device = {on!r}; move the model before it is wrapped, or set "
+            f"the model is on the {model.on}, but run.device = {on!r}; move the model before wrapping it, or set "
             f"run.device = {model.on!r}"
         )
 
 
 def build_exchange(context: RankContext, recipe: Recipe, compression: str) -> Exchange:
-    """Return the exchange of the recipe's strategy; ``compression`` is resolved, never "auto". Collective."""
+    """Return the gradient exchange of the recipe's strategy. ``compression``: resolved, never "auto". Collective."""
     shards = LogicalShards(context, recipe.run.logical_shards) if recipe.run.logical_shards else None
     if context.experts.size > 1 and not context.portion:
         replicas = expert_replicas(context.data, context.experts.size)
@@ -123,15 +119,15 @@ def assemble(
     script_model: Model | None = None,
     directory: Path | None = None,
 ) -> Trainer:
-    """Build the run of ``recipe`` on this rank, initialised or restored. Collective.
+    """Build the trainer of ``recipe`` on this rank, with initial or restored parameters. Collective.
 
-    ``script_model`` takes the place of the recipe's model; its script brings the batches. The faults of ``chaos``
-    happen in a run that has a ``directory``, where they leave their marks.
+    ``script_model`` is the model of a script, which replaces the recipe's model; the script then provides the batches.
+    The faults in section ``chaos`` are injected only with a ``directory``, in which they are recorded.
     """
     origin = CheckpointSource.together(session.comm, resume_from) if isinstance(resume_from, Path) else resume_from
     comm, parallel, precision = session.comm, recipe.parallel, recipe.precision
     imports = recipe.model.kind == "import" and comm.rank == 0
-    factory_seal = models_factory.seal(recipe.model.factory) if imports else ""  # before the file is executed
+    factory_seal = models_factory.seal(recipe.model.factory) if imports else ""  # digest before the file is executed
     grid, roles = grid_and_roles(recipe, comm.size)
     source, whole = _source_and_model(comm, recipe, script_model)
     ledger, schedule = Ledger(), pipeline.read_schedule(parallel, comm)
@@ -139,7 +135,7 @@ def assemble(
     context, selection, plan = _rank_context(
         session, recipe, grid, axes, source.documents, whole, ledger, origin, schedule, computes
     )
-    collectives.account(ledger)  # frees the buffers of the measurement
+    collectives.account(ledger)  # also frees the buffers of the algorithm measurement
     compression = build_selection.resolve_compression(context, recipe, origin)
     exchange = build_exchange(context, recipe, compression.name)
     growth = precision.growth_interval, precision.hysteresis, precision.minimum_scale
@@ -184,7 +180,6 @@ def _build_executor(
     loss_scale: NoLossScale,
     observers: tuple[StepObserver, ...],
 ) -> Executor:
-    """Return the executor of ``recipe``. Collective over the pipeline."""
     return strategies.build_executor(
         context,
         exchange,
@@ -198,7 +193,10 @@ def _build_executor(
 
 
 def _axes(comm: Communicator, grid: ProcessGrid, roles: Roles | None) -> tuple[GridCommunicators, bool]:
-    """Return the axes of those ranks of ``comm`` that do as this one, and whether it computes. Collective."""
+    """Return the communicators along the grid axes, and True if this rank computes. Collective.
+
+    With parameter servers, only ranks with this rank's role (worker or server) are members.
+    """
     computes = roles is None or comm.rank in roles.workers
     members = roles.part_of(comm) if roles else comm
     return GridCommunicators(grid if computes else ProcessGrid(data=members.size), members), computes
@@ -207,7 +205,6 @@ def _axes(comm: Communicator, grid: ProcessGrid, roles: Roles | None) -> tuple[G
 def _measured_shares(
     recipe: Recipe, context: RankContext
 ) -> tuple[data.SampleShares, data.LoadBalancer] | tuple[None, None]:
-    """Return the shares of the replicas, and what measures them; (None, None) where shares are even (local)."""
     if recipe.data.shares != "measured" or not context.computes:
         return None, None
     shares = data.SampleShares(recipe.run.global_batch, context.samplers.size)
@@ -217,13 +214,13 @@ def _measured_shares(
 def _proven_operations(
     recipe: Recipe, grid: ProcessGrid, context: RankContext, executor: Executor, schedule: ScheduleText | None
 ) -> tuple[list[Operation], Proof | None]:
-    """Return the operations of a step of this rank, and the proof that those of all ranks are one step. Collective."""
+    """Return this rank's operations of a step, and the proof that the lists of all ranks are consistent. Collective."""
     exchange, microbatches = executor.exchange, microbatches_of(recipe, grid)
     pipeline.check_exchange(recipe.parallel, schedule, context, accumulates=exchange.accumulates)
     passes = None if schedule is None else schedule.passes
     parallel = replace(recipe.parallel, microbatches=microbatches)
     operations = strategies.operations(context, exchange, executor.copies, parallel, passes)
-    if not exchange.lock_step:  # no two ranks share a step
+    if not exchange.lock_step:  # ranks step independently
         return operations, None
     proof = strategies.prove(
         context, grid, operations, microbatches, accumulates=exchange.accumulates, degrees=exchange.degrees
@@ -234,10 +231,7 @@ def _proven_operations(
 def _build_observers(
     recipe: Recipe, context: RankContext, exchange: Exchange, loss_scale: NoLossScale, directory: Path | None
 ) -> tuple[tuple[StepObserver, ...], RouterMeter | None, NoiseMeter | None, FaultPlan | None, ProfilerRanges]:
-    """Return the observers of the steps of ``recipe``, and router, noise, faults and ranges that it reads (local).
-
-    Their order counts: the noise meter sees gradients before a fault damages them, and the check for corruption after.
-    """
+    """Return (step observers in call order, router meter, noise meter, fault plan, profiler ranges). Local."""
     in_order: list[StepObserver] = []
     run, chaos, router, noise, faults, ranges = recipe.run, recipe.chaos, None, None, None, NO_RANGES
     if (experts := context.model.operations.experts) is not None:
@@ -267,20 +261,17 @@ def _build_observers(
 
 
 def _initialised(trainer: Trainer) -> Trainer:
-    """Return ``trainer`` with its initial values, drawn or those of ``run.init_from``. Collective.
-
-    Every rank would draw the same values of a stage; where a model is not seeded, those of rank 0 count.
-    """
-    own, units = trainer.context.ranges, trainer.model.layout.units
+    """Set and return the initial parameters of ``trainer``: seeded, sent by rank 0, or loaded. Collective."""
+    local_units, units = trainer.context.ranges, trainer.model.layout.units
     for unit, stage in enumerate(trainer.model.stages):
-        if unit not in own and trainer.model.seeded:
+        if unit not in local_units and trainer.model.seeded:
             continue
-        # Drawn on the host, so that a GPU starts from the same bits; one stage at a time.
+        # Drawn on the host, one stage at a time, so that CPU and GPU start from the same bits.
         initial = FlatStore(trainer.model.layout, trainer.context.master_dtype, units[stage.layer])
         trainer.model.initialise_stage(unit, initial, trainer.recipe.run.seed)
         if not trainer.model.seeded:
             trainer.comm.broadcast(initial.array)
-        if unit in own:
+        if unit in local_units:
             trainer.exchange.load_initial(initial)
     trainer.executor.copies.refresh()
     run = trainer.recipe.run
@@ -290,7 +281,6 @@ def _initialised(trainer: Trainer) -> Trainer:
 
 
 def _source_and_model(comm: Communicator, recipe: Recipe, script_model: Model | None) -> tuple[data.Source, Model]:
-    """Return the data source, and the whole model. Collective."""
     if recipe.run.device == "gpu":
         _check_gpu(recipe)
     source = data.script_source() if script_model else data.open_source(recipe.data, recipe.model, comm)
@@ -301,7 +291,6 @@ def _source_and_model(comm: Communicator, recipe: Recipe, script_model: Model | 
 
 
 def _check_gpu(recipe: Recipe) -> None:
-    """Raise MissingCapabilityError where the GPU of this rank lacks the types that the recipe computes in (local)."""
     if recipe.precision.mode == "bfloat16":
         device.check_bfloat16()
         device.check_tensor_cores(
@@ -312,13 +301,12 @@ def _check_gpu(recipe: Recipe) -> None:
 
 
 def _context_axis(recipe: Recipe, axes: GridCommunicators, spans: SpanSink) -> ContextAxis:
-    """Return the axis of the ranks that share samples. Collective."""
     model, parallel = recipe.model, recipe.parallel
     heads = (count // parallel.tensor for count in (model.heads, model.kv_heads or model.heads))
     ring = recipe.precision.activations != "working"
     method = resolve_context_method(parallel.context_method, parallel.context, *heads, ring=ring)
     if model.kind in FOREIGN:
-        method = "ring"  # how many heads a module has only it knows
+        method = "ring"  # the number of heads is unknown for foreign modules
     return ContextAxis(axes.context, recipe.data.context, method, window=model.window, spans=spans)
 
 
@@ -334,7 +322,6 @@ def _rank_context(
     schedule: ScheduleText | None,
     computes: bool,
 ) -> tuple[RankContext, AlgorithmSelection, PartitionPlan | None]:
-    """Return the context of this rank, the choice of its algorithm, and the partition of the model. Collective."""
     comm = session.comm
     check_user_model(recipe, whole)
     tensor = axes.tensor if grid.tensor > 1 else solo()

@@ -1,9 +1,8 @@
 """Pipeline of a recipe: its schedule, and the partition of the model into stages.
 
-The order of the passes comes from a named schedule or a file. A partition by parameters or operations follows from
-the recipe and, where samples are packed, from the documents of its data. A measured one is kept in checkpoints, and by
-a start that goes on from one, as long as it has as many chunks: sums over the ranks of a pipeline would round
-differently. Also asked by `hpcdist schedule`, without MPI.
+A partition by parameters or operations follows from the recipe and from the documents of packed samples. A measured
+partition is stored in checkpoints and reused on resume while the number of chunks is unchanged, because another
+partition would change the rounding. `hpcdist schedule` uses this module without MPI.
 """
 
 from collections.abc import Sequence
@@ -39,10 +38,9 @@ from hpcdist.training.recipe.recipe import Recipe
 
 
 def read_schedule(parallel: ParallelConfig, comm: Communicator) -> ScheduleText | None:
-    """Return the schedule of ``parallel.schedule_file``, None where the schedule has a name. Collective.
+    """Return the pipeline schedule of ``parallel.schedule_file``, or None if the recipe names a schedule. Collective.
 
-    One rank reads the file. Raises ConfigurationError, on all ranks, where it cannot be read, or is no schedule of this
-    pipeline.
+    One rank reads the file. All ranks raise ConfigurationError if it is unreadable or not valid for this pipeline.
     """
     if parallel.order != FILE:
         return None
@@ -61,8 +59,9 @@ def read_schedule(parallel: ParallelConfig, comm: Communicator) -> ScheduleText 
     schedule = operation_list.read(read, parallel.pipeline, parallel.microbatches, parallel.schedule_file)
     if parallel.recompute and schedule.keeps:
         raise ConfigurationError(
-            f"parallel.recompute = true with parallel.schedule_file = {parallel.schedule_file!r}, which is folded or "
-            "splits backwards: what its chunks need stays in memory; set it to false, or make it looped, of F and B"
+            f"parallel.recompute = true with parallel.schedule_file = {parallel.schedule_file!r}: this schedule is "
+            "folded or splits backward passes, so its chunks must keep their activations; set parallel.recompute = "
+            "false, or write a looped schedule of F and B passes only"
         )
     return schedule
 
@@ -70,23 +69,23 @@ def read_schedule(parallel: ParallelConfig, comm: Communicator) -> ScheduleText 
 def check_exchange(
     parallel: ParallelConfig, schedule: ScheduleText | None, context: RankContext, *, accumulates: bool
 ) -> None:
-    """Raise ConfigurationError where gradients would be exchanged before they are complete (local)."""
+    """Raise ConfigurationError if gradients would be reduced over ranks before they are complete. Local."""
     if not accumulates and tied_tensors(context.model, context.placed):
         raise ConfigurationError(
             f"model.tied = true with parallel.pipeline = {parallel.pipeline} and parallel.strategy = "
-            f"{parallel.strategy!r}: the last stage adds to the gradient of the first once a step, and gradients are "
-            "reduced after each micro-batch; set zero.keep_gradients = true, or choose allreduce or zero1"
+            f"{parallel.strategy!r}: gradients are reduced after each micro-batch, but the last stage adds to the "
+            "gradient of the first stage only once a step; set zero.keep_gradients = true, or choose allreduce or zero1"
         )
     splits = SCHEDULES[parallel.order].splits if schedule is None else schedule.splits
     if not accumulates and splits:
         raise ConfigurationError(
-            f"parallel.schedule = {parallel.schedule!r} with parallel.strategy = {parallel.strategy!r}: the gradients "
-            "of several micro-batches are under way at once where a backward is split, and cannot be reduced one by "
-            "one; set zero.keep_gradients = true, or choose a schedule that does not split, as 1f1b"
+            f"parallel.schedule = {parallel.schedule!r} with parallel.strategy = {parallel.strategy!r}: this schedule "
+            "splits backward passes, so gradients of several micro-batches are in flight at once and cannot be reduced "
+            "one by one; set zero.keep_gradients = true, or choose a schedule that does not split, such as 1f1b"
         )
 
 
-STAGE_UNITS = "stage_units"  # among the scalars of a checkpoint
+STAGE_UNITS = "stage_units"  # key in the scalars of a checkpoint
 
 
 def plan_partition(
@@ -94,16 +93,16 @@ def plan_partition(
     recipe: Recipe,
     grid: ProcessGrid,
     whole: Model,
-    own: Model,
+    local_model: Model,
     schedule: ScheduleText | None,
     origin: StateSource | None,
     documents: DocumentPairs | None,
 ) -> PartitionPlan | None:
-    """Return the partition of the ``whole`` model, the same on all ranks; None where it is one part.
+    """Return the partition of the ``whole`` model over the pipeline, or None if there is only one chunk.
 
-    Collective over ``comm``, the world, where it is measured, in samples of one document: this rank has ``own`` of the
-    model. ``schedule`` is that of a file, ``documents`` the pairs of packed samples. Raises ConfigurationError, on all
-    ranks.
+    If the partition is to be measured, passes of ``local_model`` are timed; the call is then collective over ``comm``,
+    the world. ``schedule`` is None unless it was read from a file. ``origin`` is the state to resume from. All ranks
+    return the same partition or raise ConfigurationError.
     """
     parallel = recipe.parallel
     order = schedule or generated(parallel.order, parallel.pipeline, parallel.microbatches, parallel.chunks)
@@ -111,12 +110,12 @@ def plan_partition(
         return None
     earlier_units: tuple[int, ...] = ()
     seconds: Sequence[PassSeconds] | None = None
-    samples = -(-recipe.run.global_batch // (grid.data * parallel.microbatches))  # of the largest micro-batch
+    samples = -(-recipe.run.global_batch // (grid.data * parallel.microbatches))  # in the largest micro-batch
     if parallel.partition == "measured":
         earlier_units = _checkpointed_partition(origin, len(whole.stages), grid.pipeline * order.chunks)
         speeds = parallel.stage_speeds or (1,) * grid.pipeline
         speed = speeds[grid.coordinates(comm.rank)["pipeline"]]
-        measured = pipeline_measured.measure(own, samples, recipe.run.device)
+        measured = pipeline_measured.measure(local_model, samples, recipe.run.device)
         seconds = pipeline_measured.agree(comm, measured, speed)
     kinds = model_state_bytes(recipe, grid.replicas, splits=order.splits)
     return plan(
@@ -125,10 +124,9 @@ def plan_partition(
 
 
 def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
-    """Return the partition of a recipe where no MPI runs (local). Without ``parallel.data`` there is one replica.
+    """Return the pipeline partition of a recipe without MPI. ``parallel.data`` = 0 counts as one replica. Local.
 
-    What is measured is measured here, for one rank that has all of every tensor. Raises UsageError where the recipe has
-    one stage.
+    Times are measured in this process with unsharded tensors. Raises UsageError if the recipe has only one stage.
     """
     parallel, comm = recipe.parallel, solo()
     source = data.open_source(recipe.data, recipe.model, comm, digests=False)
@@ -139,22 +137,20 @@ def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
     partition = plan_partition(comm, recipe, grid, whole, whole, schedule, None, source.documents)
     if partition is None:
         raise UsageError(
-            f"parallel.pipeline = {parallel.pipeline}: there is one stage, and nothing is cut; choose a recipe with a "
-            "pipeline, or add --set parallel.pipeline=2"
+            f"parallel.pipeline = {parallel.pipeline}: there is only one stage, so the model is not partitioned; "
+            "choose "
+            "a recipe with a pipeline, or add --set parallel.pipeline=2"
         )
     return partition
 
 
 def partition_scalars(recipe: Recipe, plan: PartitionPlan | None) -> dict[str, list[int]]:
-    """Return the scalars of a partition that does not follow from the recipe, {} of others (local)."""
+    """Return the scalars that store a measured partition in a checkpoint, or {} for other partitions. Local."""
     return {STAGE_UNITS: list(plan.stage_units)} if plan and recipe.parallel.partition == "measured" else {}
 
 
 def model_state_bytes(recipe: Recipe, replicas: int, *, splits: bool = False) -> StateBytes:
-    """Return the bytes of state that a rank keeps of each parameter on ``replicas`` data ranks (local).
-
-    ``splits``: backwards are done in two passes.
-    """
+    """Return a rank's bytes of state per parameter with ``replicas``. ``splits``: backward passes are split. Local."""
     master = np.dtype(recipe.precision.computes).itemsize
     working = recipe.precision.working
     itemsize = master if working is None else dtype_of(working).itemsize
@@ -163,26 +159,24 @@ def model_state_bytes(recipe: Recipe, replicas: int, *, splits: bool = False) ->
     stage = STAGES.get(recipe.parallel.strategy)
     degrees = ShardingDegrees(1, 1, 1) if stage is None else recipe.zero.degrees(stage, replicas)
     state_bytes = StateBytes.of(recipe.zero, degrees, itemsize, master * (slots + (working is not None)))
-    each = state_bytes.per_parameter + _compression_state_bytes(recipe, replicas)
+    per_parameter = state_bytes.per_parameter + _compression_state_bytes(recipe, replicas)
     if working is None:
-        return replace(state_bytes, per_parameter=each)
-    # Between the passes of a split backward gradients are float32, of any unit at its worst.
-    return replace(state_bytes, per_parameter=each + (master if splits else 0), widened=master)
+        return replace(state_bytes, per_parameter=per_parameter)
+    # A split backward keeps float32 gradients between its two passes, in the worst case of all units.
+    return replace(state_bytes, per_parameter=per_parameter + (master if splits else 0), widened=master)
 
 
 def _compression_state_bytes(recipe: Recipe, replicas: int) -> float:
-    """Return the bytes that compression keeps of each parameter of a stage: its residuals (local)."""
-    name, each = recipe.communication.compression, np.dtype(np.float32).itemsize
+    name, itemsize = recipe.communication.compression, np.dtype(np.float32).itemsize
     if name == "dgc":
-        return each  # the residual; the velocity is that of the optimizer
+        return itemsize  # the residual; the velocity belongs to the optimizer
     if name == "onebit":
-        return each + each / replicas  # residuals of a worker, and of the share that it sums
+        return itemsize + itemsize / replicas  # residuals of the worker, and of the share it sums
     fed_back = name != "none" and recipe.compression.error_feedback
-    return each * (1 if recipe.precision.working is None else 2) * fed_back
+    return itemsize * (1 if recipe.precision.working is None else 2) * fed_back
 
 
 def _checkpointed_partition(origin: StateSource | None, units: int, chunks: int) -> tuple[int, ...]:
-    """Return the measured partition of ``origin``; () where there is none for as many ``chunks`` (local)."""
     if origin is None:
         return ()
     stage_units = tuple(map(int, origin.scalars.get(STAGE_UNITS, ())))

@@ -1,8 +1,7 @@
-"""Select the collective algorithm and the gradient compression, and say where each choice comes from.
+"""Selection of the collective algorithm and the gradient compression, and the source of each choice.
 
-Both come from the recipe, from the checkpoint (a run that goes on with as many ranks keeps its bits), from a
-measurement or its cache, or from the default. HPCDIST_TUNING=off turns measurements off. Collective; the same on all
-ranks.
+The source is the recipe, the checkpoint (a resume on the same number of ranks keeps the same bits), a measurement or
+its cache, or the default. HPCDIST_TUNING=off disables measurements. Collective; the same on all ranks.
 """
 
 import os
@@ -28,15 +27,12 @@ from hpcdist.training.build.state_source import StateSource
 from hpcdist.training.recipe.recipe import Recipe
 
 AUTO: Final = "auto"
-DEADLINE_SHARE: Final = 0.25  # of communication.deadline_s: the most that a measurement may aim to take
+DEADLINE_SHARE: Final = 0.25  # largest fraction of communication.deadline_s for the time budget of a measurement
 
 
 @dataclass(frozen=True)
 class AlgorithmSelection:
-    """Collective algorithm of a run. ``source`` is "recipe", "checkpoint", "cache", "measured" or "default".
-
-    ``seconds`` is what choosing took in this start. ``ranks_per_node`` is the topology that it was chosen for.
-    """
+    """Collective algorithm of a run. ``source`` says who chose it: recipe, checkpoint, cache, measured or default."""
 
     algorithm: str
     source: str
@@ -45,37 +41,37 @@ class AlgorithmSelection:
     note: str = ""
 
     def described(self) -> str:
-        """Return the choice in words for the log, "" where there was none (local)."""
-        ways = {
+        """Return a sentence about the algorithm and its source for the log, or "" if the recipe names it. Local."""
+        text = {
             "checkpoint": "kept from the checkpoint",
             "cache": "measured in an earlier start",
             "measured": f"measured in {self.seconds:.1f} s",
             "default": "not measured",
         }
-        chosen = f"communication.algorithm = auto: {self.algorithm}, {ways[self.source]}" if self.source in ways else ""
+        chosen = f"communication.algorithm = auto: {self.algorithm}, {text[self.source]}" if self.source in text else ""
         return "; ".join(filter(None, (chosen, self.note)))
 
 
 def resolve_algorithm(
     session: Session, recipe: Recipe, model: Model, data: Communicator, origin: StateSource | None
 ) -> AlgorithmSelection:
-    """Return the algorithm that reduces gradients over ``data``, the same on all ranks. Collective over the world."""
-    comm, wanted = session.comm, recipe.communication.algorithm
+    """Return the allreduce algorithm over ``data``, the same on all ranks. Collective over the world."""
+    comm, requested = session.comm, recipe.communication.algorithm
     nodes = tuple(len(members) for members in comm.nodes().members)
     if recipe.run.logical_shards:
         return AlgorithmSelection(logical_shards.ALGORITHM, "recipe", nodes)
-    if wanted != AUTO:
-        _refuse_on_cpu(wanted, recipe.run.device, data)
-        _refuse_over_nodes(wanted, recipe.communication.ranks_per_node, comm, data)
-        return AlgorithmSelection(wanted, "recipe", nodes)
+    if requested != AUTO:
+        _refuse_on_cpu(requested, recipe.run.device, data)
+        _refuse_over_nodes(requested, recipe.communication.ranks_per_node, comm, data)
+        return AlgorithmSelection(requested, "recipe", nodes)
     kind = autotune.SHARDED_KIND if recipe.parallel.strategy.startswith("zero") else autotune.ALLREDUCE_KIND
     served = recipe.parallel.strategy == "parameter_server"
-    known = parameter_server.server_algorithms(recipe.parameter_server) if served else None
+    server_algorithms = parameter_server.server_algorithms(recipe.parameter_server) if served else None
 
     def is_usable(name: str) -> bool:
         if _needs_gpus(name):
             return recipe.run.device == "gpu" and not (data.size > 1 and nccl.refusal(data))
-        return name in known if known is not None else autotune.usable(name, kind, len(nodes))
+        return name in server_algorithms if server_algorithms is not None else autotune.usable(name, kind, len(nodes))
 
     checkpointed, note = _checkpointed_algorithm(comm, nodes, is_usable, origin)
     if checkpointed:
@@ -83,18 +79,19 @@ def resolve_algorithm(
     if served or tuning_is_off(comm):
         return AlgorithmSelection(autotune.NATIVE, "default", nodes, note=note)
     tuned = autotune.select(data, comm, _tuning_request(recipe, model, data, kind), session.library)
-    collectives.release(data)  # what is not chosen keeps no memory
+    collectives.release(data)  # free the memory of the algorithms that were not chosen
     seconds = tuned.seconds if tuned.source == "measured" else 0.0
     return AlgorithmSelection(tuned.text, tuned.source, nodes, seconds, "; ".join(filter(None, [note, tuned.note])))
 
 
-def _refuse_on_cpu(wanted: str, on: str, data: Communicator) -> None:
-    """Raise, on all ranks, if ``wanted`` is for GPUs and cannot run on these, before the first step. Collective."""
-    if not _needs_gpus(wanted):
+def _refuse_on_cpu(algorithm: str, on: str, data: Communicator) -> None:
+    """Raise on all ranks, before the first step, if ``algorithm`` needs GPUs but the run is on the CPU. Collective."""
+    if not _needs_gpus(algorithm):
         return
     if on != "gpu":
         raise ConfigurationError(
-            f"communication.algorithm = {wanted} is for GPUs, and run.device = {on}; set run.device = 'gpu', or choose "
+            f"communication.algorithm = {algorithm} needs GPUs, but run.device = {on}; set run.device = 'gpu', or "
+            "choose "
             "another algorithm"
         )
     reason = nccl.refusal(data) if data.size > 1 else ""
@@ -102,33 +99,31 @@ def _refuse_on_cpu(wanted: str, on: str, data: Communicator) -> None:
         raise MissingCapabilityError(reason)
 
 
-def _refuse_over_nodes(wanted: str, declared: int, comm: Communicator, data: Communicator) -> None:
-    """Raise, on all ranks of ``comm``, if ``wanted`` needs one node and any has more. Collective over both."""
-    inside = set(autotune.ONE_NODE) & _algorithm_names(wanted)
+def _refuse_over_nodes(algorithm: str, declared: int, comm: Communicator, data: Communicator) -> None:
+    """Raise on all ranks if ``algorithm`` needs one node but ``data`` spans several. Collective over both groups."""
+    inside = set(autotune.ONE_NODE) & _algorithm_names(algorithm)
     nodes = max(comm.allgather_object(data.nodes().count)) if inside else 1
     if nodes > 1:
         cause = f", with communication.ranks_per_node = {declared}" if declared else ""
         other = ", or set communication.ranks_per_node = 0 if they are on one" if declared else ""
         raise ConfigurationError(
-            f"communication.algorithm = {wanted}: {', '.join(inside)} works inside one node, and the ranks that reduce "
-            f"together are on {nodes}{cause}; choose hierarchical, or auto{other}"
+            f"communication.algorithm = {algorithm}: {', '.join(inside)} works inside one node only, but ranks that "
+            f"reduce together are on {nodes} nodes{cause}; choose hierarchical, or auto{other}"
         )
 
 
 def _algorithm_names(algorithm: str) -> set[str]:
-    """Return the algorithms that ``algorithm`` names, alone or in a table (local)."""
     return {row.partition("<=")[0] for row in algorithm.split(",")}
 
 
 def _needs_gpus(algorithm: str) -> bool:
-    """Whether ``algorithm``, or a row of it where it is a table, is for GPUs alone (local)."""
     return bool(collectives.ON_GPUS.keys() & _algorithm_names(algorithm))
 
 
 def _checkpointed_algorithm(
     comm: Communicator, nodes: tuple[int, ...], is_usable: Callable[[str], bool], origin: StateSource | None
 ) -> tuple[str, str]:
-    """Return the algorithm of the checkpoint; or "", and why it is not kept (local)."""
+    """Return (algorithm stored in checkpoint ``origin``, ""), or ("", the reason why it cannot be reused). Local."""
     if origin is None:
         return "", ""
     scalars = origin.scalars
@@ -137,9 +132,9 @@ def _checkpointed_algorithm(
         return "", ""
     if scalars.get("world") != comm.size or (before is not None and tuple(before) != nodes):
         was_for = f"{scalars.get('world')} ranks" if before is None else f"nodes of {_nodes_text(before)} ranks"
-        return "", f"{algorithm} of the checkpoint was for {was_for}, and these are {_nodes_text(nodes)}: chosen anew"
+        return "", f"{algorithm} of the checkpoint was for {was_for}, now there are {_nodes_text(nodes)}: chosen again"
     if not is_usable(algorithm):
-        return "", f"{algorithm} of the checkpoint is no algorithm of this run: chosen anew"
+        return "", f"{algorithm} of the checkpoint is not usable in this run: chosen again"
     return algorithm, ""
 
 
@@ -148,7 +143,7 @@ def _nodes_text(nodes: tuple[int, ...] | list[int]) -> str:
 
 
 def tuning_is_off(comm: Communicator) -> bool:
-    """Whether rank 0's environment turns measuring off. Collective. Raises ConfigurationError for another value."""
+    """Return True if HPCDIST_TUNING is "off" on rank 0. Collective. Raises ConfigurationError for an invalid value."""
     switch = comm.broadcast_object(os.environ.get(autotune.TUNING, "on"))
     if switch not in ("on", "off"):
         raise ConfigurationError(f"{autotune.TUNING} = {switch!r}; set it to 'on' or 'off'")
@@ -156,7 +151,7 @@ def tuning_is_off(comm: Communicator) -> bool:
 
 
 def _tuning_request(recipe: Recipe, model: Model, data: Communicator, kind: str) -> autotune.TuningRequest:
-    """Return the buffers that the run will reduce, of sizes rounded up to a power of two: similar models share."""
+    """Return the tuning request with the message sizes, rounded up to powers of two so that models share results."""
     dtype, layout = dtype_of(recipe.precision.mode), model.layout
     parts = len(layout.units) if kind == autotune.SHARDED_KIND else 1
     nbytes = 1 << (max(1, layout.size * dtype.itemsize // parts) - 1).bit_length()
@@ -172,10 +167,7 @@ def _tuning_request(recipe: Recipe, model: Model, data: Communicator, kind: str)
 
 
 def resolve_compression(context: RankContext, recipe: Recipe, origin: StateSource | None) -> CompressionDecision:
-    """Return the compression of a run, the same on all ranks. Collective over the world.
-
-    A run that goes on with as many ranks keeps that of its checkpoint: it would not have the same bits otherwise.
-    """
+    """Return the gradient compression of a run, the same on all ranks. A resume keeps the stored one. Collective."""
     configured = recipe.communication.compression
     if configured != AUTO:
         return CompressionDecision(configured, "recipe")
@@ -184,12 +176,11 @@ def resolve_compression(context: RankContext, recipe: Recipe, origin: StateSourc
         return CompressionDecision(checkpointed, "checkpoint")
     if tuning_is_off(context.world):
         return CompressionDecision(NONE, "default", note="not measured")
-    halved = recipe.parallel.strategy in STAGES  # gradients are summed to their owners, and no further
+    halved = recipe.parallel.strategy in STAGES  # gradients are reduce-scattered, without an all-gather
     return decide(context, recipe.compression, recipe.run.seed, halved=halved)
 
 
 def _checkpointed_compression(context: RankContext, recipe: Recipe, origin: StateSource | None) -> str | None:
-    """Return the compression of the checkpoint; None where it does not fit (local)."""
     if origin is None or origin.scalars.get("world") != context.world.size:
         return None
     name = origin.scalars.get("compression")

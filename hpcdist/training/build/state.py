@@ -1,13 +1,10 @@
-"""State of a run in checkpoints: scalars beside the pieces, restore, and initial parameters.
+"""State of a run in checkpoints: scalars next to the pieces, restore, and initial parameters.
 
-Random streams are keyed by (seed, step, ...) and batches by the global sample index, so a few numbers are all of
-their state. `restore_state` refuses other data, a pending delayed gradient, and the frozen variance of 1-bit Adam.
+Random streams are keyed by (seed, step, ...) and batches by the global sample index, so their state is a few scalars.
 
-`load_initial` begins a new run with the parameters of another (``run.init_from``), in any layout, and with the biases
-of its routers. Nothing else is taken: optimizer, clock and sample order are new, and the data may be other. Parameters
-of another floating-point type are rounded to that of the run. A mixture may begin as a dense model, each of its experts
-as the feed-forward of the block, with a drawn router (sparse upcycling, arXiv:2212.05055): where the gates of a token
-add up to 1, as they do with two or more experts a token, it computes at first what the dense model does.
+`load_initial` starts a run with the parameters and router biases of another run (``run.init_from``). Everything else
+starts fresh. A mixture of experts can start from a dense model: each expert copies the feed-forward of its block, and
+the router is drawn (sparse upcycling, arXiv:2212.05055).
 """
 
 import functools
@@ -42,11 +39,11 @@ from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.data import FEISTEL, RULES
 from hpcdist.training.recipe import recipe as recipes
 
-REQUIRED_SCALARS: Final = {"data": str, "optimizer": Mapping, "steps": int}  # among the scalars
+REQUIRED_SCALARS: Final = {"data": str, "optimizer": Mapping, "steps": int}
 
 
 def scalars(trainer: Trainer, steps: int) -> dict[str, Any]:
-    """Return the scalars that a checkpoint of ``trainer`` after ``steps`` steps keeps beside the pieces (local)."""
+    """Return the scalars to store in a checkpoint of ``trainer`` after ``steps`` steps. Local."""
     numbers: dict[str, Any] = {} if trainer.shares is None else {"shares": trainer.shares.state(steps)}
     if trainer.noise is not None:
         numbers["noise_scale"] = trainer.noise.smoothed.state()
@@ -70,16 +67,16 @@ def scalars(trainer: Trainer, steps: int) -> dict[str, Any]:
 
 
 def save_plan(trainer: Trainer, directory: Path, steps: int, more: Mapping[str, Any]) -> SavePlan:
-    """Return the plan of the checkpoint after ``steps`` steps, with ``more`` scalars (local)."""
+    """Return the plan to save a checkpoint after ``steps`` steps; ``more`` are additional scalars to save. Local."""
     config, numbers = trainer.recipe.checkpoint, scalars(trainer, steps) | dict(more)
     keep = Retention(config.keep, config.keep_every, config.keep_best)
     return SavePlan(directory, steps, trainer.comm.size, numbers, checkpoint_metadata(trainer), keep)
 
 
 def checkpoint_metadata(trainer: Trainer) -> dict[str, Any]:
-    """Return topology, recipe, versions and tied names, for people and tools: a restore reads none of it (local)."""
+    """Return information for users to save in a checkpoint: topology, recipe, versions. Local; {} except on rank 0."""
     if trainer.comm.rank:
-        return {}  # those of rank 0 count
+        return {}
     axes = ("data", "pipeline", "tensor", "context", "expert")
     tied = {name: key for stage in trainer.model.stages for name, key in stage.tied.items()}
     return {
@@ -92,49 +89,48 @@ def checkpoint_metadata(trainer: Trainer) -> dict[str, Any]:
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    """Return the versions of libraries and code, cached: git runs as a process."""
     facts = provenance(anonymous=True)
     return {name: value for name, value in facts.items() if name.endswith("_version") or name == "git_commit"}
 
 
 def restore_state(trainer: Trainer, origin: StateSource) -> Trainer:
-    """Return the trainer that goes on from ``origin``, made by any ranks in any layout. Collective.
+    """Restore the state of ``origin``, which any number of ranks may have written. Return ``trainer``. Collective.
 
-    It has the parts of ``trainer``, whose arrays are filled in place. Raises DataError when the data has changed since,
-    and ConfigurationError when a gradient is pending that this run would never apply, or it would misread the variance.
+    Arrays are filled in place. Raises DataError if the training data changed. Raises ConfigurationError if this run
+    would drop a pending delayed gradient, or would misread the frozen variance of 1-bit Adam.
     """
     resumed = origin.scalars
-    known = resumed.get("optimizer")
-    optional = trainer.exchange.prepare_restore(known if isinstance(known, Mapping) else {})
+    optimizer_state = resumed.get("optimizer")
+    optional = trainer.exchange.prepare_restore(optimizer_state if isinstance(optimizer_state, Mapping) else {})
     origin.fill(trainer.comm, trainer.exchange.wanted(), optional)
     lacking = [name for name, kind in REQUIRED_SCALARS.items() if not isinstance(resumed.get(name), kind)]
     if not lacking and "count" not in resumed["optimizer"]:
-        lacking = ["how many updates the optimizer has made"]
+        lacking = ["number of optimizer updates"]
     if lacking:
-        raise StorageError(f"{origin} does not say {', '.join(lacking)}: no training of hpcdist has made it")
+        raise StorageError(f"{origin} has no {', '.join(lacking)}: it was not written by a training of hpcdist")
     if not trainer.source.made(resumed):
         raise DataError(
             f"{origin} was written by a run on other data than {trainer.source.description}; "
-            "give back the data it was trained on, or start a new run"
+            "provide the data of that run, or start a new run"
         )
     source = trainer.source
     if not source.digest and isinstance(known_digest := resumed.get("data_digest"), str):
-        source = replace(source, digest=known_digest)  # a later resume may compare it
+        source = replace(source, digest=known_digest)  # a later resume may compare the digest
     order = resumed.get("sample_order", FEISTEL)
     if order not in RULES:
         raise StorageError(
-            f"{origin} takes samples by the rule {order!r}, of which this hpcdist knows {RULES}; update it"
+            f"{origin} orders samples by the rule {order!r}, but this hpcdist supports {RULES}; update hpcdist"
         )
     if resumed["optimizer"].get("pending") and "pending" not in trainer.exchange.restores:
         raise ConfigurationError(
-            f"{origin} has a gradient that is still to be applied, since it was written with communication.delayed = "
-            "true; go on with that, to the end of the run at the least"
+            f"{origin} has a pending gradient, because it was written with communication.delayed = true; resume with "
+            "communication.delayed = true, at least until the end of the run"
         )
     if resumed["optimizer"].get(FROZEN) and FROZEN not in trainer.exchange.restores:
         raise ConfigurationError(
-            f"{origin} has the frozen variance of 1-bit Adam, which other optimizers would take for one that grows; go "
-            "on with communication.compression = 'onebit' (after a step on one data rank it is that of AdamW again), "
-            "or take its parameters alone, with --init-from"
+            f"{origin} has the frozen variance of 1-bit Adam, which other optimizers would continue to update; resume "
+            "with communication.compression = 'onebit' (after a step on one data rank it is AdamW's variance again), "
+            "or load only its parameters, with --init-from"
         )
     trainer.exchange.restore(resumed["optimizer"])
     trainer.executor.loss_scale.restore(resumed.get("loss_scale", {}))
@@ -149,15 +145,15 @@ def restore_state(trainer: Trainer, origin: StateSource) -> Trainer:
 
 
 ROUTER: Final = "router.weight"
-NOT_IN_MODEL: Final = "is no tensor of the recipe's model"
+NOT_IN_MODEL: Final = "is not a tensor of the recipe's model"
 
 
 def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, str]:
-    """Replace the initial parameters of ``trainer`` by those in ``source``: a checkpoint, or a run with its newest.
+    """Replace the initial parameters of ``trainer`` by the parameters in ``source``, a checkpoint or run directory.
 
-    Return the tensors that keep their initial values, each with the reason: with ``partial``, those that are missing
-    there, damaged, or of another shape; without it none are, and StorageError names the first. Collective over the
-    world; all ranks return and raise the same.
+    Return {tensor name: reason why this tensor keeps its initial values}. Raises StorageError for the first tensor that
+    is missing, damaged or of another shape, unless ``partial``. Collective over the world. All ranks return the same
+    result or raise the same error.
     """
     path = on_first_rank(trainer.comm, lambda: listing.select(source))
     stored = on_first_rank(trainer.comm, lambda: listing.load_parameters(path))
@@ -167,24 +163,29 @@ def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, 
     skipped = _without_upcycled(_mismatched_tensors(trainer.model.layout, tensors), sources)
     if skipped and not partial:
         raise StorageError(
-            f"{path}: {next(iter(skipped.values()))}; give [model] of the run that saved it, or add --allow-partial: "
-            "what does not fit then keeps its initial values"
+            f"{path}: {next(iter(skipped.values()))}; use the [model] section of the run that saved it, or add "
+            "--allow-partial to keep the initial values of such tensors"
         )
     if partial:
         skipped |= _damaged_tensors(trainer.comm, path, stored)
-    wanted = [piece for piece in trainer.exchange.wanted() if piece.kind == PARAMETERS and piece.tensor not in skipped]
-    pieces = [(piece, dtypes[piece.tensor]) for piece in wanted if piece.tensor in dtypes]
+    requested_pieces = [
+        piece for piece in trainer.exchange.wanted() if piece.kind == PARAMETERS and piece.tensor not in skipped
+    ]
+    pieces = [(piece, dtypes[piece.tensor]) for piece in requested_pieces if piece.tensor in dtypes]
     same = [piece for piece, dtype in pieces if name_of(piece.array.dtype) == dtype]
     rounded = [(piece, dtype) for piece, dtype in pieces if name_of(piece.array.dtype) != dtype]
     try:
         restore_together(trainer.comm, path, same)
         _restore_rounded(trainer.comm, path, rounded)
         if sources:
-            stacks = [piece for piece in wanted if piece.tensor in sources]
+            stacks = [piece for piece in requested_pieces if piece.tensor in sources]
             _fill_stacks(trainer.comm, path, stacks, sources, dtypes)
     except DamagedError as error:
-        raise StorageError(f"{path.parent}: {error}; name another, or add --allow-partial to draw it") from error
-    trainer.exchange.restore(trainer.exchange.state())  # working copies, and whatever else follows from parameters
+        raise StorageError(
+            f"{path.parent}: {error}; choose another checkpoint, or add --allow-partial to draw the tensor's initial "
+            "values"
+        ) from error
+    trainer.exchange.restore(trainer.exchange.state())  # refresh working copies and other derived state
     trainer.executor.copies.refresh()
     if (experts := trainer.model.operations.experts) is not None:
         experts.state.restore(on_first_rank(trainer.comm, lambda: scalars_of(path, stored)))
@@ -194,11 +195,7 @@ def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, 
 
 
 def _dense_sources(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Return the stored dense tensor that each stack of experts begins with, by name; {} for none (local).
-
-    ``shapes`` are those of the stored tensors. Stacks that are stored themselves, or have experts of another shape than
-    the dense feed-forward, are left out.
-    """
+    """Return {name of an expert stack that the file lacks: name of the dense tensor to copy into each expert}."""
     sources = {}
     for segment in layout.segments:
         spec, dense = segment.spec, segment.key.replace(".experts.", ".")
@@ -209,59 +206,56 @@ def _dense_sources(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> dic
 
 
 def _without_upcycled(reasons: Mapping[str, str], sources: Mapping[str, str]) -> dict[str, str]:
-    """Return ``reasons``, why tensors do not fit, but for those of stacks that are upcycled and their routers."""
+    """Return ``reasons`` without the expert stacks and dense tensors in ``sources``, and without their routers."""
     routers = {f"{name.partition('.')[0]}.{ROUTER}" for name in sources}
-    return {name: why for name, why in reasons.items() if name not in {*sources, *sources.values(), *routers}}
+    return {name: reason for name, reason in reasons.items() if name not in {*sources, *sources.values(), *routers}}
 
 
 def _fill_stacks(
     comm: Communicator, path: Path, pieces: Sequence[Piece], sources: Mapping[str, str], dtypes: Mapping[str, str]
 ) -> None:
-    """Fill ``pieces`` of stacks of experts with the dense tensors of the checkpoint ``path``. Collective."""
     names = sorted({sources[piece.tensor] for piece in pieces})
     shapes = {sources[piece.tensor]: piece.global_shape[1:] for piece in pieces}
     dense = {name: np.empty(shapes[name], dtype_of(dtypes[name])) for name in names}
     restore_together(comm, path, [Piece.whole(PARAMETERS, name, dense[name]) for name in names])
     for piece in pieces:
         stack = np.broadcast_to(dense[sources[piece.tensor]], piece.global_shape)
-        own = stack[tuple(slice(start, stop) for start, stop in piece.box)].reshape(-1)[piece.flat.slice]
-        piece.array[...] = backend.namespace(piece.array).asarray(own.astype(piece.array.dtype))
+        values = stack[tuple(slice(start, stop) for start, stop in piece.box)].reshape(-1)[piece.flat.slice]
+        piece.array[...] = backend.namespace(piece.array).asarray(values.astype(piece.array.dtype))
 
 
 def _mismatched_tensors(layout: Layout, stored: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """Return the tensors of the model that are not ``stored``, and those that the model has not, with the reason."""
     left, reasons = dict(stored), {}
     for segment in layout.segments:
         name, shape = segment.key, segment.spec.whole or segment.spec.shape
         tensor = left.pop(name, None)
         if tensor is None:
-            reasons[name] = f"{name} is missing, {list(shape)} in the recipe's model"
+            reasons[name] = f"{name} is missing; the recipe's model has it with shape {list(shape)}"
         elif tensor.shape != tuple(shape):
-            reasons[name] = f"{name} has the shape {list(tensor.shape)}, in the recipe's model {list(shape)}"
+            reasons[name] = f"{name} has the shape {list(tensor.shape)}, but {list(shape)} in the recipe's model"
         elif tensor.dtype not in FLOATS:
-            reasons[name] = f"{name} is {tensor.dtype}, in the recipe's model a floating-point number"
+            reasons[name] = f"{name} has dtype {tensor.dtype}, but a floating-point dtype in the recipe's model"
     return reasons | {name: f"{name} {NOT_IN_MODEL}" for name in left}
 
 
 def _damaged_tensors(comm: Communicator, path: Path, stored: Manifest) -> dict[str, str]:
-    """Return the parameters that cannot be read, with the reason. Collective: the ranks share the reading."""
-    own: dict[str, str] = {}
+    damaged: dict[str, str] = {}
     with BlockReader(path) as reader:
         for entry in stored.pieces[comm.rank :: comm.size]:
             for block in range(-(-entry.nbytes // BLOCK_BYTES)):
                 try:
                     reader.read(entry, block)
                 except StorageError as error:
-                    own.setdefault(entry.tensor, str(error))
-    return {name: reason for reasons in comm.allgather_object(own) for name, reason in reasons.items()}
+                    damaged.setdefault(entry.tensor, str(error))
+    return {name: reason for reasons in comm.allgather_object(damaged) for name, reason in reasons.items()}
 
 
-def _restore_rounded(comm: Communicator, path: Path, wanted: list[tuple[Piece, str]]) -> None:
-    """Fill pieces of which another type is stored; they pass through memory of the host. Collective."""
-    read = [replace(piece, array=np.empty(piece.flat.size, dtype_of(dtype))) for piece, dtype in wanted]
+def _restore_rounded(comm: Communicator, path: Path, stored_dtypes: list[tuple[Piece, str]]) -> None:
+    """Restore pieces whose stored dtype differs from the dtype of their array. Reads into host memory. Collective."""
+    read = [replace(piece, array=np.empty(piece.flat.size, dtype_of(dtype))) for piece, dtype in stored_dtypes]
     restore_together(comm, path, read)
-    for (piece, _), held in zip(wanted, read, strict=True):
-        values = held.array.astype(piece.array.dtype)
+    for (piece, _), stored in zip(stored_dtypes, read, strict=True):
+        values = stored.array.astype(piece.array.dtype)
         if isinstance(piece.array, FileSlice):
             piece.array.write(Range(0, values.size), values)
         elif values.size:
@@ -275,7 +269,7 @@ def _report_initial(path: Path, stored: Manifest, left: dict[str, str], tensors:
         fresh += not alien
         print(f"hpcdist: {reason}: {'left out' if alien else 'drawn'}", file=sys.stderr)
     print(
-        f"hpcdist: {tensors - fresh} of {tensors} tensors begin with the parameters of {path}, after {stored.step} "
+        f"hpcdist: {tensors - fresh} of {tensors} tensors start with the parameters of {path}, after {stored.step} "
         "steps",
         file=sys.stderr,
         flush=True,

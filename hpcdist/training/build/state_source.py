@@ -1,8 +1,4 @@
-"""State sources: a checkpoint, or another source of pieces and scalars, that a run goes on from.
-
-`CheckpointSource` is the one on disk; the memory of surviving ranks is in `elastic.protection`. Damaged checkpoints
-give way to the newest intact one before them.
-"""
+"""State sources that a run resumes from: a checkpoint on disk, or the memory of ranks (`elastic.protection`)."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,8 +24,6 @@ Finite = Annotated[float, msgspec.Meta(gt=-1e300, lt=1e300)]
 
 
 class _Optimizer(msgspec.Struct):
-    """Types of the scalars of exchanges and optimizers; fields that it does not have are not checked."""
-
     count: Count = 0
     rate: Finite = 0.0
     pending: bool = False
@@ -55,7 +49,7 @@ class _NoiseScale(msgspec.Struct):
 
 
 class _Scalars(msgspec.Struct):
-    """Types of the scalars that `state.scalars` writes; earlier versions wrote fewer."""
+    """Types of the scalars in a checkpoint, which `state.scalars` writes. Older hpcdist versions wrote fewer."""
 
     steps: Count = 0
     data: str = ""
@@ -75,17 +69,17 @@ class _Scalars(msgspec.Struct):
 
 
 class StateSource(Protocol):
-    """Source of the state that a run goes on from."""
+    """Interface of a source from which a run can resume. Its state has pieces (arrays) and scalars."""
 
     @property
     def scalars(self) -> Mapping[str, Any]:
-        """The scalars beside the pieces (local)."""
+        """The scalars of the state, such as the number of steps. Local."""
         ...
 
-    def fill(self, comm: Communicator, wanted: Sequence[Piece], optional: Collection[str]) -> None:
-        """Fill the arrays of ``wanted``; those of a kind in ``optional`` may be missing. Collective over ``comm``.
+    def fill(self, comm: Communicator, pieces: Sequence[Piece], optional: Collection[str]) -> None:
+        """Fill the arrays of ``pieces``. The state may lack pieces of a kind in ``optional``. Collective.
 
-        Raises StorageError, naming the tensor, where something is missing or of another shape.
+        Raises StorageError.
         """
         ...
 
@@ -99,42 +93,38 @@ class CheckpointSource:
 
     @classmethod
     def together(cls, comm: Communicator, path: Path) -> "CheckpointSource":
-        """Return the checkpoint with its scalars, which rank 0 reads. Collective; raises StorageError on all ranks."""
+        """Return the checkpoint at ``path``, with scalars read by rank 0. Collective: all ranks raise StorageError."""
         return cls(path, on_first_rank(comm, lambda: scalars_of(path)))
 
     @cached_property
     def scalars(self) -> Mapping[str, Any]:
-        """The scalars of its manifest. Raises StorageError."""
+        """The scalars in the manifest of the checkpoint. Raises StorageError."""
         return scalars_of(self.path) if self.read is None else self.read
 
-    def fill(self, comm: Communicator, wanted: Sequence[Piece], optional: Collection[str]) -> None:
-        """Read the pieces of this rank. Collective; raises `DamagedError` on all ranks where bytes are damaged."""
-        restore_together(comm, self.path, wanted, optional)
+    def fill(self, comm: Communicator, pieces: Sequence[Piece], optional: Collection[str]) -> None:
+        restore_together(comm, self.path, pieces, optional)
 
     def __str__(self) -> str:
         return str(self.path)
 
 
 def scalars_of(path: Path, stored: Manifest | None = None) -> dict[str, Any]:
-    """Return the scalars of the checkpoint at ``path``, ``stored`` where it was read, of the types that a run writes.
-
-    Local. Raises StorageError for others: a digest says that they are what was written, not who wrote them.
-    """
+    """Return the scalars of the checkpoint at ``path``, after checking their types. Local. Raises StorageError."""
     scalars = (stored or manifest.load(path)).scalars
     try:
         msgspec.convert(scalars, _Scalars)
     except (msgspec.ValidationError, OverflowError) as error:
-        raise StorageError(f"{path / manifest.FILE_NAME} is not valid: of its scalars, {error}") from error
+        raise StorageError(f"{path / manifest.FILE_NAME} is not valid: in its scalars, {error}") from error
     return scalars
 
 
 def from_intact_source(
     comm: Communicator, run_dir: Path, origin: StateSource | None, take: Callable[[StateSource | None], Result]
 ) -> tuple[Result, StateSource | None]:
-    """Return ``take(origin)``, and ``origin``. Collective.
+    """Call ``take(origin)``. If checkpoint ``origin`` is damaged, call ``take`` with earlier checkpoints. Collective.
 
-    Where that is a checkpoint of ``run_dir`` whose bytes are damaged, the first one before it that is whole counts.
-    Raises StorageError where none is left: a run does not begin again over its checkpoints.
+    Return the result of ``take``, and the source it was called with. Raises StorageError if all checkpoints in
+    ``run_dir`` are damaged: the run must not restart from step 0.
     """
     if not isinstance(origin, CheckpointSource):
         return take(origin), origin

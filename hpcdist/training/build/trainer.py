@@ -1,4 +1,4 @@
-"""Trainer of a run: makes its steps, from the parts that `hpcdist.training.build.assemble` puts together."""
+"""Trainer of a run: makes steps from the parts assembled by `hpcdist.training.build.assemble`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -34,15 +34,12 @@ from hpcdist.training.recipe.recipe import Recipe
 
 @dataclass(frozen=True)
 class Trainer:
-    """Trainer: the parts of a run, assembled on every rank alike, and the steps that they make together.
-
-    ``first_step`` steps were made by earlier starts of the run.
-    """
+    """Objects of a training run on this rank. ``first_step`` is the number of steps made before this start."""
 
     comm: Communicator
     recipe: Recipe
     grid: ProcessGrid
-    axes: GridCommunicators  # over ``comm``, or those of its ranks that compute as this one does
+    axes: GridCommunicators  # over ``comm``, or over its ranks with the same role (compute or server)
     context: RankContext
     source: data.Source
     exchange: Exchange
@@ -51,48 +48,48 @@ class Trainer:
     ledger: Ledger
     selection: AlgorithmSelection
     compression: CompressionDecision
-    proof: Proof | None  # that the lists of all ranks are one step; None where they were not gathered
+    proof: Proof | None  # that the operation lists of all ranks are consistent; None if not gathered
     noise: NoiseMeter | None
-    faults: FaultPlan | None  # injected ones
-    router: RouterMeter | None  # of a mixture of experts
+    faults: FaultPlan | None  # injected faults
+    router: RouterMeter | None  # for a mixture of experts
     ranges: ProfilerRanges
-    plan: PartitionPlan | None  # of the stages, where there are several
-    factory_seal: str  # of the file that makes an imported model, on rank 0
+    plan: PartitionPlan | None  # for several stages
+    factory_seal: str  # digest of the file that builds an imported model, on rank 0
     first_step: int = 0
-    sample_order: int = data.UNIFORM  # the rule of the order, which a run keeps to its end
-    shares: data.SampleShares | None = None  # None: even ones
+    sample_order: int = data.UNIFORM  # rule of the sample order, constant over the run
+    shares: data.SampleShares | None = None  # None: even shares
     balance: data.LoadBalancer | None = None
 
     @property
     def model(self) -> Model:
-        """The whole model; this rank computes ``context.units`` of it."""
+        """The model. This rank computes only its stages in ``context.units``."""
         return self.context.model
 
     @property
     def speed_unit(self) -> str:
-        """The unit of speeds: "tokens" or "samples"."""
+        """The unit of training speed: "tokens" or "samples"."""
         return speed_unit(self.recipe.model.kind, self.model.tokens_per_sample)
 
     @property
     def loss_unit(self) -> str:
-        """The unit of losses: "nats", or "" if it is not known."""
+        """The unit of losses: "nats", or "" if unknown."""
         return loss_unit(self.recipe.model.kind, self.model.tokens_per_sample)
 
     @property
     def data_axis(self) -> Communicator:
-        """The replicas of this rank's stages that see other samples."""
+        """Communicator of the replicas, which train on different samples."""
         return self.context.samplers
 
     @property
     def last_stage(self) -> bool:
-        """Whether this rank computes the loss."""
+        """True if this rank has the last pipeline stage, which computes the loss."""
         return self.context.units[-1] == len(self.model.stages) - 1
 
     def batches(self, steps: int) -> Prefetcher:
-        """Return the batches of this rank's replica up to step ``steps``, read ahead; a context manager (local).
+        """Return an iterator, also a context manager, that prefetches this replica's batches before ``steps``. Local.
 
-        Only the ends of a pipeline look at samples: all other ranks get as many rows without columns. Where documents
-        lie in packed samples, all look.
+        Only the first and last rank of a pipeline read samples; if samples are packed, all ranks do. On other ranks the
+        arrays have the right number of rows, but no columns.
         """
         ends = self.last_stage or self.context.units[0] == 0
         reads = self.context.computes and (ends or self.recipe.data.packed)
@@ -100,29 +97,29 @@ class Trainer:
         return Prefetcher(*of, self.first_step, steps, reads=reads, shares=self.shares, rule=self.sample_order)
 
     def place(self, batch: MicroBatch) -> MicroBatch:
-        """Return a batch where the model computes (local). Raises DataError on tokens that it does not know."""
+        """Return ``batch`` copied to the model's device. Local. Raises DataError for tokens outside the vocabulary."""
         return self.source.place(batch, self.recipe)
 
     def cut(self, batch: MicroBatch) -> list[MicroBatch]:
-        """Return the micro-batches of this rank's share of a step (local)."""
+        """Split ``batch``, this rank's samples of a step, into micro-batches. Local."""
         run = self.recipe.run
         if run.logical_shards:
             return data.shards(batch, run.global_batch // run.logical_shards, microbatches_of(self.recipe, self.grid))
         return data.microbatches(batch, self.recipe.parallel.microbatches)
 
     def step(self, number: int, batches: list[MicroBatch], stop_requests: np.ndarray) -> StepResult:
-        """Run step ``number``, counted from 1, on this rank's micro-batches; see `Executor.run`. Collective."""
+        """Run step ``number`` (first step: 1) on this rank's micro-batches; see `Executor.run`. Collective."""
         samples, first = self.samples(number), self.first_sample(number)
         targets = self.targets(number) if self.recipe.data.packed else None
         return self.executor.run(self.operations, batches, samples, number, stop_requests, first, targets)
 
     def evaluate(self, rounds: Iterable[Sequence[MicroBatch]], parts: int = 1) -> float:
-        """Return the mean loss in nats over the targets of all replicas, NaN for none. Collective; call `flush` before.
+        """Return the mean loss in nats over the targets of all replicas, or NaN without targets. Collective.
 
-        All ranks bring equally many ``rounds``: of each up to ``parts`` batches, already in their place, and none where
-        nothing is computed.
+        Call `flush` first. ``rounds`` is a sequence of lists; each has at most ``parts`` batches on the model's device.
+        All ranks must pass the same number of lists. Ranks that do not compute pass empty lists.
         """
-        speaks = self.context.computes and self.last_stage and self.context.speaks
+        counts_targets = self.context.computes and self.last_stage and self.context.speaks
         total, count = 0.0, 0.0
         for batches in rounds:
             losses, weight = [], 0.0
@@ -130,17 +127,17 @@ class Trainer:
                 losses.append(self.executor.evaluate(*batch))
                 weight += self.executor.own_weight
             for inputs, targets in batches[: parts - len(batches)]:
-                self.executor.evaluate(inputs[:0], targets[:0])  # layers may be gathered: all ranks come equally often
-            each = self.model.tokens_per_sample if speaks else 0
-            seen = sum(self.source.targets_in(targets, each) for _, targets in batches) if speaks else 0
+                self.executor.evaluate(inputs[:0], targets[:0])  # every rank must take part in each gather of layers
+            per_sample = self.model.tokens_per_sample if counts_targets else 0
+            seen = sum(self.source.targets_in(targets, per_sample) for _, targets in batches) if counts_targets else 0
             seen = weight if self.model.loss.weighs else seen
-            # Round by round, since the deadline of a communication runs for servers that wait for the others.
+            # Agree in each round, because the deadline also runs for servers that wait for the others.
             loss, targets_of_all = self.exchange.agree_losses(losses, np.array([float(seen)]))
             total, count = total + loss, count + float(targets_of_all[0])
         return total / count if count else float("nan")
 
     def samples(self, step: int) -> int:
-        """Return how many samples all replicas together take in ``step``, counted from 1 (local)."""
+        """Return the number of samples of all replicas in ``step`` (first step: 1). Local."""
         return self.recipe.run.batches.size(step - 1)
 
     @cached_property
@@ -148,7 +145,7 @@ class Trainer:
         return data.SampleOrder(self.recipe.run.seed, self.source.training.count, self.sample_order)
 
     def targets(self, step: int) -> int:
-        """Return how many targets all replicas together have in ``step``, counted from 1 (local)."""
+        """Return the number of targets of all replicas in ``step`` (first step: 1). Local."""
         samples = self.samples(step)
         if not self.recipe.data.packed:
             return round(samples * self.model.tokens_per_sample)
@@ -156,29 +153,29 @@ class Trainer:
         return cast(FilledSamples, self.source.training).targets(np.array(self._order.indices(before, samples)))
 
     def first_sample(self, step: int) -> int:
-        """Return the place of this replica's first sample in the batch of ``step``, counted from 1 (local)."""
+        """Return the index of this replica's first sample in the global batch of ``step`` (first step: 1). Local."""
         return data.own_samples(self.recipe, self.data_axis, step - 1, self.shares).start
 
     def learning_rate(self, step: int) -> float:
-        """Return the rate of the update in step ``step``, counted from 1 (local)."""
+        """Return the learning rate of ``step`` (first step: 1). Local."""
         return rates.learning_rate(self.context.optimizer, step, self.recipe.run.steps)
 
     def state_bytes(self) -> int:
-        """Return the bytes of state that this rank saves (local)."""
+        """Return the number of bytes of state that this rank saves in a checkpoint. Local."""
         return sum(piece.flat.size * piece.array.dtype.itemsize for piece in self.exchange.pieces())
 
     def flush(self) -> None:
-        """Bring replicas that differ to one state. Collective."""
+        """Average the parameters over the replicas, if the strategy lets them differ between steps. Collective."""
         if self.exchange.flush():
             self.executor.copies.refresh()
 
     def finish(self) -> None:
-        """Apply what the last step has left to be done. Collective."""
+        """Apply the parameter updates that are still pending after the last step. Collective."""
         if self.exchange.finish():
             self.executor.copies.refresh()
 
     def close(self) -> None:
-        """Free communicators, windows and threads. Collective; no step can be made afterwards."""
+        """Free communicators, windows and threads. Collective; no step can follow."""
         if self.exchange.overlap is not None:
             self.exchange.overlap.close()
         self.exchange.close()
@@ -188,5 +185,5 @@ class Trainer:
 
 
 def microbatches_of(recipe: Recipe, grid: ProcessGrid) -> int:
-    """Return how many micro-batches every rank has in a step, some perhaps without samples (local)."""
+    """Return the number of micro-batches per rank and step; some may be empty. Local."""
     return -(-recipe.run.logical_shards // grid.data) or recipe.parallel.microbatches

@@ -1,6 +1,6 @@
-"""Fault injection: stragglers and faults made on purpose, by the ``[chaos]`` section of a recipe.
+"""Fault injection: deliberate stragglers and faults, set by the ``[chaos]`` section of a recipe.
 
-`config` is light and part of every recipe; `injection` has the observers of the executor that slow it down and damage
-its numbers, and the files that fail. Without the section there are none. It may import `strategies`, `checkpoint` and
-what is below them, and nothing else of training. Begin with `config.ChaosConfig` and `injection.FaultInjector`.
+`config` is light and part of every recipe. `injection` slows a rank down, corrupts its numbers and makes file writes
+fail. May import `strategies`, `checkpoint` and the packages below. Begin with `config.ChaosConfig` and
+`injection.FaultInjector`.
 """

@@ -1,6 +1,6 @@
-"""The ``[chaos]`` section of a recipe: stragglers and faults made on purpose, and their entries.
+"""The ``[chaos]`` section of a recipe: deliberate stragglers and faults.
 
-A fault is named as ``RANK@STEP``, and what happens there. Light: imports nothing but the errors and `reporting`.
+A fault entry is ``RANK@STEP:WHAT``. Light: imports only the errors and `reporting`.
 """
 
 import math
@@ -28,7 +28,7 @@ _ENTRY_FORMS: Final = {
 
 @dataclass(frozen=True)
 class ChaosFault:
-    """Fault of ``rank`` in ``step``, counted from 1: ``how`` is the phase, the place, or what a disk does."""
+    """Fault to inject on ``rank`` in ``step`` (first step: 1). ``how`` depends on its kind: phase, target or error."""
 
     kind: str
     rank: int
@@ -38,45 +38,45 @@ class ChaosFault:
 
     @property
     def name(self) -> str:
-        """The unique name of the fault in a run, which is a valid file name."""
+        """Name of the fault, which is unique in a run and a valid file name."""
         return "-".join(filter(None, [self.kind, f"{self.rank}@{self.step}", self.how]))
 
     @property
     def in_save(self) -> bool:
-        """Whether it happens while the rank writes a checkpoint."""
+        """True if the fault happens while the rank writes a checkpoint."""
         return self.kind == "disk" or (self.kind == "kill" and self.how == "save")
 
     def described(self) -> str:
-        """Return the fault in words."""
-        where = f"in step {self.step}"
+        """Return a description of the fault for users."""
+        step = f"in step {self.step}"
         if self.kind == "kill":
             at = {"begin": f"at the begin of step {self.step}", "save": f"in the save after step {self.step}"}
             return f"rank {self.rank} is killed {at.get(self.how, f'in the {self.how} of step {self.step}')}"
         if self.kind == "stall":
-            return f"rank {self.rank} sleeps {self.seconds:g} s {where}"
+            return f"rank {self.rank} sleeps {self.seconds:g} s {step}"
         if self.kind == "corrupt":
-            return f"one bit of the {self.how} of rank {self.rank} flips {where}"
+            return f"one bit of the {self.how} of rank {self.rank} flips {step}"
         if self.kind == "overflow":
-            return f"the gradient overflows {where}"
+            return f"the gradient overflows {step}"
         fails = {"fail": "cannot write", "full": "finds its disk full", "fsync": "cannot wait for its disk"}
         return f"rank {self.rank} {fails[self.how]} in the save after step {self.step}"
 
 
 def parse_faults(kind: str, entries: Sequence[str | int]) -> list[ChaosFault]:
-    """Return the faults that the entries of ``chaos.<kind>`` name. Raises ConfigurationError for others."""
-    if kind == "overflow":  # steps alone: one rank that computes is enough
+    """Return the faults in ``entries``, the value of ``chaos.<kind>``. Raises ConfigurationError if one is invalid."""
+    if kind == "overflow":  # entries are steps; rank 0 is always one that computes
         faults = [ChaosFault(kind, 0, int(step)) for step in entries]
         if any(fault.step < 1 for fault in faults):
-            raise ConfigurationError(f"chaos.overflow = {list(entries)}; steps are counted from 1")
+            raise ConfigurationError(f"chaos.overflow = {list(entries)}; step numbers must be at least 1")
     else:
         faults = [_parse_entry(kind, str(entry)) for entry in entries]
     if len({fault.name for fault in faults}) < len(faults):
-        raise ConfigurationError(f"chaos.{kind} = {list(entries)}; each happens once, so name each once")
+        raise ConfigurationError(f"chaos.{kind} = {list(entries)} repeats a fault; each happens once, so list it once")
     return faults
 
 
 def _parse_entry(kind: str, entry: str) -> ChaosFault:
-    form, ways, default = _ENTRY_FORMS[kind]
+    form, choices, default = _ENTRY_FORMS[kind]
     match = _ENTRY_PATTERN.fullmatch(entry)
     if match is None or not (match[3] or default):
         raise _malformed_entry(kind, entry, f"expected RANK@STEP as in {form}")
@@ -85,8 +85,8 @@ def _parse_entry(kind: str, entry: str) -> ChaosFault:
         raise _malformed_entry(kind, entry, f"steps are counted from 1, as in {form}")
     if kind == "stall":
         return ChaosFault(kind, rank, step, seconds=_seconds(entry, how))
-    if how not in ways:
-        raise _malformed_entry(kind, entry, f"{how!r} is none of {', '.join(ways)}; expected {form}")
+    if how not in choices:
+        raise _malformed_entry(kind, entry, f"{how!r} is not one of {', '.join(choices)}; expected {form}")
     return ChaosFault(kind, rank, step, how)
 
 
@@ -100,25 +100,27 @@ def _seconds(entry: str, text: str) -> float:
     return seconds
 
 
-def _malformed_entry(kind: str, entry: str, why: str) -> ConfigurationError:
-    return ConfigurationError(f"chaos.{kind} has {entry!r}: {why}")
+def _malformed_entry(kind: str, entry: str, reason: str) -> ConfigurationError:
+    return ConfigurationError(f"chaos.{kind} has {entry!r}: {reason}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChaosConfig:
-    """Section ``[chaos]``: stragglers and faults that are injected into a run, as tests of it.
+    """Section ``[chaos]``: stragglers and faults to inject into a run, for tests.
 
-    Each step of one of the ``slow_ranks`` (of the world) is slow with ``slow_probability``: its forward and backward
-    take ``slow_factor`` times as long. Which steps are slow follows from (``seed``, rank, step) alone, so a repetition
-    has the same. With ``step_s`` above 0 computing is stretched by sleep on every rank: it takes ``step_s`` seconds on
-    an even share of the batch (more or less on a larger or smaller one), and more only where it takes longer by itself.
+    Each step of a rank in ``slow_ranks`` is slow with ``slow_probability``: forward and backward take ``slow_factor``
+    times as long. The choice depends only on (``seed``, rank, step). Every rank sleeps until its forward and backward
+    passes took at least ``step_s`` seconds, in proportion to its number of samples.
 
-    Each of the others happens once in a run directory, however often its step is made. ``kill``: the rank kills itself
-    (``RANK@STEP``), in one of the `STEP_PHASES` of the step (``RANK@STEP:PHASE``) or of the save after it.
-    ``stall``: it sleeps (``RANK@STEP:SECONDS``). ``corrupt``: one bit of its gradient flips before it is exchanged
-    (``RANK@STEP``), or one of its parameters after the update (``RANK@STEP:parameters``). ``overflow``: the gradient of
-    the step overflows. ``disk``: in the first save after the step its write fails (``RANK@STEP:fail``), its disk is
-    full after half of the bytes (``:full``), or its fsync fails (``:fsync``).
+    Each fault happens once per run directory, even if its step is repeated:
+
+    - ``kill``: the rank kills itself in one of the `STEP_PHASES` (``RANK@STEP:PHASE``, default "begin").
+    - ``stall``: the rank sleeps (``RANK@STEP:SECONDS``).
+    - ``corrupt``: one bit of a gradient flips before the exchange (``RANK@STEP``), or one bit of a parameter after the
+      update (``RANK@STEP:parameters``).
+    - ``overflow``: the gradient of the step overflows.
+    - ``disk``: in the first save after the step, a write fails (``RANK@STEP:fail``), the disk is full at half of the
+      bytes (``:full``), or fsync fails (``:fsync``).
     """
 
     slow_ranks: tuple[int, ...] = ()
@@ -134,21 +136,21 @@ class ChaosConfig:
 
     def __post_init__(self) -> None:
         check_section(RULES, "chaos", self)
-        _ = self.faults  # each entry is read
+        _ = self.faults  # validates each entry
 
     @property
     def on(self) -> bool:
-        """Whether the section asks for any straggler or fault."""
+        """True if the section contains any straggler or fault."""
         return bool(self.slow_ranks) or self.step_s > 0 or bool(self.faults)
 
     @property
     def faults(self) -> list[ChaosFault]:
-        """The faults, in the order of the steps. Raises ConfigurationError for an invalid entry."""
+        """The faults sorted by step. Raises ConfigurationError for an invalid entry."""
         faults = [fault for kind in FAULT_KINDS for fault in parse_faults(kind, getattr(self, kind))]
         return sorted(faults, key=lambda fault: fault.step)
 
     def within(self, world: int) -> "ChaosConfig":
-        """Return the section for ``world`` ranks, without what would happen to others."""
+        """Return this section without the entries for ranks >= ``world``, the number of ranks."""
         among: dict[str, Any] = {
             kind: tuple(entry for entry in getattr(self, kind) if parse_faults(kind, [entry])[0].rank < world)
             for kind in FAULT_KINDS
@@ -157,7 +159,7 @@ class ChaosConfig:
         return replace(self if slow else ChaosConfig(step_s=self.step_s), slow_ranks=slow, **among)
 
     def check_steps(self, steps: int) -> None:
-        """Raise ConfigurationError for faults in steps that a run of ``steps`` has not."""
+        """Raise ConfigurationError if a fault is set for a step after ``steps``, the last step of the run."""
         for fault in self.faults:
             if fault.step > steps:
                 raise ConfigurationError(
@@ -166,17 +168,17 @@ class ChaosConfig:
                 )
 
     def check_world(self, world: int, computing: int, *, lock_step: bool = True) -> None:
-        """Raise ConfigurationError for stragglers and faults of ranks that cannot have them.
+        """Raise ConfigurationError for ranks that cannot have the stragglers or faults set for them.
 
-        They are not in the ``world``, or not among its first ``computing`` ranks, which alone compute and, without
-        ``lock_step``, alone make steps.
+        Ranks must be below ``world``, the number of ranks. Only the first ``computing`` ranks compute; the others are
+        parameter servers, which make steps only if ``lock_step``.
         """
         for rank in self.slow_ranks:
             self._check_rank("slow_ranks", rank, world)
             if rank >= computing:
                 raise ConfigurationError(
-                    f"chaos.slow_ranks = {list(self.slow_ranks)}: rank {rank} only serves, so no step of it can be "
-                    f"slow; use ranks 0 to {computing - 1}"
+                    f"chaos.slow_ranks = {list(self.slow_ranks)}: rank {rank} is only a server, which has no steps to "
+                    f"slow down; use ranks 0 to {computing - 1}"
                 )
         for fault in self.faults:
             self._check_rank(fault.kind, fault.rank, world)
@@ -185,7 +187,7 @@ class ChaosConfig:
             if fault.rank >= computing and (computes or (steps and not lock_step)):
                 what = "computes nothing" if computes else "makes no steps of its own"
                 raise ConfigurationError(
-                    f"chaos.{fault.kind} = {list(getattr(self, fault.kind))}: rank {fault.rank} only serves and "
+                    f"chaos.{fault.kind} = {list(getattr(self, fault.kind))}: rank {fault.rank} is only a server and "
                     f"{what}; use ranks 0 to {computing - 1}"
                 )
 
@@ -197,7 +199,7 @@ class ChaosConfig:
             )
 
     def described(self) -> str:
-        """Return the stragglers and faults in words; "" for none."""
+        """Return a text about the stragglers and faults for users, or "" if there are none."""
         parts = []
         if self.step_s:
             parts.append(f"computing takes {self.step_s:g} s a step by sleep")
@@ -214,7 +216,7 @@ RULES: Final = (
     must(
         "chaos.slow_ranks",
         lambda ranks: all(rank >= 0 for rank in ranks) and len(set(ranks)) == len(ranks),
-        "give ranks of the world, from 0 on, each once",
+        "list each rank once; ranks are counted from 0",
     ),
     finite("chaos.slow_factor", lambda factor: factor >= 1, "at least 1"),
     must("chaos.slow_probability", lambda share: 0 <= share <= 1, "it must be between 0 and 1"),
@@ -224,7 +226,7 @@ RULES: Final = (
         rule(
             f"chaos.{name}!={int(getattr(ChaosConfig, name))} with chaos.slow_ranks=",
             NO_EFFECT,
-            "name the ranks that shall be slow, or remove it",
+            "name the ranks to slow down, or remove it",
         )
         for name in ("slow_factor", "slow_probability", "seed")
     ),

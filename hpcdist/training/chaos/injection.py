@@ -1,10 +1,7 @@
 """Inject stragglers and faults into a run: slow, dying or stalling ranks, flipped bits, failing disks.
 
-Without chaos in the recipe there are no such observers. The time of a straggler is added operation by operation, so
-that what an exchange does between them meets it where a slower processor would have it; bits stay the same.
-
-A fault leaves a file in the run directory before it happens: a run that is resumed, or survives it, makes the same step
-again and must not meet it again.
+A straggler sleeps after each operation, so that the exchange sees the delays of a slower processor; the numbers do not
+change. A fault first creates a marker file in the run directory, so that a repeated step does not repeat the fault.
 """
 
 import errno
@@ -30,22 +27,22 @@ from hpcdist.strategies.schedule.operations import COMPUTE, EXCHANGED, Kind, Ope
 from hpcdist.strategies.schedule.step import Handler, RunningStep, StepObserver
 from hpcdist.training.chaos.config import ChaosConfig, ChaosFault
 
-SLOWDOWN_STREAM: Final = 0x6368616F73  # names the random stream of slow steps, apart from those of data and parameters
-SLEEP_SLICE_S: Final = 1e-3  # a rank that serves others beside its own work looks so often what has come
+SLOWDOWN_STREAM: Final = 0x6368616F73  # key of the random stream of slow steps
+SLEEP_SLICE_S: Final = 1e-3  # a sleeping rank that serves other ranks polls for requests at this interval
 
 
 def is_slow(config: ChaosConfig, rank: int, step: int) -> bool:
-    """Whether ``step`` is a slow one of ``rank`` (local)."""
+    """Return True if ``config`` makes ``step`` slow on ``rank``. Local."""
     if rank not in config.slow_ranks:
         return False
     return bool(rng.stream(config.seed, SLOWDOWN_STREAM, rank, step).random() < config.slow_probability)
 
 
 class SlowdownTimer:
-    """Timer of the sleeps that stretch the operations of a step.
+    """Calculator of the sleeps that slow down one step.
 
-    A step of ``count`` operations takes ``least_s``, spread evenly over them, or what they need themselves if that is
-    more, and then ``factor`` times that.
+    The step has ``count`` operations. With the sleeps it takes ``factor`` times its compute time, but at least
+    ``factor`` times ``least_s`` seconds.
     """
 
     def __init__(self, count: int, least_s: float, factor: float) -> None:
@@ -53,53 +50,49 @@ class SlowdownTimer:
         self._done, self._computed_s, self._taken_s = 0, 0.0, 0.0
 
     def lacking_s(self, computed_s: float) -> float:
-        """Return the seconds to sleep after the next operation, which took ``computed_s`` by itself."""
+        """Return the seconds to sleep after the next operation, which computed for ``computed_s`` seconds."""
         self._done += 1
         self._computed_s += computed_s
         due_s = self._factor * max(self._computed_s, self._least_s * self._done / self._count)
         return max(0.0, due_s - self._taken_s - computed_s)
 
     def took(self, seconds: float) -> None:
-        """Add the ``seconds`` of the operation and its sleep."""
+        """Record that the last operation and the sleep after it took ``seconds`` together."""
         self._taken_s += seconds
 
 
 class Slowdown(StepObserver):
-    """Observer that slows down the steps of rank ``rank``; an even share of a step has ``even_samples`` samples."""
+    """Observer that slows down the steps of ``rank``. ``even_samples``: samples of a step / number of ranks."""
 
     def __init__(self, config: ChaosConfig, rank: int, even_samples: float, exchange: Exchange) -> None:
         self._config, self._rank, self._even_samples, self._exchange = config, rank, even_samples, exchange
-        self._pace: SlowdownTimer | None = None  # evaluations and repetitions of a step are not slowed down
+        self._pace: SlowdownTimer | None = None  # None outside of steps: evaluations are not slowed down
 
     def around(self, kind: Kind, handler: Handler) -> Handler:
-        """Return ``handler`` at the pace of this rank, where it computes."""
         return partial(self._paced, handler) if kind in COMPUTE else handler
 
     def begin_step(self, number: int, operations: Sequence[Operation], sizes: Sequence[int]) -> None:
-        """Start the timer of the step, by the share that this rank has of it."""
         count = sum(operation.kind in (Kind.FORWARD, Kind.BACKWARD) for operation in operations)
         factor = self._config.slow_factor if is_slow(self._config, self._rank, number) else 1.0
         self._pace = SlowdownTimer(count, self._config.step_s * sum(sizes) / self._even_samples, factor)
 
     def leave_step(self) -> None:
-        """Stop slowing down: evaluations run at full speed."""
         self._pace = None
 
     def _paced(self, compute: Handler, op: Operation) -> None:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         compute(op)
         if self._pace is None:
             return
-        backend.synchronise(self._exchange.parameters.array)  # a GPU is as slow as the step says, not its queue
-        self._sleep(self._pace.lacking_s(time.perf_counter() - begun))
-        self._pace.took(time.perf_counter() - begun)
+        backend.synchronise(self._exchange.parameters.array)  # include the GPU's execution in the time
+        self._sleep(self._pace.lacking_s(time.perf_counter() - start))
+        self._pace.took(time.perf_counter() - start)
 
     def _sleep(self, seconds: float) -> None:
-        """Sleep; where other ranks are served beside the own work, serve their requests meanwhile."""
         exchange = self._exchange
         end = time.perf_counter() + seconds
-        while (left := end - time.perf_counter()) > 0:
-            time.sleep(min(left, SLEEP_SLICE_S) if exchange.serves_beside else left)
+        while (remaining := end - time.perf_counter()) > 0:
+            time.sleep(min(remaining, SLEEP_SLICE_S) if exchange.serves_beside else remaining)
             if exchange.serves_beside:
                 exchange.handlers[Kind.COLLECT](Operation(Kind.COLLECT))
 
@@ -108,11 +101,10 @@ DISK_ERRNO: Final = {"fail": errno.EIO, "full": errno.ENOSPC, "fsync": errno.EIO
 
 
 class FailingFile(Overlay):
-    """New file at ``path`` whose writing fails by ``how``: fail, full, fsync, or kill.
+    """New file at ``path`` whose writing fails. ``how`` is the kind of failure: "fail", "full", "fsync" or "kill".
 
-    ``strikes`` is called just before, and returns whether the fault happens; it does not return where it kills. Half of
-    the bytes are written before, but for a write that fails as a whole. A file without a second half fails at its
-    fsync.
+    The file calls ``strikes`` at the point of failure, and fails if it returns True. For "kill", ``strikes`` ends the
+    process. Except for "fail", the first half of the data is written before the failure.
     """
 
     def __init__(self, path: Path, how: str, strikes: Callable[[], bool]) -> None:
@@ -120,7 +112,7 @@ class FailingFile(Overlay):
         self._how, self._strikes = how, strikes
 
     def pwrite(self, data: memoryview, offset: int) -> None:
-        """Write to the disk, up to the middle of the file."""
+        """Write ``data`` at ``offset``, but fail at the middle of the file."""
         middle = os.fstat(self._fd).st_size // 2
         if self._how != "fsync" and offset + data.nbytes > middle:
             if self._how != "fail":
@@ -129,7 +121,6 @@ class FailingFile(Overlay):
         super().pwrite(data, offset)
 
     def fsync(self) -> None:
-        """Fail, or flush the file to the disk."""
         self._strike()
         super().fsync()
 
@@ -139,43 +130,43 @@ class FailingFile(Overlay):
             raise OSError(number, os.strerror(number))
 
 
-MARKER_DIRECTORY: Final = "chaos"  # in that of the run
-MANTISSA_BITS: Final = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}  # bits
-GRADIENT_EXCHANGES: Final = (*EXCHANGED, Kind.COLLECT)  # kinds that take gradients of this rank or of others
+MARKER_DIRECTORY: Final = "chaos"  # in the run directory
+MANTISSA_BITS: Final = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}
+GRADIENT_EXCHANGES: Final = (*EXCHANGED, Kind.COLLECT)  # operations that send or receive gradients
 END_OF_STEP: Final = "end"
 
 
 def kill_process() -> None:
-    """Kill this process as a lost node would: nothing is flushed, no other rank gets a message."""
+    """Kill this process as if its node were lost: no flush, no message to other ranks."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 class FaultPlan:
-    """Faults of ``rank`` in the run of ``directory``. Local."""
+    """The faults to inject on ``rank`` in the run in ``directory``. Local."""
 
     def __init__(self, config: ChaosConfig, rank: int, directory: Path) -> None:
         self._own = [fault for fault in config.faults if fault.rank == rank]
         self._directory = directory / MARKER_DIRECTORY
 
     def of_step(self, step: int) -> list[ChaosFault]:
-        """Return the faults of ``step``, without those of saves."""
+        """Return the faults of ``step``, except faults that happen in a save."""
         return [fault for fault in self._own if fault.step == step and not fault.in_save]
 
     def strikes(self, fault: ChaosFault) -> bool:
-        """Whether ``fault`` happens now: it has not before, and never will again. Raises StorageError."""
-        # O_EXCL makes the marker the one decision, also for a start that makes the same step again after a kill.
+        """Return True if ``fault`` shall happen now, and record it, so that it happens once per run directory."""
+        # O_EXCL makes the marker decide, also for a start that repeats the step after a kill.
         try:
             self._directory.mkdir(exist_ok=True)
             os.close(os.open(self._directory / fault.name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         except FileExistsError:
             return False
         except OSError as error:
-            raise StorageError(f"{self._directory / fault.name} cannot be made: {error.strerror}") from error
+            raise StorageError(f"{self._directory / fault.name} cannot be created: {error.strerror}") from error
         print(f"hpcdist: chaos: {fault.described()}", file=sys.stderr, flush=True)
         return True
 
     def opens(self, step: int) -> Callable[[Path], Overlay]:
-        """Return the function that creates the file of this rank's shard of the checkpoint of ``step``."""
+        """Return the function that opens this rank's shard file in the checkpoint of ``step``, with faults injected."""
         for fault in self._own:
             if fault.in_save and fault.step <= step and not (self._directory / fault.name).exists():
                 how = fault.how if fault.kind == "disk" else fault.kind
@@ -190,35 +181,27 @@ class FaultPlan:
 
 
 class FaultInjector(StepObserver):
-    """Observer that lets the ``faults`` of a rank happen in its steps, to the parameters and gradients of ``exchange``.
-
-    None happens in another computation of the same step.
-    """
+    """Observer that injects a rank's ``faults`` into its steps. The recomputation of a step repeats no faults."""
 
     def __init__(self, faults: FaultPlan, exchange: Exchange) -> None:
         self._faults, self._exchange = faults, exchange
-        self._due: list[ChaosFault] = []  # in the step that is made
+        self._due: list[ChaosFault] = []  # in the current step
         self._agreed = False
 
     def around(self, kind: Kind, handler: Handler) -> Handler:
-        """Return ``handler`` with the faults that are due before and after it."""
         return partial(self._around, handler)
 
     def begin_step(self, number: int, operations: Sequence[Operation], sizes: Sequence[int]) -> None:
-        """Trigger the faults that are due before the step."""
         self._due, self._agreed = self._faults.of_step(number), False
         self._meet("begin")
 
     def complete_step(self, step: RunningStep, sums: np.ndarray) -> None:
-        """Trigger the faults that are due after the step."""
         self._meet(END_OF_STEP)
 
     def leave_step(self) -> None:
-        """Trigger nothing until the next step."""
         self._due = []
 
     def exchanges(self, step: RunningStep, op: Operation) -> None:
-        """Damage the first gradients that are about to be exchanged, where that is due."""
         due = [fault for fault in self._due if fault.how == "gradients" or fault.kind == "overflow"]
         values = step.gradients_in(op.range) if due and op.range is not None else None
         if values is not None and values.size:
@@ -238,12 +221,11 @@ class FaultInjector(StepObserver):
         elif op.kind in COMPUTE:
             self._meet("backward")
         elif self._agreed:
-            self._meet("update")  # its first operation is through, others are not
+            self._meet("update")  # after the first update operation, before the others
         elif op.kind is Kind.AGREE:
             self._agreed = True
 
     def _meet(self, moment: str) -> None:
-        """Trigger the faults that are due at ``moment``."""
         for fault in [fault for fault in self._due if _moment(fault) == moment]:
             self._due.remove(fault)
             if not self._faults.strikes(fault):
@@ -257,7 +239,6 @@ class FaultInjector(StepObserver):
 
 
 def _moment(fault: ChaosFault) -> str:
-    """Return the moment of a fault; "" of one that damages gradients."""
     if fault.kind == "kill":
         return fault.how
     if fault.kind == "stall":
@@ -266,12 +247,12 @@ def _moment(fault: ChaosFault) -> str:
 
 
 def largest_index(values: Array) -> int:
-    """Return the index of the largest magnitude in ``values``: never a padding, unless all are zero."""
+    """Return the index of the value with the largest magnitude. Padding is chosen only if all values are zero."""
     return int(np.abs(backend.to_host(values).astype(np.float64)).argmax())
 
 
 def flip_bit(values: Array) -> None:
-    """Flip the highest mantissa bit of the largest of ``values``: wrong by a third or a half, and finite."""
+    """Flip the highest mantissa bit of the value with the largest magnitude. The value stays finite."""
     if values.size:
         index = largest_index(values)
         damaged = backend.to_host(values[index : index + 1]).copy()
@@ -281,30 +262,29 @@ def flip_bit(values: Array) -> None:
 
 
 def make_infinite(values: Array) -> None:
-    """Make one of ``values`` infinite."""
+    """Set the value with the largest magnitude to infinity."""
     values[largest_index(values)] = np.inf
 
 
 def refuse_impossible_faults(config: ChaosConfig, comm: Communicator, writers: str, exchange: Exchange) -> None:
-    """Raise ConfigurationError, on all ranks, where a fault of ``config`` could never happen. Collective.
+    """Raise ConfigurationError on all ranks if a fault of ``config`` could never happen. Collective.
 
-    ``writers`` is ``checkpoint.writers``: a fault in a save needs a rank that writes.
+    ``writers`` is the value of ``checkpoint.writers``: a rank that writes no file cannot have a fault in a save.
     """
     if any(fault.in_save for fault in config.faults):
         writes: list[bool] = comm.allgather_object(group_of(comm, writers).writes)
         _refuse(
             [fault for fault in config.faults if fault.in_save and not writes[fault.rank]],
-            f"which writes nothing with checkpoint.writers = {writers!r}; those who write are "
-            f"{[rank for rank, own in enumerate(writes) if own]}",
+            f"which writes nothing with checkpoint.writers = {writers!r}; the writing ranks are "
+            f"{[rank for rank, is_writer in enumerate(writes) if is_writer]}",
         )
     keeps: list[int] = comm.allgather_object(exchange.parameters.array.size)
     _refuse(
         [fault for fault in config.faults if fault.how == "parameters" and not keeps[fault.rank]],
-        "which keeps no parameters in memory between steps; name another",
+        "which keeps no parameters in memory between steps; choose another rank",
     )
 
 
-def _refuse(faults: Sequence[ChaosFault], why: str) -> None:
-    """Raise ConfigurationError for the first of ``faults``, if any."""
+def _refuse(faults: Sequence[ChaosFault], reason: str) -> None:
     for fault in faults:
-        raise ConfigurationError(f"chaos.{fault.kind} has {fault.rank}@{fault.step}: rank {fault.rank}, {why}")
+        raise ConfigurationError(f"chaos.{fault.kind} names {fault.rank}@{fault.step}: rank {fault.rank}, {reason}")

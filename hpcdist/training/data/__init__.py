@@ -1,8 +1,8 @@
 """Training data: sources in files, samples by global index, sample order, and prefetching.
 
-Which samples a batch holds follows from the seed and the global sample index alone, never from the number of ranks.
-It may import `arrays`, `comm`, `hdf5` and `models` (names of tokens) and, of training, `recipe.config` only. Begin
-with `source.open_source` (the ``[data]`` section as samples) and `prefetch.Prefetcher` (the batches of a rank).
+The samples of a batch depend only on the seed and the global sample index, not on the number of ranks. May import
+`arrays`, `comm`, `hdf5`, `models` and `recipe.config`. Begin with `source.open_source` (the ``[data]`` section as
+samples) and `prefetch.Prefetcher` (the batches of a rank).
 """
 
 from hpcdist.training.data.prefetch import Prefetcher, own_samples

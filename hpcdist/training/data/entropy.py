@@ -1,4 +1,4 @@
-"""Entropies of a text: the losses of models that see no, one or two tokens of context."""
+"""N-gram entropies of a text: the losses of models with a context of 0, 1 or 2 tokens."""
 
 from typing import Any, Final
 
@@ -11,15 +11,15 @@ NGRAM_NAMES: Final = ("unigram", "bigram", "trigram")
 SAMPLE_TOKENS: Final = 1 << 25
 BLOCK_TOKENS: Final = 1 << 20
 CHUNK_TOKENS: Final = 1 << 21
-# Counting more kinds of n-grams than this takes too much memory, and a text too short to show them all says too little.
+# More n-gram kinds take too much memory, and their counts would say little about a short text.
 MOST_NGRAM_KINDS: Final = 1 << 24
 
 
 def conditional_entropies(tokens: Sliceable) -> dict[str, float | None]:
-    """Return the entropy of a token given the 0, 1 and 2 tokens before it, in nats.
+    """Return the entropy in nats of a token, given the 0, 1 and 2 tokens before it, as {n-gram name: entropy}.
 
-    Longer texts than SAMPLE_TOKENS are sampled: blocks of BLOCK_TOKENS at even distances. None stands for n-grams of
-    which there are too many kinds to be counted.
+    A text longer than SAMPLE_TOKENS is sampled in evenly spaced blocks of BLOCK_TOKENS. An entropy is None if the text
+    has too many distinct n-grams to count.
     """
     blocks = _sampled_blocks(tokens)
     chunks = (block[start : start + CHUNK_TOKENS] for block in blocks for start in range(0, len(block), CHUNK_TOKENS))
@@ -32,14 +32,14 @@ def conditional_entropies(tokens: Sliceable) -> dict[str, float | None]:
     entropies: dict[str, float | None] = dict.fromkeys(NGRAM_NAMES)
     if order == 0:
         return entropies
-    # The longest n-grams are counted; dropping their last tokens gives the counts of the shorter ones.
+    # Only the longest n-grams are counted; dropping their last tokens gives the counts of the shorter n-grams.
     counts = np.zeros(kinds**order, np.int64)
     _count_ngrams(blocks, used, order, counts)
     while order:
         contexts = counts.reshape(-1, kinds).sum(axis=1)
         entropies[NGRAM_NAMES[order - 1]] = _conditional_entropy(counts, contexts)
         order -= 1
-        if order:  # the last (n-1)-gram of a block is the prefix of no n-gram
+        if order:  # the last (n-1)-gram of a block is not a prefix of any n-gram
             _count_ngrams([block[-order:] for block in blocks], used, order, contexts)
         counts = contexts
     return entropies
@@ -54,24 +54,23 @@ def _sampled_blocks(tokens: Sliceable) -> list[np.ndarray]:
 
 
 def _count_ngrams(blocks: list[np.ndarray], used: np.ndarray, order: int, counts: np.ndarray) -> None:
-    """Add to ``counts`` the n-grams that lie within a block, a chunk at a time."""
-    # Tokens numbered without gaps make the table of counts as small as it can be.
+    # Consecutive token numbers make the table of counts as small as possible.
     narrow = used[0] >= 0 and used[-1] < 1 << 16
     numbers = np.searchsorted(used, np.arange(1 << 16)) if narrow else np.arange(used.size)
     for block in blocks:
         for start in range(0, len(block) - order + 1, CHUNK_TOKENS):
             chunk = block[start : start + CHUNK_TOKENS + order - 1]
-            places = chunk.astype(np.uint16) if narrow else np.searchsorted(used, chunk)
-            _count(places, numbers, used.size, order, counts)
+            positions = chunk.astype(np.uint16) if narrow else np.searchsorted(used, chunk)
+            _count(positions, numbers, used.size, order, counts)
 
 
 @jit
-def _count(places: Any, numbers: Any, kinds: Any, order: Any, counts: Any) -> Any:
-    """Add to ``counts`` the n-grams, of at most 3 tokens, of the tokens whose numbers lie at ``places``."""
+def _count(positions: Any, numbers: Any, kinds: Any, order: Any, counts: Any) -> Any:
+    """Add the number of each n-gram of ``order`` tokens (1 to 3) to ``counts``. Token i is numbers[positions[i]]."""
     third, second = kinds * kinds if order == 3 else 0, kinds if order >= 2 else 0
     two_before, before = 0, 0
-    for i in range(len(places)):
-        number = numbers[places[i]]
+    for i in range(len(positions)):
+        number = numbers[positions[i]]
         if i >= order - 1:
             counts[two_before * third + before * second + number] += 1
         two_before, before = before, number
@@ -82,7 +81,7 @@ _count.sample(lambda: (np.zeros(1, np.int64), np.zeros(1, np.int64), 1, 1, np.ze
 
 
 def _conditional_entropy(counts: np.ndarray, contexts: np.ndarray) -> float:
-    """Return the sum over n-grams of -p ln(p / p(context)), with the counts left undivided to the end."""
+    """Return the sum over n-grams of -p ln(p / p(context)). The frequencies p are from ``counts`` and ``contexts``."""
     total = int(counts.sum())
     return max(0.0, (_n_log_n(contexts) - _n_log_n(counts)) / total) if total else 0.0
 

@@ -1,8 +1,7 @@
 """Open data files: tokens in .npy and HDF5, tables in HDF5, and text as bytes.
 
-Nothing is read before it is asked for; h5py is imported only for HDF5 files, and a missing filter is named. Text is
-one file, all files of a directory, or the source of the Python standard library; several files are concatenated once
-into the user's cache directory, under a lock.
+Data is read lazily; h5py is imported only for HDF5 files. Text is one file, all files of a directory, or the source
+code of the Python standard library. Several files are concatenated once into the user's cache directory, under a lock.
 """
 
 import fcntl
@@ -27,15 +26,15 @@ from hpcdist.training.data.samples import FileArray, Sliceable, allocated
 
 HDF5_SUFFIXES: Final = (".h5", ".hdf5", ".hdf")
 MOST_CLASSES: Final = 1 << 24
-BLOCK_ROWS: Final = 1 << 22  # of y, looked at together
-FEW_FILES: Final = 8  # so many are checked after every read; more of them once in CHECK_S
+BLOCK_ROWS: Final = 1 << 22  # rows read at a time
+FEW_FILES: Final = 8  # up to this number of files is checked after every read, more files once in CHECK_S
 CHECK_S: Final = 1.0
 TOKEN_TYPES: Final = tuple(np.dtype(name) for name in ("uint8", "uint16", "uint32", "int32", "int64"))
 MOST_TOKEN: Final = 2**32 - 1  # the largest value of the largest unsigned type
 
 
 class Hdf5Dataset:
-    """HDF5 dataset that is read through HDF5: chunks, filters, foreign types, elements in other files."""
+    """Dataset of an HDF5 file that is read by the HDF5 library: with chunks, filters, foreign types, external files."""
 
     def __init__(self, path: Path, dataset: Any) -> None:
         from hpcdist.hdf5 import files
@@ -55,11 +54,11 @@ class Hdf5Dataset:
         return elements
 
     def files(self) -> list[tuple[Path, os.stat_result]] | None:
-        """Return all files with elements of the dataset ``place``, with their present state; None: not known."""
+        """Return (path, current status) of all files that hold the dataset, or None if some files are unknown."""
         return [(path.resolve(), path.stat()) for path in self._sizes] if self._all_known else None
 
     def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Return (n, length, ...): the elements from each start on."""
+        """Return the ``length`` elements from each offset in ``starts`` on, as an array (n, length, ...)."""
         rows = allocated((len(starts), length, *self.shape[1:]), self.dtype, self._path)
         for row, start in enumerate(starts.tolist()):
             rows[row] = self._read(slice(start, start + length))
@@ -74,9 +73,9 @@ class Hdf5Dataset:
             raise StorageError(f"{self._path}, dataset {self._dataset.name}: cannot be read: {error}") from error
 
     def _check_sizes(self) -> None:
-        """Raise StorageError when a file was truncated: HDF5 reads zeros there.
+        """Raise StorageError if a file was truncated, where HDF5 would read zeros.
 
-        More than `FEW_FILES` are checked once in `CHECK_S` at the most, since each costs a call of the file system.
+        If there are more than `FEW_FILES` files, they are checked only every `CHECK_S` seconds.
         """
         from hpcdist.hdf5 import files
 
@@ -89,7 +88,7 @@ class Hdf5Dataset:
 
 
 def missing_filters(path: Path) -> list[str]:
-    """Return the HDF5 filters that this Python lacks to read the datasets of a file, a line for each."""
+    """Return a message for each HDF5 filter that is needed to read the file at ``path`` and is not installed."""
     from hpcdist.hdf5 import files
 
     missing = []
@@ -107,11 +106,11 @@ def missing_filters(path: Path) -> list[str]:
 
 
 def npy_tokens(path: Path) -> Sliceable:
-    """Return the tokens of a .npy file. Raises DataError."""
+    """Return the tokens of a .npy file as an array that reads slices when they are used. Raises DataError."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
         if not isinstance(array, np.memmap):
-            raise ValueError("an archive of several arrays, where one is expected")
+            raise ValueError("the file is an archive of several arrays; expected one array")
         what = f"data.path = {path}"
         _check_tokens(array, what)
         tokens = FileArray(path, array.dtype, array.offset, array.shape)
@@ -124,7 +123,7 @@ def npy_tokens(path: Path) -> Sliceable:
 
 
 def hdf5_tokens(path: Path) -> Sliceable:
-    """Return the dataset ``tokens`` of an HDF5 file. Raises DataError."""
+    """Return the dataset ``tokens`` of an HDF5 file, which reads slices when they are used. Raises DataError."""
     tokens = _datasets(path, ("tokens",))[0]
     _check_tokens(tokens, f"data.path = {path}, dataset tokens")
     _check_range(tokens, f"data.path = {path}, dataset tokens")
@@ -132,7 +131,7 @@ def hdf5_tokens(path: Path) -> Sliceable:
 
 
 def holds_tokens(path: Path) -> bool:
-    """Whether an HDF5 file has a dataset ``tokens``. Raises DataError where it cannot be read."""
+    """Return True if an HDF5 file has a dataset ``tokens``. Raises DataError if the file is unreadable."""
     from hpcdist.hdf5 import files
 
     try:
@@ -143,7 +142,10 @@ def holds_tokens(path: Path) -> bool:
 
 
 def hdf5_table(path: Path) -> tuple[Sliceable, Sliceable, int]:
-    """Return ``x`` (rows, ...) and ``y`` (rows,) of an HDF5 file, and the number of classes. Raises DataError."""
+    """Return the datasets ``x`` (rows, ...) and ``y`` (rows,) of an HDF5 file, and the number of classes in ``y``.
+
+    Raises DataError.
+    """
     x, y = _datasets(path, ("x", "y"))
     if not (np.issubdtype(x.dtype, np.number) and not np.issubdtype(x.dtype, np.complexfloating) and len(x.shape) >= 2):
         raise DataError(f"data.path = {path}: x is {x.dtype}{x.shape}; expected real numbers (rows, features)")
@@ -152,24 +154,24 @@ def hdf5_table(path: Path) -> tuple[Sliceable, Sliceable, int]:
             f"data.path = {path}: y is {y.dtype}{y.shape}; expected the class of each row as an integer (rows,)"
         )
     if len(x) != len(y):
-        raise DataError(f"data.path = {path}: x has {len(x)} rows and y has {len(y)}; they must be as many")
+        raise DataError(f"data.path = {path}: x has {len(x)} rows but y has {len(y)}; they must be equal")
     if not len(x) or 0 in x.shape:
-        raise DataError(f"data.path = {path}: x has the shape {x.shape}; there is nothing to train on")
+        raise DataError(f"data.path = {path}: x has the shape {x.shape}; expected at least one row and one feature")
     blocks = (y[start : start + BLOCK_ROWS] for start in range(0, len(y), BLOCK_ROWS))
     extremes = [(int(block.min()), int(block.max())) for block in blocks]
     least, most = min(low for low, _ in extremes), max(high for _, high in extremes)
     if least < 0:
-        raise DataError(f"data.path = {path}: y holds {least}; classes count from 0")
+        raise DataError(f"data.path = {path}: y holds class {least}; number the classes from 0")
     if most >= MOST_CLASSES:
         raise DataError(
-            f"data.path = {path}: y holds {most}, and a model has an output for each class up to that; number "
-            f"them from 0 on, at most {MOST_CLASSES:,}"
+            f"data.path = {path}: y holds class {most}, but the model has one output per class up to the largest; "
+            f"number the classes from 0, at most {MOST_CLASSES:,}"
         )
     return x, y, most + 1
 
 
 def _datasets(path: Path, names: tuple[str, ...]) -> list[Sliceable]:
-    from hpcdist.hdf5 import files  # h5py is not for runs on text
+    from hpcdist.hdf5 import files  # runs on text do not load h5py
 
     try:
         file = files.open_read(path)
@@ -187,7 +189,7 @@ def _no_dataset_error(path: Path, file: Any, names: str) -> DataError:
 
 
 def _open_dataset(path: Path, file: Any, name: str) -> Sliceable:
-    """Return the dataset ``name``: as a `FileArray` where its elements lie in one file as they are, else by HDF5."""
+    """Return dataset ``name`` of an HDF5 file. If its elements are contiguous in one file, return a `FileArray`."""
     from hpcdist.hdf5 import files
 
     what = f"data.path = {path}"
@@ -196,12 +198,12 @@ def _open_dataset(path: Path, file: Any, name: str) -> Sliceable:
     except files.FAILURES as error:
         raise DataError(f"{what}: {name} cannot be opened: {error}") from error
     if dataset is None:
-        raise DataError(f"{what}: {name} is a link to what is not there; give back the file that it names")
+        raise DataError(f"{what}: {name} is a link to a missing file or object; provide the file that the link names")
     if not files.is_dataset(dataset):
         raise _no_dataset_error(path, file, name)
     if not dataset.shape:
         extent = "a single value" if dataset.shape == () else "without a shape"
-        raise DataError(f"{what}: dataset {name} is {dataset.dtype}, {extent}; expected rows")
+        raise DataError(f"{what}: dataset {name} is {dataset.dtype}, {extent}; expected an array with rows")
     try:
         offset = files.offset_in_file(dataset)
         if offset is None:
@@ -222,7 +224,6 @@ def _check_tokens(tokens: Sliceable, what: str) -> None:
 
 
 def _check_range(tokens: Sliceable, what: str) -> None:
-    """Read signed tokens in blocks. Raises DataError if one is negative or larger than `MOST_TOKEN`."""
     if tokens.dtype.kind != "i":
         return
     for start in range(0, len(tokens), BLOCK_ROWS):
@@ -235,10 +236,10 @@ def _check_range(tokens: Sliceable, what: str) -> None:
 
 
 SNIFFED_BYTES = 8192
-MOST_CONTROL: Final = 0.02  # share of control characters in text; random bytes have 0.1
+MOST_CONTROL: Final = 0.02  # largest fraction of control characters in text; random bytes have 0.1
 CONTROL: Final = bytes(code for code in range(32) if code not in b"\b\t\n\f\r\x1b")
 SHOWN_FILES: Final = 5
-# Suffixes of files that are no text to train on, by the format.
+# Suffixes of files that are not training text, with the kind of format.
 _TEXT_FIRST: Final = "write its texts to a text file, or its tokens to .npy or HDF5"
 FORMATS: Final = {
     **dict.fromkeys((".parquet", ".arrow", ".feather", ".orc", ".avro", ".tfrecord"), "a table"),
@@ -251,20 +252,20 @@ FORMATS: Final = {
     ),
     **dict.fromkeys((".h5", ".hdf5", ".hdf", ".npy"), "an array"),
 }
-_RULES: Final = b"2"  # number of the rules of `not_text`: concatenations by other rules are not used
+_RULES: Final = b"2"  # version of `not_text`: cached concatenations of other versions are not used
 
 
 def not_text(path: Path, head: bytes) -> str:
-    """Return the reason why a file that begins with ``head`` is not read as text, or "" if it is text (local).
+    """Return the reason why the file ``path`` is not text, or "" if it is text. ``head``: its first bytes. Local.
 
-    Text in an encoding of one byte or in UTF-8 is accepted. Text in UTF-16 or UTF-32 has NUL bytes, and is not.
+    UTF-8 and single-byte encodings are text. UTF-16 and UTF-32 are not, because they contain NUL bytes.
     """
     suffix = path.suffix.lower()
     if suffix in FORMATS:
         return f"{suffix} is {FORMATS[suffix]}"
     head = head[:SNIFFED_BYTES]
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return "its text is UTF-16 or UTF-32, and expected is UTF-8"
+        return "its text is UTF-16 or UTF-32, expected UTF-8"
     if b"\0" in head:
         return "it has NUL bytes"
     control = len(head) - len(head.translate(None, CONTROL))
@@ -276,10 +277,7 @@ SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "__pycache__"}
 
 
 def kind_of(path: Path) -> str:
-    """Return the kind of data at ``path``, by the first bytes of a file, else by its name.
-
-    Raises DataError for a file that is neither tokens nor text.
-    """
+    """Return the kind of data at ``path``: "directory", "hdf5", "npy" or "text". Raises DataError for other files."""
     if path.is_dir():
         return "directory"
     if not path.is_file():
@@ -301,10 +299,7 @@ def kind_of(path: Path) -> str:
 
 
 def text_of_directory(path: Path) -> tuple[FileArray, np.ndarray, str]:
-    """Return the bytes of all text files in and below ``path``, where each ends, and a description.
-
-    Hidden and binary ones are left out. Raises DataError.
-    """
+    """Return (bytes of all visible text files below ``path``, end offset of each file, description of the text)."""
     files = [name for name in _walk(path, set()) if not os.path.basename(name).startswith(".")]
     if not files:
         raise DataError(f"data.path = {path}: the directory holds no files; name a text file or a directory of them")
@@ -314,7 +309,7 @@ def text_of_directory(path: Path) -> tuple[FileArray, np.ndarray, str]:
 
 
 def text_of_standard_library() -> tuple[FileArray, np.ndarray, str]:
-    """Return the source text of the Python standard library on this machine, as `text_of_directory` does."""
+    """Return (bytes, end offset of each file, description) of the source code of Python's standard library."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [name for name in _walk(root, SKIPPED_DIRECTORIES) if name.endswith(".py")]
     if not files:
@@ -323,7 +318,7 @@ def text_of_standard_library() -> tuple[FileArray, np.ndarray, str]:
 
 
 def bytes_of_file(path: Path) -> FileArray:
-    """Return the bytes of a file. Raises DataError when it is empty or cannot be read."""
+    """Return a file's bytes as an array that reads slices when they are used. DataError if empty or unreadable."""
     try:
         size = path.stat().st_size
         if size == 0:
@@ -333,10 +328,10 @@ def bytes_of_file(path: Path) -> FileArray:
         raise DataError(f"data.path = {path} cannot be read: {error.strerror or error}") from error
 
 
-def _walk(root: Path, left_out: set[str]) -> list[str]:
-    """Return the files below ``root`` by relative path, in an order that only their names decide.
+def _walk(root: Path, excluded: set[str]) -> list[str]:
+    """Return the relative paths of files below ``root`` except ``excluded``, sorted by a hash.
 
-    Sorted by a hash of the name, the tail is a fair sample of all files: it becomes the validation data.
+    In this pseudo-random order the last files, which are used for validation, are a fair sample.
     """
 
     def refuse(error: OSError) -> None:
@@ -344,32 +339,32 @@ def _walk(root: Path, left_out: set[str]) -> list[str]:
 
     names = []
     for folder, below, files in os.walk(root, onerror=refuse):
-        below[:] = [name for name in below if name not in left_out and not name.startswith(".")]
+        below[:] = [name for name in below if name not in excluded and not name.startswith(".")]
         paths = (os.path.join(folder, name) for name in files)
         names += [os.path.relpath(path, root) for path in paths if os.path.isfile(path)]
     return sorted(names, key=lambda name: hashlib.blake2b(os.fsencode(name)).digest())
 
 
 def _concatenate(root: Path, files: list[str]) -> tuple[FileArray, np.ndarray]:
-    """Return ``files`` one behind the other, as a file that the processes of a node share, and where each ends."""
+    """Concatenate ``files`` in a cache file that a node's processes share. Return its bytes and the end offsets."""
     state = hashlib.blake2b(os.fsencode(root) + b"\0" + _RULES, digest_size=16)
     for name in files:
         status = (root / name).stat()
         state.update(os.fsencode(name) + b"\0" + f"{status.st_size} {status.st_mtime_ns}\0".encode())
     folder = cache_directory()
     target = folder / f"text-{state.hexdigest()}.bytes"
-    ends = target.with_suffix(".ends")  # written first
+    ends = target.with_suffix(".ends")  # appears before the target
     try:
         if not (target.exists() and ends.exists()):
             with _locked(target.with_suffix(".lock")):
-                if not (target.exists() and ends.exists()):  # another process may have been first
+                if not (target.exists() and ends.exists()):  # another process may have written them
                     atomic.sweep(folder)
-                    atomic.sweep(folder, 0.0, of=target.name)  # only who has the lock writes it
+                    atomic.sweep(folder, 0.0, of=target.name)  # only the lock holder writes this file
                     _write_concatenation(target, ends, (root / name for name in files))
     except OSError as error:
         raise StorageError(
-            f"the text of {root} cannot be put together in {folder}: {error.strerror or error}; "
-            "set HPCDIST_CACHE to a local directory with room for it"
+            f"the text of {root} cannot be concatenated in {folder}: {error.strerror or error}; "
+            "set HPCDIST_CACHE to a local directory with enough space"
         ) from error
     if target.stat().st_size == 0:
         raise DataError(f"data.path = {root}: the files of the directory hold no text; {_TEXT_FIRST}")
@@ -377,8 +372,8 @@ def _concatenate(root: Path, files: list[str]) -> tuple[FileArray, np.ndarray]:
 
 
 def _write_concatenation(target: Path, ends: Path, files: Iterable[Path]) -> None:
-    """Write the text among ``files`` to ``target``, and to ``ends`` where each ends; they appear when complete."""
-    places, skipped = [], []
+    """Write the text files among ``files`` to the file ``target``, and their end offsets to ``ends``. Atomic."""
+    offsets, skipped = [], []
     with atomic.replacing(target) as out:
         for path in files:
             try:
@@ -393,9 +388,9 @@ def _write_concatenation(target: Path, ends: Path, files: Iterable[Path]) -> Non
                 out.write(head)
                 while block := text.read(1 << 20):
                     out.write(block)
-                places.append(out.tell())
-        with atomic.replacing(ends) as beside:
-            beside.write(np.array(places, np.int64).tobytes())
+                offsets.append(out.tell())
+        with atomic.replacing(ends) as index:
+            index.write(np.array(offsets, np.int64).tobytes())
     if skipped:
         listing = target.with_suffix(".skipped")
         with atomic.replacing(listing) as out:
@@ -406,7 +401,6 @@ def _write_concatenation(target: Path, ends: Path, files: Iterable[Path]) -> Non
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Keep other processes of this node out; the system frees the lock of a process that dies."""
     held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -416,20 +410,20 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def cache_directory() -> Path:
-    """Return the directory of concatenated text: HPCDIST_CACHE, or one of this user's own on the local disk.
+    """Return the cache directory of concatenated text: HPCDIST_CACHE, or one in the local temporary directory.
 
-    Raises StorageError when other users can write there, or it cannot be created.
+    Raises StorageError if the directory cannot be created, or other users can write to it.
     """
-    chosen = os.environ.get("HPCDIST_CACHE")
-    folder = Path(chosen) if chosen else Path(tempfile.gettempdir()) / f"hpcdist-data-{os.getuid()}"
+    configured = os.environ.get("HPCDIST_CACHE")
+    folder = Path(configured) if configured else Path(tempfile.gettempdir()) / f"hpcdist-data-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.lstat()
     except OSError as error:
         raise StorageError(f"{folder} cannot be created: {error.strerror}; set HPCDIST_CACHE to another") from error
     private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
-    if not chosen and not private:
+    if not configured and not private:
         raise StorageError(
-            f"{folder} is not a directory that only this user can write; remove it, or set HPCDIST_CACHE"
+            f"{folder} must be a directory that only this user can write; remove it, or set HPCDIST_CACHE"
         )
     return folder

@@ -1,8 +1,7 @@
-"""Prefetching of batches: a thread reads the next ones while this one is computed.
+"""Prefetching of batches: a thread reads the next batches during the current step.
 
-`ReadAhead` runs any iterator in a thread, `Prefetcher` that of this rank's shares of the global batches. No message is
-sent: the samples of a batch follow from the recipe, and those of this rank from its place on the data axis, or from
-measured shares.
+`ReadAhead` runs any iterator in a thread; `Prefetcher` reads this rank's shares of the global batches. No messages are
+needed: a rank's samples follow from the recipe and its rank on the data axis, or from measured shares.
 """
 
 import queue
@@ -22,24 +21,18 @@ if TYPE_CHECKING:
     from hpcdist.training.recipe.recipe import Recipe
 
 T = TypeVar("T")
-PREFETCH_DEPTH = 2  # one batch ready and one being read hide the reading; more would only take memory
-POLL_S = 0.1  # how long the thread sleeps on a full queue before it looks whether it was closed
-CLOSE_S = 1.0  # how long `close` waits for a thread that is in a read
+PREFETCH_DEPTH = 2  # one batch ready and one being read hide the reading
+POLL_S = 0.1  # interval at which a thread with a full queue checks for `close`
+CLOSE_S = 1.0  # time that `close` waits for a thread in a read
 
 
 class _End:
-    """Mark behind the last item, with the exception that ended the iteration, if any."""
-
     def __init__(self, error: BaseException | None) -> None:
         self.error = error
 
 
 class ReadAhead(Generic[T]):
-    """Iterator over ``items``, which a thread reads at most ``depth`` ahead.
-
-    An exception of the thread is raised in place of the item that it could not read. A context manager: leaving it ends
-    the thread.
-    """
+    """Iterator over ``items``. A thread reads at most ``depth`` items ahead. Also a context manager."""
 
     def __init__(self, items: Iterable[T], depth: int = PREFETCH_DEPTH) -> None:
         self._queue: queue.Queue[T | _End] = queue.Queue(depth)
@@ -54,16 +47,15 @@ class ReadAhead(Generic[T]):
             for item in items:
                 if not self._put(item):
                     return
-        except BaseException as error:  # noqa: BLE001 - raised again where the items are taken
-            # Behind the items before it in the queue: these are still handed out, so that the error comes at the step
-            # that lacks its batch, on this rank as on others that read the same file.
+        except BaseException as error:  # noqa: BLE001 - raised again in `__next__`
+            # The items before the error are still delivered, so that the error is raised at the step that lacks its
+            # batch, on this rank as on other ranks that read the same file.
             end = _End(error)
         self._put(end)
 
     def _put(self, item: T | _End) -> bool:
-        """Append ``item``, once there is room; return False where the iterator was closed before."""
-        # A put without a time limit could never end: `close` takes nothing out of the queue, so that the thread has to
-        # look at the event itself.
+        """Wait for room in the queue, append ``item`` and return True; or return False if the iterator was closed."""
+        # With a timeout: `close` does not empty the queue, so the thread must check the event.
         while not self._closed.is_set():
             try:
                 self._queue.put(item, timeout=POLL_S)
@@ -80,16 +72,16 @@ class ReadAhead(Generic[T]):
             item = self._queue.get()
             if not isinstance(item, _End):
                 return item
-            self._end = item  # kept: the thread has ended, and a further `get` would wait for ever
+            self._end = item  # the thread has ended: another `get` would block forever
             if item.error is not None:
                 raise item.error
         raise StopIteration
 
     def close(self) -> None:
-        """End the thread; what it has read is dropped."""
+        """End the thread and drop the items that it has read ahead."""
         self._closed.set()
         self._end = self._end or _End(None)
-        self._thread.join(CLOSE_S)  # it is a daemon: one that hangs in a file system must not hold up the end of a job
+        self._thread.join(CLOSE_S)  # a daemon thread that hangs in the file system must not delay the exit
 
     def __enter__(self) -> Self:
         return self
@@ -99,20 +91,20 @@ class ReadAhead(Generic[T]):
 
 
 def own_samples(recipe: "Recipe", data_axis: Communicator, batch: int, shares: SampleShares | None = None) -> Range:
-    """Return the samples of this rank's replica in ``batch``, counted from 0, as a range of the batch (local)."""
+    """Return the range of this replica's samples within the global batch number ``batch`` (from 0). Local."""
     if shares is not None:
         return shares.own(batch, data_axis.rank)
     size = recipe.run.batches.size(batch)
-    parts = recipe.run.logical_shards or size  # a logical shard stays whole: its sum is a leaf of the fixed tree
-    each, some = size // parts, even_part(parts, data_axis.size, data_axis.rank)
-    return Range(each * some.start, each * some.stop)
+    parts = recipe.run.logical_shards or size  # a logical shard is not split: its sum is a leaf of the fixed tree
+    unit, units = size // parts, even_part(parts, data_axis.size, data_axis.rank)
+    return Range(unit * units.start, unit * units.stop)
 
 
 class Prefetcher(ReadAhead[Batch]):
-    """Iterator over this rank's shares of the global batches of steps ``first_step`` to ``steps - 1``, from 0.
+    """Iterator over this replica's batches of steps ``first_step`` to ``steps - 1`` (from 0), read ahead by a thread.
 
-    With ``reads`` false nothing is read: batches have as many samples, without columns. ``shares`` are the measured
-    ones, None for even ones. ``rule`` is that of the order; see `sampler`.
+    If ``reads`` is False, batches have the right number of rows but no columns. ``shares`` is the number of samples of
+    each replica, or None to divide evenly. ``rule`` is the rule of `sampler` for the order of samples.
     """
 
     def __init__(
@@ -131,8 +123,8 @@ class Prefetcher(ReadAhead[Batch]):
         sampler = Sampler(source.training, recipe.run.seed, rule)
 
         def batch(step: int) -> Batch:
-            # Called in the thread, up to the depth of the queue and one item ahead of the step that is made: `shares`
-            # may only change for batches beyond that (`sampler.READ_AHEAD`).
+            # Runs in the thread, at most the queue depth plus one item ahead of the current step: `shares` may only
+            # change for later batches (`sampler.READ_AHEAD`).
             part = own_samples(recipe, data_axis, step, shares)
             blank = np.empty((part.size, 0), np.uint8)
             return sampler.batch(batches.samples_before(step) + part.start, part.size) if reads else (blank, blank)

@@ -1,12 +1,8 @@
-"""Numbered samples over arrays of tokens or tables, and their masked form for encoders.
+"""Samples by index over arrays of tokens or tables, and masked samples for encoders.
 
-`FileArray` reads elements from a file without a copy of it; `TokenWindows`, `NextTokenSamples` and `TableRows` cut
-samples from an array of any kind.
-
-`MaskedSamples` hides tokens for an encoder (Devlin et al. 2018): of each sample exactly `predictions` tokens are
-chosen; four in five become the mask, one in ten another token, one in ten stays; all are targets. The choice is a
-function of (seed, epoch, sample) alone: the same under every cut of a batch, other places in every epoch. Words come
-from Philox4x32-10 (Salmon et al., SC'11).
+`MaskedSamples` masks tokens for an encoder (Devlin et al. 2018). Exactly `predictions` tokens of each sample become
+targets: 80 % are replaced by the mask, 10 % by another token, 10 % stay. The choice depends only on (seed, epoch,
+sample), through Philox4x32-10 (Salmon et al., SC'11).
 """
 
 import math
@@ -29,15 +25,15 @@ Batch: TypeAlias = tuple[np.ndarray, np.ndarray]  # inputs (samples, ...), targe
 
 
 class Sliceable(Protocol):
-    """Protocol of an array and an HDF5 dataset: elements are read slice by slice."""
+    """Interface of arrays and HDF5 datasets that can be read slice by slice."""
 
     @property
     def dtype(self) -> np.dtype:
-        """Type of an element."""
+        """Data type of an element."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Length in every dimension."""
+        """Length of each dimension."""
 
     def __len__(self) -> int: ...
 
@@ -46,7 +42,7 @@ class Sliceable(Protocol):
 
 def _pread(numba: Any) -> Any:
     kinds = numba.types
-    # Addresses and sizes as integers: ssize_t pread(int descriptor, void *buffer, size_t count, off_t offset).
+    # Addresses and sizes are integers: ssize_t pread(int descriptor, void *buffer, size_t count, off_t offset).
     return kinds.ExternalFunction("pread", kinds.intp(kinds.intc, kinds.uintp, kinds.uintp, kinds.int64))
 
 
@@ -55,7 +51,7 @@ pread = Primitive(_pread, "pread of the C library")
 
 @jit
 def _read_blocks(descriptor: Any, offsets: Any, blocks: Any) -> Any:
-    """Fill the rows of ``blocks`` (n, bytes) from ``offsets`` on; return the first that could not be read, else n."""
+    """Read row i of ``blocks`` (n, bytes) at file offset ``offsets[i]``. Return the first failed row, or n if none."""
     address, size = blocks.ctypes.data, blocks.shape[1]
     for i in range(len(offsets)):
         done = 0
@@ -71,7 +67,7 @@ _read_blocks.sample(lambda: (0, np.empty(0, np.int64), np.empty((0, 1), np.uint8
 
 
 def allocated(shape: tuple[int, ...], dtype: np.dtype, path: Path) -> np.ndarray:
-    """Return a new array for rows of the file at ``path``. Raises StorageError where they do not fit into memory."""
+    """Allocate an array for data of the file ``path``. Raises StorageError if it does not fit into memory."""
     try:
         return np.empty(shape, dtype)
     except (ValueError, MemoryError) as error:
@@ -79,10 +75,10 @@ def allocated(shape: tuple[int, ...], dtype: np.dtype, path: Path) -> np.ndarray
 
 
 class FileArray:
-    """Array whose elements lie contiguously in a file, of which each slice is read when it is needed.
+    """Array whose elements are contiguous in a file. Slices are read when they are used.
 
-    It is read and not mapped: a file that another process truncates, or a disk that fails, raises a StorageError here;
-    in a map it would be a SIGBUS. Construction raises StorageError where the file cannot be read or is too short.
+    The file is not memory-mapped, so that a truncated file or a disk failure raises StorageError, not SIGBUS.
+    Construction raises StorageError if the file is unreadable or too short.
     """
 
     def __init__(self, path: Path, dtype: Any, offset: int, shape: tuple[int, ...]) -> None:
@@ -101,18 +97,21 @@ class FileArray:
         return self.shape[0]
 
     def __getitem__(self, index: Any, /) -> Any:
-        """Return the element, or the elements of a slice that ascends, as a new array."""
+        """Return one element, or the elements of an ascending slice, as a new array."""
         if not isinstance(index, slice):
             return self.gather(np.array([range(len(self))[index]]), 1)[0, 0]
         start, stop, step = index.indices(len(self))
         return self.gather(np.array([start]), max(0, stop - start))[0, ::step]
 
     def files(self) -> list[tuple[Path, os.stat_result]]:
-        """Return the file that holds the elements, which begin at its byte ``place``, as it is now."""
+        """Return (path, current status) of the file that holds the elements, as a list."""
         return [(self._path.resolve(), os.fstat(self._descriptor))]
 
     def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Return (n, length, ...): the elements from each start on. Raises StorageError when the file is cut."""
+        """Return the ``length`` elements from each offset in ``starts`` on, as an array (n, length, ...).
+
+        Raises StorageError if the file is too short.
+        """
         rows = allocated((len(starts), length, *self.shape[1:]), self.dtype, self._path)
         if rows.size:
             assert starts.min() >= 0 and starts.max() + length <= len(self)
@@ -127,7 +126,6 @@ class FileArray:
         return rows
 
     def _read_again(self, offset: int, row: np.ndarray) -> None:
-        """Fill ``row`` by calls that Python repeats where a signal interrupts them. Raises StorageError."""
         done = 0
         while done < row.size:
             try:
@@ -146,13 +144,13 @@ class FileArray:
         size, needed = os.fstat(self._descriptor).st_size, self.place + len(self) * self._row_bytes
         if size < needed:
             raise StorageError(
-                f"{self._path} has {size:,} bytes, and its data ends at byte {needed:,}: it was cut, or is still being "
-                "written; give back the whole file"
+                f"{self._path} has {size:,} bytes, but its data ends at byte {needed:,}: it was truncated, or is still "
+                "being written; provide the whole file"
             )
 
 
 class ArraySlice:
-    """Elements ``start`` to ``stop - 1`` of a dataset, of which each slice is read when it is needed."""
+    """Elements ``start`` to ``stop - 1`` of a dataset, used like a dataset. Slices are read when they are used."""
 
     def __init__(self, whole: Sliceable, start: int, stop: int) -> None:
         self._whole, self._start = whole, start
@@ -167,7 +165,6 @@ class ArraySlice:
         return self._whole[self._start + start : self._start + stop : step]
 
     def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Return (n, length, ...): the elements from each start on."""
         return gather(self._whole, self._start + starts, length)
 
 
@@ -177,7 +174,7 @@ def slice_of(whole: Sliceable, start: int, stop: int) -> Sliceable:
 
 
 def gather(whole: Sliceable, starts: np.ndarray, length: int) -> np.ndarray:
-    """Return (n, length, ...) as a new array: the elements of ``whole`` from each start on."""
+    """Return the ``length`` elements of ``whole`` from each offset in ``starts`` on, as an array (n, length, ...)."""
     if isinstance(whole, np.ndarray):
         rows: np.ndarray = whole[starts[:, None] + np.arange(length)]
     else:
@@ -186,7 +183,7 @@ def gather(whole: Sliceable, starts: np.ndarray, length: int) -> np.ndarray:
 
 
 class Samples(Protocol):
-    """``count`` samples at each of ``shifts`` offsets."""
+    """Interface of ``count`` training samples. A ``shift`` from 0 to ``shifts - 1`` moves the samples in the text."""
 
     count: int
     shifts: int
@@ -197,22 +194,21 @@ class Samples(Protocol):
 
 
 class FilledSamples(Samples, Protocol):
-    """Samples of which only some places are filled; the others are padding."""
+    """Interface of samples whose end may be padding."""
 
     def filled(self, indices: np.ndarray) -> np.ndarray:
-        """Return how many places of each sample hold documents, those in front."""
+        """Return the number of tokens before the padding in each of the samples ``indices``."""
         ...
 
     def targets(self, indices: np.ndarray) -> int:
-        """Return the number of targets of samples."""
+        """Return the total number of targets in the samples ``indices``."""
         ...
 
 
 class TokenWindows:
-    """Windows of ``context`` tokens side by side; the target of each token is the next one.
+    """Samples that are adjacent windows of ``context`` tokens. The target of each token is the next token.
 
-    With ``shifting`` all windows can be moved by up to ``context - 1`` tokens, so that epochs do not always cut the
-    text at the same places.
+    If ``shifting``, all windows can be moved by up to ``context - 1`` tokens, to vary their boundaries between epochs.
     """
 
     def __init__(self, tokens: Sliceable, context: int, shifting: bool) -> None:
@@ -224,13 +220,13 @@ class TokenWindows:
         self.shifts = min(context, len(tokens) - self.count * context) if shifting else 1
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return inputs and targets, both (n, context)."""
+        """Return inputs and targets of the windows ``indices``, moved by ``shift`` tokens. Both are (n, context)."""
         block = gather(self._tokens, indices * self._context + shift, self._context + 1)
         return np.ascontiguousarray(block[:, :-1]), np.ascontiguousarray(block[:, 1:])
 
 
 class NextTokenSamples:
-    """Every place in a text: the input is the ``context`` tokens before it, the target its token."""
+    """One sample per token position: the target is the token, the inputs are the ``context`` tokens before it."""
 
     shifts = 1
 
@@ -246,10 +242,7 @@ class NextTokenSamples:
 
 
 class TableRows:
-    """Rows ``start`` to ``stop - 1`` of a table ``x`` (rows, ...) and of its classes ``y`` (rows,).
-
-    With ``shaped`` rows keep their shape in ``x``; else they become vectors of features.
-    """
+    """Samples from rows ``start`` to ``stop - 1`` of ``x``, with classes ``y``. Rows are flat unless ``shaped``."""
 
     shifts = 1
 
@@ -260,24 +253,24 @@ class TableRows:
         self.count = stop - start
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return inputs (n, features), or (n, ...), and targets (n,)."""
+        """Return inputs (n, features), or (n, ...) if ``shaped``, and targets (n,)."""
         rows = self._start + indices
         x, y = gather(self._x, rows, 1)[:, 0], gather(self._y, rows, 1)[:, 0]
         return x if self._shaped else x.reshape(len(rows), math.prod(x.shape[1:])), y
 
 
-MASKED_SHARE: Final = 0.8  # share of the chosen tokens that become the mask
-OTHER_SHARE: Final = 0.1  # share of them that become another token
-VALIDATION_EPOCH: Final = 0xFFFFFFFF  # with seed 0, the epoch of the masks of validation: no run gets so far
-COUNTER_WORDS: Final = 4  # random words from one counter of Philox4x32
+MASKED_SHARE: Final = 0.8  # fraction of the targets that are replaced by the mask
+OTHER_SHARE: Final = 0.1  # fraction that are replaced by another token
+VALIDATION_EPOCH: Final = 0xFFFFFFFF  # epoch of the validation masks, with seed 0; no run reaches it
+COUNTER_WORDS: Final = 4  # random words per counter of Philox4x32
 _WORD: Final = 0xFFFFFFFF
-_MASKING_STREAM: Final = 0x6D61736B  # tells these words from those of dropout under the same seed
+_MASKING_STREAM: Final = 0x6D61736B  # separates these words from dropout with the same seed
 
 
 class MaskedSamples:
-    """Samples of ``windows`` with tokens hidden as in ``epoch``; targets are the hidden tokens, elsewhere IGNORED.
+    """Samples of ``windows`` with some tokens masked. Targets are the masked tokens, and IGNORED at other positions.
 
-    ``mask`` stands for a hidden token, of ``vocabulary`` tokens.
+    ``seed`` and ``epoch`` select the masked tokens. ``mask`` is the mask token, one of the ``vocabulary`` tokens.
     """
 
     def __init__(
@@ -289,27 +282,25 @@ class MaskedSamples:
         self.count, self.shifts = windows.count, windows.shifts
 
     def in_epoch(self, seed: int, epoch: int) -> "MaskedSamples":
-        """Return the same samples as ``epoch`` of a run with ``seed`` has them."""
+        """Return these samples with the masks of epoch ``epoch`` in a run with seed ``seed``."""
         return MaskedSamples(self._windows, self._mask, self._vocabulary, seed, epoch)
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return inputs (n, context), in a type that has room for the mask, and targets (n, context) int64."""
-        given, targets = self._windows.take(indices, shift)
-        if not isinstance(given, PackedTokens):
-            return self._hidden(given, indices)
-        tokens, places, filled = given.arrays
+        """Return masked inputs (n, context), in a dtype that can hold the mask, and targets (n, context) int64."""
+        unmasked, targets = self._windows.take(indices, shift)
+        if not isinstance(unmasked, PackedTokens):
+            return self._hidden(unmasked, indices)
+        tokens, positions, filled = unmasked.arrays
         inputs = tokens.astype(self._input_dtype(tokens))
         for row, size in enumerate(filled.tolist()):
-            own = slice(row, row + 1)
-            inputs[own, :size], targets[own, :size] = self._hidden(tokens[own, :size], indices[own])
-        return PackedTokens.of(inputs, places, filled), targets  # type: ignore[return-value]
+            one = slice(row, row + 1)
+            inputs[one, :size], targets[one, :size] = self._hidden(tokens[one, :size], indices[one])
+        return PackedTokens.of(inputs, positions, filled), targets  # type: ignore[return-value]
 
     def filled(self, indices: np.ndarray) -> np.ndarray:
-        """Return how many places of each packed sample hold documents."""
         return cast(FilledSamples, self._windows).filled(indices)
 
     def targets(self, indices: np.ndarray) -> int:
-        """Return the number of targets of packed samples."""
         filled: list[int] = self.filled(indices).tolist()
         return sum(map(masked_predictions, filled))
 
@@ -320,30 +311,29 @@ class MaskedSamples:
         count, context = tokens.shape
         chosen = masked_predictions(context)
         words = self._words(indices, context + 2 * chosen)
-        # The places of the smallest random words are a random choice; the place in the low bits makes all different.
+        # The positions of the smallest words are a random choice; the position in the low bits makes words distinct.
         order = words[:, :context] << np.uint64(32) | np.arange(context, dtype=np.uint64)
-        places = np.partition(order, chosen - 1, axis=1)[:, :chosen] & np.uint64(_WORD)
-        places = np.sort(places, axis=1).astype(np.int64)
+        positions = np.partition(order, chosen - 1, axis=1)[:, :chosen] & np.uint64(_WORD)
+        positions = np.sort(positions, axis=1).astype(np.int64)
         fates, draws = words[:, context : context + chosen], words[:, context + chosen :]
         others = (draws * np.uint64(self._vocabulary - 1) >> np.uint64(32)).astype(np.int64)
         others += others >= self._mask  # any token but the mask
-        true_tokens = np.take_along_axis(tokens, places, axis=1).astype(np.int64)
+        true_tokens = np.take_along_axis(tokens, positions, axis=1).astype(np.int64)
         masked, other = fates < round(MASKED_SHARE * 2**32), fates < round((MASKED_SHARE + OTHER_SHARE) * 2**32)
         read = np.where(masked, self._mask, np.where(other, others, true_tokens))
         inputs = tokens.astype(self._input_dtype(tokens))
-        np.put_along_axis(inputs, places, read.astype(inputs.dtype), axis=1)
+        np.put_along_axis(inputs, positions, read.astype(inputs.dtype), axis=1)
         targets = np.full((count, context), IGNORED, np.int64)
-        np.put_along_axis(targets, places, true_tokens, axis=1)
+        np.put_along_axis(targets, positions, true_tokens, axis=1)
         return inputs, targets
 
     def _words(self, indices: np.ndarray, count: int) -> np.ndarray:
-        """Return (n, count) random words below 2^32 as uint64, a row for each sample."""
         sample = indices.astype(np.uint64)[:, None]
-        place = np.arange(-(-count // COUNTER_WORDS), dtype=np.uint64)[None, :]
-        place = place + np.zeros_like(sample)
+        counter = np.arange(-(-count // COUNTER_WORDS), dtype=np.uint64)[None, :]
+        counter = counter + np.zeros_like(sample)
         key = self._seed & _WORD ^ _MASKING_STREAM, self._seed >> 32 & _WORD
-        words = philox_arrays((place, sample & np.uint64(_WORD), sample >> np.uint64(32), self._epoch & _WORD), key)
+        words = philox_arrays((counter, sample & np.uint64(_WORD), sample >> np.uint64(32), self._epoch & _WORD), key)
         by_sample: np.ndarray = np.stack(np.broadcast_arrays(*words), axis=2).reshape(
-            len(indices), COUNTER_WORDS * place.shape[1]
+            len(indices), COUNTER_WORDS * counter.shape[1]
         )
         return by_sample[:, :count]

@@ -1,7 +1,7 @@
-"""Data sources: the ``[data]`` section as training and validation samples that all ranks agree on.
+"""Data sources: the ``[data]`` section as training and validation samples, verified to be the same on all ranks.
 
-A source knows the arguments of the model that the data decides, a fingerprint of probes, and the digest of all of it,
-so that a resume refuses other data. `script_source` stands for a run whose script brings the batches.
+A source has the model arguments that follow from the data, a fingerprint of probes, and a digest of all data, so that
+a resume rejects other data. `script_source` is for a run whose script brings the batches.
 """
 
 import hashlib
@@ -49,26 +49,26 @@ if TYPE_CHECKING:
     from hpcdist.training.recipe.recipe import Recipe
 
 KIND: Final = "data_digests"
-BLOCK_BYTES: Final = 1 << 28  # read by one rank between two messages; part of the definition
-READ_BYTES: Final = 1 << 22  # at a time
-ANNOUNCED_ROUNDS: Final = 16  # reading more blocks than that one after the other is announced
-SETTLED_NS: Final = 2_000_000_000  # a file that changed later could change again without another time
-_memory_cache: dict[str, str] = {}  # digests by the state of the files, for a process whose user has no cache directory
+BLOCK_BYTES: Final = 1 << 28  # block that one rank reads between two messages; part of the digest's definition
+READ_BYTES: Final = 1 << 22  # bytes read at a time
+ANNOUNCED_ROUNDS: Final = 16  # the reading of more blocks per rank is announced
+SETTLED_NS: Final = 2_000_000_000  # a file changed more recently could change again without a new timestamp
+_memory_cache: dict[str, str] = {}  # digests by file state, for users without a writable cache directory
 
 
 def digest(columns: Sequence[Sliceable], what: str, comm: Communicator, *, kept_only: bool = False) -> str:
-    """Return the digest of ``columns``, which all ranks see in equal shape, as this rank has them. Collective.
+    """Return a digest of all data in ``columns`` as this rank reads them. Collective.
 
-    ``what`` describes them in an announcement. With ``kept_only`` it is "" where none is cached. Raises StorageError on
-    all ranks where one cannot read them.
+    ``columns`` must have equal shapes on all ranks. ``what`` names the data in messages. If ``kept_only``, return the
+    cached digest, or "" if none is cached. If a rank cannot read the data, all ranks raise StorageError.
     """
     began_ns = time.time_ns()
     key, newest_ns = _file_state(columns)
-    known = comm.allgather_object((key, _cached(key)))
-    members = [rank for rank, (other, _) in enumerate(known) if other == key]
-    own = next((value for other, value in known if other == key and value), "")
-    sizes = Counter(other for other, _ in known)
-    waiting = set(sizes) - {other for other, value in known if value}
+    states = comm.allgather_object((key, _cached(key)))
+    members = [rank for rank, (other, _) in enumerate(states) if other == key]
+    result = next((value for other, value in states if other == key and value), "")
+    sizes = Counter(other for other, _ in states)
+    waiting = set(sizes) - {other for other, value in states if value}
     if kept_only and waiting:
         return ""
     blocks = sum(_blocks(column) for column in columns)
@@ -79,7 +79,7 @@ def digest(columns: Sequence[Sliceable], what: str, comm: Communicator, *, kept_
     for number in range(rounds):
         index = number * len(members) + members.index(comm.rank)
         part: bytes | HpcdistError = b""
-        if not own and index < blocks:
+        if not result and index < blocks:
             try:
                 part = _block(*_block_place(columns, index))
             except HpcdistError as error:
@@ -88,20 +88,19 @@ def digest(columns: Sequence[Sliceable], what: str, comm: Communicator, *, kept_
         for other_part in gathered:
             if isinstance(other_part, HpcdistError):
                 raise other_part
-        parts += [gathered[rank] for rank in members]  # in the order of the blocks; empty ones come last
-    if own:
-        return own
+        parts += [gathered[rank] for rank in members]  # in the order of the blocks; empty parts come last
+    if result:
+        return result
     types = json.dumps([[str(column.dtype), list(column.shape)] for column in columns])
-    own = xxhash.xxh3_128_hexdigest(types.encode() + b"".join(parts))
+    result = xxhash.xxh3_128_hexdigest(types.encode() + b"".join(parts))
     if newest_ns is not None and newest_ns < began_ns - SETTLED_NS and _file_state(columns)[0] == key:
-        _memory_cache[key] = own
+        _memory_cache[key] = result
         if comm.rank == members[0]:
-            _store_digest(key, own, what if rounds > ANNOUNCED_ROUNDS else "")
-    return own
+            _store_digest(key, result, what if rounds > ANNOUNCED_ROUNDS else "")
+    return result
 
 
 def _rows(column: Sliceable) -> int:
-    """Return the number of rows of a block."""
     return max(1, BLOCK_BYTES // _row_bytes(column))
 
 
@@ -109,13 +108,12 @@ def _blocks(column: Sliceable) -> int:
     return -(-len(column) // _rows(column))
 
 
-def _block_place(columns: Sequence[Sliceable], index: int) -> tuple[Sliceable, int]:
-    """Return the column of block ``index`` of all columns, and the row with which it begins."""
+def _block_place(columns: Sequence[Sliceable], number: int) -> tuple[Sliceable, int]:
     for column in columns:
-        if index < _blocks(column):
-            return column, index * _rows(column)
-        index -= _blocks(column)
-    raise IndexError("there are fewer blocks")
+        if number < _blocks(column):
+            return column, number * _rows(column)
+        number -= _blocks(column)
+    raise IndexError("the block number is beyond the last block of the columns")
 
 
 def _row_bytes(column: Sliceable) -> int:
@@ -131,9 +129,9 @@ def _block(column: Sliceable, start: int) -> bytes:
 
 
 def _file_state(columns: Sequence[Sliceable]) -> tuple[str, int | None]:
-    """Return a name for the columns and the files that hold them, and when one of those changed last, in ns.
+    """Return a cache key for the current state of the columns' files, and the time of their last change in ns.
 
-    None: not all files are known; the ranks of this host see the same ones.
+    If a file is unknown, the key only names this host, and the time is None.
     """
     state: list[Any] = []
     newest_ns = 0
@@ -148,7 +146,6 @@ def _file_state(columns: Sequence[Sliceable]) -> tuple[str, int | None]:
 
 
 def _cached(key: str) -> str:
-    """Return the digest that was kept under ``key``; "" where none can be used."""
     if key in _memory_cache:
         return _memory_cache[key]
     try:
@@ -160,13 +157,12 @@ def _cached(key: str) -> str:
 
 
 def _store_digest(key: str, value: str, what: str) -> None:
-    """Store a digest for later starts. Where that fails, print a warning that names the data ``what``, unless ""."""
     try:
         user_cache.write(_cache_path(key), {"key": key, "digest": value})
     except OSError as error:
         if what:
-            why = f"{error.strerror or error}; set XDG_CACHE_HOME to a directory"
-            print(f"hpcdist: each start reads all of {what}: its digest cannot be kept ({why})", file=sys.stderr)
+            reason = f"{error.strerror or error}; set XDG_CACHE_HOME to a directory"
+            print(f"hpcdist: each start reads all of {what}: its digest cannot be cached ({reason})", file=sys.stderr)
 
 
 def _cache_path(key: str) -> Path:
@@ -176,26 +172,24 @@ def _cache_path(key: str) -> Path:
 def _announce(what: str, columns: Sequence[Sliceable]) -> None:
     size = sum(_row_bytes(column) * len(column) for column in columns)
     print(
-        f"hpcdist: all {size / 1e9:,.0f} GB of {what} are read once, so that a resume knows them; "
-        "data.digest = 'probes' looks at samples instead",
+        f"hpcdist: all {size / 1e9:,.0f} GB of {what} are read once to verify the data in a resume; "
+        "data.digest = 'probes' reads only samples of it",
         file=sys.stderr,
         flush=True,
     )
 
 
-PROBES, PROBE_ELEMENTS = 64, 1024  # what is read to tell data apart
+PROBES, PROBE_ELEMENTS = 64, 1024  # number and size of the probes in a fingerprint
 MODEL_INPUTS = {"context", "features", "classes", "height", "width", "channels"}  # arguments of `models.build`
-LARGEST_INPUT = 1 << 40  # of these: products of three of them stay numbers that NumPy has
+LARGEST_INPUT = 1 << 40  # products of three inputs still fit NumPy's numbers
 
 
 @dataclass(frozen=True)
 class Source:
-    """Samples to train on and to validate with.
+    """Training and validation samples of a run, with facts about the data.
 
-    ``tokens`` is the training split as one text, where the next token is predicted, else None; ``validation`` is None
-    without a validation split. ``inputs`` are the arguments of the model that the data decides. ``fingerprint`` is
-    equal for equal data, and made of probes; ``digest`` is made of all data, "" where it was not computed. Samples are
-    packed where there is a ``padding``.
+    ``tokens`` is the training text for next-token prediction, else None. ``inputs`` are model arguments that follow
+    from the data. ``fingerprint`` is a hash of a few evenly spaced elements. ``digest`` is a hash of all data, or "".
     """
 
     description: str
@@ -205,20 +199,20 @@ class Source:
     inputs: dict[str, int]
     fingerprint: str
     digest: str = ""
-    padding: float | None = None  # of packed training samples, the share of their places
-    targets: float | None = None  # of those, the targets of a sample in the mean
-    documents: DocumentPairs | None = None  # of those, the pairs that attention has
+    padding: float | None = None  # packed training samples: fraction of padding
+    targets: float | None = None  # packed training samples: mean number of targets
+    documents: DocumentPairs | None = None  # packed training samples: pairs of attention
 
     def made(self, scalars: Mapping[str, Any]) -> bool:
-        """Whether a checkpoint with ``scalars`` is of this data, as far as both sides know it."""
-        known = scalars.get("data_digest")
-        return scalars["data"] == self.fingerprint and (not known or not self.digest or known == self.digest)
+        """Return True if the run of a checkpoint trained on this data. ``scalars`` has the run's data hashes."""
+        stored = scalars.get("data_digest")
+        return scalars["data"] == self.fingerprint and (not stored or not self.digest or stored == self.digest)
 
     def validation_batches(self, recipe: "Recipe", parts: int, part: int | None) -> Iterator[Batch]:
-        """Yield the validation samples of ``part`` of ``parts``, in batches as large as a micro-batch (local).
+        """Divide the validation samples into ``parts`` parts; yield micro-batches of part number ``part``. Local.
 
-        Together the parts are always the same samples. All yield equally many batches, some without samples; the part
-        None has no samples, in as many batches.
+        The parts together have the same samples for any ``parts``. All parts yield the same number of batches; some may
+        be empty. If ``part`` is None, all batches are empty.
         """
         if self.validation is None:
             return
@@ -226,21 +220,21 @@ class Source:
         for batch in in_order(self.validation, recipe.run.validation_samples, parts, part or 0, longest):
             yield batch if part is not None else (batch[0][:0], batch[1][:0])
 
-    def targets_in(self, targets: Array, each: float) -> float:
-        """Return how many ``targets`` count in a mean loss: ``each`` of a sample that is not packed (local)."""
+    def targets_in(self, targets: Array, per_sample: float) -> float:
+        """Return the number of ``targets`` in a mean loss: ``per_sample`` per row, or if packed, the unmasked ones."""
         if self.padding is None:
-            return len(targets) * each
+            return len(targets) * per_sample
         return int((targets != IGNORED).sum())
 
     def place(self, batch: Batch, recipe: "Recipe") -> Batch:
-        """Return a batch where ``recipe`` computes (local). Raises DataError on tokens that its model does not know."""
+        """Copy a batch to the device of ``recipe``. Local. Raises DataError for tokens outside the vocabulary."""
         on, vocabulary = recipe.run.device, recipe.model.vocabulary
         if isinstance(batch[0], PackedTokens):
             tokens, *rest = batch[0].arrays
             tokens, targets = self.place((tokens, batch[1]), recipe)
             return PackedTokens.of(tokens, *rest), targets  # type: ignore[return-value]
-        if on == "gpu":  # the model asks host memory only: a GPU would have to be waited for at every use
-            if recipe.model.kind in FOREIGN:  # a model of the user checks its own inputs
+        if on == "gpu":  # check here, in host memory: the model would synchronise the GPU at every use
+            if recipe.model.kind in FOREIGN:  # a user's model checks its inputs itself
                 return backend.place(batch[0], on), backend.place(batch[1], on)
             if recipe.model.kind in TRANSFORMERS:
                 check_tokens(batch[0], vocabulary, "token")
@@ -250,7 +244,7 @@ class Source:
 
 
 def usable_inputs(inputs: object) -> dict[str, int]:
-    """Return ``inputs``, as read from a file, if they can be those of `Source.inputs`; else {} (local)."""
+    """Return ``inputs``, which was read from a file, if it contains valid model inputs; else {}. Local."""
     if not isinstance(inputs, dict) or not set(inputs) <= MODEL_INPUTS:
         return {}
     return inputs if all(type(size) is int and 0 < size < LARGEST_INPUT for size in inputs.values()) else {}
@@ -259,11 +253,10 @@ def usable_inputs(inputs: object) -> dict[str, int]:
 def open_source(
     config: DataConfig, model: ModelConfig, comm: Communicator, *, digests: bool = True, kept_only: bool = False
 ) -> Source:
-    """Open the data for ``model``. Collective: every rank raises when one cannot, or when they see different data.
+    """Open the data for ``model``. Collective: all ranks raise if one fails, or if ranks see different data.
 
-    Without ``digests`` samples of the data are looked at, whatever ``config.digest`` says, and with ``kept_only`` no
-    digest is made where none is kept. Raises DataError when the data is missing, empty, too short, unreadable or not
-    for this model.
+    If not ``digests``, read only evenly spaced elements, not all data. If ``kept_only``, use a cached digest but
+    compute none. Raises DataError if the data is missing, empty, too short, unreadable, or unsuitable for the model.
     """
     verdict: str | HpcdistError
     try:
@@ -280,7 +273,7 @@ def open_source(
 
 
 def _agree(config: DataConfig, verdicts: list[str | HpcdistError]) -> None:
-    """Raise the first error of a rank, or DataError where they see different data."""
+    """Raise the first error in ``verdicts`` (one per rank), or DataError if ranks see different data."""
     for other in verdicts:
         if isinstance(other, HpcdistError):
             raise other
@@ -288,13 +281,12 @@ def _agree(config: DataConfig, verdicts: list[str | HpcdistError]) -> None:
     if different:
         where = f"data.path = {config.path}" if config.path else "the Python standard library"
         raise DataError(
-            f"rank {different[0]} and {len(different) - 1} others see other data than rank 0 under {where}; "
+            f"rank {different[0]} and {len(different) - 1} other ranks see other data than rank 0 under {where}; "
             "set data.path to a file that is the same on all nodes"
         )
 
 
 def _open_files(config: DataConfig, model: ModelConfig) -> tuple[Source, tuple[Sliceable, ...]]:
-    """Return the source, and the arrays that it is made of."""
     path = Path(config.staged or config.path)
     config.check_exists()
     kind = files.kind_of(path) if config.path else "library"
@@ -308,7 +300,7 @@ def _open_files(config: DataConfig, model: ModelConfig) -> tuple[Source, tuple[S
     if kind == "hdf5" and model.kind not in (*TRANSFORMERS, "import"):
         return _table_source(path, config.validation_fraction, pictures=model.kind == "convnet")
     tokens: Sliceable
-    ends = None  # of documents, where files tell
+    ends = None  # of documents, if files define them
     if kind in ("hdf5", "npy"):
         tokens = files.hdf5_tokens(path) if kind == "hdf5" else files.npy_tokens(path)
         description = f"{path}"
@@ -347,17 +339,17 @@ def _token_source(tokens: Sliceable, description: str, config: DataConfig, model
         return Source(description, MaskedSamples(windows, *masks), validation, None, inputs, fingerprint)
     if tokens.dtype != np.uint8:
         raise DataError(
-            f"{description}: an mlp takes bytes, or an HDF5 file with datasets x and y; or train a gpt on it"
+            f"{description}: an mlp needs a file of bytes, or an HDF5 file with datasets x and y; or train a gpt on "
+            "this data"
         )
-    places = NextTokenSamples(rest, context) if rest is not None else None
+    validation_samples = NextTokenSamples(rest, context) if rest is not None else None
     inputs = {"features": context, "classes": 256}
-    return Source(description, NextTokenSamples(training, context), places, training, inputs, fingerprint)
+    return Source(description, NextTokenSamples(training, context), validation_samples, training, inputs, fingerprint)
 
 
 def _packed_source(
     tokens: Sliceable, ends: np.ndarray, description: str, config: DataConfig, model: ModelConfig
 ) -> Source:
-    """Return packed samples of the documents that end at ``ends``."""
     split = split_documents(tokens, ends, config, model, description)
     training, state = split.training, hashlib.blake2b(_fingerprint(tokens).encode() + ends.tobytes(), digest_size=16)
     return Source(
@@ -384,7 +376,7 @@ def _table_source(
         if len(x.shape) not in (3, 4):
             raise DataError(
                 f"data.path = {path}: x has the shape {x.shape}; a convnet takes pictures (rows, height, width) or "
-                "(rows, height, width, channels): store them so, or train an mlp"
+                "(rows, height, width, channels): store pictures in this shape, or train an mlp"
             )
         height, width, channels = (*x.shape[1:], 1)[:3]
         inputs = {"height": height, "width": width, "channels": channels, "classes": classes}
@@ -396,7 +388,7 @@ def _table_source(
 
 
 def _training_part(total: int, fraction: float, least: int, what: str, cure: str) -> int:
-    """Return where the validation part begins: both parts hold at least ``least`` elements, or DataError is raised."""
+    """Return the index where validation data (the last ``fraction``) starts. DataError if a part is below ``least``."""
     validation = max(least, round(total * fraction)) if fraction > 0 else 0
     if total - validation < least:
         purpose = "one sample to train and one to validate" if validation else "one sample"
@@ -405,7 +397,7 @@ def _training_part(total: int, fraction: float, least: int, what: str, cure: str
 
 
 def _fingerprint(*columns: Sliceable) -> str:
-    """Return a name for the data, made of its shape, its type and probes at even distances."""
+    """Return a hash of the columns' shapes, types, and some evenly spaced elements."""
     state = hashlib.blake2b(digest_size=16)
     for column in columns:
         state.update(f"{column.dtype} {column.shape}".encode())
@@ -417,15 +409,15 @@ def _fingerprint(*columns: Sliceable) -> str:
 
 
 class ScriptSamples:
-    """Placeholder of the samples of a script, which brings its own batches."""
+    """Placeholder for the samples of a run. The run's script provides the batches."""
 
     count, shifts = 1, 1
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Raise AssertionError: such a run reads no samples."""
+        """Raise AssertionError, because a script provides the batches."""
         raise AssertionError("the batches of this run come from its script")
 
 
 def script_source() -> Source:
-    """Return the source of a run whose script brings the batches, and validates itself."""
+    """Return the data source of a run whose script provides the batches and validates."""
     return Source("of the script", ScriptSamples(), None, None, {}, "of the script")

@@ -1,6 +1,6 @@
-"""Elastic training: a job that goes on when ranks die or come, as `hpcdist run --survive` starts it.
+"""Elastic training (`hpcdist run --survive`): the job continues when ranks die or join.
 
-It needs an MPI library with User Level Failure Mitigation (ULFM). It may import `run`, `build`, `observe`, `data` and
-`recipe`; nothing but the entry point imports it. Begin with `job.ElasticJob` (the loop over incarnations) and
-`membership.Membership` (who trains, who is a spare).
+Needs an MPI library with User Level Failure Mitigation (ULFM). May import `run`, `build`, `observe`, `data` and
+`recipe`; only the entry point imports it. Begin with `job.ElasticJob` (restarts the training on the surviving ranks)
+and `membership.Membership` (training ranks and spares).
 """

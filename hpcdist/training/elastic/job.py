@@ -1,16 +1,15 @@
 """Elastic job: training that survives the death of its ranks (`hpcdist run --survive`).
 
-An incarnation is the time between two changes of who trains. When a rank dies, every other one gets an error out of
-whatever it waits in, leaves its loop, and all survivors meet again:
+An incarnation is the time between two changes of the training ranks. When a rank dies, all other ranks get an error
+from their communication, and recover together:
 
-    acknowledge   revoke the communicator, which releases the ranks that still wait in it; keep the own state or copies
-    meet          shrink to the living, agree on places: spares or new processes replace the dead, or ranks move up
-    recover       the newest state that they have together, from replicas or partners' copies; else a checkpoint
-    train         assemble the run in its new layout, restore that state, and go on with the next step
+    acknowledge   revoke the communicator, which releases waiting ranks
+    meet          shrink to the living ranks; spares or new processes replace the dead, or ranks move up
+    recover       use the newest state in the ranks' memory, else a checkpoint
+    train         assemble the run in its new layout, and continue
 
-A death in any of this begins it anew. The global batch stays, and the layout follows the number of ranks (`refit`).
-Needs an MPI library with User Level Failure Mitigation (Bland et al., "Post-failure recovery of MPI communication
-capability", IJHPCA 27(3), 2013).
+A death in any phase starts the recovery again. The global batch is kept; `refit` adapts the layout. MPI must have User
+Level Failure Mitigation (Bland et al., IJHPCA 27(3), 2013).
 """
 
 import gc
@@ -42,7 +41,7 @@ from hpcdist.training.run_directory import refuse_restart_over_checkpoints
 
 
 def refit(recipe: Recipe, ranks: int) -> tuple[Recipe, int] | None:
-    """Return the layout of ``recipe`` on at most ``ranks`` ranks, and how many of them it takes; None for none."""
+    """Return ``recipe`` changed to use at most ``ranks`` ranks, and the number it uses; None if this is impossible."""
     if _is_runnable(recipe, ranks):
         return recipe, ranks
     parallel = recipe.parallel
@@ -52,13 +51,12 @@ def refit(recipe: Recipe, ranks: int) -> tuple[Recipe, int] | None:
                 refitted = _with_degrees(recipe, pipeline, tensor)
                 if refitted is not None and _is_runnable(refitted, used):
                     return refitted, used
-    if recipe.run.noise_scale_every_steps:  # what needs several replicas to be measured shall not end a run
+    if recipe.run.noise_scale_every_steps:  # a measurement that needs several replicas must not end the run
         return refit(replace(recipe, run=replace(recipe.run, noise_scale_every_steps=0)), ranks)
     return None
 
 
 def _with_degrees(recipe: Recipe, pipeline: int, tensor: int) -> Recipe | None:
-    """Return ``recipe`` with other degrees; None where its other keys forbid them."""
     before = recipe.parallel
     try:
         cut = _with_stages(before, pipeline)
@@ -69,7 +67,7 @@ def _with_degrees(recipe: Recipe, pipeline: int, tensor: int) -> Recipe | None:
 
 
 def _with_stages(parallel: ParallelConfig, pipeline: int) -> ParallelConfig:
-    """Return ``parallel`` with ``pipeline`` stages; keys that describe each single stage are reset."""
+    """Return ``parallel`` with ``pipeline`` stages, without the keys that describe its previous stages."""
     if pipeline == parallel.pipeline:
         return parallel
     of_stages: dict[str, Any] = {"stage_units": (), "stage_speeds": (), "stage_memory_bytes": ()}
@@ -79,16 +77,15 @@ def _with_stages(parallel: ParallelConfig, pipeline: int) -> ParallelConfig:
 
 
 def _is_runnable(recipe: Recipe, ranks: int) -> bool:
-    """Whether exactly ``ranks`` ranks can train ``recipe``."""
     try:
-        grid_and_roles(recipe, ranks, chaos=False)  # those of the ranks that are left are taken later
+        grid_and_roles(recipe, ranks, chaos=False)  # faults of missing ranks are removed later
     except ConfigurationError:
         return False
     return True
 
 
 def describe_change(change: MembershipChange, trainer: Trainer, origin: StateSource | None, seconds: float) -> str:
-    """Return the change between two incarnations in words (local)."""
+    """Return a message about a membership change: ranks that died or started, the layout, and the step to resume."""
     happened = []
     if change.lost:
         happened.append(f"rank{'s' * (len(change.lost) > 1)} {', '.join(map(str, change.lost))} died")
@@ -96,7 +93,7 @@ def describe_change(change: MembershipChange, trainer: Trainer, origin: StateSou
         happened.append(f"{change.added} new process{'es' if change.added > 1 else ''} started")
     grid, source = trainer.grid, "the beginning" if origin is None else str(origin)
     return (
-        f"{' and '.join(happened) or 'the ranks met anew'}: on {counted(trainer.comm.size, 'rank')}, "
+        f"{' and '.join(happened) or 'the ranks reconnected'}: on {counted(trainer.comm.size, 'rank')}, "
         f"data {grid.data} x pipeline {grid.pipeline} x tensor {grid.tensor}; "
         f"{figures.describe_architecture(trainer)}; "
         f"after {trainer.first_step} steps, from {source}, in {seconds:.2f} s"
@@ -105,7 +102,7 @@ def describe_change(change: MembershipChange, trainer: Trainer, origin: StateSou
 
 @dataclass(frozen=True)
 class Incarnation:
-    """Parts of a rank in the present incarnation, as far as it has been built."""
+    """Objects of this process that live as long as the current set of training ranks. Objects not built are None."""
 
     session: Session
     loop: TrainingLoop | None = None
@@ -113,7 +110,11 @@ class Incarnation:
 
 
 class ElasticJob:
-    """Elastic job, as one of its processes sees it. ``number`` counts its incarnations ("lives" in files) from 0."""
+    """One process of a job that survives rank failures.
+
+    Whenever the set of training ranks changes, a new incarnation begins ("life" in files). ``number`` counts the
+    incarnations from 0.
+    """
 
     def __init__(
         self,
@@ -127,22 +128,19 @@ class ElasticJob:
         self._number, self._change = number, change
         self._life: Incarnation | None = None
         self._memories: list[RankMemory] = []
-        self._rows: list[Any] = []  # of metrics, that may not be in the file
-        self._rows_of = 0  # the number of ranks that made them
-        self._growth = 0  # the number of further ranks that were requested
-        self._lost_at = 0.0  # of `time.monotonic`, when this rank saw the failure
-        self._broken = False  # whether the communicator of everyone is revoked, so that all must meet
+        self._rows: list[Any] = []  # metrics rows that may not be in the file
+        self._rows_of = 0  # number of ranks that made these rows
+        self._growth = 0  # number of additional ranks requested
+        self._lost_at = 0.0  # `time.monotonic` at which this rank saw the failure
+        self._broken = False  # True if the communicator of everyone is revoked
 
     def run(self, origin: StateSource | None = None) -> None:
-        """Train until the end of the run, whichever ranks die, and leave with the agreed exit code. Collective.
-
-        Raises what a job without survival would raise, and TooFewRanksError on all when too few ranks are left.
-        """
+        """Train to the end of the run despite rank failures, then exit with the same code on all ranks. Collective."""
         code = self.train(origin)
-        replace(self._session, comm=self._team.everyone).leave(code)  # nothing after `agree` may need all
+        replace(self._session, comm=self._team.everyone).leave(code)  # after `agree` nothing may need all ranks
 
     def train(self, origin: StateSource | None = None) -> int:
-        """Train until the end of the run, whichever ranks die; return the exit code of all ranks. Collective."""
+        """Train to the end of the run despite rank failures. Return the exit code, equal on all ranks. Collective."""
         while True:
             code: int | None = None
             try:
@@ -156,17 +154,16 @@ class ElasticJob:
                 if not is_rank_failure(error, self._team.everyone):
                     raise
                 self._acknowledge(error)
-            # A rank that has finished must not leave while a failure keeps others from the end: they may need its
-            # state. `agree` works on a revoked communicator, too, and returns the same on all the living.
+            # A finished rank must not leave while others recover: they may need its state. `agree` also works on a
+            # revoked communicator, and returns the same on all living ranks.
             if self._team.everyone.agree(code is not None) and code is not None:
                 return code
             self._broken = True
 
     def _acknowledge(self, error: Exception) -> None:
-        """Keep what a recovery may need, and free everything that joins this rank with the others (local).
+        """After a rank failure, keep the state for a recovery, and free all communication objects. Local.
 
-        Revoking comes first: the other ranks may wait in a collective that can never complete, and get an error out of
-        it only then. What comes after must not communicate.
+        The communicator is revoked first, because other ranks may wait in a collective that can never complete.
         """
         if not self._broken:
             self._lost_at = time.monotonic()
@@ -185,29 +182,29 @@ class ElasticJob:
             life.session.stop_recording()
         _drop_frames(error)
         del life
-        gc.collect()  # frees the state of the old incarnation now: the new one must fit beside what is kept
+        gc.collect()  # free the old incarnation's state now: the new state must fit in addition to what is kept
 
     def _meet(self) -> None:
-        """Agree on the ranks that are left, and on their places. Collective over the living."""
+        """Agree with the living ranks which of them train and which are spares. Collective over the living ranks."""
         team = self._team
         trained = team.place is not None
         change = team.meet()
-        # Another failure may have interrupted the last meeting after some ranks, but not all, had its result. So all
-        # say what they know, and the highest incarnation, the smallest unreported change and the most ranks count.
-        own = self._number, team.wanted, self._growth, self._change if trained else None
-        known = team.everyone.allgather_object(own)
-        self._number = max(number for number, *_ in known) + 1
-        # A change stays unreported where the incarnation after it never began.
-        untold = min(
-            (earlier for *_, earlier in known if earlier is not None),
+        # A failure may have interrupted the last meeting after only some ranks had its result. So all ranks exchange
+        # their values; the highest incarnation, the smallest unreported change and the most ranks win.
+        report = self._number, team.wanted, self._growth, self._change if trained else None
+        reports = team.everyone.allgather_object(report)
+        self._number = max(number for number, *_ in reports) + 1
+        # A change stays unreported if its incarnation never started.
+        unreported = min(
+            (earlier for *_, earlier in reports if earlier is not None),
             key=lambda earlier: len(earlier.lost),
             default=MembershipChange(),
         )
-        # Some ranks may not know of a request to grow yet, or may have granted it before the failure.
-        wanted = max(before + more for _, before, more, _ in known)
-        grows = wanted > min(before for _, before, *_ in known)
-        change = MembershipChange(untold.lost + change.lost, untold.added, untold.grown or grows)
-        team.wanted, self._growth = wanted, 0
+        # Some ranks may not have seen a request to grow, or may have granted it before the failure.
+        target = max(before + more for _, before, more, _ in reports)
+        grows = target > min(before for _, before, *_ in reports)
+        change = MembershipChange(unreported.lost + change.lost, unreported.added, unreported.grown or grows)
+        team.wanted, self._growth = target, 0
         if self._job.recipe.run.device == "cpu" and (team.mode == "replace" or grows):
             change = team.fill(change, self._job.described(self._number))
         else:
@@ -222,10 +219,10 @@ class ElasticJob:
         recalled = recover_newest(team.everyone, self._memories) if self._number else None
         if world is None:
             if recalled is not None:
-                # Filling is collective: a spare that trained before still holds pieces that others need.
+                # Filling is collective: a spare that trained before may hold pieces that others need.
                 recalled.fill(team.everyone, (), ())
                 recalled = None
-            job.stop_requests.begun()  # the ranks that train decide how the job ends
+            job.stop_requests.begun()  # the training ranks decide how the job ends
             return team.wait()
         session = self._session.survive(world)
         self._life = Incarnation(session)
@@ -239,7 +236,7 @@ class ElasticJob:
         loop = job.loop(session, trainer, progress, protection.keep)
         self._life = Incarnation(session, loop, protection)
         self._say(loop, protection, origin)
-        recalled = origin = None  # they refer to the arrays of the last incarnation, which can be freed now
+        recalled = origin = None  # they hold the arrays of the last incarnation, which can be freed now
         code = job.finish(loop, *job.steps(loop))
         session.stop_recording()
         self._life = None
@@ -248,17 +245,17 @@ class ElasticJob:
         return code
 
     def _fitted(self) -> Recipe:
-        """Return the recipe in the layout for the ranks that train, and make the others spares: the same on all ranks.
+        """Return the recipe in a layout for the remaining ranks. Ranks that the layout does not use become spares.
 
-        Local; where it raises TooFewRanksError, it does so on all ranks, and is collective.
+        Raises TooFewRanksError if there is no such layout, or if fewer than ``survival.least_ranks`` ranks remain.
         """
         team, least = self._team, self._job.recipe.survival.least_ranks
         refitted = refit(self._job.recipe, team.size)
         if refitted is None or team.size < least:
-            why = f"survival.least_ranks = {least}" if team.size < least else "no layout of the recipe fits them"
+            reason = f"survival.least_ranks = {least}" if team.size < least else "no layout of the recipe fits them"
             self._session.survive(team.everyone)  # so that the error is printed once
             raise TooFewRanksError(
-                f"{counted(team.size, 'rank')} left, and {why}: start the job again; with --resume auto it goes on "
+                f"only {counted(team.size, 'rank')} left, but {reason}: start the job again; --resume auto continues "
                 "from its newest checkpoint"
             )
         recipe, used = refitted
@@ -266,17 +263,13 @@ class ElasticJob:
         return replace(recipe, chaos=recipe.chaos.within(used)) if self._number else recipe
 
     def _stored(self, session: Session) -> StateSource | None:
-        """Return the newest checkpoint; None for the beginning. Collective over the ranks that train.
-
-        Raises StorageError where there are some, and none can be used.
-        """
+        """Return the newest usable checkpoint, or None if none was saved yet. Collective over the training ranks."""
         path = newest_complete(self._job.run.path, session.comm)
         if path is None:
             refuse_restart_over_checkpoints(self._job.run.path)
         return None if path is None else CheckpointSource(path)
 
     def _say(self, loop: TrainingLoop, protection: StateProtection, origin: StateSource | None) -> None:
-        """Write the rows of the last incarnation to the file, and report what has changed. Collective."""
         trainer, progress = loop.trainer, loop.progress
         if self._change is None:
             self._job.introduce(loop.session, trainer, progress)
@@ -284,10 +277,10 @@ class ElasticJob:
         else:
             loop.metrics.carry(self._rows, trainer.first_step, self._rows_of)
             self._rows, self._rows_of = [], 0
-            since = time.monotonic() - self._lost_at if self._lost_at else 0.0  # 0 in a process that joined
-            known = trainer.comm.allgather_object((since, pss_bytes(), self._job.lives))
-            seconds, held = (max(figures) for figures in list(zip(*known, strict=True))[:2])
-            earlier = max((lives for _, _, lives in known), key=len)  # a spare had none of them
+            since = time.monotonic() - self._lost_at if self._lost_at else 0.0  # 0 in a new process
+            reports = trainer.comm.allgather_object((since, pss_bytes(), self._job.lives))
+            seconds, held = (max(figures) for figures in list(zip(*reports, strict=True))[:2])
+            earlier = max((lives for _, _, lives in reports), key=len)  # a spare has no lives
             progress.say(describe_change(self._change, trainer, origin, seconds))
             self._lost_at = 0.0
             row = {"step": trainer.first_step, "died": len(self._change.lost), "added": self._change.added}
@@ -305,7 +298,7 @@ class ElasticJob:
 
 
 def _drop_frames(error: BaseException | None) -> None:
-    """Clear the frames of ``error`` and its causes, whose locals hold the state of the old incarnation (local)."""
+    """Clear the stack frames of ``error`` and its causes, which would keep the old state in memory. Local."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -1,8 +1,7 @@
-"""Membership of an elastic job: the ranks that train, the spares, and how both change.
+"""Membership of an elastic job: training ranks, spares, and their changes.
 
-``everyone`` joins all processes of the job. Each has a place in the training, or none: then it is a spare that sleeps
-until it is needed. After a death the living agree on new places: those of the dead go to spares, or to processes that
-are started for them, or close up.
+``everyone`` joins all processes of the job. A training rank has a place (its rank in the training); a spare sleeps.
+After a death, the places of dead ranks go to spares or new processes, or later ranks move up.
 """
 
 import os
@@ -19,16 +18,13 @@ from hpcdist.comm.launch.exit_file import SPARES, SURVIVE, SURVIVE_MODES
 from hpcdist.comm.mpi import spawn
 from hpcdist.errors import ConfigurationError, RankDiedError
 
-SPARE_POLL_S: Final = 0.05  # so often a spare looks whether it is needed
+SPARE_POLL_S: Final = 0.05  # polling interval of a spare
 JOINER: Final = ("-m", "hpcdist.training.run.entry_point")
 
 
 @dataclass(frozen=True)
 class MembershipChange:
-    """Change of the ranks that train: the places that were ``lost``, and the number of processes ``added``.
-
-    ``grown``: more ranks were requested, and as many as possible were added.
-    """
+    """Change of training ranks: ``lost`` ranks died, ``added`` processes started. ``grown``: a user asked for them."""
 
     lost: tuple[int, ...] = ()
     added: int = 0
@@ -36,69 +32,68 @@ class MembershipChange:
 
 
 def mode_of(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Return the mode in which a job survives rank failures ("": it does not), and its number of spares (local)."""
+    """Return the mode of surviving rank failures ("": a failure ends the job), and the number of spares. Local."""
     mode, spares = environment.get(SURVIVE, ""), environment.get(SPARES, "0")
     if mode and mode not in SURVIVE_MODES:
         raise ConfigurationError(f"{SURVIVE}={mode!r}; set it to one of {', '.join(SURVIVE_MODES)}, or leave it out")
     if not (spares.isascii() and spares.isdecimal()) or (int(spares) and mode != "replace"):
         raise ConfigurationError(
-            f"{SPARES}={spares!r}; give a number of ranks, and {SURVIVE}=replace beside it, or leave it out"
+            f"{SPARES}={spares!r}; set it to a number of ranks together with {SURVIVE}=replace, or leave it out"
         )
     return mode, int(spares)
 
 
 class Membership:
-    """Membership of the processes of a job, as one of them sees it.
+    """Roles of the processes of a job, which are training ranks and spares. Each process has such an object.
 
-    Collective over ``everyone``, unless a method says not. ``place`` is that of this process in the training of
-    ``size`` ranks; None for a spare. ``wanted`` ranks, the same number on every rank, train from the next `fill` on.
+    Methods are local or collective over ``everyone``, all living processes. ``place`` is this process's rank among the
+    ``size`` training ranks, or None for a spare. ``wanted`` is the number of training ranks after the next `fill`.
     """
 
-    def __init__(self, everyone: Communicator, mode: str, place: int | None, wanted: int) -> None:
-        self.everyone, self.mode, self.place, self.wanted = everyone, mode, place, wanted
-        self.size = wanted
-        self.spares: tuple[int, ...] = ()  # ranks of everyone, as `world` found them
-        self.leader = 0  # the rank of everyone that has the first place
+    def __init__(self, everyone: Communicator, mode: str, place: int | None, target_size: int) -> None:
+        self.everyone, self.mode, self.place, self.wanted = everyone, mode, place, target_size
+        self.size = target_size
+        self.spares: tuple[int, ...] = ()  # ranks of everyone, set by `world`
+        self.leader = 0  # the rank of everyone with place 0
 
     @classmethod
     def begin(cls, everyone: Communicator, mode: str, spares: int) -> "Membership":
-        """Return the membership of a job that starts: its last ``spares`` ranks are spares (local)."""
+        """Return the membership at the start of the job: the last ``spares`` of all ranks are spares. Local."""
         size = everyone.size - spares
         if size < 1:
-            raise ConfigurationError(f"{SPARES}={spares} of {everyone.size} ranks leaves none to train; use fewer")
+            raise ConfigurationError(f"{SPARES}={spares} of {everyone.size} ranks leaves no rank to train; use fewer")
         return cls(everyone, mode, everyone.rank if everyone.rank < size else None, size)
 
     def world(self) -> Communicator | None:
-        """Return the communicator of the ranks that train, in the order of their places; None on a spare."""
+        """Return the communicator of the training ranks in rank order, or None on a spare. Collective."""
         places = self._places()
         self.spares = tuple(rank for rank, place in enumerate(places) if place is None)
         self.leader = places.index(0)
         return self.everyone.split(None if self.place is None else 0, self.place or 0, "training")
 
     def wait(self) -> int:
-        """Sleep as a spare until the job ends; return its exit code (local). Raises the error of a rank failure."""
+        """On a spare, sleep until the job ends; return the job's exit code. Local. Raises an error if a rank failed."""
         code = np.zeros(1)
         spawn.sleep_until_message(self.everyone, SPARE_POLL_S).recv(code)
         return int(code[0])
 
     def dismiss(self, code: int) -> None:
-        """Send the spares the exit code ``code`` of the job, which ends (local; one rank that trains does)."""
+        """Send the job's exit code ``code`` to the spares, so that they exit. Call this on one training rank only."""
         for rank in self.spares:
-            with suppress(Exception):  # a spare that died needs no message
+            with suppress(Exception):  # the spare may have died
                 self.everyone.send(np.array([float(code)]), rank)
 
     def keep(self, used: int) -> None:
-        """Let the first ``used`` places train; the others become spares (local, the same on every rank)."""
+        """Let only the first ``used`` training ranks train; the others become spares. Local; all ranks must call it."""
         self.size = used
         if self.place is not None and self.place >= used:
             self.place = None
 
     def meet(self) -> MembershipChange:
-        """Agree on the places of the living anew, after deaths.
+        """Agree on new training ranks among the living ranks after ranks died. Collective over the living ranks.
 
-        Spares take the places of the dead where ``mode`` is "replace"; else ranks move up, and all the living
-        train. Raises what `hpcdist.comm.failure.rank_failures.is_rank_failure` knows when another one dies
-        meanwhile: then everyone that is left calls again.
+        In mode "replace", spares take the ranks of dead processes. Otherwise later ranks are renumbered to close the
+        gaps. If `is_rank_failure` recognises the error of this call, all living ranks must call this again.
         """
         before, self.everyone = self.everyone, self.everyone.shrink("everyone")
         before.abandon()
@@ -117,7 +112,6 @@ class Membership:
         return sorted(set(range(self.wanted)) - {place for place in places if place is not None})
 
     def _move_in(self) -> None:
-        """Let spares take vacant places."""
         places = self._places()
         spares = [rank for rank, place in enumerate(places) if place is None]
         for rank, place in zip(spares, self._vacant(places), strict=False):
@@ -125,7 +119,10 @@ class Membership:
                 self.place = place
 
     def fill(self, change: MembershipChange, description: Any) -> MembershipChange:
-        """Start a process for each vacant place; return ``change`` with them. They get it, and ``description``."""
+        """Start a process for each vacant training rank, and send it ``description``. Collective.
+
+        Return ``change`` with the number of started processes added.
+        """
         vacant = self._vacant(self._places())
         if vacant:
             self.everyone = self._with_new(len(vacant))
@@ -135,11 +132,7 @@ class Membership:
         return change
 
     def _with_new(self, count: int) -> Communicator:
-        """Return a communicator with ``count`` new processes, on all ranks, or raise on all.
-
-        A rank may die when some ranks have the larger communicator already: these would meet there next, and the
-        others here.
-        """
+        """Start ``count`` processes; return a communicator that includes them, or raise on all ranks. Collective."""
         larger: Communicator | None = None
         error: Exception | None = None
         try:
@@ -154,10 +147,10 @@ class Membership:
         if larger is not None:
             larger.revoke()
             larger.abandon()
-        raise error or RankDiedError("a rank died while new processes were taken in")
+        raise error or RankDiedError("a rank died while new processes were added")
 
     def close_up(self) -> None:
-        """Fill vacant places by moving later ranks up; spares come last, as many as are wanted."""
+        """Renumber the ranks so that no training rank is vacant. At most ``wanted`` ranks train. Collective."""
         places = self._places()
         if self.mode == "replace" and not self._vacant(places):
             self.size = self.wanted
@@ -169,7 +162,7 @@ class Membership:
 
 
 def join(everyone: Communicator) -> tuple[Membership, MembershipChange, Any]:
-    """Return the membership of a process that `Membership.fill` has started, and the description. Collective."""
-    vacant, wanted, mode, change, description = everyone.broadcast_object(None)
+    """In a new process, return its membership, and the change and description sent by `Membership.fill`. Collective."""
+    vacant, target_size, mode, change, description = everyone.broadcast_object(None)
     mine: int = vacant[everyone.rank - (everyone.size - len(vacant))]
-    return Membership(everyone, mode, mine, wanted), change, description
+    return Membership(everyone, mode, mine, target_size), change, description

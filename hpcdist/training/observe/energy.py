@@ -1,8 +1,7 @@
 """Energy and time of a run, from its first step to its validation, over all of its starts.
 
-Energy after the last checkpoint of a start that was killed counts too, though its steps are done again: the run
-directory keeps a record (usage.json) that is renewed with the rows of the metrics, independently of checkpoints. The
-ranks of a node send their spans to the rank that reads its counters, which attributes joules to activities.
+A record in the run directory (usage.json), renewed with the metrics rows, also counts repeated steps after a kill. The
+ranks of a node send their spans to the rank that reads the counters, which attributes joules to activities.
 """
 
 import json
@@ -37,7 +36,7 @@ from hpcdist.training.recipe.recipe import Recipe
 
 
 def carbon_intensity(config: EnergyConfig) -> CarbonIntensity:
-    """Return the carbon intensity that a recipe has, if it has one."""
+    """Return the carbon intensity of electricity that ``config`` sets, or the default value."""
     if not config.carbon_g_per_kwh:
         return CarbonIntensity()
     return CarbonIntensity(config.carbon_g_per_kwh, config.carbon_source, config.carbon_date)
@@ -52,9 +51,10 @@ def energy_figures(
     activities: Mapping[str, Any] | None = None,
     config: EnergyConfig | None = None,
 ) -> dict[str, Any]:
-    """Return the figures of ``report`` over ``steps`` steps; what is not known is None, with the reason beside it.
+    """Return the energy figures of ``report`` over ``steps`` steps. A figure that is unknown is None, with a reason.
 
-    ``activities`` are those of training, from `phase_shares.job_activities`; ``config`` has prices and carbon.
+    ``activities`` is the energy per activity, from `phase_shares.job_activities`. ``config`` has the electricity price
+    and the carbon intensity.
     """
     phases, config = report["phases"], config or EnergyConfig()
     training = phases.get("training", {"joules": math.nan})["joules"]
@@ -94,24 +94,24 @@ def energy_figures(
 
 
 def energy_attributes(figures: Mapping[str, Any]) -> dict[str, float | str]:
-    """Return the ``figures`` of a run as attributes of the metrics file; NaN is not known."""
+    """Return the main energy ``figures`` as attributes of the metrics file. Unknown figures are NaN."""
     names = ("energy_j", "j_per_step", "j_per_sample", "j_per_token", "energy_delay_product_js", "emissions_g")
     attributes = {name: math.nan if figures[name] is None else figures[name] for name in names}
     return attributes | {"energy_reason": figures["energy_reason"] or "", "energy_label": figures["energy_label"]}
 
 
 def describe_energy(figures: Mapping[str, Any]) -> str:
-    """Return the line of a summary: the measured energy, or the reason that there is none."""
+    """Return the summary line about a run's energy: the measured energy, or the reason why it was not measured."""
     if figures["energy_j"] is None:
-        reason = str(figures["energy_reason"]).split("; ")[0]  # all of them are in the JSON summary and the metrics
+        reason = str(figures["energy_reason"]).split("; ")[0]  # the JSON summary and the metrics have all reasons
         if reason.startswith(NO_SOURCE):
             reason = NO_SOURCE
         return f"energy not measured: {reason}; see `hpcdist energy sources`"
     kinds = " + ".join(figures["energy_j_by_kind"])
     parts = [_listed(figures["energy_j_by_phase"])]
-    known = {name: joules for name, joules in figures["energy_j_by_activity"].items() if joules is not None}
-    if known:
-        parts.append(f"training is {_listed(known)}")
+    measured = {name: joules for name, joules in figures["energy_j_by_activity"].items() if joules is not None}
+    if measured:
+        parts.append(f"training is {_listed(measured)}")
     label = f" ({figures['energy_label']})" if figures["energy_label"] else ""
     parts_of_line = [f"energy{label} {figures['energy_j']:.1f} J of {kinds} ({'; '.join(parts)})"]
     if figures["j_per_step"] is not None:
@@ -134,10 +134,10 @@ USAGE_FILE: Final = "usage.json"
 
 
 class EnergyRecorder:
-    """Energy of a run, measured by `EnergyMonitor`, from a step on. Construction is collective.
+    """Recorder of a run's energy, measured by `EnergyMonitor` and summed over all starts of the run. Collective.
 
-    ``directory`` is that of the run, None where no record is kept. ``spans`` returns the spans of this rank since its
-    last call, as `Spans.drain`; without it the activities of training are not known. ``host`` is for tests.
+    ``directory`` is the run directory, or None to store no energy record. ``spans`` returns this rank's time spans
+    since its last call. Without ``spans`` the energy per activity is unknown. ``host`` is for tests.
     """
 
     def __init__(
@@ -151,30 +151,27 @@ class EnergyRecorder:
     ) -> None:
         on_gpu = recipe.run.device == "gpu"
         of_gpu: dict[str, Any] = {"bus_id": device.bus_id(), "synchronise": device.synchronise} if on_gpu else {}
-        # No deadline of its own: what a training waits for has one already.
+        # No deadline: the communication of the training has one.
         self.monitor = EnergyMonitor(comm, recipe.energy, host=host, deadline_s=math.inf, **of_gpu)
         self._comm, self._recipe = comm, recipe
         self._spans = spans
         self._node: Communicator | None = None
         self._attribution: Attribution | None = None
-        self._users: dict[str, tuple[int, ...]] = {}  # ranks of this host, by the GPU that they use
+        self._users: dict[str, tuple[int, ...]] = {}  # ranks of this host by the GPU they use
         self._since_step = 0
-        self._before: dict[str, Any] | None = None  # the activities of earlier starts, from `activities_state`
-        self._before_j: float | None = 0.0  # the joules of training in these
+        self._before: dict[str, Any] | None = None  # activities of earlier starts, from `activities_state`
+        self._before_j: float | None = 0.0  # training joules of earlier starts
         if resume_from is not None:
             self._restore(_checkpointed(on_first_rank(comm, lambda: scalars_of(resume_from))))
         self._path = None if directory is None else directory / USAGE_FILE
         noted = comm.broadcast_object(self._noted() if comm.rank == 0 else None)
-        if noted is not None:  # later than the checkpoint
+        if noted is not None:  # the record is newer than the checkpoint
             self._restore(noted)
         if spans is not None and self.monitor.measures:
             self._attend(boot_id() if host is None else host, device.bus_id() if on_gpu else None)
 
     def _noted(self) -> dict[str, Any] | None:
-        """Return the record; None where there is none, or it cannot be used (local).
-
-        A damaged one is renamed; one that cannot be read now stays as it is, and this start does not renew it.
-        """
+        """Return the energy record that an earlier start stored, or None. A damaged record is renamed. Local."""
         if self._path is None:
             return None
         path = self._path
@@ -199,52 +196,50 @@ class EnergyRecorder:
             self._before_j = _training_j(record["joules"])
 
     def _attend(self, host: str, bus_id: str | None) -> None:
-        """Join the ranks of each host, whose first rank has the counters and collects the spans. Collective."""
+        """Connect the ranks of each host. A host's first rank reads energy counters and collects spans. Collective."""
         hosts = self._comm.allgather_object(host)
         self._node = self._comm.split(list(dict.fromkeys(hosts)).index(host), self._comm.rank, "energy of a node")
         assert self._node is not None
-        own = () if bus_id is None else claim_gpus(self._recipe.energy, bus_id, os.environ).gpus
-        for rank, gpus in enumerate(self._node.allgather_object(own)):
+        local_gpus = () if bus_id is None else claim_gpus(self._recipe.energy, bus_id, os.environ).gpus
+        for rank, gpus in enumerate(self._node.allgather_object(local_gpus)):
             for gpu in gpus:
                 self._users[gpu] = (*self._users.get(gpu, ()), rank)
         if self._node.rank == 0:
             self._attribution = Attribution(self._sensor)
 
     def _sensor(self, name: str, kind: str) -> PowerSensor:
-        """Return the power sensor of a source of this node."""
         track = next(track for track in self.monitor.sampler.tracks if (track.name, track.kind) == (name, kind))
         if kind != "gpu":
             return PowerSensor(0.1, 0.1).paced(track.pace.update_s)
-        known = sensor_of(track.about.model, track.about.power_field if "integrated" in track.about.note else "")
+        sensor = sensor_of(track.about.model, track.about.power_field if "integrated" in track.about.note else "")
         window_s = self._recipe.energy.sensor_window_s
-        paced = known.paced(track.pace.update_s)
+        paced = sensor.paced(track.pace.update_s)
         return PowerSensor(paced.update_s, window_s, "energy.sensor_window_s") if window_s else paced
 
     def part_time_sensor(self) -> PowerSensor | None:
-        """Return the sensor of this node that measures during the smallest part of the time (local).
+        """Return the power sensor of this node that measures during the smallest fraction of the time. Local.
 
-        None where all measure all of the time, and on ranks that read none.
+        Return None if all sensors measure continuously.
         """
         sensors = [self._sensor(track.name, track.kind) for track in self.monitor.sampler.tracks]
         least = min(sensors, key=lambda sensor: sensor.seen_share, default=None)
         return None if least is None or least.seen_share >= 1 else least
 
     def collect(self) -> list[NodeRows]:
-        """Return samples and windows since the last call, at least on rank 0 of the world. Collective."""
+        """Gather the energy samples and energy windows since the last call; return them on rank 0. Collective."""
         self._attribute()
         return self.monitor.collect()
 
     def _attribute(self) -> None:
-        """Send the spans of all ranks of the node to its first, which attributes joules. Collective over the node."""
         if self._node is None or self._spans is None:
             return
-        own = np.ascontiguousarray(self._spans(), np.int64).reshape(-1)  # three numbers for each span
-        counts = self._node.allgather_object(len(own))
+        local_spans = np.ascontiguousarray(self._spans(), np.int64).reshape(-1)  # three numbers per span
+        counts = self._node.allgather_object(len(local_spans))
         if self._node.rank:
-            if len(own):
-                self._node.send(own, 0)
+            if len(local_spans):
+                self._node.send(local_spans, 0)
             return
-        ranks = [own.reshape(-1, 3)]
+        ranks = [local_spans.reshape(-1, 3)]
         for peer, count in enumerate(counts[1:], start=1):
             spans = np.empty(count, np.int64)
             if count:
@@ -256,7 +251,7 @@ class EnergyRecorder:
             )
 
     def state(self) -> dict[str, Any]:
-        """Return the energy and activities so far for a checkpoint. Collective."""
+        """Return the energy of the run up to now, in total and per activity, to store in a checkpoint. Collective."""
         joules = self.monitor.state()
         return self._record(joules, self._activities(joules, final=False))
 
@@ -265,12 +260,11 @@ class EnergyRecorder:
         return {"since_step": self._since_step, "joules": joules, "activities": activities_state}
 
     def _activities(self, joules: Mapping[str, Any], *, final: bool) -> dict[str, Any]:
-        """Return the activities of training over all starts, from `job_activities`. Collective."""
-        own = [] if self._attribution is None else self._attribution.rows(final=final)
+        local_rows = [] if self._attribution is None else self._attribution.rows(final=final)
         models = {track.name for track in self.monitor.sampler.tracks if track.about.declared}
-        for phase in [phase for row in own if row["name"] in models for phase in row["activities"].values()]:
+        for phase in [phase for row in local_rows if row["name"] in models for phase in row["activities"].values()]:
             phase["reason"] = phase_shares.MODEL_REASON
-        everywhere = [row for rows in self._comm.allgather_object(own) for row in rows]
+        everywhere = [row for rows in self._comm.allgather_object(local_rows) for row in rows]
         now_j = _training_j(joules)
         if now_j is None or self._before_j is None:
             reason = joules["reason"] or "the energy of training is not known"
@@ -282,7 +276,7 @@ class EnergyRecorder:
         )
 
     def note(self) -> dict[str, Any]:
-        """Renew the record of the energy so far, and return it. Collective; raises StorageError on rank 0."""
+        """Store the run's energy up to now in the run directory, and return it. Collective; rank 0: StorageError."""
         state = self.state()
         self._write(state)
         return state
@@ -292,11 +286,11 @@ class EnergyRecorder:
             atomic.save(self._path, json.dumps(state))
 
     def figures(self, steps: int, tokens_per_sample: float | None = None) -> dict[str, Any]:
-        """Return the figures of the summary of a run of ``steps`` steps, as JSON values. Collective.
+        """Return the energy figures of a run of ``steps`` steps as JSON values, and store the energy. Collective.
 
-        The record then says the same; raises StorageError on rank 0. ``j_per_step`` is training without checkpoints and
-        validation, over the steps of the run: those that were made twice are paid twice and count once, as samples do,
-        and tokens, of which each sample has ``tokens_per_sample`` (None: it has none).
+        ``j_per_step`` in the result is the energy without checkpoints and validation, divided by ``steps``. A repeated
+        step costs energy, but counts once in ``steps``. ``tokens_per_sample`` is None if samples are not made of
+        tokens. Only rank 0 raises StorageError.
         """
         report = self.monitor.report()
         phases = {name: {"joules": json_number(phase["joules"])} for name, phase in report["phases"].items()}
@@ -310,7 +304,7 @@ class EnergyRecorder:
         )
 
     def close(self) -> None:
-        """Free what joins ranks and nodes, after the last `collect`. Collective."""
+        """Free the communicators. Afterwards `collect` must not be called. Collective."""
         if self._node is not None:
             self._node.free()
             self._node = None
@@ -318,20 +312,23 @@ class EnergyRecorder:
 
 
 def _training_j(joules: Mapping[str, Any]) -> float | None:
-    """Return the joules of training of a `report.state`: 0 where there was none, None where they are not known."""
+    """Return the joules of the training phase. ``joules`` is the result of `report.state`: energy per phase.
+
+    Return 0 if there was no training, and None if the energy is unknown.
+    """
     training_j: float | None = joules["phases"].get("training", {"joules": 0.0})["joules"]
     return training_j
 
 
 def _counted(source: SourceSamples, ranks: tuple[int, ...] | None) -> CounterSamples:
-    """Return the samples of a source that ``ranks`` use (None: all), less what went unknown in gaps."""
+    """Return the samples of energy counter ``source`` for ``ranks`` (None: all ranks). Unknown gaps count as 0 J."""
     used = np.diff(source.energy_mj, prepend=source.energy_mj[:1])
     used[1:][~source.known] = 0
     return CounterSamples(source.name, source.kind, source.times_ns, source.energy_mj[:1] + np.cumsum(used), ranks)
 
 
 def _checkpointed(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the energy record of a checkpoint. Earlier versions kept none: joules count from that checkpoint on."""
+    """Return the energy record in a checkpoint's ``scalars``, or an empty record that begins at its step."""
     try:
         return phase_shares.restored(scalars.get("energy"))
     except ValueError:

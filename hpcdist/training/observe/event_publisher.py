@@ -1,7 +1,7 @@
-"""Event publisher: the figures of a run while it goes on, from every rank to the sinks of rank 0.
+"""Event publisher: live figures of a run from every rank to the sinks of rank 0.
 
-Steps, memory, collectives, checkpoints, anomalies, and the figures of energy and utilisation (`energy_events`);
-unknown figures are left out. The console gets a line for each kind of anomaly once in `ANOMALY_QUIET_NS`.
+Covers steps, memory, collectives, checkpoints, anomalies, energy and utilisation; unknown figures are left out. The
+console prints at most one line per kind of anomaly in `ANOMALY_QUIET_NS`.
 """
 
 import math
@@ -32,10 +32,10 @@ from hpcdist.training.build.trainer import Trainer
 
 
 def build_sinks(run: RunInfo, config: TelemetryConfig, say: Callable[[str], None]) -> list[StreamSink]:
-    """Return the sinks that ``config`` names, ready to be written to; for rank 0 alone.
+    """Open the event sinks that ``config`` names (JSON lines, TensorBoard, Prometheus). For rank 0 only.
 
-    ``say`` gets a line for each on where its figures are. Where one cannot be built, those before it are closed and the
-    error is raised.
+    ``say`` prints the location of each sink's output. If a sink cannot be opened, the sinks opened before are closed
+    and the error is raised.
     """
     sinks: list[StreamSink] = []
     try:
@@ -65,9 +65,9 @@ def build_sinks(run: RunInfo, config: TelemetryConfig, say: Callable[[str], None
 def energy_events(
     monitor: EnergyMonitor, config: EnergyConfig, state: Mapping[str, Any], tokens: float
 ) -> dict[str, dict[str, float]]:
-    """Return the figures of energy and utilisation by kind of event, from ``monitor`` and ``state`` (local).
+    """Return the figures of the events "energy" and "utilisation" as {event kind: figures}. Local.
 
-    ``state`` is that of `EnergyRecorder`; ``tokens`` are those that the energy of training was used for.
+    ``state`` is from `EnergyRecorder.state`. ``tokens`` is the number of tokens trained with this energy.
     """
     joules = state["joules"] or {}
     by_kind = {kind: value for kind, value in joules.get("by_kind", {}).items() if value is not None}
@@ -87,12 +87,12 @@ def energy_events(
     }
 
 
-MOST_RANKS_IN_EVENT: Final = 512  # with more ranks, the event of a step has no figures of each rank
-MOST_WAITING_STEPS: Final = 1 << 16  # steps of this rank that may wait for the rows of slower workers
+MOST_RANKS_IN_EVENT: Final = 512  # with more ranks, step events have no figures of single ranks
+MOST_WAITING_STEPS: Final = 1 << 16  # steps of this rank that may wait for rows of slower workers
 _DATA: Final = quantities.key("phase_seconds", "data")
 _OTHER: Final = quantities.key("phase_seconds", "other")
 ANOMALY_QUIET_NS: Final = 60 * 10**9
-# Columns of a row of metrics, and what sinks call them.
+# Columns of a metrics row, with their names in sinks.
 _OF_RANKS: Final = {
     "step_s": "step_seconds",
     "compute_s": "compute_seconds",
@@ -102,10 +102,7 @@ _OF_RANKS: Final = {
 
 
 class EventPublisher:
-    """Part of one rank in the stream of events; rank 0 has the sinks. Construction and `gather` are collective.
-
-    Construction raises the errors of sinks, on rank 0.
-    """
+    """Publisher of a run's events to sinks, which only rank 0 has. Construction and `gather` are collective."""
 
     def __init__(
         self,
@@ -117,21 +114,21 @@ class EventPublisher:
         resumed: int | None,
     ) -> None:
         self._comm, self._trainer, self._timing, self._say = session.comm, trainer, timing, say
-        self._steps: dict[int, tuple[int, float]] = {}  # when it ended, and its gradient norm; of rows to come
+        self._steps: dict[int, tuple[int, float]] = {}  # end time and gradient norm of steps whose rows are pending
         self._overlapped: defaultdict[str, float] = defaultdict(float)  # since the last gather, on this rank
         self._fetched: Counter[str] = Counter()
-        self._waited_s, self._made = 0.0, 0  # for data, in so many steps; since the last gather, on this rank
-        self._data_s = math.nan  # the same a step, in the mean over the ranks
-        self._all_waited_s, self._all_made = 0.0, 0  # the same since the start, but its first step
-        self._lines: dict[str, tuple[int, int]] = {}  # by kind of anomaly: when a line was said, and how many were not
-        self._skipped: set[int] = set()  # steps, of rows to come,
-        self._held_up: set[int] = set()  # and those in whose time a checkpoint or a validation is
+        self._waited_s, self._made = 0.0, 0  # wait for data and number of steps since the last gather, on this rank
+        self._data_s = math.nan  # mean wait for data per step over the ranks
+        self._all_waited_s, self._all_made = 0.0, 0  # wait and steps since the start, without its first step
+        self._lines: dict[str, tuple[int, int]] = {}  # by anomaly kind: time of the last line, suppressed lines
+        self._skipped: set[int] = set()  # skipped steps whose rows are pending
+        self._held_up: set[int] = set()  # pending steps that include a checkpoint or a validation
         self._events: list[RunEvent] = []
         self._rows: list[StepRow] = []
         self._before: dict[str, tuple[float, float]] = {}  # seconds and bytes by operation, at the last gather
         self._tokens, self._sent_bytes = 0, 0.0
         self._checkpoints = 0
-        self._scale = 1.0  # loss scale of the last event about it
+        self._scale = 1.0  # last published loss scale
         self._done = trainer.first_step
         self._saved_bytes = sum(session.comm.allgather_object(trainer.state_bytes()))
         self._stream: EventStream | None = None
@@ -154,19 +151,19 @@ class EventPublisher:
                 loss_spike=config.loss_spike, throughput_drop=config.throughput_drop, unit=trainer.speed_unit
             )
             self._tokens = round(recipe.run.batches.samples_before(self._done) * trainer.model.tokens_per_sample)
-            known: dict[str, float | str] = {"world_ranks": run.world, "nodes": run.nodes, "strategy": run.strategy}
-            # Counts start at 0, so that dashboards know of them before there is anything to count.
-            known |= {quantities.key("anomalies_total", kind): 0 for kind in KINDS}
-            known |= {"skipped_steps_total": trainer.executor.loss_scale.skipped, "checkpoints_total": 0}
-            self._add("begin", self._done, known | {"start_timestamp_seconds": run.started_ns / 1e9})
+            initial: dict[str, float | str] = {"world_ranks": run.world, "nodes": run.nodes, "strategy": run.strategy}
+            # Counts start at 0, so that dashboards show them from the start.
+            initial |= {quantities.key("anomalies_total", kind): 0 for kind in KINDS}
+            initial |= {"skipped_steps_total": trainer.executor.loss_scale.skipped, "checkpoints_total": 0}
+            self._add("begin", self._done, initial | {"start_timestamp_seconds": run.started_ns / 1e9})
 
     def _add(self, kind: str, step: int, values: Mapping[str, float | int | str], **more: Any) -> None:
         if self._stream is not None:
-            known = {name: value for name, value in values.items() if isinstance(value, str) or math.isfinite(value)}
-            self._events.append(RunEvent(kind, step, known, **more))
+            valid = {name: value for name, value in values.items() if isinstance(value, str) or math.isfinite(value)}
+            self._events.append(RunEvent(kind, step, valid, **more))
 
     def stepped(self, step: int, result: StepResult, waited_s: float) -> None:
-        """Record a step of this rank, which waited for its data for ``waited_s``."""
+        """Record that this rank made ``step``, after it waited ``waited_s`` seconds for its data."""
         self._done = step
         self._waited_s += waited_s
         self._made += 1
@@ -186,38 +183,35 @@ class EventPublisher:
                 self._add("skipped", step, figures)
 
     def overlapped(self, exposed_s: float, total_s: float, hits: int, misses: int) -> None:
-        """Record the background collectives of a step of this rank."""
+        """Record a step's background collectives: unhidden and total seconds, and hits and misses of prefetches."""
         self._overlapped["exposed_s"] += exposed_s
         self._overlapped["overlapped_s"] += total_s
         self._fetched.update(hits=hits, misses=misses)
 
     def row(self, step: int, loss: float, learning_rate: float, tokens: int, ranks: Mapping[str, np.ndarray]) -> None:
-        """Add a row of metrics of all ranks, (world,) each (on rank 0)."""
+        """Add the metrics row of ``step``. ``ranks``: figure name -> values of all ranks (world,). Rank 0 only."""
         time_ns, norm = self._steps.pop(step, (time.time_ns(), math.nan))
         self._rows.append(StepRow(step, time_ns, loss, learning_rate, tokens, norm, ranks))
 
     def saved(self, step: int, held_s: float) -> None:
-        """Record that a checkpoint is complete, which held up the steps for ``held_s``."""
+        """Record that a checkpoint after ``step`` is complete. It delayed the steps by ``held_s`` seconds."""
         self._checkpoints += 1
         self._hold_up(step + 1)
         figures = {"checkpoint_seconds": held_s, "checkpoint_bytes": self._saved_bytes}
         self._add("checkpoint", step, figures | {"checkpoints_total": self._checkpoints})
 
     def _hold_up(self, step: int) -> None:
-        if self._stream is not None:  # rows, which end this, come to rank 0 alone
+        if self._stream is not None:  # only rank 0 gets the rows that remove this entry
             self._held_up.add(step)
 
     def evaluated(self, step: int, loss: float) -> None:
-        """Record the validation loss after ``step``; NaN where there is none."""
+        """Record the validation loss after ``step``; NaN means that the loss is unknown."""
         self._hold_up(step + 1)
         if not math.isnan(loss):
             self._add("evaluation", step, {"validation_loss_nats": loss})
 
     def gather(self, monitor: EnergyMonitor, energy: Mapping[str, Any]) -> None:
-        """Gather the counts of all ranks since the start. Collective.
-
-        ``monitor`` has just collected, and ``energy`` is the state of the energy of the run.
-        """
+        """Gather all ranks' counts since the last call on rank 0, after ``monitor`` collected energy. Collective."""
         ledger = self._trainer.ledger
         counted = dict(self._timing.totals()), dict(self._overlapped), self._fetched.copy()
         waited = self._waited_s, self._made, self._all_waited_s, self._all_made
@@ -252,10 +246,7 @@ class EventPublisher:
         fetched: Sequence[Mapping[str, int]],
         data_s: float,
     ) -> None:
-        """Add an event of the collectives: by operation, mean seconds and summed bytes of the ranks that made any.
-
-        ``data_s`` is the mean wait for data since the start.
-        """
+        """Add an event about collectives: mean seconds and total bytes per operation, over the ranks that ran it."""
         figures = {"data_seconds": data_s}
         for name in sorted({name for rank in operations for name in rank}):
             made = [rank[name] for rank in operations if name in rank]
@@ -277,12 +268,12 @@ class EventPublisher:
             figures |= {"prefetch_hits_total": totals["hits"], "prefetch_misses_total": totals["misses"]}
         exposed = sum(rank.get("exposed_s", 0.0) for rank in overlapped)
         total = sum(rank.get("overlapped_s", 0.0) for rank in overlapped)
-        if total > 0:  # not where it is NaN: without a thread the time is not known
+        if total > 0:  # False for NaN: without a thread the time is unknown
             figures["hidden_communication_ratio"] = max(0.0, 1 - exposed / total)
         self._add("collectives", self._done, figures)
 
     def publish(self) -> list[RunEvent]:
-        """Publish the events since the last call to the sinks, and return them (none but on rank 0)."""
+        """Write the new events to the sinks, and return the events. Ranks other than 0 return []."""
         if self._stream is None:
             return []
         self._work_out()
@@ -292,7 +283,6 @@ class EventPublisher:
         return events
 
     def _work_out(self) -> None:
-        """Turn the rows since the last call into events."""
         rows, self._rows = self._rows, []
         for row, figures in zip(rows, self._derived.of(rows), strict=True):
             self._tokens += int(row.tokens)
@@ -311,7 +301,6 @@ class EventPublisher:
         self._data_s = math.nan
 
     def _flag(self, row: StepRow, figures: Mapping[str, float]) -> None:
-        """Report the anomalies of a step to the console and the sinks."""
         special = {"skipped": row.step in self._skipped, "held_up": row.step in self._held_up}
         self._skipped.discard(row.step)
         self._held_up.discard(row.step)
@@ -322,7 +311,6 @@ class EventPublisher:
             self._add("anomaly", row.step, values | {"text": anomaly.text}, time_ns=row.time_ns)
 
     def _print_anomaly(self, anomaly: Anomaly, time_ns: int) -> None:
-        """Print an anomaly, of each kind once in `ANOMALY_QUIET_NS`, so that a log stays readable."""
         last_ns, silent = self._lines.get(anomaly.kind, (0, 0))
         if last_ns and time_ns - last_ns < ANOMALY_QUIET_NS:
             self._lines[anomaly.kind] = last_ns, silent + 1
@@ -331,11 +319,11 @@ class EventPublisher:
         self._lines[anomaly.kind] = time_ns, 0
 
     def end(self) -> None:
-        """Add the event of an end on which all ranks agreed."""
+        """Add the event that the run has ended without an error."""
         self._add("end", self._done, {})
 
     def close(self, *, normal: bool) -> None:
-        """Publish what is left and end the stream, once; ``normal``: as all ranks agreed."""
+        """Publish remaining events and close the sinks. ``normal``: the run ended without an error."""
         self.publish()
         if self._stream is not None:
             self._stream.close(normal)
@@ -343,6 +331,5 @@ class EventPublisher:
 
 
 def _mean_wait(waited_s: Sequence[float], steps: Sequence[int]) -> float:
-    """Return the mean seconds a step over the ranks that have made any, NaN where none has."""
     waits = [seconds / made for seconds, made in zip(waited_s, steps, strict=True) if made]
     return statistics.mean(waits) if waits else math.nan

@@ -1,4 +1,4 @@
-"""Figures and texts about a run, in its introduction and its summary: architecture, utilisation, stragglers."""
+"""Figures and texts for the introduction and summary of a run: architecture, utilisation, stragglers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,16 +25,12 @@ from hpcdist.training.observe.metrics import RunMetrics
 from hpcdist.training.recipe.config import HALVES
 from hpcdist.training.recipe.recipe import Recipe
 
-LARGE_STAGE_SHARE: Final = 0.75  # of its parameters in one stage: sharding these saves little of their memory
+LARGE_STAGE_SHARE: Final = 0.75  # fraction of the parameters in one stage, above which sharding saves little memory
 OVERLAP_TEXTS: Final = {"thread": "overlapped by a thread", "poll": "overlapped by polling"}
 
 
 def describe_architecture(trainer: Trainer) -> str:
-    """Return the architecture in words: strategy, algorithm, servers, what the recipe changes of these, schedule.
-
-    Local. A key that changes what a rank keeps, sends or waits for is named where it is not at its default. The bubble
-    is that of the closed form, where there is one: recomputing fills a part of it.
-    """
+    """Return a line about the parallel setup: strategy, algorithm, and settings other than the default. Local."""
     recipe, grid = trainer.recipe, trainer.grid
     parallel, servers = recipe.parallel, recipe.parameter_server
     algorithms = list(dict.fromkeys(row.partition("<=")[0] for row in trainer.exchange.algorithm.split(",")))
@@ -85,26 +81,21 @@ def describe_architecture(trainer: Trainer) -> str:
 
 
 def describe_precision(recipe: Recipe) -> str:
-    """Return in which type a GPU multiplies matrices, and the keys for another one; "" on a CPU (local).
-
-    Modules of a user choose for themselves: "", too. Unless the recipe asks for 16 bits the numbers are those of a CPU
-    up to rounding: a default that followed the device would give one recipe two results.
-    """
+    """Return a text about the dtype of matrix products on a GPU, or "" on a CPU or for user models. Local."""
     precision = recipe.precision
     if recipe.run.device != "gpu" or recipe.model.kind in FOREIGN:
         return ""
     if precision.stages in HALVES:
         return (
             f"matrix products and activations in {precision.stages}, their sums and the master weights in float32; "
-            "without precision.mode all is float32"
+            "without precision.mode, everything is float32"
         )
     kept = "" if precision.working is None else f", parameters and gradients in {precision.working}"
-    others = "; precision.mode = 'bfloat16' with precision.activations = 'working' takes tensor cores"
-    return f"matrix products and activations in {precision.stages}{kept}" + others * (precision.stages == "float32")
+    hint = "; precision.mode = 'bfloat16' with precision.activations = 'working' uses tensor cores"
+    return f"matrix products and activations in {precision.stages}{kept}" + hint * (precision.stages == "float32")
 
 
 def _state_placement(zero: ZeroConfig, trainer: Trainer) -> list[str]:
-    """Return how the keys of ZeRO change its stage, in words (local)."""
     stage = STAGES.get(trainer.recipe.parallel.strategy)
     if stage is None:
         return []
@@ -125,10 +116,7 @@ def _state_placement(zero: ZeroConfig, trainer: Trainer) -> list[str]:
 
 
 def warn_of_whole_gathers(trainer: Trainer) -> str:
-    """Return a warning where ZeRO-3 gathers most of this rank's parameters at once; "" where it does not (local).
-
-    A model of the library is cut already: the warning is for that of a user, who can cut it.
-    """
+    """Return a warning if ZeRO-3 gathers most parameters of a user model at the same time, else "". Local."""
     model, ranges = trainer.model, trainer.context.ranges
     if trainer.recipe.model.kind not in FOREIGN or not trainer.exchange.gathers:
         return ""
@@ -140,24 +128,24 @@ def warn_of_whole_gathers(trainer: Trainer) -> str:
     called = getattr(stage, "name", "")
     return (
         f"ZeRO-3 gathers stage by stage, and stage {stage.layer}{called and f', {called},'} has {share:.0%} of the "
-        "parameters of this rank: within a step they are whole on every rank, and their gradients too; only the state "
-        "of the optimizer stays cut. Wrap a list of smaller stages, such as [embedding, *blocks, head], of which each "
-        "takes one tensor and returns one"
+        "parameters of this rank: during a step every rank holds them and their gradients whole; only the optimizer "
+        "state stays sharded. Wrap a list of smaller stages, such as [embedding, *blocks, head], each of which takes "
+        "one tensor and returns one"
     )
 
 
 UTILISATION_FIGURES: Final = ("flops_per_sample", "flops_per_s", "peak_flops_per_s", "mfu")
-USER_MODEL_NOT_COUNTED: Final = "the model was brought along: what it computes is not counted"
-NO_MEMORY_FOR_PEAK: Final = "there was no memory left for the matrix product that a peak is measured with"
-PEAK_SECONDS: Final = 0.03  # of products on each rank
+USER_MODEL_NOT_COUNTED: Final = "the operations of a user's model are not counted"
+NO_MEMORY_FOR_PEAK: Final = "not enough memory for the matrix product that measures the peak"
+PEAK_SECONDS: Final = 0.03  # duration of the peak measurement on each rank
 
 
-def utilisation_figures(comm: Communicator, trainer: Trainer, tokens_per_s: float, why_not: str) -> dict[str, Any]:
-    """Return the operations of a step per sample and per second, the peak, and the share of it (MFU). Collective.
+def utilisation_figures(comm: Communicator, trainer: Trainer, tokens_per_s: float, reason: str) -> dict[str, Any]:
+    """Return the model FLOPs utilization (MFU) of a training and the figures it is computed from. Collective.
 
-    The peak is that of a matrix product in the type that the model computes in, measured on all computing ranks at
-    once, and summed over them. Attention of packed samples counts within documents, and padding as it is computed. What
-    is not known is None, with ``mfu_reason``: ``why_not`` where there is no speed.
+    The figures are the model operations per sample and per second, and the matrix product peak, which is measured on
+    all computing ranks at the same time and summed. Unknown figures are None, with the reason in ``mfu_reason``; this
+    is ``reason`` if ``tokens_per_s`` is NaN.
     """
     utilisation: dict[str, Any] = dict.fromkeys(UTILISATION_FIGURES)
     if trainer.recipe.model.kind in FOREIGN:
@@ -166,20 +154,19 @@ def utilisation_figures(comm: Communicator, trainer: Trainer, tokens_per_s: floa
         trainer.recipe.model, documents=trainer.source.documents, **trainer.source.inputs
     ).flops
     if math.isnan(tokens_per_s):
-        return utilisation | {"mfu_reason": why_not}
+        return utilisation | {"mfu_reason": reason}
     utilisation["flops_per_s"] = tokens_per_s / trainer.model.tokens_per_sample * utilisation["flops_per_sample"]
-    comm.barrier()  # cores that ranks share, they share now, too
-    own = _measured_peak(trainer) if trainer.context.computes else 0.0
-    peak = sum(comm.allgather_object(own))
+    comm.barrier()  # ranks that share cores must measure at the same time
+    local_peak = _measured_peak(trainer) if trainer.context.computes else 0.0
+    peak = sum(comm.allgather_object(local_peak))
     if math.isnan(peak):
         return utilisation | {"mfu_reason": NO_MEMORY_FOR_PEAK}
     return utilisation | {"peak_flops_per_s": peak, "mfu": utilisation["flops_per_s"] / peak}
 
 
 def _measured_peak(trainer: Trainer) -> float:
-    """Return the peak operations a second of this rank, NaN without memory for the measurement (local)."""
     dtype = trainer.model.dtype
-    # All 16-bit types are equally fast where they are used.
+    # All 16-bit types are equally fast on GPUs that support them.
     measured = np.dtype(np.float16) if is_16bit_float(dtype) else dtype
     try:
         return matmul_flops_per_s(measured, trainer.recipe.run.device, PEAK_SECONDS)
@@ -188,7 +175,7 @@ def _measured_peak(trainer: Trainer) -> float:
 
 
 def describe_utilisation(summary: dict[str, Any]) -> list[str]:
-    """Return the line of a summary about utilisation, none where there is no speed."""
+    """Return a list with the summary line about model FLOPs utilization, or [] if the training speed is unknown."""
     if summary["flops_per_s"] is None:
         return []
     speed = f"{summary['flops_per_s'] / 1e9:,.1f} GFLOP/s of the model"
@@ -198,7 +185,7 @@ def describe_utilisation(summary: dict[str, Any]) -> list[str]:
 
 
 def write_side_tables(metrics: RunMetrics, trainer: Trainer) -> None:
-    """Write consensus distances, noise scales and router figures since the last call (rank 0; others drop them)."""
+    """Write new consensus distances, noise scales and router figures to the metrics file. Only rank 0 writes."""
     if new := trainer.exchange.new_consensus_distances():
         metrics.put(side_tables.CONSENSUS, step=list(new), distance=list(new.values()))
     if trainer.noise is not None and (rows := trainer.noise.taken()):
@@ -213,25 +200,22 @@ def write_side_tables(metrics: RunMetrics, trainer: Trainer) -> None:
 
 
 def consensus_figures(trainer: Trainer) -> dict[str, Any]:
-    """Return the figures of replicas that differ for the summary, {} for other runs (local).
-
-    ``consensus_distance`` is the last one, measured before the replicas became one model. Unknown figures are None.
-    """
+    """Return the distance between the replicas' parameters for the summary, or {} if they are equal. Local."""
     return {name: json_number(value) for name, value in trainer.exchange.consensus().items()}
 
 
 def describe_consensus(summary: Mapping[str, Any]) -> list[str]:
-    """Return the line of a summary about replicas that differed, if they did."""
+    """Return a list with the summary line about the distance between replicas, or [] if they are always equal."""
     distance = summary.get("consensus_distance")
     return [] if distance is None else [f"replicas were {distance:.3g} of the norm of their mean apart, then averaged"]
 
 
 def straggler_figures(trainer: Trainer, workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the figures of stragglers for the summary (local).
+    """Return the figures about stragglers for the summary. Local.
 
-    ``samples_by_replica`` are those of the last step where measured speed decides, else None. The others are of servers
-    whose workers are not in lock-step, and of this start; ``servers_fullest`` is what the server with most holds, over
-    an even share.
+    ``samples_by_replica`` is from the last step, and None if all replicas have equal numbers. ``servers_fullest`` is
+    the load of the most loaded server, relative to an even load. Staleness and dropped gradients include only the steps
+    since the last start.
     """
     exchange = trainer.exchange
     stragglers: dict[str, Any] = {"samples_by_replica": workers[0]["shares"]}
@@ -248,7 +232,7 @@ def straggler_figures(trainer: Trainer, workers: Sequence[Mapping[str, Any]]) ->
 
 
 def describe_stragglers(summary: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a summary about stragglers, if there are any."""
+    """Return a list with the summary lines about stragglers, or [] without stragglers."""
     lines = []
     if summary.get("samples_by_replica") is not None:
         shares = summary["samples_by_replica"]

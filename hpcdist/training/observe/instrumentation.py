@@ -1,11 +1,8 @@
 """Instrumentation of a loop on one rank: spans, profiler ranges, energy windows, and sensor shift.
 
-Without a profiler a range costs less than a microsecond.
-
-`StepShifter`: a power sensor that measures 25 ms of every 100 ms sees the same part of each step where steps take a
-multiple of 100 ms, and its counter is then wrong by as much as that part is unlike the others. Yang, Adamek and
-Armour (arXiv 2312.02741) shift the repetitions of a measurement; in a training, whose ranks step together, one of
-them waits.
+`StepShifter`: a power sensor that measures 25 ms of every 100 ms always sees the same part of a step if the step time
+is a multiple of 100 ms, which biases the energy. One rank therefore delays its steps, as Yang, Adamek and Armour
+(arXiv:2312.02741) shift repeated measurements.
 """
 
 import os
@@ -37,14 +34,11 @@ COLORS: Final = {
     "validation": 0x76B7B2,
     "other": 0xBAB0AC,
     "step": 0x9C755F,
-}  # RGB by phase; the same ones in every picture of a step
+}  # RGB by phase, the same in every chart
 
 
 class NvtxRanges:
-    """Ranges of one rank: pushed and popped on the thread that enters them, in a domain of their own.
-
-    Raises MissingCapabilityError where the package is absent.
-    """
+    """Profiler (NVTX) ranges of one rank, in one NVTX domain. Raises MissingCapabilityError without package nvtx."""
 
     def __init__(self) -> None:
         try:
@@ -55,13 +49,13 @@ class NvtxRanges:
                 f"({error})"
             ) from error
         self._annotate: Any = nvtx.annotate
-        # A tool keeps every text for ever. There are as many as different operations in a step: no step is in them.
+        # A profiler keeps every text, so the texts contain no step numbers.
         self._known: dict[tuple[str, str, int, int], AbstractContextManager[object, bool | None]] = {}
 
     def __call__(
         self, phase: str, name: str, microbatch: int = -1, unit: int = -1
     ) -> AbstractContextManager[object, bool | None]:
-        """Return the range of what is called ``name``, coloured by its ``phase`` (local)."""
+        """Return a context manager for the profiler range of operation ``name``, coloured by ``phase``. Local."""
         annotation = self._known.get((phase, name, microbatch, unit))
         if annotation is None:
             annotation = self._annotate(
@@ -72,25 +66,23 @@ class NvtxRanges:
 
 
 def label(name: str, microbatch: int = -1, unit: int = -1) -> str:
-    """Return the text of a range: "FORWARD microbatch 0 unit 3"; without the numbers that are -1."""
+    """Return the text of a profiler range, e.g. "FORWARD microbatch 0 unit 3" (unit: stage). -1 is left out."""
     numbers = (("microbatch", microbatch), ("unit", unit))
     return " ".join([name, *(f"{of} {number}" for of, number in numbers if number >= 0)])
 
 
 class ConsoleProgress:
-    """Console of rank 0; the other ranks are silent.
+    """Console output of a training: progress bar or log lines on rank 0. Other ranks print nothing.
 
-    ``first`` is the step from which this process goes on, ``every_s`` the seconds between two lines of a log, ``unit``
-    the name of what a speed counts. Speeds and the time that is left are those of the steps after the first one of this
-    process, which compiles kernels and opens connections: as in the summary of the run. The share of communication is
-    the mean since the last line, or for a bar, since the last ``every_s`` seconds have passed.
+    ``first`` is the number of steps before this start of the run. ``every_s`` is the interval of log lines. Speed and
+    ETA exclude this process's first step, which compiles kernels and opens connections.
     """
 
     def __init__(self, steps: int, first: int, every_s: float, shown: bool, unit: str = "tokens") -> None:
         self._steps, self._first, self._every_s, self._shown, self._unit = steps, first, every_s, shown, unit
         self._begun = self._last = time.monotonic()
-        self._warm: tuple[float, int] | None = None  # when the first step was done, and its number
-        self._targets = 0  # of the steps after it
+        self._warm: tuple[float, int] | None = None  # end time and number of the first step
+        self._targets = 0  # targets of the steps after the first
         self._communication_s = self._steps_s = 0.0  # since the last line
         columns = _terminal_columns() if shown else None
         self._bar: tqdm[None] | None = None
@@ -98,7 +90,7 @@ class ConsoleProgress:
             self._bar = tqdm(total=steps, initial=first, unit="step", file=sys.stderr, ncols=columns or None)
 
     def say(self, text: str) -> None:
-        """Print a line without breaking the bar."""
+        """Print ``text`` as a line above the progress bar, if there is one."""
         if not self._shown:
             return
         if self._bar is not None:
@@ -107,10 +99,10 @@ class ConsoleProgress:
             print(text, file=sys.stderr, flush=True)
 
     def step(self, done: int, loss: float, targets: int, communication_s: float, step_s: float) -> None:
-        """Report that ``done`` steps are complete; all ranks together predicted ``targets`` in the last step.
+        """Report that ``done`` steps are complete. ``targets`` is the number of targets in the last step on all ranks.
 
-        Targets whose gradient came too late do not count. The last step took ``step_s`` seconds, of which this rank
-        spent ``communication_s`` in messages.
+        Targets of dropped gradients do not count. The last step took ``step_s`` seconds. This rank spent
+        ``communication_s`` seconds of them in communication.
         """
         if not self._shown:
             return
@@ -134,7 +126,6 @@ class ConsoleProgress:
                 print(line, file=sys.stderr, flush=True)
 
     def _left(self, done: int, now: float) -> str:
-        """Return the estimated time of the steps that are left; after the first step, the seconds that it took."""
         assert self._warm is not None
         warm_s, warm = self._warm
         if done == warm:
@@ -142,13 +133,16 @@ class ConsoleProgress:
         return f"ETA {(self._steps - done) * (now - warm_s) / (done - warm):.0f} s"
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Close the progress bar."""
         if self._bar is not None:
             self._bar.close()
 
 
 def _terminal_columns() -> int | None:
-    """Return the width of the terminal behind stderr, directly or by the launcher; 0 unknown; None without one."""
+    """Return the width of the terminal of stderr in columns, 0 if the width is unknown, or None without a terminal.
+
+    The launcher reports its terminal in an environment variable.
+    """
     if sys.stderr.isatty():
         return 0
     columns = os.environ.get(TERMINAL_COLUMNS, "")
@@ -156,15 +150,15 @@ def _terminal_columns() -> int | None:
 
 
 class StepLog:
-    """Log of special steps, in ``metrics`` and on the console of ``progress`` (rank 0 alone writes)."""
+    """Log of skipped steps and steps computed twice, in ``metrics`` and on the console. Only rank 0 writes."""
 
     def __init__(self, trainer: Trainer, metrics: RunMetrics, progress: ConsoleProgress) -> None:
         self._trainer, self._metrics, self._progress = trainer, metrics, progress
-        self._loss_scale = 1.0  # of the last row about it
+        self._loss_scale = 1.0  # last logged loss scale
         self._has_suspected = False
 
     def stepped(self, step: int, result: StepResult) -> None:
-        """Log a skipped step, a loss scale other than that of the last row, and a second computation of ``step``."""
+        """Log ``step`` if it was skipped or computed twice, or if its loss scale changed."""
         if result.skipped:
             self._progress.say(f"step {step}: skipped, its gradient overflows at the loss scale {result.loss_scale:g}")
         if result.skipped or result.loss_scale != self._loss_scale:
@@ -174,15 +168,14 @@ class StepLog:
         self._recomputed(step, result)
 
     def _recomputed(self, step: int, result: StepResult) -> None:
-        """Log the verdict of a second computation of the step, where there was one."""
         if (verdict := result.recomputed) is None:
             return
         if verdict.fault:
             self._progress.say(verdict.fault)
         elif verdict.suspicion and not self._has_suspected:
-            why = verdict.suspicion
-            self._progress.say(f"step {step}: {why}; computed again, it has the same bits: it is the data")
-            self._has_suspected = True  # once is enough: the others are in the metrics
+            reason = verdict.suspicion
+            self._progress.say(f"step {step}: {reason}; the recomputation gave the same bits: the data is unusual")
+            self._has_suspected = True  # print once: the metrics have all
         self._metrics.put(
             side_tables.RECOMPUTED,
             step=step,
@@ -192,20 +185,21 @@ class StepLog:
         )
 
     def shares(self, done: int, first: int) -> None:
-        """Write the shares of the steps after ``done``: the known ones from index ``first`` on."""
+        """Write changes of replicas' sample counts after step ``done`` to the metrics, but not the first ``first``."""
         if self._trainer.shares is not None:
             for batch, samples in self._trainer.shares.state(done)[first:]:
                 self._metrics.put(side_tables.SHARES, first_step=batch + 1, samples=[samples])
 
 
-SHIFTED_STEPS: Final = 64  # all positions are seen equally often in them; together they wait less than one update
-SHIFT_SPAN: Final = "shift"  # of the spans
+SHIFTED_STEPS: Final = 64  # steps of one cycle of delays, whose sum is less than one sensor update
+SHIFT_SPAN: Final = "shift"
 
 
 class StepShifter:
-    """Delay of the steps of this rank, for which the others wait in the step (local).
+    """Delays this rank's steps, so that a sensor with gaps measures all phases of a step equally often. Local.
 
-    ``sensor`` returns the part-time power sensor, None while all sensors measure all of the time.
+    The other ranks wait for this rank in the step. ``sensor`` returns the power sensor, or None if all sensors measure
+    continuously.
     """
 
     def __init__(self, sensor: Callable[[], PowerSensor | None], spans: SpanSink) -> None:
@@ -214,19 +208,19 @@ class StepShifter:
         self._left = 0
 
     def wait(self, step: int) -> None:
-        """Wait until ``step`` should begin."""
+        """Sleep until it is time to start ``step``."""
         if not self._left:
-            sensor = self._sensor()  # its interval may be known better by now
+            sensor = self._sensor()  # its interval may be estimated better by now
             self._shift = None if sensor is None else SensorShift(sensor, SHIFTED_STEPS)
             self._left = SHIFTED_STEPS
         self._left -= 1
         if self._shift is None:
             return
-        begun = now_ns()
-        pause_s = self._shift.pause_s(begun)
+        start = now_ns()
+        pause_s = self._shift.pause_s(start)
         if pause_s > 0:
             time.sleep(pause_s)
-            self._spans.add("other", SHIFT_SPAN, step, begun, now_ns())
+            self._spans.add("other", SHIFT_SPAN, step, start, now_ns())
 
 
 WAIT_SPAN: Final = "wait for data"
@@ -234,12 +228,12 @@ Batch = TypeVar("Batch")
 
 
 class Instrumentation:
-    """Spans, ranges and energy windows of the loop of a rank, whose step is ``step``, or was last. Local."""
+    """Recorder of time spans, profiler ranges and energy windows in one rank's training loop. Local."""
 
     def __init__(self, trainer: Trainer, spans: SpanSink, energy: EnergyRecorder) -> None:
         self.spans, self.energy = spans, energy
         self.step = trainer.first_step
-        self.waited_s = 0.0  # for the data of the step that is being made, or was last
+        self.waited_s = 0.0  # wait for the data of the current step
         self.ranges = trainer.ranges
         # One rank is enough: the others wait for it in the step.
         shifts = trainer.recipe.energy.shift and trainer.comm.rank == 0
@@ -247,20 +241,20 @@ class Instrumentation:
 
     @contextmanager
     def phase(self, phase: str, name: str) -> Iterator[None]:
-        """Count the time and energy inside in ``phase`` (every rank should call)."""
-        begun = now_ns()
+        """Measure time and energy of the ``with`` body as ``phase``. All ranks should use it at the same time."""
+        start = now_ns()
         with self.energy.monitor.window(phase), self.ranges(phase, name):
             yield
-        self.spans.add(phase, name, self.step, begun, now_ns())
+        self.spans.add(phase, name, self.step, start, now_ns())
 
     def awaited(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield ``batches``, and record how long this rank waited for each."""
+        """Yield the items of ``batches``, and record the time that this rank waits for each of them."""
         waiting = iter(batches)
         while True:
-            begun = now_ns()
+            start = now_ns()
             with self.ranges("data", WAIT_SPAN):
                 batch = next(waiting, None)
-            self.waited(begun)
+            self.waited(start)
             if batch is None:
                 return
             if self._shifting is not None:
@@ -268,13 +262,13 @@ class Instrumentation:
             yield batch
 
     def waited(self, begun_ns: int) -> None:
-        """Record that this rank has waited for the data of the coming step since ``begun_ns``."""
+        """Record that this rank waited for data from time ``begun_ns`` to now."""
         end = now_ns()
         self.waited_s = (end - begun_ns) / 1e9
         self.spans.add("data", WAIT_SPAN, self.step + 1, begun_ns, end)
 
     def stepped(self, step: int, begin_s: float, end_s: float) -> None:
-        """Record that ``step`` is done, which lasted from ``begin_s`` to ``end_s`` of `time.perf_counter`."""
+        """Record that ``step`` lasted from ``begin_s`` to ``end_s``, both times of `time.perf_counter`."""
         self.step = step
-        # That clock is the one of spans: both are the system's monotonic one.
+        # Both clocks are the monotonic clock of the system.
         self.spans.add("step", "step", step, round(begin_s * 1e9), round(end_s * 1e9))

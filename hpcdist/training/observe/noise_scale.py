@@ -1,13 +1,8 @@
-"""Gradient noise scale of a run, measured in its steps (formulas: `hpcdist.optim`).
+"""Gradient noise scale of a run, measured during its steps (formulas: `hpcdist.optim`).
 
-The small batches are what each replica has of a step: the squared norm of its own gradient is taken before the
-exchange overwrites it, that of the global batch is known from clipping. Where gradients are exchanged after each
-micro-batch (zero2, zero3, logical shards), each micro-batch of each replica is a small batch. A replica that is
-alone, and adds up its micro-batches, takes the first of them. In a pipeline, and on a tensor axis, every rank has a
-part of each norm.
-
-Costs, in the steps that are measured: one pass over the own gradients, and two numbers in a message that is sent
-anyway. Of 16-bit gradients it is the norm of the rounded ones.
+The small batch is one replica's part of a step. If gradients are exchanged after each micro-batch, or a single replica
+accumulates, it is a micro-batch. The squared norm of the small batch's gradient is taken before the exchange. Costs per
+measured step: one pass over the local gradients, and two numbers in an existing message.
 """
 
 import math
@@ -27,7 +22,7 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.step import RunningStep, StepObserver
 from hpcdist.strategies.tensor.axis import counted
 
-COMPLETING_PASSES: Final = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # a micro-batch's gradients of a unit are complete
+COMPLETING_PASSES: Final = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # they complete a unit's gradients of a micro-batch
 WRITING_PASSES: Final = (*COMPLETING_PASSES, Kind.BACKWARD_INPUT)
 WHY_UNKNOWN: Final = (
     "the true gradient is smaller than the error of its estimate; measure longer or more often "
@@ -36,15 +31,18 @@ WHY_UNKNOWN: Final = (
 
 
 def _mixed_microbatches(operations: Sequence[Operation]) -> str:
-    """Return the reason of a refusal, "" where micro-batch 0 completes its gradients before another writes to them."""
+    """Return an error message if ``operations`` never have the gradient of micro-batch 0 alone, else "".
+
+    This is so if other micro-batches are added to a gradient before micro-batch 0 is complete.
+    """
     complete: set[int] = set()
     for op in operations:
         if op.kind in WRITING_PASSES and op.unit not in complete:
             if op.microbatch:
                 return (
-                    f"run.noise_scale_every_steps with one data rank: its schedule computes {op} before the gradients "
-                    "of micro-batch 0 are complete, whose norm would be the small batch's; choose another "
-                    "parallel.schedule, more data ranks, or run.noise_scale_every_steps = 0"
+                    f"run.noise_scale_every_steps with one data rank needs the gradients of micro-batch 0 alone, but "
+                    f"the schedule computes {op} before they are complete; choose another parallel.schedule, more "
+                    "data ranks, or run.noise_scale_every_steps = 0"
                 )
             if op.kind in COMPLETING_PASSES:
                 complete.add(op.unit)
@@ -52,47 +50,48 @@ def _mixed_microbatches(operations: Sequence[Operation]) -> str:
 
 
 class NoiseMeter(StepObserver):
-    """Observer that measures the noise of every ``every_steps``-th step, and the means over the steps."""
+    """Observer that measures the gradient noise scale in every step that is a multiple of ``every_steps``."""
 
     def __init__(self, context: RankContext, exchange: Exchange, every_steps: int) -> None:
         self._context, self._exchange, self._every_steps = context, exchange, every_steps
         self.looks_at_first = context.computes and context.data.size == 1 and self._exchange.accumulates
-        self._speaks = context.computes and context.pipeline.rank == 0 and context.tensor.rank == 0  # for its replica
+        self._speaks = context.computes and context.pipeline.rank == 0 and context.tensor.rank == 0  # one per replica
         self._squared = 0.0
         self.smoothed = SmoothedNoise()
         self._rows: list[tuple[float, ...]] = []
 
     def check(self, operations: Sequence[Operation]) -> None:
-        """Raise ConfigurationError, on all ranks, where a step of ``operations`` shows no small batch's gradient.
+        """Raise ConfigurationError on all ranks if ``operations`` never have the gradient of a smaller batch alone.
 
-        Collective over the world.
+        The noise scale is computed from this gradient and the gradient of the whole step. Collective over the world.
         """
         refusals = self._context.world.allgather_object(_mixed_microbatches(operations) if self.looks_at_first else "")
         if any(refusals):
             raise ConfigurationError(next(filter(None, refusals)))
 
     def went_back(self, step: RunningStep, op: Operation) -> None:
-        """Add the gradients of a unit after the first micro-batch, where it stands for all small batches."""
         if not (self.looks_at_first and op.kind in COMPLETING_PASSES and op.microbatch == 0 and self._is_due(step)):
             return
         if step.sizes[0]:
             self._add(op.unit, step.units[op.unit], (step.samples / step.sizes[0]) ** 2)
 
     def exchanges(self, step: RunningStep, op: Operation) -> None:
-        """Add the gradients that ``op`` is about to exchange."""
         sizes = step.sizes
-        own = sum(sizes) if self._exchange.accumulates else sizes[op.microbatch]
-        if self.looks_at_first or not self._is_due(step) or not own:
+        batch_size = sum(sizes) if self._exchange.accumulates else sizes[op.microbatch]
+        if self.looks_at_first or not self._is_due(step) or not batch_size:
             return
         before = time.perf_counter()
         for unit, part in step.units.items():
-            self._add(unit, part.intersect(op.part), step.samples / own)
-        taken_s = time.perf_counter() - before  # a pass over the gradients is no communication
+            self._add(unit, part.intersect(op.part), step.samples / batch_size)
+        taken_s = time.perf_counter() - before  # not part of the communication
         step.outcome.seconds["update_s"] += taken_s
         step.outcome.seconds["communication_s"] -= taken_s
 
     def counts(self, step: RunningStep) -> np.ndarray:  # (2,)
-        """Return this rank's part of the small batches' squared norm, and of 1 / their samples; begin anew."""
+        """Return two numbers to sum over ranks: the smaller batches' squared gradient norm, and 1 / (their samples).
+
+        Reset the squared norm. The noise scale compares the gradients of smaller batches and of the whole batch.
+        """
         samples, sizes = step.samples, step.sizes
         squared, self._squared = self._squared / step.outcome.loss_scale**2, 0.0
         if not (self._is_due(step) and self._speaks):
@@ -106,14 +105,13 @@ class NoiseMeter(StepObserver):
         return step.number % self._every_steps == 0
 
     def _add(self, unit: int, part: Range, weight: float) -> None:
-        """Add ``weight`` times the sum of squares of the gradients of a unit in ``part``."""
+        """Add ``weight`` times the sum of squares of the gradients of stage ``unit`` in parameter range ``part``."""
         if part:
             store = self._exchange.gradients_at(self._context.model.stages[unit].layer)
-            own = counted(self._context.layout, [part], self._context.tensor)
-            self._squared += weight * norms.sum_of_squares(store, own)
+            ranges = counted(self._context.layout, [part], self._context.tensor)
+            self._squared += weight * norms.sum_of_squares(store, ranges)
 
     def complete_step(self, step: RunningStep, sums: np.ndarray) -> None:
-        """Add the estimate of the sums over the ranks to the means, unless the step was skipped."""
         if not self._is_due(step) or step.outcome.skipped:
             return
         squared, inverse = sums.tolist()
@@ -127,16 +125,13 @@ class NoiseMeter(StepObserver):
         self._rows.append((step.number, *figures))
 
     def taken(self) -> list[tuple[float, ...]]:
-        """Return the rows since the last call, in the columns of `side_tables.NOISE_SCALE` but the session."""
+        """Return the rows of the table `side_tables.NOISE_SCALE` since the last call, without the session column."""
         rows, self._rows = self._rows, []
         return rows
 
 
 def noise_figures(meter: NoiseMeter | None, batch: int) -> dict[str, Any]:
-    """Return the figures of the noise at ``batch`` samples a step for a summary, {} where not measured (local).
-
-    What is not known is None.
-    """
+    """Return the noise scale and critical batch size for the summary, or {} if they were not measured. Local."""
     if meter is None:
         return {}
     scale = meter.smoothed.mean.noise_scale
@@ -146,7 +141,7 @@ def noise_figures(meter: NoiseMeter | None, batch: int) -> dict[str, Any]:
 
 
 def describe_noise(summary: Mapping[str, Any]) -> list[str]:
-    """Return the line of a summary about the noise scale, if it was measured."""
+    """Return a list with the summary line about the noise scale, or [] if it was not measured."""
     if "noise_scale" not in summary:
         return []
     scale, batch = summary["noise_scale"], summary.get("global_batch", 0)

@@ -1,8 +1,7 @@
-"""Load balance, entropy and drops of the routers of a mixture of experts, step by step; the biases that balance them.
+"""Router figures of a mixture of experts per step (load balance, entropy, drops), and the balancing biases.
 
-What the routers of all ranks did is summed in the message that has the loss: (E + 4) numbers for each of L layers.
-Loads are whole numbers, so biases that follow from them are the same on every rank. Formulas are in
-`hpcdist.models.experts.router`.
+The figures of all ranks are summed in the message of the loss: (E + 4) numbers for each of L layers with E experts.
+Loads are integers, so the biases are equal on every rank. Formulas: `hpcdist.models.experts.router`.
 """
 
 import sys
@@ -15,15 +14,15 @@ from hpcdist.models.experts.router import RouterState
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.step import RunningStep, StepObserver
 
-MANY_DROPPED: Final = 0.5  # of all choices: a warning
+MANY_DROPPED: Final = 0.5  # fraction of dropped choices that prints a warning
 
 
 class RouterFigures(NamedTuple):
-    """Figures of the routers in one step: means over the layers.
+    """Figures about the expert routers in one step, averaged over the layers.
 
-    ``imbalance`` is the load of the busiest expert over the mean load, ``worst`` that of the worst layer; ``entropy``
-    is that of a token's scores in nats; ``dropped`` is the share of choices; the losses, means over tokens, are without
-    coefficients.
+    ``imbalance`` is the load of the busiest expert divided by the mean load; ``worst`` is the largest imbalance of a
+    layer. ``entropy`` of a token's router scores is in nats. ``dropped`` is the fraction of expert choices dropped.
+    Losses are without their coefficients.
     """
 
     imbalance: float
@@ -35,28 +34,25 @@ class RouterFigures(NamedTuple):
 
 
 class RouterMeter(StepObserver):
-    """Observer that sums what the routers of all ranks did, and moves the biases of the router."""
+    """Observer that sums the routers' token counts over all ranks, and updates the router biases."""
 
     def __init__(self, context: RankContext, state: RouterState) -> None:
         self._state = state
-        self._speaks = context.computes and context.tensor.rank == 0  # the ranks of a tensor axis see the same tokens
+        self._speaks = context.computes and context.tensor.rank == 0  # ranks of a tensor axis see the same tokens
         self._warns = context.world.rank == 0
         self._rows: list[tuple[float, ...]] = []
         self.last: RouterFigures | None = None
-        self.loads = np.zeros((len(state.seen), state.experts))  # of the last step, by layer
+        self.loads = np.zeros((len(state.seen), state.experts))  # loads of the last step, by layer
         self.step = 0
 
     def begin_step(self, number: int, *_: object) -> None:
-        """Forget what a step that was given up has left."""
         self._state.take()
 
     def counts(self, step: RunningStep) -> np.ndarray:  # (layers x (experts + EXTRA),)
-        """Return what the routers of this rank did in the micro-batches of the step."""
         seen = self._state.take()
         return (seen if self._speaks else np.zeros_like(seen)).reshape(-1)
 
     def complete_step(self, step: RunningStep, sums: np.ndarray) -> None:
-        """Take the sums over the ranks, and move the biases by them, unless the step was skipped."""
         seen, experts = sums.reshape(self._state.seen.shape), self._state.experts
         self.loads, self.step = seen[:, :experts].copy(), step.number
         if not step.outcome.skipped:
@@ -85,20 +81,20 @@ class RouterMeter(StepObserver):
             )
 
     def taken(self) -> list[tuple[float, ...]]:
-        """Return the rows since the last call: a step and its `RouterFigures` each."""
+        """Return the rows since the last call. A row is the step number, followed by the fields of `RouterFigures`."""
         rows, self._rows = self._rows, []
         return rows
 
 
 def router_figures(meter: RouterMeter | None) -> dict[str, Any]:
-    """Return the figures of the last step's routers for a summary, {} for a dense model (local)."""
+    """Return the router figures of the last step for the summary, or {} for a model without experts. Local."""
     if meter is None or meter.last is None:
         return {}
     return {"router": {name: float(value) for name, value in meter.last._asdict().items()}}
 
 
 def describe_router(summary: Mapping[str, Any]) -> list[str]:
-    """Return the line of a summary about the routers, if there are any."""
+    """Return a list with the summary line about the routers, or [] for a model without experts."""
     router = summary.get("router")
     if router is None:
         return []

@@ -1,16 +1,11 @@
-"""Silent data corruption check: recompute a suspicious step, or every n-th, before anything is updated.
+"""Silent data corruption check: recompute suspicious steps, or every n-th, before the update.
 
-A memory cell or a core that errs now and then crashes nothing; it bends the loss curve, or ends a run weeks later
-(Dixit et al., "Silent data corruptions at scale", arXiv:2102.11245). When a step is agreed on, its gradients are
-summed and no parameter has changed, so it can be computed again: forward, backward and exchange give the same bits
-each time, unless the hardware errs. Equal bits: the data is unusual. Other bits: a third computation decides.
+A recomputed forward, backward and exchange give the same bits unless the hardware errs (Dixit et al.,
+arXiv:2102.11245). If the bits differ, a third computation decides. Ranks are at fault if their local losses or
+gradients, before any exchange, differ between computations. On pipeline or tensor axes, several ranks may be named.
 
-    suspicious   the gradient norm or the loss is more than ``factor`` times its median over the last steps
-    at fault     the ranks whose own losses or gradients, before any exchange, were not the same both times
-
-In a pipeline or on a tensor axis several ranks are named, the one that erred among them. Costs: of each step in which
-it may be recomputed, one pass over the gradients before the exchange (xxh3); of each step that is, one more forward,
-backward and exchange, and a small message.
+Costs: one hash pass (xxh3) over the gradients in each step that may be recomputed, and a small message per
+recomputation.
 """
 
 import math
@@ -33,23 +28,24 @@ from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.schedule.operations import Operation
 from hpcdist.strategies.schedule.step import RecomputeVerdict, RunningStep, StepObserver, StepResult
 
-MEDIAN_STEPS: Final = 50  # steps, over which the median is taken
-LEAST_STEPS: Final = 10  # of them, before anything is suspicious
+MEDIAN_STEPS: Final = 50  # number of steps in the median
+LEAST_STEPS: Final = 10  # number of steps before a step can be suspicious
 
 
 @dataclass(frozen=True)
 class ComputationDigest:
-    """Digests of one computation of a step: this rank's own part, before any exchange, and that of all parts."""
+    """Digests of a step's results: this rank's values before any exchange, and the values ``summed`` over ranks."""
 
     own: bytes
     summed: bytes
 
 
 class SdcCheck(StepObserver):
-    """Observer that computes steps of ``exchange`` again. Every rank of ``comm``, the world, has one.
+    """Observer that computes steps a second time, to find silent data corruption. Every rank of ``comm`` has one.
 
-    A step is suspicious ``factor`` times above the median (0: never), and each ``every_steps``-th is computed again
-    (0: none). With ``skips_overflow`` a gradient that is not finite is not suspicious: the loss scale skips its step.
+    A step is suspicious if its loss or gradient norm exceeds ``factor`` times the median (0: no step is). Suspicious
+    steps and every ``every_steps``-th step (0: none) are computed twice. If ``skips_overflow``, non-finite gradients
+    are not suspicious.
     """
 
     def __init__(
@@ -60,10 +56,9 @@ class SdcCheck(StepObserver):
         self._norms: deque[float] = deque(maxlen=MEDIAN_STEPS)
         self._losses: deque[float] = deque(maxlen=MEDIAN_STEPS)
         self._step, self._digest = 0, xxhash.xxh3_128()
-        self._suspects: set[int] = set()  # of the last time that a step was computed again
+        self._suspects: set[int] = set()  # suspected ranks of the last recomputation
 
     def exchanges(self, step: RunningStep, op: Operation) -> None:
-        """Add the gradients that ``op`` takes to the digest of this computation (local)."""
         if self._factor or self._is_due(step.number):
             values = None if op.range is None else step.gradients_in(op.range)
             if values is not None:
@@ -74,14 +69,14 @@ class SdcCheck(StepObserver):
         return bool(self._every_steps) and step % self._every_steps == 0
 
     def _begin(self, step: RunningStep) -> None:
-        """Start a new digest for a new step; one that was given up may have left its own (local)."""
         if self._step != step.number:
             self._step, self._digest = step.number, xxhash.xxh3_128()
 
     def agreed(self, step: RunningStep) -> None:
-        """Compute the step again where it is suspicious or due. Collective.
+        """Compute the step a second time if it is suspicious or due. Collective.
 
-        Raises DivergenceError on all ranks where that gives other bits each time, or the same rank errs twice in a row.
+        Raises DivergenceError on all ranks if all computations of the step differ, or if one rank is faulty in two
+        checks in a row.
         """
         outcome = step.outcome
         suspicion = self._suspicion(outcome)
@@ -89,7 +84,7 @@ class SdcCheck(StepObserver):
             before, seconds = time.perf_counter(), dict(outcome.seconds)
             outcome.recomputed = self._recomputed(step, suspicion)
             taken_s = time.perf_counter() - before
-            outcome.seconds |= seconds  # all of it is computation, whatever it was about
+            outcome.seconds |= seconds  # count the recomputation as compute time
             outcome.seconds["compute_s"] += taken_s
             outcome.seconds["communication_s"] -= taken_s
         if math.isfinite(outcome.gradient_norm) and math.isfinite(outcome.loss):
@@ -97,18 +92,18 @@ class SdcCheck(StepObserver):
             self._losses.append(outcome.loss)
 
     def _suspicion(self, outcome: StepResult) -> str:
-        """Return the reason to suspect the step, "" for none: the same on all ranks (local)."""
+        """Return the reason why the step is suspicious, or "" if it is not. Local; all ranks get the same result."""
         if not self._factor:
             return ""
-        for name, value, known in (
+        for name, value, history in (
             ("gradient norm", outcome.gradient_norm, self._norms),
             ("loss", outcome.loss, self._losses),
         ):
             if not math.isfinite(value):
                 if name == "gradient norm" and self._skips_overflow:
-                    continue  # it is skipped, as many are
+                    continue  # the loss scale skips this step
                 return f"{name} {value}"
-            if len(known) >= LEAST_STEPS and value > self._factor * (usual := statistics.median(known)):
+            if len(history) >= LEAST_STEPS and value > self._factor * (usual := statistics.median(history)):
                 return f"{name} {value:.4g}, with a median of {usual:.4g}"
         return ""
 
@@ -136,7 +131,6 @@ class SdcCheck(StepObserver):
         return self._computation(step)
 
     def _computation(self, step: RunningStep) -> ComputationDigest:
-        """Return the digests of the computation that has just been agreed on (local)."""
         self._begin(step)
         self._digest.update(np.array(step.own_losses).tobytes())
         outcome = step.outcome
@@ -164,5 +158,5 @@ def _refusal(step: int, ranks: Sequence[int], hosts: Sequence[str]) -> str:
         )
     return (
         f"step {step}: {_named(ranks, hosts)} computed other bits of the same step twice in a row. Nothing was "
-        "updated: exclude that node, and go on from the newest checkpoint with --resume auto"
+        "updated: exclude that node, and resume from the newest checkpoint with --resume auto"
     )

@@ -1,7 +1,6 @@
 """The ``[data]``, ``[precision]``, ``[run]`` and ``[survival]`` sections of a recipe.
 
-Frozen dataclasses with their defaults and the rules of single keys. Light: imports nothing but the errors, `reporting`,
-the sizes of models and the arithmetic of batch sizes.
+Frozen dataclasses with defaults and the rules of single keys. Light: imports no MPI, HDF5 or NumPy.
 """
 
 import math
@@ -20,7 +19,7 @@ ACTIVATIONS: Final = ("float32", "working")
 SHARES: Final = ("even", "measured")
 DIGESTS: Final = ("whole", "probes")
 DEVICES: Final = ("cpu", "gpu")
-MOST_SAMPLES: Final = 2**31  # of a step
+MOST_SAMPLES: Final = 2**31  # per step
 
 
 def _is_power_of_two(value: float, least: float, most: float) -> bool:
@@ -28,7 +27,7 @@ def _is_power_of_two(value: float, least: float, most: float) -> bool:
 
 
 DATA_RULES: Final = (
-    rule("data.staged with data.path=", "there is nothing of which it is a copy", "set data.path, or leave it out"),
+    rule("data.staged with data.path=", "there is no original file", "set data.path, or leave it out"),
     *at_least(1, "data.context"),
     *at_most(MOST_CONTEXT, "data.context"),
     must("data.validation_fraction", lambda share: 0 <= share <= 0.5, "it must be between 0 and 0.5"),
@@ -48,36 +47,34 @@ RUN_RULES: Final = (
     rule(
         "run.allow_partial with run.init_from=",
         NO_EFFECT,
-        "all parameters are drawn; name a checkpoint with run.init_from (--init-from), or set it to false",
+        "all parameters are random; name a checkpoint with run.init_from (--init-from), or set it to false",
     ),
     *at_least(0, "run.logical_shards", "run.recompute_every_steps", "run.noise_scale_every_steps"),
     rule(
         "run.global_batch? with run.logical_shards",
-        "it does not divide into so many equal parts",
-        "choose a multiple of {1} samples, or a divisor of {0} for the shards",
+        "all logical shards must have the same number of samples",
+        "choose a multiple of {1} samples, or a number of shards that divides {0}",
         relation=lambda batch, shards: batch % shards,
     ),
-    rule("run.logical_shards with run.device!=cpu", "a GPU adds up rows of embeddings in an order of its own"),
+    rule("run.logical_shards with run.device!=cpu", "a GPU sums the gradients of embedding rows in no fixed order"),
     must(
         "run.suspicious_factor",
         lambda factor: factor == 0 or (math.isfinite(factor) and factor > 1),
-        "it must be 0 (suspects nothing), or finite and above 1, such as 5",
+        "it must be 0 (off), or finite and above 1, such as 5",
     ),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Section ``[data]``: the data that is trained on.
+    """Section ``[data]``: the training data.
 
-    ``keys.toml`` says what each key is. ``path`` may name a text file, a directory of them, tokens (uint8, uint16,
-    uint32, int32 or int64) in a .npy file or in the dataset ``tokens`` of an HDF5 file, or, for an mlp or a convnet, an
-    HDF5 file with datasets ``x`` (rows, ...), pictures as (rows, height, width) or with channels last, and ``y``.
+    ``keys.toml`` describes each key. ``path`` is a text file, a directory of text files, or a file of tokens: .npy, or
+    the dataset ``tokens`` of an HDF5 file. For an mlp or a convnet it is an HDF5 file with datasets ``x`` (rows, ...)
+    and ``y``. Pictures are (rows, height, width), optionally with channels.
 
-    With measured ``shares`` the batch is the same, and so are losses and weights up to rounding. Positions in a packed
-    document count from its first token, and padding has no loss. All parts of a document that is cut but the last are
-    as long as a sample. A "whole" ``digest`` is made once for each state of the files; "probes" are at even distances,
-    between which a change is not seen.
+    In packed samples, position 0 is the first token of each document, and padding has no loss. With ``digest`` "whole",
+    a digest of all data is computed once after each change of the files. "probes" reads only evenly spaced elements.
     """
 
     path: str = ""
@@ -94,7 +91,7 @@ class DataConfig:
         check_section(DATA_RULES, "data", self)
 
     def check_exists(self) -> None:
-        """Raise DataError where there is nothing at the path that is read (local)."""
+        """Raise DataError if the file or directory of the data does not exist. Local."""
         path = self.staged or self.path
         if self.path and not os.path.exists(path):
             key = "data.staged" if self.staged else "data.path"
@@ -103,16 +100,15 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Section ``[precision]``: the type of parameters and gradients.
+    """Section ``[precision]``: the number formats of parameters, gradients and activations.
 
-    float32 and float64 are also that of activations and of the optimizer's state. With a 16-bit type, parameters
-    and gradients are kept and sent in it; updates step a float32 master, of which checkpoints are made.
-    ``activations`` is what stages compute in, and send: "float32", layer by layer, or on a GPU the "working" type
-    itself, with sums, norms and losses in float32. Gradients of several micro-batches are rounded as each is added.
-    bfloat16 has the range of float32; gradients in float16 are those of the loss times ``loss_scale``, a power of
-    two. 0: it doubles after ``growth_interval`` steps without overflow, and halves after ``hysteresis`` overflows
-    in a row, but not below ``minimum_scale``, at which 16 of them in a row end the run. A step whose gradient
-    overflows is skipped.
+    With a 16-bit ``mode``, parameters and gradients are stored and sent in 16 bits; updates and checkpoints use a
+    float32 master copy. ``activations`` is the type in which stages compute and send: "float32", or on a GPU "working"
+    (16 bits, but sums, norms and losses in float32).
+
+    float16 gradients are scaled by ``loss_scale``, a power of two. 0 means dynamic: the scale doubles after
+    ``growth_interval`` steps without overflow, and halves after ``hysteresis`` overflows in a row. A step with overflow
+    is skipped.
     """
 
     mode: str = "float32"
@@ -124,17 +120,17 @@ class PrecisionConfig:
 
     @property
     def computes(self) -> str:
-        """The type of the master parameters, which updates change and checkpoints keep."""
+        """Data type of the master parameters, which updates and checkpoints use."""
         return "float32" if self.mode in HALVES else self.mode
 
     @property
     def stages(self) -> str:
-        """The type that stages compute in, and send to each other."""
+        """Data type of the activations that stages compute and send."""
         return self.mode if self.activations == "working" else self.computes
 
     @property
     def working(self) -> str | None:
-        """The 16-bit type in which parameters and gradients are kept and sent; None in 32 and 64 bits."""
+        """16-bit data type of stored and sent parameters and gradients, or None if ``mode`` is not a 16-bit mode."""
         return self.mode if self.mode in HALVES else None
 
     def __post_init__(self) -> None:
@@ -147,19 +143,19 @@ PRECISION_RULES: Final = (
     one_of("precision.activations", ACTIVATIONS),
     rule(
         "precision.activations=working with precision.mode!={halves}",
-        "there are no working copies",
-        f"choose a mode of {' and '.join(HALVES)}, or leave it out",
+        "this mode has no 16-bit working copies",
+        f"choose the mode {' or '.join(HALVES)}, or leave it out",
         halves=HALVES,
     ),
     must(
         "precision.loss_scale",
         lambda scale: scale == 0 or _is_power_of_two(scale, 1.0, 2.0**24),
-        "it must be 0 (dynamic) or a power of two from 1 to 2^24, so that it rounds nothing",
+        "it must be 0 (dynamic) or a power of two from 1 to 2^24, so that scaling is exact",
     ),
     must(
         "precision.minimum_scale",
         lambda scale: _is_power_of_two(scale, 2.0**-24, 2.0**16),
-        "it must be a power of two from 2^-24 to 2^16, with which a run begins",
+        "it must be a power of two from 2^-24 to 2^16 (the initial scale)",
     ),
     *at_least(1, "precision.growth_interval", "precision.hysteresis"),
     *(
@@ -172,15 +168,13 @@ PRECISION_RULES: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Section ``[run]``: the length of a run, the batch of a step, and the measurements on the way.
+    """Section ``[run]``: length, batch size, device, and the checks and measurements during a run.
 
-    ``keys.toml`` says what each key is. Replicas are also compared before each save, and what a script brings to the
-    ranks of one replica as often as they are, and in its first steps. Samples of the validation loss are spread evenly
-    over the validation data. For ``batch_warmup`` and the noise scale see `hpcdist.optim.rates`.
+    ``keys.toml`` describes each key, and `hpcdist.optim.rates` describes ``batch_warmup`` and the noise scale. Replicas
+    are compared every ``sentinel_every_steps`` steps and before each save. Validation samples are evenly spaced.
 
-    With ``logical_shards`` gradients and losses of equal parts of a step are summed in an order of their own; 0: sums
-    follow the ranks. The median that ``suspicious_factor`` looks at is over the last 50 steps. A step is computed again
-    before its update: other bits are a silent fault.
+    With ``logical_shards``, gradients and losses are summed in a fixed order that does not depend on the number of
+    ranks. The median for ``suspicious_factor`` is taken over the last 50 steps.
     """
 
     steps: int = 1000
@@ -201,25 +195,25 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_section(RUN_RULES, "run", self)
-        assert self.batches.final  # or it raises
+        assert self.batches.final  # the property raises for an invalid warm-up
 
     @property
     def batches(self) -> BatchSchedule:
-        """The samples of each step."""
+        """Schedule of the global batch size: the number of samples per step."""
         return staged_batches(self.global_batch, self.batch_warmup)
 
     @property
     def recomputes(self) -> bool:
-        """Whether a step may be computed again."""
+        """True if some steps may be computed twice, to find silent faults."""
         return self.suspicious_factor > 0 or self.recompute_every_steps > 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SurvivalConfig:
-    """Section ``[survival]``: how a job of `hpcdist run --survive` outlives its ranks; without that it has no effect.
+    """Section ``[survival]``: copies of the state in jobs of `hpcdist run --survive`. It has no effect in other jobs.
 
-    Where ranks have parts of the state, each keeps a copy of its own, and its partner another, which are compared with
-    their digests. A job that ends with fewer than ``least_ranks`` can be started again from its newest checkpoint.
+    If the state is sharded, each rank and its partner rank keep a copy of the rank's shard. Digests verify both copies.
+    If fewer than ``least_ranks`` ranks remain, the job ends.
     """
 
     every_steps: int = 1

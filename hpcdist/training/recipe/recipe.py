@@ -1,11 +1,10 @@
 """Recipe of a run: all sections, the origin of each value, and the identity of the run.
 
-A key is looked up in the overrides (``--set``), the environment (``HPCDIST_SET__RUN__STEPS``), the recipe file, the
-user's file (``$XDG_CONFIG_HOME/hpcdist/config.toml``), the site profile (which ``$HPCDIST_SITE`` names), and last in
-the defaults of the dataclasses that stand beside the code they configure. No key is ever ignored.
+Sources of a key, by priority: overrides (``--set``), environment (``HPCDIST_SET__RUN__STEPS``), recipe file, user file
+(``$XDG_CONFIG_HOME/hpcdist/config.toml``), site profile (``$HPCDIST_SITE``), defaults. Unknown keys are errors.
 
-Identity: operational keys (layout, devices, intervals) may change when a run goes on; all others make another run.
-Light: imports nothing that starts MPI or opens HDF5.
+Identity: operational keys (layout, devices, intervals) may change when a run resumes; other keys make a new run.
+Light: starts no MPI and opens no HDF5.
 """
 
 import hashlib
@@ -40,7 +39,7 @@ DEFAULT: Final = "default"
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Recipe: the complete description of a run; equal resolved recipes are the same run."""
+    """All settings of a training run, by section. Trainings with equal recipes are the same run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -64,16 +63,16 @@ class Recipe:
         self.chaos.check_steps(self.run.steps)
 
     def check_world(self, data_ranks: int, **options: object) -> None:
-        """Raise ConfigurationError for keys that do not go together, or with so many data ranks (0: not known yet).
+        """Raise ConfigurationError if recipe and ``options`` contradict each other, or do not fit ``data_ranks``.
 
-        ``options`` of `hpcdist run` are keys too: "--survive" and "--spares".
+        ``data_ranks`` is the number of replicas; 0 if unknown.
         """
         rules.check({**flat(self), "data rank": data_ranks, "feed-forward column": self.model.expert_inner, **options})
 
 
 @dataclass(frozen=True)
 class ResolvedRecipe:
-    """Recipe with the place that each value came from, by key."""
+    """A recipe, and for each key the origin of its value: the file, variable or option that set it."""
 
     recipe: Recipe
     origin: Mapping[str, str]
@@ -81,12 +80,12 @@ class ResolvedRecipe:
 
 @cache
 def defaults() -> Mapping[str, Any]:
-    """Return every key that a recipe may have, as ``section.name``, with its default."""
+    """Return the default value of every recipe key, by ``section.name``."""
     return flat(Recipe())
 
 
 def flat(recipe: Recipe) -> dict[str, Any]:
-    """Return the values of ``recipe`` by key."""
+    """Return all values of ``recipe``, keyed by ``section.name``."""
     return {
         key: value
         for item in fields(recipe)
@@ -99,28 +98,26 @@ def load(
     overrides: Iterable[str] | settings.Settings = (),
     environment: Mapping[str, str] | None = None,
 ) -> ResolvedRecipe:
-    """Return the recipe of the file ``path`` (None: no file) under ``overrides``, each ``section.name=value``.
+    """Return the recipe of the file ``path`` (None: no file), changed by ``overrides``, each ``section.name=value``.
 
-    Instead of the file or the overrides there may be settings that were checked already, as those of a sweep. A
-    relative path, as in ``data.path``, counts from the directory of the file that has it, or else from the current
-    directory.
-    Raises ConfigurationError for a file that cannot be read, an unknown key, a wrong type or a value that cannot be
-    run, and UsageError for an override without a value.
+    A relative path such as ``data.path`` is relative to the file that sets it, or for an override or variable, to the
+    current directory. Raises ConfigurationError for an invalid file, key or value, and UsageError for an override
+    without a value.
     """
     environment = os.environ if environment is None else environment
-    known = defaults()
+    keys = defaults()
     sources = [
-        settings.site(environment, known),
-        settings.user(environment, known),
-        path if path is None or isinstance(path, settings.Settings) else settings.file(Path(path), "recipe", known),
-        settings.variables(environment, known),
-        overrides if isinstance(overrides, settings.Settings) else settings.overrides(overrides, known),
+        settings.site(environment, keys),
+        settings.user(environment, keys),
+        path if path is None or isinstance(path, settings.Settings) else settings.file(Path(path), "recipe", keys),
+        settings.variables(environment, keys),
+        overrides if isinstance(overrides, settings.Settings) else settings.overrides(overrides, keys),
     ]
     return _resolve(sources)
 
 
 def load_stored(path: str | os.PathLike[str]) -> Recipe:
-    """Return the recipe that a run keeps in ``path``, from the file alone. Raises ConfigurationError."""
+    """Return the recipe in the file ``path``, ignoring environment and site settings. Raises ConfigurationError."""
     return _resolve([settings.file(Path(path), "recipe", defaults())]).recipe
 
 
@@ -139,28 +136,28 @@ def _resolve(sources: Iterable[settings.Settings | None]) -> ResolvedRecipe:
         sections: dict[str, Any] = {item.name: item.default_factory for item in fields(Recipe)}
         recipe = Recipe(**{name: kind(**keys[name]) for name, kind in sections.items()})
     except ConfigurationError as error:
-        # A value of another file or the environment is easily forgotten: the message names its place.
+        # A value from another file or the environment is easily forgotten: the message names its origin.
         named = [f"{key} is from {place}" for key, place in origin.items() if key in str(error) and place != DEFAULT]
         raise ConfigurationError(f"{error} ({', '.join(named)})" if named else str(error)) from error
     return ResolvedRecipe(recipe, origin)
 
 
 def dump(recipe: Recipe) -> str:
-    """Return ``recipe`` as TOML, with every key: `load_stored` gives an equal recipe."""
+    """Return ``recipe`` as TOML with all keys, which `load_stored` can read."""
     tables = ["\n".join([f"[{section}]", *toml_lines(keys)]) for section, keys in asdict(recipe).items()]
     return "\n\n".join(tables) + "\n"
 
 
 def digest(recipe: Recipe) -> str:
-    """Return a short name for the run that ``recipe`` describes: equal for equal recipes."""
+    """Return a hash of ``recipe``, which is equal for equal recipes."""
     return hashlib.blake2b(dump(recipe).encode(), digest_size=16).hexdigest()
 
 
-# Keys that do not make another run: it may go on with other values, in another layout, on other machines.
+# Operational keys: a run may resume with other values, in another layout, on other machines.
 OPERATIONAL: Final = (
     *("parallel.", "parameter_server.", "zero.", "decentralised.", "communication."),
     *("checkpoint.", "energy.", "telemetry.", "chaos.", "survival."),
-    "precision.",  # no bit of the state is rounded: see `contradictions`
+    "precision.",  # changes that would round the state are rejected by `contradictions`
 )
 OPERATIONAL_KEYS: Final = (
     "run.steps",
@@ -179,15 +176,12 @@ OPERATIONAL_KEYS: Final = (
 
 
 def is_operational(key: str) -> bool:
-    """Whether a run may go on with another value of ``key`` (local)."""
+    """Return True if a resumed run may have another value of ``key`` than before. Local."""
     return key.startswith(OPERATIONAL) or key in OPERATIONAL_KEYS
 
 
 def differences(stored: Recipe, recipe: Recipe) -> dict[str, str]:
-    """Return, for each key in which the ``stored`` recipe differs, both values as text; none when it is the same run.
-
-    A recipe of an older version lacks keys: they had their defaults.
-    """
+    """Return {key: text with both values} for the keys in which the recipes ``stored`` and ``recipe`` differ."""
     before, now = flat(stored), flat(recipe)
     return {
         key: f"{key} = {written(before[key])} there, {written(value)} now"
@@ -197,7 +191,7 @@ def differences(stored: Recipe, recipe: Recipe) -> dict[str, str]:
 
 
 def contradictions(stored: Recipe, recipe: Recipe) -> list[str]:
-    """Return the differences that make ``recipe`` another run than the ``stored`` one, as texts; none where none do."""
+    """Return texts about the differences because of which ``recipe`` cannot resume the run of ``stored``."""
     rounded = stored.precision.computes != recipe.precision.computes
     return [
         text
@@ -207,14 +201,14 @@ def contradictions(stored: Recipe, recipe: Recipe) -> list[str]:
 
 
 def init_from_hint(run_dir: object, contradictions: Sequence[str]) -> str:
-    """Return the options to begin another run with the parameters of this one, "" for another model (local)."""
+    """Return a hint how to start a new run from the parameters in ``run_dir``, or "" if the models differ. Local."""
     if any(text.startswith("model.") for text in contradictions):
         return ""
-    return f"; to begin another run with its parameters: --out OTHER --init-from {run_dir}"
+    return f"; to start another run with its parameters: --out OTHER --init-from {run_dir}"
 
 
 def run_id(recipe: Recipe) -> str:
-    """Return a short name for the run of ``recipe``: the same for all recipes with which it may go on."""
+    """Return a short hash as name of the run of ``recipe``. All recipes that can resume the run have the same name."""
     identifying = {key: value for key, value in flat(recipe).items() if not is_operational(key)}
     identifying["precision.mode"] = recipe.precision.computes
     return hashlib.blake2b(repr(sorted(identifying.items())).encode(), digest_size=4).hexdigest()

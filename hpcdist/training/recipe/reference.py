@@ -1,8 +1,7 @@
-"""Reference of the keys of a recipe: type or values, default, meaning, and the keys that each needs or excludes.
+"""Reference of the recipe keys: type or values, default, meaning, and the keys that each needs or excludes.
 
-Types and defaults are those of the dataclasses, values and conditions those of the tables of rules. Beside this module
-are meanings, ``keys.toml``, and the begin of the page, ``head.md``. `python -m hpcdist.training.recipe.reference`
-prints ``hpcdist/docs/recipe.md``. Light, as recipes are.
+Types and defaults come from the dataclasses, conditions from the rule tables, meanings from ``keys.toml``, the start of
+the page from ``head.md``. `python -m hpcdist.training.recipe.reference` prints ``hpcdist/docs/recipe.md``. Light.
 """
 
 import inspect
@@ -40,20 +39,20 @@ _TABLES: Final = (
     *(own.DATA_RULES, own.PRECISION_RULES, own.RUN_RULES, own.SURVIVAL_RULES, rules.RULES),
 )
 RULES: Final[tuple[Rule, ...]] = tuple(each for table in _TABLES for each in table)
-_OPTIONS: Final = {"--survive": "", "--spares": 0, "data rank": 1}  # beside the keys, and their defaults
-# Conditions on what rules derive from keys, in words: what fails them, or what meets them.
+_OPTIONS: Final = {"--survive": "", "--spares": 0, "data rank": 1}  # names in rules that are not keys: defaults
+# Texts for conditions on derived values: `_INSTEAD` describes values that fail the condition, `_MET` that satisfy it.
 _INSTEAD: Final = {
     "whole parameters": 'parallel.strategy = "zero3", or zero.parameters > 1',
     "whole gradients": 'parallel.strategy = "zero2" or "zero3", or zero.gradients > 1',
-    "data rank": "2 data ranks or more",
+    "data rank": "at least 2 data ranks",
     "--spares": "--spares N",
 }
 _MET: Final = {
-    "own steps": 'replicas that step by themselves ("gossip", "local_sgd", "asp", "ssp", backup_workers)',
-    "asynchronous workers": 'parameter servers that are asynchronous ("asp", "ssp", backup_workers)',
+    "own steps": 'replicas that make their own steps ("gossip", "local_sgd", "asp", "ssp", backup_workers)',
+    "asynchronous workers": 'asynchronous parameter servers ("asp", "ssp", backup_workers)',
     "--survive": "hpcdist run --survive",
 }
-_ANY: Final = "compressors"  # the compressor, or with auto its candidates
+_ANY: Final = "compressors"  # the compressor, or the candidates of auto
 _PHRASES: Final = (
     (r"finite and ", ""),
     (r"(, such as|, so that|, with which).*", ""),
@@ -66,9 +65,10 @@ _PHRASES: Final = (
 
 @dataclass(frozen=True)
 class Need:
-    """Need of a key: it goes with ``what`` only, or not with it (``excludes``).
+    """Requirement of a recipe key: it is valid only with the setting ``what``, or if ``excludes``, only without it.
 
-    With ``of`` this is so for these values of it alone, and with ``where`` only beside these other values.
+    ``of`` limits the requirement to some values of the key. ``where`` limits it to some values of other keys. Both are
+    texts; "" means no limit.
     """
 
     what: str
@@ -83,7 +83,7 @@ class Need:
 
 @dataclass(frozen=True)
 class KeyEntry:
-    """Entry of a key: texts for its type or values, its default, its meaning, and what it needs."""
+    """Texts that document a recipe key: type or values, default, meaning, and requirements."""
 
     key: str
     values: str
@@ -93,14 +93,14 @@ class KeyEntry:
 
     @property
     def only_with(self) -> str:
-        """The values of other keys that it, or some of its own values, need in any case; "" for none."""
+        """Text of the "only with" requirements that do not depend on other keys, or ""."""
         needs = [need for need in self.needs if not (need.excludes or need.where)]
         ordered = sorted(needs, key=lambda need: need.of != "")
         return "; ".join(f"{need.of}: {need.what}" if need.of else need.what for need in ordered)
 
     @property
     def block(self) -> str:
-        """The whole entry, as lines of text."""
+        """Text of this entry for the terminal, in several lines."""
         lines = [self.key, f"  {self.meaning}", f"  values: {self.values}", f"  default: {self.default}"]
         lines += [f"  {need}" for need in sorted(self.needs, key=lambda need: need.excludes)]
         return "\n".join(lines) + "\n"
@@ -108,7 +108,6 @@ class KeyEntry:
 
 @cache
 def _meanings() -> Mapping[str, Mapping[str, str]]:
-    """Return the meaning of each key, by section and name."""
     table: dict[str, dict[str, str]] = tomllib.loads(_text_of("keys.toml"))
     return table
 
@@ -118,23 +117,20 @@ def _text_of(name: str) -> str:
 
 
 def entry(key: str) -> KeyEntry:
-    """Return the entry of ``key``, one that there is."""
+    """Return the documentation of the recipe key ``key``, which must exist."""
     section, _, name = key.partition(".")
     needs = tuple(dict.fromkeys(need for each in RULES for need in _needs(each, key)))
     return KeyEntry(key, _values(key), toml_value(recipe.defaults()[key]), _meanings()[section][name], needs)
 
 
 def lookup(word: str) -> str:
-    """Return a block of text about the key ``word``, as "parallel.pipeline", or the section, as "zero".
-
-    Raises UsageError for another word, with the nearest key.
-    """
-    known = recipe.defaults()
-    if word in known:
+    """Return the documentation of the key or section ``word``, e.g. "parallel.pipeline". Raises UsageError."""
+    defaults = recipe.defaults()
+    if word in defaults:
         return entry(word).block
     sections = {item.name: item.default_factory for item in fields(recipe.Recipe)}
     if word not in sections:
-        raise UsageError(f"no key or section of a recipe is called {word!r}; {settings.known_instead(word, known)}")
+        raise UsageError(f"a recipe has no key or section {word!r}; {settings.known_instead(word, defaults)}")
     entries = _entries(word)
     rows = [(f"  {each.key}", each.default, each.meaning) for each in entries]
     common = "".join(f"  {need}\n" for need in _common(entries))
@@ -142,7 +138,7 @@ def lookup(word: str) -> str:
 
 
 def key_of(name: str) -> str:
-    """Return the key ``name``, or the one that has the value ``name``, which there is."""
+    """Return the recipe key called ``name``; else the first recipe key that allows the value ``name``."""
     return next(key for key in recipe.defaults() if key == name or name in _choices(key))
 
 
@@ -151,13 +147,11 @@ def _entries(section: str) -> list[KeyEntry]:
 
 
 def _common(entries: Iterable[KeyEntry]) -> list[Need]:
-    """Return the needs that all ``entries`` share, and that hold in any case."""
     first, *others = entries
     return [need for need in first.needs if not need.excludes and all(need in each.needs for each in others)]
 
 
 def _headline(section: Any) -> str:
-    """Return the subject of a section's dataclass, as its docstring begins."""
     text = " ".join((inspect.getdoc(section) or "").partition("\n\n")[0].split())
     subject = text.partition("]``: ")[2].partition(". ")[0].rstrip(".")
     return f"{subject[:1].upper()}{subject[1:]}."
@@ -165,7 +159,7 @@ def _headline(section: Any) -> str:
 
 @cache
 def _choices(key: str) -> tuple[Any, ...]:
-    """Return the values that ``key`` can have where they are few, else none."""
+    """Return the allowed values of ``key``, or () if they are not a list."""
     if key == _ANY:
         return communication.COMPRESSIONS
     if key == "communication.algorithm":
@@ -177,7 +171,6 @@ def _choices(key: str) -> tuple[Any, ...]:
 
 
 def _values(key: str) -> str:
-    """Return the type of ``key`` in words, and its bounds; or its values."""
     default = recipe.defaults()[key]
     if choices := _choices(key):
         more = " or a table" if key == "communication.algorithm" else ""
@@ -200,23 +193,22 @@ def _values(key: str) -> str:
 
 
 def _bounded(kind: str, cure: str) -> str:
-    """Return a type and what a rule says that its values must be, where it says it in a known form."""
-    if not (said := re.match(r"(it must be|choose among|choose) ", cure)):
+    """Return the name of the type ``kind``, with the bounds that ``cure`` (the remedy of a rule) states, if any."""
+    if not (match := re.match(r"(it must be|choose among|choose) ", cure)):
         return kind
-    text = re.sub(r" \([^)]*\)|'", "", cure[said.end() :])
-    if said[1] != "it must be":
-        return text if said[1] == "choose" else f"{kind}: {text}"
+    text = re.sub(r" \([^)]*\)|'", "", cure[match.end() :])
+    if match[1] != "it must be":
+        return text if match[1] == "choose" else f"{kind}: {text}"
     for pattern, instead in _PHRASES:
         text = re.sub(pattern, instead, text)
     return f"{kind}{' ' if text.startswith(('<', '>', 'from')) else ', '}{text}"
 
 
 def _needs(each: Rule, key: str) -> Iterator[Need]:
-    """Yield what a rule says that ``key`` needs, or excludes, where it has another value than its default.
+    """Yield the requirements of ``key`` that follow from the rule ``each``, for values other than the default.
 
-    A rule refuses keys whose conditions are all met. Of the others, those that a default meets, or that allow the few
-    values that go with the key, have to fail: the key is there "only with" that. Where there are none, the key does
-    "not" go "with" what meets the rest.
+    The rule forbids settings that satisfy all its conditions. If the defaults satisfy the other conditions, ``key`` is
+    valid "only with" a setting that violates one of them; otherwise it is "not" valid with settings that satisfy them.
     """
     conditions = {**each.conditions, **each.given}
     other = {name: of for name, of in conditions.items() if name != key and (of.sign != "?" or name[:2] == "--")}
@@ -235,7 +227,7 @@ def _needs(each: Rule, key: str) -> Iterator[Need]:
 
 
 def _has_to_fail(key: str, condition: Condition, is_of_first: bool) -> bool:
-    """Whether a condition is on what the first key of a rule, or another key, needs, not on what that excludes."""
+    """Return True if ``condition`` gives ``key`` an "only with" requirement, False if a "not with" requirement."""
     if key == "--survive":
         return False
     allows_few = condition.sign == "!=" and (is_of_first or 2 * len(condition.values) < len(_choices(key)))
@@ -252,7 +244,7 @@ def _default(key: str) -> Any:
 
 
 def _subject(key: str, condition: Condition) -> str:
-    """Return the values of ``key`` that a condition means, "" where they are all but one that switches it off."""
+    """Return a text of the values of ``key`` that satisfy ``condition``, or "" for all values that enable the key."""
     default, choices = _default(key), _choices(key)
     if condition.sign in ("<", ">"):
         return f"{condition.sign} {condition.values[0]}"
@@ -265,7 +257,6 @@ def _subject(key: str, condition: Condition) -> str:
 
 
 def _affirmed(key: str, condition: Condition) -> str:
-    """Return a condition in words."""
     default, values = _default(key), condition.values
     if key in _MET:
         return _MET[key] + (f" {values[0]}" if values else "")
@@ -282,7 +273,6 @@ def _affirmed(key: str, condition: Condition) -> str:
 
 
 def _denied(key: str, condition: Condition) -> str:
-    """Return in words what fails a condition."""
     sign, values = condition.sign, condition.values
     if key in _INSTEAD:
         return _INSTEAD[key]
@@ -300,13 +290,12 @@ def _denied(key: str, condition: Condition) -> str:
 
 
 def _other(key: str, value: Any) -> str:
-    """Return in words that a key has another value than ``value``, above it where that is the least it can have."""
+    """Return the text "KEY != VALUE", or "KEY > VALUE" if ``value`` is the minimum of ``key``."""
     least = (each.conditions.get(key) for each in RULES if len(each.conditions) == 1)
     return f"{key} {'>' if any(of and (of.sign, of.values) == ('<', (value,)) for of in least) else '!='} {value}"
 
 
 def _of_compressors(names: tuple[str, ...]) -> str:
-    """Return in words that one of ``names`` is the compressor, or with auto among its candidates."""
     candidates = set(names) & set(compression.COMPRESSORS)
     every = candidates == set(compression.COMPRESSORS)
     text = _of_choices([*names, *(["auto"] if every and "auto" not in names else [])], _choices(_ANY))
@@ -314,7 +303,7 @@ def _of_compressors(names: tuple[str, ...]) -> str:
 
 
 def _of_choices(named: list[Any], choices: tuple[Any, ...]) -> str:
-    """Return ``named``, or where they are most of the choices what they are not."""
+    """Return a text that lists the values ``named``, or if shorter, "other than" and the remaining ``choices``."""
     if len(named) > max(3, len(choices) / 2):
         return f"other than {_one_of(choice for choice in choices if choice not in named)}"
     return f"= {_one_of(named)}"
@@ -326,20 +315,19 @@ def _one_of(values: Iterable[Any]) -> str:
 
 
 def page() -> str:
-    """Return the page of all keys, in Markdown."""
+    """Return the documentation of all recipe keys as a Markdown page."""
     sections = (_section(item.name, item.default_factory) for item in fields(recipe.Recipe))
     return "\n".join([_text_of("head.md"), *sections])
 
 
 def _section(name: str, kind: Any) -> str:
-    """Return the part of the page that a section has: a heading, and a table of its keys."""
     entries = _entries(name)
     common = _common(entries)
     rows = [("key", "type or values", "default", "meaning", "only with")]
     for each in entries:
         own_needs = replace(each, needs=tuple(need for need in each.needs if need not in common))
-        needed = re.sub(rf"\b{name}\.", "", own_needs.only_with)
-        rows.append((each.key.partition(".")[2], each.values, each.default, each.meaning.rstrip("."), needed))
+        needs = re.sub(rf"\b{name}\.", "", own_needs.only_with)
+        rows.append((each.key.partition(".")[2], each.values, each.default, each.meaning.rstrip("."), needs))
     subject = _headline(kind).replace("``", "`").rstrip(".")
     lines = [f"## [{name}]: {subject[:1].lower()}{subject[1:]}"]
     lines += [line for need in common for line in (f"Only with {need.what}.", "")]

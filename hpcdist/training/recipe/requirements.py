@@ -1,7 +1,6 @@
-"""Requirements of a recipe before a job waits for its nodes: degrees of parallelism, and optional packages.
+"""Requirements of a recipe, checked before a job waits for nodes: degrees of parallelism, and optional packages.
 
-Packages are found by name: none is imported but the filters of data in HDF5, since only HDF5 knows which of them are
-installed. Called by `hpcdist submit` and `hpcdist doctor`.
+Packages are found by name without an import, except the HDF5 filters of data. Called by `hpcdist submit` and `doctor`.
 """
 
 import ast
@@ -23,10 +22,13 @@ if TYPE_CHECKING:
 
 
 def degrees_equation(recipe: "Recipe", world: int) -> str:
-    """Return the degrees of parallelism of ``recipe`` on ``world`` ranks, or raise ConfigurationError."""
+    """Return a text such as "8 = data 4 x pipeline 2 ..." for ``recipe`` on ``world`` ranks.
+
+    Raises ConfigurationError if the parallel degrees do not give this number of ranks.
+    """
     grid = grid_of_recipe(recipe, world)
     if recipe.parallel.strategy == "gossip":
-        from hpcdist.strategies.decentralised import gossip  # numpy takes its time
+        from hpcdist.strategies.decentralised import gossip  # imports numpy, which is slow
 
         gossip.build(recipe.decentralised.graph, grid.data, recipe.decentralised.edges)
     product = f"data {grid.data} x pipeline {grid.pipeline} x tensor {grid.tensor} x context {grid.context}"
@@ -35,7 +37,7 @@ def degrees_equation(recipe: "Recipe", world: int) -> str:
 
 
 def grid_of_recipe(recipe: "Recipe", world: int) -> "ProcessGrid":
-    """Return the grid of ``recipe`` on ``world`` ranks, or raise ConfigurationError; numpy is not needed."""
+    """Return the process grid of ``recipe`` on ``world`` ranks, without numpy. Raises ConfigurationError."""
     from hpcdist.strategies.parameter_server.partition import Roles
 
     grid, roles = grid_and_roles(recipe, world)
@@ -45,11 +47,11 @@ def grid_of_recipe(recipe: "Recipe", world: int) -> "ProcessGrid":
 
 
 def grid_and_roles(recipe: "Recipe", world: int, *, chaos: bool = True) -> "tuple[ProcessGrid, Roles | None]":
-    """Return the grid of ``recipe`` on ``world`` ranks, and the roles of ranks where only some serve (local).
+    """Return the process grid of ``recipe`` on ``world`` ranks, and the server and worker roles, or None. Local.
 
-    Raises ConfigurationError where the recipe, with its ``chaos`` or without it, does not fit the ranks. In a product
-    with parameter servers every rank computes, and serves what its replicas share (`RankContext.members`): there are
-    no roles then.
+    If parameter servers are used with several grid axes, every rank computes and serves, and the roles are None (see
+    `RankContext.members`). Raises ConfigurationError if the recipe does not fit the ranks. ``chaos``: also check its
+    faults.
     """
     from hpcdist.strategies.core.grid import ProcessGrid
     from hpcdist.strategies.parameter_server.partition import Roles
@@ -68,12 +70,12 @@ def grid_and_roles(recipe: "Recipe", world: int, *, chaos: bool = True) -> "tupl
     return grid, roles
 
 
-MOST_BYTES: Final = 1 << 20  # of the file of a model that are parsed
-_PATH_HOOKS: Final = ("sys.path", "sys.meta_path", "site.addsitedir")  # code with them changes where modules are found
+MOST_BYTES: Final = 1 << 20  # number of bytes of a source file that are parsed
+_PATH_HOOKS: Final = ("sys.path", "sys.meta_path", "site.addsitedir")  # code with these names changes the module search
 
 
 class Requirement(NamedTuple):
-    """Requirement: a module, the value of the recipe that needs it, and the cure where it is missing."""
+    """A required Python module, the recipe value that needs the module, and advice to users who lack the module."""
 
     module: str
     value: str
@@ -87,7 +89,7 @@ _TORCH_BACKEND: Final = re.compile(
 
 
 def requirements(recipe: "Recipe") -> Iterator[Requirement]:
-    """Yield the modules that ``recipe`` needs beyond the dependencies of hpcdist."""
+    """Yield the Python modules that ``recipe`` needs in addition to the dependencies of hpcdist."""
     telemetry = recipe.telemetry
     if recipe.run.device == "gpu":
         yield _CUPY
@@ -104,7 +106,7 @@ def requirements(recipe: "Recipe") -> Iterator[Requirement]:
 
 
 def missing_packages(recipe: "Recipe") -> list[str]:
-    """Return a line for each module that ``recipe`` needs and this Python does not find (local)."""
+    """Return a message for each Python module that ``recipe`` needs and that is not installed. Local."""
     absent = [
         f"{need.value} needs the module {need.module}, which {sys.executable} does not have: {need.cure}"
         for need in dict.fromkeys(requirements(recipe))
@@ -114,9 +116,9 @@ def missing_packages(recipe: "Recipe") -> list[str]:
 
 
 def missing_for_gpu_tensors(program: Sequence[str]) -> list[str]:
-    """Return a line if a script of ``program`` imports hpcdist.torch and this Python has no cupy (local).
+    """Return a list with a message if a script in ``program`` imports hpcdist.torch but cupy is missing. Local.
 
-    The backend needs cupy for tensors on a GPU, not for tensors in host memory.
+    GPU tensors need cupy. The list is empty if nothing is missing.
     """
     for word in program:
         if word.endswith(".py") and _imports_torch_backend(Path(word)) and not _is_importable(_CUPY.module):
@@ -133,17 +135,15 @@ def _imports_torch_backend(script: Path) -> bool:
 
 
 def _missing_hdf5_filters(data: "DataConfig") -> list[str]:
-    """Return the missing filters of the data, where its file is visible from here."""
-    for place in filter(None, (data.staged, data.path)):
-        if _is_hdf5(Path(place)):
+    for path in filter(None, (data.staged, data.path)):
+        if _is_hdf5(Path(path)):
             from hpcdist.training.data import files
 
-            return files.missing_filters(Path(place))
+            return files.missing_filters(Path(path))
     return []
 
 
 def _is_hdf5(path: Path) -> bool:
-    """Whether a file begins as HDF5 does, behind a user block or without one."""
     try:
         with open(regular.open_regular(path), "rb") as file:
             heads = [file.seek(offset) is not None and file.read(8) for offset in (0, 512, 1024, 2048)]
@@ -153,7 +153,7 @@ def _is_hdf5(path: Path) -> bool:
 
 
 def _is_importable(module: str) -> bool:
-    """Whether ``module`` can be found; its parent package is not imported for that."""
+    """Return True if the top-level package of ``module`` is installed. Imports nothing."""
     name = module.partition(".")[0]
     try:
         return name in sys.modules or importlib.util.find_spec(name) is not None
@@ -162,23 +162,23 @@ def _is_importable(module: str) -> bool:
 
 
 def _factory_requirements(named: str) -> Iterator[Requirement]:
-    """Yield the modules that the file of a model, or the package it is in, needs to be imported."""
-    place = named.rpartition(":")[0]
+    """Yield the Python modules that must be installed so that the model factory ``named`` can be imported."""
+    location = named.rpartition(":")[0]
     value, cure = f"model.factory = {named!r}", "install it, or set PYTHONPATH"
-    if not place.endswith(".py"):
-        if place:
-            yield Requirement(place.partition(".")[0], value, cure)
+    if not location.endswith(".py"):
+        if location:
+            yield Requirement(location.partition(".")[0], value, cure)
         return
-    path = Path(place)
+    path = Path(location)
     for module in _top_level_imports(path):
-        beside = importlib.machinery.PathFinder.find_spec(module, [str(path.resolve().parent)])
-        if beside is None:
+        local_module = importlib.machinery.PathFinder.find_spec(module, [str(path.resolve().parent)])
+        if local_module is None:
             extra = f"pip install 'hpcdist[{module}]'" if module in ("jax", "torch") else cure
             yield Requirement(module, value, extra)
 
 
 def _top_level_imports(path: Path) -> list[str]:
-    """Return the packages that the module in ``path`` imports in any case, none where it cannot be read."""
+    """Return the packages that the Python file ``path`` imports unconditionally, or [] if it is unreadable."""
     try:
         with path.open("rb") as file:
             tree = ast.parse(file.read(MOST_BYTES))
@@ -187,7 +187,7 @@ def _top_level_imports(path: Path) -> list[str]:
     if any(isinstance(node, ast.Attribute) and ast.unparse(node) in _PATH_HOOKS for node in ast.walk(tree)):
         return []  # the file changes the search path itself
     names: list[str] = []
-    for statement in tree.body:  # what is in a `try`, a function or a branch need not be there
+    for statement in tree.body:  # imports in a `try`, a function or a branch may be optional
         if isinstance(statement, ast.Import):
             names += [alias.name for alias in statement.names]
         elif isinstance(statement, ast.ImportFrom) and not statement.level and statement.module:

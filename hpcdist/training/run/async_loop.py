@@ -1,8 +1,7 @@
 """Training loop of workers that are not in lock-step (asp, ssp, backup workers), and their rendezvous.
 
-Each worker makes its steps as fast as it can. A rendezvous brings all ranks together when one requests to stop, a
-checkpoint is due, a loss is not finite, or all steps are made; it costs a fast worker at most one step of the slowest.
-Rows of metrics need none.
+Each worker steps at its own speed. A rendezvous of all ranks is held for a stop request, a checkpoint, a non-finite
+loss, or the end; it costs a fast worker at most one step of the slowest.
 """
 
 import math
@@ -28,39 +27,36 @@ from hpcdist.training.run.stop_requests import StopReason, agreed_reason
 
 
 def loop_class(trainer: Trainer) -> type[TrainingLoop]:
-    """Return the loop for the architecture of ``trainer`` (local)."""
+    """Return the class of the training loop for the strategy of ``trainer``. Local."""
     return TrainingLoop if trainer.exchange.lock_step else AsyncTrainingLoop
 
 
 class AsyncTrainingLoop(TrainingLoop):
     """Training loop of one rank under asp or ssp, or with backup workers. `run` is collective over the world.
 
-    A rendezvous is called by a rank that requests to stop or whose loss is not finite, once the slowest worker has come
-    to a multiple of ``checkpoint.every_steps``, and when all have made their steps. The steps of the run are those of
-    the slowest worker; the clocks of the others are part of a checkpoint, too.
-
-    With backup workers a step is one of all workers. A row of metrics has the gradients that were taken; of a gradient
-    that came too late it has the times, and its worker leaves out the steps that were made meanwhile.
+    All ranks meet in a rendezvous: on a stop request or non-finite loss, when the slowest worker reaches a multiple of
+    ``checkpoint.every_steps``, and at the end. The slowest worker's step count is the step count of the run. With
+    backup workers, a late gradient is dropped, and its worker skips the steps that the other workers have made.
     """
 
     kind_of_metrics = AsyncRunMetrics
     metrics: AsyncRunMetrics
 
     def run(self) -> RunOutcome:
-        """Train until every worker has made the steps of the recipe, or until a rank requests to stop."""
+        """Train until all workers have made the recipe's steps, or a rank requests a stop. Collective."""
         exchange = self.exchange = cast(AsynchronousExchange | BackupExchange, self.trainer.exchange)
         self.metrics.begin(dict(zip(exchange.roles.workers, exchange.clocks, strict=True)))
         self._begins = list(exchange.clocks)
         self._operations = exchange.attended(self.trainer.operations)
         self._failure = ""
-        self._last = (0.0, 0)  # loss and targets of the last step
+        self._last = (0.0, 0)  # loss and number of targets of the last step
         self._seen = exchange.updates
         self._saved_at = self.outcome.first
         self._boundary = time.perf_counter()
         self._counted = self._sent_before = float(self.traffic.sent_bytes)
         self._shared = self.traffic.moved().shared
-        # A rank that waits, in a step or for the others, asks itself through these whether to call a rendezvous, and
-        # keeps rows of metrics moving: there is no message that all ranks wait for in every step.
+        # A waiting rank polls these callbacks to call a rendezvous and to move metrics rows: no step has a message
+        # that all ranks wait for.
         exchange.meetings.ask(self._wants, self._attend)
         self._plan_checkpoint()
         self.metrics.note_clocks()
@@ -75,18 +71,18 @@ class AsyncTrainingLoop(TrainingLoop):
         return self.outcome
 
     def _wants(self) -> bool:
-        """Whether this rank calls a rendezvous (local). A server asks after each of its updates."""
+        """Return True if this rank requests a rendezvous of all ranks. Local. A server calls this after each update."""
         self._tighten()
         return bool(self.stop_requests.current().any())
 
     def _tighten(self) -> None:
-        """On a server, end the grace of the first step once every worker has made one (local)."""
+        """On a server, shorten the watchdog's deadline once all workers made their first step, which is slow. Local."""
         if self.exchange.shard is None or self.exchange.works or not self._begins:
             return
         steps = self.trainer.recipe.run.steps
         seen = list(self.exchange.seen.values())
         if any(now > first for now, first in zip(seen, self._begins, strict=True)):
-            self.stop_requests.begun()  # there is an update, which may be saved
+            self.stop_requests.begun()  # there is an update to save
         if all(now > first or first == steps for now, first in zip(seen, self._begins, strict=True)):
             self.stop_requests.begun()
             if self.session.watchdog is not None:
@@ -94,13 +90,12 @@ class AsyncTrainingLoop(TrainingLoop):
             self._begins = []
 
     def _attend(self) -> None:
-        """Send, or receive, rows of metrics that are due (local)."""
         with self._apart():
             self.metrics.serve()
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Exclude the messages inside from the bytes of steps (local)."""
+        """Context manager: bytes of messages in its body do not count as bytes sent by training steps. Local."""
         sent, shared = self.traffic.sent_bytes, self.traffic.moved().shared
         yield
         self._counted += self.traffic.sent_bytes - sent
@@ -108,22 +103,19 @@ class AsyncTrainingLoop(TrainingLoop):
         self._sent_before += self.traffic.sent_bytes - sent
 
     def _work(self) -> bool:
-        """Make this worker's steps; whether the run is over, or was stopped, before it had made them all.
-
-        It may be called to a rendezvous before its first step, by the reply that has the values for a resumed worker.
-        """
+        """Make this worker's steps. Return True if the run ends in a rendezvous before all steps are made."""
         trainer, parts = self.trainer, self.trainer.recipe.parallel.microbatches
         first, steps = self.exchange.clock, trainer.recipe.run.steps
         of = trainer.source, trainer.recipe, trainer.data_axis
-        # `called` arrives with the reply to a push, so it is looked at between two steps: no step is cut short. Two
-        # rendezvous may follow each other at once, hence the inner loop.
+        # `called` arrives with the reply to a push, so it is checked between steps. The inner loop handles two
+        # rendezvous in a row.
         with Prefetcher(*of, first, steps, rule=trainer.sample_order) as batches:
             for step, batch in enumerate(self.instrumentation.awaited(batches), start=first + 1):
                 while self.exchange.meetings.called or self._failure:
                     if self._meet():
                         return True
                 if step <= self.exchange.clock:
-                    continue  # the others made this step while this worker was late
+                    continue  # the other workers made this step already
                 self._step(step, microbatches(trainer.place(batch), parts))
                 self._attend()
                 if step == first + 1 and self.session.watchdog is not None:
@@ -140,22 +132,21 @@ class AsyncTrainingLoop(TrainingLoop):
             with self.instrumentation.ranges("step", "step"):
                 result = trainer.executor.run(self._operations, batches, divisor, step, np.zeros(0), first)
         except NonFiniteError as error:
-            # What was pushed of the step must not be applied, and the gradients stay as they are to be inspected.
+            # The pushed part of the step must not be applied; the gradients are kept for the inspection.
             with exchange.unpushed():
                 where = trainer.executor.inspect(self._operations, batches)
             self._failure = f"worker {trainer.comm.rank}: {error} ({where or 'computed again, it is finite'})"
             exchange.meetings.call()
             return
         if exchange.clock < step:
-            return  # all others have left for a rendezvous: this step does not count
-        if exchange.shard is not None:  # updates that it made for others, and its own, are no communication
+            return  # all others left for a rendezvous: this step does not count
+        if exchange.shard is not None:  # its updates, for others too, are not communication
             result.seconds["update_s"] += exchange.shard.busy_s - busy_s
             result.seconds["communication_s"] -= exchange.shard.busy_s - busy_s
         self.stop_requests.begun()
         self._note(step, result, result.loss * divisor / max(1, samples), samples)
 
     def _note(self, step: int, result: StepResult, loss: float, samples: int) -> None:
-        """Record a step that was made, with the mean ``loss`` over this worker's ``samples`` (local)."""
         exchange, outcome = self.exchange, self.outcome
         targets = round(samples * self.trainer.model.tokens_per_sample) if exchange.taken else 0
         self._last = loss, targets
@@ -163,14 +154,14 @@ class AsyncTrainingLoop(TrainingLoop):
         sent, shared = moved.messages - self._counted, moved.shared - self._shared
         self._counted, self._shared = moved.messages, moved.shared
         now = time.perf_counter()
-        begun, self._boundary = self._boundary, now
-        step_s, communication_s = now - begun, result.seconds["communication_s"]
+        start, self._boundary = self._boundary, now
+        step_s, communication_s = now - start, result.seconds["communication_s"]
         figures = {"communication_s": communication_s, "messages": sent, "shared": shared, "unknown": 0.0}
         outcome.steps.add(step_s, sent, targets=targets, staleness=exchange.staleness, **figures)
         outcome.dropped += not exchange.taken
         outcome.stalest = max(outcome.stalest, exchange.staleness)
         self.checkpoint_timer.stepped(step_s)
-        self.instrumentation.stepped(step, begun, now)
+        self.instrumentation.stepped(step, start, now)
         self.streaming.stepped(step, result, self.instrumentation.waited_s)
         seconds = {**result.seconds, "step_s": step_s}
         self.metrics.add(step, loss, exchange.learning_rate, targets, seconds, sent)
@@ -179,18 +170,16 @@ class AsyncTrainingLoop(TrainingLoop):
         self.progress.step(exchange.clock, loss, self._targets_of_all(), communication_s, step_s)
 
     def _note_missed(self) -> None:
-        """Add a row without times for the steps that others made up to this worker's clock (local)."""
+        """Add a metrics row without times for the last step that other workers made without this worker. Local."""
         nothing = dict.fromkeys(PER_RANK, math.nan)
         self.metrics.add(self.exchange.clock, 0.0, self.exchange.learning_rate, 0, nothing, math.nan)
 
     def _targets_of_all(self) -> int:
-        """Return the targets of all workers since the last call, by the updates known here (local)."""
         recipe, exchange = self.trainer.recipe, self.exchange
         updates, self._seen = exchange.updates - self._seen, exchange.updates
         return round(updates * exchange.share * recipe.run.global_batch * self.trainer.model.tokens_per_sample)
 
     def _meet(self) -> bool:
-        """Hold a rendezvous and do what is due; whether the run is over. Collective."""
         self.stop_requests.begun()
         self.exchange.meet()
         if self.session.watchdog is not None:
@@ -202,21 +191,21 @@ class AsyncTrainingLoop(TrainingLoop):
         return over
 
     def _agree(self) -> StopReason | None:
-        """Sum requests, failures and clocks over the ranks; return the reason to stop, if any. Collective.
+        """In a rendezvous, sum the ranks' stop requests, failures and step counts. Collective.
 
-        Raises NonFiniteError on every rank when a worker's loss or gradient was not finite.
+        Return the reason to stop, or None. Raises NonFiniteError if a rank had a non-finite gradient.
         """
         exchange, comm = self.exchange, self.trainer.comm
         loss, targets = self._last
         updates = exchange.updates if comm.rank == exchange.roles.servers[0] else 0
-        # One sum for all: requests to stop; failed, calls sent, updates, loss, targets; and the clock of each worker.
-        own = [bool(self._failure), exchange.meetings.calls, updates, loss * targets, targets]
+        # One sum for all: stop requests; failed, calls sent, updates, loss, targets; and the clock of each worker.
+        local = [bool(self._failure), exchange.meetings.calls, updates, loss * targets, targets]
         clocks = np.zeros(len(exchange.roles.workers))
         if exchange.works:
             clocks[exchange.roles.workers.index(comm.rank)] = before = exchange.clock
-        values = exchange.agree(np.concatenate([self.stop_requests.current(), own, clocks]))
+        values = exchange.agree(np.concatenate([self.stop_requests.current(), local, clocks]))
         stop_requests, sums = values[: len(StopReason)], values[len(StopReason) :].tolist()
-        exchange.leave([int(clock) for clock in sums[len(own) :]], updates=int(sums[2]), calls=int(sums[1]))
+        exchange.leave([int(clock) for clock in sums[len(local) :]], updates=int(sums[2]), calls=int(sums[1]))
         if exchange.works and exchange.clock > before:
             self._note_missed()
         self.outcome.done = min(exchange.clocks)
@@ -224,17 +213,16 @@ class AsyncTrainingLoop(TrainingLoop):
             failures = [failure for failure in comm.allgather_object(self._failure) if failure]
             self.metrics.flush()
             raise NonFiniteError(
-                f"{'; '.join(failures)}. That gradient was not applied: lower optimizer.learning_rate, set "
-                "optimizer.clip_norm, or look at the samples of this step"
+                f"{'; '.join(failures)}. This gradient was not applied: lower optimizer.learning_rate, set "
+                "optimizer.clip_norm, or check the samples of this step"
             )
         if sums[4]:
             self.outcome.loss = sums[3] / sums[4]
         return agreed_reason(stop_requests)
 
     def _decide(self, stop_request: StopReason | None) -> bool:
-        """Save or stop, as all ranks agreed; whether the run is over. Collective."""
         outcome, recipe = self.outcome, self.trainer.recipe
-        self._finish_save()  # a background save can only be settled in a rendezvous: no step sums its numbers
+        self._finish_save()  # a background save can only be settled in a rendezvous
         finished = outcome.done == recipe.run.steps
         every = recipe.checkpoint.every_steps
         if finished or stop_request is not None:
@@ -254,11 +242,7 @@ class AsyncTrainingLoop(TrainingLoop):
         self.exchange.plan_rendezvous((self._saved_at // every + 1) * every if every else 0)
 
     def _count_what_was_served(self) -> None:
-        """Replace the bytes of the own steps, on a rank that serves, by the mean of all that it sent. Collective.
-
-        It also sends while it waits for a rendezvous, in none of its own steps. The mean is over the steps that a
-        worker made in this start, on average.
-        """
+        """On a server, store its bytes sent per step: all bytes / the workers' mean number of steps. Collective."""
         outcome, exchange = self.outcome, self.exchange
         made = self.trainer.comm.allgather_object(outcome.steps.count)
         steps = [count for count in made if count]

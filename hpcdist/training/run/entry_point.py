@@ -1,9 +1,6 @@
-"""Entry points of `hpcdist train`: of processes that the launcher started, and of those that join a job later.
+"""Entry points of `hpcdist train` (`train`), and of processes added to an elastic job (`join`).
 
-`train` installs the signal handlers, starts MPI, prepares the run directory, and runs the plain job or, under `hpcdist
-run --survive`, the elastic one. Leaves with the agreed exit code. `join` is that of a process that takes the place of a
-dead rank, or is one more: `membership` starts it as ``python -m``. It imports what it needs before it joins the others,
-who wait for it.
+`membership` starts added processes as ``python -m``. They import their modules before they join waiting ranks.
 """
 
 import sys
@@ -32,10 +29,10 @@ def train(
     limit_s: float | None = None,
     is_verbose: bool = False,
 ) -> None:
-    """Train ``recipe`` on all ranks that the launcher started, and leave with the agreed exit code. Collective.
+    """Train ``recipe`` on all ranks of the launcher, then exit with the same exit code on all ranks. Collective.
 
-    Before ``limit_s`` seconds, or the time of the Slurm job, are over, the run is saved and stops. A job that `hpcdist
-    run --survive` started goes on when ranks die.
+    The run saves and stops before ``limit_s`` seconds or the time of the Slurm job are over. In a job of `hpcdist run
+    --survive`, the run continues when ranks die.
     """
     standard_streams.tolerate()
     lock = RunLock()
@@ -47,8 +44,8 @@ def train(
     session = start(recipe.run.device, communication.ranks_per_node or None, communication.checked)
     if mode and not session.comm.supports("ulfm"):
         raise MissingCapabilityError(
-            f"this MPI ({session.library}) does not go on when a rank dies; use an Open MPI with ULFM and `hpcdist run "
-            "--survive`, or `hpcdist run --restarts N`, which starts the job again from its newest checkpoint"
+            f"this MPI library ({session.library}) ends the job when a rank dies; use an Open MPI with ULFM and "
+            "`hpcdist run --survive`, or `hpcdist run --restarts N`, which restarts the job from its newest checkpoint"
         )
     survived = membership.Membership.begin(session.comm, mode, spares) if mode else None
     run = run_directory.prepare_run_directory(session.comm, recipe, out, resume, lock)
@@ -61,7 +58,7 @@ def train(
 
 
 def join() -> int:
-    """Join the job that started this process, and train with it to its end. Collective with all that join."""
+    """In a new process, join the job that started it, and train to its end. Collective over all new processes."""
     import hpcdist.training.data.prefetch  # noqa: F401
 
     stop_requests = StopRequests()
@@ -71,7 +68,7 @@ def join() -> int:
         mine, change, description = membership.join(session.comm)
     except Exception as error:
         if is_rank_failure(error, session.comm):
-            end_alone(error)  # the ranks that started it meet again, and start other processes
+            end_alone(error)  # the ranks that started it recover, and start other processes
         raise
     stop_requests.ends = description["ends"]
     job = TrainingJob(

@@ -1,7 +1,6 @@
 """Training job from start to end: assemble, introduce, train, evaluate, report, exit code.
 
-It holds what stays the same while a run goes on, whichever ranks train it: the recipe, the run directory, the lock and
-the stop requests. Called by the entry point, by a user's script, and by the elastic job for each incarnation.
+Called by the entry point, by a user's script, and by the elastic job for each incarnation.
 """
 
 import json
@@ -43,26 +42,26 @@ from hpcdist.training.run.summary import LOADED_FIGURE, OVERLAP_FIGURES, describ
 
 @dataclass
 class TrainingJob:
-    """Training job: what stays the same while a run goes on, whichever ranks train it."""
+    """Training job of this process: the objects that stay the same when the set of training ranks changes."""
 
     recipe: Recipe
     run: run_directory.RunDirectory
     stop_requests: StopRequests
     lock: RunLock
     as_json: bool
-    holder: dict[str, Any] | None = None  # of the lock, where other ranks may have to take it over
+    holder: dict[str, Any] | None = None  # identity of the lock's holder, if other ranks may have to take it over
     lives: list[dict[str, Any]] = field(default_factory=list)  # incarnations after rank failures: see `side_tables`
-    entropies: dict[str, float | None] | None = field(default=None, init=False)  # on rank 0, once they are known
-    script_model: Model | None = None  # of a script, which also brings the batches
-    is_verbose: bool = False  # the introduction of the run names the selected algorithms and the proof of the step
+    entropies: dict[str, float | None] | None = field(default=None, init=False)  # on rank 0, once computed
+    script_model: Model | None = None  # model of a script, which also brings the batches
+    is_verbose: bool = False  # print the selected algorithms and the proof of the step in the introduction
 
     def train(self, session: Session, recipe: Recipe, origin: StateSource | None) -> int:
-        """Train to the end, or until a rank requests to stop; return the exit code of all ranks. Collective."""
+        """Train to the end or a stop request. Return the exit code, the same on all ranks. Collective."""
         loop = self.open(session, recipe, origin)
         return self.finish(loop, *self.steps(loop))
 
     def open(self, session: Session, recipe: Recipe, origin: StateSource | None) -> TrainingLoop:
-        """Build the run, introduce it, and return its loop with files and sensors open. Collective."""
+        """Build the run, print its introduction, and return its training loop, with files open. Collective."""
         session.record(self.run.path, recipe.communication.deadline_s, spans=recipe.telemetry.trace)
         trainer, _ = self.assemble(session, recipe, origin)
         progress = self.progress(trainer)
@@ -72,30 +71,33 @@ class TrainingJob:
     def assemble(
         self, session: Session, recipe: Recipe, origin: StateSource | None
     ) -> tuple[Trainer, StateSource | None]:
-        """Build the run from ``origin``, or from a checkpoint before that where its bytes are damaged. Collective."""
+        """Build the run from the state ``origin``, or if it is damaged, from an earlier checkpoint. Collective.
+
+        Return the trainer, and the checkpoint or other source that was used.
+        """
         trainer, used = from_intact_source(
             session.comm,
             self.run.path,
             origin,
             lambda candidate: assemble(session, recipe, candidate, self.script_model, self.run.path),
         )
-        # Where it came from memory, the checkpoint of an earlier start may be gone by now.
+        # After a recovery from memory, the checkpoint of an earlier start may be gone.
         self.run = replace(self.run, resume_from=used.path if isinstance(used, CheckpointSource) else None)
         return trainer, used
 
     def described(self, life: int) -> dict[str, Any]:
-        """Return the description of the job for a process that joins it in incarnation ``life`` (local)."""
+        """Return the description of this job that a new process in incarnation ``life`` needs to join. Local."""
         description = {"recipe": self.recipe, "run": self.run, "ends": self.stop_requests.ends, "as_json": self.as_json}
         return description | {"holder": self.holder, "lives": self.lives, "life": life}
 
     def share_lock(self, everyone: Communicator, leader: int, *, takes: bool) -> None:
-        """Let the rank that ``takes`` the lock of the run, ``leader`` of ``everyone``, hold it. Collective."""
+        """Transfer the run directory's lock to rank ``leader``. ``takes`` is True on that rank only. Collective."""
         if takes:
             self.lock.take_over(self.run.path, self.holder)
         self.holder = everyone.broadcast_object(self.lock.identity, root=leader)
 
     def introduce(self, session: Session, trainer: Trainer, progress: ConsoleProgress) -> None:
-        """Print the introduction of the run (rank 0 alone)."""
+        """Print the lines that introduce the run: layout, data, learning rate. Only rank 0 prints."""
         if session.comm.rank == 0:
             exit_file.announce_run(self.run.path)
             for line in filter(None, _introduction(session, trainer, self.run, self._entropies(trainer))):
@@ -104,30 +106,31 @@ class TrainingJob:
                 progress.say(line)
 
     def progress(self, trainer: Trainer) -> ConsoleProgress:
-        """Return the console progress of the run (local)."""
+        """Return a new console progress display for the run. Local."""
         run = trainer.recipe.run
         shown = trainer.comm.rank == 0
         return ConsoleProgress(run.steps, trainer.first_step, run.log_every_s, shown, unit=trainer.speed_unit)
 
     def _entropies(self, trainer: Trainer) -> dict[str, float | None]:
         if self.entropies is None:
-            text = trainer.source.tokens  # None for data that is none
+            text = trainer.source.tokens  # None for data that is not text
             self.entropies = {} if text is None else conditional_entropies(text)
         return self.entropies
 
     def loop(
         self, session: Session, trainer: Trainer, progress: ConsoleProgress, protect: Protect | None = None
     ) -> TrainingLoop:
-        """Return the loop of ``trainer``, with files and sensors open. Collective."""
+        """Return the training loop of ``trainer``, after opening its output files and sensors. Collective."""
         drain = session.spans.drain if isinstance(session.spans, Spans) else None
         energy = EnergyRecorder(session.comm, trainer.recipe, self.run.resume_from, self.run.path, spans=drain)
         attributes = _metrics_attributes(session, trainer, self.entropies or {}) if session.comm.rank == 0 else {}
-        of_run = self.run.path, progress, attributes, self.stop_requests, energy
-        return loop_class(trainer)(session, trainer, *of_run, protect=protect)
+        return loop_class(trainer)(
+            session, trainer, self.run.path, progress, attributes, self.stop_requests, energy, protect=protect
+        )
 
     def steps(self, loop: TrainingLoop) -> tuple[RunOutcome, float]:
-        """Make the steps that are left; return their outcome and the validation loss, NaN for none. Collective."""
-        garbage.collect_as_usual()  # modules of users may make cycles that hold large arrays
+        """Make the remaining steps. Return their outcome, and the validation loss (NaN: not computed). Collective."""
+        garbage.collect_as_usual()  # user modules may make cycles that hold large arrays
         energy = loop.energy
         with energy.monitor:
             try:
@@ -145,23 +148,23 @@ class TrainingJob:
         return outcome, val_loss
 
     def finish(self, loop: TrainingLoop, outcome: RunOutcome, val_loss: float) -> int:
-        """Report what `steps` returned, and free what the job holds; return its exit code. Collective."""
+        """Report the outcome of the steps, free all resources, and return the exit code. Collective."""
         trainer, comm = loop.trainer, loop.session.comm
         entropies = self._entropies(trainer) if comm.rank == 0 else {}
         summary = summarise(comm, trainer, outcome, self.run.path, val_loss, entropies)
         summary |= loop.energy.figures(outcome.done, trainer.model.tokens_per_sample)
         summary |= {"chaos": self.recipe.chaos.described() or None, "lives": self.lives}
-        summary["padding_share"] = trainer.source.padding  # None where samples are not packed
+        summary["padding_share"] = trainer.source.padding  # None if samples are not packed
         if comm.rank == 0:
-            known = {name: summary[name] for name in (*OVERLAP_FIGURES, LOADED_FIGURE) if summary[name] is not None}
+            final = {name: summary[name] for name in (*OVERLAP_FIGURES, LOADED_FIGURE) if summary[name] is not None}
             more = noise_scale.noise_figures(trainer.noise, trainer.recipe.run.global_batch)
             more |= figures.consensus_figures(trainer)
             more |= {name: summary[name] for name in ("architecture", "parameters", "peak_bytes_total")}
             moved = summary["bytes_moved_per_step"] or {}
             more |= {MOVED_ATTRIBUTE.format(way): nbytes for way, nbytes in moved.items()}
             more |= {"nodes": loop.session.place.nodes, "pss_bytes_most": summary["pss_bytes"]["most"]}
-            known |= {name: figure for name, figure in more.items() if figure is not None}
-            loop.metrics.finish(outcome.done, val_loss, **energy_attributes(summary), **known)
+            final |= {name: figure for name, figure in more.items() if figure is not None}
+            loop.metrics.finish(outcome.done, val_loss, **energy_attributes(summary), **final)
             print(describe(summary), file=sys.stderr if self.as_json else sys.stdout)
             if self.as_json:
                 print(json.dumps(summary))
@@ -170,7 +173,7 @@ class TrainingJob:
             if failure is not None:
                 print(
                     f"hpcdist: standard output cannot be written ({failure.strerror}); see `hpcdist report "
-                    f"{self.run.path}` for what the run has measured",
+                    f"{self.run.path}` for the measurements of the run",
                     file=sys.stderr,
                 )
             stopped = "" if outcome.stop_request is None else self._how_to_go_on(outcome.done, trainer)
@@ -183,7 +186,6 @@ class TrainingJob:
         return OK if outcome.stop_request is None else EXIT_CODES[outcome.stop_request]
 
     def _how_to_go_on(self, done: int, trainer: Trainer) -> str:
-        """Return the last line of a stopped run: the command that goes on with it, where this process knows it."""
         stopped = f"stopped at {done} of {trainer.recipe.run.steps} steps, saved; go on with"
         typed = os.environ.get(exit_file.COMMAND)
         if self.script_model is not None and typed:
@@ -202,21 +204,20 @@ class TrainingJob:
 def _metrics_attributes(
     session: Session, trainer: Trainer, entropies: dict[str, float | None]
 ) -> dict[str, float | str]:
-    """Return the attributes of the metrics file of a run."""
-    known = {f"{name}_nats": nats for name, nats in entropies.items() if nats is not None}
+    entropy_nats = {f"{name}_nats": nats for name, nats in entropies.items() if nats is not None}
     made = trainer.recipe.chaos.described()
     chaos = {"chaos": made} if made else {}
     about: dict[str, float | str] = {"lock_step": int(trainer.exchange.lock_step), "speed_unit": trainer.speed_unit}
     about["loss_unit"] = trainer.loss_unit
     if trainer.source.padding is not None:
         about["padding_share"] = trainer.source.padding
-    return {**provenance(mpi_library=session.library), **known, **about, **chaos}
+    return {**provenance(mpi_library=session.library), **entropy_nats, **about, **chaos}
 
 
 def _introduction(
     session: Session, trainer: Trainer, run: run_directory.RunDirectory, entropies: dict[str, float | None]
 ) -> Iterator[str]:
-    """Yield the lines that introduce a run, "" in the place of those that do not apply to it (local)."""
+    """Yield the lines that introduce a run. A line is "" if it does not apply to this run. Local."""
     grid, recipe = trainer.grid, trainer.recipe
     axes = " x ".join(f"{axis} {getattr(grid, axis)}" for axis in ORDER if getattr(grid, axis) > 1) or "one replica"
     yield (
@@ -235,8 +236,8 @@ def _introduction(
     yield from trainer.plan.table() if trainer.plan is not None else ()
     yield trainer.compression.described()
     yield f"data: {trainer.source.description}"
-    known = ", ".join(f"{name} {nats:.3f}" for name, nats in entropies.items() if nats is not None)
-    yield _labelled("entropy of the training text in nats a token", known)
+    bounds = ", ".join(f"{name} {nats:.3f}" for name, nats in entropies.items() if nats is not None)
+    yield _labelled("entropy of the training text in nats a token", bounds)
     yield _labelled("other than in the start before", run.changed)
     yield _changed_rate_text(trainer, run.steps_before)
     yield f"resumed from {run.resume_from} after {trainer.first_step} steps" if run.resume_from is not None else ""
@@ -246,7 +247,6 @@ def _introduction(
 
 
 def _details(trainer: Trainer) -> Iterator[str]:
-    """Yield the lines that `hpcdist train -v` adds to the introduction of a run (local)."""
     yield trainer.selection.described()
     if trainer.proof is not None and trainer.comm.size > 1:
         collectives = counted(trainer.proof.meetings, "collective")
@@ -258,9 +258,8 @@ def _labelled(label: str, text: str) -> str:
 
 
 def _changed_rate_text(trainer: Trainer, steps_before: int | None) -> str:
-    """Return how another run.steps changes the learning rate, in words; "" where it does not (local)."""
     optimizer, steps = trainer.context.optimizer, trainer.recipe.run.steps
-    step = max(trainer.first_step, math.ceil(optimizer.warmup_steps)) + 1  # the rates of a warm-up are the same
+    step = max(trainer.first_step, math.ceil(optimizer.warmup_steps)) + 1  # the rates of the warm-up do not change
     if steps_before is None or step > steps:
         return ""
     update = step - trainer.executor.loss_scale.skipped
@@ -268,6 +267,6 @@ def _changed_rate_text(trainer: Trainer, steps_before: int | None) -> str:
     if before == now:
         return ""
     return (
-        f"run.steps was {steps_before} and is {steps}, where optimizer.decay = {optimizer.decay!r} ends: the learning "
-        f"rate of step {step} is {now:.3g} instead of {before:.3g}"
+        f"run.steps was {steps_before} and is {steps}, and optimizer.decay = {optimizer.decay!r} ends there: the "
+        f"learning rate of step {step} is {now:.3g} instead of {before:.3g}"
     )

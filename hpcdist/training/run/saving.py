@@ -1,4 +1,4 @@
-"""Save checkpoints of a run: blocking or in the background, in a directory striped over a file system's servers."""
+"""Save checkpoints of a run, blocking or in the background, in a directory striped over a file system's servers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,12 +17,9 @@ from hpcdist.training.build.trainer import Trainer
 
 
 class CheckpointSaver:
-    """Saver of the state of ``trainer`` in ``directory``, which waits for the disk.
+    """Saver of checkpoints of ``trainer`` in ``directory``; `save` blocks. Collective unless a method is local."""
 
-    Collective, unless a method says not. Injected faults of the trainer happen to the files of this rank.
-    """
-
-    waits = True  # whether a checkpoint is complete when `save` returns
+    waits = True  # True if a checkpoint is complete when `save` returns
 
     def __init__(self, trainer: Trainer, directory: Path) -> None:
         self.trainer, self.directory = trainer, directory
@@ -30,44 +27,47 @@ class CheckpointSaver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a checkpoint is under way; the same on all ranks."""
+        """True if a checkpoint is still being written. All ranks get the same result."""
         return False
 
     def save(self, step: int, **more: Any) -> Path:
-        """Save the state after ``step`` steps with ``more`` scalars; return its path, where it is or will be."""
+        """Save the state after ``step`` steps and the scalars ``more``. Return the final path of the checkpoint."""
         trainer = self.trainer
         trainer.flush()
-        of_run = trainer.exchange.pieces(), trainer.comm, trainer.recipe.checkpoint.writers
-        return save_planned(self.plan(step, more), *of_run, self._kept)
+        writers = trainer.recipe.checkpoint.writers
+        return save_planned(self.plan(step, more), trainer.exchange.pieces(), trainer.comm, writers, self._kept)
 
     def plan(self, step: int, more: Mapping[str, Any]) -> SavePlan:
-        """Return the checkpoint after ``step`` steps (local)."""
+        """Return the plan to save a checkpoint after ``step`` steps; ``more`` are additional scalars. Local."""
         plan = state.save_plan(self.trainer, self.directory, step, more)
         faults = self.trainer.faults
         return plan if faults is None else replace(plan, opens=faults.opens(step))
 
     def numbers(self) -> np.ndarray:
-        """Return the numbers that the ranks sum in every step for `settle` (local)."""
+        """Return this rank's progress on the checkpoint in flight, as numbers to sum over the ranks in each step."""
         return np.zeros(0)
 
     def goes_on(self, sums: np.ndarray) -> bool:
-        """Whether `settle` would have something to do; the same on all ranks (local)."""
+        """Return True if `settle` must be called. ``sums`` are as in `settle`. Local; equal result on all ranks."""
         return False
 
     def settle(self, sums: np.ndarray) -> Path | None:
-        """Go on with the checkpoint that is under way, by the ``sums`` of `numbers` over all ranks."""
+        """Continue the checkpoint in flight. ``sums`` are the `numbers` summed over the ranks.
+
+        Return the final path of the checkpoint if it is complete now. Otherwise, or if none is in flight, return None.
+        """
         return None
 
     def finish(self) -> Path | None:
-        """Wait for the checkpoint that is under way, and return it. Raises StorageError on all ranks."""
+        """Wait for the checkpoint in flight; return its path, or None without one. All ranks raise StorageError."""
         return None
 
     def abandon(self) -> None:
-        """Give up the checkpoint that is under way, after a failure: it never becomes visible (local)."""
+        """Give up the checkpoint in flight after a failure: it never becomes visible. Local."""
 
 
 class BackgroundCheckpointSaver(BackgroundCheckpoints, CheckpointSaver):
-    """Saver that takes a snapshot, which threads write beside the steps that follow."""
+    """Saver that copies the state to a snapshot. Threads write the snapshot to disk during the next steps."""
 
     waits = False
 
@@ -78,7 +78,6 @@ class BackgroundCheckpointSaver(BackgroundCheckpoints, CheckpointSaver):
         BackgroundCheckpoints.__init__(self, trainer.comm, trainer.ledger, local_directory=local, incremental=kept)
 
     def save(self, step: int, **more: Any) -> Path:
-        """Begin to save the state after ``step`` steps, once the checkpoint before is complete."""
         trainer = self.trainer
         trainer.flush()
         plan = self.plan(step, more)
@@ -87,7 +86,7 @@ class BackgroundCheckpointSaver(BackgroundCheckpoints, CheckpointSaver):
 
 
 def build_saver(trainer: Trainer, directory: Path) -> CheckpointSaver:
-    """Return how the recipe of ``trainer`` wants it (local)."""
+    """Return the checkpoint saver that the recipe of ``trainer`` asks for. Local."""
     kind = BackgroundCheckpointSaver if trainer.recipe.checkpoint.asynchronous else CheckpointSaver
     return kind(trainer, directory)
 
@@ -95,13 +94,13 @@ def build_saver(trainer: Trainer, directory: Path) -> CheckpointSaver:
 def stripe_checkpoints(
     comm: Communicator, directory: Path, config: CheckpointConfig, state_bytes: int, say: Callable[[str], None]
 ) -> None:
-    """Stripe ``directory``, made when missing, for ``state_bytes`` of each rank. Collective over ``comm``.
+    """Set the file-system striping of the checkpoint ``directory``, created if missing. Collective over ``comm``.
 
-    Rank 0 does, and reports the command by ``say``. A failure is reported, too, and the run goes on: files then have
-    the default stripes of the file system.
+    ``state_bytes`` is the size of this rank's checkpoint data. Rank 0 sets the striping, and reports its command and
+    any failure by ``say``. A failure does not end the run.
     """
-    wanted = config.stripe != "none" and comm.rank == 0 and stripe.file_system(directory).striped
-    if not comm.broadcast_object(wanted):
+    stripes = config.stripe != "none" and comm.rank == 0 and stripe.file_system(directory).striped
+    if not comm.broadcast_object(stripes):
         return
     total = sum(comm.allgather_object(state_bytes))
     writers = int(config.writers) if config.writers.isdecimal() else comm.size
@@ -117,4 +116,4 @@ def stripe_checkpoints(
     failure = stripe.apply(plan)
     say(f"stripes of the checkpoints: {plan.text} ({plan.why})")
     if failure:
-        say(f"warning: {failure}; checkpoints have the stripes that the file system gives them")
+        say(f"warning: {failure}; checkpoints use the default stripes of the file system")

@@ -1,6 +1,6 @@
 """Stop requests: signals, a stop file and the clock set flags that all ranks agree on at a step boundary.
 
-The file ``grow`` asks for further ranks in the same way.
+The file ``grow`` requests additional ranks.
 """
 
 import math
@@ -27,15 +27,16 @@ from hpcdist.training.run.start_record import FINISHED, STOPPED, StartRecord
 
 ASSUMED_SAVE_S: Final = 1.0
 ASSUMED_BYTES_PER_S: Final = 100e6
-LEAVING_S: Final = 2.0  # after the last save: metrics, a barrier, MPI's own end
-TIMINGS_KEPT: Final = 1000  # steps, and saves
+LEAVING_S: Final = 2.0  # time after the last save: metrics, a barrier, MPI finalize
+TIMINGS_KEPT: Final = 1000  # number of recent steps, and of saves
 JOB_END: Final = "SLURM_JOB_END_TIME"  # seconds since 1970, which Slurm sets
 
 
 class CheckpointTimer:
-    """Timer of the checkpoints of one rank (local), which saves ``state_bytes``; ``ends`` is the end of the job.
+    """Timer that decides when to save checkpoints, and whether the job's time is up. Only one rank decides. Local.
 
-    ``starts`` is the record of the run, on the rank that decides.
+    ``state_bytes`` is the size of this rank's state. The job ends at ``ends``, in seconds since 1970. ``starts``
+    records the run's starts; it is None on ranks that do not decide.
     """
 
     def __init__(
@@ -57,42 +58,42 @@ class CheckpointTimer:
         self._saved = clock()
 
     def stepped(self, seconds: float) -> None:
-        """Record a step."""
+        """Record that a step took ``seconds``."""
         self._steps.append(seconds)
         if self._starts is not None:
             self._starts.alive()
 
     def ended(self, stopped: bool) -> None:
-        """Record that this start ends as it should: ``stopped`` by a request, or with the run."""
+        """Record that this start of the run ended without error. ``stopped``: it ended by a stop request."""
         if self._starts is not None:
             self._starts.ended(STOPPED if stopped else FINISHED)
 
     def saved(self, seconds: float) -> None:
-        """Record a save that held the steps up for ``seconds``."""
+        """Record that a save of a checkpoint delayed the steps by ``seconds``."""
         self._saves.append(seconds)
         self._saved = self._clock()
         if self._starts is not None:
             self._starts.alive(certainly=True)
 
     def completed(self, seconds: float) -> None:
-        """Record a save that was complete after ``seconds``, in the background or not."""
+        """Record that a checkpoint was complete on disk ``seconds`` after its save began."""
         self._complete.append(seconds)
 
     @property
     def cost_s(self) -> float:
-        """The length of a save: the median, so that one on a busy disk does not count for all."""
+        """Median time by which a save delays the steps. The median ignores outliers of a busy disk."""
         return quantile(self._saves, 0.5) if self._saves else self._guess_s
 
     @property
     def interval_s(self) -> float:
-        """Seconds of work between two saves by `daly`; infinite where ``checkpoint.mtbf_s`` is not used."""
+        """Seconds of training between two saves, by Daly's formula; infinite if ``checkpoint.mtbf_s`` is 0."""
         return daly(self.cost_s, self.mtbf_s) if self.mtbf_s else math.inf
 
     @property
     def mtbf_s(self) -> float:
-        """The mean time between failures that counts, 0 for none.
+        """Mean time between failures in seconds, as configured or as observed. 0 if ``checkpoint.mtbf_s`` is 0.
 
-        The observed one is at least the cost of a save: a run that is shorter than that has seen nothing yet.
+        An observed time is never less than the cost of a save.
         """
         configured = self._config.mtbf_s
         if configured != OBSERVED:
@@ -100,14 +101,14 @@ class CheckpointTimer:
         return 0.0 if self._starts is None else max(self._starts.mtbf_s, self.cost_s)
 
     def due(self) -> bool:
-        """Whether the next step should be followed by a save, by the work since the last one."""
+        """Return True if a checkpoint should be saved after the next step."""
         if math.isinf(self.interval_s):
             return False
         step_s = quantile(self._steps, 0.5) if self._steps else 0.0
-        return self._clock() - self._saved + step_s / 2 >= self.interval_s  # the step boundary next to it
+        return self._clock() - self._saved + step_s / 2 >= self.interval_s  # at the nearest step boundary
 
     def time_up(self) -> bool:
-        """Whether one more step and a save might not end in time, by the 99th and the 95th percentile of theirs."""
+        """Return True if the job might end before one more step (99th percentile) and a save (95th) are complete."""
         if self._up or math.isinf(self._ends):
             return self._up
         cost_s = quantile(self._complete, 0.95) if self._complete else self._guess_s
@@ -115,27 +116,27 @@ class CheckpointTimer:
         left_s = self._ends - LEAVING_S - self._clock()
         if left_s < cost_s + step_s:
             self._up = True
-            known = f"a step takes up to {step_s:.2f} s and a save {cost_s:.2f} s"
-            self._say(f"the job ends in {left_s + LEAVING_S:.1f} s, so it stops now: {known}")
+            need = f"a step takes up to {step_s:.2f} s and a save {cost_s:.2f} s"
+            self._say(f"the job ends in {left_s + LEAVING_S:.1f} s, so it stops now: {need}")
         return self._up
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the least of ``values`` that no more than ``1 - share`` of them exceed."""
+    """Return the ``share`` quantile of ``values``: at least the fraction ``share`` of them is not above the result."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
 
 
 def end_of_job(limit_s: float | None, started: float, environment: Mapping[str, str]) -> float:
-    """Return when the job is over, in seconds since 1970: its own limit or Slurm's, whichever comes first.
+    """Return the end of the job in seconds since 1970: ``started`` + ``limit_s``, or Slurm's limit if that is earlier.
 
-    Raises ConfigurationError when the environment holds something else than a time.
+    Raises ConfigurationError if Slurm's limit in ``environment`` is not a time.
     """
     ends = math.inf if limit_s is None else started + limit_s
     job_end = environment.get(JOB_END, "")
     if job_end:
         if not job_end.isascii() or not job_end.isdecimal():
-            raise ConfigurationError(f"{JOB_END}={job_end!r}: expected seconds since 1970; unset it")
+            raise ConfigurationError(f"{JOB_END}={job_end!r}: expected seconds since 1970; unset this variable")
         ends = min(ends, float(job_end))
     return ends
 
@@ -145,9 +146,9 @@ GROW_FILE = "grow"
 
 
 class StopReason(IntEnum):
-    """Reason why a rank wants to stop; the index of its count in the numbers that a step agrees on."""
+    """Reason to stop. Its value is its index in the array of stop requests, which is summed over ranks in each step."""
 
-    REQUEUE = 0  # signals but Ctrl-C, the stop file, the job's time: save, and let the scheduler start the job again
+    REQUEUE = 0  # signals but Ctrl-C, the stop file, the end of the job: save, and let the scheduler restart the job
     INTERRUPT = 1  # Ctrl-C: save and exit
 
 
@@ -155,15 +156,15 @@ EXIT_CODES = {StopReason.REQUEUE: errors.REQUEUE, StopReason.INTERRUPT: errors.I
 
 
 class StopRequests:
-    """Stop requests of this rank. Signals only set a flag: a handler must neither communicate nor write files.
+    """Stop requests of this rank: from signals, from the stop file, and because the job's time is up.
 
-    While there is nothing to save, which a rank says by `starts`, a signal ends the process at once instead. ``ends``
-    is when the job is over, in seconds since 1970.
+    A signal only sets a flag, because a handler must not communicate or write files. Between calls of `starts` and
+    `begun`, however, a signal ends the process at once. The job ends at ``ends``, in seconds since 1970.
     """
 
     def __init__(self, stop_file: Path | None = None, ends: float = math.inf) -> None:
         self.ends = ends
-        self._stop_file = stop_file  # both files are looked at by one rank only
+        self._stop_file = stop_file  # only one rank checks the stop and grow files
         self.grow_file: Path | None = None
         self._time_up: Callable[[], bool] = lambda: False
         self._wanted = np.zeros(len(StopReason))
@@ -172,9 +173,9 @@ class StopRequests:
 
     @classmethod
     def listening(cls, limit_s: float | None, *lets_go: Callable[[], object]) -> "StopRequests":
-        """Return the requests of a process that starts, for ``limit_s`` seconds at most (main thread only).
+        """Return a `StopRequests` that handles signals, for a process that may run for ``limit_s`` seconds.
 
-        It `listen`s, and `starts`. Raises ConfigurationError as `end_of_job`.
+        Calls `listen`, then `starts` with ``lets_go``. Main thread only. Raises ConfigurationError like `end_of_job`.
         """
         requests = cls(ends=end_of_job(limit_s, time.time(), os.environ))
         requests.listen()
@@ -182,33 +183,33 @@ class StopRequests:
         return requests
 
     def consult(self, stop_file: Path, time_up: Callable[[], bool]) -> None:
-        """Ask for a stop from now on where ``stop_file`` exists, or ``time_up`` returns true (one rank only)."""
+        """Let `current` check for ``stop_file`` and call ``time_up()`` (True: time is up). Call on one rank only."""
         self._stop_file, self._time_up = stop_file, time_up
 
     def listen(self) -> None:
-        """Install the handlers (main thread only)."""
+        """Install the signal handlers. Main thread only."""
         for number in STOP_CODES:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
                 self._before[number] = signal.signal(number, self._on_signal)
 
     def starts(self, *lets_go: Callable[[], object]) -> None:
-        """Let a signal end this process from now on, until `begun`, after calls of ``lets_go`` (main thread only)."""
+        """Until `begun`, let signals call all functions ``lets_go`` and end this process at once. Main thread only."""
         for action in lets_go:
             self._at_once.before(action)
         self._at_once.switch(True)
 
     def let_go(self, action: Callable[[], object]) -> None:
-        """Call ``action``, too, where a signal ends this process at once (local)."""
+        """Add a function ``action`` to call when a signal ends this process at once. Local."""
         self._at_once.before(action)
 
     def begun(self) -> None:
-        """Let a signal be a request from now on, granted at the end of a step: there is something to save (local)."""
+        """From now on, let signals request a stop at the end of a step, because there is state to save. Local."""
         if self._at_once.on:
             self._at_once.switch(False)
 
     @contextmanager
     def all_saved(self) -> Iterator[None]:
-        """Let a signal end this process at once inside, where `starts` was called before: all is saved (local)."""
+        """Context for the time after the last save: signals end this process at once if `starts` was called. Local."""
         self._at_once.switch(self._at_once.started)
         try:
             yield
@@ -216,7 +217,7 @@ class StopRequests:
             self._at_once.switch(False)
 
     def ignore(self) -> None:
-        """Restore the signal handlers from before `listen` (main thread only)."""
+        """Restore the signal handlers that `listen` replaced. Main thread only."""
         self._at_once.close()
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -225,17 +226,17 @@ class StopRequests:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         stop_request = StopReason.INTERRUPT if number == signal.SIGINT else StopReason.REQUEUE
         if stop_request is StopReason.INTERRUPT and self._wanted[stop_request]:
-            raise KeyboardInterrupt  # asked twice: do not wait for the end of the step
+            raise KeyboardInterrupt  # second Ctrl-C: do not wait for the end of the step
         self._wanted[stop_request] = 1.0
 
     def current(self) -> np.ndarray:
-        """Return this rank's requests as numbers to be summed over the ranks."""
+        """Return this rank's stop requests, 0 or 1 for each `StopReason`. They must be summed over the ranks. Local."""
         if self._time_up() or (self._stop_file is not None and self._stop_file.is_file()):
             self._wanted[StopReason.REQUEUE] = 1.0
         return self._wanted
 
     def ranks(self) -> float:
-        """Return the number of further ranks in the file that `hpcdist grow` writes; 0 for none (local)."""
+        """Return the number of training ranks that a user requested with `hpcdist grow`, or 0. Local."""
         if self.grow_file is None or not self.grow_file.is_file():
             return 0.0
         try:
@@ -244,18 +245,18 @@ class StopRequests:
             return 0.0  # not written by `hpcdist grow`, or removed meanwhile
 
     def grown(self) -> None:
-        """Remove the file of `hpcdist grow`: the request is granted, or cannot be (local)."""
+        """Remove the request file of `hpcdist grow` after the request is done. Local."""
         if self.grow_file is not None:
             self.grow_file.unlink(missing_ok=True)
 
     def answered(self) -> None:
-        """Remove the stop file: the request is granted, and the next start must not see it."""
+        """Remove the stop file, so that the run does not stop again when it is restarted."""
         if self._stop_file is not None:
             self._stop_file.unlink(missing_ok=True)
 
 
 def agreed_reason(counts: np.ndarray) -> StopReason | None:
-    """Return the reason to stop by the ``counts`` of all ranks, None for none: an interrupt wins over a requeue."""
+    """Return the reason to stop, or None. ``counts``: stop requests summed over ranks. Interrupts come first."""
     if counts[StopReason.INTERRUPT] > 0:
         return StopReason.INTERRUPT
     return StopReason.REQUEUE if counts[StopReason.REQUEUE] > 0 else None

@@ -1,7 +1,7 @@
 """Summary of a run: throughput, communication, memory, losses and energy, as figures and as text.
 
-The same on every rank. What was not measured is None, with the reason beside it. Ranks in lock-step are as fast as
-the slowest of each step; workers that do not wait for each other are counted each by its own steps.
+The same on every rank. Unmeasured figures are None, with a reason. Ranks in lock-step are as fast as the slowest rank
+of each step; other workers are measured by their own steps.
 """
 
 import math
@@ -24,21 +24,21 @@ from hpcdist.training.observe.energy import describe_energy
 from hpcdist.training.run.loop import RunOutcome
 
 NO_STEP_MADE: Final = "no step was made in this start"
-NOT_VISIBLE: Final = "a collective of the MPI library was used, and what it sends is not visible"
+NOT_VISIBLE: Final = "the MPI library's own collectives were used, and their traffic is not visible"
 NOT_COUNTED: Final = (
-    "what ranks compare before each collective goes through the MPI library's own, and what that sends is not visible; "
+    "the comparison before each collective uses the MPI library's own collectives, and their traffic is not visible; "
     "set communication.checked to false to count"
 )
-NOT_HIDDEN: Final = "while a rank does not look, it does not know what moves: set communication.overlap to thread"
+NOT_HIDDEN: Final = "with polling, a rank does not see when data moves: set communication.overlap to thread"
 OVERLAP_FIGURES: Final = ("reductions_s", "reductions_exposed_s", "communication_hidden_share")
 LOADED_FIGURE: Final = "bytes_loaded_per_step"
 PREFETCH_FIGURES: Final = ("prefetch_hits", "prefetch_misses", "prefetch_exposed_s")
-Rank: TypeAlias = Mapping[str, Any]  # figures of one rank by name; those of its steps from `StepStatistics.measured`
+Rank: TypeAlias = Mapping[str, Any]  # figures of one rank by name; figures of steps from `StepStatistics.measured`
 
 
 @dataclass(frozen=True)
 class StepThroughput:
-    """Speed of the steps of this start; NaN where none was made, or where it is not known."""
+    """Speed of the steps since the run was last started. Unknown figures are NaN."""
 
     tokens_per_s: float = math.nan
     step_s: float = math.nan  # the median
@@ -50,11 +50,11 @@ class StepThroughput:
 def lock_step_throughput(
     ranks: Sequence[Rank], workers: Sequence[Rank], targets: float, *, alike: bool = True
 ) -> StepThroughput:
-    """Return the pace of ``workers``, among ``ranks``, that make each step together, on ``targets`` (local).
+    """Return the speed of a run whose ranks make each step together. ``targets``: mean targets per step. Local.
 
-    A step takes as long as its slowest worker, and sends what the rank sent that sent most: the median step where all
-    are ``alike``, else their mean. Where not every step is in the sample, the slowest worker's sum over all steps is
-    scaled by what the sample says of the slowest of each step.
+    ``workers`` are the computing ranks among ``ranks``. A step takes the time of its slowest worker. Its bytes are from
+    the rank that sends most: their median over the steps if all steps are ``alike``, else their mean. If only a sample
+    of the steps is stored, the total time is extrapolated.
     """
     if not workers[0]["count"]:
         return StepThroughput()
@@ -75,12 +75,11 @@ def lock_step_throughput(
 
 
 def async_throughput(ranks: Sequence[Rank], workers: Sequence[Rank]) -> StepThroughput:
-    """Return the pace of ``workers``, among ``ranks``, of which none waits for another (local).
+    """Return the speed of a run whose workers do not wait for each other. Local.
 
-    Training lasts from the beginning of the loop to the end of the last step of all. Tokens are those of all steps but
-    the first of each worker, and the time in which they were processed begins when the first worker has ended its
-    first. A step takes the median over the workers of their own medians. A worker sends the median of its own steps, a
-    rank that serves a mean; the result is of the rank that sends most.
+    ``workers`` are the computing ranks among ``ranks``. The speed excludes each worker's first step, and the time until
+    the earliest of these steps ends. ``step_s`` is the median of the workers' median step times. ``sent_bytes`` is from
+    the rank that sends most, by the median of a worker or the mean of a server.
     """
     made = [rank for rank in workers if rank["count"]]
     if not made:
@@ -92,26 +91,22 @@ def async_throughput(ranks: Sequence[Rank], workers: Sequence[Rank]) -> StepThro
     else:
         tokens_per_s = sum(rank["first"]["targets"] for rank in made) / training_s
     served = [rank["served"] for rank in ranks if not math.isnan(rank["served"])]
-    own = [rank for rank in ranks if rank["count"] and math.isnan(rank["served"])]
+    stepping = [rank for rank in ranks if rank["count"] and math.isnan(rank["served"])]
     return StepThroughput(
         tokens_per_s=tokens_per_s,
         step_s=statistics.median(statistics.median(step_s for step_s, *_ in _steady(rank)) for rank in made),
         mean_step_s=_mean_of_all(made, "step_s"),
         training_s=training_s,
-        sent_bytes=max([*served, *(statistics.median(nbytes for _, nbytes, _ in _steady(rank)) for rank in own)]),
+        sent_bytes=max([*served, *(statistics.median(nbytes for _, nbytes, _ in _steady(rank)) for rank in stepping)]),
     )
 
 
 def _most(counts: Sequence[float]) -> float:
-    """Return the maximum; NaN where any is: it might be the most."""
     return math.nan if math.isnan(sum(counts)) else max(counts)
 
 
 def _steady(rank: Rank) -> Sequence[tuple[float, float, float]]:
-    """Return seconds, bytes sent and seconds of communication of the sampled steps.
-
-    The first step is left out unless there is no other.
-    """
+    """Return (seconds, bytes sent, communication seconds) of each stored step but the first, or of the only one."""
     first = rank["first"]
     if not rank["count"] or rank["sample"]:
         return rank["sample"]
@@ -119,7 +114,7 @@ def _steady(rank: Rank) -> Sequence[tuple[float, float, float]]:
 
 
 def _mean(rank: Rank, figure: str) -> float:
-    """Return the mean of ``figure`` over the steps but the first, unless there is no other; NaN where there is none."""
+    """Return the mean ``figure`` of the steps of ``rank`` after the first, or of the first alone. NaN if unknown."""
     if rank["count"] > 1:
         return float(rank["sums"].get(figure, math.nan)) / (rank["count"] - 1)
     return float(rank["first"].get(figure, math.nan))
@@ -133,10 +128,7 @@ def summarise(
     val_loss: float,
     entropies: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the summary, the same on every rank. Collective.
-
-    What was not measured is None, with the reason beside it.
-    """
+    """Return the summary of a run, equal on all ranks. A figure that is unknown is None, with a reason. Collective."""
     ranks = comm.allgather_object(_measured(trainer, outcome))
     workers, pss = [rank for rank in ranks if rank["computes"]], [rank["pss"] for rank in ranks]
     if trainer.exchange.lock_step:
@@ -170,13 +162,13 @@ def summarise(
         LOADED_FIGURE: loaded_figure(ranks),
         "peak_bytes": {kind: max(rank["peak"][kind] for rank in ranks) for kind in trainer.ledger.peak},
         "peak_bytes_total": max(rank["held"] for rank in ranks),
-        "counts_activations": trainer.recipe.model.kind not in FOREIGN,  # else PyTorch or JAX holds them
+        "counts_activations": trainer.recipe.model.kind not in FOREIGN,  # PyTorch and JAX hold theirs
         "pss_bytes": {"most": json_number(_most(pss)), "sum": json_number(sum(pss))},
         "skipped_steps": trainer.executor.loss_scale.skipped,
         "loss_scale": trainer.executor.loss_scale.scale,
         "training_s": pace.training_s,
         "chaos": trainer.recipe.chaos.described() or None,
-        "lives": [],  # incarnations after rank failures: an elastic job puts them in
+        "lives": [],  # incarnations after rank failures, set by an elastic job
         **figures.consensus_figures(trainer),
         **figures.straggler_figures(trainer, workers),
         **noise_scale.noise_figures(trainer.noise, trainer.recipe.run.global_batch),
@@ -188,10 +180,10 @@ def summarise(
 
 
 def step_figures(pace: StepThroughput, workers: Sequence[Rank]) -> dict[str, float | None]:
-    """Return the median and the mean of the step time, and of the share of communication; None without a step.
+    """Return mean and median of the step time and of the fraction of it spent in communication. Local.
 
-    The mean share is that of the time of all steps. Shares are means over ``workers``, the ranks that compute: a rank
-    that only serves waits for most of its time, and that is no communication. Local.
+    The fraction is a mean over ``workers``. Ranks that are only servers do not count, because they mostly wait. Figures
+    are None if no step was made.
     """
     step_s = {"step_s_median": json_number(pace.step_s), "step_s_mean": json_number(pace.mean_step_s)}
     made = [rank for rank in workers if rank["count"]]
@@ -206,7 +198,6 @@ def step_figures(pace: StepThroughput, workers: Sequence[Rank]) -> dict[str, flo
 
 
 def _reasons(trainer: Trainer, summary: Mapping[str, Any], has_steps: bool) -> dict[str, str]:
-    """Return the reasons why figures of ``summary`` are None (local)."""
     reasons = {}
     if trainer.exchange.overlap is not None and summary["communication_hidden_share"] is None:
         reasons["communication_hidden_reason"] = NOT_HIDDEN
@@ -218,7 +209,6 @@ def _reasons(trainer: Trainer, summary: Mapping[str, Any], has_steps: bool) -> d
 
 
 def _not_counted(trainer: Trainer) -> str:
-    """Return the reason why bytes sent are not known, with the setting that changes it (local)."""
     if trainer.recipe.communication.checked:
         return NOT_COUNTED
     if trainer.exchange.algorithm == "native":
@@ -227,7 +217,6 @@ def _not_counted(trainer: Trainer) -> str:
 
 
 def _measured(trainer: Trainer, outcome: RunOutcome) -> dict[str, Any]:
-    """Return the figures of this rank (local)."""
     return {
         **outcome.steps.measured(),
         "served": outcome.served_bytes,
@@ -244,7 +233,6 @@ def _measured(trainer: Trainer, outcome: RunOutcome) -> dict[str, Any]:
 
 
 def _targets(trainer: Trainer, outcome: RunOutcome) -> float:
-    """Return the targets of a steady step of this start, in the mean (local)."""
     batches = trainer.recipe.run.batches
     first = outcome.first + (outcome.done > outcome.first + 1)  # see `_steady`
     taken = batches.samples_before(outcome.done) - batches.samples_before(first)
@@ -252,15 +240,14 @@ def _targets(trainer: Trainer, outcome: RunOutcome) -> float:
 
 
 def _shares(trainer: Trainer, step: int) -> list[int] | None:
-    """Return the samples of each replica in ``step``, None where speed does not decide (local)."""
     return None if trainer.shares is None else list(trainer.shares.of(max(0, step - 1)))
 
 
 def overlap_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
-    """Return the seconds of background reductions per step and rank, and the share for which no rank waited.
+    """Return seconds of background reductions per step and rank, in total and unhidden, and the hidden fraction. Local.
 
-    None where there were none, or where they are not known; see `BackgroundCollectives.taken`. A hidden reduction need
-    not make a step shorter: a thread without a core of its own takes time from the backward. Only two runs can tell.
+    Hidden time overlaps with computation. Unknown figures are None; see `BackgroundCollectives.taken`. Hiding may not
+    shorten a step: a communication thread without a free core slows down the backward pass.
     """
     exposed_s, total_s = (_mean_of_all(workers, name) for name in ("reductions_exposed_s", "reductions_s"))
     share = 1 - exposed_s / total_s if total_s else math.nan
@@ -269,25 +256,21 @@ def overlap_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
 
 
 def prefetch_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
-    """Return the hits and misses of gathers ahead, and the seconds that starting and waiting took.
-
-    Means per step and rank; None where nothing is gathered ahead.
-    """
+    """Return prefetch hits and misses, and seconds of unhidden gathers, as means per step and rank, or None."""
     ahead = [rank for rank in workers if rank["prefetches"]]
     means = [_mean_of_all(ahead, name) for name in ("hits", "misses", "fetches_exposed_s")]
     return {name: json_number(mean) for name, mean in zip(PREFETCH_FIGURES, means, strict=True)}
 
 
 def _mean_of_all(ranks: Sequence[Rank], figure: str) -> float:
-    """Return the mean of ``figure`` over the steps of all ``ranks``, weighted by how many each made; NaN for none."""
     made = [(_mean(rank, figure), max(1, rank["count"] - 1)) for rank in ranks if rank["count"]]
     return sum(mean * count for mean, count in made) / sum(count for _, count in made) if made else math.nan
 
 
 def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
-    """Return the bytes that a rank moved a step, by the way they took (`BytesMoved`); None without a step.
+    """Return the bytes that a rank moved per step, by kind of transfer (see `BytesMoved`), or None without a step.
 
-    Of each way it is the mean step of the rank that moved most. In messages it is ``sent`` where nothing is unknown.
+    Each result is a mean over steps, of the rank that moved most. For messages it is ``sent``, if that is known.
     """
     made = [rank for rank in ranks if rank["count"]]
     if not made:
@@ -300,16 +283,16 @@ def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
 
 
 def loaded_figure(ranks: Sequence[Rank]) -> int | None:
-    """Return the bytes a step that the rank that loaded most read from memory that others of its node wrote.
+    """Return the mean bytes per step read from a node's shared memory, by the rank that read most.
 
-    They are not part of the bytes sent. None for none.
+    Return None if no rank read any.
     """
     most = max((rank["loaded"] / rank["count"] for rank in ranks if rank["count"]), default=0.0)
     return round(most) or None
 
 
 def describe(summary: dict[str, Any]) -> str:
-    """Return the summary as lines of text."""
+    """Return the text of the summary for the console, in several lines."""
     made = f"{counted(summary['steps'], 'step')} on {counted(summary['world'], 'rank')}"
     lines = [f"{made}, {summary['parameters']:,} parameters"]
     if summary["chaos"] is not None:
@@ -317,7 +300,7 @@ def describe(summary: dict[str, Any]) -> str:
     if summary["lives"]:
         died = sum(life["died"] for life in summary["lives"])
         longest = max(life["seconds"] for life in summary["lives"])
-        lines.append(f"{counted(died, 'rank')} died and the job went on, each time within {longest:.2f} s")
+        lines.append(f"{counted(died, 'rank')} died and the job continued, each time within {longest:.2f} s")
     lines.append(_losses_text(summary))
     if summary["skipped_steps"]:
         skipped = counted(summary["skipped_steps"], "step")
@@ -333,8 +316,8 @@ def describe(summary: dict[str, Any]) -> str:
     if summary["prefetch_hits"] is not None:
         gathers = summary["prefetch_hits"] + summary["prefetch_misses"]
         lines.append(
-            f"prefetch: {summary['prefetch_hits']:.1f} of {gathers:.0f} gathers a step were there when they were "
-            f"waited for; {summary['prefetch_exposed_s'] * 1e3:.1f} ms a step went into starting and waiting for them"
+            f"prefetch: {summary['prefetch_hits']:.1f} of {gathers:.0f} gathers a step were complete when needed; "
+            f"starting and waiting for gathers took {summary['prefetch_exposed_s'] * 1e3:.1f} ms a step"
         )
     if summary["communication_hidden_share"] is not None:
         lines.append(_hidden_text(summary["communication_hidden_share"]))
@@ -353,7 +336,6 @@ def describe(summary: dict[str, Any]) -> str:
 
 
 def _losses_text(summary: dict[str, Any]) -> str:
-    """Return the losses, and between which entropies of the training text that of validation lies."""
     train, val = summary["train_loss"], summary["val_loss"]
     losses = [f"{name} {loss:.4f}" for name, loss in (("train_loss", train), ("val_loss", val)) if loss is not None]
     if not losses:
@@ -365,12 +347,11 @@ def _losses_text(summary: dict[str, Any]) -> str:
     sides: dict[str, list[str]] = {"below": [], "above": []}
     for name, nats in entropies.items():
         sides["below" if val < nats else "above"].append(f"{name} {nats:.3f}")
-    known = [f"{side} {', '.join(names)}" for side, names in sides.items() if names]
-    return f"{line} ({'; '.join(known)}: entropies of the training text)" if known else line
+    bounds = [f"{side} {', '.join(names)}" for side, names in sides.items() if names]
+    return f"{line} ({'; '.join(bounds)}: entropies of the training text)" if bounds else line
 
 
 def _moved_text(summary: dict[str, Any]) -> str:
-    """Return the bytes that a rank moved a step, by the way they took."""
     moved = summary["bytes_moved_per_step"]
     if moved is None or summary["world"] == 1:
         return "one rank moves nothing" if summary["world"] == 1 else "not measured"
@@ -379,5 +360,5 @@ def _moved_text(summary: dict[str, Any]) -> str:
 
 def _hidden_text(share: float) -> str:
     if share <= 0:
-        return "overlap hid nothing: handing over and waiting took at least as long as the reductions themselves"
-    return f"{share:.0%} of the time of reductions was not waited for; what that cost is in the step"
+        return "overlap hid nothing: starting and waiting took at least as long as the reductions themselves"
+    return f"{share:.0%} of the time of reductions was hidden; any slowdown of the computation is in the step time"

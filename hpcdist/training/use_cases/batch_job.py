@@ -1,7 +1,7 @@
-"""Batch job of a recipe or a program for a site: a job that the site can run, or a refusal.
+"""Batch job of a recipe or a program for a site, or an error if the site cannot run it.
 
-The job has the recipe with the site's defaults, its striping and, where no key sets when to save, an interval of
-checkpoints. Called by `hpcdist submit`. Light: neither MPI nor HDF5 is loaded.
+The recipe gets the site's defaults, its striping and, if no key sets it, a checkpoint interval. Called by `hpcdist
+submit`. Light: loads neither MPI nor HDF5.
 """
 
 import dataclasses
@@ -32,23 +32,23 @@ from hpcdist.training.recipe.requirements import degrees_equation
 if TYPE_CHECKING:
     from hpcdist.training.recipe.recipe import Recipe, ResolvedRecipe
 
-# Options of `submit` that are fields of a `BatchJob` as they are.
+# Options of `submit` that are copied to fields of a `BatchJob`.
 _FIELDS: Final = (
     *("nodes", "ranks_per_node", "cpus_per_task", "walltime", "partition", "account", "name", "signal_s", "links"),
     *("qos", "constraint", "mem"),
     *("restarts", "spare_nodes", "survive", "most_fruitless", "check", "warmup", "mpi_args", "sbatch_args"),
 )
 _STRIPE: Final = "checkpoint.stripe"
-_DEFAULT_SAVES: Final = 20  # in a run whose ranks share no steps to time
+_DEFAULT_SAVES: Final = 20  # number of checkpoints in a run whose ranks are not in lock-step
 _DAY_S: Final = 86400.0
 
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """Job with its site, its recipe, and notes for the user.
+    """A batch job, its site profile, its recipe, and notes for the user.
 
-    ``told`` are lines about the job, ``hidden`` lines about files that the nodes would not see. ``missing`` are lines
-    about modules that the recipe needs and the Python of the job does not have.
+    ``told`` are lines about the job for the user. ``hidden`` lists files of the job that compute nodes cannot see.
+    ``missing`` lists modules that the recipe needs but that the job's Python lacks.
     """
 
     job: BatchJob
@@ -66,10 +66,7 @@ def plan_training(
     kind: type[BatchJob] = BatchJob,
     **more: Any,
 ) -> PlannedJob:
-    """Return the training of the recipe in ``path`` as a job of this ``kind``, with ``more`` fields.
-
-    Raises ConfigurationError and UsageError for what the recipe, the site or the degrees of parallelism refuse.
-    """
+    """Return the job of type ``kind`` that trains the recipe ``path``. ``more``: other fields. Raises HpcdistError."""
     site = search.load_selected(options["site"])
     resolved = _resolved(path, overrides, site, options["site"])
     run_dir = run_dir_of(options["out"], options["name"], recipes.run_id(resolved.recipe))
@@ -86,7 +83,9 @@ def plan_training(
     if gpus is None:
         gpus = options["ranks_per_node"] if recipe.run.device == "gpu" else 0
     if recipe.run.device == "gpu" and gpus == 0:
-        raise ConfigurationError("run.device = 'gpu' with --gpus-per-node 0; give the number of GPUs, or leave it out")
+        raise ConfigurationError(
+            "run.device = 'gpu' with --gpus-per-node 0; give the number of GPUs per node, or leave the option out"
+        )
     job = kind(
         **shared,
         **more,
@@ -100,7 +99,7 @@ def plan_training(
     search.check(job, site)
     shape = f"{size_of(job)}: {degrees_equation(recipe, job.ranks)}"
     planned = checked_job(job, site, shape, [*notes, *saves], [recipe.data.path])
-    # Ranks with another Python may have what this one lacks: see `hpcdist doctor --job`.
+    # Another Python of the ranks may have the modules that this Python lacks: see `hpcdist doctor --job`.
     own_python = not job.python_of_ranks and job.environment is None
     missing = tuple(requirements.missing_packages(recipe)) if own_python else ()
     return dataclasses.replace(planned, recipe=recipe, missing=missing)
@@ -109,10 +108,10 @@ def plan_training(
 def plan_script(
     program: tuple[str, ...], options: Mapping[str, Any], kind: type[BatchJob] = BatchJob, **more: Any
 ) -> PlannedJob:
-    """Return the job of this ``kind``, with ``more`` fields, that runs ``program`` on all of its ranks.
+    """Return the job of type ``kind`` that runs ``program`` on all ranks. ``more`` are job fields.
 
-    Variables HPCDIST_SET__... of this process are part of the job. The same command line in the same directory is the
-    same run. Raises ConfigurationError and UsageError for what the site refuses.
+    The job gets the HPCDIST_SET__... variables of this process. The same command line in the same directory resumes the
+    same run. Raises ConfigurationError and UsageError if the site cannot run the job.
     """
     site = search.load_selected(options["site"])
     words = "\0".join((os.getcwd(), *program))
@@ -135,14 +134,14 @@ def plan_script(
 
 
 def size_of(job: BatchJob) -> str:
-    """Return the nodes and ranks of ``job`` in words."""
+    """Return the number of nodes and ranks of ``job`` as text."""
     return f"{counted(job.nodes, 'node')} x {counted(job.ranks_per_node, 'rank')}"
 
 
 def checked_job(job: BatchJob, site: SiteProfile, shape: str, notes: Iterable[str], data: Iterable[str]) -> PlannedJob:
-    """Return ``job``, which reads the files ``data``, with lines about it: its ``shape``, and ``notes``.
+    """Check ``job`` against the site. Return a `PlannedJob` with ``notes`` and the files that nodes cannot see.
 
-    Raises ConfigurationError where ``site`` cannot run it.
+    ``shape`` is a text about the job's size, ``data`` lists its data files. Raises ConfigurationError.
     """
     search.check(job, site)
     lines = [f"site {site.name}; {shape}", *_time_note(job, site), *_core_note(job, site), *notes]
@@ -153,7 +152,6 @@ def checked_job(job: BatchJob, site: SiteProfile, shape: str, notes: Iterable[st
 
 
 def _time_note(job: BatchJob, site: SiteProfile) -> list[str]:
-    """Return which time limit a job without a walltime has: a variable of sbatch, or a default that is not known."""
     if job.walltime is not None or site.scheduler.kind == "none":
         return []
     if site.scheduler.kind == "slurm" and os.environ.get("SBATCH_TIMELIMIT"):
@@ -168,20 +166,19 @@ def _time_note(job: BatchJob, site: SiteProfile) -> list[str]:
 
 
 def _core_note(job: BatchJob, site: SiteProfile) -> list[str]:
-    """Return that cores of a node idle beside ranks of one core, where its number of cores is known."""
     cores = search.limits_of_job(site.complete(job), site)[0].cores_per_node
     if site.scheduler.kind == "none":
         cores = len(os.sched_getaffinity(0))
-    each = cores // job.ranks_per_node
-    if job.cpus_per_task > 1 or each < 2:
+    cores_each = cores // job.ranks_per_node
+    if job.cpus_per_task > 1 or cores_each < 2:
         return []
     used = f"{job.ranks_per_node * job.cpus_per_task} of {counted(cores, 'core')} of a node"
-    return [f"the ranks use {used}: --cpus-per-task {each} gives each rank {each}, and as many threads"]
+    return [f"the ranks use {used}: --cpus-per-task {cores_each} gives each rank {cores_each}, and as many threads"]
 
 
 def shared_fields(options: Mapping[str, Any], site: SiteProfile) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields of a job that depend on no recipe, and notes about them. Raises UsageError."""
-    launcher_options(options["mpi_args"])  # raises here what it would on the node
+    """Return the job fields that ``options`` set without a recipe, and notes for the user. Raises UsageError."""
+    launcher_options(options["mpi_args"])  # raise errors here, not on the node
     begin, notes = _carbon_begin(options)
     fields = {name: options[name] for name in _FIELDS}
     fields |= {"python": sys.executable, "python_path": source_folder(), "begin": begin}
@@ -191,17 +188,17 @@ def shared_fields(options: Mapping[str, Any], site: SiteProfile) -> tuple[dict[s
 
 
 def check_visible(planned: PlannedJob) -> None:
-    """Raise ConfigurationError where nodes would not see files of the job, unless this machine is the cluster."""
+    """Raise ConfigurationError if the nodes would not see files of the job, unless this machine is the only node."""
     if not planned.hidden or (planned.site.scheduler.kind == "slurm" and _is_whole_cluster()):
         return
     raise ConfigurationError(
-        f"{'; '.join(planned.hidden)}. Submit from a file system that all nodes see, or say in a profile of the site "
-        "which those are (storage.roots and storage.private)"
+        f"{'; '.join(planned.hidden)}. Submit from a file system that all nodes see, or list such file systems in "
+        "the site profile (storage.roots and storage.private)"
     )
 
 
 def check_packages(planned: PlannedJob) -> None:
-    """Raise MissingCapabilityError where modules are missing, unless those of the site may bring them (a warning)."""
+    """Raise MissingCapabilityError for missing Python modules; only warn if environment modules may provide them."""
     if not planned.missing:
         return
     environment = planned.site.environment
@@ -212,14 +209,13 @@ def check_packages(planned: PlannedJob) -> None:
 
 
 def _is_whole_cluster() -> bool:
-    """Whether this machine is the whole cluster; also without Slurm, of which submitting raises the better error."""
+    """Return True if this machine is the whole cluster, or has no Slurm (then `sbatch` fails with a better error)."""
     from hpcdist.batch.schedulers.slurm import submit
 
     return shutil.which("sbatch") is None or submit.is_this_machine()
 
 
 def _resolved(path: Path | None, overrides: tuple[str, ...], site: SiteProfile, named: str | None) -> "ResolvedRecipe":
-    """Return the recipe, with the defaults of the site ``named``."""
     environment = dict(os.environ)
     if named:
         environment[search.VARIABLE] = str(search.path_of(named).absolute())
@@ -234,7 +230,6 @@ def _with_stripe(
     named: str | None,
     run_dir: Path,
 ) -> "ResolvedRecipe":
-    """Return the recipe with the striping of the file system of ``run_dir``, where the recipe sets none."""
     root = site.root_of(run_dir)
     if root is None or not root.stripe or not resolved.origin[_STRIPE].startswith((recipes.DEFAULT, "site profile")):
         return resolved
@@ -244,36 +239,35 @@ def _with_stripe(
 def _with_checkpoints(
     resolved: "ResolvedRecipe", options: Mapping[str, Any], site: SiteProfile
 ) -> tuple["Recipe", list[str]]:
-    """Return the recipe with periodic checkpoints where no key sets when to save, and a note about that.
+    """Return the recipe with an interval of checkpoints, and notes for the user.
 
-    A job may lose a node at any time. The rate of failures is that of the file of the cluster, or else one in a
-    walltime; the run measures the cost of a save, and its interval is that of Daly.
+    If the user set no interval, the run measures the cost of a save and uses Daly's interval. The failure rate for it
+    is from the cluster file, or else one failure per walltime. A note describes this choice.
     """
     recipe = resolved.recipe
     if any(resolved.origin[f"checkpoint.{key}"] != recipes.DEFAULT for key in ("every_steps", "mtbf_s")):
         return recipe, []
     strategy = recipe.parallel.strategy
     if strategy in DECENTRALISED or (strategy == "parameter_server" and not recipe.parameter_server.lock_step):
-        every = max(1, recipe.run.steps // _DEFAULT_SAVES)  # replicas that drift apart are averaged in a save
+        every = max(1, recipe.run.steps // _DEFAULT_SAVES)  # saves average the replicas, so they must be regular
         checkpoint = dataclasses.replace(recipe.checkpoint, every_steps=every)
         setting = f"every_steps = {every}: {_DEFAULT_SAVES} times in the run"
     else:
-        mtbf_s, why = _mtbf_s(options, site)
+        mtbf_s, reason = _mtbf_s(options, site)
         checkpoint = dataclasses.replace(recipe.checkpoint, mtbf_s=mtbf_s)
-        setting = f"mtbf_s = {mtbf_s:.10g}: Daly's interval for {why}"
+        setting = f"mtbf_s = {mtbf_s:.10g}: Daly's interval for {reason}"
     note = f"when to save is not set, so checkpoint.{setting}; checkpoint.every_steps=0 saves at the end alone"
     return dataclasses.replace(recipe, checkpoint=checkpoint), [note]
 
 
 def _mtbf_s(options: Mapping[str, Any], site: SiteProfile) -> tuple[float, str]:
-    """Return the mean seconds between failures of the job, and where they are from."""
-    named = options["cluster"] or site.cluster
-    if named:
+    cluster = options["cluster"] or site.cluster
+    if cluster:
         from hpcdist.planner.cluster import toml_file
 
         try:
-            mtbf_s = toml_file.read(named).failures.node_mtbf_s / options["nodes"]
-            return float(round(mtbf_s)), f"{counted(options['nodes'], 'node')} of {named}"
+            mtbf_s = toml_file.read(cluster).failures.node_mtbf_s / options["nodes"]
+            return float(round(mtbf_s)), f"{counted(options['nodes'], 'node')} of {cluster}"
         except HpcdistError:  # the estimate reports why that file cannot be used
             pass
     partition = options["partition"] or site.scheduler.partition
@@ -286,7 +280,7 @@ def _mtbf_s(options: Mapping[str, Any], site: SiteProfile) -> tuple[float, str]:
 
 
 def run_dir_of(out: Path | None, name: str, run_id: str) -> Path:
-    """Return the run directory: by default one named after the run, so that the same recipe goes on with its own."""
+    """Return the run directory: ``out``, or one named by ``run_id``, so that the same recipe resumes the run."""
     if out is not None:
         return out.absolute()
     plain = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name)
@@ -294,27 +288,27 @@ def run_dir_of(out: Path | None, name: str, run_id: str) -> Path:
 
 
 def _check_same_run(run_dir: Path, recipe: "Recipe") -> None:
-    """Raise ConfigurationError where ``run_dir`` has checkpoints of another run: its job would wait only to fail."""
     stored = run_dir / RECIPE_FILE
     if not (stored.exists() and (run_dir / "checkpoints").exists()):
         return
     other = recipes.contradictions(recipes.load_stored(stored), recipe)
     if other:
         raise ConfigurationError(
-            f"{run_dir} holds another run: {', '.join(other[:3])}; choose another --out, or submit its own {stored}"
+            f"{run_dir} holds another run: {', '.join(other[:3])}; choose another --out, or submit that run's {stored}"
             f"{recipes.init_from_hint(run_dir, other)}"
         )
 
 
 def _carbon_begin(options: Mapping[str, Any]) -> tuple[datetime | None, list[str]]:
-    """Return when the job may start, None for at once, and notes about that."""
     timing = {name: options[name] for name in ("deadline", "within", "power_w") if options[name] is not None}
     if options["carbon"] is None:
         if timing:
-            raise UsageError(f"--{next(iter(timing)).removesuffix('_w')} goes with --carbon FORECAST.csv; add it")
+            raise UsageError(
+                f"--{next(iter(timing)).removesuffix('_w')} has no effect without --carbon FORECAST.csv; add --carbon"
+            )
         return None, []
     if "deadline" in timing and "within" in timing:
-        raise UsageError("--deadline and --within say the same; keep one")
+        raise UsageError("--deadline and --within both set the latest end; keep one of them")
     from hpcdist.batch import carbon
 
     limit = None if options["walltime"] is None else walltime_s(options["walltime"])
@@ -322,8 +316,8 @@ def _carbon_begin(options: Mapping[str, Any]) -> tuple[datetime | None, list[str
     return carbon.plan_begin(options["carbon"], text, limit, datetime.now(UTC), options["power_w"])
 
 
-def _staged_data(wanted: bool, recipe: "Recipe") -> Path | None:
-    if not wanted:
+def _staged_data(is_requested: bool, recipe: "Recipe") -> Path | None:
+    if not is_requested:
         return None
     if not recipe.data.path:
         raise ConfigurationError("--stage-data: data.path is empty, so there is nothing to copy; leave it out")
@@ -331,11 +325,7 @@ def _staged_data(wanted: bool, recipe: "Recipe") -> Path | None:
 
 
 def _node_local_folder(options: Mapping[str, Any], site: SiteProfile, run_dir: Path) -> Path | None:
-    """Return the folder of the run on each node's own file system, None where no file goes there.
-
-    It is named by the run directory: two runs of one recipe may share a node, and one would remove the files of the
-    other.
-    """
+    """Return the run's folder on the local file system of each node, or None if no option needs such a folder."""
     if not (options["stage_data"] or options["environment"] or options["warmup"]):
         return None
     place = hashlib.blake2b(os.fsencode(run_dir), digest_size=4).hexdigest()
@@ -346,14 +336,14 @@ def _node_local_folder(options: Mapping[str, Any], site: SiteProfile, run_dir: P
 
 
 def hidden_paths(job: BatchJob, site: SiteProfile, data: Iterable[str]) -> list[str]:
-    """Return the files of the job, ``data`` included, that the nodes would not see, a line for each (local)."""
+    """Return a line for each data file and other file of ``job`` that the compute nodes cannot see. Local."""
     if site.scheduler.kind == "none":
         return []
-    needed = {"this directory, where the log goes,": Path.cwd(), "the run directory": job.run_dir}
-    needed["this Python"] = Path(job.python)
+    paths = {"this directory, where the log goes,": Path.cwd(), "the run directory": job.run_dir}
+    paths["this Python"] = Path(job.python)
     if job.python_path is not None:
-        needed["hpcdist"] = Path(job.python_path)
+        paths["hpcdist"] = Path(job.python_path)
     if job.environment is not None:
-        needed["--stage-environment"] = job.environment
-    each = [needed, *({"data.path =": Path(path)} for path in data if path)]
-    return [line for places in each for line in search.hidden_paths(places, site)]
+        paths["--stage-environment"] = job.environment
+    groups = [paths, *({"data.path =": Path(path)} for path in data if path)]
+    return [line for places in groups for line in search.hidden_paths(places, site)]

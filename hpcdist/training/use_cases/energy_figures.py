@@ -1,7 +1,7 @@
 """Energy figures of a run: joules by phase, source and start, rates, emissions, costs.
 
-Called by `hpcdist energy report`. The sources are the metrics file, the record of energy, the recipe and the ledger of
-jobs (for Slurm's own figure). Heavy: loads numpy and h5py, so it is imported when called.
+Called by `hpcdist energy report`. Sources: metrics file, energy record, recipe, and ledger of jobs (for Slurm's
+energy). Heavy: loads numpy and h5py.
 """
 
 import math
@@ -30,12 +30,12 @@ from hpcdist.training.run import start_record
 from hpcdist.training.run_directory import RECIPE_FILE
 
 NO_RECORD: Final = f"the run keeps no {USAGE_FILE}: it has not come so far, or an earlier version made it"
-INTENSITY_PIECES: Final = 500  # of a start, over which an intensity that varies is averaged
+INTENSITY_PIECES: Final = 500  # intervals per start, over which a varying intensity is averaged
 
 
 @dataclass(frozen=True)
 class EnergyReportOptions:
-    """Options of the command line; None: as the recipe of the run."""
+    """Options of the energy report. An option that is None has the value in the run's recipe."""
 
     target_loss: float | None = None
     pue: float | None = None
@@ -47,7 +47,7 @@ class EnergyReportOptions:
 
 
 def figures(run_dir: Path, options: EnergyReportOptions) -> dict[str, Any]:
-    """Return the energy figures of the run in ``run_dir``, as JSON values; None is unknown. Raises HpcdistError."""
+    """Return the energy figures of the run in ``run_dir`` as JSON values, None if unknown. Raises HpcdistError."""
     path = run_dir / step_metrics.METRICS_FILE
     if not path.is_file():
         raise StorageError(
@@ -60,18 +60,18 @@ def figures(run_dir: Path, options: EnergyReportOptions) -> dict[str, Any]:
     phases = usage["joules"]["phases"] if usage else {}
     since = usage["since_step"] if usage else 0
     activities = (usage or {}).get("activities") or {}
-    why_none = phase_shares.TOO_SHORT if recipe is not None and recipe.telemetry.trace else phase_shares.NO_SPANS
+    no_activities = phase_shares.TOO_SHORT if recipe is not None and recipe.telemetry.trace else phase_shares.NO_SPANS
     config = EnergyConfig() if recipe is None else recipe.energy
     if options.pue is not None:
         config = replace(config, pue=options.pue)
     if options.currency and options.price is None:
-        raise UsageError("--currency is that of --price; give both")
+        raise UsageError("--currency has no effect without --price; give both")
     if options.price is not None:
         currency = options.currency or config.currency
         if options.price and not currency:
-            raise UsageError(f"--price {options.price:g}: of what? Add --currency, such as EUR")
+            raise UsageError(f"--price {options.price:g} has no currency; add --currency, such as EUR")
         config = replace(config, price_per_kwh=options.price, currency=currency if options.price else "")
-    known, why = _intensity(run_dir, options, config, begun)
+    intensity, intensity_reason = _intensity(run_dir, options, config, begun)
     seconds = math.fsum(phase["seconds"] for phase in phases.values())
     result = {
         "run_dir": str(run_dir),
@@ -81,7 +81,7 @@ def figures(run_dir: Path, options: EnergyReportOptions) -> dict[str, Any]:
         "by_kind": usage["joules"]["by_kind"] if usage else {},
         "phases": phases,
         "activities": activities,
-        "activities_reason": None if activities else reason or why_none,
+        "activities_reason": None if activities else reason or no_activities,
         "sources": _sources(begun),
         "starts": _starts(begun, metrics),
         **_rates(phases, metrics, recipe, since),
@@ -89,13 +89,13 @@ def figures(run_dir: Path, options: EnergyReportOptions) -> dict[str, Any]:
             total_j,
             seconds,
             pue=config.pue,
-            intensity=known,
+            intensity=intensity,
             price_per_kwh=config.price_per_kwh,
             currency=config.currency,
         ),
     }
-    if why:
-        result["emissions_reason"] = why
+    if intensity_reason:
+        result["emissions_reason"] = intensity_reason
     if options.target_loss is not None:
         result["target"] = _target(options.target_loss, metrics, begun)
     if options.slurm:
@@ -107,11 +107,10 @@ def _recipe(run_dir: Path) -> Recipe | None:
     try:
         return recipes.load_stored(run_dir / RECIPE_FILE)
     except HpcdistError:
-        return None  # another version's, perhaps: what depends on it is not known
+        return None  # perhaps of another version: figures that depend on it stay unknown
 
 
 def _usage(run_dir: Path) -> dict[str, Any] | None:
-    """Return the record of the run, None where there is none. Raises StorageError for a damaged one."""
     path = run_dir / USAGE_FILE
     try:
         return phase_shares.restored(regular.json_value(path))
@@ -119,13 +118,12 @@ def _usage(run_dir: Path) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError, TypeError) as error:
         raise StorageError(
-            f"{path} is no record of energy ({type(error).__name__}: {error}); was it cut off, or is it another "
-            "program's? the run writes a new one when it goes on"
+            f"{path} is not a valid energy record ({type(error).__name__}: {error}); it may be truncated, or written "
+            "by another program. The run writes a new record when it resumes"
         ) from error
 
 
 def _total_joules(usage: dict[str, Any] | None, attributes: dict[str, Any]) -> tuple[float, str | None]:
-    """Return all joules, NaN with a reason."""
     if usage is None:
         energy_j = attributes.get("energy_j")
         if isinstance(energy_j, float) and math.isfinite(energy_j):
@@ -138,7 +136,6 @@ def _total_joules(usage: dict[str, Any] | None, attributes: dict[str, Any]) -> t
 
 
 def _sources(begun: Sequence[StartHistory]) -> list[dict[str, Any]]:
-    """Return the joules of each source over all starts."""
     by_source: dict[tuple[int, str, str], dict[str, Any]] = {}
     for start in begun:
         for course in start.courses:
@@ -152,7 +149,7 @@ def _sources(begun: Sequence[StartHistory]) -> list[dict[str, Any]]:
 
 
 def _starts(begun: Sequence[StartHistory], metrics: step_metrics.MetricsData) -> list[dict[str, Any]]:
-    """Return seconds and joules of each start; steps that were made again later are no longer in the metrics."""
+    """Return the steps, seconds and joules of each start of the run. A repeated step counts for its last start only."""
     rows = []
     for start in begun:
         steps = int(np.sum(metrics.steps["session"] == start.session))
@@ -176,27 +173,27 @@ def _rates(
 
 
 def _moments(metrics: step_metrics.MetricsData) -> np.ndarray:
-    """Return the seconds from the begin of its start to the end of each step, of its slowest rank: (steps,)."""
+    """Return the end time of each step on its slowest rank, in seconds since the rank started. Shape (steps,)."""
     of_rank = metrics.steps["step_s"]
     slowest = np.where(np.isnan(of_rank), 0.0, of_rank).max(axis=1, initial=0.0)
     moments = np.zeros(len(slowest))
     for session in np.unique(metrics.steps["session"]):
-        own = metrics.steps["session"] == session
-        moments[own] = np.cumsum(slowest[own])
+        in_session = metrics.steps["session"] == session
+        moments[in_session] = np.cumsum(slowest[in_session])
     return moments
 
 
 def _target(target: float, metrics: step_metrics.MetricsData, begun: Sequence[StartHistory]) -> dict[str, Any]:
     if "step_s" not in metrics.steps:
-        return {"loss": target, "joules": None, "reason": "the metrics are of a version that had no times of steps"}
+        return {"loss": target, "joules": None, "reason": "the metrics are of a version without step times"}
     moments, session = _moments(metrics), metrics.steps["session"]
     joules = energy_metrics.joules_at(begun, session, moments)
     before = 0.0
     seconds = moments.copy()
     for number_of in np.unique(session):
-        own = session == number_of
-        seconds[own] += before
-        before += float(moments[own].max())
+        in_session = session == number_of
+        seconds[in_session] += before
+        before += float(moments[in_session].max())
     reached = energy_metrics.to_target(target, metrics.steps["step"], metrics.steps["loss"], seconds, joules)
     return {
         "loss": target,
@@ -210,14 +207,14 @@ def _target(target: float, metrics: step_metrics.MetricsData, begun: Sequence[St
 def _intensity(
     run_dir: Path, options: EnergyReportOptions, config: EnergyConfig, begun: Sequence[StartHistory]
 ) -> tuple[CarbonIntensity, str | None]:
-    """Return the carbon intensity that applies, and the reason why it does not follow from a forecast."""
+    """Return the carbon intensity and None, or the default and the reason why the forecast could not be used."""
     if options.forecast is None:
         return options.intensity or carbon_intensity(config), None
     table = carbon.read_forecast(options.forecast)
     edges = np.array([moment.timestamp() for moment in (*table.times, table.end)])
     began = [start.began for start in start_record.known_starts(run_dir)]
     if not begun or len(began) <= max(start.session for start in begun):
-        return CarbonIntensity(), "nobody wrote down when each start of the run began, so no forecast can be looked up"
+        return CarbonIntensity(), "the begin of a start was not recorded, so no forecast can be looked up"
     pieces = []
     for start in begun:
         grid = np.linspace(0.0, start.seconds, INTENSITY_PIECES + 1)
@@ -227,7 +224,7 @@ def _intensity(
     mean, low, high = energy_metrics.over_time(edges, np.array(table.g_per_kwh), begins, ends, joules)
     if math.isnan(mean):
         return CarbonIntensity(), (
-            f"{options.forecast} covers {table.begin.isoformat()} to {table.end.isoformat()}, and the run was measured "
+            f"{options.forecast} covers {table.begin.isoformat()} to {table.end.isoformat()}, but the run was measured "
             f"from {_utc(begins.min())} to {_utc(ends.max())}, or not all of its joules are known"
         )
     date = f"{_utc(begins.min())} to {_utc(ends.max())}"
@@ -239,13 +236,12 @@ def _utc(seconds: float) -> str:
 
 
 def _slurm(run_dir: Path, total_j: float) -> dict[str, Any]:
-    """Return Slurm's own joules of the jobs of the run, and their ratio to those that the run measured."""
     jobs = list(ledger.jobs(ledger.read(run_dir)))
     if not jobs:
         return {"energy_j": None, "ratio": None, "jobs": [], "reason": f"{run_dir} has no ledger of jobs"}
-    rows, why = dispatch.accounts(jobs)
+    rows, reason = dispatch.accounts(jobs)
     energy = slurm_energy.of_rows(rows)
     if energy.known is None:
-        return {"energy_j": None, "ratio": None, "jobs": jobs, "reason": why or energy.lacking}
+        return {"energy_j": None, "ratio": None, "jobs": jobs, "reason": reason or energy.lacking}
     ratio = json_number(energy.known / total_j)
     return {"energy_j": energy.known, "ratio": ratio, "jobs": jobs, "reason": energy.lacking or None}

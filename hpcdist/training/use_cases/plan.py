@@ -1,4 +1,4 @@
-"""Plan of one layout: `plan_of_subject` as an estimate of the planner, `plan` (`hpcdist.plan`) as JSON values."""
+"""Plan of one layout: `plan_of_subject` as a planner estimate, `plan` (`hpcdist.plan`) as JSON values."""
 
 import dataclasses
 import os
@@ -36,13 +36,12 @@ def plan(
     keys: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return memory, time and energy of a training on a cluster, as JSON values. Local: starts no MPI, needs no GPU.
+    """Return memory, time and energy of a training on a cluster, as JSON values. Local: needs neither MPI nor a GPU.
 
-    ``recipe`` is a TOML file, ``keys`` change it (``{"model.layers": 12}``); without both and without a model it is
-    the default recipe. ``cluster`` is a name of `hpcdist plan clusters` or a file. ``options`` are those of `hpcdist
-    plan` with underscores: ``model="gpt3-175b", devices=64, tensor=8, batch=1536``. "step_s" has the seconds of a step,
-    "memory" ``bytes`` and ``fits``, "mfu" the model FLOPs utilization; null where a number is not known. Raises
-    UsageError for options that are unknown or contradict each other, ConfigurationError for what cannot be planned.
+    ``recipe`` is a TOML file. ``keys`` (``{"model.layers": 12}``) change it. ``cluster`` is a file, or a name listed by
+    `hpcdist plan clusters`. ``options`` are options of `hpcdist plan` with underscores: ``model="gpt3-175b",
+    devices=64``. In the result, "step_s" is the seconds of a step, and "mfu" is the model FLOPs utilization. Unknown
+    numbers are null. Raises UsageError for wrong options, and ConfigurationError for impossible plans.
     """
     for name in options:
         if name not in OPTIONS:
@@ -58,28 +57,28 @@ def plan(
 
 
 def plan_of_subject(subject: PlanSubject, cluster: Cluster, *, simulate: bool = False) -> PlanEstimate:
-    """Return the plan, with the notes among its flags. Raises ConfigurationError for a layout that cannot be.
+    """Return the plan of ``subject`` on ``cluster``. Raises ConfigurationError for an impossible layout.
 
-    One that does not fit into the memory can be: the plan tells what is too much. ``simulate``: run the passes of a
-    pipeline one by one, where that is possible here.
+    ``simulate``: simulate the pipeline's passes if the simulator is available. The plan's flags contain notes for the
+    user. A layout that needs too much memory raises no error; the plan reports it.
     """
     description, layout, batch = subject.description, subject.layout, subject.global_batch
     wrong = [problem.text for problem in checks.shape_problems(description, layout, cluster, batch)]
     if wrong:
-        raise ConfigurationError(f"this layout cannot be: {'; '.join(wrong)}")
+        raise ConfigurationError(f"this layout is not possible: {'; '.join(wrong)}")
     answer, notes = with_simulator(
         lambda runs: planner.plan(description, layout, cluster, batch, subject.steps, simulate=runs),
-        wanted=simulate and layout.pipeline > 1,
+        simulate=simulate and layout.pipeline > 1,
     )
     flags = (*answer.flags, *table.layout_caveats(answer), *notes, *subject.notes, *table.assumption_line(cluster))
     return dataclasses.replace(answer, flags=table.ordered(flags, [layout]))
 
 
-def with_simulator(make: Callable[[bool], PlanResult], *, wanted: bool) -> tuple[PlanResult, tuple[str, ...]]:
-    """Return ``make(wanted)``, or where the simulator cannot be loaded what closed forms give, and a note of it."""
+def with_simulator(make: Callable[[bool], PlanResult], *, simulate: bool) -> tuple[PlanResult, tuple[str, ...]]:
+    """Return ``make(simulate)`` and no notes, or if the simulator cannot be loaded, ``make(False)`` and a note."""
     try:
-        return make(wanted), ()
+        return make(simulate), ()
     except ImportError as error:
-        if not wanted:
+        if not simulate:
             raise
         return make(False), (f"pipelines are planned by closed forms: the simulator cannot be loaded ({error})",)

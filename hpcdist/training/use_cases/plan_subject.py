@@ -1,8 +1,8 @@
-"""Make the subject of a plan from options: a model, its layout, its batch and its steps.
+"""Subject of a plan from options: a model, its layout, its batch and its steps.
 
-The model is that of a recipe, a published one by name, or one in numbers. Options of the layout take the place of the
-recipe's values; contradictions, and options without effect, are usage errors. On a GPU that nobody has measured the
-kernels of published trainings (Megatron) are planned, the only ones that estimates were held against.
+The model comes from a recipe, a published name, or numbers. Layout options replace the recipe's values; contradictory
+and ineffective options are usage errors. For GPUs without measurements, the kernels of published trainings (Megatron)
+are planned, because estimates were validated only with these kernels.
 """
 
 import dataclasses
@@ -25,30 +25,30 @@ from hpcdist.training.use_cases.recipe_plan import PlanSubject, plan_of_recipe
 if TYPE_CHECKING:
     from hpcdist.training.recipe.recipe import Recipe
 
-# Options of `hpcdist plan`: of a transformer in numbers (mlp_ratio is another way to say feed_forward), and of the run.
+# Options of `hpcdist plan`: of a transformer in numbers (mlp_ratio is an alternative to feed_forward), and of the run.
 _SHAPE_FIELDS: Final = tuple(item.name for item in dataclasses.fields(TransformerShape) if item.name != "dropout")
 SHAPE_OPTIONS: Final = (*_SHAPE_FIELDS, "mlp_ratio")
 RUN_OPTIONS: Final = ("model", "devices", "batch", "steps", "tokens")
-DEFAULT_STEPS: Final = 1000  # of a run of which nobody says how long it is
-MAX_STEPS: Final = 10**12  # more is a slip of the keyboard
-_OWN_RULES: Final = ("zero", "strategy", "servers", "data")  # options that decide fields together with others
+DEFAULT_STEPS: Final = 1000  # length of a run if no option sets it
+MAX_STEPS: Final = 10**12  # larger values are typing errors
+_OWN_RULES: Final = ("zero", "strategy", "servers", "data")  # options that set fields together with others
 _REQUIRED_SHAPE: Final = ("layers", "hidden", "heads", "vocabulary", "context")
 
 
 def options_given(options: Mapping[str, Any], names: Iterable[str] = LAYOUT_FIELDS) -> list[str]:
-    """Return those of the options ``names`` that were given, as they are written."""
+    """Return the command-line flags of the options in ``names`` that the user has set."""
     return [flag(name) for name in names if options.get(name) is not None]
 
 
 def flag(name: str) -> str:
-    """Return an option as it is written: --kv-heads."""
+    """Return the command-line flag of the option ``name``, e.g. --kv-heads for kv_heads."""
     return f"--{name.replace('_', '-')}"
 
 
 def layout_from_options(options: Mapping[str, Any], base: ParallelLayout) -> ParallelLayout:
-    """Return ``base`` with what the options say in its place, and as many replicas as --devices leaves.
+    """Return the layout ``base`` changed by the options. --devices determines the number of replicas.
 
-    Raises UsageError where the options contradict each other, or the degrees do not make up the devices.
+    Raises UsageError for contradictory options, or if the product of the degrees differs from the number of devices.
     """
     plain = {name: field for name, field in LAYOUT_FIELDS.items() if name not in _OWN_RULES}
     values = {field: options[name] for name, field in plain.items() if options.get(name) is not None}
@@ -58,24 +58,24 @@ def layout_from_options(options: Mapping[str, Any], base: ParallelLayout) -> Par
     layout = dataclasses.replace(layout, chunks=_chunks(layout))
     if layout.sequence_parallel and layout.tensor == 1:
         raise UsageError(
-            "--sequence-parallel with one tensor device cuts nothing; leave it out, or give --tensor 2 or more"
+            "--sequence-parallel with one tensor device has no effect; leave it out, or give --tensor 2 or more"
         )
     return dataclasses.replace(layout, data=_replicas(options, layout))
 
 
 def strategy_from_options(options: Mapping[str, Any], base: ParallelLayout) -> dict[str, Any]:
-    """Return the fields strategy and servers where the options say them. Raises UsageError for contradictions."""
+    """Return the layout fields "strategy" and "servers" that the options set. Raises UsageError if they contradict."""
     stage, strategy, servers = options.get("zero"), options.get("strategy"), options.get("servers")
     if stage is not None:
         meant = f"zero{stage}" if stage else "allreduce"
         if strategy not in (None, meant):
-            raise UsageError(f"--zero {stage} is --strategy {meant}, and --strategy {strategy} is given; keep one")
+            raise UsageError(f"--zero {stage} is --strategy {meant}, but --strategy {strategy} is given; keep one")
         strategy = meant
     if servers is not None:
         if strategy not in (None, PARAMETER_SERVER):
             given_option = f"--zero {stage}" if stage is not None else f"--strategy {strategy}"
             raise UsageError(
-                f"--servers {servers} is for --strategy {PARAMETER_SERVER}, and {given_option} is given; keep one"
+                f"--servers {servers} needs --strategy {PARAMETER_SERVER}, but {given_option} is given; keep one"
             )
         strategy = PARAMETER_SERVER
     if strategy is None:
@@ -85,7 +85,6 @@ def strategy_from_options(options: Mapping[str, Any], base: ParallelLayout) -> d
 
 
 def _check_pipeline(layout: ParallelLayout, options: Mapping[str, Any]) -> None:
-    """Raise UsageError for a schedule or chunks that have no effect, where they were asked for."""
     if layout.pipeline == 1:
         for name in ("schedule", "chunks"):
             if options.get(name) not in (None, 1, "sequential"):
@@ -96,29 +95,28 @@ def _check_pipeline(layout: ParallelLayout, options: Mapping[str, Any]) -> None:
 
 
 def _chunks(layout: ParallelLayout) -> int:
-    """Return how many parts of the model a stage has. Raises UsageError where the schedule has others."""
     row, chunks = SCHEDULES[layout.schedule], layout.chunks
     if layout.pipeline == 1:
         return 1
     if row.most is None and chunks < row.least:
         raise UsageError(
-            f"--schedule {layout.schedule} needs --chunks, parts of the model on each stage; give {row.least} or more"
+            f"--schedule {layout.schedule} needs --chunks, the number of model chunks per stage; give at least "
+            f"{row.least}"
         )
     if row.most is not None and chunks not in (1, row.most):
         raise UsageError(
-            f"--chunks {chunks} with --schedule {layout.schedule}, which has {row.most}; leave it out, or try "
-            "interleaved"
+            f"--chunks {chunks} with --schedule {layout.schedule}, which has {row.most} per stage; leave --chunks out, "
+            "or use --schedule interleaved"
         )
     return chunks if row.most is None else row.most
 
 
 def _check_effect(layout: ParallelLayout, options: Mapping[str, Any]) -> None:
-    """Raise UsageError for options that would change nothing."""
     for name in ("main_gradients", "gradient_fusion"):
         if options.get(name) is not None and layout.implementation != "megatron":
             raise UsageError(
-                f"{flag(name)} is of --implementation megatron, and has no effect with {layout.implementation}; leave "
-                "it out, or choose that one"
+                f"{flag(name)} needs --implementation megatron, and has no effect with {layout.implementation}; leave "
+                f"{flag(name)} out, or choose megatron"
             )
     for name in ("activations", "main_gradients"):
         if options.get(name) is not None and layout.precision not in HALVES:
@@ -129,7 +127,6 @@ def _check_effect(layout: ParallelLayout, options: Mapping[str, Any]) -> None:
 
 
 def _replicas(options: Mapping[str, Any], layout: ParallelLayout) -> int:
-    """Return the degree of the data axis. Raises UsageError, with the whole equation."""
     devices, data = options.get("devices"), options.get("data")
     devices_of_replica = layout.pipeline * layout.tensor * layout.context
     if devices is None:
@@ -140,20 +137,21 @@ def _replicas(options: Mapping[str, Any], layout: ParallelLayout) -> int:
         servers = f" + servers {layout.servers}" if layout.servers else ""
         degrees = f"pipeline {layout.pipeline} x tensor {layout.tensor} x context {layout.context}"
         product = f"data {data or '?'} x {degrees}{servers}"
-        nearest = data or max(1, workers // devices_of_replica)  # replicas: as asked for, else as many as fit
+        nearest = data or max(1, workers // devices_of_replica)  # number of replicas
         near = nearest * devices_of_replica + layout.servers
         raise UsageError(
-            f"--devices {devices}: {product} does not make {counted(devices, 'device')}; the nearest that it makes is "
-            f"{near}"
+            f"--devices {devices}: {product} does not make {counted(devices, 'device')}; the nearest possible number "
+            f"is {near}"
         )
     return int(replicas)
 
 
 def with_published_kernels(subject: PlanSubject, on: Cluster, *, always: bool = False) -> PlanSubject:
-    """Return ``subject`` with the kernels of published trainings, where nobody has measured others on such a device.
+    """Return ``subject`` with the kernels of published trainings, if cluster ``on`` has no measured kernels.
 
-    Those are the only ones that estimates for a GPU were held against. Not for what is no transformer, for kernels that
-    were asked for, nor for a layout that these cannot have, unless ``always``.
+    Estimates for GPUs were validated only with these kernels. ``subject`` is unchanged for models without a shape, and
+    for kernels that the user chose. Unless ``always``, it is also unchanged for layouts that these kernels do not
+    support.
     """
     is_measured = on.calibrated or not on.device.is_accelerator
     if is_measured or subject.kernels is not None or subject.description.shape is None:
@@ -163,25 +161,24 @@ def with_published_kernels(subject: PlanSubject, on: Cluster, *, always: bool = 
     if not always and any(checks.shape_problems(subject.description, layout, on, subject.global_batch)):
         return subject
     note = (
-        f"kernels and memory are those of published trainings, and this toolkit's unmeasured on {on.device.name}: "
-        "--implementation hpcdist plans them all the same"
+        f"kernels and memory are those of published trainings, because hpcdist is not measured on {on.device.name}: "
+        "--implementation hpcdist plans its kernels anyway"
     )
     return dataclasses.replace(subject, layout=layout, notes=(*subject.notes, note, *unsupported(subject.layout)))
 
 
 def subject_from_options(path: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any]) -> PlanSubject:
-    """Return what the arguments and options describe.
+    """Return the model, layout and batch to plan, from a recipe, or from a model in the options.
 
-    Without a recipe or a model it is the default recipe, which `hpcdist train` trains. Raises UsageError for options
-    that contradict each other or are missing, ConfigurationError for a recipe or a model that cannot be planned, and
-    StorageError for a recipe that is not there.
+    Without both, the default recipe is used. Raises UsageError for contradictory or missing options,
+    ConfigurationError for a recipe or model that cannot be planned, and StorageError for a missing recipe file.
     """
     named = options.get("model") is not None
     numbers = options_given(options, SHAPE_OPTIONS)
     if path is not None and (named or numbers):
         raise UsageError(
-            f"the recipe {path} and {'--model' if named else numbers[0]} are two models; keep one (--set model.KEY="
-            "VALUE changes that of the recipe)"
+            f"the recipe {path} and {'--model' if named else numbers[0]} both describe a model; keep one of them "
+            "(--set model.KEY=VALUE changes the recipe's model)"
         )
     if not (named or numbers):
         from hpcdist.training.recipe import recipe as recipes
@@ -191,10 +188,12 @@ def subject_from_options(path: Path | None, overrides: tuple[str, ...], options:
         recipe = recipes.load(path, overrides).recipe
         return subject_of_recipe(recipe, "the default recipe" if path is None else path.stem, options)
     if overrides:
-        raise UsageError(f"--set {overrides[0]} changes a recipe, and none is given; use the options instead")
+        raise UsageError(
+            f"--set {overrides[0]} changes a recipe, but no recipe is given; give a recipe, or use other options"
+        )
     description = _by_name(options) if named else _in_numbers(options)
     if options.get("batch") is None:
-        raise UsageError("give --batch, the samples of a step over all replicas: without a recipe nothing says it")
+        raise UsageError("give --batch, the global number of samples per step; without a recipe it has no default")
     steps, notes = _steps(options, description, options["batch"])
     base = ParallelLayout()
     if options.get("data") is None and options.get("devices") is None:
@@ -210,23 +209,20 @@ def subject_from_options(path: Path | None, overrides: tuple[str, ...], options:
 
 
 def read_cluster(named: str | None) -> Cluster:
-    """Return the cluster of a name or a file. Raises UsageError where none is given."""
+    """Return the cluster with the name ``named``, or in the file ``named``. Raises UsageError if ``named`` is None."""
     from hpcdist.planner.cluster import toml_file
 
     if named is None:
-        raise UsageError(f"give --cluster NAME|FILE: {', '.join(toml_file.names())}, or a file of your own")
+        raise UsageError(f"give --cluster NAME (one of {', '.join(toml_file.names())}), or --cluster FILE")
     return toml_file.read(named)
 
 
 def subject_of_recipe(recipe: "Recipe", name: str, options: Mapping[str, Any]) -> PlanSubject:
-    """Return a recipe, called ``name``, with what the options say in the place of its own values.
-
-    Raises ConfigurationError where it cannot be planned, and UsageError.
-    """
+    """Return the model, layout and batch of ``recipe``, changed by options. Raises ConfigurationError, UsageError."""
     planned = plan_of_recipe(recipe, name)
     batch = options.get("batch") or planned.global_batch
     layout = layout_from_options(options, planned.layout)
-    if options.get("microbatch") is None:  # a recipe says how many there are, not how large
+    if options.get("microbatch") is None:  # a recipe has the number of micro-batches, not their size
         many = recipe.parallel.microbatches
         layout = dataclasses.replace(layout, microbatch=max(1, math.ceil(batch / (layout.data * many))))
     steps, _ = _steps(options, planned.description, batch)
@@ -240,10 +236,9 @@ def subject_of_recipe(recipe: "Recipe", name: str, options: Mapping[str, Any]) -
 
 
 def _steps(options: Mapping[str, Any], description: ModelDescription, batch: int) -> tuple[int | None, tuple[str, ...]]:
-    """Return the steps that the options say, None where they say none, with a note on them."""
     steps, tokens = options.get("steps"), options.get("tokens")
     if steps is not None and tokens is not None:
-        raise UsageError(f"--steps {steps} and --tokens {tokens:g} both say how long the run is; keep one")
+        raise UsageError(f"--steps {steps} and --tokens {tokens:g} both set the length of the run; keep one")
     if tokens is not None:
         steps = max(1, math.ceil(tokens / (batch * description.tokens)))
     if steps is not None and steps > MAX_STEPS:
@@ -261,8 +256,8 @@ def _by_name(options: Mapping[str, Any]) -> ModelDescription:
     others = options_given(options, (name for name in SHAPE_OPTIONS if name != "context"))
     if others:
         raise UsageError(
-            f"--model {options['model']} and {others[0]} describe a model twice; keep one (--context alone goes with "
-            "a name)"
+            f"--model {options['model']} and {others[0]} both describe a model; keep one (only --context can be added "
+            "to --model)"
         )
     shape = transformer.named(options["model"])
     if options.get("context") is not None:
@@ -275,17 +270,17 @@ def _in_numbers(options: Mapping[str, Any]) -> ModelDescription:
 
     missing = [flag(name) for name in _REQUIRED_SHAPE if options.get(name) is None]
     if missing:
-        raise UsageError(f"a model in numbers also needs {', '.join(missing)}")
+        raise UsageError(f"a model that is given by its sizes also needs {', '.join(missing)}")
     if options.get("feed_forward") is not None and options.get("mlp_ratio") is not None:
-        raise UsageError("--feed-forward and --mlp-ratio say the same; keep one")
+        raise UsageError("--feed-forward and --mlp-ratio both set the inner width; keep one")
     if options.get("experts_per_token") is not None and options.get("experts") is None:
-        raise UsageError(f"--experts-per-token {options['experts_per_token']} needs --experts, how many there are")
+        raise UsageError(f"--experts-per-token {options['experts_per_token']} needs --experts, the number of experts")
     values = {name: options[name] for name in SHAPE_OPTIONS if options.get(name) is not None and name != "mlp_ratio"}
     if options.get("mlp_ratio") is not None:
         wide = options["mlp_ratio"] * options["hidden"]
         if not math.isclose(wide, round(wide)) or round(wide) < 1:
             raise UsageError(
-                f"--mlp-ratio {options['mlp_ratio']:g} x --hidden {options['hidden']} = {wide:g} is no whole width; "
+                f"--mlp-ratio {options['mlp_ratio']:g} x --hidden {options['hidden']} = {wide:g} is not an integer; "
                 "give --feed-forward"
             )
         values["feed_forward"] = round(wide)

@@ -1,7 +1,7 @@
-"""Plan of a recipe for the planner: the description of its model, its layout, and notes.
+"""Plan subject of a recipe: the description of its model, its layout, and notes.
 
-The notes name the keys of the recipe that the plan has in another form, or not at all. Recipes that no formula of the
-planner describes (asynchronous replicas, schedules from a file) are refused.
+Notes name the recipe keys that the plan changes or ignores. Recipes that the planner cannot describe (asynchronous
+replicas, schedules from a file) are rejected.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from hpcdist.training.data.source import Source
     from hpcdist.training.recipe.recipe import Recipe
 
-MOST_READ_BYTES: Final = 1 << 30  # of data, for the lengths of documents
+MOST_READ_BYTES: Final = 1 << 30  # largest data file read for the lengths of documents
 
-# Compressors of a recipe -> that of the planner which sends as much.
+# Compressors of a recipe -> the planner's compressor that sends as much.
 _PLANNED_COMPRESSION: Final = {
     "float16": "bfloat16",
     "adaptive": "int8",
@@ -39,7 +39,7 @@ _PLANNED_ALGORITHMS: Final = {
     "hierarchical": "hierarchical",
     "node_shared": "hierarchical",
 }
-# Algorithms by which rows of experts go another way than the planned one -> the way that is planned.
+# Algorithms that move rows of experts in another way than planned -> the planned way.
 _PLANNED_ROWS: Final = {
     "native": "as with 'auto'",
     "node_shared": "in messages, also within a node",
@@ -48,22 +48,22 @@ _PLANNED_ROWS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSubject:
-    """A model, its layout, samples and steps in the terms of the planner; ``notes`` say what a plan leaves out."""
+    """Input of a plan: model, layout, global batch and steps. ``notes`` list settings that the plan ignores."""
 
     description: ModelDescription
     layout: ParallelLayout
     global_batch: int
     steps: int
     notes: tuple[str, ...] = ()
-    kernels: str | None = None  # whose were asked for
-    of_recipe: bool = False  # this toolkit will train it
+    kernels: str | None = None  # requested implementation
+    of_recipe: bool = False  # True if hpcdist will train it
 
 
 def plan_of_recipe(recipe: "Recipe", name: str) -> PlanSubject:
-    """Return ``recipe`` for the planner. Without ``parallel.data`` it has one replica.
+    """Return ``recipe`` as input of a plan. ``parallel.data`` = 0 counts as one replica.
 
-    Raises ConfigurationError for what cannot be described, and DataError where the model depends on data that cannot
-    be read.
+    Raises ConfigurationError if the planner cannot describe the recipe, and DataError if it needs data that it cannot
+    read.
     """
     _refuse(recipe)
     notes: list[str] = []
@@ -79,17 +79,16 @@ def plan_of_recipe(recipe: "Recipe", name: str) -> PlanSubject:
 
 
 def _refuse(recipe: "Recipe") -> None:
-    """Raise ConfigurationError for recipes that no formula of the planner describes."""
     parallel = recipe.parallel
     if parallel.strategy not in STRATEGIES:
         raise ConfigurationError(
-            f"parallel.strategy = {parallel.strategy!r} cannot be planned: how far its replicas run apart decides how "
-            f"long it takes, and no formula says that; choose one of {', '.join(STRATEGIES)}"
+            f"parallel.strategy = {parallel.strategy!r} cannot be planned: its time depends on how far the replicas "
+            f"drift apart, for which there is no formula; choose one of {', '.join(STRATEGIES)}"
         )
     if parallel.order == FILE:
         raise ConfigurationError(
-            f"parallel.schedule = 'file' ({parallel.schedule_file}) cannot be planned: that takes a schedule by "
-            "name; choose one of those, or see `hpcdist schedule --file`"
+            f"parallel.schedule = 'file' ({parallel.schedule_file}) cannot be planned; choose a named schedule, or see "
+            "`hpcdist schedule --file`"
         )
 
 
@@ -101,7 +100,7 @@ def _description(recipe: "Recipe", name: str, notes: list[str]) -> ModelDescript
         inputs = {"context": recipe.data.context}
         documents = _documents(recipe, notes) if recipe.data.packed else None
     elif recipe.model.kind == "mlp" and not recipe.data.path:
-        inputs = {"features": recipe.data.context, "classes": 256}  # the next byte of a text
+        inputs = {"features": recipe.data.context, "classes": 256}  # predicts the next byte of a text
     elif recipe.model.kind in ("mlp", "convnet"):
         inputs = _source(recipe).inputs
     else:
@@ -117,17 +116,17 @@ def _source(recipe: "Recipe") -> "Source":
 
 
 def _documents(recipe: "Recipe", notes: list[str]) -> "DocumentPairs | None":
-    """Return the pairs that attention has in packed samples, None where the documents are not known here."""
+    """Return the attention's query-key pairs in packed samples, or None if this machine cannot read the data."""
     from hpcdist.models.counts import attention_pairs
 
     model, path = recipe.model, Path(recipe.data.path)
     try:
         if path.is_file() and path.stat().st_size > MOST_READ_BYTES:
-            raise DataError(f"{path} is larger than {format_bytes(MOST_READ_BYTES)}, the most that a plan reads")
+            raise DataError(f"{path} is too large: a plan reads data of at most {format_bytes(MOST_READ_BYTES)}")
         documents = _source(recipe).documents
     except HpcdistError as error:
         notes.append(
-            "data.packed: attention is planned over the whole context, the most that it can be, as the documents are "
+            "data.packed: attention is planned over the whole context, its maximum, because the documents are "
             f"not known here: {error}"
         )
         return None
@@ -168,7 +167,7 @@ def _layout(recipe: "Recipe", notes: list[str]) -> ParallelLayout:
 
 
 def _servers(recipe: "Recipe", notes: list[str]) -> int:
-    """Return the ranks that only serve; 0 where those that compute serve, too."""
+    """Return the number of ranks that are only parameter servers, or 0 if computing ranks are the servers."""
     servers = recipe.parameter_server
     if recipe.parallel.strategy != "parameter_server":
         return 0
@@ -190,27 +189,26 @@ def _compression(recipe: "Recipe", notes: list[str]) -> str:
         return "none"
     if name == "qsgd" and recipe.compression.bits == 4:
         return "int4"
-    like = name if name in COMPRESSIONS else _PLANNED_COMPRESSION[name]
-    if like != name:
-        notes.append(f"communication.compression = {name!r} is planned as {like}, which sends about as much")
+    planned = name if name in COMPRESSIONS else _PLANNED_COMPRESSION[name]
+    if planned != name:
+        notes.append(f"communication.compression = {name!r} is planned as {planned}, which sends about as much")
     for item in fields(recipe.compression):
         value = getattr(recipe.compression, item.name)
         if value != item.default and item.name != "error_feedback":
             notes.append(f"compression.{item.name} = {value!r} is not in the plan")
-    return like
+    return planned
 
 
 def _algorithm(recipe: "Recipe", notes: list[str]) -> str:
     algorithm = recipe.communication.algorithm
     if algorithm not in _PLANNED_ALGORITHMS and algorithm not in ("auto", "native"):
-        notes.append(f"communication.algorithm = {algorithm!r} is planned as the fastest of those that the planner has")
+        notes.append(f"communication.algorithm = {algorithm!r} is planned as the fastest algorithm of the planner")
     if recipe.parallel.expert > 1 and algorithm in _PLANNED_ROWS:
         notes.append(f"communication.algorithm = {algorithm!r}: rows of experts are planned {_PLANNED_ROWS[algorithm]}")
     return _PLANNED_ALGORITHMS.get(algorithm, "auto")
 
 
 def _slots(recipe: "Recipe") -> int:
-    """Return the numbers that the optimizer keeps of each parameter, its master not among them."""
     from hpcdist.optim.optimizer import OPTIMIZERS
 
     optimizer = recipe.optimizer
@@ -220,14 +218,13 @@ def _slots(recipe: "Recipe") -> int:
 
 
 def _note_unplanned_keys(recipe: "Recipe", notes: list[str]) -> None:
-    """Add notes on keys that change what a rank keeps or waits for, and for which a layout has no field."""
     for item in fields(recipe.zero):
         value = getattr(recipe.zero, item.name)
         if value != item.default and item.name != "offload_directory":
             notes.append(f"zero.{item.name} = {value!r} is not in the plan")
     parallel = recipe.parallel
     if parallel.partition != "flops" or parallel.stage_units or parallel.stage_speeds:
-        notes.append("parallel.partition: stages are planned as the default cuts them")
+        notes.append("parallel.partition: stages are planned with the default partition")
     ring = recipe.precision.activations != "working"
     heads = [count // parallel.tensor for count in (recipe.model.heads, recipe.model.kv_heads or recipe.model.heads)]
     planned, chosen = (
@@ -237,6 +234,6 @@ def _note_unplanned_keys(recipe: "Recipe", notes: list[str]) -> None:
     if parallel.context > 1 and chosen != planned:
         notes.append(f"parallel.context_method = {chosen!r} is planned as {planned}, which sends less")
     if recipe.run.logical_shards:
-        notes.append(f"run.logical_shards = {recipe.run.logical_shards}: the cost of fixed orders of sums is left out")
+        notes.append(f"run.logical_shards = {recipe.run.logical_shards}: the cost of fixed summation is left out")
     if recipe.communication.delayed:
         notes.append("communication.delayed: planned as if a sum had to end within its own step")

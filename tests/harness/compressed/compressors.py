@@ -1,4 +1,4 @@
-"""What the tests of compressors share: values that compressors get wrong, and both ways through one."""
+"""Helpers for tests of compressors: difficult input values, and encoding and decoding."""
 
 import numpy as np
 
@@ -10,8 +10,8 @@ LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = 2.0**-149
 
 
-def values() -> dict[str, np.ndarray]:
-    """Return float32 values by name."""
+def difficult_values() -> dict[str, np.ndarray]:
+    """Return float32 inputs by name."""
     rng = np.random.default_rng(7)
     mixed = rng.standard_normal(1000)
     mixed[256:512] = 0.0
@@ -36,25 +36,25 @@ def values() -> dict[str, np.ndarray]:
     return {name: array.astype(np.float32) for name, array in made.items()}
 
 
-def encoded(compressor: Compressor, given: Array, key: RandomKey = KEY, fill: int = 0xAA) -> np.ndarray:
-    """Return the payload of numpy values, in memory that held something else before."""
+def encode_values(compressor: Compressor, given: Array, key: RandomKey = KEY, fill: int = 0xAA) -> np.ndarray:
+    """Return the payload of numpy values, written into memory with other contents before."""
     payload = np.full(compressor.payload_bytes(given.size), fill, np.uint8)
     compressor.encode(given, payload, key)
     return payload
 
 
-def decoded(compressor: Compressor, payload: np.ndarray, n: int) -> np.ndarray:
+def decode_values(compressor: Compressor, payload: np.ndarray, n: int) -> np.ndarray:
     """Return the n values of a payload."""
     out = np.full(n, np.nan, np.float32)
     compressor.decode(payload, out)
     return out
 
 
-def through(compressor: Compressor, given: np.ndarray, key: RandomKey = KEY) -> np.ndarray:
-    """Return what is left of values on the other side."""
-    return decoded(compressor, encoded(compressor, given, key), given.size)
+def encode_and_decode(compressor: Compressor, given: np.ndarray, key: RandomKey = KEY) -> np.ndarray:
+    """Return the values after encoding and decoding."""
+    return decode_values(compressor, encode_values(compressor, given, key), given.size)
 
 
-def students(n: int, seed: int) -> np.ndarray:
-    """Return values with heavy tails: Student's t with 2 degrees of freedom."""
+def student_t_values(n: int, seed: int) -> np.ndarray:
+    """Return values with heavy tails: Student's t distribution with 2 degrees of freedom."""
     return np.random.default_rng(seed).standard_t(2, n).astype(np.float32)

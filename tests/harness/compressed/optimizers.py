@@ -1,4 +1,4 @@
-"""Exchanges that take the place of a momentum, stepped without a model: given gradients in, parameters out."""
+"""Compressed optimizer exchanges stepped without a model: given gradients in, parameters out."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,17 +30,17 @@ def seat_of(comm: Communicator, optimizer: dict[str, Any], bucket_bytes: int = 4
     return seat(comm, model, OptimizerConfig(**{**CONSTANT, **optimizer}), bucket_bytes=bucket_bytes, on=on)
 
 
-def padded(drawn: Callable[[int], np.ndarray]) -> np.ndarray:  # (size,), zero where the layout pads
-    """Return float32 values, ``drawn`` tensor by tensor."""
+def pad_values(drawn: Callable[[int], np.ndarray]) -> np.ndarray:  # (size,), zero where the layout pads
+    """Return ``drawn`` as float32 values with zeros in the padding, tensor by tensor."""
     space = layout()
-    found = np.zeros(space.size, np.float32)
+    received = np.zeros(space.size, np.float32)
     for segment in space.segments:
-        found[segment.range.slice] = drawn(segment.range.size)
-    return found
+        received[segment.range.slice] = drawn(segment.range.size)
+    return received
 
 
 def step(exchange: LocalGradients, gradient: np.ndarray) -> float:
-    """Take one step, as the executor does; return the gradient norm. Collective."""
+    """Take one step, as the executor does, and return the gradient norm. Collective."""
     exchange.begin([])
     exchange.gradients.array[...] = backend.place(gradient, exchange.context.on)
     for op in exchange.plan():
@@ -54,8 +54,8 @@ def step(exchange: LocalGradients, gradient: np.ndarray) -> float:
 
 def steps(exchange: LocalGradients, gradients: Sequence[np.ndarray]) -> np.ndarray:  # (steps, size)
     """Return the parameters after each step."""
-    found = []
+    results = []
     for gradient in gradients:
         step(exchange, gradient)
-        found.append(backend.to_host(exchange.parameters.array).copy())
-    return np.array(found)
+        results.append(backend.to_host(exchange.parameters.array).copy())
+    return np.array(results)

@@ -1,4 +1,4 @@
-"""A compressed parameter server without a model: one rank of it, and what one process makes of all ranks."""
+"""A compressed parameter server without a model: one rank of it, and the reference computed by one process."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -42,7 +42,7 @@ SGD = OptimizerConfig(name="sgd", momentum=0.9, learning_rate=0.1, warmup_steps=
 
 @dataclass(frozen=True)
 class Case:
-    """A run: who serves, what is sent, and on which nodes."""
+    """A run: the servers, the compression and the nodes."""
 
     ranks: int
     servers: ParameterServerConfig
@@ -63,7 +63,7 @@ class Case:
         return "ring" if self.per_node is None else "hierarchical"
 
     def voices(self) -> list[list[int]]:
-        """The workers that are summed before one of them, the first, speaks."""
+        """Return the groups of workers whose gradients are summed before the first of each group sends them."""
         workers, per = list(self.roles.workers), self.per_node or 1
         nodes = sorted({rank // per for rank in workers})
         return [[rank for rank in workers if rank // per == node] for node in nodes]
@@ -78,7 +78,7 @@ def dedicated(servers: int = 1, **keys: Any) -> ParameterServerConfig:
 
 
 class Job:
-    """One rank of a case. Gradients are what a test says, and a little of the parameters."""
+    """One rank of a case. Gradients are the test's values plus a small part of the parameters."""
 
     def __init__(self, comm: Communicator, case: Case) -> None:
         layers = [SimpleNamespace(layer=layer) for layer in case.layout.units]
@@ -107,7 +107,7 @@ class Job:
         self.sums: list[np.ndarray] = []
 
     def step(self, gradient: np.ndarray) -> bool:
-        """Make a step from the ``gradient`` of all parameters; whether it was finite, and applied."""
+        """Make a step from the ``gradient`` of all parameters. Return True if it was finite and applied."""
         this = self.exchange
         this.begin(this.plan())
         this.scaled_by(self.case.loss_scale)
@@ -129,7 +129,7 @@ class Job:
         return True
 
     def look(self) -> None:
-        """Keep on the host what a thread can read of its own device."""
+        """Copy to the host the values that a thread can read from its device."""
         this = self.exchange
         self.weights, self.owed = float32(this.parameters.array), np.zeros(0, np.float32)
         if isinstance(this, CompressedServerExchange) and this.residuals is not None:
@@ -137,36 +137,36 @@ class Job:
 
 
 def float32(values: backend.Array) -> np.ndarray:
-    found = np.empty(values.shape, np.float32)
-    widen(backend.to_host(values), found)
-    return found
+    received = np.empty(values.shape, np.float32)
+    widen(backend.to_host(values), received)
+    return received
 
 
 def start(layout: Layout) -> np.ndarray:
-    return zeroed(layout, np.random.default_rng(1).standard_normal(layout.size))
+    return zero_padding(layout, np.random.default_rng(1).standard_normal(layout.size))
 
 
-def zeroed(layout: Layout, drawn: np.ndarray) -> np.ndarray:
-    """Zero where the layout pads."""
-    found = np.zeros(drawn.shape, np.float32)
+def zero_padding(layout: Layout, drawn: np.ndarray) -> np.ndarray:
+    """Return ``drawn`` with zeros in the padding."""
+    received = np.zeros(drawn.shape, np.float32)
     for segment in layout.segments:
-        found[..., segment.range.slice] = drawn[..., segment.range.slice]
-    return found
+        received[..., segment.range.slice] = drawn[..., segment.range.slice]
+    return received
 
 
 def gradients(rng: np.random.Generator, case: Case, steps: int = STEPS) -> np.ndarray:  # (steps, ranks, size)
-    return zeroed(case.layout, rng.standard_t(3, (steps, case.ranks, case.layout.size)))
+    return zero_padding(case.layout, rng.standard_t(3, (steps, case.ranks, case.layout.size)))
 
 
 class OneProcess:
-    """All ranks of a case, here."""
+    """The reference: all ranks of a case in one process."""
 
     def __init__(self, case: Case) -> None:
         self.case, layout = case, case.layout
         self.made = compressor(case.name, case.config)
         ranges = {layer: layout.units[layer] for layer in layout.units}
-        found = partition_keys(layout, len(case.roles.servers)).messages(ranges)
-        self.messages = [(part, case.roles.servers[index]) for part, index in found]
+        result = partition_keys(layout, len(case.roles.servers)).messages(ranges)
+        self.messages = [(part, case.roles.servers[index]) for part, index in result]
         self.residual = np.zeros((len(case.voices()), layout.size), np.float32)
         self.parameters = FlatStore(layout, np.dtype(np.float32))
         self.parameters.array[...] = start(layout)
@@ -206,8 +206,8 @@ class OneProcess:
             for _, where in case.layout.within(part):
                 for voice, members in enumerate(case.voices()):
                     values = pushed[voice][where.slice]
-                    own = members[0] == server or dense
-                    values = values if own else self.sent(voice, where, values)
+                    local_data = members[0] == server or dense
+                    values = values if local_data else self.sent(voice, where, values)
                     total[where.slice] = values if voice == 0 else total[where.slice] + values
         kept = np.empty_like(self.working)
         round_into(kept, total * scale)

@@ -1,4 +1,4 @@
-"""What the tests of ZeRO with compressed messages share: an exchange without a model, and its definition."""
+"""Helpers for tests of ZeRO with compressed messages: an exchange without a model, and its definition."""
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from harness.rank_run import seat
-from harness.trainings import gathered
+from harness.trainings import gather_tensors
 from hpcdist import models
 from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import dtype_of
@@ -30,8 +30,8 @@ MODEL = ModelConfig(layers=1, hidden=16, heads=2, vocabulary=64)
 RATE, SEED, STEPS = 0.125, 11, 10
 
 
-class Driven:
-    """An exchange on one rank, given gradients that come of no model: fresh ones for each step and micro-batch."""
+class DrivenExchange:
+    """An exchange on one rank with generated gradients instead of a model: new ones for each step and micro-batch."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Driven:
         self.exchange.load_initial(initial)
 
     def gradients(self, step: int, micro: int, bad: int | None = None) -> np.ndarray:
-        made = drawn(self.layout, step, micro, self.comm.rank, self.comm.size, self.draw)
+        made = draw_gradients(self.layout, step, micro, self.comm.rank, self.comm.size, self.draw)
         if bad == self.comm.rank:
             made[self.layout.units[1].start + 3] = np.inf
         return made
@@ -70,7 +70,7 @@ class Driven:
         self.exchange.handlers[kind](op)
 
     def run(self, steps: int = 1, bad: int | None = None, scale: float = 1.0) -> list[float]:
-        """Make steps; return the norms of their gradients. One that is not finite is given up. Collective."""
+        """Make steps and return the norms of their gradients. A step that is not finite is skipped. Collective."""
         return [self._run(bad, scale) for _ in range(steps)]
 
     def _run(self, bad: int | None, scale: float) -> float:
@@ -105,23 +105,23 @@ class Driven:
             store.write(where, wide.range(where).astype(store.dtype))
 
     def computed_with(self) -> np.ndarray:
-        """The weights of all layers as a stage would see them, padding as zeros. Collective."""
+        """Return the weights of all layers as a stage sees them, with zeros in the padding. Collective."""
         gathers = sorted({used for needs in self.exchange.gathers.values() for used in needs})
         self.exchange.begin([Operation(Kind.GATHER, 0, unit) for unit in gathers])
-        found = np.zeros(self.layout.size, np.float32)
+        received = np.zeros(self.layout.size, np.float32)
         for unit, part in self.context.ranges.items():
             if unit in gathers:
                 self.do(Kind.GATHER, microbatch=0, unit=unit)
             store = self.exchange.parameters_at(self.context.model.stages[unit].layer)
             for _, where in self.layout.within(part):
-                found[where.slice] = backend.to_host(store.range(where))
+                received[where.slice] = backend.to_host(store.range(where))
             if unit in gathers:
                 self.do(Kind.FREE, microbatch=0, unit=unit)
-        return found
+        return received
 
     def saved(self) -> dict[tuple[str, str], np.ndarray]:
-        """All that the ranks save, flat. Collective."""
-        return gathered(self.comm, self.exchange.pieces())
+        """Return all that the ranks save, flat. Collective."""
+        return gather_tensors(self.comm, self.exchange.pieces())
 
     def load(self, state: dict[tuple[str, str], np.ndarray], numbers: dict[str, Any], steps: int) -> None:
         may_lack = self.exchange.prepare_restore(numbers)
@@ -148,7 +148,7 @@ def weights(layout: Layout) -> np.ndarray:
     return made
 
 
-def drawn(layout: Layout, step: int, micro: int, rank: int, ranks: int, draw: int = 0) -> np.ndarray:
+def draw_gradients(layout: Layout, step: int, micro: int, rank: int, ranks: int, draw: int = 0) -> np.ndarray:
     made = np.zeros(layout.size, np.float32)
     rng = np.random.default_rng([draw, step, micro, rank])
     for where in tensors(layout):
@@ -156,8 +156,8 @@ def drawn(layout: Layout, step: int, micro: int, rank: int, ranks: int, draw: in
     return made
 
 
-class Defined:
-    """The exchange as its definition has it, for all ranks in one place, sums in float64."""
+class DefinedExchange:
+    """The definition of the exchange: all ranks in one process, sums in float64."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class Defined:
         self.blocks, self.coded = list(pairwise(bounds)), [coded(level) for level in range(4)]
 
     def encoded(self, rank: int, values: np.ndarray, part: Range, step: int, micro: int) -> np.ndarray:
-        """What others make of the values of ``part`` of a rank."""
+        """Return the decoded values that other ranks get for the values of ``part`` of a rank."""
         out = np.zeros(part.size)
         for _, where in self.layout.within(part):
             given = values[where.slice].astype(np.float32)
@@ -193,7 +193,7 @@ class Defined:
         return out
 
     def reduced(self, values: np.ndarray, layer: Range, step: int, micro: int, first: int, last: int) -> None:
-        """Sum ``values`` (ranks, size) of a layer along the levels ``first`` to ``last`` in place."""
+        """Sum ``values`` (ranks, size) of a layer in place, along the levels ``first`` to ``last``."""
         cuts = list(zip(*(cuts_of(layer, self.degrees, rank) for rank in range(self.ranks)), strict=True))
         for level in range(first, last):
             inner, outer = self.blocks[level]
@@ -203,28 +203,35 @@ class Defined:
             self._replicas(values, cuts[3], step, micro)
 
     def _level(
-        self, values: np.ndarray, own: tuple[Range, ...], inner: int, outer: int, coded: bool, step: int, micro: int
+        self,
+        values: np.ndarray,
+        local_data: tuple[Range, ...],
+        inner: int,
+        outer: int,
+        coded: bool,
+        step: int,
+        micro: int,
     ) -> None:
         before = values.copy()
         for owner in range(self.ranks):
             peers = [r for r in range(self.ranks) if r // outer == owner // outer and r % inner == owner % inner]
             for peer in peers:
                 if peer != owner:
-                    part = own[owner]
+                    part = local_data[owner]
                     sent = self.encoded(peer, before[peer], part, step, micro) if coded else before[peer, part.slice]
                     values[owner, part.slice] += sent
 
-    def _replicas(self, values: np.ndarray, own: tuple[Range, ...], step: int, micro: int) -> None:
+    def _replicas(self, values: np.ndarray, local_data: tuple[Range, ...], step: int, micro: int) -> None:
         degree, count = self.degrees.optimizer, self.ranks // self.degrees.optimizer
         before = values.copy()
         for first in range(degree):
             peers = list(range(first, self.ranks, degree))
             if not self.coded[3]:
-                total = sum(before[peer, own[first].slice] for peer in peers)
+                total = sum(before[peer, local_data[first].slice] for peer in peers)
             elif self.name in ("topk", "randomk"):
-                total = sum(self.encoded(peer, before[peer], own[first], step, micro) for peer in peers)
+                total = sum(self.encoded(peer, before[peer], local_data[first], step, micro) for peer in peers)
             else:
-                shares = [share.shift(own[first].start) for share in split(own[first].size, count, 4)]
+                shares = [share.shift(local_data[first].start) for share in split(local_data[first].size, count, 4)]
                 for owner, share in zip(peers, shares, strict=True):
                     for peer in peers:
                         if peer != owner:
@@ -234,13 +241,13 @@ class Defined:
                     [self.encoded(rank, values[rank], part, step, micro) for rank, part in own_shares]
                 )
             for peer in peers:
-                values[peer, own[first].slice] = total
+                values[peer, local_data[first].slice] = total
 
     def step(self, step: int, microbatches: int, draw: int, *, once: bool) -> np.ndarray:
-        """Return the sum of a step as the owners have it."""
+        """Return the gradient sum of a step at its owners."""
         total = np.zeros(self.layout.size)
         fresh = [
-            np.stack([drawn(self.layout, step, micro, rank, self.ranks, draw) for rank in range(self.ranks)])
+            np.stack([draw_gradients(self.layout, step, micro, rank, self.ranks, draw) for rank in range(self.ranks)])
             for micro in range(microbatches)
         ]
         if once:
@@ -257,15 +264,15 @@ class Defined:
         return total
 
     def _of_owners(self, values: np.ndarray, layer: Range) -> np.ndarray:
-        found = np.zeros(layer.size)
+        received = np.zeros(layer.size)
         for rank in range(self.degrees.optimizer):
             part = cuts_of(layer, self.degrees, rank)[-1]
-            found[part.shift(-layer.start).slice] = values[rank, part.slice]
-        return found
+            received[part.shift(-layer.start).slice] = values[rank, part.slice]
+        return received
 
 
-def compare(driven: Driven, defined: Defined, steps: int) -> None:
-    """Make ``steps`` of both, on the same gradients; the first rank speaks for all. Collective."""
+def compare(driven: DrivenExchange, defined: DefinedExchange, steps: int) -> None:
+    """Make ``steps`` of both on the same gradients. The first rank of each group compares for all. Collective."""
     expected = weights(driven.layout).astype(np.float64)
     norms = driven.run(steps)
     state = driven.saved()
@@ -285,26 +292,28 @@ def compare(driven: Driven, defined: Defined, steps: int) -> None:
 
 
 def cuts_of(layer: Range, degrees: ShardingDegrees, rank: int, itemsize: int = 4) -> list[Range]:
-    """The cuts of a rank of a layer, each inside the one before."""
-    found = [layer]
+    """Return the ranges of a layer on a rank, one for each level, each inside the previous one."""
+    results = [layer]
     for inner, outer in pairwise((1, degrees.parameters, degrees.gradients, degrees.optimizer)):
-        found.append(split(found[-1].size, outer // inner, itemsize)[rank % outer // inner].shift(found[-1].start))
-    return found
+        results.append(
+            split(results[-1].size, outer // inner, itemsize)[rank % outer // inner].shift(results[-1].start)
+        )
+    return results
 
 
-def rounded(
+def rounded_weights(
     layout: Layout, exact: np.ndarray, degrees: ShardingDegrees, bits: int, levels: tuple[int, ...], dtype: np.dtype
 ) -> np.ndarray:
-    """What all compute with, where gathers over ``levels`` carry integers of ``exact`` weights, kept as ``dtype``."""
-    found = exact.copy()
+    """Return the weights of a computation where gathers over ``levels`` send integers for ``exact`` weights."""
+    result = exact.copy()
     way = Blockwise(bits=bits)
     for layer in layout.units.values():
         cuts = [cuts_of(layer, degrees, rank, dtype.itemsize) for rank in range(degrees.optimizer)]
         for level in sorted(levels, reverse=True):
-            for part in {tuple(own)[level + 1] for own in cuts}:
+            for part in {tuple(local_data)[level + 1] for local_data in cuts}:
                 for _, where in layout.within(part):
                     payload = np.zeros(way.payload_bytes(where.size), np.uint8)
-                    way.encode(found[where.slice].copy(), payload, RandomKey(0, 0, 0, 0))
-                    way.decode(payload, found[where.slice])
-                    found[where.slice] = found[where.slice].astype(dtype)
-    return found
+                    way.encode(result[where.slice].copy(), payload, RandomKey(0, 0, 0, 0))
+                    way.decode(payload, result[where.slice])
+                    result[where.slice] = result[where.slice].astype(dtype)
+    return result

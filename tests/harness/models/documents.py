@@ -1,12 +1,12 @@
-"""Documents that are drawn at random and packed into samples, for tests of packed models."""
+"""Random documents that are packed into samples, for tests of packed models."""
 
 import numpy as np
 
 from hpcdist.models.documents import Documents, PackedTokens, unpacked
 
 
-def drawn_places(rng: np.random.Generator, samples: int, context: int, most: int = 0) -> np.ndarray:
-    """Return the places of tokens in documents of drawn lengths, up to ``most`` (0: the context)."""
+def random_places(rng: np.random.Generator, samples: int, context: int, most: int = 0) -> np.ndarray:
+    """Return the token positions in documents of random lengths, up to ``most`` (0: the context)."""
     rows = []
     for _ in range(samples):
         row: list[int] = []
@@ -17,14 +17,14 @@ def drawn_places(rng: np.random.Generator, samples: int, context: int, most: int
 
 
 def documents_of(places: np.ndarray) -> Documents:
-    """Return the documents of samples whose tokens have these places."""
+    """Return the documents of samples with these token positions."""
     documents = unpacked(PackedTokens.of(np.zeros(places.shape, np.uint8), places))[1]
     assert documents is not None
     return documents
 
 
 def spans(places: np.ndarray) -> list[tuple[int, slice]]:
-    """Return the sample and the tokens of each document."""
+    """Return the sample and the token range of each document."""
     return [
         (sample, slice(start, end))
         for sample, borders in enumerate(documents_of(places).borders)
@@ -32,8 +32,8 @@ def spans(places: np.ndarray) -> list[tuple[int, slice]]:
     ]
 
 
-def sees(places: np.ndarray, causal: bool) -> np.ndarray:
-    """Return (samples, queries, keys): whether a query sees a key."""
+def visibility_mask(places: np.ndarray, causal: bool) -> np.ndarray:
+    """Return a mask (samples, queries, keys): True if the query sees the key."""
     number = np.cumsum(places == 0, axis=1)
     same = number[:, :, None] == number[:, None, :]
     return same & np.tri(places.shape[1], dtype=bool) if causal else same

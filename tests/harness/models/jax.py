@@ -1,4 +1,4 @@
-"""Models of pure functions of JAX, trained on a few ranks and by plain JAX and optax."""
+"""Models of pure JAX functions, trained on a few ranks, and by plain JAX and optax."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ def tied_head(params: Any, x: Any) -> Any:
 
 
 def token_losses(logits: Any, targets: Any) -> Any:
-    """Losses (samples, context)."""
+    """Return losses (samples, context)."""
     chosen = jnp.take_along_axis(logits, targets[..., None].astype(jnp.int32), -1)[..., 0]
     return jax.nn.logsumexp(logits, -1) - chosen
 
@@ -61,7 +61,7 @@ def mean_loss(logits: Any, targets: Any) -> Any:
 
 
 def gpt(rng: np.random.Generator, layers: int = 2, dtype: str = "float32") -> tuple[list[Any], list[Any]]:
-    """The functions of a small GPT, and params drawn at random: none is at a special value."""
+    """Return the functions of a small GPT, and random params without special values."""
 
     def draw(*shape: int, around: float = 0.0) -> Any:
         return jnp.asarray(around + 0.2 * rng.standard_normal(shape), dtype)
@@ -97,38 +97,38 @@ def active(params: Any, x: Any) -> Any:
 
 
 def squares(y: Any, targets: Any) -> Any:
-    """Losses (samples, columns)."""
+    """Return losses (samples, columns)."""
     return (y - targets) ** 2
 
 
 def mlp(rng: np.random.Generator, dtype: str = "float32", depth: int = 1) -> tuple[list[Any], list[Any]]:
-    """A model that is compiled in no time: ``depth`` equal stages between two linear ones."""
+    """Return a model that compiles quickly: ``depth`` equal stages between two linear stages."""
     widths = [(3, HIDDEN), *[(HIDDEN, HIDDEN)] * depth, (HIDDEN, 2)]
     params = [{"w": rng.standard_normal(shape) * 0.4, "b": rng.standard_normal(shape[1]) * 0.4} for shape in widths]
     return [linear, *[active] * depth, linear], jax.tree_util.tree_map(lambda leaf: leaf.astype(dtype), params)
 
 
 def rows(rng: np.random.Generator, samples: int, dtype: str = "float32") -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets for `mlp`."""
+    """Return inputs and targets for `mlp`."""
     return rng.standard_normal((samples, 3)).astype(dtype), rng.standard_normal((samples, 2)).astype(dtype)
 
 
 def tokens(rng: np.random.Generator, samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets (samples, context)."""
+    """Return inputs and targets (samples, context)."""
     drawn = rng.integers(0, VOCABULARY, (samples, CONTEXT + 1))
     return drawn[:, :-1].copy(), drawn[:, 1:].copy()
 
 
-def composed(functions: list[Any], params: list[Any], x: Any) -> Any:
-    """The plain twin: one function after the other."""
-    for function, own in zip(functions, params, strict=True):
-        x = function(own, x)
+def compose(functions: list[Any], params: list[Any], x: Any) -> Any:
+    """Apply the functions one after the other, without hpcdist."""
+    for function, local_parameters in zip(functions, params, strict=True):
+        x = function(local_parameters, x)
     return x
 
 
 @dataclass
 class JaxTraining:
-    """Losses of the steps, and all tensors by name afterwards."""
+    """The losses of the steps, and all tensors by name after them."""
 
     losses: list[float]
     tensors: dict[str, np.ndarray]
@@ -136,7 +136,7 @@ class JaxTraining:
 
 
 def trainer_of(comm: Communicator, model: Model, samples: int, keys: dict[str, Any]) -> Trainer:
-    """Return the trainer of ``model`` under the recipe ``keys``, for steps of so many samples. Collective."""
+    """Return the trainer of ``model`` under the recipe ``keys``, for steps of ``samples`` samples. Collective."""
     settings = {
         "model.kind": "mlp",
         "precision.mode": model.dtype.name,
@@ -152,13 +152,13 @@ def trainer_of(comm: Communicator, model: Model, samples: int, keys: dict[str, A
 
 
 def step(trainer: Trainer, number: int, batch: Batch) -> float:
-    """Make a step, counted from 1, on this rank's share of ``batch``; return the loss. Collective."""
-    own = own_samples(trainer.recipe, trainer.data_axis, number - 1, trainer.shares).slice
-    return trainer.step(number, trainer.cut((batch[0][own], batch[1][own])), np.zeros(2)).loss
+    """Make a step, counted from 1, on the local share of ``batch``. Return the loss. Collective."""
+    local_slice = own_samples(trainer.recipe, trainer.data_axis, number - 1, trainer.shares).slice
+    return trainer.step(number, trainer.cut((batch[0][local_slice], batch[1][local_slice])), np.zeros(2)).loss
 
 
 def train(comm: Communicator, build: Callable[[], Model], batches: list[Batch], keys: dict[str, Any]) -> JaxTraining:
-    """Make a step for each of ``batches``. Collective; every rank has a model of its own."""
+    """Make a step for each of ``batches``. Every rank builds a separate model. Collective."""
     trainer = trainer_of(comm, build(), len(batches[0][0]), keys)
     losses = [step(trainer, number, batch) for number, batch in enumerate(batches, start=1)]
     whole = {
@@ -170,16 +170,16 @@ def train(comm: Communicator, build: Callable[[], Model], batches: list[Batch], 
     return JaxTraining(losses, whole, trainer)
 
 
-def plain(params: Any, loss: Callable[[Any, Batch], Any], batches: list[Batch]) -> tuple[list[float], Any]:
-    """The same with jax.value_and_grad and optax on one process: losses, and the params afterwards."""
-    own = OPTIMIZER
+def train_plain(params: Any, loss: Callable[[Any, Batch], Any], batches: list[Batch]) -> tuple[list[float], Any]:
+    """Train with jax.value_and_grad and optax on one process. Return the losses and the final params."""
+    local_data = OPTIMIZER
     matrices = jax.tree_util.tree_map(lambda leaf: leaf.ndim > 1, params)
     update = optax.adamw(
-        own["learning_rate"],
-        b1=own["beta1"],
-        b2=own["beta2"],
-        eps=own["epsilon"],
-        weight_decay=own["weight_decay"],
+        local_data["learning_rate"],
+        b1=local_data["beta1"],
+        b2=local_data["beta2"],
+        eps=local_data["epsilon"],
+        weight_decay=local_data["weight_decay"],
         mask=matrices,
     )
     moments, losses = update.init(params), []

@@ -1,4 +1,4 @@
-"""Forward, loss and backward of a whole model, in stores of its own: on one rank, without an exchange or an update."""
+"""Forward, loss and backward of a whole model on one rank, without an exchange or an update."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +11,7 @@ from hpcdist.models.stage import Draw
 
 
 class Passes:
-    """A model with parameters, drawn by ``seed``, and gradients; ``options`` are those of the stores."""
+    """A model with random parameters from ``seed``, and gradients. ``options`` are passed to the stores."""
 
     def __init__(self, model: Model, seed: int = 0, **options: Any) -> None:
         self.model, self.arena = model, Arena()
@@ -33,12 +33,12 @@ class Passes:
         self.model.backward(self.parameters, self.gradients, scale, self.arena, microbatch)
 
     def begin_step(self) -> None:
-        """Let the next backward write its gradients."""
+        """Let the next backward overwrite the gradients."""
         for stage in self.gradients:
             stage.begin_step()
 
     def step(self, batches: Iterable[tuple[Array, Array]], scale: float, draw: Draw | None = None) -> float:
-        """Return the summed loss of micro-batches; the gradient of ``scale`` times it is in its store."""
+        """Return the summed loss of micro-batches. The gradient of ``scale`` times the loss is in its store."""
         self.begin_step()
         total = 0.0
         for number, (x, targets) in enumerate(batches):

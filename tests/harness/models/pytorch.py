@@ -1,4 +1,4 @@
-"""Modules of PyTorch that tests wrap, a plain training of the same, and a training of the wrapped under any layout."""
+"""PyTorch modules that tests wrap, a plain training of them, and a training of the wrapped model under any layout."""
 
 import math
 from collections.abc import Callable
@@ -36,7 +36,7 @@ OPTIMIZER = OptimizerConfig(
 
 
 class Embed(nn.Module):
-    """Tokens (samples, context) to (samples, context, hidden)."""
+    """Maps tokens (samples, context) to (samples, context, hidden)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The last norm, and logits by a matrix that may be that of the embedding."""
+    """The last norm, and logits by a matrix that may be shared with the embedding."""
 
     def __init__(self, tied: nn.Parameter | None) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Head(nn.Module):
 
 
 def gpt(seed: int, *, blocks: int = 2, tied: bool = False, dropout: float = 0.0) -> nn.Sequential:
-    """A small language model whose children are the stages."""
+    """Return a small language model whose children are the stages."""
     torch.manual_seed(seed)
     embed = Embed()
     return nn.Sequential(
@@ -92,23 +92,22 @@ def gpt(seed: int, *, blocks: int = 2, tied: bool = False, dropout: float = 0.0)
 
 
 def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The mean cross entropy of all tokens."""
+    """Return the mean cross entropy of all tokens."""
     return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 def tokens(rng: np.random.Generator, samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets (samples, context)."""
     drawn = rng.integers(0, VOCABULARY, (samples, CONTEXT + 1)).astype(np.uint16)
     return drawn[:, :-1], drawn[:, 1:]
 
 
-def wrapped(module: Any, x: np.ndarray, **options: Any) -> Model:
-    """The model of a language model's ``module``."""
+def wrap_model(module: Any, x: np.ndarray, **options: Any) -> Model:
+    """Return the wrapped model of a language model ``module``."""
     return wrap(module, token_loss, example=x[:1], tokens_per_sample=CONTEXT, **options)
 
 
-def plain(module: nn.Module, batches: list[tuple[np.ndarray, np.ndarray]]) -> list[float]:
-    """Train ``module`` as a script of PyTorch's own would; return the losses."""
+def train_plain(module: nn.Module, batches: list[tuple[np.ndarray, np.ndarray]]) -> list[float]:
+    """Train ``module`` as a plain PyTorch script does. Return the losses."""
     norms = [parameter for name, parameter in module.named_parameters() if "norm" in name]
     matrices = [parameter for parameter in module.parameters() if parameter.dim() > 1]
     others = [p for name, p in module.named_parameters() if p.dim() < 2 and "norm" not in name]
@@ -130,7 +129,7 @@ def plain(module: nn.Module, batches: list[tuple[np.ndarray, np.ndarray]]) -> li
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a training is laid out over ranks."""
+    """The layout of a training over ranks."""
 
     strategy: str = "allreduce"
     pipeline: int = 1
@@ -169,18 +168,18 @@ class Training(RankRun):
         )
 
     def mine(self, values: np.ndarray) -> np.ndarray:
-        """This replica's share of a batch."""
+        """Return this replica's share of a batch."""
         return np.concatenate(self.share(values))
 
     def advance(self, x: np.ndarray, y: np.ndarray) -> StepResult:
-        """Make a step on a batch that all ranks have. Collective."""
+        """Make a step on a batch that all ranks hold. Collective."""
         first = sum(len(part) for part in np.array_split(x, self.context.data.size)[: self.context.data.rank])
         self.number += 1
         parts = [*zip(self.share(x), self.share(y), strict=True)]
         return self.executor.run(self.operations, parts, len(x), self.number, np.zeros(0), first_sample=first)
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """Return all of them by name, whole, from what the ranks would save. Collective."""
+        """Return all whole parameters by name, from the pieces that the ranks would save. Collective."""
         shapes = {segment.key: segment.spec.shape for segment in self.model.layout.segments}
         return {
             tensor: values.reshape(shapes[tensor])
@@ -204,9 +203,12 @@ def compare(
     batches: list[tuple[np.ndarray, np.ndarray]],
     tolerance: float,
 ) -> None:
-    """Train, and compare losses and parameters with a plain training of what ``build`` gives. Collective."""
+    """Train, and compare losses and parameters with a plain training of the module that ``build`` returns.
+
+    Collective.
+    """
     twin = build()
-    expected = plain(twin, batches)
+    expected = train_plain(twin, batches)
     np.testing.assert_allclose([training.advance(x, y).loss for x, y in batches], expected, rtol=tolerance)
     state, theirs = training.parameters(), dict(twin.named_parameters())
     assert {key.split(".", 1)[1] for key in state} == set(theirs)

@@ -1,7 +1,8 @@
-"""What steps of a training allocate once they have run: Python's memory, numpy's included, and the ledger.
+"""Memory allocated by steady steps of a training: Python's memory, including numpy's, and the ledger.
 
-Messages between ranks that are threads are copied by their communicator, as an MPI library does in memory of its own:
-`unseen_messages` puts those copies where nothing counts them.
+
+Messages between thread ranks are copied by the communicator, like an MPI library copies in its memory.
+`unseen_messages` moves those copies to memory that is not counted.
 """
 
 import mmap
@@ -19,28 +20,29 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import ThreadCommunicator, run_threads, solo
 from hpcdist.training.build.trainer import Trainer
 
-WARM = 3  # steps after which everything is there; the second has the first gradient that is summed up late
-LOOKS = 3  # steps that are looked at, each by itself; one step is made under the tracer before
+WARM = 3  # warm-up steps; the second step has the first gradient that is summed late
+LOOKS = 3  # steps that are measured, each separately; one step runs under the tracer before
 
 
 @dataclass
 class Steady:
-    """What a step added, in bytes, and what the ledger of a rank held around `LOOKS` of them.
+    """The bytes that a step allocated, and the ledger of a rank before and after `LOOKS` steps.
 
-    Memory is that of the process: of all ranks together where they are threads, and then counted by the first one.
-    A step allocates the same each time; another thread of the process (of the test runner, or that an earlier test has
-    left) allocates at moments of its own. So ``transient`` is the least of the looks.
+
+    Memory is counted per process: thread ranks share it, and the first rank counts it. A step always allocates the same
+    amount, but other threads of the process (of the test runner or of earlier tests) allocate at random moments.
+    Therefore ``transient`` is the minimum over the steps.
     """
 
-    transient: int = 0  # the most at once, above what there was before
-    left: int = 0  # after all of them
+    transient: int = 0  # peak above the bytes before the step
+    left: int = 0  # remaining after all steps
     before: tuple[dict[str, int], dict[str, int]] = ({}, {})  # bytes by category, and their peaks
     after: tuple[dict[str, int], dict[str, int]] = ({}, {})
     largest: int = 0  # bytes of the model's largest tensor
 
 
 class _Unseen:
-    """A message whose copy lies in memory that is taken from the kernel."""
+    """A message whose copy lies in memory mapped from the kernel, which tracemalloc does not see."""
 
     def __init__(self, message: np.ndarray) -> None:
         self._message = message
@@ -61,7 +63,7 @@ class _Unseen:
 
 
 def unseen_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no copy of a message between threads count."""
+    """Hide the copies of messages between threads from the memory count."""
     send, exchange = ThreadCommunicator._send, ThreadCommunicator._all_to_all
     monkeypatch.setattr(
         ThreadCommunicator, "_send", lambda self, message, peer, tag: send(self, _Unseen(message), peer, tag)
@@ -72,24 +74,27 @@ def unseen_messages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def most_under_way(trainer: Trainer) -> Iterator[None]:
-    """Let every message of a pipeline be under way to the end of its step: so much memory a slow receiver may cost."""
+def keep_messages_in_flight(trainer: Trainer) -> Iterator[None]:
+    """Keep every pipeline message in flight until the end of its step: the worst case of a slow receiver."""
     neighbours: Any = trainer.executor._stages.neighbours
     neighbours._reap = lambda: None
     yield
     del neighbours._reap
 
 
-def steady(keys: dict[str, object], ranks: int = 1, change: Callable[[Trainer], None] = lambda trainer: None) -> Steady:
-    """Return what steps of ``keys`` allocate on ranks that are threads; their ledgers are those of the last one.
+def measure_steady_steps(
+    keys: dict[str, object], ranks: int = 1, change: Callable[[Trainer], None] = lambda trainer: None
+) -> Steady:
+    """Return the allocations of steady steps of ``keys`` on thread ranks, with the ledger of the last rank.
 
-    Those of the others are flat, too: else AssertionError.
+
+    Raises AssertionError if the ledger of another rank changes.
     """
     if ranks == 1:
         return steps_of(solo(), keys, change=change)
-    found = run_threads(ranks, lambda comm: steps_of(comm, keys, counts=comm.rank == 0, change=change))
-    assert all(one.before == one.after for one in found)
-    return replace(found[-1], transient=found[0].transient, left=found[0].left)
+    results = run_threads(ranks, lambda comm: steps_of(comm, keys, counts=comm.rank == 0, change=change))
+    assert all(one.before == one.after for one in results)
+    return replace(results[-1], transient=results[0].transient, left=results[0].left)
 
 
 def steps_of(
@@ -99,8 +104,11 @@ def steps_of(
     counts: bool = True,
     change: Callable[[Trainer], None] = lambda trainer: None,
 ) -> Steady:
-    """Return what the steps after the first ones of a run of ``keys`` allocate. Collective. Data are read before."""
-    trainer, found = trainer_of(comm, keys), Steady()
+    """Return the allocations of the steps after the first ones of a run of ``keys``.
+
+    The data is read before. Collective.
+    """
+    trainer, result = trainer_of(comm, keys), Steady()
     change(trainer)
     with trainer.batches(WARM + 1 + LOOKS) as batches:
         given = [trainer.cut(trainer.place(batch)) for batch in batches]
@@ -110,10 +118,10 @@ def steps_of(
             trainer.step(step, given[step - 1], np.zeros(2))
         comm.barrier()
 
-    with most_under_way(trainer):
+    with keep_messages_in_flight(trainer):
         run(1, WARM)
-    found.before = trainer.ledger.current, trainer.ledger.peak
-    found.largest = max(s.range.size for s in trainer.model.layout.segments) * trainer.model.dtype.itemsize
+    result.before = trainer.ledger.current, trainer.ledger.peak
+    result.largest = max(s.range.size for s in trainer.model.layout.segments) * trainer.model.dtype.itemsize
     if counts:
         tracemalloc.start()
     comm.barrier()
@@ -131,8 +139,8 @@ def steps_of(
             peaks.append(tracemalloc.get_traced_memory()[1] - before)
         comm.barrier()  # the next step of another rank is not this one's
     if counts:
-        found.transient, found.left = min(peaks), tracemalloc.get_traced_memory()[0] - began
+        result.transient, result.left = min(peaks), tracemalloc.get_traced_memory()[0] - began
         tracemalloc.stop()
-    found.after = trainer.ledger.current, trainer.ledger.peak
+    result.after = trainer.ledger.current, trainer.ledger.peak
     comm.barrier()
-    return found
+    return result

@@ -41,21 +41,21 @@ def outcomes(backend: str, suite: str, ranks: int) -> dict[str, str]:
 
 def main(suite: str, out: str, *counts: str) -> None:
     """Run the suite over both backends, print the numbers and the differences, and write ``out``."""
-    found = {
+    results = {
         f"{backend} on {ranks} ranks": outcomes(backend, suite, ranks)
         for ranks in map(int, counts or ("2", "4"))
         for backend in ("hpcdist", "gloo")
     }
-    names = sorted(set().union(*found.values()))
-    skipped = [name for name in names if all(of.get(name) == "skipped" for of in found.values())]
-    tests = {name: {run: of.get(name) for run, of in found.items()} for name in names if name not in skipped}
+    names = sorted(set().union(*results.values()))
+    skipped = [name for name in names if all(of.get(name) == "skipped" for of in results.values())]
+    tests = {name: {run: of.get(name) for run, of in results.items()} for name in names if name not in skipped}
     Path(out).write_text(json.dumps({"suite": suite, "skipped_by_all": len(skipped), "tests": tests}, indent=1) + "\n")
     print(f"{len(names)} tests, {len(skipped)} skipped by all")
-    for run, of in found.items():
+    for run, of in results.items():
         print(f"{run}: {sum(word == 'passed' for word in of.values())} passed")
     for ranks in map(int, counts or ("2", "4")):
         for one, other in (("hpcdist", "gloo"), ("gloo", "hpcdist")):
-            passed, lost = found[f"{one} on {ranks} ranks"], found[f"{other} on {ranks} ranks"]
+            passed, lost = results[f"{one} on {ranks} ranks"], results[f"{other} on {ranks} ranks"]
             alone = [name for name, word in passed.items() if word == "passed" and lost.get(name) != "passed"]
             print(f"only {one} passes on {ranks} ranks: {', '.join(alone) or 'none'}")
 

@@ -1,9 +1,10 @@
 # ruff: noqa: PT009 (assertEqual of PyTorch's TestCase compares tensors)
-"""Tests of FSDP, checkpoints and pipelines on the bases, models and parity checks of PyTorch's own tests.
+"""Tests of FSDP, checkpoints and pipelines on the base classes, models and parity checks of PyTorch's tests.
 
-The wheel of PyTorch has `FSDPTest` and what it compares with, in torch.testing._internal, but not the files below
-test/distributed that derive from it. `suite` runs these classes on the ranks of a launcher, in a default group of the
-backend in question. Each test compares with what one process, or PyTorch's DDP, computes.
+
+The wheel of PyTorch has `FSDPTest` and its helpers in torch.testing._internal, but not the files below test/distributed
+that derive from it. `suite` runs these classes on the ranks of a launcher, in a default group of the selected backend.
+Each test compares with one process, or with PyTorch's DDP.
 """
 
 import copy
@@ -35,7 +36,7 @@ CPU = torch.device("cpu")  # without it `FullyShardedDataParallel` wants an acce
 
 
 class Fsdp(FSDPTest):
-    """`FullyShardedDataParallel` beside DDP: loss, and parameters after some steps, by `_test_fsdp_parity`."""
+    """`FullyShardedDataParallel` against DDP: loss, and parameters after some steps, by `_test_fsdp_parity`."""
 
     @parametrize("strategy", STRATEGIES)
     @parametrize("model", ["NestedWrappedModule", "AlwaysWrapNestedWrappedModule", "TransformerWithSharedParams"])
@@ -64,7 +65,7 @@ class Fsdp(FSDPTest):
         )
         for step in range(3):
             inputs = torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + self.rank))
-            losses = [train(own, inputs) for own in (alone, wrapped)]
+            losses = [train(candidate, inputs) for candidate in (alone, wrapped)]
             self.assertEqual(*losses)
         with FullyShardedDataParallel.summon_full_params(wrapped):
             for ours, theirs in zip(wrapped.parameters(), alone.parameters(), strict=True):
@@ -77,8 +78,8 @@ class Fsdp(FSDPTest):
         alone = DistributedDataParallel(copy.deepcopy(model))
         wrapped = FullyShardedDataParallel(model, device_id=CPU, use_orig_params=True)
         inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(self.rank))
-        for own in (alone, wrapped):
-            own(inputs).square().sum().backward()
+        for candidate in (alone, wrapped):
+            candidate(inputs).square().sum().backward()
         expected = nn.utils.clip_grad_norm_(alone.parameters(), 0.5, norm)
         self.assertEqual(wrapped.clip_grad_norm_(0.5, norm), expected)
 
@@ -90,8 +91,8 @@ class Fsdp(FSDPTest):
         policy = MixedPrecision(param_dtype=dtype, reduce_dtype=dtype)
         wrapped = FullyShardedDataParallel(model, device_id=CPU, mixed_precision=policy)
         inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(self.rank))
-        for own in (alone, wrapped):
-            train(own, inputs)
+        for candidate in (alone, wrapped):
+            train(candidate, inputs)
         with FullyShardedDataParallel.summon_full_params(wrapped):
             for ours, theirs in zip(wrapped.parameters(), alone.parameters(), strict=True):
                 self.assertEqual(ours.detach(), theirs.detach(), atol=2e-2, rtol=2e-2)
@@ -102,12 +103,12 @@ class Fsdp(FSDPTest):
         model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
         alone = DistributedDataParallel(copy.deepcopy(model))
         wrapped = FullyShardedDataParallel(model, device_id=CPU)
-        optimizers = [torch.optim.SGD(own.parameters(), lr=0.1) for own in (alone, wrapped)]
+        optimizers = [torch.optim.SGD(candidate.parameters(), lr=0.1) for candidate in (alone, wrapped)]
         for part in range(3):
             inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(7 * part + self.rank))
-            for own in (alone, wrapped):
-                with own.no_sync() if accumulates == "no_sync" and part < 2 else torch.enable_grad():
-                    own(inputs).sum().backward()
+            for candidate in (alone, wrapped):
+                with candidate.no_sync() if accumulates == "no_sync" and part < 2 else torch.enable_grad():
+                    candidate(inputs).sum().backward()
         for optimizer in optimizers:
             optimizer.step()
         with FullyShardedDataParallel.summon_full_params(wrapped):
@@ -116,7 +117,7 @@ class Fsdp(FSDPTest):
 
 
 def train(model, inputs, rate=0.1):
-    """Make a step of SGD, and return the loss before it."""
+    """Make a step of SGD, and return the loss before the update."""
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     loss = model(inputs).square().sum()
     loss.backward()
@@ -125,7 +126,7 @@ def train(model, inputs, rate=0.1):
 
 
 class FullyShard(FSDPTest):
-    """`fully_shard` beside a replicated model, by `check_sharded_parity`."""
+    """`fully_shard` against a replicated model, by `check_sharded_parity`."""
 
     def _models(self, mesh, dim=8, **options):
         torch.manual_seed(42)
@@ -137,16 +138,16 @@ class FullyShard(FSDPTest):
         return alone, model
 
     def _steps(self, alone, model, group=None, dim=8, steps=4):
-        optimizers = [torch.optim.Adam(own.parameters(), lr=1e-2) for own in (alone, model)]
+        optimizers = [torch.optim.Adam(candidate.parameters(), lr=1e-2) for candidate in (alone, model)]
         torch.manual_seed(42 + self.rank)
         for _ in range(steps):
             inputs, losses = torch.randn(3, dim), []
-            for own, optimizer in zip((alone, model), optimizers, strict=True):
+            for candidate, optimizer in zip((alone, model), optimizers, strict=True):
                 optimizer.zero_grad()
-                losses.append(own(inputs).sum())
+                losses.append(candidate(inputs).sum())
                 losses[-1].backward()
-                if own is alone:
-                    for parameter in own.parameters():
+                if candidate is alone:
+                    for parameter in candidate.parameters():
                         dist.all_reduce(parameter.grad, group=group)
                         parameter.grad /= self.world_size
             self.assertEqual(*losses)
@@ -185,8 +186,8 @@ class FullyShard(FSDPTest):
             fully_shard(layer)
         fully_shard(model)
         tokens = torch.randint(0, 8, (2, 8), generator=torch.Generator().manual_seed(self.rank))
-        for own in (alone, model):
-            own(tokens).sum().backward()
+        for candidate in (alone, model):
+            candidate(tokens).sum().backward()
         for parameter in alone.parameters():
             dist.all_reduce(parameter.grad, dist.ReduceOp.AVG if dist.get_backend() != "gloo" else dist.ReduceOp.SUM)
             parameter.grad /= self.world_size if dist.get_backend() == "gloo" else 1
@@ -218,8 +219,8 @@ class FullyShard(FSDPTest):
         for part in range(3):
             inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(5 * part + self.rank))
             model.set_requires_gradient_sync(part == 2)
-            for own in (alone, model):
-                own(inputs).sum().backward()
+            for candidate in (alone, model):
+                candidate(inputs).sum().backward()
         for parameter in alone.parameters():
             dist.all_reduce(parameter.grad)
             parameter.grad /= self.world_size
@@ -229,8 +230,8 @@ class FullyShard(FSDPTest):
     def test_clipped_norms(self, norm):
         alone, model = self._models(init_device_mesh("cpu", (self.world_size,)))
         inputs = torch.randn(4, 8)  # of the same seed everywhere
-        for own in (alone, model):
-            own(inputs).sum().backward()
+        for candidate in (alone, model):
+            candidate(inputs).sum().backward()
         expected = nn.utils.clip_grad_norm_(alone.parameters(), 0.1, norm)
         clipped = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm)
         self.assertEqual(clipped.full_tensor(), expected)
@@ -244,8 +245,8 @@ class FullyShard(FSDPTest):
         alone = copy.deepcopy(model)
         model.parallelize(mesh["tp"], mesh["dp"], checkpoints, reshard_after_forward=True)
         inputs = torch.randn(3, 6, generator=torch.Generator().manual_seed(mesh["dp"].get_local_rank()))
-        for own in (alone, model):
-            own(inputs).sum().backward()
+        for candidate in (alone, model):
+            candidate(inputs).sum().backward()
         for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
             dist.all_reduce(theirs.grad, group=mesh["dp"].get_group())
             self.assertEqual(ours.grad.full_tensor(), theirs.grad / mesh["dp"].size())
@@ -266,11 +267,11 @@ class States(FSDPTest, VerifyStateDictMixin):
             model = FullyShardedDataParallel(model, device_id=CPU, use_orig_params=True, device_mesh=mesh)
         else:
             model = DistributedDataParallel(model)
-        optimizers = [torch.optim.AdamW(own.parameters(), lr=1e-2) for own in (alone, model)]
+        optimizers = [torch.optim.AdamW(candidate.parameters(), lr=1e-2) for candidate in (alone, model)]
         for step in range(2):
             inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
-            for own, optimizer in zip((alone, model), optimizers, strict=True):
-                own(inputs).square().sum().backward()
+            for candidate, optimizer in zip((alone, model), optimizers, strict=True):
+                candidate(inputs).square().sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
         return alone, model, *optimizers
@@ -319,23 +320,23 @@ class States(FSDPTest, VerifyStateDictMixin):
 
 
 class Pipelines(FSDPTest):
-    """Schedules of `torch.distributed.pipelining` beside one process."""
+    """Schedules of `torch.distributed.pipelining` against one process."""
 
     @parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleLoopedBFS",
                               "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])  # fmt: skip
     def test_schedule(self, schedule):
-        own = 1 if schedule in ("ScheduleGPipe", "Schedule1F1B") else 2
-        count = own * self.world_size
+        local_data = 1 if schedule in ("ScheduleGPipe", "Schedule1F1B") else 2
+        count = local_data * self.world_size
         torch.manual_seed(8)
         whole = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(count)))
         alone = copy.deepcopy(whole)
-        places = [self.rank + part * self.world_size for part in range(own)]
+        places = [self.rank + part * self.world_size for part in range(local_data)]
         if schedule == "ScheduleZBVZeroBubble":
             places = [self.rank, count - 1 - self.rank]
         stages = [PipelineStage(whole[place], place, count, torch.device("cpu")) for place in places]
         kind = getattr(schedules, schedule)
-        loss = lambda found, wanted: (found - wanted).square().sum()  # noqa: E731
-        plan = kind(stages[0] if own == 1 else stages, 2 * self.world_size, loss_fn=loss, scale_grads=False)
+        loss = lambda result, expected: (result - expected).square().sum()  # noqa: E731
+        plan = kind(stages[0] if local_data == 1 else stages, 2 * self.world_size, loss_fn=loss, scale_grads=False)
         inputs, targets = torch.randn(4 * self.world_size, 8), torch.randn(4 * self.world_size, 8)
         losses = []
         arguments = (inputs,) if 0 in places else ()

@@ -1,11 +1,13 @@
 """PyTorch's own tests of torch.distributed, run on the ranks of a launcher with one backend.
 
-    mpirun -n 2 python tests/harness/pytorch/suite.py hpcdist|gloo distributed|fsdp|tensor|pipelining OUT.json [NAME...]
 
-"distributed" is `DistributedTest` of torch.testing._internal; the others are in `sharding` and `tensors`, on PyTorch's
-bases. Such classes start their processes by themselves; here their methods run on the ranks that are there. Rank 0
-writes {name: [outcome of each rank, with its reason]} after each test, so that a run that a test ended can go on behind
-it: tests that OUT.json has are not run again.
+mpirun -n 2 python tests/harness/pytorch/suite.py hpcdist|gloo distributed|fsdp|tensor|pipelining OUT.json [NAME...]
+
+"distributed" is `DistributedTest` of torch.testing._internal. The other suites are in `sharding` and `tensors`, on
+PyTorch's base classes. Such classes normally start their processes; here their methods run on the existing ranks.
+
+Rank 0 writes {name: [outcome of each rank, with its reason]} after each test. A run that a test ended can therefore
+continue: tests that are in OUT.json are not run again.
 """
 
 import contextlib
@@ -42,7 +44,7 @@ start_group = dist.init_process_group
 
 
 def start_group_of_this_backend(*arguments, **options):
-    """Start the default group of a test, which asks for gloo, over the backend of the suite."""
+    """Start the default group of a test, which asks for gloo, with the backend of the suite."""
     return start_group(*arguments, **(options | {"backend": backend}))
 
 
@@ -53,7 +55,7 @@ REASONS = {skip.exit_code: skip.message for skip in TEST_SKIPS.values()}
 
 
 class OnTheseRanks(common_utils.TestCase):
-    """A test whose processes are there already, in a group of the backend."""
+    """A test on existing processes, in a group of the backend."""
 
     rank, world_size = world.rank, world.size
     init_method = "env://"
@@ -74,7 +76,7 @@ class OnTheseRanks(common_utils.TestCase):
 
 
 def classes():
-    """Return the classes of tests of the suite."""
+    """Return the test classes of the suite."""
     if suite == "distributed":
         from torch.testing._internal.distributed.distributed_test import DistributedTest
 
@@ -87,7 +89,7 @@ def classes():
 
 
 def outcome(case):
-    """Return how the test ended on this rank."""
+    """Return the outcome of the test on this rank."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             case.setUp()
@@ -112,7 +114,7 @@ def tests():
 
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-# Over gloo, ranks of a test would now and then meet those of the test before in the store of its address.
+# With gloo, ranks of a test could otherwise meet ranks of the previous test in the store of the same address.
 stores = (f"file://{folder}/store-{number}" for number in itertools.count())
 done = world.bcast(json.loads(out.read_text()) if world.rank == 0 and out.exists() else {})
 for name, case in tests():

@@ -1,5 +1,5 @@
 # ruff: noqa: PT009 (assertEqual of PyTorch's TestCase compares tensors)
-"""Tests of DTensor on the base, models and converter of PyTorch's own tests, as those of `sharding`."""
+"""Tests of DTensor on the base class, models and converter of PyTorch's tests, like the tests of `sharding`."""
 
 import copy
 import itertools
@@ -23,13 +23,13 @@ MOST_ELEMENTS = 4096
 PLACEMENTS = {"shard0": Shard(0), "shard1": Shard(1), "replicate": Replicate(), "partial": Partial()}
 
 
-def whole(tensor):
-    """Return the values of all ranks of a DTensor; a plain tensor as it is."""
+def full_values(tensor):
+    """Return the full values of a DTensor, or a plain tensor unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Tensors(DTensorTestBase):
-    """DTensor: redistribution, tensor parallelism, and operators on the inputs that PyTorch tests them with."""
+    """DTensor: redistribution, tensor parallelism, and operators on the sample inputs of PyTorch."""
 
     @property
     def _sum_of_ranks(self):
@@ -39,7 +39,7 @@ class Tensors(DTensorTestBase):
     @parametrize("source", sorted(PLACEMENTS))
     @parametrize("target", ["replicate", "shard0", "shard1"])
     def test_redistribute(self, source, target, shape):
-        """The values of all ranks together stay the same, and so do the gradients."""
+        """The full values do not change, and neither do the gradients."""
         mesh = self.build_device_mesh()
         whole = torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape)
         if source == "partial":
@@ -83,7 +83,7 @@ class Tensors(DTensorTestBase):
     @parametrize("sequence", [False, True])
     @parametrize("shares", [False, True])
     def test_transformer(self, sequence, shares):
-        """Of one step, the same loss and gradients as those of one process."""
+        """One step has the loss and the gradients of one process."""
         mesh = self.build_device_mesh()
         arguments = common_dtensor.ModelArgs(dropout_p=0.0, use_attn_mask=False, weight_tying=shares)
         torch.manual_seed(0)
@@ -93,12 +93,12 @@ class Tensors(DTensorTestBase):
         tokens = torch.randint(0, 8, (8, 8), generator=torch.Generator().manual_seed(1))
         for _ in range(2):
             with sdpa_kernel(SDPBackend.MATH):  # DTensor has no rule for the fused attention of processors
-                outputs = [own(tokens) for own in (alone, model)]
-            self.assertEqual(whole(outputs[1]), outputs[0])
+                outputs = [candidate(tokens) for candidate in (alone, model)]
+            self.assertEqual(full_values(outputs[1]), outputs[0])
             for output in outputs:
                 output.square().mean().backward()
             for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-                self.assertEqual(whole(ours.grad), theirs.grad)
+                self.assertEqual(full_values(ours.grad), theirs.grad)
                 ours.grad = theirs.grad = None
 
     def test_loss_parallel(self):
@@ -122,13 +122,13 @@ class Tensors(DTensorTestBase):
         plan = {"0": RowwiseParallel(input_layouts=Replicate()), "1": ColwiseParallel(), "3": RowwiseParallel()}
         parallelize_module(model, mesh, plan)
         tokens = torch.randint(0, 12, (5, 3), generator=torch.Generator().manual_seed(1))
-        for own in (alone, model):
-            own(tokens).square().sum().backward()
+        for candidate in (alone, model):
+            candidate(tokens).square().sum().backward()
         for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
             self.assertEqual(ours.grad.full_tensor(), theirs.grad)
 
     def _compare_operator(self, info):
-        """Compare the operator on all placements of inputs that divide evenly with itself on plain tensors."""
+        """Compare an operator on all even placements of its inputs with the operator on plain tensors."""
         mesh, compared, reason = self.build_device_mesh(), 0, "no inputs that can be distributed"
         for sample in itertools.islice(info.sample_inputs("cpu", torch.float32), SAMPLES):
             arguments, keywords = (sample.input, *sample.args), sample.kwargs
@@ -141,13 +141,13 @@ class Tensors(DTensorTestBase):
                 if not converter.successful():
                     break
                 try:
-                    found = info.op(*others, **other_keywords)
+                    result = info.op(*others, **other_keywords)
                 except (NotImplementedError, RuntimeError) as error:
                     if isinstance(error, HpcdistError):
                         raise
                     reason = str(error).splitlines()[0]  # DTensor refuses it, with any backend
                     continue
-                whole = tree_map_only(DTensor, lambda own: own.full_tensor(), found)
+                whole = tree_map_only(DTensor, lambda local_data: local_data.full_tensor(), result)
                 self.assertEqual(whole, expected)
                 compared += 1
         if not compared:
@@ -164,7 +164,7 @@ OPERATORS = {
 
 
 def add_operators():
-    """Give `Tensors` a test of each operator."""
+    """Add a test of each operator to `Tensors`."""
     for info in common_methods_invocations.op_db:
         if info.name in OPERATORS:
             name = f"test_operator_{info.name}_{info.variant_test_name}".rstrip("_").replace(".", "_")

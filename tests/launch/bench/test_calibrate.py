@@ -1,4 +1,4 @@
-"""`hpcdist plan calibrate` on real ranks: the file it writes is a cluster that plans can be made of."""
+"""`hpcdist plan calibrate` on real ranks: it writes a cluster file that plans accept."""
 
 import json
 import sys
@@ -15,24 +15,24 @@ MODEL = ["--layers", "2", "--hidden", "64", "--heads", "1", "--vocabulary", "64"
 
 
 @pytest.mark.matrix
-def test_two_ranks_calibrate_and_a_plan_takes_the_file(tmp_path, mpi):
+def test_calibration_on_two_ranks_writes_a_usable_cluster_file(tmp_path, mpi):
     path = tmp_path / "here.toml"
     line = [*HPCDIST, "run", "-n", "2", "plan", "calibrate", "-o", str(path), "--seconds", "0.2", "--max-bytes", "64K"]
     done = jobs.run(line)
     assert done.returncode == 0, done.stderr
-    assert "unseen sizes" in done.stdout
-    found = toml_file.read(str(path))
-    assert found.name == "here"
-    assert found.node.devices >= 2
-    assert {fit.operation for fit in found.fits} == {"message", "allreduce", "reduce_scatter", "all_gather"}
-    assert "1 host" in found.calibrated
+    assert "at other sizes" in done.stdout
+    result = toml_file.read(str(path))
+    assert result.name == "here"
+    assert result.node.devices >= 2
+    assert {fit.operation for fit in result.fits} == {"message", "allreduce", "reduce_scatter", "all_gather"}
+    assert "1 host" in result.calibrated
     asked = ["plan", "--cluster", str(path), *MODEL, "--data", "2", "--precision", "float32", "--json"]
     done = jobs.run([*HPCDIST, *asked])
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)
 
 
-def test_a_file_that_is_there_is_not_written_over(tmp_path):
+def test_calibrate_does_not_overwrite_an_existing_file(tmp_path):
     path = tmp_path / "here.toml"
     path.write_text("mine")
     done = jobs.run([*HPCDIST, "plan", "--calibrate", "-o", str(path)])

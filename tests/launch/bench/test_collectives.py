@@ -1,4 +1,4 @@
-"""`hpcdist bench collectives` on real ranks, and what it refuses before it measures."""
+"""`hpcdist bench collectives` on real ranks, and the options that it rejects before it measures."""
 
 import json
 import sys
@@ -20,16 +20,16 @@ FEW = ["--algorithm", "ring", "--algorithm", "node_shared", "--bytes", "4K 64K",
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory, mpi):
+def measured_output(tmp_path_factory, mpi):
     path = tmp_path_factory.mktemp("bench") / "c.h5"
     done = hpcdist("run", "-n", 2, "bench", "collectives", *FEW, "--output", path, "--json", "--anonymous")
     assert done.returncode == 0, done.stderr
     return path, json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def test_two_ranks_measure_and_every_sample_is_kept(measured):
-    path, told = measured
-    rows = told["configurations"]
+def test_two_ranks_measure_and_all_samples_are_saved(measured_output):
+    path, output = measured_output
+    rows = output["configurations"]
     assert {(row["algorithm"], row["bytes"]) for row in rows if row["buffers"] == "ordinary"} == {
         (name, nbytes) for name in ("native", "ring", "node_shared", "memcpy") for nbytes in (4096, 65536)
     }
@@ -43,17 +43,17 @@ def test_two_ranks_measure_and_every_sample_is_kept(measured):
 
 
 @cases(
-    "arguments, code, said",
+    "arguments, code, output",
     (["--output", "/proc/results.h5"], STORAGE, "/proc/results.h5: cannot be written"),
     (["--algorithm", "rings"], USAGE, "choose from native, ring"),
 )
-def test_what_cannot_be_done_is_said_before_anything_is_measured(mpi, arguments, code, said):
+def test_impossible_options_are_reported_before_the_measurement(mpi, arguments, code, output):
     done = hpcdist("run", "-n", 2, "bench", "collectives", "--bytes", "4K", *arguments)
     assert done.returncode == code
-    assert said in done.stderr and "median" not in done.stdout
+    assert output in done.stderr and "median" not in done.stdout
 
 
-def test_the_driver_measures_a_library_beside_ours_and_prints_the_ratio(tmp_path, mpi):
+def test_driver_compares_with_another_library_and_prints_the_ratio(tmp_path, mpi):
     clone = Path(__file__).parents[3]
     output = tmp_path / "all.h5"
     only = ["--only", "^hpcdist|default", "--ranks", "2", "--bytes", "4K", "--seconds", "0.05", "--rounds", "1"]
@@ -61,12 +61,12 @@ def test_the_driver_measures_a_library_beside_ours_and_prints_the_ratio(tmp_path
     line += ["--output", str(output)]
     done = jobs.run(line, cwd=clone)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = results.read(output).configurations
-    assert {one.key.implementation for one in found} == {"hpcdist", "Here"}
+    result = results.read(output).configurations
+    assert {one.key.implementation for one in result} == {"hpcdist", "Here"}
     assert {"default", "default, to a result"} == {
-        one.key.algorithm for one in found if one.key.implementation == "Here"
+        one.key.algorithm for one in result if one.key.implementation == "Here"
     }
-    for one in found:
+    for one in result:
         assert one.reference or one.verified >= len(one.time_s) > 0  # the file keeps some of the iterations
     row = next(text for text in done.stdout.splitlines() if text.split()[:2] == ["2", "4096"])
     assert "Here default" in row and row.count("x") == 2

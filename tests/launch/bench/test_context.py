@@ -1,4 +1,4 @@
-"""What a context axis is for: tokens that one rank cannot hold, on four that have no more memory each."""
+"""The purpose of a context axis: four ranks train samples that do not fit into the memory of one rank."""
 
 import pytest
 
@@ -9,8 +9,11 @@ pytestmark = pytest.mark.full
 SIZES = ["--layers", "8", "--hidden", "64", "--context", "512", "--samples", "1"]
 
 
-def test_a_context_that_one_rank_cannot_hold_trains_on_four(mpi):
-    """The memory of each process has a cap; without one, activations of 4 T tokens on 4 ranks are 1.1 of T on one."""
+def test_context_too_long_for_one_rank_trains_on_four_ranks(mpi):
+    """The memory of each process is limited.
+
+    Without a context axis, activations of 4 T tokens need 1.1 times the memory of T tokens on one rank.
+    """
     done = harness.launch(4, ["-m", "benchmarks", "context", "--memory", *SIZES], capture=True)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {line.split("  ")[0]: line.split() for line in done.stdout.splitlines()}

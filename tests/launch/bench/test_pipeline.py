@@ -12,7 +12,7 @@ FEW = ["--layers", 2, "--hidden", 8, "--context", 8, "--microbatches", 2, "--ste
 
 
 @pytest.mark.full_except("1")
-def test_one_command_starts_the_ranks_and_keeps_what_they_measure(tmp_path, mpi):
+def test_one_command_starts_the_ranks_and_saves_the_measurements(tmp_path, mpi):
     path = tmp_path / "p.h5"
     schedules = ["--schedule", "1f1b", "--schedule", "zb-v"]
     line = [sys.executable, "-P", "-m", "hpcdist", "bench", "pipeline", *FEW, *schedules, "-o", path, "--json"]

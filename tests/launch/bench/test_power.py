@@ -1,4 +1,4 @@
-"""Sweeps over power limits of real trainings, under a stand-in for the NVIDIA driver: its GPUs draw what they may."""
+"""Sweeps over power limits of real trainings, under a stand-in for the NVIDIA driver whose GPUs draw their limit."""
 
 import json
 import os
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.usefixtures("mpi"), pytest.mark.full]
 
 @pytest.fixture
 def folder(tmp_path, rng):
-    """A directory with a recipe and three GPUs, which draw 600 W and may draw 700."""
+    """A directory with a recipe and three GPUs, which draw 600 W and whose limit is 700 W."""
     (tmp_path / "text.txt").write_bytes(rng.integers(97, 105, 20_000).astype(np.uint8).tobytes())
     (tmp_path / "r.toml").write_text(RECIPE)
     limits = f"limits=20000:{FOUND_W}000:{FOUND_W}000 clocks=345:1980"
@@ -39,7 +39,7 @@ def folder(tmp_path, rng):
 
 @pytest.fixture
 def environment(folder, nvml_stub):
-    """The trials hold the last two GPUs, named in another order."""
+    """The environment of a job that holds the last two GPUs, listed in reverse order."""
     path = os.pathsep.join(filter(None, [str(nvml_stub), os.environ.get("LD_LIBRARY_PATH", "")]))
     kept = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
     added = {"LD_LIBRARY_PATH": path, "NVML_STUB": str(folder / "gpus"), "XDG_STATE_HOME": str(folder / "state")}
@@ -50,11 +50,11 @@ def line(folder, *arguments):
     return [sys.executable, "-m", "hpcdist", "bench", "power", *arguments, "-o", str(folder / "power.h5")]
 
 
-def hpcdist(folder, environment, *arguments):
+def run_sweep(folder, environment, *arguments):
     return jobs.run(line(folder, *arguments), env=environment, cwd=folder)
 
 
-def in_force(folder):
+def power_limits(folder):
     """Return the power limits that were set, in W, by UUID."""
     path = folder / "gpus.set"
     rows = [row.split() for row in path.read_text().splitlines()] if path.exists() else []
@@ -62,38 +62,40 @@ def in_force(folder):
 
 
 @pytest.mark.matrix
-def test_two_limits_and_none(folder, environment):
+def test_sweep_over_two_limits_and_no_limit_recommends_one(folder, environment):
     asked = ("r.toml", "-n", "2", "--limits", ",".join(map(str, POWER_W)), "--repeats", "1", "--objective", "energy")
-    refused = hpcdist(folder, environment, *asked)
+    refused = run_sweep(folder, environment, *asked)
     assert refused.returncode == 2 and "nothing was changed: add --change-limits" in refused.stderr
-    assert not in_force(folder) and not (folder / "power.h5").exists()
+    assert not power_limits(folder) and not (folder / "power.h5").exists()
 
-    done = hpcdist(folder, environment, *asked, "--change-limits", "--plot", "plot.svg", "--json")
+    done = run_sweep(folder, environment, *asked, "--change-limits", "--plot", "plot.svg", "--json")
     assert done.returncode == 0, done.stderr
-    assert in_force(folder) == {"GPU-01": FOUND_W, "GPU-02": FOUND_W}, "those of the job, and put back"
+    assert power_limits(folder) == {"GPU-01": FOUND_W, "GPU-02": FOUND_W}, "those of the job, and put back"
     assert not list((folder / "state").rglob("*.json")) and (folder / "plot.svg").stat().st_size > 5000
 
-    found = json.loads(done.stdout.splitlines()[-1])
-    choice = found["recommendation"]
+    document = json.loads(done.stdout.splitlines()[-1])
+    choice = document["recommendation"]
     assert choice["name"] == "30 W" and choice["reference"] == "as found" and "less energy" in choice["reason"]
-    assert any("energy is that of gpu; not included: cpu" in note for note in found["notes"])
+    assert any("energy is that of gpu; not included: cpu" in note for note in document["notes"])
 
     kept = results.read(folder / "power.h5")
     assert kept.provenance["power_devices"] == "GPU-02 (H200), GPU-01 (H200)" and kept.provenance["git_commit"]
     repeats = {one.name: one.repeats[0].summary for one in kept.configurations}
     assert repeats.keys() == {"as found", "300 W", "30 W"}
     for name, watts, shown in (("as found", FREE_W, FOUND_W), ("300 W", 300, 300), ("30 W", 30, 30)):
-        said = repeats[name]
-        assert said["power.limit_w"] == (None if name == "as found" else watts) and said["power.in_force_w"] == shown
-        assert said["power.mean_w"] == pytest.approx(2 * watts, rel=0.25), "what two GPUs draw"
-        assert said["power.training_j"] == pytest.approx(said["power.mean_w"] * said["power.training_s"])
-        assert said["power.j_per_token"] == pytest.approx(said["power.training_j"] / (200 * 6 * 16))
-        assert said["power.edp_js"] == pytest.approx(said["power.training_j"] * said["power.training_s"])
-        assert said["power.gpu_j"] == said["energy_j"] >= said["power.training_j"] and said["train_loss"] > 0
-    losses = [said["train_loss"] for said in repeats.values()]
+        output = repeats[name]
+        assert (
+            output["power.limit_w"] == (None if name == "as found" else watts) and output["power.in_force_w"] == shown
+        )
+        assert output["power.mean_w"] == pytest.approx(2 * watts, rel=0.25), "what two GPUs draw"
+        assert output["power.training_j"] == pytest.approx(output["power.mean_w"] * output["power.training_s"])
+        assert output["power.j_per_token"] == pytest.approx(output["power.training_j"] / (200 * 6 * 16))
+        assert output["power.edp_js"] == pytest.approx(output["power.training_j"] * output["power.training_s"])
+        assert output["power.gpu_j"] == output["energy_j"] >= output["power.training_j"] and output["train_loss"] > 0
+    losses = [output["train_loss"] for output in repeats.values()]
     assert max(losses) == pytest.approx(min(losses), rel=1e-6), "limits do not change what is computed"
 
-    again = hpcdist(folder, environment, *asked, "--change-limits")
+    again = run_sweep(folder, environment, *asked, "--change-limits")
     assert again.returncode == 0 and "3 ok, 0 failed, 0 left" in again.stderr and "repeat" not in again.stderr
     assert "recommended: 30 W: " in again.stdout and "of one repeat, whose noise nobody knows" in again.stdout
     table = report.report(kept, "energy")
@@ -101,35 +103,35 @@ def test_two_limits_and_none(folder, environment):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_however_a_sweep_ends_limits_come_back(folder, environment, number, code):
+def test_limits_are_restored_however_a_sweep_ends(folder, environment, number, code):
     # With this seed the first trial is the one under 250 W.
     asked = ("r.toml", "--limits", "250", "--change-limits", "--no-warmup", "--set", "run.steps=100000", "--seed", "2")
     process = subprocess.Popen(
         line(folder, *asked), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment, cwd=folder
     )
     limit = time.monotonic() + LIMIT_S
-    while not (set(in_force(folder).values()) == {250} and list(folder.glob("power.h5.trial-*/run"))):
+    while not (set(power_limits(folder).values()) == {250} and list(folder.glob("power.h5.trial-*/run"))):
         assert process.poll() is None and time.monotonic() < limit
         time.sleep(0.05)
     process.send_signal(number)
-    _, said = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == code, said
+    _, output = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == code, output
     if number == signal.SIGKILL:
-        assert in_force(folder) == {"GPU-01": 250, "GPU-02": 250}
-        refused = hpcdist(folder, environment, *asked)
-        assert refused.returncode == 69 and "put them back first: hpcdist bench power --restore" in refused.stderr
+        assert power_limits(folder) == {"GPU-01": 250, "GPU-02": 250}
+        refused = run_sweep(folder, environment, *asked)
+        assert refused.returncode == 69 and "first run hpcdist bench power --restore" in refused.stderr
         restored = jobs.hpcdist("bench", "power", "--restore", env=environment)
         assert restored.returncode == 0, restored.stderr
         assert restored.stdout.count("700 W again (it was at 250 W)") == 2
-    assert in_force(folder) == {"GPU-01": FOUND_W, "GPU-02": FOUND_W}
+    assert power_limits(folder) == {"GPU-01": FOUND_W, "GPU-02": FOUND_W}
     assert not list((folder / "state").rglob("*.json"))
 
 
-def test_keys_need_no_permission(folder, environment):
-    done = hpcdist(
+def test_sweep_over_keys_needs_no_permission(folder, environment):
+    done = run_sweep(
         folder, environment, "r.toml", "--sweep", "model.hidden=32,64", "--repeats", "1", "--no-warmup", "--json"
     )
-    found = figures(done)
-    assert [row["name"] for row in found["configurations"]] == ["hidden=32", "hidden=64"]
-    assert all(row["j_per_token"]["value"] > 0 and row["in_force_w"] is None for row in found["configurations"])
-    assert found["recommendation"]["name"] in ("hidden=32", "hidden=64") and not in_force(folder)
+    result = figures(done)
+    assert [row["name"] for row in result["configurations"]] == ["hidden=32", "hidden=64"]
+    assert all(row["j_per_token"]["value"] > 0 and row["in_force_w"] is None for row in result["configurations"])
+    assert result["recommendation"]["name"] in ("hidden=32", "hidden=64") and not power_limits(folder)

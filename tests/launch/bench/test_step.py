@@ -14,16 +14,16 @@ FEW = ["--layers", 1, "--hidden", 16, "--heads", 2, "--context", 16, "--samples"
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.full_except("1")
 @pytest.mark.matrix_except("1")
-def test_one_command_starts_the_ranks_and_keeps_what_they_measure(tmp_path, mpi, ranks):
-    """On two ranks the replicas of PyTorch are those of DistributedDataParallel."""
+def test_one_command_starts_the_ranks_and_prints_the_measurements(tmp_path, mpi, ranks):
+    """On two ranks, PyTorch runs with DistributedDataParallel."""
     pytest.importorskip("torch")
     path, names = tmp_path / "s.h5", ["hpcdist", "wrapped PyTorch", "PyTorch eager"]
     only = [word for name in names for word in ("--only", name)]
     line = [sys.executable, "-P", "-m", "hpcdist", "bench", "step", "-n", ranks, *FEW, *only, "-o", path, "--json"]
-    told = figures(jobs.run([*map(str, line), "--anonymous"]))
-    assert [row["name"] for row in told["rows"]] == names and told["left_out"] == {}
-    assert max(row["loss_difference"] for row in told["rows"]) < 1e-5
-    assert all(0 < row["mfu"] < 1 and row["x_eager"] > 0 for row in told["rows"])
+    output = figures(jobs.run([*map(str, line), "--anonymous"]))
+    assert [row["name"] for row in output["rows"]] == names and output["left_out"] == {}
+    assert max(row["loss_difference"] for row in output["rows"]) < 1e-5
+    assert all(0 < row["mfu"] < 1 and row["x_eager"] > 0 for row in output["rows"])
     with h5py.File(path) as file:
         assert "hosts" not in file.attrs and file.attrs["ranks"] == ranks
         assert file["cases/2/step_s"].shape == (3, ranks)

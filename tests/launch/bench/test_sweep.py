@@ -1,4 +1,4 @@
-"""Sweeps of real trainings: a trial that fails, an end of any kind in the middle, and the next call that goes on."""
+"""Sweeps of real trainings: a failed trial, a sweep that is ended at any point, and the next call that resumes it."""
 
 import json
 import signal
@@ -45,7 +45,7 @@ def hpcdist(*command):
     return jobs.run(command)
 
 
-def test_a_failed_trial_is_recorded_and_can_be_tried_again(folder):
+def test_failed_trial_is_recorded_and_can_be_retried(folder):
     trials = "[[trial]]\nname = 'late'\ndata.path = 'late.txt'\n[[trial]]\nname = 'good'\n"
     (folder / "sweep.toml").write_text(SWEEP + trials)
     done = hpcdist(*line(folder))
@@ -74,7 +74,7 @@ def test_a_failed_trial_is_recorded_and_can_be_tried_again(folder):
     assert rows[0]["train_loss"] == pytest.approx(rows[1]["train_loss"], rel=1e-6), "the same data under another name"
 
 
-def _recorded(folder):
+def _recorded_statuses(folder):
     try:
         return results.statuses(folder / "results.h5")
     except StorageError:
@@ -84,19 +84,21 @@ def _recorded(folder):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 75)], ids=["SIGKILL", "SIGTERM"])
 @pytest.mark.matrix_except("SIGTERM")
 @pytest.mark.full
-def test_the_next_call_goes_on_where_a_sweep_was_ended(folder, number, code):
+def test_next_call_resumes_a_sweep_that_was_ended(folder, number, code):
     (folder / "sweep.toml").write_text(SWEEP + "[axes]\nrun.seed = [1, 2]\n")
     process = subprocess.Popen(line(folder), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     limit = time.monotonic() + LIMIT_S
-    while not _recorded(folder):
+    while not _recorded_statuses(folder):
         assert process.poll() is None and time.monotonic() < limit
         time.sleep(0.02)
     process.send_signal(number)
-    _, said = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == code, said
-    jobs.until(lambda: not jobs.running(f"{folder}/results.h5.trial-"), "end of the trials after that of their sweep")
-    assert list(_recorded(folder).values()) == ["ok"], "the trial under way is not recorded"
+    _, output = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == code, output
+    jobs.until(
+        lambda: not jobs.is_running(f"{folder}/results.h5.trial-"), "end of the trials after that of their sweep"
+    )
+    assert list(_recorded_statuses(folder).values()) == ["ok"], "the trial under way is not recorded"
     done = hpcdist(*line(folder))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(": ok, ") == 1 and "2 ok, 0 failed, 0 left" in done.stderr
-    assert len(_recorded(folder)) == 2
+    assert len(_recorded_statuses(folder)) == 2

@@ -1,4 +1,4 @@
-"""What a user installs: the wheel has every module, needs no clone, and brings the command."""
+"""The installed package: the wheel has every module, needs no clone, and includes the command."""
 
 import configparser
 import os
@@ -53,7 +53,7 @@ def wheel(source, tmp_path_factory):
     return built
 
 
-def test_the_wheel_has_every_module_and_nothing_else(wheel):
+def test_wheel_contains_exactly_the_modules_of_the_package(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     modules = {str(path.relative_to(CLONE)) for path in (CLONE / "hpcdist").rglob("*.py")}
     assert modules <= names
@@ -64,7 +64,7 @@ def test_the_wheel_has_every_module_and_nothing_else(wheel):
 
 
 def resources():
-    """The files of slurm/ and modulefiles/ under their names in a wheel."""
+    """Return the files of slurm/ and modulefiles/ by their names in a wheel."""
     places = {"slurm": "hpcdist/batch/slurm", "modulefiles": "hpcdist/batch/modulefiles"}
     return {
         f"{place}/{path.relative_to(CLONE / folder)}"
@@ -74,18 +74,24 @@ def resources():
     }
 
 
-def test_a_source_distribution_has_what_a_wheel_is_built_from(source, tmp_path):
+def test_source_distribution_contains_all_files_of_the_wheel(source, tmp_path):
     build = "import sys, setuptools.build_meta as build; build.build_sdist(sys.argv[1])"
     run("-c", build, str(tmp_path), folder=source)
     (built,) = tmp_path.glob("hpcdist-*.tar.gz")
     with tarfile.open(built) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    found = [*(CLONE / "hpcdist").rglob("*.py"), *(CLONE / "slurm").rglob("*"), *(CLONE / "modulefiles").rglob("*")]
-    wanted = {str(path.relative_to(CLONE)) for path in found if path.is_file()}
-    assert {"setup.cfg", "pyproject.toml", "README.md", "LICENSE", "slurm/templates/train.sbatch.j2"} | wanted <= names
+    results = [*(CLONE / "hpcdist").rglob("*.py"), *(CLONE / "slurm").rglob("*"), *(CLONE / "modulefiles").rglob("*")]
+    expected = {str(path.relative_to(CLONE)) for path in results if path.is_file()}
+    assert {
+        "setup.cfg",
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "slurm/templates/train.sbatch.j2",
+    } | expected <= names
 
 
-def test_the_wheel_works_without_the_clone(wheel, tmp_path):
+def test_wheel_works_without_the_clone(wheel, tmp_path):
     target = tmp_path / "installed"
     run("-m", "pip", "install", "--no-deps", "--no-index", "--target", str(target), str(wheel), folder=tmp_path)
     where = run("-P", "-c", "import hpcdist; print(hpcdist.__file__)", folder=tmp_path, PYTHONPATH=str(target))
@@ -98,7 +104,7 @@ def test_the_wheel_works_without_the_clone(wheel, tmp_path):
     assert f"hpcdist {hpcdist.__version__}" in report and "FAIL" not in report
     shown = run("-P", "-m", "hpcdist", "config", "show", folder=tmp_path, PYTHONPATH=str(target)).stdout
     assert "[model]" in shown
-    # The modulefiles in it are those that it renders: others would be refused.
+    # The wheel contains the modulefiles that it renders; it rejects others.
     code = "from hpcdist.cli.site import modulefile; modulefile()"
     there = str(target / "hpcdist" / "batch" / "modulefiles")
     run("-P", "-c", code, "--in-place", "--output", there, folder=tmp_path, PYTHONPATH=str(target))
@@ -110,7 +116,7 @@ def test_the_wheel_works_without_the_clone(wheel, tmp_path):
     assert there.replace(f"PYTHONPATH={target}$", "") == here.replace(f"PYTHONPATH={CLONE}$", "")
 
 
-def test_extras_are_those_of_the_readme():
+def test_extras_match_the_readme():
     settings = configparser.ConfigParser()
     settings.read(CLONE / "setup.cfg")
     extras = set(settings["options.extras_require"])

@@ -1,4 +1,4 @@
-"""The modulefiles, read by Environment Modules and by Lmod themselves: what a load adds, an unload takes away."""
+"""The modulefiles under Environment Modules and under Lmod: an unload removes everything that a load added."""
 
 import os
 import shutil
@@ -38,7 +38,7 @@ module unload "$1" || exit; state after
 
 
 def tools():
-    """The command of each module system; None where it is not installed."""
+    """Return the command of each module system, or None if the system is not installed."""
     lmod = [os.environ.get("LMOD_CMD", ""), *LMOD]
     candidates = [os.environ.get("MODULES_CMD"), "/usr/lib/x86_64-linux-gnu/modulecmd.tcl", shutil.which("modulecmd")]
     return {
@@ -49,7 +49,7 @@ def tools():
 
 @dataclass
 class Shell:
-    """A bash with one of the module systems, whose states it leaves in ``folder``."""
+    """A bash with one of the module systems, which writes its environment into ``folder``."""
 
     tool: str
     program: str
@@ -61,7 +61,7 @@ class Shell:
 
     @property
     def hostile(self):
-        """A value; Lmod reads a Tcl file as Latin-1."""
+        """A value with special characters. Lmod reads a Tcl file as Latin-1."""
         return HOSTILE if self.tool.endswith("without lua") else HOSTILE + " é €"
 
     def run(self, script, modulefiles, *arguments, **environment):
@@ -75,7 +75,7 @@ class Shell:
             cwd=self.folder,
         )
 
-    def does(self, script, modulefiles, *arguments, **environment):
+    def run_checked(self, script, modulefiles, *arguments, **environment):
         done = self.run(script, modulefiles, *arguments, **environment)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -85,7 +85,7 @@ class Shell:
         return dict(line.split("=", 1) for line in lines if line and not line.startswith((*_THEIRS, "BASH_FUNC_")))
 
     def changes(self, name):
-        """What differs between the states ``before`` and ``name``."""
+        """Return the differences between the environments ``before`` and ``name``."""
         before, after = self.environment("before"), self.environment(name)
         names = before.keys() | after.keys()
         return {name: after.get(name) for name in names if before.get(name) != after.get(name)}
@@ -109,31 +109,31 @@ def shell(request, tmp_path):
     return Shell(request.param, program, folder)
 
 
-def lay(modulefiles):
-    """Copy the modulefiles, and the file that tells the package, to where an installation has them."""
+def install_modulefiles(modulefiles):
+    """Copy the modulefiles, and the file that names the package, to their place in an installation."""
     shutil.copytree(job.folder(job.MODULEFILES), modulefiles)
     home = modulefiles.parents[2] if modulefiles.parent.name == "batch" else modulefiles.parent
-    package(home)
+    install_package(home)
     return modulefiles
 
 
-def package(home, version=hpcdist.__version__):
+def install_package(home, version=hpcdist.__version__):
     (home / "hpcdist").mkdir(parents=True, exist_ok=True)
     (home / "hpcdist" / "__init__.py").write_text(f'__version__ = "{version}"\n')
     shutil.copytree(ALONE, home / "hpcdist" / "libexec", dirs_exist_ok=True)
 
 
-def command(path):
+def write_command(path):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'#!/bin/sh\nPYTHONPATH={CLONE} exec {sys.executable} -P -m hpcdist "$@"\n')
     path.chmod(0o755)
 
 
-def test_a_clone_with_its_environment(shell, tmp_path):
+def test_module_of_a_clone_with_its_environment_sets_root_and_path(shell, tmp_path):
     clone = tmp_path / "clone"
-    modulefiles = lay(clone / "modulefiles")
-    command(clone / ".venv" / "bin" / "hpcdist")
-    shell.does(LOAD, modulefiles, NAME)
+    modulefiles = install_modulefiles(clone / "modulefiles")
+    write_command(clone / ".venv" / "bin" / "hpcdist")
+    shell.run_checked(LOAD, modulefiles, NAME)
     assert shell.changes("loaded") == {"HPCDIST_ROOT": str(clone), "PATH": f"{clone}/hpcdist/libexec:/usr/bin:/bin"}
     shell.assert_nothing_is_left()
     words = (shell.folder / "words").read_text()
@@ -142,29 +142,29 @@ def test_a_clone_with_its_environment(shell, tmp_path):
     assert f"Version: {hpcdist.__version__}" in words and "Load the MPI" in words
 
 
-def test_a_clone_that_is_not_installed_is_told_to_python(shell, tmp_path):
+def test_module_of_a_clone_that_is_not_installed_sets_pythonpath(shell, tmp_path):
     clone = tmp_path / "clone"
-    shell.does(LOAD, lay(clone / "modulefiles"), NAME, PYTHONPATH="/mine")
+    shell.run_checked(LOAD, install_modulefiles(clone / "modulefiles"), NAME, PYTHONPATH="/mine")
     assert shell.changes("loaded") == {"HPCDIST_ROOT": str(clone), "PYTHONPATH": f"{clone}:/mine"}
     shell.assert_nothing_is_left()
 
 
-def test_what_was_set_before_comes_back(shell, tmp_path):
+def test_unload_restores_the_previous_values(shell, tmp_path):
     if shell.tool == "lmod without lua":
         pytest.skip("Lmod itself gives back the new value of a pushenv in a Tcl file")
     clone = tmp_path / "clone"
-    command(clone / ".venv" / "bin" / "hpcdist")
+    write_command(clone / ".venv" / "bin" / "hpcdist")
     mine = {"HPCDIST_ROOT": "/mine", "PATH": f"{clone}/hpcdist/libexec:/usr/bin:/bin"}
-    shell.does(LOAD, lay(clone / "modulefiles"), NAME, **mine)
+    shell.run_checked(LOAD, install_modulefiles(clone / "modulefiles"), NAME, **mine)
     assert shell.changes("loaded")["HPCDIST_ROOT"] == str(clone)
     assert shell.changes("after") == {}
 
 
-def test_a_package_installed_with_target_needs_both(shell, tmp_path):
+def test_module_of_a_target_installation_sets_path_and_pythonpath(shell, tmp_path):
     target = tmp_path / "target"
-    modulefiles = lay(target / "hpcdist" / "batch" / "modulefiles")
-    command(target / "bin" / "hpcdist")
-    shell.does(LOAD, modulefiles, NAME)
+    modulefiles = install_modulefiles(target / "hpcdist" / "batch" / "modulefiles")
+    write_command(target / "bin" / "hpcdist")
+    shell.run_checked(LOAD, modulefiles, NAME)
     assert shell.changes("loaded") == {
         "HPCDIST_ROOT": str(target),
         "PATH": f"{target}/hpcdist/libexec:/usr/bin:/bin",
@@ -184,13 +184,13 @@ words hpcdist trai 2>/dev/null || echo none
 """
 
 
-def test_an_installed_package_brings_its_command_and_completion(shell, tmp_path):
+def test_module_of_an_installed_package_adds_command_and_completion(shell, tmp_path):
     site = tmp_path / "env" / "lib" / "python3.11" / "site-packages"
-    modulefiles = lay(site / "hpcdist" / "batch" / "modulefiles")
-    command(tmp_path / "env" / "bin" / "hpcdist")
+    modulefiles = install_modulefiles(site / "hpcdist" / "batch" / "modulefiles")
+    write_command(tmp_path / "env" / "bin" / "hpcdist")
     registered = "complete -F _hpcdist_completion hpcdist"
-    said = shell.does(COMPLETE, modulefiles, NAME).splitlines()
-    assert said == [
+    output = shell.run_checked(COMPLETE, modulefiles, NAME).splitlines()
+    assert output == [
         *(registered, "train"),
         *(registered, "--resume"),
         f"hpcdist, version {hpcdist.__version__}",
@@ -211,11 +211,11 @@ module unload hpcdist || exit; shown >after
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_commands_of_the_same_name_stay_what_they_were(shell, tmp_path, whole):
-    """A site's own python3 and mpirun, beside the environment of hpcdist, which has its own."""
+def test_module_does_not_hide_commands_of_the_same_name(shell, tmp_path, whole):
+    """A site has its own python3 and mpirun next to the environment of hpcdist, which also has them."""
     ours, theirs = tmp_path / "env" / "bin", tmp_path / "theirs"
-    package(tmp_path / "env" / "lib" / "python3.12" / "site-packages")
-    command(ours / "hpcdist")
+    install_package(tmp_path / "env" / "lib" / "python3.12" / "site-packages")
+    write_command(ours / "hpcdist")
     for folder in (ours, theirs):
         for name in ("python3", "python", "pip", "mpirun", "mpiexec"):
             folder.mkdir(exist_ok=True)
@@ -224,35 +224,35 @@ def test_commands_of_the_same_name_stay_what_they_were(shell, tmp_path, whole):
     chosen = modulefile.Modulefile(installation=modulefile.find_installation(tmp_path / "env"), environment=whole)
     texts = {kind: modulefile.render(kind, chosen) for kind in modulefile.KINDS}
     modulefile.write(tmp_path / "modules", "1.0", texts, force=False)
-    said = shell.does(ALONE_ON_PATH, tmp_path / "modules", "slurm-openmpi", PATH=f"{theirs}:/usr/bin:/bin")
+    output = shell.run_checked(ALONE_ON_PATH, tmp_path / "modules", "slurm-openmpi", PATH=f"{theirs}:/usr/bin:/bin")
     before, loaded, after = ((shell.folder / name).read_text() for name in ("before", "loaded", "after"))
     assert str(theirs / "mpirun") in before.split()
     assert loaded == (before.replace(str(theirs), str(ours)) if whole else before)
     assert after == before
-    assert said.startswith(f"hpcdist, version {hpcdist.__version__}\n")
-    assert said.count(f"run by {sys.executable}") == 2
-    assert str(Path(sys.executable).parent / "mpirun") in said and "not to be started" not in said
-    assert f"hpcdist=({sys.executable} -P -m hpcdist)" in said
-    assert said.endswith("code 2\n"), "the exit code is that of the command"
+    assert output.startswith(f"hpcdist, version {hpcdist.__version__}\n")
+    assert output.count(f"run by {sys.executable}") == 2
+    assert str(Path(sys.executable).parent / "mpirun") in output and "not to be started" not in output
+    assert f"hpcdist=({sys.executable} -P -m hpcdist)" in output
+    assert output.endswith("code 2\n"), "the exit code is that of the command"
 
 
 @pytest.fixture
 def site(shell, tmp_path):
-    """A folder of modules: generated ones of two versions, and an MPI."""
+    """A folder of modules: generated modulefiles of two versions, and an MPI."""
     modulefiles = tmp_path / "modules"
     for version in ("1.0", "2.0"):
         prefix = tmp_path / ("plain" if version == "1.0" else SECOND)
-        package(prefix / "lib" / "python3.12" / "site-packages", version)
-        command(prefix / "bin" / "hpcdist")
-        found = modulefile.find_installation(prefix)
+        install_package(prefix / "lib" / "python3.12" / "site-packages", version)
+        write_command(prefix / "bin" / "hpcdist")
+        result = modulefile.find_installation(prefix)
         chosen = modulefile.Modulefile(
-            installation=found,
+            installation=result,
             mpi="mympi/5.0",
             depends_on=("tool",),
             variables={"HPCDIST_SITE": f"site {version}", "MINE": shell.hostile},
         )
         texts = {kind: modulefile.render(kind, chosen) for kind in modulefile.KINDS}
-        modulefile.write(modulefiles, found.version, texts, force=False)
+        modulefile.write(modulefiles, result.version, texts, force=False)
     for name in ("mympi/5.0", "tool/1"):
         (modulefiles / name).parent.mkdir()
         (modulefiles / name).write_text(f"#%Module1.0\nsetenv LOADED_{name.partition('/')[0].upper()} 1\n")
@@ -268,8 +268,8 @@ module unload tool mympi || exit; state after
 """
 
 
-def test_a_generated_one_brings_what_it_needs_and_can_be_swapped(shell, site, tmp_path):
-    shell.does(SWAP, site)
+def test_generated_module_loads_its_dependencies_and_can_be_swapped(shell, site, tmp_path):
+    shell.run_checked(SWAP, site)
     first, second = tmp_path / "plain", tmp_path / SECOND
     for name, version, prefix in (("loaded", "1.0", first), ("swapped", "2.0", second)):
         assert shell.changes(name) == {
@@ -290,7 +290,7 @@ module load hpcdist/1.0 || exit; state before
 """
 
 
-def test_two_at_once_are_refused(shell, site):
+def test_loading_a_second_hpcdist_module_is_rejected(shell, site):
     # Lmod replaces one version by another without asking, so that only another name can conflict.
     second = "hpcdist/2.0"
     if shell.is_lmod:
@@ -303,15 +303,15 @@ def test_two_at_once_are_refused(shell, site):
     assert shell.changes("after") == {}
 
 
-def test_a_plain_sh_can_load_it_too(shell, tmp_path):
-    """It has no completion, and no word of bash may reach it: that would end its start-up files."""
+def test_plain_sh_can_load_the_module(shell, tmp_path):
+    """sh has no completion, and must not see any bash syntax: it would end the start-up files."""
     clone = tmp_path / "clone"
     load = """said=$("$MODULE_COMMAND" sh load "$0"); eval "$said"; echo "$HPCDIST_ROOT" """
-    said = shell.does(f"sh -euc '{load}' \"$1\"", lay(clone / "modulefiles"), NAME)
-    assert said == f"{clone}\n"
+    output = shell.run_checked(f"sh -euc '{load}' \"$1\"", install_modulefiles(clone / "modulefiles"), NAME)
+    assert output == f"{clone}\n"
 
 
-def test_a_module_it_depends_on_has_to_exist(shell, site):
+def test_load_fails_if_a_dependency_is_missing(shell, site):
     shutil.rmtree(site / "mympi")
     done = shell.run('state before; module load "$1"; code=$?; state after; exit $code', site, "hpcdist/1.0")
     assert done.returncode != 0 and "mympi/5.0" in done.stderr
@@ -326,35 +326,35 @@ module show hpcdist/1.0 || exit
 
 
 @pytest.mark.parametrize("missing", ["lib", "bin/hpcdist", "lib/python3.12/site-packages/hpcdist/libexec"])
-def test_a_load_tells_what_is_missing(shell, site, tmp_path, missing):
+def test_load_names_the_missing_files(shell, site, tmp_path, missing):
     gone = tmp_path / "plain" / missing
     shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
     done = shell.run(GONE, site)
     assert done.returncode == 0, done.stdout + done.stderr
-    said = " ".join(done.stderr.split())
-    assert str(gone) in said.replace(" ", "") and "hpcdist site modulefile --prefix DIR" in said
+    output = " ".join(done.stderr.split())
+    assert str(gone) in output.replace(" ", "") and "hpcdist site modulefile --prefix DIR" in output
     assert not {"HPCDIST_ROOT", "PATH"} & shell.changes("refused").keys()
 
 
-def test_an_unload_needs_no_installation(shell, site, tmp_path):
+def test_unload_works_after_the_installation_was_removed(shell, site, tmp_path):
     script = f"state before; module load hpcdist/1.0 || exit; rm -r {tmp_path}/plain; module unload hpcdist || exit"
-    shell.does(f"{script}; module unload tool mympi || exit; state after", site)
+    shell.run_checked(f"{script}; module unload tool mympi || exit; state after", site)
     shell.assert_nothing_is_left()
 
 
-def test_a_shipped_one_that_was_copied_elsewhere_says_so(shell, tmp_path):
+def test_shipped_modulefile_copied_elsewhere_reports_it(shell, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     shutil.copytree(job.folder(job.MODULEFILES), elsewhere)
     done = shell.run("module load hpcdist", elsewhere)
     assert done.returncode != 0 and "looks nowhere else" in " ".join(done.stderr.split())
 
 
-def test_only_modules_are_listed(shell, tmp_path):
-    """The folder holds the description, the templates and a README as well."""
-    modulefiles = lay(tmp_path / "clone" / "modulefiles")
+def test_only_modules_are_listed_as_available(shell, tmp_path):
+    """The folder also holds the description, the templates and a README."""
+    modulefiles = install_modulefiles(tmp_path / "clone" / "modulefiles")
     listed = shell.run("module -t avail", modulefiles)
-    said = (listed.stdout + listed.stderr).splitlines()
-    assert [line for line in said if line and not line.endswith(":")] in ([NAME], ["hpcdist/", NAME])
+    output = (listed.stdout + listed.stderr).splitlines()
+    assert [line for line in output if line and not line.endswith(":")] in ([NAME], ["hpcdist/", NAME])
     if shell.is_lmod:
         spider = shell.run("module spider hpcdist", modulefiles)
         assert "MPI-native distributed training" in spider.stdout + spider.stderr

@@ -1,4 +1,4 @@
-"""`hpcdist doctor` as ranks of a launcher, and starting two ranks by itself."""
+"""`hpcdist doctor` on the ranks of a launcher, and as a command that starts two ranks itself."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def report_of(output):
     return {check["name"]: check for check in report["checks"]}
 
 
-def test_under_a_launcher_rank_0_reports_for_all(mpiexec):
+def test_rank_0_reports_for_all_ranks_of_a_launcher(mpiexec):
     done = mpiexec(2, ["-P", "-m", "hpcdist", "doctor", "--json"])
     assert done.returncode == 0, done.stdout
     assert done.stdout.count('{"ok"') == 1
@@ -30,22 +30,22 @@ def test_under_a_launcher_rank_0_reports_for_all(mpiexec):
     assert "rank 0:" in checks["placement"]["found"] and "rank 1:" in checks["placement"]["found"]
 
 
-def apart(rank, *options):
+def run_separate_rank(rank, *options):
     """Run a rank of three that finds itself alone, as under the mpirun of another MPI."""
     environment = {**os.environ, "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": rank}
     return jobs.run([sys.executable, "-P", "-m", "hpcdist", "doctor", "--json", *options], env=environment)
 
 
 @pytest.mark.usefixtures("mpi")
-def test_a_world_that_fell_apart_is_told_with_its_cure():
-    done = apart("1")
+def test_separate_worlds_of_one_rank_are_reported_as_failure():
+    done = run_separate_rank("1")
     assert done.returncode == 1
     world = report_of(done.stdout)["world"]
     assert world["status"] == "FAIL"
     assert "announced 3 ranks" in world["found"] and "a world of 1" in world["found"]
 
 
-def test_launch_starts_two_ranks(mpi):
+def test_launch_option_starts_two_ranks(mpi):
     line = [sys.executable, "-P", "-m", "hpcdist", "doctor", "--launch", "--json"]
     done = jobs.run(line)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -56,15 +56,15 @@ RUN = [sys.executable, "-P", "-m", "hpcdist", "run", "-n", "2", "doctor"]
 
 
 @pytest.mark.usefixtures("mpi")
-def test_into_a_pipe_the_report_has_no_colours():
+def test_report_has_no_colours_in_a_pipe():
     done = jobs.run(RUN)
     assert done.returncode == 0 and "OK" in done.stdout and "\33" not in done.stdout
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("no_colour", "coloured"), [("", True), ("1", False)])
-def test_colours_on_a_terminal(mpi, no_colour, coloured):
-    """Open MPI shows its ranks a terminal, others a pipe."""
+def test_report_has_colours_on_a_terminal(mpi, no_colour, coloured):
+    """Ranks of Open MPI see a terminal, ranks of other launchers a pipe."""
     coloured = coloured and mpi.vendor == mpirun.OPEN_MPI
     ours, theirs = pty.openpty()
     environment = jobs.clean_environment() | {"NO_COLOR": no_colour}
@@ -79,14 +79,14 @@ def test_colours_on_a_terminal(mpi, no_colour, coloured):
 
 
 @pytest.mark.usefixtures("mpi")
-def test_a_job_that_fell_apart_is_told_once():
-    first, second = apart("0", "--job"), apart("1", "--job")
+def test_job_of_separate_worlds_is_reported_once():
+    first, second = run_separate_rank("0", "--job"), run_separate_rank("1", "--job")
     assert (first.returncode, second.returncode, second.stdout) == (1, 1, "")
     world = report_of(first.stdout)["world"]
     assert world["status"] == "FAIL" and "a world of 1" in world["found"] and "hpcdist run" in world["cure"]
 
 
-def test_the_ranks_of_a_job_examine_each_other(mpiexec, tmp_path):
+def test_doctor_of_a_job_checks_all_its_ranks(mpiexec, tmp_path):
     done = mpiexec(
         2, ["-P", "-m", "hpcdist", "doctor", "--job", "--json", "--device", "cpu", "--out", "run"], cwd=tmp_path
     )
@@ -111,7 +111,7 @@ main(["doctor", "--job", "--json", "--device", "cpu"])
 """
 
 
-def test_wrong_local_ranks_are_reported_by_all_together(launch):
+def test_wrong_local_ranks_are_reported_for_all_ranks(launch):
     ended = launch(2, MISNUMBERED)
     assert ended.code == 1, ended.output
     check = report_of(ended.stdout)["local ranks"]
@@ -131,7 +131,7 @@ main(["doctor", "--job", "--device", "cpu"])
 """
 
 
-def test_a_rank_that_does_not_answer_ends_the_job_with_who_waited(launch):
+def test_rank_that_does_not_answer_ends_the_job_and_is_named(launch):
     ended = launch(2, SILENT)
     assert ended.code == 1, ended.output
     assert "messages inside the node with rank 1 did not end within 0.5 s" in ended.stderr, ended.output

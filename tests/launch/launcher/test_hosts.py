@@ -1,6 +1,7 @@
-"""The hierarchical allreduce over hosts of their own: network namespaces joined by links, which this file makes.
+"""The hierarchical allreduce over several hosts: network namespaces joined by links, which this file creates.
 
-Needs root and the right to make network namespaces.
+
+Needs root and the right to create network namespaces.
 """
 
 import json
@@ -58,7 +59,7 @@ def namespaces(prefix):
 
 @pytest.fixture
 def hosts():
-    """Two hosts with a link each; afterwards they are gone, whatever happened."""
+    """Two hosts with one link each. They are removed at the end, whatever happens."""
     made = cluster.Hosts(2)
     try:
         with made:
@@ -69,7 +70,7 @@ def hosts():
     assert namespaces(made.prefix) == []
 
 
-def test_two_hosts_reduce_over_the_wire(hosts, mpi, tmp_path):
+def test_hierarchical_allreduce_over_two_hosts(hosts, mpi, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     environment = hosts.environment(mpi)
@@ -87,7 +88,7 @@ def test_two_hosts_reduce_over_the_wire(hosts, mpi, tmp_path):
             assert nbytes <= counted <= 1.1 * nbytes
 
 
-def test_hosts_are_taken_down_after_an_error():
+def test_hosts_are_removed_after_an_error():
     made = cluster.Hosts(1)
     try:
         with pytest.raises(ZeroDivisionError), made:
@@ -97,7 +98,7 @@ def test_hosts_are_taken_down_after_an_error():
     assert namespaces(made.prefix) == []
 
 
-def test_who_may_not_make_hosts_is_told_why(monkeypatch):
+def test_hosts_without_permission_are_rejected_with_the_reason(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(MissingCapabilityError, match="needs root|not found"), cluster.Hosts(1):
         pytest.fail("hosts were made without root")

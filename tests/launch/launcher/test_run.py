@@ -1,4 +1,4 @@
-"""`hpcdist run`: exit codes come back, signals reach the ranks, and nothing outlives it. Shown failing, and killing."""
+"""`hpcdist run`: exit codes are returned, signals reach the ranks, and no process outlives the command."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.jobs import LIMIT_S, called, run, until
+from harness.jobs import LIMIT_S, call_command, run, until
 from harness.marks import cases
 from hpcdist.checkpoint import lock
 from hpcdist.cli import main
@@ -99,20 +99,20 @@ while True:
 
 
 def survivors(mark):
-    """The processes, of anybody's children, that carry the mark of this test in their environment."""
-    found = []
+    """Return the living processes that carry the mark of this test in their environment, whoever started them."""
+    results = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
-                    found.append(f"{entry.name} {(entry / 'cmdline').read_bytes()!r}")
+                    results.append(f"{entry.name} {(entry / 'cmdline').read_bytes()!r}")
             except OSError:
                 continue
-    return found
+    return results
 
 
 class Job:
-    """A process that carries a mark, with its output in a file."""
+    """A process that carries a mark in its environment and writes its output to a file."""
 
     def __init__(self, arguments, folder):
         self.mark, self.folder, self.path = uuid.uuid4().hex, folder, folder / "output"
@@ -131,7 +131,7 @@ class Job:
         self.process.send_signal(number)
 
     def end(self, limit_s=LIMIT_S):
-        """The exit code, after which nothing of the job may be left."""
+        """Return the exit code. No process of the job may be left."""
         code = self.process.wait(limit_s)
         assert survivors(self.mark) == [], self.output
         return code
@@ -149,7 +149,7 @@ class Job:
 
 @pytest.fixture
 def start(tmp_path, mpi):
-    """``start(behaviour, grace=60)``: two ranks under a supervisor; returns when both are there."""
+    """``start(behaviour, grace=60)``: start two ranks under a supervisor and return when both run."""
     (tmp_path / "rank.py").write_text(RANK)
     jobs = []
 
@@ -164,7 +164,7 @@ def start(tmp_path, mpi):
         job.clean_up()
 
 
-def test_the_ranks_exit_code_comes_back(start):
+def test_exit_code_of_the_ranks_is_returned(start):
     assert start("three", wait=False).end() == 3
 
 
@@ -176,14 +176,14 @@ def test_the_ranks_exit_code_comes_back(start):
     (signal.SIGUSR1, 75),
     ids=["INT", "TERM", "HUP", "USR1"],
 )
-def test_a_signal_reaches_the_ranks_and_their_code_comes_back(start, number, code):
+def test_signal_reaches_the_ranks_and_their_code_is_returned(start, number, code):
     job = start("polite")
     job.send(number)
     assert job.end() == code, job.output
 
 
 def guard_of(job):
-    """The process beside the supervisor with the same command line."""
+    """Return the process id of the guard, which has the same command line as the supervisor."""
     words = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children(job.process.pid)]
     return children(job.process.pid)[words.index(Path(f"/proc/{job.process.pid}/cmdline").read_bytes())]
 
@@ -193,14 +193,14 @@ def children(pid):
 
 
 @cases("number, code", (signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75), ids=["INT", "TERM", "USR1"])
-def test_a_signal_to_the_guard_is_one_to_the_supervisor(start, number, code):
+def test_signal_to_the_guard_is_passed_to_the_supervisor(start, number, code):
     job = start("polite")
     os.kill(guard_of(job), number)
     assert job.end() == code, job.output
 
 
 @pytest.mark.parametrize("first", ["guard", "supervisor"])
-def test_a_signal_to_both_processes_is_one_request(start, first):
+def test_signal_to_guard_and_supervisor_counts_once(start, first):
     job = start("slow")
     pids = [guard_of(job), job.process.pid]
     for pid in pids if first == "guard" else pids[::-1]:
@@ -210,7 +210,7 @@ def test_a_signal_to_both_processes_is_one_request(start, first):
     assert len(list(job.folder.glob("saved-*"))) == 2, "the ranks were killed"
 
 
-def test_usr2_reaches_the_ranks_and_they_go_on(start):
+def test_usr2_dumps_stacks_of_the_ranks_and_they_continue(start):
     job = start("polite")
     job.send(signal.SIGUSR2)
     until(lambda: job.output.count("dumps its stacks") == 2, "answer of both ranks")
@@ -220,7 +220,7 @@ def test_usr2_reaches_the_ranks_and_they_go_on(start):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"])
-def test_deaf_ranks_are_killed_after_the_grace(start, number, code):
+def test_ranks_that_ignore_signals_are_killed_after_the_grace(start, number, code):
     job = start("deaf", grace=0.5)
     job.send(number)
     assert job.end() == code
@@ -236,7 +236,7 @@ def notice(code):
 
 
 @pytest.mark.full
-def test_a_stop_that_was_asked_for_has_no_notice_of_a_failure(training):
+def test_requested_stop_prints_no_failure_notice(training):
     job = training("run.steps=1000000", "run.log_every_s=0.1")
     until(lambda: job.output.count("\nstep ") > 2, "steps", limit_s=120.0)
     job.send(signal.SIGTERM)
@@ -278,13 +278,13 @@ def test_notices_of_the_launcher_are_held_until_release(capfd, expected, printed
     assert capfd.readouterr().err == "".join(texts[each] for each in printed)
 
 
-def test_a_notice_that_comes_in_pieces_is_held_back_and_a_line_of_dashes_is_not(capfd, rng, monkeypatch):
+def test_split_notice_is_held_back_but_a_line_of_dashes_is_not(capfd, rng, monkeypatch):
     monkeypatch.setattr(standard_streams, "_REST_S", 60.0)
     text, relay = notice(75).encode(), standard_streams.Relay()
     ours = os.dup(relay.stderr)
     relay.begin()
     cuts = [0, 10, *sorted(rng.integers(11, len(text), 3)), len(text)]
-    told = b""
+    output = b""
     for first, last in itertools.pairwise(cuts):
         os.write(ours, text[first:last])
         time.sleep(0.05)
@@ -294,9 +294,9 @@ def test_a_notice_that_comes_in_pieces_is_held_back_and_a_line_of_dashes_is_not(
     os.write(ours, b"-" * 74 + b"\n")
 
     def is_shown():
-        nonlocal told
-        told += capfd.readouterr().err.encode()
-        return told == b"-" * 74 + b"\n"
+        nonlocal output
+        output += capfd.readouterr().err.encode()
+        return output == b"-" * 74 + b"\n"
 
     until(is_shown, "line of dashes")
     os.close(ours)
@@ -304,7 +304,7 @@ def test_a_notice_that_comes_in_pieces_is_held_back_and_a_line_of_dashes_is_not(
     assert [code for _, code, _ in relay._held] == [75]
 
 
-def test_a_second_interrupt_kills_at_once(start):
+def test_second_interrupt_kills_the_ranks_immediately(start):
     job = start("deaf", grace=1000.0)
     job.send(signal.SIGINT)
     until(lambda: "again kills them" in job.output, "message")
@@ -312,22 +312,22 @@ def test_a_second_interrupt_kills_at_once(start):
     assert job.end() == 130
 
 
-def test_an_interrupt_before_the_ranks_have_started_ends_the_launcher(start):
+def test_interrupt_before_the_ranks_started_ends_the_launcher(start):
     job = start("unannounced", grace=1000.0)
     job.send(signal.SIGINT)
     assert job.end() == 130
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["TERM", "USR1"])
-def test_a_signal_waits_for_a_rank_that_is_still_starting(start, number):
+def test_signal_waits_for_a_rank_that_is_still_starting(start, number):
     job = start("late", wait=False)
     until(lambda: list(job.folder.glob("ready-0")), "first rank")
     job.send(number)
     assert job.end() == 75
 
 
-def test_a_rank_is_known_by_its_environment_wherever_it_was_started(tmp_path):
-    """Under Slurm it may be no descendant, and a process id that another host announced may be a stranger here."""
+def test_ranks_are_recognised_by_their_environment(tmp_path):
+    """Under Slurm a rank may be no descendant, and a process id from another host may be unrelated here."""
     supervision = object.__new__(supervisor.Supervision)
     supervision.launch_dir = tmp_path
     rank = subprocess.Popen(["sleep", "60"], env={supervisor.LAUNCH_DIR: str(tmp_path)})
@@ -342,8 +342,8 @@ def test_a_rank_is_known_by_its_environment_wherever_it_was_started(tmp_path):
     assert not supervision._is_ours(rank.pid), "it has ended"
 
 
-def test_ranks_that_left_at_once_have_not_begun(tmp_path, monkeypatch):
-    """They keep their marks; only a running rank without one may have something to save."""
+def test_only_running_ranks_without_a_mark_have_begun(tmp_path, monkeypatch):
+    """Ranks with nothing to save leave marks. Only a running rank without a mark may have something to save."""
     supervision = object.__new__(supervisor.Supervision)
     supervision.launch_dir = tmp_path
     running = {10, 11}
@@ -358,7 +358,7 @@ def test_ranks_that_left_at_once_have_not_begun(tmp_path, monkeypatch):
     assert not supervision._has_begun()
 
 
-def test_segments_that_are_gone_do_not_keep_others(tmp_path):
+def test_missing_segment_does_not_prevent_removal_of_others(tmp_path):
     left = Path("/dev/shm") / f"sm_segment.hpcdist-test-{os.getpid()}"
     left.touch()
     try:
@@ -369,7 +369,7 @@ def test_segments_that_are_gone_do_not_keep_others(tmp_path):
         left.unlink(missing_ok=True)
 
 
-def test_output_that_a_process_in_the_kernel_keeps_open_is_not_waited_for(monkeypatch):
+def test_output_kept_open_by_a_stuck_process_is_not_waited_for(monkeypatch):
     supervision = object.__new__(supervisor.Supervision)
     supervision._watched, supervision._relay = {signal.SIGTERM}, type("Open", (), {"ended": False})()
     monkeypatch.setattr(supervisor, "TEARDOWN_S", 0.2)
@@ -381,7 +381,7 @@ def test_output_that_a_process_in_the_kernel_keeps_open_is_not_waited_for(monkey
 
 
 @pytest.mark.full
-def test_ranks_that_said_how_it_ended_are_not_waited_for(start):
+def test_ranks_that_reported_their_end_are_not_waited_for(start):
     job = start("said", grace=1000.0)
     job.send(signal.SIGTERM)  # comes too late, and must not give them the grace
     assert job.end() == 75
@@ -389,7 +389,7 @@ def test_ranks_that_said_how_it_ended_are_not_waited_for(start):
 
 
 @pytest.mark.parametrize(("behaviour", "code"), [("talks", 0), ("mute", 1)])
-def test_a_launcher_is_not_believed_when_ranks_have_vanished(start, behaviour, code):
+def test_launcher_code_0_is_not_trusted_if_ranks_vanished(start, behaviour, code):
     assert start(behaviour, wait=False).end() == code
 
 
@@ -406,8 +406,8 @@ with supervisor.signals_held() as mask:
 """
 
 
-def launcher_that(folder, commands, kind, *settings):
-    """The exit code of a job whose launcher, of ``kind``, is a shell with these ``commands``."""
+def run_with_shell_launcher(folder, commands, kind, *settings):
+    """Return the exit code of a job whose launcher, of ``kind``, is a shell that runs ``commands``."""
     line = [sys.executable, "-P", "-c", SHELL, str(folder), commands, kind, *settings]
     return subprocess.run(line, timeout=LIMIT_S, check=False).returncode
 
@@ -417,44 +417,44 @@ DEAF = "trap '' TERM INT HUP USR1; kill -{number} $PPID; while true; do sleep 0.
 
 @pytest.mark.parametrize(("number", "code"), [("TERM", 75), ("HUP", 75), ("USR1", 75), ("INT", 130)])
 @pytest.mark.full
-def test_ranks_that_have_nothing_to_save_are_not_waited_for(number, code, tmp_path):
-    """They may compile, or hang in the start of MPI, and answer no signal."""
+def test_ranks_with_nothing_to_save_are_not_waited_for(number, code, tmp_path):
+    """Such ranks may compile, or hang in the start of MPI, and answer no signal."""
     commands = "cd $HPCDIST_LAUNCH_DIR; echo $$ >pid-0; touch at-once-$$; " + DEAF.format(number=number)
-    assert launcher_that(tmp_path, commands, "mpirun") == code
+    assert run_with_shell_launcher(tmp_path, commands, "mpirun") == code
 
 
-def test_a_job_that_has_no_ranks_yet_has_nothing_to_save(tmp_path):
-    assert launcher_that(tmp_path, DEAF.format(number="USR1"), "mpirun", "STARTING_S=1000") == 75
+def test_job_without_ranks_yet_ends_at_a_signal(tmp_path):
+    assert run_with_shell_launcher(tmp_path, DEAF.format(number="USR1"), "mpirun", "STARTING_S=1000") == 75
 
 
 @pytest.mark.full
-def test_ranks_that_have_begun_meanwhile_save(tmp_path):
+def test_ranks_that_begin_after_a_signal_may_save(tmp_path):
     begin = "cd $HPCDIST_LAUNCH_DIR; echo $$ >pid-0; touch at-once-$$; trap : TERM; kill -TERM $PPID; sleep 0.2"
     saves = "; rm at-once-$$; trap 'exit 7' TERM; i=0; while [ $((i += 1)) -lt 60 ]; do sleep 0.05; done; exit 8"
-    assert launcher_that(tmp_path, begin + saves, "mpirun", "AT_ONCE_S=1") == 8, "it was killed"
+    assert run_with_shell_launcher(tmp_path, begin + saves, "mpirun", "AT_ONCE_S=1") == 8, "it was killed"
 
 
 @pytest.mark.parametrize("who", ["launcher", "ranks"])
-def test_a_job_that_somebody_has_stopped_saves_and_ends(who, tmp_path, capfd):
+def test_job_stopped_by_sigstop_saves_and_ends(who, tmp_path, capfd):
     stopped = "echo $$ >$HPCDIST_LAUNCH_DIR/pid-0; trap 'exit 75' TERM; kill -STOP $$; sleep 0.1; exit 9"
     (tmp_path / "rank.sh").write_text(stopped)
     commands = stopped if who == "launcher" else f"sh {tmp_path}/rank.sh; exit $?"
-    assert launcher_that(tmp_path, commands, "mpirun", "LOOK_S=0.1", "STOPPED_S=0.5") == 75
-    told = capfd.readouterr().err
-    assert "somebody has stopped" in told and "lets it go on; in 0.5 s the job saves and ends" in told
-    assert ("(the launcher)" in told) == (who == "launcher")
+    assert run_with_shell_launcher(tmp_path, commands, "mpirun", "LOOK_S=0.1", "STOPPED_S=0.5") == 75
+    stderr = capfd.readouterr().err
+    assert "stopped processes:" in stderr and "continues them; in 0.5 s the job saves and ends" in stderr
+    assert ("(the launcher)" in stderr) == (who == "launcher")
 
 
 @cases(
-    "kind, said, returned, code",
+    "kind, output, returned, code",
     ("srun", 75, 137, 75),
     ("srun", 78, 143, 78),
     ("mpirun", 75, 137, 137),
     ("mpirun", 1, 0, 1),
     ids=["srun killed the last ranks", "the first failure", "mpirun has killed", "mpirun lost it"],
 )
-def test_whose_exit_code_counts(kind, said, returned, code, tmp_path):
-    assert launcher_that(tmp_path, f"echo {said} >$HPCDIST_LAUNCH_DIR/ended; exit {returned}", kind) == code
+def test_exit_code_comes_from_ranks_or_launcher_by_kind(kind, output, returned, code, tmp_path):
+    assert run_with_shell_launcher(tmp_path, f"echo {output} >$HPCDIST_LAUNCH_DIR/ended; exit {returned}", kind) == code
 
 
 @cases(
@@ -470,29 +470,29 @@ def test_whose_exit_code_counts(kind, said, returned, code, tmp_path):
 def test_the_launcher_notice_is_printed_if_no_rank_reported_a_reason(ranks, code, shown, tmp_path, capfd):
     (tmp_path / "notice").write_text(notice(code))
     commands = f"cd $HPCDIST_LAUNCH_DIR; {ranks}; cat notice >&2; exit {code}"
-    assert launcher_that(tmp_path, commands, "mpirun") == code
+    assert run_with_shell_launcher(tmp_path, commands, "mpirun") == code
     assert (NOTICE in capfd.readouterr().err) == shown
 
 
 @pytest.mark.full
-def test_a_launcher_that_does_not_end_what_its_ranks_left(tmp_path):
-    told = "trap 'exit 137' TERM; echo 78 >$HPCDIST_LAUNCH_DIR/ended; while true; do sleep 0.05; done"
-    assert launcher_that(tmp_path, told, "srun") == 78
+def test_launcher_that_hangs_after_its_ranks_is_ended(tmp_path):
+    output = "trap 'exit 137' TERM; echo 78 >$HPCDIST_LAUNCH_DIR/ended; while true; do sleep 0.05; done"
+    assert run_with_shell_launcher(tmp_path, output, "srun") == 78
 
 
 @pytest.mark.parametrize(("kind", "code"), [("srun", 0), ("flux", 75)])
-def test_hooks_at_exit_are_waited_for(kind, code, tmp_path):
+def test_exit_hooks_of_ranks_are_waited_for(kind, code, tmp_path):
     hook = f"trap 'exit 143' TERM; echo {code} >$HPCDIST_LAUNCH_DIR/ended; sleep 2.5; touch {tmp_path}/report"
-    assert launcher_that(tmp_path, f"{hook}; exit {code}", kind, "TEARDOWN_S=0.1") == code
+    assert run_with_shell_launcher(tmp_path, f"{hook}; exit {code}", kind, "TEARDOWN_S=0.1") == code
     assert (tmp_path / "report").exists(), "the launcher was ended before"
 
 
 @pytest.mark.parametrize(("number", "passed"), [("INT", "INT"), ("TERM", "USR1"), ("USR1", "USR1")])
-def test_what_srun_passes_to_ranks_elsewhere(number, passed, tmp_path):
-    """It kills them when it gets a SIGTERM."""
+def test_srun_gets_a_signal_that_it_passes_to_the_ranks(number, passed, tmp_path):
+    """srun kills the ranks when it gets a SIGTERM."""
     traps = "; ".join(f"trap 'echo {name} >got; exit 7' {name}" for name in ("INT", "TERM", "USR1"))
     commands = f"cd {tmp_path}; {traps}; kill -{number} $PPID; while true; do sleep 0.05; done"
-    code = launcher_that(tmp_path, commands, "srun")
+    code = run_with_shell_launcher(tmp_path, commands, "srun")
     assert (tmp_path / "got").read_text() == f"{passed}\n"
     assert code == (130 if number == "INT" else 7)
 
@@ -505,17 +505,17 @@ def ulfm(mpi):
         pytest.skip(str(error))
 
 
-def test_the_code_is_that_of_those_who_outlived_a_rank(start, ulfm):
+def test_exit_code_comes_from_the_surviving_ranks(start, ulfm):
     assert start("mortal", wait=False).end() == 0
 
 
-def test_when_all_ranks_were_killed_the_job_failed(start, ulfm):
+def test_job_fails_if_all_ranks_were_killed(start, ulfm):
     job = start("mortal-all", wait=False)
     assert job.end() == 1
     assert "no rank was left" in job.output
 
 
-def test_a_replacement_announces_itself_as_it_likes(tmp_path):
+def test_announced_pids_are_read_from_any_rank_name(tmp_path):
     supervision = object.__new__(supervisor.Supervision)
     supervision.launch_dir = tmp_path
     for name, pid in {"pid-0": 10, "pid-host.domain-7": 11, "pid-1.tmp": 12, ".pid-2.0123456789abcdef.new": 13}.items():
@@ -523,7 +523,7 @@ def test_a_replacement_announces_itself_as_it_likes(tmp_path):
     assert sorted(supervision._announced_pids()) == [10, 11]
 
 
-def test_a_signal_between_two_starts_is_not_lost():
+def test_signal_between_two_starts_is_not_lost():
     with supervisor.signals_held():
         assert supervisor.pause(0.0) is None
         signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR2)  # for ranks, and there are none
@@ -533,7 +533,7 @@ def test_a_signal_between_two_starts_is_not_lost():
 
 
 @pytest.mark.full
-def test_what_a_rank_left_behind_is_killed(start):
+def test_child_processes_of_a_rank_are_killed(start):
     assert start("parent", wait=False).end() == 0
 
 
@@ -552,7 +552,7 @@ SMALL = ["model.layers=1", "model.hidden=32", "model.heads=2", "data.context=32"
 
 @pytest.fixture
 def training(tmp_path, mpi):
-    """``training(steps)``: `hpcdist run -n 2 train` on a small text."""
+    """``training(*settings, options=())``: start `hpcdist run -n 2 train` on a small text."""
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 500)
     jobs = []
 
@@ -567,7 +567,7 @@ def training(tmp_path, mpi):
 
 
 @pytest.mark.full
-def test_ctrl_c_under_hpcdist_run(training, tmp_path):
+def test_ctrl_c_saves_a_checkpoint_and_metrics(training, tmp_path):
     job = training("run.steps=1000000", "run.log_every_s=0.1")
     until(lambda: job.output.count("\nstep ") > 2, "steps", limit_s=120.0)
     job.send(signal.SIGINT)
@@ -581,23 +581,23 @@ def test_ctrl_c_under_hpcdist_run(training, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("options", [[], ["--restarts", "2"]], ids=["once", "restarts"])
-def test_after_a_second_ctrl_c_the_command_that_goes_on_is_named(training, options):
-    """It kills the ranks, one of which makes the others wait, so that none saves and says it itself."""
+def test_second_ctrl_c_prints_the_command_to_resume(training, options):
+    """It kills the ranks. One of them makes the others wait, so no rank saves or prints the command itself."""
     job = training("run.steps=1000000", "checkpoint.every_steps=5", 'chaos.stall=["1@8:600"]', options=options)
     until(lambda: "hpcdist: chaos: " in job.output, "stall after the checkpoint", limit_s=120.0)
     job.send(signal.SIGINT)
     until(lambda: "Ctrl-C again kills them" in job.output, "first Ctrl-C")
     job.send(signal.SIGINT)
     assert job.end() == 130, job.output
-    expected = r"\nhpcdist run: the newest checkpoint is run/checkpoints/step-5; go on with .* train .*--resume auto\n"
+    expected = r"\nhpcdist run: the newest checkpoint is run/checkpoints/step-5; resume with .* train .*--resume auto\n"
     assert re.search(expected, job.output), job.output
     assert "start 2" not in job.output
 
 
 def ranks_of(job):
-    """The process ids of the ranks that run."""
-    found = [line for line in survivors(job.mark) if f"{sys.executable}\\x00-P\\x00-m\\x00hpcdist\\x00train" in line]
-    direct = [line for line in found if not any(name in line for name in ("mpirun", "prterun", "hydra"))]
+    """Return the process ids of the running ranks."""
+    results = [line for line in survivors(job.mark) if f"{sys.executable}\\x00-P\\x00-m\\x00hpcdist\\x00train" in line]
+    direct = [line for line in results if not any(name in line for name in ("mpirun", "prterun", "hydra"))]
     return [int(line.split()[0]) for line in direct]
 
 
@@ -615,7 +615,7 @@ main(["run", "-n", "1", *sys.argv[2:]])
 """
 
 
-def test_the_session_of_a_killed_mpirun_is_no_hindrance(mpi, tmp_path):
+def test_stale_session_of_a_killed_mpirun_is_tolerated(mpi, tmp_path):
     if mpi.vendor != mpirun.OPEN_MPI or not mpirun.session(mpi, tmp_path):
         pytest.skip("not an Open MPI 5 whose sessions are where it likes")
     exit_file.remove_segments(tmp_path)
@@ -647,7 +647,7 @@ sys.stdout.write(f"rank {world.rank} done\\n")  # one write, which no output of 
 
 
 @pytest.mark.parametrize("kind", ["run", "mpirun", pytest.param("survive", marks=pytest.mark.full)])
-def test_ranks_on_one_host_listen_on_no_port_of_another_interface(kind, mpi, tmp_path, request):
+def test_ranks_on_one_host_listen_only_on_loopback(kind, mpi, tmp_path, request):
     file = tmp_path / "ports.py"
     file.write_text(PORTS)
     command, environment = [sys.executable, str(file)], dict(os.environ)
@@ -669,7 +669,7 @@ def test_ranks_on_one_host_listen_on_no_port_of_another_interface(kind, mpi, tmp
 
 
 @pytest.mark.full
-def test_a_job_that_is_started_again_can_be_stopped_while_it_starts(training, tmp_path):
+def test_restarted_job_can_be_stopped_while_it_starts(training, tmp_path):
     job = training("run.steps=1000000", "checkpoint.every_steps=5", options=["--restarts", "3"])
     latest = tmp_path / "run" / "checkpoints" / "latest"
     until(latest.exists, "checkpoint", limit_s=120.0)
@@ -693,22 +693,22 @@ def test_a_job_that_is_started_again_can_be_stopped_while_it_starts(training, tm
         assert int(latest.read_text()[5:]) > int(again[1][5:])
 
 
-def test_a_bad_recipe_comes_back_as_78_and_is_not_started_again(training):
+def test_bad_recipe_returns_78_and_is_not_restarted(training):
     job = training("model.layrs=3", options=["--restarts", "3"])
     assert job.end() == 78, job.output
     assert "model.layrs" in job.output and "model.layers" in job.output and "start 2" not in job.output
 
 
-def test_what_a_killed_start_has_left_is_removed_and_nothing_else(tmp_path, monkeypatch):
-    """Directories in the folder for temporary files, and shared memory of MPI that ranks have named there."""
+def test_only_leftovers_of_killed_starts_are_removed(tmp_path, monkeypatch):
+    """These are directories in the temporary folder, and shared memory of MPI whose names the ranks wrote there."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     ended = subprocess.Popen(["sleep", "60"])
-    known = lock.RunLock().identity
+    reference = lock.RunLock().identity
     owners = {
-        "dead": {**known, "pid": ended.pid, "started": lock._started(ended.pid)},
-        "reused": {**known, "started": "1"},  # its process id is another's now
-        "mine": known,
-        "elsewhere": {**known, "machine": "another", "pid": ended.pid},
+        "dead": {**reference, "pid": ended.pid, "started": lock._started(ended.pid)},
+        "reused": {**reference, "started": "1"},  # its process id is another's now
+        "mine": reference,
+        "elsewhere": {**reference, "machine": "another", "pid": ended.pid},
     }
     ended.kill()
     ended.wait()
@@ -718,24 +718,26 @@ def test_what_a_killed_start_has_left_is_removed_and_nothing_else(tmp_path, monk
     (tmp_path / "hpcdist-run-unknown").mkdir()
     (tmp_path / "hpcdist-run-link").symlink_to(tmp_path / "hpcdist-run-dead")
     name = f"hpcdist-test-{uuid.uuid4().hex}"
-    own, others, no_segment = (Path("/dev/shm", name) for name in (f"sm_segment.{name}", f"mpich_shm_{name}", name))
+    local_data, others, no_segment = (
+        Path("/dev/shm", name) for name in (f"sm_segment.{name}", f"mpich_shm_{name}", name)
+    )
     try:
-        for path in (own, others, no_segment):
+        for path in (local_data, others, no_segment):
             path.write_bytes(b"x" * 4096)
-        with own.open("r+b") as segment, no_segment.open("r+b") as data:
+        with local_data.open("r+b") as segment, no_segment.open("r+b") as data:
             monkeypatch.setenv(exit_file.LAUNCH_DIR, str(tmp_path / "hpcdist-run-dead"))
             with mmap.mmap(segment.fileno(), 4096), mmap.mmap(data.fileno(), 4096):
                 exit_file.announce_segments()
         run_command._remove_abandoned()
-        assert not own.exists() and others.exists() and no_segment.exists()
+        assert not local_data.exists() and others.exists() and no_segment.exists()
     finally:
-        for path in (own, others, no_segment):
+        for path in (local_data, others, no_segment):
             path.unlink(missing_ok=True)
     left = sorted(path.name.removeprefix("hpcdist-run-") for path in tmp_path.iterdir())
     assert left == ["elsewhere", "link", "mine", "unknown"]
 
 
-def test_a_start_names_the_owner_of_its_directory(tmp_path, monkeypatch):
+def test_launch_directory_records_its_owner(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with run_command._launch_dir() as folder:
         assert json.loads((Path(folder) / "owner.json").read_text())["pid"] == os.getpid()
@@ -744,38 +746,38 @@ def test_a_start_names_the_owner_of_its_directory(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_options_of_mpirun_that_end_in_a_quotation(capsys):
+def test_mpi_args_with_an_open_quotation_are_rejected(capsys):
     with pytest.raises(SystemExit) as leaving:
         main.main(["run", "-n", "2", "--mpi-args", "-x 'A", "train"])
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert leaving.value.code == USAGE
-    assert "--mpi-args" in said and "No closing quotation" in said and "Traceback" not in said
+    assert "--mpi-args" in stderr and "No closing quotation" in stderr and "Traceback" not in stderr
 
 
 @pytest.mark.parametrize("name", ["bench", "submit", "run", "grow", "nonsense"])
-def test_what_starts_ranks_itself_is_no_command_for_ranks(name, capsys):
+def test_run_rejects_commands_that_start_ranks_themselves(name, capsys):
     with pytest.raises(SystemExit) as leaving:
         main.main(["run", "-n", "2", name])
-    known = capsys.readouterr().err.partition("known: ")[2].strip().split(", ")
+    reference = capsys.readouterr().err.partition("; commands: ")[2].strip().split(", ")
     assert leaving.value.code == USAGE
-    assert "train" in known and name not in known
+    assert "train" in reference and name not in reference
 
 
 @cases(
-    "words, said",
+    "words, output",
     ("--restarts 2 train", "train ... --out DIR"),
-    ("--restarts 2 doctor", "only train"),
+    ("--restarts 2 doctor", "only with train"),
     ("--restarts 2 train --out x --nix", "--nix"),
-    ("--survive shrink doctor", "only train"),
+    ("--survive shrink doctor", "only with train"),
     ("--spares 1 train", "--survive replace"),
     ("--spares 1 --survive shrink train", "--survive replace"),
 )
-def test_what_cannot_be_started_again_or_survive(words, said, capsys):
-    code, _, err = called(capsys, "run", "-n", "2", *words.split())
-    assert code == USAGE and said in err
+def test_commands_that_cannot_restart_or_survive_are_rejected(words, output, capsys):
+    code, _, err = call_command(capsys, "run", "-n", "2", *words.split())
+    assert code == USAGE and output in err
 
 
-def test_checkpoints_by_their_names(tmp_path):
+def test_checkpoints_lists_complete_checkpoints_newest_first(tmp_path):
     for name in ("step-9", "step-10", "step-11.tmp", "step-12.abandoned", "step-x"):
         folder = tmp_path / "checkpoints" / name
         folder.mkdir(parents=True)

@@ -1,6 +1,7 @@
-"""What Open MPI makes of the options that bind ranks, on machines of which it has the topology in a file.
+"""The options that bind ranks, interpreted by Open MPI on machines whose topology is read from a file.
 
-It maps the ranks, and starts none.
+
+Open MPI maps the ranks and starts no process.
 """
 
 import ctypes
@@ -20,13 +21,13 @@ Mapped = Callable[[Path, CoreBinding], list[set[int]] | None]
 
 
 def job(processors):
-    """The variables of a job that has the whole of a node."""
+    """Return the variables of a job that has a whole node."""
     return {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "SLURM_JOB_CPUS_PER_NODE": str(processors)}
 
 
 @pytest.fixture
 def topology(mpi, tmp_path):
-    """``topology(sockets, cores of each, threads of each)`` -> a file for Open MPI, by the hwloc that it brings."""
+    """``topology(sockets, cores, threads)`` returns a topology file, written by the hwloc of Open MPI."""
     if mpi.vendor != mpirun.OPEN_MPI or not mpi.version.startswith("5."):
         pytest.skip("the options with which it only maps are those of Open MPI 5")
     libraries = sorted((mpi.path.parents[1] / "lib").glob("**/libhwloc.so*"))
@@ -49,7 +50,7 @@ def topology(mpi, tmp_path):
 
 @pytest.fixture
 def mapped(mpi, tmp_path):
-    """``mapped(topology, bound)`` -> the cores of each rank of a node, None where mpirun ends with an error."""
+    """``mapped(topology, bound)`` returns the cores of each rank of a node, or None if mpirun ends with an error."""
 
     def run(topology, bound):
         each = bound.ranks_per_node
@@ -59,12 +60,12 @@ def mapped(mpi, tmp_path):
         added = mpirun.settings(mpi) | mpirun.session(mpi, tmp_path, line)
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         done = jobs.run(line, env=environment | added)
-        said = done.stdout + done.stderr
-        found = re.findall(r"Binding: package\[\d+\]\[core:L(\d+)(?:-(\d+))?\]", said)
-        if not found:
-            assert "bound to CPUs in more than one" in said or "requested more processes" in said, said
+        output = done.stdout + done.stderr
+        matches = re.findall(r"Binding: package\[\d+\]\[core:L(\d+)(?:-(\d+))?\]", output)
+        if not matches:
+            assert "bound to CPUs in more than one" in output or "requested more processes" in output, output
             return None
-        return [set(range(int(first), int(last or first) + 1)) for first, last in found]
+        return [set(range(int(first), int(last or first) + 1)) for first, last in matches]
 
     return run
 
@@ -78,20 +79,20 @@ def mapped(mpi, tmp_path):
     (2, 3, 1, 3, None, 1),
     (1, 8, 2, 3, None, 2),
 )
-def test_each_rank_gets_its_own(topology, mapped, sockets, cores, threads, each, asked, expected):
+def test_each_rank_gets_separate_cores(topology, mapped, sockets, cores, threads, each, asked, expected):
     count = sockets * cores
     here = NodeCores(tuple(tuple(range(core, count * threads, count)) for core in range(count)), (cores,) * sockets)
     bound = core_binding.bind_ranks(each, asked, here, job(count * threads))
     assert bound.cores == expected
-    found = mapped(topology(sockets, cores, threads), bound)
-    assert found is not None and [len(own) for own in found] == [expected] * each
-    assert len(set().union(*found)) == each * expected
+    result = mapped(topology(sockets, cores, threads), bound)
+    assert result is not None and [len(local_data) for local_data in result] == [expected] * each
+    assert len(set().union(*result)) == each * expected
 
 
 @pytest.mark.parametrize(
     ("sockets", "cores", "each", "asked"), [(2, 3, 3, 2), (2, 4, 1, 6), (1, 8, 2, 5), (1, 2, 4, 1)]
 )
-def test_what_mpirun_would_refuse_is_not_asked(topology, mapped, sockets, cores, each, asked):
+def test_bindings_that_mpirun_would_reject_are_not_requested(topology, mapped, sockets, cores, each, asked):
     count = sockets * cores
     here = NodeCores(tuple((core,) for core in range(count)), (cores,) * sockets)
     bound = core_binding.bind_ranks(each, asked, here, job(max(count, each * asked)))

@@ -1,4 +1,4 @@
-"""A whole job on a machine without a scheduler: submitted, stopped, started again by itself, and cancelled."""
+"""A whole job on a machine without a scheduler: submitted, stopped, restarted automatically, and cancelled."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,7 @@ from hpcdist.batch.schedulers.base import SchedulerState
 pytestmark = pytest.mark.full
 
 
-def test_a_job_goes_on_by_itself_until_it_is_cancelled(tmp_path, monkeypatch):
+def test_job_restarts_automatically_until_it_is_cancelled(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     Path("text.txt").write_text("".join(f"{number} is {number * number % 97}, " for number in range(1500)))
@@ -37,16 +37,18 @@ def test_a_job_goes_on_by_itself_until_it_is_cancelled(tmp_path, monkeypatch):
     finally:
         if local.cancel(job):
             until(lambda: local.state(job).is_over, log=log)
-    found = local.state(job)
-    assert (found.state, found.exit_code) == (SchedulerState.COMPLETED, 0), log.read_text()
+    result = local.state(job)
+    assert (result.state, result.exit_code) == (SchedulerState.COMPLETED, 0), log.read_text()
     entries = ledger.read(Path("run"))
     assert [entry.number("restart") for entry in entries if entry.event == ledger.BEGAN] == [0, 1]
     assert [entry.text("word") for entry in entries if entry.event == ledger.ENDED] == ["again", "stop"]
-    assert {entry.job for entry in entries} == {job} and "somebody has cancelled the job" in log.read_text()
-    until(lambda: not [pid for pid in os.listdir("/proc") if pid.isdecimal() and runs_for(int(pid), job)], log=log)
+    assert {entry.job for entry in entries} == {job} and "the job was cancelled" in log.read_text()
+    until(
+        lambda: not [pid for pid in os.listdir("/proc") if pid.isdecimal() and belongs_to_job(int(pid), job)], log=log
+    )
 
 
-def runs_for(pid, job):
+def belongs_to_job(pid, job):
     """Whether the process belongs to the session of the job, and has not ended."""
     try:
         return os.getsid(pid) == local._pid_and_start(job)[0] and local._stat(pid)[0] not in "ZX"

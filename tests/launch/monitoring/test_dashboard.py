@@ -1,4 +1,4 @@
-"""The dashboard and the rules on a real Prometheus: every panel has something to show of a run."""
+"""The dashboard and the rules on a real Prometheus: every panel has data of a run."""
 
 import json
 import re
@@ -50,20 +50,20 @@ pytestmark = [
 
 
 def figures(number, at, began, rng):
-    """Every figure of the catalogue with every label, at one moment of a run that goes on."""
-    found = {}
+    """Return every figure of the catalogue with every label, at one moment of a run."""
+    results = {}
     for name, quantity in QUANTITIES.items():
         for label in LABELS[quantity.label] if quantity.label else ("",):
             value = number * rng.uniform(0.99, 1.01) if quantity.kind == COUNTER else float(rng.uniform(0.5, 1))
-            found[quantities.key(name, label)] = value
-    found |= {"start_timestamp_seconds": began, "last_step_timestamp_seconds": at - 1}
-    flags = {name: float(number >= ODD) for name in found if name.startswith("anomalies_total")}
-    return found | (flags if number >= ODD else dict.fromkeys(flags, float("nan")))
+            results[quantities.key(name, label)] = value
+    results |= {"start_timestamp_seconds": began, "last_step_timestamp_seconds": at - 1}
+    flags = {name: float(number >= ODD) for name in results if name.startswith("anomalies_total")}
+    return results | (flags if number >= ODD else dict.fromkeys(flags, float("nan")))
 
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory):
-    """One that has scraped a run until now, and from when to when."""
+    """A Prometheus that has scraped a run until now, and the first and last time of its samples."""
     folder, rng = tmp_path_factory.mktemp("prometheus"), np.random.default_rng()
     end = time.time()
     began = end - MOMENTS * EVERY_S
@@ -74,49 +74,51 @@ def prometheus(tmp_path_factory):
         yield server, began, end
 
 
-def of_the_run(expression):
+def with_run_labels(expression):
     for name, value in (("$jobid", "4711"), ("$run", "some run"), ("$__rate_interval", "1m")):
         expression = expression.replace(name, value)
     return expression
 
 
 @pytest.mark.parametrize(("panel", "target"), QUERIES)
-def test_every_panel_has_something_to_show(prometheus, panel, target):
+def test_every_panel_has_data(prometheus, panel, target):
     server, began, end = prometheus
-    found = server.series(of_the_run(target["expr"]), began + 300, end, EVERY_S)
-    assert found
-    for series in found:
+    result = server.series(with_run_labels(target["expr"]), began + 300, end, EVERY_S)
+    assert result
+    for series in result:
         values = np.array([float(value) for _, value in series["values"]])
         assert len(values) > 100 and np.isfinite(values).all()
         # The name in the legend tells the series apart.
         labels = re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])
         assert set(series["metric"]) == set(labels)
     if panel["type"] == "stat":
-        assert len(found) == 1
+        assert len(result) == 1
 
 
 def test_annotations_mark_starts_and_anomalies(prometheus):
     server, began, end = prometheus
-    starts, flags = (found for found in DASHBOARD["annotations"]["list"] if "expr" in found)
-    (series,) = server.series(of_the_run(starts["expr"]), began + 60, end, 60)
+    starts, flags = (result for result in DASHBOARD["annotations"]["list"] if "expr" in result)
+    (series,) = server.series(with_run_labels(starts["expr"]), began + 60, end, 60)
     assert np.allclose([float(value) for _, value in series["values"]], began * 1000, rtol=1e-12)
-    found = server.series(of_the_run(flags["expr"]), began + 60, end, EVERY_S)
-    assert {series["metric"]["kind"] for series in found} == set(KINDS)
-    for series in found:
+    result = server.series(with_run_labels(flags["expr"]), began + 60, end, EVERY_S)
+    assert {series["metric"]["kind"] for series in result} == set(KINDS)
+    for series in result:
         times = np.array([float(at) for at, _ in series["values"]])
         assert np.abs(times - (began + ODD * EVERY_S)).max() <= 60 + EVERY_S  # only when they came
 
 
-def test_variables_find_the_run(prometheus):
+def test_dashboard_variables_find_the_run(prometheus):
     server, began, end = prometheus
     for variable, value in zip(DASHBOARD["templating"]["list"], ("4711", "some run"), strict=True):
         asked = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["definition"])
         assert asked
-        values = server.get(f"label/{asked[2]}/values", **{"match[]": of_the_run(asked[1]), "start": began, "end": end})
+        values = server.get(
+            f"label/{asked[2]}/values", **{"match[]": with_run_labels(asked[1]), "start": began, "end": end}
+        )
         assert values == [value]
 
 
-def test_rules_are_evaluated(prometheus):
+def test_rules_are_evaluated_by_prometheus(prometheus):
     server, *_ = prometheus
     deadline = time.monotonic() + LIMIT_S
     while True:

@@ -1,4 +1,4 @@
-"""Energy of whole jobs: joules under a stand-in for the NVIDIA driver, added up over a resume, and none without one."""
+"""Energy of whole jobs: joules under a stand-in for the NVIDIA driver, summed over resumes, None without a source."""
 
 import math
 import os
@@ -22,7 +22,7 @@ SMALL = recipe_keys(
 
 @pytest.fixture
 def driver(tmp_path, nvml_stub):
-    """An environment with three GPUs, of which the job holds the first two, named in another order."""
+    """An environment with three GPUs, of which the job holds the first two, listed in reverse order."""
     gpus = tmp_path / "gpus"
     rows = [f"{uuid} 0:{n}:0 H200 0 power:{round(watts * 1e3)}:10\n" for n, (uuid, watts) in enumerate(WATTS.items())]
     gpus.write_text("".join(rows))
@@ -39,15 +39,15 @@ def train(text, out, environment, *arguments, **settings):
     return jobs.figures(jobs.run(command, env=kept | environment))
 
 
-def test_joules_in_the_summary_and_in_the_file(text, tmp_path, driver):
+def test_joules_are_in_the_summary_and_in_the_file(text, tmp_path, driver):
     out = tmp_path / "run"
-    found = train(text, out, driver, energy__powercap=tmp_path / "nowhere")
-    assert [source["name"] for source in found["energy_sources"]] == ["GPU-00", "GPU-01"]
+    result = train(text, out, driver, energy__powercap=tmp_path / "nowhere")
+    assert [source["name"] for source in result["energy_sources"]] == ["GPU-00", "GPU-01"]
     watts = WATTS["GPU-00"] + WATTS["GPU-01"]
-    assert found["energy_reason"] is None and found["energy_j_by_kind"] == {"gpu": found["energy_j"]}
-    assert any("cpu" in line and "does not exist" in line for line in found["energy_not_included"])
-    training = found["energy_j_by_phase"]["training"]
-    assert 0 < training <= found["energy_j"] and found["j_per_step"] == pytest.approx(training / 60)
+    assert result["energy_reason"] is None and result["energy_j_by_kind"] == {"gpu": result["energy_j"]}
+    assert any("cpu" in line and "does not exist" in line for line in result["energy_not_included"])
+    training = result["energy_j_by_phase"]["training"]
+    assert 0 < training <= result["energy_j"] and result["j_per_step"] == pytest.approx(training / 60)
     with h5py.File(out / "metrics.h5") as file:
         energy = {name: {c: t[c][...] for c in t.attrs["columns"]} for name, t in file["energy"].items()}
         assert file["energy/samples/energy_mj"].attrs["units"] == "mJ"
@@ -55,10 +55,10 @@ def test_joules_in_the_summary_and_in_the_file(text, tmp_path, driver):
     assert samples["energy_mj"].dtype == np.int64 and energy["sources"]["name"].tolist() == [b"GPU-00", b"GPU-01"]
     assert sorted(set(windows["phase"])) == [b"checkpoint", b"training", b"validation"]
     assert np.count_nonzero(windows["phase"] == b"checkpoint") == 2 * 3
-    assert windows["energy_j"].sum() == pytest.approx(found["energy_j"]), "each joule belongs to one window"
+    assert windows["energy_j"].sum() == pytest.approx(result["energy_j"]), "each joule belongs to one window"
     assert windows["energy_j"].sum() == pytest.approx(watts / 2 * windows["own_s"].sum(), rel=0.25)
     figures = jobs.hpcdist("report", str(out), check=True)
-    assert f"energy     {found['energy_j']:,.1f} J, training " in figures.stdout
+    assert f"energy     {result['energy_j']:,.1f} J, training " in figures.stdout
     assert energy["about"]["ranks"].tolist() == [2, 2] and energy["about"]["model"].tolist() == [b"H200"] * 2
     assert energy["sampler"]["busy_s"][-1] < energy["sampler"]["lasted_s"][-1]
     for source in range(2):
@@ -67,16 +67,16 @@ def test_joules_in_the_summary_and_in_the_file(text, tmp_path, driver):
 
 
 @pytest.mark.full
-def test_starts_of_a_run_add_up(text, tmp_path, driver):
+def test_energy_of_resumed_starts_adds_up(text, tmp_path, driver):
     out, nowhere = tmp_path / "run", tmp_path / "nowhere"
     first = train(text, out, driver, energy__powercap=nowhere)
     shutil.rmtree(out / "checkpoints" / "step-60")  # as if it had been killed on the way from step 40
     kept = manifest.load(out / "checkpoints" / "step-40").scalars["energy"]
     assert kept["since_step"] == 0 and 0 < kept["joules"]["by_kind"]["gpu"] < first["energy_j"]
     second = train(text, out, driver, "--resume", "auto", energy__powercap=nowhere)
-    own = sum(source["joules"] for source in second["energy_sources"])
-    assert second["energy_j"] == pytest.approx(first["energy_j"] + own, rel=0.05) and own > 0
-    assert second["energy_j"] > kept["joules"]["by_kind"]["gpu"] + own, "what was done again has been used"
+    local_data = sum(source["joules"] for source in second["energy_sources"])
+    assert second["energy_j"] == pytest.approx(first["energy_j"] + local_data, rel=0.05) and local_data > 0
+    assert second["energy_j"] > kept["joules"]["by_kind"]["gpu"] + local_data, "what was done again has been used"
     before, now = first["seconds_by_phase"]["training"], second["seconds_by_phase"]["training"]
     assert now > before > 0
     assert second["j_per_step"] == pytest.approx(second["energy_j_by_phase"]["training"] / 60)
@@ -85,13 +85,13 @@ def test_starts_of_a_run_add_up(text, tmp_path, driver):
 
 
 @pytest.mark.full
-def test_without_any_source_there_is_no_number_but_a_reason(text, tmp_path):
+def test_summary_without_energy_source_has_a_reason(text, tmp_path):
     out = tmp_path / "run"
-    found = train(text, out, {}, energy__powercap=tmp_path / "nowhere")
-    assert found["energy_j"] is None and found["j_per_step"] is None and found["energy_sources"] == []
-    assert "no source can be read" in found["energy_reason"] and "nowhere does not exist" in found["energy_reason"]
-    assert found["energy_j_by_phase"] == {"training": None, "checkpoint": None, "validation": None}
+    result = train(text, out, {}, energy__powercap=tmp_path / "nowhere")
+    assert result["energy_j"] is None and result["j_per_step"] is None and result["energy_sources"] == []
+    assert "no source can be read" in result["energy_reason"] and "nowhere does not exist" in result["energy_reason"]
+    assert result["energy_j_by_phase"] == {"training": None, "checkpoint": None, "validation": None}
     with h5py.File(out / "metrics.h5") as file:
         assert set(file["energy"]) <= {"utilisation", "sampler"}, "how busy nodes were needs no source"
         assert len(file["energy/sampler/busy_s"]) > 0
-    assert not math.isnan(found["train_loss"])
+    assert not math.isnan(result["train_loss"])

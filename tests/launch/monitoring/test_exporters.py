@@ -1,4 +1,4 @@
-"""The real node_exporter and the real Pushgateway take what is handed to them."""
+"""The real node_exporter and the real Pushgateway accept the exported metrics."""
 
 import math
 import shutil
@@ -54,7 +54,7 @@ def serving(program, folder, *arguments):
 
 
 def metrics(address):
-    """Return value and meaning of each series that the address shows, by its name and its labels."""
+    """Return the value and the help text of each series at the address, by name and labels."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=LIMIT_S) as answer:
         families = [*text_string_to_metric_families(answer.read().decode())]
     return {
@@ -64,8 +64,8 @@ def metrics(address):
     }
 
 
-def everything(rng, step):
-    """Return an event with every figure of the catalogue, under two labels where it has one."""
+def event_with_all_figures(rng, step):
+    """Return an event with every figure of the catalogue, with two labels if the figure has labels."""
     values = {}
     for name, quantity in QUANTITIES.items():
         for label in ("a", "loss spike") if quantity.label else ("",):
@@ -74,17 +74,17 @@ def everything(rng, step):
 
 
 def series(key, **labels):
-    """Return what `metrics` calls a figure of the run."""
+    """Return the key of a figure of the run in the result of `metrics`."""
     name, label = quantities.split(key)
-    own = {} if label is None else {QUANTITIES[name].label: label}
-    return (f"hpcdist_{name}", *sorted({"jobid": "42", "run": "a-run", **own, **labels}.items()))
+    local_data = {} if label is None else {QUANTITIES[name].label: label}
+    return (f"hpcdist_{name}", *sorted({"jobid": "42", "run": "a-run", **local_data, **labels}.items()))
 
 
 def run_in(folder):
     return RunInfo("a-run", folder, "42", 2, 1, "allreduce")
 
 
-def test_node_exporter_shows_the_file_while_the_run_goes_on(tmp_path, rng):
+def test_node_exporter_serves_the_file_of_a_running_job(tmp_path, rng):
     folder = tmp_path / "textfile"
     folder.mkdir()
     arguments = ("--collector.disable-defaults", "--collector.textfile", f"--collector.textfile.directory={folder}")
@@ -92,12 +92,12 @@ def test_node_exporter_shows_the_file_while_the_run_goes_on(tmp_path, rng):
         config = TelemetryConfig(prometheus="textfile", textfile_directory=str(folder))
         sink = PrometheusSink(run_in(tmp_path / "run"), config)
         for step in (1, 2):
-            event = everything(rng, step)
+            event = event_with_all_figures(rng, step)
             sink.write([event])
-            found = metrics(address)
-            assert found["node_textfile_scrape_error",][0] == 0
+            result = metrics(address)
+            assert result["node_textfile_scrape_error",][0] == 0
             for key, value in event.values.items():
-                shown, meaning = found[series(key)]
+                shown, meaning = result[series(key)]
                 quantity = QUANTITIES[quantities.split(key)[0]]
                 assert math.isclose(shown, value) and meaning == f"{quantity.meaning} ({quantity.unit})"
         sink.close(True)
@@ -105,24 +105,24 @@ def test_node_exporter_shows_the_file_while_the_run_goes_on(tmp_path, rng):
 
 
 @pytest.mark.parametrize("normal", [True, False])
-def test_a_pushgateway_shows_the_group_until_the_run_has_ended_well(tmp_path, rng, normal):
+def test_pushgateway_serves_the_group_until_the_run_ends(tmp_path, rng, normal):
     with serving("prometheus-pushgateway", tmp_path) as address:
         sink = PrometheusSink(run_in(tmp_path / "run"), TelemetryConfig(prometheus="push", gateway=address))
-        events = [everything(rng, step) for step in (1, 2)]
+        events = [event_with_all_figures(rng, step) for step in (1, 2)]
         last = {series(key, job="hpcdist", instance=""): value for key, value in events[-1].values.items()}
         for event in events:
             sink.write([event])
         end = time.monotonic() + LIMIT_S
-        while not holds(metrics(address), last):
+        while not contains_values(metrics(address), last):
             assert time.monotonic() < end
             time.sleep(0.05)
         sink.close(normal)
         if not normal:
-            assert holds(metrics(address), last)
+            assert contains_values(metrics(address), last)
         while normal and any(str(key[0]).startswith("hpcdist_") for key in metrics(address)):
             assert time.monotonic() < end  # the gateway has accepted the deletion, and makes it when it comes to it
             time.sleep(0.05)
 
 
-def holds(found, values):
-    return all(key in found and math.isclose(found[key][0], value) for key, value in values.items())
+def contains_values(result, values):
+    return all(key in result and math.isclose(result[key][0], value) for key, value in values.items())

@@ -1,4 +1,4 @@
-"""Running jobs seen from outside: by a real Prometheus, through a file, at a gateway, in TensorBoard's files."""
+"""Running jobs observed from outside: by a real Prometheus, through a file, at a gateway, and in TensorBoard files."""
 
 import getpass
 import json
@@ -37,7 +37,7 @@ def line(text, out, *settings, steps):
 
 
 class Job:
-    """A training on two ranks that goes on until it is told to stop."""
+    """A training on two ranks that runs until it is stopped."""
 
     def __init__(self, text, out, *settings):
         self.out, self.errors = out, out.with_suffix(f".{time.monotonic_ns()}.err")
@@ -51,25 +51,25 @@ class Job:
             )
 
     def wait_for(self, condition):
-        """Return the first answer of ``condition`` that is something."""
+        """Return the first true value of ``condition``."""
         end = time.monotonic() + LIMIT_S
-        while not (found := condition()):
+        while not (result := condition()):
             assert self.process.poll() is None, self.errors.read_text()
             assert time.monotonic() < end, f"nothing happened in time\n{self.errors.read_text()}"
             time.sleep(0.05)
-        return found
+        return result
 
     def stop(self):
-        """Ask for a checkpoint and the end, and get both."""
+        """Request a checkpoint and the end, and check both."""
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(LIMIT_S) == 75, self.errors.read_text()
 
     def kill(self):
-        """Kill the launcher, and wait until its ranks, which do not outlive it for long, are gone too."""
+        """Kill the launcher, and wait until its ranks are gone too. They do not outlive it for long."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        jobs.until(lambda: not jobs.running(self.out), "end of the ranks after that of their launcher")
+        jobs.until(lambda: not jobs.is_running(self.out), "end of the ranks after that of their launcher")
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def job(text, out, *settings):
 
 
 class Prometheus:
-    """The real one, which scrapes every second what a file of targets names."""
+    """A real Prometheus, which scrapes the targets of a file every second."""
 
     def __init__(self, folder, targets):
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -101,15 +101,15 @@ class Prometheus:
             self.process = subprocess.Popen(["prometheus", *arguments], stdout=log, stderr=log, start_new_session=True)
 
     def query(self, expression):
-        """Return labels and value of each series; none while Prometheus is not ready."""
+        """Return the labels and the value of each series, or nothing while Prometheus is not ready."""
         assert self.process.poll() is None, self.log.read_text()
         url = f"http://{self.address}/api/v1/query?" + urllib.parse.urlencode({"query": expression})
         try:
             with urllib.request.urlopen(url, timeout=LIMIT_S) as answer:
-                found = json.load(answer)
+                result = json.load(answer)
         except OSError:  # it does not listen yet, or is not ready
             return []
-        return [(row["metric"], float(row["value"][1])) for row in found["data"]["result"]]
+        return [(row["metric"], float(row["value"][1])) for row in result["data"]["result"]]
 
     def stop(self):
         self.process.kill()
@@ -117,14 +117,14 @@ class Prometheus:
 
 
 def steps_in(path):
-    """Return the number of steps that a file of metrics tells of; 0 where it tells none yet."""
+    """Return the number of steps in a file of metrics, or 0 if the file has no steps yet."""
     if not path.exists():
         return 0.0
     rows = [row for row in path.read_text().splitlines() if row.startswith("hpcdist_steps_total{")]
     return float(rows[0].split()[-1]) if rows else 0.0
 
 
-def test_a_real_prometheus_scrapes_a_running_job(text, tmp_path):
+def test_prometheus_scrapes_a_running_job(text, tmp_path):
     if shutil.which("prometheus") is None:
         pytest.skip("there is no prometheus: apt-get install prometheus")
     pytest.importorskip("prometheus_client")
@@ -160,8 +160,8 @@ def test_a_real_prometheus_scrapes_a_running_job(text, tmp_path):
         urllib.request.urlopen(f"http://{address}/metrics", timeout=LIMIT_S)
 
 
-def test_a_job_that_is_killed_and_resumed_shows_each_step_once(text, tmp_path):
-    """In its text file, TensorBoard's files and the lines of JSON."""
+def test_killed_and_resumed_job_reports_each_step_once(text, tmp_path):
+    """The job writes a text file, TensorBoard files and JSON lines."""
     pytest.importorskip("prometheus_client")
     pytest.importorskip("tensorboardX")
     from stubs import event_files
@@ -191,12 +191,12 @@ def test_a_job_that_is_killed_and_resumed_shows_each_step_once(text, tmp_path):
     with job(text, out, *sinks) as running:
         counts = [before]
 
-        def goes_on():
+        def has_new_steps():
             if shown.exists():
                 counts.append(steps_in(shown))
             return counts[-1] > before
 
-        running.wait_for(goes_on)
+        running.wait_for(has_new_steps)
         running.stop()
     assert counts == sorted(counts), "a counter fell"
     assert [*folder.iterdir()] == []
@@ -216,21 +216,21 @@ def test_a_job_that_is_killed_and_resumed_shows_each_step_once(text, tmp_path):
     assert {len(row["ranks"]["compute_seconds"]) for row in rows if row["kind"] == "step"} == {2}
 
 
-def test_a_job_pushes_to_a_gateway_and_leaves_nothing(text, tmp_path):
+def test_job_deletes_its_group_at_the_gateway_when_it_ends(text, tmp_path):
     pytest.importorskip("prometheus_client")
     from stubs import gateway
 
     group = "/metrics/job/hpcdist/jobid/run"
-    with gateway.running() as found:
-        with job(text, tmp_path / "run", "telemetry.prometheus=push", f"telemetry.gateway={found.address}") as running:
-            running.wait_for(lambda: 'hpcdist_steps_total{jobid="run",run="run"}' in found.groups.get(group, ""))
+    with gateway.running() as result:
+        with job(text, tmp_path / "run", "telemetry.prometheus=push", f"telemetry.gateway={result.address}") as running:
+            running.wait_for(lambda: 'hpcdist_steps_total{jobid="run",run="run"}' in result.groups.get(group, ""))
             running.stop()
-        assert found.groups == {}
-        assert found.requests[-1] == ("DELETE", group)
-        assert set(found.requests[:-1]) == {("PUT", group)}
+        assert result.groups == {}
+        assert result.requests[-1] == ("DELETE", group)
+        assert set(result.requests[:-1]) == {("PUT", group)}
 
 
-def test_a_sink_that_fails_later_is_told_of_once_and_the_run_goes_on(text, tmp_path):
+def test_failing_sink_is_reported_once_and_the_run_continues(text, tmp_path):
     pytest.importorskip("prometheus_client")
     out, folder = tmp_path / "run", tmp_path / "node_exporter"
     folder.mkdir()
@@ -251,7 +251,7 @@ def test_a_sink_that_fails_later_is_told_of_once_and_the_run_goes_on(text, tmp_p
 
 @pytest.mark.parametrize("what", ["port", "gateway", "directory"])
 @pytest.mark.matrix_except("gateway")
-def test_what_cannot_begin_is_refused_before_the_first_step(text, tmp_path, what):
+def test_unusable_sinks_are_rejected_before_the_first_step(text, tmp_path, what):
     pytest.importorskip("prometheus_client")
     out = tmp_path / "run"
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -259,7 +259,7 @@ def test_what_cannot_begin_is_refused_before_the_first_step(text, tmp_path, what
         if what == "gateway":
             taken.close()
         mode, setting, code, words = {
-            "port": ("http", f"port={port}", 78, ("Address already in use", "or 0 for any free one")),
+            "port": ("http", f"port={port}", 78, ("Address already in use", "or 0 for any free port")),
             "gateway": ("push", f"gateway=127.0.0.1:{port}", 78, ("Connection refused", "telemetry.gateway")),
             "directory": (
                 "textfile",
@@ -277,20 +277,22 @@ def test_what_cannot_begin_is_refused_before_the_first_step(text, tmp_path, what
     assert again.returncode == 0, again.stderr  # it does not occupy the directory
 
 
-def test_a_profiler_sees_the_operations_of_every_rank(text, tmp_path):
+def test_profiler_sees_the_operations_of_every_rank(text, tmp_path):
     from stubs import nvtx_tool
 
     keys = ("telemetry.nvtx=true", "checkpoint.every_steps=2")
     variables = os.environ | nvtx_tool.environment(tmp_path)
     done = jobs.run(line(text, tmp_path / "run", *keys, steps=4), env=variables)
     assert done.returncode == 0, done.stderr
-    found = [rows for rows in nvtx_tool.ranges(tmp_path).values() if rows]
-    assert len(found) == 2  # ranks; all of their ranges were left
-    for rows in found:
+    results = [rows for rows in nvtx_tool.ranges(tmp_path).values() if rows]
+    assert len(results) == 2  # ranks; all of their ranges were left
+    for rows in results:
         names = [name for _, name in rows]
         assert names.count("AGREE") == names.count("BACKWARD microbatch 0 unit 0") == 4
         assert names.count("wait for data") >= 4
         assert names.count("save") == 2
         depths = [depth for depth, name in rows if name == "FORWARD microbatch 0 unit 0"]
         inside = rows[names.index("validation")][0] + 1
-        assert depths[4:] == [inside] * len(depths[4:]) and len(depths) > 4  # after the steps, those of the validation
+        assert (
+            depths[4:] == [inside] * len(depths[4:]) and len(depths) > 4
+        )  # after the steps, the ranges of the validation

@@ -1,4 +1,4 @@
-"""The page of a real run, opened in a real browser: everything is there, and nothing is asked of the network."""
+"""The report page of a real run in a real browser: all sections are there, and the page makes no network request."""
 
 import re
 import shutil
@@ -33,7 +33,7 @@ RECIPE = (
 
 @contextmanager
 def proxy():
-    """Yield the port of a proxy that answers nobody, and what it was asked for: no byte leaves this machine."""
+    """Yield the port of a proxy that answers no request, and the list of requests: no byte leaves this machine."""
     asked = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -59,9 +59,9 @@ def proxy():
     thread.join(10)
 
 
-def opened(page, profile):
-    """Open ``page``; return its elements as the browser has them, what it asked the network for, and complaints."""
-    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+def open_page(page, profile):
+    """Open ``page`` in a browser. Return the DOM, the network requests and the console messages."""
+    browser = next((result for name in BROWSERS if (result := shutil.which(name))), None)
     if browser is None:
         pytest.skip(f"there is no browser ({', '.join(BROWSERS)}): apt-get install chromium")
     with proxy() as (port, asked):
@@ -70,8 +70,8 @@ def opened(page, profile):
         done = subprocess.run([*line, "--dump-dom", page.as_uri()], capture_output=True, timeout=LIMIT_S, check=False)
     if done.returncode:
         pytest.skip(f"the browser does not run here: {done.stderr.decode(errors='replace')[-500:]}")
-    said = [line for line in done.stderr.decode(errors="replace").splitlines() if "CONSOLE" in line]
-    return done.stdout.decode(), [one for one in asked if not OWN.search(one)], "\n".join(said)
+    messages = [line for line in done.stderr.decode(errors="replace").splitlines() if "CONSOLE" in line]
+    return done.stdout.decode(), [one for one in asked if not OWN.search(one)], "\n".join(messages)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def page(folder, mpiexec):
-    """The page of a run of two ranks that was started twice."""
+    """The report page of a run of two ranks that was started twice."""
     run_dir, file = folder / "run", folder / "report.html"
     if not file.exists():
         words = [word for key in RECIPE for word in ("--set", key)]
@@ -93,7 +93,7 @@ def page(folder, mpiexec):
     return file
 
 
-def test_the_page_of_a_run_has_all_of_it(page):
+def test_page_has_all_sections_of_the_run(page):
     text = page.read_text()
     for title in SECTIONS:
         assert f">{title}</h2>" in text
@@ -109,20 +109,20 @@ def test_the_page_of_a_run_has_all_of_it(page):
     assert re.search(r"start 2: finished", text) and "step-24" in text
 
 
-def test_a_browser_shows_it_and_asks_for_nothing(page, tmp_path):
-    dom, asked, complaints = opened(page, tmp_path / "profile")
+def test_browser_shows_the_page_without_network_requests(page, tmp_path):
+    dom, asked, complaints = open_page(page, tmp_path / "profile")
     for title in SECTIONS:
         assert f">{title}</h2>" in dom
     assert dom.count("<svg") == page.read_text().count("<svg") > 10
     assert asked == [] and complaints == ""
 
 
-def test_the_test_sees_what_a_page_asks_for_and_the_policy_stops_it(page, tmp_path):
+def test_network_requests_are_detected_and_the_policy_blocks_them(page, tmp_path):
     image = '<img src="http://example.invalid/a.png">'
     loose = tmp_path / "loose.html"
     loose.write_text(f"<!DOCTYPE html><title>loose</title>{image}")
-    assert any(b"example.invalid" in one for one in opened(loose, tmp_path / "one")[1])
+    assert any(b"example.invalid" in one for one in open_page(loose, tmp_path / "one")[1])
     strict = tmp_path / "strict.html"
     strict.write_text(page.read_text().replace("<main>", f"<main>{image}", 1))
-    dom, asked, complaints = opened(strict, tmp_path / "two")
+    dom, asked, complaints = open_page(strict, tmp_path / "two")
     assert "example.invalid" in dom and asked == [] and "Content Security Policy" in complaints

@@ -1,4 +1,4 @@
-"""Traces of real jobs: they nest, causes come before effects, steps are those of the metrics, who held up is named."""
+"""Traces of real jobs: spans nest, causes precede effects, steps match the metrics, and the delaying rank is named."""
 
 import json
 
@@ -23,12 +23,12 @@ pytestmark = pytest.mark.usefixtures("mpi")
 
 
 def train(ranks, out, text, settings):
-    found = {**SMALL, "data.path": text, **settings}
-    return hpcdist("run", "-n", ranks, "train", "--out", out, *jobs.settings(found))
+    results = {**SMALL, "data.path": text, **settings}
+    return hpcdist("run", "-n", ranks, "train", "--out", out, *jobs.settings(results))
 
 
 def check_nests(events):
-    """On each thread a bar lies within another, or beside it."""
+    """Check that two bars of one thread are nested or disjoint."""
     stacks = {}
     for event in events:
         if event["ph"] == "X":
@@ -43,48 +43,48 @@ def check_nests(events):
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.full
 @pytest.mark.matrix_except("thread", "context", "pipeline")
-def test_a_job(name, tmp_path, text):
+def test_trace_of_a_job_is_consistent(name, tmp_path, text):
     ranks, settings = JOBS[name]
     out, file = tmp_path / "run", tmp_path / "trace.json"
     done = train(ranks, out, text, settings)
     assert done.returncode == 0, done.stderr
     shown = hpcdist("trace", out, "-o", file, "--json")
     assert shown.returncode == 0, shown.stderr
-    figures, told = json.loads(shown.stdout), json.loads(file.read_text())
+    figures, output = json.loads(shown.stdout), json.loads(file.read_text())
     assert figures["ranks"] == list(range(ranks)) and figures["steps"] == list(range(1, 13))
-    assert figures["notes"] == [] and figures["events"] == len(told["traceEvents"])
+    assert figures["notes"] == [] and figures["events"] == len(output["traceEvents"])
     # One host has one clock: nothing ends before what it waited for, and every message meets its own.
     assert figures["order"]["pairs"] > 12 * ranks and figures["order"]["wrong"] == 0
     assert figures["messages"] > 0 and figures["messages_without_counterpart"] == 0
-    check_nests(told["traceEvents"])
-    found = summary.collect(out)
+    check_nests(output["traceEvents"])
+    summaries = summary.collect(out)
     if name == "context":
-        check_passes(found, figures)
-    check_meetings(found)
-    check_messages(found)
-    check_steps(found, step_metrics.read(out / "metrics.h5"))
-    check_path(found)
+        check_passes(summaries, figures)
+    check_meetings(summaries)
+    check_messages(summaries)
+    check_steps(summaries, step_metrics.read(out / "metrics.h5"))
+    check_path(summaries)
     measured = side_tables.read_clocks(out / "metrics.h5")
     assert [session.hosts.of_rank for session in measured] == [(0,) * ranks]
     assert {(one.offset_ns, one.rtt_ns) for one in measured[0].readings} == {(0, 0)}
 
 
-def check_passes(found, figures):
-    """Every pass of the ring is there, with its bytes, and waits for them are parts of the computation around them."""
+def check_passes(result, figures):
+    """Check every pass of the ring and its bytes, and that its waits lie within computations."""
     # In a step of 8 samples, on either way and in each of 2 layers: keys twice and gradients once, of 4 tokens, 2 x 16.
     ways = [row for row in figures["message_paths"] if "/context" in row["comm"]]
     assert {(row["from"], row["to"]) for row in ways} == {(0, 1), (1, 0)}
     for row in ways:
         assert row["messages"] >= 12 * 2 * 3 and row["sent_bytes"] >= 12 * 2 * 3 * 8 * 4 * 32 * 4
         assert 0 <= row["hidden_share"] <= 1
-    for line in found.timeline.lines.values():
+    for line in result.timeline.lines.values():
         around = [span for span in line.spans if span.name in ("FORWARD", "BACKWARD") or span.phase == "validation"]
         for wait in (span for span in line.spans if span.name in ("WAIT keys", "WAIT gradients")):
             assert any(op.begin_ns <= wait.begin_ns and wait.end_ns <= op.end_ns for op in around)
 
 
-def check_meetings(found):
-    meetings = found.timeline.matches.meetings
+def check_meetings(result):
+    meetings = result.timeline.matches.meetings
     assert meetings
     for meeting in meetings:
         last = meeting.released_by()
@@ -92,8 +92,8 @@ def check_meetings(found):
         assert all(call.end_ns >= last.begin_ns for call in meeting.calls if meeting.root is None)
 
 
-def check_messages(found):
-    for message in found.timeline.matches.messages:
+def check_messages(result):
+    for message in result.timeline.matches.messages:
         send, receive = message.send, message.receive
         assert (send.comm, send.tag, send.dtype) == (receive.comm, receive.tag, receive.dtype)
         assert send.begin_ns < receive.end_ns and send.step == receive.step
@@ -101,11 +101,11 @@ def check_messages(found):
             assert send.count == receive.count
 
 
-def check_steps(found, kept):
-    """The operations of a step take exactly what its row says of the phases, and lie within the step."""
-    assert kept.steps["step"].tolist() == list(found.timeline.steps)
-    for rank, line in found.timeline.lines.items():
-        for row, step in enumerate(found.timeline.steps):
+def check_steps(result, kept):
+    """Check that the operations of a step lie within it and take the time that the metrics record for each phase."""
+    assert kept.steps["step"].tolist() == list(result.timeline.steps)
+    for rank, line in result.timeline.lines.items():
+        for row, step in enumerate(result.timeline.steps):
             begin, end = line.steps[step]
             inside = [
                 span for span in line.spans if span.step == step and begin <= span.begin_ns and span.end_ns <= end
@@ -118,21 +118,21 @@ def check_steps(found, kept):
             # What a collective within a computation takes is booked as communication, and the norm as update.
             assert sum(spent.values()) / 1e9 == pytest.approx(sum(booked), rel=1e-9, abs=1e-9)
             assert end - begin >= sum(spent.values())
-        boundaries = [line.steps[step] for step in found.timeline.steps]
+        boundaries = [line.steps[step] for step in result.timeline.steps]
         assert all(before[1] <= after[0] for before, after in zip(boundaries, boundaries[1:], strict=False))
 
 
-def check_path(found):
-    assert [path.step for path in found.paths] == list(found.timeline.steps)
-    for path in found.paths:
+def check_path(result):
+    assert [path.step for path in result.paths] == list(result.timeline.steps)
+    for path in result.paths:
         links = path.links
         assert all(one.end_ns == other.begin_ns for one, other in zip(links, links[1:], strict=False))
-        assert links[-1].end_ns == max(line.steps[path.step][1] for line in found.timeline.lines.values())
+        assert links[-1].end_ns == max(line.steps[path.step][1] for line in result.timeline.lines.values())
         assert "FORWARD" in {link.name for link in links} or path.step > 1
 
 
 @pytest.mark.full
-def test_who_held_up_is_named(tmp_path, text):
+def test_rank_that_delays_the_others_is_named(tmp_path, text):
     out = tmp_path / "run"
     done = train(3, out, text, {"chaos.stall": "['1@6:3']"})
     assert done.returncode == 0, done.stderr
@@ -145,13 +145,13 @@ def test_who_held_up_is_named(tmp_path, text):
 
 
 @pytest.mark.full
-def test_a_job_that_was_killed(tmp_path, text):
+def test_trace_of_a_killed_job_can_be_shown(tmp_path, text):
     out, file = tmp_path / "run", tmp_path / "trace.json"
     done = train(2, out, text, {"chaos.kill": "['1@7']"})
     assert done.returncode not in (0, 75), done.stderr
     shown = hpcdist("trace", out, "-o", file, "--json")
     assert shown.returncode == 0, shown.stderr
-    figures, told = json.loads(shown.stdout), json.loads(file.read_text())
+    figures, output = json.loads(shown.stdout), json.loads(file.read_text())
     assert figures["steps"] == list(range(1, 7)) and any("did not end" in note for note in figures["notes"])
-    check_nests(told["traceEvents"])
+    check_nests(output["traceEvents"])
     check_path(summary.collect(out))

@@ -91,7 +91,7 @@ def states(cluster, number):
 
 
 def wait_for_end(cluster, number, *logs):
-    """Wait until a job is over, with all of its tasks or components; the ``logs`` are shown with a failure."""
+    """Wait until a job and all of its tasks or components ended. Print the ``logs`` for a failure message."""
     going = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING"}
     try:
         cluster.wait(lambda: not going & set(states(cluster, number)), f"end of job {number}")
@@ -100,8 +100,8 @@ def wait_for_end(cluster, number, *logs):
 
 
 @pytest.fixture(scope="module")
-def begun(cluster, folder):
-    """The numbers of all jobs, which run beside one another."""
+def job_ids(cluster, folder):
+    """Submit all jobs at once, and return the ids of each."""
     arguments = {
         "servers": ("recipe.toml", "--server-nodes=1", "--out=served"),
         "array": ("--array=sweep.toml", f"--out={SWEPT}", "--at-most=2"),
@@ -110,8 +110,8 @@ def begun(cluster, folder):
     return {name: submit(cluster, folder, *words).stdout.split() for name, words in arguments.items()}
 
 
-def test_a_failed_trial_leaves_the_others_and_the_results_of_all_are_merged(cluster, folder, begun):
-    array, merge = begun["array"]
+def test_failed_trial_does_not_stop_the_array_and_all_results_merge(cluster, folder, job_ids):
+    array, merge = job_ids["array"]
     again = submit(cluster, folder, "--array=sweep.toml", f"--out={SWEPT}")
     assert again.stdout.split()[0] == array and "nothing submitted" in again.stderr, "it waits or runs already"
     logs = folder / SWEPT
@@ -121,12 +121,12 @@ def test_a_failed_trial_leaves_the_others_and_the_results_of_all_are_merged(clus
     assert "JobState=FAILED" in failed and "ExitCode=1:0" in failed
     assert "lost.txt" in (logs / f"{array}_4.out").read_text()
 
-    found = results.read(logs / "results.h5").configurations
-    assert [(each.name, each.ranks) for each in found] == [
+    result = results.read(logs / "results.h5").configurations
+    assert [(each.name, each.ranks) for each in result] == [
         *((name, 1) for name in ["a", "b", "c", "lost", "d"]),
         ("two", 2),
     ]
-    assert {each.name for each in found if each.repeats[0].status == "failed"} == {"lost"}
+    assert {each.name for each in result if each.repeats[0].status == "failed"} == {"lost"}
     reported = cluster.run(sys.executable, "-m", "hpcdist", "report", str(logs / "results.h5"), "--json", cwd=folder)
     assert sum(row["status"] == "1 ok" for row in json.loads(reported.stdout)["configurations"]) == 5
     # The one that failed is not recorded as left, so the merge is well.
@@ -134,20 +134,20 @@ def test_a_failed_trial_leaves_the_others_and_the_results_of_all_are_merged(clus
     assert "5 ok, 1 failed" in (logs / f"merge-{merge}.out").read_text()
 
 
-def test_a_benchmark_has_its_node_for_itself(cluster, folder, begun):
-    (number,) = begun["bench"]
+def test_benchmark_job_has_an_exclusive_node(cluster, folder, job_ids):
+    (number,) = job_ids["bench"]
     path = folder / f"hpcdist-{number}.out"
     wait_for_end(cluster, number, path)
     log = path.read_text()
     assert states(cluster, number) == ["COMPLETED"], log
     shown = cluster.job(number)
     assert (shown["OverSubscribe"], shown["Requeue"], shown["NumCPUs"]) == ("NO", "0", "4"), "two ranks, all cores"
-    found = collectives_results.read(folder / "measured" / f"collectives-{number}.h5")
-    assert {one.key.ranks for one in found.configurations} == {2}
+    result = collectives_results.read(folder / "measured" / f"collectives-{number}.h5")
+    assert {one.key.ranks for one in result.configurations} == {2}
 
 
-def test_workers_and_servers_are_one_world(cluster, folder, begun):
-    (number,) = begun["servers"]
+def test_workers_and_servers_share_one_world(cluster, folder, job_ids):
+    (number,) = job_ids["servers"]
     path = folder / f"hpcdist-{number}.out"
     wait_for_end(cluster, number, path)
     log = path.read_text()

@@ -1,4 +1,5 @@
-"""Whole jobs under a real Slurm of three virtual nodes, which this session has: submitted, stopped, requeued.
+"""Whole jobs under a real Slurm of three virtual nodes, which this session starts: submitted, stopped, requeued.
+
 
 Needs Debian's slurm-wlm and munge, and root.
 """
@@ -27,7 +28,7 @@ from hpcdist.telemetry import report
 from stubs.slurm_cluster import ENDLESS, STEPS, Jobs
 
 EVIL = "$(touch x) `touch y` \"two\" 'one' \\ # ; & | é"
-EVIL_FOLDER = EVIL.replace("\\", "")  # see test_a_directory_whose_name_slurm_would_read_as_a_pattern
+EVIL_FOLDER = EVIL.replace("\\", "")  # see test_directory_name_with_slurm_pattern_is_rejected
 
 pytestmark = pytest.mark.full
 
@@ -39,13 +40,13 @@ def jobs(cluster, tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def endless(jobs):
-    """A job whose walltime passes while the other tests run."""
+    """A job whose time limit passes while the other tests run."""
     # Slurm looks every 30 s, and signals when less than 15 s more than that are left. Of one minute, the shortest that
     # there is, a start on a loaded machine has used up so much before its first step that nothing new is saved.
     return jobs.begin("--time=2", "--signal-seconds=15", "--out=endless", nodes=1, ranks=1, steps=ENDLESS)
 
 
-def test_stopped_and_requeued_on_two_nodes_it_ends_with_the_same_bits(jobs, mpi):
+def test_job_stopped_and_requeued_on_two_nodes_has_the_same_bits(jobs, mpi):
     whole = jobs.begin("--out", "whole")
     jobs.until(whole, JobState="COMPLETED")
     site, started_by = {mpirun.MPICH: ("slurm-mpich", "srun")}.get(mpi.vendor, ("slurm-openmpi", "mpirun"))
@@ -57,32 +58,34 @@ def test_stopped_and_requeued_on_two_nodes_it_ends_with_the_same_bits(jobs, mpi)
     (jobs.folder / "edited.toml").write_text(
         "[model]\nlayers = 2\n"
     )  # the job trains what was submitted, at every start
-    jobs.told(stopped, "\nstep 1/")
+    jobs.wait_for_log(stopped, "\nstep 1/")
     jobs.stop(stopped)
     jobs.release(stopped)
     jobs.until(stopped, JobState="COMPLETED")
 
-    said = jobs.log(stopped)
-    (saved,) = (int(step) for step in re.findall(r"saved step-(\d+); the job goes on from there", said))
-    assert 0 < saved < STEPS and f"checkpoints/step-{saved} after {saved} steps" in said
+    output = jobs.log(stopped)
+    (saved,) = (int(step) for step in re.findall(r"saved step-(\d+); the job resumes from there", output))
+    assert 0 < saved < STEPS and f"checkpoints/step-{saved} after {saved} steps" in output
     assert jobs.log(whole).count("4 ranks on 2 nodes") == 2  # the doctor's and the training's
-    assert said.count("4 ranks on 2 nodes") == 2  # in both starts
+    assert output.count("4 ranks on 2 nodes") == 2  # in both starts
     one, two = (report.report(jobs.folder / name) for name in ("whole", "stopped"))
     assert two.figures["sessions"] == 2 and two.figures["steps"] == STEPS
     assert np.array_equal(one.metrics.steps["loss"], two.metrics.steps["loss"])
     assert one.figures["val_loss"] == two.figures["val_loss"]
 
 
-def test_a_node_that_failed_is_left_out_of_the_next_start(jobs):
+def test_failed_node_is_excluded_from_the_next_start(jobs):
     cluster = jobs.cluster
     options = ("--restarts=3", "--spare-nodes=1", "--out", "spared")
     number = jobs.begin(*options, nodes=2, ranks=1, steps=ENDLESS)
     try:
         saved = jobs.checkpoint(jobs.folder / "spared")
         assert cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test").returncode == 0
-        cluster.wait(lambda: "without n2, which the job has lost" in jobs.log(number), "a start without n2")
+        cluster.wait(lambda: "without the lost nodes n2" in jobs.log(number), "a start without n2")
         jobs.checkpoint(jobs.folder / "spared", older=(jobs.folder / "spared" / "checkpoints" / "latest").read_text())
-        cluster.wait(lambda: "2 ranks on 2 nodes" in jobs.log(number).partition("without n2")[2], "two nodes")
+        cluster.wait(
+            lambda: "2 ranks on 2 nodes" in jobs.log(number).partition("without the lost nodes n2")[2], "two nodes"
+        )
     finally:
         print(jobs.log(number))
         cluster.run("scancel", number)
@@ -92,7 +95,7 @@ def test_a_node_that_failed_is_left_out_of_the_next_start(jobs):
     cluster.wait(lambda: "down" not in cluster.run("sinfo", "-h", "-o", "%t").stdout, "n2")
 
 
-def test_a_job_outlives_the_only_rank_of_a_node(jobs, mpi):
+def test_job_survives_the_death_of_the_only_rank_of_a_node(jobs, mpi):
     try:
         mpirun.ulfm_options(mpi)
     except MissingCapabilityError as error:
@@ -102,8 +105,11 @@ def test_a_job_outlives_the_only_rank_of_a_node(jobs, mpi):
     assert re.search(r"rank 1 died .* on 2 ranks,.* after 29 steps", jobs.log(number))
 
 
-def test_two_jobs_at_once_whose_every_text_is_hostile(cluster, tmp_path):
-    """Directory, file, names and comment have quotes, blanks and commands; the second job is of another recipe."""
+def test_two_concurrent_jobs_with_hostile_texts_complete(cluster, tmp_path):
+    """The directory, the file, the names and the comment have quotes, blanks and commands.
+
+    The second job has another recipe.
+    """
     jobs = Jobs(cluster, tmp_path / EVIL_FOLDER)
     shutil.copy(jobs.folder / "text.txt", jobs.folder / EVIL)
     names = (f"--job-name={EVIL}", f"--account={EVIL}", f"--sbatch-arg=--comment={EVIL}")
@@ -116,9 +122,9 @@ def test_two_jobs_at_once_whose_every_text_is_hostile(cluster, tmp_path):
     jobs.checkpoint(jobs.folder / out)
     jobs.until(completes, JobState="COMPLETED", ExitCode="0:0")
     jobs.until(endless, JobState="RUNNING")
-    (own,) = (jobs.folder / "runs").iterdir()
-    assert f"run directory {own}\n" in jobs.log(completes) and "2 ranks on 2 nodes" in jobs.log(completes)
-    assert f"run directory {jobs.folder / out}\n" in jobs.log(endless) and str(own) not in jobs.log(endless)
+    (local_data,) = (jobs.folder / "runs").iterdir()
+    assert f"run directory {local_data}\n" in jobs.log(completes) and "2 ranks on 2 nodes" in jobs.log(completes)
+    assert f"run directory {jobs.folder / out}\n" in jobs.log(endless) and str(local_data) not in jobs.log(endless)
 
     # The script by hand, while the job runs: two would destroy each other's checkpoints.
     again = cluster.run("sbatch", "--parsable", f"{out}/job.sbatch", cwd=jobs.folder)
@@ -130,8 +136,8 @@ def test_two_jobs_at_once_whose_every_text_is_hostile(cluster, tmp_path):
 
 
 @pytest.mark.parametrize("sbcast", ["false", "true"])
-def test_a_node_has_copies_of_environment_and_data(cluster, tmp_path, sbcast):
-    """The Python in the archive is this one, and says that it was the one in the archive."""
+def test_nodes_get_copies_of_environment_and_data(cluster, tmp_path, sbcast):
+    """The archive contains this Python, and the Python on the node reports the path of the copy."""
     jobs = Jobs(cluster, tmp_path / "home")
     (tmp_path / "node").mkdir()
     base = search.load_selected(None, cluster.environment).name
@@ -148,18 +154,19 @@ def test_a_node_has_copies_of_environment_and_data(cluster, tmp_path, sbcast):
     number = jobs.begin(*options, nodes=1, ranks=2, steps=2)
     jobs.until(number, JobState="COMPLETED", ExitCode="0:0")
     assert ("\nsbcast " in (jobs.folder / "run" / "job.sbatch").read_text()) is (sbcast == "true")
-    said = jobs.log(number)
-    (local,) = set(re.findall(r"staged as (\S+)/environment/bin/python\n", said))
+    output = jobs.log(number)
+    (local,) = set(re.findall(r"staged as (\S+)/environment/bin/python\n", output))
     assert Path(local).parent == tmp_path / "node" and not Path(local).exists()
-    assert said.count("staged as") >= 3  # `run`, its ranks, `jobs end`
-    assert f"data: {local}/data/text.txt, " in said
+    assert output.count("staged as") >= 3  # `run`, its ranks, `jobs end`
+    assert f"data: {local}/data/text.txt, " in output
 
 
 @pytest.fixture(scope="module")
-def machines(cluster):
-    """The partitions and features that the profiles of machines name, while this cluster plays them.
+def machine_partitions(cluster):
+    """Give this cluster the partitions and features that the machine profiles name.
 
-    Not their QOS, which are entries of an accounting database: without one, Slurm takes any.
+
+    Their QOS are entries of an accounting database. Slurm accepts any QOS without such a database.
     """
     schedulers = [search.load(name, {}).scheduler for name in search.names({})]
     partitions = sorted({each.partition for each in schedulers if each.partition and each.kind == "slurm"})
@@ -179,7 +186,7 @@ def machines(cluster):
 
 
 @pytest.mark.parametrize("name", [name for name in search.names({}) if search.load(name, {}).scheduler.kind == "slurm"])
-def test_slurm_would_take_the_script_of_each_profile(cluster, machines, tmp_path, name):
+def test_slurm_accepts_the_script_of_each_profile(cluster, machine_partitions, tmp_path, name):
     site = search.load(name, {})
     gpus = 0 if site.gpu.unsupported else 4
     job = BatchJob(
@@ -217,7 +224,7 @@ def test_slurm_would_take_the_script_of_each_profile(cluster, machines, tmp_path
 
 
 @pytest.mark.parametrize("name", ["%j", "back\\slash"])
-def test_a_directory_whose_name_slurm_would_read_as_a_pattern(cluster, tmp_path, name):
+def test_directory_name_with_slurm_pattern_is_rejected(cluster, tmp_path, name):
     jobs = Jobs(cluster, tmp_path / name)
     done = jobs.submit("--nodes=1")
     assert (done.returncode, done.stdout) == (78, ""), done.stderr
@@ -235,27 +242,27 @@ def test_a_directory_whose_name_slurm_would_read_as_a_pattern(cluster, tmp_path,
     (["--nodes=1", "--constraint=nix"], "Invalid feature specification"),
     (["--nodes=1", "--mem=2G"], "node configuration is not available"),
 )
-def test_what_slurm_refuses(jobs, options, words):
+def test_rejection_by_slurm_is_reported(jobs, options, words):
     done = jobs.submit("--job-name=hpcdist-refused", *options)
     assert (done.returncode, done.stdout) == (78, ""), done.stderr
-    assert "Slurm refuses the job" in done.stderr and words in done.stderr
+    assert "Slurm refused the job" in done.stderr and words in done.stderr
     assert "hpcdist-refused" not in jobs.cluster.run("squeue", "-h", "-o", "%j").stdout
 
 
-def test_the_walltime_requeues_until_it_is_forbidden(jobs, endless):
+def test_time_limit_requeues_the_job_unless_forbidden(jobs, endless):
     run_dir = jobs.folder / "endless"
     # Whoever comes late finds it in its second start, or in a later one: Slurm lets it wait for two minutes only.
     jobs.cluster.wait(lambda: int(jobs.cluster.job(endless).get("Restarts", "0")) >= 1, f"requeue of job {endless}")
     assert jobs.cluster.run("scontrol", "update", f"JobId={endless}", "Requeue=0").returncode == 0
     saved = (run_dir / "checkpoints" / "latest").read_text()
     if jobs.cluster.job(endless)["JobState"] == "PENDING":
-        # Not at once: the nodes take no credential of the second in which they revoked that of the first start.
+        # Wait: a node accepts no credential from the second in which it revoked the first start's credential.
         jobs.cluster.run("scontrol", "update", f"JobId={endless}", "StartTime=now+3")
     assert "SIGUSR1: the walltime ends soon" in jobs.log(endless)
     newer = jobs.checkpoint(run_dir, older=saved)
     jobs.cluster.run("scancel", "--signal=USR1", "--batch", endless)  # if its walltime has not said so already
     jobs.until(endless, JobState="FAILED", ExitCode="75:0")
     last = (run_dir / "checkpoints" / "latest").read_text().strip()
-    assert f"saved {last}; the job goes on from there\n" in jobs.log(endless)
+    assert f"saved {last}; the job resumes from there\n" in jobs.log(endless)
     assert "not requeued: scontrol refused" in jobs.log(endless)
     assert int(last.removeprefix("step-")) >= int(newer.strip().removeprefix("step-"))

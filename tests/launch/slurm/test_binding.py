@@ -1,7 +1,8 @@
-"""To which cores the ranks of a real Slurm's job are bound by mpirun: their own, or none, which is said.
+"""The cores to which mpirun binds the ranks of a Slurm job: separate cores, or none with a message.
 
-Needs Debian's slurm-wlm and munge, root, and two cores. Slurm confines no job here, so the job has all cores of the
-machine, which the only node of the cluster is as large as.
+
+Needs Debian's slurm-wlm and munge, root, and two cores. Slurm does not confine jobs here, so a job has all cores of the
+machine. The only node of the cluster is as large as the machine.
 """
 
 import json
@@ -44,8 +45,8 @@ export PYTHONPATH={home}
 
 
 @pytest.fixture
-def job(roomy, tmp_path, mpi):
-    """``job(arguments of hpcdist run)`` -> processors and threads of each rank, and what the job has said."""
+def job(one_node_cluster, tmp_path, mpi):
+    """``job(arguments of hpcdist run)`` returns the processors and threads of each rank, and the output of the job."""
     if mpi.vendor not in (mpirun.OPEN_MPI, mpirun.MPICH):
         pytest.skip(f"{mpi.vendor} is not told how to bind")
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -54,46 +55,46 @@ def job(roomy, tmp_path, mpi):
     def run(arguments):
         text = SCRIPT.format(ranks=RANKS, each=EACH, home=home, python=sys.executable, arguments=arguments)
         (tmp_path / "job.sh").write_text(text)
-        done = roomy.run("sbatch", "--wait", "--parsable", "job.sh", cwd=tmp_path)
-        said = (tmp_path / "job.out").read_text()
-        assert done.returncode == 0, said
-        found = (
+        done = one_node_cluster.run("sbatch", "--wait", "--parsable", "job.sh", cwd=tmp_path)
+        output = (tmp_path / "job.out").read_text()
+        assert done.returncode == 0, output
+        result = (
             [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(RANKS)] if "program" in text else []
         )
-        return [set(processors) for processors, _ in found], [threads for _, threads in found], said
+        return [set(processors) for processors, _ in result], [threads for _, threads in result], output
 
     return run
 
 
 @pytest.mark.parametrize("options", ["--ranks-per-node 2", f"--ranks-per-node 2 --cpus-per-task {EACH}", ""])
-def test_each_rank_has_the_cores_of_its_task(job, options):
-    (first, second), threads, said = job(f"--launcher mpirun {options} -- python program.py")
+def test_each_rank_is_bound_to_the_cores_of_its_task(job, options):
+    (first, second), threads, output = job(f"--launcher mpirun {options} -- python program.py")
     assert not first & second and len(first) == len(second) == EACH, (first, second)
-    assert threads == [str(EACH)] * RANKS and "not bound" not in said
+    assert threads == [str(EACH)] * RANKS and "not bound" not in output
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "report"),
     [(f"--ranks-per-node 2 --cpus-per-task {CPUS}", True), ("--ranks-per-node 2 --mpi-args '{none}'", False)],
 )
-def test_ranks_that_are_not_bound(job, mpi, options, told):
+def test_unbound_ranks_are_reported_unless_requested(job, mpi, options, report):
     word = "--bind-to none" if mpi.vendor == mpirun.OPEN_MPI else "-bind-to none"
-    (first, second), _, said = job(f"--launcher mpirun {options.replace('{none}', word)} -- python program.py")
+    (first, second), _, output = job(f"--launcher mpirun {options.replace('{none}', word)} -- python program.py")
     assert first == second == set(os.sched_getaffinity(0))
     reason = f"hpcdist run: ranks are not bound to cores: 2 ranks x {CPUS} (--cpus-per-task) do not fit"
-    assert said.count("not bound") == said.count(reason) == int(told), said
+    assert output.count("not bound") == output.count(reason) == int(report), output
 
 
-def test_the_doctor_of_the_job_says_so(job):
-    said = job("--launcher mpirun --ranks-per-node 2 doctor --job --device cpu")[2]
+def test_doctor_of_the_job_reports_the_cores_of_each_rank(job):
+    output = job("--launcher mpirun --ranks-per-node 2 doctor --job --device cpu")[2]
     cores = len(core_binding.node_cores().cores) // RANKS
-    assert re.search(rf"OK +cores +{cores} cores? each: .* \| .*; OMP_NUM_THREADS={EACH}\n", said), said
-    said = job(f"--launcher mpirun --ranks-per-node 2 --cpus-per-task {CPUS} doctor --job --device cpu")[2]
-    assert re.search(r"WARN +cores ", said), said
+    assert re.search(rf"OK +cores +{cores} cores? each: .* \| .*; OMP_NUM_THREADS={EACH}\n", output), output
+    output = job(f"--launcher mpirun --ranks-per-node 2 --cpus-per-task {CPUS} doctor --job --device cpu")[2]
+    assert re.search(r"WARN +cores ", output), output
 
 
-def test_the_daemons_of_mpirun_have_all_processors_of_the_job(cluster, tmp_path):
-    """Where the script is one that starts ranks by srun as well."""
+def test_daemons_of_mpirun_have_all_processors_of_the_job(cluster, tmp_path):
+    """The script also contains settings for ranks that srun starts."""
     (tmp_path / "program.py").write_text(STEP)
     home = Path(hpcdist.__file__).parents[1]
     arguments = "--launcher mpirun --ranks-per-node 2 --cpus-per-task 2 -- python program.py"
@@ -101,5 +102,5 @@ def test_the_daemons_of_mpirun_have_all_processors_of_the_job(cluster, tmp_path)
     text = text.replace("--nodes=1 --ntasks-per-node=4", "--nodes=2 --ntasks-per-node=2")
     (tmp_path / "job.sh").write_text(text.replace("unset", "export SRUN_CPUS_PER_TASK=2\nunset"))
     done = cluster.run("sbatch", "--wait", "--parsable", "job.sh", cwd=tmp_path)
-    said = (tmp_path / "job.out").read_text()
-    assert done.returncode == 0 and re.search(r"Nodes=2 CPUs=8 Tasks=2 ", said), said
+    output = (tmp_path / "job.out").read_text()
+    assert done.returncode == 0 and re.search(r"Nodes=2 CPUs=8 Tasks=2 ", output), output

@@ -1,4 +1,5 @@
-"""Runs of several jobs under a real Slurm of three virtual nodes: chains, and commands that are given again.
+"""Runs of several jobs under a real Slurm of three virtual nodes: chains, and commands that are repeated.
+
 
 Needs Debian's slurm-wlm and munge, and root.
 """
@@ -22,27 +23,28 @@ def jobs(cluster, tmp_path_factory):
     return Jobs(cluster, tmp_path_factory.mktemp("chains"))
 
 
-def test_a_chain_of_three_that_loses_a_node_trains_the_same_bits(jobs):
-    """Links 1 and 2 are told to stop, and a node is drained: the link on it goes on, the next one avoids it.
+def test_chain_that_loses_a_node_trains_the_same_bits(jobs):
+    """Links 1 and 2 are asked to stop, and a node is drained. The link on this node goes on, the next link avoids it.
 
-    At the same time the first link of another chain trains it all: the second finds nothing to do.
+
+    At the same time, the first link of another chain completes the training: its second link has nothing to do.
     """
     first, second, third = jobs.chain("--chain=3", "--out=chained")
     _, idle = jobs.chain("--chain=2", "--out=whole", "--no-check")
-    jobs.told(first, "\nstep 1/")
+    jobs.wait_for_log(first, "\nstep 1/")
     try:
         assert jobs.cluster.run("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=test").returncode == 0
         jobs.until(first, JobState="RUNNING", NodeList="n[1-2]")
         jobs.stop(first)
         jobs.until(first, JobState="COMPLETED", ExitCode="0:0")
-        (one,) = re.findall(r"saved step-(\d+); the job goes on", jobs.log(first))
-        jobs.told(second, f"\nstep {int(one) + 1}/")
+        (one,) = re.findall(r"saved step-(\d+); the job resumes", jobs.log(first))
+        jobs.wait_for_log(second, f"\nstep {int(one) + 1}/")
         jobs.stop(second)
         jobs.until(second, JobState="COMPLETED", NodeList="n[1,3]")
         jobs.until(third, JobState="COMPLETED", NodeList="n[1,3]")
     finally:
         assert jobs.cluster.run("scontrol", "update", "NodeName=n2", "State=RESUME").returncode == 0
-    (two,) = re.findall(r"saved step-(\d+); the job goes on", jobs.log(second))
+    (two,) = re.findall(r"saved step-(\d+); the job resumes", jobs.log(second))
     assert 0 < int(one) < int(two) < STEPS
     assert f"after {one} steps" in jobs.log(second) and f"after {two} steps" in jobs.log(third)
     assert "link 1 of 3 ends here; the next one goes on" in jobs.log(first)
@@ -57,8 +59,8 @@ def test_a_chain_of_three_that_loses_a_node_trains_the_same_bits(jobs):
         assert f"has all its {STEPS} steps" in jobs.log(number) and "\nstep " not in jobs.log(number)
 
 
-def test_the_same_command_goes_on_with_what_was_cancelled(jobs):
-    """And it makes no second job beside one that waits or runs."""
+def test_repeated_command_resumes_a_cancelled_chain(jobs):
+    """The command submits no second job while a job of the run waits or runs."""
     command = ("--chain=2", "--set=run.seed=5", "--no-check")
     first, second = jobs.chain(*command, nodes=1, steps=ENDLESS)
     (run_dir,) = (jobs.folder / "runs").iterdir()
@@ -80,8 +82,8 @@ def test_the_same_command_goes_on_with_what_was_cancelled(jobs):
     assert third not in (first, second)
 
 
-def test_three_starts_in_vain_are_enough(jobs):
-    """Each link ends with the exit code of its training, and the fourth is not begun."""
+def test_chain_ends_after_three_failed_starts(jobs):
+    """Each link ends with the exit code of its training, and the fourth link is not started."""
     chain = jobs.chain("--chain=4", "--out=vain", "--no-check", "--set=data.path=missing.txt", nodes=1, ranks=1)
     for number in chain:
         jobs.until(number, JobState="FAILED", ExitCode="78:0")
@@ -92,11 +94,11 @@ def test_three_starts_in_vain_are_enough(jobs):
     assert began == chain[:3]
 
 
-def test_saved_without_progress_is_the_end(jobs):
-    """A block of the site says that the training was stopped, and nothing is saved: the job is requeued once."""
+def test_job_without_progress_is_not_requeued_again(jobs):
+    """A site block reports a stopped training although nothing is saved. The job is requeued once."""
     generic = search.load_selected(None, jobs.cluster.environment).name
     Path(jobs.folder / "liar.toml").write_text(f"based_on = '{generic}'\n[blocks]\nlaunch = 'code=75'\n")
     number = jobs.begin("--site=liar.toml", "--out=liar", "--no-check", nodes=1, ranks=1)
     jobs.release(number)
     jobs.until(number, JobState="FAILED", ExitCode="75:0", Restarts="1")
-    assert "not started again: 2 starts in a row made no new checkpoint" in jobs.log(number)
+    assert "not started again: 2 consecutive starts made no new checkpoint" in jobs.log(number)

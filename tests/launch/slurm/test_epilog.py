@@ -1,4 +1,5 @@
-"""The epilog of a site, which a real Slurm runs on each node when a job has ended there in whatever way.
+"""The epilog of a site, which a real Slurm runs on each node after a job has ended there for any reason.
+
 
 Needs Debian's slurm-wlm and munge, and root.
 """
@@ -16,11 +17,11 @@ SITES = {mpirun.OPEN_MPI: "slurm-openmpi", mpirun.MPICH: "slurm-mpich"}
 pytestmark = pytest.mark.full
 
 
-def test_what_a_killed_job_left_is_removed_and_the_node_stays_in_use(cleaned, mpi, tmp_path):
+def test_epilog_removes_leftovers_of_a_killed_job(epilog_cluster, mpi, tmp_path):
     if mpi.vendor not in SITES:
         pytest.skip("how the ranks of this MPI are started under Slurm is not known here")
-    jobs = Jobs(cleaned, tmp_path)
-    local, textfile = cleaned.folder / "local", cleaned.folder / "textfile"
+    jobs = Jobs(epilog_cluster, tmp_path)
+    local, textfile = epilog_cluster.folder / "local", epilog_cluster.folder / "textfile"
     (tmp_path / "site.toml").write_text(
         f"based_on = '{SITES[mpi.vendor]}'\n[storage]\nnode_local = '{local}'\n"
         f"[environment]\nvariables = {{ TMPDIR = '{local}' }}\n"
@@ -38,8 +39,8 @@ def test_what_a_killed_job_left_is_removed_and_the_node_stays_in_use(cleaned, mp
     assert len(starts) == len(others) == 1
 
     # All its processes at once, the script among them, which cannot tidy up.
-    assert cleaned.run("scancel", "--full", "--signal=KILL", killed).returncode == 0
-    cleaned.wait(lambda: (cleaned.folder / f"epilog-{killed}-n1").exists(), "end of the epilog")
+    assert epilog_cluster.run("scancel", "--full", "--signal=KILL", killed).returncode == 0
+    epilog_cluster.wait(lambda: (epilog_cluster.folder / f"epilog-{killed}-n1").exists(), "end of the epilog")
     limit = time.monotonic() + LIMIT_S
     while (left := [*local.glob(".hpcdist-gone-*")]) and time.monotonic() < limit:
         time.sleep(0.1)
@@ -48,6 +49,6 @@ def test_what_a_killed_job_left_is_removed_and_the_node_stays_in_use(cleaned, mp
     # The other job, of the same user on the same node, has lost nothing and goes on.
     assert marks[other].exists() and others <= set(local.iterdir()) and (textfile / f"hpcdist_{other}.prom").exists()
     jobs.checkpoint(tmp_path / "other", (tmp_path / "other" / "checkpoints" / "latest").read_text())
-    assert cleaned.job(other)["JobState"] == "RUNNING"
-    assert "drain" not in cleaned.run("sinfo", "-h", "-o", "%T").stdout
-    assert cleaned.run("scancel", other).returncode == 0
+    assert epilog_cluster.job(other)["JobState"] == "RUNNING"
+    assert "drain" not in epilog_cluster.run("sinfo", "-h", "-o", "%T").stdout
+    assert epilog_cluster.run("scancel", other).returncode == 0

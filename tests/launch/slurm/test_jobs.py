@@ -1,4 +1,5 @@
-"""`hpcdist jobs` on a real Slurm, whose accounting is off: a chain of two, of which the first is asked to save and end.
+"""`hpcdist jobs` on a real Slurm without accounting: a chain of two, whose first job is asked to save and end.
+
 
 Needs Debian's slurm-wlm and munge, and root.
 """
@@ -37,7 +38,7 @@ def folder(tmp_path_factory):
     return place
 
 
-def test_a_chain_is_seen_saved_ended_and_accounted_for(cluster, folder):
+def test_jobs_commands_show_stop_and_account_for_a_chain(cluster, folder):
     run, state = folder / "run dir", folder / "state"
 
     def jobs(*arguments, code=0):
@@ -65,21 +66,21 @@ def test_a_chain_is_seen_saved_ended_and_accounted_for(cluster, folder):
         ledger.record(run, "submitted", job=job, scheduler="slurm", log=str(folder / f"{job}.out"), chain=chain)
     cluster.wait(lambda: (run / "checkpoints" / "latest").exists(), f"checkpoint of job {first}")
 
-    found = seen(first)
-    assert (found["state"], found["nodes"], found["restarts"]) == ("RUNNING", 1, 0)
-    assert (found["steps"], found["run_dir"]) == (1000000, str(run))
-    assert isinstance(found["checkpoint_step"], int) and found["checkpoint_step"] >= 20
-    assert isinstance(found["time_left_s"], float) and 0 < found["time_left_s"] <= 1800
+    result = seen(first)
+    assert (result["state"], result["nodes"], result["restarts"]) == ("RUNNING", 1, 0)
+    assert (result["steps"], result["run_dir"]) == (1000000, str(run))
+    assert isinstance(result["checkpoint_step"], int) and result["checkpoint_step"] >= 20
+    assert isinstance(result["time_left_s"], float) and 0 < result["time_left_s"] <= 1800
     waits = seen(second)
     assert (waits["state"], waits["reason"]) == ("PENDING", "Dependency")
     table = jobs()[0]  # begin has entered the run in the registry, and the names come from the queue
     assert re.search(rf"^{first} .*RUNNING.*\n{second} .*PENDING \(Dependency\)", table, re.MULTILINE), table
     assert r"e|vil \x1b[31m" in table and "\x1b" not in table
-    said, where = jobs("log", first, "-n", "2")
-    assert len(said.splitlines()) == 2 and f"{first}.out" in where
+    output, where = jobs("log", first, "-n", "2")
+    assert len(output.splitlines()) == 2 and f"{first}.out" in where
 
     _, done = jobs("cancel", first)
-    assert done.index(f"job {second} left the queue") < done.index(f"job {first} saves after its step and ends")
+    assert done.index(f"job {second} left the queue") < done.index(f"job {first} saves after its current step and ends")
     cluster.wait(lambda: cluster.job(first)["JobState"] == "FAILED", f"end of job {first}")
     assert (cluster.job(first)["ExitCode"], cluster.job(first)["Requeue"]) == ("75:0", "0")
     assert (cluster.job(second)["JobState"], (run / "stop").exists()) == ("CANCELLED", False)
@@ -101,8 +102,8 @@ def test_a_chain_is_seen_saved_ended_and_accounted_for(cluster, folder):
     assert not (folder / "x").exists()
 
 
-def test_arrays_and_what_slurm_does_not_know(cluster, folder):
-    """Two tasks at the most, of which one runs: the array can only be cancelled at once."""
+def test_jobs_commands_handle_arrays_and_unknown_jobs(cluster, folder):
+    """At most two tasks run at once, so an array can only be cancelled immediately."""
 
     def jobs(*arguments):
         line = [sys.executable, "-P", "-m", "hpcdist", "jobs", *arguments]
@@ -122,4 +123,4 @@ def test_arrays_and_what_slurm_does_not_know(cluster, folder):
     assert jobs("cancel", f"{array}_2")[0] == jobs("cancel", array, "--now")[0] == os.EX_OK
     cluster.wait(lambda: f"{array}_" not in jobs("status")[1], "the end of the array")
     code, _, why = jobs("report", "4711")
-    assert code == 78 and "nothing is known of job 4711" in why
+    assert code == 78 and "job 4711 is unknown" in why

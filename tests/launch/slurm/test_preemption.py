@@ -1,4 +1,5 @@
-"""Jobs of a real Slurm that are preempted: told so, they save, are requeued, and go on, whatever starts their ranks.
+"""Jobs of a real Slurm that are preempted: they save after the warning, are requeued, and resume, with any launcher.
+
 
 Needs Debian's slurm-wlm and munge, for Open MPI's srun also libpmix-dev, and root.
 """
@@ -7,7 +8,7 @@ import re
 
 import pytest
 
-from harness.jobs import SITES, begun, newest, same_bits
+from harness.jobs import SITES, have_same_bits, newest_step, start_checkpoints
 from hpcdist.comm.launch import mpirun
 from stubs.slurm_cluster import SLOW, Jobs
 
@@ -18,16 +19,16 @@ pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
-def jobs(preempting, mpi, tmp_path_factory):
-    found = Jobs(preempting, tmp_path_factory.mktemp("jobs"))
+def jobs(preemption_cluster, mpi, tmp_path_factory):
+    result = Jobs(preemption_cluster, tmp_path_factory.mktemp("jobs"))
     for name, site in (SITES.get(mpi.vendor, {}) | ({"mpirun": HYDRA} if mpi.vendor == mpirun.MPICH else {})).items():
-        (found.folder / f"{name}.toml").write_text(site)
-    return found
+        (result.folder / f"{name}.toml").write_text(site)
+    return result
 
 
 @pytest.mark.parametrize(("launcher", "nodes"), [("mpirun", 2), ("mpirun", 1), ("srun", 2)])
 @pytest.mark.matrix_except("srun-2")
-def test_a_preempted_job_saves_and_goes_on(jobs, mpi, launcher, nodes):
+def test_preempted_job_saves_and_resumes(jobs, mpi, launcher, nodes):
     if not (jobs.folder / f"{launcher}.toml").exists():
         pytest.skip("how the ranks of this MPI are started under Slurm is not known here")
     tried = jobs.cluster.run("srun", "--mpi=pmix", "--ntasks=1", "true")
@@ -36,26 +37,26 @@ def test_a_preempted_job_saves_and_goes_on(jobs, mpi, launcher, nodes):
     name = f"{launcher}-{nodes}"
     options = (f"--site={launcher}.toml", f"--set=checkpoint.every_steps={STEPS}")
     number = jobs.begin(f"--out={name}", *options, SLOW, nodes=nodes, ranks=2 // nodes, steps=STEPS)
-    jobs.told(number, "\nstep 1/")
+    jobs.wait_for_log(number, "\nstep 1/")
     urgent = jobs.cluster.preempt()
     jobs.until(number, Restarts="1", JobState="PENDING")
     jobs.until(urgent, JobState="COMPLETED")
-    saved = newest(jobs.folder / name)
+    saved = newest_step(jobs.folder / name)
     assert 0 < saved < STEPS
     jobs.until(number, JobState="COMPLETED", ExitCode="0:0")
-    said = jobs.log(number)
-    assert "SIGTERM to its steps" in said and f"saved step-{saved}; the job goes on from there\n" in said
-    assert re.search(rf"resumed from \S+/step-{saved} after {saved} steps", said)
-    assert begun(jobs.folder / name) == ["", f"step-{saved}"]
+    output = jobs.log(number)
+    assert "SIGTERM to its steps" in output and f"saved step-{saved}; the job resumes from there\n" in output
+    assert re.search(rf"resumed from \S+/step-{saved} after {saved} steps", output)
+    assert start_checkpoints(jobs.folder / name) == ["", f"step-{saved}"]
     whole = f"whole-{name}"
     jobs.until(
         jobs.begin(f"--out={whole}", *options, "--no-check", nodes=nodes, ranks=2 // nodes, steps=STEPS),
         JobState="COMPLETED",
     )
-    assert same_bits(jobs.folder / whole, jobs.folder / name)
+    assert have_same_bits(jobs.folder / whole, jobs.folder / name)
 
 
-def test_a_job_that_is_preempted_before_it_trains_is_requeued(jobs, mpi):
+def test_job_preempted_before_training_is_requeued(jobs, mpi):
     launcher = "mpirun" if (jobs.folder / "mpirun.toml").exists() else "srun"
     local, waits = jobs.folder / "local", jobs.folder / "waits"
     site = (jobs.folder / f"{launcher}.toml").read_text() + f"[storage]\nnode_local = '{local}'\n"
@@ -66,8 +67,6 @@ def test_a_job_that_is_preempted_before_it_trains_is_requeued(jobs, mpi):
     assert list(local.iterdir())
     jobs.cluster.preempt()
     jobs.until(number, Restarts="1", JobState="PENDING")
-    assert "this start made no new checkpoint in the run directory; the job goes on from the beginning" in jobs.log(
-        number
-    )
+    assert "this start made no new checkpoint in the run directory; the job resumes from step 0" in jobs.log(number)
     jobs.until(number, JobState="COMPLETED", ExitCode="0:0")
     assert not list(local.iterdir())

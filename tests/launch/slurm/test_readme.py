@@ -1,4 +1,4 @@
-"""The two lines that slurm/README.md begins with, as a reader types them, on the real Slurm."""
+"""The two first commands of slurm/README.md, run as a reader types them, on the real Slurm."""
 
 import re
 import sys
@@ -10,7 +10,7 @@ from hpcdist.batch import job
 pytestmark = pytest.mark.full
 
 
-def test_the_two_lines_submit_the_default_job(cluster, tmp_path):
+def test_readme_commands_submit_the_default_job(cluster, tmp_path):
     block = re.search(r"```sh\n(.*?)```", (job.folder(job.TEMPLATES).parent / "README.md").read_text(), re.DOTALL)
     assert block is not None
     submit, status = (line.partition(" #")[0].split() for line in block[1].splitlines())

@@ -1,4 +1,5 @@
-"""`hpcdist run --launcher srun` in jobs of a real Slurm: signals, exit codes and lost nodes are as with mpirun.
+"""`hpcdist run --launcher srun` in jobs of a real Slurm: signals, exit codes and lost nodes as with mpirun.
+
 
 Needs Debian's slurm-wlm and munge, for Open MPI also libpmix-dev (whose libpmix.so the PMIx plugin of Slurm opens), and
 root. Run it with the Python of each MPI: Open MPI is started through PMIx, MPICH through PMI-2.
@@ -38,7 +39,7 @@ run() {{
   echo "$1 ended with $code"
 }}
 """
-# The ranks of the second start do not find the launcher's directory, as those of other hosts: srun has to pass signals.
+# The ranks of the second start do not see the launcher's directory, like ranks on other hosts: srun must pass signals.
 SIGNALS = """
 run first -n 4 --ranks-per-node 2 train recipe.toml --out stopped
 run second -n 4 --ranks-per-node 2 --mpi-args --export=ALL,HPCDIST_LAUNCH_DIR=/none \\
@@ -67,7 +68,7 @@ run lost -n 2 --ranks-per-node 1 --restarts 2 train recipe.toml --out lost
 
 
 class Job:
-    """A batch job of its own folder, with the launchers that it starts one after the other."""
+    """A batch job with a separate folder, which runs its launchers one after the other."""
 
     def __init__(self, cluster, folder, pmi):
         self.cluster, self.folder, self.pmi = cluster, folder, pmi
@@ -92,7 +93,7 @@ class Job:
         path = self.folder / "job.out"
         return path.read_text() if path.exists() else ""
 
-    def said(self, text, times=1):
+    def wait_for_text(self, text, times=1):
         try:
             self.cluster.wait(lambda: self.log.count(text) >= times, text)
         finally:
@@ -102,10 +103,10 @@ class Job:
         assert self.cluster.run("scancel", f"--signal={name}", "--batch", self.number).returncode == 0
 
     def code(self, start):
-        self.said(f"{start} ended with ")
-        found = re.search(rf"{start} ended with (\d+)\n", self.log)
-        assert found
-        return int(found[1])
+        self.wait_for_text(f"{start} ended with ")
+        match = re.search(rf"{start} ended with (\d+)\n", self.log)
+        assert match
+        return int(match[1])
 
 
 @pytest.fixture
@@ -124,16 +125,16 @@ def job(cluster, tmp_path, mpi):
         cluster.wait(lambda: not cluster.run("squeue", "-h", "-j", made.number).stdout.strip(), "end of the job")
 
 
-def test_signals_and_exit_codes(job):
+def test_srun_passes_signals_and_exit_codes(job):
     job.submit(SIGNALS, "--nodes=2")
     latest = job.folder / "stopped" / "checkpoints" / "latest"
-    job.said("\nstep 1/")
+    job.wait_for_text("\nstep 1/")
     job.signal("USR1")
     assert job.code("first") == 75, job.log
     assert job.log.count("4 ranks on 2 nodes") == 1 and latest.exists(), job.log
     saved = latest.read_text()
 
-    job.said(f"resumed from stopped/checkpoints/{saved.strip()} ")
+    job.wait_for_text(f"resumed from stopped/checkpoints/{saved.strip()} ")
     job.cluster.wait(lambda: latest.read_text() != saved, "newer checkpoint")
     job.signal("USR2")
     assert job.code("second") == 130, job.log
@@ -146,7 +147,7 @@ def test_signals_and_exit_codes(job):
     assert killed and "'model.layers'" in rest and "Traceback" not in rest
 
 
-def test_a_hook_at_exit_ends_before_its_step(job):
+def test_exit_hooks_complete_before_the_step_ends(job):
     (job.folder / "hook").mkdir()
     (job.folder / "hook" / "sitecustomize.py").write_text(HOOK)
     job.submit(HOOKED, "--nodes=2", steps=2)
@@ -155,16 +156,16 @@ def test_a_hook_at_exit_ends_before_its_step(job):
     assert "CANCELLED" not in job.log and "srun: error" not in job.log
 
 
-def test_a_lost_node_is_left_out(job):
+def test_lost_node_is_excluded_from_the_next_start(job):
     cluster = job.cluster
     job.submit(LOST, "--nodes=3", "--ntasks-per-node=1", "--no-kill")
     latest = job.folder / "lost" / "checkpoints" / "latest"
     cluster.wait(latest.exists, "checkpoint")
     assert cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test").returncode == 0
     try:
-        job.said("without n2, which the job has lost")
-        job.said("2 ranks on 2 nodes", times=2)
-        job.said("resumed from lost/checkpoints/step-")
+        job.wait_for_text("without the lost nodes n2")
+        job.wait_for_text("2 ranks on 2 nodes", times=2)
+        job.wait_for_text("resumed from lost/checkpoints/step-")
     finally:
         cluster.run("scancel", job.number)
         cluster.run("scontrol", "update", "NodeName=n2", "State=RESUME")

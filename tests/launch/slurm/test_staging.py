@@ -1,4 +1,5 @@
-"""Copies on the nodes of a job of a real Slurm go with it, whenever and however it ends.
+"""Copies on the nodes of a job of a real Slurm are removed, whenever and however the job ends.
+
 
 Needs Debian's slurm-wlm and munge, root, and namespaces (`unshare`).
 """
@@ -16,11 +17,11 @@ pytestmark = pytest.mark.full
 
 
 @pytest.fixture
-def jobs(fragile, tmp_path):
-    base = search.load_selected(None, fragile.environment).name
-    found = Jobs(fragile, tmp_path)
+def jobs(crash_cluster, tmp_path):
+    base = search.load_selected(None, crash_cluster.environment).name
+    result = Jobs(crash_cluster, tmp_path)
     (tmp_path / "site.toml").write_text(f"based_on = '{base}'\n[storage]\nnode_local = '/{LOCAL}'\n")
-    return found
+    return result
 
 
 def copies(cluster, node):
@@ -28,31 +29,31 @@ def copies(cluster, node):
 
 
 @pytest.mark.parametrize("moment", ["warm-up", "training"])
-def test_a_cancelled_job_leaves_no_copies_on_any_node(fragile, jobs, moment):
+def test_cancelled_job_leaves_no_copies_on_any_node(crash_cluster, jobs, moment):
     number = jobs.begin(*OPTIONS, *(["--warmup"] if moment == "warm-up" else []), nodes=2, ranks=1, steps=ENDLESS)
 
     def warming_up():
-        return all(any("kernels/" in str(path) for path in copies(fragile, node)) for node in NODES)
+        return all(any("kernels/" in str(path) for path in copies(crash_cluster, node)) for node in NODES)
 
     if moment == "training":
-        jobs.told(number, "\nstep 1/")
+        jobs.wait_for_log(number, "\nstep 1/")
     else:
-        fragile.wait(warming_up, "kernels on both nodes")
-    assert all(any(path.name == "text.txt" for path in copies(fragile, node)) for node in NODES)
-    assert fragile.run("scancel", number).returncode == 0
+        crash_cluster.wait(warming_up, "kernels on both nodes")
+    assert all(any(path.name == "text.txt" for path in copies(crash_cluster, node)) for node in NODES)
+    assert crash_cluster.run("scancel", number).returncode == 0
     jobs.until(number, JobState="CANCELLED")
     assert ("\nstep 1/" in jobs.log(number)) is (moment == "training")
-    assert [copies(fragile, node) for node in NODES] == [[], []]
+    assert [copies(crash_cluster, node) for node in NODES] == [[], []]
     assert "could not be removed" not in jobs.log(number)
 
 
-def test_a_requeued_job_leaves_no_copies_on_any_node(fragile, jobs):
+def test_requeued_job_leaves_no_copies_on_any_node(crash_cluster, jobs):
     number = jobs.begin(*OPTIONS, nodes=2, ranks=1, steps=ENDLESS)
-    jobs.told(number, "\nstep 1/")
-    assert all(copies(fragile, node) for node in NODES)
+    jobs.wait_for_log(number, "\nstep 1/")
+    assert all(copies(crash_cluster, node) for node in NODES)
     jobs.stop(number)
     jobs.until(number, JobState="PENDING", Restarts="1")
-    assert fragile.run("scontrol", "hold", number).returncode == 0
-    assert [copies(fragile, node) for node in NODES] == [[], []]
+    assert crash_cluster.run("scontrol", "hold", number).returncode == 0
+    assert [copies(crash_cluster, node) for node in NODES] == [[], []]
     assert "could not be removed" not in jobs.log(number)
-    fragile.run("scancel", number)
+    crash_cluster.run("scancel", number)

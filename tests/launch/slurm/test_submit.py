@@ -18,8 +18,8 @@ def jobs(cluster, tmp_path_factory):
     return Jobs(cluster, tmp_path_factory.mktemp("submitted"))
 
 
-def test_a_job_waits_for_nodes_that_are_drained(jobs):
-    """What can never run is refused all the same, also while a node is away."""
+def test_job_waits_for_drained_nodes(jobs):
+    """A job that can never run is still rejected while a node is away."""
     cluster = jobs.cluster
     whole = ("--ranks-per-node=1", "--job-name=hpcdist-waits")
     refused = jobs.submit(f"--nodes={NODES}", *whole, "--cpus-per-task=5")
@@ -35,15 +35,15 @@ def test_a_job_waits_for_nodes_that_are_drained(jobs):
         for options in ([f"--nodes={NODES + 1}"], [f"--nodes={NODES}", "--cpus-per-task=5"], ["--partition=nix"]):
             refused = jobs.submit("--nodes=1", *whole, *options)
             assert (refused.returncode, refused.stdout) == (78, ""), (options, refused.stderr)
-            assert "Slurm refuses the job" in refused.stderr
+            assert "Slurm refused the job" in refused.stderr
     finally:
         cluster.run("scontrol", "update", "NodeName=n3", "State=RESUME")
     cluster.wait(lambda: "drain" not in cluster.run("sinfo", "-h", "-o", "%T").stdout, "n3")
     assert "hpcdist-waits" not in cluster.run("squeue", "-h", "-o", "%j").stdout
 
 
-def test_a_job_knows_nothing_of_the_allocation_it_was_submitted_from(jobs):
-    """That one has memory by core, and the job by node: srun takes one of the two."""
+def test_job_does_not_inherit_the_allocation_of_its_submission(jobs):
+    """The allocation has memory per core, and the job memory per node. srun accepts only one of the two."""
     line = [sys.executable, "-P", "-m", "hpcdist", "submit", "recipe.toml", "--set=run.steps=2", "--out=inner"]
     line += ["--nodes=2", "--no-check", "--sbatch-arg=--mem=100"]
     done = jobs.cluster.run("salloc", "--quiet", "--nodes=1", "--mem-per-cpu=10", *line, cwd=jobs.folder)
@@ -51,7 +51,7 @@ def test_a_job_knows_nothing_of_the_allocation_it_was_submitted_from(jobs):
     jobs.until(done.stdout.strip(), JobState="COMPLETED", ExitCode="0:0")
 
 
-def test_a_job_that_is_asked_to_save_and_end_has_not_failed(jobs):
+def test_job_asked_to_save_and_end_does_not_fail(jobs):
     number = jobs.begin("--no-check", "--out=cancelled", nodes=1, ranks=1, steps=ENDLESS)
     saved = jobs.checkpoint(jobs.folder / "cancelled")
     hpcdist = [sys.executable, "-P", "-m", "hpcdist", "jobs"]
@@ -59,7 +59,7 @@ def test_a_job_that_is_asked_to_save_and_end_has_not_failed(jobs):
     assert done.returncode == 0, done.stderr
     jobs.until(number, JobState="COMPLETED", ExitCode="0:0")
     latest = (jobs.folder / "cancelled" / "checkpoints" / "latest").read_text()
-    assert latest != saved and f"saved {latest.strip()}; not started again: somebody has cancelled" in jobs.log(number)
+    assert latest != saved and f"saved {latest.strip()}; not started again: the job was cancelled" in jobs.log(number)
     shown = jobs.cluster.run(*hpcdist, "status", number, "--json", cwd=jobs.folder).stdout
-    assert '"reason": "saved and ended, as it was asked to"' in shown
+    assert '"reason": "saved and ended as requested"' in shown
     assert list((jobs.folder / "cancelled").glob("job-*.toml")) and not list(jobs.folder.glob("hpcdist-*.toml"))

@@ -1,7 +1,8 @@
 """One attack of each kind on real jobs: kills, deaths, signals, hangs, damaged and hostile files, odd environments.
 
-Each is the small form of a campaign that another file repeats many times. What was trained is held against a reference
-of its own: a multi-layer perceptron in float64 on one process, which shares no code with the package.
+
+Each test is the small form of a campaign that another file repeats many times. Results are compared with an independent
+reference: a multi-layer perceptron in float64 on one process, which shares no code with the package.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from harness import jobs
-from harness.jobs import LIMIT_S, newest, until
+from harness.jobs import LIMIT_S, newest_step, until
 from hpcdist.checkpoint.verify import verify
 from hpcdist.comm.launch import mpirun
 
@@ -44,7 +45,7 @@ pytestmark = [pytest.mark.usefixtures("mpi"), pytest.mark.full]
 
 
 @pytest.fixture
-def table(tmp_path, rng):
+def data_table(tmp_path, rng):
     path = tmp_path / "table.h5"
     with h5py.File(path, "w") as file:
         file["x"] = rng.standard_normal((ROWS, FEATURES))
@@ -59,8 +60,8 @@ def line(ranks, data, out, *keys, options=()):
     return [*run, "train", "--json", "--out", str(out), "--resume", "auto", *settings]
 
 
-def ends(command, code=0, environment=os.environ):
-    """Run ``command``, hold its exit code to be ``code``, and return what it wrote."""
+def run_expecting(command, code=0, environment=os.environ):
+    """Run ``command``, check that its exit code is ``code``, and return its output."""
     done = jobs.run(command, env=environment)
     output = done.stdout + done.stderr
     assert done.returncode == code, output
@@ -69,15 +70,20 @@ def ends(command, code=0, environment=os.environ):
 
 
 def tensors(out, step):
-    """The parameters of the checkpoint of ``step``."""
+    """Return the parameters of the checkpoint of ``step``."""
     file = out / f"step-{step}.safetensors"
-    ends([sys.executable, "-m", "hpcdist", "checkpoint", "export", str(out / f"checkpoints/step-{step}"), str(file)])
+    run_expecting(
+        [sys.executable, "-m", "hpcdist", "checkpoint", "export", str(out / f"checkpoints/step-{step}"), str(file)]
+    )
     return load_file(file)
 
 
 @contextlib.contextmanager
 def job(command, log, **environment):
-    """Start ``command``; kill what is left of it at the end. Everything of a job has its run directory's name."""
+    """Start ``command`` and kill all its remaining processes at the end.
+
+    Each of them has the name of the run directory.
+    """
     with log.open("wb") as stream:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=os.environ | environment,
@@ -93,7 +99,7 @@ def job(command, log, **environment):
 
 
 def processes(out, *, ranks=False):
-    """The living processes of the job in ``out``, or its ranks alone, in the order of their ids."""
+    """Return the ids of the living processes of the job in ``out``, or of its ranks alone, in order."""
     pids = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # it has just ended
@@ -127,13 +133,15 @@ def reference_step(weights, biases, x, y):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.matrix_except("zero1 in micro-batches on 2 ranks")
-def test_a_layout_trains_what_one_process_in_float64_does(layout, table, tmp_path):
+def test_layouts_match_an_independent_float64_reference(layout, data_table, tmp_path):
     ranks, keys = LAYOUTS[layout]
-    summary = json.loads(ends(line(ranks, table, tmp_path / "run", *keys, "run.steps=4")).partition("\n")[0])
+    summary = json.loads(
+        run_expecting(line(ranks, data_table, tmp_path / "run", *keys, "run.steps=4")).partition("\n")[0]
+    )
     before, after = tensors(tmp_path / "run", 1), tensors(tmp_path / "run", 4)
     weights = [before[f"{layer}.linear.weight"].copy() for layer in range(3)]
     biases = [before[f"{layer}.linear.bias"].copy() for layer in range(3)]
-    with h5py.File(table) as file:
+    with h5py.File(data_table) as file:
         losses = [reference_step(weights, biases, file["x"][:], file["y"][:]) for _ in range(3)]
     assert summary["train_loss"] == pytest.approx(losses[-1], rel=1e-12)
     norm = math.sqrt(sum(float(np.sum(tensor**2)) for tensor in after.values()))
@@ -146,43 +154,43 @@ def test_a_layout_trains_what_one_process_in_float64_does(layout, table, tmp_pat
 
 
 @pytest.mark.matrix
-def test_a_killed_job_goes_on_with_the_same_bits(table, tmp_path, rng):
+def test_killed_job_resumes_with_the_same_bits(data_table, tmp_path, rng):
     keys = ["parallel.strategy=zero2", "optimizer.momentum=0.9"]
-    ends(line(2, table, tmp_path / "calm", *keys, "run.steps=12"))
+    run_expecting(line(2, data_table, tmp_path / "calm", *keys, "run.steps=12"))
     log, out = tmp_path / "killed-run.log", tmp_path / "killed-run"
-    with job(line(2, table, out, *keys, "run.steps=1000000"), log) as process:
-        until(lambda: newest(out) >= 2, process=process, log=log)
+    with job(line(2, data_table, out, *keys, "run.steps=1000000"), log) as process:
+        until(lambda: newest_step(out) >= 2, process=process, log=log)
         doomed = processes(out) if rng.random() < 0.5 else processes(out, ranks=True)[:1]
         for pid in doomed:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         assert process.wait(timeout=LIMIT_S) != 0
         until(lambda: not processes(out), process=process, log=log) if process.poll() is None else None
-    reached = newest(out)
+    reached = newest_step(out)
     steps = max(12, reached + 2)
     if steps > 12:  # it was quicker than this test
-        ends(line(2, table, tmp_path / "calm", *keys, f"run.steps={steps}"))
-    ends(line(2, table, out, *keys, f"run.steps={steps}"))
+        run_expecting(line(2, data_table, tmp_path / "calm", *keys, f"run.steps={steps}"))
+    run_expecting(line(2, data_table, out, *keys, f"run.steps={steps}"))
     calm, killed = tensors(tmp_path / "calm", steps), tensors(out, steps)
     assert calm.keys() == killed.keys()
     for name, tensor in calm.items():
         np.testing.assert_array_equal(killed[name], tensor, err_msg=f"{name}, killed at step {reached}")
 
 
-def test_the_others_go_on_when_a_rank_dies(mpi, table, tmp_path):
+def test_surviving_ranks_continue_when_a_rank_dies(mpi, data_table, tmp_path):
     if mpi.vendor != mpirun.OPEN_MPI or not mpi.version.startswith("5"):
-        pytest.skip(f"{mpi.vendor} {mpi.version} does not go on when a rank dies")
+        pytest.skip(f"{mpi.vendor} {mpi.version} ends the job when a rank dies")
     keys = ["parallel.strategy=zero1", "run.steps=6", "chaos.kill=['1@3:backward']"]
-    output = ends(line(3, table, tmp_path / "run", *keys, options=("--survive", "shrink")))
+    output = run_expecting(line(3, data_table, tmp_path / "run", *keys, options=("--survive", "shrink")))
     summary = json.loads(output.partition("\n")[0])
     assert [life["died"] for life in summary["lives"]] == [1] and summary["steps"] == 6
 
 
-def test_a_stopped_rank_ends_the_job_and_is_named(table, tmp_path):
+def test_stopped_rank_ends_the_job_and_is_named(data_table, tmp_path):
     log, out = tmp_path / "stopped-run.log", tmp_path / "stopped-run"
     keys = ["run.steps=1000000", "communication.deadline_s=3", "checkpoint.every_steps=100"]
-    with job(line(2, table, out, *keys), log) as process:
-        until(lambda: newest(out) >= 100, process=process, log=log)
+    with job(line(2, data_table, out, *keys), log) as process:
+        until(lambda: newest_step(out) >= 100, process=process, log=log)
         os.kill(processes(out, ranks=True)[-1], signal.SIGSTOP)
         assert process.wait(timeout=LIMIT_S) not in (0, 75)
     verdict = jobs.hpcdist("hang", str(out)).stdout
@@ -190,9 +198,9 @@ def test_a_stopped_rank_ends_the_job_and_is_named(table, tmp_path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGUSR1, 75)])
-def test_a_signal_while_kernels_compile_ends_the_job(number, code, table, tmp_path, rng):
+def test_signal_during_kernel_compilation_ends_the_job(number, code, data_table, tmp_path, rng):
     log, out = tmp_path / "signalled-run.log", tmp_path / "signalled-run"
-    with job(line(2, table, out, "run.steps=1000000"), log, NUMBA_CACHE_DIR=str(tmp_path / "cold")) as process:
+    with job(line(2, data_table, out, "run.steps=1000000"), log, NUMBA_CACHE_DIR=str(tmp_path / "cold")) as process:
         until(lambda: bool(processes(out, ranks=True)), process=process, log=log)
         time.sleep(float(rng.random()) * 4)
         process.send_signal(number)
@@ -203,9 +211,9 @@ def test_a_signal_while_kernels_compile_ends_the_job(number, code, table, tmp_pa
 # -- files and environments
 
 
-def test_a_damaged_checkpoint_is_found(table, tmp_path, rng):
+def test_damaged_checkpoint_is_detected(data_table, tmp_path, rng):
     out = tmp_path / "run"
-    ends(line(2, table, out, "parallel.strategy=zero1", "run.steps=2"))
+    run_expecting(line(2, data_table, out, "parallel.strategy=zero1", "run.steps=2"))
     checkpoint = out / "checkpoints/step-2"
     assert not verify(checkpoint).damage
     for path in sorted(checkpoint.iterdir()):
@@ -219,34 +227,34 @@ def test_a_damaged_checkpoint_is_found(table, tmp_path, rng):
     assert not verify(checkpoint).damage
 
 
-def test_data_that_lies_elsewhere_or_has_changed(table, tmp_path, rng):
+def test_linked_data_is_accepted_and_changed_data_is_rejected(data_table, tmp_path, rng):
     linking, out = tmp_path / "linking.h5", tmp_path / "run"
     with h5py.File(linking, "w") as file:
         file["other"] = rng.standard_normal(4096)
-        file["x"] = h5py.ExternalLink(table.name, "x")
-        file["y"] = h5py.ExternalLink(table.name, "y")
-    linked = json.loads(ends(line(1, linking, out, "run.steps=2")).partition("\n")[0])
-    plain = json.loads(ends(line(1, table, tmp_path / "plain", "run.steps=2")).partition("\n")[0])
+        file["x"] = h5py.ExternalLink(data_table.name, "x")
+        file["y"] = h5py.ExternalLink(data_table.name, "y")
+    linked = json.loads(run_expecting(line(1, linking, out, "run.steps=2")).partition("\n")[0])
+    plain = json.loads(run_expecting(line(1, data_table, tmp_path / "plain", "run.steps=2")).partition("\n")[0])
     assert linked["train_loss"] == plain["train_loss"]
-    with h5py.File(table, "r+") as file:
+    with h5py.File(data_table, "r+") as file:
         file["x"][ROWS // 2, 3] += 1.0
-    assert "was written by a run on other data" in ends(line(1, linking, out, "run.steps=4"), 78)
+    assert "was written by a run on other data" in run_expecting(line(1, linking, out, "run.steps=4"), 78)
 
 
-def test_a_text_that_is_cut_while_it_is_trained_on(tmp_path, rng):
+def test_text_truncated_during_training_ends_the_job(tmp_path, rng):
     text, log, out = tmp_path / "text.txt", tmp_path / "cut-run.log", tmp_path / "cut-run"
     text.write_bytes(rng.integers(32, 127, 1 << 20, np.uint8).tobytes())
     keys = ["model.kind=gpt", "model.layers=1", "model.heads=1", "model.activation=gelu", "data.context=16"]
     with job(line(2, text, out, *keys, "run.steps=1000000", "checkpoint.keep=2"), log) as process:
-        until(lambda: newest(out) >= 2, process=process, log=log)
+        until(lambda: newest_step(out) >= 2, process=process, log=log)
         os.truncate(text, 1000)
         assert process.wait(timeout=LIMIT_S) == 74, log.read_text()
     assert f"{text} has 1,000 bytes" in log.read_text()
 
 
-def test_links_in_the_run_directory_are_not_written_through(table, tmp_path):
+def test_links_in_the_run_directory_are_not_followed(data_table, tmp_path):
     out, precious = tmp_path / "run", tmp_path / "precious"
-    ends(line(1, table, out, "run.steps=2"))
+    run_expecting(line(1, data_table, out, "run.steps=2"))
     precious.write_text("precious")
     for name in ("checkpoints/latest.tmp", "starts.tmp", "usage.tmp", "starts.json.tmp", "usage.json.tmp"):
         (out / name).symlink_to(precious)
@@ -254,20 +262,20 @@ def test_links_in_the_run_directory_are_not_written_through(table, tmp_path):
     (out / "recorder").rename(elsewhere)
     before = {path.name: path.read_bytes() for path in elsewhere.iterdir()}
     (out / "recorder").symlink_to(elsewhere)
-    ends(line(1, table, out, "run.steps=4"))
+    run_expecting(line(1, data_table, out, "run.steps=4"))
     assert precious.read_text() == "precious"
     assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == before
 
 
-def test_output_that_nobody_takes_and_an_empty_environment(table, tmp_path):
+def test_job_runs_with_closed_output_and_empty_environment(data_table, tmp_path):
     bare = {name: os.environ[name] for name in ("PATH", "HPCDIST_TUNING")}
     shell = ["env", "-i", *(f"{name}={value}" for name, value in bare.items()), "bash", "-c"]
-    command = line(2, table, tmp_path / "run", "run.steps=2")
+    command = line(2, data_table, tmp_path / "run", "run.steps=2")
     done = subprocess.run([*shell, '"$@" >/dev/full 2>/dev/full', "bash", *command], timeout=LIMIT_S, check=False)
-    assert done.returncode == 0 and newest(tmp_path / "run") == 2
+    assert done.returncode == 0 and newest_step(tmp_path / "run") == 2
 
 
-def test_a_site_profile_and_the_name_of_a_run_execute_nothing(tmp_path):
+def test_site_profile_and_run_name_cannot_execute_code(tmp_path):
     profile, sign, out = (
         tmp_path / "site.toml",
         tmp_path / "sign",

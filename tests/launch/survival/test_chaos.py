@@ -1,4 +1,4 @@
-"""Faults on purpose in a real job: who is held up, and who held them up."""
+"""Injected faults in a real job: the waiting rank and the rank that delays it are reported."""
 
 import sys
 
@@ -10,7 +10,7 @@ from hpcdist.telemetry.hang import analyse, load
 
 @pytest.mark.usefixtures("mpi")
 @pytest.mark.full
-def test_a_stalled_rank_is_named(tmp_path, rng):
+def test_stalled_rank_is_named(tmp_path, rng):
     (tmp_path / "text.txt").write_text(" ".join(rng.choice(["abba", "cede", "face", "hebe"], 2000)))
     out = tmp_path / "run"
     command = [sys.executable, "-m", "hpcdist", "run", "-n", "2", "train", "--out", str(out)]
@@ -22,6 +22,6 @@ def test_a_stalled_rank_is_named(tmp_path, rng):
     done = jobs.run(command)
     assert done.returncode not in (0, 75), done.stderr
     assert "rank 1 sleeps 600 s in step 6" in done.stderr and "rank 0 waited past its deadline" in done.stderr
-    found = analyse(load(out)).findings[0]
-    assert (found.kind, found.ranks) == ("absent", (1,)), found
+    result = analyse(load(out)).findings[0]
+    assert (result.kind, result.ranks) == ("absent", (1,)), result
     assert "in _meet" in (out / "recorder" / "rank-00001.stacks").read_text(), "the line that it sleeps in"

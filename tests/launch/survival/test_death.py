@@ -1,4 +1,4 @@
-"""Ranks that die, stop, or take another path: the job ends, says why, and the records name the culprit."""
+"""Ranks that die, stop, or take another path: the job ends with the reason, and the records name the culprit."""
 
 import re
 import socket
@@ -46,8 +46,8 @@ Die = Callable[..., object]
 
 
 @pytest.fixture
-def die(launch, tmp_path):
-    """Run ranks through ``body``; returns how the job ended. The run directory is tmp_path/run."""
+def run_ranks(launch, tmp_path):
+    """Run ``body`` on several ranks and return how the job ended. The run directory is tmp_path/run."""
 
     def run(n, body, deadline_s=60, **extra):
         source = PROGRAM.format(body=textwrap.indent(textwrap.dedent(body).strip("\n"), "    "))
@@ -57,7 +57,7 @@ def die(launch, tmp_path):
 
 
 def line_of(tmp_path, text):
-    """Return "program.py:<line>" of the line of the program that contains ``text``."""
+    """Return "program.py:<line>" for the program line that contains ``text``."""
     lines = (tmp_path / "program.py").read_text().splitlines()
     return f"program.py:{next(number for number, line in enumerate(lines, 1) if text in line)} "
 
@@ -69,25 +69,25 @@ def cause(tmp_path):
     return report.findings[0]
 
 
-def test_agreed_end_is_no_death(die, tmp_path):
-    ended = die(2, "comm.barrier()")
+def test_agreed_end_is_not_reported_as_death(run_ranks, tmp_path):
+    ended = run_ranks(2, "comm.barrier()")
     assert ended.code == 0, ended.output
     report = analyse(load(tmp_path / "run"))
     assert report.findings == ()
     assert [rank.state for rank in report.ranks] == ["finished", "finished"]
 
 
-def test_agreed_exit_code_passes_without_abort(die, tmp_path):
-    ended = die(2, "session.leave(75)")
+def test_agreed_exit_code_passes_without_abort(run_ranks, tmp_path):
+    ended = run_ranks(2, "session.leave(75)")
     assert ended.code == 75, ended.output
     assert "MPI_ABORT" not in ended.stderr and "Traceback" not in ended.stderr
     assert analyse(load(tmp_path / "run")).findings == ()
 
 
-def test_exception_on_one_rank_ends_the_job(die, tmp_path):
+def test_exception_on_one_rank_ends_the_job(run_ranks, tmp_path):
     failures = tmp_path / "failures"
     failures.mkdir()
-    ended = die(
+    ended = run_ranks(
         3,
         """
         class Broken(HpcdistError):
@@ -104,19 +104,19 @@ def test_exception_on_one_rank_ends_the_job(die, tmp_path):
     copy = (failures / "rank-1.txt").read_text()
     assert "[rank 1] Traceback (most recent call last):" in copy and copy.count("Traceback") == 1
     assert "Broken: no such thing" in copy and [p.name for p in failures.iterdir()] == ["rank-1.txt"]
-    found = cause(tmp_path)
-    assert (found.kind, found.ranks) == ("raised", (1,))
-    assert line_of(tmp_path, "raise Broken").strip() in found.text
+    result = cause(tmp_path)
+    assert (result.kind, result.ranks) == ("raised", (1,))
+    assert line_of(tmp_path, "raise Broken").strip() in result.text
 
 
-def test_an_error_for_the_user_is_its_message_alone(die):
-    ended = die(2, "raise ConfigurationError('run.steps is negative')")
+def test_user_error_prints_its_message_without_a_traceback(run_ranks):
+    ended = run_ranks(2, "raise ConfigurationError('run.steps is negative')")
     assert ended.code == 78, ended.output
     assert "ConfigurationError: run.steps is negative" in ended.stderr and "Traceback" not in ended.stderr
 
 
-def test_exception_in_a_thread_ends_the_job(die, tmp_path):
-    ended = die(
+def test_exception_in_a_thread_ends_the_job(run_ranks, tmp_path):
+    ended = run_ranks(
         2,
         """
         def work():
@@ -133,8 +133,8 @@ def test_exception_in_a_thread_ends_the_job(die, tmp_path):
     assert (cause(tmp_path).kind, cause(tmp_path).ranks) == ("raised", (1,))
 
 
-def test_system_exit_on_one_rank_ends_the_job(die, tmp_path):
-    ended = die(
+def test_system_exit_on_one_rank_ends_the_job(run_ranks, tmp_path):
+    ended = run_ranks(
         2,
         """
         if comm.rank == 0:
@@ -159,13 +159,13 @@ with hpcdist.session() as world:
 ALONE = "rank 1 ended with exit code 3 while others go on"
 
 
-def test_an_exit_of_a_script_on_one_rank_ends_the_job(launch):
+def test_sys_exit_of_a_script_on_one_rank_ends_the_job(launch):
     ended = launch(2, SCRIPT)
     assert ended.code == 3, ended.output
     assert ALONE in ended.stderr and "program.py" in ended.stderr
 
 
-def test_an_exit_of_a_script_on_all_ranks_is_that_of_the_job(launch, tmp_path):
+def test_sys_exit_of_a_script_on_all_ranks_is_the_exit_code(launch, tmp_path):
     ended = launch(2, SCRIPT, "all")
     assert ended.code == 3, ended.output
     assert "MPI_ABORT" not in ended.output and "others go on" not in ended.output
@@ -176,7 +176,7 @@ def test_an_exit_of_a_script_on_all_ranks_is_that_of_the_job(launch, tmp_path):
         assert done.returncode == 3 and (ALONE in done.stderr) is not bool(arguments), done.stderr
 
 
-def test_a_forked_child_ends_without_mpi_and_without_the_hooks_of_its_rank(launch, tmp_path):
+def test_forked_child_ends_without_mpi_and_exit_hooks(launch, tmp_path):
     program = """
 import os, sys
 import numpy as np
@@ -203,8 +203,8 @@ print(*codes, flush=True)
     assert [rank.state for rank in analyse(load(tmp_path / "run")).ranks] == ["finished", "finished"]
 
 
-def test_killed_rank(die, tmp_path):
-    ended = die(
+def test_killed_rank_is_named(run_ranks, tmp_path):
+    ended = run_ranks(
         3,
         """
         comm.barrier()
@@ -214,15 +214,15 @@ def test_killed_rank(die, tmp_path):
         """,
     )
     assert ended.code != 0, ended.output
-    found = cause(tmp_path)
-    assert (found.kind, found.ranks) == ("killed", (1,))
-    assert found.event is not None and found.event.op == "allreduce" and found.event.count == 16
-    assert line_of(tmp_path, "np.ones(16") in found.event.site
+    result = cause(tmp_path)
+    assert (result.kind, result.ranks) == ("killed", (1,))
+    assert result.event is not None and result.event.op == "allreduce" and result.event.count == 16
+    assert line_of(tmp_path, "np.ones(16") in result.event.site
 
 
 @pytest.mark.full
-def test_skipped_collective_then_another_one(die, tmp_path):
-    ended = die(
+def test_rank_that_skipped_a_collective_is_named(run_ranks, tmp_path):
+    ended = run_ranks(
         3,
         """
         if comm.rank != 1:
@@ -232,16 +232,16 @@ def test_skipped_collective_then_another_one(die, tmp_path):
         deadline_s=1.5,
     )
     assert ended.code != 0, ended.output
-    found = cause(tmp_path)
-    assert (found.kind, found.ranks) == ("skipped", (1,))
-    assert found.event is not None and found.event.op == "allreduce"
-    assert line_of(tmp_path, "1 << 20") in found.event.site
-    assert line_of(tmp_path, "    comm.barrier()").strip() in found.text
+    result = cause(tmp_path)
+    assert (result.kind, result.ranks) == ("skipped", (1,))
+    assert result.event is not None and result.event.op == "allreduce"
+    assert line_of(tmp_path, "1 << 20") in result.event.site
+    assert line_of(tmp_path, "    comm.barrier()").strip() in result.text
 
 
 @pytest.mark.full
-def test_skipped_ring_names_both_lines(die, tmp_path):
-    ended = die(
+def test_deadlock_of_skipped_messages_names_both_lines(run_ranks, tmp_path):
+    ended = run_ranks(
         2,
         """
         from hpcdist.collectives import ring_allreduce
@@ -252,15 +252,15 @@ def test_skipped_ring_names_both_lines(die, tmp_path):
         deadline_s=1.5,
     )
     assert ended.code == 1, ended.output
-    found = cause(tmp_path)
-    assert (found.kind, found.ranks) == ("deadlock", (0, 1))
-    assert line_of(tmp_path, "1 << 18") in found.text and "via hpcdist/collectives/algorithms/ring.py:" in found.text
-    assert line_of(tmp_path, "    comm.barrier()") in found.text
+    result = cause(tmp_path)
+    assert (result.kind, result.ranks) == ("deadlock", (0, 1))
+    assert line_of(tmp_path, "1 << 18") in result.text and "via hpcdist/collectives/algorithms/ring.py:" in result.text
+    assert line_of(tmp_path, "    comm.barrier()") in result.text
 
 
 @pytest.mark.full
-def test_absent_rank_meets_the_deadline(die, tmp_path):
-    ended = die(
+def test_rank_waiting_for_an_absent_rank_reaches_the_deadline(run_ranks, tmp_path):
+    ended = run_ranks(
         2,
         """
         if comm.rank == 1:
@@ -279,14 +279,14 @@ def test_absent_rank_meets_the_deadline(die, tmp_path):
     assert f'program.py", line {line} in body' in (recorder / "rank-00001.stacks").read_text()
     assert 'program.py", line' in (recorder / "rank-00000.stacks").read_text()
     assert "deadline" in read(recorder / "rank-00000.rec").notes
-    found = cause(tmp_path)
-    assert (found.kind, found.ranks) == ("absent", (1,))
-    assert found.event is not None and found.event.op == "barrier"
+    result = cause(tmp_path)
+    assert (result.kind, result.ranks) == ("absent", (1,))
+    assert result.event is not None and result.event.op == "barrier"
 
 
 @pytest.mark.full
-def test_rank_that_finished_without_the_others(die, tmp_path):
-    ended = die(
+def test_rank_that_finished_early_is_named(run_ranks, tmp_path):
+    ended = run_ranks(
         2,
         """
         if comm.rank == 1:
@@ -301,8 +301,8 @@ def test_rank_that_finished_without_the_others(die, tmp_path):
 
 
 @pytest.mark.full
-def test_stopped_rank(die, tmp_path):
-    ended = die(
+def test_stopped_rank_is_named(run_ranks, tmp_path):
+    ended = run_ranks(
         2,
         """
         if comm.rank == 1:
@@ -312,19 +312,19 @@ def test_stopped_rank(die, tmp_path):
         deadline_s=2,
     )
     assert ended.code == 1, ended.output
-    found = cause(tmp_path)
-    assert (found.kind, found.ranks) == ("stopped", (1,))
-    assert line_of(tmp_path, "    comm.barrier()") in found.event.site
+    result = cause(tmp_path)
+    assert (result.kind, result.ranks) == ("stopped", (1,))
+    assert line_of(tmp_path, "    comm.barrier()") in result.event.site
     pid = read(tmp_path / "run" / "recorder" / "rank-00001.rec").pid
-    for _ in range(300):  # nobody is left behind, not even asleep
+    for _ in range(300):  # no process is left, not even asleep
         if not start_ticks(pid):
             break
         time.sleep(0.1)
     assert not start_ticks(pid)
 
 
-def test_mismatched_size(die, tmp_path):
-    ended = die(
+def test_rank_with_a_mismatched_size_is_named(run_ranks, tmp_path):
+    ended = run_ranks(
         3,
         """
         comm.allreduce(np.ones((1 << 20) + (comm.rank == 2), np.float32))
@@ -333,14 +333,14 @@ def test_mismatched_size(die, tmp_path):
         deadline_s=2,
     )
     print(ended.output)  # the MPI library may notice, hang, or take it as it is: the records show it in any case
-    found = cause(tmp_path)
-    assert (found.kind, found.ranks) == ("mismatch", (2,))
-    assert found.event is not None and found.event.count == (1 << 20) + 1
-    assert line_of(tmp_path, "comm.rank == 2") in found.event.site
+    result = cause(tmp_path)
+    assert (result.kind, result.ranks) == ("mismatch", (2,))
+    assert result.event is not None and result.event.count == (1 << 20) + 1
+    assert line_of(tmp_path, "comm.rank == 2") in result.event.site
 
 
-def test_sigusr2_dumps_all_stacks_and_goes_on(die):
-    ended = die(
+def test_sigusr2_dumps_all_stacks_and_the_job_continues(run_ranks):
+    ended = run_ranks(
         2,
         """
         threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
@@ -366,7 +366,7 @@ start.start()
 """
 
 
-def test_a_rank_that_never_starts_mpi_is_not_waited_for_without_end(launch):
+def test_rank_that_never_starts_mpi_ends_the_job(launch):
     ended = launch(2, LATE)
     print(ended.output)
     assert ended.code != 0 and "import_mpi" in ended.stderr, "the stacks say where it waits"

@@ -1,8 +1,9 @@
-"""SIGKILL of real jobs at random instants while every step is saved: what is left loads, and the run goes on from it.
+"""SIGKILL of real jobs at random instants while every step is saved: checkpoints load, and the run resumes.
 
-3 kills; as many as HPCDIST_TEST_JOB_KILLS says where that is set (200 take some minutes). The same run is started again
-after each: one rank or the whole job dies, saves wait for the disk or go on beside the steps, every rank writes or one
-for the node, and some die while they start. At the end of a full campaign the run has the bits of one that nobody hurt.
+
+There are 3 kills, or HPCDIST_TEST_JOB_KILLS kills if it is set (200 take some minutes). The same run is started again
+after each kill: one rank or the whole job dies, saves block the steps or run asynchronously, every rank writes or one
+rank per node, and some kills hit a start. At the end of a full campaign the run has the bits of an undisturbed run.
 """
 
 import collections
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from harness import jobs
-from harness.inputs import newest
+from harness.inputs import newest_intact_checkpoint
 from harness.jobs import LIMIT_S
 from hpcdist.checkpoint.verify import verify
 
@@ -36,7 +37,7 @@ pytestmark = [pytest.mark.timeout(60 * KILLS + 1800), pytest.mark.full]
 
 
 class Job:
-    """One start of the run in ``out``; all of its processes have that name in their command lines."""
+    """One start of the run in ``out``, whose name is in the command lines of all its processes."""
 
     def __init__(self, text, out, steps, *keys):
         self.out, self.log = out, out.with_suffix(".log")
@@ -49,8 +50,8 @@ class Job:
             )
 
     def pids(self, *, ranks=False):
-        """The processes of the job that live, or its ranks alone."""
-        found = []
+        """Return the ids of the living processes of the job, or of its ranks alone."""
+        results = []
         for entry in Path("/proc").iterdir():
             try:
                 mine = entry.name.isdigit() and str(self.out).encode() in (entry / "cmdline").read_bytes()
@@ -58,13 +59,13 @@ class Job:
             except OSError:
                 continue  # it has just ended
             if mine and (not ranks or any(name in variables for name in RANK_VARIABLES)):
-                found.append(int(entry.name))
-        return found
+                results.append(int(entry.name))
+        return results
 
     def until(self, step):
-        """Wait for the checkpoint of ``step`` or a later one; whether there is one."""
+        """Wait for the checkpoint of ``step`` or a later step. Return True if there is one."""
         limit = time.monotonic() + LIMIT_S
-        while jobs.newest(self.out) < step:
+        while jobs.newest_step(self.out) < step:
             assert time.monotonic() < limit, self.log.read_text()
             if self.process.poll() is not None:
                 return False
@@ -72,7 +73,7 @@ class Job:
         return True
 
     def kill(self, *, whole, which):
-        """Kill one rank, or all processes at once; return when nothing is left of the job."""
+        """Kill one rank, or all processes at once. Return when no process of the job is left."""
         ranks = sorted(self.pids(ranks=True))
         # Where no rank is there yet, the launcher dies.
         doomed = self.pids() if whole or not ranks else [ranks[which % len(ranks)]]
@@ -88,7 +89,7 @@ class Job:
 
 
 @pytest.mark.usefixtures("mpi")
-def test_a_killed_job_leaves_a_checkpoint_that_loads(tmp_path, rng):
+def test_killed_job_leaves_a_loadable_checkpoint(tmp_path, rng):
     text, out = tmp_path / "text.txt", tmp_path / "killed-run"
     text.write_text(" ".join(rng.choice(["abba", "cede", "face", "hebe"], 3000)))
     counts = collections.Counter()
@@ -109,11 +110,11 @@ def test_a_killed_job_leaves_a_checkpoint_that_loads(tmp_path, rng):
         else:
             assert job.until(reached + 1), job.log.read_text()
             time.sleep(float(rng.random()) * LONGEST_S)
-        complete = jobs.newest(out)
+        complete = jobs.newest_step(out)
         job.kill(whole=whole, which=int(rng.integers(2)))
-        found = newest(out)
-        assert found is not None and not verify(found).damage, f"kill {kill}"
-        step = int(found.name.removeprefix("step-"))
+        result = newest_intact_checkpoint(out)
+        assert result is not None and not verify(result).damage, f"kill {kill}"
+        step = int(result.name.removeprefix("step-"))
         assert step >= complete >= reached, f"kill {kill}: step {complete} was complete\n{job.log.read_text()}"
         assert not reached or starting or f"resumed from {out}" in job.log.read_text()
         reached = step
@@ -125,12 +126,12 @@ def test_a_killed_job_leaves_a_checkpoint_that_loads(tmp_path, rng):
     print(f"{KILLS} jobs killed in {seconds:.0f} s, {seconds / KILLS:.1f} s each; {dict(counts)}; step {reached}")
     if FULL:
         last = reached + 5
-        assert end(text, out, last) == end(text, tmp_path / "whole-run", last)
+        assert train_to_end(text, out, last) == train_to_end(text, tmp_path / "whole-run", last)
 
 
-def end(text, out, steps):
+def train_to_end(text, out, steps):
     """Train the run in ``out`` up to ``steps``; return its losses."""
     job = Job(text, out, steps)
     assert job.process.wait(timeout=LIMIT_S) == 0, job.log.read_text()
-    found = json.loads(job.log.read_text().splitlines()[-1])
-    return found["train_loss"], found["val_loss"]
+    document = json.loads(job.log.read_text().splitlines()[-1])
+    return document["train_loss"], document["val_loss"]

@@ -1,6 +1,7 @@
-"""A rank that dies while others wait for it in shared memory is an error there, and not a hang.
+"""A rank that dies while others wait for it in shared memory causes an error, not a hang.
 
-Most launchers end a job at the first death, before a survivor can say anything. Open MPI's does not when it is started
+
+Most launchers end a job at the first death, before a survivor can report anything. Open MPI does not if it is started
 with its user-level fault tolerance.
 """
 
@@ -39,12 +40,15 @@ os._exit(1)
 
 
 @pytest.mark.parametrize("told_by", ["anybody", "MPI"])
-def test_survivors_in_shared_memory_name_the_dead(mpi, launch, told_by):
-    """The kernel and the MPI library tell of a death, and either may be the first, unless that is waited for."""
+def test_survivors_in_shared_memory_name_the_dead_rank(mpi, launch, told_by):
+    """The kernel and the MPI library both report a death.
+
+    Either may be first, unless the test waits for one of them.
+    """
     if mpi.vendor != mpirun.OPEN_MPI:
         pytest.skip(f"{mpi.vendor} ends a job before its survivors can say anything")
     ended = launch(3, PROGRAM, told_by, options=["--with-ft", "ulfm"])
     for rank in (0, 2):
         # Rank 1 may die while another one still waits, in call 19, for the third.
         assert re.search(rf"rank {rank}, call (19|20): rank 1 of world \(process \d+\) has died", ended.stdout), ended
-    assert ended.stdout.count("has died, and this rank waited for it in shared memory") == 2
+    assert ended.stdout.count("has died, while this rank waited for it in shared memory") == 2

@@ -1,6 +1,7 @@
-"""Jobs whose ranks are killed and that go on: `hpcdist run --survive`, as a user starts them.
+"""Jobs that continue after ranks are killed: `hpcdist run --survive`, as a user starts them.
 
-HPCDIST_TEST_DEATHS=20 kills so many ranks of one job, one after another, each replaced by a new process.
+
+HPCDIST_TEST_DEATHS=20 kills 20 ranks of one job, one after another. Each is replaced by a new process.
 """
 
 import json
@@ -23,9 +24,9 @@ SMALL = ["model.layers=1", "model.hidden=32", "model.heads=2", "data.context=16"
 
 
 @pytest.fixture(autouse=True)
-def outlives(mpi):
+def surviving_mpi(mpi):
     if mpi.vendor != mpirun.OPEN_MPI or not mpi.version.startswith("5"):
-        pytest.skip(f"{mpi.vendor} {mpi.version} does not go on when a rank dies")
+        pytest.skip(f"{mpi.vendor} {mpi.version} ends the job when a rank dies")
 
 
 def line(ranks, text, out, *options, keys):
@@ -35,7 +36,7 @@ def line(ranks, text, out, *options, keys):
 
 
 def train(ranks, text, out, *options, keys):
-    """Return the summary and the losses of a job that ends well."""
+    """Return the summary and the losses of a job that ends without an error."""
     done = jobs.run(line(ranks, text, out, *options, keys=keys))
     assert done.returncode == 0, done.stdout + done.stderr
     steps = step_metrics.read(out / "metrics.h5").steps
@@ -44,16 +45,16 @@ def train(ranks, text, out, *options, keys):
 
 
 @pytest.mark.full
-def test_new_processes_take_the_places_of_the_dead(text, tmp_path, rng):
+def test_new_processes_replace_dead_ranks(text, tmp_path, rng):
     steps = EVERY * (DEATHS + 1)
     keys = [f"run.steps={steps}", "parallel.strategy=zero1"]
     _, calm = train(3, text, tmp_path / "calm", keys=keys)
     moments = rng.choice(["begin", "backward", "exchange", "update"], DEATHS)
     kills = [f"'{rng.integers(3)}@{EVERY * (death + 1)}:{moment}'" for death, moment in enumerate(moments)]
     killed = [*keys, f"chaos.kill=[{', '.join(kills)}]"]
-    found, losses = train(3, text, tmp_path / "killed", "--survive", "replace", keys=killed)
+    result, losses = train(3, text, tmp_path / "killed", "--survive", "replace", keys=killed)
     np.testing.assert_array_equal(losses, calm, err_msg=str(kills))
-    lives = found["lives"]
+    lives = result["lives"]
     assert [(life["died"], life["added"], life["world"]) for life in lives] == [(1, 1, 3)] * DEATHS
     for death, life in enumerate(lives):
         assert EVERY * (death + 1) - 2 <= life["step"] <= EVERY * (death + 1), "a step was repeated, and no more"
@@ -64,12 +65,12 @@ def test_new_processes_take_the_places_of_the_dead(text, tmp_path, rng):
 
 
 @pytest.mark.full
-def test_a_job_that_shrank_saves_on_a_signal_and_goes_on_where_it_was(text, tmp_path):
+def test_shrunk_job_saves_on_a_signal_and_resumes(text, tmp_path):
     out, log = tmp_path / "run", tmp_path / "log"
     keys = ["run.steps=1000000", "parallel.strategy=zero2"]
     command = line(3, text, out, "--survive", "shrink", keys=[*keys, "chaos.kill=['0@5:update']"])
-    with log.open("wb") as said:
-        started = subprocess.Popen(command, stdout=said, stderr=said)
+    with log.open("wb") as output:
+        started = subprocess.Popen(command, stdout=output, stderr=output)
     try:
         jobs.until(lambda: "rank 0 died: on 2 ranks" in log.read_text(), process=started, log=log)
         started.send_signal(signal.SIGTERM)
@@ -83,7 +84,7 @@ def test_a_job_that_shrank_saves_on_a_signal_and_goes_on_where_it_was(text, tmp_
 
 
 @pytest.mark.full
-def test_ranks_come_in_at_a_step_boundary(text, tmp_path):
+def test_new_ranks_join_at_a_step_boundary(text, tmp_path):
     out = tmp_path / "run"
     steps = 80
     keys = [f"run.steps={steps}", "chaos.step_s=0.05", "precision.mode=float64"]
@@ -94,16 +95,16 @@ def test_ranks_come_in_at_a_step_boundary(text, tmp_path):
         jobs.until((out / "metrics.h5").exists, process=started)
         asked = jobs.hpcdist("grow", str(out), "1")
         assert asked.returncode == 0, asked.stderr
-        output, said = started.communicate(timeout=LIMIT_S)
+        output, printed = started.communicate(timeout=LIMIT_S)
     finally:
         started.kill()
-    assert started.returncode == 0, said
-    found = json.loads(output.splitlines()[-1])
-    assert found["world"] == 3 and [(life["died"], life["added"]) for life in found["lives"]] == [(0, 1)]
+    assert started.returncode == 0, printed
+    document = json.loads(output.splitlines()[-1])
+    assert document["world"] == 3 and [(life["died"], life["added"]) for life in document["lives"]] == [(0, 1)]
     rows = step_metrics.read(out / "metrics.h5").steps
     assert rows["world"][-1] == 3 and len(rows["step"]) == steps
     # Nobody died: what was used before they came in counts to the last step.
-    assert sum(found["seconds_by_phase"].values()) > 0.95 * np.nanmax(rows["step_s"], axis=1).sum()
+    assert sum(document["seconds_by_phase"].values()) > 0.95 * np.nanmax(rows["step_s"], axis=1).sum()
     _, calm = train(2, text, tmp_path / "calm", keys=[f"run.steps={steps}", "precision.mode=float64"])
     np.testing.assert_allclose(rows["loss"], calm, rtol=1e-9)
     assert not (out / "grow").exists()

@@ -1,4 +1,4 @@
-"""Ranks that are killed at random while others go on: Open MPI with ``--with-ft ulfm``, real processes, real deaths."""
+"""Ranks killed at random while others continue: Open MPI with ``--with-ft ulfm``, real processes, real deaths."""
 
 import os
 
@@ -100,8 +100,8 @@ session.leave(7)
 
 
 @pytest.fixture
-def survives(mpi, launch):
-    """Return what starts a program under fault tolerance; skips where this MPI has none."""
+def launch_with_ulfm(mpi, launch):
+    """Return a function that starts a program with fault tolerance. Skip if this MPI does not support it."""
     try:
         options = mpirun.ulfm_options(mpi)[:-3]  # the fixture has those for more ranks than cores already
     except MissingCapabilityError as error:
@@ -110,12 +110,14 @@ def survives(mpi, launch):
 
 
 @pytest.mark.parametrize("mode", ["shrink", "replace"])
-def test_the_living_go_on_after_deaths_at_random_moments(survives, tmp_path, mode):
+def test_survivors_continue_after_deaths_at_random_moments(launch_with_ulfm, tmp_path, mode):
     kills = KILLS if mode == "replace" else min(KILLS, RANKS - 1)
     size = RANKS if mode == "replace" else RANKS - kills
     folder = tmp_path / "launch"
     folder.mkdir()
-    ended = survives(mode, str(kills), str(tmp_path / "run"), HPCDIST_SURVIVE=mode, HPCDIST_LAUNCH_DIR=str(folder))
+    ended = launch_with_ulfm(
+        mode, str(kills), str(tmp_path / "run"), HPCDIST_SURVIVE=mode, HPCDIST_LAUNCH_DIR=str(folder)
+    )
     lines = sorted(line for line in ended.stdout.splitlines() if line.startswith("rank "))
     assert lines == [f"rank {rank} of {size}, life {kills}" for rank in range(size)], ended.output
     assert (folder / "ended").read_text() == "7"
@@ -124,6 +126,8 @@ def test_the_living_go_on_after_deaths_at_random_moments(survives, tmp_path, mod
     assert len(list(folder.glob("pid-*"))) == RANKS + (kills if mode == "replace" else 0)
 
 
-def test_without_fault_tolerance_a_wish_to_survive_is_refused(mpi, launch):
+def test_survival_without_fault_tolerance_is_rejected(mpi, launch):
     ended = launch(1, "from hpcdist.comm.start import start\nstart()", HPCDIST_SURVIVE="shrink")
-    assert ended.code == 69 and "HPCDIST_SURVIVE=shrink asks to go on after deaths" in ended.stderr, ended.output
+    assert (
+        ended.code == 69 and "HPCDIST_SURVIVE=shrink requires the job to continue after rank failures" in ended.stderr
+    ), ended.output

@@ -1,4 +1,4 @@
-"""Looking at a run as a user does: on any number of ranks, without its data, and told once what is wrong."""
+"""The commands that inspect a run: on any number of ranks, without its data, and with each error reported once."""
 
 import json
 
@@ -15,12 +15,12 @@ def settings(data):
     return jobs.settings({**SETTINGS, "data.path": data})
 
 
-def told(done, words):
+def count_messages(done, words):
     return (done.stdout + (done.stderr or "")).count(words)
 
 
 @pytest.mark.full
-def test_a_run_is_looked_at_on_any_number_of_ranks(tmp_path, rng):
+def test_run_is_evaluated_on_any_number_of_ranks(tmp_path, rng):
     text, run = tmp_path / "text.txt", tmp_path / "run"
     words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
     text.write_text(" ".join(rng.choice(words, 2000)))
@@ -34,18 +34,18 @@ def test_a_run_is_looked_at_on_any_number_of_ranks(tmp_path, rng):
     text.unlink()
     sampled = hpcdist("run", "-n", 2, "sample", run, "--prompt", "zyx", "--tokens", 20, "--temperature", 0)
     assert sampled.returncode == 0, sampled.stderr
-    assert sampled.stdout.startswith("zyx") and told(sampled, "zyx") == 1, "one rank writes"
+    assert sampled.stdout.startswith("zyx") and count_messages(sampled, "zyx") == 1, "one rank writes"
     refused = hpcdist("run", "-n", 4, "evaluate", run)
     assert refused.returncode == 78, refused.stderr
-    assert told(refused, f"{text}: there is no such file") == 1, refused.stderr
+    assert count_messages(refused, f"{text}: there is no such file") == 1, refused.stderr
     assert "Traceback" not in refused.stderr
     assert sorted(run.iterdir()) == before, "a look leaves nothing behind"
 
 
-def test_what_is_wrong_on_all_ranks_is_told_once(mpiexec, tmp_path):
-    """Without `hpcdist run`, which would show the first failure again."""
+def test_error_of_all_ranks_is_reported_once(mpiexec, tmp_path):
+    """The test does not use `hpcdist run`, which would print the first failure again."""
     line = ["-m", "hpcdist", "train", *settings(tmp_path / "missing.txt"), "--out", str(tmp_path / "run")]
     done = mpiexec(4, line)
     assert done.returncode == 78, done.stdout
-    assert told(done, "missing.txt: there is no such file") == 1, done.stdout
+    assert count_messages(done, "missing.txt: there is no such file") == 1, done.stdout
     assert "[rank 0] every rank failed alike: exit code 78" in done.stdout

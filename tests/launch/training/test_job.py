@@ -1,4 +1,4 @@
-"""Whole jobs as a user starts them: train, look, be interrupted, resume, and be refused with a clear word."""
+"""Whole jobs as a user starts them: train, inspect, interrupt, resume, and clear messages for rejected inputs."""
 
 import json
 import os
@@ -35,18 +35,18 @@ def summary(done):
     return figures(done)
 
 
-def test_train_evaluate_sample_report(text, tmp_path):
+def test_train_evaluate_sample_and_report(text, tmp_path):
     out = tmp_path / "run"
-    found = summary(train(2, text, "--out", out, "--set", "communication.algorithm=ring", steps=30))
+    result = summary(train(2, text, "--out", out, "--set", "communication.algorithm=ring", steps=30))
     for key in ("train_loss", "val_loss", "tokens_per_s", "step_s_median", "comm_fraction", "peak_bytes", "run_dir"):
-        assert found[key] is not None
-    assert (found["steps"], found["world"], found["strategy"]) == (30, 2, "allreduce")
-    psi = found["peak_bytes"]["gradients"]
-    assert psi * 0.99 <= found["bytes_sent_per_step"] <= psi * 1.01 + 200, "2 Psi (p - 1) / p with p = 2, and the norm"
-    assert found["train_loss"] < np.log(256) and found["entropy"]["bigram"] > found["entropy"]["trigram"]
+        assert result[key] is not None
+    assert (result["steps"], result["world"], result["strategy"]) == (30, 2, "allreduce")
+    psi = result["peak_bytes"]["gradients"]
+    assert psi * 0.99 <= result["bytes_sent_per_step"] <= psi * 1.01 + 200, "2 Psi (p - 1) / p with p = 2, and the norm"
+    assert result["train_loss"] < np.log(256) and result["entropy"]["bigram"] > result["entropy"]["trigram"]
     evaluated = hpcdist("evaluate", out, "--json")
     assert evaluated.returncode == 0, evaluated.stderr
-    assert json.loads(evaluated.stdout.splitlines()[-1])["val_loss"] == pytest.approx(found["val_loss"], rel=1e-5)
+    assert json.loads(evaluated.stdout.splitlines()[-1])["val_loss"] == pytest.approx(result["val_loss"], rel=1e-5)
     texts = [hpcdist("sample", out, "--prompt", "ab", "--tokens", "30", "--seed", "1") for _ in range(2)]
     assert texts[0].returncode == 0, texts[0].stderr
     assert texts[0].stdout == texts[1].stdout and texts[0].stdout.startswith("ab") and len(texts[0].stdout) > 20
@@ -57,13 +57,13 @@ def test_train_evaluate_sample_report(text, tmp_path):
 
 
 @pytest.mark.full
-def test_native_collectives_have_no_known_bytes(text, tmp_path):
-    found = summary(train(2, text, "--out", tmp_path / "run", "--set", "communication.algorithm=native"))
-    assert found["bytes_sent_per_step"] is None and "not visible" in found["bytes_sent_reason"]
+def test_native_collectives_report_no_bytes(text, tmp_path):
+    result = summary(train(2, text, "--out", tmp_path / "run", "--set", "communication.algorithm=native"))
+    assert result["bytes_sent_per_step"] is None and "not visible" in result["bytes_sent_reason"]
 
 
 @pytest.mark.full
-def test_without_a_launcher_it_trains_alone_and_agrees(text, tmp_path):
+def test_training_without_a_launcher_matches_three_ranks(text, tmp_path):
     alone = summary(train(0, text, "--out", tmp_path / "alone"))
     together = summary(train(3, text, "--out", tmp_path / "together"))
     assert (alone["world"], together["world"]) == (1, 3)
@@ -102,7 +102,7 @@ def _start(text, out, *arguments, every=10, steps=2000, ranks=2):
 
 
 @pytest.mark.full
-def test_a_run_goes_on_in_another_layout_and_for_longer(text, tmp_path):
+def test_run_resumes_in_another_layout_with_more_steps(text, tmp_path):
     out, double = tmp_path / "run", ["--set", "precision.mode=float64", "--set", "optimizer.decay=constant"]
     first = train(2, text, "--out", out, *double, "-v", steps=6)
     details = "step proven free of deadlock: ", "communication.algorithm = auto: "
@@ -135,17 +135,17 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.full_except("zero3")
 @pytest.mark.matrix_except("zero3")
-def test_killed_runs_resume_to_the_same_bits(text, tmp_path, layout, rng):
+def test_killed_runs_resume_with_the_same_bits(text, tmp_path, layout, rng):
     ranks, keys = LAYOUTS[layout]
     steps, every = 240, 10
     settings = [argument for key in (*keys, f"checkpoint.every_steps={every}") for argument in ("--set", key)]
     whole = summary(train(ranks, text, "--out", tmp_path / "whole", *settings, steps=steps))
     process = _start(text, tmp_path / "killed", *settings, steps=steps, ranks=ranks)
     reached = every * int(rng.integers(2, 12))
-    _wait_for(lambda: jobs.newest(tmp_path / "killed") >= reached, process)
+    _wait_for(lambda: jobs.newest_step(tmp_path / "killed") >= reached, process)
     os.killpg(process.pid, signal.SIGKILL)  # the launcher dies at once; its ranks must not outlive it for long
     process.communicate(timeout=LIMIT_S)
-    jobs.until(lambda: not jobs.running(tmp_path / "killed"), "end of the ranks after that of their launcher")
+    jobs.until(lambda: not jobs.is_running(tmp_path / "killed"), "end of the ranks after that of their launcher")
     resumed = summary(train(ranks, text, "--out", tmp_path / "killed", "--resume", "auto", *settings, steps=steps))
     assert resumed["val_loss"] == whole["val_loss"]
     # Of the file: a start that finds all steps made, since the kill came late, has no loss of its own.
@@ -156,7 +156,7 @@ def test_killed_runs_resume_to_the_same_bits(text, tmp_path, layout, rng):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"])
 @pytest.mark.full
 @pytest.mark.matrix_except("SIGTERM")
-def test_asked_to_stop_a_run_saves_and_resumes(text, tmp_path, number, code):
+def test_run_asked_to_stop_saves_and_resumes(text, tmp_path, number, code):
     out = tmp_path / "run"
     process = _start(text, out, every=0, steps=ENDLESS)
     _wait_for(lambda: _has_rows(out / "metrics.h5"), process)  # before the first step there is nothing to save
@@ -165,12 +165,12 @@ def test_asked_to_stop_a_run_saves_and_resumes(text, tmp_path, number, code):
     assert process.returncode == code, errors
     steps = [int(path.name.removeprefix("step-")) for path in (out / "checkpoints").glob("step-*")]
     assert len(steps) == 1 and 0 < steps[0] < ENDLESS
-    jobs.until(lambda: not jobs.running(out), "end of the ranks after that of their launcher")
-    found = hpcdist("evaluate", out, "--json")
-    assert found.returncode == 0 and json.loads(found.stdout.splitlines()[-1])["steps"] == steps[0], found.stderr
+    jobs.until(lambda: not jobs.is_running(out), "end of the ranks after that of their launcher")
+    result = hpcdist("evaluate", out, "--json")
+    assert result.returncode == 0 and json.loads(result.stdout.splitlines()[-1])["steps"] == steps[0], result.stderr
 
 
-def test_a_stop_file_asks_for_a_requeue(text, tmp_path):
+def test_stop_file_requests_a_requeue(text, tmp_path):
     out = tmp_path / "run"
     process = _start(text, out, every=0, steps=ENDLESS)
     _wait_for((out / "metrics.h5").exists, process)
@@ -185,24 +185,24 @@ def test_a_stop_file_asks_for_a_requeue(text, tmp_path):
 
 
 @pytest.mark.full
-def test_a_run_killed_before_its_first_checkpoint_starts_again(text, tmp_path):
+def test_run_killed_before_its_first_checkpoint_starts_again(text, tmp_path):
     settings = ["--set", "run.steps=200", "--set", "checkpoint.every_steps=0"]
     process = _start(text, tmp_path / "run", "--set", "chaos.step_s=0.1", steps=200, every=0)
     _wait_for((tmp_path / "run" / "metrics.h5").exists, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate(timeout=LIMIT_S)
-    jobs.until(lambda: not jobs.running(tmp_path / "run"), "end of the ranks after that of their launcher")
-    found = summary(train(2, text, "--out", tmp_path / "run", "--resume", "auto", *settings))
-    assert found["steps"] == 200
+    jobs.until(lambda: not jobs.is_running(tmp_path / "run"), "end of the ranks after that of their launcher")
+    result = summary(train(2, text, "--out", tmp_path / "run", "--resume", "auto", *settings))
+    assert result["steps"] == 200
 
 
-def test_a_start_that_failed_does_not_occupy_the_directory(text, tmp_path):
+def test_failed_start_does_not_occupy_the_directory(text, tmp_path):
     assert train(0, text, "--out", tmp_path / "run", "--set", "data.path=/does/not/exist").returncode == 78
     assert summary(train(0, text, "--out", tmp_path / "run", steps=2))["steps"] == 2
 
 
 @pytest.mark.full
-def test_changed_data_is_not_resumed_on(text, tmp_path):
+def test_resume_on_changed_data_is_rejected(text, tmp_path):
     out = tmp_path / "run"
     summary(train(0, text, "--out", out, steps=2))
     text.write_text(text.read_text()[: -len("abcd abcd")] + "abcdefghi")
@@ -210,7 +210,7 @@ def test_changed_data_is_not_resumed_on(text, tmp_path):
     assert done.returncode == 78 and "other data" in done.stderr
 
 
-def test_a_directory_belongs_to_one_run(text, tmp_path):
+def test_directory_belongs_to_one_run(text, tmp_path):
     out = tmp_path / "run"
     summary(train(0, text, "--out", out, steps=2))
     again = train(0, text, "--out", out, steps=2)
@@ -234,14 +234,14 @@ def test_a_directory_belongs_to_one_run(text, tmp_path):
     (["--set", "run.device=gpu"], 69, ["cupy"]),
     (["missing.toml"], 74, ["missing.toml"]),
 )
-def test_bad_input_is_refused_with_a_word_and_a_code(text, tmp_path, arguments, code, words):
+def test_bad_input_is_rejected_with_message_and_exit_code(text, tmp_path, arguments, code, words):
     done = train(0, text, "--out", tmp_path / "run", *arguments)
     assert done.returncode == code, done.stderr
     assert all(word in done.stderr for word in words), done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_more_ranks_than_samples(text, tmp_path):
+def test_more_ranks_than_samples_are_rejected(text, tmp_path):
     done = train(3, text, "--out", tmp_path / "run", "--set", "run.global_batch=2")
     assert done.returncode == 78 and "with 3 data ranks: each needs at least one sample" in done.stderr
 
@@ -261,7 +261,7 @@ def test_virtual_dataset_without_its_source_ends_all_ranks_with_78(tmp_path):
 
 
 @pytest.mark.full
-def test_a_loss_that_is_nan_names_step_rank_and_tensor(text, tmp_path):
+def test_nan_loss_names_step_rank_and_tensor(text, tmp_path):
     settings = ["--set", "optimizer.learning_rate=1e30", "--set", "optimizer.warmup_steps=0"]
     done = train(2, text, "--out", tmp_path / "run", *settings)
     assert done.returncode == 1
@@ -269,12 +269,12 @@ def test_a_loss_that_is_nan_names_step_rank_and_tensor(text, tmp_path):
     assert ("rank 0: " in done.stderr and "layer" in done.stderr) or "parameter" in done.stderr
 
 
-def test_a_new_run_begins_with_the_parameters_of_another(text, tmp_path):
+def test_new_run_begins_with_the_parameters_of_another_run(text, tmp_path):
     old, new = tmp_path / "old", tmp_path / "new"
     before = summary(train(0, text, "--out", old, steps=30))
     begun = ("--set", "parallel.strategy=zero3", "--init-from", old, "--out", new)
     done = train(0, text, *begun, steps=2)
-    assert "begin with the parameters of" in done.stderr and "step-30, after 30 steps" in done.stderr
+    assert "start with the parameters of" in done.stderr and "step-30, after 30 steps" in done.stderr
     assert summary(done)["steps"] == 2 and summary(done)["val_loss"] < before["val_loss"] + 0.2, "not of drawn ones"
     wider = train(0, text, *begun, "--resume", "auto", "--set", "model.hidden=64")
     assert wider.returncode == 78 and "holds another run: model.hidden = 32 there" in wider.stderr

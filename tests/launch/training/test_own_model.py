@@ -1,4 +1,4 @@
-"""The example of the documentation: a plain script of PyTorch and its distributed twin print the same losses."""
+"""The example of the documentation: a plain PyTorch script and its distributed version print the same losses."""
 
 import difflib
 import os
@@ -62,18 +62,18 @@ print(f"rank {training.rank} ends at {training.done}")
 
 
 def examples():
-    """Return the plain script and its twin, as the page has them."""
+    """Return the plain script and its distributed version, as the page shows them."""
     titles = ("train_plain.py", "train.py")
     return [next(block.text for block in pages.blocks(PAGE.read_text()) if block.title == title) for title in titles]
 
 
 def losses(text):
-    return [float(found) for found in re.findall(r"^step \d+: loss ([\d.]+)$", text, re.MULTILINE)]
+    return [float(result) for result in re.findall(r"^step \d+: loss ([\d.]+)$", text, re.MULTILINE)]
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """The losses of the plain script, and what it saves."""
+    """The losses of the plain script, and the file that it saves."""
     folder = tmp_path_factory.mktemp("plain")
     before = os.getcwd()
     printed = []
@@ -85,7 +85,7 @@ def expected(tmp_path_factory):
     return losses("\n".join(printed)), torch.load(folder / "model.pt")
 
 
-def test_few_lines_are_other_ones():
+def test_distributed_script_differs_in_few_lines():
     lines = difflib.ndiff(*(text.splitlines() for text in examples()))
     assert 0 < sum(line.startswith("+ ") for line in lines) <= MOST_LINES
 
@@ -93,16 +93,16 @@ def test_few_lines_are_other_ones():
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.full_except("allreduce")
 @pytest.mark.matrix_except("allreduce")
-def test_the_twin_makes_the_same_steps(layout, expected, mpiexec, tmp_path):
+def test_distributed_script_has_the_losses_of_the_plain_script(layout, expected, mpiexec, tmp_path):
     ranks, keys = LAYOUTS[layout]
     (tmp_path / "train.py").write_text(examples()[1])
     root = str(Path(hpcdist.__file__).parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     done = mpiexec(ranks, ["train.py"], cwd=tmp_path, env={**keys, "PYTHONPATH": path})
     assert done.returncode == 0, done.stdout
-    known, saved = expected
-    assert len(known) == 5
-    np.testing.assert_allclose(losses(done.stdout), known, rtol=2e-4)  # of four digits after the point
+    reference, saved = expected
+    assert len(reference) == 5
+    np.testing.assert_allclose(losses(done.stdout), reference, rtol=2e-4)  # of four digits after the point
     made = torch.load(tmp_path / "model.pt")
     assert made.keys() == saved.keys()
     for name, values in saved.items():
@@ -164,8 +164,8 @@ with Training(wrap(model, loss_of, example=example), keys, out="run") as trainin
 
 
 @pytest.mark.matrix
-def test_masks_groups_and_a_sampler_in_a_pipeline_of_shards(mpiexec, tmp_path):
-    """The losses are those of plain PyTorch; ranks that draw by themselves are named, and make no step."""
+def test_sampler_and_masks_in_a_sharded_pipeline_match_plain_pytorch(mpiexec, tmp_path):
+    """The losses match plain PyTorch. Ranks that draw samples independently are named and make no step."""
     (tmp_path / "train.py").write_text(SEVERAL + ON_RANKS)
     root = str(Path(hpcdist.__file__).parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
@@ -190,12 +190,12 @@ def test_masks_groups_and_a_sampler_in_a_pipeline_of_shards(mpiexec, tmp_path):
     ).item()
     (evaluated,) = re.findall(r"^evaluated ([\d.]+)$", done.stdout, re.MULTILINE)
     assert float(evaluated) == pytest.approx(whole, rel=2e-5)
-    refused = "step 3: rank(s) 2 bring other inputs than rank 0, and all of them compute replica 0, on the same samples"
+    refused = "step 3: rank(s) 2 have other inputs than rank 0, but all of them compute replica 0 and need the same"
     assert f"refused: {refused}" in done.stdout and "batch_sampler=training.sampler(dataset)" in done.stdout
 
 
 @pytest.mark.full
-def test_a_script_is_started_again_saves_at_a_signal_and_goes_on(tmp_path, mpi):
+def test_restarted_script_saves_at_a_signal_and_resumes(tmp_path, mpi):
     (tmp_path / "train.py").write_text(SCRIPT)
     run = [sys.executable, "-m", "hpcdist", "run", "-n", "2", "--out", "run"]
     log = tmp_path / "log"
@@ -226,7 +226,7 @@ def test_a_script_is_started_again_saves_at_a_signal_and_goes_on(tmp_path, mpi):
 
 @pytest.mark.full_except(1)
 @pytest.mark.parametrize("absent", [0, 1])
-def test_hang_names_the_rank_that_never_begins_the_training(absent, tmp_path, mpi):
+def test_hang_names_the_rank_that_never_begins_training(absent, tmp_path, mpi):
     waits = f"if hpcdist.init().rank == {absent}:\n    __import__('threading').Event().wait()\nbuilt ="
     (tmp_path / "train.py").write_text(SCRIPT.replace("built =", waits, 1))
     line = [sys.executable, "-m", "hpcdist", "run", "-n", "2", "--out", "run", "--", "python", "train.py"]

@@ -1,4 +1,4 @@
-"""Asynchronous jobs as a user starts them: train, be stopped and go on, fail with the name of the worker."""
+"""Asynchronous jobs as a user starts them: train, stop and resume, and fail with the name of the worker."""
 
 import json
 import os
@@ -40,34 +40,34 @@ def summary(process):
     return json.loads(stdout.splitlines()[-1])
 
 
-def test_it_learns_counts_its_bytes_and_keeps_what_it_evaluated(text, tmp_path):
+def test_asynchronous_job_learns_and_records_bytes_and_evaluations(text, tmp_path):
     out = tmp_path / "run"
-    found = summary(start(3, out, text, run__steps=60, checkpoint__every_steps=25))
-    assert (found["steps"], found["world"]) == (60, 3)
+    result = summary(start(3, out, text, run__steps=60, checkpoint__every_steps=25))
+    assert (result["steps"], result["world"]) == (60, 3)
     rows = step_metrics.read(out / "metrics.h5").steps
     assert rows["step"].tolist() == list(range(1, 61)) and np.isfinite(rows["loss"]).all()
     assert rows["loss"][-5:].mean() < rows["loss"][:5].mean() - 1.0
     assert (rows["tokens"] == 6 * 16).all(), "both halves of the batch"
-    psi = 4 * found["parameters"]
+    psi = 4 * result["parameters"]
     np.testing.assert_allclose(rows["sent_bytes"][:, :2], psi, rtol=0.01)
     assert np.isnan(rows["sent_bytes"][:, 2]).all(), "a dedicated server has no steps"
-    np.testing.assert_allclose(found["bytes_sent_per_step"], 2 * psi, rtol=0.02)
+    np.testing.assert_allclose(result["bytes_sent_per_step"], 2 * psi, rtol=0.02)
     evaluated = jobs.run([sys.executable, "-m", "hpcdist", "evaluate", str(out), "--json"], check=True)
-    assert json.loads(evaluated.stdout.splitlines()[-1])["val_loss"] == pytest.approx(found["val_loss"], rel=1e-5)
+    assert json.loads(evaluated.stdout.splitlines()[-1])["val_loss"] == pytest.approx(result["val_loss"], rel=1e-5)
 
 
 @pytest.mark.full
-def test_what_a_rank_serves_after_its_last_step_counts(text, tmp_path):
-    """The one rank that serves has its own part at hand, so it is done long before those to which it sends."""
+def test_bytes_served_after_the_last_step_are_counted(text, tmp_path):
+    """The only server reads its part locally, so it finishes long before the ranks to which it sends."""
     keys = {"parameter_server__placement": "colocated", "parameter_server__servers": 1}
-    found = summary(start(3, tmp_path / "run", text, run__steps=30, **keys))
-    np.testing.assert_allclose(found["bytes_sent_per_step"], 2 * 4 * found["parameters"], rtol=0.02)
+    result = summary(start(3, tmp_path / "run", text, run__steps=30, **keys))
+    np.testing.assert_allclose(result["bytes_sent_per_step"], 2 * 4 * result["parameters"], rtol=0.02)
 
 
 @pytest.mark.parametrize(("ranks", "placement"), [(3, "dedicated"), (2, "colocated")])
 @pytest.mark.matrix_except("3-dedicated")
 @pytest.mark.full
-def test_stopped_and_resumed_it_makes_every_step_once(text, tmp_path, ranks, placement):
+def test_stopped_and_resumed_job_makes_every_step_once(text, tmp_path, ranks, placement):
     out = tmp_path / "run"
     keys = {"parameter_server__placement": placement, "run__steps": 4000, "checkpoint__every_steps": 10}
     process = start(ranks, out, text, **keys)
@@ -84,17 +84,17 @@ def test_stopped_and_resumed_it_makes_every_step_once(text, tmp_path, ranks, pla
     assert 10 <= done < 4000
     recipe = out / "recipe.toml"
     recipe.write_text(recipe.read_text().replace("steps = 4000", f"steps = {done + 20}"))
-    found = summary(start(ranks, out, text, "--resume", "auto", **(keys | {"run__steps": done + 20})))
-    assert found["steps"] == done + 20
-    assert all(found[name] is not None for name in ("tokens_per_s", "step_s_median", "bytes_sent_per_step"))
+    result = summary(start(ranks, out, text, "--resume", "auto", **(keys | {"run__steps": done + 20})))
+    assert result["steps"] == done + 20
+    assert all(result[name] is not None for name in ("tokens_per_s", "step_s_median", "bytes_sent_per_step"))
     unmeasured = ("energy", "emissions", "cost")  # there need be no counter here
-    assert not [name for name in found if name.endswith("_reason") and not name.startswith(unmeasured)]
+    assert not [name for name in result if name.endswith("_reason") and not name.startswith(unmeasured)]
     rows = step_metrics.read(out / "metrics.h5").steps
     assert rows["step"].tolist() == list(range(1, done + 21)) and np.isfinite(rows["loss"]).all()
     assert set(rows["session"].tolist()) == {0, 1}
 
 
-def test_a_loss_that_is_not_finite_names_the_worker(text, tmp_path):
+def test_non_finite_loss_names_the_worker(text, tmp_path):
     keys = {"optimizer__learning_rate": 1e30, "optimizer__name": "sgd", "optimizer__warmup_steps": 0}
     process = start(3, tmp_path / "run", text, run__steps=50, optimizer__clip_norm=0, **keys)
     _, stderr = process.communicate(timeout=LIMIT_S)

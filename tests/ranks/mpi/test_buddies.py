@@ -1,4 +1,4 @@
-"""Copies with partners over real ranks: kept, verified, and taken into another cut."""
+"""Checkpoint copies on partner ranks: stored, verified, and restored into another layout."""
 
 import numpy as np
 import pytest
@@ -14,19 +14,19 @@ from hpcdist.strategies.core.exchange import pieces_of
 
 
 def state(comm, rng):
-    """The same values on all ranks, and none in the padding."""
+    """Return a state with the same values on all ranks and zeros in the padding."""
     store = FlatStore(LAYOUT, FLOAT)
-    for segment, values in zip(LAYOUT.segments, comm.broadcast_object(drawn(rng)), strict=True):
+    for segment, values in zip(LAYOUT.segments, comm.broadcast_object(draw_segments(rng)), strict=True):
         store.range(segment.range)[...] = values
     return store
 
 
-def drawn(rng):
+def draw_segments(rng):
     return [rng.standard_normal(segment.range.size).astype(np.float32) for segment in LAYOUT.segments]
 
 
 @pytest.mark.parametrize("where", ["shared", "messages"])
-def test_kept_verified_and_cut_anew(comm, rng, monkeypatch, where):
+def test_partner_copies_are_verified_and_restored_in_another_layout(comm, rng, monkeypatch, where):
     if where == "messages":
         comm.declared_node = comm.rank  # a node for each rank
     monkeypatch.setattr(messages, "WINDOW_BYTES", 16 << 10)
@@ -42,19 +42,19 @@ def test_kept_verified_and_cut_anew(comm, rng, monkeypatch, where):
     assert kept.copies.generations[0].shared == (where == "shared" or comm.size == 1)
     for lost in (None, 0, comm.size - 1):  # as if a rank had come new
         new = lost == comm.rank and comm.size > 1
-        found = recover(comm, None if new else comm.rank, None if new else kept.copies)
-        assert found.step == 3 and found.scalars == {"step": 3}
+        result = recover(comm, None if new else comm.rank, None if new else kept.copies)
+        assert result.step == 3 and result.scalars == {"step": 3}
         for cut in (Range(0, LAYOUT.size), part, split(LAYOUT.size, 7, 4)[comm.rank]):
             into = FlatStore(LAYOUT, FLOAT, cut)
-            wanted = pieces_of({"parameters": into}, [cut])
-            received = reshard(comm, found.held, wanted)
+            expected = pieces_of({"parameters": into}, [cut])
+            received = reshard(comm, result.held, expected)
             assert into.array.tobytes() == whole.array[cut.slice].tobytes()
             if cut == part and not new:
                 assert received == 0
     comm.barrier()
 
 
-def test_a_damaged_copy_gives_the_one_before(comm, rng, capfd):
+def test_damaged_copy_falls_back_to_the_previous_generation(comm, rng, capfd):
     part = split(LAYOUT.size, comm.size, 4)[comm.rank]
     kept, first = PartnerStore(comm), state(comm, rng)
     kept.keep(1, pieces_of({"parameters": first}, [part]), {})
@@ -63,8 +63,8 @@ def test_a_damaged_copy_gives_the_one_before(comm, rng, capfd):
         kept.copies.find(2, 0).data[1] ^= 4
     comm.barrier()
     assert bool(kept.checked()) == (comm.rank == 0)
-    found = recover(comm, comm.rank, kept.copies)
+    result = recover(comm, comm.rank, kept.copies)
     into = FlatStore(LAYOUT, FLOAT)
-    reshard(comm, found.held, pieces_of({"parameters": into}, into.parts))
-    assert found.step == 1 and into.array.tobytes() == first.array.tobytes()
+    reshard(comm, result.held, pieces_of({"parameters": into}, into.parts))
+    assert result.step == 1 and into.array.tobytes() == first.array.tobytes()
     assert ("rank 0's state after step 2 is damaged" in capfd.readouterr().err) == (comm.rank == 0)

@@ -1,4 +1,4 @@
-"""The checked mode and the scale over real messages: all ranks fail where their calls differ, and go on afterwards."""
+"""The checked mode and the scale over real messages: if calls differ, all ranks fail, and later calls work."""
 
 import numpy as np
 import pytest
@@ -11,17 +11,17 @@ from hpcdist.errors import BufferHandoverError, CommunicationError
 
 @pytest.fixture
 def checking(comm):
-    """A communicator in checked mode, of this test alone."""
-    own = comm.dup("checked")
-    own.checked = True
-    yield own
-    collectives.release(own)
-    own.free()
+    """A communicator in checked mode, used by one test only."""
+    local_data = comm.dup("checked")
+    local_data.checked = True
+    yield local_data
+    collectives.release(local_data)
+    local_data.free()
 
 
 @pytest.mark.parametrize("algorithm", ["native", "ring", "node_shared", "all_to_all", "hierarchical"])
 @pytest.mark.full_except("native", "ring")
-def test_rank_calls_that_differ_fail_on_every_rank(checking, algorithm):
+def test_rank_differing_calls_fail_on_every_rank(checking, algorithm):
     comm = checking
     if comm.size == 1:
         pytest.skip("one rank agrees with itself")
@@ -46,7 +46,7 @@ def test_rank_calls_that_differ_fail_on_every_rank(checking, algorithm):
     assert (buffer == 2.0**comm.size - 1).all()
 
 
-def test_rank_that_refuses_tells_the_others(checking):
+def test_rank_that_rejects_a_buffer_notifies_the_others(checking):
     odd = checking.rank == checking.size - 1
     with pytest.raises(BufferHandoverError if odd else CommunicationError, match="1-D contiguous"):
         collectives.allreduce(checking, np.zeros(8)[::2] if odd else np.zeros(4), "ring")
@@ -55,7 +55,7 @@ def test_rank_that_refuses_tells_the_others(checking):
 @pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
 @pytest.mark.full_except("ring-float32", "ring_bidirectional-float64")
-def test_rank_results_are_multiplied_once(comm, algorithm, dtype):
+def test_rank_results_are_scaled_once(comm, algorithm, dtype):
     for count in (0, 1, 3000):
         buffer = np.full(count, comm.rank + 1, dtype)
         collectives.allreduce(comm, buffer, algorithm, scale=0.5)

@@ -1,4 +1,4 @@
-"""Clocks that are hours apart, compared over real messages."""
+"""Clocks with offsets of hours, compared over real messages."""
 
 import time
 
@@ -9,8 +9,8 @@ from hpcdist.telemetry.metrics import side_tables as table
 HOUR_NS = 3_600_000_000_000
 
 
-def test_planted_offsets_are_found(comm, rng, folder):
-    """Every rank is a host of its own here; with pairs of ranks on a host, and by two levels, too."""
+def test_planted_clock_offsets_are_measured(comm, rng, folder):
+    """Every rank acts as a host. Other cases have pairs of ranks on a host, and two levels."""
     ahead = rng.integers(-HOUR_NS, HOUR_NS, comm.size).tolist()
     for together, flat in ((1, 16), (2, 16), (1, 2)):
         host = comm.rank // together
@@ -31,7 +31,7 @@ def test_planted_offsets_are_found(comm, rng, folder):
         assert table.read_clocks(path) == (table.ClockSession(0, watch.hosts, readings, 5),)
 
 
-def test_one_host_measures_nothing(comm):
+def test_clocks_of_one_host_are_not_measured(comm):
     watch = HostClocks(comm, "one boot")
     readings = watch.measure()
     assert len(readings) == (comm.rank == 0)

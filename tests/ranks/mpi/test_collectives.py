@@ -1,4 +1,4 @@
-"""Every algorithm over real messages: right sums, the same bits on all ranks, the volumes that were promised."""
+"""Every algorithm over real messages: exact sums, the same bits on all ranks, and the documented volumes."""
 
 import functools
 import hashlib
@@ -18,7 +18,7 @@ COUNTS = (0, 1, 3, 1000, 100_003)
 NUMPY = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
-def agree(comm, buffer):
+def assert_same_bits_everywhere(comm, buffer):
     """Fail unless all ranks hold the same bits."""
     digests = comm.allgather_object(hashlib.sha256(buffer.tobytes()).hexdigest())
     assert len(set(digests)) == 1, f"ranks hold different bits: {digests}"
@@ -39,7 +39,7 @@ def test_rank_allreduce_is_exact_on_small_integers(comm, algorithm, name, rng):
 
 @pytest.mark.parametrize("op", ["max", "min"])
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
-def test_rank_extremes_are_nan_wherever_a_rank_has_nan(comm, algorithm, op, rng):
+def test_rank_max_and_min_propagate_nan_of_any_rank(comm, algorithm, op, rng):
     for dtype in FLOATS.values():
         for count in COUNTS[1:]:
             inputs = rng.standard_normal((comm.size, count)).astype(dtype)
@@ -52,7 +52,7 @@ def test_rank_extremes_are_nan_wherever_a_rank_has_nan(comm, algorithm, op, rng)
 
 
 @pytest.mark.parametrize("op", ["max", "min"])
-def test_rank_native_extremes_of_every_kind_keep_nan(comm, op, rng):
+def test_rank_native_max_and_min_keep_nan(comm, op, rng):
     inputs = rng.standard_normal((comm.size, 40 * comm.size))
     inputs[rng.integers(0, comm.size, inputs.shape[1]), np.arange(inputs.shape[1])] = np.nan
     inputs[:, ::3] = np.arange(comm.size)[:, None]
@@ -62,8 +62,8 @@ def test_rank_native_extremes_of_every_kind_keep_nan(comm, op, rng):
     assert np.array_equal(begun, expected, equal_nan=True)
     part, shares = inputs[comm.rank].copy(), split(inputs.shape[1], comm.size, 8)
     comm.reduce_scatter(part, shares, op)
-    own = shares[comm.rank].slice
-    assert np.array_equal(part[own], expected[own], equal_nan=True)
+    local_slice = shares[comm.rank].slice
+    assert np.array_equal(part[local_slice], expected[local_slice], equal_nan=True)
     several = np.full((1 << 17) * 3 + 5, float(comm.rank))  # MPI gets it in several pieces
     several[comm.rank :: comm.size + 3] = np.nan
     collectives.allreduce(comm, several, "native", op)
@@ -75,12 +75,12 @@ def test_rank_native_extremes_of_every_kind_keep_nan(comm, op, rng):
 
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
 @pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
-def test_rank_allreduce_gives_all_ranks_the_same_bits(comm, algorithm, dtype, rng):
+def test_rank_allreduce_has_the_same_bits_on_all_ranks(comm, algorithm, dtype, rng):
     for count in COUNTS:
         inputs = rng.standard_normal((comm.size, count)).astype(dtype)
         buffer, again = inputs[comm.rank].copy(), inputs[comm.rank].copy()
         collectives.allreduce(comm, buffer, algorithm)
-        agree(comm, buffer)
+        assert_same_bits_everywhere(comm, buffer)
         collectives.allreduce(comm, again, algorithm)
         assert np.array_equal(buffer, again)
         exact = inputs.astype(np.float64).sum(axis=0)
@@ -92,7 +92,7 @@ def test_rank_allreduce_gives_all_ranks_the_same_bits(comm, algorithm, dtype, rn
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_rank_ring_and_its_halves(comm, bidirectional, rng):
+def test_rank_ring_equals_reduce_scatter_and_all_gather(comm, bidirectional, rng):
     inputs = rng.integers(0, 100, (comm.size, 64 * comm.size)).astype(np.float32)
     total = inputs.sum(axis=0)
     whole, halves = inputs[comm.rank].copy(), inputs[comm.rank].copy()
@@ -101,15 +101,18 @@ def test_rank_ring_and_its_halves(comm, bidirectional, rng):
     assert np.array_equal(whole, total)
     assert traffic.sent_bytes == 2 * (comm.size - 1) * whole.nbytes // comm.size
     ranges = split(halves.size, comm.size, 4)
-    own = ranges[comm.rank].slice
+    local_slice = ranges[comm.rank].slice
     collectives.reduce_scatter(comm, halves, ranges, bidirectional=bidirectional)
-    assert np.array_equal(halves[own], total[own])
+    assert np.array_equal(halves[local_slice], total[local_slice])
     collectives.all_gather(comm, halves, ranges, bidirectional=bidirectional)
     assert np.array_equal(halves, total)
 
 
-def test_rank_hierarchical_over_pretended_nodes(comm, rng):
-    """Nodes of one rank and of two, one segment and several; with an odd number of ranks the last node is smaller."""
+def test_rank_hierarchical_allreduce_over_declared_nodes(comm, rng):
+    """Nodes have one or two ranks, and there are one or several segments.
+
+    With an odd number of ranks the last node is smaller.
+    """
     for ranks_per_node in (1, 2):
         declared = comm.dup()
         declared.declared_node = comm.rank // ranks_per_node
@@ -118,7 +121,7 @@ def test_rank_hierarchical_over_pretended_nodes(comm, rng):
             inputs = rng.standard_normal((comm.size, count))
             buffer, again = inputs[comm.rank].copy(), inputs[comm.rank].copy()
             collectives.hierarchical_allreduce(declared, buffer)
-            agree(comm, buffer)
+            assert_same_bits_everywhere(comm, buffer)
             assert np.allclose(buffer, inputs.sum(axis=0), rtol=0, atol=1e-13)
             collectives.hierarchical_allreduce(declared, again)
             assert np.array_equal(buffer, again)
@@ -126,8 +129,8 @@ def test_rank_hierarchical_over_pretended_nodes(comm, rng):
 
 
 @pytest.mark.parametrize(("segment_bytes", "counts"), [(1000, (0, 5, 3000, 20_003)), (60_000, (100_003, 700_001))])
-def test_rank_segments_give_the_same_bits(comm, segment_bytes, counts, rng):
-    """Long and short messages, many on their way at once: eager and rendezvous."""
+def test_rank_segmented_allreduce_has_the_same_bits(comm, segment_bytes, counts, rng):
+    """There are long and short messages with many in flight, so both eager and rendezvous protocols are used."""
     ways = {
         "ring": collectives.ring_allreduce,
         "ring in both directions": functools.partial(collectives.ring_allreduce, bidirectional=True),
@@ -146,15 +149,15 @@ def test_rank_segments_give_the_same_bits(comm, segment_bytes, counts, rng):
             assert not traffic.unknown
             way(comm, whole, segment_bytes=1 << 30)
             assert np.array_equal(buffer, whole), f"{name} of {count}"
-            agree(comm, buffer)
+            assert_same_bits_everywhere(comm, buffer)
         buffer = inputs[comm.rank].copy()
         collectives.rabenseifner_allreduce(comm, buffer, halves_bytes=0)
         assert (np.abs(buffer - exact) <= bound).all()
-        agree(comm, buffer)
+        assert_same_bits_everywhere(comm, buffer)
 
 
 @pytest.mark.parametrize("algorithm", [*BROADCAST, "auto"])
-def test_rank_broadcast(comm, algorithm, rng):
+def test_rank_broadcast_from_every_root_is_exact(comm, algorithm, rng):
     for dtype in (np.float64, FLOATS["bfloat16"], INTEGERS["uint8"]):
         for count in COUNTS:
             inputs = rng.standard_normal((comm.size, count)).astype(dtype)
@@ -165,7 +168,7 @@ def test_rank_broadcast(comm, algorithm, rng):
 
 
 @pytest.mark.parametrize("algorithm", ALL_TO_ALL)
-def test_rank_all_to_all(comm, algorithm, rng):
+def test_rank_all_to_all_of_uneven_parts_is_exact(comm, algorithm, rng):
     for dtype in (np.float64, FLOATS["float16"]):
         for block in (0, 1, 37, 30_001):
             values = rng.standard_normal((comm.size, comm.size, block)).astype(dtype)  # (from, to, elements)
@@ -175,7 +178,7 @@ def test_rank_all_to_all(comm, algorithm, rng):
             assert np.array_equal(received, values[:, comm.rank].reshape(-1))
 
 
-def test_rank_bad_calls_are_refused_on_every_rank_before_anything_is_sent(comm):
+def test_rank_bad_calls_are_rejected_before_any_message(comm):
     with pytest.raises(UsageError, match="choose one of native, ring"):
         collectives.allreduce(comm, np.zeros(4), "butterfly")
     for algorithm in ALLREDUCE:

@@ -1,4 +1,4 @@
-"""The communicator over MPI: the same promises as among threads, at whatever size the suite was started."""
+"""The communicator over MPI: the same guarantees as for threads, at any number of ranks."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from hpcdist.errors import BufferHandoverError
 
 @pytest.mark.parametrize("dtype", [*FLOATS.values(), *INTEGERS.values()], ids=[*FLOATS, *INTEGERS])
 @pytest.mark.parametrize("count", [0, 1, 1000])
-def test_rank_messages_of_every_dtype(comm, dtype, count):
+def test_rank_messages_of_every_dtype_arrive(comm, dtype, count):
     sent = (np.arange(count) % 100 + comm.rank).astype(dtype)
     received = np.zeros(count, dtype)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -25,7 +25,7 @@ def test_rank_messages_of_every_dtype(comm, dtype, count):
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 1000])
-def test_rank_native_collectives(comm, count):
+def test_rank_native_collectives_match_numpy(comm, count):
     size = comm.size
     data = np.arange(count, dtype=np.float64) + comm.rank
     total = np.arange(count, dtype=np.float64) * size + size * (size - 1) / 2
@@ -37,8 +37,8 @@ def test_rank_native_collectives(comm, count):
     assert np.array_equal(largest, np.arange(count) + size - 1.0)
     ranges = split(count, size, 8)
     comm.reduce_scatter(data, ranges)
-    own = ranges[comm.rank].slice
-    assert np.array_equal(data[own], total[own])
+    local_slice = ranges[comm.rank].slice
+    assert np.array_equal(data[local_slice], total[local_slice])
     comm.all_gather(data, ranges)
     assert np.array_equal(data, total)
     sent, received = np.full(count, comm.rank, np.int32), np.zeros(count, np.int32)
@@ -55,7 +55,7 @@ def _blocks(each, size):
     return [Range(q * each, (q + 1) * each) for q in range(size)]
 
 
-def test_rank_matched_probe(comm):
+def test_rank_matched_probe_returns_source_tag_and_size(comm):
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     request = comm.isend(np.full(3, comm.rank, np.int64), right, tag=9)
     message = comm.probe(ANY, 9)
@@ -66,7 +66,7 @@ def test_rank_matched_probe(comm):
     assert (received == left).all()
 
 
-def test_rank_poll_finds_a_message_once(comm):
+def test_rank_poll_returns_a_message_once(comm):
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     assert comm.poll(left, 11) is None
     comm.barrier()
@@ -80,13 +80,13 @@ def test_rank_poll_finds_a_message_once(comm):
     assert (received == left).all() and comm.poll() is None
 
 
-def test_rank_nodes_join_everyone_of_this_machine(comm):
+def test_rank_all_ranks_of_this_machine_share_a_node(comm):
     nodes = comm.nodes()
     assert nodes.count == 1 and nodes.uniform and nodes.intra.size == comm.size and nodes.peers.size == 1
     assert nodes.intra.allgather_object(comm.rank) == list(range(comm.size))
 
 
-def test_rank_shared_memory(comm):
+def test_rank_shared_memory_is_visible_to_all_ranks(comm):
     block = comm.nodes().intra.shared(100 + comm.rank)
     assert [view.nbytes for view in block.views] == [100 + rank for rank in range(comm.size)]
     assert not block.views[comm.rank].any()
@@ -97,20 +97,20 @@ def test_rank_shared_memory(comm):
     block.close()
 
 
-def test_rank_bad_buffers_are_refused_before_anything_is_sent(comm):
+def test_rank_bad_buffers_are_rejected_before_any_message(comm):
     with pytest.raises(BufferHandoverError, match="contiguous"):
         comm.allreduce(np.zeros(10)[::2])
     with pytest.raises(BufferHandoverError, match="sums in float32"):
         comm.allreduce(np.zeros(4, np.float16))
 
 
-def test_rank_split_and_dup(comm):
+def test_rank_split_and_dup_make_separate_communicators(comm):
     half = comm.split(comm.rank % 2, key=-comm.rank)
     assert half is not None
     assert half.allgather_object(comm.rank) == sorted(
         (r for r in range(comm.size) if r % 2 == comm.rank % 2), reverse=True
     )
-    own = comm.dup()
-    assert (own.rank, own.size) == (comm.rank, comm.size)
+    local_data = comm.dup()
+    assert (local_data.rank, local_data.size) == (comm.rank, comm.size)
     half.free()
-    own.free()
+    local_data.free()

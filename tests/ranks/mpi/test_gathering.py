@@ -1,4 +1,4 @@
-"""Gathers as they are where ranks may die: of the same values, by calls that tell of a death."""
+"""Gathers for jobs whose ranks may die: the same values, by calls that report a death."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.comm.mpi import ulfm
 
 
-def test_gathers_that_tell(comm, monkeypatch):
+def test_gathers_that_report_deaths_return_the_same_values(comm, monkeypatch):
     monkeypatch.setattr(ulfm, "is_enabled", lambda mpi: True)
     values = [("x" * (7 * rank), {"rank": rank}, None) for rank in range(comm.size)]
     assert comm.allgather_object(values[comm.rank]) == values

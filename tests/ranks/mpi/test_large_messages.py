@@ -1,4 +1,4 @@
-"""Messages above the largest count of an MPI call, which the tests lower; one test has a message of 2^31 + 5 bytes."""
+"""Messages above the largest count of an MPI call. Tests lower this limit; one test sends 2^31 + 5 bytes."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def test_rank_messages_between_two_ranks_are_split(comm, small_limit, count, dty
             assert np.array_equal(received, _values(count, 0, dtype))
 
 
-def test_rank_probe_sees_the_whole_size_of_a_large_message(comm, small_limit):
+def test_rank_probe_returns_the_whole_size_of_a_large_message(comm, small_limit):
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     request = comm.isend(_values(29, comm.rank), right, tag=9)
     message = comm.probe(ANY, 9)
@@ -57,10 +57,10 @@ def test_rank_probe_sees_the_whole_size_of_a_large_message(comm, small_limit):
     assert np.array_equal(received, _values(29, left))
 
 
-def test_rank_large_message_of_another_size_is_an_error(comm, small_limit):
+def test_rank_large_message_into_a_wrong_size_raises(comm, small_limit):
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     request = comm.isend(_values(15, comm.rank), right, tag=9)
-    with pytest.raises(CommunicationError, match="a message of 60 bytes .* met a buffer of 116 bytes"):
+    with pytest.raises(CommunicationError, match="a message of 60 bytes .* arrived for a buffer of 116 bytes"):
         comm.recv(np.zeros(29, np.float32), left, tag=9)
     request.wait()
 
@@ -95,15 +95,15 @@ def test_rank_native_scatter_and_gather_are_split(comm, small_limit, count):
     for ranges in (split(count, size, 4, 4), [Range(*ends) for ends in zip(starts[:-1], starts[1:], strict=True)]):
         data = _values(count, comm.rank)
         comm.reduce_scatter(data, ranges)
-        own = ranges[comm.rank].slice
-        assert np.array_equal(data[own], total[own])
+        local_slice = ranges[comm.rank].slice
+        assert np.array_equal(data[local_slice], total[local_slice])
         comm.all_gather(data, ranges)
         assert np.array_equal(data, total)
 
 
 @pytest.mark.parametrize("longest", [1, 3, 9, 20])
 def test_rank_native_all_to_all_is_split(comm, small_limit, longest):
-    """Parts differ: some ranks have parts above the limit, some below; the parts are not in the order of the ranks."""
+    """Parts differ: some are above the limit and some below. The parts are not in rank order."""
     sizes = np.array(
         [[(source * 5 + to * 3) % (longest + 1) for to in range(comm.size)] for source in range(comm.size)]
     )
@@ -121,7 +121,7 @@ def test_rank_native_all_to_all_is_split(comm, small_limit, longest):
         assert np.array_equal(receive[part.slice], 100 * source + 10 * comm.rank + np.arange(part.size))
 
 
-def test_rank_objects_are_split(comm, small_limit):
+def test_rank_large_objects_are_split(comm, small_limit):
     values = comm.allgather_object("x" * (20 + 9 * comm.rank))
     assert values == ["x" * (20 + 9 * rank) for rank in range(comm.size)]
     assert comm.broadcast_object({"text": "y" * 31} if comm.rank == comm.size - 1 else None, comm.size - 1) == {
@@ -129,7 +129,7 @@ def test_rank_objects_are_split(comm, small_limit):
     }
 
 
-def test_rank_window_transfers_are_split(comm, small_limit):
+def test_rank_large_window_transfers_are_split(comm, small_limit):
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     window = comm.window(40)
     sent, received = _values(29, comm.rank, np.uint8), np.zeros(29, np.uint8)

@@ -1,4 +1,4 @@
-"""Shared memory between real processes: every way, long runs of small calls, nothing sent as messages."""
+"""Shared memory between real processes: every algorithm, long sequences of small calls, and no messages."""
 
 import os
 
@@ -13,8 +13,8 @@ from hpcdist.comm.record.timing import count_traffic
 FLOAT32 = np.dtype(np.float32)
 
 
-def test_rank_node_shared_in_pieces_and_in_place(comm, rng):
-    """Several pieces and calls on end: a half that is overwritten too early would show here."""
+def test_rank_node_shared_allreduce_in_pieces_is_exact(comm, rng):
+    """There are several pieces and consecutive calls, so a half that is overwritten too early would be detected."""
     row = shared_memory.HALF_BYTES // 4
     shared = shared_memory.allocate(comm, 5 * row, FLOAT32)
     for count in (row - 1, row + 1, 5 * row, 1, 3 * row, 0, 100):
@@ -31,30 +31,31 @@ def test_rank_node_shared_in_pieces_and_in_place(comm, rng):
     assert (buffer == comm.size).all()
 
 
-def test_rank_node_shared_halves(comm, rng):
+def test_rank_node_shared_reduce_scatter_and_all_gather(comm, rng):
     count = 300_000
     inputs = rng.standard_normal((comm.size, count)).astype(np.float32)
     expected = np.add.reduce(inputs, axis=0)
     ranges = split(count, comm.size, 4)
-    own = ranges[comm.rank].slice
+    local_slice = ranges[comm.rank].slice
     for buffer in (np.empty(count, np.float32), shared_memory.allocate(comm, count, FLOAT32)):
         buffer[...] = inputs[comm.rank]
         shared_memory.reduce_scatter(comm, buffer, ranges)
-        assert np.array_equal(buffer[own], expected[own])
-        kept = buffer[own].copy()
+        assert np.array_equal(buffer[local_slice], expected[local_slice])
+        kept = buffer[local_slice].copy()
         buffer[...] = np.nan
-        buffer[own] = kept
+        buffer[local_slice] = kept
         shared_memory.all_gather(comm, buffer, ranges)
         assert np.array_equal(buffer, expected)
 
 
 @pytest.mark.parametrize("calls", [20_000, 100_000])
 @pytest.mark.matrix_except("20000")
-def test_rank_thousands_of_small_collectives(comm, calls):
-    """Values that no other call has: what was read too early, or overwritten too early, would show.
+def test_rank_thousands_of_small_collectives_are_exact(comm, calls):
+    """Each call has unique values, so data that is read or overwritten too early would be detected.
 
-    Sizes on both sides of the slot, so that calls with one meeting and with two follow each other; ranks lag by turns.
-    Where ranks share cores each call waits for the scheduler, and fewer of them must do.
+
+    Sizes lie on both sides of the slot size, so calls with one and with two synchronisations alternate. Ranks lag in
+    turn. Where ranks share cores, each call waits for the scheduler, so there are fewer calls.
     """
     calls = calls if comm.size <= len(os.sched_getaffinity(0)) else calls // 10
     slot = shared_memory.slot_bytes(comm.size) // 8
@@ -74,8 +75,8 @@ def test_rank_thousands_of_small_collectives(comm, calls):
             assert (buffer == expected).all()
 
 
-def test_rank_memory_of_a_node_is_one(comm):
-    """What a rank writes, the others read at the place where it lies."""
+def test_rank_node_memory_is_shared_by_all_its_ranks(comm):
+    """All ranks of a node see what a rank writes, at the same place."""
     block = comm.nodes().intra.shared(4096)
     assert block.is_shared
     block.views[comm.nodes().intra.rank][:] = comm.nodes().intra.rank + 1

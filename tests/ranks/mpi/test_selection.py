@@ -1,4 +1,4 @@
-"""Choosing over real MPI: all ranks choose alike, and a choice gives the bits of the algorithm that it names."""
+"""Algorithm selection over real MPI: all ranks select the same algorithm, and its result has the algorithm's bits."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def cache(monkeypatch, folder):
     return folder / "cache" / "hpcdist" / "tuning"
 
 
-def _wanted(comm, kind):
+def _request(comm, kind):
     return autotune.TuningRequest(
         max_bytes=MAX_BYTES,
         dtype=FLOAT,
@@ -28,14 +28,14 @@ def _wanted(comm, kind):
     )
 
 
-def _selected(comm, kind):
-    found = autotune.select(comm, comm, _wanted(comm, kind), "the MPI library of this test")
+def _select(comm, kind):
+    result = autotune.select(comm, comm, _request(comm, kind), "the MPI library of this test")
     collectives.release(comm)
-    return found
+    return result
 
 
-def test_rank_choices_are_agreed_and_kept(comm, cache):
-    first, second = (_selected(comm, autotune.ALLREDUCE_KIND) for _ in range(2))
+def test_rank_selections_are_agreed_and_cached(comm, cache):
+    first, second = (_select(comm, autotune.ALLREDUCE_KIND) for _ in range(2))
     everyone = comm.allgather_object((first.text, first.rows, second.text, second.rows))
     assert all(one == everyone[0] for one in everyone)
     assert first.text == second.text
@@ -49,8 +49,8 @@ def test_rank_choices_are_agreed_and_kept(comm, cache):
         assert len(list(cache.iterdir())) == 1
 
 
-def test_rank_auto_has_the_bits_of_what_it_names(comm, cache, rng):
-    choice = _selected(comm, autotune.ALLREDUCE_KIND).choice
+def test_rank_auto_has_the_bits_of_the_selected_algorithm(comm, cache, rng):
+    choice = _select(comm, autotune.ALLREDUCE_KIND).choice
     for nbytes in (4, 64, 1000, 1024, 4096, 10000, MAX_BYTES, 4 * MAX_BYTES):
         inputs = rng.standard_normal((comm.size, nbytes // 4)).astype(np.float32)
         auto, forced = inputs[comm.rank].copy(), inputs[comm.rank].copy()
@@ -60,7 +60,7 @@ def test_rank_auto_has_the_bits_of_what_it_names(comm, cache, rng):
         np.testing.assert_allclose(auto, inputs.astype(np.float64).sum(axis=0), rtol=1e-4, atol=1e-5)
 
 
-def test_rank_sharding_is_agreed(comm, cache):
-    found = _selected(comm, autotune.SHARDED_KIND)
-    assert found.text in collectives.SHARDED
-    assert set(comm.allgather_object(found.text)) == {found.text}
+def test_rank_selection_for_shards_is_agreed(comm, cache):
+    result = _select(comm, autotune.SHARDED_KIND)
+    assert result.text in collectives.SHARDED
+    assert set(comm.allgather_object(result.text)) == {result.text}

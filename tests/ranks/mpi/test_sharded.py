@@ -1,4 +1,4 @@
-"""Shares over real messages: summed at their owners, back at all ranks with the same bits."""
+"""Shards over real messages: reduced at their owners, and gathered on all ranks with the same bits."""
 
 import hashlib
 
@@ -15,7 +15,7 @@ COUNTS = (0, 1, 3, 1000, 100_003)
     ("algorithm", "ranks_per_node"),
     [(name, None) for name in SHARDED] + [("hierarchical", 1), ("hierarchical", 2), ("hierarchical", 3)],
 )
-def test_rank_shares_reach_their_owners_and_come_back(comm, algorithm, ranks_per_node, rng):
+def test_rank_shards_are_reduced_at_owners_and_gathered(comm, algorithm, ranks_per_node, rng):
     comm.declared_node = None if ranks_per_node is None else comm.rank // ranks_per_node
     sharding = SHARDED[algorithm]
     for dtype in (np.float32, np.float64, np.int64):
@@ -27,16 +27,18 @@ def test_rank_shares_reach_their_owners_and_come_back(comm, algorithm, ranks_per
             buffer = inputs[comm.rank].copy()
             shares = sharding.shares(comm, count, buffer.itemsize)
             assert all(other == shares for other in comm.allgather_object(shares))
-            own = shares[comm.rank].slice
-            elsewhere = np.empty_like(buffer[own])
+            local_slice = shares[comm.rank].slice
+            elsewhere = np.empty_like(buffer[local_slice])
             sharding.reduce_scatter(comm, buffer, shares, result=elsewhere)
             assert np.array_equal(buffer, inputs[comm.rank]), "a result elsewhere leaves the addends"
             sharding.reduce_scatter(comm, buffer, shares)
-            assert np.array_equal(elsewhere, buffer[own])
-            assert (np.abs(buffer[own] - exact[own]) <= bound[own]).all(), f"{count} {buffer.dtype}"
-            mine = buffer[own].copy()
+            assert np.array_equal(elsewhere, buffer[local_slice])
+            assert (np.abs(buffer[local_slice] - exact[local_slice]) <= bound[local_slice]).all(), (
+                f"{count} {buffer.dtype}"
+            )
+            mine = buffer[local_slice].copy()
             buffer[...] = 99
-            buffer[own] = mine
+            buffer[local_slice] = mine
             sharding.all_gather(comm, buffer, shares)
             assert (np.abs(buffer - exact) <= bound).all(), f"{count} {buffer.dtype}"
             digests = comm.allgather_object(hashlib.sha256(buffer.tobytes()).hexdigest())
@@ -44,7 +46,7 @@ def test_rank_shares_reach_their_owners_and_come_back(comm, algorithm, ranks_per
 
 
 @pytest.mark.parametrize("algorithm", SHARDED)
-def test_rank_maximum_and_16_bits(comm, algorithm, rng):
+def test_rank_sharded_maximum_and_16_bit_sums(comm, algorithm, rng):
     comm.declared_node = None if algorithm == "node_shared" else comm.rank // 2
     sharding = SHARDED[algorithm]
     inputs = rng.standard_normal((comm.size, 999)).astype(np.float32)

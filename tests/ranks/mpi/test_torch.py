@@ -1,4 +1,4 @@
-"""The backend of torch.distributed over real messages, against what PyTorch computes from the inputs of all ranks."""
+"""The torch.distributed backend over real messages, compared with PyTorch on the inputs of all ranks."""
 
 import gc
 import re
@@ -31,36 +31,36 @@ def default_group():
 
 
 def draw(rng, dtype, *shape):
-    """Return small whole numbers, so that sums are exact and equal in any order."""
+    """Return small whole numbers, whose sums are exact and the same in any order."""
     numbers = torch.from_numpy(rng.integers(0, 4, shape))
     if dtype.is_complex:
         numbers = numbers + 1j * torch.from_numpy(rng.integers(0, 4, shape))
     return numbers.to(dtype)
 
 
-def everyones(rng, comm, dtype, *shape):
+def draw_for_all_ranks(rng, comm, dtype, *shape):
     return [draw(rng, dtype, *shape) for _ in range(comm.size)]
 
 
-def same(found, expected):
-    """Whether two tensors have the same type, shape and bits."""
-    as_bytes = found.dtype in BYTES
+def is_same(result, expected):
+    """Return True if two tensors have the same type, shape and bits."""
+    as_bytes = result.dtype in BYTES
     return (
-        found.dtype == expected.dtype
-        and found.shape == expected.shape
+        result.dtype == expected.dtype
+        and result.shape == expected.shape
         and torch.equal(
-            found.view(torch.uint8) if as_bytes else found, expected.view(torch.uint8) if as_bytes else expected
+            result.view(torch.uint8) if as_bytes else result, expected.view(torch.uint8) if as_bytes else expected
         )
     )
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5)])
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, *COMPLEX])
-def test_rank_all_reduce_sums(comm, rng, dtype, shape):
-    inputs = everyones(rng, comm, dtype, *shape)
-    own = inputs[comm.rank].clone()
-    dist.all_reduce(own)
-    assert same(own, torch.stack(inputs).sum(dim=0).to(dtype))
+def test_rank_all_reduce_sums_every_dtype(comm, rng, dtype, shape):
+    inputs = draw_for_all_ranks(rng, comm, dtype, *shape)
+    local_input = inputs[comm.rank].clone()
+    dist.all_reduce(local_input)
+    assert is_same(local_input, torch.stack(inputs).sum(dim=0).to(dtype))
 
 
 OPERATIONS = {
@@ -73,59 +73,61 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8])
 @pytest.mark.parametrize("op", OPERATIONS)
-def test_rank_all_reduce_by_other_operations(comm, rng, op, dtype):
-    inputs = everyones(rng, comm, dtype, 100)
-    own = inputs[comm.rank].clone()
-    dist.all_reduce(own, OPERATIONS[op][0])
+def test_rank_all_reduce_with_other_operations(comm, rng, op, dtype):
+    inputs = draw_for_all_ranks(rng, comm, dtype, 100)
+    local_input = inputs[comm.rank].clone()
+    dist.all_reduce(local_input, OPERATIONS[op][0])
     expected = OPERATIONS[op][1](torch.stack(inputs))
-    assert torch.allclose(own.double(), (expected if dtype.is_floating_point else expected.trunc()).double(), rtol=1e-6)
+    assert torch.allclose(
+        local_input.double(), (expected if dtype.is_floating_point else expected.trunc()).double(), rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("op", ["min", "max"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_rank_extremes_are_nan_wherever_a_rank_has_nan(comm, rng, op, dtype):
-    inputs = everyones(rng, comm, dtype, 3000)
+def test_rank_max_and_min_propagate_nan_of_any_rank(comm, rng, op, dtype):
+    inputs = draw_for_all_ranks(rng, comm, dtype, 3000)
     for rank, tensor in enumerate(inputs):
         tensor[rank :: 2 * comm.size] = torch.nan
-    own = inputs[comm.rank].clone()
-    dist.all_reduce(own, OPERATIONS[op][0])
-    assert torch.equal(own.isnan(), torch.stack(inputs).isnan().any(dim=0))
-    assert torch.equal(own.nan_to_num(7), OPERATIONS[op][1](torch.stack(inputs)).nan_to_num(7))
+    local_input = inputs[comm.rank].clone()
+    dist.all_reduce(local_input, OPERATIONS[op][0])
+    assert torch.equal(local_input.isnan(), torch.stack(inputs).isnan().any(dim=0))
+    assert torch.equal(local_input.nan_to_num(7), OPERATIONS[op][1](torch.stack(inputs)).nan_to_num(7))
 
 
-def test_rank_unaligned_tensors(comm):
-    own = torch.frombuffer(bytearray(33), dtype=torch.float64, offset=1, count=4).fill_(comm.rank + 1)
-    dist.all_reduce(own, dist.ReduceOp.MAX)
-    assert (own == comm.size).all()
+def test_rank_unaligned_tensors_are_reduced(comm):
+    local_data = torch.frombuffer(bytearray(33), dtype=torch.float64, offset=1, count=4).fill_(comm.rank + 1)
+    dist.all_reduce(local_data, dist.ReduceOp.MAX)
+    assert (local_data == comm.size).all()
 
 
 @pytest.mark.parametrize("op", ["BAND", "BOR", "BXOR"])
-def test_rank_all_reduce_of_bits(comm, rng, op):
+def test_rank_all_reduce_with_bitwise_operations(comm, rng, op):
     inputs = [torch.from_numpy(rng.integers(0, 1 << 30, 50)) for _ in range(comm.size)]
-    own = inputs[comm.rank].clone()
-    dist.all_reduce(own, getattr(dist.ReduceOp, op))
+    local_input = inputs[comm.rank].clone()
+    dist.all_reduce(local_input, getattr(dist.ReduceOp, op))
     function = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}[op]
-    assert np.array_equal(own.numpy(), function.reduce([tensor.numpy() for tensor in inputs]))
+    assert np.array_equal(local_input.numpy(), function.reduce([tensor.numpy() for tensor in inputs]))
 
 
-def test_rank_all_reduce_of_truths(comm, rng):
+def test_rank_all_reduce_of_bool_tensors(comm, rng):
     inputs = [draw(rng, torch.int64, 40) > 1 for _ in range(comm.size)]
     for op, expected in [(SUM, torch.stack(inputs).any(dim=0)), (PRODUCT, torch.stack(inputs).all(dim=0))]:
-        own = inputs[comm.rank].clone()
-        dist.all_reduce(own, op)
-        assert same(own, expected)
+        local_input = inputs[comm.rank].clone()
+        dist.all_reduce(local_input, op)
+        assert is_same(local_input, expected)
 
 
 @pytest.mark.parametrize("factor", [0.5, torch.tensor([2.0])])
-def test_rank_all_reduce_multiplies_before(comm, rng, factor):
-    inputs = everyones(rng, comm, torch.float32, 9)
-    own = inputs[comm.rank].clone()
-    dist.all_reduce(own, dist._make_nccl_premul_sum(factor))
-    assert torch.equal(own, sum(inputs) * factor)
+def test_rank_all_reduce_with_premultiplied_sum(comm, rng, factor):
+    inputs = draw_for_all_ranks(rng, comm, torch.float32, 9)
+    local_input = inputs[comm.rank].clone()
+    dist.all_reduce(local_input, dist._make_nccl_premul_sum(factor))
+    assert torch.equal(local_input, sum(inputs) * factor)
 
 
-def test_rank_tensors_may_be_freed_after_they_were_sent(comm):
-    """FSDP resizes the storage of a parameter to nothing when it is not needed, and back."""
+def test_rank_sent_tensors_may_be_freed(comm):
+    """FSDP resizes the storage of an unused parameter to zero, and back."""
     tensor, part = torch.ones(8), torch.ones(2)
     dist.all_reduce(tensor)
     dist.broadcast(part, 0)
@@ -137,13 +139,13 @@ def test_rank_tensors_may_be_freed_after_they_were_sent(comm):
     assert torch.equal(tensor, torch.full((8,), 2.0 * comm.size))
 
 
-def test_rank_strided_tensors(comm, rng):
-    inputs = everyones(rng, comm, torch.float32, 6, 8)
-    own = inputs[comm.rank].clone()
-    dist.all_reduce(own[::2, 1::3])
+def test_rank_strided_tensors_are_supported(comm, rng):
+    inputs = draw_for_all_ranks(rng, comm, torch.float32, 6, 8)
+    local_input = inputs[comm.rank].clone()
+    dist.all_reduce(local_input[::2, 1::3])
     expected = inputs[comm.rank].clone()
     expected[::2, 1::3] = sum(inputs)[::2, 1::3]
-    assert torch.equal(own, expected)
+    assert torch.equal(local_input, expected)
     root = comm.size - 1
     column = inputs[comm.rank].clone().t()
     dist.broadcast(column, root)
@@ -151,18 +153,18 @@ def test_rank_strided_tensors(comm, rng):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, torch.complex64, *BYTES])
-def test_rank_what_only_travels(comm, rng, dtype):
-    inputs = everyones(rng, comm, dtype, 3, 2)
+def test_rank_broadcast_and_all_gather_of_every_dtype(comm, rng, dtype):
+    inputs = draw_for_all_ranks(rng, comm, dtype, 3, 2)
     for root in range(comm.size):
-        own = inputs[comm.rank].clone()
-        dist.broadcast(own, root)
-        assert same(own, inputs[root])
+        local_input = inputs[comm.rank].clone()
+        dist.broadcast(local_input, root)
+        assert is_same(local_input, inputs[root])
     gathered = [torch.empty_like(inputs[0]) for _ in inputs]
     dist.all_gather(gathered, inputs[comm.rank])
-    assert all(map(same, gathered, inputs))
+    assert all(map(is_same, gathered, inputs))
     whole = torch.empty(3 * comm.size, 2, dtype=dtype)
     dist.all_gather_single(whole, inputs[comm.rank])
-    assert same(whole, torch.cat(inputs))
+    assert is_same(whole, torch.cat(inputs))
 
 
 def test_rank_all_gather_of_different_sizes(comm, rng):
@@ -170,47 +172,47 @@ def test_rank_all_gather_of_different_sizes(comm, rng):
     inputs = [draw(rng, torch.float32, size) for size in sizes]
     gathered = [torch.empty(size) for size in sizes]
     dist.all_gather(gathered, inputs[comm.rank])
-    assert all(map(same, gathered, inputs))
+    assert all(map(is_same, gathered, inputs))
 
 
 def test_rank_all_gather_in_place(comm, rng):
-    inputs = everyones(rng, comm, torch.float32, 4)
+    inputs = draw_for_all_ranks(rng, comm, torch.float32, 4)
     whole = torch.zeros(4 * comm.size)
-    own = whole[4 * comm.rank : 4 * comm.rank + 4]
-    own.copy_(inputs[comm.rank])
-    dist.all_gather_single(whole, own)
+    local_data = whole[4 * comm.rank : 4 * comm.rank + 4]
+    local_data.copy_(inputs[comm.rank])
+    dist.all_gather_single(whole, local_data)
     assert torch.equal(whole, torch.cat(inputs))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("op", [SUM, AVG, PRODUCT, dist.ReduceOp.MAX])
-def test_rank_reduce_scatter(comm, rng, dtype, op):
-    inputs = everyones(rng, comm, dtype, comm.size, 5)
+def test_rank_reduce_scatter_matches_the_sum(comm, rng, dtype, op):
+    inputs = draw_for_all_ranks(rng, comm, dtype, comm.size, 5)
     stacked = torch.stack(inputs)
     function = {SUM: stacked.sum, PRODUCT: stacked.prod, dist.ReduceOp.MAX: stacked.amax}
     expected = (stacked.double().mean(dim=0) if op == AVG else function[op](dim=0))[comm.rank].to(dtype)
-    own = torch.empty(5, dtype=dtype)
-    dist.reduce_scatter_single(own, inputs[comm.rank].reshape(-1), op)
-    assert torch.allclose(own.double(), expected.double(), rtol=1e-6 if dtype is torch.float32 else 1e-2)
+    local_data = torch.empty(5, dtype=dtype)
+    dist.reduce_scatter_single(local_data, inputs[comm.rank].reshape(-1), op)
+    assert torch.allclose(local_data.double(), expected.double(), rtol=1e-6 if dtype is torch.float32 else 1e-2)
     listed = torch.empty(5, dtype=dtype)
     dist.reduce_scatter(listed, list(inputs[comm.rank]), op)
-    assert torch.equal(own, listed)
+    assert torch.equal(local_data, listed)
 
 
 def test_rank_reduce_scatter_of_different_sizes(comm, rng):
     sizes = [rank + 1 for rank in range(comm.size)]
     inputs = [[draw(rng, torch.float32, size) for size in sizes] for _ in range(comm.size)]
-    own = torch.empty(sizes[comm.rank])
-    dist.reduce_scatter(own, inputs[comm.rank])
-    assert torch.equal(own, sum(parts[comm.rank] for parts in inputs))
+    local_data = torch.empty(sizes[comm.rank])
+    dist.reduce_scatter(local_data, inputs[comm.rank])
+    assert torch.equal(local_data, sum(parts[comm.rank] for parts in inputs))
 
 
-def test_rank_reduce_gather_and_scatter(comm, rng):
-    inputs = everyones(rng, comm, torch.float32, 6)
+def test_rank_reduce_gather_and_scatter_from_every_root(comm, rng):
+    inputs = draw_for_all_ranks(rng, comm, torch.float32, 6)
     for root in range(comm.size):
-        own = inputs[comm.rank].clone()
-        dist.reduce(own, root)
-        assert torch.equal(own, sum(inputs) if comm.rank == root else inputs[comm.rank])
+        local_input = inputs[comm.rank].clone()
+        dist.reduce(local_input, root)
+        assert torch.equal(local_input, sum(inputs) if comm.rank == root else inputs[comm.rank])
         received = [torch.empty(6) for _ in inputs] if comm.rank == root else None
         dist.gather(inputs[comm.rank], received, root)
         assert received is None or all(map(torch.equal, received, inputs))
@@ -219,9 +221,9 @@ def test_rank_reduce_gather_and_scatter(comm, rng):
         assert torch.equal(part, inputs[comm.rank])
 
 
-def test_rank_all_to_all(comm, rng):
+def test_rank_all_to_all_of_uneven_splits(comm, rng):
     rows = rng.integers(0, 4, (comm.size, comm.size))  # from, to
-    parts = [[draw(rng, torch.float32, int(count), 3) for count in own] for own in rows]
+    parts = [[draw(rng, torch.float32, int(count), 3) for count in local_input] for local_input in rows]
     expected = [sent[comm.rank] for sent in parts]
     output = torch.empty(int(rows[:, comm.rank].sum()), 3)
     sizes = rows[:, comm.rank].tolist(), rows[comm.rank].tolist()
@@ -237,7 +239,7 @@ def test_rank_all_to_all(comm, rng):
     assert not comm.size > 1 or even.dtype is torch.complex64
 
 
-def test_rank_messages(comm):
+def test_rank_messages_complete_and_arrive(comm):
     ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     received = torch.empty(1000)[::2]
     requests = [
@@ -268,10 +270,10 @@ def test_rank_messages_from_any_rank(comm):
 
 
 def test_rank_operations_keep_their_order(comm, rng):
-    """Asynchronous operations, waited for in any order, between synchronous ones and messages that hold them up."""
-    inputs = everyones(rng, comm, torch.float64, 20, 50)
-    own = inputs[comm.rank].clone()
-    works = [dist.all_reduce(row, async_op=True) for row in own]
+    """Asynchronous operations are waited for in any order, between synchronous operations and delayed messages."""
+    inputs = draw_for_all_ranks(rng, comm, torch.float64, 20, 50)
+    local_input = inputs[comm.rank].clone()
+    works = [dist.all_reduce(row, async_op=True) for row in local_input]
     if comm.rank:
         dist.recv(torch.empty(1), comm.rank - 1)
     if comm.rank < comm.size - 1:
@@ -282,57 +284,57 @@ def test_rank_operations_keep_their_order(comm, rng):
     for index in rng.permutation(20):
         assert works[index].wait()
         assert works[index].is_success()
-    assert torch.equal(own, sum(inputs))
+    assert torch.equal(local_input, sum(inputs))
 
 
-def test_rank_futures(comm, rng):
-    inputs = everyones(rng, comm, torch.float32, 30)
-    own = inputs[comm.rank].clone()
-    doubled = dist.all_reduce(own, async_op=True).get_future().then(lambda done: 2 * done.value()[0])
+def test_rank_futures_run_their_callbacks(comm, rng):
+    inputs = draw_for_all_ranks(rng, comm, torch.float32, 30)
+    local_input = inputs[comm.rank].clone()
+    doubled = dist.all_reduce(local_input, async_op=True).get_future().then(lambda done: 2 * done.value()[0])
     assert torch.equal(doubled.wait(), 2 * sum(inputs))
 
     def again(done):  # a callback that communicates and waits, as the hook of PowerSGD
         return dist.all_reduce(done.value()[0], async_op=True).get_future().wait()[0]
 
-    own = inputs[comm.rank].clone()
-    twice = dist.all_reduce(own, async_op=True).get_future().then(again)
+    local_input = inputs[comm.rank].clone()
+    twice = dist.all_reduce(local_input, async_op=True).get_future().then(again)
     assert torch.equal(twice.wait(), comm.size * sum(inputs))
 
 
-def test_rank_groups(comm, rng):
-    inputs = everyones(rng, comm, torch.float32, 10)
+def test_rank_subgroups_reduce_over_their_members(comm, rng):
+    inputs = draw_for_all_ranks(rng, comm, torch.float32, 10)
     even = dist.new_group(range(0, comm.size, 2))
     reverse = dist.new_group(sorted(range(comm.size), reverse=True))
-    own = inputs[comm.rank].clone()
+    local_input = inputs[comm.rank].clone()
     if comm.rank % 2 == 0:
-        dist.all_reduce(own, group=even)
-        assert torch.equal(own, sum(inputs[::2]))
+        dist.all_reduce(local_input, group=even)
+        assert torch.equal(local_input, sum(inputs[::2]))
         dist.destroy_process_group(even)
     local = dist.new_group([comm.rank], use_local_synchronization=True)
-    dist.all_reduce(own, group=local)
-    dist.broadcast(own, 0, group=reverse)
-    assert torch.equal(own, sum(inputs[::2]))
+    dist.all_reduce(local_input, group=local)
+    dist.broadcast(local_input, 0, group=reverse)
+    assert torch.equal(local_input, sum(inputs[::2]))
     dist.destroy_process_group(reverse)
     dist.destroy_process_group(local)
     with pytest.raises(UsageError, match="was destroyed"):
-        reverse.allreduce([own])
+        reverse.allreduce([local_input])
     with pytest.raises(UsageError, match="was destroyed"):
-        local.send([own], 0, 0)
+        local.send([local_input], 0, 0)
 
 
-def test_rank_coalesced(comm, rng):
-    inputs = [everyones(rng, comm, dtype, 8) for dtype in (torch.float32, torch.float32)]
-    own = [tensors[comm.rank].clone() for tensors in inputs]
+def test_rank_coalesced_all_reduce_sums_each_tensor(comm, rng):
+    inputs = [draw_for_all_ranks(rng, comm, dtype, 8) for dtype in (torch.float32, torch.float32)]
+    local_values = [tensors[comm.rank].clone() for tensors in inputs]
     with dist.distributed_c10d._coalescing_manager():
-        for tensor in own:
+        for tensor in local_values:
             dist.all_reduce(tensor)
-    assert all(torch.equal(tensor, sum(tensors)) for tensor, tensors in zip(own, inputs, strict=True))
+    assert all(torch.equal(tensor, sum(tensors)) for tensor, tensors in zip(local_values, inputs, strict=True))
     with dist.distributed_c10d._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
-        dist.broadcast(own[0], comm.size - 1)
+        dist.broadcast(local_values[0], comm.size - 1)
     manager.wait()
 
 
-def test_rank_objects(comm):
+def test_rank_objects_are_gathered_and_broadcast(comm):
     gathered = [None] * comm.size
     dist.all_gather_object(gathered, {"rank": comm.rank})
     assert gathered == [{"rank": rank} for rank in range(comm.size)]
@@ -341,8 +343,8 @@ def test_rank_objects(comm):
     assert values == ["of the last rank"]
 
 
-def test_rank_data_parallel_with_compression_hooks(comm, rng):
-    """DDP learns what one process learns from all samples, and PowerSGD's hook, which nests operations, runs."""
+def test_rank_ddp_with_compression_hooks_matches_one_process(comm, rng):
+    """DDP matches one process with all samples. The PowerSGD hook, which nests operations, also runs."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel
 
@@ -353,9 +355,9 @@ def test_rank_data_parallel_with_compression_hooks(comm, rng):
     inputs = torch.from_numpy(rng.standard_normal((comm.size, 8, 16), np.float32))
     model = DistributedDataParallel(module, bucket_cap_mb=0.002)
     for step in range(3):
-        for own, samples in [(model, inputs[comm.rank]), (alone, inputs.reshape(-1, 16))]:
-            own.zero_grad()
-            ((own(samples) - samples.flip(1) * step) ** 2).mean().backward()
+        for local_input, samples in [(model, inputs[comm.rank]), (alone, inputs.reshape(-1, 16))]:
+            local_input.zero_grad()
+            ((local_input(samples) - samples.flip(1) * step) ** 2).mean().backward()
         pairs = zip(module.parameters(), alone.parameters(), strict=True)
         assert all(torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-6) for a, b in pairs)
     state = powerSGD_hook.PowerSGDState(
@@ -371,7 +373,7 @@ def test_rank_data_parallel_with_compression_hooks(comm, rng):
     assert all(torch.allclose(a, b.grad, rtol=1e-5) for a, b in zip(mean, module.parameters(), strict=True))
 
 
-def test_rank_sharded_parameters(comm, rng):
+def test_rank_fsdp2_gradients_match_one_process(comm, rng):
     """FSDP2 over this backend has the gradients of one process."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -390,7 +392,7 @@ def test_rank_sharded_parameters(comm, rng):
     assert all(torch.allclose(a.grad.full_tensor(), b.grad, rtol=1e-4, atol=1e-6) for a, b in pairs)
 
 
-def test_rank_a_late_rank_is_named(comm):
+def test_rank_monitored_barrier_names_the_late_rank(comm):
     if comm.size == 1:
         hpcdist.torch.monitored_barrier(timeout_s=5)
         return
@@ -398,7 +400,7 @@ def test_rank_a_late_rank_is_named(comm):
     if comm.rank == comm.size - 1:
         pass
     elif comm.rank == 0:
-        with pytest.raises(DeadlineError, match=f"rank {comm.size - 1} did not come within 0.3 s"):
+        with pytest.raises(DeadlineError, match=f"rank {comm.size - 1} did not call it within 0.3 s"):
             hpcdist.torch.monitored_barrier(group, timeout_s=0.3)
     else:
         with pytest.raises(DeadlineError, match="rank 0 did not answer"):
@@ -406,7 +408,7 @@ def test_rank_a_late_rank_is_named(comm):
     comm.barrier()
 
 
-def test_rank_a_wait_may_end_early(comm):
+def test_rank_wait_with_a_short_timeout_raises(comm):
     if comm.size == 1:
         return
     number = torch.zeros(1)
@@ -443,7 +445,7 @@ def test_rank_wait_for_a_collective_keeps_its_timeout(comm):
     assert ones.tolist() == [comm.size] * 3
 
 
-def test_rank_coalesced_calls_read_all_inputs_before_they_write(comm):
+def test_rank_coalesced_calls_read_all_inputs_before_writing(comm):
     size, group = comm.size, dist.group.WORLD
     total = size * (size + 1) / 2
     for first, second in ((slice(0, 4), slice(0, 4)), (slice(0, 3), slice(1, 4)), (slice(0, 4, 2), slice(1, 4))):
@@ -452,19 +454,19 @@ def test_rank_coalesced_calls_read_all_inputs_before_they_write(comm):
         expected = torch.full((4,), comm.rank + 1.0)
         expected[first] = expected[second] = total
         assert torch.equal(numbers, expected)
-    own, gathered, others = torch.full((2,), comm.rank + 1.0), torch.zeros(2 * size), torch.ones(2 * size)
-    group.allgather_into_tensor_coalesced([gathered, others], [own, gathered[:2]]).wait()
+    local_data, gathered, others = torch.full((2,), comm.rank + 1.0), torch.zeros(2 * size), torch.ones(2 * size)
+    group.allgather_into_tensor_coalesced([gathered, others], [local_data, gathered[:2]]).wait()
     assert gathered.tolist() == [rank + 1.0 for rank in range(size) for _ in range(2)] and not others.any()
     numbers, output = torch.ones(2 * size), torch.zeros(2)
     group.reduce_scatter_tensor_coalesced([numbers[:2], output], [numbers, numbers]).wait()
     assert numbers[:2].tolist() == output.tolist() == [size] * 2
 
 
-def test_rank_bad_arguments(comm):
+def test_rank_bad_arguments_raise_clear_errors(comm):
     ones = torch.ones(4)
     with pytest.raises(BufferHandoverError, match=r"sparse_coo tensors are not supported.*sparse=False"):
         dist.distributed_c10d._get_default_group().allreduce([ones.to_sparse()])
-    with pytest.raises(BufferHandoverError, match="the device meta cannot travel"):
+    with pytest.raises(BufferHandoverError, match="cannot be communicated"):
         dist.all_reduce(ones.to("meta"))
     with pytest.raises(UsageError, match="BAND is not defined for torch.float32 tensors"):
         dist.all_reduce(ones, dist.ReduceOp.BAND)
@@ -478,59 +480,61 @@ def test_rank_bad_arguments(comm):
         hpcdist.torch.Options(algorithm="rings")
 
 
-def reduced(op):
-    def run(own, group, **options):
-        return [own], dist.all_reduce(own, op, group=group, **options)
+def reduce_with(op):
+    def run(local_data, group, **options):
+        return [local_data], dist.all_reduce(local_data, op, group=group, **options)
 
     return run
 
 
-def gathered(own, group, ranks, **options):
-    found = [torch.empty_like(own) for _ in range(ranks)]
-    return found, dist.all_gather(found, own, group=group, **options)
+def all_gather(local_data, group, ranks, **options):
+    results = [torch.empty_like(local_data) for _ in range(ranks)]
+    return results, dist.all_gather(results, local_data, group=group, **options)
 
 
-def gathered_as_one(own, group, ranks, **options):
-    found = own.new_empty(ranks * own.numel())
-    return [found], dist.all_gather_single(found, own, group=group, **options)
+def all_gather_single(local_data, group, ranks, **options):
+    received = local_data.new_empty(ranks * local_data.numel())
+    return [received], dist.all_gather_single(received, local_data, group=group, **options)
 
 
-def scattered(own, group, ranks, **options):
-    found = own.new_empty(own.numel() // ranks)
-    return [found], dist.reduce_scatter_single(found, own, group=group, **options)
+def reduce_scatter(local_data, group, ranks, **options):
+    received = local_data.new_empty(local_data.numel() // ranks)
+    return [received], dist.reduce_scatter_single(received, local_data, group=group, **options)
 
 
-def broadcast(own, group, root, **options):
-    return [own], dist.broadcast(own, root, group=group, **options)
+def broadcast(local_data, group, root, **options):
+    return [local_data], dist.broadcast(local_data, root, group=group, **options)
 
 
-def reduced_to_root(own, group, root, **options):
-    work = dist.reduce(own, root, group=group, **options)
-    return [own] if dist.get_rank() == root else [], work
+def reduce_to_root(local_data, group, root, **options):
+    work = dist.reduce(local_data, root, group=group, **options)
+    return [local_data] if dist.get_rank() == root else [], work
 
 
-def exchanged(own, group, rows, place, **options):
+def all_to_all(local_data, group, rows, place, **options):
     sent, received = rows[place].tolist(), rows[:, place].tolist()
-    found = own.new_empty(sum(received))
-    return [found], dist.all_to_all_single(found, own[: sum(sent)].clone(), received, sent, group=group, **options)
+    output = local_data.new_empty(sum(received))
+    return [output], dist.all_to_all_single(
+        output, local_data[: sum(sent)].clone(), received, sent, group=group, **options
+    )
 
 
-# name -> (operation, what it needs beside tensor and group)
+# name -> (operation, its parameters after tensor and group)
 SEQUENCE = {
-    **{op: (reduced(getattr(dist.ReduceOp, op)), ()) for op in ("SUM", "PRODUCT", "MIN", "MAX")},
+    **{op: (reduce_with(getattr(dist.ReduceOp, op)), ()) for op in ("SUM", "PRODUCT", "MIN", "MAX")},
     "broadcast": (broadcast, ("root",)),
-    "reduce": (reduced_to_root, ("root",)),
-    "all_gather": (gathered, ("ranks",)),
-    "all_gather_single": (gathered_as_one, ("ranks",)),
-    "reduce_scatter_single": (scattered, ("ranks",)),
-    "all_to_all_single": (exchanged, ("rows", "place")),
+    "reduce": (reduce_to_root, ("root",)),
+    "all_gather": (all_gather, ("ranks",)),
+    "all_gather_single": (all_gather_single, ("ranks",)),
+    "reduce_scatter_single": (reduce_scatter, ("ranks",)),
+    "all_to_all_single": (all_to_all, ("rows", "place")),
 }
 
 
-def check(what, expected, found, work):
+def check(what, expected, result, work):
     if work is not None:
         work.wait()
-    assert all(map(same, found, expected)), what
+    assert all(map(is_same, result, expected)), what
 
 
 OF_GLOO = [dtype for dtype in (*FLOATS, *INTEGERS) if dtype is not torch.int16]
@@ -538,8 +542,8 @@ OF_GLOO = [dtype for dtype in (*FLOATS, *INTEGERS) if dtype is not torch.int16]
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.full_except("0")
-def test_rank_a_random_sequence_is_that_of_gloo(comm, rng, seed):
-    """Operations on groups that overlap, of many types and sizes, some of them under way at once."""
+def test_rank_random_sequence_of_operations_matches_gloo(comm, rng, seed):
+    """Operations run on overlapping groups, with many types and sizes, and some of them concurrently."""
     some = sorted(rng.permutation(comm.size)[: rng.integers(1, comm.size + 1)].tolist())
     groups = [
         (members, dist.new_group(members), dist.new_group(members, backend="gloo"))
@@ -552,17 +556,17 @@ def test_rank_a_random_sequence_is_that_of_gloo(comm, rng, seed):
         dtype = OF_GLOO[rng.integers(len(OF_GLOO))]
         ranks = len(members)
         facts = {"root": members[rng.integers(ranks)], "ranks": ranks, "rows": rng.integers(0, 40, (ranks, ranks))}
-        inputs = everyones(rng, comm, dtype, ranks * int(rng.choice([1, 40, 3000])) + 40 * ranks)
+        inputs = draw_for_all_ranks(rng, comm, dtype, ranks * int(rng.choice([1, 40, 3000])) + 40 * ranks)
         is_async, most = bool(rng.integers(2)), int(rng.integers(4))
         if comm.rank not in members:
             continue
-        run, wanted = SEQUENCE[name]
+        run, requested = SEQUENCE[name]
         facts["place"] = members.index(comm.rank)
-        needed = {key: facts[key] for key in wanted}
-        own = inputs[comm.rank]
-        expected, _ = run(own.clone(), gloo, **needed)
-        found, work = run(own.clone(), ours, **needed, async_op=is_async)
-        under_way.append((f"{name} of {dtype}", expected, found, work))
+        needed = {key: facts[key] for key in requested}
+        local_input = inputs[comm.rank]
+        expected, _ = run(local_input.clone(), gloo, **needed)
+        result, work = run(local_input.clone(), ours, **needed, async_op=is_async)
+        under_way.append((f"{name} of {dtype}", expected, result, work))
         while len(under_way) > most:
             check(*under_way.pop(0))
     for operation in under_way:
@@ -575,8 +579,8 @@ def test_rank_a_random_sequence_is_that_of_gloo(comm, rng, seed):
 
 @pytest.mark.parametrize("count", [20, 200])
 @pytest.mark.full_except("20")
-def test_rank_groups_leave_nothing_behind(comm, count):
-    """Threads, communicators (of which MPI has some thousands) and memory of groups end with them."""
+def test_rank_destroyed_groups_free_threads_and_memory(comm, count):
+    """Threads, communicators (MPI has only some thousands) and memory of a group end with the group."""
     for _ in range(count):
         group = dist.new_group()
         work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
@@ -589,8 +593,8 @@ def test_rank_groups_leave_nothing_behind(comm, count):
     assert sum(name.startswith(("collectives of", "messages of")) for name in names) <= 4, names
 
 
-def test_rank_messages_that_nobody_waits_for_end_with_the_group(comm):
-    """MPI writes a receive into its tensor whenever the message comes, so it must be there until then."""
+def test_rank_messages_without_a_wait_end_with_the_group(comm):
+    """MPI may write a receive into its tensor at any time, so the tensor must live until then."""
     group = dist.new_group()
     ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     large = torch.full((1 << 20,), float(comm.rank))
@@ -616,8 +620,8 @@ COMPRESSED = {
 
 
 @pytest.mark.parametrize("name", COMPRESSED)
-def test_rank_compressed_gradients(comm, rng, name):
-    """Of a gradient that stays the same, what all steps received is what all steps sent, but for one residual."""
+def test_rank_compressed_gradients_sum_up_with_error_feedback(comm, rng, name):
+    """The gradient is constant: all received messages add up to all sent gradients, up to one residual."""
     from torch.nn.parallel import DistributedDataParallel
 
     torch.manual_seed(int(rng.integers(1 << 31)))
@@ -644,17 +648,17 @@ def test_rank_compressed_gradients(comm, rng, name):
         assert error < 0.2, f"{name}: {error}"
 
 
-def test_rank_compressed_gradients_refuse(comm):
+def test_rank_compress_rejects_bad_options(comm):
     from torch.nn.parallel import DistributedDataParallel
 
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     with pytest.raises(UsageError, match="'power' is unknown"):
         hpcdist.torch.compress(model, "power")
-    with pytest.raises(UsageError, match="density is no option of int8"):
+    with pytest.raises(UsageError, match="density is not an option of compressor int8"):
         hpcdist.torch.compress(model, "int8", density=0.1)
 
 
-def test_rank_work_that_only_cpp_holds_is_kept_until_cpp_releases_it(comm):
+def test_rank_work_held_only_by_cpp_lives_until_its_release(comm):
     total = torch.ones(3)
     work = dist.all_reduce(total, async_op=True)
     reference, boxed = weakref.ref(work), work.boxed()
@@ -669,7 +673,7 @@ def test_rank_work_that_only_cpp_holds_is_kept_until_cpp_releases_it(comm):
     assert reference() is None
 
 
-def test_bindings_of_pytorch_store_a_work_only_where_a_holder_is_added():
+def test_pytorch_bindings_store_works_only_in_known_places():
     bindings = torch._C._distributed_c10d
     functions = [(bindings, name) for name in vars(bindings)]
     functions += [(owner, name) for owner in vars(bindings).values() if isinstance(owner, type) for name in vars(owner)]
@@ -680,7 +684,7 @@ def test_bindings_of_pytorch_store_a_work_only_where_a_holder_is_added():
 
 
 def test_rank_join_by_number_of_active_ranks_averages_over_them(comm):
-    """Rank r has 1 + r batches: each adds 2 to the gradient, the mean over the ranks that still have one."""
+    """Rank r has 1 + r batches. Each adds 2 to the gradient, the mean over the ranks that still have a batch."""
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
     with model.join(divide_by_initial_world_size=False):
         for _ in range(1 + comm.rank):

@@ -1,7 +1,8 @@
-"""Operations of torch.distributed on tensors in GPU memory, on doubles that compute as late as a GPU may.
+"""Operations of torch.distributed on GPU tensors, on doubles that compute as late as a GPU may.
 
-What the program computes before an operation, and copies of the operation itself, are put off until somebody waits for
-them, on the host or on a stream: where an order is missing the numbers are wrong, as the planted faults show.
+
+Kernels of the program and copies of an operation are deferred until the host or a stream waits for them. A missing
+order gives wrong numbers, as the planted faults show.
 """
 
 import functools
@@ -36,7 +37,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(device, "cupy", lambda: made)
     monkeypatch.setattr(streams, "cuda", torch_double)
     monkeypatch.setattr(streams, "HAS_GPU", True)
-    monkeypatch.setattr(streams.Streams, "future", lambda own: torch_double.Future())
+    monkeypatch.setattr(streams.Streams, "future", lambda local_data: torch_double.Future())
     cupy_double.LOG.clear()
     return cupy_double
 
@@ -50,20 +51,20 @@ def group(comm, gpu):
 
 @pytest.fixture
 def side():
-    """A stream that the program computes on."""
+    """A side stream on which the program computes."""
     made = cuda_double.Stream(non_blocking=True)
     with torch_double.stream(made):
         yield made
 
 
-def later(values, kind=Played):
-    """Return a tensor on the GPU, into which a kernel of the program writes ``values``."""
+def write_later(values, kind=Played):
+    """Return a GPU tensor into which a deferred kernel of the program writes ``values``."""
     made = torch.full_like(values, -9)
     compute(lambda: made.copy_(values))
     return made.as_subclass(kind)
 
 
-def everyones(rng, comm, *shape, dtype=torch.float32):
+def draw_for_all_ranks(rng, comm, *shape, dtype=torch.float32):
     return [torch.from_numpy(rng.integers(0, 9, shape)).to(dtype) for _ in range(comm.size)]
 
 
@@ -75,58 +76,58 @@ def empty(like, shape):
     return torch.full(shape, -9, dtype=like.dtype).as_subclass(Played)
 
 
-def all_reduce(group, own, opts):
-    return [own], group.allreduce([own], opts)
+def all_reduce(group, local_data, opts):
+    return [local_data], group.allreduce([local_data], opts)
 
 
-def broadcast(group, own, opts):
-    return [own], group.broadcast([own], opts)
+def broadcast(group, local_data, opts):
+    return [local_data], group.broadcast([local_data], opts)
 
 
-def reduce(group, own, opts):
-    return [own] if group.rank() == opts.rootRank else [], group.reduce([own], opts)
+def reduce(group, local_data, opts):
+    return [local_data] if group.rank() == opts.rootRank else [], group.reduce([local_data], opts)
 
 
-def all_gather(group, own, opts):
-    found = [empty(own, own.shape) for _ in range(group.size())]
-    return found, group.allgather([found], [own], opts)
+def all_gather(group, local_data, opts):
+    results = [empty(local_data, local_data.shape) for _ in range(group.size())]
+    return results, group.allgather([results], [local_data], opts)
 
 
-def all_gather_single(group, own, opts):
-    found = empty(own, (group.size() * len(own), *own.shape[1:]))
-    return [found], group.all_gather_single(found, own, opts)
+def all_gather_single(group, local_data, opts):
+    received = empty(local_data, (group.size() * len(local_data), *local_data.shape[1:]))
+    return [received], group.all_gather_single(received, local_data, opts)
 
 
-def reduce_scatter(group, own, opts):
-    found = empty(own, (len(own) // group.size(), *own.shape[1:]))
-    return [found], group.reduce_scatter(found, list(own.chunk(group.size())), opts)
+def reduce_scatter(group, local_data, opts):
+    received = empty(local_data, (len(local_data) // group.size(), *local_data.shape[1:]))
+    return [received], group.reduce_scatter(received, list(local_data.chunk(group.size())), opts)
 
 
-def reduce_scatter_single(group, own, opts):
-    found = empty(own, (len(own) // group.size(), *own.shape[1:]))
-    return [found], group.reduce_scatter_single(found, own, opts)
+def reduce_scatter_single(group, local_data, opts):
+    received = empty(local_data, (len(local_data) // group.size(), *local_data.shape[1:]))
+    return [received], group.reduce_scatter_single(received, local_data, opts)
 
 
-def all_to_all(group, own, opts):
-    found = [empty(own, part.shape) for part in own.chunk(group.size())]
-    return found, group.alltoall(found, list(own.chunk(group.size())), opts)
+def all_to_all(group, local_data, opts):
+    results = [empty(local_data, part.shape) for part in local_data.chunk(group.size())]
+    return results, group.alltoall(results, list(local_data.chunk(group.size())), opts)
 
 
-def all_to_all_single(group, own, opts):
-    found = empty(own, own.shape)
-    return [found], group.all_to_all_single(found, own, None, None, opts)
+def all_to_all_single(group, local_data, opts):
+    received = empty(local_data, local_data.shape)
+    return [received], group.all_to_all_single(received, local_data, None, None, opts)
 
 
-def gather(group, own, opts):
+def gather(group, local_data, opts):
     is_root = group.rank() == opts.rootRank
-    found = [empty(own, own.shape) for _ in range(group.size())] if is_root else []
-    return found, group.gather([found] if is_root else [], [own], opts)
+    result = [empty(local_data, local_data.shape) for _ in range(group.size())] if is_root else []
+    return result, group.gather([result] if is_root else [], [local_data], opts)
 
 
-def scatter(group, own, opts):
+def scatter(group, local_data, opts):
     is_root = group.rank() == opts.rootRank
-    found = empty(own, (len(own) // group.size(), *own.shape[1:]))
-    return [found], group.scatter([found], [list(own.chunk(group.size()))] if is_root else [], opts)
+    received = empty(local_data, (len(local_data) // group.size(), *local_data.shape[1:]))
+    return [received], group.scatter([received], [list(local_data.chunk(group.size()))] if is_root else [], opts)
 
 
 def parts(inputs, rank):
@@ -149,35 +150,35 @@ OPERATIONS = {
 }
 
 
-def carried_out(group, inputs, name, is_async=True, is_strided=False):
-    """Return whether the program sees the right numbers on its stream, and what it sees."""
+def has_expected_result(group, inputs, name, is_async=True, is_strided=False):
+    """Run an operation. Return True if the program sees the expected numbers on its stream."""
     rank, root = group.rank(), group.size() - 1
     values = inputs[rank]
-    own = later(values.t().contiguous()).t() if is_strided else later(values)
+    local_data = write_later(values.t().contiguous()).t() if is_strided else write_later(values)
     call, expect = OPERATIONS[name]
-    found, work = call(group, own, options(is_async, root))
+    result, work = call(group, local_data, options(is_async, root))
     if is_async:
         work.wait()
-    for tensor in found:
+    for tensor in result:
         compute(functools.partial(tensor.as_subclass(torch.Tensor).add_, 1))
     expected = [1 + tensor for tensor in expect(inputs, rank, root)]
-    del own, work
-    return all(map(torch.equal, [read(tensor) for tensor in found], expected))
+    del local_data, work
+    return all(map(torch.equal, [read(tensor) for tensor in result], expected))
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "async"])
-def test_rank_an_operation_lies_between_what_the_program_computes(comm, group, side, rng, is_async):
+def test_rank_operations_run_in_order_with_kernels_of_the_program(comm, group, side, rng, is_async):
     for name in OPERATIONS:
-        inputs = everyones(rng, comm, 2 * comm.size, 3, dtype=torch.bfloat16)
-        assert carried_out(group, inputs, name, is_async), name
-        assert carried_out(group, inputs, name, is_async, is_strided=True), name
+        inputs = draw_for_all_ranks(rng, comm, 2 * comm.size, 3, dtype=torch.bfloat16)
+        assert has_expected_result(group, inputs, name, is_async), name
+        assert has_expected_result(group, inputs, name, is_async, is_strided=True), name
     assert torch_double.DEFAULT._given == 0, "the default stream has no part in it"
 
 
 def without_marks(call):
     @contextmanager
-    def communicating(own, *marks):
-        with call(own):
+    def communicating(local_data, *marks):
+        with call(local_data):
             yield
 
     return communicating
@@ -190,71 +191,74 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_rank_a_missing_order_shows(comm, group, side, rng, monkeypatch, fault):
+def test_rank_missing_stream_order_gives_wrong_numbers(comm, group, side, rng, monkeypatch, fault):
     if comm.size == 1:
-        return  # one kernel, and those of the doubles are not late
+        return  # one kernel; kernels of the doubles are not late
     monkeypatch.setattr(streams.Streams, *FAULTS[fault])
-    inputs = [1 + tensor for tensor in everyones(rng, comm, 2 * comm.size, 3)]
-    assert not carried_out(group, inputs, "all_to_all_single")
-    assert not carried_out(group, inputs, "all_gather_single")
+    inputs = [1 + tensor for tensor in draw_for_all_ranks(rng, comm, 2 * comm.size, 3)]
+    assert not has_expected_result(group, inputs, "all_to_all_single")
+    assert not has_expected_result(group, inputs, "all_gather_single")
 
 
-def test_rank_the_host_waits_for_nothing(comm, group, side, rng):
-    """The thread of the group stages the operation; the program goes on, and its handle says when the GPU is done."""
+def test_rank_asynchronous_operations_do_not_block_the_host(comm, group, side, rng):
+    """The thread of the group stages the operation while the program continues.
+
+    The handle reports the end on the GPU.
+    """
     if not group._queue.has_thread:
         return
-    inputs = everyones(rng, comm, 5)
-    own = later(torch.stack([inputs[comm.rank]] * 2, 1))[:, 0]  # strided: a copy of it travels
+    inputs = draw_for_all_ranks(rng, comm, 5)
+    local_input = write_later(torch.stack([inputs[comm.rank]] * 2, 1))[:, 0]  # strided: a copy of it travels
     torch_double.RECORDED.clear()
-    work = group.allreduce([own], options())
+    work = group.allreduce([local_input], options())
     while not work.done:
         time.sleep(0.001)
     waits = cupy_double.LOG.count(cupy_double.SYNCHRONISE, "MainThread")
     assert work.wait() and not work.is_completed()
     assert cupy_double.LOG.count(cupy_double.SYNCHRONISE, "MainThread") == waits == 0
-    assert [memory == own.data_ptr() for memory, _ in torch_double.RECORDED] == [False, True], (
+    assert [memory == local_input.data_ptr() for memory, _ in torch_double.RECORDED] == [False, True], (
         "the copy, and the tensor"
     )
     assert not {side, torch_double.DEFAULT} & {used for _, used in torch_double.RECORDED}
-    assert torch.equal(read(own), sum(inputs))
+    assert torch.equal(read(local_input), sum(inputs))
     assert work.is_completed() and work.is_success()
 
 
-def test_rank_operations_of_a_group_are_in_order_whichever_thread_runs_them(comm, group, side, rng):
-    inputs = everyones(rng, comm, 5)
-    own = later(inputs[comm.rank])
-    works = [group.allreduce([own], options()) for _ in range(2)]
+def test_rank_operations_of_a_group_run_in_order_on_any_thread(comm, group, side, rng):
+    inputs = draw_for_all_ranks(rng, comm, 5)
+    local_input = write_later(inputs[comm.rank])
+    works = [group.allreduce([local_input], options()) for _ in range(2)]
     while group._queue.has_thread and not works[-1].done:
         time.sleep(0.001)  # these were run by the thread of the group, the next one is by this thread
-    group.allreduce([own], options(is_async=False))
-    group.allreduce([own], options()).wait()
-    assert torch.equal(read(own), comm.size**3 * sum(inputs))
+    group.allreduce([local_input], options(is_async=False))
+    group.allreduce([local_input], options()).wait()
+    assert torch.equal(read(local_input), comm.size**3 * sum(inputs))
     group._start_coalescing(HERE)
-    pair = [later(inputs[comm.rank]) for _ in range(2)]
+    pair = [write_later(inputs[comm.rank]) for _ in range(2)]
     for tensor in pair:
         group.allreduce([tensor], options())
     group._end_coalescing(HERE).wait()
     assert all(torch.equal(read(tensor), sum(inputs)) for tensor in pair)
 
 
-def test_rank_a_batch_is_completed_when_the_gpu_is_done(comm, group, side, rng):
-    inputs = everyones(rng, comm, 5)
+def test_rank_batch_is_completed_when_the_gpu_is_done(comm, group, side, rng):
+    inputs = draw_for_all_ranks(rng, comm, 5)
     group._start_coalescing(HERE)
-    own = later(torch.stack([inputs[comm.rank]] * 2, 1))[:, 0]  # strided: the copy back is late
-    group.allreduce([own], options())
+    local_input = write_later(torch.stack([inputs[comm.rank]] * 2, 1))[:, 0]  # strided: the copy back is late
+    group.allreduce([local_input], options())
     batch = group._end_coalescing(HERE)
     assert batch.wait() and not batch.is_completed()
-    assert torch.equal(read(own), sum(inputs)) and batch.is_completed()
+    assert torch.equal(read(local_input), sum(inputs)) and batch.is_completed()
 
 
-def test_rank_what_fails_halfway_is_under_way_on_the_gpu(comm, group, side, monkeypatch):
-    def fails_behind_a_kernel(*_):
+def test_rank_operation_that_fails_halfway_is_still_in_flight(comm, group, side, monkeypatch):
+    def fail_after_a_kernel(*_):
         compute(lambda: done.append(True))
         raise RuntimeError("halfway")
 
     done = []
-    monkeypatch.setattr(calls, "allreduce", fails_behind_a_kernel)
-    work = group.allreduce([later(torch.ones(3))], options())
+    monkeypatch.setattr(calls, "allreduce", fail_after_a_kernel)
+    work = group.allreduce([write_later(torch.ones(3))], options())
     with pytest.raises(RuntimeError, match="halfway"):
         work.wait()
     assert not work.is_completed() and not done
@@ -262,95 +266,95 @@ def test_rank_what_fails_halfway_is_under_way_on_the_gpu(comm, group, side, monk
     assert done and work.is_completed()
 
 
-def test_rank_callbacks_come_behind_the_operation(comm, group, side, rng):
-    inputs = everyones(rng, comm, 5)
+def test_rank_callbacks_run_after_the_operation(comm, group, side, rng):
+    inputs = draw_for_all_ranks(rng, comm, 5)
 
     def again(done):
         (tensor,) = done.value()
         compute(lambda: tensor.as_subclass(torch.Tensor).mul_(2))
         return group.allreduce([tensor], options()).get_future().wait()[0]
 
-    found = group.allreduce([later(inputs[comm.rank])], options()).get_future().then(again).wait()
-    assert torch.equal(read(found), 2 * comm.size * sum(inputs))
+    result = group.allreduce([write_later(inputs[comm.rank])], options()).get_future().then(again).wait()
+    assert torch.equal(read(result), 2 * comm.size * sum(inputs))
 
 
-def test_rank_messages(comm, group, side, rng):
-    inputs = everyones(rng, comm, 4, 3)
+def test_rank_messages_of_gpu_tensors_arrive(comm, group, side, rng):
+    inputs = draw_for_all_ranks(rng, comm, 4, 3)
     ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    first, second = later(torch.zeros(4, 3)), later(torch.zeros(3, 4)).t()
+    first, second = write_later(torch.zeros(4, 3)), write_later(torch.zeros(3, 4)).t()
     works = [group.recv([first], behind, 1), group.recv([second], behind, 2)]
-    works += [group.send([later(inputs[comm.rank])], ahead, tag) for tag in (1, 2)]
+    works += [group.send([write_later(inputs[comm.rank])], ahead, tag) for tag in (1, 2)]
     for work in works:
         work.wait()
     assert torch.equal(read(first), inputs[behind]) and torch.equal(read(second), inputs[behind])
     if comm.rank == 0:
-        found = [later(torch.zeros(4, 3)) for _ in range(1, comm.size)]
-        for tensor in found:
+        results = [write_later(torch.zeros(4, 3)) for _ in range(1, comm.size)]
+        for tensor in results:
             work = group.recv_anysource([tensor], 3)
             work.wait()
             assert torch.equal(read(tensor), inputs[work.source_rank()])
     else:
-        group.send([later(inputs[comm.rank])], 0, 3).wait()
+        group.send([write_later(inputs[comm.rank])], 0, 3).wait()
 
 
 @pytest.mark.parametrize("has_streams", [False, True])
-def test_rank_a_barrier_waits_for_the_gpu(comm, group, side, has_streams):
+def test_rank_barrier_waits_for_the_gpu(comm, group, side, has_streams):
     if has_streams:
-        group.allreduce([later(torch.ones(3))], options()).wait()
+        group.allreduce([write_later(torch.ones(3))], options()).wait()
     done = []
     compute(lambda: done.append(True))
     group.barrier(options(is_async=False)).wait()
     assert done
 
 
-def test_rank_a_hook_of_ddp_reduces_on_the_stream_of_the_group(comm, group, side, rng):
-    inputs = everyones(rng, comm, 6)
-    gradient = later(inputs[comm.rank])
+def test_rank_ddp_hook_reduces_on_the_stream_of_the_group(comm, group, side, rng):
+    inputs = draw_for_all_ranks(rng, comm, 6)
+    gradient = write_later(inputs[comm.rank])
     state = hooks._State(group, "powersgd", CompressionConfig(warmup_steps=1), seed=1)
     bucket = SimpleNamespace(buffer=lambda: gradient, parameters=lambda: [torch.ones(6)])
     assert torch.allclose(read(hooks._hook(state, bucket).wait()), sum(inputs) / comm.size)
 
 
-def test_rank_devices_that_do_not_fit(comm, group, side):
-    ones = later(torch.ones(2))
-    with pytest.raises(UsageError, match="are on cpu and cuda:0; bring them to one"):
+def test_rank_tensors_on_different_devices_are_rejected(comm, group, side):
+    ones = write_later(torch.ones(2))
+    with pytest.raises(UsageError, match="are on cpu and cuda:0; move them to one"):
         group.all_gather_single(torch.ones(2 * comm.size), ones)
     group.eager_connect_single_device(HERE)
     assert group.bound_device_id == HERE
     group.allreduce([ones], options()).wait()
     for call in (lambda tensor: group.allreduce([tensor]), lambda tensor: group.send([tensor], 0, 0)):
-        with pytest.raises(UsageError, match=r"on cuda:1, and the group \S+ communicates from cuda:0; give"):
-            call(later(torch.ones(2), torch_double.OnAnother))
+        with pytest.raises(UsageError, match=r"on cuda:1, but the group \S+ uses cuda:0; give"):
+            call(write_later(torch.ones(2), torch_double.OnAnother))
 
 
-def test_rank_without_cupy_only_tensors_in_gpu_memory_are_refused(comm, gpu, monkeypatch):
-    def missing():
+def test_rank_without_cupy_only_gpu_tensors_are_rejected(comm, gpu, monkeypatch):
+    def raise_missing():
         raise MissingCapabilityError("cupy cannot be imported") from ImportError("No module named 'cupy'")
 
-    monkeypatch.setattr(device, "cupy", missing)
+    monkeypatch.setattr(device, "cupy", raise_missing)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert not launch._has_gpu()
     group = Group(comm.dup("torch"), Options())
-    found = torch.ones(2)
-    group.allreduce([found], options()).wait()
-    assert torch.equal(found, torch.full((2,), float(comm.size)))
+    result = torch.ones(2)
+    group.allreduce([result], options()).wait()
+    assert torch.equal(result, torch.full((2,), float(comm.size)))
     with pytest.raises(MissingCapabilityError, match=r"No module named 'cupy'\): pip install 'hpcdist\[cuda13x\]'"):
-        group.allreduce([found.as_subclass(Played)], options())
+        group.allreduce([result.as_subclass(Played)], options())
     group.shutdown()
 
 
-def test_rank_without_a_driver_cupy_is_not_blamed(gpu, monkeypatch):
-    def missing():
+def test_rank_error_without_a_driver_does_not_blame_cupy(gpu, monkeypatch):
+    def raise_missing():
         raise MissingCapabilityError("no GPU is usable")
 
-    monkeypatch.setattr(device, "count", missing)
+    monkeypatch.setattr(device, "count", raise_missing)
     with pytest.raises(MissingCapabilityError, match="^no GPU is usable$"):
         streams.Streams(HERE)
 
 
 class Events(EventSink):
-    """Names of the operations that have begun, and have not ended."""
+    """Names of the operations that have begun and have not ended."""
 
     def __init__(self):
         self.all = []
@@ -368,8 +372,8 @@ class Events(EventSink):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_rank_nobody_waits_on_the_host_for_nccl(comm, gpu, rng, monkeypatch, dtype):
-    """Threads play the ranks, since the double of NCCL works between threads: once is enough."""
+def test_rank_nccl_operations_do_not_block_the_host(comm, gpu, rng, monkeypatch, dtype):
+    """Threads act as the ranks because the double of NCCL works between threads. One run is enough."""
     if comm.size > 1:
         return
     monkeypatch.setattr(nccl_double, "VERSION", [nccl.SEVERAL_RANKS_A_GPU])
@@ -381,8 +385,8 @@ def test_rank_nobody_waits_on_the_host_for_nccl(comm, gpu, rng, monkeypatch, dty
         group = Group(ranks, Options(algorithm="nccl"))
         with torch_double.stream(cuda_double.Stream(non_blocking=True)):
             for is_async in (True, False):
-                own = later(inputs[ranks.rank])
-                work = group.allreduce([own], options(is_async))
+                local_input = write_later(inputs[ranks.rank])
+                work = group.allreduce([local_input], options(is_async))
                 while not work.done:
                     time.sleep(0.001)
                 assert work.wait() and not work.is_completed()
@@ -390,7 +394,7 @@ def test_rank_nobody_waits_on_the_host_for_nccl(comm, gpu, rng, monkeypatch, dty
                 ranks.barrier()
                 assert gpu.LOG.count(gpu.SYNCHRONISE) == 0
                 ranks.barrier()
-                assert torch.equal(read(own), sum(inputs))
+                assert torch.equal(read(local_input), sum(inputs))
                 assert work.is_completed()
                 while ranks.events.open:
                     time.sleep(0.001)
@@ -402,8 +406,8 @@ def test_rank_nobody_waits_on_the_host_for_nccl(comm, gpu, rng, monkeypatch, dty
     run_threads(2, body)
 
 
-def test_rank_the_event_of_nccl_ends_while_the_next_operation_waits(comm, gpu, monkeypatch):
-    """The deadline is to name the barrier that a rank misses, not the operation before it."""
+def test_rank_nccl_event_ends_while_the_next_operation_waits(comm, gpu, monkeypatch):
+    """The deadline must name the barrier that a rank misses, not the operation before it."""
     if comm.size > 1:
         return
     monkeypatch.setattr(nccl_double, "VERSION", [nccl.SEVERAL_RANKS_A_GPU])
@@ -413,14 +417,14 @@ def test_rank_the_event_of_nccl_ends_while_the_next_operation_waits(comm, gpu, m
     def body(ranks):
         ranks.events = Events()
         group = Group(ranks, Options(algorithm="nccl"))
-        own = later(torch.ones(3))
-        group.allreduce([own], options()).wait()
+        local_data = write_later(torch.ones(3))
+        group.allreduce([local_data], options()).wait()
         if ranks.rank == 0:
             barrier = group.barrier(options())
             limit = time.monotonic() + 10
             while ranks.events.open != ["barrier"] and time.monotonic() < limit:
                 time.sleep(0.001)
-            found = ranks.events.open
+            result = ranks.events.open
             seen.set()
         else:
             seen.wait()
@@ -428,6 +432,6 @@ def test_rank_the_event_of_nccl_ends_while_the_next_operation_waits(comm, gpu, m
         barrier.wait()
         group.shutdown()
         if ranks.rank == 0:
-            assert found == ["barrier"]
+            assert result == ["barrier"]
 
     run_threads(2, body)

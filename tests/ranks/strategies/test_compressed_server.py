@@ -1,4 +1,4 @@
-"""A compressed parameter server over real messages: what one process makes of all ranks, and a resume to the bit."""
+"""A compressed parameter server over real messages: the bits of one process with all ranks, and an exact resume."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ SETTINGS = recipe_keys(
 )
 
 
-def test_rank_workers_push_payloads_and_all_have_the_bits_of_one_process(comm):
+def test_rank_compressed_server_has_the_bits_of_one_process(comm):
     for servers in (colocated(), dedicated(comm.size // 2)) if comm.size > 1 else (colocated(),):
         case = Case(comm.size, servers, "int8" if servers.placement == "colocated" else "topk")
         job, alone = Job(comm, case), OneProcess(case)
@@ -30,15 +30,15 @@ def test_rank_workers_push_payloads_and_all_have_the_bits_of_one_process(comm):
         job.exchange.close()
 
 
-def test_rank_a_resumed_compressed_server_goes_on_to_the_bit(comm, folder):
+def test_rank_resumed_compressed_server_has_the_same_bits(comm, folder):
     keys = {**SETTINGS, "data.path": folder / "text.txt"}
     keys["parameter_server.placement"] = "dedicated" if comm.size > 1 else "colocated"
     trainer = trainer_of(comm, keys)
     losses(trainer, 2)
     resumed = trainer_of(comm, keys, CheckpointSaver(trainer, folder / "checkpoints").save(2))
     trainer = replace(trainer, first_step=2)
-    found = losses(trainer, 4)
-    assert found == losses(resumed, 4) and found[-1] < np.log(256)
+    actual_losses = losses(trainer, 4)
+    assert actual_losses == losses(resumed, 4) and actual_losses[-1] < np.log(256)
     one, other = state(trainer), state(resumed)
     assert one.keys() == other.keys()
     assert all(values.tobytes() == other[key].tobytes() for key, values in one.items())

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from harness.trainings import alone, check_training, recipe_keys, trainer_of
+from harness.trainings import check_training, recipe_keys, run_single_process, trainer_of
 
 STEPS = 8
 KEYS = recipe_keys(
@@ -21,12 +21,12 @@ CASES = {  # (data, pipeline, tensor, context) -> keys
 
 
 @pytest.mark.parametrize(("degrees", "changed"), [(degrees, keys) for degrees in CASES for keys in CASES[degrees]])
-def test_rank_context_training_is_that_of_one_process(comm, folder, degrees, changed):
+def test_rank_context_training_matches_one_process(comm, folder, degrees, changed):
     if comm.size != np.prod(degrees):
         pytest.skip(f"{degrees} is for {np.prod(degrees)} ranks")
     axes = dict(zip(("data", "pipeline", "tensor", "context"), degrees, strict=True))
     keys = KEYS | {"data.path": folder / "text.txt"} | {f"parallel.{axis}": n for axis, n in axes.items()}
     keys |= recipe_keys(changed)
-    expected, together = alone(keys, STEPS), trainer_of(comm, keys)
+    expected, together = run_single_process(keys, STEPS), trainer_of(comm, keys)
     check_training(together, expected, STEPS, 1e-12)
     together.close()

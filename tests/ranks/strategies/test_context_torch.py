@@ -1,4 +1,4 @@
-"""Wrapped modules of PyTorch whose samples are cut over context ranks: attention and places are those of all ranks."""
+"""Wrapped PyTorch modules with samples split over context ranks: attention and positions cover all ranks."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 from torch import nn
 from torch.nn import functional
 
-from harness.trainings import recipe_keys, refused
+from harness.trainings import assert_rejected, recipe_keys
 from hpcdist.adapters.torch import context_attention, context_positions, wrap
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import ConfigurationError, DataError, UsageError
@@ -30,7 +30,7 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention with two heads of keys, and a scale of its own."""
+    """Attention with two key heads and a custom scale."""
 
     def __init__(self, attention=context_attention, **seen) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def wrapped(module, x):
 
 
 def step(model, x, y):
-    """Return the summed loss, twice evaluated, and its gradient."""
+    """Return the summed loss and its gradient, after an evaluation with the same result."""
     store, gradient = FlatStore(model.layout, model.dtype), FlatStore(model.layout, model.dtype)
     model.initialise(store, 0)
     parameters, into, arena = model.bind(store), model.bind_gradients(gradient), Arena()
@@ -80,14 +80,14 @@ def axis(comm):
 
 
 def banded(window):
-    """Return the mask of a window, of all tokens without one, made pair by pair."""
+    """Return the attention mask of a window, or of all tokens without a window, built pair by pair."""
     window = window or CONTEXT
     return torch.tensor([[0 <= row - column < window for column in range(CONTEXT)] for row in range(CONTEXT)])
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, 14])
-def test_attention_of_wrapped_modules_is_that_of_whole_samples(window, axis, rng):
-    """With a window that only the modules know, blocks of keys pass by the ranks that see none of them."""
+def test_attention_of_wrapped_modules_matches_whole_samples(window, axis, rng):
+    """The modules define a window, so key blocks are not sent to ranks that do not see them."""
     seed, tokens = int(rng.integers(1 << 31)), rng.integers(0, VOCABULARY, (3, CONTEXT + 1))
     x, y = tokens[:, :-1], tokens[:, 1:]
     pytorch = {"attention": functional.scaled_dot_product_attention, "is_causal": False, "attn_mask": banded(window)}
@@ -96,15 +96,15 @@ def test_attention_of_wrapped_modules_is_that_of_whole_samples(window, axis, rng
     assert model.stages[-1].output_shape(2) == (2, axis.tokens, VOCABULARY)
     with pytest.raises(DataError, match="cuts samples of 21 tokens"):
         axis.cut(x[:, 1:])
-    own = np.append(*step(model, axis.cut(x), axis.cut(y))[::-1])
-    axis.comm.allreduce(own)
-    assert own[-1] == pytest.approx(total, rel=1e-13)
-    assert np.linalg.norm(own[:-1] - gradient) <= 1e-13 * np.linalg.norm(gradient)
+    local_data = np.append(*step(model, axis.cut(x), axis.cut(y))[::-1])
+    axis.comm.allreduce(local_data)
+    assert local_data[-1] == pytest.approx(total, rel=1e-13)
+    assert np.linalg.norm(local_data[:-1] - gradient) <= 1e-13 * np.linalg.norm(gradient)
 
 
 @pytest.mark.parametrize("method", ["ring", "all_to_all"])
-def test_queries_stay_what_they_were(method, comm, rng, monkeypatch):
-    """In a module that uses them once more. Heads are exchanged in their memory where pieces are even."""
+def test_context_attention_does_not_change_the_queries(method, comm, rng, monkeypatch):
+    """The module uses the queries again. Heads are exchanged in place if pieces are even."""
     if comm.size != 2:
         pytest.skip("for 2 ranks")
     monkeypatch.setitem(globals(), "CONTEXT", 16)
@@ -122,13 +122,13 @@ def test_queries_stay_what_they_were(method, comm, rng, monkeypatch):
     total, gradient = step(wrapped(language_model(seed, **pytorch), x), x, y)
     axis = ContextAxis(comm, CONTEXT, method)
     model = cut_context(wrapped(language_model(seed, attention=twice(context_attention)), x), axis)
-    own = np.append(*step(model, axis.cut(x), axis.cut(y))[::-1])
-    comm.allreduce(own)
-    assert own[-1] == pytest.approx(total, rel=1e-13)
-    assert np.linalg.norm(own[:-1] - gradient) <= 1e-13 * np.linalg.norm(gradient)
+    local_data = np.append(*step(model, axis.cut(x), axis.cut(y))[::-1])
+    comm.allreduce(local_data)
+    assert local_data[-1] == pytest.approx(total, rel=1e-13)
+    assert np.linalg.norm(local_data[:-1] - gradient) <= 1e-13 * np.linalg.norm(gradient)
 
 
-def test_modules_that_would_not_see_other_ranks_are_refused(axis, rng):
+def test_modules_that_ignore_other_ranks_are_rejected(axis, rng):
     def masked(q, k, v, **_):
         return context_attention(q, k, v, dropout_p=0.1, enable_gqa=True)
 
@@ -144,10 +144,10 @@ def test_modules_that_would_not_see_other_ranks_are_refused(axis, rng):
         cut_context(wrap(blind, loss, example=x[:1]), axis)
     keys = recipe_keys("parallel.context=2 kind=given")
     for changed in ("parallel.pipeline=2 parallel.microbatches=2", "parallel.recompute=true"):
-        refused({**keys, **recipe_keys(changed)}, "not built")
+        assert_rejected({**keys, **recipe_keys(changed)}, "not built")
 
 
-def test_without_context_ranks_it_is_attention_of_pytorch():
+def test_context_attention_without_ranks_is_pytorch_attention():
     q = torch.randn(2, 4, 5, 3)
     expected = functional.scaled_dot_product_attention(q, q, q, dropout_p=0.0, is_causal=True)
     assert (context_attention(q, q, q, is_causal=True) == expected).all()
@@ -155,6 +155,6 @@ def test_without_context_ranks_it_is_attention_of_pytorch():
     expected = functional.scaled_dot_product_attention(q, q, q, banded(4))
     assert (context_attention(q, q, q, is_causal=True, window=4) == expected).all()
     for wrong in ({"window": -1, "is_causal": True}, {"window": 4}, {"window": 4, "attn_mask": banded(4)}):
-        with pytest.raises(UsageError, match="a window is a number of tokens"):
+        with pytest.raises(UsageError, match="window must be at least 0 tokens"):
             context_attention(q, q, q, **wrong)
     assert context_positions(4).tolist() == [0, 1, 2, 3]

@@ -1,4 +1,4 @@
-"""Gossip and local SGD over MPI: the recursion of the matrices, one model in checkpoints, the bytes, who is blamed."""
+"""Gossip and local SGD over MPI: the matrix recursion, one model in checkpoints, the bytes, and the blamed rank."""
 
 from functools import partial
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from harness.rank_run import seat
-from harness.trainings import blamed, losses, recipe_keys, small
+from harness.trainings import blamed_ranks, losses, recipe_keys, small_trainer
 from hpcdist import models
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import solo
@@ -36,7 +36,7 @@ STRATEGIES = {
 
 @pytest.mark.parametrize("order", ["combine_first", "adapt_first"])
 @pytest.mark.parametrize("graph", ["ring", "torus", "exponential", "one_peer", "complete"])
-def test_rank_gossip_is_the_recursion_of_its_matrices(comm, rng, graph, order):
+def test_rank_gossip_follows_the_recursion_of_its_matrices(comm, rng, graph, order):
     model = models.build(ModelConfig(layers=1, hidden=32, heads=2), "float64", context=4)
     rate, momentum = 0.3, 0.5
     optimizer = OptimizerConfig(
@@ -56,7 +56,7 @@ def test_rank_gossip_is_the_recursion_of_its_matrices(comm, rng, graph, order):
         mask[segment.range.slice] = 1
     x, goals, v = x * mask, goals * mask, np.zeros_like(x)
     exchange.parameters.array[...] = x[comm.rank]
-    found = build_graph(graph, comm.size)
+    result = build_graph(graph, comm.size)
     for step in range(STEPS):
         exchange.count_samples(1, comm.size)
         exchange.gradients.array[...] = (exchange.parameters.array - goals[comm.rank]) / comm.size
@@ -65,21 +65,21 @@ def test_rank_gossip_is_the_recursion_of_its_matrices(comm, rng, graph, order):
                 exchange.begin_update(1.0)
             else:
                 exchange.handlers[op.kind](op)
-        mix = found.matrix(step % max(1, len(found.rounds)))
+        mix = result.matrix(step % max(1, len(result.rounds)))
         v = momentum * v + x - goals
         x = mix @ x - rate * v if order == "combine_first" else mix @ (x - rate * v)
         np.testing.assert_allclose(exchange.parameters.array, x[comm.rank], rtol=0, atol=1e-12)
 
 
 _trainer = partial(
-    small,
+    small_trainer,
     **{"run.steps": 2 * STEPS}
     | recipe_keys("layers=2 hidden=32 data.context=16 global_batch=9 validation_samples=20 algorithm=ring"),
 )
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_rank_a_checkpoint_is_one_model_to_go_on_from(comm, folder, name):
+def test_rank_checkpoint_of_replicas_is_one_model_to_resume(comm, folder, name):
     keys = STRATEGIES[name]
     whole = _trainer(comm, folder, keys)
     first = losses(whole, 5)
@@ -99,7 +99,7 @@ def test_rank_a_checkpoint_is_one_model_to_go_on_from(comm, folder, name):
 
 
 @pytest.mark.parametrize(("name", "volume"), [("ring", 2.0), ("one_peer, adapt first", 1.0), ("complete", None)])
-def test_rank_bytes_are_those_of_the_neighbours(comm, folder, name, volume):
+def test_rank_sent_bytes_match_the_number_of_neighbours(comm, folder, name, volume):
     trainer = _trainer(comm, folder, STRATEGIES[name] | {"model.hidden": 64})
     losses(trainer, 1)
     with count_traffic(comm) as traffic:
@@ -118,5 +118,5 @@ def test_rank_only_the_owner_of_a_nan_is_blamed(comm, folder, name):
         *_, (_, touched) = trainer.exchange.parameters.tensors()
         trainer.exchange.parameters.range(touched)[...] = np.nan
     before = trainer.exchange.parameters.array.copy()
-    assert blamed(trainer) == [culprit]
+    assert blamed_ranks(trainer) == [culprit]
     np.testing.assert_array_equal(trainer.exchange.parameters.array, before)

@@ -1,4 +1,5 @@
-"""Mixtures of experts over MPI: every layout is the run of one process; bytes of the all-to-alls; bad values blamed.
+"""Mixtures of experts over MPI: every layout matches one process, all-to-all bytes, and blame for bad values.
+
 
 HPCDIST_TEST_LAYOUTS=all makes 20 steps in each of the products of all axes.
 """
@@ -7,7 +8,16 @@ import numpy as np
 import pytest
 
 from harness.combinations import covering
-from harness.trainings import SMALL, TOLERANCE, alone, blamed, difference, losses, recipe_keys, small
+from harness.trainings import (
+    SMALL,
+    TOLERANCE,
+    blamed_ranks,
+    difference,
+    losses,
+    recipe_keys,
+    run_single_process,
+    small_trainer,
+)
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.strategies.expert import shared
 from hpcdist.training.run.loop import mean_validation_loss
@@ -53,7 +63,10 @@ def test_rank_mixtures_equal_one_process(comm, folder, name, mode):
     keys = {**KEYS, **keys_of(comm, name), "precision.mode": mode}
     if each := keys.get("communication.ranks_per_node"):
         comm.declared_node = comm.rank // each  # as at the start of a job
-    single, together = alone({**keys, "data.path": folder / "text.txt"}, STEPS), small(comm, folder, keys)
+    single, together = (
+        run_single_process({**keys, "data.path": folder / "text.txt"}, STEPS),
+        small_trainer(comm, folder, keys),
+    )
     assert single.losses[-1] < single.losses[0] - 0.1, "the model learns"
     np.testing.assert_allclose(losses(together, STEPS), single.losses, rtol=TOLERANCE[mode])
     assert difference(together, single.state) <= 10 * TOLERANCE[mode]
@@ -64,7 +77,10 @@ def test_rank_mixtures_equal_one_process(comm, folder, name, mode):
 @pytest.mark.matrix
 @pytest.mark.parametrize("number", range(CELLS))
 def test_rank_products_of_all_axes_equal_one_process(comm, folder, monkeypatch, number):
-    """On 4 ranks, the first of which take products of 2 and 3; all tokens to one expert, or to those of one rank."""
+    """Products of 2 and 3 run on the first of the 4 ranks.
+
+    In some cells all tokens go to one expert, or to experts of one rank.
+    """
     monkeypatch.setattr(shared, "WORTH_ROWS", 0)  # experts are lent wherever it evens out loads
     if comm.size != 4:
         pytest.skip("for 4 ranks")
@@ -78,21 +94,24 @@ def test_rank_products_of_all_axes_equal_one_process(comm, folder, monkeypatch, 
         part.free()
 
 
-def test_rank_bytes_of_shared_out_experts_are_those_of_the_closed_form(comm, folder, monkeypatch):
-    """Gradients of experts go to no other rank where each has its own; rows go out and back, forward and backward."""
+def test_rank_bytes_of_distributed_experts_match_the_closed_form(comm, folder, monkeypatch):
+    """Gradients of an expert are not sent if each rank has different experts.
+
+    Rows are sent and returned, forward and backward.
+    """
     if comm.size == 1:
         pytest.skip("nothing travels")
     keys = {"parallel.expert": comm.size, "model.experts": 2 * comm.size, "model.hidden": 64, "run.global_batch": 12}
-    trainer = small(comm, folder, {**KEYS, **keys})
+    trainer = small_trainer(comm, folder, {**KEYS, **keys})
     losses(trainer, 1)  # communicators are split and scratch memory taken
     axis, travelled = trainer.model.operations.experts.travel.axis, []
     exchange = axis.exchange
 
-    def counted(rows, arrived, sent, received):
+    def exchange_and_count(rows, arrived, sent, received):
         travelled.append(int(sent.sum() - sent[comm.rank]) * rows.shape[1] * rows.itemsize)
         exchange(rows, arrived, sent, received)
 
-    monkeypatch.setattr(axis, "exchange", counted)
+    monkeypatch.setattr(axis, "exchange", exchange_and_count)
     with count_traffic(comm) as traffic:
         losses(trainer, 2, first=1)
     segments = trainer.context.layout.segments
@@ -107,12 +126,12 @@ def test_rank_bytes_of_shared_out_experts_are_those_of_the_closed_form(comm, fol
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "node_shared"])
-def test_rank_a_bad_value_is_blamed_on_the_rank_that_made_it(comm, folder, monkeypatch, algorithm):
-    """A NaN that travels to the experts of other ranks, or with experts that are lent to them, is not theirs."""
+def test_rank_bad_value_is_blamed_on_the_rank_that_made_it(comm, folder, monkeypatch, algorithm):
+    """A NaN that is sent to experts of other ranks, or computed with borrowed experts, is not blamed on them."""
     if comm.size not in (2, 4):
         pytest.skip("for 2 or 4 ranks")
-    trainer = small(comm, folder, {**KEYS, "parallel.expert": 2, "communication.algorithm": algorithm})
+    trainer = small_trainer(comm, folder, {**KEYS, "parallel.expert": 2, "communication.algorithm": algorithm})
     monkeypatch.setattr(shared, "WORTH_ROWS", 0)
     if comm.rank == comm.size - 1:
         trainer.exchange.parameters_at(1).view("1.experts.up.weight")[...] = np.nan
-    assert blamed(trainer) == [comm.size - 1]
+    assert blamed_ranks(trainer) == [comm.size - 1]

@@ -1,6 +1,7 @@
-"""Data x pipeline x tensor, every schedule, every ZeRO stage: each is the run of one process, dropout included.
+"""Data x pipeline x tensor, every schedule, every ZeRO stage: each layout matches one process, with dropout.
 
-A part of the products runs by default, and fewer steps of them; HPCDIST_TEST_LAYOUTS=all runs them all.
+
+By default a subset of the products runs, with fewer steps. HPCDIST_TEST_LAYOUTS=all runs all of them.
 """
 
 import os
@@ -8,7 +9,7 @@ import os
 import numpy as np
 import pytest
 
-from harness.trainings import alone, difference, losses, recipe_keys, trainer_of
+from harness.trainings import difference, losses, recipe_keys, run_single_process, trainer_of
 from hpcdist.training.run.loop import mean_validation_loss
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
@@ -32,12 +33,12 @@ def cells():
             for number, strategy in enumerate(STRATEGIES):
                 for mode in TOLERANCE:
                     turn = (number + SCHEDULES.index(schedule) if schedule in SCHEDULES else number) % 2
-                    if ALL or ((mode == "float64") == (turn == 0) and usual(layout, schedule, number)):
+                    if ALL or ((mode == "float64") == (turn == 0) and runs_by_default(layout, schedule, number)):
                         yield layout, schedule, strategy, mode
 
 
-def usual(layout, schedule, number):
-    """Whether a cell is one of those that always run: every schedule on every layout, every strategy on some."""
+def runs_by_default(layout, schedule, number):
+    """Return True if a cell always runs: every schedule on every layout, and every strategy on some layouts."""
     data, pipeline, tensor = layout
     if pipeline == 1:
         return number in (0, 3) or data > 1
@@ -71,7 +72,7 @@ def test_rank_products_equal_one_process(comm, folder, cell):
         keys["parallel.chunks"] = 2
     if schedule.startswith("zb") and strategy in ("zero2", "zero3"):
         keys["zero.keep_gradients"] = "true"
-    expected, together = alone(keys, STEPS), trainer_of(comm, keys)
+    expected, together = run_single_process(keys, STEPS), trainer_of(comm, keys)
     assert expected.losses[-1] < expected.losses[0] - 0.1, "the model learns"
     np.testing.assert_allclose(losses(together, STEPS), expected.losses, rtol=TOLERANCE[mode])
     assert difference(together, expected.state) <= 10 * TOLERANCE[mode]

@@ -1,11 +1,11 @@
-"""A parameter server over real ranks: in lock-step it is one process, without it learns, stops and is restored."""
+"""A parameter server over real ranks: in lock-step it matches one process, otherwise it learns, stops and restores."""
 
 from itertools import product
 
 import numpy as np
 import pytest
 
-from harness.trainings import TOLERANCE, dotted, losses, losses_and_norms, recipe_keys, session_of, small
+from harness.trainings import TOLERANCE, dotted_keys, losses, losses_and_norms, recipe_keys, session_of, small_trainer
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError
@@ -25,14 +25,14 @@ KEYS = recipe_keys(
 
 
 def _trainer(comm, folder, resume=None, **keys):
-    return small(comm, folder, KEYS | dotted(keys), resume)
+    return small_trainer(comm, folder, KEYS | dotted_keys(keys), resume)
 
 
 def _losses(trainer, last=STEPS):
     return losses(trainer, last)
 
 
-def _served(comm, folder, servers, placement, **keys):
+def _server_trainer(comm, folder, servers, placement, **keys):
     return _trainer(
         comm,
         folder,
@@ -43,12 +43,12 @@ def _served(comm, folder, servers, placement, **keys):
     )
 
 
-def _places(size):
+def _placements(size):
     dedicated = [(servers, "dedicated") for servers in range(1, size)]
     return dedicated + [(servers, "colocated") for servers in range(1, size + 1)]
 
 
-def _extremes(size):
+def _extreme_placements(size):
     return [(size, "colocated"), *([(size // 2, "dedicated")] if size > 1 else [])]
 
 
@@ -56,44 +56,50 @@ def _extremes(size):
 def test_rank_lock_step_equals_one_process(comm, folder, mode):
     alone = _losses(_trainer(solo(), folder, precision__mode=mode))
     assert alone[-1] < alone[0] - 0.5, "the model learns"
-    for servers, placement in _places(comm.size) if mode == "float64" else _extremes(comm.size):
-        together = _losses(_served(comm, folder, servers, placement, precision__mode=mode))
+    for servers, placement in _placements(comm.size) if mode == "float64" else _extreme_placements(comm.size):
+        together = _losses(_server_trainer(comm, folder, servers, placement, precision__mode=mode))
         np.testing.assert_allclose(together, alone, rtol=TOLERANCE[mode], err_msg=f"{servers} {placement}")
 
 
 @pytest.mark.parametrize(("name", "mode"), [("adamw", "float32"), ("lamb", "float64")])
 def test_rank_every_transport_equals_allreduce(comm, folder, name, mode):
-    """After all steps, with clipping and two micro-batches: allreduce up to rounding, and each other bit for bit."""
+    """There is clipping and two micro-batches.
+
+    All transports match allreduce up to rounding, and each other bit for bit.
+    """
     keys = {"precision__mode": mode, "optimizer__name": name, "parallel__microbatches": 2}
     replicas = _trainer(comm, folder, **keys)
     losses, weights = _losses(replicas), replicas.exchange.parameters.array
     same = set()
     for transport in ("messages", "shared", "rma"):
-        served = _served(comm, folder, 0, "colocated", parameter_server__transport=transport, **keys)
+        served = _server_trainer(comm, folder, 0, "colocated", parameter_server__transport=transport, **keys)
         np.testing.assert_allclose(_losses(served), losses, rtol=TOLERANCE[mode], err_msg=transport)
-        found = served.exchange.parameters.array
-        assert np.linalg.norm(found - weights) <= TOLERANCE[mode] * np.linalg.norm(weights), transport
-        same.add(found.tobytes())
+        result = served.exchange.parameters.array
+        assert np.linalg.norm(result - weights) <= TOLERANCE[mode] * np.linalg.norm(weights), transport
+        same.add(result.tobytes())
         served.close()
     assert len(same) == 1
 
 
 def test_rank_logical_shards_have_the_bits_of_allreduce(comm, folder):
-    """After some steps of one process, whoever works and serves, by every transport."""
+    """The reference is one process, for all numbers of workers and servers and every transport."""
     keys = {"run__logical_shards": 6, "run__global_batch": 12, "run__steps": FEW}
 
     for name in ("adamw", "lamb"):
         alone = _trainer(solo(), folder, optimizer__name=name, **keys)
         expected, weights = losses_and_norms(alone, 5), alone.exchange.parameters
-        for (servers, placement), transport in product(_extremes(comm.size), ("messages", "shared", "rma")):
+        for (servers, placement), transport in product(_extreme_placements(comm.size), ("messages", "shared", "rma")):
             if name == "lamb" and transport != "messages":
                 continue
             keep = keys | {"optimizer__name": name, "parameter_server__transport": transport}
-            together = _served(comm, folder, servers, placement, **keep)
+            together = _server_trainer(comm, folder, servers, placement, **keep)
             assert losses_and_norms(together, 5) == expected, f"{servers} {placement} {transport}"
             comm.barrier()  # a server that does not work does not wait for what others write into the copy of the node
-            own = together.exchange.parameters
-            assert all(own.range(part).tobytes() == weights.range(part).tobytes() for part in own.parts)
+            local_parameters = together.exchange.parameters
+            assert all(
+                local_parameters.range(part).tobytes() == weights.range(part).tobytes()
+                for part in local_parameters.parts
+            )
             together.close()
 
 
@@ -101,13 +107,13 @@ def test_rank_logical_shards_have_the_bits_of_allreduce(comm, folder):
 @pytest.mark.full_except("adamw-messages")
 def test_rank_lock_step_resumes_bit_equal(comm, folder, name, transport):
     keys = {"optimizer__name": name, "run__steps": FEW, "parameter_server__transport": transport}
-    for servers, placement in _extremes(comm.size):
-        whole = _served(comm, folder, servers, placement, **keys)
+    for servers, placement in _extreme_placements(comm.size):
+        whole = _server_trainer(comm, folder, servers, placement, **keys)
         losses = _losses(whole, FEW)
-        half = _served(comm, folder, servers, placement, **keys)
+        half = _server_trainer(comm, folder, servers, placement, **keys)
         first = _losses(half, FEW // 2)
         saved = CheckpointSaver(half, folder / f"{placement}{servers}").save(FEW // 2)
-        resumed = _served(comm, folder, servers, placement, resume=saved, **keys)
+        resumed = _server_trainer(comm, folder, servers, placement, resume=saved, **keys)
         assert resumed.first_step == FEW // 2
         assert first + _losses(resumed, FEW) == losses
         comm.barrier()  # a server that shares memory with others is through before they are
@@ -120,13 +126,13 @@ def test_rank_lock_step_resumes_bit_equal(comm, folder, name, transport):
 
 @pytest.mark.parametrize("consistency", ["bsp", "asp"])
 @pytest.mark.full_except("asp")
-def test_rank_checkpoints_go_to_other_architectures_and_back(comm, folder, consistency):
+def test_rank_checkpoints_move_between_architectures(comm, folder, consistency):
     keys = {"precision__mode": "float64", "parameter_server__consistency": consistency}
-    for servers, placement in _extremes(comm.size):
+    for servers, placement in _extreme_placements(comm.size):
         replicas = _trainer(comm, folder, precision__mode="float64")
         first = _losses(replicas, 5)
         saved = CheckpointSaver(replicas, folder / f"{placement}-a").save(5)
-        served = _served(comm, folder, servers, placement, resume=saved, **keys)
+        served = _server_trainer(comm, folder, servers, placement, resume=saved, **keys)
         assert served.first_step == 5
         whole = replicas.exchange.parameters
         kept = served.exchange.parameters
@@ -140,11 +146,14 @@ def test_rank_checkpoints_go_to_other_architectures_and_back(comm, folder, consi
         )
 
 
-def test_rank_bytes_of_lock_step(comm, folder):
-    """A dedicated worker pushes Psi and pulls Psi: it sends Psi. Where all serve, a rank sends 2 Psi (p - 1) / p."""
-    for servers, placement in _places(comm.size):
+def test_rank_bytes_of_lock_step_match_the_closed_form(comm, folder):
+    """A dedicated worker pushes Psi and pulls Psi, so it sends Psi.
+
+    If all ranks serve, a rank sends 2 Psi (p - 1) / p.
+    """
+    for servers, placement in _placements(comm.size):
         # Message algorithms, so that what the ranks agree on is counted too.
-        trainer = _served(comm, folder, servers, placement, communication__algorithm="ring")
+        trainer = _server_trainer(comm, folder, servers, placement, communication__algorithm="ring")
         with count_traffic(comm) as traffic:
             _losses(trainer, 4)
         assert not traffic.unknown
@@ -158,13 +167,13 @@ def test_rank_bytes_of_lock_step(comm, folder):
             np.testing.assert_allclose(sent, 2 * psi * (p - 1) / p, rtol=0.01, atol=agreed)
 
 
-def test_rank_impossible_places_are_refused_on_all_ranks(comm, folder):
+def test_rank_impossible_placements_are_rejected_on_all_ranks(comm, folder):
     with pytest.raises(ConfigurationError, match=rf"world {comm.size} - parameter_server.servers {comm.size} = 0"):
-        _served(comm, folder, comm.size, "dedicated")
+        _server_trainer(comm, folder, comm.size, "dedicated")
 
 
 class Free:
-    """Workers of a trainer under asp, each at its own speed; they meet as the loop of a job does."""
+    """Workers of a trainer under asp, each at a separate speed. They meet as the loop of a job does."""
 
     def __init__(self, trainer):
         assert isinstance(trainer.exchange, AsynchronousExchange)
@@ -177,9 +186,9 @@ class Free:
         if self.exchange.works:
             with self.trainer.batches(last) as batches:
                 for step, batch in enumerate(batches, start=self.exchange.clock + 1):
-                    own = [(batch[0], batch[1])]
-                    found = self.trainer.executor.run(self.operations, own, len(batch[0]), step, np.zeros(0))
-                    self.losses.append(found.loss)
+                    local_values = [(batch[0], batch[1])]
+                    result = self.trainer.executor.run(self.operations, local_values, len(batch[0]), step, np.zeros(0))
+                    self.losses.append(result.loss)
         exchange, workers = self.exchange, len(self.exchange.roles.workers)
         exchange.meet()
         clocks = np.zeros(workers + 1)
@@ -192,8 +201,8 @@ class Free:
 
 
 def test_rank_asp_learns_and_restores_its_bits(comm, folder):
-    for servers, placement in _places(comm.size):
-        free = Free(_served(comm, folder, servers, placement, parameter_server__consistency="asp"))
+    for servers, placement in _placements(comm.size):
+        free = Free(_server_trainer(comm, folder, servers, placement, parameter_server__consistency="asp"))
         free.run(STEPS)
         exchange, workers = free.exchange, len(free.exchange.roles.workers)
         assert exchange.clocks == [STEPS] * workers and exchange.updates == STEPS * workers
@@ -201,7 +210,7 @@ def test_rank_asp_learns_and_restores_its_bits(comm, folder):
             assert np.mean(free.losses[-5:]) < np.mean(free.losses[:5]) - 0.5, "the model learns"
         saved = CheckpointSaver(free.trainer, folder / f"asp-{placement}{servers}").save(STEPS)
         keys = {"parameter_server__consistency": "asp", "run__steps": STEPS + 5}
-        resumed = _served(comm, folder, servers, placement, resume=saved, **keys)
+        resumed = _server_trainer(comm, folder, servers, placement, resume=saved, **keys)
         assert isinstance(resumed.exchange, AsynchronousExchange)
         assert resumed.exchange.state() == exchange.state()
         assert resumed.exchange.parameters.array.tobytes() == exchange.parameters.array.tobytes()
@@ -219,8 +228,8 @@ def _loop(comm, out, trainer):
 
 @pytest.mark.parametrize("name", ["ssp", "backup"])
 @pytest.mark.full_except("backup", "ssp")
-def test_rank_bounded_and_backed_up_runs_save_and_go_on(comm, folder, name):
-    """Meetings in the middle of a run, and a start from what they saved, with other servers."""
+def test_rank_runs_with_bound_or_backups_save_and_resume(comm, folder, name):
+    """Servers meet in the middle of a run, and other servers resume from the saved state."""
     keys = {"energy__sources": "none", "checkpoint__every_steps": 5, "optimizer__name": "lamb"}
     if name == "ssp":
         keys |= {"parameter_server__consistency": "ssp", "parameter_server__staleness": 1}
@@ -228,17 +237,19 @@ def test_rank_bounded_and_backed_up_runs_save_and_go_on(comm, folder, name):
     else:
         keys |= {"parameter_server__backup_workers": 1}
     needed = 1 + (name == "backup")
-    places = [(s, p) for s, p in _extremes(comm.size) if comm.size - (s if p == "dedicated" else 0) >= needed]
+    places = [(s, p) for s, p in _extreme_placements(comm.size) if comm.size - (s if p == "dedicated" else 0) >= needed]
     for servers, placement in places:
         out = folder / f"{name}-{placement}"
         if comm.rank == 0:
             out.mkdir()
         comm.barrier()
-        trainer = _served(comm, folder, servers, placement, run__steps=FEW, **keys)
+        trainer = _server_trainer(comm, folder, servers, placement, run__steps=FEW, **keys)
         outcome = _loop(comm.dup("first"), out, trainer)
         assert outcome.done == FEW and min(trainer.exchange.clocks) == max(trainer.exchange.clocks) == FEW
         assert outcome.checkpoint is not None and outcome.checkpoint.name.endswith(str(FEW))
-        again = _served(comm, folder, comm.size, "colocated", resume=outcome.checkpoint, run__steps=FEW + 4, **keys)
+        again = _server_trainer(
+            comm, folder, comm.size, "colocated", resume=outcome.checkpoint, run__steps=FEW + 4, **keys
+        )
         kept, whole = again.exchange.parameters, trainer.exchange.parameters
         assert all(kept.range(part).tobytes() == whole.range(part).tobytes() for part in whole.parts)
         assert _loop(comm.dup("second"), out, again).done == FEW + 4
@@ -248,16 +259,16 @@ def test_rank_bounded_and_backed_up_runs_save_and_go_on(comm, folder, name):
             assert (rows["tokens"] > 0).all() and (rows["tokens"] <= 7 * 16).all()
 
 
-def test_rank_a_bound_of_nothing_is_lock_step(comm, folder):
-    for servers, placement in _extremes(comm.size):
+def test_rank_ssp_with_bound_0_is_lock_step(comm, folder):
+    for servers, placement in _extreme_placements(comm.size):
         keys = {"optimizer__name": "lamb", "run__steps": FEW}
-        losses = _losses(_served(comm, folder, servers, placement, **keys), FEW)
+        losses = _losses(_server_trainer(comm, folder, servers, placement, **keys), FEW)
         assert (
-            _losses(_served(comm, folder, servers, placement, parameter_server__consistency="ssp", **keys), FEW)
+            _losses(_server_trainer(comm, folder, servers, placement, parameter_server__consistency="ssp", **keys), FEW)
             == losses
         )
 
 
-def test_rank_as_many_backups_as_workers_are_refused(comm, folder):
+def test_rank_as_many_backups_as_workers_are_rejected(comm, folder):
     with pytest.raises(ConfigurationError, match=rf"backup_workers = {comm.size}, but there are {comm.size} workers"):
-        _served(comm, folder, 1, "colocated", parameter_server__backup_workers=comm.size)
+        _server_trainer(comm, folder, 1, "colocated", parameter_server__backup_workers=comm.size)

@@ -1,11 +1,11 @@
-"""Stages that are cut by what their units take on these ranks: the same cut on all, the same run, also resumed."""
+"""Stages split by the measured time of their units: the same split on all ranks, and the same run, also resumed."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from harness.trainings import alone, losses, recipe_keys, trainer_of
+from harness.trainings import losses, recipe_keys, run_single_process, trainer_of
 from hpcdist.training.run.saving import CheckpointSaver
 
 STEPS = 4
@@ -15,12 +15,12 @@ KEYS = recipe_keys(
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_rank_stages_cut_by_measurement(comm, folder, tensor):
+def test_rank_stages_split_by_measurement_agree_and_resume(comm, folder, tensor):
     if comm.size != 2 * tensor:
         pytest.skip(f"2 stages of {tensor} for {2 * tensor} ranks")
     keys = KEYS | {"data.path": folder / "text.txt"}
     cut = {"parallel.pipeline": 2, "parallel.tensor": tensor, "parallel.partition": "measured"}
-    expected, first = alone(keys, STEPS), trainer_of(comm, keys | cut)
+    expected, first = run_single_process(keys, STEPS), trainer_of(comm, keys | cut)
     assert first.plan is not None and len(set(comm.allgather_object(first.plan.stage_units))) == 1
     assert first.context.chunks == first.plan.placement.of(first.context.pipeline.rank)
     np.testing.assert_allclose(losses(first, 2), expected.losses[:2], rtol=1e-12)
@@ -33,11 +33,11 @@ def test_rank_stages_cut_by_measurement(comm, folder, tensor):
     np.testing.assert_allclose(goes_on, expected.losses[2:], rtol=1e-12)
 
 
-def test_rank_stages_cut_by_hand_and_by_memory(comm, folder):
+def test_rank_stages_split_by_hand_and_by_memory(comm, folder):
     if comm.size != 3:
         pytest.skip("for 3 ranks")
     keys = KEYS | {"data.path": folder / "text.txt", "parallel.pipeline": 3}
-    expected = alone(keys, STEPS)
+    expected = run_single_process(keys, STEPS)
     given = trainer_of(comm, keys | {"parallel.stage_units": "[1, 6, 1]"})
     assert [len(part) for part in given.context.placed.chunks] == [1, 6, 1]
     np.testing.assert_allclose(losses(given, 2), expected.losses[:2], rtol=1e-12)

@@ -1,4 +1,4 @@
-"""Samples shared unevenly over real ranks, on nodes of unequal size: the run is that of even shares."""
+"""Samples split unevenly over real ranks on nodes of unequal size: the run equals the run with even shares."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from harness.inputs import write_text
-from harness.trainings import assembled, losses, recipe_keys
+from harness.trainings import assemble_trainer, losses, recipe_keys
 from hpcdist.training.data import SampleShares
 
 STEPS = 6
@@ -28,19 +28,19 @@ def _text(comm, tmp_path):
 
 
 def _losses(comm, settings, *, uneven):
-    trainer = assembled(comm, settings)
+    trainer = assemble_trainer(comm, settings)
     if uneven:
         trainer = replace(trainer, shares=SampleShares(trainer.recipe.run.global_batch, trainer.data_axis.size))
         samples = trainer.recipe.run.global_batch
-        for batch in range(1, STEPS):  # all samples are those of one rank, every rank in its turn
+        for batch in range(1, STEPS):  # one rank has all samples, every rank in turn
             trainer.shares.change(batch, tuple(samples * (rank == batch % comm.size) for rank in range(comm.size)))
-    found = losses(trainer, STEPS)
+    actual_losses = losses(trainer, STEPS)
     trainer.close()
-    return found
+    return actual_losses
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_rank_without_a_sample_takes_part_all_the_same(comm, tmp_path, name):
+def test_rank_without_a_sample_still_takes_part(comm, tmp_path, name):
     declared = comm.dup()
     declared.declared_node = comm.rank // 2  # type: ignore[attr-defined]  # of 3 ranks: a node of 2, and one of 1
     settings = {"data.path": _text(comm, tmp_path), "precision.mode": "float64", **LAYOUTS[name]}

@@ -1,4 +1,4 @@
-"""Every architecture and layout is the same run as one process: losses, weights, bytes, checkpoints."""
+"""Every architecture and layout matches one process: losses, weights, bytes, checkpoints."""
 
 from functools import partial
 
@@ -11,13 +11,13 @@ from harness.trainings import (
     TOLERANCE,
     Quiet,
     abort,
-    alone,
-    blamed,
+    blamed_ranks,
     difference,
     losses,
     recipe_keys,
     recipe_of,
-    small,
+    run_single_process,
+    small_trainer,
     state_bits,
 )
 from hpcdist.checkpoint.lock import RunLock
@@ -61,11 +61,11 @@ LAYOUTS = {
 KEYS = recipe_keys(
     f"layers=2 hidden=32 data.context=16 steps={STEPS} validation_samples=50 optimizer.warmup_steps=5 algorithm=ring"
 )
-_trainer = partial(small, **KEYS)
+_trainer = partial(small_trainer, **KEYS)
 
 
 def _alone(folder, keys, steps=STEPS):
-    return alone({**SMALL, **KEYS, "data.path": folder / "text.txt", **keys}, steps)
+    return run_single_process({**SMALL, **KEYS, "data.path": folder / "text.txt", **keys}, steps)
 
 
 def _keys(name, comm):
@@ -108,7 +108,7 @@ def test_rank_layer_wise_rates_and_clipping_are_exact(comm, folder, name, optimi
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.full_except("allreduce", "zero1", "zero2 accumulating", "zero3", "1f1b with zero1")
-def test_rank_resume_is_bit_equal_in_every_layout(comm, folder, name):
+def test_rank_resume_in_every_layout_is_bit_identical(comm, folder, name):
     keys = _keys(name, comm)
     whole = _trainer(comm, folder, keys)
     expected_losses = losses(whole, 12)
@@ -122,7 +122,7 @@ def test_rank_resume_is_bit_equal_in_every_layout(comm, folder, name):
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if "tied" not in name and name != "1f1b with zero1"])
 @pytest.mark.full_except("allreduce", "zero3", "gpipe")
-def test_rank_a_checkpoint_goes_from_any_layout_to_any_other(comm, folder, name):
+def test_rank_checkpoint_moves_from_any_layout_to_any_other(comm, folder, name):
     keys = _keys(name, comm) | {"precision.mode": "float64"}
     together = _trainer(comm, folder, keys)
     first = losses(together, 6)
@@ -139,7 +139,7 @@ def test_rank_a_checkpoint_goes_from_any_layout_to_any_other(comm, folder, name)
 @pytest.mark.parametrize(
     ("name", "volumes"), [("allreduce", 2), ("zero1", 2), ("zero2", 2), ("zero3", 3), ("zero2 accumulating", 4)]
 )
-def test_rank_bytes_are_those_of_the_closed_form(comm, folder, name, volumes):
+def test_rank_sent_bytes_match_the_closed_form(comm, folder, name, volumes):
     keys = _keys(name, comm) | {"model.hidden": 64, "model.layers": 3}
     trainer = _trainer(comm, folder, keys)
     losses(trainer, 1)  # communicators are split and scratch memory taken
@@ -154,7 +154,7 @@ def test_rank_bytes_are_those_of_the_closed_form(comm, folder, name, volumes):
     assert sent == pytest.approx(expected, rel=0.01, abs=1024), f"{sent / max(psi, 1):.4f} Psi"
 
 
-def test_rank_stage_3_of_a_tied_model_holds_the_table_once(comm, folder):
+def test_rank_zero3_holds_a_tied_table_once(comm, folder):
     keys = {"parallel.strategy": "zero3", "model.tied": "true", "model.vocabulary": 4096, "model.layers": 4}
     trainer = _trainer(comm, folder, keys)
     losses(trainer, 2)
@@ -165,7 +165,7 @@ def test_rank_stage_3_of_a_tied_model_holds_the_table_once(comm, folder):
         assert trainer.ledger.peak[kind] <= share + table + max(others), kind
 
 
-def test_rank_stage_3_holds_a_share_and_no_more_than_it_needs(comm, folder):
+def test_rank_zero3_holds_only_its_share_and_the_current_layers(comm, folder):
     peaks = {}
     for strategy in ("allreduce", "zero1", "zero2", "zero3"):
         trainer = _trainer(comm, folder, {"parallel.strategy": strategy, "model.layers": 6})
@@ -184,7 +184,7 @@ def test_rank_stage_3_holds_a_share_and_no_more_than_it_needs(comm, folder):
     assert peaks["zero1"]["parameters"] == peaks["zero2"]["parameters"] == psi
 
 
-def test_rank_hierarchical_serves_every_layout(comm, folder):
+def test_rank_hierarchical_allreduce_works_in_every_layout(comm, folder):
     declared = comm.dup()
     declared.declared_node = comm.rank // 2  # as communication.ranks_per_node = 2 does at the start of a job
     servers = {"parallel.strategy": "parameter_server", "parameter_server.placement": "colocated"}
@@ -218,7 +218,7 @@ SPLIT = {
 
 @pytest.fixture
 def alive(comm, monkeypatch):
-    """Communicators that were made from ``comm`` and are not freed, by identity."""
+    """Communicators that were derived from ``comm`` and are not freed, by identity."""
     alive, split, free = {}, type(comm)._split, type(comm).free
 
     def counted_split(self, *arguments):
@@ -231,14 +231,14 @@ def alive(comm, monkeypatch):
         alive.pop(id(self), None)
         free(self)
 
-    comm.nodes()  # those of the world remain
+    comm.nodes()  # the communicators of the world remain
     monkeypatch.setattr(type(comm), "_split", counted_split)
     monkeypatch.setattr(type(comm), "free", counted_free)
     return alive
 
 
 @pytest.mark.parametrize("name", SPLIT)
-def test_rank_the_end_of_a_training_frees_every_communicator(comm, folder, alive, name):
+def test_rank_end_of_a_training_frees_every_communicator(comm, folder, alive, name):
     keys, sizes = SPLIT[name]
     if comm.size not in sizes:
         pytest.skip(f"{name} is for {sizes} ranks")
@@ -250,17 +250,17 @@ def test_rank_the_end_of_a_training_frees_every_communicator(comm, folder, alive
     assert not [each.name for each in alive.values()]
 
 
-def test_rank_the_end_of_a_job_frees_every_communicator(comm, folder, alive, monkeypatch):
+def test_rank_end_of_a_job_frees_every_communicator(comm, folder, alive, monkeypatch):
     asynchronous = "strategy=parameter_server consistency=asp algorithm=native" if comm.size > 1 else ""
     keys = recipe_keys(f"run.steps=1 energy.sources=declared energy.cpu_tdp_w=100 {asynchronous}")
     recipe, lock = recipe_of({**SMALL, **KEYS, "data.path": folder / "text.txt", **keys}), RunLock({})
     session, seen, finish = Quiet(comm, locate(comm, None), "test", abort), set(), TrainingJob.finish
 
-    def looked(job, loop, *result):
+    def finish_and_look(job, loop, *result):
         seen.update(each.name.rpartition("/")[2].rstrip(".0123456789") for each in alive.values())
         return finish(job, loop, *result)
 
-    monkeypatch.setattr(TrainingJob, "finish", looked)
+    monkeypatch.setattr(TrainingJob, "finish", finish_and_look)
     session.spans = Spans(folder / f"rank-{comm.rank}.spans", comm.rank, comm.size)
     run = run_directory.prepare_run_directory(comm, recipe, folder / "run", "never", lock)
     assert TrainingJob(recipe, run, StopRequests(), lock, as_json=True).train(session, recipe, None) == OK
@@ -272,7 +272,7 @@ def test_rank_the_end_of_a_job_frees_every_communicator(comm, folder, alive, mon
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_rank_only_the_stage_that_overflows_isblamed(comm, folder, schedule):
+def test_rank_only_the_stage_that_overflows_is_blamed(comm, folder, schedule):
     if comm.size == 1:
         pytest.skip("a pipeline of one has nobody else to blame")
     keys = {"parallel.pipeline": comm.size, "parallel.schedule": schedule, "parallel.microbatches": 3}
@@ -280,20 +280,20 @@ def test_rank_only_the_stage_that_overflows_isblamed(comm, folder, schedule):
         trainer = _trainer(comm, folder, keys | {"model.tied": "true"})
         if comm.rank == culprit:
             trainer.exchange.parameters.array[...] = 3e38  # finite, but no product of two of them is
-        assert blamed(trainer) == [culprit]
+        assert blamed_ranks(trainer) == [culprit]
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "zero2", "zero3"])
-def test_rank_only_the_owner_of_a_nan_isblamed(comm, folder, strategy):
+def test_rank_only_the_owner_of_a_nan_is_blamed(comm, folder, strategy):
     culprit = comm.size - 1
     trainer = _trainer(comm, folder, {"parallel.strategy": strategy})
     if comm.rank == culprit:
         *_, (_, touched) = trainer.exchange.parameters.tensors()  # of the head, which every token meets
         trainer.exchange.parameters.range(touched)[...] = np.nan
-    assert blamed(trainer) == [culprit]
+    assert blamed_ranks(trainer) == [culprit]
 
 
-def test_rank_what_cannot_be_laid_out_is_refused(comm, folder):
+def test_rank_impossible_layouts_are_rejected(comm, folder):
     with pytest.raises(ConfigurationError, match=r"parallel.data \d+ x parallel.pipeline 5 x .* = .*, but the world"):
         _trainer(comm, folder, {"parallel.pipeline": 5, "parallel.data": 2})
     if comm.size > 2:

@@ -1,8 +1,8 @@
-"""A gpt over tensor ranks is the run of one process, over real messages and a node's shared memory."""
+"""A gpt over tensor ranks matches one process, over real messages and shared memory of a node."""
 
 import pytest
 
-from harness.trainings import alone, check_training, recipe_keys, trainer_of
+from harness.trainings import check_training, recipe_keys, run_single_process, trainer_of
 
 STEPS = 8
 KEYS = {"optimizer.groups": "['*bias*: weight_decay=0.3 rate_factor=0.5', '2.*: rate_factor=2.0']"} | recipe_keys(
@@ -21,11 +21,11 @@ CASES = {
 
 
 @pytest.mark.parametrize(("degrees", "changed"), [(degrees, keys) for degrees in CASES for keys in CASES[degrees]])
-def test_rank_tensor_training_is_that_of_one_process(comm, folder, degrees, changed):
+def test_rank_tensor_training_matches_one_process(comm, folder, degrees, changed):
     data, pipeline, tensor = degrees
     if comm.size != data * pipeline * tensor:
         pytest.skip(f"{data} x {pipeline} x {tensor} is for {data * pipeline * tensor} ranks")
     keys = KEYS | {"data.path": folder / "text.txt", "parallel.pipeline": pipeline, "parallel.tensor": tensor} | changed
-    expected, together = alone(keys, STEPS), trainer_of(comm, keys)
+    expected, together = run_single_process(keys, STEPS), trainer_of(comm, keys)
     check_training(together, expected, STEPS, 1e-12)
     together.close()

@@ -1,4 +1,4 @@
-"""Checkpoints over real ranks: each writes its shard, any other cut of the ranks reads them."""
+"""Checkpoints over real ranks: each rank writes its shard, and any other layout reads them."""
 
 import os
 import tempfile
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from harness.inputs import LARGE as LAYOUT
-from harness.inputs import newest, pieces_of
+from harness.inputs import newest_intact_checkpoint, pieces_of
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.format import manifest
@@ -20,7 +20,7 @@ from hpcdist.errors import StorageError
 
 @pytest.fixture
 def shared_dir(comm):
-    """A directory that all ranks see; rank 0 makes it and removes it when all are done."""
+    """A directory that all ranks see. Rank 0 makes it and removes it when all ranks are done."""
     made = tempfile.TemporaryDirectory() if comm.rank == 0 else None
     yield comm.broadcast_object(made.name if made else None)
     comm.barrier()
@@ -29,7 +29,7 @@ def shared_dir(comm):
 
 
 def state(comm, rng):
-    """The same values on all ranks."""
+    """Return a state with the same values on all ranks."""
     store = FlatStore(LAYOUT, np.dtype("float32"))
     values = comm.broadcast_object(rng.standard_normal(LAYOUT.size).astype(np.float32) if comm.rank == 0 else None)
     for segment in LAYOUT.segments:
@@ -37,12 +37,12 @@ def state(comm, rng):
     return store
 
 
-def test_save_and_restore(comm, rng, shared_dir):
+def test_saved_shards_are_restored(comm, rng, shared_dir):
     store = state(comm, rng)
     parts = split(LAYOUT.size, comm.size, 4)
     for step in (1, 2, 3):
         path = save(f"{shared_dir}/checkpoints", step, pieces_of(store, parts[comm.rank]), {"step": step}, comm)
-    assert newest(shared_dir, comm) == path and path.name == "step-3"
+    assert newest_intact_checkpoint(shared_dir, comm) == path and path.name == "step-3"
     assert sorted(os.listdir(path)) == [
         "index.h5",
         "manifest.json",
@@ -56,19 +56,19 @@ def test_save_and_restore(comm, rng, shared_dir):
 
 
 @pytest.mark.parametrize("writers", ["node", "2"])
-def test_pieces_travel_to_their_writers(comm, rng, shared_dir, writers):
+def test_pieces_are_sent_to_their_writers(comm, rng, shared_dir, writers):
     store = state(comm, rng)
     part = split(LAYOUT.size, comm.size, 4)[comm.rank]
     path = save(f"{shared_dir}/checkpoints", 1, pieces_of(store, part), {}, comm, writers=writers)
     files = comm.nodes().count if writers == "node" else min(2, comm.size)
-    assert len(list(path.glob("shard-*.h5"))) == files and newest(shared_dir, comm) == path
+    assert len(list(path.glob("shard-*.h5"))) == files and newest_intact_checkpoint(shared_dir, comm) == path
     into = FlatStore(LAYOUT, np.dtype("float32"))
     restore(path, pieces_of(into, Range(0, LAYOUT.size)))
     assert into.array.tobytes() == store.array.tobytes()
     comm.barrier()
 
 
-def test_beside_the_steps(comm, rng, shared_dir):
+def test_asynchronous_save_stores_the_state_of_its_step(comm, rng, shared_dir):
     store = state(comm, rng)
     kept, part = store.array.copy(), split(LAYOUT.size, comm.size, 4)[comm.rank]
     beside = BackgroundCheckpoints(comm)
@@ -81,7 +81,7 @@ def test_beside_the_steps(comm, rng, shared_dir):
         sums = beside.numbers()
         comm.allreduce(sums)
         path = beside.settle(sums)
-    assert path.name == "step-2" and newest(shared_dir, comm) == path
+    assert path.name == "step-2" and newest_intact_checkpoint(shared_dir, comm) == path
     for step, expected in (1, kept), (2, np.where(kept == 0, 0, np.float32(1))):  # zeros are the padding
         into = FlatStore(LAYOUT, np.dtype("float32"))
         restore(path.with_name(f"step-{step}"), pieces_of(into, Range(0, LAYOUT.size)))
@@ -89,7 +89,7 @@ def test_beside_the_steps(comm, rng, shared_dir):
     comm.barrier()
 
 
-def test_a_damaged_shard_is_found_by_all(comm, rng, shared_dir):
+def test_damaged_shard_is_detected_by_all_ranks(comm, rng, shared_dir):
     mine = pieces_of(state(comm, rng), split(LAYOUT.size, comm.size, 4)[comm.rank])
     good = save(f"{shared_dir}/checkpoints", 1, mine, {}, comm)
     bad = save(f"{shared_dir}/checkpoints", 2, mine, {}, comm)
@@ -99,10 +99,10 @@ def test_a_damaged_shard_is_found_by_all(comm, rng, shared_dir):
         data[entry.offset + entry.nbytes - 1] ^= 1
         (bad / entry.file).write_bytes(data)
     comm.barrier()
-    assert newest(shared_dir, comm) == good
+    assert newest_intact_checkpoint(shared_dir, comm) == good
 
 
-def test_one_rank_that_cannot_write_stops_all(comm, rng, shared_dir, monkeypatch):
+def test_save_fails_on_all_ranks_if_one_cannot_write(comm, rng, shared_dir, monkeypatch):
     mine = pieces_of(state(comm, rng), split(LAYOUT.size, comm.size, 4)[comm.rank])
     good = save(f"{shared_dir}/checkpoints", 1, mine, {}, comm)
     if comm.rank == comm.size - 1:
@@ -114,6 +114,6 @@ def test_one_rank_that_cannot_write_stops_all(comm, rng, shared_dir, monkeypatch
     with pytest.raises(StorageError, match=f"rank {comm.size - 1}: .*No space left"):
         save(f"{shared_dir}/checkpoints", 2, mine, {}, comm)
     monkeypatch.undo()
-    assert newest(shared_dir, comm) == good
+    assert newest_intact_checkpoint(shared_dir, comm) == good
     comm.barrier()
     assert sorted(os.listdir(f"{shared_dir}/checkpoints")) == ["latest", "step-1"]

@@ -1,4 +1,4 @@
-"""The deterministic mode over real messages: every number of ranks trains to the bits of one process."""
+"""The deterministic mode over real messages: any number of ranks trains with the bits of one process."""
 
 from functools import partial
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from harness.marks import cases
-from harness.trainings import digest, losses_and_norms, recipe_keys, small, state_bits
+from harness.trainings import digest, losses_and_norms, recipe_keys, small_trainer, state_bits
 from hpcdist.arrays.ranges import split
 from hpcdist.collectives.algorithms.fixed_tree import FixedTree, shards_of
 from hpcdist.comm.record.timing import count_traffic
@@ -22,19 +22,19 @@ SHARDS = 12  # one partial sum a rank on 3 ranks, several on 2 and 4
 
 
 _trainer = partial(
-    small,
+    small_trainer,
     **recipe_keys(f"hidden=32 data.context=16 global_batch={SAMPLES} validation_samples=50 logical_shards={SHARDS}"),
 )
 
 
 @pytest.mark.parametrize(("shards", "dtype"), [(8, np.float32), (12, np.float64), (13, np.float16)])
-def test_rank_a_fixed_tree_has_the_bits_of_one_process(comm, shards, dtype, rng):
+def test_rank_fixed_tree_sums_have_the_bits_of_one_process(comm, shards, dtype, rng):
     inputs = rng.standard_normal((shards, 10_001)).astype(dtype)
 
-    def reduced(over, shares=None):
+    def reduce_over(over, shares=None):
         tree = FixedTree(over, shards)
-        own = shards_of(shards, over.size)[over.rank]
-        for shard in range(own.start, own.stop):
+        local_slice = shards_of(shards, over.size)[over.rank]
+        for shard in range(local_slice.start, local_slice.stop):
             tree.add(shard, inputs[shard])
         buffer = np.empty_like(inputs[0])
         if shares is None:
@@ -45,9 +45,11 @@ def test_rank_a_fixed_tree_has_the_bits_of_one_process(comm, shards, dtype, rng)
 
     shares = split(inputs.shape[1], comm.size, inputs.itemsize)[::-1]
     with count_traffic(comm) as traffic:
-        together, scattered = reduced(comm), reduced(comm, shares)
-    expected, own = reduced(solo()), shares[comm.rank].slice
-    assert together.tobytes() == expected.tobytes() and scattered[own].tobytes() == expected[own].tobytes()
+        together, scattered = reduce_over(comm), reduce_over(comm, shares)
+    expected, local_slice = reduce_over(solo()), shares[comm.rank].slice
+    assert (
+        together.tobytes() == expected.tobytes() and scattered[local_slice].tobytes() == expected[local_slice].tobytes()
+    )
     assert comm.checked or not traffic.unknown
 
 
@@ -59,7 +61,7 @@ def test_rank_a_fixed_tree_has_the_bits_of_one_process(comm, shards, dtype, rng)
     {"model.kind": "mlp", "optimizer.name": "sgd", "run.logical_shards": 8},
 )
 @pytest.mark.full_except("keys0", "keys1")
-def test_rank_training_has_the_bits_of_one_process(comm, folder, keys):
+def test_rank_deterministic_training_has_the_bits_of_one_process(comm, folder, keys):
     alone, together = _trainer(solo(), folder, keys), _trainer(comm, folder, keys)
     assert losses_and_norms(together, STEPS) == losses_and_norms(alone, STEPS)
     assert digest(together) == digest(alone)
@@ -76,7 +78,7 @@ def test_rank_training_has_the_bits_of_one_process(comm, folder, keys):
     ({"parallel.strategy": "zero3", "zero.parameters": 2}, {"optimizer.name": "lamb"}),
 )
 @pytest.mark.full_except("way0-keys0", "way3-keys3")
-def test_rank_zero_has_the_bits_of_allreduce_in_one_process(comm, folder, way, keys):
+def test_rank_deterministic_zero_has_the_bits_of_one_process(comm, folder, way, keys):
     if comm.size % way.get("zero.parameters", 1):
         pytest.skip("pairs of ranks")
     keys = {"optimizer.clip_norm": 0.1, **keys}
@@ -88,7 +90,7 @@ def test_rank_zero_has_the_bits_of_allreduce_in_one_process(comm, folder, way, k
     alone.close()
 
 
-def test_rank_a_run_goes_on_with_the_same_bits_on_another_number_of_ranks(comm, folder):
+def test_rank_resume_on_another_number_of_ranks_has_the_same_bits(comm, folder):
     whole = _trainer(solo(), folder, {})
     losses = losses_and_norms(whole, 9)
     together = _trainer(comm, folder, {})

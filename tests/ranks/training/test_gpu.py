@@ -1,4 +1,4 @@
-"""Trainings with run.device = "gpu" over MPI, on the double of cupy: device buffers are staged, and nothing is lost."""
+"""Trainings with run.device = "gpu" over MPI on the double of cupy: device buffers are staged without loss."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def text(comm, tmp_path, rng):
-    """A text that all ranks see."""
+    """A text file that all ranks see."""
     path = Path(comm.broadcast_object(str(tmp_path / "text.txt")))
     if comm.rank == 0:
         write_text(path, rng)
@@ -40,7 +40,7 @@ def text(comm, tmp_path, rng):
 
 @pytest.mark.parametrize("layout", CHOSEN)
 @pytest.mark.full_except("a server")
-def test_rank_a_run_on_the_gpu_is_that_of_the_cpu(comm, gpu, text, layout):
+def test_rank_training_on_the_gpu_matches_the_cpu(comm, gpu, text, layout):
     sizes, keys = LAYOUTS[layout]
     if comm.size not in sizes and not CHOSEN[layout]:
         pytest.skip(f"{layout} is for {sizes} ranks")
@@ -53,8 +53,8 @@ def test_rank_a_run_on_the_gpu_is_that_of_the_cpu(comm, gpu, text, layout):
 
 @pytest.mark.parametrize("keys", ["", "expert=2 strategy=zero1 algorithm=ring", "expert=4"], ids=str)
 @pytest.mark.full_except("expert=2 strategy=zero1 algorithm=ring")
-def test_rank_a_mixture_on_the_gpu_is_that_of_the_cpu(comm, gpu, text, keys):
-    """Rows go to the ranks of their experts as other device buffers do."""
+def test_rank_mixture_of_experts_on_the_gpu_matches_the_cpu(comm, gpu, text, keys):
+    """Rows are sent to the ranks of their experts like other device buffers."""
     settings = {**text, **MIXTURE, **recipe_keys(keys), "precision.mode": "float64"}
     if comm.size % settings.get("parallel.expert", 1):
         pytest.skip(f"{keys} is for a multiple of these ranks")
@@ -75,15 +75,15 @@ def test_rank_allreduce_of_device_buffers(comm, gpu, algorithm, dtype):
 
 def test_rank_messages_of_device_buffers(comm, gpu):
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    own = backend.place(np.full(100, comm.rank, np.float32), "gpu")
+    local_data = backend.place(np.full(100, comm.rank, np.float32), "gpu")
     arrived = [backend.empty(100, np.dtype(np.float32), "gpu") for _ in range(2)]
     first = comm.irecv(arrived[0], left, 1)
-    requests = [comm.isend(own, right, 1), comm.isend(own, right, 2)]
-    own += 100  # staged: what was sent has left the buffer
+    requests = [comm.isend(local_data, right, 1), comm.isend(local_data, right, 2)]
+    local_data += 100  # staged: what was sent has left the buffer
     first.wait()
     comm.probe(left, 2).recv(arrived[1])
     for request in requests:
         request.wait()
     assert all((backend.to_host(values) == left).all() for values in arrived)
-    comm.broadcast(own, root=comm.size - 1)
-    assert (backend.to_host(own) == comm.size + 99).all()
+    comm.broadcast(local_data, root=comm.size - 1)
+    assert (backend.to_host(local_data) == comm.size + 99).all()

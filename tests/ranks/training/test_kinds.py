@@ -1,9 +1,9 @@
-"""Every kind of model over real messages, on 1 to 4 ranks, is the run of one process."""
+"""Every kind of model over real messages, on 1 to 4 ranks, matches one process."""
 
 import pytest
 
 from harness.inputs import KINDS, STEPS, keys_of, write_data
-from harness.trainings import alone, check_training, trainer_of
+from harness.trainings import check_training, run_single_process, trainer_of
 
 WAYS = {
     "replicas": {},
@@ -18,7 +18,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.full_except("gpt with the options of Llama-replicas", "encoder-zero2", "convnet-pipeline")
-def test_rank_training_of_every_kind(comm, folder, kind, way):
+def test_rank_training_of_every_kind_matches_one_process(comm, folder, kind, way):
     if way == "tensor" and (kind.startswith("convnet") or comm.size not in (2,)):
         pytest.skip("a convnet is not cut, and two heads of keys and values are for two ranks")
     if comm.rank == 0:
@@ -26,6 +26,6 @@ def test_rank_training_of_every_kind(comm, folder, kind, way):
     comm.barrier()
     ways = {key: comm.size if value == 0 else value for key, value in WAYS[way].items()}
     keys = keys_of(kind, folder) | ways
-    expected, together = alone(keys, STEPS), trainer_of(comm, keys)
+    expected, together = run_single_process(keys, STEPS), trainer_of(comm, keys)
     check_training(together, expected, STEPS, 1e-11)
     together.close()

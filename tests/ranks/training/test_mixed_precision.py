@@ -1,11 +1,11 @@
-"""16-bit working copies over real messages: sharded training has the bits of allreduce, skips and resumes included."""
+"""16-bit working copies over real messages: sharded training has the bits of allreduce, with skips and resumes."""
 
 from functools import partial
 
 import numpy as np
 import pytest
 
-from harness.trainings import small, state_bits
+from harness.trainings import small_trainer, state_bits
 from hpcdist.strategies.core.replica_check import check_replicas
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.training.run.saving import CheckpointSaver
@@ -14,12 +14,12 @@ SAMPLES, STEPS, BAD = 12, 8, (3, 4)
 
 
 # The norm of clipping would be summed by shards.
-_trainer = partial(small, **{"run.steps": 40, "run.global_batch": SAMPLES, "optimizer.clip_norm": 0})
+_trainer = partial(small_trainer, **{"run.steps": 40, "run.global_batch": SAMPLES, "optimizer.clip_norm": 0})
 
 
 def _train(trainer, last=STEPS):
-    """Loss, whether it was skipped, and the scale of each step; on the last rank two gradients overflow."""
-    found, healthy = [], trainer.model.loss.backward
+    """Return the loss, the skip flag and the scale of each step. On the last rank two gradients overflow."""
+    result, healthy = [], trainer.model.loss.backward
     with trainer.batches(last) as batches:
         for step, batch in enumerate(batches, start=trainer.first_step + 1):
             if (
@@ -30,10 +30,10 @@ def _train(trainer, last=STEPS):
                 trainer.model.loss.backward = lambda scale, *rest: healthy(1e9 * scale, *rest)
             done = trainer.executor.run(trainer.operations, trainer.cut(batch), SAMPLES, step, np.zeros(2))
             trainer.model.loss.backward = healthy
-            found.append((done.loss, done.skipped, done.loss_scale))
+            result.append((done.loss, done.skipped, done.loss_scale))
             if trainer.exchange.replicas_identical:
                 check_replicas(trainer.data_axis, trainer.exchange.parameters, step)
-    return found
+    return result
 
 
 @pytest.mark.parametrize("mode", ["bfloat16", "float16"])
@@ -50,15 +50,15 @@ def test_rank_sharded_working_copies_have_the_bits_of_allreduce(comm, folder, mo
     for strategy, algorithm in (("zero1", "ring"), ("zero2", "node_shared"), ("zero3", "native")):
         other = keys | {"parallel.strategy": strategy, "communication.algorithm": algorithm}
         trainer = _trainer(comm, folder, other)
-        found = _train(trainer)
+        result = _train(trainer)
         # Losses are summed by another algorithm: the last of their 53 bits may differ.
-        np.testing.assert_allclose([loss for loss, *_ in found], [loss for loss, *_ in expected], rtol=1e-14)
-        assert [rest for _, *rest in found] == [rest for _, *rest in expected], strategy
+        np.testing.assert_allclose([loss for loss, *_ in result], [loss for loss, *_ in expected], rtol=1e-14)
+        assert [rest for _, *rest in result] == [rest for _, *rest in expected], strategy
         assert state_bits(trainer) == state, strategy
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_rank_a_resumed_run_with_working_copies_has_the_same_bits(comm, folder, strategy):
+def test_rank_resumed_run_with_working_copies_has_the_same_bits(comm, folder, strategy):
     keys = {"precision.mode": "float16", "precision.growth_interval": 3, "parallel.strategy": strategy}
     keys |= {"communication.algorithm": "ring"}
     whole = _trainer(comm, folder, keys)
@@ -93,7 +93,7 @@ def test_rank_servers_of_working_copies_have_the_bits_of_allreduce(comm, folder)
 
 
 def _overflow_once(trainer):
-    """Make one number of the next gradients that this rank sums infinite; return what makes sure that there was one."""
+    """Make one element of the next local gradient sum infinite. Return a function that asserts that it happened."""
     exchange, healthy = trainer.exchange, trainer.exchange.handlers
 
     def reduce(op):
@@ -110,8 +110,11 @@ def _overflow_once(trainer):
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "zero1"])
-def test_rank_an_overflow_in_one_stage_of_one_rank_leaves_no_trace(comm, folder, strategy):
-    """In a pipeline of two or three stages with a tied tensor, on a tensor axis; of the last rank, and of the first."""
+def test_rank_overflow_in_one_stage_of_one_rank_changes_no_state(comm, folder, strategy):
+    """The pipeline has two or three stages, a tied tensor and a tensor axis.
+
+    The last rank overflows, then the first.
+    """
     stages = next((count for count in (2, 3) if comm.size % count == 0), 1)
     shapes = [{"parallel.pipeline": stages, "model.tied": "true"}]
     shapes += [{"parallel.tensor": 2}] if comm.size % 2 == 0 else []

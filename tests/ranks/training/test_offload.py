@@ -1,8 +1,8 @@
-"""Ranks with their states in files make the same run, bit by bit, as with their states in memory."""
+"""Ranks with their states in files make the same run, bit by bit, as ranks with their states in memory."""
 
 import pytest
 
-from harness.trainings import losses, recipe_keys, small
+from harness.trainings import losses, recipe_keys, small_trainer
 from hpcdist.errors import StorageError
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
@@ -25,10 +25,10 @@ KEYS = recipe_keys(
 
 def _trainer(comm, folder, keys, resume=None):
     parts = 1 if comm.size == 1 else 2  # one rank in memory adds them up in another order
-    return small(comm, folder, {"parallel.microbatches": parts, **keys}, resume, **KEYS)
+    return small_trainer(comm, folder, {"parallel.microbatches": parts, **keys}, resume, **KEYS)
 
 
-def _away(folder, what):
+def _offload_keys(folder, what):
     return {f"zero.offload_{name}": "file" for name in what} | {"zero.offload_directory": folder}
 
 
@@ -40,19 +40,19 @@ def _state(trainer):
     ("case", "optimizer"),
     [*((name, "adamw") for name in CASES), ("zero2", "lamb"), *(("zero3", name) for name in ("sgd", "lars", "lamb"))],
 )
-def test_rank_states_in_files_are_those_in_memory(comm, folder, case, optimizer):
+def test_rank_states_in_files_equal_states_in_memory(comm, folder, case, optimizer):
     keys, what = CASES[case][0] | {"optimizer.name": optimizer}, CASES[case][1]
-    memory, files = _trainer(comm, folder, keys), _trainer(comm, folder, keys | _away(folder, what))
+    memory, files = _trainer(comm, folder, keys), _trainer(comm, folder, keys | _offload_keys(folder, what))
     assert files.ledger.peak["optimizer"] == 0
     assert losses(memory, 4) == losses(files, 4)
     assert _state(memory) == _state(files)
     assert mean_validation_loss(memory) == mean_validation_loss(files)
     saved = CheckpointSaver(files, folder / "checkpoints").save(4)
-    for further in ({}, _away(folder, what)):
+    for further in ({}, _offload_keys(folder, what)):
         assert _state(_trainer(comm, folder, keys | further, saved)) == _state(memory)
 
 
-def test_rank_a_directory_that_is_missing_is_named(comm, folder):
+def test_rank_missing_offload_directory_is_named(comm, folder):
     missing = folder / "missing"
     keys = {"parallel.strategy": "zero2", "zero.offload_optimizer": "file", "zero.offload_directory": missing}
     with pytest.raises(StorageError, match=f"{missing} cannot be written .* bytes are needed there for the optimizer"):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from harness.trainings import TOLERANCE, alone, check_training, recipe_keys, trainer_of
+from harness.trainings import TOLERANCE, check_training, recipe_keys, run_single_process, trainer_of
 
 STEPS = 20
 KEYS = recipe_keys(
@@ -27,13 +27,17 @@ CASES = {  # (data, pipeline, tensor, context), keys
 
 @pytest.mark.full_except("zero3, float32", "ring", "pipeline")
 @pytest.mark.parametrize("case", CASES)
-def test_rank_packed_training_is_that_of_one_process(comm, folder, case):
+def test_rank_packed_training_matches_one_process(comm, folder, case):
     degrees, changed = CASES[case]
     if comm.size != np.prod(degrees):
         pytest.skip(f"{degrees} is for {np.prod(degrees)} ranks")
     axes = dict(zip(("data", "pipeline", "tensor", "context"), degrees, strict=True))
     keys = KEYS | {"data.path": folder / "text.txt"} | {f"parallel.{axis}": n for axis, n in axes.items()}
     keys |= recipe_keys(changed)
-    expected, together, wide = alone(keys, STEPS), trainer_of(comm, keys), TOLERANCE[str(keys["precision.mode"])]
+    expected, together, wide = (
+        run_single_process(keys, STEPS),
+        trainer_of(comm, keys),
+        TOLERANCE[str(keys["precision.mode"])],
+    )
     check_training(together, expected, STEPS, wide)
     together.close()

@@ -1,4 +1,4 @@
-"""A steady step over real messages: each process finds its memory as it was, whatever it exchanges."""
+"""A steady step over real messages allocates no memory in any process, for every exchange."""
 
 import pytest
 
@@ -19,7 +19,7 @@ RUNS += [("zero3, bfloat16", "ring"), ("pipeline", "ring")]
 
 @pytest.mark.parametrize(("case", "algorithm"), RUNS)
 @pytest.mark.full_except("allreduce-node_shared")
-def test_rank_a_step_allocates_nothing(comm, folder, case, algorithm):
+def test_rank_steady_step_allocates_nothing(comm, folder, case, algorithm):
     keys = {
         "model.layers": 2,
         "model.hidden": 128,
@@ -33,7 +33,7 @@ def test_rank_a_step_allocates_nothing(comm, folder, case, algorithm):
     }
     if case == "pipeline" and comm.size % 2:
         pytest.skip("a pipeline of 2 stages needs an even number of ranks")
-    found = steps_of(comm, keys | CASES[case])
-    assert found.after == found.before, "the ledger is a flat line"
-    assert found.largest > ALLOWED, "a copy of a matrix would show"
-    assert found.transient <= ALLOWED and found.left <= LEFT
+    result = steps_of(comm, keys | CASES[case])
+    assert result.after == result.before, "the ledger is a flat line"
+    assert result.largest > ALLOWED, "a copy of a matrix would show"
+    assert result.transient <= ALLOWED and result.left <= LEFT

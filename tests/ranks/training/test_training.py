@@ -1,9 +1,9 @@
-"""The same recipe on any number of ranks is the same run: losses, weights, and resumption from a checkpoint."""
+"""The same recipe on any number of ranks is the same run: losses, weights, and resume from a checkpoint."""
 
 import numpy as np
 import pytest
 
-from harness.trainings import TOLERANCE, dotted, losses, small
+from harness.trainings import TOLERANCE, dotted_keys, losses, small_trainer
 from hpcdist import collectives
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.training.run.loop import mean_validation_loss
@@ -14,7 +14,7 @@ KEYS = {"model.hidden": 32, "data.context": 16, "run.steps": STEPS, "run.global_
 
 
 def _trainer(comm, folder, resume=None, **keys):
-    return small(comm, folder, KEYS | dotted(keys), resume)
+    return small_trainer(comm, folder, KEYS | dotted_keys(keys), resume)
 
 
 def _losses(trainer, last=STEPS):
@@ -43,7 +43,7 @@ def test_rank_accumulation_and_optimizers_equal_one_process(comm, folder, name):
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb"])
 @pytest.mark.full_except("lamb", "lars")
-def test_rank_resume_is_bit_equal(comm, folder, name):
+def test_rank_resume_is_bit_identical(comm, folder, name):
     keys = {"optimizer__name": name, "communication__algorithm": "ring"}
     whole = _trainer(comm, folder, **keys)
     expected = _losses(whole)
@@ -67,7 +67,7 @@ def test_rank_declared_nodes_reach_the_data_axis(comm, folder):
     np.testing.assert_allclose(_losses(together), _losses(_trainer(solo(), folder, precision__mode="float64")), 1e-12)
 
 
-def test_rank_checkpoint_goes_to_another_number_of_ranks(comm, folder):
+def test_rank_checkpoint_moves_to_another_number_of_ranks(comm, folder):
     together = _trainer(comm, folder, precision__mode="float64")
     first = _losses(together, STEPS // 2)
     saved = CheckpointSaver(together, folder / "checkpoints").save(STEPS // 2)

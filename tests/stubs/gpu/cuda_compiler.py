@@ -1,7 +1,8 @@
-"""Kernels of the double: the CUDA C++ that cupy would compile for a GPU, compiled for the host and run on its memory.
+"""Kernels of the double: CUDA C++ for cupy, compiled for the host and run on host memory.
 
-What a GPU would take without a word is refused: an argument of another type than the parameter has, another number of
-them, a block of more than 1024 threads, memory that does not belong to the device. A launch counts as a kernel on the
+
+Some errors that a GPU accepts silently are rejected: an argument of the wrong type, a wrong number of arguments, a
+block of more than 1024 threads, and memory that does not belong to the device. A launch counts as a kernel on the
 current stream that writes every array it is given.
 """
 
@@ -43,14 +44,14 @@ _lock = threading.Lock()  # the fibres of a library are there once
 
 
 def _parameters(code: str, name: str) -> list[tuple[str, bool]]:
-    """Return (type, whether it is a pointer) of each parameter of kernel ``name``."""
+    """Return (type, is_pointer) for each parameter of kernel ``name``."""
     macros = dict(re.findall(r"#define (\w+) ([\w ]+)\n", code))
     macros["ACC"] = "double" if macros.get("REAL") == "double" else "float"
-    found = dict(KERNEL.findall(code))
-    if name not in found:
-        raise AttributeError(f"no kernel {name} in this code, only {', '.join(found)}")
+    results = dict(KERNEL.findall(code))
+    if name not in results:
+        raise AttributeError(f"no kernel {name} in this code, only {', '.join(results)}")
     parameters = []
-    for argument in found[name].split(","):
+    for argument in results[name].split(","):
         kind = re.sub(r"\b(const|__restrict__)\b", "", argument.rpartition(" ")[0] + " ").strip()
         pointer = "*" in argument
         plain = " ".join(kind.replace("*", " ").split())
@@ -113,9 +114,9 @@ class RawKernel:
         arrays: dict[int, np.ndarray] = {}  # by the number of their argument
         scalars: dict[int, np.ndarray] = {}
         for number, (arg, (kind, pointer)) in enumerate(zip(args, self._parameters, strict=True)):
-            wanted = np.dtype(TYPES[kind])
-            if arg.dtype != wanted or pointer == isinstance(arg, np.generic):
-                wish = f"{wanted}{' in memory of the device' if pointer else ''}"
+            expected = np.dtype(TYPES[kind])
+            if arg.dtype != expected or pointer == isinstance(arg, np.generic):
+                wish = f"{expected}{' in memory of the device' if pointer else ''}"
                 raise TypeError(f"argument {number} of {self.name} is {type(arg)} {arg.dtype}; it takes {wish}")
             if pointer:
                 arrays[number] = arg._raw
@@ -126,9 +127,9 @@ class RawKernel:
 
         count, places = len(args), list(arrays)  # a graph does not keep the memory of its kernels
 
-        def work(*own: np.ndarray) -> None:
+        def work(*local_data: np.ndarray) -> None:
             given = (ctypes.c_void_p * count)()
-            for number, array in (*zip(places, own, strict=True), *scalars.items()):
+            for number, array in (*zip(places, local_data, strict=True), *scalars.items()):
                 given[number] = array.ctypes.data
             with _lock:
                 wrong = launch(*sizes, given)

@@ -1,13 +1,14 @@
-"""Streams, events, graphs, pinned memory and shared handles of the double: copies are late, and reading early shows.
+"""Streams, events, graphs, pinned memory and shared handles of the double: copies are late, and early reads show.
 
-A copy between the device and pinned memory is put off until somebody waits for it, as DMA would be at its worst: until
-then the target is full of 0xFF. Kernels run at once, but in the order of their stream: what was put off on it runs
-first. A copy on one stream of what a kernel on another writes, without an event between them, raises; so does reading
-memory that another "process" (a thread) shares while its kernels may still be writing it.
 
-While a stream is captured, kernels are recorded and not run. What CUDA does not capture raises, and so does memory that
-does not come from a `MemoryPool` of its own, whose blocks nobody else is given. A graph works on the addresses that it
-was captured with, and its launch raises where memory there was freed.
+A copy between the device and pinned memory is deferred until somebody waits for it, like DMA in the worst case. Until
+then the target is full of 0xFF. Kernels run immediately, but in stream order: deferred work of the stream runs first. A
+copy on one stream of data that a kernel on another stream writes raises without an event between them. Reading memory
+that another "process" (a thread) shares also raises while its kernels may still write it.
+
+While a stream is captured, kernels are recorded and not run. Calls that CUDA does not capture raise, and so does memory
+that does not come from a separate `MemoryPool`. A graph works on the addresses that it was captured with. Its launch
+raises if memory there was freed.
 """
 
 import ctypes
@@ -23,26 +24,29 @@ import numpy as np
 
 
 class StreamOrderError(AssertionError):
-    """Work on one stream uses what another may still be writing."""
+    """Work on one stream uses data that another stream may still be writing."""
 
 
 class CUDARuntimeError(RuntimeError):
-    """What the driver complains of."""
+    """An error of the driver."""
 
 
 class Local(threading.local):
-    """What a process has of its own: here a thread."""
+    """The state of a process, which is a thread here."""
 
     def __init__(self) -> None:
         self.null: Stream | None = None
-        self.entered: list[Stream] = []  # those of ``with``, the current one last
+        self.entered: list[Stream] = []  # streams entered by ``with``, the current stream last
         self.pool: MemoryPool | None = None  # where memory is taken from
         self.opened: set[int] = set()
         OPENED.append(self.opened)
 
 
 class Stream:
-    """Work in order. ``given`` counts it, ``done`` is how much of it the host knows to be done."""
+    """Work in order.
+
+    ``_given`` counts it, and ``_done`` is the number of the last work that the host knows to be done.
+    """
 
     _numbers = iter(range(16, 1 << 60, 16))
 
@@ -52,9 +56,9 @@ class Stream:
         self._late: list[tuple[int, Callable[[], None]]] = []
         self._lock = threading.RLock()
         self._given = self._done = 0
-        self._behind: dict[Stream, int] = {}  # how much of other streams comes before what is given to this one next
+        self._behind: dict[Stream, int] = {}  # other stream -> number of its last work that precedes the next work here
         self._is_null, self._non_blocking = null, non_blocking
-        self._recorded: list[Recorded] | None = None  # while it is captured
+        self._recorded: list[Recorded] | None = None  # kernels recorded by the current capture
         STREAMS[self.ptr] = self
 
     def __enter__(self) -> "Stream":
@@ -82,7 +86,7 @@ class Stream:
         return self._recorded is not None
 
     def _give(self, work: Callable[[], None] | None = None) -> int:
-        """Put ``work`` off (None: a kernel, which has run) and return its number."""
+        """Defer ``work`` and return its number. ``work`` is None for a kernel that has already run."""
         with self._lock:
             self._given += 1
             if work is not None:
@@ -90,13 +94,13 @@ class Stream:
             return self._given
 
     def _run(self, number: int) -> None:
-        """Do what was put off, up to ``number``."""
+        """Run the deferred work up to ``number``."""
         with self._lock:
             while self._late and self._late[0][0] <= number:
                 self._late.pop(0)[1]()
 
     def _finish(self, number: int) -> None:
-        """The host has waited for work ``number``, and so for all that this came behind."""
+        """Mark work up to ``number`` as done, after a wait of the host."""
         self._run(number)
         self._done = max(self._done, number)
 
@@ -130,7 +134,7 @@ class Stream:
 
 
 class Event:
-    """A place in a stream."""
+    """A position in a stream."""
 
     def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
         self._place: tuple[Stream, int] | None = None
@@ -159,7 +163,7 @@ class Event:
 
 
 STREAMS: "weakref.WeakValueDictionary[int, Stream]" = weakref.WeakValueDictionary()  # by their pointers
-OPENED: list[set[int]] = []  # of all processes
+OPENED: list[set[int]] = []  # handles opened by each process
 LOCAL = Local()
 WRITTEN: dict[int, tuple[Stream, int]] = {}  # address of an allocation -> the last kernel that wrote to it
 UNSEEN: list[tuple[int, int, Stream, int]] = []  # parts of shared memory, and kernels that wrote to them
@@ -182,7 +186,7 @@ def check_not_captured(what: str) -> None:
 
 
 def _waited(stream: Stream, number: int) -> None:
-    """The host waits: what comes before ``number`` in any stream is done."""
+    """Mark as done, in every stream, the work that precedes ``number`` of ``stream``, because the host waited."""
     for other, far in stream._behind.items():
         other._finish(far)
     stream._finish(number)
@@ -198,19 +202,19 @@ def elapsed_ms(start: Event, end: Event) -> float:
 
 
 def allocation_of(host: np.ndarray) -> np.ndarray:
-    """Return the allocation that an array lies in."""
+    """Return the allocation that contains an array."""
     while isinstance(host.base, np.ndarray):
         host = host.base
     return host
 
 
 def root_of(host: np.ndarray) -> int:
-    """Return the address of the allocation that an array lies in."""
+    """Return the address of the allocation that contains an array."""
     return int(allocation_of(host).__array_interface__["data"][0])
 
 
 def wrote(host: np.ndarray, stream: Stream | None = None, root: int | None = None) -> None:
-    """A kernel on the current stream, or on ``stream``, wrote to ``host``, which lies in the allocation ``root``."""
+    """Record that a kernel on ``stream`` (default: the current one) wrote ``host`` in the allocation ``root``."""
     stream, root = stream or current_stream(), root_of(host) if root is None else root
     number = stream._give()
     WRITTEN[root] = stream, number
@@ -225,14 +229,14 @@ def _extent(host: np.ndarray) -> tuple[int, int]:
 
 
 def forget(host: np.ndarray) -> None:
-    """Memory is taken: what was written where it lies, by somebody else, is gone."""
+    """Drop the records of earlier writes to newly allocated memory."""
     start, end = _extent(host)
     WRITTEN.pop(root_of(host), None)
     UNSEEN[:] = [row for row in UNSEEN if row[1] <= start or end <= row[0]]
 
 
 def check_read(host: np.ndarray, root: int | None = None) -> None:
-    """A kernel on the current stream reads ``host``: shared memory only when its writer is known to be done."""
+    """Check a read of ``host`` on the current stream: the writer of shared memory must be known to be done."""
     if (root_of(host) if root is None else root) in SHARED:
         start, end = _extent(host)
         for first, last, stream, number in tuple(UNSEEN):
@@ -241,7 +245,7 @@ def check_read(host: np.ndarray, root: int | None = None) -> None:
 
 
 def check_copy(host: np.ndarray, stream: Stream) -> None:
-    """A copy is given to ``stream``: it must come behind the kernel that writes ``host``."""
+    """Check that a copy on ``stream`` is ordered after the kernel that writes ``host``."""
     writer, number = WRITTEN.get(root_of(host), (stream, 0))
     if writer.thread == threading.current_thread().name and not stream._comes_behind(writer, number):
         raise StreamOrderError("a copy is given to a stream that does not wait for the kernels that write its source")
@@ -253,7 +257,7 @@ Work = Callable[..., object]  # of the arrays of a kernel
 
 
 class Place:
-    """Address of an array, which does not keep its memory."""
+    """The address of an array. It does not keep the memory alive."""
 
     def __init__(self, host: np.ndarray) -> None:
         allocation = allocation_of(host)
@@ -262,7 +266,7 @@ class Place:
         self._about = host.shape, host.dtype, int(host.__array_interface__["data"][0]) - self._low, host.strides
 
     def array(self) -> np.ndarray:
-        """Return what lies there now. Raises where that memory was freed."""
+        """Return the array that is at the address now. Raises if its memory was freed."""
         if self._allocation() is None:
             raise CUDARuntimeError("cudaErrorIllegalAddress: memory that a graph was captured with is freed")
         shape, dtype, offset, strides = self._about
@@ -276,7 +280,7 @@ Recorded = tuple[Work, Sequence[Place], Sequence[int]]  # work, its arrays, and 
 
 
 class Graph:
-    """Kernels that were captured, launched together."""
+    """Captured kernels, which are launched together."""
 
     def __init__(self, recorded: Sequence[Recorded]) -> None:
         self._recorded = tuple(recorded)
@@ -296,7 +300,10 @@ class Graph:
 
 
 def run(work: Work, arrays: Sequence[np.ndarray], written: Sequence[int]) -> None:
-    """Run ``work`` of ``arrays``, or record it; ``written`` are the numbers of those that it writes."""
+    """Run ``work`` on ``arrays``, or record it during a capture.
+
+    ``written`` are the indices of the arrays that it writes.
+    """
     stream, name = current_stream(), threading.current_thread().name
     if stream._recorded is not None:
         ISSUED[name, "captured"] += 1
@@ -313,7 +320,7 @@ def run(work: Work, arrays: Sequence[np.ndarray], written: Sequence[int]) -> Non
 
 
 class MemoryPool:
-    """Memory that is given back to this pool alone; all that was ever taken stays, as long as the pool does."""
+    """Memory that is returned to this pool only. The pool keeps all memory that was ever allocated from it."""
 
     def __init__(self) -> None:
         self.taken: list[np.ndarray] = []
@@ -327,7 +334,7 @@ class MemoryPool:
 
 @contextmanager
 def using_allocator(allocator: Callable[[int], Any]) -> Iterator[None]:
-    """Take memory from the pool whose ``malloc`` is given, in this thread."""
+    """Allocate memory of this thread from the pool of ``allocator``."""
     before, LOCAL.pool = LOCAL.pool, allocator.__self__  # type: ignore[attr-defined]
     try:
         yield
@@ -336,7 +343,7 @@ def using_allocator(allocator: Callable[[int], Any]) -> Iterator[None]:
 
 
 def allocated(host: np.ndarray) -> None:
-    """Memory is taken: from the pool of this thread, which it needs while a stream is captured."""
+    """Record an allocation from the pool of this thread, which is required while a stream is captured."""
     if LOCAL.pool is None:
         check_not_captured("memory of the common pool, which is given to others before the graph is launched")
     else:
@@ -349,7 +356,7 @@ LIMIT: dict[str, int] = {}  # "pinned": how many bytes of pinned memory there ma
 
 
 class Pinned(bytearray):
-    """Page-locked memory of the host, full of what shows when it is read before it is written."""
+    """Page-locked memory of the host, filled with values that reveal a read before a write."""
 
 
 def alloc_pinned_memory(nbytes: int) -> Pinned:
@@ -370,7 +377,7 @@ def is_pinned(array: np.ndarray) -> bool:
 
 
 def copy_to_host(source: np.ndarray, target: np.ndarray, stream: Stream, blocking: bool) -> None:
-    """Copy when the stream gets there: at once where the host waits, or where its memory is pageable."""
+    """Copy in stream order: immediately if the host waits or its memory is pageable."""
     check_not_captured("a copy to the host")
     check_copy(source, stream)
     if blocking or not is_pinned(target):
@@ -406,7 +413,7 @@ SHARED: "weakref.WeakValueDictionary[int, np.ndarray]" = weakref.WeakValueDictio
 
 
 class Memory:
-    """An allocation of its own, not a part of a pool."""
+    """A separate allocation that is not a part of a pool."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -421,7 +428,7 @@ class MemoryAsync(Memory):
 
 
 class UnownedMemory:
-    """Memory of somebody else, at an address."""
+    """Memory of another owner, at an address."""
 
     def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
         if ptr not in SHARED:
@@ -438,8 +445,8 @@ class MemoryPointer:
 def memory_at(pointer: MemoryPointer, nbytes: int) -> np.ndarray:
     start = pointer.ptr - pointer.mem.ptr
     assert start + nbytes <= pointer.mem.size
-    found: np.ndarray = pointer.mem.bytes[start : start + nbytes]
-    return found
+    result: np.ndarray = pointer.mem.bytes[start : start + nbytes]
+    return result
 
 
 def ipcGetMemHandle(ptr: int) -> bytes:
@@ -461,7 +468,7 @@ def ipcOpenMemHandle(handle: bytes, flags: int = 1) -> int:
 
 def ipcCloseMemHandle(ptr: int) -> None:
     # Where the collector closes it, it does so in any thread.
-    opened = next((own for own in (LOCAL.opened, *OPENED) if ptr in own), None)
+    opened = next((local_data for local_data in (LOCAL.opened, *OPENED) if ptr in local_data), None)
     if opened is None:
         raise CUDARuntimeError("cudaErrorInvalidValue: invalid argument")
     opened.remove(ptr)

@@ -1,10 +1,12 @@
-"""A strict double of cupy: arrays whose memory the host reaches only by transfers that are counted.
+"""A strict double of cupy: arrays whose memory the host reaches only by counted transfers.
 
-Its own class over numpy memory, never a subclass: numpy functions, numba kernels, buffers of messages and `np.asarray`
-cannot get at the data by accident. What cupy refuses is refused with the same type of error; what cupy does quietly
-(a copy to the host in `float(x)`, a transfer of an index) is either counted or refused too. Only what cupy has exists
-here, by the names of `__all__`; `tests/gpu` and `tests/unit/collectives/gpu/test_cupy_double.py` hold the list against
-the real thing.
+
+The class wraps numpy memory and is not a subclass of numpy's array: numpy functions, numba kernels, message buffers and
+`np.asarray` cannot access the data by accident. Calls that cupy rejects are rejected with the same type of error.
+Silent actions of cupy (a copy to the host in `float(x)`, a transfer of an index) are either counted or rejected too.
+
+Only names that cupy has exist here, listed in `__all__`. `tests/gpu` and
+`tests/unit/collectives/gpu/test_cupy_double.py` compare the list with the real cupy.
 """
 
 import operator
@@ -35,7 +37,7 @@ _QUIET = (
 
 @dataclass(frozen=True)
 class Event:
-    """A transfer or a wait: its kind, its bytes, ``module.function`` that asked for it, and the thread."""
+    """A transfer or a wait: its kind, its bytes, the ``module.function`` that requested it, and the thread."""
 
     kind: str
     nbytes: int
@@ -53,7 +55,7 @@ class Log:
         self.events.clear()
 
     def kernels_pending(self) -> bool:
-        """Whether this thread's kernels may still run: nobody has waited for the last of them."""
+        """Return True if kernels of this thread may still run, because nobody waited for the last one."""
         return not cuda_double.current_stream().done
 
     def note(self, kind: str, nbytes: int = 0) -> None:
@@ -64,11 +66,11 @@ class Log:
         self.events.append(Event(kind, nbytes, site, threading.current_thread().name))
 
     def of(self, thread: str | None = None) -> list[Event]:
-        """The events of one thread, or of all."""
+        """Return the events of one thread, or of all threads."""
         return [event for event in self.events if thread in (None, event.thread)]
 
     def sites(self, thread: str | None = None) -> Counter[tuple[str, str]]:
-        """How often each (kind, site) happened."""
+        """Return the number of events by (kind, site)."""
         return Counter((event.kind, event.site) for event in self.of(thread))
 
     def count(self, kind: str, thread: str | None = None) -> int:
@@ -91,7 +93,7 @@ cuda_double.WAITED = _waited
 
 
 def _wait_for_all() -> None:
-    """The host waits, as it does whenever it is given a value of the device."""
+    """Wait on the host, as cupy does when it returns a device value."""
     stream = cuda_double.current_stream()
     _wait(stream, stream._given)
 
@@ -108,14 +110,14 @@ class _Pointer:
 
 
 def _device(host: Any) -> "ndarray":
-    """Show numpy memory as memory of the device; nothing is copied."""
+    """Show numpy memory as device memory, without a copy."""
     made = object.__new__(ndarray)
     made._raw = np.asarray(host)  # a ufunc gives a scalar where cupy has an array ()
     return made
 
 
 def _operand(value: Any) -> Any:
-    """Return what numpy computes with; arrays of the host and sequences would be copied quietly: refused."""
+    """Return the numpy form of a device operand. Rejects host arrays and sequences, which cupy would copy silently."""
     if isinstance(value, ndarray):
         return value._raw
     if isinstance(value, bool | int | float | complex | np.generic):
@@ -124,9 +126,10 @@ def _operand(value: Any) -> Any:
 
 
 def _kernel(compute: Callable[..., Any], *operands: Any, out: Any = None) -> "ndarray":
-    """Run ``compute`` of ``operands`` as a kernel, and return its result: new memory, or ``out``.
+    """Run ``compute`` on ``operands`` as a kernel. Return the result in new memory, or in ``out``.
 
-    With ``out``, which comes behind the operands, it writes there.
+
+    If ``out`` is given, ``compute`` gets it after the operands and writes to it.
     """
     given = [*map(_operand, operands)]
     places = [number for number, value in enumerate(given) if isinstance(value, np.ndarray)]
@@ -142,15 +145,17 @@ def _kernel(compute: Callable[..., Any], *operands: Any, out: Any = None) -> "nd
             return compute(*values, *more)
 
     if out is not None:
-        cuda_double.run(lambda *own: computed(own, own[-1]), [*arrays, out._raw], [len(arrays)])
+        cuda_double.run(lambda *local_data: computed(local_data, local_data[-1]), [*arrays, out._raw], [len(arrays)])
         made: ndarray = out
         return made
     if cuda_double.current_stream().is_capturing():
         made = _memory_for(computed(arrays))
-        cuda_double.run(lambda *own: np.copyto(own[-1], computed(own)), [*arrays, made._raw], [len(arrays)])
+        cuda_double.run(
+            lambda *local_data: np.copyto(local_data[-1], computed(local_data)), [*arrays, made._raw], [len(arrays)]
+        )
         return made
     results: list[Any] = []
-    cuda_double.run(lambda *own: results.append(computed(own)), arrays, ())
+    cuda_double.run(lambda *local_data: results.append(computed(local_data)), arrays, ())
     made = _device(results[0])
     cuda_double.allocated(made._raw)
     cuda_double.wrote(made._raw)
@@ -158,7 +163,7 @@ def _kernel(compute: Callable[..., Any], *operands: Any, out: Any = None) -> "nd
 
 
 def _memory_for(result: Any) -> "ndarray":
-    """Memory for a result of this shape and dtype, in this order of its dims."""
+    """Return memory for a result of this shape, dtype and order of dimensions."""
     made = object.__new__(ndarray)
     made._raw = np.empty_like(np.asarray(result), subok=False)
     made._raw.reshape(-1, order="A").view(np.uint8)[...] = 0xFF
@@ -167,7 +172,7 @@ def _memory_for(result: Any) -> "ndarray":
 
 
 def _index(key: Any) -> tuple[list["ndarray"], Callable[..., Any]]:
-    """Return the arrays of the device in ``key``, and the call that makes numpy's index of their memory."""
+    """Return the device arrays in ``key``, and a function that returns the numpy index of their memory."""
     parts = key if isinstance(key, tuple) else (key,)
     for part in parts:
         if isinstance(part, ndarray) and part.dtype == bool:
@@ -178,8 +183,8 @@ def _index(key: Any) -> tuple[list["ndarray"], Callable[..., Any]]:
 
     several, rest = isinstance(key, tuple), [ndarray if isinstance(part, ndarray) else part for part in parts]
 
-    def index(*own: np.ndarray) -> Any:
-        arrays = iter(own)
+    def index(*local_data: np.ndarray) -> Any:
+        arrays = iter(local_data)
         plain = tuple(next(arrays) if part is ndarray else part for part in rest)
         return plain if several else plain[0]
 
@@ -192,7 +197,7 @@ def _check_out(out: Any) -> None:
 
 
 class ufunc:  # noqa: N801
-    """An elementwise function over arrays of the device and scalars."""
+    """An elementwise function over device arrays and scalars."""
 
     def __init__(self, name: str) -> None:
         self.name, self._function = name, getattr(np, name)
@@ -203,8 +208,8 @@ class ufunc:  # noqa: N801
         _check_out(out)
         count = len(args)
 
-        def compute(*own: Any) -> Any:
-            return self._function(*own[:count], **_given(out=(*own[count:], None)[0], dtype=dtype))
+        def compute(*local_data: Any) -> Any:
+            return self._function(*local_data[:count], **_given(out=(*local_data[count:], None)[0], dtype=dtype))
 
         return _kernel(compute, *args, out=out)
 
@@ -224,7 +229,7 @@ def _given(**keywords: Any) -> dict[str, Any]:
 
 
 class ndarray:  # noqa: N801
-    """Memory of the device. Every way to the host is explicit and counted, or raises."""
+    """Device memory. Every path to the host is explicit and counted, or raises."""
 
     __hash__ = None  # type: ignore[assignment]
     _raw: np.ndarray
@@ -241,7 +246,7 @@ class ndarray:  # noqa: N801
 
     @property
     def _host(self) -> np.ndarray:
-        """The memory, for the host: what was put off on the stream has run."""
+        """The memory for the host, after the deferred work of the stream has run."""
         cuda_double.check_not_captured("a value that the host reads")
         stream = cuda_double.current_stream()
         stream._run(stream._given)
@@ -299,24 +304,24 @@ class ndarray:  # noqa: N801
         cuda_double.copy_to_device(values, self._raw, stream or cuda_double.current_stream())
 
     def item(self) -> Any:
-        return self._brought().item()
+        return self._copied_to_host().item()
 
     def tolist(self) -> Any:
-        return self._brought().tolist()
+        return self._copied_to_host().tolist()
 
     def __bool__(self) -> bool:
-        return bool(self._brought())
+        return bool(self._copied_to_host())
 
     def __int__(self) -> int:
-        return int(self._brought())
+        return int(self._copied_to_host())
 
     def __float__(self) -> float:
-        return float(self._brought())
+        return float(self._copied_to_host())
 
     def __index__(self) -> int:
-        return operator.index(self._brought())
+        return operator.index(self._copied_to_host())
 
-    def _brought(self) -> np.ndarray:
+    def _copied_to_host(self) -> np.ndarray:
         LOG.note(D2H, self.nbytes)
         host = self._host
         _wait_for_all()
@@ -335,7 +340,7 @@ class ndarray:  # noqa: N801
     def __getitem__(self, key: Any) -> "ndarray":
         arrays, index = _index(key)
         if arrays:  # gathered, not a view
-            return _kernel(lambda source, *own: source[index(*own)], self, *arrays)
+            return _kernel(lambda source, *local_data: source[index(*local_data)], self, *arrays)
         result = self._raw[index()]
         if isinstance(result, np.ndarray):
             return _device(result)
@@ -349,8 +354,8 @@ class ndarray:  # noqa: N801
             value = value[()]
         arrays, index = _index(key)
 
-        def store(values: Any, *own: Any) -> None:
-            *indices, target = own
+        def store(values: Any, *local_data: Any) -> None:
+            *indices, target = local_data
             target[index(*indices)] = values
 
         _kernel(store, value, *arrays, out=self)
@@ -359,13 +364,13 @@ class ndarray:  # noqa: N801
         self[...] = value
 
     def copy(self) -> "ndarray":
-        return _kernel(lambda own: own.copy(), self)
+        return _kernel(lambda local_data: local_data.copy(), self)
 
     def view(self, dtype: Any = None) -> "ndarray":
         return _device(self._raw.view() if dtype is None else self._raw.view(dtype))
 
     def astype(self, dtype: Any, copy: bool = True) -> "ndarray":
-        return _kernel(lambda own: own.astype(dtype, copy=copy), self)
+        return _kernel(lambda local_data: local_data.astype(dtype, copy=copy), self)
 
     def reshape(self, *shape: Any) -> "ndarray":
         return _device(self._raw.reshape(*shape))
@@ -383,10 +388,10 @@ class ndarray:  # noqa: N801
         if out is not None and out.dtype != self.dtype:
             raise TypeError("Output dtype mismatch")
         if out is None:  # cupy checks no index, it wraps around
-            return _kernel(lambda own, rows: own.take(rows, axis, mode="wrap"), self, indices)
+            return _kernel(lambda local_data, rows: local_data.take(rows, axis, mode="wrap"), self, indices)
 
-        def store(own: Any, rows: Any, target: Any) -> None:
-            target[...] = own.take(rows, axis, mode="wrap")
+        def store(local_data: Any, rows: Any, target: Any) -> None:
+            target[...] = local_data.take(rows, axis, mode="wrap")
 
         return _kernel(store, self, indices, out=out)
 
@@ -412,8 +417,8 @@ class ndarray:  # noqa: N801
         _check_out(out)
         given = _given(dtype=dtype)
 
-        def reduce(own: Any, target: Any = None) -> Any:
-            return getattr(own, name)(axis=axis, keepdims=keepdims, **given, **_given(out=target))
+        def reduce(local_data: Any, target: Any = None) -> Any:
+            return getattr(local_data, name)(axis=axis, keepdims=keepdims, **given, **_given(out=target))
 
         return _kernel(reduce, self, out=out)
 
@@ -472,7 +477,7 @@ inf, nan, newaxis, pi = np.inf, np.nan, None, np.pi
 
 
 def empty(shape: Any, dtype: Any = float) -> ndarray:
-    """Uninitialised: filled with what shows when it is read before it is written."""
+    """Return uninitialised memory, filled with values that reveal a read before a write."""
     made = ndarray(shape, dtype)
     made._raw.reshape(-1).view(np.uint8)[...] = 0xFF  # NaN in every float, -1 in every integer
     return made
@@ -491,7 +496,7 @@ def arange(*bounds: Any, dtype: Any = None) -> ndarray:
 
 
 def asarray(values: Any, dtype: Any = None) -> ndarray:
-    """The explicit copy to the device; the same array where it is one of the device."""
+    """Copy explicitly to the device. A device array is returned unchanged."""
     if isinstance(values, ndarray):
         return values if dtype in (None, values.dtype) else values.astype(dtype)
     cuda_double.check_not_captured("a copy from the host")
@@ -501,7 +506,7 @@ def asarray(values: Any, dtype: Any = None) -> ndarray:
 
 
 def asnumpy(array: Any) -> np.ndarray:
-    """The explicit copy to the host."""
+    """Copy explicitly to the host."""
     return array.get() if isinstance(array, ndarray) else np.asarray(array)
 
 
@@ -527,7 +532,7 @@ def matmul(left: Any, right: Any, out: Any = None) -> ndarray:
 
 
 def _product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """As cuBLAS does it: 16-bit floats are summed in float32, and rounded once."""
+    """Multiply as cuBLAS does: 16-bit floats are summed in float32 and rounded once."""
     kind = np.result_type(left, right)
     if max(left.ndim, right.ndim) > 2:  # cupy copies them
         left, right = np.ascontiguousarray(left), np.ascontiguousarray(right)
@@ -537,7 +542,7 @@ def _product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 class Cublas:
-    """`hpcdist.arrays.gpu.graphs.Cublas`: the products of a capture, of memory as cuBLAS is told that it lies."""
+    """The double of `hpcdist.arrays.gpu.graphs.Cublas`: captured products of matrices described by addresses."""
 
     def __init__(self, stream: cuda_double.Stream) -> None:
         self._stream = stream
@@ -547,15 +552,17 @@ class Cublas:
         m, n, k = sizes
         about = [(of[1:], shape) for of, shape in ((a, (m, k)), (b, (k, n)), (out, (m, n)))]
 
-        def work(*own: np.ndarray) -> None:
-            left, right, target = (_lies(array, *how, count) for array, how in zip(own, about, strict=True))
+        def work(*local_data: np.ndarray) -> None:
+            left, right, target = (
+                _matrices_at(array, *how, count) for array, how in zip(local_data, about, strict=True)
+            )
             target[...] = _product(left, right)
 
         cuda_double.run(work, [of.array._raw for of in (a, b, out)], [2])
 
 
-def _lies(array: np.ndarray, place: tuple[int, bool, int], shape: tuple[int, int], count: int) -> np.ndarray:
-    """Return the matrices of ``shape`` that begin where ``array`` does."""
+def _matrices_at(array: np.ndarray, place: tuple[int, bool, int], shape: tuple[int, int], count: int) -> np.ndarray:
+    """Return the matrices of ``shape`` that begin at the address of ``array``."""
     leading, by_columns, pitch = place
     assert leading >= shape[0 if by_columns else 1], "cuBLAS would refuse a leading dim below the length of a line"
     steps = (pitch, 1, leading) if by_columns else (pitch, leading, 1)
@@ -579,18 +586,18 @@ def concatenate(arrays: Any, axis: int = 0) -> ndarray:
 
 
 def from_dlpack(array: Any) -> ndarray:
-    """Show memory of another library, which orders its stream before the current one."""
+    """Show memory of another library, which orders its stream before the current stream."""
     return _device(np.from_dlpack(array))
 
 
 def cumsum(array: Any, axis: int | None = None, dtype: Any = None) -> ndarray:
-    return _kernel(lambda own: np.cumsum(own, axis, dtype), array)
+    return _kernel(lambda local_data: np.cumsum(local_data, axis, dtype), array)
 
 
 def searchsorted(array: Any, values: Any, side: str = "left") -> ndarray:
     if not isinstance(array, ndarray) or not isinstance(values, ndarray):
         raise NotImplementedError("Only cupy.ndarray can be searched, and searched for")
-    return _kernel(lambda own, wanted: np.searchsorted(own, wanted, side), array, values)
+    return _kernel(lambda local_data, expected: np.searchsorted(local_data, expected, side), array, values)
 
 
 def may_share_memory(one: Any, other: Any) -> bool:
@@ -598,7 +605,7 @@ def may_share_memory(one: Any, other: Any) -> bool:
 
 
 class cuda:  # noqa: N801
-    """Devices, and what `cuda_double` and `nccl_double` have."""
+    """Devices, and the names of `cuda_double` and `nccl_double`."""
 
     Stream, Event = cuda_double.Stream, cuda_double.Event
     Memory, MemoryAsync = cuda_double.Memory, cuda_double.MemoryAsync
@@ -657,7 +664,7 @@ class cuda:  # noqa: N801
 
     @staticmethod
     def get_elapsed_time(start_event: cuda_double.Event, end_event: cuda_double.Event) -> float:
-        """Milliseconds."""
+        """Return milliseconds."""
         return cuda_double.elapsed_ms(start_event, end_event)
 
 
@@ -693,7 +700,7 @@ __all__ = [
 
 
 def module() -> ModuleType:
-    """Return the double as the module that `hpcdist.arrays.gpu.device.cupy` would import, with names of cupy alone."""
+    """Return the double as the module that `hpcdist.arrays.gpu.device.cupy` imports, with cupy's names only."""
     made = ModuleType("cupy")
     vars(made).update({name: globals()[name] for name in __all__})
     return made

@@ -1,4 +1,4 @@
-"""Numpy memory shown to the kernels of a GPU, so that a test of a loop is one of the kernel beside it too."""
+"""Numpy memory passed to GPU kernels, so that a test of a loop also tests the corresponding kernel."""
 
 from types import ModuleType
 from typing import Any
@@ -11,7 +11,7 @@ from stubs.gpu import cupy_double
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
-    """Let ``modules`` take every array for one of a GPU, and kernels take numpy's."""
+    """Let ``modules`` treat every array as a GPU array, and let kernels accept numpy memory."""
     passed, made = kernels._kernel_argument, cupy_double.module()
 
     def shown(name: str, arg: Any, real: Any) -> Any:

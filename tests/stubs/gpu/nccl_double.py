@@ -1,4 +1,4 @@
-"""A double of cupy.cuda.nccl over threads: communicators meet by their id, and work on addresses of arrays."""
+"""A double of cupy.cuda.nccl over threads: communicators with the same id form a group and use array addresses."""
 
 import ctypes
 import itertools
@@ -27,7 +27,7 @@ _local = threading.local()
 
 
 class NcclError(RuntimeError):
-    """What NCCL complains of."""
+    """An error of NCCL."""
 
 
 class _Meeting:
@@ -63,7 +63,7 @@ def _grouped(call: Callable[[], None], waits: bool = False) -> None:
 
 
 class NcclCommunicator:
-    """One rank; every call is one of all ranks."""
+    """One rank. All ranks must make every call."""
 
     def __init__(self, ndev: int, commId: tuple[int, ...], rank: int) -> None:  # noqa: N803
         assert len(commId) == 128

@@ -1,8 +1,9 @@
-"""A double of torch.cuda over the streams of `cuda_double`, and tensors of the host that play tensors of a GPU.
+"""A double of torch.cuda over the streams of `cuda_double`, and host tensors that act as GPU tensors.
 
-What the program of a user computes is put off on its stream (`compute`), as late as a GPU may be: an operation that
-does not wait for it reads what was there before, and so does a program that does not wait for the operation. What
-PyTorch computes with played tensors inside of a group runs on the current stream, behind what was put off there.
+
+Work of a user's program is deferred on its stream (`compute`), as late as a GPU may run it. An operation that does not
+wait for it reads old data, and so does a program that does not wait for the operation. PyTorch computations on such
+tensors inside a group run on the current stream, after its deferred work.
 """
 
 import threading
@@ -71,24 +72,24 @@ def device(chosen: torch.device) -> Iterator[None]:
 
 
 def ExternalStream(pointer: int, device: torch.device) -> Stream:
-    """The stream that another library has made."""
+    """Return the stream that another library has created."""
     assert device.index == _local.devices[-1], "a stream belongs to the device that is current when it is made"
     return cuda_double.STREAMS[pointer]
 
 
 def compute(call: Callable[[], Any]) -> None:
-    """Put ``call`` off on the current stream: a kernel of the program."""
+    """Defer ``call``, a kernel of the program, on the current stream."""
     current_stream()._give(call)
 
 
 def read(tensor: "Played") -> torch.Tensor:
-    """Return what the program sees of ``tensor`` behind all that is on the current stream."""
+    """Return the values of ``tensor`` that the program sees after all work of the current stream."""
     current_stream().synchronize()
     return tensor.as_subclass(torch.Tensor).clone()
 
 
 class Played(torch.Tensor):
-    """A tensor of the host that says that it is on a GPU."""
+    """A host tensor that claims to be on a GPU."""
 
     is_cuda, is_cpu = True, False
     number = 0
@@ -116,13 +117,13 @@ class Played(torch.Tensor):
 
 
 class OnAnother(Played):
-    """One on another GPU."""
+    """A tensor on another GPU."""
 
     number = 1
 
 
 class Future:
-    """A future of a GPU: who waits for it, and its callbacks, come behind the stream that completed it."""
+    """A future of a GPU: waits for it and its callbacks are ordered after the stream that completed it."""
 
     def __init__(self) -> None:
         self._done = threading.Event()

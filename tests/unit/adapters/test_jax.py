@@ -1,4 +1,4 @@
-"""Models of JAX: gradients, what is copied and kept, bad input, and training beside plain JAX and optax."""
+"""Wrapped JAX models: gradients, copied and kept memory, bad input, and training compared with plain JAX and optax."""
 
 import threading
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.reference
 
 @pytest.fixture
 def x64():
-    """64 bits in JAX, for this test."""
+    """Enable 64-bit types in JAX for this test."""
     before = jax.config.jax_enable_x64
     jax.config.update("jax_enable_x64", True)
     yield
@@ -34,7 +34,7 @@ def x64():
 
 
 class Bound(Passes):
-    """A model with parameters and gradients of its own, in memory that begins ``offset`` bytes behind a cache line."""
+    """A model with its own parameters and gradients, in memory that starts ``offset`` bytes after a cache line."""
 
     def __init__(self, model, offset=0):
         def allocate(size, dtype):
@@ -45,36 +45,36 @@ class Bound(Passes):
         super().__init__(model, allocate=allocate)
 
     def compute(self, x, targets, draw=None):
-        """Mean loss and its gradients by name."""
+        """Return the mean loss and its gradients by name."""
         scale = 1 / (len(x) * self.model.tokens_per_sample)
         loss = scale * self.step([(x, targets)], scale, draw)
         return loss, {segment.key: self.gradient.view(segment.key).copy() for segment in self.model.layout.segments}
 
 
-def difference(found, expected):
-    """The largest difference of two pytrees, in the largest value of the second."""
-    pairs = zip(jax.tree_util.tree_leaves(found), jax.tree_util.tree_leaves(expected), strict=True)
+def difference(result, reference):
+    """Return the largest difference between two pytrees, relative to the largest value of the reference."""
+    pairs = zip(jax.tree_util.tree_leaves(result), jax.tree_util.tree_leaves(reference), strict=True)
     apart = [(np.abs(np.asarray(a) - np.asarray(b)).max(), np.abs(np.asarray(b)).max()) for a, b in pairs]
     return max(one for one, _ in apart) / max(size for _, size in apart)
 
 
-def expected(functions, params, x, targets, loss):
-    def whole(params):
-        return loss(models.composed(functions, params, x), targets).mean()
+def plain_loss_and_gradient(functions, params, x, targets, loss):
+    def mean_loss_of_batch(params):
+        return loss(models.compose(functions, params, x), targets).mean()
 
-    value, gradient = jax.jit(jax.value_and_grad(whole))(params)
+    value, gradient = jax.jit(jax.value_and_grad(mean_loss_of_batch))(params)
     return float(value), gradient
 
 
 @pytest.mark.matrix
-def test_gradients_of_a_transformer_are_those_of_jax(rng, x64):
+def test_transformer_gradients_match_plain_jax(rng, x64):
     functions, params = models.gpt(rng, dtype="float64")
     x, targets = models.tokens(rng, 3)
     model = adapter.wrap(functions, params, models.token_losses, example=(x[:1], targets[:1]))
     assert model.tokens_per_sample == models.CONTEXT
     value, gradients = Bound(model).compute(x, targets)
-    wanted, leaves = expected(functions, params, x, targets, models.token_losses)
-    assert value == pytest.approx(wanted, rel=1e-14)
+    requested, leaves = plain_loss_and_gradient(functions, params, x, targets, models.token_losses)
+    assert value == pytest.approx(requested, rel=1e-14)
     assert difference(model.trees(gradients), leaves) < 1e-13
 
 
@@ -85,29 +85,29 @@ def mean_of_squares(y, targets):
 @pytest.mark.parametrize("keep", ["products", "everything", "nothing"])
 @pytest.mark.parametrize("loss", [models.squares, mean_of_squares])
 @pytest.mark.full
-def test_micro_batches_and_an_evaluation(rng, keep, loss):
-    """Micro-batches of 4, 1 and 2 samples add up, in float32: every leaf to 1e-6 of the largest gradient."""
+def test_micro_batch_gradients_and_evaluation_match_whole_batch(rng, keep, loss):
+    """Gradients of micro-batches of 4, 1 and 2 samples add up in float32, to 1e-6 of the largest gradient."""
     functions, params = models.mlp(rng)
     x, targets = models.rows(rng, 7)
     bound = Bound(adapter.wrap(functions, params, loss, example=(x, targets), keep=keep))
     count = len(x) * bound.model.tokens_per_sample
     assert bound.model.tokens_per_sample == (2 if loss is models.squares else 1)
-    wanted, leaves = expected(functions, params, x, targets, loss)
-    assert bound.model.evaluate(bound.parameters, x, targets, bound.arena) / count == pytest.approx(wanted, 1e-6)
-    bound.gradient.array[...] = np.nan  # what is written first must not be added to
+    requested, leaves = plain_loss_and_gradient(functions, params, x, targets, loss)
+    assert bound.model.evaluate(bound.parameters, x, targets, bound.arena) / count == pytest.approx(requested, 1e-6)
+    bound.gradient.array[...] = np.nan  # the first write must overwrite, not add
     bound.begin_step()
     total = 0.0
     for number, part in enumerate((slice(0, 4), slice(4, 5), slice(5, 7))):
         total += bound.loss(bound.forward(x[part], None, number), targets[part], number)
         bound.backward(1 / count, microbatch=number)
-    assert total / count == pytest.approx(wanted, rel=1e-6)
-    found = {segment.key: bound.gradient.view(segment.key) for segment in bound.model.layout.segments}
-    assert difference(bound.model.trees(found), leaves) < 1e-6
+    assert total / count == pytest.approx(requested, rel=1e-6)
+    results = {segment.key: bound.gradient.view(segment.key) for segment in bound.model.layout.segments}
+    assert difference(bound.model.trees(results), leaves) < 1e-6
     assert not bound.arena._live
 
 
-def test_one_copy_in_and_one_out_for_each_tensor_and_pass(rng):
-    """Off a cache line parameters are copied once for a forward and once for a backward; on it they are seen there."""
+def test_each_pass_copies_a_tensor_at_most_once_each_way(rng):
+    """Unaligned parameters are copied once per forward and once per backward. Aligned parameters are not copied."""
     functions, params = models.mlp(rng)
     x, targets = models.rows(rng, 4)
     for offset, copies in ((16, 2), (0, 0)):
@@ -118,7 +118,7 @@ def test_one_copy_in_and_one_out_for_each_tensor_and_pass(rng):
         bound.compute(x, targets)
         stages, tensors, size = len(model.stages), len(model.layout.segments), 4 * model.layout.parameters
         activations = [4 * int(np.prod(stage.output_shape(4))) for stage in model.stages]
-        # Inputs and targets lie where the test has put them: seen or copied, once each.
+        # The test does not align inputs and targets: each is either viewed or copied once.
         copied_in = model.traffic.copied_in - before.copied_in - copies * tensors
         copied_bytes = model.traffic.copied_in_bytes - before.copied_in_bytes - copies * size
         assert (copied_in, copied_bytes) in {(0, 0), (1, x.nbytes), (1, targets.nbytes), (2, x.nbytes + targets.nbytes)}
@@ -128,10 +128,10 @@ def test_one_copy_in_and_one_out_for_each_tensor_and_pass(rng):
 
 
 @pytest.mark.matrix
-def test_parameters_may_be_freed_and_come_back_elsewhere(rng):
-    """As ZeRO-3 does between the passes: nothing of a layer's parameters is kept, however the function uses them."""
+def test_passes_keep_no_parameters_between_forward_and_backward(rng):
+    """No copy of a layer's parameters is kept between the passes, as ZeRO-3 requires."""
 
-    def cast(params, x):  # results that follow from params alone are not kept either
+    def cast(params, x):  # results that depend only on params are not kept either
         mixed = jnp.tanh(params["left"] @ params["right"])
         return x + jnp.tanh(x @ mixed.astype(jnp.bfloat16).astype(jnp.float32)) @ params["right"]
 
@@ -150,14 +150,17 @@ def test_parameters_may_be_freed_and_come_back_elsewhere(rng):
         bound.store.array[...] = np.nan
         bound.parameters = model.bind(elsewhere)
         bound.backward(1 / targets.size)
-        found = {segment.key: bound.gradient.view(segment.key) for segment in model.layout.segments}
-        assert difference(model.trees(found), expected(functions, params, x, targets, models.squares)[1]) < 1e-5
+        results = {segment.key: bound.gradient.view(segment.key) for segment in model.layout.segments}
+        assert (
+            difference(model.trees(results), plain_loss_and_gradient(functions, params, x, targets, models.squares)[1])
+            < 1e-5
+        )
         matrix = 2 * wide * 4  # one activation
         held = model.stages[1].kept_bytes(2)
         assert held == matrix if keep == "products" else matrix <= held <= 3 * matrix
 
 
-def test_what_is_kept_grows_with_the_policy(rng):
+def test_kept_activation_bytes_follow_the_keep_policy(rng):
     functions, params = models.gpt(rng, layers=1)
     example = models.tokens(rng, 1)
     kept = {
@@ -166,7 +169,7 @@ def test_what_is_kept_grows_with_the_policy(rng):
     }
     row = 8 * models.CONTEXT * models.HIDDEN * 4
     assert kept["nothing"] == 0
-    # qkv, projection and up; a product whose result only an addition takes is not needed again.
+    # qkv, projection and up. A product that only an addition uses is not kept.
     assert 8 * row <= kept["products"] <= 9 * row
     assert kept["everything"] > 2 * kept["products"]
 
@@ -180,7 +183,7 @@ def test_equal_stages_are_compiled_once(rng):
     assert [stage.layer for stage in model.stages] == list(range(7))
 
 
-def test_names_decay_and_initial_values(rng):
+def test_parameter_names_weight_decay_and_initial_values(rng):
     class Pair(tuple):
         pass
 
@@ -204,7 +207,7 @@ def test_names_decay_and_initial_values(rng):
     assert [segment.key for segment in other.layout.segments if segment.spec.adapted] == ["1.1"]
 
 
-def test_stages_without_params_join_their_neighbour(rng):
+def test_stages_without_params_are_merged_into_a_neighbour(rng):
     functions = [lambda p, x: 2 * x, lambda p, x: x @ p, lambda p, x: jnp.tanh(x), lambda p, x: x @ p["w"]]
     matrices = [rng.standard_normal((3, 3)).astype(np.float32) for _ in range(2)]
     params = [(), matrices[0], None, {"w": matrices[1]}]
@@ -218,37 +221,38 @@ def test_stages_without_params_join_their_neighbour(rng):
 
 
 def tied_gpt(rng, layers):
-    """Functions, params in float64 without the tied leaf, and the twin's loss of those."""
+    """Return a GPT's functions, its float64 params without the tied leaf, and a reference loss of these params."""
     functions, params = models.gpt(rng, layers, "float64")
     functions[-1] = models.tied_head
     params[-1] = {"norm": params[-1]["norm"]}
 
     def loss(params, batch):
         last = {**params[-1], "table": params[0]["table"]}
-        return models.mean_loss(models.composed(functions, [*params[:-1], last], batch[0]), batch[1])
+        return models.mean_loss(models.compose(functions, [*params[:-1], last], batch[0]), batch[1])
 
     return functions, params, loss
 
 
-def wrapped_tied(functions, params, example):
-    own = [*params[:-1], {**params[-1], "table": params[0]["table"]}]
-    return adapter.wrap(functions, own, models.token_losses, example=example, tied={f"{len(own) - 1}.table": "0.table"})
+def wrap_tied(functions, params, example):
+    local_parameters = [*params[:-1], {**params[-1], "table": params[0]["table"]}]
+    tied = {f"{len(local_parameters) - 1}.table": "0.table"}
+    return adapter.wrap(functions, local_parameters, models.token_losses, example=example, tied=tied)
 
 
 @pytest.mark.full
 def test_tied_tensors_have_one_gradient(rng, x64):
     functions, params, loss = tied_gpt(rng, 1)
     batch = models.tokens(rng, 3)
-    model = wrapped_tied(functions, params, batch)
+    model = wrap_tied(functions, params, batch)
     assert "2.table" not in model.layout.by_key and model.stages[2].tied == {"table": "0.table"}
     _, gradients = Bound(model).compute(*batch)
-    wanted = jax.jit(jax.grad(loss))(params, batch)
-    found = model.trees(gradients)
-    np.testing.assert_array_equal(found[-1].pop("table"), found[0]["table"])
-    assert difference(found, wanted) < 1e-13
+    requested = jax.jit(jax.grad(loss))(params, batch)
+    result = model.trees(gradients)
+    np.testing.assert_array_equal(result[-1].pop("table"), result[0]["table"])
+    assert difference(result, requested) < 1e-13
 
 
-def dropping(params, x, keys):
+def dropout_layer(params, x, keys):
     y = jnp.tanh(x @ params)
     if keys is None:
         return y
@@ -256,15 +260,15 @@ def dropping(params, x, keys):
 
 
 @pytest.mark.matrix
-def test_random_numbers_follow_the_sample(rng, x64):
-    """What is dropped is the same however a batch is cut, and another in each step and seed; nothing without a draw."""
+def test_dropout_depends_on_seed_step_and_sample(rng, x64):
+    """The dropout mask depends on seed, step and sample, not on micro-batches. Without a draw nothing is dropped."""
     params = [rng.standard_normal((8, 8)) for _ in range(2)]
     x = rng.standard_normal((5, 8))
-    model = adapter.wrap([dropping, dropping], params, lambda y, t: (y - t) ** 2, example=(x, x))
+    model = adapter.wrap([dropout_layer, dropout_layer], params, lambda y, t: (y - t) ** 2, example=(x, x))
     bound = Bound(model)
 
-    def outputs(x, draw):
-        return np.concatenate([forward(bound, part, draw, first) for first, part in ((0, x[:2]), (2, x[2:]))])
+    def outputs_of_two_parts(x, draw):
+        return np.concatenate([forward(bound, samples, draw, first) for first, samples in ((0, x[:2]), (2, x[2:]))])
 
     def forward(bound, x, draw, first):
         moved = draw and Draw(draw.seed, draw.step, draw.first_sample + first)
@@ -274,13 +278,13 @@ def test_random_numbers_follow_the_sample(rng, x64):
         return y
 
     draw = Draw(seed=(1 << 40) + 3, step=2, first_sample=10)
-    whole = forward(bound, x, draw, 0)
-    np.testing.assert_array_equal(outputs(x, draw), whole)
-    assert 0 < np.count_nonzero(whole == 0) < whole.size
+    whole_output = forward(bound, x, draw, 0)
+    np.testing.assert_array_equal(outputs_of_two_parts(x, draw), whole_output)
+    assert 0 < np.count_nonzero(whole_output == 0) < whole_output.size
     for other in (Draw(3, 2, 10), Draw((1 << 40) + 3, 3, 10), Draw((1 << 40) + 3, 2, 11)):
-        assert (forward(bound, x, other, 0) != whole).any()
+        assert (forward(bound, x, other, 0) != whole_output).any()
     np.testing.assert_allclose(forward(bound, x, None, 0), np.tanh(np.tanh(x @ params[0]) @ params[1]), atol=1e-14)
-    _, gradients = bound.compute(x, x, draw)  # the backward drops what the forward has dropped
+    _, gradients = bound.compute(x, x, draw)  # the backward uses the dropout mask of the forward
     again, moved = Bound(model), 1e-6
     direction = rng.standard_normal(model.layout.size)
     sides = []
@@ -293,7 +297,7 @@ def test_random_numbers_follow_the_sample(rng, x64):
     assert (sides[0] - sides[1]) / (2 * moved) == pytest.approx(slope, rel=1e-6, abs=1e-8)
 
 
-def test_values_that_are_not_finite_stay_visible(rng):
+def test_nonfinite_parameters_give_nonfinite_loss_and_gradient(rng):
     functions, params = models.mlp(rng)
     x, targets = models.rows(rng, 2)
     for bad in (np.nan, np.inf):
@@ -304,7 +308,7 @@ def test_values_that_are_not_finite_stay_visible(rng):
         assert not np.isfinite(gradients["0.w"]).all()
 
 
-def test_the_layer_that_went_wrong_is_named(rng):
+def test_nonfinite_output_is_reported_with_its_layer(rng):
     functions, params = models.mlp(rng, depth=2)
     functions[2] = lambda p, x: models.active(p, x) * jnp.where(x[:, :1] > -jnp.inf, jnp.inf, 1)
     x, targets = models.rows(rng, 4)
@@ -312,12 +316,12 @@ def test_the_layer_that_went_wrong_is_named(rng):
     trainer = models.trainer_of(solo(), model, 4, {})
     with pytest.raises(ArithmeticError):
         models.step(trainer, 1, (x, targets))
-    found = trainer.executor.inspect(trainer.operations, trainer.cut((x, targets)))
-    assert found == "output of layer 2 in micro-batch 0"
+    result = trainer.executor.inspect(trainer.operations, trainer.cut((x, targets)))
+    assert result == "output of layer 2 in micro-batch 0"
     trainer.close()
 
 
-# Of 8 samples a step: micro-batches of 2, but on 3 ranks, so that little is compiled.
+# 8 samples a step: micro-batches of 2, except on 3 ranks, to compile little.
 ZERO3 = {"parallel.strategy": "zero3", "parallel.microbatches": 2}
 STRATEGIES = [
     (1, {"parallel.microbatches": 4}),
@@ -327,21 +331,21 @@ STRATEGIES = [
     (2, {"parallel.pipeline": 2, "parallel.microbatches": 4, "parallel.partition": "measured"}),
     (2, {"parallel.pipeline": 2, "parallel.microbatches": 4, "parallel.recompute": "true"}),
     (2, {"parallel.pipeline": 2, "parallel.microbatches": 4, "parallel.schedule": "zb-h1"}),
-    (4, {**ZERO3, "parallel.pipeline": 2, "zero.keep_gradients": "true"}),  # or a tied tensor would be reduced early
+    (4, {**ZERO3, "parallel.pipeline": 2, "zero.keep_gradients": "true"}),  # tied tensors need kept gradients
 ]
 
 
 @pytest.mark.matrix
-def test_every_strategy_trains_as_jax_and_optax_do(rng, x64):
-    """Three steps, on 1 to 4 ranks: losses to 1e-12, params to 1e-8; tied tensors across the pipeline."""
+def test_every_strategy_matches_plain_jax_and_optax(rng, x64):
+    """Three steps on 1 to 4 ranks: losses agree to 1e-12, params to 1e-8, with tensors tied across the pipeline."""
     functions, params, loss = tied_gpt(rng, 2)
     batches = [models.tokens(rng, 8) for _ in range(3)]
-    losses, after = models.plain(params, loss, batches)
-    model = wrapped_tied(functions, params, batches[0])  # of all ranks: it holds no state, and compiles once
+    losses, after = models.train_plain(params, loss, batches)
+    model = wrap_tied(functions, params, batches[0])  # shared by all ranks: it has no state and compiles once
     for size, keys in STRATEGIES:
-        for found in run_threads(size, lambda comm, keys=keys: models.train(comm, lambda: model, batches, keys)):
-            assert found.losses == pytest.approx(losses, rel=1e-12), keys
-            trees = model.trees(found.tensors)
+        for result in run_threads(size, lambda comm, keys=keys: models.train(comm, lambda: model, batches, keys)):
+            assert result.losses == pytest.approx(losses, rel=1e-12), keys
+            trees = model.trees(result.tensors)
             del trees[-1]["table"]
             assert difference(trees, after) < 1e-8, keys
 
@@ -355,7 +359,7 @@ def product(p, x):
 
 
 @cases(
-    "stages, params, more, error, said",
+    "stages, params, more, error, output",
     ([product], [{"w": MATRIX, "spare": ROW}], {}, ConfigurationError, r"tensor 0\.spare has no gradient"),
     (
         [lambda p, x: x @ jax.lax.stop_gradient(p["w"]) + p["b"]],
@@ -365,47 +369,47 @@ def product(p, x):
         r"tensor 0\.w has no gradient",
     ),
     ([lambda p, x: (x @ p["w"])[:1]], [{"w": MATRIX}], {}, UsageError, r"stage 0 .* returns shape \(1, 3\) for 2"),
-    ([lambda p, x: (x @ p["w"]).reshape(len(x), -1)[:, : len(x)]], [{"w": MATRIX}], {}, UsageError, "for one; each"),
-    ([lambda p, x: (x @ p["w"], x)], [{"w": MATRIX}], {}, UsageError, "hands on one array"),
+    ([lambda p, x: (x @ p["w"]).reshape(len(x), -1)[:, : len(x)]], [{"w": MATRIX}], {}, UsageError, "for one sample; "),
+    ([lambda p, x: (x @ p["w"], x)], [{"w": MATRIX}], {}, UsageError, "must return one array"),
     ([lambda p, x: (x @ p["w"]).astype(jnp.bfloat16)], [{"w": MATRIX}], {}, UsageError, "returns bfloat16"),
     ([product], [{"w": MATRIX.astype(np.float16)}], {}, ConfigurationError, "w in the params of stage 0 is float16"),
     ([product], [{"w": MATRIX.astype(np.float64)}], {}, ConfigurationError, "JAX_ENABLE_X64"),
     ([product], [{"w": MATRIX, "n": np.arange(3)}], {}, ConfigurationError, "n in the params .* is int64|is int64"),
     ([product], [{"w": 1.0}], {}, UsageError, "w in the params of stage 0 is a float"),
     ([product, product], [{"w": MATRIX}, {"w": MATRIX}], {}, UsageError, r"1\.w and 0\.w are the same array"),
-    ([product], [{"w": MATRIX}], {"tied": {"0.v": "0.w"}}, UsageError, r"tied names '0\.v'"),
+    ([product], [{"w": MATRIX}], {"tied": {"0.v": "0.w"}}, UsageError, r"tied names the tensor '0\.v'"),
     ([product], [{"w": MATRIX}], {"tied": {"0.w": "0.w"}}, UsageError, "in an earlier stage"),
     ([product], [{"w": MATRIX}], {"keep": "some"}, UsageError, "keep = 'some'"),
     ([product], [], {}, UsageError, "got 1 stages and 0 params"),
     ([lambda p, x: x], [{}], {}, UsageError, "nothing to train"),
-    ([lambda p: p], [{"w": MATRIX}], {}, UsageError, r"takes \(p\)"),
+    ([lambda p: p], [{"w": MATRIX}], {}, UsageError, r"has the arguments \(p\)"),
     (["product"], [{"w": MATRIX}], {}, UsageError, "stage 0 is a str"),
     ([product], [{"w": MATRIX}], {"example": ROW}, UsageError, "give a pair"),
     ([product], [{"w": MATRIX}], {"example": (ROW, ROW[:1])}, UsageError, "2 inputs and 1 targets"),
     ([product], [{"w": MATRIX}], {"loss": lambda y, t: (y - t).sum(0)}, UsageError, "the loss has shape"),
     ([product], [{"w": MATRIX}], {"loss": lambda y, t: y > t}, UsageError, "return losses"),
 )
-def test_bad_input_is_named(stages, params, more, error, said):
+def test_bad_input_is_rejected_with_its_cause(stages, params, more, error, output):
     options = {"loss": models.squares, "example": (ROW, ROW), **more}
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=output):
         adapter.wrap(stages, params, **options)
 
 
-def test_ties_of_other_shapes_and_ties_that_leave_nothing(rng):
+def test_invalid_ties_are_rejected(rng):
     params = [{"w": MATRIX, "b": ROW[0]}, {"w": MATRIX.copy()}]
     functions = [lambda p, x: x @ p["w"] + p["b"], product]
-    for tie, said in (({"1.w": "0.b"}, "tied tensors have one shape"), ({"1.w": "0.w"}, "all tensors of stage 1")):
-        with pytest.raises(UsageError, match=said):
+    for tie, output in (({"1.w": "0.b"}, "tied shapes must be equal"), ({"1.w": "0.w"}, "all tensors of stage 1")):
+        with pytest.raises(UsageError, match=output):
             adapter.wrap(functions, params, models.squares, example=(ROW, ROW), tied=tie)
 
 
-def test_an_error_of_a_function_says_where(rng):
+def test_error_while_tracing_names_the_stage(rng):
     with pytest.raises(TypeError) as caught:
         adapter.wrap([product], [{"w": np.ones((4, 4), np.float32)}], models.squares, example=(ROW, ROW))
     assert any("while JAX traced stage 0 (product)" in note for note in caught.value.__notes__)
 
 
-def test_data_that_is_not_like_the_example():
+def test_samples_unlike_the_example_are_rejected():
     model = adapter.wrap([product], [{"w": MATRIX}], models.squares, example=(ROW, ROW))
     bound = Bound(model)
     for x in (np.zeros((2, 4), np.float32), np.zeros((2, 3), np.int32)):
@@ -413,7 +417,7 @@ def test_data_that_is_not_like_the_example():
             model.forward(bound.parameters, x, Arena())
 
 
-def test_integers_that_jax_would_wrap_around():
+def test_integers_beyond_32_bits_are_rejected():
     traffic = parameters.JaxTraffic()
     assert traffic.bring(np.array([[1, 2]], np.int64)).dtype == np.int32
     for wrong in (1 << 40, -(1 << 40)):
@@ -422,7 +426,7 @@ def test_integers_that_jax_would_wrap_around():
     assert traffic.bring(np.zeros((0, 3), np.int64)).shape == (0, 3)
 
 
-def test_a_model_on_another_device_than_the_recipe(monkeypatch):
+def test_model_on_another_device_than_the_recipe_is_rejected(monkeypatch):
     class Elsewhere:
         platform = "gpu"
 
@@ -442,11 +446,11 @@ def test_a_model_on_another_device_than_the_recipe(monkeypatch):
         adapter.wrap([product], [{"w": leaf}], models.squares, example=(ROW, ROW))
 
 
-def test_without_jax_the_extra_is_named(monkeypatch):
-    def missing(name):
+def test_missing_jax_error_names_the_extra(monkeypatch):
+    def raise_import_error(name):
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr(parameters.importlib, "import_module", missing)
+    monkeypatch.setattr(parameters.importlib, "import_module", raise_import_error)
     parameters.library.cache_clear()
     try:
         with pytest.raises(MissingCapabilityError, match=r"install hpcdist\[jax\]"):
@@ -455,34 +459,34 @@ def test_without_jax_the_extra_is_named(monkeypatch):
         parameters.library.cache_clear()
 
 
-def test_threads_share_a_model(rng):
-    """Passes may be compiled by several threads at once."""
+def test_threads_can_share_a_model(rng):
+    """Several threads may compile passes at the same time."""
     functions, params = models.mlp(rng)
     x, targets = models.rows(rng, 3)
     model = adapter.wrap(functions, params, models.squares, example=(x[:1], targets[:1]))
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(Bound(model).compute(x, targets)[0])) for _ in range(3)]
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(Bound(model).compute(x, targets)[0])) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 3 and len(set(found)) == 1
+    assert len(results) == 3 and len(set(results)) == 1
 
 
-def test_a_loss_that_is_a_sum_is_refused(rng):
+def test_sum_loss_is_rejected(rng):
     functions, params = models.mlp(rng)
     x, targets = models.rows(rng, 7)
-    with pytest.raises(UsageError, match=r"the loss is a sum, .* return losses \(samples, ...\), their mean"):
+    with pytest.raises(UsageError, match=r"the loss is a sum: .* return losses \(samples, ...\), their mean"):
         adapter.wrap(functions, params, lambda y, t: models.squares(y, t).sum(), example=(x, targets))
 
 
-def tenths(targets):
-    """Weights (samples, columns) that differ from sample to sample: the targets that are at least 0.1."""
+def weights_of_targets(targets):
+    """Return weights (samples, columns) that differ between samples: True for targets of at least 0.1."""
     return targets >= 0.1
 
 
 def sum_and_weight(y, targets):
-    return (models.squares(y, targets) * tenths(targets)).sum(), tenths(targets).sum()
+    return (models.squares(y, targets) * weights_of_targets(targets)).sum(), weights_of_targets(targets).sum()
 
 
 def masked_mean(y, targets):
@@ -494,46 +498,49 @@ def masked_mean(y, targets):
 @pytest.mark.parametrize(
     ("size", "keys"), [(1, {"parallel.microbatches": 3}), (3, ZERO3), (2, {"parallel.pipeline": 2})]
 )
-def test_a_loss_of_sum_and_weight_is_the_loss_of_the_whole_batch(rng, x64, size, keys):
+def test_sum_and_weight_loss_matches_whole_batch(rng, x64, size, keys):
     functions, params = models.mlp(rng, "float64")
     batches = [models.rows(rng, 9, "float64") for _ in range(3)]
-    losses, after = models.plain(
-        params, lambda params, batch: masked_mean(models.composed(functions, params, batch[0]), batch[1]), batches
+    losses, after = models.train_plain(
+        params, lambda params, batch: masked_mean(models.compose(functions, params, batch[0]), batch[1]), batches
     )
     model = adapter.wrap(functions, params, sum_and_weight, example=batches[0])
-    for found in run_threads(size, lambda comm: models.train(comm, lambda: model, batches, keys)):
-        assert found.losses == pytest.approx(losses, rel=1e-12)
-        assert difference(model.trees(found.tensors), after) < 1e-8
+    for result in run_threads(size, lambda comm: models.train(comm, lambda: model, batches, keys)):
+        assert result.losses == pytest.approx(losses, rel=1e-12)
+        assert difference(model.trees(result.tensors), after) < 1e-8
 
 
-def test_an_evaluation_of_sums_and_weights_is_that_of_all_samples(rng):
+def test_evaluation_with_sum_and_weight_matches_all_samples(rng):
     functions, params = models.mlp(rng)
     x, targets = models.rows(rng, 9)
     model = adapter.wrap(functions, params, sum_and_weight, example=(x, targets))
     trainer = models.trainer_of(solo(), model, 9, {})
-    found = trainer.evaluate([[(x[:2], targets[:2])], [(x[2:], targets[2:])]])
-    assert found == pytest.approx(float(masked_mean(models.composed(functions, params, x), targets)), rel=1e-6)
+    result = trainer.evaluate([[(x[:2], targets[:2])], [(x[2:], targets[2:])]])
+    assert result == pytest.approx(float(masked_mean(models.compose(functions, params, x), targets)), rel=1e-6)
     trainer.close()
 
 
 @cases(
-    "loss, said",
-    (masked_mean, r"does not show that every sample counts alike in it; return \(sum, weight\)"),
-    (lambda y, t: jnp.mean(models.squares(y, t), where=tenths(t)), "does not show that every sample counts alike"),
+    "loss, output",
+    (masked_mean, r"does not show that every sample has the same weight; return \(sum, weight\)"),
+    (
+        lambda y, t: jnp.mean(models.squares(y, t), where=weights_of_targets(t)),
+        "does not show that every sample has the same weight",
+    ),
     (lambda y, t: (models.squares(y, t) / jnp.abs(t).sum()).sum(), "no mean over samples|does not show"),
     (lambda y, t: jnp.sqrt(models.squares(y, t).mean()), "no mean over samples"),
     (lambda y, t: sum_and_weight(y, t)[:1], r"return losses \(samples, ...\), their mean, or \(sum, weight\)"),
-    (lambda y, t: (models.squares(y, t).sum(), tenths(t)), "a pair of shapes"),
+    (lambda y, t: (models.squares(y, t).sum(), weights_of_targets(t)), "a pair of shapes"),
 )
-def test_a_mean_whose_weights_do_not_show_is_refused(loss, said, rng):
+def test_weighted_mean_without_visible_weights_is_rejected(loss, output, rng):
     functions, params = models.mlp(rng)
     x, targets = models.rows(rng, 7)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=output):
         adapter.wrap(functions, params, loss, example=(x, np.abs(targets)))
 
 
 @pytest.mark.parametrize("loss", [mean_of_squares, jax.jit(mean_of_squares)])
-def test_a_mean_over_all_losses_is_accepted(loss, rng):
+def test_mean_over_all_losses_is_accepted(loss, rng):
     functions, params = models.mlp(rng)
     model = adapter.wrap(functions, params, loss, example=models.rows(rng, 7))
     assert model.loss.is_mean and not model.loss.weighs

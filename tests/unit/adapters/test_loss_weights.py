@@ -1,4 +1,4 @@
-"""Losses whose samples count differently, as padded targets: the same on any ranks and micro-batches, or refused."""
+"""Weighted losses, such as of padded targets: the same results on any ranks and micro-batches, or rejected."""
 
 import numpy as np
 import pytest
@@ -33,52 +33,52 @@ KEYS = {
 }
 
 
-def flat(outputs, targets, **options):
+def token_cross_entropy(outputs, targets, **options):
     return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), **options)
 
 
-def mean(outputs, targets):
-    return flat(outputs, targets)
+def mean_loss(outputs, targets):
+    return token_cross_entropy(outputs, targets)
 
 
-def pair(outputs, targets):
-    return flat(outputs, targets, reduction="sum"), (targets != -100).sum()
+def sum_and_weight(outputs, targets):
+    return token_cross_entropy(outputs, targets, reduction="sum"), (targets != -100).sum()
 
 
-def masked(outputs, targets):
-    losses, mask = flat(outputs, targets, reduction="none"), (targets != -100).flatten().float()
+def masked_mean(outputs, targets):
+    losses, mask = token_cross_entropy(outputs, targets, reduction="none"), (targets != -100).flatten().float()
     return (losses * mask).sum() / mask.sum()
 
 
-def selected(outputs, targets):
-    return flat(outputs, targets, reduction="none")[targets.flatten() != -100].mean()
+def mean_of_selected(outputs, targets):
+    return token_cross_entropy(outputs, targets, reduction="none")[targets.flatten() != -100].mean()
 
 
-def weighted(outputs, targets):
-    return flat(outputs, targets, weight=torch.linspace(0.1, 2.0, CLASSES))
+def class_weighted_mean(outputs, targets):
+    return token_cross_entropy(outputs, targets, weight=torch.linspace(0.1, 2.0, CLASSES))
 
 
-def smoothed(outputs, targets):
-    return flat(outputs, targets, label_smoothing=0.1)
+def label_smoothed_mean(outputs, targets):
+    return token_cross_entropy(outputs, targets, label_smoothing=0.1)
 
 
-def build(seed):
+def build_module(seed):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Embedding(CLASSES, 5), nn.Linear(5, CLASSES))
 
 
-def drawn(rng, *, padded_from=0):
-    """Batches of tokens and targets (samples, context); those from the step ``padded_from`` on are padded."""
+def draw_batches(rng, *, padded_from=0):
+    """Return batches of tokens and targets (samples, context). Batches from step ``padded_from`` on are padded."""
     x = rng.integers(CLASSES, size=(STEPS, SAMPLES, CONTEXT))
     y = rng.integers(CLASSES, size=(STEPS, SAMPLES, CONTEXT))
     lengths = rng.integers(0, CONTEXT + 1, (STEPS, SAMPLES, 1))
-    lengths[:, :3], lengths[:, 3:] = 0, np.maximum(lengths[:, 3:], 1)  # a rank or a micro-batch without a target
+    lengths[:, :3], lengths[:, 3:] = 0, np.maximum(lengths[:, 3:], 1)  # gives ranks and micro-batches without a target
     lengths[:padded_from] = CONTEXT
     y[np.arange(CONTEXT) >= lengths] = -100
     return list(zip(x, y, strict=True))
 
 
-def plain(module, loss, batches, clip=CLIP, delayed=False):
+def train_plain(module, loss, batches, clip=CLIP, delayed=False):
     """Train with PyTorch on whole batches; return losses, gradient norms and parameters."""
     losses, norms, before = [], [], None
     for x, y in batches:
@@ -99,20 +99,21 @@ def plain(module, loss, batches, clip=CLIP, delayed=False):
     return losses, norms, {name: value.detach().numpy() for name, value in module.named_parameters()}
 
 
-def trained(rng, loss, ranks, keys, batches, **options):
-    """Train a wrapped model on threads; return losses, norms, parameters and losses of evaluations, all of rank 0."""
+def train_wrapped(rng, loss, ranks, keys, batches, **options):
+    """Train a wrapped model on threads. Return losses, norms, parameters and evaluation losses, all of rank 0."""
     seed = int(rng.integers(1 << 31))
-    models = [wrap(build(seed), loss, example=batches[0][0], **options) for _ in range(ranks)]
+    models = [wrap(build_module(seed), loss, example=batches[0][0], **options) for _ in range(ranks)]
 
     def body(comm):
         trainer = trainings.trainer_of(comm, KEYS | keys, model=models[comm.rank])
         results, evaluated = [], []
         for number, (x, y) in enumerate(batches, start=1):
             computes = trainer.context.computes
-            own = own_samples(trainer.recipe, trainer.data_axis, number - 1, trainer.shares).slice
+            local_slice = own_samples(trainer.recipe, trainer.data_axis, number - 1, trainer.shares).slice
             trainer.flush()
-            evaluated.append(trainer.evaluate([[(x[own], y[own])] if computes else []]))
-            results.append(trainer.step(number, trainer.cut((x[own], y[own])) if computes else [], np.zeros(2)))
+            evaluated.append(trainer.evaluate([[(x[local_slice], y[local_slice])] if computes else []]))
+            batch = trainer.cut((x[local_slice], y[local_slice])) if computes else []
+            results.append(trainer.step(number, batch, np.zeros(2)))
         trainer.flush()
         state = {
             name.split(".", 1)[1]: values
@@ -125,17 +126,17 @@ def trained(rng, loss, ranks, keys, batches, **options):
     return seed, run_threads(ranks, body)[0]
 
 
-def check(rng, loss, ranks, keys, *, clip=CLIP, delayed=False, norms=True, padded_from=0, **options):
-    batches = drawn(rng, padded_from=padded_from)
-    seed, found = trained(rng, loss, ranks, {"optimizer.clip_norm": clip, **keys}, batches, **options)
-    expected = plain(build(seed), loss, batches, clip, delayed)
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
-    np.testing.assert_allclose(found[3], expected[0], rtol=1e-5)
+def assert_same_training(rng, loss, ranks, keys, *, clip=CLIP, delayed=False, norms=True, padded_from=0, **options):
+    batches = draw_batches(rng, padded_from=padded_from)
+    seed, result = train_wrapped(rng, loss, ranks, {"optimizer.clip_norm": clip, **keys}, batches, **options)
+    expected = train_plain(build_module(seed), loss, batches, clip, delayed)
+    np.testing.assert_allclose(result[0], expected[0], rtol=1e-5)
+    np.testing.assert_allclose(result[3], expected[0], rtol=1e-5)
     if norms:
-        np.testing.assert_allclose(found[1][delayed:], expected[1], rtol=1e-4)
+        np.testing.assert_allclose(result[1][delayed:], expected[1], rtol=1e-4)
     if not delayed:
         for name, values in expected[2].items():
-            np.testing.assert_allclose(found[2][name].reshape(values.shape), values, rtol=1e-4, atol=2e-6)
+            np.testing.assert_allclose(result[2][name].reshape(values.shape), values, rtol=1e-4, atol=2e-6)
 
 
 LAYOUTS = {
@@ -155,73 +156,75 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_loss_of_sum_and_weight_is_the_loss_of_the_whole_batch(layout, rng):
+def test_sum_and_weight_loss_matches_whole_batch(layout, rng):
     ranks, keys = LAYOUTS[layout]
-    check(rng, pair, ranks, keys, tokens_per_sample=CONTEXT, padded_from=int(rng.integers(3)))
+    assert_same_training(rng, sum_and_weight, ranks, keys, tokens_per_sample=CONTEXT, padded_from=int(rng.integers(3)))
 
 
-@pytest.mark.parametrize("loss", [mean, masked, selected, weighted, smoothed])
-def test_a_mean_over_targets_that_count_is_the_mean_of_the_whole_batch(loss, rng):
-    """Its weight is that which PyTorch's graph shows. The first steps may have no padding."""
-    check(rng, loss, 2, {"parallel.microbatches": 1}, padded_from=int(rng.integers(3)))
+@pytest.mark.parametrize("loss", [mean_loss, masked_mean, mean_of_selected, class_weighted_mean, label_smoothed_mean])
+def test_mean_over_unpadded_targets_matches_whole_batch(loss, rng):
+    """The weight is read from PyTorch's autograd graph. The first steps may have no padding."""
+    assert_same_training(rng, loss, 2, {"parallel.microbatches": 1}, padded_from=int(rng.integers(3)))
 
 
-def test_a_delayed_update_applies_a_gradient_with_its_own_weight(rng):
-    check(rng, pair, 2, {"communication.delayed": True, "communication.overlap": "thread"}, delayed=True)
+def test_delayed_update_uses_weight_of_its_own_gradient(rng):
+    assert_same_training(
+        rng, sum_and_weight, 2, {"communication.delayed": True, "communication.overlap": "thread"}, delayed=True
+    )
 
 
-def test_replicas_that_average_weigh_their_gradients(rng):
+def test_local_sgd_weighs_replica_gradients(rng):
     keys = {"parallel.strategy": "local_sgd", "decentralised.period": 1}
-    check(rng, pair, 2, keys, clip=0.0, norms=False)
+    assert_same_training(rng, sum_and_weight, 2, keys, clip=0.0, norms=False)
 
 
-def square_root(outputs, targets):
+def root_mean_square(outputs, targets):
     return (outputs**2).mean().sqrt()
 
 
-def contrastive(outputs, targets):
+def contrastive_loss(outputs, targets):
     rows = functional.normalize(outputs.flatten(1), dim=1)
     return functional.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
 
 
-def of_two_heads(outputs, targets):
-    return mean(outputs, targets) + 0.1 * (outputs**2).mean()
+def two_term_mean(outputs, targets):
+    return mean_loss(outputs, targets) + 0.1 * (outputs**2).mean()
 
 
-def of_each_sample(outputs, targets):
+def mean_of_sample_losses(outputs, targets):
     return torch.stack([functional.cross_entropy(*one) for one in zip(outputs, targets, strict=True)]).mean()
 
 
-def hidden(outputs, targets):
+def mean_normalised_before_sum(outputs, targets):
     mask = (targets != -100).flatten().float()
-    return (flat(outputs, targets, reduction="none") * mask / mask.sum()).sum()
+    return (token_cross_entropy(outputs, targets, reduction="none") * mask / mask.sum()).sum()
 
 
 @cases(
     "loss, message",
-    (square_root, "ends in SqrtBackward0, which hides how much"),
-    (contrastive, "is no mean of the losses of their halves"),
-    (of_two_heads, "a sum of means over different numbers of targets"),
-    (of_each_sample, "a mean of means over different numbers of targets"),
-    (hidden, "it is a sum"),
-    (lambda outputs, targets: (mean(outputs, targets), outputs.sum()), "a tensor with a gradient as weight"),
-    (lambda outputs, targets: (mean(outputs, targets), targets), r"shape \(12, 6\) as weight"),
-    (lambda outputs, targets: (*pair(outputs, targets), 1), r"returns tuple; .* or \(sum, weight\)"),
+    (root_mean_square, "ends in SqrtBackward0, which hides the weight"),
+    (contrastive_loss, "the mean of the losses of their halves is"),
+    (two_term_mean, "a sum of means over different numbers of targets"),
+    (mean_of_sample_losses, "a mean of means over different numbers of targets"),
+    (mean_normalised_before_sum, "it is a sum"),
+    (lambda outputs, targets: (mean_loss(outputs, targets), outputs.sum()), "the weight is a tensor with a gradient"),
+    (lambda outputs, targets: (mean_loss(outputs, targets), targets), r"the weight is a tensor of shape \(12, 6\)"),
+    (lambda outputs, targets: (*sum_and_weight(outputs, targets), 1), r"returns tuple; .* or \(sum, weight\)"),
 )
-def test_a_mean_whose_weights_do_not_show_is_refused(loss, message, rng):
-    (x, y), *_ = drawn(rng)
-    judge, module = TorchLoss(loss, "mean", 1), build(0)
+def test_weighted_mean_without_visible_weights_is_rejected(loss, message, rng):
+    (x, y), *_ = draw_batches(rng)
+    judge, module = TorchLoss(loss, "mean", 1), build_module(0)
     outputs = module(torch.from_numpy(x)).detach().numpy()
     with pytest.raises(UsageError, match=message):
-        judge.forward(outputs, y, wrap(module, mean).operations, Arena().saved(0))
+        judge.forward(outputs, y, wrap(module, mean_loss).operations, Arena().saved(0))
 
 
-@pytest.mark.parametrize("loss", [mean, masked, functional.mse_loss, functional.smooth_l1_loss])
-def test_equal_weights_leave_the_bits_of_a_mean(loss, rng):
-    """The loss and the gradient are those of the mean times the number of predictions."""
-    (x, y), *_ = drawn(rng, padded_from=1)
-    outputs = build(0)(torch.from_numpy(x)).detach()
-    targets = torch.from_numpy(y) if loss in (mean, masked) else torch.randn_like(outputs)
+@pytest.mark.parametrize("loss", [mean_loss, masked_mean, functional.mse_loss, functional.smooth_l1_loss])
+def test_equal_weights_give_the_plain_mean_bit_for_bit(loss, rng):
+    """The loss and the gradient equal the mean's, times the number of predictions, bit for bit."""
+    (x, y), *_ = draw_batches(rng, padded_from=1)
+    outputs = build_module(0)(torch.from_numpy(x)).detach()
+    targets = torch.from_numpy(y) if loss in (mean_loss, masked_mean) else torch.randn_like(outputs)
     judge, saved = TorchLoss(loss, "mean", CONTEXT), Arena().saved(0)
     saved.draw = Draw(0, 1, 0)
     total = judge.forward(outputs.numpy().copy(), targets.numpy(), None, saved)
@@ -233,9 +236,9 @@ def test_equal_weights_leave_the_bits_of_a_mean(loss, rng):
     np.testing.assert_array_equal(gradient, outputs.grad.numpy())
 
 
-def test_a_batch_without_a_target_is_refused(rng):
-    (x, y), *_ = drawn(rng)
-    trainer = trainings.trainer_of(solo(), KEYS, model=wrap(build(0), pair, example=x))
+def test_batch_without_targets_is_rejected(rng):
+    (x, y), *_ = draw_batches(rng)
+    trainer = trainings.trainer_of(solo(), KEYS, model=wrap(build_module(0), sum_and_weight, example=x))
     with pytest.raises(DataError, match=r"step 1: the weights of the loss sum to 0.0 over the whole batch"):
         trainer.step(1, trainer.cut((x, np.full_like(y, -100))), np.zeros(2))
     assert np.isnan(trainer.evaluate([[(x, np.full_like(y, -100))]]))

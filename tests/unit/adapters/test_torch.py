@@ -1,4 +1,4 @@
-"""A wrapped PyTorch module is the module: its values, its gradients, its memory, its randomness."""
+"""A wrapped PyTorch module: its values, gradients, memory and random numbers equal the plain module's."""
 
 import copy
 import gc
@@ -27,10 +27,10 @@ from hpcdist.training.data import microbatches as microbatches_of
 
 
 class Bench(Passes):
-    """A wrapped model, with stores that hold all of it."""
+    """A wrapped model, with stores for all of its parameters and gradients."""
 
     def step(self, x, y, microbatches=1, draw=None):
-        """Return the mean loss; its gradients are in ``gradient``."""
+        """Return the mean loss. The gradients are in ``gradient``."""
         scale = 1 / (len(x) * self.model.tokens_per_sample)
         return scale * super().step(microbatches_of((x, y), microbatches), scale, draw)
 
@@ -56,7 +56,7 @@ def points(rng, samples, dtype=np.float32):
     return rng.standard_normal((samples, 5)).astype(dtype), rng.integers(0, 3, samples)
 
 
-def seed_of(rng):
+def draw_seed(rng):
     return int(rng.integers(1 << 31))
 
 
@@ -64,9 +64,9 @@ def seed_of(rng):
 @pytest.mark.parametrize("build", [perceptron, convnet])
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("draw", [None, Draw(3, 1, 0)], ids=["evaluating", "training"])
-def test_gradients_are_those_of_autograd(build, dtype, bound, microbatches, draw, rng):
-    """Also where an evaluation is followed by a backward, which then records what the forward did not."""
-    seed, wide = seed_of(rng), getattr(torch, dtype)
+def test_gradients_match_autograd(build, dtype, bound, microbatches, draw, rng):
+    """A backward after an evaluation works too: it runs the forward again to record a graph."""
+    seed, wide = draw_seed(rng), getattr(torch, dtype)
     module, twin = build(seed, wide), build(seed, wide)
     x, y = points(rng, 9, dtype)
     bench = Bench(wrap(module, functional.cross_entropy))
@@ -85,11 +85,11 @@ def test_gradients_are_those_of_autograd(build, dtype, bound, microbatches, draw
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.full_except("True")
-def test_a_language_model_with_a_shared_table(tied, rng):
-    seed = seed_of(rng)
+def test_language_model_with_tied_table_matches_autograd(tied, rng):
+    seed = draw_seed(rng)
     module, twin = torch_models.gpt(seed, tied=tied), torch_models.gpt(seed, tied=tied)
     x, y = torch_models.tokens(rng, 4)
-    model = torch_models.wrapped(module, x)
+    model = torch_models.wrap_model(module, x)
     assert model.stages[3].tied == ({"3.logits.weight": "0.0.tokens.weight"} if tied else {})
     bench = Bench(model)
     loss = bench.step(x, y, 2, Draw(0, 1, 0))
@@ -104,8 +104,8 @@ def test_a_language_model_with_a_shared_table(tied, rng):
         np.testing.assert_allclose(bench.gradient.view(segment.key), theirs, atol=1e-6)
 
 
-def test_initial_values_are_those_of_the_module(rng):
-    module = perceptron(seed_of(rng))
+def test_initial_values_come_from_the_module(rng):
+    module = perceptron(draw_seed(rng))
     before = {name: parameter.detach().clone().numpy() for name, parameter in module.named_parameters()}
     model = wrap(module, functional.cross_entropy)
     store = FlatStore(model.layout, model.dtype)
@@ -117,14 +117,14 @@ def test_initial_values_are_those_of_the_module(rng):
     assert shrunk == [(name, name.endswith("weight")) for name in before]
 
 
-def test_which_tensors_decay_can_be_chosen():
+def test_adapted_selects_tensors_with_weight_decay():
     model = wrap(perceptron(0), functional.cross_entropy, adapted=lambda name, parameter: name == "2.bias")
     assert [segment.spec.name for segment in model.layout.segments if segment.spec.adapted] == ["2.bias"]
 
 
-def test_parameters_and_gradients_are_views(rng):
-    """The same bytes, before and after `zero_grad`, in the first and in later micro-batches."""
-    module = perceptron(seed_of(rng))
+def test_module_parameters_and_gradients_are_views_of_the_stores(rng):
+    """Parameters and gradients keep their memory before and after `zero_grad`, in every micro-batch."""
+    module = perceptron(draw_seed(rng))
     bench = Bench(wrap(module, functional.cross_entropy))
     x, y = points(rng, 6)
     for _ in range(2):
@@ -137,8 +137,8 @@ def test_parameters_and_gradients_are_views(rng):
     assert all(bool((parameter == 0.5).all()) for parameter in module.parameters())
 
 
-def test_activations_go_from_stage_to_stage_without_a_copy(rng):
-    module = perceptron(seed_of(rng))
+def test_activations_pass_between_stages_without_copy(rng):
+    module = perceptron(draw_seed(rng))
     seen = []
     for layer in (0, 2, 4):
         module[layer].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].data_ptr()))
@@ -154,11 +154,11 @@ def test_activations_go_from_stage_to_stage_without_a_copy(rng):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_parameters_that_come_and_go(tied, rng):
-    """Between forward and backward their memory holds something else, and they lie elsewhere."""
-    module = torch_models.gpt(seed_of(rng), tied=tied)
+def test_parameters_may_move_between_forward_and_backward(tied, rng):
+    """Between forward and backward, the parameters' memory is overwritten and the parameters move to other memory."""
+    module = torch_models.gpt(draw_seed(rng), tied=tied)
     x, y = torch_models.tokens(rng, 3)
-    bench = Bench(torch_models.wrapped(module, x))
+    bench = Bench(torch_models.wrap_model(module, x))
     bench.step(x, y, 1, Draw(0, 1, 0))
     expected = bench.gradient.array.copy()
     bench.begin_step()
@@ -173,9 +173,9 @@ def test_parameters_that_come_and_go(tied, rng):
     gc.collect()
 
 
-def test_a_module_that_was_moved_is_bound_again(rng):
-    """As when the user has loaded other values into it."""
-    module = perceptron(seed_of(rng))
+def test_module_with_replaced_parameters_is_bound_again(rng):
+    """For example after the user has loaded other values into the module."""
+    module = perceptron(draw_seed(rng))
     bench = Bench(wrap(module, functional.cross_entropy))
     x, y = points(rng, 4)
     loss = bench.step(x, y, 1, Draw(0, 1, 0))
@@ -184,8 +184,8 @@ def test_a_module_that_was_moved_is_bound_again(rng):
     assert bench.step(x, y, 1, Draw(0, 1, 0)) == loss
 
 
-def test_what_is_written_over_is_noticed(rng):
-    """A graph that saved a tensor, and a module that changes it later, must not give a wrong gradient."""
+def test_inplace_change_of_saved_tensor_is_rejected(rng):
+    """If a module changes a saved tensor in place, the backward fails and does not give a wrong gradient."""
 
     class Careless(nn.Linear):
         def forward(self, x):
@@ -199,8 +199,8 @@ def test_what_is_written_over_is_noticed(rng):
         bench.step(x, y, 1, Draw(0, 1, 0))
 
 
-def test_a_forward_without_a_backward_leaves_nothing(rng):
-    """Reference cycles through a graph would stay: Python's collector does not see them."""
+def test_forward_without_backward_keeps_no_tensors(rng):
+    """Reference cycles through an autograd graph would stay: Python's garbage collector does not see them."""
     kept = []
 
     class Watched(nn.Linear):
@@ -220,13 +220,13 @@ def test_a_forward_without_a_backward_leaves_nothing(rng):
     assert [reference() for reference in kept] == [None] * 4
 
 
-def dropping(seed):
+def dropout_module(seed):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(5, 64), nn.Dropout(0.5), nn.Linear(64, 64), nn.Dropout(0.5))
 
 
-def test_what_is_dropped_follows_from_seed_step_and_sample(rng):
-    model = wrap(dropping(seed_of(rng)), functional.mse_loss)
+def test_dropout_depends_on_seed_step_and_sample(rng):
+    model = wrap(dropout_module(draw_seed(rng)), functional.mse_loss)
     bench = Bench(model)
     x = np.ones((3, 5), np.float32)
 
@@ -237,14 +237,14 @@ def test_what_is_dropped_follows_from_seed_step_and_sample(rng):
         return y == 0
 
     first = outputs(7, 2, 0)
-    torch.rand(5)  # what others draw changes nothing
+    torch.rand(5)  # other users of the global generator change nothing
     np.testing.assert_array_equal(outputs(7, 2, 0), first)
     for other in ((8, 2, 0), (7, 3, 0), (7, 2, 3)):
         assert (outputs(*other) != first).any(), other
     assert 0.3 < first.mean() < 0.7
 
 
-def test_layers_drop_differently():
+def test_layers_have_different_dropout_masks():
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64), nn.Dropout(0.5))
     with torch.no_grad():
@@ -255,33 +255,33 @@ def test_layers_drop_differently():
     for layer in (1, 3):
         module[layer].register_forward_hook(lambda _, inputs, output: seen.append(output != 0))
     Bench(wrap(module, functional.mse_loss)).forward(np.ones((2, 64), np.float32), Draw(0, 1, 0))
-    assert bool((seen[0] & ~seen[1]).any()), "the second layer keeps all that the first has kept"
+    assert bool((seen[0] & ~seen[1]).any()), "the second layer keeps every element that the first has kept"
 
 
-def test_the_generator_of_the_user_is_left_alone(rng):
-    bench = Bench(wrap(dropping(0), functional.mse_loss))
+def test_forward_does_not_change_the_global_generator(rng):
+    bench = Bench(wrap(dropout_module(0), functional.mse_loss))
     before = torch.get_rng_state()
     bench.forward(np.ones((3, 5), np.float32), Draw(0, 1, 0))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_dropping_is_off_in_an_evaluation(rng):
-    module = dropping(seed_of(rng))
+def test_dropout_is_off_in_evaluation(rng):
+    module = dropout_module(draw_seed(rng))
     bench = Bench(wrap(module, functional.mse_loss))
     x, y = points(rng, 6)[0], rng.standard_normal((6, 64)).astype(np.float32)
     bench.step(x, y, 1, Draw(0, 1, 0))
     assert all(child.training for child in module)
-    found = bench.model.evaluate(bench.parameters, x, y, bench.arena)
+    result = bench.model.evaluate(bench.parameters, x, y, bench.arena)
     assert not any(child.training for child in module)
     module.eval()
     expected = functional.mse_loss(module(torch.from_numpy(x)), torch.from_numpy(y)).item()
-    assert found / 6 == pytest.approx(expected, rel=1e-6)
+    assert result / 6 == pytest.approx(expected, rel=1e-6)
     bench.step(x, y, 1, Draw(0, 2, 0))
     assert all(child.training for child in module)
 
 
-def test_a_nested_module_stays_in_the_mode_that_the_user_chose(rng):
-    """Whatever an example, an evaluation or a later `train` did; a `train` of the user's own is called."""
+def test_nested_module_keeps_the_training_mode_of_the_user(rng):
+    """Neither an example, an evaluation nor a later `train` changes the mode. An overridden `train` is called."""
 
     class Block(nn.Module):
         def __init__(self, frozen):
@@ -301,23 +301,23 @@ def test_a_nested_module_stays_in_the_mode_that_the_user_chose(rng):
     modules = [Block(frozen=True), shared, Block(frozen=False), shared, nn.Linear(5, 3)]
     x, y = points(rng, 6)
 
-    def modes():
+    def training_modes():
         return [modules[0].training, modules[0].drop.training, shared.training, modules[2].drop.training]
 
     bench = Bench(wrap(modules, functional.cross_entropy, example=x))
-    assert modes() == [True, False, True, True] and modules[0].told == [False, True]
+    assert training_modes() == [True, False, True, True] and modules[0].told == [False, True]
     for number in (1, 2):
         bench.step(x, y, 1, Draw(0, number, 0))
-        assert modes() == [True, False, True, True]
+        assert training_modes() == [True, False, True, True]
         bench.model.evaluate(bench.parameters, x, y, bench.arena)
-        assert modes() == [False] * 4
+        assert training_modes() == [False] * 4
     modules[0].train()
     bench.step(x, y, 1, Draw(0, 3, 0))
-    assert modes() == [True, False, True, True]
+    assert training_modes() == [True, False, True, True]
 
 
-def test_a_model_in_evaluation_mode_is_trained(rng):
-    module = dropping(0).eval()
+def test_model_in_evaluation_mode_is_switched_to_training(rng):
+    module = dropout_module(0).eval()
     x = points(rng, 6)[0]
     bench = Bench(wrap(module, functional.mse_loss, example=x))
     assert not any(child.training for child in module)
@@ -326,41 +326,41 @@ def test_a_model_in_evaluation_mode_is_trained(rng):
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.int32, np.int64])
-def test_integers_of_any_type_are_tokens(dtype, rng):
-    module = torch_models.gpt(seed_of(rng))
+def test_tokens_may_have_any_integer_type(dtype, rng):
+    module = torch_models.gpt(draw_seed(rng))
     x, y = torch_models.tokens(rng, 3)
-    bench = Bench(torch_models.wrapped(module, x))
+    bench = Bench(torch_models.wrap_model(module, x))
     expected = bench.model.evaluate(bench.parameters, x, y, bench.arena)
     inputs = x.astype(dtype)
-    inputs.flags.writeable = False  # as a file that is mapped
+    inputs.flags.writeable = False  # like an array of a memory-mapped file
     assert bench.model.evaluate(bench.parameters, inputs, y.astype(dtype), bench.arena) == expected
 
 
-def test_real_inputs_take_the_type_of_the_parameters(rng):
+def test_float_inputs_are_cast_to_the_parameter_type(rng):
     bench = Bench(wrap(perceptron(0), functional.cross_entropy))
     x, y = points(rng, 3, np.float64)
     x32 = x.astype(np.float32)
-    found = bench.model.evaluate(bench.parameters, x, y, bench.arena)
-    assert found == bench.model.evaluate(bench.parameters, x32, y, bench.arena)
+    result = bench.model.evaluate(bench.parameters, x, y, bench.arena)
+    assert result == bench.model.evaluate(bench.parameters, x32, y, bench.arena)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_reductions(reduction, rng):
-    """Both are the mean over all predictions of a step, however it is cut."""
-    seed = seed_of(rng)
+def test_mean_and_sum_reductions_give_the_mean_loss(reduction, rng):
+    """Both reductions give the mean over all predictions of a step, for any micro-batches."""
+    seed = draw_seed(rng)
     x, y = torch_models.tokens(rng, 5)
 
     def loss(logits, targets):
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
 
     model = wrap(torch_models.gpt(seed), loss, reduction=reduction, tokens_per_sample=torch_models.CONTEXT)
-    found = Bench(model).step(x, y, 3, Draw(0, 1, 0))  # 2, 2 and 1 samples
+    result = Bench(model).step(x, y, 3, Draw(0, 1, 0))  # 2, 2 and 1 samples
     logits = torch_models.gpt(seed)(torch.from_numpy(x.astype(np.int64)))
     expected = torch_models.token_loss(logits, torch.from_numpy(y.astype(np.int64)))
-    assert found == pytest.approx(expected.item(), rel=1e-6)
+    assert result == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_nan_and_infinity_stay_visible(rng):
+def test_nonfinite_input_gives_nonfinite_loss_and_gradient(rng):
     bench = Bench(wrap([nn.Linear(5, 8), nn.Linear(8, 3)], functional.cross_entropy))
     x, y = points(rng, 4)
     for bad in (np.nan, np.inf):
@@ -372,15 +372,15 @@ def test_nan_and_infinity_stay_visible(rng):
         assert not np.isfinite(bench.gradient.array).all()
 
 
-def test_shapes_between_stages_are_known_from_an_example(rng):
+def test_example_gives_shapes_between_stages(rng):
     x, _ = torch_models.tokens(rng, 2)
-    model = torch_models.wrapped(torch_models.gpt(0), x)
+    model = torch_models.wrap_model(torch_models.gpt(0), x)
     context, hidden = torch_models.CONTEXT, torch_models.HIDDEN
     shapes = [stage.output_shape(5) for stage in model.stages]
     assert shapes == [(5, context, hidden)] * 3 + [(5, context, torch_models.VOCABULARY)]
 
 
-def test_modules_without_tensors_belong_to_the_stage_before():
+def test_modules_without_tensors_join_the_previous_stage():
     module = nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Flatten(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
     model = wrap(module, functional.cross_entropy)
     assert [stage.name for stage in model.stages] == [
@@ -389,7 +389,7 @@ def test_modules_without_tensors_belong_to_the_stage_before():
     ]
 
 
-def test_a_module_alone_is_one_stage_and_a_list_several(rng):
+def test_single_module_is_one_stage_and_list_is_several(rng):
     class Whole(nn.Module):
         def __init__(self):
             super().__init__()
@@ -408,9 +408,9 @@ def test_a_module_alone_is_one_stage_and_a_list_several(rng):
 
 
 @pytest.mark.parametrize("gather", [list, nn.ModuleList, lambda modules: nn.Sequential(*modules)])
-def test_modules_of_one_stage_have_names_of_their_own(gather, rng):
-    """A head that shares the table brings no tensor along, so it goes with the norm, whose weight is another."""
-    torch.manual_seed(seed_of(rng))
+def test_modules_of_one_stage_keep_distinct_names(gather, rng):
+    """The head shares the table and has no tensor of its own, so it joins the stage of the norm."""
+    torch.manual_seed(draw_seed(rng))
     embedding, norm, head = nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 7, bias=False)
     head.weight = embedding.weight
     modules = [embedding, nn.Sequential(nn.Linear(4, 4), nn.GELU()), norm, head]
@@ -435,8 +435,8 @@ def test_modules_of_one_stage_have_names_of_their_own(gather, rng):
     assert head.weight is embedding.weight
 
 
-def test_a_module_that_is_used_twice_runs_twice(rng):
-    torch.manual_seed(seed_of(rng))
+def test_reused_module_runs_twice(rng):
+    torch.manual_seed(draw_seed(rng))
     square, double = nn.Linear(5, 5), nn.Softplus()
     module = nn.Sequential(square, double, nn.Linear(5, 5), double, square, nn.Linear(5, 3))
     twin = copy.deepcopy(module)
@@ -446,10 +446,10 @@ def test_a_module_that_is_used_twice_runs_twice(rng):
     assert Bench(model).step(x, y, 1, Draw(0, 1, 0)) == pytest.approx(expected, rel=1e-6)
 
 
-def test_products_of_a_forward_are_counted(rng):
-    """Two operations for each weight and token, and those of attention; none without an example."""
+def test_forward_flops_are_counted(rng):
+    """Two operations per weight and token, plus the operations of attention. Without an example the count is None."""
     x, _ = torch_models.tokens(rng, 3)
-    model = torch_models.wrapped(torch_models.gpt(0), x)
+    model = torch_models.wrap_model(torch_models.gpt(0), x)
     tokens, hidden = torch_models.CONTEXT, torch_models.HIDDEN
     block = 2 * tokens * 12 * hidden * hidden + 4 * tokens * tokens * hidden
     head = 2 * tokens * hidden * torch_models.VOCABULARY
@@ -457,7 +457,7 @@ def test_products_of_a_forward_are_counted(rng):
     assert [stage.forward_flops for stage in wrap(torch_models.gpt(0), torch_models.token_loss).stages] == [None] * 4
 
 
-def test_the_example_is_an_input_of_any_size(rng):
+def test_example_input_has_any_number_of_samples(rng):
     x, _ = points(rng, 2)
     model = wrap(perceptron(0), functional.cross_entropy, example=x)
     np.testing.assert_array_equal(model.stages[0].example_input(5), x[[0, 1, 0, 1, 0]])
@@ -495,37 +495,37 @@ print(*found)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are those of glibc's heap")
 @pytest.mark.full
-def test_a_step_works_in_the_memory_of_the_last_one():
-    """No page of activations, thousands of them, is faulted in anew after the first steps."""
+def test_steps_reuse_memory_without_page_faults():
+    """After the first steps, activations cause no new page faults."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     done = jobs.run([sys.executable, "-c", FAULTS], env=kept)
     assert done.returncode == 0, done.stderr
     faults = [int(word) for word in done.stdout.split()]
-    assert faults[0] > 20_000, "the activations are smaller than this test thinks"
+    assert faults[0] > 20_000, "the activations are too small for this test"
     assert sorted(faults[3:])[2] < 500, faults
 
 
 class Masked(nn.Module):
-    """Tokens and their mask to sums of embeddings."""
+    """Sums of the embeddings of the tokens that a mask selects."""
 
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(11, 5)
 
     def forward(self, tokens, mask, scale=None):
-        found = self.table(tokens) * mask.unsqueeze(-1)
-        return (found if scale is None else found * scale[:, None, None]).sum(dim=1)
+        result = self.table(tokens) * mask.unsqueeze(-1)
+        return (result if scale is None else result * scale[:, None, None]).sum(dim=1)
 
 
-def masked(seed):
+def masked_module(seed):
     torch.manual_seed(seed)
     return nn.Sequential(Masked(), nn.Linear(5, 3))
 
 
 @pytest.mark.parametrize("kind", ["tuple", "dict"])
 def test_several_inputs_and_targets(kind, rng):
-    """All are arguments of the first module, cut into micro-batches together; targets come to the loss as they are."""
-    seed = seed_of(rng)
+    """All inputs are arguments of the first module, cut into micro-batches together. The loss gets all targets."""
+    seed = draw_seed(rng)
     arrays = {"tokens": rng.integers(0, 11, (6, 4)), "mask": rng.random((6, 4)) < 0.7, "scale": rng.random(6)}
     y = {"classes": rng.integers(0, 3, 6), "weights": rng.random(6).astype(np.float32)}
     given = (arrays, y) if kind == "dict" else (tuple(arrays.values()), tuple(y.values()))
@@ -534,13 +534,13 @@ def test_several_inputs_and_targets(kind, rng):
         classes, weights = targets.values() if kind == "dict" else targets
         return (functional.cross_entropy(outputs, classes, reduction="none") * weights).mean()
 
-    model = wrap(masked(seed), loss, example=given)
+    model = wrap(masked_module(seed), loss, example=given)
     assert model.stages[0].output_shape(7) == (7, 5)
     assert len(model.stages[0].example_input(9)) == len(model.loss.example_targets(9)) == 9
     bench = Bench(model)
     x, targets = map(backend.as_array, given)
-    found = bench.step(x, targets, 3, Draw(0, 1, 0))
-    twin = masked(seed)
+    result = bench.step(x, targets, 3, Draw(0, 1, 0))
+    twin = masked_module(seed)
     tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
     expected = loss(
         twin[1](twin[0](**tensors | {"scale": tensors["scale"].float()})),
@@ -549,14 +549,14 @@ def test_several_inputs_and_targets(kind, rng):
         else tuple(map(torch.from_numpy, y.values())),
     )
     expected.backward()
-    assert found == pytest.approx(expected.item(), rel=1e-5)
+    assert result == pytest.approx(expected.item(), rel=1e-5)
     for segment in model.layout.segments:
         theirs = dict(twin.named_parameters())[segment.spec.name].grad.numpy()
         np.testing.assert_allclose(bench.gradient.view(segment.key), theirs, atol=1e-6)
 
 
-def test_inputs_that_the_first_module_does_not_take(rng):
-    bench = Bench(wrap(masked(0), functional.cross_entropy))
+def test_inputs_of_the_wrong_signature_are_rejected(rng):
+    bench = Bench(wrap(masked_module(0), functional.cross_entropy))
     tokens, mask = rng.integers(0, 11, (6, 4)), np.ones((6, 4), np.float32)
     with pytest.raises(UsageError, match=r"0 \(Masked\) cannot be called with inputs by name, tokens, maske: "):
         bench.forward(backend.as_array({"tokens": tokens, "maske": mask}))
@@ -566,7 +566,7 @@ def test_inputs_that_the_first_module_does_not_take(rng):
         bench.forward(tokens)
 
 
-def test_a_type_error_of_a_module_itself_is_passed_on():
+def test_type_error_inside_a_module_is_passed_on():
     class Careless(nn.Linear):
         def forward(self, x):
             return super().forward(x + "1")

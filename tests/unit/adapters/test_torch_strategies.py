@@ -1,4 +1,4 @@
-"""A wrapped PyTorch model under every layout learns what a plain script of PyTorch's own learns."""
+"""Under every layout, a wrapped PyTorch model learns the same values as a plain PyTorch script."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 from torch import nn
 from torch.nn import functional
 
-from harness.models.pytorch import Layout, Training, compare, gpt, tokens, wrapped
+from harness.models.pytorch import Layout, Training, compare, gpt, tokens, wrap_model
 from hpcdist.adapters.torch.model import wrap
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.threads.communicator import run_threads
@@ -27,12 +27,12 @@ PIPELINES = [
 ]
 
 
-def trained(ranks, layout, rng, bound=BOUND, **options):
-    """Train on threads, and compare each with the plain twin."""
+def train_and_compare(ranks, layout, rng, bound=BOUND, **options):
+    """Train on ``ranks`` threads and compare each rank with a plain PyTorch twin."""
     seed = int(rng.integers(1 << 31))
     batches = [tokens(rng, SAMPLES) for _ in range(STEPS)]
-    # Built here: threads share the generator that draws the initial values.
-    models = [wrapped(gpt(seed, **options), batches[0][0]) for _ in range(ranks)]
+    # Build the models before the threads start: threads share the generator of the initial values.
+    models = [wrap_model(gpt(seed, **options), batches[0][0]) for _ in range(ranks)]
     twins = [gpt(seed, **options) for _ in range(ranks)]
     run_threads(
         ranks, lambda comm: compare(Training(comm, models[comm.rank], layout), lambda: twins[comm.rank], batches, bound)
@@ -43,33 +43,33 @@ def trained(ranks, layout, rng, bound=BOUND, **options):
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (2, 1), (3, 2)])
 @pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero2", "zero3"])
 @pytest.mark.full_except("allreduce-1-1-False")
-def test_replicas_and_shards(strategy, ranks, microbatches, tied, rng):
-    trained(ranks, Layout(strategy=strategy, microbatches=microbatches), rng, tied=tied)
+def test_data_parallel_strategies_match_pytorch(strategy, ranks, microbatches, tied, rng):
+    train_and_compare(ranks, Layout(strategy=strategy, microbatches=microbatches), rng, tied=tied)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layout", PIPELINES, ids=lambda one: f"{one.schedule} of {one.pipeline} {one.recompute}")
 @pytest.mark.full_except("1f1b of 2 True-False")
-def test_pipelines(layout, tied, rng):
-    trained(layout.pipeline, layout, rng, tied=tied)
+def test_pipelines_match_pytorch(layout, tied, rng):
+    train_and_compare(layout.pipeline, layout, rng, tied=tied)
 
 
 @pytest.mark.parametrize(("strategy", "tied"), [("zero1", True), ("zero2", False), ("zero3", False)])
 @pytest.mark.full_except("zero2-False")
-def test_pipelines_of_shards(strategy, tied, rng):
-    trained(4, Layout(strategy=strategy, pipeline=2, microbatches=2), rng, tied=tied)
+def test_pipelines_with_sharded_stages_match_pytorch(strategy, tied, rng):
+    train_and_compare(4, Layout(strategy=strategy, pipeline=2, microbatches=2), rng, tied=tied)
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "zero3"])
 @pytest.mark.full_except("allreduce")
-def test_working_copies_of_16_bits(strategy, rng):
-    """Parameters are widened for a moment; a bfloat16 has 8 bits, and the master all of them."""
-    trained(2, Layout(strategy=strategy, microbatches=2, working="bfloat16"), rng, bound=2e-2, tied=True)
+def test_bfloat16_working_copies_match_pytorch(strategy, rng):
+    """Parameters are widened only while they are used. bfloat16 has 8 bits of precision, the master copy has all."""
+    train_and_compare(2, Layout(strategy=strategy, microbatches=2, working="bfloat16"), rng, bound=2e-2, tied=True)
 
 
-def losses_of(ranks, layout, seed, batches, **options):
-    """The losses on every rank, and the parameters at the end."""
-    models = [wrapped(gpt(seed, **options), batches[0][0]) for _ in range(ranks)]
+def train_layout(ranks, layout, seed, batches, **options):
+    """Return the losses of every rank and the final parameters."""
+    models = [wrap_model(gpt(seed, **options), batches[0][0]) for _ in range(ranks)]
 
     def body(comm):
         training = Training(comm, models[comm.rank], layout, seed=9)
@@ -79,47 +79,47 @@ def losses_of(ranks, layout, seed, batches, **options):
 
 
 @pytest.mark.full
-def test_a_recomputed_forward_drops_the_same(rng):
-    """Bit for bit; and other seeds of the data's order aside, a pipeline drops what one process does."""
+def test_recomputed_forward_has_the_same_dropout(rng):
+    """Recomputation keeps the losses bit for bit. A pipeline drops the same elements as one process."""
     seed, batches = int(rng.integers(1 << 31)), [tokens(rng, SAMPLES) for _ in range(STEPS)]
     plain, again = (
-        losses_of(2, Layout(pipeline=2, microbatches=3, recompute=recompute), seed, batches, dropout=0.3)
+        train_layout(2, Layout(pipeline=2, microbatches=3, recompute=recompute), seed, batches, dropout=0.3)
         for recompute in (False, True)
     )
     assert plain[0][0] == again[0][0]
     for key, values in plain[0][1].items():
         np.testing.assert_array_equal(again[0][1][key], values)
-    alone = losses_of(1, Layout(microbatches=3), seed, batches, dropout=0.3)
+    alone = train_layout(1, Layout(microbatches=3), seed, batches, dropout=0.3)
     np.testing.assert_allclose(plain[0][0], alone[0][0], rtol=1e-6)
-    calm = losses_of(1, Layout(microbatches=3), seed, batches)
+    calm = train_layout(1, Layout(microbatches=3), seed, batches)
     assert abs(calm[0][0][0] - alone[0][0][0]) > 1e-4, "nothing was dropped"
 
 
-def test_an_evaluation_between_steps(rng):
-    """Collective over a pipeline and over gathered units; it drops nothing and leaves nothing."""
+def test_evaluation_between_steps_matches_pytorch(rng):
+    """An evaluation is collective over a pipeline and over gathered units. It drops nothing and leaves no memory."""
     seed, batches = int(rng.integers(1 << 31)), [tokens(rng, SAMPLES) for _ in range(2)]
     x, y = batches[0]
     expected = gpt(seed).eval()(torch.from_numpy(x.astype(np.int64)))
     loss = functional.cross_entropy(expected.flatten(0, 1), torch.from_numpy(y.astype(np.int64)).flatten())
     for ranks, layout in ((2, Layout(pipeline=2, microbatches=2)), (2, Layout(strategy="zero3"))):
-        models = [wrapped(gpt(seed, dropout=0.5), x) for _ in range(ranks)]
+        models = [wrap_model(gpt(seed, dropout=0.5), x) for _ in range(ranks)]
 
         def body(comm, models=models, layout=layout):
             training = Training(comm, models[comm.rank], layout)
-            found = training.executor.evaluate(x, y)
+            result = training.executor.evaluate(x, y)
             assert not training.executor.arena._live
             training.advance(*batches[1])
             training.executor.evaluate(x, y)
-            return found
+            return result
 
-        found = max(run_threads(ranks, body))
-        assert found / y.size == pytest.approx(loss.item(), rel=1e-6)
+        result = max(run_threads(ranks, body))
+        assert result / y.size == pytest.approx(loss.item(), rel=1e-6)
 
 
-def test_memory_of_stages_elsewhere_is_given_back(rng):
+def test_memory_of_remote_stages_is_freed(rng):
     batches = [tokens(rng, SAMPLES) for _ in range(3)]
     modules = [gpt(1) for _ in range(2)]
-    models = [wrapped(module, batches[0][0]) for module in modules]
+    models = [wrap_model(module, batches[0][0]) for module in modules]
 
     def body(comm):
         training = Training(comm, models[comm.rank], Layout(pipeline=2, microbatches=2))
@@ -134,7 +134,7 @@ def test_memory_of_stages_elsewhere_is_given_back(rng):
 
 
 class Poisoned(nn.Linear):
-    """A linear that gives NaN when it is told to, in one micro-batch."""
+    """A linear layer that returns NaN for large inputs if it is ``armed``."""
 
     def __init__(self, armed):
         super().__init__(4, 4)
@@ -145,7 +145,7 @@ class Poisoned(nn.Linear):
         return y * float("nan") if self.armed and bool((x.detach().abs() > 50).any()) else y
 
 
-def test_a_value_that_is_not_finite_is_found_with_its_stage(rng):
+def test_nonfinite_output_is_reported_with_its_stage(rng):
     """The executor computes the step again, and names the stage and its module."""
     x, y = rng.standard_normal((6, 4)).astype(np.float32), rng.integers(0, 4, 6)
     x[4] = 1000.0
@@ -164,26 +164,26 @@ def test_a_value_that_is_not_finite_is_found_with_its_stage(rng):
     assert run_threads(1, body) == ["output of layer 1, 1 (Poisoned), in micro-batch 2"]
 
 
-def test_passes_can_be_measured_before_a_run(rng):
-    """As for a pipeline that is cut by seconds; initial values and what is learnt are the same afterwards."""
+def test_passes_can_be_measured_before_training(rng):
+    """A pipeline balanced by measured seconds does this. The measurement leaves the initial values unchanged."""
     module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     before = {name: value.clone().numpy() for name, value in module.state_dict().items()}
     x, y = rng.standard_normal((2, 2, 4)).astype(np.float32)
     model = wrap(module, functional.mse_loss, example=(x, y[:, :2]))
     assert model.loss.example_targets(3).tolist() == y[[0, 1, 0], :2].tolist()
-    found = pipeline_costs.measure(model, samples=3)
-    assert len(found) == 2
-    assert all(one.forward > 0 and one.backward > 0 for one in found)
+    result = pipeline_costs.measure(model, samples=3)
+    assert len(result) == 2
+    assert all(one.forward > 0 and one.backward > 0 for one in result)
     store = FlatStore(model.layout, model.dtype)
     model.initialise(store, 0)
     for segment in model.layout.segments:
         np.testing.assert_array_equal(store.view(segment.key), before[segment.spec.name])
 
 
-def test_a_pipeline_is_cut_by_the_products_that_were_counted(rng):
-    """An embedding is no product, attention is one; the backward, all in one pass, takes twice as many."""
+def test_pipeline_costs_use_counted_flops(rng):
+    """An embedding has no matrix product, attention has. The backward takes twice as many operations."""
     x, _ = tokens(rng, 2)
-    model = wrapped(gpt(0), x)
+    model = wrap_model(gpt(0), x)
     costs = unit_costs(model, samples=3)
     assert [cost.forward_flop for cost in costs] == [3 * stage.forward_flops for stage in model.stages]
     assert [cost.input_flop for cost in costs[1:]] == [2 * cost.forward_flop for cost in costs[1:]]

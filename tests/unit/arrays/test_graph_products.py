@@ -1,4 +1,4 @@
-"""Products within a CUDA graph: the layouts that cuBLAS is told, and what it makes of them."""
+"""Matrix products in a CUDA graph: the layouts passed to cuBLAS, and the results."""
 
 import ctypes
 
@@ -9,7 +9,7 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.gpu import graphs
 from stubs.gpu import cupy_double
 
-PRODUCTS = {  # shapes of a and b, T: turned
+PRODUCTS = {  # shapes of a and b, T: transposed
     "by rows": ("3 5", "5 4"),
     "a turned": ("5 3 T", "5 4"),
     "b turned": ("3 5", "4 5 T"),
@@ -23,7 +23,7 @@ DTYPES = {0: np.float32, 1: np.float64, 2: np.float16}
 
 
 class Library:
-    """cuBLAS as its manual describes it, on the host: matrices lie by columns, ``ld`` elements apart."""
+    """A host version of cuBLAS according to its manual: matrices are column-major with leading dimension ``ld``."""
 
     def cublasGemmEx(
         self, handle, transa, transb, m, n, k, alpha, a, at, lda, b, bt, ldb, beta, c, ct, ldc, sums, algo
@@ -57,9 +57,9 @@ class Library:
         sums,
         algo,
     ):
-        for own in range(count):
+        for index in range(count):
             places = [
-                (ctypes.c_void_p(of.value + own * pitch.value * np.dtype(DTYPES[kind]).itemsize), kind, ld)
+                (ctypes.c_void_p(of.value + index * pitch.value * np.dtype(DTYPES[kind]).itemsize), kind, ld)
                 for of, kind, ld, pitch in ((a, at, lda, pa), (b, bt, ldb, pb), (c, ct, ldc, pc))
             ]
             self._multiply(transa, transb, m, n, k, *places, sums)
@@ -80,8 +80,8 @@ class Library:
         return np.lib.stride_tricks.as_strided(memory, (rows, columns), (dtype.itemsize, ld * dtype.itemsize))
 
 
-def arrays_of(text, rng, dtype):
-    """Return an array in the midst of another one, and the same on the device."""
+def host_and_device_arrays(text, rng, dtype):
+    """Return a view into a larger array, and the same view on the device."""
     *sizes, last = map(int, text.removesuffix(" T").split())
     wide = rng.integers(-9, 9, (*sizes, last + 3)).astype(dtype)
     views = wide[..., 1:-2], backend.place(wide, "gpu")[..., 1:-2]
@@ -91,13 +91,13 @@ def arrays_of(text, rng, dtype):
 @pytest.mark.parametrize("library", ["of the double", "by its manual"])
 @pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("product", PRODUCTS)
-def test_a_captured_product_is_that_of_numpy(gpu, rng, monkeypatch, product, dtype, library):
+def test_captured_product_matches_numpy(gpu, rng, monkeypatch, product, dtype, library):
     recorder = graphs.GraphRecorder()
-    if library == "by its manual":  # at once: nothing is captured
+    if library == "by its manual":  # runs immediately: nothing is captured
         cublas = object.__new__(REAL)
         cublas._library, cublas._handle = Library(), None
         monkeypatch.setattr(graphs._local, "cublas", cublas)
-    (left, a), (right, b) = (arrays_of(text, rng, dtype) for text in PRODUCTS[product])
+    (left, a), (right, b) = (host_and_device_arrays(text, rng, dtype) for text in PRODUCTS[product])
     want = np.matmul(left.astype(float), right.astype(float))
     for wide in (gpu.empty(want.shape, dtype), gpu.empty((*want.shape[:-1], 9), dtype)):
         out = wide[..., : want.shape[-1]]
@@ -108,16 +108,16 @@ def test_a_captured_product_is_that_of_numpy(gpu, rng, monkeypatch, product, dty
         assert np.array_equal(out.get(), want)
 
 
-REAL = graphs.Cublas  # the fixture puts the double in its place
+REAL = graphs.Cublas  # the fixture replaces it by the double
 
 
-def test_cupy_refuses_a_product_in_a_capture(gpu):
+def test_cupy_rejects_matmul_during_capture(gpu):
     array = cupy_double.ones((2, 2))
     with pytest.raises(NotImplementedError, match="cuBLAS API during stream capture"):
         graphs.GraphRecorder().capture(lambda: cupy_double.matmul(array, array, out=array))
 
 
-def test_a_library_that_is_not_loaded_is_told():
+def test_missing_library_is_reported():
     with pytest.raises(graphs.MissingCapabilityError, match=r"libnothing is not loaded .*set run.cuda_graph = false"):
         graphs._loaded("libnothing")
     assert graphs._loaded("libc").startswith("/")

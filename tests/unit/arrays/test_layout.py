@@ -1,4 +1,4 @@
-"""The address space: offsets, units, look-up, and stores over parts of it."""
+"""The address space: offsets, units, look-up, and stores over parts of the space."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 
 
-def example():
+def example_layout():
     return Layout.of(
         [
             TensorSpec(0, "tokens", (5, 7)),
@@ -22,7 +22,7 @@ def example():
 
 
 def test_segments_are_aligned_disjoint_and_ordered():
-    layout = example()
+    layout = example_layout()
     assert all(segment.range.start % ALIGN_ELEMENTS == 0 for segment in layout.segments)
     assert layout.parameters == 35 + 21 + 0 + 33 + 1
     assert layout.size == 64 + 32 + 0 + 64 + 32
@@ -30,14 +30,14 @@ def test_segments_are_aligned_disjoint_and_ordered():
     assert len(set(taken)) == len(taken) == layout.parameters
 
 
-def test_units_tile_the_space():
-    units = example().units
+def test_units_tile_the_address_space():
+    units = example_layout().units
     assert list(units) == [0, 1, 2]
     assert [(u.start, u.stop) for u in units.values()] == [(0, 96), (96, 160), (160, 192)]
 
 
-def test_within_finds_what_a_range_touches_for_every_range():
-    layout = example()
+def test_within_returns_all_segments_that_overlap_a_range():
+    layout = example_layout()
     for start in range(0, layout.size, 5):
         for stop in range(start, layout.size + 1, 7):
             expected = {
@@ -45,17 +45,17 @@ def test_within_finds_what_a_range_touches_for_every_range():
                 for segment in layout.segments
                 if max(start, segment.range.start) < min(stop, segment.range.stop)
             }
-            found = {s.key: (t.start, t.stop) for s, t in layout.within(Range(start, stop))}
-            assert found == expected
+            results = {s.key: (t.start, t.stop) for s, t in layout.within(Range(start, stop))}
+            assert results == expected
 
 
-def test_two_tensors_of_one_name_are_refused():
+def test_duplicate_tensor_names_are_rejected():
     with pytest.raises(ValueError, match="two tensors are called 1.w"):
         Layout.of([TensorSpec(1, "w", (2,)), TensorSpec(1, "w", (3,))])
 
 
-def test_shards_of_a_store_are_the_whole(rng):
-    layout = example()
+def test_concatenated_shards_equal_the_store(rng):
+    layout = example_layout()
     full = FlatStore(layout, np.float32)
     full.array[...] = rng.standard_normal(layout.size)
     for parts in (1, 2, 3, 5):
@@ -65,8 +65,8 @@ def test_shards_of_a_store_are_the_whole(rng):
         assert np.array_equal(np.concatenate([shard.array for shard in shards]), full.array)
 
 
-def test_a_store_of_several_parts_finds_each(rng):
-    layout = example()
+def test_store_with_several_ranges_returns_each_range(rng):
+    layout = example_layout()
     full = FlatStore(layout, np.float64)
     full.array[...] = rng.standard_normal(layout.size)
     ranges = split(layout.size, 7, 8)
@@ -90,7 +90,7 @@ def test_a_store_of_several_parts_finds_each(rng):
 
 
 def test_views_share_memory_and_start_zero():
-    store = FlatStore(example(), np.float64)
+    store = FlatStore(example_layout(), np.float64)
     assert not store.array.any()
     store.view("0.positions")[...] = 3.0
     assert store.array.sum() == 63.0 and store.view("0.positions").shape == (3, 7)
@@ -98,9 +98,9 @@ def test_views_share_memory_and_start_zero():
     assert not store.array.any()
 
 
-def test_ledger_counts_until_the_array_is_gone():
+def test_ledger_counts_arrays_until_they_are_freed():
     ledger = Ledger()
-    store = FlatStore(example(), np.float32, category="gradients", ledger=ledger)
+    store = FlatStore(example_layout(), np.float32, category="gradients", ledger=ledger)
     other = ledger.track(np.zeros(10, np.float64), "activations")
     assert ledger.current["gradients"] == 192 * 4 and ledger.current["activations"] == 80
     del store, other

@@ -1,4 +1,4 @@
-"""The shape and limits of a batch job: what is refused, and with which word."""
+"""The shape and limits of a batch job, and the errors for invalid jobs."""
 
 import pytest
 
@@ -17,7 +17,7 @@ from hpcdist.errors import UsageError
     ("1-00:00:00", 86400),
     ("7-23:59:59", 691199),
 )
-def test_walltimes(text, seconds):
+def test_walltime_is_parsed(text, seconds):
     assert walltime_s(text) == seconds
 
 
@@ -26,13 +26,13 @@ def test_walltimes(text, seconds):
     *("", "0", "-5", "1.5", "10:00", "1-12", "1-12:00", "00:00:59", "1-24:00:00", "00:60:00", "00:00:60", "1h"),
     *("٣", "1:0:0", "90\n", " 90", "infinite", "1-00:00:00 --wrap=x"),
 )
-def test_what_is_no_walltime(text):
+def test_invalid_walltime_is_rejected(text):
     with pytest.raises(UsageError, match="expected D-HH:MM:SS, HH:MM:SS or whole minutes"):
         walltime_s(text)
 
 
 @pytest.mark.parametrize(("text", "mib"), [("4000", 4000), ("512K", 0.5), ("200g", 204800), ("1T", 1048576), ("0", 0)])
-def test_memory(text, mib):
+def test_memory_is_parsed(text, mib):
     assert memory_mib(text) == mib
 
 
@@ -51,36 +51,36 @@ def test_memory(text, mib):
     (dict(constraint=""), "--constraint is empty"),
     (dict(mem="4 GB"), "--mem '4 GB': expected MiB"),
     (dict(mem=""), "--mem '': expected MiB"),
-    (dict(walltime="2", signal_s=120), "--signal-seconds 120 is not less than the walltime 2"),
+    (dict(walltime="2", signal_s=120), "--signal-seconds 120 must be less than the walltime 2"),
     (dict(signal_s=0), "between 1 and 65535"),
     (dict(signal_s=65536), "between 1 and 65535"),
     (dict(sbatch_args=("-p debug",)), "expected a long option"),
     (dict(sbatch_args=("--qos=a", "wrap")), "expected a long option"),
 )
-def test_what_is_no_job(values, words):
+def test_invalid_job_is_rejected(values, words):
     with pytest.raises(UsageError, match=words):
         BatchJob(**{"nodes": 1, "python": "python", "recipe": ""} | values)
 
 
-def test_ranks():
+def test_ranks_are_nodes_times_ranks_per_node():
     assert BatchJob(nodes=3, ranks_per_node=4, python="python", recipe="", walltime="2", signal_s=119).ranks == 12
 
 
 @cases(
     "argument, words",
-    ("--output=mine.txt", "contradicts --output of the script; the log of all starts is hpcdist-<job>.out"),
-    ("--open-mode=truncate", "contradicts --open-mode"),
-    ("--nodes=3", "contradicts --nodes of the script; use --nodes"),
-    ("--ntasks=3", "contradicts --ntasks of the script; use --nodes and --ranks-per-node"),
+    ("--output=mine.txt", "conflicts with --output of the script; the log of all starts is hpcdist-<job>.out"),
+    ("--open-mode=truncate", "conflicts with --open-mode"),
+    ("--nodes=3", "conflicts with --nodes of the script; use --nodes"),
+    ("--ntasks=3", "conflicts with --ntasks of the script; use --nodes and --ranks-per-node"),
     ("--ntasks-per-node=3", "use --ranks-per-node"),
     ("--time=5", "use --time"),
     ("--signal=B:TERM@9", "use --signal-seconds"),
-    ("--sig=TERM", "contradicts --signal"),  # an abbreviation, as sbatch takes it
-    ("--requeue", "the script says whether the job is requeued; it does until all steps are done"),
-    ("--no-requeue", "the script says whether the job is requeued; --chain does without"),
+    ("--sig=TERM", "conflicts with --signal"),  # an abbreviation that sbatch accepts
+    ("--requeue", "the script controls requeueing; it is requeued until all steps are done"),
+    ("--no-requeue", "the script controls requeueing; use --chain"),
     ("--chdir=/tmp", "submit from that directory"),
 )
-def test_a_further_option_may_not_contradict_the_script(argument, words):
+def test_sbatch_option_that_contradicts_the_script_is_rejected(argument, words):
     with pytest.raises(UsageError) as error:
         BatchJob(nodes=1, python="python", recipe="", sbatch_args=("--qos=a", argument))
     assert words in str(error.value) and repr(argument) in str(error.value)
@@ -88,22 +88,22 @@ def test_a_further_option_may_not_contradict_the_script(argument, words):
 
 @cases(
     "argument, values, words",
-    ("--qos=debug", {"qos": "regular"}, "contradicts --qos of the script; use --qos"),
-    ("--constr=gpu", {"constraint": "cpu"}, "contradicts --constraint"),
-    ("--mem=4G", {"mem": "0"}, "contradicts --mem of the script; use --mem"),
-    ("--mem-per-cpu=4G", {"mem": "0"}, "contradicts --mem-per-cpu of the script; use --mem"),
+    ("--qos=debug", {"qos": "regular"}, "conflicts with --qos of the script; use --qos"),
+    ("--constr=gpu", {"constraint": "cpu"}, "conflicts with --constraint"),
+    ("--mem=4G", {"mem": "0"}, "conflicts with --mem of the script; use --mem"),
+    ("--mem-per-cpu=4G", {"mem": "0"}, "conflicts with --mem-per-cpu of the script; use --mem"),
 )
-def test_an_option_that_is_said_twice(argument, values, words):
+def test_duplicate_option_is_rejected(argument, values, words):
     given = {"nodes": 1, "python": "python", "recipe": "", "sbatch_args": (argument,)}
     assert BatchJob(**given).sbatch_args == (argument,)
     with pytest.raises(UsageError, match=words):
         BatchJob(**given, **values)
 
 
-def test_options_of_gpus_are_the_scripts_where_it_asks_for_gpus():
+def test_gpu_option_is_rejected_if_the_job_requests_gpus():
     given = {"nodes": 1, "python": "python", "recipe": "", "sbatch_args": ("--gpus-per-node=2",)}
     assert BatchJob(**given).sbatch_args
-    with pytest.raises(UsageError, match="contradicts --gpus-per-node"):
+    with pytest.raises(UsageError, match="conflicts with --gpus-per-node"):
         BatchJob(**given, gpus_per_node=2)
     near = ("--time-min=3", "--nodelist=n1", "--signal-x", "--nodefile=a", "--gres=gpu:2", "--error=err.txt")
     assert BatchJob(nodes=1, python="python", recipe="", gpus_per_node=2, sbatch_args=near).sbatch_args == near

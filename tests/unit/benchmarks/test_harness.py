@@ -1,4 +1,4 @@
-"""The harness of the studies: it alternates, tells ratios with intervals, writes, and sees a regression."""
+"""The harness of the studies: alternating order, ratios with intervals, results files, and regression checks."""
 
 from types import ModuleType
 
@@ -14,7 +14,7 @@ from hpcdist.errors import STORAGE
 
 
 def study(slow=1.0, **more):
-    """Return a study of two contenders, the second of which takes twice as long, ``slow`` times."""
+    """Return a study of two contenders. The second takes twice as long, times ``slow``."""
     module = ModuleType("study", "A study of a test.\n\nMore of it.")
 
     def measure(options, session):
@@ -26,7 +26,7 @@ def study(slow=1.0, **more):
     return module
 
 
-def test_contenders_alternate_in_new_orders_and_the_first_rounds_do_not_count():
+def test_contenders_alternate_in_random_order_without_warm_up():
     calls = []
     begun = []
 
@@ -36,13 +36,13 @@ def test_contenders_alternate_in_new_orders_and_the_first_rounds_do_not_count():
 
     contenders = {name: lambda name=name: call(name) for name in "abc"}
     values = harness.alternate(contenders, 20, warm_up=2, begin=lambda: begun.append(len(calls)))
-    assert begun == list(range(0, 66, 3)) and all(len(own) == 20 for own in values.values())
+    assert begun == list(range(0, 66, 3)) and all(len(local_data) == 20 for local_data in values.values())
     rounds = [tuple(calls[at : at + 3]) for at in range(0, 66, 3)]
     assert all(sorted(each) == ["a", "b", "c"] for each in rounds) and len(set(rounds)) > 1
-    assert min(min(own) for own in values.values()) == 7
+    assert min(min(local_data) for local_data in values.values()) == 7
 
 
-def test_an_interval_holds_the_median_and_narrows_with_more_samples():
+def test_interval_contains_median_and_narrows_with_samples():
     rng = np.random.default_rng(0)
     widths = []
     for count in (10, 1000):
@@ -52,10 +52,10 @@ def test_an_interval_holds_the_median_and_narrows_with_more_samples():
     assert widths[1] < widths[0] / 3
 
 
-def test_results_are_printed_written_and_read(tmp_path, capsys):
+def test_results_are_printed_and_written(tmp_path, capsys):
     file = tmp_path / "study.h5"
     assert harness.run(study(), "study", ["-o", str(file), "--anonymous"]) == 0
-    assert "x base" in (said := capsys.readouterr().out) and "2.000 to 2.000" in said
+    assert "x base" in (output := capsys.readouterr().out) and "2.000 to 2.000" in output
     with h5py.File(file) as written:
         assert written.attrs["contenders"] == "base;other" and "git_commit" in written.attrs
         assert "hosts" not in written.attrs and written["time_s"].attrs["dims"] == "contenders, rounds"
@@ -63,7 +63,7 @@ def test_results_are_printed_written_and_read(tmp_path, capsys):
     assert "exists" in capsys.readouterr().err
 
 
-def test_a_check_sees_a_regression(tmp_path, monkeypatch, capsys):
+def test_check_detects_a_regression(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     assert harness.run(study(), "study", ["-o", str(tmp_path / "study.h5")]) == 0
     more = {"COMMITTED": "study.h5", "SMALL": {"rounds": 2}, "WORSE": 1.2}
@@ -72,18 +72,18 @@ def test_a_check_sees_a_regression(tmp_path, monkeypatch, capsys):
         assert ("WORSE than 1.2" in capsys.readouterr().out) == bool(code)
 
 
-def test_a_check_without_a_committed_result_is_refused_with_the_reason(capsys):
+def test_check_without_a_committed_result_is_rejected(capsys):
     with pytest.raises(SystemExit):
         harness.run(study(NO_CHECK="it takes a night"), "study", ["--check"])
     assert "--check: it takes a night" in capsys.readouterr().err
 
 
-def test_a_missed_goal_ends_with_1(capsys):
+def test_missed_goal_exits_with_1(capsys):
     assert harness.run(study(failures=lambda results: ["it is slow"]), "study", []) == 1
     assert "missed: it is slow" in capsys.readouterr().err
 
 
-def test_every_study_is_listed_and_has_what_the_harness_asks_for(capsys):
+def test_every_study_is_listed(capsys):
     assert studies.main([]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(studies.STUDIES)
     with pytest.raises(SystemExit, match="'none': choose a study from architectures"):
@@ -91,12 +91,12 @@ def test_every_study_is_listed_and_has_what_the_harness_asks_for(capsys):
 
 
 @pytest.mark.parametrize("name", studies.STUDIES)
-def test_the_ratios_of_every_committed_result_can_be_told(name):
-    found = harness.Study.of(pytest.importorskip(f"benchmarks.{studies.STUDIES[name]}"))
-    if found.committed:
-        file = f"benchmarks/results/{found.committed}"
+def test_every_committed_result_has_finite_ratios(name):
+    result = harness.Study.of(pytest.importorskip(f"benchmarks.{studies.STUDIES[name]}"))
+    if result.committed:
+        file = f"benchmarks/results/{result.committed}"
         assert (harness.ROOT / file).is_file(), f"python -m benchmarks {name} -o {file} --anonymous"
         page = (harness.RESULTS.parent / "README.md").read_text()
-        assert pages.rows_of_file(page, found.committed), f"a row of benchmarks/README.md names {found.committed}"
-        ratios = found.ratios(harness.committed(found))
+        assert pages.rows_of_file(page, result.committed), f"a row of benchmarks/README.md names {result.committed}"
+        ratios = result.ratios(harness.committed(result))
         assert ratios and all(np.isfinite(np.median(samples)) for samples in ratios.values())

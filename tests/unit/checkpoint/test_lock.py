@@ -1,4 +1,4 @@
-"""The lock of a run directory: one writer, and no dead one that keeps others out."""
+"""The lock of a run directory: one writer at a time, and the lock of a dead process does not block others."""
 
 import errno
 import json
@@ -13,8 +13,8 @@ import time
 import numpy as np
 import pytest
 
-from harness.inputs import newest
-from harness.jobs import LIMIT_S, called
+from harness.inputs import newest_intact_checkpoint
+from harness.jobs import LIMIT_S, call_command
 from hpcdist.arrays.piece import Piece
 from hpcdist.checkpoint import lock, state
 from hpcdist.checkpoint.lock import LOCK_FILE, RunLock
@@ -36,22 +36,22 @@ time.sleep(600)
 
 
 @pytest.fixture
-def quick(monkeypatch):
+def short_timeouts(monkeypatch):
     monkeypatch.setattr(lock, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(lock, "STALE_S", 0.5)
 
 
-def holder(path):
+def lock_owner(path):
     entry = json.loads((path / LOCK_FILE).read_text())
     entry.pop("place", None)
     return entry
 
 
 def forge(path, **changed):
-    (path / LOCK_FILE).write_text(json.dumps(holder(path) | changed))
+    (path / LOCK_FILE).write_text(json.dumps(lock_owner(path) | changed))
 
 
-def test_one_at_a_time(tmp_path):
+def test_second_lock_of_a_directory_is_rejected(tmp_path):
     first, second = RunLock(), RunLock()
     first.take(tmp_path)
     with pytest.raises(StorageError, match=rf"is being written by process {os.getpid()} on .*choose another --out"):
@@ -60,15 +60,15 @@ def test_one_at_a_time(tmp_path):
     assert not list(tmp_path.iterdir())
     second.take(tmp_path)
     first.release()
-    assert [path.name for path in tmp_path.iterdir()] == [LOCK_FILE], "another's lock is not given back"
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK_FILE], "released the lock of another process"
     second.release()
     assert not list(tmp_path.iterdir())
 
 
-def test_many_at_once(tmp_path):
+def test_only_one_of_many_concurrent_locks_succeeds(tmp_path):
     taken = []
 
-    def attempt():
+    def try_to_lock():
         mine = RunLock()
         try:
             mine.take(tmp_path)
@@ -76,7 +76,7 @@ def test_many_at_once(tmp_path):
             return
         taken.append(mine)
 
-    threads = [threading.Thread(target=attempt) for _ in range(8)]
+    threads = [threading.Thread(target=try_to_lock) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -85,25 +85,25 @@ def test_many_at_once(tmp_path):
     taken[0].release()
 
 
-def test_a_living_process_keeps_it_and_a_killed_one_does_not(tmp_path):
+def test_lock_of_a_living_process_blocks_and_of_a_killed_one_not(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "taken\n"
     with pytest.raises(StorageError, match=f"process {process.pid}"):
         RunLock().take(tmp_path)
     process.send_signal(signal.SIGKILL)
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie from here on
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # the process is a zombie from here on
     mine = RunLock()
     mine.take(tmp_path)
     mine.release()
     process.wait()
 
 
-def test_of_another_machine_until_it_is_not_touched_any_more(tmp_path, quick):
+def test_lock_of_another_machine_expires_without_heartbeat(tmp_path, short_timeouts):
     other = RunLock()
     other._own |= {"machine": "another", "host": "far"}
     other.take(tmp_path)
     with pytest.raises(StorageError, match="on far"):
-        RunLock().take(tmp_path)  # it is touched all the time
+        RunLock().take(tmp_path)  # its heartbeat continues
     other._ended.set()
     began = time.monotonic()
     mine = RunLock()
@@ -112,28 +112,28 @@ def test_of_another_machine_until_it_is_not_touched_any_more(tmp_path, quick):
     mine.release()
 
 
-def test_an_earlier_start_of_the_same_batch_job_is_over(tmp_path):
+def test_lock_of_an_earlier_start_of_the_same_job_is_replaced(tmp_path):
     earlier = RunLock({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0"})
     earlier.take(tmp_path)
     forge(tmp_path, machine="another")
     mine = RunLock({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"})
     mine.take(tmp_path)
-    assert holder(tmp_path) == mine._own and not mine.lost() and earlier.lost()
+    assert lock_owner(tmp_path) == mine._own and not mine.lost() and earlier.lost()
     mine.release()
     earlier.release()
     assert not list(tmp_path.iterdir())
 
 
-def test_a_damaged_lock_is_stale_when_it_is_old(tmp_path, quick):
+def test_old_damaged_lock_is_replaced(tmp_path, short_timeouts):
     (tmp_path / LOCK_FILE).write_text("{")
     mine = RunLock()
     mine.take(tmp_path)
-    assert holder(tmp_path) == mine._own and not mine.lost()
+    assert lock_owner(tmp_path) == mine._own and not mine.lost()
     mine.release()
     assert not list(tmp_path.iterdir())
 
 
-def test_two_runs_of_one_directory(tmp_path):
+def test_second_run_in_one_directory_changes_nothing(tmp_path):
     recipe = recipes.load(None, [], {}).recipe
     first, second = RunLock(), RunLock()
     run_directory.prepare_run_directory(solo(), recipe, tmp_path / "run", "auto", first)
@@ -148,8 +148,8 @@ def test_two_runs_of_one_directory(tmp_path):
     second.release()
 
 
-def test_whoever_lost_it_writes_no_more(tmp_path, quick):
-    """It was frozen for longer than a lock lives; another host took the directory over, and is saving the same step."""
+def test_process_that_lost_its_lock_cannot_save(tmp_path, short_timeouts):
+    """A process was frozen for longer than a lock lives. Another host took the directory over and saves that step."""
 
     def state(value):
         return [Piece.whole("parameters", "w", np.full(100, float(value)))]
@@ -164,27 +164,27 @@ def test_whoever_lost_it_writes_no_more(tmp_path, quick):
     theirs.mkdir()
     with pytest.raises(StorageError, match=r"not saved: process \d+ on far has taken .* over") as caught:
         save(tmp_path / "checkpoints", 2, state(2), {}, solo())
-    assert caught.value.exit_code == 74 and theirs.is_dir(), "what the other one writes is left alone"
+    assert caught.value.exit_code == 74 and theirs.is_dir(), "the files of the new owner must stay"
     assert "on far" in commit(SavePlan(tmp_path / "checkpoints", 2, 1, {}, {}, 2), []) and theirs.is_dir()
     before = (tmp_path / LOCK_FILE).stat().st_mtime_ns
     time.sleep(4 * lock.HEARTBEAT_S)
-    assert (tmp_path / LOCK_FILE).stat().st_mtime_ns == before, "it does not keep another's lock alive"
+    assert (tmp_path / LOCK_FILE).stat().st_mtime_ns == before, "the heartbeat must not touch a foreign lock"
     frozen.release()
-    assert (tmp_path / LOCK_FILE).exists() and newest(tmp_path).name == "step-1"
+    assert (tmp_path / LOCK_FILE).exists() and newest_intact_checkpoint(tmp_path).name == "step-1"
 
 
-def test_a_lock_that_somebody_removed_is_made_again(tmp_path):
+def test_removed_lock_is_created_again_by_save(tmp_path):
     mine = RunLock()
     mine.take(tmp_path)
     (tmp_path / LOCK_FILE).unlink()
     save(tmp_path / "checkpoints", 1, [Piece.whole("parameters", "w", np.zeros(3))], {}, solo())
     assert (tmp_path / LOCK_FILE).exists()
     (tmp_path / LOCK_FILE).write_text("{")
-    assert mine.lost() == "", "nobody knows whose it is"
+    assert mine.lost() == "", "a damaged lock has no known owner"
     mine.release()
 
 
-def test_it_is_kept_alive_when_it_is_there_again(tmp_path, quick):
+def test_heartbeat_continues_after_lock_reappears(tmp_path, short_timeouts):
     mine = RunLock()
     mine.take(tmp_path)
     (tmp_path / LOCK_FILE).rename(tmp_path / "away")
@@ -198,7 +198,7 @@ def test_it_is_kept_alive_when_it_is_there_again(tmp_path, quick):
     mine.release()
 
 
-def test_a_run_directory_that_is_gone_stops_all_ranks(tmp_path):
+def test_moved_run_directory_fails_save_on_all_ranks(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     mine = RunLock()
@@ -207,7 +207,7 @@ def test_a_run_directory_that_is_gone_stops_all_ranks(tmp_path):
     piece = Piece.whole("parameters", "w", np.zeros(3))
 
     def body(comm):
-        with pytest.raises(StorageError, match="not saved: .*lock cannot be made") as caught:
+        with pytest.raises(StorageError, match="not saved: .*lock cannot be created") as caught:
             save(run / "checkpoints", 1, [piece] if comm.rank == 0 else [], {}, comm)
         return caught.value.exit_code
 
@@ -215,19 +215,19 @@ def test_a_run_directory_that_is_gone_stops_all_ranks(tmp_path):
     mine.release()
 
 
-def test_nothing_is_thinned_out_beneath_a_running_job(tmp_path, capsys):
+def test_prune_is_rejected_while_a_job_runs(tmp_path, capsys):
     for step in (1, 2, 3):
         save(tmp_path / "checkpoints", step, [Piece.whole("parameters", "w", np.zeros(3))], {}, solo(), keep=9)
     job = RunLock()
     job.take(tmp_path)
 
     def prune(*arguments):
-        code, _, err = called(capsys, "checkpoint", "prune", "--keep", "1", *arguments)
+        code, _, err = call_command(capsys, "checkpoint", "prune", "--keep", "1", *arguments)
         return code, err
 
     for place in tmp_path, tmp_path / "checkpoints":
-        code, told = prune(place)
-        assert code == 74 and "let it keep fewer itself (checkpoint.keep)" in told
+        code, output = prune(place)
+        assert code == 74 and "let it keep fewer itself (checkpoint.keep)" in output
         assert prune(place, "--dry-run")[0] == 0
     assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 3
     job.release()
@@ -236,19 +236,21 @@ def test_nothing_is_thinned_out_beneath_a_running_job(tmp_path, capsys):
 
 
 def test_lock_on_a_read_only_file_system_raises_storage_error(tmp_path, monkeypatch, capsys):
-    """As Linux does, the removal of a file that was never made fails with the same error as its creation."""
+    """On Linux, removing a missing file on a read-only file system fails with the same error as creating it."""
     save(tmp_path / "checkpoints", 1, [Piece.whole("parameters", "w", np.zeros(3))], {}, solo())
 
-    def refuse(*_, **__):
+    def raise_os_error(*_, **__):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(atomic, "create", refuse)
-    monkeypatch.setattr(type(tmp_path), "unlink", refuse)
-    with pytest.raises(StorageError, match=r"lock cannot be made: Read-only file system; choose a directory"):
+    monkeypatch.setattr(atomic, "create", raise_os_error)
+    monkeypatch.setattr(type(tmp_path), "unlink", raise_os_error)
+    with pytest.raises(
+        StorageError, match=r"lock cannot be created: Read-only file system; choose a writable directory"
+    ):
         RunLock().take(tmp_path)
     with pytest.raises(StorageError, match="Read-only file system"):
         state.save(tmp_path / "api", {"w": np.zeros(3)}, comm=solo())
-    code, _, err = called(capsys, "checkpoint", "prune", "--keep", "1", tmp_path)
+    code, _, err = call_command(capsys, "checkpoint", "prune", "--keep", "1", tmp_path)
     assert code == 74 and "Read-only file system" in err
 
 
@@ -283,7 +285,7 @@ def test_copy_of_a_locked_directory_is_not_locked(tmp_path):
 
 
 def test_moved_directory_stays_locked(tmp_path):
-    """Another mount point of a shared file system looks like a moved directory: same inode, other path."""
+    """A second mount point of a shared file system looks like a moved directory: same inode, other path."""
     original = tmp_path / "run"
     original.mkdir()
     mine = RunLock()
@@ -296,17 +298,17 @@ def test_moved_directory_stays_locked(tmp_path):
 
 
 def test_copied_lock_of_a_file_system_without_links_still_locks(tmp_path, monkeypatch):
-    def refuse(*_):
+    def raise_os_error(*_):
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
-    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "link", raise_os_error)
     mine = RunLock()
     mine.take(tmp_path)
-    assert holder(tmp_path) == mine._own and lock.is_held(tmp_path)
+    assert lock_owner(tmp_path) == mine._own and lock.is_held(tmp_path)
     mine.release()
 
 
-def test_wait_for_a_damaged_lock_is_announced(tmp_path, quick, capsys):
+def test_wait_for_a_damaged_lock_is_announced(tmp_path, short_timeouts, capsys):
     (tmp_path / LOCK_FILE).write_text("{")
     with pytest.raises(StorageError, match=r"lock is damaged .*remove .*lock"):
         RunLock().take(tmp_path, waits=False)
@@ -315,12 +317,12 @@ def test_wait_for_a_damaged_lock_is_announced(tmp_path, quick, capsys):
     mine.take(tmp_path)
     mine.release()
     err = capsys.readouterr().err
-    assert err.count("is damaged") == 1 and "waiting until" in err
+    assert err.count("is damaged") == 1 and "waiting " in err
 
 
 @pytest.mark.parametrize("name", [LOCK_FILE, "stop"])
 def test_directory_in_the_place_of_a_file_is_named(tmp_path, name):
     (tmp_path / "run" / name).mkdir(parents=True)
     recipe = recipes.load(None, [], {}).recipe
-    with pytest.raises(StorageError, match=rf"^{tmp_path}/run/{name} is a directory; .*move"):
+    with pytest.raises(StorageError, match=rf"^{tmp_path}/run/{name} is a directory.*move"):
         run_directory.prepare_run_directory(solo(), recipe, tmp_path / "run", "auto", RunLock())

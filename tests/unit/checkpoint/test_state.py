@@ -1,4 +1,4 @@
-"""Checkpoints of any program: saved on some ranks, loaded on others, in other cuts; refusals that name the array."""
+"""Checkpoints of any program: saved and loaded on different ranks and cuts, with errors that name the array."""
 
 import os
 import sys
@@ -17,41 +17,41 @@ def cut_rows(array, rank, size):
 
 
 @pytest.fixture
-def whole(rng):
+def global_arrays(rng):
     return {"field": rng.standard_normal((11, 6)), "mask": rng.integers(0, 9, (5,)).astype(np.uint8)}
 
 
 @cases("savers, loaders", (1, 3), (3, 1), (2, 4), (4, 2))
-def test_rows_on_another_number_of_ranks(whole, tmp_path, savers, loaders):
+def test_rows_are_loaded_on_another_number_of_ranks(global_arrays, tmp_path, savers, loaders):
     @on_threads(savers)
-    def saves(comm):
-        field = cut_rows(whole["field"], comm.rank, savers)
-        save(tmp_path, {"field": Sharded(field), "mask": whole["mask"], "step": 7}, comm=comm)
+    def save_on_each_rank(comm):
+        field = cut_rows(global_arrays["field"], comm.rank, savers)
+        save(tmp_path, {"field": Sharded(field), "mask": global_arrays["mask"], "step": 7}, comm=comm)
 
     @on_threads(loaders)
-    def loads(comm):
-        field = np.zeros_like(cut_rows(whole["field"], comm.rank, loaders))
+    def load_on_each_rank(comm):
+        field = np.zeros_like(cut_rows(global_arrays["field"], comm.rank, loaders))
         mask = np.zeros(5, np.uint8)
         state = load(tmp_path, {"field": Sharded(field), "mask": mask}, comm=comm)
         assert state["step"] == 7 and state["mask"] is mask and state["field"] is field
-        assert np.array_equal(field, cut_rows(whole["field"], comm.rank, loaders))
-        assert np.array_equal(mask, whole["mask"])
+        assert np.array_equal(field, cut_rows(global_arrays["field"], comm.rank, loaders))
+        assert np.array_equal(mask, global_arrays["mask"])
 
-    saves()
-    loads()
+    save_on_each_rank()
+    load_on_each_rank()
 
 
-def test_blocks_of_a_grid_come_back_whole_and_strided(whole, tmp_path):
-    field = whole["field"]
+def test_grid_blocks_are_loaded_into_whole_and_strided_arrays(global_arrays, tmp_path):
+    field = global_arrays["field"]
 
     @on_threads(4)
-    def saves(comm):
+    def save_on_each_rank(comm):
         row, column = divmod(comm.rank, 2)
         top, left = (0, 5)[row], (0, 2)[column]
-        block = field[top : (5, 11)[row], left : (2, 6)[column]]  # strided in the memory of the whole
+        block = field[top : (5, 11)[row], left : (2, 6)[column]]  # a strided view of the whole array
         save(tmp_path, {"field": Sharded(block, (top, left), field.shape)}, step=3, comm=comm)
 
-    saves()
+    save_on_each_rank()
     state = load(tmp_path)
     assert np.array_equal(state["field"], field)
     wide = np.zeros((11, 12))
@@ -59,7 +59,7 @@ def test_blocks_of_a_grid_come_back_whole_and_strided(whole, tmp_path):
     assert np.array_equal(wide[:, ::2], field) and not wide[:, 1::2].any()
 
 
-def test_steps_count_up_and_the_newest_stay(tmp_path):
+def test_saves_count_steps_and_keep_the_newest(tmp_path):
     assert load(tmp_path) is None
     for value in range(4):
         path = save(tmp_path, {"x": np.full(3, value), "value": value}, keep=2)
@@ -68,7 +68,7 @@ def test_steps_count_up_and_the_newest_stay(tmp_path):
     assert load(tmp_path)["value"] == 3
 
 
-def test_damage_falls_back_to_the_checkpoint_before(tmp_path, capsys):
+def test_load_of_a_damaged_checkpoint_uses_the_one_before(tmp_path, capsys):
     save(tmp_path, {"x": np.arange(100.0)})
     newest = save(tmp_path, {"x": np.arange(100.0) + 1})
     shard = next(newest.rglob("shard-*.h5"))
@@ -81,44 +81,44 @@ def test_damage_falls_back_to_the_checkpoint_before(tmp_path, capsys):
 
 
 @cases(
-    "wanted, error, said",
-    ({"y": np.zeros(3)}, StorageError, "has no array 'y'"),
-    ({"x": np.zeros(4)}, StorageError, r"x is float64\[3\], and the program has float64\[4\]"),
-    ({"x": np.zeros(3, np.float32)}, StorageError, "and the program has float32"),
+    "expected, error, output",
+    ({"y": np.zeros(3)}, StorageError, "has no array named 'y'"),
+    ({"x": np.zeros(4)}, StorageError, r"x is float64\[3\], but the array to fill is float64\[4\]"),
+    ({"x": np.zeros(3, np.float32)}, StorageError, "but the array to fill is float32"),
 )
-def test_what_is_not_there_is_named(tmp_path, wanted, error, said):
+def test_load_error_names_the_missing_array(tmp_path, expected, error, output):
     save(tmp_path, {"x": np.ones(3)})
-    with pytest.raises(error, match=said):
-        load(tmp_path, wanted)
+    with pytest.raises(error, match=output):
+        load(tmp_path, expected)
 
 
 @cases(
-    "state, keep, said",
+    "state, keep, output",
     ({"x": np.zeros(3, complex)}, 1, r"x: dtype complex128 .* pass array\.view\(np\.float64\)"),
     ({"x": np.zeros(3, ">f8")}, 1, r"x: dtype >f8 .*array\.dtype\.newbyteorder"),
     ({"x": Sharded(np.ma.masked_array(np.ones(3), [0, 1, 0]))}, 1, r"x is a masked array.*array\.filled"),
     ({"x": {1, 2}}, 1, "x is a set"),
     ({"x": 1}, 0, "keep = 0"),
 )
-def test_what_cannot_be_saved_is_refused(tmp_path, state, keep, said):
-    with pytest.raises(UsageError, match=said):
+def test_save_rejects_unsupported_state(tmp_path, state, keep, output):
+    with pytest.raises(UsageError, match=output):
         save(tmp_path, state, keep=keep)
     assert load(tmp_path) is None
 
 
 @cases(
-    "start, shape, said",
+    "start, shape, output",
     ((0,), None, "both start and shape"),
     ((2,), (4,), "not inside"),
     ((0, 0), (4, 4), "not inside"),
     ((-1,), (4,), "not inside"),
 )
-def test_parts_outside_of_the_whole_are_refused(start, shape, said):
-    with pytest.raises(UsageError, match=said):
+def test_sharded_part_outside_the_whole_array_is_rejected(start, shape, output):
+    with pytest.raises(UsageError, match=output):
         Sharded(np.zeros(3), start, shape)
 
 
-def test_no_other_job_saves_there_meanwhile(tmp_path):
+def test_save_from_another_job_is_rejected(tmp_path):
     save(tmp_path, {"x": np.zeros(3)})
     program = "import sys, numpy, hpcdist; hpcdist.checkpoint.save(sys.argv[1], {'x': numpy.ones(3)})"
     done = jobs.python(program, tmp_path, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
@@ -126,27 +126,27 @@ def test_no_other_job_saves_there_meanwhile(tmp_path):
     assert load(tmp_path)["x"].sum() == 0
 
 
-def test_sharded_accepts_integers_of_numpy(whole, tmp_path):
+def test_sharded_accepts_numpy_integers(global_arrays, tmp_path):
     offsets = np.cumsum([0, 6])
 
     @on_threads(2)
-    def saves(comm):
-        part = np.split(whole["field"], [6])[comm.rank]
+    def save_on_each_rank(comm):
+        part = np.split(global_arrays["field"], [6])[comm.rank]
         sharded = Sharded(part, (offsets[comm.rank], np.int32(0)), np.array([11, 6]))
         assert sharded.start == (6 * comm.rank, 0) and all(type(value) is int for value in sharded.start)
         save(tmp_path, {"field": sharded}, step=np.int64(3), keep=np.int64(1), comm=comm)
 
-    saves()
-    assert np.array_equal(load(tmp_path)["field"], whole["field"])
+    save_on_each_rank()
+    assert np.array_equal(load(tmp_path)["field"], global_arrays["field"])
 
 
 @pytest.mark.parametrize(("start", "message"), [((0.0, 0), r"start\[0\] = 0.0"), (3, "start = 3; .*dimension")])
-def test_sharded_start_that_is_no_whole_number_is_rejected(start, message):
+def test_sharded_rejects_a_fractional_start(start, message):
     with pytest.raises(UsageError, match=message):
         Sharded(np.zeros((2, 2)), start, (4, 2))
 
 
 @pytest.mark.parametrize("options", [{"keep": 1.5}, {"step": 2.0}])
-def test_save_rejects_numbers_that_are_not_whole(tmp_path, options):
+def test_save_rejects_fractional_numbers(tmp_path, options):
     with pytest.raises(UsageError, match="expected a whole number"):
         save(tmp_path, {}, **options)

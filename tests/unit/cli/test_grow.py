@@ -1,4 +1,4 @@
-"""`hpcdist grow`: the file that asks for more ranks, and where it is refused."""
+"""`hpcdist grow`: the file that requests more ranks, and rejected requests."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from hpcdist.training.run.stop_requests import GROW_FILE, StopRequests
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """The directory of a run whose job is at work and survives."""
+    """The directory of a run whose job trains with --survive."""
     monkeypatch.setenv(SURVIVE, "shrink")
     StartRecord(tmp_path)
     for name in ("recipe.toml", "lock"):
@@ -25,7 +25,7 @@ def grow(*arguments):
     return leaving.value.code
 
 
-def test_the_job_reads_what_was_asked(run):
+def test_job_reads_the_requested_number_of_ranks(run):
     assert (grow(run, 2), grow(run, 3)) == (OK, OK)
     stop_requests = StopRequests()
     stop_requests.grow_file = run / GROW_FILE
@@ -34,32 +34,32 @@ def test_the_job_reads_what_was_asked(run):
 
 
 @pytest.mark.parametrize("ranks", ["0", "-1", "1.5", "many"])
-def test_what_is_no_number_of_ranks(run, ranks):
+def test_invalid_number_of_ranks_is_rejected(run, ranks):
     assert grow(run, "--", ranks) == USAGE
     assert not (run / GROW_FILE).exists()
 
 
-def test_a_directory_without_a_run(tmp_path, capsys):
+def test_directory_without_a_run_is_rejected(tmp_path, capsys):
     for path in (tmp_path, tmp_path / "nowhere"):
         assert grow(path, 1) == CONFIGURATION
-        assert "holds no run" in capsys.readouterr().err
+        assert "contains no run" in capsys.readouterr().err
     assert not (tmp_path / GROW_FILE).exists()
 
 
-def test_a_run_that_nobody_trains(run, capsys):
+def test_run_without_a_training_job_is_rejected(run, capsys):
     (run / "lock").unlink()
-    assert grow(run, 1) == CONFIGURATION and "nothing trains" in capsys.readouterr().err
+    assert grow(run, 1) == CONFIGURATION and "no training runs" in capsys.readouterr().err
     (run / "lock").touch()
     StartRecord(run).ended(STOPPED)
-    assert grow(run, 1) == CONFIGURATION and "nothing trains" in capsys.readouterr().err
+    assert grow(run, 1) == CONFIGURATION and "no training runs" in capsys.readouterr().err
 
 
-def test_a_record_that_cannot_be_read(run, capsys):
+def test_unreadable_start_record_is_rejected(run, capsys):
     (run / STARTS_FILE).write_text("[1]")
     assert grow(run, 1) == STORAGE and "starts.json cannot be read" in capsys.readouterr().err
 
 
-def test_a_job_that_does_not_survive(run, capsys, monkeypatch):
+def test_job_without_survive_is_rejected(run, capsys, monkeypatch):
     monkeypatch.delenv(SURVIVE)
     StartRecord(run)
     assert grow(run, 1) == CONFIGURATION and "fixed number" in capsys.readouterr().err

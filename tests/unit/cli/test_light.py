@@ -1,4 +1,4 @@
-"""The command line on a login node: instant, without MPI, and with exit codes that scripts can branch on."""
+"""The command line on a login node: fast, without MPI, and with exit codes for scripts."""
 
 import sys
 
@@ -6,7 +6,7 @@ import click
 import pytest
 
 from harness import jobs
-from harness.jobs import called, hpcdist
+from harness.jobs import call_command, hpcdist
 from harness.marks import cases
 from hpcdist import __version__, errors
 from hpcdist.cli import main
@@ -31,8 +31,8 @@ HEAVY = ("mpi4py", "numba", "llvmlite", "h5py", "cupy", "matplotlib", "numpy", "
     ["checkpoint", "export", "--help"],
 )
 @pytest.mark.full_except("arguments12")
-def test_help_loads_nothing_heavy(arguments):
-    assert jobs.light(HEAVY, arguments)
+def test_help_imports_no_heavy_modules(arguments):
+    assert jobs.run_light_commands(HEAVY, arguments)
 
 
 def test_version():
@@ -41,7 +41,7 @@ def test_version():
 
 
 @pytest.mark.parametrize("name", main.COMMANDS)
-def test_every_command_is_there_and_explains_itself(name):
+def test_every_command_and_option_has_a_help_text(name):
     command = main.group.get_command(click.Context(main.group), name)
     assert command is not None
     assert command.help, f"hpcdist {name} has no docstring"
@@ -49,7 +49,7 @@ def test_every_command_is_there_and_explains_itself(name):
     assert not unexplained
 
 
-def test_the_overview_names_every_command():
+def test_main_help_lists_every_command():
     shown = hpcdist("--help").stdout
     assert all(f"\n  {name} " in shown for name in main.COMMANDS)
 
@@ -59,8 +59,8 @@ def test_the_overview_names_every_command():
     [(["tarin"], 2), (["train", "--no-such-option"], 2), (["run", "train"], 2), (["run", "-n", "0", "train"], 2)],
 )
 def test_usage_errors(arguments, code, capsys):
-    found, _, err = called(capsys, *arguments)
-    assert found == code and "Error:" in err
+    result, _, err = call_command(capsys, *arguments)
+    assert result == code and "Error:" in err
 
 
 ERRORS = [
@@ -69,39 +69,39 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_our_errors_are_one_message_and_their_exit_code(error, monkeypatch, capsys):
+def test_hpcdist_errors_print_one_message_and_exit_code(error, monkeypatch, capsys):
     def fail(**_):
         raise error("got this, expected that")
 
     monkeypatch.setattr(main.group, "main", fail)
-    code, _, err = called(capsys)
+    code, _, err = call_command(capsys)
     assert code == error.exit_code != 0 and err == "Error: got this, expected that\n"
 
 
 @pytest.mark.parametrize(
     ("raised", "code"), [(click.Abort(), 130), (KeyboardInterrupt(), 130), (click.UsageError("no"), 2)]
 )
-def test_other_ways_to_end(raised, code, monkeypatch, capsys):
+def test_other_exceptions_have_exit_codes(raised, code, monkeypatch, capsys):
     def fail(**_):
         raise raised
 
     monkeypatch.setattr(main.group, "main", fail)
-    assert called(capsys)[0] == code
+    assert call_command(capsys)[0] == code
 
 
-def test_a_command_that_returns_a_number_leaves_with_it(monkeypatch, capsys):
+def test_returned_number_becomes_the_exit_code(monkeypatch, capsys):
     monkeypatch.setattr(main.group, "main", lambda **_: 7)
-    assert called(capsys)[0] == 7
+    assert call_command(capsys)[0] == 7
 
 
-def test_run_refuses_to_nest(monkeypatch, capsys):
+def test_nested_run_is_rejected(monkeypatch, capsys):
     monkeypatch.setenv("PMI_SIZE", "4")
     monkeypatch.setenv("PMI_RANK", "0")
-    code, _, err = called(capsys, "run", "-n", "2", "train")
+    code, _, err = call_command(capsys, "run", "-n", "2", "train")
     assert code == errors.USAGE and "already one of 4 ranks" in err
 
 
-def test_run_shows_what_it_would_start():
+def test_run_dry_run_prints_the_command():
     done = hpcdist("run", "-n", "3", "--mpi-args", "--quiet -v", "--dry-run", "train", "a b.toml")
     if done.returncode == errors.MISSING_CAPABILITY:
         pytest.skip(done.stderr)

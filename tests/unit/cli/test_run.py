@@ -1,4 +1,4 @@
-"""`hpcdist run` before it starts anything: what is refused here, and what is shown last."""
+"""`hpcdist run` before it starts ranks: rejected commands, and the error that is shown last."""
 
 import os
 import signal
@@ -9,13 +9,13 @@ import time
 import pytest
 
 from harness import jobs
-from harness.jobs import LIMIT_S, called
+from harness.jobs import LIMIT_S, call_command
 from harness.marks import cases
 from hpcdist.cli import main
 from hpcdist.cli import run as run_command
 from hpcdist.comm.launch import launchers, mpirun
 
-# A launcher with one rank, which knows nothing of hpcdist, under the supervisor.
+# A launcher with one rank that knows nothing of hpcdist, run by the supervisor.
 SUPERVISED = """
 import os, sys
 from pathlib import Path
@@ -31,32 +31,32 @@ sys.exit(outcome.code)
 
 
 class StartedError(Exception):
-    """A launcher would have been started."""
+    """Raised if a launcher would have been started."""
 
 
 @pytest.fixture
 def no_launcher(monkeypatch, tmp_path):
-    """A launcher that is known, and must not be started."""
+    """A launcher that is found, but must not be started."""
 
-    def starts(self):
+    def raise_started(self):
         raise StartedError
 
     monkeypatch.setattr(mpirun, "find", lambda environment: mpirun.Launcher(tmp_path, mpirun.OPEN_MPI, "5.0.8"))
     monkeypatch.setattr(mpirun, "_why_no_ulfm", lambda launcher: "")
-    monkeypatch.setattr(launchers.MpirunStarter, "check", starts)
+    monkeypatch.setattr(launchers.MpirunStarter, "check", raise_started)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
 
 
 @pytest.mark.usefixtures("no_launcher")
 @cases(
-    "before, variables, told",
+    "before, variables, message",
     ([], {}, "hpcdist run: the ranks use 3 of 8 cores; --cpus-per-task 2 gives each 2 threads\n"),
     (["--cpus-per-task", "1"], {}, ""),
     (["--mpi-args=-x A"], {}, ""),
     ([], {"OMP_NUM_THREADS": "1"}, ""),
     ([], {"SLURM_JOB_ID": "7"}, ""),
 )
-def test_idle_cores_are_told_where_nobody_chose(before, variables, told, monkeypatch, capsys):
+def test_idle_cores_are_reported_without_a_choice(before, variables, message, monkeypatch, capsys):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     for name in ("OMP_NUM_THREADS", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
@@ -66,7 +66,7 @@ def test_idle_cores_are_told_where_nobody_chose(before, variables, told, monkeyp
     monkeypatch.setattr(run_command._Launch, "run", lambda *_: 0)
     with pytest.raises(SystemExit):
         main.main(["run", "-n", "3", *before, "--", "python", "a.py"])
-    assert capsys.readouterr().err == told
+    assert capsys.readouterr().err == message
 
 
 @pytest.mark.usefixtures("no_launcher")
@@ -81,8 +81,8 @@ def test_idle_cores_are_told_where_nobody_chose(before, variables, told, monkeyp
     (["--survive", "shrink"], ["--set", "parallel.strategy=gossip"], 78, "with --survive"),
     (["--python", "python3"], ["--set", "parallel.data=4"], 78, "but the world has 3 ranks"),
 )
-def test_a_training_that_cannot_run_starts_no_rank(before, after, code, message, capsys):
-    code, _, err = called(capsys, "run", "-n", "3", *before, "train", *after)
+def test_invalid_training_starts_no_rank(before, after, code, message, capsys):
+    code, _, err = call_command(capsys, "run", "-n", "3", *before, "train", *after)
     assert code == code and message in err
 
 
@@ -90,35 +90,35 @@ def test_a_training_that_cannot_run_starts_no_rank(before, after, code, message,
 @cases(
     "before, after",
     ([], []),
-    (["--mpi-args", "-n 4"], ["--set", "parallel.data=4"]),  # the launcher's options decide how many there are
-    (["--survive", "shrink"], ["--set", "parallel.data=4"]),  # which is fitted to the ranks
-    (["--python", "python3"], ["--set", "data.path=/no/such"]),  # in the container it is there
+    (["--mpi-args", "-n 4"], ["--set", "parallel.data=4"]),  # the launcher's options decide the number of ranks
+    (["--survive", "shrink"], ["--set", "parallel.data=4"]),  # the degree is adapted to the ranks
+    (["--python", "python3"], ["--set", "data.path=/no/such"]),  # the file may exist in the container
     (["--python", "python3"], ["no/such/recipe.toml"]),
 )
-def test_what_only_ranks_can_know_is_left_to_them(before, after):
+def test_checks_that_need_ranks_are_left_to_the_ranks(before, after):
     with pytest.raises(StartedError):
         main.main(["run", "-n", "3", *before, "train", *after])
 
 
-def test_the_check_loads_nothing_that_starts_threads(tmp_path):
+def test_check_imports_no_modules_that_start_threads(tmp_path):
     program = (
         "import sys\nfrom hpcdist.cli import run\n"
         "run.check_training(['train'], 2, None, 0, elsewhere=False)\n"
         "print(*[name for name in ('numpy', 'mpi4py', 'h5py', 'numba') if name in sys.modules])"
     )
     done = jobs.run([sys.executable, "-c", program], check=True)
-    assert done.stdout.strip() == "", "the process forks to start the launcher"
+    assert done.stdout.strip() == "", "the process must have no threads, because it forks to start the launcher"
 
 
 @pytest.mark.parametrize("arguments", [["train", "no/such/recipe.toml"], ["tune", "--frob"]])
-def test_an_error_before_the_start_is_left_for_the_launcher_to_show_last(arguments, tmp_path, monkeypatch, capsys):
+def test_error_before_the_start_is_shown_by_the_launcher(arguments, tmp_path, monkeypatch, capsys):
     for name, value in (("SIZE", "2"), ("RANK", "0")):
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
     monkeypatch.setenv("HPCDIST_FAILURE_DIR", str(tmp_path))
-    assert called(capsys, *arguments)[2] == ""
+    assert call_command(capsys, *arguments)[2] == ""
     assert "Error: " in (tmp_path / "rank-0.txt").read_text()
     monkeypatch.setenv("HPCDIST_FAILURE_DIR", str(tmp_path / "on-another-host"))
-    assert "Error: " in called(capsys, *arguments)[2]
+    assert "Error: " in call_command(capsys, *arguments)[2]
     assert os.listdir(tmp_path) == ["rank-0.txt"]
 
 
@@ -132,8 +132,8 @@ def test_an_error_before_the_start_is_left_for_the_launcher_to_show_last(argumen
     (["--out", "/tmp/it", "--resume", "auto", "--", "env"], ["HPCDIST_RUN_DIR=/tmp/it", "HPCDIST_RESUME=auto"]),
     (["--energy", "--", "env"], ["HPCDIST_ENERGY=1"]),
 )
-def test_a_program_is_started_as_it_is(arguments, words, capsys):
-    code, line, _ = called(capsys, "run", "-n", "3", "--dry-run", *arguments)
+def test_program_is_started_unchanged(arguments, words, capsys):
+    code, line, _ = call_command(capsys, "run", "-n", "3", "--dry-run", *arguments)
     assert code == 0
     assert (words if isinstance(words, str) else " ".join(words)) in line
     assert "-m hpcdist" not in line
@@ -142,22 +142,22 @@ def test_a_program_is_started_as_it_is(arguments, words, capsys):
 @pytest.mark.usefixtures("no_launcher")
 @cases(
     "arguments, message",
-    (["--survive", "shrink", "python", "train.py"], "only train goes on without a rank, not python"),
+    (["--survive", "shrink", "python", "train.py"], "--survive shrink works only with train, not with python"),
     (["--restarts", "2", "python", "train.py"], "add --out DIR"),
     (["--resume", "auto", "python", "train.py"], "add --out DIR"),
-    (["--energy", "train"], "--energy is for scripts: train counts joules by itself"),
-    (["--out", "it", "train"], "--out before train is for scripts; write: train ... --out"),
-    (["trian"], "'trian' is no program, nor a command to run on ranks"),
-    (["submit"], "'submit' is no program, nor a command to run on ranks"),
+    (["--energy", "train"], "--energy is for scripts: train always measures energy"),
+    (["--out", "it", "train"], "--out before train is only for scripts; write: train ... --out"),
+    (["trian"], "'trian' is neither a program nor a command to run on ranks"),
+    (["submit"], "'submit' is neither a program nor a command to run on ranks"),
 )
-def test_what_a_program_cannot_have_is_refused_by_name(arguments, message, capsys):
-    code, _, err = called(capsys, "run", "-n", "3", *arguments)
+def test_options_unsupported_for_programs_are_rejected(arguments, message, capsys):
+    code, _, err = call_command(capsys, "run", "-n", "3", *arguments)
     assert code == 2 and message in err
 
 
 @pytest.mark.parametrize(("kind", "code"), [("foreign", 5), ("own", 128 + signal.SIGUSR1)])
 @pytest.mark.full
-def test_a_program_that_announces_nothing_gets_the_signals_itself(kind, code, tmp_path):
+def test_program_without_announcement_receives_signals(kind, code, tmp_path):
     process = subprocess.Popen([sys.executable, "-c", SUPERVISED, str(tmp_path), kind])
     try:
         until = time.monotonic() + LIMIT_S
@@ -172,7 +172,7 @@ def test_a_program_that_announces_nothing_gets_the_signals_itself(kind, code, tm
 
 
 @pytest.mark.parametrize("cause", ["rank-2.txt", "run/recorder/rank-00002.failed"])
-def test_the_first_failure_is_shown_last(cause, tmp_path, capsys):
+def test_first_failure_is_shown_last(cause, tmp_path, capsys):
     (tmp_path / "run/recorder").mkdir(parents=True)
     texts = {"rank-0.txt": (30, "an echo"), cause: (20, "the cause"), "run/recorder/rank-00001.failed": (9, "old")}
     for name, (time_ns, text) in texts.items():
@@ -184,7 +184,7 @@ def test_the_first_failure_is_shown_last(cause, tmp_path, capsys):
     assert shown.index("another failure:\nan echo") < shown.index("the cause") and "old" not in shown
 
 
-def test_failures_that_ranks_share_are_shown_once(tmp_path, capsys):
+def test_identical_failures_are_shown_once(tmp_path, capsys):
     for rank in (0, 1, 2):
         text = f"[rank {rank}] rank {rank} failed: exit code 1\n[rank {rank}] ValueError: {'alone' * (rank == 2)}\n"
         (tmp_path / f"rank-{rank}.txt").write_text(text)
@@ -192,4 +192,4 @@ def test_failures_that_ranks_share_are_shown_once(tmp_path, capsys):
     run_command._show_first_failure(tmp_path, "", began_ns=10)
     shown = capsys.readouterr().err
     assert shown.count("ValueError") == 2 and shown.count("ValueError: alone") == 1
-    assert "the first failure (of 3 that failed), and 1 more in the same way:\n[rank 0] rank 0 failed" in shown
+    assert "the first failure (of 3 that failed), and 1 more like it:\n[rank 0] rank 0 failed" in shown

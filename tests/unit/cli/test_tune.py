@@ -1,4 +1,4 @@
-"""`hpcdist tune` in one process: what it prints, shows and removes; the measuring itself is tested with ranks."""
+"""`hpcdist tune` in one process: its output, --show and --clear. Tests with ranks cover the measurement."""
 
 import json
 import os
@@ -25,35 +25,35 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_alone_there_is_nothing_to_measure(home):
+def test_one_rank_has_nothing_to_measure(home):
     done = tune(home, "--json", "--max-bytes", "1K")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert (found["text"], found["rows"], found["ranks"]) == ("native", [], 1)
+    document = json.loads(done.stdout)
+    assert (document["text"], document["rows"], document["ranks"]) == ("native", [], 1)
     assert list(home.iterdir()) == []
 
 
-def test_show_names_what_is_kept_and_what_is_damaged(home):
+def test_show_lists_stored_and_damaged_entries(home):
     cache.save(TUNED, KEY)
     (cache.directory() / "damaged.json").write_text("{")
     done = tune(home, "--show")
     assert done.returncode == 0, done.stderr
     assert TUNED.text in done.stdout and "an MPI" in done.stdout
-    assert "not used: it is damaged" in done.stdout
-    found = json.loads(tune(home, "--show", "--json").stdout)
-    assert {content.get("text") for content in found.values()} == {TUNED.text, None}
+    assert "not used: the file is damaged" in done.stdout
+    document = json.loads(tune(home, "--show", "--json").stdout)
+    assert {content.get("text") for content in document.values()} == {TUNED.text, None}
 
 
-def test_clear_removes_it(home):
+def test_clear_removes_entries(home):
     cache.save(TUNED, KEY)
     assert json.loads(tune(home, "--clear", "--json").stdout) == {"removed": 1}
     assert tune(home, "--show").stdout.startswith("0 in ")
 
 
 @pytest.mark.parametrize("word", ["--show", "--clear"])
-def test_of_several_ranks_one_speaks(home, word):
+def test_only_rank_0_prints_and_clears(home, word):
     cache.save(TUNED, KEY)
-    for rank in (1, 0):  # the other first: it removes nothing
+    for rank in (1, 0):  # rank 1 first: it must remove nothing
         done = tune(home, word, OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK=str(rank))
         assert done.returncode == 0, done.stderr
         assert bool(done.stdout) == (rank == 0)

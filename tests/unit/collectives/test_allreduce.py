@@ -1,4 +1,4 @@
-"""Every algorithm by its name: right sums, the same bits on all ranks, at any number of ranks, size, dtype and op."""
+"""Every allreduce algorithm: correct sums, and equal bits on all ranks, for any number of ranks, size, dtype and op."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ COUNTS = (0, 1, 3, 33, 500)
 NUMPY = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
-def reduced_on(size, algorithm, inputs, op="sum"):
+def allreduce_on_threads(size, algorithm, inputs, op="sum"):
     def body(comm):
         buffer = inputs[comm.rank].copy()
         collectives.allreduce(comm, buffer, algorithm, op)
@@ -54,20 +54,20 @@ def test_extremes_are_nan_wherever_a_rank_has_nan(algorithm, size, rng):
         inputs[:, ::3] = np.arange(size)[:, None]
         for op in ("max", "min"):
             expected = NUMPY[op].reduce(inputs.astype(np.float64), axis=0)
-            for result in reduced_on(size, algorithm, list(inputs), op):
+            for result in allreduce_on_threads(size, algorithm, list(inputs), op):
                 assert np.array_equal(result.astype(np.float64), expected, equal_nan=True), f"{dtype} {op}"
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
 @pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
-def test_allreduce_gives_all_ranks_the_same_bits(algorithm, size, dtype, rng):
+def test_allreduce_has_equal_bits_on_all_ranks(algorithm, size, dtype, rng):
     inputs = [(rng.standard_normal(1001) * 10.0 ** rng.integers(-3, 3, 1001)).astype(dtype) for _ in range(size)]
-    results = reduced_on(size, algorithm, inputs)
+    results = allreduce_on_threads(size, algorithm, inputs)
     assert len({result.tobytes() for result in results}) == 1
     exact = np.sum([part.astype(np.float64) for part in inputs], axis=0)
     magnitude = np.sum([np.abs(part.astype(np.float64)) for part in inputs], axis=0)
-    # One rounding in 16 bits; p - 1 otherwise. 2^-8 is the unit roundoff of bfloat16, 2^-11 that of float16.
+    # One rounding in 16 bits, otherwise p - 1. The unit roundoff is 2^-8 for bfloat16 and 2^-11 for float16.
     units = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": size * 2.0**-24, "float64": size * 2.0**-53}
     unit = units[dtype.name]
     denormal = 2.0**-25 if dtype == np.float16 else 0.0
@@ -85,7 +85,7 @@ def test_allreduce_gives_all_ranks_the_same_bits(algorithm, size, dtype, rng):
     (collectives.double_tree_allreduce, {"segment_bytes": 1 << 20}),
 )
 @pytest.mark.parametrize("size", [*range(1, 10), 13, 16])
-def test_pieces_of_any_size_give_all_ranks_the_same_bits(size, function, options, rng):
+def test_any_segment_size_has_equal_bits_on_all_ranks(size, function, options, rng):
     for count in (0, 1, 3, 9, 100, 1003):
         inputs = rng.standard_normal((size, count))
         bound = size * np.finfo(np.float64).eps * np.abs(inputs).sum(axis=0)
@@ -99,22 +99,22 @@ def test_pieces_of_any_size_give_all_ranks_the_same_bits(size, function, options
         assert len(set(run_threads(size, body))) == 1
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")  # the oracle's, and that of threads that act as MPI
+@pytest.mark.filterwarnings("ignore:invalid value")  # of the reference and of the thread backend
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
 @pytest.mark.parametrize("op", NUMPY)
 def test_allreduce_agrees_on_signed_zeros_and_nan(algorithm, size, op, rng):
-    """Payloads of NaN and signs of zeros depend on the order of the operands: it must not differ between ranks."""
+    """NaN payloads and signs of zeros depend on the order of the operands, which must be equal on all ranks."""
     special = np.array([0.0, -0.0, 1.0, np.nan, np.inf, -np.inf], np.float32)
     payloads = np.array([0x7FC00001, 0xFFC00002], np.uint32).view(np.float32)
     inputs = [rng.choice(np.concatenate([special, payloads]), 97) for _ in range(size)]
-    results = reduced_on(size, algorithm, inputs, op)
+    results = allreduce_on_threads(size, algorithm, inputs, op)
     assert len({result.tobytes() for result in results}) == 1
     assert np.array_equal(results[0], NUMPY[op].reduce(inputs), equal_nan=True)
 
 
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
-def test_allreduce_is_reproducible_and_independent_of_calls_before(algorithm, rng):
+def test_allreduce_is_independent_of_earlier_calls(algorithm, rng):
     inputs = [rng.standard_normal(700).astype(np.float32) for _ in range(5)]
 
     def body(comm):
@@ -126,15 +126,15 @@ def test_allreduce_is_reproducible_and_independent_of_calls_before(algorithm, rn
         return results
 
     first, _, again = run_threads(5, body)[0]
-    assert first == again == reduced_on(5, algorithm, inputs)[3].tobytes()
+    assert first == again == allreduce_on_threads(5, algorithm, inputs)[3].tobytes()
 
 
-def test_every_algorithm_that_a_recipe_may_name_is_here():
-    assert set(ALGORITHMS) == {"auto", *ALLREDUCE, *ON_GPUS}  # "auto" is resolved where the run is set up
+def test_recipe_algorithms_match_the_registry():
+    assert set(ALGORITHMS) == {"auto", *ALLREDUCE, *ON_GPUS}  # "auto" is resolved at the start of a run
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_an_unknown_algorithm_is_refused_with_the_choices(size):
+def test_unknown_algorithm_error_lists_the_choices(size):
     def body(comm):
         collectives.allreduce(comm, np.zeros(4), "tree")
 
@@ -144,15 +144,15 @@ def test_an_unknown_algorithm_is_refused_with_the_choices(size):
 
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_an_unknown_op_is_refused_with_the_choices(algorithm, dtype):
+def test_unknown_op_error_lists_the_choices(algorithm, dtype):
     with pytest.raises(ValueError, match=r"'mean' is unknown; choose one of sum, max, min") as caught:
         collectives.allreduce(solo(), np.zeros(4, dtype), algorithm, "mean")
     assert isinstance(caught.value, HpcdistError)
 
 
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
-def test_buffers_that_cannot_be_reduced_in_place_are_refused(algorithm):
-    """On one rank as on many: a script that runs alone must not fail for the first time in a job."""
+def test_buffers_that_cannot_be_reduced_in_place_are_rejected(algorithm):
+    """One rank rejects them too: a script must not fail for the first time on several ranks."""
     read_only = np.zeros(4)
     read_only.flags.writeable = False
     refused = {
@@ -168,6 +168,6 @@ def test_buffers_that_cannot_be_reduced_in_place_are_refused(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", sorted(set(ALLREDUCE) - set(SUM_16_BITS)))
-def test_16_bit_floats_are_refused_by_algorithms_that_send_partial_sums(algorithm):
-    with pytest.raises(BufferHandoverError, match="rounded at every partial sum"):
+def test_16_bit_floats_are_rejected_by_partial_sum_algorithms(algorithm):
+    with pytest.raises(BufferHandoverError, match="at every partial sum"):
         ALLREDUCE[algorithm](solo(), np.zeros(4, np.float16))

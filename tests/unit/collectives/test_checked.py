@@ -1,4 +1,4 @@
-"""The checked mode: ranks that come to one collective with different calls all fail, and know who brought what."""
+"""Checked mode: if ranks call one collective with different arguments, all fail with a list of the calls."""
 
 import re
 
@@ -15,8 +15,8 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import BufferHandoverError, CommunicationError, HpcdistError, UsageError
 
 
-def failures(size, call):
-    """Return what the call on each rank raised; every rank must have raised a CommunicationError."""
+def failure_messages(size, call):
+    """Return the CommunicationError message of each rank after ``call``."""
 
     def body(comm):
         comm.checked = True
@@ -27,13 +27,15 @@ def failures(size, call):
     return run_threads(size, body)
 
 
-def different(comm, usual, odd):
+def odd_on_rank_1(comm, usual, odd):
     return odd if comm.rank == 1 else usual
 
 
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
-def test_different_sizes_are_found_on_every_rank_whatever_the_algorithm(algorithm):
-    texts = failures(4, lambda comm: collectives.allreduce(comm, np.zeros(different(comm, 10, 12)), algorithm))
+def test_different_sizes_are_detected_for_every_algorithm(algorithm):
+    texts = failure_messages(
+        4, lambda comm: collectives.allreduce(comm, np.zeros(odd_on_rank_1(comm, 10, 12)), algorithm)
+    )
     assert len(set(texts)) == 1
     assert f"ranks 0, 2-3: {algorithm} allreduce (sum) of 10 float64, at " in texts[0]
     assert f"rank 1: {algorithm} allreduce (sum) of 12 float64, at " in texts[0]
@@ -48,35 +50,35 @@ def all_to_all(comm, algorithm, block=2, dtype=np.float64, extra=0):
 
 CASES = {
     "dtype": (
-        lambda comm: collectives.allreduce(comm, np.zeros(4, different(comm, np.float32, np.int32)), "ring"),
+        lambda comm: collectives.allreduce(comm, np.zeros(4, odd_on_rank_1(comm, np.float32, np.int32)), "ring"),
         ("ring allreduce (sum) of 4 float32", "ring allreduce (sum) of 4 int32"),
     ),
     "op": (
-        lambda comm: collectives.allreduce(comm, np.zeros(4), "ring", different(comm, "sum", "max")),
+        lambda comm: collectives.allreduce(comm, np.zeros(4), "ring", odd_on_rank_1(comm, "sum", "max")),
         ("ring allreduce (sum) of 4 float64", "ring allreduce (max) of 4 float64"),
     ),
     "algorithm": (
-        lambda comm: collectives.allreduce(comm, np.zeros(4, np.float16), different(comm, "ring", "native")),
+        lambda comm: collectives.allreduce(comm, np.zeros(4, np.float16), odd_on_rank_1(comm, "ring", "native")),
         ("ring allreduce (sum) of 4 float16", "native allreduce (sum) of 4 float16"),
     ),
     "scale": (
-        lambda comm: collectives.allreduce(comm, np.zeros(4), scale=different(comm, 0.5, 0.25)),
+        lambda comm: collectives.allreduce(comm, np.zeros(4), scale=odd_on_rank_1(comm, 0.5, 0.25)),
         ("of 4 float64, times 0.5", "of 4 float64, times 0.25"),
     ),
     "all-to-all": (
-        lambda comm: all_to_all(comm, different(comm, "pairwise", "native"), dtype=np.float64),
+        lambda comm: all_to_all(comm, odd_on_rank_1(comm, "pairwise", "native"), dtype=np.float64),
         ("pairwise all_to_all of any number of float64", "native all_to_all of any number of float64"),
     ),
     "dtype of an all-to-all": (
-        lambda comm: all_to_all(comm, "pairwise", dtype=different(comm, np.float32, np.int32)),
+        lambda comm: all_to_all(comm, "pairwise", dtype=odd_on_rank_1(comm, np.float32, np.int32)),
         ("pairwise all_to_all of any number of float32", "pairwise all_to_all of any number of int32"),
     ),
     "blocks": (
-        lambda comm: all_to_all(comm, "bruck", block=different(comm, 2, 3)),
+        lambda comm: all_to_all(comm, "bruck", block=odd_on_rank_1(comm, 2, 3)),
         ("bruck all_to_all of blocks of 2 float64", "bruck all_to_all of blocks of 3 float64"),
     ),
     "root": (
-        lambda comm: collectives.broadcast(comm, np.zeros(4), different(comm, 0, 1), "chain"),
+        lambda comm: collectives.broadcast(comm, np.zeros(4), odd_on_rank_1(comm, 0, 1), "chain"),
         ("chain broadcast of 4 float64, from rank 0", "chain broadcast of 4 float64, from rank 1"),
     ),
 }
@@ -85,11 +87,11 @@ CASES = {
 HALVES = [Range(0, 2), Range(2, 4)]
 OWN = {
     "size": (
-        lambda comm: comm.allreduce(np.zeros(different(comm, 4, 5))),
+        lambda comm: comm.allreduce(np.zeros(odd_on_rank_1(comm, 4, 5))),
         ("communicator's allreduce (sum) of 4 float64", "communicator's allreduce (sum) of 5 float64"),
     ),
     "op": (
-        lambda comm: comm.allreduce(np.zeros(4), different(comm, "sum", "max")),
+        lambda comm: comm.allreduce(np.zeros(4), odd_on_rank_1(comm, "sum", "max")),
         ("allreduce (sum) of 4", "allreduce (max) of 4"),
     ),
     "operation": (
@@ -101,11 +103,11 @@ OWN = {
         ("broadcast of 4 float64, from rank 0", "broadcast of 4 float64, from rank 1"),
     ),
     "dtype of a gather": (
-        lambda comm: comm.all_gather(np.zeros(4, different(comm, "f4", "f8")), HALVES),
+        lambda comm: comm.all_gather(np.zeros(4, odd_on_rank_1(comm, "f4", "f8")), HALVES),
         ("all_gather of 4 float32", "all_gather of 4 float64"),
     ),
     "shares": (
-        lambda comm: comm.reduce_scatter(np.zeros(4), different(comm, HALVES, [Range(0, 1), Range(1, 4)])),
+        lambda comm: comm.reduce_scatter(np.zeros(4), odd_on_rank_1(comm, HALVES, [Range(0, 1), Range(1, 4)])),
         ("reduce_scatter (sum) of 4 float64, shares ", "communicator's"),
     ),
     "door": (
@@ -116,14 +118,14 @@ OWN = {
 
 
 @pytest.mark.parametrize("what", OWN)
-def test_collectives_of_the_communicator_itself_are_compared(what):
+def test_communicator_collectives_are_compared(what):
     call, words = OWN[what]
-    for text in failures(2, call):
+    for text in failure_messages(2, call):
         assert all(word in text for word in words), text
 
 
 @on_threads(2)
-def test_equal_collectives_of_the_communicator_itself_pass(comm):
+def test_equal_communicator_collectives_pass(comm):
     comm.checked = True
     values = np.full(4, comm.rank + 1.0)
     comm.barrier()
@@ -137,17 +139,17 @@ def test_equal_collectives_of_the_communicator_itself_pass(comm):
 
 @pytest.mark.parametrize("what", CASES)
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_the_ranks_must_agree_on(what, size):
+def test_each_difference_between_ranks_is_detected(what, size):
     call, (usual, odd) = CASES[what]
-    for text in failures(size, call):
+    for text in failure_messages(size, call):
         assert usual in text and odd in text
 
 
-def test_an_all_to_all_that_one_rank_refuses_ends_on_all():
+def test_all_to_all_rejected_by_one_rank_fails_on_all_ranks():
     def body(comm):
         comm.checked = True
         with pytest.raises(UsageError if comm.rank == 1 else CommunicationError) as caught:
-            all_to_all(comm, "pairwise", extra=different(comm, 0, 1))
+            all_to_all(comm, "pairwise", extra=odd_on_rank_1(comm, 0, 1))
         return str(caught.value)
 
     texts = run_threads(3, body)
@@ -155,8 +157,8 @@ def test_an_all_to_all_that_one_rank_refuses_ends_on_all():
 
 
 @pytest.mark.parametrize("algorithm", ["native", "pairwise"])
-def test_parts_of_an_all_to_all_must_fit_their_other_end(algorithm):
-    """Rank q sends q + r + 1 elements to rank r: nobody's sizes are another's, and all is well; then one is not."""
+def test_all_to_all_block_sizes_must_match(algorithm):
+    """Rank q sends q + r + 1 elements to rank r, so all sizes differ between ranks. Then one size is wrong."""
 
     def body(comm, more):
         comm.checked = True
@@ -171,15 +173,15 @@ def test_parts_of_an_all_to_all_must_fit_their_other_end(algorithm):
         for other, part in enumerate(ranges[1]):
             assert (receive[part.slice] == other).all()
 
-    def failing(comm):
+    def check_wrong_size(comm):
         with pytest.raises(CommunicationError, match="rank 0 sends 3 elements to rank 2, which expects 4"):
             body(comm, 1)
 
     run_threads(3, lambda comm: body(comm, 0))
-    run_threads(3, failing)
+    run_threads(3, check_wrong_size)
 
 
-def test_different_collectives_at_different_places_are_found():
+def test_different_collectives_are_detected_with_call_sites():
     def call(comm):
         buffer, shares = np.zeros(8), SHARDED["ring"].shares(comm, 8, 8)
         if comm.rank == 0:
@@ -187,23 +189,23 @@ def test_different_collectives_at_different_places_are_found():
         else:
             SHARDED["ring"].all_gather(comm, buffer, shares)
 
-    text = failures(3, call)[2]
+    text = failure_messages(3, call)[2]
     places = re.findall(rf"at {re.escape(__file__)}:(\d+)", text)
     assert len(places) == 2 and int(places[1]) == int(places[0]) + 2
     assert "rank 0: ring allreduce (sum) of 8 float64" in text and "ranks 1-2: ring all_gather of 8 float64" in text
 
 
-def test_shares_that_differ_are_found():
+def test_different_shares_are_detected():
     def call(comm):
-        cut = different(comm, 4, 2)
+        cut = odd_on_rank_1(comm, 4, 2)
         SHARDED["native"].reduce_scatter(comm, np.zeros(8), [Range(0, cut), Range(cut, 8)])
 
-    assert failures(2, call)[0].count("native reduce_scatter (sum) of 8 float64, shares ") == 2
+    assert failure_messages(2, call)[0].count("native reduce_scatter (sum) of 8 float64, shares ") == 2
 
 
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
 @on_threads(3)
-def test_equal_calls_from_different_places_are_no_error(comm, algorithm):
+def test_equal_calls_from_different_call_sites_pass(comm, algorithm):
     comm.checked = True
     buffer = np.full(5, 2.0**comm.rank, np.float32)
     if comm.rank:
@@ -223,8 +225,8 @@ def test_equal_calls_from_different_places_are_no_error(comm, algorithm):
     (UsageError, lambda comm: (np.zeros(8), "ring", "mean")),
     (UsageError, lambda comm: (np.zeros(8), "rong", "sum")),
 )
-def test_a_rank_whose_call_is_refused_tells_the_others(error, bring):
-    """Its own error stays; the others, who would wait for ever, learn of it."""
+def test_rejected_call_of_one_rank_fails_on_all_ranks(error, bring):
+    """The rank raises its own error. The other ranks, which would wait forever, raise it too."""
 
     def body(comm):
         comm.checked = True
@@ -239,14 +241,14 @@ def test_a_rank_whose_call_is_refused_tells_the_others(error, bring):
 
 
 @on_threads(2)
-def test_integers_that_one_rank_would_scale_are_refused_on_all(comm):
+def test_integers_scaled_on_one_rank_fail_on_all_ranks(comm):
     comm.checked = True
     buffer = np.zeros(3, np.int64)
     with pytest.raises(UsageError if comm.rank else CommunicationError, match="cannot be multiplied by 0.5"):
-        collectives.allreduce(comm, buffer, "ring", scale=different(comm, 1.0, 0.5))
+        collectives.allreduce(comm, buffer, "ring", scale=odd_on_rank_1(comm, 1.0, 0.5))
 
 
-def test_off_it_sends_nothing_and_on_it_sends_one_record():
+def test_checked_mode_adds_one_all_gather():
     def body(comm):
         calls = []
         for comm.checked in (False, True, False):
@@ -259,6 +261,9 @@ def test_off_it_sends_nothing_and_on_it_sends_one_record():
     assert off == again and on == {**off, "all_gather": 1}
 
 
-def test_a_long_call_site_keeps_its_end(monkeypatch):
+def test_long_call_site_is_truncated_at_its_start(monkeypatch):
     monkeypatch.setattr(checks, "call_site", lambda: "/" + "x" * 5000 + "/train.py:7")
-    assert "x/train.py:7" in failures(2, lambda comm: collectives.allreduce(comm, np.zeros(different(comm, 1, 2))))[0]
+    assert (
+        "x/train.py:7"
+        in failure_messages(2, lambda comm: collectives.allreduce(comm, np.zeros(odd_on_rank_1(comm, 1, 2))))[0]
+    )

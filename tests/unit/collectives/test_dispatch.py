@@ -1,4 +1,4 @@
-"""The front door: the scale, what it refuses, what it settles once, and the events of a call."""
+"""The allreduce entry point: scaling, rejected calls, cached decisions, and the events of a call."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from hpcdist.errors import BufferHandoverError, CommunicationError, UsageError
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
 @on_threads("size")
-def test_the_result_is_multiplied_exactly_once(comm, algorithm, size, dtype):
+def test_result_is_scaled_once(comm, algorithm, size, dtype):
     for count in (0, 1, 300):
         for op, expected in (("sum", size * (size + 1) / 2), ("max", size), ("min", 1)):
             buffer = np.full(count, comm.rank + 1, dtype)
@@ -27,8 +27,8 @@ def test_the_result_is_multiplied_exactly_once(comm, algorithm, size, dtype):
 
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
 @on_threads(2)
-def test_16_bits_are_scaled_before_they_are_rounded(comm, algorithm):
-    """The sum is beyond the range of float16, its mean is not."""
+def test_16_bit_sums_are_scaled_before_rounding(comm, algorithm):
+    """The sum exceeds the range of float16, but the mean does not."""
     buffer = np.full(70, 60_000, np.float16)
     collectives.allreduce(comm, buffer, algorithm, scale=0.5)
     assert (buffer == 60_000).all()
@@ -37,7 +37,7 @@ def test_16_bits_are_scaled_before_they_are_rounded(comm, algorithm):
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("dtype", INTEGERS.values(), ids=INTEGERS)
 @on_threads("size")
-def test_integers_are_not_scaled(comm, size, dtype):
+def test_scaled_integers_are_rejected(comm, size, dtype):
     buffer = np.ones(4, dtype)
     with count_traffic(comm) as traffic, pytest.raises(UsageError, match=r"cannot be multiplied by 0\.5"):
         collectives.allreduce(comm, buffer, "ring", scale=0.5)
@@ -47,8 +47,8 @@ def test_integers_are_not_scaled(comm, size, dtype):
 
 
 @on_threads(2)
-def test_what_was_settled_does_not_let_another_buffer_through(comm):
-    """The first call settles algorithm, op and dtype; every later buffer is looked at all the same."""
+def test_cached_decision_still_checks_every_buffer(comm):
+    """The first call caches algorithm, op and dtype, but every buffer is checked."""
     read_only = np.zeros(4)
     read_only.flags.writeable = False
     collectives.allreduce(comm, np.zeros(4), "ring")
@@ -68,9 +68,9 @@ def test_what_was_settled_does_not_let_another_buffer_through(comm):
 
 
 @on_threads(2)
-def test_a_call_leaves_one_event_over_those_of_its_messages(comm):
+def test_call_has_one_event_in_addition_to_its_messages(comm):
     for algorithm, within in (("native", {"allreduce": 1}), ("recursive_doubling", {"sendrecv": 1})):
-        for _ in range(2):  # settled now, and settled before
+        for _ in range(2):  # without and with the cached decision
             with count_traffic(comm) as traffic:
                 collectives.allreduce(comm, np.zeros(1), algorithm)
             assert traffic.calls == {f"{algorithm}_allreduce": 1, **within}
@@ -79,34 +79,34 @@ def test_a_call_leaves_one_event_over_those_of_its_messages(comm):
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 @pytest.mark.parametrize("checked", [False, True])
 @on_threads(2, ranks_per_node=1)
-def test_the_event_of_a_call_that_is_refused_ends_and_that_of_one_that_fails_does_not(comm, scale, checked, tmp_path):
+def test_event_ends_after_rejected_but_not_after_failed_calls(comm, scale, checked, tmp_path):
     comm.events = recorder = Recorder(tmp_path / f"{comm.rank}.rec", comm.rank, comm.size)
     comm.checked = checked
     with pytest.raises(UsageError, match="choose hierarchical"):
         collectives.allreduce(comm, np.zeros(4), "node_shared", scale=scale)
-    assert not recorder.running(), "the watchdog would end the job"
+    assert not recorder.running(), "an open event would make the watchdog end the job"
     with pytest.raises(CommunicationError, match=r"buffer of|different calls"):
         collectives.allreduce(comm, np.zeros(4 + comm.rank), "recursive_doubling", scale=scale)
     assert "recursive_doubling_allreduce" in recorder.describe(min(recorder.running())[1])
 
 
-def test_algorithms_that_take_a_scale_are_given_it():
-    def takes(comm, buffer, op="sum", *, scale=1.0):
+def test_with_scale_supports_algorithms_with_and_without_scale():
+    def scale_in_algorithm(comm, buffer, op="sum", *, scale=1.0):
         buffer *= scale
 
-    def does_not(comm, buffer, op="sum"):
+    def ignore_scale(comm, buffer, op="sum"):
         buffer += 1
 
-    assert dispatch.with_scale(takes) is takes
+    assert dispatch.with_scale(scale_in_algorithm) is scale_in_algorithm
     buffer = np.ones(3, np.float32)
-    dispatch.with_scale(does_not)(solo(), buffer, "sum", scale=0.5)
+    dispatch.with_scale(ignore_scale)(solo(), buffer, "sum", scale=0.5)
     assert (buffer == 1).all()
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("algorithm", ["native", "ring", "node_shared"])
 @on_threads(2)
-def test_a_product_beyond_the_range_is_infinite_without_a_warning(comm, algorithm):
+def test_scaled_overflow_is_infinite_without_a_warning(comm, algorithm):
     buffer = np.array([3e38, np.inf, 0, -3e38], np.float32)
     collectives.allreduce(comm, buffer, algorithm, "max", scale=4.0)
     assert buffer.tolist() == [np.inf, np.inf, 0, -np.inf]

@@ -1,4 +1,4 @@
-"""16-bit floats through algorithms that send partial sums: float32 on the way, one rounding at the end."""
+"""16-bit floats in algorithms that send partial sums: float32 in messages, and one rounding at the end."""
 
 import ml_dtypes
 import numpy as np
@@ -15,8 +15,8 @@ OTHERS = sorted(set(collectives.ALLREDUCE) - {"all_to_all"})
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("algorithm", collectives.ALLREDUCE)
-def test_16_bit_sums_are_those_of_float64_to_one_ulp_and_mostly_exact(algorithm, size, rng):
-    """Of the elements 999 in 1000 are the once-rounded sum in float64, scaled or not; the others are next to it."""
+def test_16_bit_sums_are_within_one_ulp_of_float64(algorithm, size, rng):
+    """999 of 1000 elements equal the float64 sum rounded once, scaled or not. The others differ by one ulp."""
     cases = [(np.dtype(dtype), scale) for dtype in HALVES for scale in (1.0, 1 / 3)]
     inputs = [rng.standard_normal((size, 10_000)).astype(dtype) for dtype, _ in cases]
 
@@ -30,18 +30,18 @@ def test_16_bit_sums_are_those_of_float64_to_one_ulp_and_mostly_exact(algorithm,
         for buffer, brought, (dtype, scale) in zip(buffers, inputs, cases, strict=True):
             exact = (brought.astype(np.float64).sum(axis=0) * scale).astype(dtype)
             assert np.mean(buffer != exact) <= 1e-3
-            assert (np.abs(ordered(buffer) - ordered(exact)) <= 1).all()
+            assert (np.abs(ordered_integers(buffer) - ordered_integers(exact)) <= 1).all()
 
 
-def ordered(halves):
-    """Return integers in the order of the numbers, one apart where these are neighbours."""
+def ordered_integers(halves):
+    """Map 16-bit floats to integers in the same order, so that neighbouring floats differ by 1."""
     bits = halves.view(np.int16).astype(np.int64)
     return np.where(bits < 0, -(bits & 0x7FFF), bits)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @on_threads(4)
-def test_a_widened_ring_sends_float32_and_says_so(comm, dtype):
+def test_widened_ring_counts_float32_bytes(comm, dtype):
     buffer = np.ones(256, dtype)
     with count_traffic(comm) as traffic:
         collectives.allreduce(comm, buffer, "ring")
@@ -51,7 +51,7 @@ def test_a_widened_ring_sends_float32_and_says_so(comm, dtype):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("algorithm", collectives.ALLREDUCE)
 @on_threads(2)
-def test_a_sum_beyond_the_range_of_float16_is_infinite_without_a_warning(comm, algorithm):
+def test_float16_overflow_is_infinite_without_a_warning(comm, algorithm):
     buffer = np.array([60_000, -60_000, 30_000], np.float16)
     collectives.allreduce(comm, buffer, algorithm)
     assert buffer.tolist() == [np.inf, -np.inf, 60_000]
@@ -59,7 +59,7 @@ def test_a_sum_beyond_the_range_of_float16_is_infinite_without_a_warning(comm, a
 
 @pytest.mark.parametrize("algorithm", OTHERS)
 @on_threads(4)
-def test_partial_sums_may_leave_the_range_of_float16(comm, algorithm):
+def test_partial_sums_may_exceed_the_range_of_float16(comm, algorithm):
     buffer = np.full(40, [60_000, 60_000, -60_000, -60_000][comm.rank], np.float16)
     collectives.allreduce(comm, buffer, algorithm)
     assert not buffer.any()

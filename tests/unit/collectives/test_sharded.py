@@ -1,4 +1,4 @@
-"""Shares of every algorithm: they tile the buffer, reach their owners summed, and come back; and what that sends."""
+"""Shares of every algorithm tile the buffer, are summed at their owners, and are gathered; and their traffic."""
 
 import numpy as np
 import pytest
@@ -26,14 +26,14 @@ def assert_tiled(shares, size, itemsize):
 
 
 def nodes_for(algorithm, ranks_per_node):
-    """Return how many ranks to declare a node: shared memory needs them all on one."""
+    """Return the number of ranks per node to declare, or None for one node, which shared memory needs."""
     return None if algorithm == "node_shared" else ranks_per_node
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("ranks_per_node", NODES)
 @pytest.mark.parametrize("algorithm", SHARDED)
-def test_shares_reach_their_owners_and_come_back(algorithm, ranks_per_node, size, rng):
+def test_shares_are_reduced_and_gathered(algorithm, ranks_per_node, size, rng):
     sharding = SHARDED[algorithm]
     dtypes = (np.float32, np.float64, np.int64)
     cases = [(op, (10 * rng.standard_normal((size, n))).astype(d)) for op in NUMPY for d in dtypes for n in COUNTS]
@@ -48,14 +48,16 @@ def test_shares_reach_their_owners_and_come_back(algorithm, ranks_per_node, size
             exact = NUMPY[op].reduce(inputs.astype(np.float64))
             eps = np.finfo(buffer.dtype).eps if buffer.dtype.kind == "f" and op == "sum" else 0.0
             bound = size * eps * np.abs(inputs.astype(np.float64)).sum(axis=0)
-            own = shares[comm.rank].slice
+            local_slice = shares[comm.rank].slice
             sharding.reduce_scatter(comm, buffer, shares, op)
-            assert (np.abs(buffer[own] - exact[own]) <= bound[own]).all(), f"{op} of {buffer.size} {buffer.dtype}"
-            kept = buffer[own].copy()
+            assert (np.abs(buffer[local_slice] - exact[local_slice]) <= bound[local_slice]).all(), (
+                f"{op} of {buffer.size} {buffer.dtype}"
+            )
+            kept = buffer[local_slice].copy()
             buffer[: shares[comm.rank].start] = 99
             buffer[shares[comm.rank].stop :] = 99
             sharding.all_gather(comm, buffer, shares)
-            assert np.array_equal(buffer[own], kept)
+            assert np.array_equal(buffer[local_slice], kept)
             assert (np.abs(buffer - exact) <= bound).all(), f"{op} of {buffer.size} {buffer.dtype}"
             digests = comm.allgather_object(buffer.tobytes())
             assert len(set(digests)) == 1
@@ -63,12 +65,12 @@ def test_shares_reach_their_owners_and_come_back(algorithm, ranks_per_node, size
         return seen
 
     everyone = run_threads(size, body, nodes_for(algorithm, ranks_per_node))
-    assert all(seen == everyone[0] for seen in everyone), "the ranks disagree about who owns what"
+    assert all(seen == everyone[0] for seen in everyone), "the ranks disagree about the owners"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("algorithm", SHARDED)
-def test_16_bit_floats_are_summed_in_rank_order_in_float32_and_rounded_once(algorithm, size, rng):
+def test_16_bit_shares_are_summed_in_float32_and_rounded_once(algorithm, size, rng):
     for dtype in (FLOATS["float16"], FLOATS["bfloat16"]):
         inputs = rng.standard_normal((size, 777)).astype(dtype)
         total = inputs[0].astype(np.float32)
@@ -79,12 +81,12 @@ def test_16_bit_floats_are_summed_in_rank_order_in_float32_and_rounded_once(algo
         def body(comm, inputs=inputs, expected=expected):
             buffer = inputs[comm.rank].copy()
             shares = SHARDED[algorithm].shares(comm, buffer.size, 2)
-            own = shares[comm.rank].slice
-            elsewhere = np.empty_like(buffer[own])
+            local_slice = shares[comm.rank].slice
+            elsewhere = np.empty_like(buffer[local_slice])
             SHARDED[algorithm].reduce_scatter(comm, buffer, shares, result=elsewhere)
             assert buffer.tobytes() == inputs[comm.rank].tobytes()
             SHARDED[algorithm].reduce_scatter(comm, buffer, shares)
-            assert buffer[own].tobytes() == elsewhere.tobytes() == expected[own].tobytes()
+            assert buffer[local_slice].tobytes() == elsewhere.tobytes() == expected[local_slice].tobytes()
             SHARDED[algorithm].all_gather(comm, buffer, shares)
             assert buffer.tobytes() == expected.tobytes()
 
@@ -93,29 +95,29 @@ def test_16_bit_floats_are_summed_in_rank_order_in_float32_and_rounded_once(algo
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("algorithm", SHARDED)
-def test_what_is_refused(algorithm, size):
+def test_invalid_calls_are_rejected(algorithm, size):
     sharding = SHARDED[algorithm]
 
-    def attempt(buffer, op, result=None):
+    def call_reduce_scatter(buffer, op, result=None):
         def body(comm):
             sharding.reduce_scatter(comm, buffer, sharding.shares(comm, buffer.size, buffer.itemsize), op, result)
 
         run_threads(size, body)
 
     with pytest.raises(UsageError, match="reduction 'mean' is unknown"):
-        attempt(np.zeros(64), "mean")
+        call_reduce_scatter(np.zeros(64), "mean")
     with pytest.raises(BufferHandoverError, match="1-D contiguous"):
-        attempt(np.zeros(64)[::2], "sum")
-    with pytest.raises(UsageError, match=r"the result has 1 float64, the share \d+ float64; they must be alike"):
-        attempt(np.zeros(64), "sum", np.zeros(1))
+        call_reduce_scatter(np.zeros(64)[::2], "sum")
+    with pytest.raises(UsageError, match=r"the result has 1 float64, the share .*; size and dtype must be equal"):
+        call_reduce_scatter(np.zeros(64), "sum", np.zeros(1))
     with pytest.raises(BufferHandoverError, match="1-D contiguous"):
         run_threads(size, lambda comm: sharding.all_gather(comm, np.zeros((4, 4)), sharding.shares(comm, 16, 8)))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # 16 bits travel as 16 bits
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # 16-bit values are sent as 16 bits
 @pytest.mark.parametrize("size", SIZES)
 @on_threads("size")
-def test_each_half_of_the_ring_sends_p_minus_one_over_p(comm, size, dtype):
+def test_each_ring_half_sends_p_minus_one_over_p(comm, size, dtype):
     buffer = np.ones(32 * size, FLOATS[dtype])
     shares = SHARDED["ring"].shares(comm, buffer.size, buffer.itemsize)
     for call in (SHARDED["ring"].reduce_scatter, SHARDED["ring"].all_gather):
@@ -127,7 +129,7 @@ def test_each_half_of_the_ring_sends_p_minus_one_over_p(comm, size, dtype):
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 4), (4, 2), (3, 2), (1, 4), (4, 1)])
-def test_hierarchical_sends_one_part_in_m_between_nodes(nodes, per_node):
+def test_hierarchical_halves_bytes_match_formula(nodes, per_node):
     def body(comm):
         sharding = SHARDED["hierarchical"]
         buffer = np.full(16 * comm.size, 1.0, np.float32)
@@ -149,7 +151,7 @@ def test_hierarchical_sends_one_part_in_m_between_nodes(nodes, per_node):
 
 
 class _ByName:
-    """Adds up the bytes that each communicator sends, and keeps the names of the operations."""
+    """An event sink that adds up the bytes sent by each communicator, and records the operations."""
 
     def __init__(self):
         self.sent = {}
@@ -167,7 +169,7 @@ class _ByName:
 
 
 @pytest.mark.parametrize("algorithm", SHARDED)
-def test_one_event_stands_over_the_messages(algorithm):
+def test_each_half_has_one_event(algorithm):
     def body(comm):
         sharding = SHARDED[algorithm]
         shares = sharding.shares(comm, 100, 8)
@@ -183,18 +185,18 @@ def test_one_event_stands_over_the_messages(algorithm):
 
 
 @on_threads(4, ranks_per_node=2)
-def test_shared_memory_ends_with_the_node(comm):
+def test_node_shared_halves_reject_several_nodes(comm):
     shares = SHARDED["node_shared"].shares(comm, 100, 8)
     comm.events = looking_on = _ByName()
     for call in (SHARDED["node_shared"].reduce_scatter, SHARDED["node_shared"].all_gather):
         with pytest.raises(UsageError, match="4 ranks of world are on 2; choose hierarchical"):
             call(comm, np.zeros(100), shares)
-    assert looking_on.begun and looking_on.open == 0, "nobody waits in what was refused"
+    assert looking_on.begun and looking_on.open == 0, "a rejected call must not leave an open event"
 
 
 @pytest.mark.parametrize("algorithm", SHARDED)
 @on_threads(1)
-def test_one_rank_sends_nothing(comm, algorithm):
+def test_halves_on_one_rank_send_nothing(comm, algorithm):
     shares = SHARDED[algorithm].shares(comm, 7, 8)
     assert shares == [Range(0, 7)]
     buffer = np.arange(7.0)
@@ -205,18 +207,18 @@ def test_one_rank_sends_nothing(comm, algorithm):
 
 
 @pytest.mark.parametrize("node_of", [[0, 1, 0, 1, 0, 1], [0, 1, 1, 0], [0, 1, 2, 2, 1, 0]])
-def test_hierarchical_over_ranks_that_do_not_fill_node_by_node(node_of, rng):
+def test_hierarchical_halves_with_ranks_interleaved_over_nodes(node_of, rng):
     inputs = rng.integers(0, 100, (len(node_of), 777)).astype(np.float64)
 
     def body(comm):
-        comm.declared_node = node_of[comm.rank]  # before the first question for it
+        comm.declared_node = node_of[comm.rank]  # before nodes() is called
         sharding = SHARDED["hierarchical"]
         buffer = inputs[comm.rank].copy()
         shares = sharding.shares(comm, buffer.size, 8)
         assert_tiled(shares, buffer.size, 8)
         sharding.reduce_scatter(comm, buffer, shares)
-        own = shares[comm.rank].slice
-        assert np.array_equal(buffer[own], inputs.sum(axis=0)[own])
+        local_slice = shares[comm.rank].slice
+        assert np.array_equal(buffer[local_slice], inputs.sum(axis=0)[local_slice])
         sharding.all_gather(comm, buffer, shares)
         assert np.array_equal(buffer, inputs.sum(axis=0))
         return shares
@@ -225,9 +227,9 @@ def test_hierarchical_over_ranks_that_do_not_fill_node_by_node(node_of, rng):
 
 
 @on_threads(4, ranks_per_node=2)
-def test_hierarchical_refuses_shares_of_another_algorithm(comm):
-    """Shares in rank order do not join to one chunk for each rank of a node: all ranks say so, and none waits."""
+def test_hierarchical_rejects_shares_of_another_algorithm(comm):
+    """Shares in rank order do not form one chunk per local rank. All ranks raise the error, and none waits."""
     shares = SHARDED["ring"].shares(comm, 100, 8)
     for call in (SHARDED["hierarchical"].reduce_scatter, SHARDED["hierarchical"].all_gather):
-        with pytest.raises(UsageError, match="must be those that its `shares` returned"):
+        with pytest.raises(UsageError, match="must be the result of `Sharding.shares`"):
             call(comm, np.zeros(100), shares)

@@ -1,4 +1,4 @@
-"""Device buffers at the hand-over: produced, staged through pinned memory, or passed on; never copied by accident."""
+"""Handover of device buffers to MPI: staging through pinned memory, device pointers, and no needless copies."""
 
 import gc
 import weakref
@@ -22,8 +22,8 @@ def on_device(gpu, values):
     return array
 
 
-def empty_the_pool():
-    """Take all blocks out of it, also those that garbage of earlier tests would give back in the middle of this one."""
+def empty_pool():
+    """Release all pinned blocks, including the blocks that garbage of earlier tests would return during this test."""
     gc.collect()
     staging.release()
 
@@ -32,25 +32,25 @@ def kinds(gpu):
     return [event.kind for event in gpu.LOG.events]
 
 
-def test_staged_sending_waits_for_one_copy(gpu):
+def test_staged_send_waits_for_one_copy(gpu):
     message = Handover(device_pointers=False).outgoing(on_device(gpu, np.arange(4.0)))
     assert isinstance(message, np.ndarray) and message.tolist() == [1.0, 2.0, 3.0, 4.0]
     assert cuda_double.is_pinned(message) and kinds(gpu) == [gpu.D2H, gpu.SYNCHRONISE]
 
 
-def test_staged_receiving_waits_for_nothing(gpu):
+def test_staged_receive_does_not_wait(gpu):
     target = on_device(gpu, np.zeros(3, np.float16))
     message, finish = Handover(device_pointers=False).incoming(target)
     message.view(np.float16)[...] = [1, 2, 3]
     assert finish is not None and kinds(gpu) == []
     finish()
     assert kinds(gpu) == [gpu.H2D]
-    target += np.float16(1)  # a kernel launched afterwards sees what came
+    target += np.float16(1)  # a later kernel sees the received data
     assert target.get().tolist() == [2, 3, 4]
 
 
 @pytest.mark.parametrize("operation", ["", *COLLECTIVES])
-def test_a_reduction_brings_the_data_and_takes_the_result(gpu, operation):
+def test_staged_reduction_copies_data_to_host_and_back(gpu, operation):
     target = on_device(gpu, np.arange(3.0))
     message, finish = Handover(device_pointers=(MESSAGES,)).both(target, operation)
     message += 1
@@ -61,7 +61,7 @@ def test_a_reduction_brings_the_data_and_takes_the_result(gpu, operation):
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_device_pointers_are_passed_on_for_what_was_seen_to_work(gpu, operation):
+def test_device_pointers_are_passed_only_for_working_operations(gpu, operation):
     array = on_device(gpu, np.arange(4.0))
     handover = Handover(device_pointers=(operation,))
     assert gpu.LOG.kernels_pending()
@@ -73,12 +73,12 @@ def test_device_pointers_are_passed_on_for_what_was_seen_to_work(gpu, operation)
     assert handover.device_pointers is (operation == MESSAGES)
 
 
-def test_what_has_no_name_is_staged_even_if_everything_takes_pointers(gpu):
+def test_unnamed_operation_is_staged_despite_device_pointers(gpu):
     message, _ = Handover(device_pointers=True).both(on_device(gpu, np.arange(4.0)))
     assert isinstance(message, np.ndarray)
 
 
-def test_the_wait_is_for_what_was_produced_and_not_for_the_device(gpu):
+def test_event_wait_leaves_later_kernels_pending(gpu):
     array = on_device(gpu, np.arange(4.0))
     event = device.record()
     array += 1.0  # launched after the event
@@ -95,8 +95,8 @@ def test_host_buffers_are_not_copied():
     assert np.shares_memory(handover.outgoing(half), half) and handover.outgoing(half).dtype == np.uint16
 
 
-def test_staging_memory_comes_back_at_the_same_address(gpu):
-    empty_the_pool()
+def test_staging_memory_is_reused_at_the_same_address(gpu):
+    empty_pool()
     handover = Handover(device_pointers=False)
     addresses = set()
     for _ in range(5):
@@ -109,21 +109,21 @@ def test_staging_memory_comes_back_at_the_same_address(gpu):
     assert len(addresses) <= 4  # two blocks, seen from two offsets
 
 
-def test_a_block_is_kept_while_its_copy_to_the_device_is_under_way(gpu):
-    empty_the_pool()
+def test_staging_block_is_kept_during_copy_to_device(gpu):
+    empty_pool()
     target = on_device(gpu, np.zeros(1000))
     message, finish = Handover(device_pointers=False).incoming(target)
     message[...] = 7
     finish()
     del message, finish
     gc.collect()
-    staging.lease(1000, np.dtype(float))[...] = 9  # were it the same block, the copy would take this
+    staging.lease(1000, np.dtype(float))[...] = 9  # if this were the same block, the copy would read these values
     assert (target.get() == 7).all()
 
 
-def test_memory_of_the_device_is_kept_while_its_copy_to_the_host_is_under_way(gpu):
-    """Freed, it would be the next array of the stream that had it: of one that the copy does not wait for."""
-    empty_the_pool()
+def test_device_memory_is_kept_during_copy_to_host(gpu):
+    """If it were freed, its stream could reuse it for a new array before the copy has read it."""
+    empty_pool()
     source, target = on_device(gpu, np.zeros(1000)), staging.lease(1000, np.dtype(float))
     memory, event = weakref.ref(source), staging.begin_to_host(source, target)
     del source
@@ -131,12 +131,12 @@ def test_memory_of_the_device_is_kept_while_its_copy_to_the_host_is_under_way(gp
     staging.lease(8, np.dtype(float))
     assert memory() is not None
     event.synchronize()
-    staging.lease(8, np.dtype(float))  # the next call lets go of what is done
+    staging.lease(8, np.dtype(float))  # the next call releases finished copies
     gc.collect()
     assert memory() is None and (target == 1).all()
 
 
-def test_a_whole_copy_to_the_host_leaves_nothing_behind(gpu):
+def test_completed_copy_to_host_keeps_no_reference(gpu):
     source = on_device(gpu, np.zeros(1000))
     memory = weakref.ref(source)
     assert staging.to_host(source).sum() == 1000
@@ -145,10 +145,10 @@ def test_a_whole_copy_to_the_host_leaves_nothing_behind(gpu):
     assert memory() is None
 
 
-def test_events_are_recorded_anew_when_nobody_has_them(gpu, monkeypatch):
+def test_unreferenced_events_are_reused(gpu, monkeypatch):
     monkeypatch.setattr(device, "_free_events", deque())
     made = []
-    monkeypatch.setattr(cuda_double.Event, "__init__", counted(cuda_double.Event.__init__, made))
+    monkeypatch.setattr(cuda_double.Event, "__init__", record_calls(cuda_double.Event.__init__, made))
     source, target = on_device(gpu, np.zeros(1000)), staging.lease(1000, np.dtype(float))
     first, second = device.record(), device.record()
     assert first._event is not second._event  # both are held
@@ -158,21 +158,21 @@ def test_events_are_recorded_anew_when_nobody_has_them(gpu, monkeypatch):
         staging.begin_to_host(source, target).synchronize()
         assert (target == step + 2).all()
         device.produced()
-    assert len(made) == 2  # in front of the copy and behind it
+    assert len(made) == 2  # one before the copy and one after it
 
 
-def test_a_stream_waits_for_the_place_of_an_event_that_was_recorded_anew(gpu, monkeypatch):
+def test_stream_waits_for_the_first_record_of_a_reused_event(gpu, monkeypatch):
     monkeypatch.setattr(device, "_free_events", deque())
     copies, source, target = device.new_stream(), on_device(gpu, np.zeros(4)), staging.lease(4, np.dtype(float))
-    device.record().hold_back(copies)  # nobody has the event after this
+    device.record().hold_back(copies)  # the event is not referenced after this
     device.record(device.new_stream())
-    device.to_host_on(copies, source, target)  # would raise if it did not come behind the kernel
+    device.to_host_on(copies, source, target)  # would raise if the copy did not come after the kernel
     copies.synchronize()
     assert (target == 1).all()
 
 
-def counted(function, made):
-    """``function``, which adds each call to ``made``."""
+def record_calls(function, made):
+    """Return a wrapper of ``function`` that appends the object of each call to ``made``."""
 
     def call(self, *args, **keywords):
         made.append(self)
@@ -181,8 +181,8 @@ def counted(function, made):
     return call
 
 
-def test_the_ledger_counts_what_is_taken(gpu):
-    empty_the_pool()
+def test_ledger_counts_leased_staging_memory(gpu):
+    empty_pool()
     ledger = Ledger()
     staging.account(ledger)
     try:
@@ -190,7 +190,7 @@ def test_the_ledger_counts_what_is_taken(gpu):
         assert ledger.current["communication"] == 8192
         del block
         gc.collect()
-        assert ledger.current["communication"] == 8192  # kept for the next
+        assert ledger.current["communication"] == 8192  # kept for the next lease
         staging.release()
         gc.collect()
         assert ledger.current["communication"] == 0
@@ -198,13 +198,13 @@ def test_the_ledger_counts_what_is_taken(gpu):
         staging.account(None)
 
 
-def test_pageable_memory_is_the_last_resort(gpu, monkeypatch):
-    empty_the_pool()
+def test_pageable_memory_is_used_if_pinned_memory_is_refused(gpu, monkeypatch):
+    empty_pool()
     monkeypatch.setitem(cuda_double.LIMIT, "pinned", 0)
     message, finish = Handover(device_pointers=False).both(target := on_device(gpu, np.arange(3.0)), "allreduce")
     assert not cuda_double.is_pinned(message) and message.tolist() == [1.0, 2.0, 3.0]
     message *= 2
     finish()
     assert target.get().tolist() == [2.0, 4.0, 6.0]
-    assert "pinned memory were refused" in staging.refusal() and "ulimit -l" in staging.refusal()
+    assert "bytes of pinned memory" in staging.refusal() and "ulimit -l" in staging.refusal()
     staging.release()

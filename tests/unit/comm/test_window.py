@@ -1,4 +1,4 @@
-"""Windows: what is put or got is there after the flush, and not before; nothing is written past their ends."""
+"""One-sided windows: puts and gets complete at the flush, and never leave the window."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from hpcdist.errors import MissingCapabilityError, UsageError
 
 
 @pytest.mark.parametrize("size", range(1, 9))
-def test_every_rank_puts_into_all_and_gets_from_all(size, rng):
+def test_every_rank_puts_to_and_gets_from_all_ranks(size, rng):
     values = rng.standard_normal((size, size, 5)).astype("float32")
 
     def body(comm):
@@ -22,8 +22,8 @@ def test_every_rank_puts_into_all_and_gets_from_all(size, rng):
         assert traffic.sent_bytes == 20 * size and traffic.calls["put"] == traffic.calls["flush"] == size
         comm.barrier()
         window.sync()
-        own = window.memory[: 20 * size].view(np.float32).reshape(size, 5)
-        np.testing.assert_array_equal(own, values[:, comm.rank])
+        local_data = window.memory[: 20 * size].view(np.float32).reshape(size, 5)
+        np.testing.assert_array_equal(local_data, values[:, comm.rank])
         back = np.zeros((size, 5), np.float32)
         for peer in range(size):
             window.get(back[peer], peer, 20 * comm.rank)
@@ -36,7 +36,7 @@ def test_every_rank_puts_into_all_and_gets_from_all(size, rng):
         np.testing.assert_array_equal(back, values[rank])
 
 
-def test_threads_move_nothing_before_the_flush():
+def test_threads_move_no_data_before_flush():
     window = solo().window(8)
     value, back = np.array([1.5]), np.zeros(1)
     window.put(value, 0, 0)
@@ -50,14 +50,14 @@ def test_threads_move_nothing_before_the_flush():
 
 
 @pytest.mark.parametrize(("peer", "at", "size"), [(0, 8, 1), (0, -8, 1), (0, 0, 2), (1, 0, 1), (-1, 0, 1)])
-def test_what_does_not_fit_is_refused(peer, at, size):
+def test_access_outside_the_window_is_rejected(peer, at, size):
     window = solo().window(8)
     for move in (window.put, window.get):
-        with pytest.raises(UsageError, match="stay inside"):
+        with pytest.raises(UsageError, match="use offsets inside it"):
             move(np.zeros(size), peer, at)
 
 
-def test_only_plain_arrays_travel():
+def test_arrays_that_are_not_1d_contiguous_are_rejected():
     window = solo().window(64)
     with pytest.raises(UsageError, match="1-D contiguous"):
         window.put(np.zeros((2, 2)), 0, 0)
@@ -77,7 +77,7 @@ class BrokenMpi:
             raise BrokenMpi.Exception("MPI_ERR_WIN")
 
 
-def test_a_library_without_windows_is_told():
+def test_library_without_windows_is_reported():
     from hpcdist.comm import window
 
     class Alone:

@@ -1,9 +1,9 @@
-"""What every compressor of fixed size keeps to: its bytes, awkward values, the same bits on a GPU, its refusals."""
+"""Requirements for every compressor of fixed size: payload bytes, extreme values, equal bits on a GPU, errors."""
 
 import numpy as np
 import pytest
 
-from harness.compressed.compressors import KEY, decoded, encoded, values
+from harness.compressed.compressors import KEY, decode_values, difficult_values, encode_values
 from harness.marks import cases
 from hpcdist.compression.casts import BFloat16, Float16
 from hpcdist.compression.compressor import Compressor, RandomKey, align
@@ -13,48 +13,51 @@ from hpcdist.compression.quantise.uniform import Blockwise, Qsgd
 from hpcdist.errors import ConfigurationError, UsageError
 
 
-def blocks(n, width):
+def block_count(n, width):
     return (n + width - 1) // width
 
 
-# With the bytes of n values, as the formulas say.
+# Each compressor with the formula of its payload bytes for n values.
 COMPRESSORS = {
     "float16": (Float16(), lambda n: 2 * n),
     "bfloat16": (BFloat16(), lambda n: 2 * n),
-    "int8": (Blockwise(), lambda n: n + 4 * blocks(n, 256)),
-    "int8 by draws": (Blockwise(rounding="stochastic", block=512), lambda n: n + 4 * blocks(n, 512)),
-    "int4": (Blockwise(bits=4), lambda n: blocks(n, 2) + 4 * blocks(n, 256)),
-    "int4 by draws": (Blockwise(bits=4, rounding="stochastic"), lambda n: blocks(n, 2) + 4 * blocks(n, 256)),
-    "qsgd 2": (Qsgd(bits=2, bucket=256), lambda n: blocks(n, 4) + 4 * blocks(n, 256)),
-    "qsgd 4": (Qsgd(), lambda n: blocks(n, 2) + 4 * blocks(n, 512)),
-    "qsgd 8": (Qsgd(bits=8, bucket=1024), lambda n: n + 4 * blocks(n, 1024)),
-    "adaptive": (Adaptive(), lambda n: 32 + 4 * blocks(n, 256) + blocks(n, 2) if n else 0),
-    "adaptive, large blocks": (Adaptive(block=768), lambda n: 32 + 4 * blocks(n, 768) + blocks(n, 2) if n else 0),
-    "sign": (SignSgd(), lambda n: 4 + blocks(n, 8) if n else 0),
-    "sign, norm": (SignSgd(scale="norm"), lambda n: 4 + blocks(n, 8) if n else 0),
+    "int8": (Blockwise(), lambda n: n + 4 * block_count(n, 256)),
+    "int8 by draws": (Blockwise(rounding="stochastic", block=512), lambda n: n + 4 * block_count(n, 512)),
+    "int4": (Blockwise(bits=4), lambda n: block_count(n, 2) + 4 * block_count(n, 256)),
+    "int4 by draws": (Blockwise(bits=4, rounding="stochastic"), lambda n: block_count(n, 2) + 4 * block_count(n, 256)),
+    "qsgd 2": (Qsgd(bits=2, bucket=256), lambda n: block_count(n, 4) + 4 * block_count(n, 256)),
+    "qsgd 4": (Qsgd(), lambda n: block_count(n, 2) + 4 * block_count(n, 512)),
+    "qsgd 8": (Qsgd(bits=8, bucket=1024), lambda n: n + 4 * block_count(n, 1024)),
+    "adaptive": (Adaptive(), lambda n: 32 + 4 * block_count(n, 256) + block_count(n, 2) if n else 0),
+    "adaptive, large blocks": (
+        Adaptive(block=768),
+        lambda n: 32 + 4 * block_count(n, 768) + block_count(n, 2) if n else 0,
+    ),
+    "sign": (SignSgd(), lambda n: 4 + block_count(n, 8) if n else 0),
+    "sign, norm": (SignSgd(scale="norm"), lambda n: 4 + block_count(n, 8) if n else 0),
 }
-VALUES = values()
+VALUES = difficult_values()
 every = pytest.mark.parametrize("compressor", [made for made, _ in COMPRESSORS.values()], ids=list(COMPRESSORS))
 
 
 @pytest.mark.parametrize(("compressor", "formula"), COMPRESSORS.values(), ids=list(COMPRESSORS))
-def test_payloads_have_the_bytes_of_the_formula(compressor, formula):
+def test_payload_bytes_match_the_formula(compressor, formula):
     for n in (*range(20), 255, 256, 257, 511, 512, 513, 767, 768, 769, 1000, 1024, 1025, 123457):
         assert compressor.payload_bytes(n) == formula(n)
     for given in VALUES.values():
-        payload = encoded(compressor, given)
+        payload = encode_values(compressor, given)
         assert payload.size == formula(given.size)
-        # No byte is left as it was, and no random one is sent.
-        assert (payload == encoded(compressor, given, fill=0x55)).all()
+        # Every byte is written, and none is random.
+        assert (payload == encode_values(compressor, given, fill=0x55)).all()
 
 
 @every
 @pytest.mark.parametrize("name", VALUES)
-def test_awkward_values_come_back_finite_and_are_kept(compressor, name):
+def test_extreme_values_stay_finite_and_unchanged(compressor, name):
     given = VALUES[name]
     before = given.copy()
-    payload = encoded(compressor, given)
-    got = decoded(compressor, payload, given.size)
+    payload = encode_values(compressor, given)
+    got = decode_values(compressor, payload, given.size)
     assert (given.view(np.uint32) == before.view(np.uint32)).all()
     assert np.isfinite(got).all()
     furthest = float(np.abs(given).max(initial=0)) * (np.sqrt(1024) if isinstance(compressor, Qsgd) else 1 + 2**-8)
@@ -70,31 +73,31 @@ def test_awkward_values_come_back_finite_and_are_kept(compressor, name):
 
 
 @every
-def test_the_bits_are_those_of_the_key_alone(compressor):
+def test_bits_depend_only_on_the_key(compressor):
     given = VALUES["heavy tails"]
-    first = encoded(compressor, given)
+    first = encode_values(compressor, given)
     others = [
         RandomKey(1, 17, 3, 5),
         RandomKey(KEY.seed, 18, 3, 5),
         RandomKey(KEY.seed, 17, 4, 5),
         RandomKey(KEY.seed, 17, 3, 6),
     ]
-    differs = [bool((encoded(compressor, given, other) != first).any()) for other in others]
+    differs = [bool((encode_values(compressor, given, other) != first).any()) for other in others]
     assert differs == [compressor.is_random] * 4
 
 
-def test_the_stream_of_a_key_is_none_of_dropout():
+def test_key_stream_differs_from_dropout_streams():
     words = KEY.words
     assert words[:3] == (5, 17, 3) and words[3] == KEY.seed & 0xFFFFFFFF
     assert words[4] != KEY.seed >> 32 < 1 << 32 and all(0 <= word < 1 << 32 for word in words)
-    assert RandomKey(KEY.seed + (1 << 40), 17, 3, 5).words != words  # all 64 bits of the seed count
+    assert RandomKey(KEY.seed + (1 << 40), 17, 3, 5).words != words  # all 64 bits of the seed are used
 
 
 @every
 @pytest.mark.parametrize("name", VALUES)
-def test_a_gpu_gives_the_same_bits(gpu, compressor, name):
+def test_gpu_gives_the_same_bits(gpu, compressor, name):
     given = VALUES[name]
-    want = encoded(compressor, given)
+    want = encode_values(compressor, given)
     start = np.linspace(-1, 1, given.size, dtype=np.float32)
     added = start.copy()
     with np.errstate(over="ignore"):
@@ -105,31 +108,31 @@ def test_a_gpu_gives_the_same_bits(gpu, compressor, name):
     compressor.encode(on_device, payload, KEY)
     compressor.decode(payload, out)
     compressor.add(payload, total, 0.3)
-    assert not gpu.LOG.events  # nothing is copied, nothing is waited for
+    assert not gpu.LOG.events  # no copies and no waits
     assert payload.get().tobytes() == want.tobytes()
-    assert out.get().tobytes() == decoded(compressor, want, given.size).tobytes()
+    assert out.get().tobytes() == decode_values(compressor, want, given.size).tobytes()
     assert total.get().tobytes() == added.tobytes()
 
 
 @every
-def test_buffers_that_do_not_fit_are_refused(compressor):
+def test_buffers_of_wrong_size_or_type_are_rejected(compressor):
     given, payload = np.ones(600, np.float32), np.zeros(compressor.payload_bytes(600) + 64, np.uint8)
     fits = payload[:-64]
-    with pytest.raises(UsageError, match="as payload_bytes says"):
+    with pytest.raises(UsageError, match="the size that payload_bytes returns"):
         compressor.encode(given, payload, KEY)
-    with pytest.raises(UsageError, match="as payload_bytes says"):
+    with pytest.raises(UsageError, match="the size that payload_bytes returns"):
         compressor.decode(fits.view(np.int8), given)
     with pytest.raises(UsageError, match="pass a contiguous float32"):
         compressor.add(fits, np.ones(600))
     with pytest.raises(UsageError, match="pass a contiguous float32"):
         compressor.encode(np.ones(1200, np.float32)[::2], fits, KEY)
-    with pytest.raises(UsageError, match="place it by align"):
+    with pytest.raises(UsageError, match="use align"):
         compressor.encode(given, payload[1:][: fits.size], KEY)
 
 
 @every
-def test_payloads_that_may_not_be_summed_say_so(compressor):
-    payload = encoded(compressor, VALUES["uneven"])
+def test_summable_rejects_nonlinear_compressors(compressor):
+    payload = encode_values(compressor, VALUES["uneven"])
     if compressor.is_linear:
         assert np.shares_memory(compressor.summable(payload), payload)
     else:
@@ -137,7 +140,7 @@ def test_payloads_that_may_not_be_summed_say_so(compressor):
             compressor.summable(payload)
 
 
-def test_a_compressor_must_be_whole():
+def test_incomplete_compressor_cannot_be_created():
     class Half(Compressor):
         name = "half"
 
@@ -148,7 +151,7 @@ def test_a_compressor_must_be_whole():
         Half()
 
 
-def test_the_next_payload_begins_at_a_word():
+def test_payloads_are_aligned_to_words():
     assert [align(offset) for offset in (0, 1, 3, 4, 5, 64)] == [0, 4, 4, 4, 8, 64]
 
 
@@ -164,6 +167,6 @@ def test_the_next_payload_begins_at_a_word():
     lambda: Adaptive(block=100),
     lambda: SignSgd(scale="max"),
 )
-def test_settings_that_do_not_exist_are_refused(make):
+def test_invalid_settings_are_rejected(make):
     with pytest.raises(ConfigurationError, match="choose"):
         make()

@@ -1,9 +1,9 @@
-"""Error feedback: nothing is lost over the steps, a skipped step did not happen, other numbers of ranks."""
+"""Error feedback: no gradient is lost over the steps, and a rolled-back step has no effect."""
 
 import numpy as np
 import pytest
 
-from harness.compressed.compressors import decoded
+from harness.compressed.compressors import decode_values
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range
 from hpcdist.compression.casts import Float16
@@ -18,71 +18,71 @@ COMPRESSORS = [SignSgd(), Blockwise(bits=4), Adaptive(), Qsgd(bits=8), Float16()
 every = pytest.mark.parametrize("compressor", COMPRESSORS, ids=lambda compressor: compressor.name)
 
 
-def _gradients(step, scale=1.0):
+def draw_gradients(step, scale=1.0):
     rng = np.random.default_rng(step)
     return {s.key: (rng.standard_normal(s.range.size) * scale).astype(np.float32) for s in LAYOUT.segments}
 
 
-def _step(feedback, compressor, gradients, step):
-    """Encode all tensors; return what the others decode."""
+def encode_step(feedback, compressor, gradients, step):
+    """Encode all tensors. Return the decoded values."""
     sent = {}
     for number, segment in enumerate(LAYOUT.segments):
         payload = np.empty(compressor.payload_bytes(segment.range.size), np.uint8)
         key = RandomKey(1, step, 0, number)
         feedback.encode(segment.range, gradients[segment.key], compressor, payload, key)
-        sent[segment.key] = decoded(compressor, payload, segment.range.size)
+        sent[segment.key] = decode_values(compressor, payload, segment.range.size)
     return sent
 
 
 @every
-def test_what_was_sent_is_the_sum_of_gradients_less_the_last_residual(compressor):
+def test_sent_sum_is_gradient_sum_minus_last_residual(compressor):
     feedback, steps = ErrorFeedback(LAYOUT), 30
     given = {s.key: np.zeros(s.range.size) for s in LAYOUT.segments}
     sent = {key: zeros.copy() for key, zeros in given.items()}
     for step in range(steps):
-        gradients = _gradients(step)
-        for key, got in _step(feedback, compressor, gradients, step).items():
+        gradients = draw_gradients(step)
+        for key, got in encode_step(feedback, compressor, gradients, step).items():
             sent[key] += got
             given[key] += gradients[key]
         feedback.keep()
     for segment in LAYOUT.segments:
         residual = feedback.residuals.range(segment.range)
-        assert residual.any()  # something is left, or this shows nothing
+        assert residual.any()  # otherwise the test shows nothing
         scale = np.abs(given[segment.key]).max() + np.abs(residual).max()
         assert np.abs(given[segment.key] - residual - sent[segment.key]).max() <= steps * scale * 2**-23
 
 
-def test_the_mean_of_signs_comes_to_the_mean_of_the_gradients():
-    """Where the same gradient comes every step, signs alone send a wrong one for ever."""
+def test_mean_of_signs_converges_to_the_gradient():
+    """Without feedback, signs of a constant gradient would send a wrong direction forever."""
     gradient, steps = np.float32([4.0, 1.0, -0.5, 0.1]), 400
     feedback, total = ErrorFeedback(Layout.of([TensorSpec(0, "w", (4,))])), np.zeros(4)
     payload = np.empty(SignSgd().payload_bytes(4), np.uint8)
     for step in range(steps):
         feedback.encode(Range(0, 4), gradient, SignSgd(), payload, RandomKey(0, step, 0, 0))
-        total += decoded(SignSgd(), payload, 4)
+        total += decode_values(SignSgd(), payload, 4)
         feedback.keep()
     SignSgd().encode(gradient, payload, RandomKey(0, 0, 0, 0))
-    alone = decoded(SignSgd(), payload, 4)
+    alone = decode_values(SignSgd(), payload, 4)
     assert np.abs(total / steps - gradient).max() < 0.1 < np.abs(alone - gradient).max()
 
 
 @every
-def test_a_skipped_step_did_not_happen(compressor):
+def test_rolled_back_step_has_no_effect(compressor):
     feedback, other = ErrorFeedback(LAYOUT), ErrorFeedback(LAYOUT)
     for step in range(3):
         for each in (feedback, other):
-            _step(each, compressor, _gradients(step), step)
+            encode_step(each, compressor, draw_gradients(step), step)
             each.keep()
     before = feedback.residuals.array.copy()
-    _step(feedback, compressor, _gradients(77, 1e6), 3)
+    encode_step(feedback, compressor, draw_gradients(77, 1e6), 3)
     assert (feedback.residuals.array != before).any()
     feedback.rollback()
     assert feedback.residuals.array.tobytes() == before.tobytes()
-    again = [_step(each, compressor, _gradients(4), 3) for each in (feedback, other)]
+    again = [encode_step(each, compressor, draw_gradients(4), 3) for each in (feedback, other)]
     assert all((again[0][key] == again[1][key]).all() for key in again[0])
 
 
-def test_only_what_was_encoded_is_rolled_back():
+def test_rollback_restores_only_encoded_ranges():
     feedback = ErrorFeedback(LAYOUT)
     first, second = (segment.range for segment in LAYOUT.segments[:2])
     feedback.compensate(first, np.ones(first.size, np.float32))
@@ -92,7 +92,7 @@ def test_only_what_was_encoded_is_rolled_back():
     assert (feedback.residuals.range(first) == 1).all() and not feedback.residuals.range(second).any()
 
 
-def test_ranges_meet_only_once_in_a_step():
+def test_overlapping_ranges_in_one_step_are_rejected():
     feedback = ErrorFeedback(LAYOUT)
     feedback.compensate(Range(0, 10), np.ones(10, np.float32))
     feedback.compensate(Range(10, 10), np.ones(0, np.float32))
@@ -103,7 +103,7 @@ def test_ranges_meet_only_once_in_a_step():
     assert feedback.residuals.array[9] == 2
 
 
-def test_without_room_for_it_a_step_cannot_be_rolled_back():
+def test_rollback_needs_can_roll_back():
     feedback = ErrorFeedback(LAYOUT, can_roll_back=False)
     feedback.rollback()  # there is nothing to undo
     feedback.compensate(Range(0, 10), np.ones(10, np.float32))
@@ -112,11 +112,11 @@ def test_without_room_for_it_a_step_cannot_be_rolled_back():
 
 
 @every
-def test_a_gpu_keeps_the_same_residuals(gpu, compressor):
+def test_gpu_keeps_the_same_residuals(gpu, compressor):
     host, device = ErrorFeedback(LAYOUT), ErrorFeedback(LAYOUT, on="gpu")
     where = LAYOUT.segments[0].range
     for step in range(3):
-        gradient = _gradients(step)["0.weight"]
+        gradient = draw_gradients(step)["0.weight"]
         payload = np.empty(compressor.payload_bytes(where.size), np.uint8)
         on_device, given = gpu.empty(payload.size, np.uint8), gpu.asarray(gradient)
         host.encode(where, gradient, compressor, payload, RandomKey(1, step, 0, 0))

@@ -1,4 +1,4 @@
-"""The energy section of a recipe refuses what cannot be measured."""
+"""The energy section of a recipe rejects invalid and contradictory settings."""
 
 import math
 
@@ -10,27 +10,27 @@ from hpcdist.errors import ConfigurationError
 
 
 @pytest.mark.parametrize(("name", "value"), [("sources", "nvlm"), ("interval_s", 0.0), ("interval_s", math.nan)])
-def test_values_that_make_no_sense(name, value):
+def test_invalid_values_are_rejected(name, value):
     with pytest.raises(ConfigurationError, match=rf"energy\.{name} = "):
         EnergyConfig(**{name: value})
 
 
-def test_an_interval_in_which_a_counter_may_wrap_unseen():
+def test_interval_longer_than_a_counter_wrap_is_rejected():
     with pytest.raises(ConfigurationError, match=r"energy\.interval_s"):
         EnergyConfig(interval_s=60.0)
 
 
 @pytest.mark.parametrize(
-    ("sources", "wanted"), [("auto", [True, True]), ("rapl", [False, True]), ("none", [False] * 2)]
+    ("sources", "expected"), [("auto", [True, True]), ("rapl", [False, True]), ("none", [False] * 2)]
 )
-def test_what_is_wanted(sources, wanted):
-    assert [EnergyConfig(sources=sources).wants(source) for source in ("nvml", "rapl")] == wanted
+def test_selected_sources_follow_the_setting(sources, expected):
+    assert [EnergyConfig(sources=sources).wants(source) for source in ("nvml", "rapl")] == expected
 
 
 @cases(
     "values, message",
     ({"cpu_tdp_w": 100.0}, "no effect with energy.sources = 'auto'"),
-    ({"sources": "declared"}, "needs energy.cpu_tdp_w"),
+    ({"sources": "declared"}, "set energy.cpu_tdp_w"),
     ({"sources": "declared", "cpu_tdp_w": math.inf}, "cpu_tdp_w = inf"),
     ({"sources": "declared", "cpu_tdp_w": 9.0, "idle_fraction": 1.5}, "idle_fraction = 1.5"),
     ({"pue": 0.9}, "pue = 0.9"),
@@ -42,11 +42,11 @@ def test_what_is_wanted(sources, wanted):
     ({"sensor_window_s": 11.0}, "sensor_window_s = 11.0"),
     ({"shift": True, "sources": "rapl"}, "no effect with energy.sources = 'rapl'"),
 )
-def test_what_contradicts_itself(values, message):
+def test_contradictory_settings_are_rejected(values, message):
     with pytest.raises(ConfigurationError, match=message):
         EnergyConfig(**values)
 
 
-def test_the_model_is_never_meant_by_auto():
+def test_auto_never_selects_the_declared_model():
     assert not EnergyConfig().wants("declared")
     assert EnergyConfig(sources="declared", cpu_tdp_w=100.0).wants("declared")

@@ -52,17 +52,17 @@ def test_invalid_variable_is_named(program, monkeypatch, name, value, message):
         phases.configure()
 
 
-def test_phase_of_another_rank_is_not_known(monkeypatch):
+def test_phase_of_another_rank_is_unknown(monkeypatch):
     first = {"energy_j": 1.0, "phases": {"training": {"joules": 1.0}}}
     monkeypatch.setattr(phases, "_monitors", [SimpleNamespace(report=lambda: dict(first))])
     gathered = SimpleNamespace(comm=SimpleNamespace(allgather_object=lambda names: [["training"], ["training", "io"]]))
     monkeypatch.setattr(phases, "init", lambda: gathered)
-    found = phases.usage()["phases"]
-    assert found["training"]["joules"] == 1.0
-    assert math.isnan(found["io"]["joules"]) and "rank 1, have windows of io" in found["io"]["reason"]
+    result = phases.usage()["phases"]
+    assert result["training"]["joules"] == 1.0
+    assert math.isnan(result["io"]["joules"]) and "rank 1, have windows of io" in result["io"]["reason"]
 
 
-def test_short_window_of_a_declared_source_is_known():
+def test_short_window_of_declared_source_has_joules():
     sources = [SourceResult("declared", "cpu", 0.1, declared=True), SourceResult("sensor", "gpu", 0.1)]
     phase = {"seconds": 0.01, "windows": 1, "shortest_s": 0.01, "mj": [1000.0, 0.0]}
     node = NodeContribution(0, sources, {"short": phase}, [1000.0, 0.0])

@@ -1,4 +1,4 @@
-"""HDF5 files: what reaches the disk, and when."""
+"""HDF5 files: the data on the disk after complete, failed and interrupted writes."""
 
 import errno
 import itertools
@@ -21,7 +21,7 @@ from hpcdist.hdf5.overlay import PAGE_BYTES, Overlay, encode_journal, journal_of
 
 
 def test_overlay_behaves_like_a_file(tmp_path, rng):
-    """Random reads, writes and truncations beside a plain file; nothing is on the disk before the commit."""
+    """Random reads, writes and truncations act as on a plain file. The file changes only at the commit."""
     for number in range(20):
         path, plain = tmp_path / f"{number}", tmp_path / f"{number}.plain"
         content = rng.bytes(int(rng.integers(0, 3 * PAGE_BYTES)))
@@ -49,7 +49,7 @@ def test_overlay_behaves_like_a_file(tmp_path, rng):
         assert path.read_bytes() == (plain.read_bytes() if number % 2 else content)
 
 
-def test_a_cut_and_extended_file_reads_zeros(tmp_path):
+def test_truncated_and_extended_file_reads_zeros(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"x" * 100)
     with Overlay(path) as overlay:
@@ -74,15 +74,15 @@ def test_edit_is_all_or_nothing(tmp_path):
     assert not os.listdir(tmp_path)
     make(path)
     before = path.read_bytes()
-    assert before[8] == 0, "superblock version 0: the oldest tools open it"
-    with pytest.raises(ZeroDivisionError), files.edit(path, "test", 1) as file:  # noqa: PT012 - the first must go through
+    assert before[8] == 0, "expected superblock version 0, which the oldest tools can open"
+    with pytest.raises(ZeroDivisionError), files.edit(path, "test", 1) as file:  # noqa: PT012
         file["x"][...] = 0
         file["y"] = 1 / 0
     assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("existing", (True, False))
-def test_a_full_disk_changes_nothing(tmp_path, monkeypatch, existing):
+def test_full_disk_changes_nothing(tmp_path, monkeypatch, existing):
     path = tmp_path / "f.h5"
     if existing:
         make(path)
@@ -91,14 +91,14 @@ def test_a_full_disk_changes_nothing(tmp_path, monkeypatch, existing):
     for failing in (1, 2, 5):
         seen = itertools.count(1)
 
-        def full(fd, data, offset, seen=seen, failing=failing):
+        def raise_when_full(fd, data, offset, seen=seen, failing=failing):
             if next(seen) >= failing:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return true(fd, data, offset)
 
-        monkeypatch.setattr(os, "pwrite", full)
-        said = pytest.raises(StorageError, match=r"f\.h5: cannot be written: No space")
-        with said as caught, files.edit(path, "test", 1) as file:
+        monkeypatch.setattr(os, "pwrite", raise_when_full)
+        output = pytest.raises(StorageError, match=r"f\.h5: cannot be written: No space")
+        with output as caught, files.edit(path, "test", 1) as file:
             file["big"] = np.ones(10_000)
         assert caught.value.exit_code == 74
         monkeypatch.undo()
@@ -119,7 +119,7 @@ KILLED = """
     def append_until(call):
         left = iter(range(call, -1, -1))
 
-        def counted(function):
+        def count_calls(function):
             def wrapped(*arguments, **options):
                 if next(left) == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -127,7 +127,7 @@ KILLED = """
             return wrapped
 
         for name in ("pwrite", "fsync", "ftruncate", "open", "unlink"):
-            setattr(os, name, counted(getattr(os, name)))
+            setattr(os, name, count_calls(getattr(os, name)))
         with files.edit(path, "test", 1) as file:
             rows = len(file["x"])
             for name in ("x", "y"):
@@ -161,7 +161,7 @@ KILLED = """
 
 
 @pytest.mark.full
-def test_a_kill_at_any_point_leaves_the_old_or_the_new_and_never_a_mixture(tmp_path):
+def test_kill_at_any_point_leaves_old_or_new_content(tmp_path):
     path = tmp_path / "f.h5"
     with files.edit(path, "test", 1) as file:
         for name, width in (("x", ()), ("y", (3,))):
@@ -174,12 +174,14 @@ def test_a_kill_at_any_point_leaves_the_old_or_the_new_and_never_a_mixture(tmp_p
     assert last == [0, 6000, 6000, 6000, ["f.h5"]]
     assert all(code == -9 and read == edited == plain for code, read, edited, plain, _ in killed)
     counts = [entry[1] for entry in killed]
-    assert counts == sorted(counts) and set(counts) == {3000, 6000}, "old until the journal is complete, then new"
-    assert counts.count(6000) >= 3, "there are changes in place"
-    assert all(entry[4] == ["f.h5"] for entry in killed), "no journal outlives the next writer"
+    assert counts == sorted(counts) and set(counts) == {3000, 6000}, (
+        "the new data must show once the journal is complete"
+    )
+    assert counts.count(6000) >= 3, "expected changes in place"
+    assert all(entry[4] == ["f.h5"] for entry in killed), "the next writer must remove the journal"
 
 
-def test_a_journal_counts_when_it_is_whole_and_of_this_content(tmp_path):
+def test_journal_is_used_only_if_complete_and_matching(tmp_path):
     path = tmp_path / "f.h5"
     make(path)
     size, zeros = path.stat().st_size, {0: bytes(PAGE_BYTES)}
@@ -198,7 +200,7 @@ def test_a_journal_counts_when_it_is_whole_and_of_this_content(tmp_path):
     assert os.listdir(tmp_path) == ["f.h5"]
 
 
-def test_unreadable_foreign_and_newer_files(tmp_path):
+def test_unreadable_foreign_and_newer_files_are_rejected(tmp_path):
     path = tmp_path / "f.h5"
     with pytest.raises(StorageError, match="no such file"):
         files.open_read(path)
@@ -207,9 +209,9 @@ def test_unreadable_foreign_and_newer_files(tmp_path):
         files.open_read(path)
     path.unlink()
     make(path)
-    with pytest.raises(StorageError, match="schema 'test', expected 'other'"):
+    with pytest.raises(StorageError, match="schema is 'test', expected 'other'"):
         files.open_read(path, "other", 1)
-    with pytest.raises(StorageError, match="newer than the 0 known"), files.edit(path, "test", 0):
+    with pytest.raises(StorageError, match="newer than version 0"), files.edit(path, "test", 0):
         pass
     files.open_read(path).close()
     with pytest.raises(StorageError, match="cannot be written"), files.edit(tmp_path / "no/f.h5", "test", 1):
@@ -226,7 +228,7 @@ def test_truncated_file_is_unreadable(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ("f2", "f4", "f8", "i8", "u2", ml_dtypes.bfloat16))
 @pytest.mark.parametrize("shape", ((), (0,), (3, 0), (1,), (7,), (5, 3, 2), (300, 1000)))
-def test_contiguous_datasets_at_their_offsets(tmp_path, rng, dtype, shape):
+def test_contiguous_datasets_are_at_their_offsets(tmp_path, rng, dtype, shape):
     data = {"a/b.c": (100 * rng.standard_normal(shape)).astype(dtype), "z": np.arange(3)}
     path = tmp_path / "f.h5"
     offsets = files.write_contiguous(path, data, {"step": 4}, {"z": {"units": "s"}}, schema="test", version=1)
@@ -235,23 +237,23 @@ def test_contiguous_datasets_at_their_offsets(tmp_path, rng, dtype, shape):
         if array.size:
             assert raw[offsets[name] : offsets[name] + array.nbytes] == array.tobytes()
     with h5py.File(path) as file:
-        found = file["a/b.c"]
-        assert found.shape == shape and file["z"].attrs["units"] == "s" and file.attrs["step"] == 4
-        assert found.attrs["dtype"] == ("bfloat16" if dtype is ml_dtypes.bfloat16 else np.dtype(dtype).name)
-        assert np.asarray(found[()]).tobytes() == data["a/b.c"].tobytes()
+        result = file["a/b.c"]
+        assert result.shape == shape and file["z"].attrs["units"] == "s" and file.attrs["step"] == 4
+        assert result.attrs["dtype"] == ("bfloat16" if dtype is ml_dtypes.bfloat16 else np.dtype(dtype).name)
+        assert np.asarray(result[()]).tobytes() == data["a/b.c"].tobytes()
     with pytest.raises(StorageError, match="exists already"):
         files.write_contiguous(path, data, {}, schema="test", version=1)
     assert path.read_bytes() == raw
 
 
-def test_contiguous_of_a_strided_array(tmp_path, rng):
+def test_strided_array_is_written_contiguously(tmp_path, rng):
     array = rng.standard_normal((6, 8))[::2, ::3]
     files.write_contiguous(tmp_path / "f.h5", {"x": array}, {}, schema="test", version=1)
     with files.open_read(tmp_path / "f.h5", "test", 1) as file:
         assert (file["x"][...] == array).all()
 
 
-def test_tables_grow_widen_and_shrink(tmp_path, rng):
+def test_tables_can_grow_widen_and_shrink(tmp_path, rng):
     path = tmp_path / "t.h5"
     columns = [Column("step", "i8", "1", "number"), Column("time", "f8", "s", "per rank", wide=True)]
     expected = np.zeros((0, 2))
@@ -267,12 +269,12 @@ def test_tables_grow_widen_and_shrink(tmp_path, rng):
     with files.edit(path, "test", 1) as file:
         datasets.shorten(file, "t", 1000)
     with files.open_read(path, "test", 1) as file:
-        found = datasets.read(file, "t")
+        result = datasets.read(file, "t")
         assert file["t/rank"][...].tolist() == [0, 1, 2, 3, 4]
-    assert np.array_equal(found["time"], expected[:1000], equal_nan=True)
+    assert np.array_equal(result["time"], expected[:1000], equal_nan=True)
 
 
-def test_edit_beside_a_thread_that_reads(tmp_path):
+def test_edit_works_while_another_thread_reads(tmp_path):
     path, other = tmp_path / "f.h5", tmp_path / "g.h5"
     make(other, 100_000)
     stop = threading.Event()
@@ -295,7 +297,7 @@ def test_edit_beside_a_thread_that_reads(tmp_path):
     assert not thread.is_alive() and set(sums) == {sum(range(100_000))}
 
 
-def test_a_place_that_cannot_be_written_is_refused_before_and_left_as_it_was(tmp_path):
+def test_unwritable_path_is_rejected_and_unchanged(tmp_path):
     path = tmp_path / "new.h5"
     files.check_place(path)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Data in HDF5 with filters that h5py does not have: told before a job trains, and read where hdf5plugin is."""
+"""HDF5 filters that h5py lacks: reported before a job trains, and readable with hdf5plugin."""
 
 import importlib.util
 import os
@@ -21,24 +21,24 @@ from hpcdist.training.data import files as data_files
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe import requirements
 
-ZSTD, NOBODYS = 32015, 60123  # what hdf5plugin has, and a number that is nobody's
+ZSTD, NOBODYS = 32015, 60123  # a filter of hdf5plugin, and an unknown number
 TOKENS = np.arange(4096, dtype=np.uint8)
 RECIPE = "[run]\nsteps = 2\nglobal_batch = 2\n[model]\nlayers = 1\nhidden = 16\nheads = 1\n[data]\ncontext = 8\n"
 
 
 @pytest.fixture
-def plain(monkeypatch):
-    """A Python without hdf5plugin, also where it is installed."""
+def without_hdf5plugin(monkeypatch):
+    """Hide hdf5plugin, even if it is installed."""
     monkeypatch.setitem(sys.modules, "hdf5plugin", None)
     if h5py.h5z.filter_avail(ZSTD):
-        pytest.skip("zstd is there already: a test before has imported hdf5plugin, or HDF5_PLUGIN_PATH has it")
+        pytest.skip("zstd is available: an earlier test imported hdf5plugin, or HDF5_PLUGIN_PATH contains it")
 
 
-def write(path, code, name="tokens", array=TOKENS):
-    """Make a dataset with a filter that is not here; what lies in its chunk is what no filter has seen."""
+def write_filtered(path, code, name="tokens", array=TOKENS):
+    """Make a dataset with a missing filter. Its chunk holds unfiltered data."""
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_chunk(array.shape)
-    properties.set_filter(code, h5py.h5z.FLAG_OPTIONAL, ())  # else HDF5 makes no such dataset
+    properties.set_filter(code, h5py.h5z.FLAG_OPTIONAL, ())  # HDF5 rejects a missing mandatory filter
     with h5py.File(path, "a") as file:
         space = h5py.h5s.create_simple(array.shape)
         kind = h5py.h5t.py_create(array.dtype)
@@ -48,21 +48,21 @@ def write(path, code, name="tokens", array=TOKENS):
 
 
 @cases(
-    "code, told",
+    "code, output",
     (ZSTD, f"HDF5 filter zstd ({ZSTD}), for which {sys.executable} needs the module hdf5plugin: pip install"),
-    (NOBODYS, f"({NOBODYS}), which is not known here: set HDF5_PLUGIN_PATH"),
+    (NOBODYS, f"({NOBODYS}), which is unknown; set HDF5_PLUGIN_PATH"),
 )
-def test_a_filter_that_is_not_there_is_told_when_the_data_is_opened(plain, tmp_path, code, told):
-    path = write(tmp_path / "data.h5", code)
+def test_missing_filter_is_reported_when_data_is_opened(without_hdf5plugin, tmp_path, code, output):
+    path = write_filtered(tmp_path / "data.h5", code)
     with pytest.raises(MissingCapabilityError) as caught:
         data_files.hdf5_tokens(path)
-    assert str(caught.value).startswith(f"data.path = {path}: dataset /tokens has the ") and told in str(caught.value)
+    assert str(caught.value).startswith(f"data.path = {path}: dataset /tokens has the ") and output in str(caught.value)
     assert caught.value.exit_code == MISSING_CAPABILITY
     assert data_files.missing_filters(path) == [str(caught.value)]
 
 
-def test_a_source_of_a_virtual_dataset_has_it(plain, tmp_path):
-    source = write(tmp_path / "source.h5", ZSTD, "part")
+def test_missing_filter_of_a_virtual_source_is_reported(without_hdf5plugin, tmp_path):
+    source = write_filtered(tmp_path / "source.h5", ZSTD, "part")
     layout = h5py.VirtualLayout(shape=(4096,), dtype=np.uint8)
     layout[:] = h5py.VirtualSource(str(source), "part", shape=(4096,))
     with h5py.File(tmp_path / "data.h5", "w") as file:
@@ -71,50 +71,50 @@ def test_a_source_of_a_virtual_dataset_has_it(plain, tmp_path):
         data_files.hdf5_tokens(tmp_path / "data.h5")
 
 
-def test_what_was_written_without_its_filter_is_read(plain, tmp_path):
+def test_unfiltered_chunks_with_a_missing_filter_are_read(without_hdf5plugin, tmp_path):
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_chunk((64,))
     properties.set_filter(ZSTD, h5py.h5z.FLAG_OPTIONAL, ())
     with h5py.File(tmp_path / "data.h5", "w") as file:
         space = h5py.h5s.create_simple((4096,))
         dataset = h5py.h5d.create(file.id, b"tokens", h5py.h5t.NATIVE_UINT8, space, properties)
-        h5py.Dataset(dataset)[:] = TOKENS  # the filter is optional, and not there to be applied
+        h5py.Dataset(dataset)[:] = TOKENS  # the optional filter is missing, so it is not applied
     assert np.array_equal(data_files.hdf5_tokens(tmp_path / "data.h5")[:], TOKENS)
     assert data_files.missing_filters(tmp_path / "data.h5") == []
 
 
 @pytest.mark.parametrize("filters", [{}, {"compression": "gzip", "shuffle": True}, {"compression": "lzf"}])
-def test_filters_of_h5py_need_nothing(tmp_path, filters):
+def test_filters_of_h5py_are_supported(tmp_path, filters):
     with h5py.File(tmp_path / "data.h5", "w") as file:
         file.create_dataset("tokens", data=TOKENS, **filters)
     assert data_files.missing_filters(tmp_path / "data.h5") == []
     assert np.array_equal(data_files.hdf5_tokens(tmp_path / "data.h5")[:], TOKENS)
 
 
-def test_both_datasets_of_a_table_are_looked_at(plain, tmp_path):
-    path = write(tmp_path / "data.h5", NOBODYS, "x", np.ones((8, 4), np.float32))
-    write(path, ZSTD, "y", np.ones(8, np.int64))
+def test_both_datasets_of_a_table_are_checked(without_hdf5plugin, tmp_path):
+    path = write_filtered(tmp_path / "data.h5", NOBODYS, "x", np.ones((8, 4), np.float32))
+    write_filtered(path, ZSTD, "y", np.ones(8, np.int64))
     first, second = data_files.missing_filters(path)
     assert "dataset /x has" in first and "dataset /y has" in second
 
 
-def test_the_staged_copy_counts_where_it_is_and_no_file_needs_nothing(plain, tmp_path):
-    path = write(tmp_path / "data.h5", ZSTD)
+def test_filters_of_the_staged_copy_are_checked(without_hdf5plugin, tmp_path):
+    path = write_filtered(tmp_path / "data.h5", ZSTD)
 
-    def lacking(**data):
+    def missing_filters(**data):
         return requirements._missing_hdf5_filters(SimpleNamespace(**{"path": "", "staged": ""} | data))
 
-    assert len(lacking(path=str(path))) == 1
-    assert len(lacking(path=str(path), staged=str(tmp_path / "not there yet"))) == 1
-    assert "staged.h5" in lacking(path=str(path), staged=str(path.rename(tmp_path / "staged.h5")))[0]
+    assert len(missing_filters(path=str(path))) == 1
+    assert len(missing_filters(path=str(path), staged=str(tmp_path / "not there yet"))) == 1
+    assert "staged.h5" in missing_filters(path=str(path), staged=str(path.rename(tmp_path / "staged.h5")))[0]
     (tmp_path / "text").write_text("no HDF5")
     os.mkfifo(tmp_path / "pipe")
     for path in ("", str(tmp_path), str(tmp_path / "text"), str(tmp_path / "pipe"), str(tmp_path / "nowhere")):
-        assert lacking(path=path) == []
+        assert missing_filters(path=path) == []
 
 
-def run(folder, *line, **environment):
-    """Run hpcdist on its own, where nothing has imported hdf5plugin; in ``hidden`` there is none to be found."""
+def run_hpcdist(folder, *line, **environment):
+    """Run hpcdist in a new process without hdf5plugin imported. In ``hidden`` there is a hdf5plugin that fails."""
     (folder / "hidden" / "hdf5plugin").mkdir(parents=True, exist_ok=True)
     (folder / "hidden" / "hdf5plugin" / "__init__.py").write_text("raise ModuleNotFoundError('no hdf5plugin')\n")
     (folder / "recipe.toml").write_text(RECIPE + "path = 'data.h5'\n")
@@ -122,39 +122,39 @@ def run(folder, *line, **environment):
 
 
 @pytest.mark.full
-def test_submit_the_doctor_of_a_job_and_the_training_say_it(tmp_path):
-    write(tmp_path / "data.h5", ZSTD)
+def test_submit_and_training_report_a_missing_filter(tmp_path):
+    write_filtered(tmp_path / "data.h5", ZSTD)
     without = {"PYTHONPATH": str(tmp_path / "hidden"), "PATH": "/usr/bin:/bin"}
-    told = "data.h5: dataset /tokens has the HDF5 filter zstd (32015), for which"
-    done = run(tmp_path, "submit", "recipe.toml", "--nodes=1", "--site=workstation", **without)
-    assert (done.returncode, done.stdout) == (MISSING_CAPABILITY, "") and told in done.stderr
-    dry = run(tmp_path, "submit", "recipe.toml", "--nodes=1", "--site=workstation", "--dry-run", **without)
-    assert dry.returncode == 0 and "warning: data.path = " in dry.stderr and told in dry.stderr
-    trained = run(tmp_path, "train", "recipe.toml", "--out=run", **without)
-    assert trained.returncode == MISSING_CAPABILITY and told in trained.stderr
+    output = "data.h5: dataset /tokens has the HDF5 filter zstd (32015), for which"
+    done = run_hpcdist(tmp_path, "submit", "recipe.toml", "--nodes=1", "--site=workstation", **without)
+    assert (done.returncode, done.stdout) == (MISSING_CAPABILITY, "") and output in done.stderr
+    dry = run_hpcdist(tmp_path, "submit", "recipe.toml", "--nodes=1", "--site=workstation", "--dry-run", **without)
+    assert dry.returncode == 0 and "warning: data.path = " in dry.stderr and output in dry.stderr
+    trained = run_hpcdist(tmp_path, "train", "recipe.toml", "--out=run", **without)
+    assert trained.returncode == MISSING_CAPABILITY and output in trained.stderr
     assert not list(tmp_path.glob("run/checkpoints/*"))
 
 
-def test_the_doctor_of_a_job_names_file_and_package(plain, tmp_path, monkeypatch):
+def test_job_doctor_names_file_and_filter(without_hdf5plugin, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "data.h5", ZSTD)
+    write_filtered(tmp_path / "data.h5", ZSTD)
     (tmp_path / "recipe.toml").write_text(RECIPE + "path = 'data.h5'\n")
     (tmp_path / "job.toml").write_text(recipes.dump(recipes.load(tmp_path / "recipe.toml", [], {}).recipe))
-    found = job._packages(tmp_path / "job.toml")
-    assert found.status == mpi_library.FAIL and "data.h5: dataset /tokens has the HDF5 filter zstd" in found.found
+    result = job._packages(tmp_path / "job.toml")
+    assert result.status == mpi_library.FAIL and "data.h5: dataset /tokens has the HDF5 filter zstd" in result.found
 
 
-def test_a_broken_package_is_told(plain, tmp_path, monkeypatch):
+def test_broken_hdf5plugin_is_reported(without_hdf5plugin, tmp_path, monkeypatch):
     (tmp_path / "hdf5plugin.py").write_text("raise RuntimeError('made for another HDF5')\n")
     monkeypatch.delitem(sys.modules, "hdf5plugin")
     monkeypatch.syspath_prepend(tmp_path)
-    with h5py.File(write(tmp_path / "data.h5", ZSTD)) as file, pytest.raises(MissingCapabilityError) as caught:
+    with h5py.File(write_filtered(tmp_path / "data.h5", ZSTD)) as file, pytest.raises(MissingCapabilityError) as caught:
         files.storage_of(file["tokens"])
     assert "module hdf5plugin: it is there, and cannot be imported: made for another HDF5" in str(caught.value)
 
 
 @pytest.mark.full
-def test_with_the_package_the_filter_works(tmp_path):
+def test_filter_works_with_hdf5plugin(tmp_path):
     if importlib.util.find_spec("hdf5plugin") is None:
         pytest.skip("there is no hdf5plugin")
     program = (
@@ -163,7 +163,7 @@ def test_with_the_package_the_filter_works(tmp_path):
         "**hdf5plugin.Zstd())\n"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "data.h5")], check=True, timeout=LIMIT_S)
-    done = run(tmp_path, "submit", "recipe.toml", "--nodes=1", "--site=workstation", "--dry-run")
+    done = run_hpcdist(tmp_path, "submit", "recipe.toml", "--nodes=1", "--site=workstation", "--dry-run")
     assert done.returncode == 0 and "hdf5plugin" not in done.stderr
-    trained = run(tmp_path, "train", "recipe.toml", "--out=run")
+    trained = run_hpcdist(tmp_path, "train", "recipe.toml", "--out=run")
     assert trained.returncode == 0, trained.stderr

@@ -1,4 +1,4 @@
-"""Declared tables: rows by column, one value for all rows, texts cut to their column, and steps that are made again."""
+"""Declared tables: rows by column, scalar columns, truncated texts, and repeated steps."""
 
 import numpy as np
 
@@ -14,12 +14,12 @@ COLUMNS = (
 )
 
 
-def test_rows_by_column_and_steps_that_are_made_again(tmp_path):
+def test_rows_are_stored_by_column_and_repeated_steps_replaced(tmp_path):
     table = MetricsTable("group/rows", COLUMNS, second="rank", remade=True)
     with files.edit(tmp_path / "a.h5", "test", 1) as file:
         assert table.read(file) == {}
         table.append(file, step=[], session=0, word=[], share=np.zeros((0, 2)))
-        assert table.name not in file, "no rows make no table"
+        assert table.name not in file, "an append without rows must not create the table"
         table.append(file, step=[1, 2, 3], session=0, word=["a", "bü", "abcdü"], share=np.ones((3, 2)))
         table.append(file, step=2, session=1, word="new", share=[[1, 2, 3]])
         rows = table.read(file)
@@ -29,7 +29,7 @@ def test_rows_by_column_and_steps_that_are_made_again(tmp_path):
         assert file["group/rows/rank"][...].tolist() == [0, 1, 2]
 
 
-def test_a_text_is_cut_at_a_whole_character_and_other_tables_keep_their_rows(tmp_path):
+def test_texts_are_truncated_at_whole_characters(tmp_path):
     table = MetricsTable("rows", COLUMNS[:3])
     with files.edit(tmp_path / "a.h5", "test", 1) as file:
         table.append(file, step=[5, 6], session=0, word=["abcdü", "abcü"])

@@ -1,4 +1,4 @@
-"""The [model] section refuses what cannot be built."""
+"""The [model] section rejects models that cannot be built."""
 
 from dataclasses import FrozenInstanceError
 
@@ -24,7 +24,7 @@ from hpcdist.models.config import ModelConfig, applies, loss_unit, speed_unit
     ({"hidden": -4}, "model.hidden = -4"),
     ({"heads": 0}, "model.heads = 0"),
     ({"vocabulary": 0}, "model.vocabulary = 0"),
-    ({"hidden": 130}, "model.hidden = 130 with model.heads = 4: heads have as many numbers each"),
+    ({"hidden": 130}, "model.hidden = 130 with model.heads = 4: all heads must have the same width"),
     ({"dropout": 1.0}, "less than 1"),
     ({"dropout": -0.1}, "at least 0"),
     ({"activation": "swish"}, "choose one of gelu, relu, swiglu"),
@@ -38,11 +38,11 @@ from hpcdist.models.config import ModelConfig, applies, loss_unit, speed_unit
     ({"kv_heads": 3}, r"model.kv_heads = 3 with model.heads = 4: .*; choose one of \[1, 2, 4\]"),
     ({"kv_heads": 8}, "model.kv_heads = 8 with model.heads = 4"),
     ({"feed_forward": -1}, "model.feed_forward = -1"),
-    ({"hidden": 12, "positions": "rotary"}, "model.hidden / model.heads = 3 numbers; make that even"),
-    ({"kind": "encoder", "vocabulary": 1}, "an encoder needs a token to say and one for the mask"),
+    ({"hidden": 12, "positions": "rotary"}, "model.hidden / model.heads = 3; change model.hidden"),
+    ({"kind": "encoder", "vocabulary": 1}, "an encoder needs a mask token and at least one other"),
     ({"kind": "encoder", "mask_token": 256}, "model.mask_token = 256 with model.vocabulary = 256"),
     ({"kind": "encoder", "mask_token": -2}, "model.mask_token = -2"),
-    ({"kind": "encoder", "hidden": 130}, "model.hidden = 130 with model.heads = 4: heads have as many numbers each"),
+    ({"kind": "encoder", "hidden": 130}, "model.hidden = 130 with model.heads = 4: all heads must have the same width"),
     (
         {"mask_token": 5},
         "model.mask_token = 5 has no effect with model.kind = 'gpt'; remove it, or set model.kind = 'encoder'",
@@ -54,7 +54,7 @@ from hpcdist.models.config import ModelConfig, applies, loss_unit, speed_unit
     ({"kind": "convnet", "positions": "rotary"}, "model.positions = 'rotary' has no effect"),
     ({"kind": "mlp", "feed_forward": 9}, "model.feed_forward = 9 has no effect"),
     ({"kind": "mlp", "experts": 4}, "model.experts = 4 has no effect with model.kind = 'mlp'"),
-    ({"experts": 1}, "model.experts = 1: a mixture has a choice; set it to 2 or more, or to 0"),
+    ({"experts": 1}, "model.experts = 1: a router must choose between experts; set it to 2 or more, or to 0"),
     ({"experts": -2}, "model.experts = -2"),
     (
         {"experts": 4, "experts_per_token": 5},
@@ -67,24 +67,24 @@ from hpcdist.models.config import ModelConfig, applies, loss_unit, speed_unit
     ({"experts": 4, "router": "hash"}, "model.router = 'hash'; choose one of softmax, sigmoid"),
     (
         {"experts": 4, "capacity_factor": 2.5},
-        "model.capacity_factor = 2.5 .*: that is more than every token; choose at most 2,",
+        "model.capacity_factor = 2.5 .*: an expert would take more than all tokens; choose at most 2,",
     ),
     ({"experts": 4, "capacity_factor": float("nan")}, "model.capacity_factor = nan; it must be finite"),
     ({"experts": 4, "z_loss": -1.0}, "model.z_loss = -1.0; it must be finite and at least 0"),
 )
-def test_refusals(changes, message):
+def test_invalid_model_options_are_rejected(changes, message):
     with pytest.raises(ConfigurationError, match=message):
         ModelConfig(**changes)
 
 
-def test_dropout_of_more_probabilities_than_can_be_counted_is_refused():
+def test_attention_dropout_above_the_counter_limit_is_rejected():
     config = ModelConfig(heads=16, hidden=128, dropout=0.1)
     with pytest.raises(ConfigurationError, match="model.heads = 16 and data.context = 32768"):
         models.build(config, context=32768)
     assert models.build(config, context=32764).tokens_per_sample == 32764
 
 
-def test_hidden_of_an_mlp_needs_no_heads():
+def test_hidden_of_an_mlp_needs_no_multiple_of_heads():
     assert ModelConfig(kind="mlp", hidden=7).hidden == 7
 
 
@@ -96,7 +96,7 @@ def test_hidden_of_an_mlp_needs_no_heads():
     ({"activation": "swiglu", "hidden": 4096, "heads": 32, "kv_heads": 8}, 10944, 1024),
     ({"activation": "relu", "feed_forward": 7, "kv_heads": 1}, 7, 32),
 )
-def test_widths_of_a_block(changes, inner, kv_width):
+def test_block_widths_follow_the_options(changes, inner, kv_width):
     config = ModelConfig(**changes)
     assert (config.inner, config.kv_width) == (inner, kv_width)
     shapes = {spec.name: spec.shape for spec in models.build(config, context=2).stages[1].tensors()}
@@ -105,12 +105,12 @@ def test_widths_of_a_block(changes, inner, kv_width):
     assert shapes["kv.weight" if grouped else "qkv.weight"] == (2 if grouped else 3, kv_width, config.hidden)
 
 
-def test_the_mask_is_the_last_token_or_a_chosen_one():
+def test_mask_token_defaults_to_the_last_token():
     assert ModelConfig(kind="encoder", vocabulary=300).mask == 299
     assert ModelConfig(kind="encoder", vocabulary=300, mask_token=0).mask == 0
 
 
-def test_defaults_are_the_tensors_of_before():
+def test_default_tensor_names_are_unchanged():
     # A checkpoint of a gpt finds its tensors by these names and shapes, and its random numbers by their order.
     names = [spec.name for spec in models.build(ModelConfig(), context=2).stages[1].tensors()]
     assert names == [
@@ -119,14 +119,14 @@ def test_defaults_are_the_tensors_of_before():
     ]
 
 
-def test_frozen_and_keyword_only():
+def test_model_config_is_frozen_and_keyword_only():
     with pytest.raises(FrozenInstanceError):
         ModelConfig().layers = 2
     with pytest.raises(TypeError):
         ModelConfig("gpt")
 
 
-def test_build_refuses_missing_inputs_and_other_precisions():
+def test_build_rejects_missing_inputs_and_unsupported_dtypes():
     with pytest.raises(ConfigurationError, match="data.context is 0"):
         models.build(ModelConfig())
     with pytest.raises(ConfigurationError, match="0 features and 3 classes"):
@@ -135,7 +135,7 @@ def test_build_refuses_missing_inputs_and_other_precisions():
         models.build(ModelConfig(kind="convnet"), height=3, channels=1, classes=2)
     with pytest.raises(ConfigurationError, match="data.context is 0; encoder models"):
         models.build(ModelConfig(kind="encoder"))
-    with pytest.raises(ConfigurationError, match="not in 'int8'"):
+    with pytest.raises(ConfigurationError, match="got 'int8'"):
         models.build(ModelConfig(), "int8", context=4)
 
 

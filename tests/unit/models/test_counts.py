@@ -1,4 +1,4 @@
-"""Closed forms of what a model has and does, against what it does: layouts, products counted, memory in the ledger."""
+"""Closed forms of parameters, operations and memory, compared with layouts, counted products and the ledger."""
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ def data(config, inputs, samples, rng):
 
 
 class Trained:
-    """A model whose gradients were computed twice: a later step takes no more than the first."""
+    """A model whose gradients were computed twice. A later step needs no more memory than the first."""
 
     def __init__(self, model, x, targets):
         stores = [FlatStore(model.layout, model.dtype) for _ in range(2)]
@@ -70,19 +70,22 @@ class Trained:
 
 
 @pytest.mark.parametrize("name", [*GPTS, *OTHERS])
-def test_parameters_are_those_of_the_layout(name):
+def test_parameter_counts_match_the_layout(name):
     keys, inputs = (GPTS | OTHERS)[name]
     config = config_of(keys)
-    model, found = models.build(config, **inputs), counts(config, **inputs)
-    assert found.parameters == model.layout.parameters
-    own = [sum(spec.size for spec in stage.tensors()) for stage in model.stages]
-    assert [unit.parameters for unit in found.units] == own
+    model, result = models.build(config, **inputs), counts(config, **inputs)
+    assert result.parameters == model.layout.parameters
+    local_values = [sum(spec.size for spec in stage.tensors()) for stage in model.stages]
+    assert [unit.parameters for unit in result.units] == local_values
 
 
 @pytest.mark.parametrize("name", [*GPTS, *OTHERS])
 @pytest.mark.full_except("rotary, rms, swiglu")
-def test_operations_are_those_of_the_products(name, rng, monkeypatch):
-    """Linears: every product that is made. Attention, whose products skip what is masked only by blocks, is apart."""
+def test_operation_counts_match_the_computed_products(name, rng, monkeypatch):
+    """All products of linear layers are counted.
+
+    Attention is counted separately, because its products skip masked pairs only by blocks.
+    """
     keys, inputs = (GPTS | OTHERS)[name]
     config = config_of(keys)
     model, samples = models.build(config, **inputs), 2
@@ -95,7 +98,7 @@ def test_operations_are_those_of_the_products(name, rng, monkeypatch):
             made.append(2 * product.size * a.shape[-1])
         return product
 
-    def apart(call):
+    def without_counting(call):
         def called(*given, **named):
             inside[0] = True
             try:
@@ -108,12 +111,12 @@ def test_operations_are_those_of_the_products(name, rng, monkeypatch):
     monkeypatch.setattr(np, "matmul", matmul)
     monkeypatch.setattr(linear, "column_sums", lambda *of: None)  # bias gradients are products too, with ones
     for way in ("forward", "backward"):
-        monkeypatch.setattr(LocalAttention, way, apart(getattr(LocalAttention, way)))
+        monkeypatch.setattr(LocalAttention, way, without_counting(getattr(LocalAttention, way)))
     Trained(model, *data(config, inputs, samples, rng))
-    found = counts(config, **inputs)
-    linears = sum((2 if unit.first else 3) * unit.linear for unit in found.units)
+    result = counts(config, **inputs)
+    linears = sum((2 if unit.first else 3) * unit.linear for unit in result.units)
     assert sum(made) == 2 * samples * linears
-    assert found.flops == linears + 3 * sum(unit.attention for unit in found.units)
+    assert result.flops == linears + 3 * sum(unit.attention for unit in result.units)
 
 
 @cases(
@@ -127,7 +130,7 @@ def test_operations_are_those_of_the_products(name, rng, monkeypatch):
     (37, True, 37),
     (37, True, 99),
 )
-def test_attention_looks_at_pairs(context, causal, window):
+def test_attention_operations_count_visible_pairs(context, causal, window):
     every = [(query, key) for query in range(context) for key in range(context)]
     seen = sum(1 for query, key in every if not causal or query - (window or context) < key <= query)
     assert attention_pairs(context, causal=causal, window=window) == seen
@@ -138,10 +141,10 @@ def test_attention_looks_at_pairs(context, causal, window):
     assert block.backward == 2 * block.linear + 2 * block.attention
 
 
-def test_a_step_is_about_six_operations_a_parameter_and_token():
-    found = counts(ModelConfig(layers=12, hidden=768, heads=12, vocabulary=50_000), context=64)
-    matrices = found.parameters - 50_000 * 768 - 64 * 768  # without the tables
-    assert found.flops / 64 == pytest.approx(6 * matrices, rel=0.01)
+def test_step_takes_about_6_operations_per_parameter_and_token():
+    result = counts(ModelConfig(layers=12, hidden=768, heads=12, vocabulary=50_000), context=64)
+    matrices = result.parameters - 50_000 * 768 - 64 * 768  # without the tables
+    assert result.flops / 64 == pytest.approx(6 * matrices, rel=0.01)
 
 
 LARGE = {
@@ -183,7 +186,7 @@ LARGE = {
     "mlp-True",
     "convnet-True",
 )
-def test_memory_is_that_of_the_ledger(name, recompute, rng):
+def test_activation_memory_matches_the_ledger(name, recompute, rng):
     keys, inputs, samples = LARGE[name]
     config = config_of(keys)
     model = models.build(config, **inputs)
@@ -192,7 +195,7 @@ def test_memory_is_that_of_the_ledger(name, recompute, rng):
     assert trained.activation_bytes == pytest.approx(expected, rel=BOUND)
 
 
-def test_recomputation_takes_the_memory_of_one_block_and_the_outputs():
+def test_recomputation_memory_is_one_block_and_the_outputs():
     whole = counts(config_of({"layers": 24}), context=128)
     assert whole.activation_bytes(8, recompute=True) < 0.2 * whole.activation_bytes(8)
     assert whole.activation_bytes(8, itemsize=2) * 2 == whole.activation_bytes(8)

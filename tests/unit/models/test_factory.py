@@ -1,4 +1,4 @@
-"""Models that a recipe imports: made by the user's function, and clear words where there is none."""
+"""Models that a recipe imports: built by the user's function, and clear errors for a bad function."""
 
 import importlib
 import sys
@@ -49,7 +49,7 @@ def build(factory, **inputs):
     return models.build(ModelConfig(kind="import", factory=factory), "float32", **inputs)
 
 
-def test_the_function_gets_what_the_data_decides(file, monkeypatch):
+def test_function_gets_the_sizes_of_the_data(file, monkeypatch):
     model = build(f"{file}:build", features=3, classes=5)
     assert [segment.spec.shape for segment in model.layout.segments] == [(4, 3), (4,), (5, 4), (5,)]
     monkeypatch.syspath_prepend(file.parent)
@@ -60,25 +60,28 @@ def test_the_function_gets_what_the_data_decides(file, monkeypatch):
 
 
 @cases(
-    "factory, told",
-    ("nowhere.py:build", "there is no file nowhere.py"),
+    "factory, output",
+    ("nowhere.py:build", "the file nowhere.py does not exist"),
     ("no_such_module:build", "there is no module no_such_module"),
     ("no_such.module:build", "there is no module no_such.module"),
-    ("hpcdist.models:nothing", "has no function called nothing"),
-    ("{file}:number", "has no function called number"),
+    ("hpcdist.models:nothing", "has no function nothing"),
+    ("{file}:number", "has no function number"),
     ("{file}:other", "returned a str"),
-    ("{file}:alone", "cannot be called with what this data decides, features=2: .*unexpected keyword"),
-    ("{file}:wide", "returned a model of float64, and precision.mode wants float32"),
+    ("{file}:alone", "cannot be called with the data sizes features=2: .*unexpected keyword"),
+    ("{file}:wide", "returned a model of float64, but precision.mode requires float32"),
     ("{file}", "write 'file.py:function'"),
     (":build", "write 'file.py:function'"),
 )
-def test_what_is_no_factory_is_refused(factory, told, file):
-    with pytest.raises(ConfigurationError, match=told):
+def test_invalid_factories_are_rejected(factory, output, file):
+    with pytest.raises(ConfigurationError, match=output):
         build(factory.format(file=file), features=2)
 
 
-def test_a_file_imports_what_lies_beside_it(tmp_path, monkeypatch):
-    """At its top, in its function, and later, as in a forward; its folder is the first place only meanwhile."""
+def test_file_can_import_modules_of_its_folder(tmp_path, monkeypatch):
+    """It can import neighbours at its top, in its function, and later in a forward.
+
+    Its folder is first on sys.path only during the import.
+    """
     monkeypatch.setattr(sys, "path", [*sys.path])
     for name in ("beside_top", "beside_inside", "beside_later"):
         (tmp_path / f"{name}.py").write_text(f"HIDDEN = {len(name)}\n")
@@ -100,24 +103,24 @@ def test_a_file_imports_what_lies_beside_it(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_what_the_function_raises_is_its_own(file):
+def test_exceptions_of_the_function_are_not_wrapped(file):
     with pytest.raises(KeyError, match="of the user"):
         build(f"{file}:broken")
 
 
-def test_keys_that_do_not_go_together_are_refused():
-    for keys, told in (
+def test_incompatible_factory_keys_are_rejected():
+    for keys, output in (
         ({"kind": "import"}, "model.kind = 'import' with model.factory = ''"),
         ({"kind": "gpt", "factory": "a:b"}, "model.factory = 'a:b' has no effect with model.kind = 'gpt'"),
         ({"kind": "import", "factory": "a:b", "hidden": 64}, "model.hidden = 64 has no effect"),
     ):
-        with pytest.raises(ConfigurationError, match=told):
+        with pytest.raises(ConfigurationError, match=output):
             ModelConfig(**keys)
-    with pytest.raises(ConfigurationError, match="'given' is the model of a script"):
+    with pytest.raises(ConfigurationError, match="'given' is only for a model that a script passes"):
         models.build(ModelConfig(kind="given"))
 
 
-def test_a_file_counts_from_the_recipe_that_names_it(tmp_path):
+def test_relative_file_is_resolved_from_its_recipe(tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text('[model]\nkind = "import"\nfactory = "my_model.py:build"\n')
     assert recipes.load(path, environment={}).recipe.model.factory == f"{tmp_path}/my_model.py:build"
@@ -125,33 +128,33 @@ def test_a_file_counts_from_the_recipe_that_names_it(tmp_path):
     assert recipes.load(path, environment={}).recipe.model.factory == "package.my_model:build"
 
 
-def test_a_seal_is_of_path_content_and_user(file, tmp_path, monkeypatch):
+def test_seal_depends_on_path_content_and_user(file, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "mine"))
-    known = factory.seal(f"{file}:build")
-    assert len(known) == 32 and factory.is_sealed(f"{file}:build", known)
-    assert factory.is_sealed(f"{file}:other", known)  # of the same file
+    reference = factory.seal(f"{file}:build")
+    assert len(reference) == 32 and factory.is_sealed(f"{file}:build", reference)
+    assert factory.is_sealed(f"{file}:other", reference)  # of the same file
     elsewhere = tmp_path / "elsewhere" / file.name
     elsewhere.parent.mkdir()
     elsewhere.write_text(SOURCE)
-    assert not factory.is_sealed(f"{elsewhere}:build", known)
+    assert not factory.is_sealed(f"{elsewhere}:build", reference)
     for forged in ("", None, 3, "0" * 32, "é"):
         assert not factory.is_sealed(f"{file}:build", forged)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "theirs"))
-    assert not factory.is_sealed(f"{file}:build", known)
+    assert not factory.is_sealed(f"{file}:build", reference)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "mine"))
     file.write_text(SOURCE + "\n")
-    assert not factory.is_sealed(f"{file}:build", known)
+    assert not factory.is_sealed(f"{file}:build", reference)
     assert not list((tmp_path / "mine" / "hpcdist").glob("*.key.*"))
 
 
-def test_a_key_that_others_can_read_seals_nothing(file, tmp_path, monkeypatch):
+def test_key_readable_by_others_seals_nothing(file, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert factory.seal(f"{file}:build") and factory.seal(f"{tmp_path}/nowhere.py:build") == ""
     (tmp_path / "hpcdist" / factory.KEY_FILE).chmod(0o644)
     assert factory.seal(f"{file}:build") == ""
 
 
-def test_a_module_is_sealed_without_being_executed(tmp_path, monkeypatch):
+def test_module_is_sealed_without_being_executed(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     package = tmp_path / "sealed_package"
     package.mkdir()

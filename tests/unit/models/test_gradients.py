@@ -58,7 +58,7 @@ class Run:
         self.arena = Arena()
 
     def backward(self, batches, scale=1.0):
-        """Return the loss of several micro-batches; the gradient is left in its store."""
+        """Return the loss of several micro-batches. The gradient is left in its store."""
         for stage in self.into:
             stage.begin_step()
         total = 0.0
@@ -77,11 +77,11 @@ def _batch(config, inputs, batch, rng):
         tokens = rng.integers(0, config.vocabulary, (batch, inputs["context"] + 1)).astype(np.uint8)
         return tokens[:, :-1], tokens[:, 1:]
     if config.kind == "encoder":
-        context, said = inputs["context"], masked_predictions(inputs["context"])
+        context, output = inputs["context"], masked_predictions(inputs["context"])
         tokens = rng.integers(0, config.vocabulary, (batch, context))
         targets = np.full((batch, context), IGNORED)
         for row in targets:
-            row[rng.choice(context, said, replace=False)] = rng.integers(0, config.vocabulary, said)
+            row[rng.choice(context, output, replace=False)] = rng.integers(0, config.vocabulary, output)
         return tokens, targets
     if config.kind == "convnet":
         shape = batch, inputs["height"], inputs["width"], inputs["channels"]
@@ -96,7 +96,7 @@ def case(request, rng):
 
 
 @pytest.mark.full_except("gpt with all options")
-def test_every_gradient_against_finite_differences(case):
+def test_every_gradient_matches_finite_differences(case):
     run, batch = case
     run.gradient.array[...] = np.nan  # the first write of a step overwrites
     for segment in run.model.layout.segments:
@@ -124,14 +124,14 @@ def test_micro_batches_add_up_to_the_batch(case):
     assert np.linalg.norm(run.gradient.array - want) <= 1e-13 * np.linalg.norm(want)
 
 
-def test_a_second_step_repeats_the_first_to_the_bit(case):
+def test_second_step_has_the_bits_of_the_first(case):
     run, batch = case
     loss = run.backward([batch])
     want = run.gradient.array.copy()
     assert run.backward([batch]) == loss and (run.gradient.array == want).all()
 
 
-def test_forward_of_all_micro_batches_before_the_backward_of_any(rng):
+def test_all_forwards_before_any_backward_give_the_same_gradient(rng):
     config, inputs = CASES["gpt tied"]
     run = Run(models.build(config, "float64", **inputs), rng)
     batches = [_batch(config, inputs, size, rng) for size in (2, 1)]
@@ -148,7 +148,7 @@ def test_forward_of_all_micro_batches_before_the_backward_of_any(rng):
     assert (run.gradient.array == want).all()
 
 
-def test_tensors_that_no_backward_wrote_are_zeroed(rng):
+def test_gradients_without_a_backward_are_zeroed(rng):
     config, inputs = CASES["gpt"]
     run = Run(models.build(config, "float64", **inputs), rng)
     run.gradient.array[...] = 5
@@ -159,7 +159,7 @@ def test_tensors_that_no_backward_wrote_are_zeroed(rng):
     assert all((run.gradient.view(segment.key) == 0).all() for segment in run.model.layout.segments)
 
 
-def test_integer_features_become_fractions(rng):
+def test_integer_features_are_scaled_to_fractions(rng):
     run = Run(models.build(ModelConfig(kind="mlp", layers=1), "float64", features=6, classes=3), rng)
     x = rng.integers(0, 256, (4, 6)).astype(np.uint8)
     fractions = run.model.logits(run.parameters, x / 255, run.arena)
@@ -173,7 +173,7 @@ def test_tied_head_owns_no_tensor():
     assert bound[-1]["head.weight"].ctypes.data == bound[0]["tokens.weight"].ctypes.data
 
 
-def test_logits_for_any_context_and_causal(rng):
+def test_logits_accept_shorter_contexts_and_are_causal(rng):
     config, inputs = CASES["gpt"]
     run = Run(models.build(config, "float64", **inputs), rng)
     tokens = rng.integers(0, config.vocabulary, (2, 5)).astype(np.uint16)
@@ -182,11 +182,11 @@ def test_logits_for_any_context_and_causal(rng):
     for context in range(1, 5):
         part = run.model.logits(run.parameters, tokens[:, :context], run.arena)
         np.testing.assert_allclose(part, whole[:, :context], rtol=1e-10)
-    with pytest.raises(UsageError, match="got 6 tokens of context, the model has 5"):
+    with pytest.raises(UsageError, match="got a context of 6 tokens, but the model has 5"):
         run.model.logits(run.parameters, np.zeros((1, 6), np.uint8), run.arena)
 
 
-def test_initial_values():
+def test_initial_values_are_reproducible_by_seed():
     model = models.build(ModelConfig(layers=8, hidden=64, heads=2), "float32", context=32)
     store, other = FlatStore(model.layout, model.dtype), FlatStore(model.layout, model.dtype)
     model.initialise(store, 3)
@@ -207,7 +207,7 @@ def test_initial_values():
     assert not (store.view("1.qkv.weight") == store.view("2.qkv.weight")).any()
 
 
-def test_initial_loss_is_that_of_guessing(rng):
+def test_initial_loss_is_the_loss_of_guessing(rng):
     model = models.build(ModelConfig(), "float32", context=16)
     store = FlatStore(model.layout, model.dtype)
     model.initialise(store, 0)

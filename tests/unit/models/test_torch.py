@@ -1,10 +1,10 @@
-"""Every kind of model against PyTorch's autograd: the loss, and every gradient to 1e-5 of the whole in float32."""
+"""Every kind of model compared with PyTorch's autograd: the loss, and each gradient to 1e-5 of its norm in float32."""
 
 import numpy as np
 import pytest
 
 from harness.marks import cases
-from harness.models.documents import drawn_places, sees
+from harness.models.documents import random_places, visibility_mask
 from hpcdist import models
 from hpcdist.arrays.store import FlatStore
 from hpcdist.models.config import ModelConfig
@@ -28,8 +28,8 @@ def _linear(x, p, name):
     return torch.nn.functional.linear(x, weight, None if bias is None else bias.flatten())
 
 
-def _turned(x, places):
-    """Rotary positions of heads (batch, heads, context, size) by complex numbers, whose parts are the halves."""
+def _rotated(x, places):
+    """Rotate heads (batch, heads, context, size) by complex numbers, whose parts are the two halves of a head."""
     size = x.shape[-1]
     angles = places[:, None, :, None] * 10000.0 ** (-2 * torch.arange(size // 2, dtype=torch.float64) / size)
     turns = torch.polar(torch.ones_like(angles), angles)
@@ -42,9 +42,9 @@ def _heads(x, parts, size):
 
 
 def _transformer(w, tokens, config, places=None):
-    """``places`` are those of the tokens in their documents; None: each sample is one."""
+    """``places`` are the token positions in their documents. None means that each sample is one document."""
     functional = torch.nn.functional
-    seen = None if places is None else torch.tensor(sees(places, config.kind == "gpt"))[:, None]
+    seen = None if places is None else torch.tensor(visibility_mask(places, config.kind == "gpt"))[:, None]
     if config.window:
         band = torch.ones(tokens.shape[1:] * 2, dtype=torch.bool).tril().triu(1 - config.window)
         seen = band if seen is None else seen & band
@@ -61,7 +61,7 @@ def _transformer(w, tokens, config, places=None):
         else:
             (q,), (k, v) = _heads(_linear(h, p, "query"), 1, size), _heads(_linear(h, p, "kv"), 2, size)
         if config.positions == "rotary":
-            q, k = _turned(q, places), _turned(k, places)
+            q, k = _rotated(q, places), _rotated(k, places)
         causal = config.kind == "gpt" and seen is None
         h = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=causal, enable_gqa=True)
         x = x + _linear(h.transpose(1, 2).reshape(x.shape), p, "projection")
@@ -129,7 +129,7 @@ def _compare(model, x, targets, reference, rng):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("hidden", "heads", "context", "batch"), [(64, 4, 80, 3), (33, 3, 1, 2), (128, 4, 128, 2)])
-def test_gpt(tied, hidden, heads, context, batch, rng):
+def test_gpt_matches_autograd(tied, hidden, heads, context, batch, rng):
     config = ModelConfig(layers=2, hidden=hidden, heads=heads, vocabulary=50, tied=tied)
     tokens = rng.integers(0, 50, (batch, context + 1)).astype(np.uint16)
     x, targets = tokens[:, :-1], tokens[:, 1:]
@@ -156,7 +156,7 @@ WINDOWED = {"mistral": OPTIONS["llama"] | {"window": 19}}
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", ["gpt", "encoder"])
 @pytest.mark.parametrize(("context", "batch"), [(80, 2), (1, 3)])
-def test_options_of_transformers(kind, options, context, batch, rng):
+def test_transformer_options_match_autograd(kind, options, context, batch, rng):
     config = ModelConfig(kind=kind, layers=2, hidden=48, heads=4, vocabulary=50, **OPTIONS[options])
     tokens = rng.integers(0, 50, (batch, context + 1)).astype(np.uint16)
     x, targets = tokens[:, :-1], tokens[:, 1:]
@@ -170,7 +170,7 @@ def test_options_of_transformers(kind, options, context, batch, rng):
 
 
 @cases("options, context", ({"window": 1}, 7), (WINDOWED["mistral"], 80), ({"window": 70}, 150))
-def test_windows(options, context, rng):
+def test_attention_windows_match_autograd(options, context, rng):
     config = ModelConfig(layers=2, hidden=48, heads=4, vocabulary=50, **options)
     tokens = rng.integers(0, 50, (2, context + 1)).astype(np.uint16)
     wide, model = torch.tensor(tokens[:, :-1].astype(np.int64)), models.build(config, "float32", context=context)
@@ -184,9 +184,9 @@ def test_windows(options, context, rng):
     ("gpt", "mistral", 150, 0),
     ("encoder", "one for all", 70, 9),
 )
-def test_packed_documents(kind, options, context, most, rng):
+def test_packed_documents_match_autograd(kind, options, context, most, rng):
     config = ModelConfig(kind=kind, layers=2, hidden=48, heads=4, vocabulary=50, **(OPTIONS | WINDOWED)[options])
-    tokens, places = rng.integers(0, 50, (2, context)).astype(np.uint16), drawn_places(rng, 2, context, most)
+    tokens, places = rng.integers(0, 50, (2, context)).astype(np.uint16), random_places(rng, 2, context, most)
     targets = np.where(rng.random(tokens.shape) < 0.2, IGNORED, rng.integers(0, 50, tokens.shape))
     wide = torch.tensor(tokens.astype(np.int64))
     model, packed = models.build(config, "float32", context=context), PackedTokens.of(tokens, places)
@@ -200,7 +200,7 @@ def test_packed_documents(kind, options, context, most, rng):
     (1, "gelu", "layer", (2, 1, 5, 4)),
     (3, "relu", "layer", (1, 2, 1, 2)),
 )
-def test_convnet(layers, activation, norm, shape, rng):
+def test_convnet_matches_autograd(layers, activation, norm, shape, rng):
     config = ModelConfig(kind="convnet", layers=layers, hidden=12, activation=activation, norm=norm)
     x = rng.standard_normal(shape).astype(np.float32)
     targets = rng.integers(0, 6, shape[0]).astype(np.uint8)
@@ -211,7 +211,7 @@ def test_convnet(layers, activation, norm, shape, rng):
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_mlp(activation, rng):
+def test_mlp_matches_autograd(activation, rng):
     config = ModelConfig(kind="mlp", layers=3, hidden=50, activation=activation)
     x = rng.standard_normal((17, 21)).astype(np.float32)
     targets = rng.integers(0, 6, 17).astype(np.uint8)

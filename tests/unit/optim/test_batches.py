@@ -1,11 +1,11 @@
-"""Batches that grow: which samples a step takes, its rate, and runs that go on in the middle of a stage."""
+"""Growing batches: the samples of each step, its learning rate, and runs that resume in the middle of a stage."""
 
 import itertools
 
 import numpy as np
 import pytest
 
-from harness.trainings import alone, difference, losses, recipe_keys, recipe_of, trainer_of
+from harness.trainings import difference, losses, recipe_keys, recipe_of, run_single_process, trainer_of
 from harness.trainings import state as state_of
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError
@@ -24,16 +24,16 @@ RUN = {"run.batch_warmup": list(WARMUP)} | recipe_keys(
 )
 
 
-def counted(batches, steps):
-    """The samples before each step, by taking one step after the other."""
+def count_samples(batches, steps):
+    """Return the number of samples before each step, by taking one step after the other."""
     return [0, *itertools.accumulate(batches.size(step) for step in range(steps))]
 
 
 @pytest.mark.parametrize("warmup", [(), (4, 4), (12, 4, 36, 8), (1, 1, 3, 2, 6, 3), (1000, 10, 3000, 11 * 4 + 6)])
-def test_steps_and_samples_are_two_counts_of_the_same(warmup):
+def test_steps_and_samples_are_converted_both_ways(warmup):
     batches = staged_batches(64, warmup)
     steps = 150
-    before = counted(batches, steps)
+    before = count_samples(batches, steps)
     assert [batches.samples_before(step) for step in range(steps + 1)] == before
     assert [batches.steps_for(samples) for samples in before] == pytest.approx(list(range(steps + 1)))
     for step in range(steps):  # and linear in between
@@ -43,21 +43,21 @@ def test_steps_and_samples_are_two_counts_of_the_same(warmup):
     assert batches.samples_before(10**6) == before[-1] + 64 * (10**6 - steps)
 
 
-def test_known_steps():
+def test_sizes_of_known_steps():
     batches = staged_batches(12, WARMUP)
     assert [batches.size(step) for step in range(8)] == [4, 4, 4, 8, 8, 8, 12, 12]
     assert [batches.samples_before(step) for step in range(8)] == [0, 4, 8, 12, 20, 28, 36, 48]
 
 
 @pytest.mark.parametrize("rule", ["none", "linear", "sqrt"])
-def test_the_rate_follows_the_batch_of_each_update_and_the_warm_up_its_samples(rule):
+def test_rate_follows_the_batch_and_warm_up_counts_samples(rule):
     options = {} if rule == "none" else {"base_batch": 6}
     config = OptimizerConfig(learning_rate=0.6, scaling=rule, warmup_samples=30, decay="constant", **options)
-    found = rates.resolve_rate(config, staged_batches(12, WARMUP))
+    result = rates.resolve_rate(config, staged_batches(12, WARMUP))
     power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[rule]
     sizes, taken = [4, 4, 4, 8, 8, 8, 12, 12], [4, 8, 12, 20, 28, 36, 48, 60]
     expected = [0.6 * (size / 6) ** power * min(1.0, samples / 30) for size, samples in zip(sizes, taken, strict=True)]
-    assert [learning_rate(found, update, 100) for update in range(1, 9)] == pytest.approx(expected)
+    assert [learning_rate(result, update, 100) for update in range(1, 9)] == pytest.approx(expected)
     by_updates = rates.resolve_rate(OptimizerConfig(learning_rate=0.6, warmup_steps=4), staged_batches(12, WARMUP))
     assert [learning_rate(by_updates, update, 100) for update in (1, 2, 4)] == pytest.approx([0.15, 0.3, 0.6])
     assert "steps of 4, 8, 12 samples, the last from sample 36 on" in rates.describe_rate(
@@ -66,7 +66,7 @@ def test_the_rate_follows_the_batch_of_each_update_and_the_warm_up_its_samples(r
 
 
 @pytest.mark.parametrize(("ranks", "warmup"), [(1, WARMUP), (3, WARMUP), (2, ()), (4, (8, 4, 24, 8))])
-def test_every_sample_comes_once_in_the_same_order_whatever_the_stages(ranks, warmup, shared_text):
+def test_samples_are_visited_once_in_the_same_order(ranks, warmup, shared_text):
     recipe = recipe_of({**RUN, "data.path": shared_text, "run.batch_warmup": list(warmup)})
     steps = 8
 
@@ -96,7 +96,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.full_except("delayed")
-def test_every_exchange_makes_the_same_steps(layout, shared_text):
+def test_growing_batches_match_under_every_exchange(layout, shared_text):
     ranks, keys = LAYOUTS[layout]
     settings = {**RUN, "data.path": shared_text}
     if "communication.delayed" in keys:  # another run, the same on all ranks
@@ -104,53 +104,53 @@ def test_every_exchange_makes_the_same_steps(layout, shared_text):
         trainer = trainer_of(solo(), settings)
         expected, weights = losses(trainer, 9), state_of(trainer)
     else:
-        reference = alone(settings, 9)
+        reference = run_single_process(settings, 9)
         expected, weights = reference.losses, reference.state
 
     def body(comm):
         trainer = trainer_of(comm, {**settings, **keys})
         return losses(trainer, 9), difference(trainer, weights)
 
-    for found, apart in run_threads(ranks, body):
-        np.testing.assert_allclose(found, expected, rtol=1e-10)
+    for result, apart in run_threads(ranks, body):
+        np.testing.assert_allclose(result, expected, rtol=1e-10)
         assert apart < 1e-9
 
 
 @pytest.mark.parametrize("stop", [2, 3, 5, 7])
-def test_a_run_goes_on_in_any_stage_bit_for_bit(stop, shared_text, tmp_path):
+def test_resume_in_any_stage_is_bit_identical(stop, shared_text, tmp_path):
     settings = {**RUN, "data.path": shared_text, "communication.algorithm": "auto"}
     whole = trainer_of(solo(), settings)
     expected = losses(whole, 9)
     first = trainer_of(solo(), settings)
-    found = losses(first, stop)
+    actual_losses = losses(first, stop)
     assert state.scalars(first, stop)["samples"] == [0, 4, 8, 12, 20, 28, 36, 48][stop]
     saved = CheckpointSaver(first, tmp_path / "checkpoints").save(stop)
     second = trainer_of(solo(), settings, saved)
-    assert found + losses(second, 9) == expected
+    assert actual_losses + losses(second, 9) == expected
     theirs = state_of(whole)
     assert all(np.array_equal(values, theirs[key]) for key, values in state_of(second).items())
 
 
 REFUSED = [
-    ({"run.batch_warmup": [4]}, "it must be pairs"),
+    ({"run.batch_warmup": [4]}, "it must have two numbers per stage"),
     ({"run.batch_warmup": [8, 0]}, "a step takes at least one"),
-    ({"run.batch_warmup": [8, 4, 8, 6]}, "stages end one behind the other"),
-    ({"run.batch_warmup": [10, 4]}, "is no whole number of steps of 4; let the stage end at 8"),
+    ({"run.batch_warmup": [8, 4, 8, 6]}, "each stage must end after the one before"),
+    ({"run.batch_warmup": [10, 4]}, "are not a whole number of steps of 4; let the stage end at 8"),
     ({"run.batch_warmup": [12, 12]}, "after steps of 12 samples come steps of 12"),
-    ({"run.batch_warmup": [8, 8, 16, 4]}, "each stage must have larger ones"),
+    ({"run.batch_warmup": [8, 8, 16, 4]}, "each stage must have larger steps than the one before"),
     (recipe_keys("logical_shards=4 algorithm=auto"), "run.logical_shards = 4 is not built"),
     ({"data.shares": "measured"}, "data.shares = 'measured' is not built"),
     ({"precision.mode": "float16"}, "precision.mode = 'float16' is not built"),
-    (recipe_keys("strategy=gossip optimizer.name=sgd"), "share no count of samples"),
-    (recipe_keys("strategy=parameter_server parameter_server.consistency=asp"), "share no count of samples"),
+    (recipe_keys("strategy=gossip optimizer.name=sgd"), "have no common sample count"),
+    (recipe_keys("strategy=parameter_server parameter_server.consistency=asp"), "have no common sample count"),
     ({"parallel.data": 5}, "with 5 data ranks: each needs at least one sample of a step"),
     ({"parallel.microbatches": 6}, "parallel.microbatches = 6 with run.batch_warmup = "),
-    (recipe_keys("pipeline=2 microbatches=3"), "parallel.pipeline = 2: those of a pipeline have as many samples each"),
+    (recipe_keys("pipeline=2 microbatches=3"), "parallel.pipeline = 2: micro-batches of a pipeline"),
 ]
 
 
 @pytest.mark.parametrize(("keys", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_what_does_not_go_is_refused(keys, message):
+def test_invalid_batch_stages_are_rejected(keys, message):
     with pytest.raises(ConfigurationError) as caught:
         recipes.load(None, [f"{key}={value}" for key, value in {**RUN, **keys}.items()], {})
     assert message in str(caught.value)

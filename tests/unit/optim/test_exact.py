@@ -1,4 +1,4 @@
-"""Exact sums of squares: the float64 nearest to the true sum, in any order and over any cuts; updates over any cuts."""
+"""Exact sums of squares: the float64 nearest to the true sum for any order and split; updates for any split."""
 
 import math
 from fractions import Fraction
@@ -25,7 +25,7 @@ def digits_of(values):
 
 
 def random(rng, dtype, size):
-    """Numbers of any size, subnormal ones and zeros among them; squares of float64 that neither under- nor overflow."""
+    """Return numbers of any magnitude, including subnormal numbers and zeros. Squares of float64 stay in range."""
     low, high = (-46, 38) if dtype == np.float32 else (-160, 153)
     values = rng.standard_normal(size) * 10.0 ** rng.uniform(low, high, size)
     return np.where(rng.random(size) < 0.1, 0.0, values).astype(dtype)
@@ -33,7 +33,7 @@ def random(rng, dtype, size):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.full_except("float32")
-def test_the_sum_is_rounded_once_whatever_the_order_and_the_cuts(dtype, rng):
+def test_sum_is_rounded_once_for_any_order_and_split(dtype, rng):
     for _ in range(300):
         values = random(rng, dtype, int(rng.integers(0, 200)))
         squares = values.astype(np.float64) ** 2
@@ -70,13 +70,13 @@ def test_long_sums_do_not_overflow_a_digit(dtype):
     ([math.nan, math.inf], math.nan),
     ([1e200], math.inf),
 )
-def test_the_ends_of_the_range(values, expected):
+def test_sums_at_the_ends_of_the_range(values, expected):
     np.testing.assert_equal(float(exact.rounded(digits_of(np.array(values)))), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_one_bad_element_of_many_is_found(dtype, bad, rng):
+def test_one_non_finite_element_is_detected(dtype, bad, rng):
     values = rng.standard_normal(70_001).astype(dtype)
     values[66_000] = bad
     digits = digits_of(values)
@@ -84,12 +84,12 @@ def test_one_bad_element_of_many_is_found(dtype, bad, rng):
     assert digits[exact.NAN] + digits[exact.INFINITE] == 1
 
 
-def test_16_bits_are_refused():
-    with pytest.raises(UsageError, match="float16: widen it"):
+def test_16_bit_values_are_rejected():
+    with pytest.raises(UsageError, match="float16; convert it"):
         exact.add_squares(np.ones(3, np.float16), exact.zeros())
 
 
-def test_padding_is_left_out(rng):
+def test_exact_sums_exclude_padding(rng):
     layout = Layout.of([TensorSpec(0, "a", (5,)), TensorSpec(0, "b", (7,))])
     store = FlatStore(layout, np.dtype(np.float32))
     store.array[...] = np.nan
@@ -103,7 +103,7 @@ def test_padding_is_left_out(rng):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["adamw", "lamb", "lars", "sgd"])
-def test_an_update_in_pieces_has_the_bits_of_the_whole(dtype, name, rng):
+def test_update_in_pieces_has_the_bits_of_the_whole_update(dtype, name, rng):
     layout = Layout.of([TensorSpec(0, "a", (37, 11)), TensorSpec(0, "b", (53,), adapted=False)])
     config = OptimizerConfig(name=name, weight_decay=0.1)
     start, gradients = rng.standard_normal(layout.size), rng.standard_normal((3, layout.size))
@@ -130,6 +130,6 @@ def test_an_update_in_pieces_has_the_bits_of_the_whole(dtype, name, rng):
         assert weights(cuts) == expected, f"cut at {cuts}"
 
 
-def test_it_is_the_rounded_sum_but_for_rounding(rng):
+def test_exact_sum_agrees_with_the_rounded_sum(rng):
     values = rng.standard_normal(10_000).astype(np.float32)
     assert float(exact.rounded(digits_of(values))) == pytest.approx(kernels.sum_of_squares(values), rel=1e-12)

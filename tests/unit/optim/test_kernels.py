@@ -1,4 +1,4 @@
-"""The loops and their twins for a GPU against plain formulas, and the rounding to bfloat16 on awkward bits."""
+"""The loops and their GPU versions compared with plain formulas, and the rounding to bfloat16 for special values."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from stubs.gpu import host_kernels
 
 @pytest.fixture(params=["loops", "gpu"], autouse=True)
 def path(request, monkeypatch):
-    """The loops of the CPU, and what a GPU runs in their place, here on numpy."""
+    """The loops of the CPU, and the code that a GPU runs in their place, both on numpy."""
     if request.param == "gpu":
         host_kernels.install(monkeypatch, kernels)
     return request.param
@@ -42,7 +42,7 @@ def test_bfloat16_rounds_to_nearest_even(rng):
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype("float16")], ids=str)
 @pytest.mark.full
-def test_sums_of_16_bit_numbers_are_rounded_once(rng, dtype):
+def test_16_bit_sums_are_rounded_once(rng, dtype):
     held = (rng.standard_normal(1003) * 10.0 ** rng.integers(-6, 5, 1003)).astype(dtype)
     addend = (rng.standard_normal(1003) * 10.0 ** rng.integers(-6, 5, 1003)).astype(np.float32)
     kept = addend.copy()
@@ -56,7 +56,7 @@ def test_sums_of_16_bit_numbers_are_rounded_once(rng, dtype):
 
 
 @pytest.mark.filterwarnings("error")
-def test_what_is_beyond_float16_becomes_infinite():
+def test_values_beyond_float16_become_infinite():
     working = np.zeros(4, np.float16)
     kernels.round_into(np.array([65519, 65520, -1e9, 1e-8], np.float32), working)
     assert working.tolist() == [65504, np.inf, -np.inf, 0]
@@ -66,7 +66,7 @@ def test_what_is_beyond_float16_becomes_infinite():
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("size", [0, 1, 3, 4, 5, 1000])
-def test_sum_of_squares(rng, dtype, size):
+def test_sum_of_squares_matches_numpy(rng, dtype, size):
     values = rng.standard_normal(size).astype(dtype)
     assert float(kernels.sum_of_squares(values)) == pytest.approx(np.sum(values.astype(np.float64) ** 2), rel=1e-14)
 
@@ -85,7 +85,7 @@ def test_sum_of_squares_keeps_nonfinite_values_visible(bad):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_direction_of_adam_in_its_dtype(rng, dtype):
+def test_adam_direction_keeps_its_dtype(rng, dtype):
     w, g, m, v = (rng.standard_normal(1001).astype(dtype) for _ in range(4))
     v **= 2
     before = [x.astype(np.float64) for x in (w, g, m, v)]
@@ -113,7 +113,7 @@ SLOTS = {"adam": 2, "momentum": 1, "sgd": 0}
 
 
 def update(path, case, arrays):
-    """Run the update on its arrays; on a GPU they are those of two tensors."""
+    """Run the update on its arrays. On a GPU they are the arrays of two tensors."""
     name, options = UPDATES[case]
     if path == "gpu":
         size = arrays[0].size
@@ -122,8 +122,8 @@ def update(path, case, arrays):
     getattr(fused, name)(*arrays[: SLOTS[name] + 2], **options)
 
 
-def updated(name, options, w, g, m, v):
-    """The update in float64, written down once more; returns new w, m and v."""
+def reference_update(name, options, w, g, m, v):
+    """Return new w, m and v of the update, computed independently in float64."""
     g = options["scale"] * g
     if name == "adam":
         beta1, beta2 = options["betas"]
@@ -138,8 +138,8 @@ def updated(name, options, w, g, m, v):
     return w - options["rate"] * (g + options["momentum"] * m if options["nesterov"] else m), m, v
 
 
-def drawn(rng, size, dtype):
-    """Weights, a gradient and slots: those of squares are at least 0."""
+def draw_arrays(rng, size, dtype):
+    """Return weights, a gradient and slots. Slots of squares are at least 0."""
     w, g, m, v = (rng.standard_normal(size).astype(dtype) for _ in range(4))
     return w, g, m, np.square(v)
 
@@ -147,11 +147,11 @@ def drawn(rng, size, dtype):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("case", UPDATES)
 @pytest.mark.parametrize("size", [0, 1, 7, 16, 1001])
-def test_a_fused_update_is_the_formula(rng, case, size, dtype, path):
-    """Per element within 16 roundings of the largest term of a sum."""
+def test_fused_updates_match_the_formula(rng, case, size, dtype, path):
+    """Each element may differ by 16 roundings of the largest term of a sum."""
     name, options = UPDATES[case]
-    arrays = drawn(rng, size, dtype)
-    expected = updated(name, options, *(x.astype(np.float64) for x in arrays))
+    arrays = draw_arrays(rng, size, dtype)
+    expected = reference_update(name, options, *(x.astype(np.float64) for x in arrays))
     update(path, case, arrays)
     w, _, m, v = arrays
     for got, want in zip((w, m, v), expected, strict=True):
@@ -162,9 +162,9 @@ def test_a_fused_update_is_the_formula(rng, case, size, dtype, path):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("case", UPDATES)
-def test_what_is_not_finite_stays_where_it_was(rng, case, bad, path):
+def test_non_finite_gradient_affects_only_its_element(rng, case, bad, path):
     name, _ = UPDATES[case]
-    arrays, clean = drawn(rng, 37, np.float32), drawn(rng, 37, np.float32)
+    arrays, clean = draw_arrays(rng, 37, np.float32), draw_arrays(rng, 37, np.float32)
     for array, other in zip(clean, arrays, strict=True):
         array[...] = other
     arrays[1][5] = bad
@@ -178,9 +178,9 @@ def test_what_is_not_finite_stays_where_it_was(rng, case, bad, path):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("case", ["adam", "heavy ball", "nesterov"])
-def test_one_pass_has_the_bits_of_a_direction_and_a_descent(rng, case, dtype, path):
+def test_one_pass_has_the_bits_of_direction_and_descent(rng, case, dtype, path):
     name, options = UPDATES[case]
-    once, twice = drawn(rng, 1003, dtype), drawn(rng, 1003, dtype)
+    once, twice = draw_arrays(rng, 1003, dtype), draw_arrays(rng, 1003, dtype)
     for array, other in zip(twice, once, strict=True):
         array[...] = other
     update(path, case, once)
@@ -191,21 +191,21 @@ def test_one_pass_has_the_bits_of_a_direction_and_a_descent(rng, case, dtype, pa
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_squares_of_blocks_have_the_bits_of_the_whole_wherever_they_are_cut(rng, dtype):
+def test_block_squares_have_the_same_bits_for_any_split(rng, dtype):
     values = (rng.standard_normal(5003) * 10.0 ** rng.integers(-3, 4, 5003)).astype(dtype)
     whole = float(kernels.sum_of_squares(values))
-    found = set()
+    result = set()
     for _ in range(5):
         bounds = [0, *sorted(rng.integers(0, values.size + 1, 9).tolist()), values.size]
         sums = np.zeros(kernels.LANES)
         for start, stop in zip(bounds, bounds[1:], strict=False):
             kernels.add_squares(values[start:stop], sums, start % kernels.LANES)
-        found.add(kernels.total(sums))
-    assert len(found) == 1 and found.pop() == pytest.approx(whole, rel=1e-14)
+        result.add(kernels.total(sums))
+    assert len(result) == 1 and result.pop() == pytest.approx(whole, rel=1e-14)
     assert whole == pytest.approx(np.sum(values.astype(np.float64) ** 2), rel=1e-14)
 
 
-def test_kernels_write_through_views_and_nothing_beside_them(rng):
+def test_kernels_write_only_inside_their_views(rng):
     whole = rng.standard_normal((4, 30)).astype(np.float32)
     before = whole.copy()
     w, g, v, _ = (row[7:20] for row in whole)
@@ -223,8 +223,8 @@ def test_kernels_write_through_views_and_nothing_beside_them(rng):
     np.testing.assert_allclose(w, moved - fast2, rtol=1e-5, atol=1e-6)
 
 
-def test_samples_are_of_the_types_that_training_uses(rng, path):
-    """`hpcdist warmup` must leave nothing to compile for a float32 or float64 master."""
+def test_kernel_samples_have_the_types_of_a_training(rng, path):
+    """After `hpcdist warmup`, no kernel may be left to compile for a float32 or float64 master."""
     mine = [k for k in jit._kernels if k.function.__module__ in (kernels.__name__, fused.__name__)]
     assert len(mine) == 12  # one of them, which others call, is compiled with those
     for kernel in mine:

@@ -1,9 +1,9 @@
-"""Options of large batches in whole runs: the same weights under every exchange, and rates that follow the batch."""
+"""Large-batch options in whole runs: the same weights under every exchange, and rates that follow the batch."""
 
 import numpy as np
 import pytest
 
-from harness.trainings import alone, difference, losses, recipe_keys, trainer_of
+from harness.trainings import difference, losses, recipe_keys, run_single_process, trainer_of
 from hpcdist.comm.threads.communicator import run_threads, solo
 
 STEPS = 4
@@ -47,39 +47,39 @@ LAYOUTS = {
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.full_except("zero1-lars")
-def test_every_exchange_makes_the_same_steps(layout, options, shared_text):
+def test_large_batch_options_match_under_every_exchange(layout, options, shared_text):
     ranks, keys = LAYOUTS[layout]
     settings = {**SMALL, "data.path": shared_text, **OPTIONS[options]}
-    expected = alone(settings, STEPS)
+    expected = run_single_process(settings, STEPS)
 
     def body(comm):
         trainer = trainer_of(comm, {**settings, **keys})
         return losses(trainer, STEPS), difference(trainer, expected.state)
 
-    for found, apart in run_threads(ranks, body):
-        np.testing.assert_allclose(found, expected.losses, rtol=1e-10)
+    for result, apart in run_threads(ranks, body):
+        np.testing.assert_allclose(result, expected.losses, rtol=1e-10)
         assert apart < 1e-9
-    plain = alone({**settings, "optimizer.normalize_gradient": "false"}, STEPS).losses
+    plain = run_single_process({**settings, "optimizer.normalize_gradient": "false"}, STEPS).losses
     assert options == "lars" or plain != expected.losses
 
 
-def trained(shared_text, **keys):
+def train(shared_text, **keys):
     trainer = trainer_of(
         solo(), {**SMALL, "data.path": shared_text, **{key.replace("__", "."): v for key, v in keys.items()}}
     )
     return trainer, losses(trainer, STEPS)
 
 
-def test_a_scaled_rate_is_that_of_a_recipe_that_says_it_itself(shared_text):
-    scaled, found = trained(
+def test_scaled_rate_equals_an_explicit_rate(shared_text):
+    scaled, result = train(
         shared_text,
         optimizer__learning_rate=2e-3,
         optimizer__base_batch=40,
         optimizer__scaling="linear",
         optimizer__decay="constant",
     )
-    plain, expected = trained(shared_text, optimizer__learning_rate=5e-4, optimizer__decay="constant")
-    assert found == expected and len(set(found)) == STEPS
+    plain, expected = train(shared_text, optimizer__learning_rate=5e-4, optimizer__decay="constant")
+    assert result == expected and len(set(result)) == STEPS
     rates = [scaled.learning_rate(step) for step in range(1, 5)]
     assert rates == pytest.approx([2e-4, 4e-4, 5e-4, 5e-4])  # 10, 20, 30 and 40 of 25 samples
     assert rates == [plain.learning_rate(step) for step in range(1, 5)]

@@ -30,7 +30,7 @@ def test_decay_ends_at_the_final_fraction_and_stays(decay, warmup):
     assert falling == sorted(falling, reverse=True) and max(got) <= 2.0
 
 
-def test_half_way():
+def test_rate_half_way_through_the_decay():
     assert rates(20, warmup_steps=0, decay="cosine", final_fraction=0.0)[9] == pytest.approx(1.0)
     assert rates(20, warmup_steps=0, decay="cosine", final_fraction=0.5)[4] == pytest.approx(
         1 + 0.5 * (1 + math.cos(math.pi / 4))
@@ -38,26 +38,26 @@ def test_half_way():
     assert rates(20, warmup_steps=0, decay="polynomial", final_fraction=0.0, power=2.0)[9] == pytest.approx(0.5)
 
 
-def test_a_warm_up_longer_than_the_run_is_cut_off():
+def test_warm_up_longer_than_the_run_is_cut_off():
     assert rates(2, warmup_steps=4, decay="cosine") == pytest.approx([0.5, 1.0, 1.5, 2.0])
     assert rates(4, warmup_steps=4, decay="cosine", final_fraction=0.5)[3:] == pytest.approx([2.0, 1.0, 1.0])
 
 
-def test_a_warm_up_between_two_updates_reaches_the_same_line():
+def test_warm_up_that_ends_between_updates_stays_linear():
     assert rates(8, warmup_steps=2.5, decay="constant") == pytest.approx([0.8, 1.6] + [2.0] * 8)
     assert rates(8, warmup_steps=0.5, decay="constant") == pytest.approx([2.0] * 10)
 
 
 @pytest.mark.parametrize("samples", [960, 1000, 7])
-def test_a_warm_up_in_samples_is_the_same_for_every_batch(samples):
+def test_warm_up_in_samples_is_the_same_for_every_batch(samples):
     config = OptimizerConfig(learning_rate=2.0, warmup_samples=samples, decay="constant")
     for batch in (1, 16, 30, 64):
-        found = optim_rates.resolve_rate(config, BatchSchedule(batch))
+        result = optim_rates.resolve_rate(config, BatchSchedule(batch))
         for update in (1, 2, 15, 16, 60, 61, 1000):
-            assert learning_rate(found, update, 5000) == pytest.approx(2.0 * min(1, update * batch / samples))
+            assert learning_rate(result, update, 5000) == pytest.approx(2.0 * min(1, update * batch / samples))
 
 
-def test_the_rate_follows_the_batch():
+def test_rate_scales_with_the_batch():
     def peak(batch, **options):
         config = optim_rates.resolve_rate(
             OptimizerConfig(learning_rate=0.1, warmup_steps=0, decay="constant", **options), BatchSchedule(batch)
@@ -72,15 +72,15 @@ def test_the_rate_follows_the_batch():
         optim_rates.resolve_rate(plain, BatchSchedule(256)) == plain
         and optim_rates.describe_rate(plain, BatchSchedule(256)) == ""
     )
-    told = optim_rates.describe_rate(
+    output = optim_rates.describe_rate(
         OptimizerConfig(learning_rate=0.1, base_batch=64, scaling="sqrt", warmup_samples=1000), BatchSchedule(256)
     )
-    assert "learning rate 0.2 at its peak: 0.1 of a batch of 64 samples, scaled to 256 (sqrt)" in told
-    assert "warm-up over 1000 samples: 3.90625 updates" in told
+    assert "learning rate 0.2 at its peak: 0.1 of a batch of 64 samples, scaled to 256 (sqrt)" in output
+    assert "warm-up over 1000 samples: 3.90625 updates" in output
 
 
-def test_an_unresolved_rate_is_nobodys():
-    with pytest.raises(AssertionError, match="resolved"):
+def test_unresolved_rate_raises_assertion_error():
+    with pytest.raises(AssertionError, match="resolve_rate"):
         learning_rate(OptimizerConfig(base_batch=8, scaling="linear"), 1, 10)
 
 
@@ -103,7 +103,7 @@ def test_an_unresolved_rate_is_nobodys():
     ({"scaling": "cubic", "base_batch": 64}, "optimizer.scaling = 'cubic'; choose one of none, linear, sqrt"),
     ({"base_batch": -1}, "optimizer.base_batch = -1"),
     ({"warmup_samples": -1}, "optimizer.warmup_samples = -1"),
-    ({"warmup_samples": 100, "warmup_steps": 7}, "there is one warm-up"),
+    ({"warmup_samples": 100, "warmup_steps": 7}, "only one option may set the length of the warm-up"),
     ({"name": "lars", "bias_correction": False}, "optimizer.bias_correction = false has no effect"),
     ({"momentum_correction": False}, "remove it, or set optimizer.name = 'lars'"),
     ({"trust_ratio_max": 10.0}, "optimizer.trust_ratio_max = 10.0 has no effect with optimizer.name = 'adamw'"),
@@ -113,13 +113,13 @@ def test_an_unresolved_rate_is_nobodys():
         "optimizer.trust_ratio_max = 1.0 with optimizer.trust_ratio_min = 2.0",
     ),
 )
-def test_values_that_make_no_sense_are_refused(options, message):
+def test_invalid_optimizer_values_are_rejected(options, message):
     with pytest.raises(ConfigurationError) as caught:
         OptimizerConfig(**options)
     assert message in str(caught.value)
 
 
-def test_the_section_is_light():
+def test_optimizer_section_imports_no_heavy_modules():
     code = (
         "import sys, hpcdist.optim.config, hpcdist.optim.rates, hpcdist.optim.rates; "
         "print([m for m in ('numpy', 'numba', 'mpi4py', 'h5py', 'cupy') if m in sys.modules])"

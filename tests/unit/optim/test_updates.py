@@ -1,4 +1,4 @@
-"""Every optimizer against plain float64 formulas and against optax, for any partition of the flat space."""
+"""Every optimizer compared with plain float64 formulas and with optax, for any partition of the flat space."""
 
 import math
 
@@ -81,7 +81,7 @@ def gradients(rng, weights, steps=STEPS):
 
 
 def rate_at(config, t):
-    """Warm-up and cosine, written down once more."""
+    """Return the rate after warm-up and cosine decay, computed independently."""
     if t <= config.warmup_steps:
         return config.learning_rate * t / config.warmup_steps
     x = (t - config.warmup_steps) / (STEPS - config.warmup_steps)
@@ -90,7 +90,7 @@ def rate_at(config, t):
 
 
 def reference(config, weights, drawn, scale=1.0):
-    """Plain per-tensor updates in float64."""
+    """Return plain per-tensor updates in float64."""
     w = {key: value.copy() for key, value in weights.items()}
     a = {key: np.zeros_like(value) for key, value in w.items()}
     b = {key: np.zeros_like(value) for key, value in w.items()}
@@ -134,7 +134,7 @@ def reference(config, weights, drawn, scale=1.0):
 
 
 class Replica:
-    """One owner of a part, which holds all weights and gradients as the allreduce strategy does."""
+    """One owner of a part, with all weights and gradients, as in the allreduce strategy."""
 
     def __init__(self, config, weights, part, dtype, working=None, whole=True):
         held = None if whole else part
@@ -151,7 +151,7 @@ class Replica:
             store.range(where)[...] = flat[where.start - segment.range.start : where.stop - segment.range.start]
 
     def direct(self, drawn=None, scale=1.0):
-        """Make the first half of a step, of the gradients that are there or ``drawn``, and return its norms."""
+        """Make the first half of a step from the present gradients or from ``drawn``. Return its norms."""
         if drawn is not None:
             self.load(self.gradient, drawn)
         self.optimizer.begin_step()
@@ -169,7 +169,7 @@ class Replica:
 
 
 def train(config, weights, drawn, parts, dtype=FLOAT64, scale=1.0, longest=10**9, **options):
-    """Update a partitioned model over all steps; return its tensors and the replicas."""
+    """Update a partitioned model over all steps. Return its tensors and the replicas."""
     replicas = [Replica(config, weights, part, dtype, **options) for part in parts]
     for step in drawn:
         for r in replicas:
@@ -189,18 +189,17 @@ def train(config, weights, drawn, parts, dtype=FLOAT64, scale=1.0, longest=10**9
 
 
 def distance(got, expected):
-    """Norm of the difference over the norm of the whole."""
+    """Return the norm of the difference, relative to the norm of ``expected``."""
     flat = [np.concatenate([np.ravel(x[key]) for key in expected]).astype(np.float64) for x in (got, expected)]
     return np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1])
 
 
-def whole():
+def whole_space():
     return [Range(0, LAYOUT.size)]
 
 
 @pytest.fixture(params=["loops", "gpu"])
 def path(request, monkeypatch):
-    """Both sides of the dispatch: the loops of the CPU, and what a GPU runs in their place, here on numpy."""
     if request.param == "gpu":
         host_kernels.install(monkeypatch, kernels, base)
         monkeypatch.setattr(base, "place", lambda table, on: table)
@@ -215,10 +214,10 @@ def path(request, monkeypatch):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_equals_the_plain_formula_over_100_steps(rng, name, path):
+def test_optimizers_match_the_plain_formula_over_100_steps(rng, name, path):
     config, weights = config_of(name), start(rng)
     drawn = gradients(rng, weights)
-    got, _ = train(config, weights, drawn, whole(), scale=0.75)
+    got, _ = train(config, weights, drawn, whole_space(), scale=0.75)
     expected = reference(config, weights, drawn, scale=0.75)
     assert distance(got, expected) < 1e-12
     for key in expected:
@@ -226,7 +225,7 @@ def test_equals_the_plain_formula_over_100_steps(rng, name, path):
 
 
 @cases(
-    "text, told",
+    "text, output",
     ("*.bias", "write patterns"),
     ("*.bias:", "write patterns"),
     (": weight_decay=0", "write patterns"),
@@ -234,17 +233,17 @@ def test_equals_the_plain_formula_over_100_steps(rng, name, path):
     ("*: weight_decay=-1", "write patterns"),
     ("*: weight_decay=nan", "write patterns"),
     ("*: weight_decay=1 weight_decay=2", "write patterns"),
-    ("9.*: weight_decay=0", "which no tensor matches"),
+    ("9.*: weight_decay=0", "but it matches no tensor"),
 )
-def test_groups_that_say_nothing_are_refused(text, told):
-    with pytest.raises(ConfigurationError, match=told):
-        optimizer.build(config_of("adamw", groups=(text,)), LAYOUT, whole(), FLOAT64, total_steps=STEPS)
+def test_invalid_parameter_groups_are_rejected(text, output):
+    with pytest.raises(ConfigurationError, match=output):
+        optimizer.build(config_of("adamw", groups=(text,)), LAYOUT, whole_space(), FLOAT64, total_steps=STEPS)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.full
-def test_any_partition_gives_the_same(rng, name, parts):
+def test_any_partition_gives_the_same_result(rng, name, parts):
     config, weights = config_of(name), start(rng)
     drawn = gradients(rng, weights)
     expected = reference(config, weights, drawn)
@@ -257,10 +256,10 @@ def test_any_partition_gives_the_same(rng, name, parts):
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_elementwise_optimizers_are_bit_equal_under_any_partition(rng, name):
+def test_elementwise_optimizers_are_bit_identical_for_any_partition(rng, name):
     config, weights = config_of(name), start(rng)
     drawn = gradients(rng, weights, 20)
-    one, _ = train(config, weights, drawn, whole(), np.dtype("float32"))
+    one, _ = train(config, weights, drawn, whole_space(), np.dtype("float32"))
     three, _ = train(config, weights, drawn, split(LAYOUT.size, 3, 4), np.dtype("float32"), longest=11)
     assert all(np.array_equal(one[key], three[key]) for key in one)
 
@@ -269,7 +268,7 @@ def test_elementwise_optimizers_are_bit_equal_under_any_partition(rng, name):
 def test_float32_master_stays_close_and_keeps_its_dtype(rng, name, path):
     config, weights = config_of(name), start(rng)
     drawn = gradients(rng, weights)
-    got, replicas = train(config, weights, drawn, whole(), np.dtype("float32"))
+    got, replicas = train(config, weights, drawn, whole_space(), np.dtype("float32"))
     assert distance(got, reference(config, weights, drawn)) < 1e-5
     assert all(slot.dtype == np.float32 for slot in replicas[0].optimizer.slots.values())
 
@@ -278,14 +277,14 @@ def test_float32_master_stays_close_and_keeps_its_dtype(rng, name, path):
 def test_working_copy_is_the_master_rounded_once(rng, working, path):
     config, weights = config_of("adamw"), start(rng)
     drawn = gradients(rng, weights, 20)
-    with_copy, replicas = train(config, weights, drawn, whole(), np.dtype("float32"), working=working)
-    without, _ = train(config, weights, drawn, whole(), np.dtype("float32"))
+    with_copy, replicas = train(config, weights, drawn, whole_space(), np.dtype("float32"), working=working)
+    without, _ = train(config, weights, drawn, whole_space(), np.dtype("float32"))
     for key, value in with_copy.items():
         assert np.array_equal(value, without[key])
         assert np.array_equal(replicas[0].working.view(key), value.astype(working))
 
 
-def test_small_updates_reach_the_master_that_a_bfloat16_weight_would_lose():
+def test_master_keeps_updates_that_bfloat16_would_lose():
     config = OptimizerConfig(name="sgd", momentum=0.0, learning_rate=1e-3, warmup_steps=0, decay="constant")
     layout = Layout.of([TensorSpec(0, "w", (4,), adapted=False)])
     master, gradient = FlatStore(layout, np.dtype("float32")), FlatStore(layout, np.dtype("float32"))
@@ -306,7 +305,7 @@ def test_small_updates_reach_the_master_that_a_bfloat16_weight_would_lose():
 @pytest.mark.parametrize("name", CONFIGS)
 def test_padding_is_neither_read_nor_written(rng, name):
     config, weights = config_of(name), start(rng)
-    replica = Replica(config, weights, whole()[0], FLOAT64)
+    replica = Replica(config, weights, whole_space()[0], FLOAT64)
     inside = np.zeros(LAYOUT.size, bool)
     for segment in LAYOUT.segments:
         inside[segment.range.slice] = True
@@ -317,11 +316,11 @@ def test_padding_is_neither_read_nor_written(rng, name):
     assert all(not slot.array[~inside].any() for slot in replica.optimizer.slots.values())
 
 
-def test_partial_norms_are_those_of_the_definition_and_start_anew(rng):
+def test_partial_norms_match_the_definition_in_every_step(rng):
     weights = start(rng)
     drawn = gradients(rng, weights, 2)
     for name in LAYERWISE:
-        replica = Replica(config_of(name), weights, whole()[0], FLOAT64)
+        replica = Replica(config_of(name), weights, whole_space()[0], FLOAT64)
         for step in drawn:  # no apply: the weights stay
             norms = replica.direct(step, 0.5)
             assert norms.shape == (len(SPECS), 2) and norms.dtype == np.float64
@@ -331,16 +330,16 @@ def test_partial_norms_are_those_of_the_definition_and_start_anew(rng):
                     np.testing.assert_allclose(after, 0.5 * step[spec.key])
                 expected = (np.sum(weights[spec.key] ** 2), np.sum(after**2)) if spec.adapted else (0.0, 0.0)
                 np.testing.assert_allclose(row, expected, rtol=1e-13)
-    assert not optimizer.build(config_of("adamw"), LAYOUT, whole()[0], FLOAT64, total_steps=1).needs_norms
+    assert not optimizer.build(config_of("adamw"), LAYOUT, whole_space()[0], FLOAT64, total_steps=1).needs_norms
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_restored_optimizer_continues_bit_for_bit(rng, name):
+def test_restored_optimizer_continues_with_the_same_bits(rng, name):
     config, weights = config_of(name), start(rng)
     drawn = gradients(rng, weights, 12)
-    expected, _ = train(config, weights, drawn, whole())
-    middle, (before,) = train(config, weights, drawn[:7], whole())
-    after = Replica(config, middle, whole()[0], FLOAT64)
+    expected, _ = train(config, weights, drawn, whole_space())
+    middle, (before,) = train(config, weights, drawn[:7], whole_space())
+    after = Replica(config, middle, whole_space()[0], FLOAT64)
     after.optimizer.restore(before.optimizer.state())
     assert after.optimizer.count == 7
     for slot, store in before.optimizer.slots.items():
@@ -350,7 +349,7 @@ def test_a_restored_optimizer_continues_bit_for_bit(rng, name):
     assert all(np.array_equal(after.master.view(key), expected[key]) for key in expected)
 
 
-def test_state_is_counted_on_the_owned_part_alone():
+def test_optimizer_state_is_counted_for_the_owned_part():
     ledger = Ledger()
     part = Range(32, 96)
     built = optimizer.build(config_of("adamw"), LAYOUT, part, np.dtype("float32"), total_steps=1, ledger=ledger)
@@ -359,9 +358,9 @@ def test_state_is_counted_on_the_owned_part_alone():
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype("float16")], ids=str)
-def test_a_16_bit_master_is_refused(dtype):
+def test_16_bit_master_is_rejected(dtype):
     with pytest.raises(UsageError, match="float32 or float64"):
-        optimizer.build(config_of("sgd"), LAYOUT, whole()[0], dtype, total_steps=1)
+        optimizer.build(config_of("sgd"), LAYOUT, whole_space()[0], dtype, total_steps=1)
 
 
 FACTORS = [0.2, 0.4, 0.6, 0.8, 1.0, 0.82, 0.64, 0.46, 0.28, 0.1]
@@ -379,7 +378,7 @@ def _optax_transform(optax, name, config, mask):
 
         return rate * jax.numpy.asarray(FACTORS)[count]
 
-    # optax takes the norm of g + decay w, the paper that of g: they agree without decay.
+    # optax uses the norm of g + decay w, the paper the norm of g: they agree without decay.
     if name == "lars-as-published":
         ratio = dict(trust_coefficient=config.trust_coefficient, eps=config.epsilon, trust_ratio_mask=mask)
         return optax.lars(schedule, 0.0, momentum=config.momentum, **ratio)
@@ -401,7 +400,7 @@ def _optax_transform(optax, name, config, mask):
 
 @pytest.mark.parametrize("name", IN_OPTAX)
 @pytest.mark.full
-def test_equals_optax(rng, name, monkeypatch):
+def test_optimizers_match_optax(rng, name, monkeypatch):
     optax = pytest.importorskip("optax", reason="optax comes with the extra `reference`")
     jax = pytest.importorskip("jax")
     changes = {"warmup_steps": 0, "decay": "constant"}
@@ -428,11 +427,11 @@ def test_equals_optax(rng, name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["sgd", "sgd-nesterov", "sgd-plain", "adamw"])
-def test_equals_torch(rng, name):
+def test_optimizers_match_torch(rng, name):
     torch = pytest.importorskip("torch", reason="PyTorch comes with the extra `reference`")
     config, weights = config_of(name, warmup_steps=0, decay="constant"), start(rng)
     drawn = gradients(rng, weights, 20)
-    got, _ = train(config, weights, drawn, whole())
+    got, _ = train(config, weights, drawn, whole_space())
     theirs = {key: torch.tensor(value) for key, value in weights.items()}
     groups = [
         {"params": [theirs[s.key] for s in SPECS if s.adapted == adapted], "weight_decay": decay}
@@ -450,16 +449,16 @@ def test_equals_torch(rng, name):
 
 
 @pytest.mark.parametrize("name", LAYERWISE)
-def test_ratio_is_one_where_a_norm_is_zero(name):
-    built = optimizer.build(config_of(name), LAYOUT, whole()[0], FLOAT64, total_steps=1)
+def test_trust_ratio_is_one_if_a_norm_is_zero(name):
+    built = optimizer.build(config_of(name), LAYOUT, whole_space()[0], FLOAT64, total_steps=1)
     assert [built._ratio(*norms, 0.0) for norms in ((0.0, 1.0), (1.0, 0.0), (0.0, 0.0))] == [1.0, 1.0, 1.0]
     assert built._ratio(2.0, 4.0, 0.0) != 1.0
 
 
-def test_the_ratio_of_lamb_is_kept_within_its_bounds_and_the_type():
+def test_lamb_ratio_stays_within_its_bounds():
     def ratio(*norms, **options):
         config = config_of("lamb", **options)
-        return optimizer.build(config, LAYOUT, whole()[0], FLOAT64, total_steps=1)._ratio(*norms, 0.0)
+        return optimizer.build(config, LAYOUT, whole_space()[0], FLOAT64, total_steps=1)._ratio(*norms, 0.0)
 
     both = {"trust_ratio_min": 0.01, "trust_ratio_max": 10.0}  # DeepSpeed's
     assert [ratio(w, 1.0, **both) for w in (1e-3, 0.5, 300.0)] == [0.01, 0.5, 10.0]
@@ -469,8 +468,8 @@ def test_the_ratio_of_lamb_is_kept_within_its_bounds_and_the_type():
 
 
 @pytest.mark.parametrize("name", LAYERWISE)
-def test_layerwise_rates_of_extreme_tensors_in_float32(name):
-    """Squares beyond float32, norms of almost nothing, a tensor of one element, one of 0 with decay."""
+def test_layer_wise_rates_of_extreme_tensors_in_float32(name):
+    """Tensors have squares beyond float32, tiny norms, a single element, or zeros with decay."""
     specs = [TensorSpec(0, key, shape) for key, shape in (("huge", (2, 3)), ("tiny", (2, 3)), ("one", (1, 1)))]
     specs.append(TensorSpec(0, "zero", (2, 2)))
     layout = Layout.of(specs)
@@ -492,17 +491,20 @@ def test_layerwise_rates_of_extreme_tensors_in_float32(name):
         np.testing.assert_allclose(after["float32"][spec.key], after["float64"][spec.key], rtol=1e-5)
 
 
-def test_momentum_correction_makes_the_velocity_that_of_the_present_rate(rng):
-    """Against a velocity without rates; and over a change of the schedule, as of a run that goes on with another."""
+def test_momentum_correction_rescales_the_velocity_to_the_rate(rng):
+    """The reference is a velocity without rates.
+
+    One case changes the schedule, like a resumed run with another schedule.
+    """
     weights = start(rng)
     drawn = gradients(rng, weights, 12)
     config, other = config_of("lars", weight_decay=0.0), config_of("lars", weight_decay=0.0, learning_rate=0.1)
-    replica = Replica(config, weights, whole()[0], FLOAT64)
+    replica = Replica(config, weights, whole_space()[0], FLOAT64)
     w = {key: value.copy() for key, value in weights.items()}
     v = {key: np.zeros_like(value) for key, value in w.items()}
     for t, step in enumerate(drawn, 1):
         if t == 7:  # go on with a rate 20 times lower
-            after = Replica(other, replica.tensors(), whole()[0], FLOAT64)
+            after = Replica(other, replica.tensors(), whole_space()[0], FLOAT64)
             after.optimizer.restore(replica.optimizer.state())
             after.optimizer.slots["momentum"].array[...] = replica.optimizer.slots["momentum"].array
             replica = after
@@ -518,8 +520,8 @@ def test_momentum_correction_makes_the_velocity_that_of_the_present_rate(rng):
     assert distance(replica.tensors(), w) < 1e-12
 
 
-def test_a_state_without_its_rate_had_that_of_the_schedule(rng):
-    built = optimizer.build(config_of("lars"), LAYOUT, whole()[0], FLOAT64, total_steps=STEPS)
+def test_state_without_a_rate_uses_the_rate_of_the_schedule(rng):
+    built = optimizer.build(config_of("lars"), LAYOUT, whole_space()[0], FLOAT64, total_steps=STEPS)
     built.restore({"count": 4})
     built.begin_step()
     assert built._correction == pytest.approx(5 / 4)  # of a warm-up over 10
@@ -530,8 +532,8 @@ def test_a_state_without_its_rate_had_that_of_the_schedule(rng):
     assert built._correction == pytest.approx(4.0)
 
 
-def test_a_normalized_gradient_has_one_norm_whatever_its_scale(rng):
-    """Every update has the gradient over its norm, as NVLAMB has it: the oracle, and other scales of the gradient."""
+def test_normalized_gradient_does_not_depend_on_its_scale(rng):
+    """Every update divides the gradient by its norm, as NVLAMB does. The oracle and scaled gradients agree."""
     config, weights = config_of("lamb", epsilon=1e-3), start(rng)
     drawn = gradients(rng, weights, 8)
     normalized = []
@@ -542,7 +544,7 @@ def test_a_normalized_gradient_has_one_norm_whatever_its_scale(rng):
         assert norms.clip_scale(norm**2, 5.0, normalize=True) == pytest.approx(1 / norm)
         assert norms.clip_scale(norm**2, 0.25, normalize=True) == pytest.approx(0.25 / norm)
     expected = reference(config, weights, normalized)
-    replica = Replica(config, weights, whole()[0], FLOAT64)
+    replica = Replica(config, weights, whole_space()[0], FLOAT64)
     for step, factor in zip(drawn, np.geomspace(1e-3, 1e3, len(drawn)), strict=True):
         replica.load(replica.gradient, {key: factor * g for key, g in step.items()})
         scale = norms.clip_scale(norms.sum_of_squares(replica.gradient), 1.0, normalize=True)
@@ -558,10 +560,10 @@ def test_a_normalized_gradient_has_one_norm_whatever_its_scale(rng):
     OptimizerConfig(name="sgd", momentum=0.0),
     ids=["adamw", "sgd", "plain"],
 )
-def test_a_step_may_be_made_before_the_weights_change(config, rng):
-    """What is added to the weights between the two phases is added to the result, and changes no step."""
+def test_weights_may_change_between_the_two_phases_of_a_step(config, rng):
+    """A change of the weights between the two phases is added to the result and does not change the step."""
     layout = Layout.of([TensorSpec(0, "weight", (40, 3)), TensorSpec(0, "bias", (7,), False)])
-    whole, found = Range(0, layout.size), []
+    whole, result = Range(0, layout.size), []
     start, gradient, moved = rng.standard_normal((3, layout.size))
     for before in (False, True):
         stores = [FlatStore(layout, np.dtype("float64")) for _ in range(2)]
@@ -576,7 +578,7 @@ def test_a_step_may_be_made_before_the_weights_change(config, rng):
             if before and step == 2:
                 stores[0].array[...] += moved
             made.apply(whole, *stores)
-        found.append(stores[0].array)
+        result.append(stores[0].array)
     for segment in layout.segments:
         where = segment.range.slice
-        np.testing.assert_allclose(found[1][where], found[0][where] + moved[where], rtol=1e-12)
+        np.testing.assert_allclose(result[1][where], result[0][where] + moved[where], rtol=1e-12)

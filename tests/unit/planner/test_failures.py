@@ -1,4 +1,4 @@
-"""A whole run: time between failures by nodes, saves, the best interval, expected wall time, carbon, price."""
+"""A whole run: time between failures, saves, the best interval, expected wall time, carbon and price."""
 
 import dataclasses
 import math
@@ -19,26 +19,26 @@ STEP = StepEnergy(terms={"devices": 5e6, "hosts": 1e6}, device_w=500.0)
 DAY = 86400.0
 
 
-def test_failures_come_as_often_as_there_are_nodes():
+def test_failure_rate_is_proportional_to_the_nodes():
     assert plan.mtbf_s(ParallelLayout(data=8), H100) == 264 * DAY
     assert plan.mtbf_s(ParallelLayout(data=9), H100) == 132 * DAY
     # What was published: 419 interruptions of 16,384 devices in 54 days.
-    found = plan.mtbf_s(ParallelLayout(data=128, pipeline=16, tensor=8), H100)
-    assert 54 * DAY / found == pytest.approx(419, rel=0.01)
+    result = plan.mtbf_s(ParallelLayout(data=128, pipeline=16, tensor=8), H100)
+    assert 54 * DAY / result == pytest.approx(419, rel=0.01)
 
 
 @pytest.mark.parametrize(("devices", "hours"), [(16_384, 1.8), (131_072, 0.23)])
-def test_time_between_failures_is_that_projected_for_a100(devices, hours):
-    """Kokolis et al., arXiv:2410.21680, from 6.5 failures for 1000 node-days."""
-    found = plan.mtbf_s(ParallelLayout(data=devices), toml_file.read("a100-selene"))
-    assert found / 3600 == pytest.approx(hours, rel=0.03)
+def test_time_between_failures_matches_the_a100_projection(devices, hours):
+    """Kokolis et al., arXiv:2410.21680, from 6.5 failures per 1000 node-days."""
+    result = plan.mtbf_s(ParallelLayout(data=devices), toml_file.read("a100-selene"))
+    assert result / 3600 == pytest.approx(hours, rel=0.03)
 
 
-def test_servers_fail_as_well():
+def test_server_nodes_count_for_failures():
     assert plan.mtbf_s(ParallelLayout(data=8, servers=8, strategy="parameter_server"), H100) == 132 * DAY
 
 
-def test_a_save_takes_what_nodes_or_all_of_the_storage_take():
+def test_save_time_is_limited_by_nodes_or_storage():
     one, many = ParallelLayout(data=8), ParallelLayout(data=4096)
     assert plan.save_s(1e12, one, H100) == pytest.approx(100)  # 10 GB/s
     assert plan.save_s(1e12, many, H100) == pytest.approx(0.5)  # 2 TB/s, and not 512 x 10 GB/s
@@ -46,7 +46,7 @@ def test_a_save_takes_what_nodes_or_all_of_the_storage_take():
     assert plan.restart_s(1e12, many, H100) == pytest.approx(600 + 0.5)
 
 
-def test_the_interval_is_dalys_on_whole_steps():
+def test_interval_is_the_daly_interval_in_whole_steps():
     layout, step_s = ParallelLayout(data=128, pipeline=16, tensor=8), 7.0
     run = plan.run(100_000, step_s, STEP, 5e12, layout, H100)
     best = daly_interval.daly(run.save_s, run.mtbf_s)
@@ -61,19 +61,22 @@ def test_the_interval_is_dalys_on_whole_steps():
         assert other > run.slowdown
 
 
-def test_a_short_run_saves_once_at_its_end():
+def test_short_run_saves_once_at_its_end():
     run = plan.run(3, 7.0, STEP, 5e12, ParallelLayout(data=8), H100)
     assert run.interval_s == run.work_s == 21
     assert run.wall_s == pytest.approx(21 + run.save_s, rel=1e-3)
 
 
-def test_a_save_that_costs_nothing_is_made_after_every_step():
+def test_free_save_is_made_after_every_step():
     run = plan.run(1000, 7.0, STEP, 1e-3, ParallelLayout(data=8), H100)
     assert run.interval_s == 7.0 and run.slowdown == pytest.approx(1, abs=1e-4)
 
 
-def test_the_expected_wall_time_is_that_of_runs_that_fail_at_random():
-    """A hundred thousand intervals, each repeated until it and its save got through; restarts fail, too."""
+def test_expected_wall_time_matches_simulated_failures():
+    """The test simulates 100,000 intervals, each repeated until the interval and its save succeed.
+
+    Restarts fail too.
+    """
     bad = dataclasses.replace(H100, failures=FailureRates(node_mtbf_s=4000.0, restart_s=300.0))
     layout = ParallelLayout(data=8)
     run = plan.run(1000, 10.0, STEP, 1e12, layout, bad)  # a save of 100 s
@@ -93,7 +96,7 @@ def test_the_expected_wall_time_is_that_of_runs_that_fail_at_random():
     assert failed / work == pytest.approx(run.failures / run.work_s, rel=0.01)
 
 
-def test_joules_are_those_of_work_and_of_waiting():
+def test_joules_include_work_and_waiting():
     layout = ParallelLayout(data=64)
     run = plan.run(10_000, 10.0, STEP, 8e12, layout, H100)
     waiting = run.work_s / run.interval_s * run.save_s + run.failures * plan.restart_s(8e12, layout, H100)
@@ -114,7 +117,7 @@ def test_prices_add_up_and_count_whole_nodes():
     assert run.price == pytest.approx(electricity.price + 16 * run.wall_s / 3600 * 2.0)
 
 
-def test_without_prices_or_power_nothing_is_made_up():
+def test_price_and_carbon_are_none_without_inputs():
     free = plan.run(10, 1.0, STEP, 1e9, ParallelLayout(data=8), dataclasses.replace(H100, site=ClusterSite()))
     assert free.price is None and free.carbon_g is None and free.currency == ""
     dark = dataclasses.replace(
@@ -126,7 +129,7 @@ def test_without_prices_or_power_nothing_is_made_up():
     assert run.price is None and run.carbon_g is None, "electricity of devices whose power is not known"
 
 
-def test_more_devices_lose_more_to_failures():
+def test_more_devices_lose_more_time_to_failures():
     large = dataclasses.replace(H100, devices=1_000_000)
     lost = [
         plan.run(100_000, 5.0, STEP, 6e12, ParallelLayout(data=n), large).slowdown for n in (8, 1024, 16384, 100_000)
@@ -134,28 +137,31 @@ def test_more_devices_lose_more_to_failures():
     assert lost == sorted(lost) and lost[0] < 1.01 < lost[-1]
 
 
-def test_a_run_that_never_gets_through_is_infinite():
+def test_run_that_never_completes_is_infinite():
     hopeless = dataclasses.replace(H100, failures=FailureRates(node_mtbf_s=3600.0, restart_s=86400.0))
     run = plan.run(100, 10.0, STEP, 1e12, ParallelLayout(data=80_000), hopeless)
     assert math.isinf(run.wall_s) and math.isinf(run.joules) and math.isinf(run.slowdown)
     assert run.price is not None and math.isinf(run.price)
 
 
-def test_a_run_that_hardly_ever_gets_through_is_infinite_too():
-    """A finite number of 95 digits is no answer: beyond a thousand times its work a run is said never to end."""
-    layout, found = ParallelLayout(data=8), {}
+def test_run_with_absurd_slowdown_is_infinite():
+    """A finite number with 95 digits is useless.
+
+    A run that takes more than 1000 times its work is reported as endless.
+    """
+    layout, result = ParallelLayout(data=8), {}
     for mtbf in (1.0, 15.0, 30.0, 60.0):
         bad = dataclasses.replace(H100, failures=FailureRates(node_mtbf_s=mtbf, restart_s=120.0))
         run = plan.run(100, 1.0, STEP, 1e9, layout, bad)
-        found[mtbf] = run.slowdown
+        result[mtbf] = run.slowdown
         restart = plan.restart_s(1e9, layout, bad)
         formula = daly_interval.slowdown(run.interval_s, run.save_s, run.mtbf_s, restart)
         assert math.isfinite(formula), "the formula alone does not tell"
         assert run.slowdown == (formula if formula <= plan.ENDLESS else math.inf)
         assert math.isinf(run.wall_s) == math.isinf(run.joules) == (formula > plan.ENDLESS)
-    assert math.isinf(found[1.0]) and math.isinf(found[15.0]) and found[30.0] < plan.ENDLESS
+    assert math.isinf(result[1.0]) and math.isinf(result[15.0]) and result[30.0] < plan.ENDLESS
 
 
-def test_a_run_has_a_step():
-    with pytest.raises(UsageError, match="a run of 0 steps is none; expected 1 or more"):
+def test_run_without_steps_is_rejected():
+    with pytest.raises(UsageError, match="run.steps must be at least 1, got 0"):
         plan.run(0, 10.0, STEP, 1e12, ParallelLayout(data=8), H100)

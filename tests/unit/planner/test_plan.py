@@ -1,4 +1,4 @@
-"""The whole answer for a layout is that of its parts, and says where nothing has proven it."""
+"""The whole plan of a layout combines its parts, and flags unproven assumptions."""
 
 from dataclasses import replace
 
@@ -26,78 +26,78 @@ LAYOUT = ParallelLayout(
 
 
 @pytest.mark.parametrize("simulate", [False, True])
-def test_a_plan_is_that_of_its_parts(simulate):
+def test_plan_combines_its_parts(simulate):
     layout = replace(LAYOUT, data=4)
-    found = plan(GPT3, layout, SELENE, 96, 1000, simulate=simulate)
+    result = plan(GPT3, layout, SELENE, 96, 1000, simulate=simulate)
     took, did = timing(GPT3, layout, SELENE, 96, simulate=simulate), step_flops(GPT3, layout, 96)
-    assert found.timing == took and found.work == did
-    assert found.memory == memory(GPT3, layout, SELENE, 96)
-    assert found.tokens == 96 * 2048 and found.parameters == GPT3.parameters
-    assert found.peak_flops == pytest.approx(256 * 312e12)
+    assert result.timing == took and result.work == did
+    assert result.memory == memory(GPT3, layout, SELENE, 96)
+    assert result.tokens == 96 * 2048 and result.parameters == GPT3.parameters
+    assert result.peak_flops == pytest.approx(256 * 312e12)
     computing_s = sum(took.terms[name] for name in ("forward", "backward", "recompute"))
     joules = energy(took, layout, SELENE, did.executed_flops / (computing_s * 256 * 312e12))
-    assert found.energy == joules
-    assert found.run == planner_plan.run(1000, took.step_s, joules, checkpoint_bytes(GPT3, layout), layout, SELENE)
-    assert found.mfu == pytest.approx(did.model_flops / took.step_s / (256 * 312e12))
-    assert found.hfu == pytest.approx(did.hardware_flops / took.step_s / (256 * 312e12))
-    assert found.exact_mfu == pytest.approx(did.exact_flops / took.step_s / (256 * 312e12))
+    assert result.energy == joules
+    assert result.run == planner_plan.run(1000, took.step_s, joules, checkpoint_bytes(GPT3, layout), layout, SELENE)
+    assert result.mfu == pytest.approx(did.model_flops / took.step_s / (256 * 312e12))
+    assert result.hfu == pytest.approx(did.hardware_flops / took.step_s / (256 * 312e12))
+    assert result.exact_mfu == pytest.approx(did.exact_flops / took.step_s / (256 * 312e12))
 
 
-def test_devices_do_not_reach_more_than_their_kernels_do():
-    """With a long context the pairs that are looked at are half of the square: power follows what is executed."""
+def test_utilisation_does_not_exceed_the_kernel_efficiency():
+    """With a long context only half of all pairs are visible. Power follows the executed operations."""
     shape = replace(transformer.named("llama-3-8b"), context=2**20)
     layout = ParallelLayout(data=1, context=64, recompute="full", precision="bfloat16")
-    found = plan(describe(shape, "long"), layout, SELENE, 1, 10)
-    computing_s = sum(found.timing.terms[name] for name in ("forward", "backward", "recompute"))
-    reached = found.work.executed_flops / (computing_s * found.peak_flops)
+    result = plan(describe(shape, "long"), layout, SELENE, 1, 10)
+    computing_s = sum(result.timing.terms[name] for name in ("forward", "backward", "recompute"))
+    reached = result.work.executed_flops / (computing_s * result.peak_flops)
     best = max(share for curve in SELENE.device.matmul.values() for share in curve.shares)
     assert 0.3 < reached <= max(best, SELENE.device.attention_share)
-    assert found.exact_mfu < found.exact_hfu < found.mfu < found.hfu
-    assert found.energy == energy(found.timing, layout, SELENE, reached)
+    assert result.exact_mfu < result.exact_hfu < result.mfu < result.hfu
+    assert result.energy == energy(result.timing, layout, SELENE, reached)
 
 
-def test_servers_do_not_compute():
+def test_peak_flops_exclude_servers():
     layout = ParallelLayout(data=8, strategy="parameter_server", servers=2, precision="bfloat16")
-    found = plan(describe(transformer.named("bert-large"), "bert-large"), layout, SELENE, 64, 10)
-    assert found.peak_flops == pytest.approx(8 * 312e12)
+    result = plan(describe(transformer.named("bert-large"), "bert-large"), layout, SELENE, 64, 10)
+    assert result.peak_flops == pytest.approx(8 * 312e12)
 
 
 @pytest.mark.parametrize(
     ("precision", "slots", "each"),
     [("bfloat16", 2, 12), ("float16", 1, 8), ("float32", 2, 12), ("float32", 0, 4), ("float64", 2, 24)],
 )
-def test_a_checkpoint_has_the_master_and_the_state_of_the_optimizer(precision, slots, each):
+def test_checkpoint_bytes_include_master_and_optimizer_state(precision, slots, each):
     layout = replace(LAYOUT, precision=precision, optimizer_slots=slots)
     assert checkpoint_bytes(GPT3, layout) == each * GPT3.parameters
 
 
-def test_a_precision_that_the_device_does_not_have():
+def test_precision_without_device_peak_is_rejected():
     volta = toml_file.read("v100-dgx2")
-    with pytest.raises(ConfigurationError, match=r"no peak for bfloat16; choose a precision of .*float16"):
+    with pytest.raises(ConfigurationError, match=r"no peak FLOP rate for bfloat16; choose a precision of .*float16"):
         peak_of(volta, LAYOUT)
     assert peak_of(volta, replace(LAYOUT, activations="float32")) == volta.device.peak_flops["float32"]
 
 
-def test_what_nothing_has_proven_is_said():
+def test_unproven_plans_are_flagged():
     ours = plan(GPT3, replace(LAYOUT, implementation="hpcdist", recompute="none"), SELENE, 1536, 10)
-    assert any("no training of this toolkit on A100-SXM4-80GB" in flag for flag in ours.flags)
+    assert any("not with hpcdist on A100-SXM4-80GB" in flag for flag in ours.flags)
     shares = {kind: replace(curve, shares=(0.95,) * len(curve.shares)) for kind, curve in SELENE.device.matmul.items()}
     quick = replace(SELENE, device=replace(SELENE.device, matmul=shares, best_mfu=0.0))
     fast = plan(GPT3, replace(LAYOUT, recompute="none", sequence_parallel=True), quick, 1536, 10)
     slow = plan(GPT3, LAYOUT, SELENE, 1536, 10)
     assert fast.mfu > 0.57 > slow.mfu
-    assert any("more than the 57%" in flag for flag in fast.flags)
+    assert any("is more than 57%" in flag for flag in fast.flags)
     limited = plan(GPT3, fast.layout, replace(quick, device=replace(quick.device, best_mfu=0.57)), 1536, 10)
     assert limited.mfu == pytest.approx(0.57, rel=1e-12) and limited.modelled_mfu == fast.mfu
     assert any(flag.startswith("MFU is limited to 57.0%") for flag in limited.flags)
     assert limited.energy.joules > fast.energy.joules and limited.run.wall_s > fast.run.wall_s
-    assert not any("more than the 57%" in flag or "no training" in flag for flag in slow.flags)
+    assert not any("is more than 57%" in flag or "estimates were compared only" in flag for flag in slow.flags)
     calibrated = plan(GPT3, replace(LAYOUT, implementation="hpcdist"), replace(SELENE, calibrated="here"), 1536, 10)
-    assert not any("no training" in flag for flag in calibrated.flags)
+    assert not any("estimates were compared only" in flag for flag in calibrated.flags)
 
 
 @cases(
-    "context, more, said",
+    "context, more, output",
     (512, {}, None),
     (4096, {}, "keeps"),
     (4096, {"recompute": "selective"}, None),
@@ -105,46 +105,50 @@ def test_what_nothing_has_proven_is_said():
     (32768, {"context": 16}, "keeps"),
     (32768, {"implementation": "hpcdist"}, None),
 )
-def test_scores_of_all_pairs_are_told_where_they_decide(context, more, said):
+def test_attention_over_all_pairs_is_flagged_if_significant(context, more, output):
     llama = describe(replace(transformer.named("llama-2-7b"), context=context), "llama")
     layout = replace(ParallelLayout(implementation="megatron"), **more)
-    told = [flag for flag in plan(llama, layout, SELENE, 16, 10).flags if "pairs of tokens" in flag]
-    start = f"the attention of megatron {said} the scores of all pairs of tokens (no FlashAttention): --implementation"
-    assert (told[0].startswith(start) and len(told) == 1) if said else not told
+    lines = [flag for flag in plan(llama, layout, SELENE, 16, 10).flags if "pairs of tokens" in flag]
+    start = f"the attention of megatron {output} the scores of all pairs of tokens (no FlashAttention); "
+    start += "use --implementation"
+    assert (lines[0].startswith(start) and len(lines) == 1) if output else not lines
 
 
-def test_what_an_answer_hangs_on_is_said():
+def test_assumed_overlap_is_flagged_if_significant():
     layout = ParallelLayout(data=512, strategy="zero3", microbatch=1, sequence_parallel=False, overlap=1.0)
-    found = plan(GPT3, layout, SELENE, 1024, 10)
+    result = plan(GPT3, layout, SELENE, 1024, 10)
     none = plan(GPT3, replace(layout, overlap=0.0), SELENE, 1024, 10)
-    assert found.timing.hidden_s > 0.05 * found.step_s
-    assert any("hide behind computation (overlap = 1)" in flag for flag in found.flags)
-    assert none.timing.hidden_s == 0 and not any("hide behind" in flag for flag in none.flags)
-    assert found.timing.modelled_s + found.timing.hidden_s == pytest.approx(none.timing.modelled_s, rel=0.02)
+    assert result.timing.hidden_s > 0.05 * result.step_s
+    assert any("hide during computation (overlap = 1)" in flag for flag in result.flags)
+    assert none.timing.hidden_s == 0 and not any("hide" in flag for flag in none.flags)
+    assert result.timing.modelled_s + result.timing.hidden_s == pytest.approx(none.timing.modelled_s, rel=0.02)
 
     def flags(share):
-        device = replace(SELENE.device, memory_bytes=found.memory.bytes / share)
+        device = replace(SELENE.device, memory_bytes=result.memory.bytes / share)
         return " ".join(plan(GPT3, layout, replace(SELENE, device=device), 1024, 10).flags)
 
     assert "memory is 97.0% full" in flags(0.97)
     assert "full:" not in flags(0.9) and "full:" not in flags(1.1)
 
 
-def test_the_buckets_of_its_time_are_in_its_memory():
-    """Long ones hide latencies of a large ring; float32 sums of 16-bit gradients take twice their bytes, and more."""
+def test_buckets_of_the_timing_are_in_the_memory():
+    """Long buckets hide the latencies of a large ring.
+
+    Float32 sums of 16-bit gradients need more than twice their bytes.
+    """
     layout = ParallelLayout(data=4096, microbatch=8, algorithm="ring")
     bert = describe(transformer.named("bert-large"), "bert-large")
     bare = memory(bert, layout, SELENE, 32768)
-    found = plan(bert, layout, SELENE, 32768, 10)
-    longer = found.timing.bucket_bytes - BUCKET_BYTES
-    assert longer > 0 and any("communication.bucket_bytes" in flag for flag in found.flags)
-    assert found.memory.bytes - bare.bytes == pytest.approx(2 * longer * (1 + 1 / 4096))
+    result = plan(bert, layout, SELENE, 32768, 10)
+    longer = result.timing.bucket_bytes - BUCKET_BYTES
+    assert longer > 0 and any("communication.bucket_bytes" in flag for flag in result.flags)
+    assert result.memory.bytes - bare.bytes == pytest.approx(2 * longer * (1 + 1 / 4096))
     # Where memory, or what is wanted of it, is short of a byte of that, they are shorter and the step is longer.
     for tight, limit in (
-        (replace(SELENE, device=replace(SELENE.device, memory_bytes=found.memory.bytes - 1)), 0.0),
-        (SELENE, found.memory.bytes - 1),
+        (replace(SELENE, device=replace(SELENE.device, memory_bytes=result.memory.bytes - 1)), 0.0),
+        (SELENE, result.memory.bytes - 1),
     ):
         less = plan(bert, layout, tight, 32768, 10, limit_bytes=limit)
-        assert less.memory.bytes < found.memory.bytes and less.step_s > found.step_s
+        assert less.memory.bytes < result.memory.bytes and less.step_s > result.step_s
     none = plan(bert, layout, SELENE, 32768, 10, limit_bytes=bare.bytes)
     assert none.memory == bare and not any("communication.bucket_bytes" in flag for flag in none.flags)

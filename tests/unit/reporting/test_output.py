@@ -1,4 +1,4 @@
-"""Output that cannot be written: lost by a training, an error of a command whose product it is."""
+"""Unwritable output: a training loses it and continues; a command whose product it is fails."""
 
 import os
 import subprocess
@@ -24,13 +24,13 @@ sys.exit(outcome.code)
 
 
 def shell(command, *arguments):
-    """Run ``command`` in bash, where $0 is this Python and $1 and so on are the ``arguments``."""
+    """Run ``command`` in bash, where $0 is this Python and $1 and the following are the ``arguments``."""
     return jobs.run(["bash", "-c", command, sys.executable, *arguments], env={**os.environ, "HPCDIST_TUNING": "off"})
 
 
 @pytest.mark.parametrize("ends", [FULL, CLOSED], ids=["full", "closed"])
 @pytest.mark.full
-def test_a_training_goes_on_without_its_output(ends, tmp_path):
+def test_training_continues_without_its_output(ends, tmp_path):
     (tmp_path / "recipe.toml").write_text(RECIPE)
     done = shell(f'"$0" -m hpcdist train "$1/recipe.toml" --out "$1/run" {ends}', str(tmp_path))
     assert done.returncode == 0
@@ -40,18 +40,18 @@ def test_a_training_goes_on_without_its_output(ends, tmp_path):
 @pytest.mark.parametrize(
     "ends", [FULL, CLOSED, "2>&1 | head -1; exit ${PIPESTATUS[0]}"], ids=["full", "closed", "gone"]
 )
-def test_a_launcher_goes_on_without_its_output(ends, tmp_path):
+def test_launcher_continues_without_its_output(ends, tmp_path):
     assert shell(f'"$0" -c "$1" "$2" {ends}', SUPERVISED, str(tmp_path)).returncode == 0
 
 
-def test_the_output_of_a_launcher_arrives_whole_and_in_order(tmp_path):
+def test_launcher_output_arrives_complete_and_in_order(tmp_path):
     done = shell('"$0" -c "$1" "$2" 2>&1', SUPERVISED, str(tmp_path))
     assert done.stdout.splitlines() == [f"{word} {number}" for number in range(1, 2001) for word in ("line", "error")]
     apart = shell('"$0" -c "$1" "$2"', SUPERVISED, str(tmp_path))
     assert apart.stderr.splitlines() == [f"error {number}" for number in range(1, 2001)]
 
 
-def test_a_log_has_no_nul_bytes_of_a_launcher(tmp_path):
+def test_launcher_writes_no_nul_bytes_into_a_log(tmp_path):
     program = SUPERVISED.replace("set -e; ", r"printf '\\0one\\0\\n' >&2; printf 'two\\0\\n'; exit; ")
     log, out, errors = tmp_path / "log", tmp_path / "out", tmp_path / "errors"
     assert shell('"$0" -c "$1" "$2" >"$3" 2>&1', program, str(tmp_path), str(log)).returncode == 0
@@ -63,14 +63,14 @@ def test_a_log_has_no_nul_bytes_of_a_launcher(tmp_path):
 
 @pytest.mark.parametrize("end", [">/dev/full", ">&-"])
 @pytest.mark.parametrize("command", ["plan clusters", "--help"])
-def test_a_command_whose_product_cannot_be_written_says_so(command, end):
+def test_command_with_unwritable_product_fails(command, end):
     done = shell(f'"$0" -m hpcdist {command} {end}')
     assert done.returncode == 74
     assert done.stderr.startswith("Error: standard output cannot be written: ")
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_files_do_not_take_the_place_of_closed_descriptors(tmp_path):
+def test_files_do_not_reuse_closed_standard_descriptors(tmp_path):
     program = "import sys\nfrom hpcdist.comm.launch import standard_streams\nstandard_streams.tolerate()\n"
     program += (
         "file = open(sys.argv[1], 'w')\nprint('lost')\nprint('lost', file=sys.stderr)\nsys.exit(file.fileno() < 3)"

@@ -1,4 +1,4 @@
-"""The files beside the checkpoints, damaged: no command ends with a traceback, and no run fails to go on."""
+"""Damaged files next to the checkpoints: no command ends with a traceback, and every run can resume."""
 
 import json
 import random
@@ -49,7 +49,7 @@ def metrics(run, resume_step, *steps):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def complete_run(tmp_path_factory):
     run = tmp_path_factory.mktemp("whole") / "run"
     (run / "recorder").mkdir(parents=True)
     metrics(run, None, 1, 2, 3)
@@ -69,7 +69,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def own_folders(tmp_path, monkeypatch):
+def user_folders(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -82,8 +82,8 @@ def code_of(*arguments):
     return value if isinstance(value, int) else 0
 
 
-def goes_on(run):
-    """Do with the side files of ``run`` what a start does that goes on."""
+def resume_side_files(run):
+    """Do with the side files of ``run`` what a resumed start does."""
     starts = StartRecord(run)
     assert starts.mtbf_s >= 0
     starts.ended("stopped")
@@ -96,25 +96,25 @@ def goes_on(run):
     assert code_of("report", run) == 0 and code_of("energy", "report", run) == 0
 
 
-def flipped(path, random_of):
+def flip_bits(path, random_of):
     data = bytearray(path.read_bytes())
     for _ in range(random_of.choice((1, 2, 64))):
         data[random_of.randrange(len(data))] ^= 1 << random_of.randrange(8)
     path.write_bytes(data[: random_of.randrange(len(data))] if random_of.random() < 0.1 else data)
 
 
-def places(value, above=()):
+def json_paths(value, above=()):
     yield above
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, each in inner:
-        yield from places(each, (*above, key))
+        yield from json_paths(each, (*above, key))
 
 
-def forged(path, random_of):
-    """Put a value of another type somewhere into a JSON file, or take one away."""
+def forge_json(path, random_of):
+    """Replace a value somewhere in a JSON file by a value of another type, or remove it."""
     lines = path.suffix == ".jsonl"
     whole = [json.loads(line) for line in path.read_text().splitlines()] if lines else json.loads(path.read_text())
-    place = random_of.choice(list(places(whole)))
+    place = random_of.choice(list(json_paths(whole)))
     holder, value = whole, random_of.choice(VALUES)
     for key in place[:-1]:
         holder = holder[key]
@@ -128,8 +128,8 @@ def forged(path, random_of):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def forged_hdf5(path, random_of):
-    """Give an object of an HDF5 file another attribute, type, shape or place."""
+def forge_hdf5(path, random_of):
+    """Change an attribute, a type, a shape or a place of an object of an HDF5 file."""
     with h5py.File(path, "r+") as file:
         names = []
         file.visit(names.append)
@@ -162,40 +162,40 @@ READERS = {
 
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.full_except("jobs.jsonl")
-def test_any_damage_has_a_documented_end_and_stops_no_run(name, whole, tmp_path, capfd):
+def test_any_damage_has_a_documented_exit_code_and_stops_no_run(name, complete_run, tmp_path, capfd):
     random_of = random.Random(f"{name} 1")
-    structured = {".json": forged, ".jsonl": forged, ".h5": forged_hdf5}.get(Path(name).suffix, flipped)
+    structured = {".json": forge_json, ".jsonl": forge_json, ".h5": forge_hdf5}.get(Path(name).suffix, flip_bits)
     for number in range(9):
         run = tmp_path / str(number)
-        shutil.copytree(whole, run)
-        (flipped if number % 3 == 0 else structured)(run / name, random_of)
+        shutil.copytree(complete_run, run)
+        (flip_bits if number % 3 == 0 else structured)(run / name, random_of)
         for command in READERS[name]:
             assert code_of(*command, run) in DOCUMENTED, (command, number)
         if not name.startswith("recorder"):
-            goes_on(run)
+            resume_side_files(run)
     capfd.readouterr()
 
 
-def test_what_is_no_file_at_all_stops_no_run(whole, tmp_path, capfd):
+def test_directories_in_place_of_files_stop_no_run(complete_run, tmp_path, capfd):
     run = tmp_path / "run"
-    shutil.copytree(whole, run)
+    shutil.copytree(complete_run, run)
     names = ("usage.json", "starts.json", "metrics.h5", "jobs.jsonl")
     for name in names:
         (run / name).unlink()
         (run / name).mkdir()
-    goes_on(run)
-    told = capfd.readouterr().err
+    resume_side_files(run)
+    stderr = capfd.readouterr().err
     for name in names:
-        assert (run / f"{name}.damaged-1").is_dir() and f"{name}.damaged-1" in told
+        assert (run / f"{name}.damaged-1").is_dir() and f"{name}.damaged-1" in stderr
 
 
-def test_any_damage_of_a_measurement_only_costs_another():
+def test_damaged_measurement_is_only_measured_again():
     random_of = random.Random(1)
     keep_tuning(Tuning("ring"), TUNED_FOR)
     path = tuning_path(TUNED_FOR)
     text = path.read_bytes()
     for number in range(100):
         path.write_bytes(text)
-        (flipped if number % 3 == 0 else forged)(path, random_of)
-        found, reason = read_tuning(TUNED_FOR, 0.0)
-        assert found is not None or reason.startswith(str(path))
+        (flip_bits if number % 3 == 0 else forge_json)(path, random_of)
+        result, reason = read_tuning(TUNED_FOR, 0.0)
+        assert result is not None or reason.startswith(str(path))

@@ -1,4 +1,4 @@
-"""Data parallel training equals one process: every algorithm, uneven samples, accumulation, clipping."""
+"""Data parallel training matches one process: every algorithm, uneven samples, accumulation, clipping."""
 
 from functools import partial
 
@@ -22,7 +22,7 @@ def losses(size, data, ranks_per_node=None, **keys):
 
 @pytest.mark.parametrize("algorithm", sorted(collectives.ALLREDUCE))
 @pytest.mark.full_except("node_shared")
-def test_every_algorithm_and_size_trains_as_one_process(algorithm, rng):
+def test_every_algorithm_and_size_matches_one_process(algorithm, rng):
     data = text(rng, 3, SAMPLES)
     (alone,) = losses(1, data, algorithm="native")
     for size in (2, 3, 4):
@@ -35,7 +35,7 @@ def test_training_lowers_the_loss_of_a_repeated_batch(rng):
     assert last < first - 0.05
 
 
-def test_a_rank_without_samples_contributes_nothing(rng):
+def test_rank_without_samples_contributes_nothing(rng):
     data = text(rng, STEPS, SAMPLES)
     (alone,) = losses(1, data, algorithm="native")
     crowd = losses(4, data, microbatches=3)[3]  # 1-2 samples, 3 parts
@@ -57,7 +57,7 @@ def test_nan_names_step_rank_and_tensor_and_updates_nothing(rng):
         assert "rank 0:" not in why and "rank 2:" not in why
 
 
-def test_wishes_are_summed_over_the_ranks(rng):
+def test_stop_requests_are_summed_over_the_ranks(rng):
     data = text(rng, STEPS, SAMPLES)
 
     def body(comm):
@@ -70,14 +70,14 @@ def test_wishes_are_summed_over_the_ranks(rng):
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 256, 1000, 10**9])
 def test_buckets_tile_the_space_from_the_end(bucket_bytes):
     layout = Layout.of([TensorSpec(layer, "w", (size,)) for layer, size in enumerate((100, 1, 300, 32))])
-    found = buckets_of_layers(layout, 4, bucket_bytes)
-    ordered = sorted(found)
+    result = buckets_of_layers(layout, 4, bucket_bytes)
+    ordered = sorted(result)
     assert ordered[0].start == 0 and ordered[-1].stop == layout.size
     assert all(a.stop == b.start for a, b in zip(ordered, ordered[1:], strict=False))
-    assert found[0].stop == layout.size, "the last layers come first"
+    assert result[0].stop == layout.size, "the last layers come first"
 
 
-def test_buckets_of_a_part_tile_it():
+def test_buckets_of_a_part_tile_the_part():
     layout = Layout.of([TensorSpec(layer, "w", (size,)) for layer, size in enumerate((100, 1, 300, 32))])
     part = Range(layout.units[1].start, layout.units[2].stop)
     for bucket_bytes in (1, 256, 10**9):

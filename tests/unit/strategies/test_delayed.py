@@ -1,4 +1,4 @@
-"""Delayed gradients: the rule of the module, against references of their own; bits, flushes, and what is refused."""
+"""Delayed gradients: the module's rule compared with independent references; bits, flushes, and rejected recipes."""
 
 import re
 from dataclasses import replace
@@ -9,7 +9,7 @@ import pytest
 from harness.inputs import write_text
 from harness.marks import cases
 from harness.rank_run import RankRun, gpt, text
-from harness.trainings import assembled, recipe_keys, refused
+from harness.trainings import assemble_trainer, assert_rejected, recipe_keys
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.threads.communicator import run_threads
@@ -50,7 +50,10 @@ class Run(RankRun):
         return left
 
     def train(self, data, flushes=()):
-        """Losses, and the weights of this rank's stages after the last step; flushed behind the steps ``flushes``."""
+        """Return the losses, and the weights of this rank's stages after the last step.
+
+        ``flushes`` are the steps with a flush.
+        """
         losses = []
         for number, samples in enumerate(data, start=1):
             losses.append(self.step(samples, number))
@@ -61,7 +64,7 @@ class Run(RankRun):
 
 
 class Reference:
-    """Gradients of the whole batch at any weights, by the model alone; updates are those of a subclass."""
+    """Gradients of the whole batch at any weights, computed by the model alone. Subclasses define the updates."""
 
     def __init__(self, config):
         self.config, self.model = config, gpt(MODEL, "float64")
@@ -82,7 +85,7 @@ class Reference:
         return loss / samples[:, 1:].size, self.gradient.array.copy()
 
     def train(self, data, flushes=()):
-        """Apply the gradient of each step behind the gradient of the next, or at once where it is flushed."""
+        """Apply the gradient of each step after the next gradient is computed, or immediately at a flush."""
         losses, late = [], None
         for number, samples in enumerate(data, start=1):
             loss, gradient = self.loss_and_gradient(samples)
@@ -105,19 +108,21 @@ class Reference:
 
 
 class ByHand(Reference):
-    """w <- w - eta (scale g + decay w), in numpy; eta is that of the step that made the gradient."""
+    """w <- w - eta (scale g + decay w) in numpy, where eta is the rate of the step that computed the gradient."""
 
     def apply(self, gradient, scale):
         assert self.config.name == "sgd" and self.config.momentum == 0
         rate = rates.learning_rate(self.config, self.updates, STEPS)
         for segment in self.model.layout.segments:
-            own = segment.range.slice
+            local_slice = segment.range.slice
             decay = self.config.weight_decay if segment.spec.adapted else 0.0
-            self.weights.array[own] -= rate * (scale * gradient[own] + decay * self.weights.array[own])
+            self.weights.array[local_slice] -= rate * (
+                scale * gradient[local_slice] + decay * self.weights.array[local_slice]
+            )
 
 
 class ByTheOptimizer(Reference):
-    """The optimizer on one rank, which is given the late gradient."""
+    """The optimizer on one rank, called with the late gradient."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -135,8 +140,8 @@ class ByTheOptimizer(Reference):
         self.optimizer.apply(whole, self.weights, store, None, norms)
 
 
-def distance(found, right):
-    return float(np.linalg.norm(found - right) / np.linalg.norm(right))
+def distance(result, right):
+    return float(np.linalg.norm(result - right) / np.linalg.norm(right))
 
 
 @pytest.mark.parametrize("overlap", KINDS)
@@ -148,8 +153,8 @@ def distance(found, right):
 @pytest.mark.matrix_except(
     "1-flushes0-poll", "3-flushes3-thread", "3-flushes4-poll", "5-flushes6-thread", "8-flushes11-poll"
 )
-def test_the_rule_is_that_of_the_reference(overlap, size, flushes, rng):
-    """Eight ranks on seven samples: one of them has none."""
+def test_delayed_updates_match_the_reference(overlap, size, flushes, rng):
+    """There are eight ranks and seven samples, so one rank has no sample."""
     data = text(rng, STEPS, SAMPLES)
     losses, weights = ByHand(SGD).train(data, flushes)
 
@@ -157,15 +162,15 @@ def test_the_rule_is_that_of_the_reference(overlap, size, flushes, rng):
         with Run(comm, overlap, SGD) as run:
             return run.train(data, flushes)
 
-    for found, own in run_threads(size, body):
-        np.testing.assert_allclose(found, losses, rtol=1e-12)
-        assert distance(own, weights) < 1e-12
+    for result, local_values in run_threads(size, body):
+        np.testing.assert_allclose(result, losses, rtol=1e-12)
+        assert distance(local_values, weights) < 1e-12
 
 
 @pytest.mark.parametrize("config", [MOMENTUM, ADAMW, LAMB], ids=lambda config: config.name)
 @pytest.mark.parametrize("flushes", [(), (4,)])
 @pytest.mark.full_except("flushes1-adamw")
-def test_any_optimizer_is_that_of_one_rank(config, flushes, rng):
+def test_delayed_optimizers_match_one_rank(config, flushes, rng):
     data = text(rng, STEPS, SAMPLES)
     losses, weights = ByTheOptimizer(config).train(data, flushes)
 
@@ -173,17 +178,17 @@ def test_any_optimizer_is_that_of_one_rank(config, flushes, rng):
         with Run(comm, "thread", config, **keys) as run:
             return run.train(data, flushes)
 
-    for found, own in run_threads(3, body):
-        np.testing.assert_allclose(found, losses, rtol=1e-9)
-        assert distance(own, weights) < 1e-9, "of the bias of the keys, whose true gradient is zero"
+    for result, local_values in run_threads(3, body):
+        np.testing.assert_allclose(result, losses, rtol=1e-9)
+        assert distance(local_values, weights) < 1e-9, "of the bias of the keys, whose true gradient is zero"
     staged = run_threads(4, lambda comm: body(comm, microbatches=3, pipeline=2))
-    for found, _ in staged:
-        np.testing.assert_allclose(found, losses, rtol=1e-9)
+    for result, _ in staged:
+        np.testing.assert_allclose(result, losses, rtol=1e-9)
     assert distance(np.concatenate([staged[0][1], staged[2][1]]), weights) < 1e-9
 
 
-def test_without_a_flush_the_last_gradient_is_left(rng):
-    """The first step changes nothing; a flush behind every step is no delay at all."""
+def test_last_gradient_stays_pending_without_a_flush(rng):
+    """The first step changes nothing. A flush after every step removes the delay."""
     data = text(rng, STEPS, SAMPLES)
 
     def body(comm):
@@ -206,7 +211,7 @@ def test_without_a_flush_the_last_gradient_is_left(rng):
 @pytest.mark.parametrize("algorithm", ["ring", "node_shared", "native"])
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.full_except("1-native")
-def test_bits_are_reproducible_and_those_of_the_other_kind(algorithm, microbatches, rng):
+def test_delayed_bits_are_reproducible_for_threads_and_polling(algorithm, microbatches, rng):
     data = text(rng, STEPS, SAMPLES)
 
     def body(comm, overlap):
@@ -222,7 +227,7 @@ def test_bits_are_reproducible_and_those_of_the_other_kind(algorithm, microbatch
 
 @pytest.mark.parametrize("overlap", KINDS)
 @pytest.mark.parametrize("pipeline", [1, 2])
-def test_the_list_is_proven_and_broken_ones_are_refused(overlap, pipeline):
+def test_delayed_list_is_proven_and_broken_lists_are_rejected(overlap, pipeline):
     def body(comm):
         with Run(comm, overlap, pipeline=pipeline, microbatches=2) as run:
             return run
@@ -240,7 +245,7 @@ def test_the_list_is_proven_and_broken_ones_are_refused(overlap, pipeline):
     if overlap == "poll":
         assert kinds.index(Kind.POLL) < kinds.index(Kind.DEFER), "what the step before has left moves from the start"
     taken = lists[1].pop(kinds.index(Kind.SETTLE))
-    with pytest.raises(ScheduleError, match=r"rank 1: DEFER\(.*\) is never settled"):
+    with pytest.raises(ScheduleError, match=r"rank 1: DEFER\(.*\) is not settled exactly once"):
         prove()
     lists[1].append(taken)
     with pytest.raises(ScheduleError, match=r"DIRECTION\(.*\) comes before SETTLE"):
@@ -248,12 +253,12 @@ def test_the_list_is_proven_and_broken_ones_are_refused(overlap, pipeline):
     lists[1].pop()
     lists[1].insert(kinds.index(Kind.SETTLE), taken)
     lists[1].pop(kinds.index(Kind.DEFER))
-    with pytest.raises(ScheduleError, match=r"never exchanged|settles what none defers"):
+    with pytest.raises(ScheduleError, match=r"never exchanged|does not settle exactly one DEFER"):
         prove()
 
 
 @pytest.mark.parametrize("overlap", KINDS)
-def test_a_value_that_is_not_finite_ends_the_run_on_all_ranks(overlap, rng):
+def test_non_finite_gradient_ends_the_run_on_all_ranks(overlap, rng):
     data = text(rng, STEPS, SAMPLES)
 
     def body(comm):
@@ -266,7 +271,7 @@ def test_a_value_that_is_not_finite_ends_the_run_on_all_ranks(overlap, rng):
 
     run_threads(3, body)
 
-    def late(comm):
+    def flush_late(comm):
         with Run(comm, overlap) as run:
             run.step(data[0])
             for bucket in run.exchange._buckets:
@@ -279,7 +284,7 @@ def test_a_value_that_is_not_finite_ends_the_run_on_all_ranks(overlap, rng):
             assert f"the step before left it in the gradient of {key}, summed" in why
             assert "samples of that step" in why and "rank 0:" not in why
 
-    run_threads(2, late)
+    run_threads(2, flush_late)
 
 
 @pytest.mark.parametrize("overlap", KINDS)
@@ -291,15 +296,15 @@ def test_a_value_that_is_not_finite_ends_the_run_on_all_ranks(overlap, rng):
     ids=["data", "pipeline", "chunks"],
 )
 @pytest.mark.full_except("chunks-thread")
-def test_where_a_run_saves_changes_no_bit_of_it(overlap, layout, tmp_path, rng):
-    """The gradient that is pending is among the pieces; an exchange that would drop it is refused."""
+def test_saving_does_not_change_the_bits_of_a_run(overlap, layout, tmp_path, rng):
+    """The pending gradient is one of the pieces. An exchange that would drop it is rejected."""
     settings = {"data.path": write_text(tmp_path / "text.txt", rng), "communication.overlap": overlap} | recipe_keys(
         "delayed=true algorithm=ring strategy=allreduce global_batch=6 microbatches=2 optimizer.name=lamb"
     )
     alone, settings = dict(settings), settings | layout
 
     def body(comm, settings, *, saves):
-        trainer = assembled(comm, settings)
+        trainer = assemble_trainer(comm, settings)
         with trainer.batches(5) as batches:
             parts = [trainer.cut(trainer.place(batch)) for batch in batches]
 
@@ -312,9 +317,9 @@ def test_where_a_run_saves_changes_no_bit_of_it(overlap, layout, tmp_path, rng):
             assert trainer.exchange.state() == {"count": 2, "pending": True}
             mean_validation_loss(trainer)
             trainer.close()
-            with pytest.raises(ConfigurationError, match="still to be applied"):
-                assembled(comm, settings | {"communication.delayed": "false"}, path)
-            trainer = assembled(comm, settings, path)
+            with pytest.raises(ConfigurationError, match="has a pending gradient"):
+                assemble_trainer(comm, settings | {"communication.delayed": "false"}, path)
+            trainer = assemble_trainer(comm, settings, path)
         losses += train(trainer, 3, 5)
         trainer.finish()
         assert trainer.exchange.state() == {"count": 5, "pending": False}
@@ -333,5 +338,5 @@ def test_where_a_run_saves_changes_no_bit_of_it(overlap, layout, tmp_path, rng):
     (["communication.overlap=thread", "run.logical_shards=4"], r"run.logical_shards = 4"),
     (["communication.overlap=thread", "precision.mode=bfloat16"], r"precision.mode = 'bfloat16' is not built"),
 )
-def test_recipes_that_cannot_be_had_are_refused(settings, match):
-    refused(["communication.delayed=true", *settings], match)
+def test_unsupported_recipes_are_rejected(settings, match):
+    assert_rejected(["communication.delayed=true", *settings], match)

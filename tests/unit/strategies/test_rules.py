@@ -1,4 +1,4 @@
-"""Rules between keys: each names keys that exist, and says what to change; terms mean what they say."""
+"""Rules between keys: they use existing keys and name the change; terms are evaluated correctly."""
 
 import pytest
 
@@ -13,17 +13,17 @@ OPTIONS = {"data rank": 2, "feed-forward column": 512, "--survive": "shrink", "-
 VALUES = rules.derived({**recipes.defaults(), **OPTIONS})
 
 
-def test_every_rule_names_keys_that_there_are():
+def test_every_rule_names_existing_keys():
     unknown = {key for each in RULES for key in (*each.conditions, *each.given) if key not in VALUES}
     assert unknown == set(), "such a rule would be passed over"
 
 
-def test_defaults_go_together():
+def test_default_values_violate_no_rule():
     assert list(refusals(RULES, VALUES)) == []
 
 
 @pytest.mark.parametrize("each", RULES, ids=lambda each: " with ".join(each.conditions))
-def test_every_rule_says_what_to_change(each):
+def test_every_rule_names_the_change(each):
     assert each.cure or any(condition.cure for key, condition in each.conditions.items() if "." in key)
 
 
@@ -44,7 +44,7 @@ def test_every_rule_says_what_to_change(each):
     ("a.x where names!~p|q", {"a.x": 1, "names": ("q", "r")}, None),
     ("a.x with --go=on with rank?", {"a.x": 1, "--go": "on", "rank": 2}, "a.x = 1 with --go on and 2 ranks; set"),
 )
-def test_terms(terms, values, message):
+def test_terms_of_rules_are_evaluated(terms, values, message):
     if message is None:
         check([rule(terms)], values)
     else:

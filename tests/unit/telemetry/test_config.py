@@ -1,4 +1,4 @@
-"""The telemetry section of a recipe refuses what would have no effect."""
+"""The telemetry section of a recipe rejects values without effect."""
 
 import math
 
@@ -22,11 +22,11 @@ from hpcdist.telemetry.config import TelemetryConfig
     ({"loss_spike": math.nan}, "loss_spike"),
     ({"throughput_drop": 1.0}, "throughput_drop"),
 )
-def test_refused(values, message):
+def test_invalid_telemetry_values_are_rejected(values, message):
     with pytest.raises(ConfigurationError, match=message):
         TelemetryConfig(**values)
 
 
-def test_taken():
+def test_valid_telemetry_values_are_accepted():
     assert TelemetryConfig(prometheus="push", gateway="login1:9091").gateway == "login1:9091"
     assert TelemetryConfig(prometheus="http", port=0).port == 0

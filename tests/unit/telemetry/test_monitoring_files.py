@@ -1,4 +1,4 @@
-"""The dashboard, rules and alerts of slurm/monitoring: whole, consistent with the exporter, accepted by promtool."""
+"""The dashboard, rules and alerts of slurm/monitoring: consistent with the exporter, accepted by promtool."""
 
 import json
 import re
@@ -28,8 +28,8 @@ _TOKEN = re.compile(
 _GROUPING = {"by", "without", "on", "ignoring", "group_left", "group_right"}
 
 
-def used(expression):
-    """Yield (metric, labels in its selector, the function that is called on it) of a PromQL expression."""
+def used_metrics(expression):
+    """Yield (metric, labels in its selector, the applied function) for each metric of a PromQL expression."""
     tokens = list(_TOKEN.finditer(expression))
     called = []
     index = 0
@@ -61,20 +61,23 @@ def grouped_by(expression):
 
 
 def rules_of(path):
-    """Return record or alert, and expression, of each rule: our files are plain enough to be read without a parser."""
-    found = []
+    """Return (record or alert, expression) of each rule.
+
+    The files are simple enough to be read without a YAML parser.
+    """
+    results = []
     lines = path.read_text().splitlines()
     for number, line in enumerate(lines):
         if begun := re.match(r" *- (record|alert): (\S+)$", line):
-            found.append({begun[1]: begun[2]})
+            results.append({begun[1]: begun[2]})
         elif begun := re.match(r"( +)expr: (.*)$", line):
             if not begun[2].startswith("|"):
-                found[-1]["expr"] = begun[2]
+                results[-1]["expr"] = begun[2]
                 continue
             deeper = lines[number + 1 :]
             end = next(i for i, text in enumerate([*deeper, ""]) if not text.startswith(begun[1] + " "))
-            found[-1]["expr"] = " ".join(text.strip() for text in deeper[:end])
-    return found
+            results[-1]["expr"] = " ".join(text.strip() for text in deeper[:end])
+    return results
 
 
 RECORDED = {rule["record"] for rule in rules_of(RULES)}
@@ -82,29 +85,29 @@ RECORDED = {rule["record"] for rule in rules_of(RULES)}
 
 def expressions():
     panels = [(panel["title"], target["expr"]) for panel in PANELS for target in panel["targets"]]
-    annotations = [(found["name"], found["expr"]) for found in DASHBOARD["annotations"]["list"] if "expr" in found]
-    variables = [(found["name"], found["definition"]) for found in DASHBOARD["templating"]["list"]]
+    annotations = [(result["name"], result["expr"]) for result in DASHBOARD["annotations"]["list"] if "expr" in result]
+    variables = [(result["name"], result["definition"]) for result in DASHBOARD["templating"]["list"]]
     rules = [(rule.get("record") or rule["alert"], rule["expr"]) for path in (RULES, ALERTS) for rule in rules_of(path)]
     everything = [*panels, *annotations, *variables, *rules]
     return [pytest.param(expression, id=f"{number} {name}") for number, (name, expression) in enumerate(everything)]
 
 
-def test_the_parser_of_these_tests():
+def test_test_parser_of_expressions():
     text = 'sum by (a, hpcdist_no) (rate(hpcdist_b_total{x="hpcdist_c", y=~"d"}[5m])) / on (e) level:hpcdist_f:max'
     text += " - hpcdist_g"
-    assert list(used(text)) == [("hpcdist_b_total", {"x", "y"}, "rate"), ("level:hpcdist_f:max", set(), ""),
+    assert list(used_metrics(text)) == [("hpcdist_b_total", {"x", "y"}, "rate"), ("level:hpcdist_f:max", set(), ""),
                                 ("hpcdist_g", set(), "")]  # fmt: skip
     assert grouped_by(text) == {"a", "hpcdist_no", "e"}
     with pytest.raises((AssertionError, IndexError)):
-        list(used("sum(hpcdist_a"))
+        list(used_metrics("sum(hpcdist_a"))
 
 
 @pytest.mark.parametrize("expression", expressions())
-def test_every_metric_is_one_of_the_exporter(expression):
-    found = list(used(expression))
-    assert found
+def test_every_metric_is_exported(expression):
+    results = list(used_metrics(expression))
+    assert results
     labels = set()
-    for name, selected, function in found:
+    for name, selected, function in results:
         if name in RECORDED:
             labels |= ALWAYS | {"kind", *OWNER_VARIABLES}
             continue
@@ -114,9 +117,9 @@ def test_every_metric_is_one_of_the_exporter(expression):
             continue
         assert name in METRICS, f"{name} is neither in the catalogue nor a recording rule"
         quantity = METRICS[name]
-        own = ALWAYS | ({quantity.label} - {""})
-        labels |= own
-        assert selected <= own, f"{name} has the labels {own}"
+        local_data = ALWAYS | ({quantity.label} - {""})
+        labels |= local_data
+        assert selected <= local_data, f"{name} has the labels {local_data}"
         if function in ("rate", "increase", "irate"):
             assert quantity.kind == COUNTER, f"{function} of {name}, which is a gauge"
         if function in ("avg_over_time", "max_over_time", "min_over_time", "quantile_over_time", "deriv", "delta"):
@@ -124,9 +127,11 @@ def test_every_metric_is_one_of_the_exporter(expression):
     assert grouped_by(expression) <= labels | ADDED
 
 
-def test_every_counter_of_time_or_work_is_shown_somewhere():
-    shown = {name for panel in PANELS for target in panel["targets"] for name, *_ in used(target["expr"])}
-    annotated = {name for found in DASHBOARD["annotations"]["list"] for name, *_ in used(found.get("expr", ""))}
+def test_every_metric_is_shown_or_hidden_on_purpose():
+    shown = {name for panel in PANELS for target in panel["targets"] for name, *_ in used_metrics(target["expr"])}
+    annotated = {
+        name for result in DASHBOARD["annotations"]["list"] for name, *_ in used_metrics(result.get("expr", ""))
+    }
     hidden = {
         "hpcdist_collective_bytes_total",  # over its time, as hpcdist_collective_bytes_per_second
         "hpcdist_data_seconds",  # of the last steps, as hpcdist_phase_seconds{phase="data"}
@@ -134,28 +139,28 @@ def test_every_counter_of_time_or_work_is_shown_somewhere():
     assert set(METRICS) - shown - annotated == hidden
 
 
-def test_the_dashboard_can_be_imported():
+def test_dashboard_can_be_imported():
     (source,) = DASHBOARD["__inputs"]
     assert (source["name"], source["type"], source["pluginId"]) == ("DS_PROMETHEUS", "datasource", "prometheus")
     assert DASHBOARD["id"] is None and DASHBOARD["uid"] and DASHBOARD["schemaVersion"] >= 36 and DASHBOARD["title"]
-    needed = {found["id"] for found in DASHBOARD["__requires"]}
+    needed = {result["id"] for result in DASHBOARD["__requires"]}
     assert {panel["type"] for panel in PANELS} | {"grafana", "prometheus"} <= needed
     used_sources = re.findall(r'"uid": "([^"]+)"', json.dumps([DASHBOARD["panels"], DASHBOARD["templating"]]))
     assert set(used_sources) == {"${DS_PROMETHEUS}"}
-    assert [found["name"] for found in DASHBOARD["templating"]["list"]] == ["jobid", "run"]
+    assert [result["name"] for result in DASHBOARD["templating"]["list"]] == ["jobid", "run"]
 
 
-def test_every_panel_is_of_one_job_and_run():
+def test_every_panel_selects_one_job_and_run():
     for panel in PANELS:
         for target in panel["targets"]:
-            for _, labels, _ in used(target["expr"]):
+            for _, labels, _ in used_metrics(target["expr"]):
                 assert labels >= ALWAYS, f"{panel['title']}: {target['expr']}"
             assert re.findall(r"\$\w+", target["expr"]) and not re.search(
                 r"\$(?!jobid|run|__rate_interval)", target["expr"]
             )
 
 
-def test_panels_say_what_they_show_in_which_unit():
+def test_panels_have_a_description_and_a_unit():
     units = {
         "none",
         "short",
@@ -182,26 +187,26 @@ def test_panels_say_what_they_show_in_which_unit():
 
 
 def legends(panel):
-    known = {"phase": ("compute", "communication", "update", "data", "other")}
-    found = set()
+    reference = {"phase": ("compute", "communication", "update", "data", "other")}
+    result = set()
     for target in panel["targets"]:
         label = re.fullmatch(r"\{\{(\w+)\}\}", target["legendFormat"])
-        found |= set(known.get(label[1], ())) if label else {target["legendFormat"]}
-    return found
+        result |= set(reference.get(label[1], ())) if label else {target["legendFormat"]}
+    return result
 
 
-def test_units_are_those_of_the_metrics():
+def test_panel_units_match_the_metrics():
     right = {"s": {"s"}, "By": {"bytes"}, "By/s": {"binBps"}, "W": {"watt"}, "J": {"joule", "kwatth"}, "g": {"massg"}}
     for panel in PANELS:
         of_series = {
-            override["matcher"]["options"]: found["value"]
+            override["matcher"]["options"]: result["value"]
             for override in panel["fieldConfig"]["overrides"]
-            for found in override["properties"]
-            if found["id"] == "unit"
+            for result in override["properties"]
+            if result["id"] == "unit"
         }
         for target in panel["targets"]:
             shown = of_series.get(target["legendFormat"], panel["fieldConfig"]["defaults"]["unit"])
-            ((name, _, function),) = list(used(target["expr"]))
+            ((name, _, function),) = list(used_metrics(target["expr"]))
             if name == INFO:
                 assert shown == "none", "what it says is in its labels"
                 continue
@@ -229,7 +234,7 @@ def test_ids_are_unique_and_panels_do_not_overlap():
     assert all(len(set(names)) == len(names) for names in targets)
 
 
-def test_alerts_stand_on_known_rules_and_tell_what_to_do():
+def test_alerts_use_known_rules_and_name_the_remedy():
     names = [rule["alert"] for rule in rules_of(ALERTS)]
     assert len(set(names)) == len(names) >= 7
     text = ALERTS.read_text()
@@ -240,10 +245,10 @@ def test_alerts_stand_on_known_rules_and_tell_what_to_do():
 
 @pytest.fixture
 def promtool():
-    found = shutil.which("promtool")
-    if found is None:
+    result = shutil.which("promtool")
+    if result is None:
         pytest.skip("there is no promtool: apt-get install prometheus")
-    return found
+    return result
 
 
 @cases(
@@ -254,15 +259,15 @@ def promtool():
     ids=" ".join,
 )
 @pytest.mark.full_except("check rules rules.yml alerts.yml")
-def test_promtool(promtool, arguments):
+def test_promtool_accepts_the_rules(promtool, arguments):
     done = jobs.run([promtool, *arguments], cwd=FOLDER)
     assert done.returncode == 0 and "SUCCESS" in done.stdout + done.stderr, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("expression", ["vector(0) > 1", "max by (jobid, run) ({__name__=~'hpcdist_.+'}) > -1"])
 @pytest.mark.full
-def test_the_tests_of_the_rules_can_fail(promtool, expression, tmp_path):
-    """Alerts that never fire, and alerts that always do, are all found out."""
+def test_rule_tests_detect_broken_alerts(promtool, expression, tmp_path):
+    """Alerts that never fire, and alerts that always fire, are both detected."""
     for path in FOLDER.glob("*.yml"):
         shutil.copy(path, tmp_path)
     text, alerts = ALERTS.read_text(), [rule["alert"] for rule in rules_of(ALERTS)]

@@ -42,9 +42,9 @@ def run_dir(tmp_path, rng):
     return tmp_path
 
 
-def test_text(run_dir):
-    said = CliRunner().invoke(command, [str(run_dir)], catch_exceptions=False).output
-    assert "shared memory" not in said
+def test_text_report_has_all_figures(run_dir):
+    output = CliRunner().invoke(command, [str(run_dir)], catch_exceptions=False).output
+    assert "shared memory" not in output
     for expected in (
         "60 on 2 ranks",
         "validation 1.5000",
@@ -52,8 +52,8 @@ def test_text(run_dir):
         "moved      4.0 KiB in messages a step",
         "communication",
     ):
-        assert expected in said
-    rows = said.splitlines()[said.splitlines().index("    step     loss  learning rate") + 1 :]
+        assert expected in output
+    rows = output.splitlines()[output.splitlines().index("    step     loss  learning rate") + 1 :]
     assert len(rows) == report.CURVE_ROWS and rows[-1].split()[0] == "60"
     bars = [row.count("█") for row in rows]
     assert bars[0] == report.BAR_WIDTH and bars[-1] == 0 and bars == sorted(bars, reverse=True)
@@ -61,31 +61,31 @@ def test_text(run_dir):
     assert float(rows[-1].split()[1]) == pytest.approx(mean, abs=1e-4)
 
 
-def test_what_was_loaded_from_memory_of_the_node_is_told_apart(run_dir):
+def test_shared_memory_bytes_are_reported_separately(run_dir):
     with MetricsWriter(run_dir / "metrics.h5", 2, resume_step=60) as writer:
         writer.describe(bytes_loaded_per_step=8192)
-    said = CliRunner().invoke(command, [str(run_dir)], catch_exceptions=False).output
-    assert "moved      4.0 KiB in messages, 8.0 KiB through shared memory a step and rank" in said
+    output = CliRunner().invoke(command, [str(run_dir)], catch_exceptions=False).output
+    assert "moved      4.0 KiB in messages, 8.0 KiB through shared memory a step and rank" in output
 
 
 @cases(
-    "world, sent, said",
+    "world, sent, output",
     (2, 0.0, "nothing in messages; what takes other ways is noted at the end of the run"),
     (2, 4096.0, "4.0 KiB in messages a step and rank; what takes other ways is noted at the end of the run"),
     (2, np.nan, "not known before the end of the run"),
     (1, 0.0, "one rank moves nothing"),
 )
-def test_of_a_run_under_way_what_is_not_known_yet_is_told(world, sent, said, tmp_path):
+def test_report_of_a_running_job_names_unknown_values(world, sent, output, tmp_path):
     with MetricsWriter(tmp_path / "metrics.h5", world) as writer:
         seconds = dict.fromkeys(("step_s", "compute_s", "communication_s", "update_s"), np.ones(world))
         sent_bytes = np.full(world, sent)
         writer.append(step=1, loss=5.0, learning_rate=0.1, tokens=512, sent_bytes=sent_bytes, **seconds)
     text = report.text(report.report(tmp_path))
-    assert f"\nmoved      {said}\n" in text and "not measured" not in text
+    assert f"\nmoved      {output}\n" in text and "not measured" not in text
     assert ", no validation\nstep       no times yet: the first step" in text
 
 
-def test_energy_of_a_run_under_way_by_phase(run_dir):
+def test_energy_of_a_running_job_is_shown_by_phase(run_dir):
     kept = {
         "by_kind": {"gpu": 100.0, "cpu": 25.5},
         "phases": {"training": {"joules": 120.0, "seconds": 9.0}, "checkpoint": {"joules": 5.5, "seconds": 1.0}},
@@ -93,42 +93,42 @@ def test_energy_of_a_run_under_way_by_phase(run_dir):
     }
     parts = {"compute": {"joules": 90.0, "seconds": 7.0}, "idle": {"joules": 30.0, "seconds": 2.0}}
     (run_dir / "usage.json").write_text(json.dumps({"since_step": 0, "joules": kept, "activities": parts}))
-    said = CliRunner().invoke(command, [str(run_dir)], catch_exceptions=False).output
-    assert "energy     125.5 J, training 2 J a step" in said
-    assert "by phase   compute 90.0 J, idle 30.0 J, checkpoint 5.5 J" in said
+    output = CliRunner().invoke(command, [str(run_dir)], catch_exceptions=False).output
+    assert "energy     125.5 J, training 2 J a step" in output
+    assert "by phase   compute 90.0 J, idle 30.0 J, checkpoint 5.5 J" in output
     figures = json.loads(CliRunner().invoke(command, [str(run_dir), "--json"], catch_exceptions=False).output)
     assert figures["energy_j"] == 125.5 and figures["energy_j_by_phase"] == {"training": 120.0, "checkpoint": 5.5}
 
 
-def test_what_was_odd_is_told(run_dir):
+def test_anomalies_are_reported(run_dir):
     attributes = {"communication_hidden_share": 0.83, "peak_bytes_total": 3 << 20}
     with MetricsWriter(run_dir / "metrics.h5", 2, resume_step=60, attributes=attributes) as writer:
         writer.put(side_tables.LOSS_SCALE, step=7, scale=65536.0, skipped=True)
         event = SimpleNamespace(kind="anomaly", step=9, time_ns=5, values={"text": "step 9: loss 12"})
         writer.include(lambda file, session: observations.append(file, session, [event]))
-    said = CliRunner().invoke(command, [str(run_dir)], catch_exceptions=False).output
+    output = CliRunner().invoke(command, [str(run_dir)], catch_exceptions=False).output
     for expected in ("overlap    83% of", "memory     3.0 MiB at most", "skipped    1 step:", "odd        1 anomaly"):
-        assert expected in said
-    assert re.search(r"slowest    rank \d, straggler score 1\.\d\d", said)
+        assert expected in output
+    assert re.search(r"slowest    rank \d, straggler score 1\.\d\d", output)
 
 
-def test_of_a_large_run_the_part_is_told(run_dir, monkeypatch):
+def test_sampled_part_of_a_large_run_is_reported(run_dir, monkeypatch):
     monkeypatch.setattr(report.sampling.read, "__defaults__", (10 * 2 * 8,))
     monkeypatch.setattr(report.sampling, "spread_blocks", lambda rows, chunk, most: [(0, 5), (55, 60)])
-    said = CliRunner().invoke(command, [str(run_dir)], catch_exceptions=False).output
-    assert "times and bytes are from 10 of 60 steps, spread evenly" in said and "steps      60 on" in said
+    output = CliRunner().invoke(command, [str(run_dir)], catch_exceptions=False).output
+    assert "times and bytes are from 10 of 60 steps, spread evenly" in output and "steps      60 on" in output
 
 
-def test_json(run_dir):
-    said = CliRunner().invoke(command, [str(run_dir), "--json"], catch_exceptions=False).output
-    figures = json.loads(said)
+def test_json_report(run_dir):
+    output = CliRunner().invoke(command, [str(run_dir), "--json"], catch_exceptions=False).output
+    figures = json.loads(output)
     assert figures["steps"] == 60 and figures["val_loss"] == 1.5 and figures["strategy"] == "allreduce"
     assert figures["bytes_sent_per_step"] == 4096 and figures["run_dir"] == str(run_dir)
 
 
 @pytest.mark.parametrize("ending", ("png", "pdf", "svg"))
 @pytest.mark.full_except("png")
-def test_plot(run_dir, ending):
+def test_plot_is_written(run_dir, ending):
     pytest.importorskip("matplotlib")
     picture = run_dir / f"loss.{ending}"
     CliRunner().invoke(command, [str(run_dir), "--plot", str(picture)], catch_exceptions=False)
@@ -137,42 +137,42 @@ def test_plot(run_dir, ending):
         assert "trigram entropy 1.92" in picture.read_text()
 
 
-def test_plot_fails_clearly(run_dir, monkeypatch):
-    found = report.report(run_dir)
+def test_plot_errors_are_clear(run_dir, monkeypatch):
+    result = report.report(run_dir)
     with pytest.raises(UsageError, match="not supported"):
-        report.plot(found, run_dir / "loss.nonsense")
+        report.plot(result, run_dir / "loss.nonsense")
     with pytest.raises(StorageError, match="cannot be written"):
-        report.plot(found, run_dir / "missing/loss.png")
+        report.plot(result, run_dir / "missing/loss.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingCapabilityError, match="analysis"):
-        report.plot(found, run_dir / "loss.png")
+        report.plot(result, run_dir / "loss.png")
 
 
-def test_no_metrics_and_no_steps(tmp_path):
+def test_report_without_metrics_or_steps(tmp_path):
     with pytest.raises(StorageError, match="holds no metrics"):
         report.report(tmp_path)
     with MetricsWriter(tmp_path / "metrics.h5", 2):
         pass
-    found = report.report(tmp_path)
-    assert "no step was completed" in report.text(found)
-    assert json.dumps(jsonable(found.figures), allow_nan=False)
+    result = report.report(tmp_path)
+    assert "no step was completed" in report.text(result)
+    assert json.dumps(jsonable(result.figures), allow_nan=False)
     with pytest.raises(UsageError, match="nothing to plot"):
-        report.plot(found, tmp_path / "loss.png")
+        report.plot(result, tmp_path / "loss.png")
 
 
-def test_help_loads_nothing_heavy():
+def test_help_imports_no_heavy_modules():
     code = "import sys, hpcdist.cli.runs.report; assert not {'h5py', 'numpy', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_provenance(tmp_path):
-    found = provenance(mpi_library="Open MPI 5", hosts=["a", "b"], environment={"SLURM_JOB_ID": "7"})
-    assert found["hosts"] == "a,b" and found["slurm_job_id"] == "7" and found["mpi_library"] == "Open MPI 5"
-    assert all(isinstance(value, str) and value for value in found.values())
+def test_provenance_is_recorded(tmp_path):
+    result = provenance(mpi_library="Open MPI 5", hosts=["a", "b"], environment={"SLURM_JOB_ID": "7"})
+    assert result["hosts"] == "a,b" and result["slurm_job_id"] == "7" and result["mpi_library"] == "Open MPI 5"
+    assert all(isinstance(value, str) and value for value in result.values())
     assert "hosts" not in provenance(hosts=["a"], anonymous=True)
 
 
-def test_commit_of_clone_and_of_a_package_in_another_repository(tmp_path):
+def test_commit_is_only_recorded_for_a_clone(tmp_path):
     package = tmp_path / "hpcdist"
     package.mkdir()
     assert git_commit(package).startswith("unknown")

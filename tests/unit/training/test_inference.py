@@ -1,4 +1,4 @@
-"""Looking at a trained model: any layout trained it, any number of ranks looks, and only its parameters are read."""
+"""Inspection of a trained model from any layout on any number of ranks, which read only its parameters."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def small_recipe(text, keys):
 
 
 def train(text, layout="one process", **keys):
-    """Train a few steps; return the run directory, the validation loss and every tensor."""
+    """Train a few steps. Return the run directory, the validation loss and every tensor."""
     ranks, layout_keys = LAYOUTS[layout]
     recipe = small_recipe(text, layout_keys | keys)
     run = text.parent / "run"
@@ -51,7 +51,7 @@ def train(text, layout="one process", **keys):
 
     def body(comm):
         trainer = assemble(trainings.session_of(comm), recipe)
-        trainings.results(trainer, STEPS)
+        trainings.run_steps(trainer, STEPS)
         CheckpointSaver(trainer, run / "checkpoints").save(STEPS)
         pieces = [(piece, piece.array.copy()) for piece in trainer.exchange.pieces() if piece.kind == "parameters"]
         return mean_validation_loss(trainer), [(piece.tensor, piece.flat, values) for piece, values in pieces]
@@ -66,7 +66,7 @@ def train(text, layout="one process", **keys):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.full_except("colocated servers")
-def test_any_number_of_ranks_gets_the_parameters_of_any_layout(layout, text):
+def test_any_number_of_ranks_loads_parameters_of_any_layout(layout, text):
     run, loss, tensors = train(text, layout)
     recipe = recipes.load_stored(run / "recipe.toml")
 
@@ -76,10 +76,10 @@ def test_any_number_of_ranks_gets_the_parameters_of_any_layout(layout, text):
         assert {segment.key for segment in trained.model.layout.segments} == set(tensors)
         for key, values in tensors.items():
             assert np.array_equal(trained.parameters.view(key).reshape(-1), values), key
-        found = trained.validation_loss()
+        result = trained.validation_loss()
         peak = trained.ledger.peak
         assert peak["gradients"] == peak["optimizer"] == 0 and peak["parameters"] == trained.parameters.array.nbytes
-        return found
+        return result
 
     for ranks in (1, 2, 3, 5):
         losses = run_threads(ranks, body)
@@ -87,7 +87,7 @@ def test_any_number_of_ranks_gets_the_parameters_of_any_layout(layout, text):
         assert losses[0] == pytest.approx(loss, rel=1e-6)
 
 
-def test_each_rank_reads_its_share_only(text, monkeypatch):
+def test_each_rank_reads_only_its_share(text, monkeypatch):
     run, _, tensors = train(text)
     recipe = recipes.load_stored(run / "recipe.toml")
     read = {}
@@ -98,11 +98,11 @@ def test_each_rank_reads_its_share_only(text, monkeypatch):
             load(comm, run, recipe)
         assert traffic.calls["all_gather"] == 1
 
-    def counting(comm, path, wanted):
-        read[comm.rank] = sum(piece.flat.size for piece in wanted)
-        return restore(comm, path, wanted)
+    def restore_and_count(comm, path, expected):
+        read[comm.rank] = sum(piece.flat.size for piece in expected)
+        return restore(comm, path, expected)
 
-    monkeypatch.setattr(inference, "restore_together", counting)
+    monkeypatch.setattr(inference, "restore_together", restore_and_count)
     run_threads(4, body)
     total = sum(values.size for values in tensors.values())
     assert sum(read.values()) == total and max(read.values()) < total / 3
@@ -119,18 +119,18 @@ def test_sample_does_not_open_the_data(text):
     assert bytes([*b"ab", *drawn, *b"\n"]).decode("utf-8", "replace") == written
 
 
-def test_an_mlp_knows_its_inputs_without_the_data(text):
+def test_mlp_inputs_are_known_without_the_data(text):
     run, loss, _ = train(text, **{"model.kind": "mlp"})
     hidden = text.rename(text.with_suffix(".hidden"))
     trained = load(solo(), run, recipes.load_stored(run / "recipe.toml"))
     assert trained.logits(np.zeros((1, 8), np.uint8)).shape == (1, 256)
     hidden.rename(text)
     assert trained.validation_loss() == pytest.approx(loss, rel=1e-6)
-    with pytest.raises(UsageError, match="only a gpt on bytes writes text"):
+    with pytest.raises(UsageError, match="only a gpt with the 256 byte tokens can generate text"):
         next(sample(run, "ab", 1, temperature=1, top_k=0, seed=0))
 
 
-def test_other_data_is_refused_on_every_rank(text):
+def test_other_data_is_rejected_on_every_rank(text):
     run, _, _ = train(text)
     text.write_text(text.read_text()[:-9] + "abcdefghi")
     recipe = recipes.load_stored(run / "recipe.toml")
@@ -146,13 +146,13 @@ def folders(run):
     return sorted(path.name for path in run.iterdir() if path.is_dir())
 
 
-def test_a_look_leaves_nothing_behind(text, monkeypatch):
+def test_inspection_leaves_no_files(text, monkeypatch):
     run, _, _ = train(text)
     (run / "recorder").mkdir()
     with InspectionSession(run) as look:
         look.load()
-        own = [name for name in folders(run) if name.startswith(inference.RECORDER_PREFIX)]
-        assert len(own) == 1 and (run / own[0] / "recorder" / "rank-00000.rec").exists()
+        local_values = [name for name in folders(run) if name.startswith(inference.RECORDER_PREFIX)]
+        assert len(local_values) == 1 and (run / local_values[0] / "recorder" / "rank-00000.rec").exists()
         assert look.session.watchdog is not None and look.session.recorder is not None
         assert look.session.comm.events is look.session.recorder
     assert folders(run) == ["checkpoints", "recorder"], "the records of the training stay alone"
@@ -165,41 +165,41 @@ def test_a_look_leaves_nothing_behind(text, monkeypatch):
     assert folders(run) == ["checkpoints", "recorder"]
 
 
-def test_the_records_of_a_look_that_fails_stay(text):
+def test_records_of_a_failed_inspection_are_kept(text):
     run, _, _ = train(text)
 
-    def interrupted(look):
+    def interrupt(look):
         with look:
             look.load()
             raise CommunicationError("a message was lost")
 
     look = InspectionSession(run)
     with pytest.raises(CommunicationError):
-        interrupted(look)
+        interrupt(look)
     assert look.session.watchdog is not None
     look.session.watchdog.stop()
     kept = [name for name in folders(run) if name.startswith(inference.RECORDER_PREFIX)]
     assert len(kept) == 1 and (run / kept[0] / "recorder" / "rank-00000.rec").exists()
 
 
-def test_a_run_of_somebody_else_can_be_looked_at(text, tmp_path, monkeypatch):
+def test_read_only_run_can_be_inspected(text, tmp_path, monkeypatch):
     run, _, _ = train(text)
     make, made = inference.tempfile.mkdtemp, []
 
-    def read_only(prefix, **where):
+    def make_read_only(prefix, **where):
         if where:
             raise PermissionError(13, "Permission denied", str(where["dir"]))
         made.append(make(prefix=prefix, dir=tmp_path))
         return made[-1]
 
-    monkeypatch.setattr(inference.tempfile, "mkdtemp", read_only)
+    monkeypatch.setattr(inference.tempfile, "mkdtemp", make_read_only)
     with InspectionSession(run) as look:
         look.load()
         assert folders(run) == ["checkpoints"] and Path(made[0], "recorder", "rank-00000.rec").exists()
     assert not Path(made[0]).exists()
 
 
-def test_a_run_without_a_checkpoint_is_refused(text):
+def test_run_without_a_checkpoint_is_rejected(text):
     run, _, _ = train(text)
     (run / "checkpoints" / f"step-{STEPS}" / "manifest.json").unlink()
     with pytest.raises(StorageError, match="no valid checkpoint"), InspectionSession(run) as look:
@@ -207,7 +207,7 @@ def test_a_run_without_a_checkpoint_is_refused(text):
     assert folders(run) == ["checkpoints"]
 
 
-def test_only_the_first_rank_of_a_job_writes(text, monkeypatch):
+def test_only_the_first_rank_of_a_job_prints(text, monkeypatch):
     run, _, _ = train(text)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")

@@ -1,4 +1,4 @@
-"""Training on packed documents: that of each document alone; on any ranks that of one; resumed; what is refused."""
+"""Training on packed documents: it matches each document alone and any layout; resumes; rejected options."""
 
 import numpy as np
 import pytest
@@ -6,13 +6,13 @@ import pytest
 from harness.models.documents import spans
 from harness.trainings import (
     TOLERANCE,
-    alone,
+    assert_rejected,
     check_training,
     difference,
     losses,
     recipe_keys,
     recipe_of,
-    refused,
+    run_single_process,
     trainer_of,
 )
 from hpcdist.arrays.store import FlatStore
@@ -63,10 +63,10 @@ def text(tmp_path_factory):
 
 @pytest.mark.full_except(*list(CASES)[:7])
 @pytest.mark.parametrize("case", CASES)
-def test_the_steps_are_those_of_one_rank(case, text):
+def test_packed_training_matches_one_rank(case, text):
     ranks, changed = CASES[case]
     keys = {**KEYS, "data.path": text, **recipe_keys(changed)}
-    expected, wide = alone(keys, STEPS), TOLERANCE.get(str(keys["precision.mode"]), 0.02)
+    expected, wide = run_single_process(keys, STEPS), TOLERANCE.get(str(keys["precision.mode"]), 0.02)
 
     def body(comm):
         together = trainer_of(comm, keys)
@@ -84,7 +84,7 @@ def test_the_steps_are_those_of_one_rank(case, text):
         "experts=4 expert_hidden=12 balance_loss=0 z_loss=0.1",  # a sum over tokens alone
     ],
 )
-def test_a_step_is_that_of_each_document_alone(changed, text):
+def test_packed_step_matches_each_document_alone(changed, text):
     trainer = trainer_of(solo(), {**KEYS, "data.path": text, **recipe_keys(changed)})
     model, layout = trainer.model, trainer.model.layout
     with trainer.batches(1) as batches:
@@ -110,7 +110,7 @@ def test_a_step_is_that_of_each_document_alone(changed, text):
     count = int((targets != IGNORED).sum())
     assert count == trainer.targets(1)
     loss, whole = gradient([(tokens, targets)], count)
-    parts = [(given[n : n + 1, own], targets[n : n + 1, own]) for n, own in spans(places)]
+    parts = [(given[n : n + 1, local_data], targets[n : n + 1, local_data]) for n, local_data in spans(places)]
     expected, apart = gradient([(x, y) for x, y in parts if (y != IGNORED).any()], count)
     assert len(parts) > len(given)
     np.testing.assert_allclose(loss, expected, rtol=1e-12)
@@ -118,17 +118,17 @@ def test_a_step_is_that_of_each_document_alone(changed, text):
 
 
 @pytest.mark.parametrize("changed", ["", "window=5", "kind=encoder"])
-def test_operations_are_those_that_attention_computes(changed, text, monkeypatch):
-    """The pairs that kernels look at in an epoch, counted in their tiles, are those that the summary counts."""
+def test_operation_counts_match_the_attention_kernels(changed, text, monkeypatch):
+    """The pairs visited by the kernels in an epoch, counted by tiles, match the pairs in the summary."""
     looked, advance = [], kernels.softmax_advance
 
-    def counted(tile, where, *rest):
+    def advance_and_count(tile, where, *rest):
         (pairs, rows, columns), (_, _, first, stop, _) = tile.shape, where
         seen = [min(stop + row, columns) - max(first + row, 0) for row in range(rows)]
         looked.append(pairs * sum(max(0, number) for number in seen))
         advance(tile, where, *rest)
 
-    monkeypatch.setattr(kernels, "softmax_advance", counted)
+    monkeypatch.setattr(kernels, "softmax_advance", advance_and_count)
     keys = {**KEYS, "data.path": text, **recipe_keys(changed)}
     trainer = trainer_of(solo(), keys)
     source, config = trainer.source, trainer.recipe.model
@@ -137,33 +137,36 @@ def test_operations_are_those_that_attention_computes(changed, text, monkeypatch
     losses(trainer, 1)
     samples, blocks = source.training.count, config.layers
     assert sum(looked) == pytest.approx(samples * blocks * config.heads * source.documents.seen, rel=1e-12)
-    told = utilisation_figures(solo(), trainer, float("nan"), "no speed")["flops_per_sample"]
+    output = utilisation_figures(solo(), trainer, float("nan"), "no speed")["flops_per_sample"]
     whole = counts(config, context=26)
     attention = 3 * 4 * config.hidden * sum(looked) / (samples * config.heads)
     linear = whole.flops - 3 * sum(unit.attention for unit in whole.units)
-    assert told == pytest.approx(linear + attention, rel=1e-6) and told < whole.flops
+    assert output == pytest.approx(linear + attention, rel=1e-6) and output < whole.flops
 
 
-def test_stages_are_cut_by_the_pairs_within_documents(tmp_path):
-    """Of a long context of short documents the head weighs more blocks than of whole ones, in runs and in plans."""
+def test_stage_split_uses_the_pairs_within_documents(tmp_path):
+    """In a long context of short documents the head costs as much as more blocks, in runs and in plans."""
     path = tmp_path / "text.txt"
     path.write_bytes(b"".join(b"%063d\n" % number for number in range(200)))
     keys = recipe_keys("layers=8 hidden=16 heads=4 vocabulary=2000 data.context=640 global_batch=2 pipeline=2 steps=1")
     keys |= {"data.path": path}
     cut = {}
     for name, packed in (("whole", ""), ("packed", "document_end=10 data.packed=true")):
-        own = keys | recipe_keys(packed)
-        recipe, subject = recipe_of(own), plan_of_recipe(recipe_of(own), name)
+        local_data = keys | recipe_keys(packed)
+        recipe, subject = recipe_of(local_data), plan_of_recipe(recipe_of(local_data), name)
         cut[name] = plan_without_mpi(recipe).stage_units
-        assert run_threads(2, lambda comm, own=own: trainer_of(comm, own).plan.stage_units) == [cut[name]] * 2
+        assert (
+            run_threads(2, lambda comm, local_data=local_data: trainer_of(comm, local_data).plan.stage_units)
+            == [cut[name]] * 2
+        )
         assert cut[name] == tuple(sum(of.times for of in rank) for rank in stages(subject.description, subject.layout))
     assert sum(cut["whole"]) == sum(cut["packed"]) == 10
     assert cut["packed"][0] > cut["whole"][0]
 
 
-def test_a_run_goes_on_where_it_was_on_other_ranks(text, tmp_path):
+def test_packed_run_resumes_on_other_ranks(text, tmp_path):
     keys = {**KEYS, "data.path": text, "parallel.strategy": "zero1"}
-    expected = alone(keys, STEPS)
+    expected = run_single_process(keys, STEPS)
 
     def first(comm):
         trainer = trainer_of(comm, keys)
@@ -183,9 +186,11 @@ def test_a_run_goes_on_where_it_was_on_other_ranks(text, tmp_path):
     run_threads(2, second)
 
 
-def test_what_does_not_go_with_packed_documents_is_refused():
-    refused(["data.packed=true", "model.kind=mlp"], "data.packed = true .*train a gpt or an encoder")
-    refused(["data.packed=true", "parallel.strategy=gossip"], "the mean of a step is over the tokens of all replicas")
-    refused(["data.packed=true", "run.noise_scale_every_steps=5", "parallel.microbatches=2"], "other numbers of tokens")
-    refused(["data.document_end=10"], "data.document_end = 10 has no effect")
-    refused(["data.cut_documents=true"], "data.cut_documents = true has no effect")
+def test_options_incompatible_with_packing_are_rejected():
+    assert_rejected(["data.packed=true", "model.kind=mlp"], "data.packed = true .*train a gpt or an encoder")
+    assert_rejected(["data.packed=true", "parallel.strategy=gossip"], "a step averages over the tokens of all replicas")
+    assert_rejected(
+        ["data.packed=true", "run.noise_scale_every_steps=5", "parallel.microbatches=2"], "different token counts"
+    )
+    assert_rejected(["data.document_end=10"], "data.document_end = 10 has no effect")
+    assert_rejected(["data.cut_documents=true"], "data.cut_documents = true has no effect")

@@ -1,4 +1,4 @@
-"""Trainings that a script makes: the same steps as those of a recipe, and clear words where the script is wrong."""
+"""Trainings of a script: the same steps as a recipe, and clear errors for wrong scripts."""
 
 import os
 import signal
@@ -40,7 +40,7 @@ def _batches(rng, steps=6):
 
 
 def _expected(batches):
-    """The losses by plain AdamW in float64, with the norm clipped to 1 and a cosine rate."""
+    """Return the losses of plain AdamW in float64, with the norm clipped to 1 and a cosine rate."""
     run, losses = Passes(models.build(CONFIG, "float64", features=5, classes=3), 1234), []
     store, decayed = run.store, np.zeros(run.store.size)
     for segment in run.model.layout.segments:
@@ -57,7 +57,7 @@ def _expected(batches):
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero3"])
-def test_the_steps_are_those_of_the_formulas(strategy, tmp_path, rng):
+def test_script_steps_match_the_formulas(strategy, tmp_path, rng):
     batches = _batches(rng)
     with Training(_model(), KEYS | {"parallel.strategy": strategy, "run.seed": 1234}, out=tmp_path / "run") as training:
         losses = [training.step(*(part[training.share] for part in batches[step])) for step in training.steps]
@@ -69,13 +69,13 @@ def test_the_steps_are_those_of_the_formulas(strategy, tmp_path, rng):
     assert all(np.isfinite(value).all() for value in kept.values())
     assert recipes.load_stored(training.path / "recipe.toml").model.kind == "given"
     assert (training.path / "metrics.h5").exists() and training.done == 6
-    with pytest.raises(UsageError, match=r"belongs to the script .* model\.factory"):
+    with pytest.raises(UsageError, match=r"is defined in the script .* model\.factory"):
         inference.load(solo(), training.path, recipes.load_stored(training.path / "recipe.toml"))
-    with pytest.raises(UsageError, match="belongs to the script that trained it: write text in the script"):
+    with pytest.raises(UsageError, match="is defined in the script that trained it: generate text in the script"):
         list(inference.sample(training.path, "a", 1, temperature=1.0, top_k=0, seed=0))
 
 
-def test_a_run_goes_on_where_it_was_ended(tmp_path, rng):
+def test_script_run_resumes(tmp_path, rng):
     batches, keys = _batches(rng), KEYS | {"optimizer.groups": ["0.* *.bias: weight_decay=0.5 rate_factor=0.25"]}
 
     with Training(_model(), keys, out=tmp_path / "whole") as training:
@@ -88,7 +88,7 @@ def test_a_run_goes_on_where_it_was_ended(tmp_path, rng):
     assert recipes.load_stored(training.path / "recipe.toml").optimizer.groups == tuple(keys["optimizer.groups"])
 
 
-def test_what_begins_is_given_by_the_model(tmp_path, rng):
+def test_initial_values_of_the_model_are_used(tmp_path, rng):
     given = _model(seeded=False)
     stage = given.stages[0]
     stage.initialise = lambda parameters, rng_of: [view.fill(0.5) for view in parameters.values()]
@@ -99,35 +99,35 @@ def test_what_begins_is_given_by_the_model(tmp_path, rng):
     assert all((abs(value - 0.5) < 1e-6).all() for key, value in kept.items() if key.startswith("0."))
 
 
-def test_wrong_scripts_are_told(tmp_path, rng):
+def test_wrong_script_calls_are_rejected(tmp_path, rng):
     x, y = _batches(rng, 1)[0]
     training = Training(_model(), KEYS | {"run.steps": 2}, out=tmp_path / "run")
-    with pytest.raises(UsageError, match="got 11 inputs and 12 targets, and its share of 12 samples is 12"):
+    with pytest.raises(UsageError, match="got 11 inputs and 12 targets, but its share of 12 samples is 12"):
         training.step(x[:11], y)
-    with pytest.raises(UsageError, match="a object is no array of numbers"):
+    with pytest.raises(UsageError, match="a object is not an array of numbers"):
         training.step(object(), y)
     with pytest.raises(UsageError, match="step 0 was not made"):
         for _ in training.steps:
             pass
     training.step(x, y)
     training.step(x, y)
-    with pytest.raises(UsageError, match=r"all of run.steps = 2 are made.* loop over `training.steps`"):
+    with pytest.raises(UsageError, match=r"all run.steps = 2 steps are done.* loop over `training.steps`"):
         training.step(x, y)
     assert (training.path / "checkpoints" / "step-2").exists()
     training.close()
     training.close()  # once more does nothing
-    with pytest.raises(UsageError, match="are made"):
+    with pytest.raises(UsageError, match="steps are done"):
         training.step(x, y)
     with pytest.raises(UsageError, match="holds this run already"):
         Training(_model(), KEYS | {"run.steps": 2}, out=tmp_path / "run")
 
 
 @cases(
-    "more, keys, told",
-    ({"dtype": "float64"}, {}, "the model computes in float64, and precision.mode = 'float32'"),
-    ({"on": "gpu"}, {}, "the model is on the gpu, and run.device = 'cpu'"),
+    "more, keys, output",
+    ({"dtype": "float64"}, {}, "the model computes in float64, but precision.mode = 'float32'"),
+    ({"on": "gpu"}, {}, "the model is on the gpu, but run.device = 'cpu'"),
     ({}, {"run.stepz": 3}, "run.stepz"),
-    ({}, {"data.path": "/nowhere"}, "data.path = '/nowhere' has no effect where a script brings the batches"),
+    ({}, {"data.path": "/nowhere"}, "data.path = '/nowhere' has no effect, because the script provides the batches"),
     ({}, {"data.context": 64}, "data.context = 64 has no effect"),
     ({}, {"run.validation_samples": 5}, "run.validation_samples = 5 has no effect"),
     ({}, {"checkpoint.keep_best": 2}, "there is no validation loss"),
@@ -135,12 +135,12 @@ def test_wrong_scripts_are_told(tmp_path, rng):
     ({}, {"parallel": {"tensor": 2}}, "tensor"),
     ({}, {"parallel.strategy": "parameter_server", "parameter_server.consistency": "asp"}, "consistency = 'bsp'"),
 )
-def test_recipes_that_do_not_fit_are_refused(more, keys, told, tmp_path):
-    with pytest.raises(ConfigurationError, match=told):
+def test_incompatible_recipes_are_rejected(more, keys, output, tmp_path):
+    with pytest.raises(ConfigurationError, match=output):
         Training(_model(**more), KEYS | keys, out=tmp_path / "run")
 
 
-def test_a_wish_to_stop_in_the_last_step_is_granted_already(tmp_path, rng):
+def test_stop_request_in_the_last_step_is_fulfilled(tmp_path, rng):
     with Training(_model(), KEYS | {"run.steps": 2}, out=tmp_path / "run") as training:
         for step in training.steps:
             if step == 1:
@@ -156,37 +156,37 @@ def test_a_wish_to_stop_in_the_last_step_is_granted_already(tmp_path, rng):
         assert training.done == 1
 
 
-def test_who_goes_on_says_with_which_run():
+def test_resume_without_a_run_directory_is_rejected():
     with pytest.raises(UsageError, match="resume = 'auto' needs out"):
         Training(_model(), KEYS, resume="auto")
 
 
-def test_an_evaluation_is_that_of_the_parameters(tmp_path, rng):
+def test_evaluation_uses_the_current_parameters(tmp_path, rng):
     batches, (x, y) = _batches(rng), _batches(rng, 1)[0]
     model = _model()
     with Training(model, KEYS | {"parallel.strategy": "zero3"}, out=tmp_path / "run") as training:
         for step in training.steps:
             training.step(*batches[step])
-        found = training.evaluate(x, y)
+        result = training.evaluate(x, y)
         assert np.isnan(training.evaluate(x[:0], y[:0]))
     store = FlatStore(model.layout, model.dtype)
     for key, value in training.parameters().items():
         store.view(key)[...] = value
     expected = model.evaluate(model.bind(store), x, y, Arena()) / len(x)
-    assert found == pytest.approx(expected, rel=1e-6)
+    assert result == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_script_that_does_not_end_its_run_is_told(tmp_path, rng, capsys):
+def test_script_that_does_not_end_its_run_gets_a_warning(tmp_path, rng, capsys):
     training = Training(_model(), KEYS, out=tmp_path / "run")
     training.step(*_batches(rng, 1)[0])
     training._forgotten()
-    assert f"1 steps were made in {tmp_path}/run, and the last of them are not saved" in capsys.readouterr().err
+    assert f"1 steps were made in {tmp_path}/run, but the last steps are not saved" in capsys.readouterr().err
     training.close()
     training._forgotten()
     assert "not saved" not in capsys.readouterr().err
 
 
-def test_signals_go_back_to_the_script(tmp_path, rng):
+def test_signal_handlers_are_restored_for_the_script(tmp_path, rng):
     seen = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
     try:
@@ -198,14 +198,14 @@ def test_signals_go_back_to_the_script(tmp_path, rng):
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_script_that_fails_leaves_nothing_behind(tmp_path, rng):
-    def fails():
+def test_failing_script_leaves_no_threads(tmp_path, rng):
+    def raise_in_training():
         with Training(_model(), KEYS, out=tmp_path / "run") as training:
             training.step(*_batches(rng, 1)[0])
             raise KeyError("of the script")
 
     with pytest.raises(KeyError):
-        fails()
+        raise_in_training()
     threads = {thread.name for thread in threading.enumerate()}
     with Training(_model(), KEYS, out=tmp_path / "run", resume="auto") as training:
         losses = [training.step(*_batches(rng, 1)[0]) for _ in training.steps]
@@ -213,19 +213,22 @@ def test_a_script_that_fails_leaves_nothing_behind(tmp_path, rng):
 
 
 @pytest.mark.full
-def test_a_sampler_takes_every_sample_once_an_epoch_and_goes_on(tmp_path, rng):
-    """Steps of 12 of 30 samples: an epoch ends within the third; the same seed draws the same, after a resume too."""
+def test_sampler_visits_every_sample_once_per_epoch(tmp_path, rng):
+    """Steps take 12 of 30 samples, so an epoch ends within the third step.
+
+    The same seed gives the same order, also after a resume.
+    """
 
     def drawn(out, steps, **more):
         with Training(_model(), KEYS, out=tmp_path / out, **more) as training:
             assert (training.data_rank, training.data_size) == (0, 1)
             sampler = training.sampler(range(30))
             assert len(sampler) == 6 - training.done
-            found = []
+            results = []
             for indices, _ in zip(sampler, range(steps), strict=False):
-                found.append(indices)
+                results.append(indices)
                 training.step(*_batches(rng, 1)[0])
-        return found
+        return results
 
     whole = drawn("whole", 6)
     flat = [index for indices in whole for index in indices]
@@ -238,12 +241,12 @@ def test_a_sampler_takes_every_sample_once_an_epoch_and_goes_on(tmp_path, rng):
         training.sampler([])
     x, y = _batches(rng, 1)[0]
     with pytest.raises(
-        UsageError, match=r"got 2 arrays as input, and \w+ takes one; models of hpcdist.adapters.torch.model"
+        UsageError, match=r"got 2 arrays as input, but \w+ takes one array; only models of hpcdist.adapters.torch.model"
     ):
         training.step((x, x), y)
     with pytest.raises(UsageError, match="mask of a dict is a single number; expected an array"):
         backend.as_array({"x": np.ones(3), "mask": np.array(1.0)})
-    with pytest.raises(UsageError, match="unequally many samples .0: 12, 1: 3."):
+    with pytest.raises(UsageError, match="different numbers of samples .0: 12, 1: 3."):
         training.step((x, x[:3]), y)
     with pytest.raises(UsageError, match="a dict of tuples or dicts"):
         training.step({"a": (x,)}, y)
@@ -251,7 +254,7 @@ def test_a_sampler_takes_every_sample_once_an_epoch_and_goes_on(tmp_path, rng):
     training.close()
 
 
-def test_the_launcher_says_where_the_first_training_is_and_whether_it_goes_on(tmp_path, monkeypatch, rng):
+def test_launcher_sets_directory_and_resume_of_the_first_training(tmp_path, monkeypatch, rng):
     batches = _batches(rng)
     for steps in (2, 4):
         monkeypatch.setenv("HPCDIST_RUN_DIR", str(tmp_path / "said"))
@@ -265,19 +268,19 @@ def test_the_launcher_says_where_the_first_training_is_and_whether_it_goes_on(tm
     training.close()
 
 
-def test_the_report_names_the_time_in_which_a_script_makes_data(tmp_path, rng):
+def test_report_shows_the_data_time_of_a_script(tmp_path, rng):
     batches = _batches(rng)
     with Training(_model(), KEYS | {"run.steps": 4}, out=tmp_path / "run") as training:
         for step in training.steps:
             time.sleep(0.2)
             training.step(*(array[training.share] for array in batches[step]))
-    found = report.report(tmp_path / "run")
-    shares = {name: found.figures[f"{name}_fraction"] for name in ("compute", "comm", "update", "data", "other")}
+    result = report.report(tmp_path / "run")
+    shares = {name: result.figures[f"{name}_fraction"] for name in ("compute", "comm", "update", "data", "other")}
     assert shares["data"] > 0.5 and sum(shares.values()) == pytest.approx(1.0), shares
-    assert f", data {shares['data']:.1%}, other " in report.text(found)
+    assert f", data {shares['data']:.1%}, other " in report.text(result)
 
 
-def test_the_environment_alone_says_whether_a_training_goes_on(tmp_path, monkeypatch, rng):
+def test_environment_sets_the_resume_of_a_training(tmp_path, monkeypatch, rng):
     batches = _batches(rng)
     for steps in (2, 4):
         monkeypatch.setenv("HPCDIST_RESUME", "auto")
@@ -293,7 +296,7 @@ def test_the_environment_alone_says_whether_a_training_goes_on(tmp_path, monkeyp
         Training(_model(), KEYS, out=tmp_path / "own")
 
 
-def test_a_recipe_that_cannot_be_run_ends_the_script_with_its_code(tmp_path):
+def test_invalid_recipe_ends_the_script_with_exit_code_78(tmp_path):
     program = "from hpcdist.training.script import Training\nTraining(None, {'run.stepps': 2})"
     done = jobs.run([sys.executable, "-c", program], env={**os.environ, "HPCDIST_FAILURE_DIR": str(tmp_path)})
     assert done.returncode == 78, done.stderr
@@ -301,7 +304,7 @@ def test_a_recipe_that_cannot_be_run_ends_the_script_with_its_code(tmp_path):
 
 
 @pytest.mark.parametrize(("every", "compared"), [(0, [0, 1, 2]), (4, [0, 1, 2, 4, 8])])
-def test_the_first_batches_are_always_compared(every, compared, monkeypatch):
+def test_first_batches_are_always_compared(every, compared, monkeypatch):
     steps = []
     monkeypatch.setattr(script, "check_batch", lambda comm, replica, x, y, what, looks: steps.append(what))
     trainer = SimpleNamespace(

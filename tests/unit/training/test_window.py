@@ -1,10 +1,10 @@
-"""Training with a sliding window of attention: on any ranks that of one; and what a sampled token follows from."""
+"""Training with a sliding attention window: it matches one rank, and the receptive field of a sampled token."""
 
 import numpy as np
 import pytest
 
 from harness.inputs import write_text
-from harness.trainings import alone, check_training, recipe_keys, trainer_of
+from harness.trainings import check_training, recipe_keys, run_single_process, trainer_of
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.training.inference import generate
@@ -34,10 +34,10 @@ def text(tmp_path_factory):
 
 @pytest.mark.full_except(*list(CASES)[:3])
 @pytest.mark.parametrize("case", CASES)
-def test_the_steps_are_those_of_one_rank(case, text):
+def test_windowed_training_matches_one_rank(case, text):
     ranks, changed = CASES[case]
     keys = {**KEYS, "data.path": text, **recipe_keys(changed)}
-    expected = alone(keys, STEPS)
+    expected = run_single_process(keys, STEPS)
 
     def body(comm):
         together = trainer_of(comm, keys)
@@ -47,7 +47,7 @@ def test_the_steps_are_those_of_one_rank(case, text):
     run_threads(ranks, body)
 
 
-def test_a_sampled_token_follows_from_the_windows_of_all_layers(text):
+def test_sampled_token_depends_on_the_windows_of_all_layers(text):
     trainer = trainer_of(solo(), {**KEYS, "data.path": text, "model.positions": "rotary"})
     model, store = trainer.model, trainer.exchange.parameters
     store.array[...] *= 9

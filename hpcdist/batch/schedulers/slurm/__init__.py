@@ -1,5 +1,4 @@
-"""Slurm: submit jobs, query the queue and the accounts, add up energy, and watch the nodes of an allocation.
+"""Slurm: submit jobs, query the queue and accounting, sum up energy, and probe the nodes of an allocation.
 
-Part of `hpcdist.batch.schedulers`; uses Slurm's commands only.
-Begin with `submit.submit` and `queue.queued`.
+Uses only Slurm's commands. Start reading with `submit.submit` and `queue.queued`.
 """

@@ -1,9 +1,7 @@
-"""Allocation of a running Slurm job: its nodes that are alive, whether or not Slurm has noticed a crash.
+"""Allocation of a running Slurm job: which nodes are alive, even before Slurm has noticed a crash.
 
-Slurm needs up to SlurmdTimeout (five minutes by default) to declare a crashed node down. Only then it takes the node
-from a job that was submitted with --no-kill, for good. Until then a step on it fails, or waits. So the nodes are
-asked to run a process each, beside the processes that hold their cores: also the rest of a step that the crash has
-ended.
+Slurm needs up to SlurmdTimeout (default: five minutes) to declare a crashed node down; until then a step on that node
+fails or hangs. Therefore each node is probed with a small process, which may overlap with other steps.
 """
 
 import os
@@ -14,22 +12,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-LIMIT_S: Final = 60.0  # a busy controller answers late
-PROBE_S: Final = 30.0  # more than it takes srun to give up nodes that do not answer, if nobody has set MessageTimeout
-MARGIN_S: Final = 30.0  # more than SlurmdTimeout, since Slurm looks at nodes now and then
+LIMIT_S: Final = 60.0  # a busy controller responds slowly
+PROBE_S: Final = 30.0  # longer than srun's wait for silent nodes with the default MessageTimeout
+MARGIN_S: Final = 30.0  # added to SlurmdTimeout, because Slurm checks nodes at intervals
 LOOK_INTERVAL_S: Final = 5.0
-_SLURMD_TIMEOUT_S: Final = 300.0  # of a Slurm that does not say
+_SLURMD_TIMEOUT_S: Final = 300.0  # Slurm's default
 _MESSAGE_TIMEOUT_S: Final = 10.0
 _PASSED_VARIABLES: Final = ("SLURM_CONF", "SLURM_CONF_SERVER")
-_DEAD: Final = re.compile(r"down|.*\*$")  # states of `sinfo`; the star means that the node does not respond
+_DEAD: Final = re.compile(r"down|.*\*$")  # states of `sinfo`; * means that the node does not respond
 
 
 def lost_nodes(environment: Mapping[str, str] = os.environ) -> tuple[list[str], list[str]]:
-    """Return the nodes that this job has lost, and those that are left.
+    """Return (lost nodes, remaining nodes) of this job, or ([], []) if Slurm does not answer.
 
-    Lost are those that Slurm has taken from the job, those that it says are down or do not respond, and those that do
-    not run a process within PROBE_S, or more where messages may take longer. Where no node can be asked, the word of
-    Slurm counts alone. Nothing is lost outside of a job, and where Slurm does not say.
+    A node is lost if Slurm removed it from the job, or reports it as down or not responding. It is also lost if a test
+    process does not run on it within PROBE_S (longer with a long MessageTimeout). If no test process can be started,
+    only Slurm's states count.
     """
     job, before = environment.get("SLURM_JOB_ID"), environment.get("SLURM_JOB_NODELIST")
     if not job or not before:
@@ -44,9 +42,10 @@ def lost_nodes(environment: Mapping[str, str] = os.environ) -> tuple[list[str], 
 
 
 class SlurmAllocation:
-    """The nodes of the job in which this process runs, for starts that need ``needed`` of them (None: any).
+    """Nodes of the current Slurm job.
 
-    Where ``whole``, a start takes all nodes of the job, whatever it needs: its launcher cannot leave any out.
+    ``needed``: number of nodes that a restart needs (None: any number). ``whole``: every start uses all nodes of the
+    job, because the launcher cannot exclude nodes.
     """
 
     def __init__(self, needed: int | None, *, whole: bool = False, environment: Mapping[str, str] = os.environ) -> None:
@@ -57,33 +56,33 @@ class SlurmAllocation:
         self._environment = environment
 
     def died(self) -> list[str]:
-        """Look at all nodes; return those that were there the last time, and are no more."""
+        """Probe all nodes, and return the nodes lost since the previous call."""
         before = self.lost
         self.lost, self.left = lost_nodes(self._environment)
         return [name for name in self.lost if name not in before]
 
     def shortage(self) -> str:
-        """Return why a start does not fit on the nodes that are left; "" where it does."""
+        """Return the reason why too few nodes remain for a start, or "" if there are enough."""
         if not self.lost or self._needed is None or len(self.left) >= self._needed:
             return ""
         return (
-            f"the job has lost {', '.join(self.lost)}, and needs {self._needed} nodes, of which {', '.join(self.left)} "
-            "are left; more may be had with --spare-nodes"
+            f"the job has lost {', '.join(self.lost)} and needs {self._needed} nodes, but only {', '.join(self.left)} "
+            "remain; use --spare-nodes for extra nodes"
         )
 
     def wait(
         self, pause: Callable[[float], signal.Signals | None], say: Callable[[str], None]
     ) -> signal.Signals | None:
-        """Wait until enough nodes are back where too few are left; return the signal that ended that, if one did.
+        """Wait for enough nodes for a start, at most SlurmdTimeout. Return the signal that ended the wait, or None.
 
-        A node that Slurm has declared down does not come back: it waits until Slurm has had the time to do so.
+        ``pause(seconds)`` sleeps and returns a signal received meanwhile. ``say`` prints a message.
         """
         limit_s = 0.0
         began = time.monotonic()
         while self.shortage() and len(_allocated_nodes(self._environment)) >= (self._needed or 0):
             if not limit_s:
                 limit_s = _setting_s("SlurmdTimeout", _SLURMD_TIMEOUT_S, self._environment) + MARGIN_S
-                say(f"waiting up to {limit_s:g} s for {', '.join(self.lost)}: until Slurm has declared them down")
+                say(f"waiting up to {limit_s:g} s for {', '.join(self.lost)}, until Slurm declares them down")
             if time.monotonic() - began >= limit_s:
                 return None
             received = pause(LOOK_INTERVAL_S)
@@ -94,7 +93,7 @@ class SlurmAllocation:
 
 
 def _allocated_nodes(environment: Mapping[str, str]) -> list[str]:
-    """Return the nodes that Slurm has not taken from this job: a task of an array, or a component of others."""
+    """Return the nodes that Slurm currently assigns to this job, array task or job component."""
     job, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
     number = f"{job}_{task}" if job and task else environment.get("SLURM_JOB_ID", "")
     rows = [row.split() for row in _output_of(["squeue", "-h", "-j", number, "-o", "%i %N"], environment).splitlines()]
@@ -104,42 +103,43 @@ def _allocated_nodes(environment: Mapping[str, str]) -> list[str]:
 
 
 def _names(short: str, environment: Mapping[str, str]) -> list[str]:
-    """Return the names in ``short``, as Slurm writes them: n[1-2,4]."""
+    """Return the names in a Slurm host list such as n[1-2,4]."""
     return _output_of(["scontrol", "show", "hostnames", short], environment).split() if short else []
 
 
 def _states(names: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what Slurm says of each node: "mixed", or "down*"."""
     lines = _output_of(["sinfo", "-h", "-N", "-n", ",".join(names), "-o", "%N %T"], environment).splitlines()
     return {name: state for name, _, state in (line.strip().partition(" ") for line in lines)}
 
 
 def _answering(job: str, names: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Return those of ``names`` that run a process of the ``job``; none where srun cannot start any."""
+    """Return the nodes in ``names`` that can run a process of ``job``, or [] if srun cannot start any process."""
     if not names:
         return []
     count = len(names)
     line = ["srun", f"--jobid={job}", "--job-name=probe", "--overlap", "--mpi=none", "--gres=none", "--mem=0"]
     line += [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--cpus-per-task=1"]
     line += [f"--nodelist={','.join(names)}", "--kill-on-bad-exit=0", "--immediate=10", "--quiet"]
-    # What the job has asked for its own steps is not meant for this one.
-    own = {
+    # Settings for the job's steps must not apply to the probe.
+    variables = {
         name: value for name, value in environment.items() if not name.startswith("SLURM_") or name in _PASSED_VARIABLES
     }
-    # Slurm passes a start on from node to node, and tries those below one that is silent when it has waited for that.
+    # srun starts tasks over a tree of nodes: below a silent node it retries after MessageTimeout.
     limit_s = max(PROBE_S, 3 * _setting_s("MessageTimeout", _MESSAGE_TIMEOUT_S, environment))
-    answers = _output_of([*line, "sh", "-c", 'echo "$SLURMD_NODENAME"'], own, limit_s, whole=False).split()
+    answers = _output_of([*line, "sh", "-c", 'echo "$SLURMD_NODENAME"'], variables, limit_s, whole=False).split()
     return [name for name in names if name in answers]
 
 
 def _setting_s(name: str, otherwise: float, environment: Mapping[str, str]) -> float:
-    """Return the seconds of a setting of Slurm; ``otherwise`` where it does not say, or says 0."""
     match = re.search(rf"^{name}\s*=\s*(\d+)", _output_of(["scontrol", "show", "config"], environment), re.MULTILINE)
     return float(match[1]) if match and int(match[1]) else otherwise
 
 
 def _output_of(line: list[str], environment: Mapping[str, str], limit_s: float = LIMIT_S, *, whole: bool = True) -> str:
-    """Return what a command of Slurm prints; where it fails or takes too long: "", or what it has, unless ``whole``."""
+    """Return the output of the Slurm command ``line``.
+
+    After a failure or a timeout, return "" if the keyword ``whole`` is true, else the output until then.
+    """
     try:
         result = subprocess.run(
             line, capture_output=True, stdin=subprocess.DEVNULL, env=dict(environment), timeout=limit_s, check=False

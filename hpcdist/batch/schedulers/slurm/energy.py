@@ -1,11 +1,8 @@
-"""Energy of one start of a job, added up from the steps in Slurm's accounts. Pure.
+"""Energy of one start of a Slurm job, summed over the steps in Slurm accounting. Pure.
 
-Slurm measures whole nodes: a step has the joules of its nodes from its begin to its end. With PrologFlags=Contain the
-step `.extern` is on all nodes for as long as the job, and the job's own figure is that of this step. Else the job's
-own figure is the sum of the numbered steps. That leaves out `.batch`, the script on the first node: of a job whose
-`mpirun` starts daemons on the other nodes alone, all that the first node has used. And it counts steps twice that run
-on the same nodes at the same time. So the steps are added up here, and what several have on a node at a time counts
-once.
+Slurm measures the energy of whole nodes during a step. With PrologFlags=Contain the step `.extern` covers all nodes for
+the whole job. Otherwise the job's value omits `.batch` and counts concurrent steps on a node twice. Therefore this
+module sums the steps, and counts overlapping time on a node once.
 """
 
 import itertools
@@ -18,13 +15,13 @@ from typing import Final, NamedTuple
 from hpcdist.batch.schedulers.base import JobState
 from hpcdist.errors import ConfigurationError
 
-NOT_MEASURED: Final = "Slurm measured none; it does where a site has set AcctGatherEnergyType"
+NOT_MEASURED: Final = "Slurm measured no energy; the site must set AcctGatherEnergyType"
 NOT_YET: Final = "Slurm knows the energy of a job when it is over"
 
-_NO_VALUE: Final = 1 << 62  # Slurm's NO_VAL64, less a little, where it prints it
-_SLACK_S: Final = 1  # its times are whole seconds
+_NO_VALUE: Final = 1 << 62  # just below Slurm's NO_VAL64
+_SLACK_S: Final = 1  # Slurm's times are whole seconds
 _MAX_NODES: Final = 1 << 17
-_SHOWN: Final = 4  # nodes that are named
+_SHOWN: Final = 4  # maximum number of nodes in a message
 _PART: Final = re.compile(r"\[([\d,-]+)\]|([^\[\]]+)", re.ASCII)
 _WHOLE: Final = re.compile(r"(?:[^,\[\]]+|\[[\d,-]+\])+", re.ASCII)
 
@@ -34,10 +31,10 @@ _HOSTLIST: Final = re.compile(
 
 
 class AccountedStep(NamedTuple):
-    """Slurm's record of a step, or of a job (``name`` ""): ``begin`` and ``end`` in seconds since 1970, 0: not yet.
+    """Accounting record of a job step, or of a whole job (``name`` "").
 
-    ``joules`` is None where they were not measured. ``of_nodes`` are those nodes whose own joules are known: sacct has
-    the least and the most, with the names.
+    ``begin`` and ``end``: seconds since 1970, or 0 before this event. ``joules``: energy, or None if not measured.
+    ``of_nodes``: energy of single nodes. sacct reports only the nodes with minimum and maximum energy.
     """
 
     name: str
@@ -49,22 +46,22 @@ class AccountedStep(NamedTuple):
     of_nodes: Mapping[str, float] = MappingProxyType({})
 
     def shares(self) -> dict[str, float]:
-        """Return the joules by node; nodes of which they are not known have equal parts of the rest."""
-        known = {node: self.of_nodes[node] for node in self.nodes if node in self.of_nodes}
-        rest = max(0.0, (self.joules or 0.0) - sum(known.values()))
-        others = [node for node in self.nodes if node not in known]
-        return known | {node: rest / len(others) for node in others}
+        """Return the energy in J by node. Nodes without a measured value share the remaining energy equally."""
+        measured = {node: self.of_nodes[node] for node in self.nodes if node in self.of_nodes}
+        rest = max(0.0, (self.joules or 0.0) - sum(measured.values()))
+        others = [node for node in self.nodes if node not in measured]
+        return measured | {node: rest / len(others) for node in others}
 
 
 class AccountedEnergy(NamedTuple):
-    """``known`` is None where Slurm has none, and ``lacking`` says why, or what is not in it; "" where nothing is."""
+    """Energy ``known`` in J, or None. ``lacking``: reason why the energy is unknown or incomplete, or ""."""
 
     known: float | None
     lacking: str = ""
 
 
 def joules(text: str) -> float | None:
-    """Return the joules that sacct prints. Where it has none it prints 0, nothing, or the number that says so."""
+    """Convert joules printed by sacct to a number, or None for 0, an empty text, or NO_VAL."""
     try:
         value = float(text)
     except ValueError:
@@ -73,51 +70,51 @@ def joules(text: str) -> float | None:
 
 
 def of_start(job: AccountedStep, steps: Sequence[AccountedStep]) -> AccountedEnergy:
-    """Return the joules of a start of a job that is over; of one without steps those that the ``job`` itself has."""
+    """Return the energy of one finished start of ``job``, from its ``steps``, or from ``job`` if it has no steps."""
     if not steps:
         return AccountedEnergy(job.joules, "" if job.joules else NOT_MEASURED)
     covered: dict[str, list[tuple[int, int]]] = {}
-    known = 0.0
-    blind = []
-    # What a longer step has is not taken from a shorter one. A step without a value covers nothing.
+    total = 0.0
+    unmeasured = []
+    # Longer steps first; they keep the energy of overlapping time. A step without a value covers no time.
     for step in sorted(steps, key=lambda step: (step.name != "extern", step.begin - step.end)):
         if not step.end or step.joules is None:
-            blind.append(step)
+            unmeasured.append(step)
             continue
-        lasted = max(step.end - step.begin, 1)
-        left = {node: _uncovered_seconds(step.begin, step.end, covered.get(node, ())) for node in step.nodes}
+        duration_s = max(step.end - step.begin, 1)
+        uncovered = {node: _uncovered_seconds(step.begin, step.end, covered.get(node, ())) for node in step.nodes}
         parts = step.shares()
-        whole = all(seconds == lasted for seconds in left.values())
-        known += step.joules if whole else sum(parts[node] * left[node] / lasted for node in left)
+        is_uncovered = all(seconds == duration_s for seconds in uncovered.values())
+        total += step.joules if is_uncovered else sum(parts[node] * uncovered[node] / duration_s for node in uncovered)
         for node in step.nodes:
             covered.setdefault(node, []).append((step.begin, step.end))
-    if not covered and not known:
+    if not covered and not total:
         running = [step.name for step in steps if not step.end]
         return AccountedEnergy(None, f"step {', '.join(running)} has not ended" if running else NOT_MEASURED)
-    return AccountedEnergy(known, "; ".join(_missing_parts(job, steps, blind, covered)))
+    return AccountedEnergy(total, "; ".join(_missing_parts(job, steps, unmeasured, covered)))
 
 
 def of_rows(rows: Sequence[JobState]) -> AccountedEnergy:
-    """Return the joules of all starts in ``rows`` together."""
+    """Return the total energy of all job starts in ``rows``, the records that sacct printed."""
     ran = [row for row in rows if row.elapsed_s or row.begun_utc or row.energy_j]
     if not ran:
-        return AccountedEnergy(None, "no start of it has run" if rows else "no accounts of these jobs")
-    known = [row.energy_j for row in ran if row.energy_j is not None]
-    if not known and len({row.energy_reason for row in ran}) == 1:
+        return AccountedEnergy(None, "no start of the job has run" if rows else "no accounts of these jobs")
+    values = [row.energy_j for row in ran if row.energy_j is not None]
+    if not values and len({row.energy_reason for row in ran}) == 1:
         return AccountedEnergy(None, ran[0].energy_reason)
     twice = {row.id for row in ran if row.restarts}
     reasons = []
     for row in ran:
         if row.energy_reason:
             start = f", start {(row.restarts or 0) + 1}" if row.id in twice else ""
-            lead = "without all of it: " if row.energy_j is None and known else ""
+            lead = "excluded: " if row.energy_j is None and values else ""
             reasons.append(f"job {row.id}{start}: {lead}{row.energy_reason}")
-    return AccountedEnergy(math.fsum(known) if known else None, "; ".join(reasons))
+    return AccountedEnergy(math.fsum(values) if values else None, "; ".join(reasons))
 
 
 def _uncovered_seconds(begin: int, end: int, others: Sequence[tuple[int, int]]) -> int:
-    """Return of how many seconds from ``begin`` to ``end`` no other has the joules of a node."""
-    if begin >= end:  # less than a second counts as one
+    """Return the seconds between ``begin`` and ``end`` that no interval (begin, end) in ``others`` covers."""
+    if begin >= end:  # less than a second: counts as 1
         return int(not any(first <= begin <= last for first, last in others))
     left, at = 0, begin
     for first, last in sorted(others):
@@ -133,28 +130,27 @@ def _missing_parts(
     blind: Sequence[AccountedStep],
     covered: dict[str, list[tuple[int, int]]],
 ) -> Iterator[str]:
-    """Yield what is in no step that has a value."""
     reported: set[str] = set()
     for step in blind:
         where = [node for node in step.nodes if _uncovered_seconds(step.begin, step.end, covered.get(node, ()))]
         if not step.end:
-            yield f"without step {step.name}, which has not ended"
+            yield f"excludes step {step.name}, which has not ended"
             reported.update(step.nodes)
         elif where and step.end > step.begin:
-            yield f"without step {step.name} ({step.end - step.begin} s on {_listed(where)}), which has no value"
+            yield f"excludes step {step.name} ({step.end - step.begin} s on {_listed(where)}), which has no value"
             reported.update(where)
-    zeros = [node for step in steps if step not in blind for node, own in step.of_nodes.items() if not own]
+    zeros = [node for step in steps if step not in blind for node, value in step.of_nodes.items() if not value]
     for node in dict.fromkeys(zeros):
-        yield f"without {node}, which has measured none"
+        yield f"excludes {node}, which measured no energy"
     left = [node for node in job.nodes if node not in reported]
-    if bare := [node for node in left if node not in covered]:
-        yield f"without {_listed(bare)}, where no step has a value"
+    if unmeasured := [node for node in left if node not in covered]:
+        yield f"excludes {_listed(unmeasured)}, where no step has a value"
     if partly := [
         node for node in left if node in covered and _uncovered_seconds(job.begin, job.end, covered[node]) > _SLACK_S
     ]:
-        yield f"of {_listed(partly)} only what steps used there"
+        yield f"includes only the energy of steps on {_listed(partly)}"
     if job.state == "NODE_FAIL":
-        yield "without what a node had used when it crashed"
+        yield "excludes the energy of a crashed node"
 
 
 def _listed(nodes: Sequence[str]) -> str:
@@ -163,14 +159,11 @@ def _listed(nodes: Sequence[str]) -> str:
 
 
 def expand_hostlist(short: str) -> tuple[str, ...]:
-    """Return the names of nodes that Slurm writes as n[1-2,04],m7; none for "None assigned".
-
-    Raises ConfigurationError if ``short`` is malformed.
-    """
+    """Return the names in a Slurm host list such as n[1-2,04]; () for "None assigned". Raises ConfigurationError."""
     if short in ("", "None assigned", "Unknown"):
         return ()
     if not _HOSTLIST.fullmatch(short):
-        raise ConfigurationError(f"{short!r} is no host list of Slurm; expected names such as n[1-2,04],m7")
+        raise ConfigurationError(f"{short!r} is not a Slurm host list; expected names such as n[1-2,04],m7")
     names: list[str] = []
     for word in _WHOLE.findall(short):
         parts = [[match[2]] if match[2] else _numbers(match[1]) for match in _PART.finditer(word)]
@@ -179,7 +172,7 @@ def expand_hostlist(short: str) -> tuple[str, ...]:
 
 
 def _numbers(text: str) -> list[str]:
-    """Return the numbers of 1-2,04, each as wide as it is written."""
+    """Expand number ranges such as 1-2,04 into a list of texts with leading zeros."""
     numbers: list[str] = []
     for stretch in text.split(","):
         first, _, last = stretch.partition("-")

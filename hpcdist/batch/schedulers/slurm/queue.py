@@ -1,9 +1,8 @@
-"""Query and cancel jobs of Slurm by squeue, sacct and scancel, in explicit formats.
+"""Query and cancel Slurm jobs by squeue, sacct and scancel, with explicit formats.
 
-squeue has what waits and runs, and what ended within MinJobAge (300 s by default). sacct has what ended before, and
-joules, where accounting is on. The name of a job may hold any character, newlines too, so it is queried by itself: no
-name can pretend to be the state of another job. Written for Slurm 22.05, whose --json is not yet that of later
-ones.
+squeue knows waiting and running jobs, and jobs that ended within MinJobAge (default 300 s). sacct knows older jobs and
+energy, if accounting is on. Job names are queried separately: they may contain any character, even newlines, and must
+not be mistaken for states. Written for Slurm 22.05, whose --json differs from later versions.
 """
 
 import os
@@ -17,14 +16,14 @@ from hpcdist.batch.schedulers.base import FINAL_STATES, JobState, SchedulerState
 from hpcdist.batch.schedulers.slurm import energy as slurm_energy
 from hpcdist.errors import MissingCapabilityError
 
-LIMIT_S: Final = 60.0  # a busy controller answers late
+LIMIT_S: Final = 60.0  # a busy controller responds slowly
 
-# Fields of squeue. None of these can hold the separator "|" but the last, which takes what is left of the row.
+# Fields of squeue. Only the last field may contain the separator "|".
 _QUEUE: Final = (
     *("JobArrayID", "State", "RestartCnt", "TimeUsed", "TimeLeft", "NumNodes", "exit_code", "StartTime", "EndTime"),
     "Reason",
 )
-# Fields of sacct, of jobs and steps; the last may hold "|", too.
+# Fields of sacct for jobs and steps. Only the last field may contain "|".
 _ACCOUNTS: Final = (
     *("JobID", "State", "ElapsedRaw", "NNodes", "ExitCode", "Start", "End", "ConsumedEnergyRaw", "NodeList"),
     *("TRESUsageInMin", "TRESUsageInMinNode", "TRESUsageInMax", "TRESUsageInMaxNode", "Reason"),
@@ -35,10 +34,7 @@ _ENERGY: Final = re.compile(r"(?:^|,)energy=([^,]*)", re.ASCII)
 
 
 def queued(jobs: Sequence[str]) -> list[JobState]:
-    """Return what squeue has of ``jobs``: a state for each, and for each task or component of those that have some.
-
-    Raises MissingCapabilityError where there is no Slurm, or none that answers.
-    """
+    """Return the states of ``jobs``, of their tasks and components, from squeue. Raises MissingCapabilityError."""
     fields = ",".join(f"{name}:|" for name in _QUEUE)
     code, output, complaint = _run(
         "squeue", "--noheader", "--states=all", f"--jobs={','.join(jobs)}", f"--Format={fields}"
@@ -73,30 +69,26 @@ def _queued(row: list[str]) -> JobState:
 
 
 def accounted(jobs: Sequence[str]) -> list[JobState]:
-    """Return what sacct has of ``jobs``: a state for each start of each, in order; ``restarts`` counts them.
-
-    It prints a row for each start, and then one for each step of it, "116.batch".
-    Raises MissingCapabilityError where accounting is off.
-    """
+    """Return a state for each start of ``jobs``, from sacct. Raises MissingCapabilityError without accounting."""
     options = ["--noheader", "--parsable2", "--duplicates"]
     code, output, complaint = _run("sacct", *options, f"--jobs={','.join(jobs)}", f"--format={','.join(_ACCOUNTS)}")
     if code:
-        raise MissingCapabilityError(f"sacct has no accounts: {complaint or f'exit code {code}'}")
-    starts: list[tuple[list[str], list[list[str]]]] = []  # the row of a start, and those of its steps, which follow it
-    # A start has no number of its own in sacct: a row without ".step" begins one, also of a requeued job of that id.
+        raise MissingCapabilityError(f"sacct has no accounting data: {complaint or f'exit code {code}'}")
+    starts: list[tuple[list[str], list[list[str]]]] = []  # rows of a start and of its steps, which follow it
+    # A row without ".step" begins a start; a requeued job has several starts with the same id.
     for row in (line.split("|", len(_ACCOUNTS) - 1) for line in output.splitlines()):
         job, step, _ = row[0].partition(".")
         if len(row) != len(_ACCOUNTS):
             continue
         if not step:
             starts.append((row, []))
-        elif starts and starts[-1][0][0] == job:  # else of a start that sacct has not printed
+        elif starts and starts[-1][0][0] == job:  # otherwise a step of a start that sacct has not printed
             starts[-1][1].append(row)
-    seen: dict[str, int] = {}
+    start_counts: dict[str, int] = {}
     states = []
     for row, steps in starts:
-        seen[row[0]] = seen.get(row[0], -1) + 1
-        states.append(_accounted(row, seen[row[0]], steps))
+        start_counts[row[0]] = start_counts.get(row[0], -1) + 1
+        states.append(_accounted(row, start_counts[row[0]], steps))
     return states
 
 
@@ -122,9 +114,8 @@ def _accounted(row: list[str], restarts: int, steps: Sequence[list[str]] = ()) -
 
 
 def _accounted_step(row: list[str]) -> slurm_energy.AccountedStep:
-    """Return what a row of sacct has of a job or a step."""
     named, words, _, _, _, start, end, energy, where, least, least_node, most, most_node, _ = row
-    # Slurm keeps of all nodes of a step those with the least and the most joules: of one or two nodes that is all.
+    # Slurm keeps the minimum and maximum over the nodes of a step: complete for one or two nodes.
     of_nodes: dict[str, float] = {}
     for values, places in ((least, least_node), (most, most_node)):
         value, node = _ENERGY.search(values), _ENERGY.search(places)
@@ -142,13 +133,13 @@ def _accounted_step(row: list[str]) -> slurm_energy.AccountedStep:
 
 
 def job_names(jobs: Sequence[str] | None = None) -> dict[str, str]:
-    """Return the names of ``jobs``, None: of all jobs of this user, as far as squeue has them; {} without Slurm."""
-    of = "--me" if jobs is None else f"--jobs={','.join(jobs)}"
+    """Return the names of ``jobs`` (None: of all jobs of this user) from squeue, or {} without Slurm."""
+    selection = "--me" if jobs is None else f"--jobs={','.join(jobs)}"
     try:
-        code, output, _ = _run("squeue", "--noheader", "--states=all", of, "--Format=JobArrayID:|,Name:|")
+        code, output, _ = _run("squeue", "--noheader", "--states=all", selection, "--Format=JobArrayID:|,Name:|")
     except MissingCapabilityError:
         return {}
-    # A name may hold newlines, and what follows one may look like a row: of each id the first row counts.
+    # A name may contain newlines that look like a row: the first row of each id is the real row.
     names: dict[str, str] = {}
     for line in output.removesuffix("\n").split("\n") if not code else ():
         match = _NAMED.fullmatch(line)
@@ -158,7 +149,7 @@ def job_names(jobs: Sequence[str] | None = None) -> dict[str, str]:
 
 
 def log_of(job: str) -> str:
-    """Return where the output of ``job`` goes, "" where squeue does not know."""
+    """Return the log path of ``job`` from squeue, or "" if unknown."""
     try:
         code, output, _ = _run("squeue", "--noheader", "--states=all", f"--jobs={job}", "--Format=STDOUT:|")
     except MissingCapabilityError:
@@ -167,17 +158,14 @@ def log_of(job: str) -> str:
 
 
 def cancel(jobs: Iterable[str]) -> None:
-    """Cancel ``jobs``, or tasks of arrays: at once. Raises MissingCapabilityError where Slurm refuses or is not there.
-
-    One that is over is no error.
-    """
+    """Cancel ``jobs`` (job or array task numbers) immediately. Ignores ended jobs. Raises MissingCapabilityError."""
     code, _, why = _run("scancel", *jobs)
     if code and "already completing or completed" not in why.lower():
-        raise MissingCapabilityError(f"scancel: {why or f'exit code {code}'}")
+        raise MissingCapabilityError(f"scancel failed: {why or f'exit code {code}'}")
 
 
 def forbid_requeue(job: str) -> str:
-    """Let Slurm not start ``job`` again, whatever happens; return why it does not obey, "" where it does."""
+    """Prevent Slurm from requeueing ``job``. Return the error message, or "" on success."""
     try:
         code, _, why = _run("scontrol", "update", f"JobId={job}", "Requeue=0")
     except MissingCapabilityError as error:
@@ -186,14 +174,13 @@ def forbid_requeue(job: str) -> str:
 
 
 def _run(name: str, *arguments: str) -> tuple[int, str, str]:
-    """Return the exit code of a command of Slurm, what it printed, and its errors. Raises MissingCapabilityError."""
-    # A user's defaults for these commands would change what is read here. Times are in seconds since 1970, and the
-    # tasks of an array that wait are listed in full.
+    # User defaults for these commands must not change the output. Times are in seconds since 1970, and waiting array
+    # tasks are listed in full.
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith(("SQUEUE_", "SACCT_", "SCANCEL_"))
     }
     settings = environment | {"SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0"}
-    absent = f"there is no {name} on PATH; ask on a login node of the cluster"
+    absent = f"{name} is not on PATH; run this on a login node of the cluster"
     answer = base.run_command(
         [name, *arguments], absent, "is Slurm up? try sinfo", limit_s=LIMIT_S, environment=settings
     )
@@ -201,7 +188,7 @@ def _run(name: str, *arguments: str) -> tuple[int, str, str]:
 
 
 def _exit_code(text: str, state: str) -> int | None:
-    """Return the exit code as a shell has it, of code:signal or a raw wait status; None while there is none."""
+    """Return the shell exit code of Slurm's ``text`` ("code:signal" or wait status), or None without an exit code."""
     if state not in FINAL_STATES:
         return None
     parts = [_whole(part) for part in text.split(":")]
@@ -212,11 +199,10 @@ def _exit_code(text: str, state: str) -> int | None:
     shell_code = 128 + (signal & 127) if signal & 127 else code
     return (
         shell_code if shell_code or state == SchedulerState.COMPLETED else None
-    )  # cancelled, and such: no code is its own
+    )  # e.g. a cancelled job has no exit code
 
 
 def _seconds(text: str) -> float | None:
-    """Return the seconds of [days-][hours:]minutes:seconds; None for UNLIMITED, INVALID and the like."""
     match = _CLOCK.fullmatch(text)
     if match is None:
         return None
@@ -225,7 +211,6 @@ def _seconds(text: str) -> float | None:
 
 
 def _utc(text: str) -> str:
-    """Return seconds since 1970 as a date; "" for Unknown, None and N/A."""
     number = _whole(text)
     return "" if not number else datetime.fromtimestamp(number, UTC).isoformat(timespec="seconds")
 

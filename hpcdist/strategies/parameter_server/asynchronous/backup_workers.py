@@ -1,21 +1,14 @@
-"""Backup workers ("bsp" but for stragglers): take the first N - b of N gradients, drop the late ones.
+"""Backup workers (bsp without stragglers): apply the first N - b of N gradients, drop the late ones.
 
-Chen et al. 2016 (arXiv:1604.00981), Algorithms 3 and 4. Late gradients are never added to another clock; the late
-worker goes on at the current step with the newest values. Gradients are summed in the order of the ranks and divided
-by the number of samples that were taken: their exact mean, clipped by its norm. The order of arrival decides which
-are taken and nothing else; it depends on time, so runs are not reproducible.
+Chen et al. 2016 (arXiv:1604.00981), Algorithms 3 and 4. A late worker continues with the newest values. Gradients are
+summed in rank order and divided by the number of their samples: the exact mean, clipped by its norm. Runs are not
+reproducible.
 
-    worker        FORWARD BACKWARD PUSH ...   AGREE (with itself)   PULL: tell the first server, wait for all
-    first server  decides: a turn (`ControlKind.TURN`); sends it to the other servers
-    every server  carries out the turns in their order: sum, norm (sent to the other servers), update, answer
+    worker        FORWARD BACKWARD PUSH ...   AGREE (alone)   PULL: notify the first server, wait for all servers
+    first server  decides on a turn (`ControlKind.TURN`), and sends it to the other servers
+    every server  runs the turns in order: sum, norm (sent to the other servers), update, answer
 
-The first server decides for all (`Quorum`), so all servers take the same gradients for a clock; and since turns are
-carried out in one order, a late worker reads the same version from all of them. A server takes gradients off the wire
-in its turn only: one buffer is enough for the sum, and gradients wait where they are. Nobody waits in a collective: a
-server that lacks the norms of others goes on with what else it does.
-
-In a step a worker that is taken sends what it sends under bsp, and the first server control messages of a hundred
-bytes besides.
+The first server decides for all servers (`Quorum`). No server waits in a collective.
 """
 
 from collections import deque
@@ -35,51 +28,49 @@ from hpcdist.strategies.schedule.operations import Operation
 
 
 class Quorum:
-    """Decisions of the first server: a step waits for all ``workers`` but ``spare`` of them.
+    """Decides on the first server which gradients a step applies; a step ignores the ``spare`` slowest ``workers``.
 
-    In a turn the gradients of ``workers`` (ascending) are summed, the sum is multiplied by ``scale``, and the update
-    leads to ``clock``; or the gradient of the one worker is ``dropped``. These workers are then answered, and go on at
-    ``clock``.
+    A decision with ``dropped`` ignores the gradient of one worker. Any other decision sums the gradients of its
+    ``workers`` in ascending order and multiplies the sum by ``scale``. These workers continue at step ``clock``.
     """
 
     def __init__(self, workers: Iterable[int], spare: int) -> None:
         self._workers = set(workers)
         self._needed = len(self._workers) - spare
         self._away: set[int] = set()
-        self._here: dict[int, int] = {}  # worker -> samples of its gradient for this clock
+        self._here: dict[int, int] = {}  # worker -> samples of its gradient for the current clock
         self.clock = 0
-        self.dropped = 0  # gradients, so far
+        self.dropped = 0  # number of dropped gradients
 
     def push(self, worker: int, clock: int, samples: int, divisor: int) -> list[ControlFields]:
-        """Record the gradient of ``worker`` for the update to ``clock``; return the turns that follow from it.
+        """Record that ``worker`` pushed its gradient for the update to step ``clock``; return decisions on gradients.
 
-        It is the sum over ``samples`` samples, divided by ``divisor``: by the samples of all workers together. So with
-        all of them taken the scale is exactly 1.
+        The gradient is summed over ``samples`` samples and divided by ``divisor``, the number of all workers' samples.
         """
         if clock <= self.clock:
             return [self._drop(worker)]
-        assert clock == self.clock + 1, "a worker goes on at the clock that it was told"
+        assert clock == self.clock + 1, "a worker continues at the clock in its reply"
         self._here[worker] = samples
         if len(self._here) < self._needed:
             return self._release()
-        taken = tuple(sorted(self._here))
+        workers = tuple(sorted(self._here))
         total = sum(self._here.values())
         self._here.clear()
         self.clock += 1
-        return [ControlFields(self.clock, divisor / total if total else 0.0, workers=taken)]
+        return [ControlFields(self.clock, divisor / total if total else 0.0, workers=workers)]
 
     def leave(self, worker: int) -> list[ControlFields]:
-        """Record that ``worker`` pushes no more before a rendezvous; return the turns that follow from it."""
+        """Record that ``worker`` pushes nothing until the rendezvous; return decisions on pushed gradients."""
         self._away.add(worker)
         return self._release()
 
     def convene(self, clock: int) -> None:
-        """Let all workers go on at ``clock``, after a rendezvous."""
+        """Record that a rendezvous has ended and that all workers continue at step ``clock``."""
         self._away.clear()
         self.clock = clock
 
     def _release(self) -> list[ControlFields]:
-        """Return a drop for each waiting worker, where too many have left for this clock to be complete."""
+        """If too few workers remain to finish this step, drop all gradients pushed for it; return the decisions."""
         if len(self._workers - self._away) >= self._needed:
             return []
         turns = [self._drop(worker) for worker in sorted(self._here)]
@@ -92,10 +83,10 @@ class Quorum:
 
 
 class BackupExchange(AsynchronousServerExchange):
-    """Exchange of one rank with backup workers: ``spare`` of the workers are not waited for."""
+    """Parameter-server exchange with backup workers: a step does not wait for the ``spare`` slowest workers."""
 
     drops_late = True
-    corrects = False  # its servers weigh a gradient by its samples
+    corrects = False  # the servers weigh a gradient by its samples
 
     def __init__(self, context: RankContext, roles: Roles, spare: int) -> None:
         super().__init__(context, roles, context)
@@ -104,20 +95,19 @@ class BackupExchange(AsynchronousServerExchange):
         self._turns: deque[ControlFields] = deque()
         self._summed = False  # whether the gradients of the first turn are summed
         self._norms: dict[int, dict[int, float]] = {}  # clock -> server -> squared norm of its part of the sum
-        self.seen = dict.fromkeys(roles.workers, 0)  # clock of each worker, as this server has sent it
+        self.seen = dict.fromkeys(roles.workers, 0)  # clock that this server last sent to each worker
         self._weight = (0, 1)
         self.share = (len(roles.workers) - spare) / len(roles.workers)
 
     def weigh(self, samples: int, batch: int) -> int:
-        """Divide by the samples of all workers, as bsp does; the servers know how many of them they took (local)."""
+        """Return ``batch`` as the divisor of this worker's gradient; servers correct for ignored samples. Local."""
         self._weight = samples, batch
         return batch
 
     def begin_update(self, scale: float) -> None:
-        """Begin the update of the step; servers clip the mean of the gradients that they take."""
+        """Do nothing: the servers, not the workers, clip the mean gradient."""
 
     def pull(self, op: Operation) -> None:
-        """Tell the first server that the gradient is complete, and wait for the new values (local)."""
         self.meetings.consider()
         samples, divisor = self._weight
         self._request(ControlKind.PUSH, ControlFields(self.clock + 1, samples=samples, divisor=divisor), [self._first])
@@ -131,7 +121,6 @@ class BackupExchange(AsynchronousServerExchange):
             self._decide(self._quorum.leave(worker))
 
     def _decide(self, turns: Sequence[ControlFields]) -> None:
-        """Send the decisions of the first server to the other servers, and carry them out."""
         for turn in turns:
             self._tell_servers(ControlKind.TURN, turn)
         self._turns.extend(turns)
@@ -151,7 +140,7 @@ class BackupExchange(AsynchronousServerExchange):
         self._advance()
 
     def _advance(self) -> None:
-        """Carry out the turns whose norms have come from the other servers."""
+        """Carry out the pending decisions in order, until a decision needs gradient norms that have not arrived."""
         while self._turns:
             turn = self._turns[0]
             if turn.dropped:
@@ -166,7 +155,7 @@ class BackupExchange(AsynchronousServerExchange):
                 self._answer(worker, ControlFields(turn.clock, updates=turn.clock, called=called, dropped=turn.dropped))
 
     def _update(self, turn: ControlFields) -> bool:
-        """Update by the mean of the taken gradients; return False while norms of other servers are missing."""
+        """Update with the gradients of decision ``turn``. Return False if other servers' norms are missing."""
         shard, scale, limit = self.shard, turn.scale, self.context.optimizer.clip_norm
         normalizes = self.context.optimizer.normalize_gradient
         assert shard is not None
@@ -192,33 +181,32 @@ class BackupExchange(AsynchronousServerExchange):
 
     def _tell_norm(self, turn: ControlFields) -> None:
         assert self.shard is not None
-        own = optim_norms.sum_of_squares(self.shard.inbox, self.shard.parts)
-        self._norms.setdefault(turn.clock, {})[self.rank] = own
-        self._tell_servers(ControlKind.NORM, ControlFields(turn.clock, scale=own))
+        squared = optim_norms.sum_of_squares(self.shard.inbox, self.shard.parts)
+        self._norms.setdefault(turn.clock, {})[self.rank] = squared
+        self._tell_servers(ControlKind.NORM, ControlFields(turn.clock, scale=squared))
 
     def _sum(self, workers: Sequence[int]) -> None:
-        """Sum the gradients of ``workers``, the first one's first."""
         assert self.shard is not None
         for part in self._served():
             total = self.shard.inbox.range(part)
             arrived, add = scratch("parameter_server.arrived", total.size, total.dtype, total), ufunc(total, "sum")
             for worker in workers:
-                own = self.gradients.range(part) if worker == self.rank else arrived
+                values = self.gradients.range(part) if worker == self.rank else arrived
                 if worker != self.rank:
-                    own = total if worker == workers[0] else arrived
-                    self._values.recv(own, worker, GRADIENT)
+                    values = total if worker == workers[0] else arrived
+                    self._values.recv(values, worker, GRADIENT)
                 elif worker == workers[0]:
-                    total[...] = own
+                    total[...] = values
                 if worker != workers[0]:
-                    add(total, own, total)
+                    add(total, values, total)
 
     def _told(self, what: ControlFields) -> None:
         self.clock, self.taken = what.clock, not what.dropped
 
     def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
-        """Record the results of the rendezvous: clocks of the workers, updates, calls. Collective over the world.
+        """Record the results of a rendezvous: the workers' ``clocks``, number of updates, number of CALL messages.
 
-        A late worker that called before the others made their last step has missed it, and goes on where they are.
+        Collective over the world. A worker that missed the last update gets the newest parameters and clock.
         """
         super().leave([updates] * len(clocks), updates, calls)
         if self._quorum is not None:
@@ -230,15 +218,14 @@ class BackupExchange(AsynchronousServerExchange):
 
     @property
     def learning_rate(self) -> float:
-        """Rate of the last update that this rank knows of (local)."""
+        """Learning rate of the latest update that this rank knows of. Local."""
         return rates.learning_rate(self.context.optimizer, max(1, self.updates), self.context.total_steps)
 
     def state(self) -> dict[str, Any]:
-        """Return the number of updates: the clock of all workers in a rendezvous."""
         return {"count": min(self.clocks)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the clock; whatever wrote the state, all workers go on from the slowest of them."""
+        """Restore the step count from ``state``; all workers continue at this count."""
         count = int(state["count"])
         self.clock = self.updates = count
         self.clocks = [count] * len(self.roles.workers)

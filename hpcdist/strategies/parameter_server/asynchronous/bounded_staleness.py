@@ -1,38 +1,25 @@
-"""Asynchronous and stale synchronous servers (asp, ssp): workers wait for nobody, or for the far slower only.
+"""Asynchronous and stale synchronous servers (asp, ssp): workers wait for none, or only for far slower workers.
 
-- What is pushed is the mean gradient over the worker's *own* samples, clipped by its own norm, never divided by the
-  number of workers. Moments and weight decay live on the servers alone. Each push is one update.
-- A pull waits for the update of the worker's own push, so it has all of its own pushes (read-my-writes) and those of
-  others that the server applied before. Under ssp the server holds the answer back while the worker is more than
-  ``bound`` ahead of the slowest (`VersionVector`); it never holds back a push.
-- Servers do not wait for each other: what is read in one pull may hold different sets of pushes at different servers,
-  but each tensor is of one version.
-- With W workers a run of N steps is N pushes of each, on 1/W of the global batch, so N W updates at each server. The
-  learning rate of update u is that of step u / W of N.
-- A push carries (worker, clock): one that comes twice is answered but not applied again.
-- The staleness tau of a gradient is the number of updates, of all workers, that a server applied between giving the
-  values of which it is the gradient and applying it: 0 for a worker alone, W - 1 for W workers that take turns. With
-  ``staleness_aware`` the rate of that update is divided by tau where tau > 1 (Zhang et al. 2015, arXiv:1511.05950,
-  whose n-softsync is with n = W what asp does). It is the rate, not the gradient, so it holds under any optimizer,
-  and it is a server's own: two of them may count differently. A start begins with tau = 0 for all.
+- A push is the clipped mean gradient of one worker, and each push is one update.
+- A pull waits for the update by the worker's own push. Under ssp the server delays the answer, never a push, while the
+  worker is more than ``bound`` ahead of the slowest (`VersionVector`).
+- Servers do not wait for each other, so the tensors in one pull may have different versions.
+- With W workers a run of N steps has N pushes of each worker, so N W updates at each server. The learning rate of
+  update u is the rate of step u / W of N.
+- A push carries (worker, clock): a repeated push is answered but not applied again.
+- The staleness tau of a gradient is the number of updates that a server applied between sending the values and applying
+  the gradient. ``staleness_aware`` divides the rate of that update by tau if tau > 1 (Zhang et al. 2015,
+  arXiv:1511.05950; asp is their n-softsync with n = W).
 
-A worker's clock is the number of its pushes that the shard has applied. With a bound s (Ho et al. 2013, "More
-effective distributed ML via a stale synchronous parallel parameter server", NIPS; Petuum, arXiv:1312.7651) a worker
-may start iteration c, counted from 0, only if
+A worker's clock is the number of its pushes that the shard has applied. With a bound s (Ho et al. 2013, "More effective
+distributed ML via a stale synchronous parallel parameter server", NIPS) a worker may start iteration c, counted from 0,
+only if
 
     c - min over q of clock(q) <= s.
 
-A worker asks by the pull that follows its push c - 1, and it is the *answer* that waits: a push never does. So a read
-at clock c has every update of iterations up to c - s - 1 of all workers, all of the reader's own, and perhaps newer
-ones. s = 0 is lock-step, s = infinity no bound at all. Each shard decides by its own vector: a worker starts when all
-shards have answered. That is enough: what holds of each shard holds of all that was read, and the slowest worker is
-never held anywhere, so somebody can always go on. A worker that `leave`s, because it is done or dead or pushes no
-more before a rendezvous, is not waited for. One that comes back is not waited for either for what the others did
-meanwhile: it starts at the minimum of those who are there.
-
-A restored state is bit-equal; what follows is not reproducible. All ranks come together only in a rendezvous
-(`meet`). A worker that is in one is not waited for; after it, and after a restore, a worker that is too far ahead
-asks anew.
+s = 0 is lock-step, s = infinity has no bound. The slowest worker is never delayed, so there is no deadlock. A worker
+that `leave`s (done, dead, or in a rendezvous) is not waited for. After a rendezvous (`meet`) or a restore, a worker
+that is too far ahead asks again.
 """
 
 import math
@@ -49,24 +36,24 @@ from hpcdist.strategies.schedule.operations import Operation
 
 
 class VersionVector:
-    """Clocks of ``workers`` as one shard knows them; ``bound`` is s."""
+    """Step counts (clocks) of ``workers``; a worker may be at most ``bound`` steps ahead of the slowest worker.
+
+    A server has one such object.
+    """
 
     def __init__(self, workers: Iterable[int], bound: float) -> None:
-        self.vector = dict.fromkeys(workers, 0)  # the clock of each worker, by its rank
+        self.vector = dict.fromkeys(workers, 0)  # clock of each worker, by rank
         self._bound = bound
         self._away: set[int] = set()
-        self._asking: dict[int, None] = {}  # a set that keeps the order of arrival
+        self._asking: dict[int, None] = {}  # an ordered set, in order of arrival
 
     @property
     def slowest(self) -> float:
-        """Minimum over the workers that have not left; infinity when all have."""
+        """Smallest clock of the workers that have not stopped pushing, or infinity if all workers have stopped."""
         return min((clock for worker, clock in self.vector.items() if worker not in self._away), default=math.inf)
 
     def push(self, worker: int, clock: int) -> bool:
-        """Record push ``clock``, counted from 1; return False for a repeated one, which must not be applied again.
-
-        Raises ValueError when pushes in between are missing.
-        """
+        """Record push ``clock`` of ``worker``. Return False if it was recorded before; raise ValueError for a gap."""
         if clock <= self.vector[worker]:
             return False
         if clock != self.vector[worker] + 1:
@@ -75,29 +62,26 @@ class VersionVector:
         return True
 
     def ask(self, worker: int) -> None:
-        """Record that ``worker`` waits for an answer, to start the iteration of its clock."""
+        """Record that ``worker`` waits for a reply before it starts its next step."""
         self._asking[worker] = None
 
     def answerable(self) -> list[int]:
-        """Return the workers that may be answered now, in the order of their requests, and end their wait."""
+        """Remove and return the waiting workers that may start a step, in the order of their requests."""
         workers = [worker for worker in self._asking if self.may_start(worker)]
         for worker in workers:
             del self._asking[worker]
         return workers
 
     def may_start(self, worker: int) -> bool:
-        """Whether ``worker`` may start the iteration of its clock."""
+        """Return True if the staleness bound allows ``worker`` to start its next step."""
         return self.vector[worker] - self.slowest <= self._bound
 
     def leave(self, worker: int) -> None:
-        """Wait for ``worker`` no more."""
+        """Record that ``worker`` has stopped pushing, so that other workers do not wait for it."""
         self._away.add(worker)
 
     def rejoin(self, worker: int) -> int:
-        """Count ``worker`` among those that are waited for again; return the clock from which it goes on.
-
-        That is its own, or the slowest one's where the others are beyond it.
-        """
+        """Record that ``worker`` pushes again; return its clock, raised to the smallest clock of the other workers."""
         slowest = self.slowest
         if worker in self._away and slowest < math.inf:
             self.vector[worker] = max(self.vector[worker], int(slowest))
@@ -105,37 +89,35 @@ class VersionVector:
         return self.vector[worker]
 
     def convene(self, clocks: Mapping[int, int]) -> None:
-        """Let all workers rejoin at once, each at its own of ``clocks``, after a rendezvous."""
+        """Record that all workers push again after a rendezvous, each at its clock in ``clocks``."""
         self._away = set(clocks)
         self.vector = dict.fromkeys(clocks, 0)
-        for worker, clock in sorted(clocks.items(), key=lambda item: item[1]):  # nobody is beyond one who comes later
+        for worker, clock in sorted(clocks.items(), key=lambda item: item[1]):  # in ascending order, so none is raised
             self.vector[worker] = clock
             self.rejoin(worker)
 
 
 class AsynchronousExchange(AsynchronousServerExchange):
-    """Exchange of one rank under asp (``bound`` infinite) or ssp."""
+    """Asynchronous parameter server: asp if ``bound`` is infinite, else ssp (at most ``bound`` steps ahead)."""
 
     def __init__(self, context: RankContext, roles: Roles, bound: float, *, staleness_aware: bool) -> None:
         super().__init__(context, roles, per_push_context(context, len(roles.workers)))
         self._channel.answers |= {ControlKind.READ: self._on_read}
         self._bound, self._aware = bound, staleness_aware
         self._vector = VersionVector(roles.workers, bound)  # of this rank's shard
-        self._read = dict.fromkeys(roles.workers, 0)  # updates that the values have that each worker was given
+        self._read = dict.fromkeys(roles.workers, 0)  # number of updates in the values that each worker got
         self._staleness = dict.fromkeys(roles.workers, 0)
         self._scale = 1.0
 
     @property
     def seen(self) -> Mapping[int, int]:
-        """The clock of each worker, as this server knows it."""
+        """Clocks of the workers known to this server, by rank."""
         return self._vector.vector
 
     def begin_update(self, scale: float) -> None:
-        """Record the factor by which servers multiply this rank's gradient."""
         self._scale = scale
 
     def pull(self, op: Operation) -> None:
-        """Let every server apply this rank's gradient, and wait for the new values; serve others meanwhile (local)."""
         self.meetings.consider()
         self.clock += 1
         self._request(ControlKind.PUSH, ControlFields(clock=self.clock, scale=self._scale), self.roles.servers)
@@ -166,7 +148,6 @@ class AsynchronousExchange(AsynchronousServerExchange):
         self._answer_all()
 
     def _answer_all(self) -> None:
-        """Send the values to all workers that wait for them and may have them."""
         assert self.shard is not None
         for worker in self._vector.answerable():
             self._read[worker] = updates = self.shard.updates
@@ -180,45 +161,37 @@ class AsynchronousExchange(AsynchronousServerExchange):
         return 1.0 / max(1, staleness) if self._aware else 1.0
 
     def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
-        """Record the results of the rendezvous: clocks of the workers, updates, calls that were sent (local)."""
         super().leave(clocks, updates, calls)
         clock_of = dict(zip(self.roles.workers, self.clocks, strict=True))
         assert self.shard is None or self.seen == clock_of, (
-            f"pushes {self.seen} came to server {self.rank} of {clock_of}"
+            f"server {self.rank} has applied pushes {self.seen}, but the clocks are {clock_of}"
         )
         self._vector.convene(clock_of)
 
     def part(self) -> None:
-        """End the rendezvous: every rank goes on by itself, once it may (local)."""
+        """End the rendezvous; if this worker is too far ahead, first wait for slower workers. Local."""
         super().part()
-        left = self.clock < self.context.total_steps
-        if self.works and left and self.clock - min(self.clocks) > self._bound:
+        has_steps = self.clock < self.context.total_steps
+        if self.works and has_steps and self.clock - min(self.clocks) > self._bound:
             self._request(ControlKind.READ, ControlFields(clock=self.clock), self.roles.servers)
 
     @property
     def share(self) -> float:
-        """Part of a global batch that one update takes."""
+        """Fraction of the global batch that one update covers: the samples of one worker."""
         return 1 / len(self.roles.workers)
 
     @property
     def learning_rate(self) -> float:
-        """Rate of the last update that this rank knows of (local)."""
         context = per_push_context(self.context, len(self.roles.workers))
         rate = rates.learning_rate(context.optimizer, max(1, self.updates), context.total_steps)
         return rate * self._factor(self.staleness)
 
     def state(self) -> dict[str, Any]:
-        """Return clocks and updates as of the last rendezvous; ``count`` is for other architectures.
-
-        In a rendezvous the version vectors of all shards are the same: these clocks.
-        """
+        """Return clocks and number of updates at the last rendezvous, and ``count``, the smallest clock."""
         return {"count": min(self.clocks), "clocks": self.clocks, "updates": self.updates}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the clocks; with another number of workers all go on from the slowest of them.
-
-        A worker that is then too far ahead for the bound waits in `part`.
-        """
+        """Restore the clocks; if the number of workers has changed, all workers continue at the slowest clock."""
         count, workers = int(state["count"]), len(self.roles.workers)
         if len(state.get("clocks", ())) == workers:
             self.clocks, self.updates = [int(clock) for clock in state["clocks"]], int(state["updates"])

@@ -1,6 +1,5 @@
-"""Generators of schedules: orders of passes by name or from a file, and the operation lists they become.
+"""Generators of schedules: orders of passes by name or from a file, and their operation lists.
 
-Floor 4; pure functions, without arrays or MPI, so that a recipe can be checked before anything is loaded. `passes`
-has GPipe, 1F1B, interleaved and zero-bubble orders; `operation_list` also reads those that a user writes. Begin with
-`registry.SCHEDULES`, the table of all, and `operation_list.compute_operations`.
+Floor 4; pure functions without arrays or MPI, to check recipes before anything is loaded. Begin with
+`registry.SCHEDULES`, the table of schedules, and `operation_list.compute_operations`.
 """

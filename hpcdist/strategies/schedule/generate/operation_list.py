@@ -1,12 +1,8 @@
-"""Operation lists of one rank: pure functions that put compute, exchange and pipeline together into its step.
+"""Operation lists of one rank: pure functions that combine compute, exchange and pipeline into a step.
 
-`compute_operations` expands the passes of a schedule, `insert_gathers` and `insert_exchange` add the operations of an
-exchange. `overlap_reductions`, `prefetch_gathers` and `insert_polls` rewrite a list so that exchanges go on behind
-the computation. What is started is waited for in the same order, so that a list without these passes and one with
-them exchange the same buffers in the same order, and end with the same bits.
-
-`ScheduleText` is a schedule that a user writes, one line of passes for each rank (F3.1 B3.1 ...): `read` parses and
-proves it, `dump` writes it, `generated` makes it of a built-in schedule.
+`compute_operations` expands the passes of a schedule; `insert_gathers` and `insert_exchange` add an exchange;
+`overlap_reductions`, `prefetch_gathers` and `insert_polls` overlap it with computation, with the same bits.
+`ScheduleText` is a schedule from a file, one line of passes per rank (F3.1 B3.1 ...).
 """
 
 import re
@@ -40,7 +36,7 @@ _LINE: Final = 110  # characters
 
 @dataclass(frozen=True)
 class ScheduleText:
-    """Content of a schedule file: the name of its placement, the chunks of each rank, and its passes."""
+    """Content of a schedule file: placement name, chunks per rank, and passes of each rank."""
 
     placement: str
     chunks: int
@@ -48,23 +44,23 @@ class ScheduleText:
 
     @property
     def splits(self) -> bool:
-        """Whether a backward is done in two passes."""
-        return any(way is Kind.BACKWARD_WEIGHT for steps in self.passes for way, _, _ in steps)
+        """True if backward passes are split into input gradients and weight gradients."""
+        return any(kind is Kind.BACKWARD_WEIGHT for steps in self.passes for kind, _, _ in steps)
 
     @property
     def keeps(self) -> bool:
-        """Whether activations have to stay: for a second pass, or as the input of a neighbouring chunk."""
+        """True if activations outlive a pass, because a second half or another chunk on the rank reads them."""
         return self.splits or self.placement == "folded"
 
     def place(self, parts: Sequence[range]) -> StagePlacement:
-        """Return the placement of ``parts`` of consecutive units, `chunks` for each rank."""
+        """Return the placement of the unit ranges ``parts`` on the ranks, with `chunks` parts per rank."""
         return PLACEMENTS[self.placement](parts, len(self.passes))
 
 
 def read(text: str, ranks: int, microbatches: int, name: str = "the schedule file") -> ScheduleText:
-    """Return the schedule in ``text``, the contents of the file ``name`` (local).
+    """Return the parsed and checked ``text`` of the schedule file ``name``. Local.
 
-    Raises ConfigurationError, with line, rank and token, where it is not one of ``ranks`` and ``microbatches``.
+    Raises ConfigurationError, which names the invalid line and token.
     """
     header: dict[str, str] = {}
     passes: list[Passes] = []
@@ -74,8 +70,8 @@ def read(text: str, ranks: int, microbatches: int, name: str = "the schedule fil
         if equals:
             if key not in ("placement", "chunks") or key in header or passes:
                 raise ConfigurationError(
-                    f"{name}, line {number}: {line!r}; before the ranks, and once each, come placement = looped or "
-                    "folded, and chunks = their number on every rank"
+                    f"{name}, line {number}: {line!r}; before the ranks' passes, only 'placement = looped', "
+                    "'placement = folded' and 'chunks = (chunks per rank)' are allowed, at most once each"
                 )
             header[key] = value
         else:
@@ -84,30 +80,30 @@ def read(text: str, ranks: int, microbatches: int, name: str = "the schedule fil
     placement, chunks = header.get("placement", "looped"), header.get("chunks", "1")
     if placement not in PLACEMENTS or not chunks.isdecimal() or int(chunks) < 1:
         raise ConfigurationError(
-            f"{name}: placement = {placement}, chunks = {chunks}; the first is looped or folded, the second 1 or more"
+            f"{name}: placement = {placement}, chunks = {chunks}; the first is looped or folded, the second at least 1"
         )
     if placement == "folded" and chunks != "2":
         raise ConfigurationError(
-            f"{name}: placement = folded with chunks = {chunks}; forth and back is 2 on every rank"
+            f"{name}: placement = folded with chunks = {chunks}; a folded placement needs chunks = 2 on every rank"
         )
     if len(passes) != ranks:
-        raise ConfigurationError(f"{name} has the passes of {len(passes)} ranks, one a line; the pipeline has {ranks}")
+        raise ConfigurationError(f"{name} has the passes of {len(passes)} ranks (one a line), expected {ranks} ranks")
     if int(chunks) > min(map(len, passes)):
         raise ConfigurationError(
             f"{name}: chunks = {chunks}, more than the {min(map(len, passes))} passes of a rank; every micro-batch "
-            "goes through each of them"
+            "passes through every chunk"
         )
     schedule = ScheduleText(placement, int(chunks), tuple(passes))
     units = [range(unit, unit + 1) for unit in range(ranks * schedule.chunks)]
     try:
         liveness.prove(passes, schedule.place(units), microbatches, lines)
     except ScheduleError as error:
-        raise ConfigurationError(str(error)) from error  # whoever wrote the file can change it
+        raise ConfigurationError(str(error)) from error
     return schedule
 
 
 def generated(schedule: str, ranks: int, microbatches: int, chunks: int = 1) -> ScheduleText:
-    """Return one of `SCHEDULES` as a schedule text (local). Raises ConfigurationError where it cannot run so."""
+    """Return the built-in ``schedule`` as a `ScheduleText`. Raises ConfigurationError for invalid sizes. Local."""
     chunks = check_schedule(schedule, ranks, microbatches, chunks)
     row = SCHEDULES[schedule]
     passes = tuple(row.passes(rank, ranks, microbatches, chunks) for rank in range(ranks))
@@ -115,7 +111,7 @@ def generated(schedule: str, ranks: int, microbatches: int, chunks: int = 1) -> 
 
 
 def dump(written: ScheduleText, comment: str = "") -> str:
-    """Return the text that `read` takes back."""
+    """Return ``written`` as the text of a schedule file that `read` accepts, with ``comment`` at its top."""
     lines = [f"# {line}" for line in comment.splitlines()]
     lines += [f"placement = {written.placement}", f"chunks = {written.chunks}"]
     for steps in written.passes:
@@ -130,23 +126,23 @@ def dump(written: ScheduleText, comment: str = "") -> str:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield (number of its first line, line) of all non-empty lines, continued ones joined."""
-    begun, first = "", 0
+    """Yield (line number, text) of all non-empty lines; a line that ends in a backslash is joined with the next."""
+    joined, first = "", 0
     for number, raw in enumerate([*text.splitlines(), ""], 1):
         line = raw.partition("#")[0].strip()
         first = first or number
-        begun += " " + line.removesuffix("\\")
+        joined += " " + line.removesuffix("\\")
         if not line.endswith("\\"):
-            if begun.strip():
-                yield first, begun.strip()
-            begun, first = "", 0
+            if joined.strip():
+                yield first, joined.strip()
+            joined, first = "", 0
 
 
-def _pass(token: str, where: str) -> Pass:
+def _pass(token: str, location: str) -> Pass:
     match = _TOKEN.fullmatch(token)
     if match is None:
         raise ConfigurationError(
-            f"{where}: {token!r} is no pass; one is F, B, I or W, a micro-batch and a chunk of the rank, as F3.1"
+            f"{location}: {token!r} is not a pass; write F, B, I or W, then micro-batch and local chunk, as in F3.1"
         )
     letter, microbatch, chunk = match.groups(default="0")
     return _PASSES[letter], int(microbatch), int(chunk)
@@ -160,9 +156,9 @@ def compute_operations(
     *,
     recompute: bool = False,
 ) -> list[Operation]:
-    """Return the compute operations of ``rank`` in the pipeline, and its messages to the others.
+    """Return the passes and pipeline messages of ``rank``.
 
-    ``schedule`` is one of `SCHEDULES`, or has the passes of every rank, as a file of them has.
+    ``schedule`` is the name of a schedule, or a `ScheduleText` with the passes of every rank.
     """
     if isinstance(schedule, str):
         chunks = len(placement.chunks) // placement.stages
@@ -173,40 +169,38 @@ def compute_operations(
 
 
 def evaluation_operations(placement: StagePlacement, rank: int = 0) -> list[Operation]:
-    """Return the operations that evaluate one batch, as micro-batch 0."""
+    """Return the operations of ``rank`` that evaluate one batch as a single micro-batch."""
     return expand([(Kind.FORWARD, 0, chunk) for chunk in range(len(placement.of(rank)))], placement, rank)
 
 
 def insert_gathers(
     steps: Sequence[Operation], needs: Mapping[int, Sequence[int]], *, keep: bool = False
 ) -> list[Operation]:
-    """Put GATHER and FREE around the compute operations of ``steps`` that use parameters.
+    """Insert GATHER and FREE around the compute operations of ``steps`` that use parameters.
 
-    ``needs`` maps each unit to the units whose parameters it uses, itself included. A unit that only it uses is
-    gathered before each of its operations and freed behind it, unless the next one is its own again, as the backward of
-    the last unit of a model: 2 m gathers a step, up to 3 m with a second forward, for m micro-batches, and memory for
-    one unit. One that several use stays from the first of them in a micro-batch to the last, and on to the last of
-    every micro-batch that begins before. With ``keep`` each unit stays from its first use in the list to its last: 1
-    gather, memory for all of them.
+    ``needs`` maps each unit to the units whose parameters it uses. A unit is gathered before each operation and freed
+    after it. For m micro-batches, this takes 2 m gathers per unit (3 m with recomputation) and memory for one unit. A
+    unit that several units use stays gathered from its first to its last use in overlapping micro-batches. If ``keep``
+    is true, each unit stays gathered from its first to its last use in the list: 1 gather, memory for all units.
     """
     users = Counter(unit for used in needs.values() for unit in used)
     using = [index for index, op in enumerate(steps) if op.kind in USES]
-    # (unit, micro-batch, or where it has one user only its place in ``using``) -> where in ``using``
+    # (unit, micro-batch, or for a unit with one user the position in ``using``) -> positions in ``using``
     uses: dict[tuple[int, int], list[int]] = {}
-    for place, index in enumerate(using):
+    for position, index in enumerate(using):
         for unit in needs[steps[index].unit]:
-            span = 0 if keep else steps[index].microbatch if users[unit] > 1 else place
-            uses.setdefault((unit, span), []).append(place)
-    gathers: dict[int, list[int]] = {}  # before which operation -> units
-    frees: dict[int, list[int]] = {}  # behind which operation -> units
+            span = 0 if keep else steps[index].microbatch if users[unit] > 1 else position
+            uses.setdefault((unit, span), []).append(position)
+    gathers: dict[int, list[int]] = {}  # operation index -> units to gather before it
+    frees: dict[int, list[int]] = {}  # operation index -> units to free after it
     for unit in users:
-        spans = sorted((where[0], where[-1]) for (used, _), where in uses.items() if used == unit)
+        spans = sorted((positions[0], positions[-1]) for (used, _), positions in uses.items() if used == unit)
         end = -2
         for first, last in spans:
             if first > end + 1:
                 gathers.setdefault(using[first], []).append(unit)
             else:
-                frees[using[end]].remove(unit)  # still there, or needed again at once: it stays
+                frees[using[end]].remove(unit)  # used again: the unit stays
             end = max(end, last)
             frees.setdefault(using[end], []).append(unit)
     operations: list[Operation] = []
@@ -224,16 +218,14 @@ def insert_exchange(
     *,
     every_microbatch: bool = False,
 ) -> list[Operation]:
-    """Put the operations of an exchange among ``steps``, those of `EXCHANGED` as early as their gradients are complete.
+    """Insert the operations in ``exchange``, which sum gradients and update, into the compute operations ``steps``.
 
-    The gradients of a range are complete after the last BACKWARD or BACKWARD_WEIGHT, and COPY_GRADIENT, of every unit
-    that the range touches; ``units`` maps unit to range. With ``every_microbatch`` they are reduced after the backward
-    of each micro-batch; where ``exchange`` has an ADD of the range, they are added up after all but the last, and then
-    reduced. That cannot be where a backward is split and its halves lie apart (`verify` refuses it): the first ones of
-    later micro-batches would write among what is reduced. All other operations follow in their order behind the last of
-    ``steps``, but for a MIX_START at the beginning of ``exchange``, which stays at the beginning.
+    Kinds in `EXCHANGED` are inserted as soon as the gradients of every unit in their range are complete; ``units`` maps
+    units to ranges. Other operations follow at the end, except a leading MIX_START. With ``every_microbatch``,
+    gradients are reduced after each micro-batch. With an ADD of the range in ``exchange``, gradients are added after
+    each micro-batch except the last, and the sum is reduced.
     """
-    complete: dict[tuple[int, int], int] = {}  # (micro-batch, unit) -> where its gradients are complete
+    complete: dict[tuple[int, int], int] = {}  # (micro-batch, unit) -> index at which its gradients are complete
     for index, op in enumerate(steps):
         if op.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.COPY_GRADIENT):
             complete[op.microbatch if every_microbatch else -1, op.unit] = index
@@ -249,7 +241,7 @@ def insert_exchange(
             for microbatch in turns:
                 at = max(complete[microbatch, unit] for unit in touched)
                 if at + 1 < len(steps) and steps[at + 1].kind is Kind.SEND_GRADIENT:
-                    at += 1  # the previous stage waits for it, nobody for the reduction
+                    at += 1  # the previous stage waits for the message, and no rank for the reduction
                 due.setdefault(at, []).append(Operation(op.kind, microbatch, range=op.part))
         else:
             rest.append(op)
@@ -259,7 +251,7 @@ def insert_exchange(
     return operations + rest
 
 
-NEEDS_SUMS = (Kind.SUM_ROWS, Kind.AGREE, Kind.DIRECTION)  # come behind all reductions
+NEEDS_SUMS = (Kind.SUM_ROWS, Kind.AGREE, Kind.DIRECTION)  # kinds that come after all reductions
 
 
 def overlap_reductions(
@@ -268,43 +260,41 @@ def overlap_reductions(
     needs: Mapping[int, Collection[int]],
     most: int | None = None,
 ) -> list[Operation]:
-    """Turn each REDUCE of ``steps`` into a START in its place and a WAIT as late as can be.
+    """Replace each REDUCE in ``steps`` by a START at the same position and a WAIT as late as possible.
 
-    That is before SUM_ROWS and AGREE, or before a BACKWARD writes again where something is under way: ``units`` are the
-    ranges of this rank, and ``needs`` maps each unit to those whose gradients its backward adds to. With ``most`` there
-    are never more under way: where whole gradients are freed by WAIT, this bounds their memory to that of one more.
+    The WAIT comes before SUM_ROWS, AGREE, and any BACKWARD that writes to the range in flight. ``needs`` maps a unit to
+    the units to whose gradients it adds. At most ``most`` reductions are in flight.
     """
     operations: list[Operation] = []
-    under_way: deque[Operation] = deque()
+    in_flight: deque[Operation] = deque()
 
     def wait() -> None:
-        operations.append(replace(under_way.popleft(), kind=Kind.WAIT))
+        operations.append(replace(in_flight.popleft(), kind=Kind.WAIT))
 
     for op in steps:
         if op.kind is Kind.REDUCE:
-            while most is not None and len(under_way) >= most:
+            while most is not None and len(in_flight) >= most:
                 wait()
             op = replace(op, kind=Kind.START)
-            under_way.append(op)
+            in_flight.append(op)
         elif op.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
             written = [units[unit] for unit in needs[op.unit] if unit in units]
-            while any(part.intersect(other.range) for other in under_way if other.range for part in written):
+            while any(part.intersect(other.range) for other in in_flight if other.range for part in written):
                 wait()
         elif op.kind in NEEDS_SUMS:
-            while under_way:
+            while in_flight:
                 wait()
         operations.append(op)
-    while under_way:
+    while in_flight:
         wait()
     return operations
 
 
 def prefetch_gathers(steps: Sequence[Operation], ahead: int) -> list[Operation]:
-    """Turn each GATHER of a unit that is freed again into a START_GATHER and, in its place, a WAIT_GATHER.
+    """Split the GATHERs of units that are freed later: a START_GATHER goes earlier, a WAIT_GATHER stays.
 
-    A gather starts as soon as the one ``ahead`` of it in the list has been waited for, so that at most ``ahead`` are
-    under way, and as many more units in memory; but not before the same unit was freed, and not before the parameters
-    are new (behind AGREE no gather moves). 0 leaves the list as it is.
+    At most ``ahead`` gathers are in flight. A gather starts only after the previous FREE of its unit. Gathers after
+    AGREE are not started earlier, because they fetch new parameters.
     """
     agreed = next((index for index, op in enumerate(steps) if op.kind is Kind.AGREE), len(steps))
     freed = {op.unit for op in steps[:agreed] if op.kind is Kind.FREE}
@@ -312,37 +302,37 @@ def prefetch_gathers(steps: Sequence[Operation], ahead: int) -> list[Operation]:
         return list(steps)
     waiting = deque(op for op in steps[:agreed] if op.kind is Kind.GATHER and op.unit in freed)
     operations: list[Operation] = []
-    under_way: list[Operation] = []
-    there: set[int] = set()  # units in memory, or on their way there
+    in_flight: list[Operation] = []
+    resident: set[int] = set()  # units in memory or in flight
 
     def start() -> None:
-        while waiting and len(under_way) < ahead and waiting[0].unit not in there:
+        while waiting and len(in_flight) < ahead and waiting[0].unit not in resident:
             gather = waiting.popleft()
-            there.add(gather.unit)
-            under_way.append(gather)
+            resident.add(gather.unit)
+            in_flight.append(gather)
             operations.append(replace(gather, kind=Kind.START_GATHER))
 
     for op in steps[:agreed]:
         if op.kind is Kind.GATHER and op.unit in freed:
-            start()  # the first of all, and those that had to wait for a FREE right before
-            under_way.remove(op)
+            start()  # for the first gather, and gathers that waited for the FREE right before
+            in_flight.remove(op)
             operations.append(replace(op, kind=Kind.WAIT_GATHER))
             start()
         else:
             operations.append(op)
             if op.kind is Kind.FREE:
-                there.discard(op.unit)
+                resident.discard(op.unit)
                 start()
     return operations + list(steps[agreed:])
 
 
 def insert_polls(steps: Sequence[Operation]) -> list[Operation]:
-    """Put POLL behind each operation that computes while something is under way that was started."""
+    """Insert a POLL into ``steps`` after each compute operation during which communication is in flight."""
     operations: list[Operation] = []
-    under_way = sum(op.kind is Kind.SETTLE for op in steps)  # from the step before
+    in_flight = sum(op.kind is Kind.SETTLE for op in steps)  # from the previous step
     for op in steps:
         operations.append(op)
-        under_way += (op.kind in ENDS) - (op.kind in ENDS.values())
-        if under_way and op.kind in COMPUTE:
+        in_flight += (op.kind in ENDS) - (op.kind in ENDS.values())
+        if in_flight and op.kind in COMPUTE:
             operations.append(Operation(Kind.POLL))
     return operations

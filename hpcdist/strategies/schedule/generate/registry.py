@@ -1,8 +1,7 @@
-"""The table of all schedules by name: their passes, what they need and refuse, their memory and their bubble.
+"""The table of schedules by name: passes, requirements, peak activations and bubbles. Without arrays or MPI.
 
-Light: no array, no MPI. A micro-batch of a chunk is alive from its forward to its backward, or to the first half of
-one that is split; what is held between the halves is counted apart (`Peak`). On rank r of p, with m micro-batches and
-v chunks on every rank:
+A micro-batch of a chunk is live from its forward to its (first) backward pass, and held between the halves of a split
+backward pass (`Peak`). On rank r of p, with m micro-batches and v chunks per rank:
 
     schedule      live                                     held           both
     sequential    1                                        0              = live
@@ -13,17 +12,14 @@ v chunks on every rank:
     zb-h2         min(2 (p - r) - 1, m)                    min(2r+1, m)   min(2p - 1, m)
     zb-v          min(2 p, 2 m, m + r + 1)                 2r+1           = live      held: less for m < 2p - 1
 
-`bubble` has their bubbles in closed form, for stages that are all alike and messages that take nothing. With F, I and
-W the seconds of a stage for a micro-batch:
+`bubble` has the idle fractions for equal stages and free messages; F, I and W are the seconds of the forward pass, the
+input gradient (B in the papers) and the weight gradients. The last column has the source and the condition:
 
-    gpipe, 1f1b    (p-1) / (m + p-1)                                          arXiv:1811.06965, arXiv:2104.04473
-    interleaved    (p-1) / (v m + p-1), m a multiple of p                     arXiv:2104.04473
-    zb-h1          (p-1)(F + I - W) / (m (F + I + W) + (p-1)(F + I - W))      arXiv:2401.10241, table 1
-    zb-h2          (p-1)(F + I - 2W) / (m (F + I + W) + (p-1)(F + I - 2W))    the same
-    zb-v           0                                                          the same, and arXiv:2405.15362
-
-The paper gives those of zb-h1 and zb-h2 as seconds of bubble, which is the numerator; it calls I "B". They hold while
-the weights' gradients fit into the bubbles: W <= I and m >= p for zb-h1, F = I = W and m >= 2p - 1 for the last two.
+    gpipe, 1f1b    (p-1) / (m + p-1)                                        arXiv:1811.06965, arXiv:2104.04473
+    interleaved    (p-1) / (v m + p-1)                                      arXiv:2104.04473; m a multiple of p
+    zb-h1          (p-1)(F + I - W) / (m (F + I + W) + (p-1)(F + I - W))    arXiv:2401.10241; W <= I, m >= p
+    zb-h2          (p-1)(F + I - 2W) / (m (F + I + W) + (p-1)(F + I - 2W))  arXiv:2401.10241; F = I = W, m >= 2p - 1
+    zb-v           0                                                        arXiv:2405.15362; F = I = W, m >= 2p - 1
 """
 
 from collections.abc import Callable, Sequence
@@ -56,17 +52,20 @@ def bubble(
     input_s: float = 1.0,
     weight_s: float = 1.0,
 ) -> float | None:
-    """Return the bubble of the longest stage; None for schedules, or cases, without a closed form (local)."""
-    behind, whole_s = stages - 1, forward_s + input_s + weight_s
+    """Return the idle fraction of the pipeline rank with the longest time from first to last pass. Local.
+
+    Returns None if no formula exists for ``schedule``.
+    """
+    later, whole_s = stages - 1, forward_s + input_s + weight_s
     if schedule in ("gpipe", "1f1b"):
-        return behind / (microbatches + behind)
+        return later / (microbatches + later)
     if schedule == "interleaved":
-        return behind / (chunks * microbatches + behind) if microbatches % stages == 0 else None
+        return later / (chunks * microbatches + later) if microbatches % stages == 0 else None
     if schedule == "zb-h1" and weight_s <= input_s and microbatches >= stages:
-        return _share(behind * (forward_s + input_s - weight_s), microbatches * whole_s)
+        return _share(later * (forward_s + input_s - weight_s), microbatches * whole_s)
     if schedule in ("zb-h2", "zb-v") and forward_s == input_s == weight_s and microbatches >= 2 * stages - 1:
         return (
-            0.0 if schedule == "zb-v" else _share(behind * (forward_s + input_s - 2 * weight_s), microbatches * whole_s)
+            0.0 if schedule == "zb-v" else _share(later * (forward_s + input_s - 2 * weight_s), microbatches * whole_s)
         )
     return None
 
@@ -75,16 +74,16 @@ def _share(idle_s: float, busy_s: float) -> float:
     return idle_s / (busy_s + idle_s) if busy_s + idle_s else 0.0
 
 
-FILE: Final = "file"  # the schedule that a file has
+FILE: Final = "file"  # a schedule read from a file
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Row of the table `SCHEDULES`: passes, peaks and requirements of one schedule.
+    """Description of one pipeline schedule, an entry of `SCHEDULES`.
 
-    ``passes`` takes rank, ranks, micro-batches and chunks; ``peak`` the same. A rank has ``least`` to ``most`` chunks,
-    placed forth and back where it is ``folded``. ``splits``: gradients of inputs and of weights are passes of their
-    own. ``pipelines``: for more than one rank. ``fewest``: the least micro-batches for so many ranks.
+    ``passes`` and ``peak`` take rank, ranks, micro-batches and chunks. A rank has ``least`` to ``most`` chunks (None:
+    no maximum). ``folded``: chunk 0 of each rank runs up to the last rank, chunk 1 back. ``splits``: input and weight
+    gradients are separate passes. ``pipelines``: supports several ranks. ``fewest``: minimum number of micro-batches.
     """
 
     passes: Callable[[int, int, int, int], Passes]
@@ -97,7 +96,7 @@ class Schedule:
     fewest: Callable[[int], int] = lambda ranks: 1
 
     def place(self, parts: Sequence[range], ranks: int) -> StagePlacement:
-        """Return the placement of ``parts`` of consecutive units, as many for each of ``ranks``."""
+        """Return the placement of ``parts``, ranges of consecutive units, with equally many parts on each rank."""
         return (folded if self.folded else looped)(parts, ranks)
 
 
@@ -106,7 +105,6 @@ def _one(generate: Callable[[int, int, int], Passes]) -> Callable[[int, int, int
 
 
 def _joint(live: Callable[[int, int, int, int], int]) -> Callable[[int, int, int, int], Peak]:
-    """Return the peak of a schedule whose backwards are one pass."""
 
     def peak(rank: int, ranks: int, microbatches: int, chunks: int) -> Peak:
         most = live(rank, ranks, microbatches, chunks)
@@ -147,9 +145,9 @@ NAMES: Final = (*SCHEDULES, FILE)
 
 
 def chunks_of(name: str, chunks: int = 1) -> int:
-    """Return the chunks of every rank: ``chunks``, or the number that the schedule needs where it is one.
+    """Return the chunks per rank of schedule ``name``, given the recipe's ``chunks``.
 
-    1 is taken for "not asked for". Raises ConfigurationError.
+    Raises ConfigurationError if the schedule does not support this number.
     """
     schedule = SCHEDULES[name]
     if schedule.most is not None and chunks in (1, schedule.most):
@@ -157,18 +155,21 @@ def chunks_of(name: str, chunks: int = 1) -> int:
     if schedule.least <= chunks <= (schedule.most or chunks):
         return chunks
     if schedule.most is None:
-        wanted = (
-            f"it is made of {schedule.least} or more on every rank; set parallel.chunks = {schedule.least} or above"
+        requirement = (
+            f"the schedule needs {schedule.least} or more chunks on every rank; set parallel.chunks = {schedule.least} "
+            "or above"
         )
     else:
-        wanted = f"it has {schedule.most} on every rank; leave parallel.chunks out, or choose interleaved"
-    raise ConfigurationError(f"parallel.chunks = {chunks} with parallel.schedule = {name!r}: {wanted}")
+        requirement = (
+            f"the schedule has {schedule.most} on every rank; leave parallel.chunks out, or choose interleaved"
+        )
+    raise ConfigurationError(f"parallel.chunks = {chunks} with parallel.schedule = {name!r}: {requirement}")
 
 
 def check_schedule(name: str, ranks: int, microbatches: int, chunks: int = 1) -> int:
-    """Return the chunks of every rank. Raises ConfigurationError where the schedule cannot run so (local).
+    """Return the chunks per rank of schedule ``name``.
 
-    A file is checked where it is read.
+    Raises ConfigurationError if the schedule does not support these numbers of ranks, micro-batches and chunks.
     """
     if name == FILE:
         return chunks
@@ -178,13 +179,13 @@ def check_schedule(name: str, ranks: int, microbatches: int, chunks: int = 1) ->
     if ranks > 1 and not schedule.pipelines:
         raise ConfigurationError(
             f"parallel.schedule = {name!r} with parallel.pipeline = {ranks}: all stages but one would wait; choose "
-            "1f1b, or another one for pipelines"
+            "1f1b, or another pipeline schedule"
         )
     fewest = schedule.fewest(ranks)
     if microbatches < fewest:
         raise ConfigurationError(
             f"parallel.schedule = {name!r} with parallel.pipeline = {ranks} and parallel.microbatches = "
-            f"{microbatches}: a group of micro-batches has as many as there are ranks, or more; set "
+            f"{microbatches}: each group of micro-batches needs at least as many as there are ranks; set "
             f"parallel.microbatches = {fewest} or above, or choose 1f1b"
         )
     return chunks_of(name, chunks)

@@ -1,6 +1,6 @@
-"""Simulation of a step: the time of every operation on every rank, from given costs instead of a model.
+"""Simulation of a step: the time of every operation on every rank, from given costs, without a model.
 
-Floor 4; imports the operations, the placement and the grid. `passes` translates passes into arrays, `program` runs
-them (compiled), `timeline` translates lists, and reads stages, bubbles and the critical path off the result. Begin
-with `timeline.simulate_passes` and `program.StepCosts`.
+Floor 4; imports operations, placement and grid. `passes` translates passes into arrays, `program` runs them
+(compiled), `timeline` computes stage times, bubbles and the critical path. Begin with `timeline.simulate_passes` and
+`program.StepCosts`.
 """

@@ -1,13 +1,10 @@
-"""Simulated program of passes, one entry for a whole chunk, and the peak memory of their activations.
+"""Simulated program of passes, and the peak memory of their activations.
 
-It is the same step as the lists that `hpcdist.strategies.schedule.generate.passes.expand` makes of the passes, a
-chunk in one entry where a list has one for each unit: its times are those of the lists (tests compare them), for
-pipelines far beyond what runs as lists, without an object for each operation.
+A program has one entry per pass of a whole chunk, not per unit, and no object per operation. Its times equal the times
+of the lists that `hpcdist.strategies.schedule.generate.passes.expand` makes.
 
-`peaks` counts how many activations are alive at once on each rank, from the order of the passes alone. A chunk keeps
-the activations of a micro-batch from its forward to its backward. Where the backward is split, what the weights'
-gradients need is kept on from BACKWARD_INPUT to BACKWARD_WEIGHT, and counted apart. A chunk that is computed again
-keeps its input only, until then.
+`peaks` counts the live activations on each rank. In a split backward pass, inputs of weight gradients stay from
+BACKWARD_INPUT to BACKWARD_WEIGHT and are counted separately.
 """
 
 from collections.abc import Sequence
@@ -33,11 +30,11 @@ from hpcdist.strategies.schedule.simulate.program import (
     StepCosts,
 )
 
-_BY_IDENTITY: Final = {id(way): code for way, code in CODES.items()}  # an Enum's own hash is a call into Python
+_BY_IDENTITY: Final = {id(way): code for way, code in CODES.items()}  # hashing an Enum member is slow
 
 
 def compact(passes: Passes) -> np.ndarray:
-    """Return ``passes`` as (3, passes): kind of pass, micro-batch, chunk of the rank (local)."""
+    """Return ``passes`` as an integer array with three rows: pass type, micro-batch, local chunk. Local."""
     if not passes:
         return np.zeros((3, 0), np.int64)
     ways, microbatches, chunks = zip(*passes, strict=True)
@@ -48,23 +45,24 @@ def compact(passes: Passes) -> np.ndarray:
 def program(
     passes: Sequence[np.ndarray], placement: StagePlacement, costs: StepCosts, *, recompute: bool = False
 ) -> Program:
-    """Return the program of the ranks whose `compact` ``passes`` are given, in their order (local)."""
+    """Return the program of all ranks for the simulator; ``passes`` has each rank's passes from `compact`. Local."""
     rows = [_Row(passes[rank], placement, rank, recompute) for rank in range(placement.stages)]
     count = 1 + max((int(row.microbatch.max(initial=0)) for row in rows), default=0)
     code, chunk, way = (np.concatenate([getattr(row, name) for row in rows]) for name in ("code", "chunk", "way"))
     microbatch = np.concatenate([row.microbatch for row in rows])
     onward = np.isin(way, (FORWARD, AGAIN))
-    # An activation on its way into a chunk, or its gradient: message by (direction, chunk into which it goes, m).
+    # Messages are numbered by (direction, chunk that they enter or whose input gradient they carry, micro-batch).
     into = chunk + np.where(onward == (code == SEND), 1, 0)
     number = (np.where(onward, 0, len(placement.chunks)) + into) * count + microbatch
     used = np.flatnonzero(code == SEND)
-    known = np.full(2 * len(placement.chunks) * count, -1)
-    known[number[used]] = np.arange(len(used))
-    target = np.where(code == WORK, -1, known[np.where(code == WORK, 0, number)])
+    message_of = np.full(2 * len(placement.chunks) * count, -1)
+    message_of[number[used]] = np.arange(len(used))
+    target = np.where(code == WORK, -1, message_of[np.where(code == WORK, 0, number)])
     if (target[code == RECV] < 0).any():
         entry = int(np.flatnonzero((code == RECV) & (target < 0))[0])
         raise ScheduleError(
-            f"chunk {chunk[entry]} waits for micro-batch {microbatch[entry]}, which no rank sends; prove them first"
+            f"chunk {chunk[entry]} waits for micro-batch {microbatch[entry]}, which no rank sends; run "
+            "schedule.verify on the passes first"
         )
     work = np.where(code == WORK, way, programs.OTHER).astype(np.int8)
     return Program(
@@ -81,32 +79,34 @@ def program(
 
 
 class _Row:
-    """Entries of one rank: up to three for each pass, and one more where it is recomputed."""
+    """Simulator entries of one rank.
+
+    A pass has up to three entries (receive, compute, send), or four if it recomputes activations.
+    """
 
     def __init__(self, passes: np.ndarray, placement: StagePlacement, rank: int, recompute: bool) -> None:
         way, microbatch, local = passes
         numbers = np.array([number for number, owner in enumerate(placement.ranks) if owner == rank])
-        own = numbers[local]
+        chunks = numbers[local]
         firsts = [units.start for units in placement.chunks]
-        crosses = np.array([placement.crosses(unit) for unit in firsts] + [False])  # into a chunk, by its number
+        crosses = np.array([placement.crosses(unit) for unit in firsts] + [False])  # into each chunk
         forward, weight = way == FORWARD, way == WEIGHT
-        before = np.where(forward, crosses[own], crosses[own + 1]) & ~weight
-        behind = np.where(forward, crosses[own + 1], crosses[own]) & ~weight
-        again = np.zeros(len(way), bool)
+        before = np.where(forward, crosses[chunks], crosses[chunks + 1]) & ~weight
+        behind = np.where(forward, crosses[chunks + 1], crosses[chunks]) & ~weight
+        recomputed = np.zeros(len(way), bool)
         if recompute:
-            follows = (way[:-1] == FORWARD) & (microbatch[:-1] == microbatch[1:]) & (own[:-1] == own[1:])
-            again[1:] = ~follows
-            again &= (way == BACKWARD) | (way == INPUT)
-        there = np.stack([again, before, np.ones(len(way), bool), behind], axis=1)
-        kinds = np.broadcast_to([WORK, RECV, WORK, SEND], there.shape)[there]
-        ways = np.stack([np.full(len(way), AGAIN), way, way, way], axis=1)[there]
-        each = there.sum(axis=1)
+            follows = (way[:-1] == FORWARD) & (microbatch[:-1] == microbatch[1:]) & (chunks[:-1] == chunks[1:])
+            recomputed[1:] = ~follows
+            recomputed &= (way == BACKWARD) | (way == INPUT)
+        present = np.stack([recomputed, before, np.ones(len(way), bool), behind], axis=1)
+        kinds = np.broadcast_to([WORK, RECV, WORK, SEND], present.shape)[present]
+        ways = np.stack([np.full(len(way), AGAIN), way, way, way], axis=1)[present]
+        counts = present.sum(axis=1)
         self.code, self.way = kinds, ways
-        self.microbatch, self.chunk = np.repeat(microbatch, each), np.repeat(own, each)
+        self.microbatch, self.chunk = np.repeat(microbatch, counts), np.repeat(chunks, counts)
 
 
 def _links(placement: StagePlacement, into: np.ndarray, onward: np.ndarray) -> np.ndarray:
-    """Return the link of each message."""
     links = np.zeros((len(placement.chunks), 2), np.int64)
     for number in range(1, len(placement.chunks)):
         one, other = placement.ranks[number - 1 : number + 1]
@@ -116,19 +116,18 @@ def _links(placement: StagePlacement, into: np.ndarray, onward: np.ndarray) -> n
 
 
 def _seconds(placement: StagePlacement, costs: StepCosts) -> np.ndarray:
-    """Return the seconds of a pass through a chunk, (what it is, chunk)."""
     return np.array([[sum(row[unit] for unit in units) for units in placement.chunks] for row in costs.rows])
 
 
 def peaks(program: Program) -> tuple[Peak, ...]:
-    """Return the peak of each rank in live micro-batches (local)."""
+    """Return each rank's peak number of micro-batches in progress. Local."""
     return tuple(_peak(program, program.row(rank)) for rank in range(program.ranks))
 
 
 def _peak(program: Program, row: slice) -> Peak:
     chunk, microbatch, work = program.chunk[row], program.microbatch[row], program.work[row]
     entries = np.flatnonzero(work >= 0)
-    # A list has an entry for each unit: the first of a forward begins it, the last of a backward ends it.
+    # An operation list has an entry per unit: the first entry of a forward pass starts it, the last ends a backward.
     passes = np.stack([work[entries], chunk[entries], microbatch[entries]], axis=1)
     changes = np.any(passes[1:] != passes[:-1], axis=1)
     first, last = np.concatenate([[True], changes]), np.concatenate([changes, [True]])

@@ -1,17 +1,13 @@
-"""The simulated program: operation lists as arrays, and the loop that finds when everything in them happens.
+"""The simulated program: operation lists as arrays, and the loop that computes the times of all entries.
 
-`StepCosts` has the seconds of passes and messages, given or measured; `Program` the entries that they make of a step,
-`run` their `Times`. Every rank has a row of entries, which it takes one after the other:
+Each rank runs its entries in order:
 
-    WORK    its seconds pass
-    SEND    its seconds pass, then a message leaves; the sender goes on at once
-    RECV    waits until its message is there, then its seconds pass
+    WORK    takes its seconds
+    SEND    takes its seconds, then a message leaves; the sender continues at once
+    RECV    waits for its message, then takes its seconds
 
-A link, from one rank to another, carries one message after the other in the order in which they were sent: each takes
-it for its transfer, and arrives so many seconds of latency later.
-
-No rank ever has a choice, and who uses a link uses it in its own order; so the times that come out do not depend on the
-order in which the loop tries the ranks. It takes O(entries).
+A link connects two ranks in one direction and carries messages in sending order: each occupies it for the transfer
+time, and arrives after an additional latency. O(entries).
 """
 
 import math
@@ -28,7 +24,7 @@ from hpcdist.strategies.schedule.operations import COMPUTE
 
 @dataclass(frozen=True)
 class LinkCost:
-    """Cost of a message between two ranks: it takes the link for ``carries_s``, and arrives ``latency_s`` later."""
+    """Cost of a message: it occupies the link for ``carries_s`` seconds and arrives ``latency_s`` seconds later."""
 
     latency_s: float = 0.0
     carries_s: float = 0.0
@@ -36,9 +32,9 @@ class LinkCost:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """Seconds of one micro-batch, each a sequence by unit of the model.
+    """Seconds of each pass for one micro-batch; each field has one value per unit of the model.
 
-    ``backward_s`` is that of a joint backward; where it is split, ``input_s`` and ``weight_s`` take its place.
+    ``backward_s`` is the time of an unsplit backward pass; ``input_s`` and ``weight_s`` are the halves of a split one.
     """
 
     forward_s: Sequence[float]
@@ -51,15 +47,15 @@ class StepCosts:
         rows = {name: getattr(self, name) for name in ("forward_s", "backward_s", "input_s", "weight_s")}
         for name, row in rows.items():
             if len(row) != len(self.forward_s):
-                raise UsageError(f"costs: {name} has {len(row)} units, forward_s {len(self.forward_s)}; give one each")
+                raise UsageError(f"costs: {name} has {len(row)} units, but forward_s has {len(self.forward_s)}")
             if not all(math.isfinite(seconds) and seconds >= 0 for seconds in row):
-                raise UsageError(f"costs: {name} = {list(row)}; seconds are finite and not negative")
+                raise UsageError(f"costs: {name} = {list(row)}; seconds must be finite and not negative")
 
     @classmethod
     def equal(
         cls, units: int, forward_s: float, input_s: float, weight_s: float, *, link: LinkCost | None = None
     ) -> "StepCosts":
-        """Return the costs of ``units`` that are all alike, whose joint backward takes as long as the two parts."""
+        """Return the costs of ``units`` equal units. An unsplit backward pass takes ``input_s + weight_s``."""
         return cls(
             forward_s=[forward_s] * units,
             backward_s=[input_s + weight_s] * units,
@@ -70,50 +66,51 @@ class StepCosts:
 
     @property
     def rows(self) -> tuple[Sequence[float], ...]:
-        """Seconds by unit of FORWARD, BACKWARD, INPUT, WEIGHT and AGAIN."""
+        """Seconds per unit of the model, one row per kind of work: FORWARD, BACKWARD, INPUT, WEIGHT and AGAIN.
+
+        AGAIN is recomputation.
+        """
         return self.forward_s, self.backward_s, self.input_s, self.weight_s, self.forward_s
 
 
 WORK, SEND, RECV = range(3)  # codes of entries
-FORWARD, BACKWARD, INPUT, WEIGHT, AGAIN = range(5)  # what WORK it is: AGAIN is a forward that is computed once more
+FORWARD, BACKWARD, INPUT, WEIGHT, AGAIN = range(5)  # kinds of WORK; AGAIN is a recomputed forward pass
 OTHER: Final = -1
 CODES: Final = dict(zip(COMPUTE, range(4), strict=True))  # of passes
 
 
 @dataclass(frozen=True)
 class Program:
-    """Entries of all ranks, row behind row; those of rank r are ``starts[r]:starts[r + 1]``."""
+    """Simulator input: compute, send and receive entries; ``starts[r]:starts[r + 1]`` are the entries of rank r."""
 
     starts: np.ndarray  # (ranks + 1,)
     code: np.ndarray  # (entries,), int8
-    target: np.ndarray  # (entries,), number of the message, -1 for WORK
+    target: np.ndarray  # (entries,), message number, -1 for WORK
     seconds: np.ndarray  # (entries,)
     work: np.ndarray  # (entries,), int8: FORWARD, ..., AGAIN, or OTHER
-    microbatch: np.ndarray  # (entries,), -1 where there is none
-    chunk: np.ndarray  # (entries,), the number of the chunk in the model, -1 where there is none
-    links: np.ndarray  # (messages,), which link each of them takes
+    microbatch: np.ndarray  # (entries,), or -1
+    chunk: np.ndarray  # (entries,), number of the chunk in the model, or -1
+    links: np.ndarray  # (messages,), link number of each message
     link: LinkCost
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """Number of ranks in the program."""
         return len(self.starts) - 1
 
     def row(self, rank: int) -> slice:
-        """Return the slice of the entries of ``rank``."""
         return slice(int(self.starts[rank]), int(self.starts[rank + 1]))
 
     def rank_of(self, entry: int) -> int:
-        """Return the rank that has ``entry``."""
         return int(np.searchsorted(self.starts, entry, side="right")) - 1
 
 
 @dataclass(frozen=True)
 class Times:
-    """Begin and end of the entries: a RECV begins when its rank comes there.
+    """Simulated start and end times of the entries of a program; a RECV starts when its rank reaches it.
 
-    ``cause`` is the SEND that an entry waited for; -1 where it waited for none but the one before it on its rank.
-    ``before`` is, for a SEND that found its link taken, who had taken it, else -1.
+    ``cause``: for each entry, the SEND that delayed it, or -1 if only the rank's previous entry delayed it. ``before``:
+    for each SEND, the SEND that occupied the link before it, or -1.
     """
 
     begin_s: np.ndarray  # (entries,)
@@ -124,7 +121,7 @@ class Times:
 
 
 def run(program: Program) -> Times:
-    """Return the times of all entries of ``program`` (local). Raises ScheduleError where it never ends."""
+    """Simulate ``program``: return the times of all entries. Raises ScheduleError if a rank waits forever. Local."""
     entries = len(program.code)
     begin_s, end_s = np.full(entries, -1.0), np.full(entries, -1.0)
     cause, before = np.full(entries, -1, np.int64), np.full(entries, -1, np.int64)
@@ -138,7 +135,7 @@ def run(program: Program) -> Times:
         rank = int(stuck[0])
         raise ScheduleError(
             f"rank {rank} waits for ever at entry {at[rank] - program.starts[rank]} of its {len(at)}-rank schedule, "
-            f"and so do ranks {stuck.tolist()}: a message that is never sent, or a circle; verify the lists first"
+            f"and so do ranks {stuck.tolist()}: a message is never sent, or waits are cyclic; verify the lists first"
         )
     return Times(begin_s, end_s, cause, before, arrival_s)
 
@@ -147,13 +144,13 @@ def run(program: Program) -> Times:
 def _run(
     rows: tuple[np.ndarray, ...], links: np.ndarray, travel_s: np.ndarray, at: np.ndarray, times: tuple[np.ndarray, ...]
 ) -> None:
-    """Advance ``at`` to the end of every row, or to where nothing moves; fill ``times`` on the way."""
+    """Simulate until each rank has ended or waits; update ``times`` and ``at``, each rank's current entry."""
     starts, code, target, seconds = rows
     begin_s, end_s, cause, before, arrival_s = times
     ranks = len(starts) - 1
     link_count = links.max() + 1 if len(links) else 0
     now = np.zeros(ranks)
-    waiting, sender = np.full(len(links), -1), np.full(len(links), -1)  # rank that waits for the message; its entry
+    waiting, sender = np.full(len(links), -1), np.full(len(links), -1)  # by message: waiting rank, sending entry
     taken_s, last = np.zeros(link_count), np.full(link_count, -1)
     ready, count = np.arange(ranks)[::-1].copy(), ranks
     while count:
@@ -186,7 +183,6 @@ def _run(
 def _send(
     entry: int, now_s: float, link: int, travel_s: np.ndarray, taken_s: np.ndarray, last: np.ndarray, before: np.ndarray
 ) -> float:
-    """Put a message on its link behind earlier ones; return its arrival."""
     if taken_s[link] > now_s:
         now_s, before[entry] = taken_s[link], last[link]
     taken_s[link], last[link] = now_s + travel_s[0], entry
@@ -195,7 +191,6 @@ def _send(
 
 
 def _nothing() -> tuple[object, ...]:
-    """Return sample arguments: two ranks without entries."""
     count, kinds, seconds = np.zeros(0, np.int64), np.zeros(0, np.int8), np.zeros(0)
     rows = np.zeros(3, np.int64), kinds, count, seconds
     times = seconds.copy(), seconds.copy(), count.copy(), count.copy(), seconds.copy()

@@ -1,12 +1,10 @@
-"""Timeline of a simulated step: the stages' busy and idle time, the bubble, and the critical path.
+"""Timeline of a simulated step: busy and idle times of the stages, the bubble, and the critical path.
 
-The same lists are run as the executor runs and the verifier proves (`simulate_lists`), or, for pipelines of any size,
-the passes that they are made of (`simulate_passes`). Sends never wait, receives do; see `program` for links.
+`simulate_lists` runs the operation lists that the executor runs, `simulate_passes` the passes.
 
-The bubble of a stage is that of the zero-bubble paper (P. Qi et al., arXiv:2401.10241): the share of its own span,
-from its first pass to the end of its last, in which it computes nothing. That of the step is that of the stage with
-the longest span. Beside it, the makespan rate is the share of all ranks' time, from the first pass of any to the
-last, in which nobody computes: where stages begin late and end early, as in ZB-H2, it is larger.
+The bubble of a stage (P. Qi et al., arXiv:2401.10241) is the idle share of its span, from its first pass to the end of
+its last. The bubble of the step is the bubble of the stage with the longest span. The makespan rate is the idle share
+of all ranks from the first pass to the last.
 """
 
 from collections.abc import Sequence
@@ -26,8 +24,8 @@ from hpcdist.strategies.schedule.verify.deadlock import RECEIVES, SENDS
 class StageTimes:
     """Times of one rank in a simulated step.
 
-    ``span_s`` is from its first pass to the end of its last, ``busy_s`` the passes themselves, ``idle_s`` what it waits
-    in receives.
+    ``span_s``: from the start of its first pass to the end of its last pass. ``busy_s``: total time of its passes.
+    ``idle_s``: total time of its waits in receives.
     """
 
     begin_s: float
@@ -37,20 +35,19 @@ class StageTimes:
 
     @property
     def bubble(self) -> float:
-        """Share of the rank's own span in which it computes nothing."""
+        """Fraction of ``span_s`` in which this rank is idle."""
         return max(0.0, (self.span_s - self.busy_s) / self.span_s) if self.span_s else 0.0  # sums are rounded
 
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """Simulated step, with the times of each entry of each rank."""
+    """Simulated step: a program, and the simulated start and end times of the program's entries."""
 
     program: Program
     times: Times
 
     @cached_property
     def stages(self) -> tuple[StageTimes, ...]:
-        """Times of each rank."""
         return tuple(self._stage(self.program.row(rank)) for rank in range(self.program.ranks))
 
     def _stage(self, row: slice) -> StageTimes:
@@ -66,31 +63,31 @@ class StepTimeline:
 
     @property
     def makespan_s(self) -> float:
-        """Seconds from the beginning to the end of the last entry of any rank."""
+        """Seconds from the start of the step to the end of its last entry, on any rank."""
         return float(self.times.end_s.max(initial=0.0))
 
     @property
     def computes_s(self) -> float:
-        """Seconds from the first pass of any rank to the end of the last one."""
+        """Seconds from the start of the first pass to the end of the last pass, over all ranks."""
         computing = [stage for stage in self.stages if stage.span_s]
         ends = [stage.begin_s + stage.span_s for stage in computing]
         return max(ends, default=0.0) - min((stage.begin_s for stage in computing), default=0.0)
 
     @property
     def bubble(self) -> float:
-        """Bubble of the stage with the longest span; of several such the largest."""
+        """Idle fraction of the pipeline rank with the longest span; among equal spans, the largest idle fraction."""
         longest = max(stage.span_s for stage in self.stages)
         return max(stage.bubble for stage in self.stages if stage.span_s >= longest * (1 - 1e-12))
 
     @property
     def makespan_rate(self) -> float:
-        """Share of the ranks' time, while any of them computes, in which they do not."""
+        """Idle fraction of all computing ranks between the first pass and the last pass of any rank."""
         computing = [stage for stage in self.stages if stage.span_s]
         whole_s = len(computing) * self.computes_s
         return 1.0 - sum(stage.busy_s for stage in computing) / whole_s if whole_s else 0.0
 
     def critical_path(self) -> "list[CriticalSegment]":
-        """Return the chain of entries that decides the makespan, without gaps, from the beginning on (local)."""
+        """Return the chain of entries and messages without gaps that determines the simulated step time. Local."""
         program, times = self.program, self.times
         segments: list[CriticalSegment] = []
         entry = int(times.end_s.argmax()) if len(times.end_s) else -1
@@ -101,34 +98,34 @@ class StepTimeline:
                 segments.append(CriticalSegment(rank, entry, float(times.begin_s[entry]), end_s, travels=False))
                 entry = entry - 1 if entry > program.starts[rank] else -1
                 continue
-            there_s = end_s - float(program.seconds[entry])
-            if there_s < end_s:
-                segments.append(CriticalSegment(rank, entry, there_s, end_s, travels=False))
+            arrival_s = end_s - float(program.seconds[entry])
+            if arrival_s < end_s:
+                segments.append(CriticalSegment(rank, entry, arrival_s, end_s, travels=False))
             while times.before[cause] >= 0:
                 cause = int(times.before[cause])
-            segments.append(CriticalSegment(rank, entry, float(times.end_s[cause]), there_s, travels=True))
+            segments.append(CriticalSegment(rank, entry, float(times.end_s[cause]), arrival_s, travels=True))
             entry = cause
         return [link for link in reversed(segments) if link.end_s > link.begin_s]
 
 
 @dataclass(frozen=True)
 class CriticalSegment:
-    """Part of the critical path: ``entry`` of ``rank`` at work, or a message that it waited for."""
+    """Segment of the critical path: ``rank`` runs entry number ``entry``, or waits for the message that it receives."""
 
     rank: int
     entry: int
     begin_s: float
     end_s: float
-    travels: bool  # a message, and not work of the rank
+    travels: bool  # whether this is a message
 
 
 def _program(lists: Sequence[Sequence[Operation]], placement: StagePlacement, costs: StepCosts) -> Program:
-    """Return the program of the ``lists`` of all ranks of a pipeline: one entry for each operation (local).
+    """Return the simulator program of the operation lists of all pipeline ranks, with one entry per operation. Local.
 
-    A receive waits for its message; what is neither a pass nor a message takes no time.
+    Operations other than passes and messages take no time.
     """
     chunk_of = {unit: number for number, units in enumerate(placement.chunks) for unit in units}
-    messages: dict[object, int] = {}  # numbered by the first of their two ends
+    messages: dict[object, int] = {}  # numbered when first seen at either end
     links: dict[int, int] = {}
     rows: list[tuple[int, int, float, int, int, int]] = []
     for rank, steps in enumerate(lists):
@@ -164,9 +161,9 @@ def _program(lists: Sequence[Sequence[Operation]], placement: StagePlacement, co
 
 
 def simulate_lists(steps: Sequence[Sequence[Operation]], placement: StagePlacement, costs: StepCosts) -> StepTimeline:
-    """Return the timeline of the lists of all ranks of one pipeline (local).
+    """Simulate the operation lists ``steps`` of all ranks of one pipeline; return the timeline. Local.
 
-    Raises ScheduleError where a rank would wait for ever.
+    Raises ScheduleError if a rank would wait forever.
     """
     program = _program(steps, placement, costs)
     return StepTimeline(program, programs.run(program))
@@ -175,9 +172,9 @@ def simulate_lists(steps: Sequence[Sequence[Operation]], placement: StagePlaceme
 def simulate_passes(
     rows: Sequence[np.ndarray], placement: StagePlacement, costs: StepCosts, *, recompute: bool = False
 ) -> StepTimeline:
-    """Return the timeline of the passes of all ranks of one pipeline, given as `simulate.passes.compact` (local).
+    """Simulate ``rows``, the `compact` passes of all ranks of one pipeline; return the timeline. Local.
 
-    Raises ScheduleError where a rank would wait for ever.
+    Raises ScheduleError if a rank would wait forever.
     """
     program = passes_simulate.program(rows, placement, costs, recompute=recompute)
     return StepTimeline(program, programs.run(program))

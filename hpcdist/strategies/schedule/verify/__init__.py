@@ -1,6 +1,5 @@
-"""Proof that the operation lists of all ranks are one training step: no deadlock, nothing lost or done twice.
+"""Proof that the operation lists of all ranks form one training step: no deadlock, nothing lost or done twice.
 
-Floor 4; imports the operations, the placement and the grid, runs no model. `rank_checks` and `liveness` look at one
-rank, `deadlock` at all of them together; `liveness.prove` takes orders of passes, before there are units. Begin with
-`proof.verify` and `deadlock.DryRun`.
+Floor 4; imports operations, placement and grid, runs no model. `rank_checks` and `liveness` check one rank, `deadlock`
+all ranks; `liveness.prove` checks orders of passes. Begin with `proof.verify` and `deadlock.DryRun`.
 """

@@ -1,13 +1,8 @@
-"""Deadlock check by a dry run of all ranks: no circle of waits, and every message finds its receiver.
+"""Deadlock check by a dry run of all ranks: no cyclic waits, and every message has a receiver.
 
-The lists are run without computing anything. A send is buffered and never waits (the executor sends with isend), a
-receive waits for the message of its micro-batch and unit, a collective for all its members, COLLECT for what the
-workers push, PULL for what servers publish. What is started (`ENDS`) waits for nobody, but the members of an axis
-start in the same order; its end is taken for a collective: where nothing moves by itself, what others wait for moves
-when a rank comes there itself.
-
-No rank ever has a choice, so the order in which ranks are tried here cannot change what happens: a run that ends here
-ends always, as long as sends find room.
+Sends are buffered and never wait. A receive waits for its message, a collective for all members, COLLECT for workers,
+PULL for servers. Operations in `ENDS` wait for nothing, but all members of an axis must start them in the same order;
+their ends count as collectives. No operation has a choice, so one run proves all.
 """
 
 import math
@@ -18,7 +13,7 @@ from hpcdist.errors import ScheduleError
 from hpcdist.strategies.core.grid import ORDER, ProcessGrid
 from hpcdist.strategies.schedule.operations import COMPUTE, ENDS, Kind, Operation, StagePlacement
 
-# (its receive, whether it goes to the rank of the unit, and not to that of the unit before)
+# kind -> (kind of its receive, whether it goes to the rank of the unit and not to the rank of the unit before)
 SENDS: Final = {Kind.SEND_ACTIVATION: (Kind.RECV_ACTIVATION, True), Kind.SEND_GRADIENT: (Kind.RECV_GRADIENT, False)}
 RECEIVES: Final = {receive: (send, onward) for send, (receive, onward) in SENDS.items()}
 OVER_DATA: Final = (
@@ -27,18 +22,18 @@ OVER_DATA: Final = (
     *(*ENDS, *ENDS.values()),
 )
 OVER_COPIES: Final = (Kind.COPY_GRADIENT, Kind.COPY_VALUE)
-# Where that axis has several ranks, they compute together, and so do those that share out experts.
+# Ranks of a tensor axis compute together, and so do ranks that share experts.
 OVER_TENSOR: Final = (*COMPUTE, Kind.SUM_ROWS)
-# As do those of a context axis, whose messages inside of a stage `strategies.context.proof` has proven: they end there.
+# Collective over a context axis; `strategies.context.proof` has proven the messages inside of a stage.
 OVER_CONTEXT: Final = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)
 REPLICAS: Final = ("data", "context")
-SERVED: Final = {Kind.COLLECT: Kind.PUSH, Kind.PULL: Kind.PUBLISH}  # what waits -> what it waits for
+SERVED: Final = {Kind.COLLECT: Kind.PUSH, Kind.PULL: Kind.PUBLISH}  # waiting kind -> awaited kind
 
 MessageKey: TypeAlias = tuple[int, int, Kind, int, int, int]  # (from, to, kind of the send, micro-batch, unit, source)
 
 
 class PeerRanks:
-    """Peers of the ranks on ``grid``; of the ``ranks``, those beyond it are parameter servers."""
+    """Peers of each rank along the axes of ``grid``. Ranks from the size of the grid to ``ranks`` - 1 are servers."""
 
     def __init__(self, grid: ProcessGrid, ranks: int) -> None:
         self.grid, self.ranks = grid, ranks
@@ -51,39 +46,39 @@ class PeerRanks:
         self._groups = {group: tuple(members) for group, members in groups.items()}
 
     def stage(self, rank: int) -> int:
-        """Return the pipeline stage of a worker."""
+        """Return the pipeline stage of a worker rank."""
         return self._places[rank]["pipeline"]
 
     def together(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that ``rank`` computes with: of its tensor group, its samples, and those of its experts."""
+        """Return the ranks that run compute collectives with ``rank``: its tensor, context and expert peers."""
         return self._groups[self._group_of(rank)]
 
     def _group_of(self, rank: int) -> tuple[int, int]:
-        place, grid = self._places[rank], self.grid
-        replica = place["data"] * grid.context + place["context"]
-        # Both cut the replicas into blocks of neighbours; those who wait for each other lie between common borders.
-        return place["pipeline"], replica // math.lcm(grid.context, grid.expert)
+        coordinates, grid = self._places[rank], self.grid
+        replica = coordinates["data"] * grid.context + coordinates["context"]
+        # Both axes divide the replicas into blocks; ranks that wait for each other share a common block.
+        return coordinates["pipeline"], replica // math.lcm(grid.context, grid.expert)
 
     def along(self, axes: Collection[str], rank: int) -> tuple[int, ...]:
-        """Return the ranks that differ from ``rank`` along ``axes`` only; servers are one such group."""
+        """Return the ranks that differ from ``rank`` only along ``axes``; all servers form one group."""
         if rank >= self.grid.size:
             return self.servers
         others = [other for other in ORDER if other not in axes]
-        place = self._places[rank]
-        return tuple(r for r in self.workers if all(self._places[r][other] == place[other] for other in others))
+        coordinates = self._places[rank]
+        return tuple(r for r in self.workers if all(self._places[r][other] == coordinates[other] for other in others))
 
 
 class DryRun:
-    """Dry run of the lists of all ranks; afterwards ``messages`` and ``meetings`` have their numbers."""
+    """Dry run of the operation lists of all ranks; counts ``messages`` and collectives (``meetings``)."""
 
     def __init__(
         self, lists: Sequence[Sequence[Operation]], neighbours: PeerRanks, places: Sequence[StagePlacement]
     ) -> None:
         self._lists, self._neighbours, self._places = lists, neighbours, places
         self._at = [0] * len(lists)
-        self._in_transit: set[MessageKey] = set()  # sent, and not received yet
+        self._in_transit: set[MessageKey] = set()  # sent, but not received yet
         self._arrived: dict[tuple[object, ...], dict[int, Operation]] = {}
-        # What was started, with the rank that came first.
+        # Started operations, each with the first rank that started it.
         self._begun: dict[tuple[object, ...], list[tuple[int, Operation]]] = {}
         self._starts = [0] * len(lists)
         self._data = [neighbours.along(REPLICAS, rank) for rank in range(len(lists))]
@@ -91,9 +86,8 @@ class DryRun:
         self.messages = self.meetings = 0
 
     def run(self) -> None:
-        """Run all lists to their end. Raises ScheduleError where a rank is stuck."""
-        # Ranks are tried in turns, each as far as it gets. No operation has a choice, so the order does not matter: a
-        # round in which nobody moves is a deadlock, or the end.
+        """Run all operation lists to their ends. Raises ScheduleError if a rank would wait forever."""
+        # Each rank runs as far as possible in turn. A round without progress is a deadlock, or the end.
         moving = True
         while moving:
             moving = False
@@ -112,7 +106,7 @@ class DryRun:
         return steps[self._at[rank]] if self._at[rank] < len(steps) else None
 
     def _step(self, rank: int) -> bool:
-        """Run the current operation of ``rank``, and return True; return False where it has to wait."""
+        """Run the next operation of ``rank`` and return True, or return False if it must wait."""
         op = self._now(rank)
         assert op is not None
         if op.kind in SENDS:
@@ -137,21 +131,24 @@ class DryRun:
         return True
 
     def _message(self, rank: int, op: Operation) -> MessageKey:
-        """Return the message of a SEND or RECV: it goes along the input of its unit, or back with the gradient."""
         send, onward = (op.kind, SENDS[op.kind][1]) if op.kind in SENDS else RECEIVES[op.kind]
-        place = self._places[rank] if rank < len(self._places) else None
+        placement = self._places[rank] if rank < len(self._places) else None
         before = op.unit - 1 if op.source < 0 else op.source
-        known = place is not None and op.unit in place.units and (op.source < 0 or (before, op.unit) in place.skips)
-        if place is None or not known or before < 0 or place.rank_of(before) == place.rank_of(op.unit):
-            raise ScheduleError(f"rank {rank}: {op} has no other side: the input of its unit stays on one rank")
-        ends = [self._pipeline[rank][place.rank_of(unit)] for unit in (before, op.unit)]
+        is_valid = (
+            placement is not None
+            and op.unit in placement.units
+            and (op.source < 0 or (before, op.unit) in placement.skips)
+        )
+        if placement is None or not is_valid or before < 0 or placement.rank_of(before) == placement.rank_of(op.unit):
+            raise ScheduleError(f"rank {rank}: {op} has no peer: no input of this unit comes from another rank")
+        ends = [self._pipeline[rank][placement.rank_of(unit)] for unit in (before, op.unit)]
         source, target = ends if onward else ends[::-1]
         if rank != (source if op.kind in SENDS else target):
-            raise ScheduleError(f"rank {rank}: {op} goes from rank {source} to rank {target}, and is not this rank's")
+            raise ScheduleError(f"rank {rank}: {op} sends from rank {source} to rank {target}, not from or to {rank}")
         return source, target, send, op.microbatch, op.unit, op.source
 
     def _group(self, rank: int, op: Operation) -> tuple[tuple[object, ...], tuple[int, ...]]:
-        """Return the communicator of a collective, as a key, and its members."""
+        """Return (key, member ranks) of the communicator on which ``op`` is collective."""
         if op.kind is Kind.AGREE:
             return ("world",), tuple(range(len(self._lists)))
         if op.kind in OVER_TENSOR:
@@ -165,7 +162,7 @@ class DryRun:
         pipeline = self._neighbours.along(("pipeline",), rank)
         members = tuple(r for r in pipeline if op in self._lists[r])
         if len(members) < 2:
-            raise ScheduleError(f"rank {rank}: {op} has no other side among ranks {list(pipeline)}")
+            raise ScheduleError(f"rank {rank}: {op} is in no other list of the pipeline ranks {list(pipeline)}")
         return ("copy", op.kind, op.unit, *members), members
 
     def _together(self, op: Operation) -> bool:
@@ -174,7 +171,7 @@ class DryRun:
         return (op.kind in OVER_TENSOR and tensor) or (op.kind in OVER_CONTEXT and grid.context > 1)
 
     def _updating(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks along the data axis that update: all of them, or those among them that serve."""
+        """Return the ranks that update on the data axis of ``rank``: its servers or, without servers, all its ranks."""
         axis = self._data[rank]
         kinds = {member: {op.kind for op in self._lists[member]} for member in axis}
         if not any(Kind.COLLECT in kinds_of_member for kinds_of_member in kinds.values()):
@@ -185,14 +182,15 @@ class DryRun:
         key, members = self._group(rank, op)
         present = self._arrived.setdefault(key, {})
         present[rank] = op
-        for other, theirs in present.items():
-            if theirs != op:
+        for other, other_op in present.items():
+            if other_op != op:
                 raise ScheduleError(
-                    f"rank {rank}: {op} meets {theirs} of rank {other}; the members of an axis need the same order"
+                    f"rank {rank}: {op} is paired with {other_op} of rank {other}; all members of an axis must run "
+                    "their collectives in the same order"
                 )
         if len(present) < len(members):
             return False
-        # The last member to come moves all of them: the others stand still at this operation.
+        # The last member to arrive advances all members.
         del self._arrived[key]
         for member in members:
             self._at[member] += 1
@@ -200,22 +198,22 @@ class DryRun:
         return True
 
     def _start(self, rank: int, op: Operation) -> None:
-        """Match an operation that is started with those that the members of its axis start, in their order."""
+        """Check that the n-th operation that ``rank`` starts on a communicator equals the n-th of the other members."""
         key, _ = self._group(rank, op)
-        begun = self._begun.setdefault(key, [])
-        # A started collective waits for nobody, but the n-th start of every member must be the same operation.
-        place = self._starts[rank]
-        if place == len(begun):
-            begun.append((rank, op))
-        first, theirs = begun[place]
-        if theirs != op:
+        started = self._begun.setdefault(key, [])
+        # A start waits for no rank, but the n-th start of every member must be the same operation.
+        number = self._starts[rank]
+        if number == len(started):
+            started.append((rank, op))
+        first, expected = started[number]
+        if expected != op:
             raise ScheduleError(
-                f"rank {rank}: {op} meets {theirs} of rank {first}; the members of an axis need the same order"
+                f"rank {rank}: {op} is paired with {expected} of rank {first}; all members of an axis must run their "
+                "collectives in the same order"
             )
         self._starts[rank] += 1
 
     def _missing(self, rank: int, op: Operation) -> list[int]:
-        """Return the ranks whose PUSH, or PUBLISH, the COLLECT, or PULL, still waits for."""
         awaited = SERVED[op.kind]
         sources = [
             (source, index)
@@ -224,12 +222,11 @@ class DryRun:
             if other.kind is awaited and other.touches(op.part)
         ]
         if not sources:
-            raise ScheduleError(f"rank {rank}: {op} waits for a {awaited.name} that no rank has")
-        # A source has pushed once it has gone beyond the position of its PUSH.
+            raise ScheduleError(f"rank {rank}: {op} waits for a {awaited.name} that no rank has in its list")
+        # A source has sent once it has passed the position of its PUSH or PUBLISH.
         return [source for source, index in sources if self._at[source] <= index]
 
     def _awaited(self, rank: int, op: Operation) -> list[int]:
-        """Return the ranks that ``rank`` waits for."""
         if op.kind in RECEIVES:
             return [self._message(rank, op)[0]]
         if op.kind in SERVED:
@@ -238,7 +235,6 @@ class DryRun:
         return [member for member in members if member not in self._arrived.get(key, {})]
 
     def _explain(self, rank: int) -> str:
-        """Return the chain of waits from ``rank`` to a rank that has ended, or around the circle."""
         chain: list[int] = []
         waits: list[str] = []
         while rank not in chain:

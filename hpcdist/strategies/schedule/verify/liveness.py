@@ -1,12 +1,4 @@
-"""Liveness on one rank: gathered parameters are there and fresh when used, and activations are freed.
-
-`RankProgram` is the operation list of a rank with its context, which all checks of the verifier look at. The checks
-here follow what is in memory: units that are gathered and freed, and micro-batches from forward to backward;
-`gathered_peak` and `activation_peak` return the most at once. They look at one rank, and no other.
-
-`prove` checks the order of passes of all ranks, before there are units: each micro-batch goes once forward and once
-back through every chunk, and no ranks wait for each other in a circle. Schedule files are read with it.
-"""
+"""Liveness on one rank: gathered parameters exist and are current when used, and activations are freed."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,7 +14,7 @@ from hpcdist.strategies.schedule.generate.passes import Pass, Passes, Peak, spel
 from hpcdist.strategies.schedule.operations import COMPUTE, USES, Kind, Operation, StagePlacement
 
 BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-# What may follow, for the same micro-batch and chunk.
+# Passes that may follow a pass of the same micro-batch and chunk.
 DUE: Final[dict[Kind | None, tuple[Kind, ...]]] = {
     None: (Kind.FORWARD,),
     Kind.FORWARD: BACK,
@@ -35,10 +27,10 @@ DUE: Final[dict[Kind | None, tuple[Kind, ...]]] = {
 def prove(
     passes: Sequence[Passes], placement: StagePlacement, microbatches: int, names: Sequence[str] | None = None
 ) -> list[Peak]:
-    """Return the peak of each rank, given the ``passes`` of all of them.
+    """Check the ``passes`` of all ranks; return each rank's peak number of micro-batches in progress.
 
-    Raises ScheduleError, which names rank, as ``names`` do, and pass, where a micro-batch does not go once forward and
-    once back through every chunk, or ranks wait for each other in a circle.
+    Raises ScheduleError, with a rank's name from ``names``, unless every micro-batch passes once forward and once back
+    through every chunk, without cyclic waits.
     """
     names = names or [f"rank {rank}" for rank in range(len(passes))]
     assert len(passes) == placement.stages, f"passes of {len(passes)} ranks for {placement.stages}"
@@ -51,61 +43,60 @@ def prove(
 
 
 def _of_rank(name: str, steps: Passes, chunks: int, microbatches: int) -> Peak:
-    """Return the peak of one rank, whose micro-batches go forward and then back through each of its chunks."""
+    """Check that each micro-batch passes forward and back through each chunk of a rank; return the rank's peak."""
     done: dict[tuple[int, int], Kind] = {}  # (micro-batch, chunk) -> its last pass
     live = held = 0
     most = Peak(0, 0, 0)
     for step in steps:
-        way, microbatch, chunk = step
+        kind, microbatch, chunk = step
         at = microbatch, chunk
         if not (0 <= microbatch < microbatches and 0 <= chunk < chunks):
             raise ScheduleError(
-                f"{name}: {spell(step)} is beyond its {microbatches} micro-batches, 0 to {microbatches - 1}, or "
-                f"its chunks, 0 to {chunks - 1}"
+                f"{name}: {spell(step)} is out of range; the micro-batches are 0 to {microbatches - 1}, and the chunks "
+                f"of the rank are 0 to {chunks - 1}"
             )
         before = done.get(at)
-        if way not in DUE[before]:
-            wanted = " or ".join(spell((other, *at)) for other in DUE[before]) or "nothing more of the micro-batch"
-            behind = f", behind {spell((before, *at))}" if before else ""
-            raise ScheduleError(f"{name}: {spell(step)} comes where {wanted} is due{behind}")
-        done[at] = way
-        live += (way is Kind.FORWARD) - (way in BACK)
-        held += (way is Kind.BACKWARD_INPUT) - (way is Kind.BACKWARD_WEIGHT)
+        if kind not in DUE[before]:
+            expected = " or ".join(spell((other, *at)) for other in DUE[before]) or "no more passes of this micro-batch"
+            after = f", after {spell((before, *at))}" if before else ""
+            raise ScheduleError(f"{name}: found {spell(step)}, expected {expected}{after}")
+        done[at] = kind
+        live += (kind is Kind.FORWARD) - (kind in BACK)
+        held += (kind is Kind.BACKWARD_INPUT) - (kind is Kind.BACKWARD_WEIGHT)
         most = Peak(max(most.live, live), max(most.held, held), max(most.both, live + held))
     for microbatch in range(microbatches):
         for chunk in range(chunks):
             last = done.get((microbatch, chunk))
             if last not in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-                missing = {None: "forward", Kind.FORWARD: "back"}.get(last, "to the gradients of its weights (W)")
+                missing = {None: "forward", Kind.FORWARD: "backward"}.get(last, "weight gradient (W)")
                 raise ScheduleError(
-                    f"{name}: micro-batch {microbatch} never goes {missing} through chunk {chunk} of the rank"
+                    f"{name}: micro-batch {microbatch} has no {missing} pass through chunk {chunk} of the rank"
                 )
     return most
 
 
 def _run(passes: Sequence[Passes], placement: StagePlacement, names: Sequence[str]) -> None:
-    """Run the passes of all ranks, each as soon as the passes that it waits for are done."""
     numbers: list[list[int]] = [[] for _ in passes]  # of a rank's chunks in the model
     for number, rank in enumerate(placement.ranks):
         numbers[rank].append(number)
     done: set[tuple[bool, int, int]] = set()  # (back, micro-batch, chunk of the model)
-    waiting: dict[tuple[bool, int, int], int] = {}  # what is not done -> the rank that has stopped for it
+    waiting: dict[tuple[bool, int, int], int] = {}  # missing pass -> rank that waits for it
     at = [0] * len(passes)
-    # Each rank runs until it waits; the pass that it waits for makes it ready again. So every pass is looked at once or
-    # twice, and ranks that still wait when nobody is ready wait for each other.
+    # Each rank runs until it waits; the awaited pass makes it ready again. Ranks that still wait at the end form a
+    # cycle.
     ready = list(range(len(passes)))
     while ready:
         rank = ready.pop()
-        steps, own = passes[rank], numbers[rank]
+        steps, chunk_numbers = passes[rank], numbers[rank]
         while at[rank] < len(steps):
-            way, microbatch, chunk = steps[at[rank]]
-            needed = _needed(steps[at[rank]], own, placement)
-            if needed is not None and needed not in done:
-                waiting[needed] = rank
+            kind, microbatch, chunk = steps[at[rank]]
+            awaited = _needed(steps[at[rank]], chunk_numbers, placement)
+            if awaited is not None and awaited not in done:
+                waiting[awaited] = rank
                 break
             at[rank] += 1
-            if way is not Kind.BACKWARD_WEIGHT:  # nobody waits for the gradients of weights
-                event = way is not Kind.FORWARD, microbatch, own[chunk]
+            if kind is not Kind.BACKWARD_WEIGHT:  # no rank waits for weight gradients
+                event = kind is not Kind.FORWARD, microbatch, chunk_numbers[chunk]
                 done.add(event)
                 if event in waiting:
                     ready.append(waiting.pop(event))
@@ -113,13 +104,13 @@ def _run(passes: Sequence[Passes], placement: StagePlacement, names: Sequence[st
         raise ScheduleError(_circle(passes, placement, names, at, waiting))
 
 
-def _needed(step: Pass, own: Sequence[int], placement: StagePlacement) -> tuple[bool, int, int] | None:
-    """Return the pass of another chunk that a pass waits for."""
-    way, microbatch, chunk = step
-    if way is Kind.FORWARD and own[chunk] > 0:
-        return False, microbatch, own[chunk] - 1
-    if way in BACK and own[chunk] + 1 < len(placement.chunks):
-        return True, microbatch, own[chunk] + 1
+def _needed(step: Pass, chunk_numbers: Sequence[int], placement: StagePlacement) -> tuple[bool, int, int] | None:
+    """Return the pass of another chunk that ``step`` waits for, as (is_backward, micro-batch, chunk), or None."""
+    kind, microbatch, chunk = step
+    if kind is Kind.FORWARD and chunk_numbers[chunk] > 0:
+        return False, microbatch, chunk_numbers[chunk] - 1
+    if kind in BACK and chunk_numbers[chunk] + 1 < len(placement.chunks):
+        return True, microbatch, chunk_numbers[chunk] + 1
     return None
 
 
@@ -130,22 +121,21 @@ def _circle(
     at: Sequence[int],
     waiting: Mapping[tuple[bool, int, int], int],
 ) -> str:
-    """Return the circle of waits in words."""
     chain: list[int] = []
     waits: list[str] = []
-    needs = {rank: needed for needed, rank in waiting.items()}
+    needs = {rank: awaited for awaited, rank in waiting.items()}
     rank = min(needs)
     while rank not in chain:
         back, microbatch, number = needs[rank]
         other = placement.ranks[number]
         local = placement.ranks[:number].count(other)
-        way = next(
-            way for way, mb, chunk in passes[other] if (mb, chunk) == (microbatch, local) and (way in BACK) == back
+        kind = next(
+            kind for kind, mb, chunk in passes[other] if (mb, chunk) == (microbatch, local) and (kind in BACK) == back
         )
         chain.append(rank)
         waits.append(
-            f"{names[rank]} waits before {spell(passes[rank][at[rank]])} for {spell((way, microbatch, local))} of rank "
-            f"{other}"
+            f"{names[rank]} waits before {spell(passes[rank][at[rank]])} for {spell((kind, microbatch, local))} of "
+            f"rank {other}"
         )
         rank = other
     return f"a cyclic wait: {'; '.join(waits[chain.index(rank) :])}"
@@ -153,13 +143,11 @@ def _circle(
 
 @dataclass(frozen=True)
 class RankProgram:
-    """Operation list of a rank, and ``units``, the range of each stage of the model that it computes.
+    """Operation list of a rank, and what is needed to verify the list.
 
-    A parameter server has no units, and no ``place``: which rank of which pipeline this is. ``needs`` maps a unit to
-    all units whose parameters it uses. ``accumulates``: gradients are exchanged once a step, not after every
-    micro-batch; ``alone``: there is nobody to exchange with.
-    ``combines``: a REDUCE does not sum over all replicas, and a COMBINE has to; ``refreshes``: what is kept of a unit
-    that is gathered and freed is more than this rank steps, and a REFRESH has to bring the rest.
+    ``units`` has the ranges of the model stages that the rank computes. ``place`` is (placement, pipeline rank), or
+    None on a server. ``needs`` maps each unit to all units whose parameters it uses. ``accumulates``: gradients are
+    exchanged once per step. ``combines``: a REDUCE needs a COMBINE. ``refreshes``: a gathered unit needs a REFRESH.
     """
 
     rank: int
@@ -174,7 +162,7 @@ class RankProgram:
     alone: bool
 
     def where(self, *kinds: Kind) -> list[tuple[int, Operation]]:
-        """Return (position, operation) of ``kinds``, in their order."""
+        """Return (index, operation) of all operations whose type is in ``kinds``, in list order."""
         entries = [self._by_kind[kind] for kind in dict.fromkeys(kinds) if kind in self._by_kind]
         return list(merge(*entries, key=itemgetter(0)))
 
@@ -186,11 +174,10 @@ class RankProgram:
         return entries
 
     def ranges(self, *kinds: Kind) -> list[Range]:
-        """Return the ranges of all operations of ``kinds``."""
         return [op.range for _, op in self.where(*kinds) if op.range is not None]
 
     def refuse(self, why: str) -> ScheduleError:
-        """Return the error for this rank, with the reason ``why``."""
+        """Return a ScheduleError that names this rank and the reason ``why``."""
         return ScheduleError(f"rank {self.rank}: {why}")
 
 
@@ -198,12 +185,12 @@ NOWHERE: Final = Range(0, 0)
 
 
 def is_covered(whole: Range, parts: Iterable[Range]) -> bool:
-    """Whether ``parts`` together are all of ``whole``."""
+    """Return True if the ranges ``parts`` together cover the whole range ``whole``."""
     return all(times for _, times in coverage(whole, parts))
 
 
 def range_text(part: Range) -> str:
-    """Return the range as errors show it."""
+    """Return the range ``part`` as text for messages."""
     return f"[{part.start}:{part.stop}]"
 
 
@@ -211,34 +198,34 @@ GATHERS = (Kind.GATHER, Kind.START_GATHER, Kind.WAIT_GATHER)
 
 
 def check_liveness(share: RankProgram) -> None:
-    """Raise ScheduleError for units of ``share`` that are used while freed, or left with old values."""
+    """Raise ScheduleError if the program ``share`` uses a freed unit, or ends with old parameters of a unit."""
     _check_gathers(share)
     _check_residence(share)
     _check_freshness(share)
 
 
 def gathered_peak(share: RankProgram) -> int:
-    """Return the largest number of units that are whole, or on their way, at once, of those that are freed."""
+    """Return the largest number of units that are gathered, or being gathered, at once in the program ``share``.
+
+    Units that are never freed do not count.
+    """
     freed = {op.unit for _, op in share.where(Kind.FREE)}
-    there = most = 0
-    for _, op in share.where(Kind.GATHER, Kind.START_GATHER, Kind.FREE):  # units that are never freed do not count
-        there += (op.unit in freed) * (-1 if op.kind is Kind.FREE else 1)
-        most = max(most, there)
+    gathered = most = 0
+    for _, op in share.where(Kind.GATHER, Kind.START_GATHER, Kind.FREE):  # permanent units do not count
+        gathered += (op.unit in freed) * (-1 if op.kind is Kind.FREE else 1)
+        most = max(most, gathered)
     return most
 
 
 def activation_peak(share: RankProgram) -> tuple[Peak, int]:
-    """Return the peak of begun micro-batches by chunk, and that of micro-batches with all activations.
-
-    The second is smaller where activations are dropped and computed again.
-    """
+    """Return peak numbers of micro-batches in the program ``share``: (in progress, with all activations in memory)."""
     chunks = share.place[0].of(share.place[1]) if share.place is not None else ()
     chunk_of = {unit: number for number, units in enumerate(chunks) for unit in units}
-    again = {(op.microbatch, chunk_of[op.unit]) for op in share.steps if op.recompute}
+    recomputed = {(op.microbatch, chunk_of[op.unit]) for op in share.steps if op.recompute}
     live: set[tuple[int, int]] = set()
     whole: set[tuple[int, int]] = set()
     held: set[tuple[int, int]] = set()
-    left = Counter(
+    remaining = Counter(
         {(mb, number): len(units) for mb in range(share.microbatches) for number, units in enumerate(chunks)}
     )
     most, most_whole = Peak(0, 0, 0), 0
@@ -246,13 +233,13 @@ def activation_peak(share: RankProgram) -> tuple[Peak, int]:
         at = op.microbatch, chunk_of[op.unit]
         if op.kind is Kind.FORWARD:
             live.add(at)
-            if op.recompute or at not in again:
+            if op.recompute or at not in recomputed:
                 whole.add(at)
         elif op.kind is Kind.BACKWARD_WEIGHT:
-            left[at] -= 1
-            if not left[at]:
+            remaining[at] -= 1
+            if not remaining[at]:
                 held.discard(at)
-        elif op.unit == chunks[at[1]].start:  # the backward of a chunk ends at its first unit
+        elif op.unit == chunks[at[1]].start:  # the backward pass of a chunk ends at its first unit
             live.discard(at)
             whole.discard(at)
             if op.kind is Kind.BACKWARD_INPUT:
@@ -263,62 +250,64 @@ def activation_peak(share: RankProgram) -> tuple[Peak, int]:
 
 
 def _check_gathers(share: RankProgram) -> None:
-    """Check that a started gather is waited for once, and its unit neither used, gathered nor updated before."""
-    under_way: dict[int, Operation] = {}
+    """Check that each gather started in ``share`` is waited for once, and its unit is unused and unchanged before."""
+    in_flight: dict[int, Operation] = {}
     for _, op in share.where(*GATHERS, Kind.FREE, *USES, Kind.APPLY):
         if op.kind is Kind.WAIT_GATHER:
-            if under_way.pop(op.unit, None) is None:
-                raise share.refuse(f"{op} waits for what was not started, or was waited for before")
+            if in_flight.pop(op.unit, None) is None:
+                raise share.refuse(f"{op} waits for an operation that was not started or has already been waited for")
         elif op.kind in USES:
-            early = sorted({op.unit, *share.needs.get(op.unit, ())} & under_way.keys())
+            early = sorted({op.unit, *share.needs.get(op.unit, ())} & in_flight.keys())
             if early:
-                raise share.refuse(f"{op} uses unit {early[0]}, which is not gathered then: no WAIT_GATHER before it")
+                raise share.refuse(
+                    f"{op} uses unit {early[0]}, which is not gathered at this point: no WAIT_GATHER before it"
+                )
         elif op.kind is Kind.APPLY:
-            for unit, begun in under_way.items():
+            for unit, start in in_flight.items():
                 if op.touches(share.units.get(unit, NOWHERE)):
-                    raise share.refuse(f"{op} changes what {begun}, still under way, sends")
-        elif op.unit in under_way:
-            raise share.refuse(f"{op} comes while {under_way[op.unit]} is under way")
+                    raise share.refuse(f"{op} changes parameters while {start} is still sending them")
+        elif op.unit in in_flight:
+            raise share.refuse(f"{op} comes while {in_flight[op.unit]} is in flight")
         elif op.kind is Kind.START_GATHER:
-            under_way[op.unit] = op
-    for begun in under_way.values():
-        raise share.refuse(f"{begun} is never waited for")
+            in_flight[op.unit] = op
+    for start in in_flight.values():
+        raise share.refuse(f"{start} is never waited for")
 
 
 def _check_residence(share: RankProgram) -> None:
-    """Check that units that are gathered and freed are there when they are used, and new when gathered."""
+    """Check that units of the program ``share`` are gathered when used, and never gathered with old values."""
     freed = {op.unit for _, op in share.where(Kind.FREE)}
-    there: set[int] = set()
+    resident: set[int] = set()
     for op in share.steps:
         if op.kind in GATHERS and op.unit in freed:
-            if op.unit in there:
-                raise share.refuse(f"{op} gathers a unit that is there already")
+            if op.unit in resident:
+                raise share.refuse(f"{op} gathers a unit that is already gathered")
             if op.kind is not Kind.START_GATHER:
-                there.add(op.unit)
+                resident.add(op.unit)
         elif op.kind is Kind.FREE:
-            if op.unit not in there:
-                raise share.refuse(f"{op} frees a unit that is not there")
-            there.remove(op.unit)
+            if op.unit not in resident:
+                raise share.refuse(f"{op} frees a unit that is not gathered")
+            resident.remove(op.unit)
         elif op.kind in USES or (op.kind is Kind.COPY_VALUE and op.unit in share.units):
             used = {op.unit, *share.needs.get(op.unit, ())} if op.kind in USES else {op.unit}
-            absent = sorted((used & freed) - there)
+            absent = sorted((used & freed) - resident)
             if absent:
-                raise share.refuse(f"{op} uses unit {absent[0]}, which is not gathered then")
+                raise share.refuse(f"{op} uses unit {absent[0]}, which is not gathered at this point")
         elif op.kind is Kind.APPLY:
-            stale = [unit for unit in there if op.touches(share.units.get(unit, NOWHERE))]
+            stale = [unit for unit in resident if op.touches(share.units.get(unit, NOWHERE))]
             if stale:
-                raise share.refuse(f"{op} leaves old values in unit {stale[0]}, which is still gathered")
-    if there:
-        raise share.refuse(f"unit {min(there)} is gathered, but never freed")
+                raise share.refuse(f"{op} updates unit {stale[0]} while its old values are gathered: no FREE before it")
+    if resident:
+        raise share.refuse(f"unit {min(resident)} is gathered, but never freed")
 
 
 def _check_freshness(share: RankProgram) -> None:
-    """Check that all units of a rank end with new values: updated here, gathered after that, or pulled."""
+    """Check that all units of ``share`` end with new parameters: updated, gathered after the update, or pulled."""
     freed = {op.unit for _, op in share.where(Kind.FREE)}
     for unit, whole in share.units.items():
         if unit in freed and not share.refreshes:
             continue
-        # The last event that makes values old: the unit's APPLY, or the agreement where others update it.
+        # The last event that makes values old: the unit's APPLY, or the agreement if other ranks update the unit.
         touching = [i for i, op in share.where(Kind.AGREE, Kind.APPLY) if op.kind is Kind.AGREE or op.touches(whole)]
         brings = (Kind.REFRESH,) if unit in freed else (Kind.GATHER, Kind.START_GATHER, Kind.COMMIT)
         brought = [i for i, op in share.where(*brings) if op.unit == unit or op.kind is Kind.COMMIT]

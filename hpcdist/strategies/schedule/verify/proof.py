@@ -1,11 +1,9 @@
-"""Proof of a whole step: verify the operation lists of all ranks together, and return what the step costs.
+"""Proof of a whole step: verify the operation lists of all ranks, and return the costs of the step.
 
-What is proven, before anything runs: every receive is matched by one send of the same micro-batch in the same
-direction; collectives come in the same order on all members of their axis; no rank waits in a circle (see
-`deadlock`); each micro-batch goes through each stage of the model once and comes back once; gradients are exchanged
-when they are complete, and once; payloads (COMPRESS) travel once all have agreed, and before the update; what is
-started is waited for before it is needed; each element is updated by one owner or by every replica; and every rank
-that keeps parameters ends with new ones. The executor runs the same lists.
+Proven before anything runs: every receive matches one send; collectives have the same order on all members of their
+axis; no cyclic waits (see `deadlock`); each micro-batch passes forward and backward through each stage once; gradients
+are exchanged once, when complete; started operations are waited for before their results are used; each element is
+updated by one owner or by every replica; every rank that keeps parameters ends with new ones.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -24,13 +22,12 @@ from hpcdist.strategies.zero.config import ShardingDegrees
 
 @dataclass(frozen=True)
 class Proof:
-    """Costs of a proven step.
+    """Peak memory use and message counts of a step whose operation lists were proven to be correct.
 
-    For each rank of a pipeline, the most micro-batches at once, counted for each chunk that they are in: ``live``
-    between forward and backward, or its first half where it is split; ``whole`` those of them whose activations are all
-    kept, fewer where they are computed again; ``held`` between the halves, for the gradients of weights; ``both`` live
-    or held. ``gathered``: the most units that are whole, or on their way, at once, of those that are gathered and
-    freed. ``messages`` between ranks, and ``meetings`` of collectives, of all ranks together.
+    The first four fields have each pipeline rank's largest number of micro-batches at once. ``live``: from the forward
+    to the (first) backward pass. ``whole``: with all activations. ``held``: between the halves of a split backward
+    pass. ``both``: live or held. ``gathered``: each rank's largest number of gathered units at once. ``messages`` and
+    ``meetings``: numbers of messages and collectives of all ranks.
     """
 
     live: tuple[int, ...]
@@ -54,30 +51,27 @@ def verify(
     placement: StagePlacement | None = None,
     experts: Mapping[int, Range] | None = None,
 ) -> Proof:
-    """Return the proof of one step, given the list of every rank (local).
+    """Prove that the operation lists of all ranks form one correct step. Raises ScheduleError if not. Local.
 
-    ``units`` are the ranges of all stages of the model, and ``needs`` maps each to those whose parameters it uses
-    besides its own. Lists beyond the size of ``grid`` are those of parameter servers. ``accumulates`` says that
-    gradients are exchanged once a step, not after every micro-batch; ``degrees`` over how many replicas parameters,
-    gradients and optimizer state are cut, where all do not step everything. ``placement`` says which rank of a pipeline
-    has which chunks; without it chunks are taken to be as long as they can be. ``experts`` are the parts of units of
-    which each of ``grid.expert`` consecutive replicas has its own. Raises ScheduleError, which names rank and
-    operation.
+    ``units`` has the ranges of all model stages; ``needs`` maps each unit to the other units whose parameters it uses.
+    Lists after the ranks of ``grid`` belong to parameter servers. ``placement`` assigns chunks to pipeline ranks; by
+    default chunks are as long as possible. ``experts``: range of each unit that differs between ``grid.expert``
+    consecutive replicas.
     """
     neighbours = PeerRanks(grid, len(lists))
     if len(lists) < grid.size:
-        raise ScheduleError(f"there are {len(lists)} lists for the {grid.size} ranks of the grid; give one for each")
-    owned, places = _owned(lists, neighbours, units, placement)
+        raise ScheduleError(f"there are {len(lists)} lists for the {grid.size} ranks of the grid; give one per rank")
+    owned, placements = _owned(lists, neighbours, units, placement)
     shares = [
         RankProgram(
             rank=rank,
             steps=steps,
             units={unit: units[unit] for unit in owned[rank]},
-            place=(places[rank], neighbours.stage(rank)) if rank < grid.size else None,
+            place=(placements[rank], neighbours.stage(rank)) if rank < grid.size else None,
             microbatches=microbatches,
             needs=needs or {},
             accumulates=accumulates,
-            # Several ranks hold the same shard of gradients; the shard of parameters is larger than the own cut.
+            # Several ranks hold the same gradient shard; the parameter shard is larger than the updated shard.
             combines=degrees is not None and not accumulates and degrees.gradients < grid.replicas,
             refreshes=degrees is not None and degrees.parameters < degrees.optimizer,
             alone=grid.replicas == 1 and not neighbours.servers,
@@ -87,7 +81,7 @@ def verify(
     for share in shares:
         rank_checks.check(share)
     _check_owners(shares, neighbours, grid.replicas // degrees.optimizer if degrees else 1, experts or {})
-    (dry_run := DryRun(lists, neighbours, places)).run()
+    (dry_run := DryRun(lists, neighbours, placements)).run()
     stages = [
         [share for share in shares[: grid.size] if share.place is not None and share.place[1] == stage]
         for stage in range(grid.pipeline)
@@ -108,42 +102,44 @@ def _owned(
     lists: Sequence[Sequence[Operation]],
     neighbours: PeerRanks,
     units: Mapping[int, Range],
-    given: StagePlacement | None,
+    placement: StagePlacement | None,
 ) -> tuple[list[list[int]], list[StagePlacement]]:
-    """Return the units that each rank computes, and the placement in its pipeline, which must compute each once."""
+    """Return each rank's units and each rank's pipeline placement.
+
+    Raises ScheduleError unless each unit is computed exactly once per pipeline.
+    """
     owned = [sorted({op.unit for op in steps if op.kind in COMPUTE}) for steps in lists]
-    places = []
+    placements = []
     for rank in neighbours.workers:
         pipeline = neighbours.along(("pipeline",), rank)
         stage_of = {unit: stage for stage, member in enumerate(pipeline) for unit in owned[member]}
         computed = sorted(unit for member in pipeline for unit in owned[member])
         if computed != sorted(units) or not all(owned[member] for member in pipeline):
             raise ScheduleError(
-                f"rank {rank}: the stages of its pipeline compute units {[owned[member] for member in pipeline]}; "
-                f"together they must be {sorted(units)}, with at least one each"
+                f"rank {rank}: the ranks of its pipeline compute units {[owned[member] for member in pipeline]}; "
+                f"together they must compute {sorted(units)}, with at least one unit each"
             )
-        if given is not None:
+        if placement is not None:
             for stage, member in enumerate(pipeline):
-                due = [unit for chunk in given.of(stage) for unit in chunk]
-                if owned[member] != due:
+                expected = [unit for chunk in placement.of(stage) for unit in chunk]
+                if owned[member] != expected:
                     raise ScheduleError(
-                        f"rank {member}: it computes units {owned[member]}; the chunks of its place have {due}"
+                        f"rank {member}: its list computes units {owned[member]}, but its chunks consist of {expected}"
                     )
-            places.append(given)
+            placements.append(placement)
             continue
         parts = [list(run) for _, run in groupby(computed, key=lambda unit: stage_of[unit])]
         chunks = tuple(range(part[0], part[-1] + 1) for part in parts)
-        places.append(StagePlacement(chunks, tuple(stage_of[part[0]] for part in parts)))
-    return owned, places
+        placements.append(StagePlacement(chunks, tuple(stage_of[part[0]] for part in parts)))
+    return owned, placements
 
 
 def _check_owners(
     shares: Sequence[RankProgram], neighbours: PeerRanks, copies: int, experts: Mapping[int, Range]
 ) -> None:
-    """Check that each element is updated by exactly ``copies`` ranks, or by all that hold it.
+    """Raise ScheduleError unless each parameter element is updated by ``copies`` ranks, or by all ranks that hold it.
 
-    With ZeRO p / d_o replicas own the same cut of the optimizer, and all of them update it. What is at one place of
-    ``experts`` is another expert on each of the ranks that share them out: those that hold it are its replicas.
+    The ranges in ``experts`` hold different experts on each expert-parallel rank.
     """
     servers = [part for server in neighbours.servers for part in shares[server].ranges(Kind.APPLY)]
     for share in shares[: neighbours.grid.size]:
@@ -166,6 +162,6 @@ def _check_owners(
             for piece, times in coverage(whole, applied):
                 if times not in (copies, len(members)):
                     raise ScheduleError(
-                        f"rank {share.rank}: [{piece.start}:{piece.stop}] of unit {unit} is stepped by {times} of the "
-                        f"{len(members)} ranks that share it; {copies} APPLY, or one on each, is a step"
+                        f"rank {share.rank}: [{piece.start}:{piece.stop}] of unit {unit} is updated by {times} of the "
+                        f"{len(members)} ranks that hold it; expected an APPLY on {copies} of them, or on all"
                     )

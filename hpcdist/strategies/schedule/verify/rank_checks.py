@@ -1,7 +1,6 @@
-"""Checks of one rank's list: every pass, gradient, sum, norm and update is there once and in a legal order.
+"""Checks of one rank's list: every pass, gradient, sum, norm and update occurs once and in a legal order.
 
-Each function looks at one aspect of the list, and asks no other rank; a violation is a ScheduleError. `check_mixing`
-proves that parameters are left alone while they are on their way to neighbours (gossip), and mixed once.
+Each function checks one aspect of the list of one rank, and raises ScheduleError for a violation.
 """
 
 from bisect import bisect
@@ -14,45 +13,45 @@ from hpcdist.strategies.schedule.operations import COMPUTE, EXCHANGED, MESSAGES,
 from hpcdist.strategies.schedule.verify import liveness
 from hpcdist.strategies.schedule.verify.liveness import NOWHERE, RankProgram, is_covered, range_text
 
-MIXING_CHANGES = (Kind.APPLY, Kind.MIX, Kind.AVERAGE)  # the parameters
+MIXING_CHANGES = (Kind.APPLY, Kind.MIX, Kind.AVERAGE)  # kinds that change parameters
 
 
 def check_mixing(share: RankProgram) -> None:
-    """Raise ScheduleError where a MIX_START has no MIX_WAIT, a MIX has none either, or what is sent changes."""
-    under_way: list[Operation] = []
+    """Raise ScheduleError if a MIX_START of ``share`` has no MIX_WAIT or MIX, or if parameters being sent change."""
+    in_flight: list[Operation] = []
     arrived: list[Range | None] = []
     for _, op in share.where(Kind.MIX_START, Kind.MIX_WAIT, *MIXING_CHANGES):
         if op.kind is Kind.MIX_START:
-            under_way.append(op)
+            in_flight.append(op)
         elif op.kind is Kind.MIX_WAIT:
-            begun = next((other for other in under_way if other.range == op.range), None)
-            if begun is None:
-                raise share.refuse(f"{op} waits for what was not started, or was waited for before")
-            under_way.remove(begun)
+            start = next((other for other in in_flight if other.range == op.range), None)
+            if start is None:
+                raise share.refuse(f"{op} waits for an operation that was not started or has already been waited for")
+            in_flight.remove(start)
             arrived.append(op.range)
         else:
-            sent = next((other for other in under_way if _meet(op, other)), None)
+            sent = next((other for other in in_flight if _meet(op, other)), None)
             if sent is not None:
-                raise share.refuse(f"{op} changes what {sent}, still under way, sends")
+                raise share.refuse(f"{op} changes parameters while {sent} is still sending them")
             if op.kind is Kind.MIX:
                 if op.range not in arrived:
-                    raise share.refuse(f"{op} has nothing of its neighbours to mix with: no MIX_WAIT of its range")
+                    raise share.refuse(f"{op} has no neighbour parameters to mix with: no MIX_WAIT of its range")
                 arrived.remove(op.range)
-    if under_way:
-        raise share.refuse(f"{under_way[0]} is never waited for")
+    if in_flight:
+        raise share.refuse(f"{in_flight[0]} is never waited for")
     if arrived:
-        raise share.refuse(f"{Operation(Kind.MIX_WAIT, range=arrived[0])} brings what is never mixed")
+        raise share.refuse(f"{Operation(Kind.MIX_WAIT, range=arrived[0])} has no MIX of its range")
 
 
-COMPLETES = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # the gradients of a unit, of one micro-batch
-WRITES = (*COMPLETES, Kind.BACKWARD_INPUT)  # gradients
+COMPLETES = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # kinds that complete a unit's gradients for a micro-batch
+WRITES = (*COMPLETES, Kind.BACKWARD_INPUT)  # kinds that write gradients
 BEFORE_SUM = (*WRITES, *EXCHANGED, Kind.COMBINE, Kind.WAIT, Kind.SETTLE, Kind.COPY_GRADIENT)
 BEFORE_AGREE = (*BEFORE_SUM, Kind.SUM_ROWS, Kind.COLLECT)
 AFTER_AGREE = (
     *(Kind.DIRECTION, Kind.NORMS, Kind.APPLY, Kind.PUBLISH, Kind.COPY_VALUE, Kind.REFRESH, Kind.COMMIT),
     *(Kind.MIX, Kind.AVERAGE, Kind.COMPRESS),
 )
-# (what, what of its range comes before it, whether all of its range must have it)
+# (later kind, earlier kind on overlapping ranges, whether the earlier one must cover the whole range)
 ORDERS = (
     (Kind.REDUCE, Kind.ADD, False),
     (Kind.PUSH, Kind.ADD, False),
@@ -68,50 +67,50 @@ ORDERS = (
     (Kind.MIX, Kind.DIRECTION, True),
     (Kind.AVERAGE, Kind.DIRECTION, True),
 )
-# Each element of each at most once.
+# Kinds that may cover each element at most once.
 ONCE = (Kind.DIRECTION, Kind.APPLY, Kind.COLLECT, Kind.PUBLISH, Kind.PULL, Kind.COMPRESS)
 
 
 def check(share: RankProgram) -> None:
-    """Raise ScheduleError when the list of ``share`` is no training step."""
+    """Raise ScheduleError if the program ``share``, a rank's operation list, is not a valid training step."""
     _check_passes(share)
     _check_gradients(share)
     _check_rounds(share)
     _check_sums(share)
     _check_waits(share)
     _check_settled(share)
-    # The sums of the tensor axis are of complete gradients, and norms of all directions.
-    _check_once(share, Kind.SUM_ROWS, behind=BEFORE_SUM)
+    # Sums over the tensor axis need complete gradients, and norms need all directions.
+    _check_once(share, Kind.SUM_ROWS, after=BEFORE_SUM)
     _check_update(share)
-    _check_once(share, Kind.AGREE, behind=BEFORE_AGREE, before=AFTER_AGREE)
+    _check_once(share, Kind.AGREE, after=BEFORE_AGREE, before=AFTER_AGREE)
     _check_compressed(share)
-    _check_once(share, Kind.NORMS, behind=(Kind.DIRECTION,), before=(Kind.APPLY,))
+    _check_once(share, Kind.NORMS, after=(Kind.DIRECTION,), before=(Kind.APPLY,))
     _check_copies(share)
     liveness.check_liveness(share)
     check_mixing(share)
 
 
 def _check_passes(share: RankProgram) -> None:
-    """Check that each micro-batch goes once through all units, forward and back, with its messages."""
-    of: dict[int, list[Operation]] = {microbatch: [] for microbatch in range(share.microbatches)}
+    """Check that each micro-batch passes once forward and back through all units of ``share``, with its messages."""
+    steps_of: dict[int, list[Operation]] = {microbatch: [] for microbatch in range(share.microbatches)}
     for _, op in share.where(*COMPUTE, *MESSAGES):
-        if not share.units or op.microbatch not in of:
-            raise share.refuse(f"{op} belongs to none of its {share.microbatches if share.units else 0} micro-batches")
-        of[op.microbatch].append(op)
+        if not share.units or op.microbatch not in steps_of:
+            raise share.refuse(f"{op} is outside this rank's {share.microbatches if share.units else 0} micro-batches")
+        steps_of[op.microbatch].append(op)
     if share.place is None:
         return
-    for microbatch, steps in of.items():
+    for microbatch, steps in steps_of.items():
         _check_weights(share, steps)
         passed = [op for op in steps if op.kind is not Kind.BACKWARD_WEIGHT]
-        for got, want in zip([*passed, None], [*_expected(share.place, microbatch, passed), None], strict=False):
-            if got != want:
+        for actual, expected in zip([*passed, None], [*_expected(share.place, microbatch, passed), None], strict=False):
+            if actual != expected:
                 raise share.refuse(
-                    f"micro-batch {microbatch} comes to {got or 'its end'} where {want or 'its end'} is due"
+                    f"micro-batch {microbatch}: found {actual or 'the end'}, expected {expected or 'the end'}"
                 )
 
 
 def _expected(place: tuple[StagePlacement, int], microbatch: int, steps: Sequence[Operation]) -> list[Operation]:
-    """Return the passes of a micro-batch over the chunks of a rank, split and computed again as in ``steps``."""
+    """Return a rank's operations for ``microbatch``, split and recomputed as in ``steps``; ``place`` has its chunks."""
     chunks = place[0].of(place[1])
     split = {op.unit for op in steps if op.kind is Kind.BACKWARD_INPUT}
     recomputed = {op.unit for op in steps if op.recompute}
@@ -127,33 +126,32 @@ def _expected(place: tuple[StagePlacement, int], microbatch: int, steps: Sequenc
 
 
 def _check_weights(share: RankProgram, steps: Sequence[Operation]) -> None:
-    """Check that each BACKWARD_INPUT has one BACKWARD_WEIGHT behind it."""
-    begun: set[int] = set()
+    started: set[int] = set()
     for op in steps:
         if op.kind is Kind.BACKWARD_INPUT:
-            begun.add(op.unit)
+            started.add(op.unit)
         elif op.kind is Kind.BACKWARD_WEIGHT:
-            if op.unit not in begun:
+            if op.unit not in started:
                 raise share.refuse(f"{op} has no BACKWARD_INPUT before it, or comes twice")
-            begun.remove(op.unit)
-    if begun:
-        unit, microbatch = min(begun), steps[0].microbatch
-        raise share.refuse(f"{Operation(Kind.BACKWARD_INPUT, microbatch, unit)} has no BACKWARD_WEIGHT behind it")
+            started.remove(op.unit)
+    if started:
+        unit, microbatch = min(started), steps[0].microbatch
+        raise share.refuse(f"{Operation(Kind.BACKWARD_INPUT, microbatch, unit)} has no BACKWARD_WEIGHT after it")
 
 
 def _check_gradients(share: RankProgram) -> None:
-    """Check that gradients are exchanged once, complete: after the last BACKWARD of a unit, or after each."""
+    """Check that gradients are exchanged once: after the unit's last BACKWARD or, if not accumulated, after each."""
     exchanged = share.where(*EXCHANGED)
-    places = [index for index, _ in exchanged]
+    indices = [index for index, _ in exchanged]
     for unit, whole in share.units.items():
-        # The list falls into stretches between the backwards of the unit: before the first (number 0), behind each.
+        # Sections of the list between the backward passes of the unit: number 0 comes before the first.
         backwards = [index for index, op in share.where(*COMPLETES) if op.unit == unit]
         for number, start in enumerate([-1, *backwards]):
             stop = [*backwards, len(share.steps)][number]
-            parts = [op for _, op in exchanged[bisect(places, start) : bisect(places, stop)]]
+            parts = [op for _, op in exchanged[bisect(indices, start) : bisect(indices, stop)]]
             ranges = [op.range for op in parts if op.range is not None]
             for piece, times in coverage(whole, ranges):
-                # Exchanged once behind the last backward or, without accumulation, behind every one.
+                # Expected: one exchange after the last backward pass or, without accumulation, after every one.
                 last = number == len(backwards)
                 due = int(last or (number > 0 and not share.accumulates))
                 if times == due or (times == 0 and share.alone):
@@ -167,15 +165,15 @@ def _check_gradients(share: RankProgram) -> None:
 
 
 def _check_rounds(share: RankProgram) -> None:
-    """Check that an exchange of one micro-batch has gradients of no other: backwards do not overlap."""
+    """If gradients are not accumulated, check that each exchange contains the gradients of one micro-batch only."""
     if share.accumulates:
         return
-    microbatches_in = {unit: set[int]() for unit in share.units}  # whose gradients are in memory, by unit
-    taken: set[int] = set()  # units whose gradients were exchanged since they were written
+    microbatches_in = {unit: set[int]() for unit in share.units}  # unit -> micro-batches of its gradients
+    taken: set[int] = set()  # units whose gradients were exchanged after the last write
     for _, op in share.where(*WRITES, *EXCHANGED):
         if op.kind in WRITES:
             for unit in {op.unit, *share.needs.get(op.unit, ())} & microbatches_in.keys():
-                if unit in taken:  # what was exchanged is overwritten, not added to
+                if unit in taken:  # exchanged gradients are overwritten, not added to
                     microbatches_in[unit].clear()
                 taken.discard(unit)
                 microbatches_in[unit].add(op.microbatch)
@@ -186,102 +184,100 @@ def _check_rounds(share: RankProgram) -> None:
                 if microbatches_in[unit] - {op.microbatch}:
                     raise share.refuse(
                         f"{op} exchanges gradients of unit {unit} of micro-batches {sorted(microbatches_in[unit])} "
-                        "together; one has to be complete before the next is begun, or all are added up first"
+                        "together; exchange each micro-batch before the next starts, or use ADD for all of them"
                     )
 
 
 def _check_sums(share: RankProgram) -> None:
-    """Check that a sum is reduced once, and that partial sums of a reduction are combined once."""
     combined = share.ranges(Kind.COMBINE)
     for unit, whole in share.units.items() if share.combines else ():
         for piece, times in coverage(whole, combined):
             if times != 1:
                 raise share.refuse(
-                    f"the gradient of unit {unit} in {range_text(piece)} has {times} COMBINE over all replicas, not 1"
+                    f"the gradient of unit {unit} in {range_text(piece)} has {times} COMBINE over all replicas, not one"
                 )
     reduced = share.ranges(Kind.REDUCE, Kind.PUSH)
     for _, op in share.where(Kind.ADD):
         if op.range is not None and any(times != 1 for _, times in coverage(op.range, reduced)):
-            raise share.refuse(f"{op} adds to a sum that needs one REDUCE of all of its range, or PUSH")
+            raise share.refuse(f"{op} adds gradients, but REDUCE or PUSH must cover its range exactly once")
 
 
 def _check_waits(share: RankProgram) -> None:
-    """Check that a started operation is waited for once: until then nobody may write in its range."""
-    under_way: list[Operation] = []
+    """Check that each START of ``share`` is waited for once, and nothing writes to its range before the WAIT."""
+    in_flight: list[Operation] = []
     for _, op in share.where(Kind.START, Kind.WAIT, *WRITES):
         if op.kind is Kind.START:
-            under_way.append(op)
+            in_flight.append(op)
         elif op.kind in WRITES:
             written = [share.units[unit] for unit in {op.unit, *share.needs.get(op.unit, ())} if unit in share.units]
-            for begun in under_way:
-                if begun.range and any(begun.range.intersect(part) for part in written):
-                    raise share.refuse(f"{op} writes where {begun} is still under way")
+            for start in in_flight:
+                if start.range and any(start.range.intersect(part) for part in written):
+                    raise share.refuse(f"{op} writes to the range of {start}, which is still in flight")
         else:
-            same = [other for other in under_way if (other.range, other.microbatch) == (op.range, op.microbatch)]
+            same = [other for other in in_flight if (other.range, other.microbatch) == (op.range, op.microbatch)]
             if not same:
-                raise share.refuse(f"{op} waits for what was not started, or was waited for before")
-            under_way.remove(same[0])
-    if under_way:
-        raise share.refuse(f"{under_way[0]} is never waited for")
+                raise share.refuse(f"{op} waits for an operation that was not started or has already been waited for")
+            in_flight.remove(same[0])
+    if in_flight:
+        raise share.refuse(f"{in_flight[0]} is never waited for")
 
 
 def _check_settled(share: RankProgram) -> None:
-    """Check that a deferred gradient is settled once in the next step, whose list is the same."""
+    """Check that each DEFER has exactly one SETTLE in the list; the SETTLE runs in the next step."""
     deferred, settled = ([op for _, op in share.where(kind)] for kind in (Kind.DEFER, Kind.SETTLE))
     for operations, others, why in (
-        (deferred, settled, "is never settled"),
-        (settled, deferred, "settles what none defers"),
+        (deferred, settled, "is not settled exactly once"),
+        (settled, deferred, "does not settle exactly one DEFER"),
     ):
         for op in operations:
             if sum(other.range == op.range for other in others) != 1:
-                raise share.refuse(f"{op} {why}, or more than once")
+                raise share.refuse(f"{op} {why}")
 
 
-def _check_once(share: RankProgram, kind: Kind, *, behind: Sequence[Kind], before: Sequence[Kind] = ()) -> None:
-    """Check that a list has ``kind`` at most once: behind all operations of some kinds, and before all of others."""
-    places = share.where(kind)
-    if len(places) > 1:
-        raise share.refuse(f"{places[0][1]} comes twice in one step")
-    for place, own in places:
-        for index, op in share.where(*behind, *before):
-            if index > place and op.kind in behind:
-                raise share.refuse(f"{op} comes after {own}")
-            if index < place and op.kind in before:
-                raise share.refuse(f"{op} comes before {own}")
+def _check_once(share: RankProgram, kind: Kind, *, after: Sequence[Kind], before: Sequence[Kind] = ()) -> None:
+    """Check that ``kind`` occurs at most once, after all operations ``after`` and before all operations ``before``."""
+    entries = share.where(kind)
+    if len(entries) > 1:
+        raise share.refuse(f"{entries[0][1]} comes twice in one step")
+    for position, only in entries:
+        for index, op in share.where(*after, *before):
+            if index > position and op.kind in after:
+                raise share.refuse(f"{op} comes after {only}, but must come before it")
+            if index < position and op.kind in before:
+                raise share.refuse(f"{op} comes before {only}, but must come after it")
 
 
 def _check_update(share: RankProgram) -> None:
-    """Check that directions come before steps, both once."""
+    """Check that each parameter element of ``share`` has at most one DIRECTION and one APPLY, in this order."""
     for kind in ONCE:
         seen: list[Range] = []
         for _, op in share.where(kind):
             twice = any(op.part.intersect(other) for other in seen)
             if twice:
-                raise share.refuse(f"{op} covers elements that an earlier {kind.name} of this rank covers")
+                raise share.refuse(f"{op} overlaps the range of an earlier {kind.name} of this rank")
             seen.append(op.part)
     for later, earlier, whole in ORDERS:
         for index, op in share.where(later):
             others = [(at, other) for at, other in share.where(earlier) if _meet(op, other)]
             late = next((other for at, other in others if at > index), None)
             if late is not None:
-                raise share.refuse(f"{op} comes before {late}")
+                raise share.refuse(f"{op} comes before {late}, but must come after it")
             if whole and not is_covered(op.range or NOWHERE, [other.range for _, other in others if other.range]):
-                raise share.refuse(f"{op} has no {earlier.name} of all of its range before it")
+                raise share.refuse(f"{op} has no {earlier.name} before it that covers its whole range")
 
 
 def _check_compressed(share: RankProgram) -> None:
-    """Check that payloads travel after the agreement and before the update."""
     compressed = share.where(Kind.COMPRESS)
     if compressed and not share.where(Kind.AGREE):
-        raise share.refuse(f"{compressed[0][1]} sends what nobody has agreed on: no AGREE() comes before it")
+        raise share.refuse(f"{compressed[0][1]} sends gradients before the ranks agree on a step: no AGREE() before it")
     travelled = share.ranges(Kind.COMPRESS)
     for _, op in share.where(Kind.DIRECTION) if compressed else ():
         if not is_covered(op.range or NOWHERE, travelled):
-            raise share.refuse(f"{op} has no COMPRESS of all of its range before it")
+            raise share.refuse(f"{op} has no COMPRESS before it that covers its whole range")
 
 
 def _check_copies(share: RankProgram) -> None:
-    """Check that gradients of tied copies are complete when sent, and added before their owner's are exchanged."""
+    """Check that a tied copy's gradient is complete when it is sent, and is added before the owner's exchange."""
     for index, copy in share.where(Kind.COPY_GRADIENT):
         for at, op in share.where(*WRITES):
             if copy.unit in (op.unit, *share.needs.get(op.unit, ())) and at > index:
@@ -294,7 +290,7 @@ def _check_copies(share: RankProgram) -> None:
         owned = share.units.get(copy.unit, NOWHERE)
         for at, op in share.where(Kind.APPLY):
             if op.touches(owned) and at > index:
-                raise share.refuse(f"{copy} comes before {op}, which changes what it sends")
+                raise share.refuse(f"{copy} comes before {op}, which changes the values to send")
 
 
 def _meet(first: Operation, second: Operation) -> bool:

@@ -18,12 +18,12 @@ from hpcdist.telemetry.page.energy_data import RankLane, StepSpans, finite_numbe
 from hpcdist.telemetry.page.run_data import PageData
 
 ENTROPIES: Final = ("unigram_nats", "bigram_nats", "trigram_nats")
-MIN_SMOOTHED_STEPS: Final = 60  # points that get a mark each
-MAX_RANK_ROWS: Final = 128  # of a picture of ranks; more are put together, and the slowest of them shows
+MIN_SMOOTHED_STEPS: Final = 60  # fewer validation points get a marker each
+MAX_RANK_ROWS: Final = 128  # rows in a chart of ranks; a row then shows the slowest of several ranks
 
 
 def charts(data: PageData) -> dict[str, list[Chart]]:
-    """Return the charts of each section: of learning, of speed, and of one step."""
+    """Return the charts of the page's sections "learning", "speed" and "step"."""
     return {
         "learning": [_loss(data), _rate(data), *_end(data), *_routers(data)],
         "speed": [_throughput(data), _phases(data), _ranks(data)],
@@ -32,7 +32,6 @@ def charts(data: PageData) -> dict[str, list[Chart]]:
 
 
 def _unit(data: PageData) -> str:
-    """Return the unit of the losses with a leading space, or "" if the losses have no unit."""
     return f" {data.attributes.get('loss_unit', 'nats')}".rstrip()
 
 
@@ -53,7 +52,6 @@ def _loss(data: PageData) -> Chart:
 
 
 def _end(data: PageData) -> list[Chart]:
-    """Return the chart of the loss in the second half, whose scale the first half would flatten."""
     if data.run is None or len(data.run.steps["step"]) < 40:
         return []
     loss = data.run.steps["loss"]
@@ -64,7 +62,10 @@ def _end(data: PageData) -> list[Chart]:
 
 
 def draw_loss(axes: Any, data: PageData, first: int = 0) -> None:
-    """Draw the loss from the row ``first`` on, its mean, and that of validation; of all rows also the entropies."""
+    """Draw the training loss from table row ``first`` on, its moving mean, and the validation loss.
+
+    If ``first`` is 0, the entropies of the data are drawn too.
+    """
     assert data.run is not None
     rows, evaluations = data.run.steps, data.run.sample.evaluations
     steps, loss, window = rows["step"][first:], rows["loss"][first:], _window(len(rows["step"]))
@@ -92,26 +93,25 @@ def draw_loss(axes: Any, data: PageData, first: int = 0) -> None:
 
 
 def _window(steps: int) -> int:
-    """Return the window of the mean that shows the trend over so many steps; 1: they are too few."""
+    """Return the number of steps in the moving mean that shows the trend over ``steps``; 1 if there are few."""
     return min(500, steps // 50) if steps >= 200 else 1
 
 
 def _last(values: np.ndarray) -> float | None:
-    known = values[np.isfinite(values)]
-    return float(known[-1]) if known.size else None
+    finite = values[np.isfinite(values)]
+    return float(finite[-1]) if finite.size else None
 
 
 def _limits_of_loss(axes: Any, loss: np.ndarray, validation: np.ndarray, marks: Sequence[float]) -> None:
-    """Set limits that the first steps or a spike do not stretch."""
-    known = loss[np.isfinite(loss)]
-    if known.size < 10:
+    finite = loss[np.isfinite(loss)]
+    if finite.size < 10:
         return
-    known = np.concatenate([known, validation[np.isfinite(validation)]])
-    low, high, top = (float(np.percentile(known, share)) for share in (0.1, 99.5, 100))
-    # Marks that are near stay in the picture.
+    finite = np.concatenate([finite, validation[np.isfinite(validation)]])
+    low, high, top = (float(np.percentile(finite, share)) for share in (0.1, 99.5, 100))
+    # Keep marks that are close to the curve in the picture.
     low = min([low, *(mark for mark in marks if low - 0.4 * (high - low) < mark < low)])
     room = 0.05 * max(high - low, 1e-9)
-    axes.set_ylim(min(low, known.min()) - room, (top if top < high + 1.5 * (high - low) else high + room) + room)
+    axes.set_ylim(min(low, finite.min()) - room, (top if top < high + 1.5 * (high - low) else high + room) + room)
 
 
 def _rate(data: PageData) -> Chart:
@@ -130,7 +130,6 @@ def _rate(data: PageData) -> Chart:
 
 
 def _routers(data: PageData) -> list[Chart]:
-    """Return the charts of the loads of experts, and of entropy and drops, where there are experts."""
     rows = {} if data.run is None else data.run.tables.get("experts", {})
     if not len(rows.get("step", ())):
         return []
@@ -173,7 +172,7 @@ def _throughput(data: PageData) -> Chart:
     slowest = most_over_ranks(np.where(rows["step_s"] > 0, rows["step_s"], np.nan))
     rate = rows["tokens"] / slowest
     edges = series.bin_edges(rows["step"])
-    # Tokens over time, not a mean of rates: a slow step counts as long as it lasts.
+    # Tokens over time, not a mean of rates: a slow step counts by its duration.
     mean = series.means(np.where(np.isfinite(slowest), rows["tokens"], np.nan), edges) / series.means(slowest, edges)
     at = rows["step"][np.minimum(edges[1:] - 1, len(rows["step"]) - 1)]
 
@@ -201,14 +200,17 @@ def _phases(data: PageData) -> Chart:
     parts = phase_times(run)[1]
     if not any(np.isfinite(part).any() for part in parts.values()):
         return Chart("phases", title, reason="no time was measured")
-    caption = "Mean over the ranks that compute. Rest: data, logging, checkpoints and what no clock covers. "
+    caption = "Mean over the ranks that compute. Rest: data, logging, checkpoints and unmeasured time. "
     alt = "Time of a step by phase, stacked: " + ", ".join(f"{k} {np.nanmean(v):.3g} ms" for k, v in parts.items())
     drawing = draw.draw_svg("phases", lambda axes: draw_phases(axes, data))
     return Chart("phases", title, drawing, caption + series.rows_note(run), alt)
 
 
 def phase_times(run: SampledMetrics) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return steps (parts,), and by phase the milliseconds of a step there (parts,), mean over ranks that compute."""
+    """Divide the steps into bins. Return each bin's last step (bins,), and for each phase its ms per step (bins,).
+
+    Times are means over the ranks that compute.
+    """
     rows, edges = run.sample.steps, series.bin_edges(run.sample.steps["step"])
     works = np.nansum(rows["compute_s"], axis=0) > 0
     parts = {name: series.means(mean_over_ranks(rows[f"{name}_s"][:, works]), edges) * 1e3 for name in PHASES}
@@ -219,7 +221,7 @@ def phase_times(run: SampledMetrics) -> tuple[np.ndarray, dict[str, np.ndarray]]
 
 
 def draw_phases(axes: Any, data: PageData) -> None:
-    """Stack the times of the phases of a step."""
+    """Draw the stacked times of the phases of a step."""
     assert data.run is not None
     at, parts = phase_times(data.run)
     series.stack_areas(axes, at, parts, draw.PHASE_COLOURS)
@@ -242,18 +244,18 @@ def _ranks(data: PageData) -> Chart:
     per_bin = series.medians(compute[:, ranks], edges)  # (bins, ranks)
     ratio = per_bin / series.median(per_bin.T)[:, None]
     groups = np.array_split(np.arange(len(ranks)), min(MAX_RANK_ROWS, len(ranks)))
-    worst = np.array([np.where(np.isnan(ratio[:, own]), -np.inf, ratio[:, own]).max(axis=1) for own in groups])
+    worst = np.array([np.where(np.isnan(ratio[:, group]), -np.inf, ratio[:, group]).max(axis=1) for group in groups])
     worst[~np.isfinite(worst)] = np.nan
     limits = (rows["step"][0] - 0.5, rows["step"][-1] + 0.5, float(ranks[-1]) + 0.5, float(ranks[0]) - 0.5)
 
     def picture(axes: Any) -> None:
         from matplotlib.colors import TwoSlopeNorm
 
-        # A rank that is always slow sets the scale, a moment in which one was does not.
+        # A rank that is always slow sets the scale, a single slow moment does not.
         off = np.abs(worst - 1)
-        known = off[np.isfinite(off)]
+        finite = off[np.isfinite(off)]
         always = series.median(off.T)
-        far = max(np.percentile(known, 99), always[np.isfinite(always)].max()) if known.size else 0.1
+        far = max(np.percentile(finite, 99), always[np.isfinite(always)].max()) if finite.size else 0.1
         span = float(np.clip(far, 0.05, 1.0))
         norm = TwoSlopeNorm(1.0, 1 - span, 1 + span)
         image = axes.imshow(
@@ -283,9 +285,9 @@ LANE_STYLES: Final = {
     for suffix, alpha in (("", 1.0), (" (backward)", 0.62))
     for phase, colour in draw.PHASE_COLOURS.items()
 }
-NAMED_SHARE: Final = 0.012  # share of the step that a span must take for each digit of its number
-JOINED_SHARE: Final = 0.004  # share of the step between two spans of one micro-batch that are one
-BACKWARD: Final = "BACKWARD"  # begins the names of backward operations: paler than forward
+NAMED_SHARE: Final = 0.012  # fraction of the step that a span needs for each digit of its number
+JOINED_SHARE: Final = 0.004  # largest gap, as a fraction of the step, between spans of a micro-batch that are merged
+BACKWARD: Final = "BACKWARD"  # prefix of backward operations, drawn paler than forward
 
 
 def _step(data: PageData) -> Chart:
@@ -325,7 +327,6 @@ def _caption(step: StepSpans) -> str:
 
 
 def _bars(row: int, lane: RankLane, whole_s: float) -> Iterator[GanttBar]:
-    """Yield the bars of a lane, in ms; enclosing spans come first, so that inner ones cover them."""
     for begin, end, span in sorted(_merged(lane, JOINED_SHARE * whole_s), key=lambda spans: spans[0] - spans[1]):
         left, right = max(begin, lane.begin_s) * 1e3, min(end, lane.end_s) * 1e3
         kind = span.phase if span.phase in draw.PHASE_COLOURS else "other"
@@ -334,7 +335,7 @@ def _bars(row: int, lane: RankLane, whole_s: float) -> Iterator[GanttBar]:
 
 
 def _merged(lane: RankLane, gap_s: float) -> list[tuple[float, float, Span]]:
-    """Return the spans of a lane, adjacent ones of the same operation and micro-batch (its units) merged."""
+    """Return the spans of ``lane``, merging those with equal operation and micro-batch at most ``gap_s`` apart."""
     merged: list[tuple[float, float, Span]] = []
     for begin, end, span in sorted(lane.spans, key=lambda spans: spans[0]):
         if merged:

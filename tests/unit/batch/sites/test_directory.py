@@ -1,4 +1,4 @@
-"""A run directory is one run; what a run is made with may change between its starts."""
+"""A run directory belongs to one run; the settings that may change between the starts of a run."""
 
 import os
 from dataclasses import replace
@@ -21,26 +21,26 @@ def prepare(path, *overrides, resume="auto"):
 
 
 @pytest.fixture
-def begun(tmp_path):
-    """The directory of a run that has saved something."""
+def run_dir(tmp_path):
+    """The directory of a run that has saved a checkpoint."""
     path = tmp_path / "run"
     assert prepare(path, "run.steps=10").changed == ""
     (path / "checkpoints").mkdir()
     return path
 
 
-def test_a_start_that_was_killed_before_it_kept_its_recipe(tmp_path):
+def test_start_killed_before_saving_its_recipe_can_be_repeated(tmp_path):
     for name in ("lock", "lock.now.7.7", "recipe.toml.tmp", ".recipe.toml.0123456789abcdef.new"):
         (tmp_path / name).touch()
     assert prepare(tmp_path).resume_from is None
     (tmp_path / "recipe.toml").unlink()
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(ConfigurationError, match="is not empty and holds no run"):
+    with pytest.raises(ConfigurationError, match="is not empty, but holds no run"):
         prepare(tmp_path)
 
 
 @pytest.mark.parametrize("kind", submission.TEMPLATES)
-def test_what_a_submission_leaves_is_no_other_run(tmp_path, kind):
+def test_files_of_a_submission_do_not_count_as_another_run(tmp_path, kind):
     ledger.record(tmp_path, ledger.SUBMITTED, job="1")
     (tmp_path / "stop").touch()
     job = BatchJob(nodes=1, python="python", recipe="", run_dir=tmp_path)
@@ -53,11 +53,11 @@ def test_what_a_submission_leaves_is_no_other_run(tmp_path, kind):
     assert prepare(tmp_path).resume_from is None
 
 
-def test_the_same_recipe_goes_on(begun):
-    assert prepare(begun, "run.steps=10").changed == ""
+def test_same_recipe_resumes_only_with_resume_auto(run_dir):
+    assert prepare(run_dir, "run.steps=10").changed == ""
     with pytest.raises(UsageError, match="add --resume auto"):
-        prepare(begun, "run.steps=10", resume="never")
-    assert not list(begun.glob("recipe-*.toml"))
+        prepare(run_dir, "run.steps=10", resume="never")
+    assert not list(run_dir.glob("recipe-*.toml"))
 
 
 @cases(
@@ -69,22 +69,22 @@ def test_the_same_recipe_goes_on(begun):
     "data.context=64",
     "precision.mode=float64",
 )
-def test_what_makes_it_another_run_is_refused(begun, override):
-    before = (begun / "recipe.toml").read_text()
+def test_changed_keys_of_another_run_are_rejected(run_dir, override):
+    before = (run_dir / "recipe.toml").read_text()
     with pytest.raises(ConfigurationError, match=f"holds another run: {override.partition('=')[0]} = ") as refused:
-        prepare(begun, "run.steps=10", override)
-    assert (f"--init-from {begun}" in str(refused.value)) == (not override.startswith("model."))
-    assert (begun / "recipe.toml").read_text() == before
+        prepare(run_dir, "run.steps=10", override)
+    assert (f"--init-from {run_dir}" in str(refused.value)) == (not override.startswith("model."))
+    assert (run_dir / "recipe.toml").read_text() == before
 
 
-def test_layout_and_length_may_change_and_every_recipe_is_kept(begun):
-    first = recipes.load_stored(begun / "recipe.toml")
-    found = prepare(begun, "run.steps=20", "parallel.strategy=zero3", "survival.every_steps=5")
-    assert "parallel.strategy = 'allreduce' there, 'zero3' now" in found.changed and "run.steps" in found.changed
-    assert recipes.load_stored(begun / "recipe-1.toml") == first
-    assert recipes.load_stored(begun / "recipe.toml").parallel.strategy == "zero3"
-    prepare(begun, "run.steps=20", "parallel.strategy=zero1")
-    assert recipes.load_stored(begun / "recipe-2.toml").parallel.strategy == "zero3"
+def test_layout_and_steps_may_change_and_old_recipes_are_kept(run_dir):
+    first = recipes.load_stored(run_dir / "recipe.toml")
+    result = prepare(run_dir, "run.steps=20", "parallel.strategy=zero3", "survival.every_steps=5")
+    assert "parallel.strategy = 'allreduce' there, 'zero3' now" in result.changed and "run.steps" in result.changed
+    assert recipes.load_stored(run_dir / "recipe-1.toml") == first
+    assert recipes.load_stored(run_dir / "recipe.toml").parallel.strategy == "zero3"
+    prepare(run_dir, "run.steps=20", "parallel.strategy=zero1")
+    assert recipes.load_stored(run_dir / "recipe-2.toml").parallel.strategy == "zero3"
 
 
 @cases(
@@ -93,12 +93,12 @@ def test_layout_and_length_may_change_and_every_recipe_is_kept(begun):
     ("parallel.strategy=zero3", "zero.persistent_below=200", "zero.gradients=2", "zero.parameters=2"),
     ("parallel.strategy=zero1", "zero.offload_optimizer=file", "zero.offload_directory=states"),
 )
-def test_where_states_lie_may_change_either_way(begun, overrides):
-    assert "zero." in prepare(begun, "run.steps=10", *overrides).changed
-    assert "zero." in prepare(begun, "run.steps=10").changed
+def test_zero_state_placement_may_change_both_ways(run_dir, overrides):
+    assert "zero." in prepare(run_dir, "run.steps=10", *overrides).changed
+    assert "zero." in prepare(run_dir, "run.steps=10").changed
 
 
-def test_a_start_that_fails_while_it_keeps_another_recipe_loses_none(begun, monkeypatch):
+def test_failed_recipe_write_loses_no_recipe(run_dir, monkeypatch):
     replace = os.replace
 
     def fail(new, target):
@@ -109,20 +109,20 @@ def test_a_start_that_fails_while_it_keeps_another_recipe_loses_none(begun, monk
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", fail)
         with pytest.raises(StorageError, match="No space left"):
-            prepare(begun, "run.steps=20")
-    assert prepare(begun, "run.steps=10").changed == ""
+            prepare(run_dir, "run.steps=20")
+    assert prepare(run_dir, "run.steps=10").changed == ""
 
 
-def test_the_type_of_working_copies_may_change_but_no_state_is_rounded(begun):
+def test_precision_mode_may_change_between_starts(run_dir):
     for mode in ("bfloat16", "float16", "float32"):
-        assert "precision.mode = " in prepare(begun, "run.steps=10", f"precision.mode={mode}").changed
+        assert "precision.mode = " in prepare(run_dir, "run.steps=10", f"precision.mode={mode}").changed
 
 
-def test_a_recipe_of_an_older_version_has_the_defaults_of_new_keys(begun):
-    stored = begun / "recipe.toml"
+def test_older_recipe_gets_defaults_for_new_keys(run_dir):
+    stored = run_dir / "recipe.toml"
     text = stored.read_text()
     start = text.index("[energy]")
     following = text.find("\n[", start + 1)
     stored.write_text(text[:start] + (text[following:] if following > 0 else ""))
     assert "[energy]" not in stored.read_text()
-    assert prepare(begun, "run.steps=10").changed == ""
+    assert prepare(run_dir, "run.steps=10").changed == ""

@@ -1,4 +1,4 @@
-"""What a site's scheduler cannot be told is refused, and not left out of the script in silence."""
+"""Options that the scheduler of a site does not support are rejected, not silently left out of the script."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ ALONE = dataclasses.replace(PLAIN, account=None, nodes=1)
     ("workstation", {"links": 3}, "--chain 3"),
     ("workstation", {"nodes": 2}, "--nodes 2"),
 )
-def test_what_a_scheduler_would_never_hear_of_is_refused(site, change, words):
+def test_options_unsupported_by_the_scheduler_are_rejected(site, change, words):
     plain = dataclasses.replace(ALONE, account="me") if site == "pbs" else ALONE
     search.check(plain, search.load(site))
     with pytest.raises(ConfigurationError, match=words):
@@ -36,31 +36,35 @@ def test_what_a_scheduler_would_never_hear_of_is_refused(site, change, words):
     ("workstation", {"mem": "4G"}, "--mem 4G: the site workstation has no scheduler"),
     ("perlmutter", {"walltime": "2-00:00:01"}, "--time 2-00:00:01 is over the limit of QOS regular of perlmutter"),
     ("perlmutter", {"qos": "debug", "walltime": "01:00:00"}, "limit of QOS debug of perlmutter, 00:30:00"),
-    ("perlmutter", {"sbatch_args": ("--qos=debug",), "walltime": "20", "nodes": 9}, "QOS debug .* allows 8"),
-    ("perlmutter", {"mem": "256G"}, "--mem 256G is more than a node of QOS regular of perlmutter has, 246G"),
-    ("perlmutter-cpu", {"gpus_per_node": 4}, "4 GPUs a node at the site perlmutter-cpu: its nodes have none"),
+    ("perlmutter", {"sbatch_args": ("--qos=debug",), "walltime": "20", "nodes": 9}, "QOS debug .* allows at most 8"),
+    ("perlmutter", {"mem": "256G"}, "--mem 256G is more than 246G, the memory of a node of QOS regular of perlmutter"),
+    ("perlmutter-cpu", {"gpus_per_node": 4}, "4 GPUs per node at the site perlmutter-cpu: its nodes have none"),
     ("frontier", {"gpus_per_node": 8, "walltime": "60"}, "its GPUs are of AMD.*run.device = 'cpu'"),
     ("lumi", {"partition": "standard-g", "cpus_per_task": 15}, "60 cores, .* partition standard-g of lumi has 56"),
-    ("lumi", {"partition": "gpu"}, "none of this name"),
+    ("lumi", {"partition": "gpu"}, "no such partition"),
     ("leonardo", {"qos": "boost_qos_lprod", "walltime": "5-00:00:00"}, "QOS boost_qos_lprod of leonardo, 4-00:00:00"),
     ("leonardo", {"mem": "500G"}, "494000M"),
-    ("polaris", {"partition": "debug", "walltime": "01:00:00", "nodes": 3}, "partition debug of polaris allows 2"),
+    (
+        "polaris",
+        {"partition": "debug", "walltime": "01:00:00", "nodes": 3},
+        "partition debug of polaris allows at most 2",
+    ),
 )
-def test_what_a_machine_would_not_run_is_refused(site, change, words):
+def test_jobs_beyond_machine_limits_are_rejected(site, change, words):
     plain = dataclasses.replace(ALONE, account=None if site == "workstation" else "me", cpus_per_task=1, walltime=None)
     search.check(plain, search.load(site))
     with pytest.raises(ConfigurationError, match=words):
         search.check(dataclasses.replace(plain, **change), search.load(site))
 
 
-def test_a_qos_goes_over_the_limits_of_its_partition():
+def test_qos_overrides_partition_limits():
     job = dataclasses.replace(ALONE, account="me", walltime="4-00:00:00", qos="boost_qos_lprod")
     search.check(job, search.load("leonardo"))
     with pytest.raises(ConfigurationError, match="partition boost_usr_prod of leonardo, 1-00:00:00"):
         search.check(dataclasses.replace(job, qos=None), search.load("leonardo"))
 
 
-def test_what_a_job_says_wins_over_the_site():
+def test_job_options_override_site_options():
     site = search.load("perlmutter")
     job = site.complete(ALONE)
     assert (job.account, job.qos, job.constraint, job.mem) == (None, "regular", "gpu", None)
@@ -74,6 +78,6 @@ def test_what_a_job_says_wins_over_the_site():
     assert whole.complete(dataclasses.replace(ALONE, sbatch_args=("--mem-per-cpu=2G",))).mem is None
 
 
-def test_slurm_hears_of_all():
+def test_slurm_supports_all_options():
     job = dataclasses.replace(PLAIN, sbatch_args=("--qos=debug",), partition="gpu", links=3)
     search.check(job, search.load("slurm-openmpi"))

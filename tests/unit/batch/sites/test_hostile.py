@@ -1,6 +1,6 @@
-"""Whatever is in a name, a path, a recipe or an option is data to every parser that it passes: never code.
+"""Any text in a name, path, recipe or option is data to every parser that reads it, and never code.
 
-Each script is read by bash itself, and its directives as sbatch reads them.
+bash itself reads each script; the directives are read as sbatch reads them.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from hpcdist.errors import ConfigurationError, UsageError
 
 GENERIC = search.load("slurm-mpich")
 
-# What parsers trip over, and any text but what no argument can hold: a zero byte, and half a character.
+# Characters that break parsers, and any text that an argument can hold: no zero byte, no lone surrogate.
 HOSTILE = (
     st.lists(
         st.one_of(
@@ -39,7 +39,7 @@ HOSTILE = (
     .filter(bool)
 )
 
-# Plays python -P -m hpcdist, and begins with what every job does.
+# Plays python -P -m hpcdist, and starts with the commands of every job.
 PYTHON = """#!/bin/bash
 case " $* " in *" jobs begin "*) echo go ;; *" jobs end "*) echo stop ;; esac
 printf '%s\\0' "$@" "$PYTHONPATH" "$VALUE" --end-of-call-- >> "$KEPT"
@@ -49,7 +49,7 @@ printf '%s\\0' "$@" "$PYTHONPATH" "$VALUE" --end-of-call-- >> "$KEPT"
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 @pytest.mark.full
-def test_what_bash_reads_is_what_was_given(tmp_path_factory, data):
+def test_bash_reads_hostile_values_unchanged(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("job")
     (folder / "python").write_text(PYTHON)
     (folder / "python").chmod(0o755)
@@ -89,7 +89,7 @@ def test_what_bash_reads_is_what_was_given(tmp_path_factory, data):
 
 @settings(max_examples=60)
 @given(HOSTILE, st.sampled_from(["name", "partition", "account", "sbatch_args", "option", "site"]))
-def test_a_directive_is_one_option_or_refused(value, field):
+def test_hostile_directive_is_one_option_or_rejected(value, field):
     site = GENERIC
     job = PLAIN
     if field == "site":

@@ -1,6 +1,6 @@
-"""The rendered script: golden, quoted for two parsers, and run by bash with Slurm and hpcdist played by small scripts.
+"""The rendered script: compared with golden files, quoted for two parsers, and run by bash with played commands.
 
-After a wanted change: HPCDIST_ACCEPT_GOLDEN=1 pytest tests/unit/batch/sites/test_script.py, and look at the diff.
+To accept an intended change: HPCDIST_ACCEPT_GOLDEN=1 pytest tests/unit/batch/sites/test_script.py, and check the diff.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from harness.job_scripts import (
     RECIPE,
     check_by_bash,
     check_golden,
-    ended,
-    play,
-    played_python,
+    recorded_arguments,
     signal_when_ready,
     start_script,
-    words,
+    stub_python,
+    wait_for_end,
+    write_stub_commands,
 )
 from harness.marks import cases
 from hpcdist.batch import job as batch_job
@@ -37,7 +37,7 @@ from hpcdist.errors import ConfigurationError, UsageError
 
 GENERIC = search.load("slurm-openmpi")
 GPUS = dataclasses.replace(PLAIN, gpus_per_node=4)
-# Name -> profile, job: each profile of a Slurm, and what only some jobs have.
+# Name -> profile, job: each profile of a Slurm site, and options that only some jobs have.
 JOBS = {
     **{name: (name, GPUS) for name in ("slurm-openmpi", "slurm-mpich", "cray", "parastation", "ibrun")},
     **{name: (name, GPUS) for name in ("perlmutter", "juwels-booster", "alps")},
@@ -94,26 +94,26 @@ JOBS = {
 }
 
 
-def text_of(name):
+def rendered_script(name):
     profile, job = JOBS[name]
     return submission.render(job, search.load(profile))
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_golden(name):
+def test_scripts_match_golden_files(name):
     folder = "sites" if name == JOBS[name][0] else "train"
-    check_golden(text_of(name), f"{folder}/train-{name.replace(' ', '-')}.sbatch")
+    check_golden(rendered_script(name), f"{folder}/train-{name.replace(' ', '-')}.sbatch")
 
 
 @pytest.mark.full
-def test_bash_and_shellcheck_find_no_fault(tmp_path):
+def test_scripts_pass_bash_and_shellcheck(tmp_path):
     paths = [tmp_path / f"{name}.sh" for name in JOBS]
     for path in paths:
-        path.write_text(text_of(path.stem))
+        path.write_text(rendered_script(path.stem))
     check_by_bash(*paths)
 
 
-def test_every_value_passes_a_filter():
+def test_templates_filter_every_value():
     seen = 0
     for path in batch_job.folder(batch_job.TEMPLATES).glob("*.j2"):
         for line in path.read_text().splitlines():
@@ -130,26 +130,26 @@ def test_every_value_passes_a_filter():
     assert seen > 40
 
 
-def test_an_unknown_name_is_an_error():
+def test_unknown_template_name_is_an_error():
     with pytest.raises(jinja2.UndefinedError, match="partitoin"):
         submission.environment().from_string("{{ job.partitoin | sh }}").render(job=PLAIN)
 
 
 @pytest.mark.parametrize("value", ["debug", "a b", EVIL, "", "é", "'", '"', "\\", "a=b,c:d@e%f+g"])
-def test_directive_is_one_word_of_sbatch(value):
+def test_directive_is_one_word_for_sbatch(value):
     assert sbatch_words(f"--comment={submission.directive(value)} # a comment") == [f"--comment={value}"]
 
 
 @pytest.mark.parametrize("value", ["a\nb", "a\rb", "a\0b", "\x1b[31m", "a\u2028b", "a\tb"])
-def test_control_characters_are_refused_in_directives(value):
-    with pytest.raises(UsageError, match="no #SBATCH line can hold"):
+def test_control_characters_in_directives_are_rejected(value):
+    with pytest.raises(UsageError, match="an #SBATCH line cannot contain"):
         submission.render(dataclasses.replace(PLAIN, name=value), GENERIC)
-    with pytest.raises(UsageError, match="no #SBATCH line can hold"):
+    with pytest.raises(UsageError, match="an #SBATCH line cannot contain"):
         submission.render(dataclasses.replace(PLAIN, sbatch_args=(f"--comment={value}",)), GENERIC)
 
 
 def sbatch_words(line):
-    """Split like sbatch does (checked against Slurm itself in tests/launch/slurm/test_batch.py)."""
+    """Split a directive like sbatch does (checked against Slurm in tests/launch/slurm/test_batch.py)."""
     words, word, quote, characters = [], "", "", iter(line)
     for character in characters:
         if character == "\\":
@@ -167,7 +167,7 @@ def sbatch_words(line):
     return [*words, word] if word else words
 
 
-PYTHON = played_python(
+PYTHON = stub_python(
     """
   *" jobs begin "*) printf '%s\\0' "$@" > began; [[ -z ${REFUSED:-} ]] || exit 78; echo "${BEGIN:-go}"; exit ;;
   *" jobs end "*) printf '%s\\0' "$@" > ended; echo "${END:-stop}"; exit "${BROKEN:-0}" ;;
@@ -176,7 +176,7 @@ PYTHON = played_python(
     (($(wc -l < examinations) > ${ILL_TIMES:-9})) || exit "${ILL:-0}"; exit 0 ;;
 """
 )
-# The steps that wait for the end of the job end at once.
+# The steps that wait for the end of the job end immediately.
 SRUN = """#!/bin/bash
 [[ $* != *" --job-name=preemption "* ]] || exit 0
 while [[ $1 == -* ]]; do shift; done
@@ -190,67 +190,68 @@ exit "${REFUSE:-0}"
 
 
 @pytest.fixture
-def stage(tmp_path):
-    """A folder with a played python and scontrol, and a function that starts a job in it."""
-    play(tmp_path, python=PYTHON, scontrol=SCONTROL)
+def start_job(tmp_path):
+    write_stub_commands(tmp_path, python=PYTHON, scontrol=SCONTROL)
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
     return lambda job=PLAIN, site=GENERIC, **environment: start_script(tmp_path, job, site, slurm | environment)
 
 
-def test_shell_metacharacters_arrive_as_they_are(stage, tmp_path):
+def test_shell_metacharacters_are_passed_unchanged(start_job, tmp_path):
     recipe = f"data.path = {EVIL}\nEOF\n#SBATCH --nodes=7\n%s %d \\n {{{{ job }}}}\n"
     job = dataclasses.replace(PLAIN, recipe=recipe, run_dir=tmp_path / EVIL, mpi_args=EVIL, python_of_ranks=(EVIL, "b"))
     site = dataclasses.replace(GENERIC, environment=dataclasses.replace(GENERIC.environment, variables={"A": EVIL}))
-    code, errors = ended(stage(dataclasses.replace(job, name=EVIL, account=EVIL, python_path=EVIL), site, CODE="0"))
+    code, errors = wait_for_end(
+        start_job(dataclasses.replace(job, name=EVIL, account=EVIL, python_path=EVIL), site, CODE="0")
+    )
     assert code == 0, errors
     run = [*("-P", "-m", "hpcdist", "run", "-n", "8", "--launcher", "mpirun", "--ranks-per-node", "4")]
     run += ["--cpus-per-task", "8"]
     run += ["--python", shlex.join((EVIL, "b")), "--mpi-args", EVIL]
     doctor = ["doctor", "--job", "--out", str(tmp_path / EVIL), "--device", "cpu", "--recipe", str(job.input_file)]
-    assert words(tmp_path / "examined") == [*run, *doctor]
+    assert recorded_arguments(tmp_path / "examined") == [*run, *doctor]
     train = ["train", str(job.input_file), "--out", str(tmp_path / EVIL), "--resume", "auto"]
-    assert words(tmp_path / "arguments") == [*run, *train]
+    assert recorded_arguments(tmp_path / "arguments") == [*run, *train]
     about = [str(tmp_path / EVIL), "--job", "7", "--restart", "0"]
-    assert words(tmp_path / "began")[5:10] == about
-    assert words(tmp_path / "ended")[5:] == [*about, "--code", "0"]
+    assert recorded_arguments(tmp_path / "began")[5:10] == about
+    assert recorded_arguments(tmp_path / "ended")[5:] == [*about, "--code", "0"]
     assert job.input_file.read_text() == recipe
     assert not (tmp_path / "x").exists() and not (tmp_path / "y").exists()
 
 
 @pytest.mark.full
-def test_restarts_and_survival_are_those_of_hpcdist_run(stage, tmp_path):
+def test_restarts_and_survive_are_passed_to_hpcdist_run(start_job, tmp_path):
     job = dataclasses.replace(PLAIN, restarts=2, survive="replace", mpi_args="-v")
-    assert ended(stage(job, CODE="3"))[0] == 3
-    found = words(tmp_path / "arguments")
-    said = "--ranks-per-node 4 --cpus-per-task 8 --mpi-args -v --restarts 2 --survive replace"
-    assert said in " ".join(found[: found.index("train")])
-    assert "--restarts" not in words(tmp_path / "examined")
+    assert wait_for_end(start_job(job, CODE="3"))[0] == 3
+    result = recorded_arguments(tmp_path / "arguments")
+    output = "--ranks-per-node 4 --cpus-per-task 8 --mpi-args -v --restarts 2 --survive replace"
+    assert output in " ".join(result[: result.index("train")])
+    assert "--restarts" not in recorded_arguments(tmp_path / "examined")
 
 
 @pytest.mark.parametrize("tasks", [0, 3])
-def test_a_program_is_started_with_its_run_directory(stage, tmp_path, tasks):
-    own = {"recipe": "", "program": ("python", EVIL, "--", "-x"), "restarts": 2, "run_dir": tmp_path / EVIL}
-    job, task = dataclasses.replace(PLAIN, **own), {}
+def test_program_is_started_with_its_run_directory(start_job, tmp_path, tasks):
+    local_values = {"recipe": "", "program": ("python", EVIL, "--", "-x"), "restarts": 2, "run_dir": tmp_path / EVIL}
+    job, task = dataclasses.replace(PLAIN, **local_values), {}
     if tasks:
         values = {item.name: getattr(job, item.name) for item in dataclasses.fields(job)}
         job = ScriptArrayJob(**values, tasks=tasks, at_most=2)
         task = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "2"}
     assert ("#SBATCH --array=0-2%2\n" in submission.render(job, GENERIC)) is bool(tasks)
-    code, errors = ended(stage(job, CODE="0", HPCDIST_SET__RUN__STEPS="9", **task))
+    code, errors = wait_for_end(start_job(job, CODE="0", HPCDIST_SET__RUN__STEPS="9", **task))
     assert code == 0, errors
-    found = words(tmp_path / "arguments")
+    result = recorded_arguments(tmp_path / "arguments")
     run_dir = str(tmp_path / EVIL / "task-2" if tasks else tmp_path / EVIL)
-    said = ["--restarts", "2", "--out", run_dir, "--resume", "auto", "--", "python", EVIL, "--", "-x"]
-    assert found[found.index("--restarts") :] == said
-    assert (tmp_path / "variables").read_text() == "HPCDIST_SET__RUN__STEPS=9\n", "they are for the script"
-    began = words(tmp_path / "began")
+    messages = ["--restarts", "2", "--out", run_dir, "--resume", "auto", "--", "python", EVIL, "--", "-x"]
+    assert result[result.index("--restarts") :] == messages
+    assert (tmp_path / "variables").read_text() == "HPCDIST_SET__RUN__STEPS=9\n", "the script must get the variables"
+    began = recorded_arguments(tmp_path / "began")
     assert began[5:10] == [run_dir, "--job", "6_2" if tasks else "7", "--restart", "0"]
     assert began[10:12] == ["--program", shlex.join(job.program)]
     assert not (tmp_path / "x").exists() and not (tmp_path / "y").exists()
 
 
-def test_tasks_on_one_node_have_copies_of_their_own(stage, tmp_path):
-    """What one of them removes, when it begins and ends, another one may be using."""
+def test_tasks_on_one_node_have_separate_copies(start_job, tmp_path):
+    """A task removes its copies when it starts and ends, while another task on the node may be using its own."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").write_text(PYTHON)
     (tmp_path / "bin" / "python").chmod(0o755)
@@ -260,36 +261,41 @@ def test_tasks_on_one_node_have_copies_of_their_own(stage, tmp_path):
     others = [tmp_path / f"local{end}" / "environment" for end in ("", "-1")]
     for folder in others:
         folder.mkdir(parents=True)
-    own = {"recipe": "", "program": ("python", "x.py"), "run_dir": tmp_path / "runs", "local": tmp_path / "local"}
-    job = dataclasses.replace(PLAIN, **own, environment=tmp_path / "env.tar")
+    local_values = {
+        "recipe": "",
+        "program": ("python", "x.py"),
+        "run_dir": tmp_path / "runs",
+        "local": tmp_path / "local",
+    }
+    job = dataclasses.replace(PLAIN, **local_values, environment=tmp_path / "env.tar")
     job = ScriptArrayJob(**{item.name: getattr(job, item.name) for item in dataclasses.fields(job)}, tasks=3)
     task = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_NUM_NODES": "1", "SLURMD_NODENAME": "n"}
-    code, errors = ended(stage(job, CODE="0", **task))
+    code, errors = wait_for_end(start_job(job, CODE="0", **task))
     assert code == 0, errors
-    found = words(tmp_path / "arguments")
-    assert found[found.index("--python") + 1] == f"{tmp_path}/local-2/environment/bin/python"
+    result = recorded_arguments(tmp_path / "arguments")
+    assert result[result.index("--python") + 1] == f"{tmp_path}/local-2/environment/bin/python"
     assert all(folder.is_dir() for folder in others) and not (tmp_path / "local-2").exists()
 
 
-def test_no_variable_of_the_job_changes_the_recipe(stage, tmp_path):
-    code, errors = ended(stage(CODE="0", HPCDIST_SET__RUN__STEPS="9", HPCDIST_SET__RUN__SEED="a b"))
+def test_job_variables_do_not_change_the_recipe(start_job, tmp_path):
+    code, errors = wait_for_end(start_job(CODE="0", HPCDIST_SET__RUN__STEPS="9", HPCDIST_SET__RUN__SEED="a b"))
     assert (code, (tmp_path / "variables").read_text()) == (0, ""), errors
     (written,) = (tmp_path / "run").iterdir()
     assert written == dataclasses.replace(PLAIN, run_dir=tmp_path / "run").input_file and written.read_text() == RECIPE
 
 
-def test_the_recipe_is_read_from_the_run_directory(stage, tmp_path):
-    """What --dry-run prints writes it there; what is there already stays."""
+def test_recipe_is_read_from_the_run_directory(start_job, tmp_path):
+    """The output of --dry-run writes the recipe there. An existing recipe stays unchanged."""
     (tmp_path / "run").mkdir()
     dataclasses.replace(PLAIN, run_dir=tmp_path / "run").input_file.write_text("as it was submitted")
-    assert ended(stage(CODE="0"))[0] == 0
+    assert wait_for_end(start_job(CODE="0"))[0] == 0
     (written,) = (tmp_path / "run").iterdir()
     assert written.read_text() == "as it was submitted"
 
 
-def test_a_recipe_that_is_missing_or_cannot_be_written_ends_the_job(stage, tmp_path):
+def test_missing_or_unwritable_recipe_ends_the_job(start_job, tmp_path):
     (tmp_path / "run").touch()
-    code, errors = ended(stage(CODE="0"))
+    code, errors = wait_for_end(start_job(CODE="0"))
     assert code == 1 and "run" in errors and not (tmp_path / "arguments").exists()
     (tmp_path / "run").unlink()
     job = dataclasses.replace(PLAIN, run_dir=tmp_path / "run")
@@ -300,128 +306,128 @@ def test_a_recipe_that_is_missing_or_cannot_be_written_ends_the_job(stage, tmp_p
 
 
 @pytest.mark.full
-def test_what_the_doctor_finds_ends_the_job_and_counts_as_a_start(stage, tmp_path):
-    code, errors = ended(stage(CODE="0", ILL="1"))
+def test_failed_doctor_ends_the_job_and_counts_as_a_start(start_job, tmp_path):
+    code, errors = wait_for_end(start_job(CODE="0", ILL="1"))
     assert code == 1 and "--no-check" in errors
     assert (tmp_path / "began").exists() and not (tmp_path / "arguments").exists()
-    assert words(tmp_path / "ended")[-1] == "1"
+    assert recorded_arguments(tmp_path / "ended")[-1] == "1"
 
 
 @pytest.mark.parametrize("restart", [0, 1])
 @pytest.mark.full
-def test_the_doctor_is_asked_again_where_nodes_may_still_end_the_start_before(stage, tmp_path, restart):
-    code, errors = ended(stage(CODE="0", ILL="1", ILL_TIMES="1", SLURM_RESTART_COUNT=str(restart)))
+def test_doctor_is_retried_only_after_a_requeue(start_job, tmp_path, restart):
+    code, errors = wait_for_end(start_job(CODE="0", ILL="1", ILL_TIMES="1", SLURM_RESTART_COUNT=str(restart)))
     assert (code, (tmp_path / "arguments").exists()) == (1 - restart, bool(restart)), errors
     assert len((tmp_path / "examinations").read_text()) == 1 + restart
 
 
 @pytest.mark.parametrize(("given", "code"), [({"BEGIN": "done"}, 0), ({"REFUSED": "1"}, 78)])
-def test_a_run_that_is_complete_or_stuck_is_not_trained(stage, tmp_path, given, code):
-    assert ended(stage(CODE="0", **given))[0] == code
+def test_complete_or_stuck_run_is_not_trained(start_job, tmp_path, given, code):
+    assert wait_for_end(start_job(CODE="0", **given))[0] == code
     assert (tmp_path / "began").exists() and not (tmp_path / "arguments").exists()
-    assert not (tmp_path / "examined").exists(), "nothing is done on other nodes"
+    assert not (tmp_path / "examined").exists(), "the job must not run steps on other nodes"
 
 
 @pytest.mark.parametrize("code", ["0", "1", "69", "78", "130"])
 @pytest.mark.full
-def test_other_codes_are_passed_on(stage, tmp_path, code):
-    assert ended(stage(CODE=code))[0] == int(code)
+def test_other_codes_are_passed_on(start_job, tmp_path, code):
+    assert wait_for_end(start_job(CODE=code))[0] == int(code)
     assert not (tmp_path / "requeued").exists() and (tmp_path / "reported").exists()
-    assert words(tmp_path / "ended")[-1] == code
+    assert recorded_arguments(tmp_path / "ended")[-1] == code
 
 
-def test_it_is_requeued_when_it_shall_go_on(stage, tmp_path):
-    code, errors = ended(stage(CODE="75", END="again"))
+def test_unfinished_job_is_requeued(start_job, tmp_path):
+    code, errors = wait_for_end(start_job(CODE="75", END="again"))
     assert (code, (tmp_path / "requeued").read_text()) == (75, "requeue 7\n"), errors
     assert not (tmp_path / "reported").exists()
 
 
 @pytest.mark.parametrize("given", [{}, {"END": "again", "BROKEN": "1"}])
 @pytest.mark.full
-def test_else_it_is_not(stage, tmp_path, given):
-    assert ended(stage(CODE="75", **given))[0] == 75
+def test_other_jobs_are_not_requeued(start_job, tmp_path, given):
+    assert wait_for_end(start_job(CODE="75", **given))[0] == 75
     assert not (tmp_path / "requeued").exists()
 
 
-def test_a_refused_requeue_says_how_to_go_on(stage):
-    code, errors = ended(stage(CODE="75", END="again", REFUSE="1"))
+def test_failed_requeue_explains_how_to_resume(start_job):
+    code, errors = wait_for_end(start_job(CODE="75", END="again", REFUSE="1"))
     assert code == 75 and "submit again with --out" in errors
 
 
-@pytest.mark.parametrize(("link", "code", "said"), [(1, 0, "the next one goes on"), (3, 75, "was the last one")])
+@pytest.mark.parametrize(("link", "code", "output"), [(1, 0, "the next one goes on"), (3, 75, "was the last one")])
 @pytest.mark.full
-def test_a_link_leaves_the_rest_to_the_next_one(stage, tmp_path, link, code, said):
-    found, errors = ended(stage(dataclasses.replace(PLAIN, link=link, links=3), CODE="75", END="again"))
-    assert found == code and (f"link {link} of 3" in errors or link == 3), errors
-    assert not (tmp_path / "requeued").exists() and said in errors
+def test_chain_link_leaves_the_rest_to_the_next_link(start_job, tmp_path, link, code, output):
+    result, errors = wait_for_end(start_job(dataclasses.replace(PLAIN, link=link, links=3), CODE="75", END="again"))
+    assert result == code and (f"link {link} of 3" in errors or link == 3), errors
+    assert not (tmp_path / "requeued").exists() and output in errors
 
 
 @pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
-def test_signals_reach_the_launcher_and_only_the_walltime_requeues(stage, tmp_path, number, requeued):
-    process = stage(END="again")
+def test_signals_reach_the_launcher_and_only_walltime_requeues(start_job, tmp_path, number, requeued):
+    process = start_job(END="again")
     signal_when_ready(process, tmp_path, number)
-    code, errors = ended(process)
+    code, errors = wait_for_end(process)
     assert (code, (tmp_path / "told").read_text().strip()) == (75, number.name.removeprefix("SIG")), errors
     assert (tmp_path / "requeued").exists() == requeued
 
 
 @pytest.mark.full
-def test_a_job_that_is_cancelled_while_its_end_is_decided_is_not_requeued(stage, tmp_path):
-    """Nodes are asked then, for up to a minute, and the trap waits for that."""
+def test_job_cancelled_during_its_end_is_not_requeued(start_job, tmp_path):
+    """Nodes are probed at this point for up to a minute, and the trap waits for the probe."""
     (tmp_path / "python").write_text(PYTHON.replace("> ended;", "> ended; kill -TERM $PPID; sleep 0.3;"))
-    code, errors = ended(stage(CODE="0", ILL="1", END="again"))
+    code, errors = wait_for_end(start_job(CODE="0", ILL="1", END="again"))
     assert code == 1 and "SIGTERM" in errors and not (tmp_path / "requeued").exists(), errors
 
 
-def test_after_a_signal_nothing_is_started(stage, tmp_path):
-    """Or the job would go on until it is killed: the walltime signals once."""
+def test_training_is_not_started_after_a_signal(start_job, tmp_path):
+    """The walltime signals only once, so a later start would run until it is killed."""
     job = dataclasses.replace(PLAIN, check=False)
     (tmp_path / "python").write_text(PYTHON.replace("> began;", "> began; kill -USR1 $PPID; sleep 0.3;"))
-    code, errors = ended(stage(job, CODE="0"))
+    code, errors = wait_for_end(start_job(job, CODE="0"))
     assert (code, "SIGUSR1" in errors, (tmp_path / "arguments").exists()) == (75, True, False), errors
-    assert words(tmp_path / "ended")[-1] == "75"
+    assert recorded_arguments(tmp_path / "ended")[-1] == "75"
 
 
-def test_ranks_take_gpus_in_the_order_of_the_site():
-    """By a program on the node: Slurm sets CUDA_VISIBLE_DEVICES of each rank anew, over what the script exports."""
+def test_ranks_use_gpus_in_site_order():
+    """A program on the node sets the order, because Slurm sets CUDA_VISIBLE_DEVICES of each rank after the script."""
     cray = search.load("cray")
-    said = "--python 'env CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=3,2,1,0 "
-    assert f"{said}{PLAIN.python}'" in submission.render(GPUS, cray)
+    output = "--python 'env CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=3,2,1,0 "
+    assert f"{output}{PLAIN.python}'" in submission.render(GPUS, cray)
     image = dataclasses.replace(GPUS, python_of_ranks=("apptainer", "exec", "i.sif", "python3"))
-    assert f"{said}apptainer exec i.sif python3'" in submission.render(image, cray)
-    for fewer in (0, 2):  # of which CUDA would find none, or the wrong ones
+    assert f"{output}apptainer exec i.sif python3'" in submission.render(image, cray)
+    for fewer in (0, 2):  # CUDA would find no GPUs, or the wrong ones
         assert "CUDA_VISIBLE" not in submission.render(dataclasses.replace(GPUS, gpus_per_node=fewer), cray)
     assert "CUDA_VISIBLE" not in submission.render(GPUS, GENERIC)
 
 
-def test_a_job_wins_over_the_options_of_all_jobs():
-    """The last directive counts for sbatch."""
+def test_job_options_override_options_for_all_jobs():
+    """sbatch uses the last directive of an option."""
     options = ("--partition=all", "--time=5", "--no-requeue")
     site = dataclasses.replace(GENERIC, scheduler=dataclasses.replace(GENERIC.scheduler, options=options))
     job = dataclasses.replace(PLAIN, partition="mine", walltime="00:30:00")
-    said = dict(re.findall(r"^#SBATCH --([a-z]+)=(.*)$", submission.render(job, site), re.MULTILINE))
-    assert (said["partition"], said["time"]) == ("mine", "00:30:00")
+    messages = dict(re.findall(r"^#SBATCH --([a-z]+)=(.*)$", submission.render(job, site), re.MULTILINE))
+    assert (messages["partition"], messages["time"]) == ("mine", "00:30:00")
     assert re.findall(r"^#SBATCH (--(?:no-)?requeue)$", submission.render(job, site), re.MULTILINE)[-1] == "--requeue"
 
 
-def test_a_job_ends_where_the_file_of_its_site_is_missing(stage, tmp_path):
-    def begun(init):
+def test_missing_site_init_file_ends_the_job(start_job, tmp_path):
+    def run_with_init(init):
         environment = dataclasses.replace(GENERIC.environment, init=str(tmp_path / init))
-        return ended(stage(PLAIN, dataclasses.replace(GENERIC, environment=environment), CODE="0"))[0]
+        return wait_for_end(start_job(PLAIN, dataclasses.replace(GENERIC, environment=environment), CODE="0"))[0]
 
-    assert begun("missing") == 69 and not (tmp_path / "arguments").exists()
+    assert run_with_init("missing") == 69 and not (tmp_path / "arguments").exists()
     (tmp_path / "init").write_text("export UNSET=$NEVER_SET\nfalse\n")
-    assert begun("init") == 0 and (tmp_path / "arguments").exists()
+    assert run_with_init("init") == 0 and (tmp_path / "arguments").exists()
 
 
-def test_kernels_are_compiled_by_the_python_of_the_ranks():
+def test_warmup_uses_the_python_of_the_ranks():
     job = dataclasses.replace(PLAIN, warmup=True, local=Path("/local/a b"))
     assert '\non_each_node "${hpcdist[@]}" warmup' in submission.render(job, GENERIC)
     image = dataclasses.replace(job, python_of_ranks=("apptainer", "exec", "i j.sif", "python3"))
     assert "on_each_node apptainer exec 'i j.sif' python3 -P -m hpcdist warmup" in submission.render(image, GENERIC)
 
 
-def test_the_threads_of_a_rank_are_its_cores():
+def test_rank_threads_equal_its_cores():
     text = submission.render(PLAIN, GENERIC)
     done = jobs.run(
         ["bash", "-c", "\n".join(re.findall(r"export .*", text)) + "\necho $OMP_NUM_THREADS $OPENBLAS_NUM_THREADS"],
@@ -431,7 +437,7 @@ def test_the_threads_of_a_rank_are_its_cores():
     assert "#SBATCH --cpus-per-task=8\n" in text
 
 
-def test_a_site_replaces_a_block_and_may_keep_what_was_there():
+def test_site_block_can_extend_the_template_block():
     site = dataclasses.replace(GENERIC, blocks={"variables": "{{ super() }}export OF_NODES={{ job.nodes | sh }}\n"})
     text, plain = submission.render(PLAIN, site), submission.render(PLAIN, GENERIC)
     (line,) = set(text.splitlines()) - set(plain.splitlines())
@@ -445,7 +451,7 @@ def test_a_site_replaces_a_block_and_may_keep_what_was_there():
     ({"launch": "{% if %}"}, "cannot be rendered"),
 )
 @pytest.mark.full_except("blocks0-nearest known is 'launch'")
-def test_a_block_that_is_none_is_refused(blocks, words):
+def test_invalid_blocks_are_rejected(blocks, words):
     with pytest.raises(ConfigurationError, match=words):
         submission.render(PLAIN, dataclasses.replace(GENERIC, blocks=blocks))
 
@@ -462,7 +468,7 @@ def test_a_block_that_is_none_is_refused(blocks, words):
     "{{ job.sbatch_args.__class__ }}",
 )
 @pytest.mark.full_except("{{ ''.__class__.__mro__[1].__subclasses__() }}")
-def test_a_block_reaches_nothing_but_text(text, tmp_path, monkeypatch):
+def test_blocks_cannot_execute_code(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     job = dataclasses.replace(PLAIN, run_dir=tmp_path / "reached")
     with pytest.raises(ConfigurationError, match=r"\[blocks\] of the site .*cannot be rendered"):

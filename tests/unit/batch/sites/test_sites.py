@@ -1,4 +1,4 @@
-"""Profiles of sites: found, merged, and refused with the nearest name."""
+"""Site profiles: search, merge, and errors with the nearest name."""
 
 import dataclasses
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.job_scripts import PLAIN
-from harness.jobs import called
+from harness.jobs import call_command
 from harness.marks import cases
 from hpcdist.batch import job as batch_job
 from hpcdist.batch import submission
@@ -25,8 +25,8 @@ SHIPPED = (*KINDS_OF_SITES, *MACHINES)
 
 
 @pytest.fixture
-def own(tmp_path):
-    """``own(name, text)`` writes a profile of this user; ``own.environment`` finds it."""
+def user_profile(tmp_path):
+    """``user_profile(name, text)`` writes a profile of this user. ``user_profile.environment`` lets hpcdist find it."""
 
     def write(name, text):
         path = tmp_path / "hpcdist" / "sites" / f"{name}.toml"
@@ -38,38 +38,38 @@ def own(tmp_path):
     return write
 
 
-def test_what_is_shipped_loads_and_says_what_of_it_was_run():
+def test_shipped_profiles_load_and_state_their_tests():
     assert sorted(search.names({"XDG_CONFIG_HOME": "/nonexistent"})) == sorted(SHIPPED)
     readme = (batch_job.folder(batch_job.TEMPLATES).parent / "README.md").read_text()
     for name in SHIPPED:
         site = search.load(name)
         assert site.name == name and site.description and site.proven
-        assert f"\n## {name}" in readme, "a page for each"
-    assert {kind for kinds in LAUNCHERS_OF.values() for kind in kinds} == set(KINDS), "every launcher starts something"
+        assert f"\n## {name}" in readme, "each profile needs a section"
+    assert {kind for kinds in LAUNCHERS_OF.values() for kind in kinds} == set(KINDS), "a launcher is never used"
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_a_profile_of_a_machine_is_dated_and_says_where_it_is_from(name):
+def test_machine_profiles_have_date_and_source(name):
     site = search.load(name)
     text = search.path_of(name).read_text()
     assert re.search(r", 20\d\d-\d\d-\d\d: .*never run there$", site.proven)
-    assert re.search(r"20\d\d-\d\d-\d\d", text.partition("\n\n")[0]), "its first comment has the date"
+    assert re.search(r"20\d\d-\d\d-\d\d", text.partition("\n\n")[0]), "the first comment needs a date"
     assert "https://" in text and site.scheduler.account_required and site.storage.roots
     assert site.limits.cores_per_node or all(part.cores_per_node for part in site.partitions.values())
-    assert not any(re.search(r"/\d", module) for module in site.environment.modules), "versions change"
+    assert not any(re.search(r"/\d", module) for module in site.environment.modules), "module versions change"
     if site.scheduler.partition:
         assert site.scheduler.partition in site.partitions
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_no_profile_says_what_slurm_excludes(name):
-    """srun takes --hint neither with --cpu-bind nor with --threads-per-core; sbatch hands its options on to it."""
+def test_no_profile_combines_options_that_slurm_excludes(name):
+    """srun rejects --hint with --cpu-bind or --threads-per-core, and sbatch passes its options to srun."""
     site = search.load(name)
     words = {word.partition("=")[0] for word in (*site.scheduler.options, *site.launcher.options)}
     assert "--hint" not in words or not words & {"--cpu-bind", "--threads-per-core", "--ntasks-per-core"}
 
 
-def test_every_field_is_described():
+def test_readme_describes_every_profile_field():
     readme = (batch_job.folder(batch_job.TEMPLATES).parent / "README.md").read_text()
     for item in dataclasses.fields(SiteProfile):
         if item.name not in search.INTERNAL_FIELDS:
@@ -80,23 +80,23 @@ def test_every_field_is_described():
                 assert f"`{field.name}`" in readme, f"{item.name}.{field.name}"
 
 
-def test_a_profile_goes_over_the_one_it_is_based_on(own):
-    own(
+def test_profile_overrides_its_base_profile(user_profile):
+    user_profile(
         "base",
         "proven = 'run on Slurm'\n[launcher]\noptions = ['-a']\n[environment]\nvariables = { A = '1', B = '2' }\n"
         "[limits]\nmax_nodes = 3\n",
     )
-    own("mine", "based_on = 'base'\n[launcher]\noptions = ['-b']\n[environment]\nvariables = { B = '3' }\n")
-    site = search.load("mine", own.environment)
+    user_profile("mine", "based_on = 'base'\n[launcher]\noptions = ['-b']\n[environment]\nvariables = { B = '3' }\n")
+    site = search.load("mine", user_profile.environment)
     assert (site.name, site.launcher.options, site.limits.max_nodes) == ("mine", ("-b",), 3)
     assert site.environment.variables == {"A": "1", "B": "3"}
-    assert site.proven == "not said; base was: run on Slurm"
+    assert site.proven == "not stated; base was: run on Slurm"
 
 
-def test_profiles_are_looked_for_in_the_folders_of_the_user_the_site_and_the_machine(own, tmp_path, monkeypatch):
+def test_profile_search_order_is_user_site_machine(user_profile, tmp_path, monkeypatch):
     monkeypatch.setattr(search, "SYSTEM", tmp_path / "etc")
     places = {"user": tmp_path / "hpcdist" / "sites"} | {name: tmp_path / name for name in ("one", "two", "etc")}
-    environment = own.environment | {"HPCDIST_SITE_PATH": f"{tmp_path / 'one'}::{tmp_path / 'two'}"}
+    environment = user_profile.environment | {"HPCDIST_SITE_PATH": f"{tmp_path / 'one'}::{tmp_path / 'two'}"}
     for number, name in enumerate(reversed(places)):
         places[name].mkdir(parents=True, exist_ok=True)
         (places[name] / "cray.toml").write_text(f"based_on = 'cray'\n[limits]\nmax_nodes = {number + 1}\n")
@@ -106,17 +106,17 @@ def test_profiles_are_looked_for_in_the_folders_of_the_user_the_site_and_the_mac
         assert site.origin == str(places[name] / "cray.toml") == str(search.names(environment)["cray"])
     assert [search.load(f"only-{name}", environment).description for name in places] == list(places)
     with pytest.raises(
-        ConfigurationError, match=rf"looked in {places['user']}, .*one, .*two, .*etc, .*your own go into"
+        ConfigurationError, match=rf"searched {places['user']}, .*one, .*two, .*etc, .*put your profiles into"
     ):
         search.load("nowhere", environment)
-    assert "cray" in search.names(own.environment) and "only-one" not in search.names(own.environment)
+    assert "cray" in search.names(user_profile.environment) and "only-one" not in search.names(user_profile.environment)
 
 
-def test_a_users_profile_hides_ours_and_may_be_based_on_it(own):
-    path = own("cray", "based_on = 'cray'\n[gpu]\nper_node = 8\norder = []\n")
-    site = search.load("cray", own.environment)
+def test_user_profile_overrides_and_extends_shipped_profile(user_profile):
+    path = user_profile("cray", "based_on = 'cray'\n[gpu]\nper_node = 8\norder = []\n")
+    site = search.load("cray", user_profile.environment)
     assert (site.gpu.per_node, site.launcher.mpi) == (8, "cray-mpich")
-    assert search.names(own.environment)["cray"] == path
+    assert search.names(user_profile.environment)["cray"] == path
 
 
 @cases(
@@ -126,11 +126,11 @@ def test_a_users_profile_hides_ours_and_may_be_based_on_it(own):
     ("[launcher]\nkind = 'srum'", "launcher.kind = 'srum'; choose one of"),
     ("[launcher]\nkind = 'mpirun'\nmpi = 'cray-mpich'", "does not start ranks of launcher.mpi = 'cray-mpich'"),
     ("[launcher]\nkind = 'ibrun'\nmpi = 'openmpi'", "choose one of mpirun, srun, flux"),
-    ("[launcher]\nkind = 'flux'", "nothing starts a Flux instance"),
-    ("[launcher]\npmi = 'pmix'", "only srun has a choice"),
+    ("[launcher]\nkind = 'flux'", "the job has no Flux instance"),
+    ("[launcher]\npmi = 'pmix'", "needs launcher.kind = 'srun'"),
     ("[scheduler]\nkind = 'lsf'", "scheduler.kind = 'lsf'"),
     ("[gpu]\nper_node = 'four'", "gpu.per_node"),
-    ("[gpu]\nper_node = 4\norder = [0, 1, 1, 2]", "name each GPU of a node once"),
+    ("[gpu]\nper_node = 4\norder = [0, 1, 1, 2]", "list each GPU of a node once"),
     ("[gpu]\nper_node = -1", "at least 0"),
     ("[gpu]\nrequest = 'gpu'", "gpu.request"),
     ("[scheduler]\nmem = '4 GB'", "scheduler.mem '4 GB': expected MiB"),
@@ -146,81 +146,81 @@ def test_a_users_profile_hides_ours_and_may_be_based_on_it(own):
     ("[[storage.roots]]\npaht = '/a'", "unknown field 'storage.roots.paht'"),
     ("[[storage.roots]]\npath = 'a'", "not absolute"),
     ("[storage]\nnode_local = '$TMPDIR'", "not an absolute path"),
-    ("[environment]\nmodules = ['-f']", "no name of a module"),
-    ("[environment]\nmodules = ['a;b']", "no name of a module"),
-    ("[environment.variables]\n'A-B' = '1'", "no name of a variable"),
+    ("[environment]\nmodules = ['-f']", "not a valid module"),
+    ("[environment]\nmodules = ['a;b']", "not a valid module"),
+    ("[environment.variables]\n'A-B' = '1'", "is not a valid variable name"),
     ("[environment.variables]\nA = 1", "environment.variables"),
     ("based_on = 'slrm-openmpi'", "nearest known is 'slurm-openmpi'"),
     ("based_on = 'mine'", "based on itself"),
     ("based_on = 1", "give the name of another profile"),
     ("x = ", "not valid TOML"),
 )
-def test_what_no_profile_can_say(own, text, words):
-    own("mine", text)
+def test_invalid_profiles_are_rejected(user_profile, text, words):
+    user_profile("mine", text)
     with pytest.raises(ConfigurationError, match=words):
-        search.load("mine", own.environment)
+        search.load("mine", user_profile.environment)
 
 
-def test_where_a_profile_is_named(own, tmp_path):
-    path = own("mine", "description = 'ours'")
+def test_profile_is_selected_by_option_or_variable(user_profile, tmp_path):
+    path = user_profile("mine", "description = 'ours'")
     for environment in ({"HPCDIST_SITE": "mine"}, {"HPCDIST_SITE": str(path)}):
-        assert search.load_selected(None, own.environment | environment).description == "ours"
-    assert search.load_selected("cray", own.environment | {"HPCDIST_SITE": "mine"}).name == "cray"
+        assert search.load_selected(None, user_profile.environment | environment).description == "ours"
+    assert search.load_selected("cray", user_profile.environment | {"HPCDIST_SITE": "mine"}).name == "cray"
     with pytest.raises(StorageError, match="no such file"):
-        search.load_selected(str(tmp_path / "none.toml"), own.environment)
+        search.load_selected(str(tmp_path / "none.toml"), user_profile.environment)
 
 
 @pytest.mark.parametrize(
     ("programs", "name"), [(["sbatch", "qsub"], "slurm-openmpi"), (["qsub"], "pbs"), ([], "slurm-openmpi")]
 )
-def test_the_generic_profile_is_that_of_the_scheduler(own, tmp_path, monkeypatch, programs, name):
+def test_generic_profile_matches_the_scheduler(user_profile, tmp_path, monkeypatch, programs, name):
     (tmp_path / "bin").mkdir()
     for program in programs:
         (tmp_path / "bin" / program).touch(mode=0o755)
     monkeypatch.setattr(search.mpirun, "candidates", lambda environment: [])
-    assert search.load_selected(None, own.environment | {"PATH": str(tmp_path / "bin")}).name == name
+    assert search.load_selected(None, user_profile.environment | {"PATH": str(tmp_path / "bin")}).name == name
 
 
 @cases(
-    "said, name",
+    "output, name",
     ("HYDRA build details:\n    Version: 5.0.2", "slurm-mpich"),
     ("mpirun (Open MPI) 5.0.11", "slurm-openmpi"),
     ("not on this login node", "slurm-openmpi"),
 )
-def test_the_generic_profile_is_that_of_the_mpi(own, tmp_path, monkeypatch, said, name):
-    (tmp_path / "mpirun").write_text(f"#!/bin/sh\necho '{said}'\n")
+def test_generic_profile_matches_the_mpi(user_profile, tmp_path, monkeypatch, output, name):
+    (tmp_path / "mpirun").write_text(f"#!/bin/sh\necho '{output}'\n")
     (tmp_path / "mpirun").chmod(0o755)
     monkeypatch.setattr(search.mpirun, "candidates", lambda environment: [tmp_path / "mpirun"])
-    assert search.load_selected(None, own.environment).name == name
+    assert search.load_selected(None, user_profile.environment).name == name
 
 
-def test_an_account_of_the_shell_gets_the_suffix_of_the_site(monkeypatch):
+def test_account_variable_gets_the_site_suffix(monkeypatch):
     job = dataclasses.replace(PLAIN, account=None)
     monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
     assert search.load("perlmutter").complete(job).account is None
     monkeypatch.setenv("SBATCH_ACCOUNT", "m1234")
     assert search.load("perlmutter").complete(job).account == "m1234_g"
-    assert search.load("slurm-mpich").complete(job).account is None  # sbatch reads it
+    assert search.load("slurm-mpich").complete(job).account is None  # sbatch reads the variable
 
 
-def test_what_nodes_see():
+def test_paths_hidden_from_nodes_are_found():
     site = search.load("slurm-openmpi")
     assert search.hidden_paths({"it": Path("/scratch/x")}, site) == []
     assert search.hidden_paths({"it": Path("/tmp/x")}, site) == [
-        "it /tmp/x is under /tmp, of which each node has its own"
+        "it /tmp/x is below /tmp, which is separate on each node"
     ]
     assert search.hidden_paths({"it": Path("/tmpx")}, site) == []
     cray = search.load("cray")
     assert search.hidden_paths({"it": Path("/scratch/x")}, cray) == []
-    (said,) = search.hidden_paths({"it": Path("/nowhere/x")}, cray)
-    assert "under none of /scratch, /project, /home" in said
+    (output,) = search.hidden_paths({"it": Path("/nowhere/x")}, cray)
+    assert "not below /scratch, /project, /home" in output
     for python in ("/usr/bin/python3", "/opt/cray/pe/python/3.11.7/bin/python3"):
-        assert search.hidden_paths({"it": Path(python)}, cray) == [], "it comes with the nodes, as their modules do"
+        assert search.hidden_paths({"it": Path(python)}, cray) == [], "system files are on every node"
 
 
 @pytest.mark.parametrize("name", ["cray", "pbs", "parastation"])
-def test_jobs_without_gpus_do_not_ask_mpi_for_them(name):
-    """Cray MPICH ends ranks that ask, where the Python that runs was not linked with its GPU library."""
+def test_jobs_without_gpus_set_no_gpu_variables(name):
+    """With these variables, Cray MPICH ends ranks whose Python is not linked with its GPU library."""
     profile = search.load(name)
     for job, asks in ((PLAIN, False), (dataclasses.replace(PLAIN, gpus_per_node=4), True)):
         text = submission.render(job, profile)
@@ -228,14 +228,14 @@ def test_jobs_without_gpus_do_not_ask_mpi_for_them(name):
     assert profile.gpu.variables and not set(profile.gpu.variables) & set(profile.environment.variables)
 
 
-def test_a_profile_that_cannot_be_used_hides_no_other(tmp_path, monkeypatch, capsys):
+def test_unusable_profile_does_not_hide_other_profiles(tmp_path, monkeypatch, capsys):
     (tmp_path / "hpcdist" / "sites").mkdir(parents=True)
     (tmp_path / "hpcdist" / "sites" / "mine.toml").write_text("nodes = 1\n")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setenv("HPCDIST_SITE_PATH", str(tmp_path / "of the site"))
     (tmp_path / "of the site").mkdir()
     (tmp_path / "of the site" / "ours.toml").write_text("description = 'our cluster'\n")
-    code, out, _ = called(capsys, "site", "list")
+    code, out, _ = call_command(capsys, "site", "list")
     assert code == 0 and re.search(rf"^ours +our cluster \[{tmp_path}/of the site\]$", out, re.MULTILINE), out
     assert re.search(r"^cray +HPE .* node$", out, re.MULTILINE), out
     assert re.search(r"^mine +cannot be used: unknown field 'nodes'", out, re.MULTILINE)
@@ -243,9 +243,9 @@ def test_a_profile_that_cannot_be_used_hides_no_other(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize("arguments", [["list"], ["show", "cray"], ["show", "--json", "pbs"]])
-def test_profiles_are_shown(arguments, tmp_path, monkeypatch, capsys):
+def test_site_commands_print_profiles(arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    code, out, _ = called(capsys, "site", *arguments)
+    code, out, _ = call_command(capsys, "site", *arguments)
     assert code == 0
     words = {"list": SHIPPED, "show": ("cray", "cray-mpich"), "--json": ('"kind": "pbs"',)}
     for word in words["--json" if "--json" in arguments else arguments[0]]:

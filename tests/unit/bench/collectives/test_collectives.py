@@ -1,4 +1,4 @@
-"""The benchmark of collectives: what it measures, that it finds wrong results, and what stands in its file."""
+"""The benchmark of collectives: measurements, detection of wrong results, and the results file."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,7 @@ from hpcdist.reporting.plotting import check_plot
 LIBRARY = "Threads 1.0"
 
 
-def wanted(**changes):
+def benchmark_request(**changes):
     settings = {
         "operations": results.OPERATIONS,
         "algorithms": ("ring",),
@@ -46,15 +46,15 @@ def wanted(**changes):
     return results.CollectivesRequest(**(settings | changes))
 
 
-def measured(ranks, **changes):
-    """The configurations of a benchmark over threads, and what it said."""
-    kept, said = [], []
+def run_benchmark(ranks, **changes):
+    """Run a benchmark over threads. Return its configurations and its messages."""
+    kept, output = [], []
 
-    def on_a_rank(comm):
-        run.run(comm, wanted(**changes), LIBRARY, kept.extend, said.append)
+    def run_on_rank(comm):
+        run.run(comm, benchmark_request(**changes), LIBRARY, kept.extend, output.append)
 
-    run_threads(ranks, on_a_rank)
-    return kept, said
+    run_threads(ranks, run_on_rank)
+    return kept, output
 
 
 @cases(
@@ -67,12 +67,12 @@ def measured(ranks, **changes):
     (["4K-70Kx4 1K", "1K"], [1024, 4096, 16384, 65536]),
     (["1G"], [1 << 30]),
 )
-def test_sizes(texts, expected):
+def test_byte_sizes_are_parsed(texts, expected):
     assert list(results.sizes(texts)) == expected
 
 
 @pytest.mark.parametrize("text", ["", "4Q", "K", "16K-4K", "0", "4K-64K x1", "4K 1.5M", "-4K", "4K--8K"])
-def test_wrong_sizes_are_refused(text):
+def test_invalid_sizes_are_rejected(text):
     with pytest.raises(UsageError, match="--bytes"):
         results.sizes([text])
 
@@ -84,13 +84,13 @@ def test_wrong_sizes_are_refused(text):
     ((("alltoallv",), ("node_shared",), ("float32",)), "native, pairwise, hierarchical"),
     ((("allreduce",), (), ("float23",)), "float32"),
 )
-def test_unknown_names_are_refused_with_the_valid_ones(arguments, named):
+def test_unknown_names_are_rejected_with_a_list_of_valid_ones(arguments, named):
     with pytest.raises(UsageError, match="choose") as refused:
         _known(*arguments)
     assert named in str(refused.value)
 
 
-def test_bus_bandwidth_by_hand():
+def test_bus_factors_match_nccl_tests():
     """The factors of nccl-tests, doc/PERFORMANCE.md."""
     by_hand = {"allreduce": 1.5, "reduce_scatter": 0.75, "all_gather": 0.75, "broadcast": 1.0, "all_to_all": 0.75}
     by_hand |= {"alltoallv-uniform": 0.75, "alltoallv-zipf": 0.75, "alltoallv-hot": 0.75}
@@ -98,18 +98,18 @@ def test_bus_bandwidth_by_hand():
     assert all(results.bus_factor(op, 1) == 0 for op in by_hand)
 
 
-def test_cells_are_rounded_and_shuffled_alike_everywhere():
-    cells, notes = results.cells(wanted(bytes=(101, 1000), dtypes=("float32", "bfloat16")), 3)
-    again, _ = results.cells(wanted(bytes=(101, 1000), dtypes=("float32", "bfloat16")), 3)
-    other, _ = results.cells(wanted(bytes=(101, 1000), dtypes=("float32", "bfloat16"), seed=6), 3)
+def test_cells_are_rounded_and_shuffled_by_seed():
+    cells, notes = results.cells(benchmark_request(bytes=(101, 1000), dtypes=("float32", "bfloat16")), 3)
+    again, _ = results.cells(benchmark_request(bytes=(101, 1000), dtypes=("float32", "bfloat16")), 3)
+    other, _ = results.cells(benchmark_request(bytes=(101, 1000), dtypes=("float32", "bfloat16"), seed=6), 3)
     assert cells == again != other and set(cells) == set(other)
     assert {cell.bytes for cell in cells if (cell.op, cell.dtype) == ("allreduce", "float32")} == {100, 1000}
-    # parts of one size for each of 3 ranks
+    # equal parts for each of 3 ranks
     assert {cell.bytes for cell in cells if (cell.op, cell.dtype) == ("all_to_all", "float32")} == {96, 996}
     assert any("101 bytes are no whole number of float32 elements; 100 are measured" in note for note in notes)
 
 
-def test_buffers_exceed_the_cache_within_the_memory():
+def test_buffer_slots_exceed_the_cache_within_the_memory():
     assert contenders.slots(1 << 20, 32 << 20, 1 << 30, hot=False) == 65
     assert contenders.slots(256 << 20, 32 << 20, 1 << 30, hot=False) == 2
     assert contenders.slots(256 << 20, 32 << 20, 300 << 20, hot=False) == 1
@@ -117,7 +117,7 @@ def test_buffers_exceed_the_cache_within_the_memory():
     assert contenders.slots(1 << 20, 32 << 20, 1 << 30, hot=True) == 1
 
 
-def test_sizes_that_were_not_asked_for_lie_in_the_memory_that_was_taken():
+def test_any_size_fits_in_the_allocated_memory():
     memory = run.PoolMemory({}, np.empty(1 << 20, np.uint8), cache_bytes=1 << 14, hot=False)
     for nbytes in (64, 100, 1 << 13, 1 << 19, 1 << 20):
         count = memory.slots(nbytes)
@@ -125,16 +125,16 @@ def test_sizes_that_were_not_asked_for_lie_in_the_memory_that_was_taken():
         assert count * -(-nbytes // 64) * 64 <= 1 << 20
 
 
-def test_memory_holds_what_an_operation_makes_of_a_size():
+def test_memory_is_sized_for_the_rounded_size():
     many = SimpleNamespace(size=32, nodes=lambda: SimpleNamespace(intra=SimpleNamespace(size=32)))
     many.allgather_object = lambda mine: [mine]
     assert (
-        run.take_memory(many, wanted(operations=("all_to_all",), bytes=(8,)), []).slots(128) == 1
+        run.take_memory(many, benchmark_request(operations=("all_to_all",), bytes=(8,)), []).slots(128) == 1
     )  # a float32 for each of 32 ranks
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "float64"])
-def test_contents_are_exact_and_a_change_of_one_element_is_found(dtype, rng):
+def test_buffer_contents_detect_one_changed_element(dtype, rng):
     kind, size, ranks = dtype_of(dtype), 40_000, 5
     contents = contenders.BufferContents(ranks, kind)
     parts = [np.empty(size, kind) for _ in range(ranks)]
@@ -153,7 +153,7 @@ def test_contents_are_exact_and_a_change_of_one_element_is_found(dtype, rng):
 
 @pytest.mark.parametrize(("count", "size"), [(1, 7), (126, 3), (127, 5), (300, 16), (5, 16_256), (5, 16_257)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_pool_is_filled_slot_by_slot_from_its_own_phase_on(count, size, dtype):
+def test_pool_fills_each_slot_from_its_phase(count, size, dtype):
     kind = dtype_of(dtype)
     contents = contenders.BufferContents(3, kind)
     stride = -(-size * kind.itemsize // 64) * 64
@@ -165,16 +165,18 @@ def test_a_pool_is_filled_slot_by_slot_from_its_own_phase_on(count, size, dtype)
         contents.fill(expected, 2, slot)
         np.testing.assert_array_equal(pool.buffer(slot), expected)
     gaps = memory[0][: count * stride].reshape(count, stride)[:, size * kind.itemsize :]
-    assert (gaps == 255).all() and (memory[0][count * stride :] == 255).all(), "only the slots are written"
+    assert (gaps == 255).all() and (memory[0][count * stride :] == 255).all(), "bytes outside the slots were written"
 
 
-def test_uneven_parts_are_verified_too_and_never_in_shared_buffers():
-    kept, _ = measured(2, operations=("alltoallv-zipf",), algorithms=("hierarchical",), buffers=("ordinary", "shared"))
-    found = {(one.key.algorithm, one.key.buffers): (one.wrong, one.verified) for one in kept if not one.reference}
-    assert found == {("native", "ordinary"): ("", 4), ("hierarchical", "ordinary"): ("", 4)}
+def test_uneven_parts_are_verified_and_use_no_shared_buffers():
+    kept, _ = run_benchmark(
+        2, operations=("alltoallv-zipf",), algorithms=("hierarchical",), buffers=("ordinary", "shared")
+    )
+    actual = {(one.key.algorithm, one.key.buffers): (one.wrong, one.verified) for one in kept if not one.reference}
+    assert actual == {("native", "ordinary"): ("", 4), ("hierarchical", "ordinary"): ("", 4)}
 
 
-def test_parts_are_skewed_and_the_hottest_rank_receives_what_is_asked_for():
+def test_part_sizes_are_skewed_as_requested():
     assert results.part_sizes("alltoallv-uniform", 120, 4) == results.part_sizes("all_to_all", 120, 4) == [30] * 4
     assert results.part_sizes("alltoallv-zipf", 120, 4) == [30, 15, 10, 7]
     hot = results.part_sizes("alltoallv-hot", 120, 4)
@@ -184,8 +186,8 @@ def test_parts_are_skewed_and_the_hottest_rank_receives_what_is_asked_for():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_every_operation_is_measured_verified_and_kept(ranks):
-    kept, said = measured(ranks)
+def test_every_operation_is_measured_and_verified(ranks):
+    kept, output = run_benchmark(ranks)
     assert {one.key.op for one in kept} == set(results.OPERATIONS)
     assert [one.wrong for one in kept if one.wrong] == []
     for one in kept:
@@ -194,29 +196,29 @@ def test_every_operation_is_measured_verified_and_kept(ranks):
         assert one.verified == (0 if one.reference else 4)
         assert (one.key.ranks, one.key.cache, one.key.mpi_library) == (ranks, "hot", LIBRARY)
     assert {one.key.algorithm for one in kept if one.key.op == "allreduce"} == {"native", "ring", "memcpy"}
-    assert any("nothing is exchanged" in line for line in said) == (ranks == 1)
+    assert any("nothing is exchanged" in line for line in output) == (ranks == 1)
 
 
-def test_cold_buffers_go_round_and_results_are_verified_before_they_are_filled_again(monkeypatch):
+def test_cold_buffers_are_verified_before_reuse(monkeypatch):
     monkeypatch.setattr(contenders, "last_level_cache_bytes", lambda: 8192)
-    kept, _ = measured(2, operations=("allreduce",), bytes=(3000,), iterations=9, hot=False)
+    kept, _ = run_benchmark(2, operations=("allreduce",), bytes=(3000,), iterations=9, hot=False)
     assert {(one.slots, one.key.cache, one.wrong) for one in kept} == {(7, "cold", "")}
 
 
 @pytest.mark.full
-def test_all_that_runs_is_measured_without_names():
-    kept, said = measured(2, operations=("allreduce",), algorithms=(), bytes=(400,), iterations=1)
+def test_all_algorithms_are_measured_by_default():
+    kept, output = run_benchmark(2, operations=("allreduce",), algorithms=(), bytes=(400,), iterations=1)
     assert {one.key.algorithm for one in kept if not one.reference} == {*algorithms.ALLREDUCE, "auto"}
-    assert any(line.startswith("auto is ") for line in said)
+    assert any(line.startswith("auto is ") for line in output)
 
 
-def test_the_wire_is_measured_between_nodes():
-    kept, said = [], []
+def test_wire_is_measured_between_nodes():
+    kept, output = [], []
 
-    def on_a_rank(comm):
-        run.run(comm, wanted(operations=("allreduce",), bytes=(400,)), LIBRARY, kept.extend, said.append)
+    def run_on_rank(comm):
+        run.run(comm, benchmark_request(operations=("allreduce",), bytes=(400,)), LIBRARY, kept.extend, output.append)
 
-    run_threads(4, on_a_rank, ranks_per_node=2)
+    run_threads(4, run_on_rank, ranks_per_node=2)
     (wire,) = [one for one in kept if one.key.algorithm == "wire"]
     assert wire.key.nodes == 2
     assert np.isnan(wire.time_s[:, [1, 3]]).all() and np.isfinite(wire.slowest_s).all()
@@ -224,20 +226,20 @@ def test_the_wire_is_measured_between_nodes():
 
 
 @pytest.mark.full
-def test_what_does_not_run_is_left_out_with_the_reason_unless_it_was_named(monkeypatch):
-    def refuse(*_):
+def test_unsupported_algorithm_is_skipped_unless_named(monkeypatch):
+    def raise_handover_error(*_):
         raise BufferHandoverError("not these")
 
     for name, sharding in SHARDED.items():
-        monkeypatch.setitem(SHARDED, name, replace(sharding, reduce_scatter=refuse))
-    kept, said = measured(2, operations=("reduce_scatter", "allreduce"), dtypes=("bfloat16",), algorithms=())
+        monkeypatch.setitem(SHARDED, name, replace(sharding, reduce_scatter=raise_handover_error))
+    kept, output = run_benchmark(2, operations=("reduce_scatter", "allreduce"), dtypes=("bfloat16",), algorithms=())
     assert {one.key.op for one in kept} == {"allreduce"}
-    assert any(line.startswith("ring is left out of reduce_scatter of bfloat16: ") for line in said)
+    assert any(line.startswith("ring is left out of reduce_scatter of bfloat16: ") for line in output)
     with pytest.raises(UsageError, match="ring does not run reduce_scatter of bfloat16 here"):
-        measured(2, operations=("reduce_scatter",), dtypes=("bfloat16",))
+        run_benchmark(2, operations=("reduce_scatter",), dtypes=("bfloat16",))
 
 
-def test_a_wrong_result_is_found_named_and_not_shown(monkeypatch):
+def test_wrong_result_is_reported_without_speed(monkeypatch):
     right = algorithms.allreduce
 
     def allreduce(comm, buffer, algorithm):
@@ -247,22 +249,22 @@ def test_a_wrong_result_is_found_named_and_not_shown(monkeypatch):
 
     monkeypatch.setitem(algorithms.ALLREDUCE, "wrong", allreduce)
     monkeypatch.setattr(algorithms, "allreduce", allreduce)
-    kept, _ = measured(2, operations=("allreduce",), algorithms=("wrong", "ring"))
-    found = {(one.key.algorithm, one.key.bytes): one.wrong for one in kept if one.wrong}
-    assert list(found) == [("wrong", 3000)]
-    assert found["wrong", 3000].startswith("rank 1: element 7 is ")
+    kept, _ = run_benchmark(2, operations=("allreduce",), algorithms=("wrong", "ring"))
+    actual = {(one.key.algorithm, one.key.bytes): one.wrong for one in kept if one.wrong}
+    assert list(actual) == [("wrong", 3000)]
+    assert actual["wrong", 3000].startswith("rank 1: element 7 is ")
     table = collectives_report.rows(kept)
     line = next(line for line in collectives_report.text(table).splitlines() if "WRONG RESULT" in line)
     assert "wrong" in line and "3000" in line and "GB" not in line
     assert any("wrong, allreduce of 3000 bytes of float32: rank 1" in note for note in collectives_report.notes(table))
-    unchecked, _ = measured(2, operations=("allreduce",), algorithms=("wrong",), check=False)
+    unchecked, _ = run_benchmark(2, operations=("allreduce",), algorithms=("wrong",), check=False)
     assert {(one.wrong, one.verified) for one in unchecked} == {("", 0)}
 
 
-def test_iterations_alternate_in_an_order_that_all_ranks_share():
+def test_all_ranks_alternate_contenders_in_the_same_order():
     order = {0: [], 1: []}
 
-    def on_a_rank(comm):
+    def run_on_rank(comm):
         def run(name):
             return lambda buffer, result: order[comm.rank].append(name)
 
@@ -272,18 +274,18 @@ def test_iterations_alternate_in_an_order_that_all_ranks_share():
         both = [CollectivesContender(name, "ordinary", run(name), None) for name in ("a", "b", "c")]
         CellTiming(comm, both, {"ordinary": pool}, contents, check=False).run(CellLimits(1.0, 20, 0, 1), (3, 4))
 
-    run_threads(2, on_a_rank)
+    run_threads(2, run_on_rank)
     rounds = [tuple(order[0][start : start + 3]) for start in range(0, 60, 3)]
     assert order[0] == order[1]
     assert all(sorted(turn) == ["a", "b", "c"] for turn in rounds)
     assert len(set(rounds)) > 1
 
 
-def test_seconds_bound_the_iterations_from_below_and_above(monkeypatch):
-    kept, _ = measured(2, operations=("allreduce",), bytes=(100,), iterations=None, seconds=1e-9, least=6)
+def test_time_limit_has_minimum_and_maximum_iterations(monkeypatch):
+    kept, _ = run_benchmark(2, operations=("allreduce",), bytes=(100,), iterations=None, seconds=1e-9, least=6)
     assert {len(one.time_s) for one in kept} == {6}
     monkeypatch.setattr("hpcdist.bench.collectives.run.MOST_ITERATIONS", 20)
-    kept, _ = measured(2, operations=("allreduce",), bytes=(100,), iterations=None, seconds=1000.0)
+    kept, _ = run_benchmark(2, operations=("allreduce",), bytes=(100,), iterations=None, seconds=1000.0)
     assert {len(one.time_s) for one in kept} == {20}
 
 
@@ -304,7 +306,7 @@ def key(**changes):
 
 
 def configuration(times_s, **changes):
-    """One whose slowest rank is the last and takes ``times_s``."""
+    """Return a configuration in which the last rank is the slowest and takes ``times_s``."""
     times = np.asarray(times_s)[:, None] * np.array([0.5, 0.25, 0.75, 1.0])
     start = np.tile([0.0, 1e-6, 2e-6, 3e-6], (len(times), 1))
     return results.CollectivesConfiguration(
@@ -312,7 +314,7 @@ def configuration(times_s, **changes):
     )
 
 
-def test_figures_of_the_table_by_hand():
+def test_table_figures_match_hand_calculation():
     native = configuration([4e-3, 1e-3, 2e-3, 3e-3, 5e-3])
     first, second = collectives_report.rows([configuration([1e-3] * 3, algorithm="ring"), native])
     assert (first.algorithm, first.median_s, first.quartiles_s, first.x_native) == ("native", 3e-3, (2e-3, 4e-3), 1.0)
@@ -331,12 +333,12 @@ def test_figures_of_the_table_by_hand():
     (["Open MPI v5.0.11, package: x", "MPICH Version:      5.0.2"], ["ring, MPICH", "ring, Open MPI"]),
     (["Open MPI v5.0.11, a", "Open MPI v4.1.4, b"], ["ring, Open MPI v4.1.4", "ring, Open MPI v5.0.11"]),
 )
-def test_the_same_algorithm_on_several_libraries_is_told_apart(libraries, labels):
-    found = [configuration([1e-3], algorithm="ring", mpi_library=library) for library in libraries]
-    assert [row.label for row in collectives_report.rows(found)] == labels
+def test_labels_distinguish_libraries(libraries, labels):
+    actual = [configuration([1e-3], algorithm="ring", mpi_library=library) for library in libraries]
+    assert [row.label for row in collectives_report.rows(actual)] == labels
 
 
-def test_the_file_read_back_with_h5py(tmp_path):
+def test_results_file_layout(tmp_path):
     path = tmp_path / "c.h5"
     one = configuration([1e-3, 2e-3, 3e-3])
     results.append(path, [one], {"git_commit": "c1"})
@@ -355,16 +357,16 @@ def test_the_file_read_back_with_h5py(tmp_path):
         assert group["iteration"].is_scale and list(group["iteration"]) == [0, 1, 2, 3]
         assert list(group["session"]) == [0, 0, 0, 1]
         assert (group.attrs["bytes"], group.attrs["verified"]) == (1_000_000, 4)
-    found = results.read(path)
-    assert found.provenance == {"git_commit": "c1"}
-    assert {one.key.algorithm: len(one.slowest_s) for one in found.configurations} == {"native": 4, "ring": 1}
-    assert json.loads(json.dumps(collectives_report.jsonable(found)))["configurations"][0]["median_s"] == 2.5e-3
+    result = results.read(path)
+    assert result.provenance == {"git_commit": "c1"}
+    assert {one.key.algorithm: len(one.slowest_s) for one in result.configurations} == {"native": 4, "ring": 1}
+    assert json.loads(json.dumps(collectives_report.jsonable(result)))["configurations"][0]["median_s"] == 2.5e-3
 
 
 @pytest.mark.full
-def test_the_plot_has_a_line_for_each_algorithm(tmp_path):
+def test_plot_has_one_line_per_algorithm(tmp_path):
     pytest.importorskip("matplotlib")
-    kept, _ = measured(2, operations=("allreduce", "broadcast"), algorithms=("ring",))
+    kept, _ = run_benchmark(2, operations=("allreduce", "broadcast"), algorithms=("ring",))
     picture = tmp_path / "c.svg"
     collectives_report.plot(collectives_report.rows(kept), picture)
     text = picture.read_text()
@@ -377,15 +379,17 @@ def test_the_plot_has_a_line_for_each_algorithm(tmp_path):
         check_plot(tmp_path / "c.h5")
 
 
-def test_shares_of_an_algorithm_are_verified_by_its_own_cut():
-    """Hierarchical shares do not ascend with the rank: what each rank must hold follows them."""
-    kept, said = [], []
+def test_hierarchical_shares_are_verified_in_their_order():
+    """Hierarchical shares are not in rank order: each rank must hold the share of the algorithm's own order."""
+    kept, output = [], []
 
-    def on_a_rank(comm):
-        asked = wanted(operations=("reduce_scatter", "all_gather"), algorithms=("hierarchical",), bytes=(4000,))
-        run.run(comm, asked, LIBRARY, kept.extend, said.append)
+    def run_on_rank(comm):
+        asked = benchmark_request(
+            operations=("reduce_scatter", "all_gather"), algorithms=("hierarchical",), bytes=(4000,)
+        )
+        run.run(comm, asked, LIBRARY, kept.extend, output.append)
 
-    run_threads(4, on_a_rank, ranks_per_node=2)
+    run_threads(4, run_on_rank, ranks_per_node=2)
     checked = [one for one in kept if one.key.algorithm == "hierarchical"]
     assert {(one.key.op, one.wrong, one.verified) for one in checked} == {
         ("reduce_scatter", "", 4),
@@ -393,8 +397,8 @@ def test_shares_of_an_algorithm_are_verified_by_its_own_cut():
     }
 
 
-def test_a_file_is_shown_again_and_does_not_differ_from_itself(tmp_path):
-    kept, _ = measured(2, operations=("allreduce",), iterations=8)
+def test_results_file_can_be_reported_and_compared(tmp_path):
+    kept, _ = run_benchmark(2, operations=("allreduce",), iterations=8)
     path = tmp_path / "c.h5"
     results.append(path, kept, {})
     shown = CliRunner().invoke(report, [str(path)], standalone_mode=False)
@@ -404,8 +408,8 @@ def test_a_file_is_shown_again_and_does_not_differ_from_itself(tmp_path):
     assert {one["ratio"] for one in json.loads(done.stdout)["changes"]} == {1.0}
 
 
-def test_a_range_beyond_the_slots_is_seen():
-    """The test of the test: the last element of the last slot counts."""
+def test_wrong_last_element_of_last_slot_is_detected():
+    """A check of the verification itself: the last element of the last slot counts."""
     contents = contenders.BufferContents(2, np.dtype(np.int64))
     memory = [np.zeros(64 * 3, np.uint8) for _ in range(2)]
     pool = contenders.BufferPool(*memory, 8, np.dtype(np.int64), 3)

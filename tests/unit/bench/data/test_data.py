@@ -1,4 +1,4 @@
-"""The comparison of exchanges: who takes part, how fast a run was, what its loss was when, and what is told of it."""
+"""The comparison of exchanges: contenders, speeds, losses over time, and the report."""
 
 import json
 import re
@@ -26,26 +26,26 @@ def _no_settings_of_this_user(monkeypatch, tmp_path):
     monkeypatch.delenv("HPCDIST_SITE", raising=False)
 
 
-def expand(contenders, ranks=4):
+def expand_contenders(contenders, ranks=4):
     scenarios = {request.CALM: {}, request.STRAGGLERS: request.stragglers((0,), 3.0, 0.125)}
-    wanted = request.ExchangeRequest(ranks, {"run.steps": 5}, contenders, scenarios)
-    return request.expand(wanted, SweepRecipes(Sweep(Path("bench data"), (ranks,), 1, {}, {}, (), ())))
+    expected = request.ExchangeRequest(ranks, {"run.steps": 5}, contenders, scenarios)
+    return request.expand(expected, SweepRecipes(Sweep(Path("bench data"), (ranks,), 1, {}, {}, (), ())))
 
 
-def test_every_contender_takes_part_and_is_another_run():
-    trials, left_out = expand(CONTENDERS)
+def test_every_contender_has_a_distinct_trial():
+    trials, left_out = expand_contenders(CONTENDERS)
     assert left_out == {}
     assert len({trial.id for trial in trials}) == len(trials) == 2 * len(CONTENDERS)
     assert [request.parts_of(trial.name) for trial in trials[:2]] == [
         ("allreduce", "calm"),
         ("allreduce", "stragglers"),
     ]
-    calm, late = (recipes.load(_written(trial)).recipe for trial in trials[:2])
+    calm, late = (recipes.load(load_trial_recipe(trial)).recipe for trial in trials[:2])
     assert calm.run == late.run and calm.run.steps == 5 and not calm.chaos.on
     assert late.chaos.slow_ranks == (0,) and late.chaos.slow_probability == 0.125
 
 
-def _written(trial):
+def load_trial_recipe(trial):
     import tomllib
 
     from hpcdist.training.recipe import settings
@@ -53,8 +53,8 @@ def _written(trial):
     return settings.table(tomllib.loads(trial.recipe), "trial", recipes.defaults(), Path())
 
 
-def test_who_is_refused_is_left_out_with_the_reason():
-    trials, left_out = expand(
+def test_invalid_contenders_are_left_out_with_a_reason():
+    trials, left_out = expand_contenders(
         {"unknown": {"no.such": 1}, "wrong": {"run.steps": -1}, "good": {}, "few": CONTENDERS["servers, bsp"]}, ranks=1
     )
     assert [request.parts_of(trial.name)[0] for trial in trials] == ["good", "good"]
@@ -62,20 +62,20 @@ def test_who_is_refused_is_left_out_with_the_reason():
     assert "at least 1 must compute" in left_out["few"]
 
 
-def test_the_pace_of_lock_step_and_of_workers_that_run_freely():
+def test_speed_of_synchronous_and_asynchronous_workers():
     together = np.full((11, 2), 0.5)
     together[0] = 7.0
     assert report.steps_per_s(together) == pytest.approx(2.0)
     apart = np.column_stack([np.full(13, 0.5), np.full(13, 1.5)])
     apart[0] = [2.0, 40.0]
-    # In 6 s the quick one makes its 12 steps, and the other 4: 16 halves of a batch.
+    # In 6 s the fast worker makes its 12 steps, and the other 4: 16 half batches.
     assert report.steps_per_s(apart) == pytest.approx(8 / 6)
     apart[1:3] = 7.0
     assert np.isnan(report.steps_per_s(together[:1]))
 
 
-def test_steps_that_others_made_alone_are_steps_of_the_run():
-    """With a backup worker: the slow one takes part in one step of three, or in none but the first."""
+def test_steps_without_the_slow_worker_count():
+    """With a backup worker: the slow worker takes part in one step of three, or only in the first."""
     quick = np.full((13, 3), 0.5)
     quick[0] = 9.0
     for slow in ([9.0, *np.tile([1.5, np.nan, np.nan], 4)], [36.0] + [np.nan] * 12):
@@ -84,7 +84,7 @@ def test_steps_that_others_made_alone_are_steps_of_the_run():
         assert report.ends_s(step_s)[-1].tolist() == [6.0] * 4
 
 
-def test_the_loss_at_a_moment_is_that_of_the_last_step_before_it():
+def test_loss_at_a_time_is_the_loss_of_the_last_step():
     step_s, loss = np.full((5, 2), 2.0), np.array([9.0, 4.0, 3.0, 2.0, 1.0])
     times, losses = report.loss_curve(step_s, loss, window=2)
     assert times.tolist() == [2, 4, 6, 8] and losses.tolist() == [4, 3.5, 2.5, 1.5]
@@ -92,8 +92,8 @@ def test_the_loss_at_a_moment_is_that_of_the_last_step_before_it():
     assert np.isnan(report.loss_at(times, losses, 1.0))
 
 
-def outcome(step_s, loss, steps=11, sent=1e6, slow=1.0, dropped=None, loaded=None):
-    """A run on two workers and a server that has no steps."""
+def make_outcome(step_s, loss, steps=11, sent=1e6, slow=1.0, dropped=None, loaded=None):
+    """Return the outcome of a run on two workers and a server without steps."""
     times = np.column_stack([np.full(steps, step_s), np.full(steps, step_s * slow), np.full(steps, np.nan)])
     wide = {"step_s": times, "compute_s": times / 2, "communication_s": times / 4, "update_s": times / 8}
     wide["sent_bytes"] = np.full((steps, 3), sent)
@@ -109,74 +109,74 @@ def outcome(step_s, loss, steps=11, sent=1e6, slow=1.0, dropped=None, loaded=Non
 
 
 @pytest.fixture
-def measured(tmp_path):
+def measurements(tmp_path):
     path = tmp_path / "results.h5"
     results.prepare(path, {})
     runs = {
-        "allreduce | calm": outcome(0.5, 2.0),
-        "servers, asp | calm": outcome(0.25, 3.0),
-        "allreduce | stragglers": outcome(1.5, 2.0),
-        "servers, asp | stragglers": outcome(0.5, 3.0, slow=3.0),
+        "allreduce | calm": make_outcome(0.5, 2.0),
+        "servers, asp | calm": make_outcome(0.25, 3.0),
+        "allreduce | stragglers": make_outcome(1.5, 2.0),
+        "servers, asp | stragglers": make_outcome(0.5, 3.0, slow=3.0),
         "broken | calm": TrialOutcome(FAILED, "", 1.0, 1, "RuntimeError: it broke"),
         "refused | calm": TrialOutcome(FAILED, "", 1.0, CONFIGURATION, "exit code 78: set it to 1"),
-        "silent | calm": outcome(1.0, 2.5, sent=np.nan),
-        "backed up | calm": outcome(1.0, 2.5, dropped=3),
-        "loads | calm": outcome(1.0, 2.5, loaded=2_500_000),
+        "silent | calm": make_outcome(1.0, 2.5, sent=np.nan),
+        "backed up | calm": make_outcome(1.0, 2.5, dropped=3),
+        "loads | calm": make_outcome(1.0, 2.5, loaded=2_500_000),
     }
     for position, (name, run) in enumerate(runs.items()):
         results.append(path, SweepTrial(f"id{position}", name, 3, {}, ""), position, 0, run, "")
-    results.append(path, SweepTrial("other", "of a sweep", 3, {}, ""), 99, 0, outcome(9.0, 9.0), "")
+    results.append(path, SweepTrial("other", "of a sweep", 3, {}, ""), 99, 0, make_outcome(9.0, 9.0), "")
     return results.read(path)
 
 
-def test_rows_compare_what_is_comparable(measured):
-    table = {(row.contender, row.scenario): row for row in report.rows(measured)}
+def test_rows_compare_speed_and_loss_of_contenders(measurements):
+    table = {(row.contender, row.scenario): row for row in report.rows(measurements)}
     assert len(table) == 9
     calm, asp = table["allreduce", "calm"], table["servers, asp", "calm"]
     assert calm.tokens_per_s == pytest.approx(128) and calm.x_first == 1.0
     assert asp.x_first == pytest.approx(2.0) and asp.loss_at_steps == pytest.approx(3.0)
-    assert asp.loss_at_time == pytest.approx(3.0), "it was done first"
-    assert calm.loss_at_time == pytest.approx(3.0), "2.5 s after the first step: behind the fifth of the other ten"
+    assert asp.loss_at_time == pytest.approx(3.0), "the run that ended first"
+    assert calm.loss_at_time == pytest.approx(3.0), "2.5 s after the first step: the fifth of the other ten steps"
     assert calm.loss_at_steps == pytest.approx(2.0) and calm.val_loss == 3.0
     assert calm.bytes_sent_per_step == 1e6 and calm.pss_bytes == 3 * 2**20
     late, free = table["allreduce", "stragglers"], table["servers, asp", "stragglers"]
     assert late.steps_per_s == pytest.approx(1 / 1.5) and late.x_first == 1.0
     assert free.steps_per_s == pytest.approx((2 + 2 / 3) / 2)
-    assert table["silent", "calm"].bytes_sent_per_step == 5, "what the summary knows"
+    assert table["silent", "calm"].bytes_sent_per_step == 5, "expected the value of the summary"
     assert table["refused", "calm"].refused and not table["broken", "calm"].refused
     assert table["broken", "calm"].tokens_per_s is None
 
 
-def test_nothing_is_missing_without_a_word(measured):
-    table = report.rows(measured)
+def test_report_explains_missing_results(measurements):
+    table = report.rows(measurements)
     shown = report.text(table, {"absent": "is not built"})
     assert "left out: absent: is not built" in shown and "left out: refused: exit code 78: set it to 1" in shown
     assert "broken, calm: RuntimeError: it broke" in shown and "1 FAILED" in shown
     assert shown.index("calm\n") < shown.index("stragglers\n")
-    told = report.jsonable(table, {"absent": "is not built"}, {"git_commit": "abc"})
-    json.dumps(told, allow_nan=False)
-    assert told["left_out"] == {"absent": "is not built"} and len(told["rows"]) == 9
+    output = report.jsonable(table, {"absent": "is not built"}, {"git_commit": "abc"})
+    json.dumps(output, allow_nan=False)
+    assert output["left_out"] == {"absent": "is not built"} and len(output["rows"]) == 9
 
 
-def test_it_says_what_is_not_in_the_tokens_of_backup_workers(measured):
-    table = report.rows(measured)
+def test_report_explains_tokens_of_backup_workers(measurements):
+    table = report.rows(measurements)
     assert {row.contender: row.dropped for row in table if row.dropped is not None} == {"backed up": 3}
-    told = [line for line in report.text(table, {}).splitlines() if "tokens/s are of" in line]
-    assert len(told) == 1 and told[0].startswith("backed up, calm: ")
-    assert "; 3 gradients a training came too late" in told[0]
+    lines = [line for line in report.text(table, {}).splitlines() if "tokens/s are of" in line]
+    assert len(lines) == 1 and lines[0].startswith("backed up, calm: ")
+    assert "; 3 gradients a training came too late" in lines[0]
 
 
-def test_what_is_loaded_stands_beside_what_is_sent(measured):
-    table = report.rows(measured)
+def test_report_lists_loaded_bytes_next_to_sent_bytes(measurements):
+    table = report.rows(measurements)
     assert {row.contender: row.bytes_loaded_per_step for row in table if row.bytes_loaded_per_step} == {"loads": 2.5e6}
     assert "loads, calm: 2.500 MB a step loaded from what others of the node wrote, beside what is sent" in report.text(
         table, {}
     )
 
 
-def test_losses_are_drawn(measured, tmp_path):
+def test_plot_draws_losses(measurements, tmp_path):
     pytest.importorskip("matplotlib")
-    report.plot(measured, tmp_path / "a.png")
+    report.plot(measurements, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UsageError, match="nothing to plot"):
         report.plot(results.SweepResults({}, ()), tmp_path / "b.png")
@@ -189,7 +189,7 @@ def invoke(*arguments):
     return done.return_value, done.output
 
 
-def test_the_command_lists_contenders_and_refuses_what_it_does_not_know():
+def test_command_lists_contenders_and_rejects_unknown_ones():
     code, shown = invoke("--list", "--contender", "zero1")
     assert (code, shown) == (0, 'zero1: parallel.strategy="zero1"\n')
     with pytest.raises(UsageError, match="choose from 'allreduce', "):
@@ -206,7 +206,7 @@ def test_the_command_lists_contenders_and_refuses_what_it_does_not_know():
     (["--slow-factor", "0.5"], "chaos.slow_factor = 0.5; it must be finite and at least 1"),
     (["--slow-probability", "2"], "chaos.slow_probability = 2.0; it must be between 0 and 1"),
 )
-def test_a_straggler_that_cannot_be_is_refused_once(arguments, match):
+def test_impossible_straggler_is_rejected_once(arguments, match):
     with pytest.raises(UsageError, match=re.escape(match)) as refused:
         invoke("-n", "2", *arguments)
     assert str(refused.value).count("chaos.") == 1

@@ -1,4 +1,4 @@
-"""The benchmark of pipelines: what it measures, that its arithmetic is right, and what is kept and told of it."""
+"""The benchmark of pipelines: measurements, arithmetic, the results file and the report."""
 
 import json
 from dataclasses import replace
@@ -28,8 +28,8 @@ TINY = PipelineShape(layers=4, hidden=8, context=8, samples=2)
 WANTED = PipelineRequest(("1f1b", "zb-h1", "zb-v"), (2, 3), ranks=2, chunks=2, shape=TINY, steps=3, warmup=1)
 
 
-def made(case, costs, steps=3, overhead_s=0.0):
-    """Return what would be measured of a machine that does what the simulator says, and ``overhead_s`` at each SEND."""
+def simulated_results(case, costs, steps=3, overhead_s=0.0):
+    """Return the measurements of a machine that behaves as simulated, with ``overhead_s`` added to each SEND."""
     of = generated(case.schedule, case.ranks, case.microbatches, case.chunks)
     placement = of.place([range(unit, unit + 1) for unit in range(case.ranks * case.chunks)])
     lists = [expand(row, placement, rank) for rank, row in enumerate(of.passes)]
@@ -50,22 +50,24 @@ def case(schedule, microbatches=4, chunks=1):
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)])
-def test_a_machine_that_does_what_the_simulator_says_has_its_bubble(name, chunks):
+def test_bubble_of_simulated_machine_matches_simulation(name, chunks):
     rows = np.random.default_rng(3).uniform(1.0, 2.0, (4, 2 * chunks)).tolist()
     names = ("forward_s", "backward_s", "input_s", "weight_s")
     costs = StepCosts(**dict(zip(names, rows, strict=True)), link=LinkCost(latency_s=0.25))
-    found = made(case(name, 6, chunks), costs)
-    assert reports.bubbles(found) == pytest.approx([found.simulated] * 3)
-    assert found.replayed == pytest.approx([found.simulated] * 3) and 0 < found.simulated < 0.5
-    (row,) = reports.rows(PipelineResults({}, (found,)))
-    assert [measured for measured, _ in row.by_rank] == pytest.approx([simulated for _, simulated in row.by_rank])
+    result = simulated_results(case(name, 6, chunks), costs)
+    assert reports.bubbles(result) == pytest.approx([result.simulated] * 3)
+    assert result.replayed == pytest.approx([result.simulated] * 3) and 0 < result.simulated < 0.5
+    (row,) = reports.rows(PipelineResults({}, (result,)))
+    assert [measurements for measurements, _ in row.by_rank] == pytest.approx(
+        [simulated for _, simulated in row.by_rank]
+    )
     used = np.array(rows).T * [1, *((0, 1, 1) if name.startswith("zb") else (1, 0, 0))]
-    assert found.unit_s == pytest.approx(used)
+    assert result.unit_s == pytest.approx(used)
 
 
-def test_overhead_is_neither_computing_nor_waiting():
-    quick = made(case("1f1b", 8), StepCosts.equal(2, 1.0, 1.0, 1.0))
-    slow = made(case("1f1b", 8), StepCosts.equal(2, 1.0, 1.0, 1.0), overhead_s=0.5)
+def test_overhead_is_separate_from_compute_and_bubble():
+    quick = simulated_results(case("1f1b", 8), StepCosts.equal(2, 1.0, 1.0, 1.0))
+    slow = simulated_results(case("1f1b", 8), StepCosts.equal(2, 1.0, 1.0, 1.0), overhead_s=0.5)
     rows = reports.rows(PipelineResults({}, (quick,))), reports.rows(PipelineResults({}, (slow,)))
     (without,), (with_it,) = rows
     assert without.overhead == pytest.approx(0.0, abs=1e-12) and without.operation_us == pytest.approx(0.0, abs=1e-6)
@@ -75,15 +77,15 @@ def test_overhead_is_neither_computing_nor_waiting():
     assert with_it.measured == pytest.approx(3.0 / span_s)
 
 
-def test_closed_forms_are_those_of_the_mean_stage():
-    assert made(case("1f1b", 8), StepCosts.equal(2, 1.0, 2.0, 1.0)).closed == pytest.approx(1 / 9)
-    assert made(case("zb-h1", 8), StepCosts.equal(2, 1.0, 2.0, 1.0)).closed == pytest.approx(2 / (32 + 2))
-    assert made(case("zb-h1", 8), StepCosts.equal(2, 1.0, 1.0, 2.0)).closed is None
+def test_closed_forms_use_the_mean_stage():
+    assert simulated_results(case("1f1b", 8), StepCosts.equal(2, 1.0, 2.0, 1.0)).closed == pytest.approx(1 / 9)
+    assert simulated_results(case("zb-h1", 8), StepCosts.equal(2, 1.0, 2.0, 1.0)).closed == pytest.approx(2 / (32 + 2))
+    assert simulated_results(case("zb-h1", 8), StepCosts.equal(2, 1.0, 1.0, 2.0)).closed is None
 
 
-def test_speed_is_told_beside_ranks_that_work_alone_and_beside_1f1b():
+def test_speed_is_relative_to_independent_ranks_and_1f1b():
     costs = StepCosts.equal(2, 1.0, 1.0, 1.0)
-    one, split = (made(case(name, 8), costs) for name in ("1f1b", "zb-h1"))
+    one, split = (simulated_results(case(name, 8), costs) for name in ("1f1b", "zb-h1"))
     ideal = replace(one, ideal_s=np.full((3, 2), 48.0))  # 8 micro-batches of 6 s
     first, second = reports.rows(PipelineResults({}, (ideal, replace(split, ideal_s=ideal.ideal_s))))
     assert (first.schedule, first.step_s, first.x_1f1b) == ("1f1b", pytest.approx(27.0), 1.0)
@@ -92,18 +94,18 @@ def test_speed_is_told_beside_ranks_that_work_alone_and_beside_1f1b():
     assert first.tokens_per_s == pytest.approx(8 * 2 * 8 / 27.0)
 
 
-def test_what_cannot_be_measured_is_left_out_with_the_reason():
-    found, left_out = cases(replace(WANTED, schedules=CONTENDERS, microbatches=(1, 4), chunks=4))
-    assert len(found) == 2 * len(CONTENDERS) - 2
+def test_invalid_cases_are_left_out_with_a_reason():
+    result, left_out = cases(replace(WANTED, schedules=CONTENDERS, microbatches=(1, 4), chunks=4))
+    assert len(result) == 2 * len(CONTENDERS) - 2
     assert set(left_out) == {"interleaved, 1 micro-batches", "interleaved, 4 micro-batches"}
     assert "8 chunks" in left_out["interleaved, 4 micro-batches"].replace("2 x 4", "8")
-    assert len({one.id for one in found}) == len(found)
+    assert len({one.id for one in result}) == len(result)
     with pytest.raises(UsageError, match="choose from gpipe, 1f1b"):
         skeleton.chosen("--schedule", ["sequential"], CONTENDERS)
 
 
-def test_stages_are_cut_by_what_their_schedule_computes():
-    """The head is slow, but only where its weights are not a pass of their own."""
+def test_stages_are_balanced_by_the_passes_of_their_schedule():
+    """The head is slow, but only in schedules that do not separate the weight gradients."""
     seconds = [PassSeconds(1.0, 2.0, 1.0, 1.0)] * 5 + [PassSeconds(1.0, 8.0, 1.0, 1.0)]
     assert place_units(case("1f1b"), seconds).chunks == (range(4), range(4, 6))
     assert place_units(case("zb-h1"), seconds).chunks == (range(3), range(3, 6))
@@ -111,8 +113,8 @@ def test_stages_are_cut_by_what_their_schedule_computes():
 
 
 @pytest.fixture(scope="module")
-def measured():
-    """Two ranks in one process; their times mean nothing."""
+def measurements():
+    """Results of two ranks in one process. The times have no meaning."""
     kept = []
 
     def body(comm):
@@ -122,10 +124,10 @@ def measured():
     return kept
 
 
-def test_every_operation_of_every_step_is_timed(measured):
-    names = [(one.case.schedule, one.case.microbatches) for one in measured]
-    assert names == [("zb-h1", 2), ("zb-v", 2), ("1f1b", 3), ("zb-h1", 3), ("zb-v", 3)]  # 1f1b of 2 is there already
-    for one in measured:
+def test_every_operation_of_every_step_is_timed(measurements):
+    names = [(one.case.schedule, one.case.microbatches) for one in measurements]
+    assert names == [("zb-h1", 2), ("zb-v", 2), ("1f1b", 3), ("zb-h1", 3), ("zb-v", 3)]  # 1f1b of 2 is in the file
+    for one in measurements:
         assert one.step_s.shape == one.ideal_s.shape == one.idle_s.shape == (3, 2)
         assert [len(chunk) for chunk in one.placement.chunks] and one.placement.units == range(6)
         for rank, spans in enumerate(one.spans_s):
@@ -137,56 +139,56 @@ def test_every_operation_of_every_step_is_timed(measured):
         assert (one.replayed >= 0).all() and 0 <= one.simulated < 1
 
 
-def test_results_are_kept_and_read_back(measured, tmp_path):
+def test_results_file_is_read_back(measurements, tmp_path):
     path = tmp_path / "p.h5"
-    results.append(path, measured[:2], {"git_commit": "abc"})
-    results.append(path, measured[1:], {"git_commit": "later"})
-    found = results.read(path)
-    assert found.provenance["git_commit"] == "abc" and len(found.cases) == len(measured)
-    kept = {one.case.id: one for one in found.cases}
-    for one in measured:
+    results.append(path, measurements[:2], {"git_commit": "abc"})
+    results.append(path, measurements[1:], {"git_commit": "later"})
+    result = results.read(path)
+    assert result.provenance["git_commit"] == "abc" and len(result.cases) == len(measurements)
+    kept = {one.case.id: one for one in result.cases}
+    for one in measurements:
         again = kept[one.case.id]
         assert (again.case, again.placement, again.closed) == (one.case, one.placement, one.closed)
         assert np.array_equal(again.spans_s[1], one.spans_s[1]) and np.array_equal(again.unit_s, one.unit_s)
         assert [(op.kind, op.unit) for op in again.operations[0] if op.kind in COMPUTE] == [
             (op.kind, op.unit) for op in one.operations[0] if op.kind in COMPUTE
         ]
-    assert reports.rows(found) == reports.rows(PipelineResults({}, tuple(measured)))
+    assert reports.rows(result) == reports.rows(PipelineResults({}, tuple(measurements)))
     (tmp_path / "no.h5").write_bytes(b"nothing")
     with pytest.raises(StorageError):
         results.read(tmp_path / "no.h5")
 
 
-def test_a_schedule_that_trains_something_else_is_an_error():
+def test_schedule_with_a_different_loss_is_an_error():
     run._check_losses([2.0, 2.0001], ["one rank", "1f1b"])
     for other in (2.1, float("nan")):
         with pytest.raises(NonFiniteError, match="1f1b has loss"):
             run._check_losses([2.0, other], ["one rank", "1f1b"])
 
 
-def test_table_json_and_pictures(measured, tmp_path):
-    found = PipelineResults({"git_commit": "abc"}, tuple(measured))
-    table = reports.rows(found)
+def test_table_json_and_plots(measurements, tmp_path):
+    result = PipelineResults({"git_commit": "abc"}, tuple(measurements))
+    table = reports.rows(result)
     assert [(row.microbatches, row.schedule) for row in table] == [
         (2, "zb-h1"), (2, "zb-v"), (3, "1f1b"), (3, "zb-h1"), (3, "zb-v"),
     ]  # fmt: skip
     assert table[0].x_1f1b is None and table[2].x_1f1b == 1.0
     lines = reports.text(table, {"gpipe, 2 micro-batches": "why"}).splitlines()
     assert lines[1].split()[:2] == ["zb-h1", "2"] and lines[3] == "" and lines[-1].endswith("why")
-    told = json.loads(json.dumps(reports.jsonable(found, {})))
-    assert told["rows"][0]["schedule"] == "zb-h1" and told["rows"][2]["closed"] == pytest.approx(1 / 4)
-    passes = [event for event in trace(reports.panels(found))["traceEvents"] if event["ph"] == "X"]
-    # Of 1f1b at 3 and zb-h1 at 2 micro-batches 2 chunks, of zb-v at 2 four, each with its passes.
+    document = json.loads(json.dumps(reports.jsonable(result, {})))
+    assert document["rows"][0]["schedule"] == "zb-h1" and document["rows"][2]["closed"] == pytest.approx(1 / 4)
+    passes = [event for event in trace(reports.panels(result))["traceEvents"] if event["ph"] == "X"]
+    # 2 chunks of 1f1b at 3 and of zb-h1 at 2 micro-batches, 4 chunks of zb-v at 2, each with its passes.
     assert len(passes) == 2 * 3 * 2 + 2 * 2 * 3 + 4 * 2 * 3
     assert 0 <= min(event["ts"] for event in passes) < max(event["ts"] for event in passes)
     pytest.importorskip("matplotlib")
-    reports.plot(found, tmp_path / "b.png")
+    reports.plot(result, tmp_path / "b.png")
     assert (tmp_path / "b.png").stat().st_size > 5000
     with pytest.raises(UsageError, match="nothing to plot"):
         reports.plot(PipelineResults({}, ()), tmp_path / "c.png")
 
 
-def test_the_ranks_get_the_same_command_line(monkeypatch):
+def test_ranks_get_the_same_options(monkeypatch):
     lines = []
 
     def start(ranks, call):
@@ -202,17 +204,17 @@ def test_the_ranks_get_the_same_command_line(monkeypatch):
     assert parsed == pipeline.command.make_context("pipeline", given).params
 
 
-def test_the_command_line_is_checked(monkeypatch):
-    def said(*arguments):
+def test_invalid_options_are_rejected(monkeypatch):
+    def invoke_pipeline(*arguments):
         return CliRunner().invoke(command, ["pipeline", *arguments])
 
-    listed = said("--list", "--microbatches", "1").output.splitlines()
+    listed = invoke_pipeline("--list", "--microbatches", "1").output.splitlines()
     assert listed[0] == "gpipe, 1 micro-batches, 1 chunks on each of 2 ranks"
     assert listed[-1].startswith("left out: interleaved, 1 micro-batches")
-    assert isinstance(said("--schedule", "1f2b").exception, UsageError)
-    assert "3 units" in str(said("--schedule", "interleaved", "--layers", "1").exception)
+    assert isinstance(invoke_pipeline("--schedule", "1f2b").exception, UsageError)
+    assert "3 units" in str(invoke_pipeline("--schedule", "interleaved", "--layers", "1").exception)
     for option, name in (("-o", "x.h5"), ("--plot", "x.png"), ("--timeline", "x.svg"), ("--timeline", "x.json")):
-        assert isinstance(said(option, f"/proc/no/{name}").exception, StorageError)
+        assert isinstance(invoke_pipeline(option, f"/proc/no/{name}").exception, StorageError)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    assert "one of 2 ranks" in str(said("-n", "3").exception)
+    assert "one of 2 ranks" in str(invoke_pipeline("-n", "3").exception)

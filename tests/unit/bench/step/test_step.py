@@ -1,4 +1,4 @@
-"""The benchmark of training steps: its arithmetic, what it measures, and what is kept and told of it."""
+"""The benchmark of training steps: arithmetic, measurements, the results file and the report."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def results(*cases):
     return StepResults(about, TINY, rates, cases, {"torch.compile": "no compiler"})
 
 
-def test_figures_are_those_of_the_slowest_rank():
+def test_figures_use_the_slowest_rank():
     ours = case(
         OURS, [[2.0, 1.0], [1.0, 3.0], [2.0, 2.0]], [3.0, 2.0], activation_bytes=110, activation_closed_bytes=100
     )
@@ -58,7 +58,7 @@ def test_figures_are_those_of_the_slowest_rank():
     assert (first.step_s, first.cpu_s) == (2.0, 2.0)
     samples = 2 * TINY.samples
     assert first.tokens_per_s == samples * TINY.context / 2.0
-    # A turn's product is as fast as its slowest rank: 45 of each rank in the second turn.
+    # The speed of a turn's product is the slowest rank's: 45 for each rank in the second turn.
     assert report.peak_flops_per_s(results(ours)) == {"numpy": 90.0, "torch": 60.0}
     assert first.flops_per_s == samples * 300 / 2.0 and first.mfu == first.flops_per_s / 90.0
     assert first.x_eager == np.median([4 / 2, 3 / 3, 1 / 2]) and second.x_eager == 1.0
@@ -73,18 +73,18 @@ def test_figures_are_those_of_the_slowest_rank():
     assert "more than 0.0001" in report.text(results(ours, far))
 
 
-def test_what_no_operation_explains_is_told():
+def test_unexplained_time_is_reported_as_other():
     taken = {("matmul", "forward"): [1.0, 3.0], ("matmul", "backward"): [2.0, 2.0], ("all", "step"): [6.0, 8.0]}
     one = case(OURS, [[1.0]], [1.0], operation_s={key: np.array(value) for key, value in taken.items()})
     assert report.operations(one) == {("matmul", "forward"): 2.0, ("matmul", "backward"): 2.0, ("other", "step"): 3.0}
-    told = json.loads(json.dumps(report.jsonable(results(one))))
-    assert told["operations_s"][OURS]["other step"] == 3.0
-    assert told["rows"][0]["x_eager"] is None and told["rows"][0]["phases_s"]["update"] is None
+    document = json.loads(json.dumps(report.jsonable(results(one))))
+    assert document["operations_s"][OURS]["other step"] == 3.0
+    assert document["rows"][0]["x_eager"] is None and document["rows"][0]["phases_s"]["update"] is None
 
 
-def test_batches_are_the_same_on_every_rank_and_can_be_learnt():
-    wanted = replace(WANTED, ranks=2)
-    first, again = (list(step_results.batches(wanted, 3)) for _ in range(2))
+def test_batches_are_equal_on_all_ranks_and_learnable():
+    changed = replace(WANTED, ranks=2)
+    first, again = (list(step_results.batches(changed, 3)) for _ in range(2))
     assert all(np.array_equal(one, other) for one, other in zip(first, again, strict=True))
     assert first[0].shape == (6, 13) and first[0].dtype == np.uint8 and first[0].max() < 30
     assert not np.array_equal(first[0], first[1])
@@ -97,20 +97,22 @@ def test_batches_are_the_same_on_every_rank_and_can_be_learnt():
 
 
 @pytest.fixture(scope="module")
-def measured():
-    """Both built-in contenders on two ranks in one process; their times mean nothing."""
-    said = []
+def measurements():
+    """Results of both built-in contenders on two ranks in one process. The times have no meaning."""
+    messages = []
 
-    found = run_threads(2, lambda comm: run.run(comm, replace(WANTED, ranks=2), {"git_commit": "abc"}, said.append))
-    assert found[1] is None and found[0] is not None and len(said) == 1
-    return found[0]
+    outcomes = run_threads(
+        2, lambda comm: run.run(comm, replace(WANTED, ranks=2), {"git_commit": "abc"}, messages.append)
+    )
+    assert outcomes[1] is None and outcomes[0] is not None and len(messages) == 1
+    return outcomes[0]
 
 
 @pytest.mark.full
-def test_phases_and_operations_are_timed(measured):
-    assert [one.name for one in measured.cases] == [OURS, RECOMPUTING]
-    assert measured.matmul_flops_per_s["numpy"].shape == (3, 2) and measured.left_out == {}
-    for one in measured.cases:
+def test_phases_and_operations_are_timed(measurements):
+    assert [one.name for one in measurements.cases] == [OURS, RECOMPUTING]
+    assert measurements.matmul_flops_per_s["numpy"].shape == (3, 2) and measurements.left_out == {}
+    for one in measurements.cases:
         assert one.step_s.shape == one.cpu_s.shape == (3, 2) and one.phase_s.shape == (3, 2, len(PHASES))
         assert one.loss.shape == (4,)
         assert (one.phase_s > 0).all() and (one.phase_s.sum(axis=2) <= one.step_s).all()
@@ -119,11 +121,11 @@ def test_phases_and_operations_are_timed(measured):
                 assert (one.operation_s[kind, way] > 0).all(), (kind, way)
         assert {("update", "step"), ("clipping", "step"), ("all", "step")} <= one.operation_s.keys()
         assert report.operations(one)["other", "step"] < np.median(one.operation_s["all", "step"])
-    assert measured.provenance["ranks"] == 2 and measured.provenance["git_commit"] == "abc"
+    assert measurements.provenance["ranks"] == 2 and measurements.provenance["git_commit"] == "abc"
 
 
-def test_recomputation_changes_nothing_but_memory(measured):
-    ours, again = measured.cases
+def test_recomputation_changes_only_memory(measurements):
+    ours, again = measurements.cases
     assert np.array_equal(ours.loss, again.loss)
     assert again.activation_bytes is not None and ours.activation_bytes is not None
     assert again.activation_bytes < ours.activation_bytes
@@ -132,8 +134,8 @@ def test_recomputation_changes_nothing_but_memory(measured):
     assert again.activation_closed_bytes == numbers.activation_bytes(TINY.samples, recompute=True)
 
 
-def test_results_are_kept(measured, tmp_path):
-    both = replace(measured, cases=(*measured.cases, case(EAGER, [[1.0, 2.0]] * 3, [3.0] * 4)))
+def test_results_file_layout(measurements, tmp_path):
+    both = replace(measurements, cases=(*measurements.cases, case(EAGER, [[1.0, 2.0]] * 3, [3.0] * 4)))
     step_results.write(tmp_path / "s.h5", both)
     with h5py.File(tmp_path / "s.h5") as file:
         about = asdict(TINY) | {"git_commit": "abc", "ranks": 2, "schema": "hpcdist.step"}
@@ -153,91 +155,91 @@ def test_results_are_kept(measured, tmp_path):
         assert np.isnan(eager.attrs["activation_bytes"])
 
 
-def test_the_picture_is_drawn(measured, tmp_path):
+def test_plot_is_written(measurements, tmp_path):
     pytest.importorskip("matplotlib")
     from hpcdist.bench.step.report import plot
 
-    plot(measured, tmp_path / "a.png")
-    plot(replace(measured, cases=measured.cases[:1]), tmp_path / "b.svg")
+    plot(measurements, tmp_path / "a.png")
+    plot(replace(measurements, cases=measurements.cases[:1]), tmp_path / "b.svg")
     assert (tmp_path / "a.png").stat().st_size > 5000 and (tmp_path / "b.svg").stat().st_size > 5000
 
 
 @pytest.mark.full
-def test_pytorch_and_jax_train_the_same(monkeypatch):
+def test_pytorch_and_jax_have_the_same_losses(monkeypatch):
     pytest.importorskip("torch")
     pytest.importorskip("jax")
     monkeypatch.setenv("XLA_FLAGS", "")
-    wanted = replace(WANTED, names=(OURS, WRAPPED_TORCH, WRAPPED_JAX, EAGER), steps=11, warmup=4, profiled=0)
-    found = run.run(solo(), wanted, {}, lambda line: None)
-    assert found is not None and found.left_out == {}
-    assert [one.name for one in found.cases] == [OURS, WRAPPED_TORCH, WRAPPED_JAX, EAGER]
-    assert max(row.loss_difference for row in report.rows(found)) < 1e-5
-    ours, wrapped, _, eager = found.cases
-    assert ours.loss[-1] < 0.99 * ours.loss[0], "the updates of a step that changes nothing would agree, too"
+    changed = replace(WANTED, names=(OURS, WRAPPED_TORCH, WRAPPED_JAX, EAGER), steps=11, warmup=4, profiled=0)
+    result = run.run(solo(), changed, {}, lambda line: None)
+    assert result is not None and result.left_out == {}
+    assert [one.name for one in result.cases] == [OURS, WRAPPED_TORCH, WRAPPED_JAX, EAGER]
+    assert max(row.loss_difference for row in report.rows(result)) < 1e-5
+    ours, wrapped, _, eager = result.cases
+    assert ours.loss[-1] < 0.99 * ours.loss[0], "steps that change nothing would agree too"
     assert wrapped.activation_bytes is None and wrapped.operation_s == {}
     assert np.isnan(eager.phase_s[:, :, PHASES.index("communication")]).all()
     assert (np.nansum(eager.phase_s, axis=2) <= eager.step_s * (1 + 1e-9)).all()
-    assert set(found.matmul_flops_per_s) == {"numpy", "torch"}
+    assert set(result.matmul_flops_per_s) == {"numpy", "torch"}
 
 
-def test_who_is_not_there_is_left_out(monkeypatch):
+def test_missing_framework_is_left_out(monkeypatch):
     from hpcdist.bench.step import contenders
     from hpcdist.errors import MissingCapabilityError
 
-    def missing():
+    def raise_missing_torch():
         raise MissingCapabilityError("PyTorch is not installed")
 
-    monkeypatch.setattr(contenders, "load_torch", missing)
-    wanted = replace(WANTED, names=(OURS, EAGER), steps=1, profiled=0)
-    found = run.run(solo(), wanted, {}, lambda line: None)
-    assert found is not None and found.left_out == {EAGER: "PyTorch is not installed"}
-    assert report.rows(found)[0].x_eager is None
+    monkeypatch.setattr(contenders, "load_torch", raise_missing_torch)
+    changed = replace(WANTED, names=(OURS, EAGER), steps=1, profiled=0)
+    result = run.run(solo(), changed, {}, lambda line: None)
+    assert result is not None and result.left_out == {EAGER: "PyTorch is not installed"}
+    assert report.rows(result)[0].x_eager is None
     with pytest.raises(UsageError, match="nobody can take part: PyTorch eager: PyTorch is not installed"):
-        run.run(solo(), replace(wanted, names=(EAGER,)), {}, lambda line: None)
+        run.run(solo(), replace(changed, names=(EAGER,)), {}, lambda line: None)
 
 
-def test_no_rank_waits_for_one_without_pytorch(monkeypatch):
+def test_no_rank_waits_for_a_rank_without_pytorch(monkeypatch):
     from hpcdist.bench.step import contenders
     from hpcdist.errors import MissingCapabilityError
 
     place, began = threading.local(), []
 
-    def torch():
+    def load_torch_except_on_rank_1():
         if place.rank == 1:
             raise MissingCapabilityError("PyTorch is not installed")
 
-    def begin(comm, folder, threads):
-        began.append(comm.rank)  # the others are met here
+    def record_begin(comm, folder, threads):
+        began.append(comm.rank)  # the other ranks would wait here
 
     def body(comm):
         place.rank = comm.rank
-        wanted = replace(WANTED, names=(OURS, EAGER), ranks=2, steps=1, profiled=0)
-        return run.run(comm, wanted, {}, lambda line: None)
+        changed = replace(WANTED, names=(OURS, EAGER), ranks=2, steps=1, profiled=0)
+        return run.run(comm, changed, {}, lambda line: None)
 
-    monkeypatch.setattr(contenders, "load_torch", torch)
-    monkeypatch.setattr(contenders, "begin_torch", begin)
-    found = run_threads(2, body)[0]
-    assert found is not None and found.left_out == {EAGER: "PyTorch is not installed"}
+    monkeypatch.setattr(contenders, "load_torch", load_torch_except_on_rank_1)
+    monkeypatch.setattr(contenders, "begin_torch", record_begin)
+    result = run_threads(2, body)[0]
+    assert result is not None and result.left_out == {EAGER: "PyTorch is not installed"}
     assert began == []
 
 
-def test_the_command_line_is_checked(monkeypatch):
-    def said(*arguments):
+def test_invalid_options_are_rejected(monkeypatch):
+    def invoke_step(*arguments):
         return CliRunner().invoke(command, ["step", *arguments])
 
-    assert len(said("--list").output.splitlines()) == len(CONTENDERS)
-    assert "choose from 'hpcdist'" in str(said("--only", "tensorflow").exception)
-    assert "not a multiple" in str(said("--heads", "3").exception)
+    assert len(invoke_step("--list").output.splitlines()) == len(CONTENDERS)
+    assert "choose from 'hpcdist'" in str(invoke_step("--only", "tensorflow").exception)
+    assert "not a multiple" in str(invoke_step("--heads", "3").exception)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert "OMP_NUM_THREADS=1" in str(said("-n", "2", "--threads", "2").exception)
+    assert "OMP_NUM_THREADS=1" in str(invoke_step("-n", "2", "--threads", "2").exception)
     for option, name in (("-o", "x.h5"), ("--plot", "x.png")):
-        assert isinstance(said("-n", "2", option, f"/proc/no/{name}").exception, StorageError)
+        assert isinstance(invoke_step("-n", "2", option, f"/proc/no/{name}").exception, StorageError)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    assert "one of 2 ranks" in str(said("-n", "3").exception)
+    assert "one of 2 ranks" in str(invoke_step("-n", "3").exception)
 
 
-def test_a_process_with_other_threads_starts_one_that_has_them(monkeypatch):
+def test_command_restarts_itself_with_the_requested_threads(monkeypatch):
     started = []
 
     def run(line, env, check):

@@ -1,4 +1,4 @@
-"""Comparing results: equal pairs give 0, slower ones 1, whatever the noise; and what CI branches on."""
+"""Comparison of results: equal pairs give 0 and slower ones 1 in spite of noise, and the exit codes for CI."""
 
 import json
 from dataclasses import replace
@@ -26,21 +26,21 @@ def key(algorithm="ring", nbytes=4096, library="Open MPI v5.0.11", implementatio
     )
 
 
-def noisy(rng, median_s=1e-3, count=ITERATIONS):
-    """Times as they are measured: skewed, with a tail of preemptions."""
+def noisy_times(rng, median_s=1e-3, count=ITERATIONS):
+    """Return times like measured times: skewed, with a tail of preemptions."""
     times = median_s * rng.lognormal(0.0, 0.1, count)
     return np.where(rng.random(count) < 0.03, 20 * times, times)
 
 
-def side(times_s, sessions=1):
+def compare_side(times_s, sessions=1):
     return compare.CompareSide(np.asarray(times_s), np.arange(len(times_s)) % sessions)
 
 
-def write(path, rng, medians, sessions=1):
-    """A file of collectives: {key: median in s, or None for a wrong result}."""
+def write_results(path, rng, medians, sessions=1):
+    """Write a collectives file of ``medians``: {key: median in s, or None for a wrong result}."""
     for one, median_s in medians.items():
         for _ in range(sessions):
-            slowest = noisy(rng, median_s or 1e-3)
+            slowest = noisy_times(rng, median_s or 1e-3)
             times = np.stack([0.7 * slowest, slowest], axis=1)
             zeros = np.zeros(len(times))
             made = CollectivesConfiguration(
@@ -50,113 +50,126 @@ def write(path, rng, medians, sessions=1):
     return path
 
 
-def ran(*arguments):
-    """(exit code, stdout) of the command."""
+def run_compare(*arguments):
+    """Run the command and return its exit code and stdout."""
     done = CliRunner().invoke(results_compare, [str(argument) for argument in arguments], standalone_mode=False)
     if done.exception is not None:
         raise done.exception
     return done.return_value, done.stdout
 
 
-def test_an_equal_pair_gives_0_and_a_slower_one_1(tmp_path, rng):
-    before = write(tmp_path / "a.h5", rng, {key(): 1e-3, key("native"): 2e-3})
-    equal = write(tmp_path / "b.h5", rng, {key(): 1e-3, key("native"): 2e-3})
-    slower = write(tmp_path / "c.h5", rng, {key(): 1.2e-3, key("native"): 2e-3})
-    assert ran(before, equal)[0] == 0
-    code, shown = ran(before, slower)
+def test_exit_code_is_0_for_equal_and_1_for_slower_results(tmp_path, rng):
+    before = write_results(tmp_path / "a.h5", rng, {key(): 1e-3, key("native"): 2e-3})
+    equal = write_results(tmp_path / "b.h5", rng, {key(): 1e-3, key("native"): 2e-3})
+    slower = write_results(tmp_path / "c.h5", rng, {key(): 1.2e-3, key("native"): 2e-3})
+    assert run_compare(before, equal)[0] == 0
+    code, shown = run_compare(before, slower)
     assert code == FAILURE
     first, second = shown.splitlines()[1:3]
-    assert "ring" in first and first.endswith("slower") and second.endswith("same"), "the largest slowdown comes first"
-    assert ran(slower, before)[0] == 0, "to become faster is no regression"
-    assert ran(before, slower, "--threshold", "30%")[0] == 0
-    assert ran(before, slower, "--threshold", "0.1")[0] == FAILURE
+    assert "ring" in first and first.endswith("slower") and second.endswith("same"), "largest slowdown must come first"
+    assert run_compare(slower, before)[0] == 0, "a speedup is not a regression"
+    assert run_compare(before, slower, "--threshold", "30%")[0] == 0
+    assert run_compare(before, slower, "--threshold", "0.1")[0] == FAILURE
 
 
-def test_the_whole_interval_must_lie_beyond_the_threshold(rng):
-    noise = np.linspace(0.5, 1.5, 9)  # a median that nobody can know to 5 %
-    wide = compare.change("x", side(1e-3 * noise), side(1.1e-3 * noise), RULE)
+def test_regression_needs_the_whole_interval_beyond_the_threshold(rng):
+    noise = np.linspace(0.5, 1.5, 9)  # too much noise to know the median to 5 %
+    wide = compare.change("x", compare_side(1e-3 * noise), compare_side(1.1e-3 * noise), RULE)
     assert wide.ratio == pytest.approx(1.1) and wide.low < 1.05 < wide.high
     assert wide.verdict == compare.UNDECIDED
-    known = noisy(rng, 1e-3, 2000)
-    assert compare.change("x", side(known), side(1.1 * known), RULE).verdict == compare.REGRESSION
+    reference = noisy_times(rng, 1e-3, 2000)
+    assert (
+        compare.change("x", compare_side(reference), compare_side(1.1 * reference), RULE).verdict == compare.REGRESSION
+    )
 
 
-def test_intervals_hold_the_true_ratio_about_as_often_as_they_say(rng):
+def test_intervals_have_their_stated_coverage(rng):
     rule = replace(RULE, confidence=0.9, resamples=300)
     changes = [
-        compare.change(str(trial), side(noisy(rng, 1e-3, 60)), side(noisy(rng, 1.1e-3, 60)), rule)
+        compare.change(
+            str(trial), compare_side(noisy_times(rng, 1e-3, 60)), compare_side(noisy_times(rng, 1.1e-3, 60)), rule
+        )
         for trial in range(120)
     ]
     held = sum(one.low <= 1.1 <= one.high for one in changes)
     assert 0.8 * len(changes) <= held <= 0.99 * len(changes)  # 0.9 within 3.6 standard deviations
-    tighter = [compare.change("x", side(noisy(rng, 1e-3, 6000)), side(noisy(rng, 1e-3, 6000)), rule) for _ in range(2)]
+    tighter = [
+        compare.change(
+            "x", compare_side(noisy_times(rng, 1e-3, 6000)), compare_side(noisy_times(rng, 1e-3, 6000)), rule
+        )
+        for _ in range(2)
+    ]
     wide, narrow = (np.median([one.high - one.low for one in each]) for each in (changes, tighter))
-    assert narrow < wide / 5, "a hundred times the samples, a tenth of the width"
+    assert narrow < wide / 5, "a hundred times the samples should give a tenth of the width"
 
 
-def test_what_differs_from_process_to_process_widens_the_interval(rng):
-    """Four processes a side, each with a speed of its own: iterations alone would be far too sure."""
+def test_differences_between_processes_widen_the_interval(rng):
+    """Four processes per side, each with a different speed: intervals from iterations alone would be too narrow."""
     speeds = np.array([1.0, 1.05, 0.95, 1.02])
     times = 1e-3 * (speeds[np.arange(ITERATIONS) % 4]) * rng.lognormal(0.0, 0.05, ITERATIONS)
-    together = compare.change("x", side(times), side(times), RULE)
-    apart = compare.change("x", side(times, 4), side(times, 4), RULE)
+    together = compare.change("x", compare_side(times), compare_side(times), RULE)
+    apart = compare.change("x", compare_side(times, 4), compare_side(times, 4), RULE)
     assert apart.high - apart.low > 2 * (together.high - together.low)
     assert (apart.sessions, together.sessions) == ((4, 4), (1, 1))
 
 
-def test_the_same_seed_gives_the_same_intervals_whatever_else_is_compared(tmp_path, rng):
-    before = write(tmp_path / "a.h5", rng, {key(): 1e-3, key("native"): 2e-3})
-    after = write(tmp_path / "b.h5", rng, {key(): 1e-3, key("native"): 2e-3})
+def test_same_seed_gives_the_same_intervals(tmp_path, rng):
+    before = write_results(tmp_path / "a.h5", rng, {key(): 1e-3, key("native"): 2e-3})
+    after = write_results(tmp_path / "b.h5", rng, {key(): 1e-3, key("native"): 2e-3})
     only = tmp_path / "only.h5"
     collectives_results.append(only, collectives_results.read(after).configurations[-1:], {})
-    whole = json.loads(ran(before, after, "--json")[1])["changes"]
-    again = json.loads(ran(before, after, "--json")[1])["changes"]
-    part = json.loads(ran(before, only, "--json")[1])["changes"]
-    other = json.loads(ran(before, after, "--json", "--seed", "7")[1])["changes"]
+    whole = json.loads(run_compare(before, after, "--json")[1])["changes"]
+    again = json.loads(run_compare(before, after, "--json")[1])["changes"]
+    part = json.loads(run_compare(before, only, "--json")[1])["changes"]
+    other = json.loads(run_compare(before, after, "--json", "--seed", "7")[1])["changes"]
     assert whole == again and part[0] in whole
     assert [one["low"] for one in other] != [one["low"] for one in whole]
     assert [one["ratio"] for one in other] == [one["ratio"] for one in whole]
 
 
-def test_what_is_in_one_file_only_is_listed(tmp_path, rng):
-    before = write(tmp_path / "a.h5", rng, {key(): 1e-3, key("native"): 1e-3, key("circulant"): 1e-3})
-    after = write(tmp_path / "b.h5", rng, {key(): 1e-3, key(nbytes=8192): 1e-3})
-    code, shown = ran(before, after)
+def test_configurations_in_one_file_only_are_listed(tmp_path, rng):
+    before = write_results(tmp_path / "a.h5", rng, {key(): 1e-3, key("native"): 1e-3, key("circulant"): 1e-3})
+    after = write_results(tmp_path / "b.h5", rng, {key(): 1e-3, key(nbytes=8192): 1e-3})
+    code, shown = run_compare(before, after)
     assert code == 0
     assert "only in the first: allreduce float32 4096 B, 2 ranks on 1, Open MPI, circulant, native" in shown
     assert "only in the second: allreduce float32 8192 B, 2 ranks on 1, Open MPI, ring" in shown
     assert "" not in shown.splitlines()
-    assert "\n\nonly in the first: " in ran(before, after, "--markdown")[1], "or it would be a row of the table"
-    told = json.loads(ran(before, after, "--json")[1])
-    assert (len(told["only_before"]), len(told["only_after"]), len(told["changes"])) == (2, 1, 1)
+    assert "\n\nonly in the first: " in run_compare(before, after, "--markdown")[1], (
+        "the line must not be a row of the table"
+    )
+    document = json.loads(run_compare(before, after, "--json")[1])
+    assert (len(document["only_before"]), len(document["only_after"]), len(document["changes"])) == (2, 1, 1)
 
 
-def test_a_wrong_result_in_the_second_is_a_regression(tmp_path, rng):
-    good = write(tmp_path / "a.h5", rng, {key(): 1e-3, key("native"): 1e-3})
-    bad = write(tmp_path / "b.h5", rng, {key(): None, key("native"): 1e-3})
-    code, shown = ran(good, bad)
+def test_wrong_result_in_the_second_file_is_a_regression(tmp_path, rng):
+    good = write_results(tmp_path / "a.h5", rng, {key(): 1e-3, key("native"): 1e-3})
+    bad = write_results(tmp_path / "b.h5", rng, {key(): None, key("native"): 1e-3})
+    code, shown = run_compare(good, bad)
     assert code == FAILURE
     first, second = shown.splitlines()[1:3]
     assert "ring" in first and first.endswith("wrong in the second") and second.endswith("same")
-    told = json.loads(ran(good, bad, "--json")[1])
-    assert told["changes"][0]["ratio"] is None and len(told["regressions"]) == 1
-    assert ran(bad, bad)[0] == FAILURE, "wrong as before is wrong"
-    code, shown = ran(bad, good)
+    document = json.loads(run_compare(good, bad, "--json")[1])
+    assert document["changes"][0]["ratio"] is None and len(document["regressions"]) == 1
+    assert run_compare(bad, bad)[0] == FAILURE, "a result that stays wrong is wrong"
+    code, shown = run_compare(bad, good)
     assert code == 0
     assert "wrong in the first, and not compared: allreduce float32 4096 B, 2 ranks on 1, Open MPI, ring" in shown
 
 
-def test_without_any_verdict_nothing_was_compared(tmp_path, rng, monkeypatch):
-    path = write(tmp_path / "a.h5", rng, {key(): 1e-3, key("memcpy"): 1e-3})
+def test_comparison_without_any_verdict_is_rejected(tmp_path, rng, monkeypatch):
+    path = write_results(tmp_path / "a.h5", rng, {key(): 1e-3, key("memcpy"): 1e-3})
     monkeypatch.setattr(compare, "LEAST", ITERATIONS)
-    assert ran(path, path)[0] == 0
+    assert run_compare(path, path)[0] == 0
     monkeypatch.setattr(compare, "LEAST", ITERATIONS + 1)
     with pytest.raises(UsageError, match="none of 1 configurations"):
-        ran(path, path)
+        run_compare(path, path)
 
 
-def test_the_last_line_counts_what_has_no_verdict(tmp_path, rng):
-    before, after = (write(tmp_path / name, rng, {key(): 1e-3, key("native"): 1e-3}) for name in ("a.h5", "b.h5"))
+def test_last_line_counts_configurations_without_verdict(tmp_path, rng):
+    before, after = (
+        write_results(tmp_path / name, rng, {key(): 1e-3, key("native"): 1e-3}) for name in ("a.h5", "b.h5")
+    )
     short = tmp_path / "short.h5"
     whole = collectives_results.read(before).configurations
     few = replace(whole[0], time_s=whole[0].time_s[:4], start_s=whole[0].start_s[:4], session=whole[0].session[:4])
@@ -168,60 +181,60 @@ def test_the_last_line_counts_what_has_no_verdict(tmp_path, rng):
     )
 
 
-def test_a_version_of_the_mpi_library_may_differ_another_vendor_may_not(tmp_path, rng):
-    before = write(tmp_path / "a.h5", rng, {key(): 1e-3})
-    newer = write(tmp_path / "b.h5", rng, {key(library="Open MPI v6.1.0, package: x"): 1e-3})
-    other = write(tmp_path / "c.h5", rng, {key(library="MPICH Version:      5.0.2"): 1e-3})
-    assert ran(before, newer)[0] == 0
+def test_mpi_versions_may_differ_but_not_vendors(tmp_path, rng):
+    before = write_results(tmp_path / "a.h5", rng, {key(): 1e-3})
+    newer = write_results(tmp_path / "b.h5", rng, {key(library="Open MPI v6.1.0, package: x"): 1e-3})
+    other = write_results(tmp_path / "c.h5", rng, {key(library="MPICH Version:      5.0.2"): 1e-3})
+    assert run_compare(before, newer)[0] == 0
     with pytest.raises(UsageError, match="no configuration in common"):
-        ran(before, other)
+        run_compare(before, other)
 
 
-def test_a_changed_reference_is_said_and_is_no_regression(tmp_path, rng):
-    before = write(tmp_path / "a.h5", rng, {key(): 1e-3, key("memcpy"): 1e-3})
-    code, shown = ran(before, write(tmp_path / "b.h5", rng, {key(): 1e-3, key("memcpy"): 2e-3}))
+def test_changed_reference_is_noted_but_no_regression(tmp_path, rng):
+    before = write_results(tmp_path / "a.h5", rng, {key(): 1e-3, key("memcpy"): 1e-3})
+    code, shown = run_compare(before, write_results(tmp_path / "b.h5", rng, {key(): 1e-3, key("memcpy"): 2e-3}))
     assert code == 0
     assert "the two files are from different machines, or from different loads" in shown
 
 
 def test_few_iterations_have_no_verdict():
-    assert compare.change("x", side([1e-3] * 4), side([9e-3] * 400), RULE).verdict == compare.FEW
-    assert compare.change("x", side([1e-3] * 5), side([9e-3] * 5), RULE).verdict == compare.REGRESSION
+    assert compare.change("x", compare_side([1e-3] * 4), compare_side([9e-3] * 400), RULE).verdict == compare.FEW
+    assert compare.change("x", compare_side([1e-3] * 5), compare_side([9e-3] * 5), RULE).verdict == compare.REGRESSION
 
 
 def test_markdown_is_a_table(tmp_path, rng):
-    path = write(tmp_path / "a.h5", rng, {key(): 1e-3})
-    lines = ran(path, path, "--markdown")[1].splitlines()
+    path = write_results(tmp_path / "a.h5", rng, {key(): 1e-3})
+    lines = run_compare(path, path, "--markdown")[1].splitlines()
     assert lines[0].startswith("| configuration |") and lines[1].startswith("| --- | ---: |")
     assert lines[2].count("|") == lines[0].count("|") and "| 1.000 |" in lines[2]
     with pytest.raises(UsageError, match="choose one"):
-        ran(path, path, "--markdown", "--json")
+        run_compare(path, path, "--markdown", "--json")
 
 
 @pytest.mark.parametrize("threshold", ["much", "-5%", "5%%", ""])
-def test_a_threshold_that_is_no_share_is_a_usage_error(tmp_path, rng, threshold):
-    path = write(tmp_path / "a.h5", rng, {key(): 1e-3})
+def test_invalid_threshold_is_a_usage_error(tmp_path, rng, threshold):
+    path = write_results(tmp_path / "a.h5", rng, {key(): 1e-3})
     done = CliRunner().invoke(results_compare, [str(path), str(path), "--threshold", threshold])
     assert done.exit_code == 2 and "expected a share" in done.output
 
 
-def test_files_that_cannot_be_read_or_are_of_another_kind(tmp_path, rng):
-    path = write(tmp_path / "a.h5", rng, {key(): 1e-3})
+def test_unreadable_or_mixed_files_are_rejected(tmp_path, rng):
+    path = write_results(tmp_path / "a.h5", rng, {key(): 1e-3})
     sweep = tmp_path / "sweep.h5"
     results.prepare(sweep, {})
     (tmp_path / "text.h5").write_text("no HDF5")
     for other in (tmp_path / "missing.h5", tmp_path / "text.h5"):
         with pytest.raises(StorageError):
-            ran(path, other)
+            run_compare(path, other)
     with pytest.raises(UsageError, match="give two of a kind"):
-        ran(path, sweep)
+        run_compare(path, sweep)
 
 
-def sweep_of(path, rng, step_s, ranks=2):
+def write_sweep(path, rng, step_s, ranks=2):
     results.prepare(path, {})
     trial = SweepTrial("id", "ring", ranks, {}, "")
     for repeat in range(3):
-        times = np.stack([0.5 * (slowest := noisy(rng, step_s, 60)), slowest], axis=1)
+        times = np.stack([0.5 * (slowest := noisy_times(rng, step_s, 60)), slowest], axis=1)
         times[0] = 100.0  # compiles
         samples = {
             "step_s": TrialSample(times, "s", ""),
@@ -233,12 +246,12 @@ def sweep_of(path, rng, step_s, ranks=2):
     return path
 
 
-def test_sweeps_are_compared_by_their_steps(tmp_path, rng):
+def test_sweeps_are_compared_by_step_time(tmp_path, rng):
     before, equal, slower = (
-        sweep_of(tmp_path / name, rng, step_s) for name, step_s in (("a.h5", 0.1), ("b.h5", 0.1), ("c.h5", 0.13))
+        write_sweep(tmp_path / name, rng, step_s) for name, step_s in (("a.h5", 0.1), ("b.h5", 0.1), ("c.h5", 0.13))
     )
-    assert ran(before, equal)[0] == 0
-    code, shown = ran(before, slower, "--json")
+    assert run_compare(before, equal)[0] == 0
+    code, shown = run_compare(before, slower, "--json")
     assert code == FAILURE
     (one,) = json.loads(shown)["changes"]
     assert one["name"] == "ring on 2 ranks" and one["sessions"] == [3, 3] and one["iterations"] == [177, 177]

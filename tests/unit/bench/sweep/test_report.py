@@ -1,4 +1,4 @@
-"""The report of a sweep: its figures against numpy, and nothing where nothing was measured."""
+"""The report of a sweep: its figures compared with numpy, and no values without a measurement."""
 
 import json
 import sys
@@ -19,9 +19,9 @@ STEPS = 40
 VERSIONS = sorted([__version__, "99.0"])
 
 
-def measured(rng, ranks, *, rate, counted=True, energy_j=None):
+def make_outcome(rng, ranks, *, rate, counted=True, energy_j=None):
     samples = {"step_s": rng.random((STEPS, ranks)), "sent_bytes": np.floor(1e6 * rng.random((STEPS, ranks)))}
-    samples["step_s"][0] = 100.0  # compiles
+    samples["step_s"][0] = 100.0  # compilation
     samples["step_s"][3, 0] = np.nan
     if not counted:
         samples["sent_bytes"][7, 1] = np.nan
@@ -35,31 +35,31 @@ def measured(rng, ranks, *, rate, counted=True, energy_j=None):
 
 
 @pytest.fixture
-def found(tmp_path, rng):
-    """A file with two good repeats of a ring, one of native, one good and one failed of zero, and nothing good."""
+def sweep_file(tmp_path, rng):
+    """A results file, with good repeats of three configurations, a failed one of zero, and one that only failed."""
     path, raw = tmp_path / "results.h5", {}
     results.prepare(path, {"git_commit": "c1", "processor": "A CPU", "cores": "2"})
 
-    def add(position, name, ranks, repeat, outcome, commit="c1"):
+    def append_trial(position, name, ranks, repeat, outcome, commit="c1"):
         results.append(path, SweepTrial(f"{name}{ranks}", name, ranks, {}, ""), position, repeat, outcome, commit)
 
     for repeat, rate in enumerate((1000.0, 3000.0, 1500.0)):
-        outcome, raw[repeat] = measured(rng, 2, rate=rate, energy_j=10.0 * rate)
-        add(0, "ring", 2, repeat, outcome)
-    add(1, "native", 2, 0, measured(rng, 2, rate=500.0, counted=False)[0])
-    add(2, "zero | 1", 4, 0, measured(rng, 4, rate=700.0)[0])
-    add(2, "zero | 1", 4, 1, TrialOutcome(FAILED, "", 1.0, 1, "exit code 1: boom"))
-    add(3, "lost", 4, 0, TrialOutcome(FAILED, "", 1.0, 78, "exit code 78: gone"), commit="c2")
+        outcome, raw[repeat] = make_outcome(rng, 2, rate=rate, energy_j=10.0 * rate)
+        append_trial(0, "ring", 2, repeat, outcome)
+    append_trial(1, "native", 2, 0, make_outcome(rng, 2, rate=500.0, counted=False)[0])
+    append_trial(2, "zero | 1", 4, 0, make_outcome(rng, 4, rate=700.0)[0])
+    append_trial(2, "zero | 1", 4, 1, TrialOutcome(FAILED, "", 1.0, 1, "exit code 1: boom"))
+    append_trial(3, "lost", 4, 0, TrialOutcome(FAILED, "", 1.0, 78, "exit code 78: gone"), commit="c2")
     return path, raw
 
 
-def row(path, name):
+def row_of(path, name):
     return next(row for row in report.rows(report.read(path)) if row.name == name)
 
 
-def test_figures_are_those_of_numpy(found):
-    path, raw = found
-    ring = row(path, "ring")
+def test_figures_match_numpy(sweep_file):
+    path, raw = sweep_file
+    ring = row_of(path, "ring")
     assert ring.tokens_per_s == {"median": 1500.0, "min": 1000.0, "max": 3000.0}
     slowest = np.concatenate([np.nanmax(samples["step_s"][1:], axis=1) for samples in raw.values()])
     assert ring.step_s == {
@@ -74,8 +74,8 @@ def test_figures_are_those_of_numpy(found):
     assert (ring.ok, ring.failed, ring.status, ring.reasons) == (3, 0, "3 ok", {})
 
 
-def test_what_was_not_measured_is_none_with_the_reason(found):
-    native, zero, lost = (row(found[0], name) for name in ("native", "zero | 1", "lost"))
+def test_missing_measurement_is_none_with_a_reason(sweep_file):
+    native, zero, lost = (row_of(sweep_file[0], name) for name in ("native", "zero | 1", "lost"))
     assert native.bytes_sent_per_step is native.bytes_moved_per_step is native.energy_j is None
     assert native.reasons["bytes_sent_per_step"] == "the library does not tell"
     assert "no such figure" in native.reasons["energy_j"]
@@ -86,18 +86,18 @@ def test_what_was_not_measured_is_none_with_the_reason(found):
     assert [getattr(lost, name) for name in figures] == [None] * len(figures)
 
 
-def test_a_peak_of_which_a_part_is_unknown_is_unknown(tmp_path, rng):
-    outcome, _ = measured(rng, 2, rate=1.0)
+def test_peak_memory_is_unknown_if_a_part_is_unknown(tmp_path, rng):
+    outcome, _ = make_outcome(rng, 2, rate=1.0)
     outcome.summary["peak_bytes_total"] = None
     results.prepare(tmp_path / "r.h5", {})
     results.append(tmp_path / "r.h5", SweepTrial("a", "a", 2, {}, ""), 0, 0, outcome, "")
-    assert row(tmp_path / "r.h5", "a").peak_bytes is None
+    assert row_of(tmp_path / "r.h5", "a").peak_bytes is None
 
 
-def test_table(found):
-    said = CliRunner().invoke(command, [str(found[0])], catch_exceptions=False).output
-    lines = said.splitlines()
-    assert "A CPU" in said and "c1" in said
+def test_table(sweep_file):
+    output = CliRunner().invoke(command, [str(sweep_file[0])], catch_exceptions=False).output
+    lines = output.splitlines()
+    assert "A CPU" in output and "c1" in output
     at = next(n for n, line in enumerate(lines) if line.startswith("configuration"))
     rows = lines[at + 1 : at + 5]
     assert [line.split()[0] for line in rows] == ["ring", "native", "zero", "lost"]
@@ -107,38 +107,40 @@ def test_table(found):
     assert "zero | 1 (4): exit code 1: boom" in lines
     assert any(line.startswith("measured at 2 commits") for line in lines)
     assert "MB moved a step (max over ranks)" in lines[at] and " 3.005 " in rows[0]
-    assert "versions of hpcdist" not in said
+    assert "versions of hpcdist" not in output
 
 
 def test_table_of_a_script_shows_samples_and_marks_uncounted_activations(tmp_path, rng):
-    outcome, _ = measured(rng, 2, rate=1.0)
+    outcome, _ = make_outcome(rng, 2, rate=1.0)
     outcome.summary.update(speed_unit="samples", counts_activations=False)
     results.prepare(tmp_path / "r.h5", {})
     results.append(tmp_path / "r.h5", SweepTrial("a", "a", 2, {}, ""), 0, 0, outcome, "")
-    said = CliRunner().invoke(command, [str(tmp_path / "r.h5")], catch_exceptions=False).output
-    assert " 1 [1-1] samples/s " in said and " 1.0 + activations " in said and "tokens/s" not in said
+    output = CliRunner().invoke(command, [str(tmp_path / "r.h5")], catch_exceptions=False).output
+    assert " 1 [1-1] samples/s " in output and " 1.0 + activations " in output and "tokens/s" not in output
 
 
-def test_two_versions_are_told_apart(found, monkeypatch):
+def test_report_warns_about_two_hpcdist_versions(sweep_file, monkeypatch):
     monkeypatch.setattr(results, "__version__", "99.0")
-    results.append(found[0], SweepTrial("new", "new", 2, {}, ""), 9, 0, TrialOutcome(FAILED, "", 1.0, 1, "no"), "c1")
-    said = report.text(found[0], report.read(found[0]))
-    assert f"measured with 2 versions of hpcdist, which may differ in speed: {', '.join(VERSIONS)}" in said
+    results.append(
+        sweep_file[0], SweepTrial("new", "new", 2, {}, ""), 9, 0, TrialOutcome(FAILED, "", 1.0, 1, "no"), "c1"
+    )
+    output = report.text(sweep_file[0], report.read(sweep_file[0]))
+    assert f"measured with 2 versions of hpcdist, which may differ in speed: {', '.join(VERSIONS)}" in output
 
 
-def test_markdown(found):
-    said = CliRunner().invoke(command, [str(found[0]), "--markdown"], catch_exceptions=False).output
-    lines = said.splitlines()
+def test_markdown(sweep_file):
+    output = CliRunner().invoke(command, [str(sweep_file[0]), "--markdown"], catch_exceptions=False).output
+    lines = output.splitlines()
     assert {line.replace("\\|", "").count("|") for line in lines[:6]} == {len(report._COLUMNS) + 1}
     assert lines[2].startswith("| ring | 2 | 1,500 [1,000-3,000] tokens/s |") and "zero \\| 1" in lines[4]
 
 
-def test_json(found):
-    said = CliRunner().invoke(command, [str(found[0]), "--json"], catch_exceptions=False).output
-    assert "NaN" not in said
-    told = json.loads(said)
-    assert told["results"] == str(found[0]) and told["provenance"]["processor"] == "A CPU"
-    ring, native, _, lost = told["configurations"]
+def test_json(sweep_file):
+    output = CliRunner().invoke(command, [str(sweep_file[0]), "--json"], catch_exceptions=False).output
+    assert "NaN" not in output
+    document = json.loads(output)
+    assert document["results"] == str(sweep_file[0]) and document["provenance"]["processor"] == "A CPU"
+    ring, native, _, lost = document["configurations"]
     assert ring["tokens_per_s"]["median"] == 1500.0 and ring["status"] == "3 ok" and ring["id"] == "ring2"
     assert native["bytes_sent_per_step"] is None and native["reasons"]["bytes_sent_per_step"]
     assert lost["step_s"] is None
@@ -146,23 +148,23 @@ def test_json(found):
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
 @pytest.mark.full_except("png")
-def test_plot(found, ending):
+def test_plot(sweep_file, ending):
     pytest.importorskip("matplotlib")
-    picture = found[0].with_name(f"bars.{ending}")
-    CliRunner().invoke(command, [str(found[0]), "--plot", str(picture)], catch_exceptions=False)
+    picture = sweep_file[0].with_name(f"bars.{ending}")
+    CliRunner().invoke(command, [str(sweep_file[0]), "--plot", str(picture)], catch_exceptions=False)
     assert picture.stat().st_size > 5000
     if ending == "svg":
         text = picture.read_text()
         assert "<!-- ring -->" in text and "<!-- 4 ranks -->" in text and "<!-- lost -->" not in text
 
 
-def test_configurations_on_several_numbers_of_ranks_are_curves(tmp_path, rng):
+def test_configurations_on_several_rank_counts_become_curves(tmp_path, rng):
     path = tmp_path / "results.h5"
     results.prepare(path, {})
     for position, (name, ranks, rate) in enumerate(
         (("ring", 4, 3000.0), ("ring", 1, 1000.0), ("ring", 2, 1800.0), ("alone", 2, 900.0))
     ):
-        outcome = measured(rng, ranks, rate=rate)[0]
+        outcome = make_outcome(rng, ranks, rate=rate)[0]
         results.append(path, SweepTrial(f"{name}{ranks}", name, ranks, {}, ""), position, 0, outcome, "c1")
     curves = report.scaling(report.rows(report.read(path)))
     assert {name: [row.ranks for row in rows] for name, rows in curves.items()} == {"ring": [1, 2, 4]}
@@ -173,8 +175,8 @@ def test_configurations_on_several_numbers_of_ranks_are_curves(tmp_path, rng):
     assert "<!-- efficiency -->" in drawn and "<!-- peak MiB a rank -->" in drawn
 
 
-def test_plot_fails_clearly(found, tmp_path, monkeypatch):
-    read = report.read(found[0])
+def test_plot_errors_are_clear(sweep_file, tmp_path, monkeypatch):
+    read = report.read(sweep_file[0])
     with pytest.raises(UsageError, match="choose an ending"):
         report.plot(read, tmp_path / "bars.nonsense")
     with pytest.raises(StorageError, match="cannot be written"):
@@ -188,15 +190,15 @@ def test_plot_fails_clearly(found, tmp_path, monkeypatch):
         report.plot(read, tmp_path / "bars.png")
 
 
-def test_ways_to_print_that_do_not_fit(found, tmp_path):
-    for arguments in ([str(tmp_path), "--markdown"], [str(found[0]), "--markdown", "--json"]):
+def test_conflicting_output_options_are_rejected(sweep_file, tmp_path):
+    for arguments in ([str(tmp_path), "--markdown"], [str(sweep_file[0]), "--markdown", "--json"]):
         assert isinstance(CliRunner().invoke(command, arguments).exception, UsageError)
     (tmp_path / "notes.txt").write_text("no HDF5")
     assert isinstance(CliRunner().invoke(command, [str(tmp_path / "notes.txt")]).exception, StorageError)
 
 
-def test_a_wrong_place_is_told_what_to_give(tmp_path):
+def test_wrong_path_error_names_the_expected_path(tmp_path):
     (tmp_path / "metrics.h5").touch()
     missing, part = (CliRunner().invoke(command, [str(tmp_path / name)]).exception for name in ("none", "metrics.h5"))
-    assert isinstance(missing, StorageError) and "no such directory or file; give the directory" in str(missing)
+    assert isinstance(missing, StorageError) and "does not exist; give the directory" in str(missing)
     assert isinstance(part, UsageError) and f"hpcdist report {tmp_path}" in str(part)

@@ -1,4 +1,4 @@
-"""Sweep files: what they expand into, and what they are refused for."""
+"""Sweep files: the trials they expand into, and invalid files."""
 
 import signal
 import subprocess
@@ -27,15 +27,15 @@ def _no_settings_of_this_user(monkeypatch, tmp_path):
 
 @pytest.fixture
 def expand(tmp_path):
-    """``expand(text)`` -> the trials of a sweep file with that text, by the recipes of hpcdist."""
+    """``expand(text)`` returns the trials of a sweep file with that text."""
 
-    def expanded(text):
+    def expand_text(text):
         path = tmp_path / "sweep.toml"
         path.write_text(text)
-        found = definition.read(path)
-        return definition.expand(found, group.SweepRecipes(found))
+        result = definition.read(path)
+        return definition.expand(result, group.SweepRecipes(result))
 
-    return expanded
+    return expand_text
 
 
 def test_axes_multiply_with_trials_and_ranks(expand):
@@ -62,13 +62,13 @@ def test_axes_multiply_with_trials_and_ranks(expand):
     assert {trial.ranks for trial in trials[12:]} == {3}
 
 
-def test_equal_leaves_of_two_sections_are_told_apart(expand):
+def test_labels_distinguish_equal_keys_of_two_sections(expand):
     (trial,) = expand("[sweep]\nranks=1\n[axes]\nmodel.kind=['gpt']\noptimizer.name=['sgd']\n")
     assert trial.name == "kind=gpt name=sgd"
     assert definition.labels({"a.x": 1, "b.x": 2, "b.y": 3}) == ["a.x=1", "b.x=2", "y=3"]
 
 
-def test_an_id_is_configuration_and_ranks_and_nothing_else(expand):
+def test_trial_id_depends_only_on_configuration_and_ranks(expand):
     (first,) = expand("[sweep]\nranks = 2\n[recipe.run]\nsteps = 7\n[[trial]]\nname = 'a'\nmodel.layers = 2\n")
     (same,) = expand("[sweep]\nranks = 2\nrepeats = 5\n[recipe.model]\nlayers = 2\n[axes]\nrun.steps = [7]\n")
     other_ranks, other_value = expand("[sweep]\nranks = [3, 2]\n[axes]\nrun.steps = [8]\n")
@@ -76,17 +76,17 @@ def test_an_id_is_configuration_and_ranks_and_nothing_else(expand):
     assert len({first.id, other_ranks.id, other_value.id}) == 3
 
 
-def test_base_recipe_of_a_file_and_values_above_the_environment(expand, tmp_path, monkeypatch):
+def test_sweep_values_override_environment_and_base_recipe(expand, tmp_path, monkeypatch):
     (tmp_path / "base.toml").write_text("[run]\nsteps = 9\nseed = 4\n[data]\npath = 'text.txt'\n")
     monkeypatch.setenv("HPCDIST_SET__RUN__STEPS", "11")
     monkeypatch.setenv("HPCDIST_SET__RUN__SEED", "12")
     (trial,) = expand("[sweep]\nranks = 2\nrecipe = 'base.toml'\n[axes]\nrun.seed = [5]\n")
-    assert "seed = 5" in trial.recipe, "what the sweep varies counts"
-    assert "steps = 11" in trial.recipe, "a variable counts above the base recipe, as in any run"
+    assert "seed = 5" in trial.recipe, "values of the sweep must win"
+    assert "steps = 11" in trial.recipe, "a variable must override the base recipe, as in any run"
     assert f'path = "{tmp_path / "text.txt"}"' in trial.recipe
 
 
-def test_excludes_drop_trials_that_meet_all_conditions(expand):
+def test_exclude_drops_trials_that_match_all_conditions(expand):
     text = """
         [sweep]
         ranks = [2, 4]
@@ -113,7 +113,7 @@ def test_excludes_drop_trials_that_meet_all_conditions(expand):
         expand(text + "[[exclude]]\noptimizer.nam = 'sgd'\n")
 
 
-def test_conditions_have_the_types_of_a_recipe(expand, tmp_path):
+def test_exclude_conditions_have_recipe_types(expand, tmp_path):
     text = "[sweep]\nranks = 1\n[axes]\noptimizer.learning_rate = [1, 0.5]\ndata.path = ['a.txt', 'b.txt']\n"
     left = expand(text + "[[exclude]]\noptimizer.learning_rate = 1.0\ndata.path = './a.txt'\n")
     assert [trial.name for trial in left] == [
@@ -149,7 +149,7 @@ TWO = """
     ("run.sed = 0", ["'run.sed'", "'run.seed'", "[[exclude]] 1"]),
     ("trial = 'b'\nranks = 1", ["drops nothing", "'trial': 'b'"]),
 )
-def test_an_exclusion_that_cannot_mean_anything_is_refused(expand, conditions, words):
+def test_meaningless_exclude_is_rejected(expand, conditions, words):
     with pytest.raises(ConfigurationError) as error:
         expand(f"{TWO}\n[[exclude]]\n{conditions}\n")
     assert all(word in str(error.value) for word in words), str(error.value)
@@ -161,20 +161,20 @@ def test_an_exclusion_that_cannot_mean_anything_is_refused(expand, conditions, w
     ("[recipe.run]\nglobal_batch = 1", ["'base' on 2 ranks", "run.global_batch = 1", "2 data ranks"]),
     ("[recipe.parallel]\nstrategy = 'parameter_server'\n[recipe.parameter_server]\nservers = 2", ["1 must compute"]),
 )
-def test_degrees_that_do_not_fit_the_ranks_are_refused_with_the_equation(expand, text, words):
+def test_degrees_that_do_not_fit_the_ranks_are_rejected(expand, text, words):
     with pytest.raises(ConfigurationError) as error:
         expand(f"[sweep]\nranks = 2\n{text}\n")
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_an_excluded_trial_need_not_fit_its_ranks(expand):
+def test_excluded_trial_need_not_fit_its_ranks(expand):
     text = "[sweep]\nranks = [2, 4]\n[axes]\nparallel.pipeline = [1, 4]\n[recipe.parallel]\nmicrobatches = 4\n"
     text += "[recipe.model]\nlayers = 4\n"
     left = expand(text + "[[exclude]]\nranks = 2\nparallel.pipeline = 4\n")
     assert [(trial.name, trial.ranks) for trial in left] == [("pipeline=1", 2), ("pipeline=1", 4), ("pipeline=4", 4)]
 
 
-def test_an_excluded_combination_need_not_be_valid(expand):
+def test_excluded_combination_need_not_be_valid(expand):
     axes = "[sweep]\nranks = [1]\n[axes]\nmodel.kind = ['gpt', 'mlp']\nmodel.tied = [true, false]\n"
     with pytest.raises(ConfigurationError, match=r"'kind=mlp tied=True'.*tied"):
         expand(axes)
@@ -205,29 +205,29 @@ def test_an_excluded_combination_need_not_be_valid(expand):
     ("[sweep]\nranks = 2\n[axes]\nrun.seed=[1]\n[[trial]]\nname='a'\nrun.seed = 2", ["run.seed", "axis", "'a'"]),
     ("[sweep", ["not valid TOML"]),
 )
-def test_what_is_wrong_is_named(expand, text, words):
+def test_invalid_sweep_files_are_rejected(expand, text, words):
     with pytest.raises((ConfigurationError, StorageError)) as error:
         expand(text)
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_an_unknown_key_ends_the_command_before_anything_runs(tmp_path, monkeypatch, capsys):
+def test_unknown_key_is_rejected_before_any_trial(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("hpcdist.bench.sweep.trial.run", lambda *_: pytest.fail("a trial was started"))
     path, results = tmp_path / "sweep.toml", tmp_path / "results.h5"
     path.write_text("[sweep]\nranks = 2\n[axes]\nrun.seed = [1, 2]\n[[trial]]\nname = 'a'\nparallel.stratgy = 'x'\n")
     with pytest.raises(SystemExit) as leaving:
         main.main(["bench", "sweep", str(path), "-o", str(results)])
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert leaving.value.code == CONFIGURATION
-    assert "parallel.stratgy" in said and "'parallel.strategy'" in said and str(path) in said
+    assert "parallel.stratgy" in stderr and "'parallel.strategy'" in stderr and str(path) in stderr
     assert not results.exists()
 
 
-def test_the_sweep_of_the_architectures_is_valid_on_its_ranks():
-    """Every key and value is one of recipes, and the degrees divide the ranks (as expand sees to), batch and layers."""
-    found = definition.read(ARCHITECTURES)
-    resolve = group.SweepRecipes(found).resolve
-    trials = definition.expand(found, group.SweepRecipes(found))
+def test_architectures_sweep_is_valid_on_its_ranks():
+    """All keys and values are valid, and the degrees divide ranks, batch and layers."""
+    result = definition.read(ARCHITECTURES)
+    resolve = group.SweepRecipes(result).resolve
+    trials = definition.expand(result, group.SweepRecipes(result))
     for trial in trials:
         values = resolve(trial.settings).values
         pipeline, microbatches = values["parallel.pipeline"], values["parallel.microbatches"]
@@ -241,7 +241,7 @@ def test_the_sweep_of_the_architectures_is_valid_on_its_ranks():
         assert sum(trial.ranks == ranks for trial in trials) >= 10
 
 
-# ---- the command, with trials that are no trainings
+# ---- the command, with trials that run no training
 
 SLEEPS = "import time; Path('began').touch(); time.sleep(600)"
 SAYS = "import os, sys; sys.exit('Error: ' + ' '.join(sorted(name for name in os.environ if name[:7] == 'HPCDIST')))"
@@ -258,49 +258,51 @@ COMMAND = """
 
 @pytest.fixture
 def start(tmp_path):
-    """``start(program, *arguments)``: `hpcdist bench sweep` of one trial, which is the Python ``program``."""
+    """``start(program, *arguments)`` starts `hpcdist bench sweep` with one trial, the Python ``program``."""
     (tmp_path / "sweep.toml").write_text("[sweep]\nranks = 2\n")
-    begun = []
+    processes = []
 
-    def starting(program, *arguments):
+    def start_process(program, *arguments):
         line = [sys.executable, "-P", "-c", textwrap.dedent(COMMAND), program, *arguments]
-        begun.append(subprocess.Popen(line, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-        return begun[-1]
+        processes.append(
+            subprocess.Popen(line, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        )
+        return processes[-1]
 
-    yield starting
-    for process in begun:
+    yield start_process
+    for process in processes:
         process.kill()
         process.communicate()
 
 
-def begun(process, folder):
-    """Return when the trial of ``process`` is under way."""
+def wait_for_trial(process, folder):
+    """Wait until the trial of ``process`` runs."""
     limit = time.monotonic() + LIMIT_S
     while not (folder / "began").exists():
         assert process.poll() is None and time.monotonic() < limit
         time.sleep(0.02)
 
 
-def test_no_variable_changes_the_recipe_of_a_trial(start, tmp_path, monkeypatch):
+def test_recipe_variables_do_not_reach_a_trial(start, tmp_path, monkeypatch):
     monkeypatch.setenv("HPCDIST_SET__RUN__STEPS", "11")
     monkeypatch.setenv("HPCDIST_OTHER", "kept")
     process = start(SAYS, "-o", "r.h5")
     assert process.wait(LIMIT_S) == FAILURE, process.stderr.read()
-    (found,) = results.read(tmp_path / "r.h5").configurations
-    assert "steps = 11" in found.recipe
-    assert "HPCDIST_OTHER" in found.repeats[0].reason and "HPCDIST_SET__" not in found.repeats[0].reason
+    (result,) = results.read(tmp_path / "r.h5").configurations
+    assert "steps = 11" in result.recipe
+    assert "HPCDIST_OTHER" in result.repeats[0].reason and "HPCDIST_SET__" not in result.repeats[0].reason
 
 
 @pytest.mark.full
-def test_two_sweeps_do_not_write_one_file(start, tmp_path):
+def test_two_sweeps_cannot_write_one_file(start, tmp_path):
     first = start(SLEEPS, "-o", "r.h5")
-    begun(first, tmp_path)
+    wait_for_trial(first, tmp_path)
     second = start("pass", "-o", "r.h5")
-    said = second.communicate(timeout=LIMIT_S)[1]
-    assert (second.returncode, said.count("another sweep writes r.h5")) == (STORAGE, 1), said
-    assert "Traceback" not in said and results.statuses(tmp_path / "r.h5") == {}
-    assert start("pass", "-o", "r.h5", "--dry-run").wait(LIMIT_S) == OK, "looking is free"
-    assert start("pass", "-o", "other.h5").wait(LIMIT_S) == FAILURE, "another file is another matter"
+    output = second.communicate(timeout=LIMIT_S)[1]
+    assert (second.returncode, output.count("another sweep writes r.h5")) == (STORAGE, 1), output
+    assert "Traceback" not in output and results.statuses(tmp_path / "r.h5") == {}
+    assert start("pass", "-o", "r.h5", "--dry-run").wait(LIMIT_S) == OK, "a dry run needs no lock"
+    assert start("pass", "-o", "other.h5").wait(LIMIT_S) == FAILURE, "another file has another lock"
     first.kill()
     first.wait()
     assert start(SAYS, "-o", "r.h5").wait(LIMIT_S) == FAILURE, "a lock ends with its process"
@@ -309,19 +311,19 @@ def test_two_sweeps_do_not_write_one_file(start, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1], ids=["TERM", "HUP", "USR1"])
 @pytest.mark.full
-def test_a_signal_ends_a_sweep_and_leaves_nothing_behind(start, tmp_path, number):
+def test_signal_ends_a_sweep_and_leaves_no_files(start, tmp_path, number):
     process = start(SLEEPS, "-o", "r.h5")
-    begun(process, tmp_path)
+    wait_for_trial(process, tmp_path)
     assert list(tmp_path.glob("r.h5.trial-*")) and (tmp_path / "r.h5.lock").exists()
     process.send_signal(number)
-    said = process.communicate(timeout=LIMIT_S)[1]
-    assert process.returncode == REQUEUE and "0 ok, 0 failed, 1 left" in said, said
+    output = process.communicate(timeout=LIMIT_S)[1]
+    assert process.returncode == REQUEUE and "0 ok, 0 failed, 1 left" in output, output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["began", "r.h5", "sweep.toml"]
 
 
-def test_what_a_killed_sweep_left_is_removed_and_nothing_else(start, tmp_path):
+def test_only_files_of_a_killed_sweep_are_removed(start, tmp_path):
     process = start(SLEEPS, "-o", "r.h5")
-    begun(process, tmp_path)
+    wait_for_trial(process, tmp_path)
     process.kill()
     process.wait()
     (left,) = tmp_path.glob("r.h5.trial-*")
@@ -330,22 +332,22 @@ def test_what_a_killed_sweep_left_is_removed_and_nothing_else(start, tmp_path):
         path.mkdir()
     (tmp_path / "r.h5.trial-12345678").write_text("a file")
     again = start(SAYS, "-o", "r.h5")
-    said = again.communicate(timeout=LIMIT_S)[1]
-    assert again.returncode == FAILURE and "--retry-failed runs the failed again" in said, said
+    output = again.communicate(timeout=LIMIT_S)[1]
+    assert again.returncode == FAILURE and "--retry-failed runs the failed again" in output, output
     assert not left.exists() and set(tmp_path.glob("*.trial-*")) == kept
 
 
 @pytest.mark.parametrize("options", [[], ["--dry-run"]], ids=["run", "dry run"])
-def test_results_that_cannot_be_written_end_the_command_at_once(start, tmp_path, options):
+def test_unwritable_results_end_the_command_first(start, tmp_path, options):
     process = start("Path('began').touch()", "-o", "missing/r.h5", *options)
-    said = process.communicate(timeout=LIMIT_S)[1]
-    assert process.returncode == STORAGE and "missing is no directory" in said, said
+    output = process.communicate(timeout=LIMIT_S)[1]
+    assert process.returncode == STORAGE and "missing is no directory" in output, output
     assert not (tmp_path / "began").exists()
 
 
-def test_a_dry_run_refuses_what_a_run_would(start, tmp_path):
+def test_dry_run_rejects_invalid_sweeps(start, tmp_path):
     (tmp_path / "sweep.toml").write_text("[sweep]\nranks = [4, 2]\n[[trial]]\nname = 'four'\nparallel.pipeline = 4\n")
     process = start("pass", "-o", "r.h5", "--dry-run")
-    out, said = process.communicate(timeout=LIMIT_S)
+    out, output = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, out) == (CONFIGURATION, "")
-    assert "trial 'four' on 2 ranks" in said and "parallel.pipeline 4" in said and "has 2 ranks" in said
+    assert "trial 'four' on 2 ranks" in output and "parallel.pipeline 4" in output and "has 2 ranks" in output

@@ -1,4 +1,4 @@
-"""A trial is a process of its own: how it ends, and what is kept of it."""
+"""A trial is a separate process: its end, and its stored outcome."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ MEASURED = """
 
 @pytest.fixture
 def measure(tmp_path):
-    """``measure(source, limit_s)``: run a trial whose command is a Python program."""
+    """``measure(source, limit_s)`` runs a trial whose command is a Python program."""
 
     def run(source, limit_s=60.0):
         program = textwrap.dedent(source)
@@ -51,7 +51,7 @@ def measure(tmp_path):
     return run
 
 
-def test_the_command_is_a_run_of_hpcdist(tmp_path):
+def test_trial_command_is_hpcdist_run(tmp_path):
     line = trials.command(3, tmp_path / "recipe.toml", tmp_path / "run")
     assert line[:6] == [sys.executable, "-P", "-m", "hpcdist", "run", "-n"] and line[6] == "3"
     assert line[line.index("train") :] == [
@@ -63,7 +63,7 @@ def test_the_command_is_a_run_of_hpcdist(tmp_path):
     ]
 
 
-def test_a_good_trial_keeps_summary_and_samples(measure):
+def test_successful_trial_keeps_summary_and_samples(measure):
     outcome = measure(MEASURED)
     assert (outcome.status, outcome.exit_code, outcome.reason, outcome.mpi_library) == (OK, 0, "", "Fake MPI 1")
     assert outcome.summary == {"recipe": TRIAL.recipe, "val_loss": None}
@@ -85,7 +85,7 @@ def test_a_good_trial_keeps_summary_and_samples(measure):
     ),
     ("import os; os.kill(os.getpid(), 9)", "exit code -9"),
 )
-def test_a_failure_is_an_outcome_with_its_reason(measure, source, reason):
+def test_failed_trial_has_a_reason(measure, source, reason):
     outcome = measure(source)
     assert (outcome.status, outcome.reason) == (FAILED, reason)
     assert not outcome.summary and not outcome.samples
@@ -100,20 +100,20 @@ def test_only_the_tail_of_stderr_is_kept(measure):
 
 
 @pytest.mark.parametrize("source", ["print('{}')", "print('no json')", "pass"])
-def test_an_end_without_figures_is_a_failure(measure, source):
+def test_trial_without_results_is_a_failure(measure, source):
     outcome = measure(source)
     assert (outcome.status, outcome.exit_code) == (FAILED, 0)
     assert "cannot be read" in outcome.reason
 
 
-def test_the_time_limit_ends_a_trial(measure):
+def test_time_limit_ends_a_trial(measure):
     outcome = measure("import time; time.sleep(600)", limit_s=0.5)
     assert (outcome.status, outcome.reason) == (FAILED, "no end within 0.5 s")
     assert outcome.wall_s < 300
 
 
 @pytest.mark.full
-def test_a_trial_that_ignores_the_wish_to_end_is_killed(measure, monkeypatch):
+def test_trial_that_ignores_sigterm_is_killed(measure, monkeypatch):
     monkeypatch.setattr(trials, "GRACE_S", 0.1)
     monkeypatch.setattr(trials, "TEARDOWN_S", 0.1)
     source = (
@@ -123,14 +123,14 @@ def test_a_trial_that_ignores_the_wish_to_end_is_killed(measure, monkeypatch):
     assert (outcome.reason, outcome.exit_code) == ("no end within 3 s", -signal.SIGKILL)
 
 
-def test_an_exception_of_this_process_ends_the_trial(measure, tmp_path):
+def test_exception_of_the_parent_ends_the_trial(measure, tmp_path):
     class Asked(BaseException):
         pass
 
-    def stop(number, frame):
+    def raise_asked(number, frame):
         raise Asked
 
-    def alarm():
+    def signal_when_started():
         while not (tmp_path / "pid").exists():
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGUSR2)
@@ -138,18 +138,18 @@ def test_an_exception_of_this_process_ends_the_trial(measure, tmp_path):
     name = str(tmp_path / "pid")
     source = f"import os, time\nopen({name!r} + '.new', 'w').write(str(os.getpid()))\n"
     source += f"os.rename({name!r} + '.new', {name!r})\ntime.sleep(600)"
-    before = signal.signal(signal.SIGUSR2, stop)
+    before = signal.signal(signal.SIGUSR2, raise_asked)
     try:
-        threading.Thread(target=alarm, daemon=True).start()
+        threading.Thread(target=signal_when_started, daemon=True).start()
         with pytest.raises(Asked):
             measure(source)
     finally:
         signal.signal(signal.SIGUSR2, before)
-    assert not _runs(int((tmp_path / "pid").read_text()))
+    assert not _is_running(int((tmp_path / "pid").read_text()))
 
 
-def test_a_trial_does_not_outlive_a_killed_sweep(tmp_path):
-    """SIGKILL cannot be answered: the kernel tells the child."""
+def test_trial_does_not_outlive_a_killed_sweep(tmp_path):
+    """SIGKILL cannot be handled: the kernel ends the child when its parent dies."""
     program = f"""
     import os, sys
     from pathlib import Path
@@ -167,12 +167,12 @@ def test_a_trial_does_not_outlive_a_killed_sweep(tmp_path):
     child = int((tmp_path / "pid").read_text())
     process.kill()
     process.wait()
-    while _runs(child):
+    while _is_running(child):
         assert time.monotonic() < limit, "the trial goes on without its sweep"
         time.sleep(0.02)
 
 
-def _runs(process):
+def _is_running(process):
     try:
         with open(f"/proc/{process}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] != "Z"  # an orphan may wait for a reaper

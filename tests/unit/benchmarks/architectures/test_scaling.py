@@ -1,4 +1,4 @@
-"""The study of architectures: where a curve stops and why, what it chooses from, and what it keeps."""
+"""The study of architectures: the device count at which a curve stops, the reason, and the results file."""
 
 import math
 
@@ -14,13 +14,13 @@ COUNTS = (8, 64, 1024)
 
 
 @pytest.fixture(scope="module")
-def found():
+def scenario_studies():
     cluster = toml_file.read("h100-hgx")
     return {one.name: scaling.study(one, cluster, COUNTS) for one in catalogue.SCENARIOS}
 
 
 class Curve:
-    """Points of made-up goodput."""
+    """A curve of points with made-up goodput."""
 
     def __init__(self, goodputs):
         self.points = []
@@ -30,7 +30,7 @@ class Curve:
 
 
 class Fixed:
-    """A point whose goodput is given; ten device-seconds of latency come with each place."""
+    """A point with a fixed goodput. Each doubling adds ten device-seconds of latency."""
 
     def __init__(self, devices, samples, estimate, reason, *rest, goodput):
         self.devices, self.samples, self.estimate, self.reason, self.goodput = (
@@ -47,12 +47,12 @@ class Fixed:
     "goodputs, expected",
     ([8, 16, 32, 64], (8, 64, 64, 64, "")),
     ([8, 16, 17, 16], (8, 16, 32, 32, "latency")),
-    ([8, 7, 14, 15], (8, 32, 8, 64, "latency")),  # the last doubling that paid
+    ([8, 7, 14, 15], (8, 32, 8, 64, "latency")),  # the last doubling that improved the goodput
     ([0, 16, 32, 0], (16, 32, 32, 32, "batch")),
     ([8, 4, 2, 1], (8, 8, 8, 8, "latency")),
     ([0, 0, 0, 0], (0, 0, 0, 0, "batch")),
 )
-def test_a_curve_stops_where_doubling_no_longer_pays(goodputs, expected):
+def test_curve_stops_if_doubling_no_longer_pays(goodputs, expected):
     stop = scaling.stop(Curve(goodputs).points, 1.0)
     assert (stop.first, stop.last, stop.half, stop.best, stop.reason) == expected
     if stop.reason == "latency":
@@ -60,8 +60,8 @@ def test_a_curve_stops_where_doubling_no_longer_pays(goodputs, expected):
 
 
 @pytest.mark.full
-def test_losses_are_all_the_device_seconds(found):
-    for one in found.values():
+def test_losses_sum_to_all_device_seconds(scenario_studies):
+    for one in scenario_studies.values():
         for line in one.points.values():
             for point in line:
                 if point.estimate is not None:
@@ -72,45 +72,48 @@ def test_losses_are_all_the_device_seconds(found):
                     assert point.least_bytes <= memory.bytes <= 0.95 * memory.limit_bytes
 
 
-def test_the_story_that_is_told(found):
-    """Incast stops servers first, a ring after them; what does not fit needs ZeRO-3 or parts of the model."""
-    weak = found["small-weak"]
+def test_study_supports_its_conclusions(scenario_studies):
+    """Incast stops servers first and rings second. Models that do not fit need ZeRO-3 or model parallelism."""
+    weak = scenario_studies["small-weak"]
     at = {name: line[-1].goodput for name, line in weak.points.items()}
     assert at["one-server"] < 0.05 * at["servers"] < 0.05 * at["colocated"]
     assert at["ring"] < at["rings"] < at["tree"]
     assert weak.stops["one-server"].reason == "bandwidth"
-    assert found["small-slow"].points["compressed"][-1].goodput > 2 * found["small-slow"].points["tree"][-1].goodput
-    large = found["large-weak"].points
+    assert (
+        scenario_studies["small-slow"].points["compressed"][-1].goodput
+        > 2 * scenario_studies["small-slow"].points["tree"][-1].goodput
+    )
+    large = scenario_studies["large-weak"].points
     fitting = {name for name, line in large.items() if line[-1].estimate is not None}
-    assert fitting == {"zero3", "2d", "3d"}  # 96 blocks are 3 on each of 32 stages: too many for a pipeline alone
+    assert fitting == {"zero3", "2d", "3d"}  # 96 blocks are 3 on each of 32 stages: too many for only a pipeline
     assert all(line[-1].reason == "memory" for name, line in large.items() if name not in fitting)
     states = {name: weak.points[name][-1].states_bytes for name in ("hierarchical", "zero1", "zero2", "zero3")}
     assert states["hierarchical"] / states["zero2"] == pytest.approx(16 / (2 + 14 / 1024), rel=0.01)
 
 
 @pytest.mark.full
-def test_tables_file_and_pictures(found, tmp_path):
+def test_tables_results_file_and_plots(scenario_studies, tmp_path):
     pytest.importorskip("matplotlib")
-    text = report.text(list(found.values()))
+    text = report.text(list(scenario_studies.values()))
     for words in ("incast", "needs 2,8", "1,024 devices: ", "| memory |"):
         assert words in text
     path = tmp_path / "study.h5"
-    results.write(path, list(found.values()), {"git_commit": "none"}, "text")
+    results.write(path, list(scenario_studies.values()), {"git_commit": "none"}, "text")
     with files.open_read(path, results.SCHEMA, results.VERSION) as file:
         points, stops = datasets.read(file, "points"), datasets.read(file, "stops")
-    many = len(found) * len(catalogue.ARCHITECTURES)
+    many = len(scenario_studies) * len(catalogue.ARCHITECTURES)
     assert len(points["devices"]) == many * len(COUNTS) and len(stops["last"]) == many
     fits = points["reason"] == b""
     assert np.isfinite(points["step_s"][fits]).all() and np.isnan(points["step_s"][~fits]).all()
-    plot.plot(list(found.values()), tmp_path / "study.png")
+    plot.plot(list(scenario_studies.values()), tmp_path / "study.png")
     assert {file.name for file in tmp_path.iterdir()} == {"study.h5", "study.png", "study-costs.png"}
 
 
-def test_all_is_the_published_implementation_with_16_bit_gradients(found):
-    """Volumes of the literature, 2 Psi of 2 bytes; hpcdist sends float32 sums. Libraries are as the names say."""
+def test_study_models_published_implementations(scenario_studies):
+    """Volumes are as published, 2 * psi parameters of 2 bytes. hpcdist itself sends float32 sums."""
     libraries = {"ring": {"mpi"}, "rings": {"nccl"}, "tree": {"nccl"}, "hierarchical": {"mpi"}}
-    psi = 2 * found["small-weak"].points["ring"][-1].estimate.parameters
-    for name, line in found["small-weak"].points.items():
+    psi = 2 * scenario_studies["small-weak"].points["ring"][-1].estimate.parameters
+    for name, line in scenario_studies["small-weak"].points.items():
         layout = line[-1].estimate.layout
         assert (layout.implementation, layout.main_gradients) == ("megatron", "working")
         assert layout.library in libraries.get(name, {"mpi", "nccl"})
@@ -119,8 +122,8 @@ def test_all_is_the_published_implementation_with_16_bit_gradients(found):
     assert "megatron" in study.__doc__ and "not what hpcdist sends" in study.__doc__
 
 
-def test_workers_that_do_not_divide_a_batch_wait_for_each_other(found):
-    point = found["small-weak"].points["servers"][-1]  # 896 workers of 1,024 devices
+def test_batch_is_rounded_up_to_the_number_of_workers(scenario_studies):
+    point = scenario_studies["small-weak"].points["servers"][-1]  # 896 workers of 1,024 devices
     batch = point.estimate.global_batch
     assert point.samples == 65536 <= batch < 1.1 * point.samples and batch % 896 == 0
     assert point.goodput == pytest.approx(65536 / (point.estimate.step_s * point.estimate.run.slowdown))

@@ -1,4 +1,4 @@
-"""The study of compressed gradients: what it trains next, how it goes on, its bound, its tables."""
+"""The study of compressed gradients: the order of trainings, resume, the speed bound, and the tables."""
 
 import math
 import os
@@ -16,16 +16,16 @@ from hpcdist.errors import MISSING_CAPABILITY, UsageError
 RATES = (1e-3, 2e-3)
 
 
-def wanted(*names, seeds=2):
+def make_study(*names, seeds=2):
     return plan.Study(20, RATES, seeds, names)
 
 
-def ended(loss, sent=100.0):
+def ended_training(loss, sent=100.0):
     return results.Ended(loss, sent, sent / 20, 1.0, np.array([[10.0, 2.0, 2.1, sent / 2], [20.0, loss, 1.9, sent]]))
 
 
-def test_everybody_takes_the_rate_that_dense_gradients_were_best_with():
-    one = wanted("dense", "int8", "powersgd 4")
+def test_all_contenders_use_the_best_rate_of_dense_gradients():
+    one = make_study("dense", "int8", "powersgd 4")
     training = plan.Training
     assert one.next({}, []) == [training("dense", True, rate) for rate in RATES]
     losses = {training("dense", True, 1e-3): math.nan, training("dense", True, 2e-3): 1.9}
@@ -40,8 +40,8 @@ def test_everybody_takes_the_rate_that_dense_gradients_were_best_with():
     assert one.next(losses, [training("int8", False, 2e-3)]) == []
 
 
-def test_what_was_published_for_sgd_is_compared_with_sgd():
-    one = wanted("dense", "dgc 1 %", "powersgd 4, sgd")
+def test_sgd_methods_are_compared_with_dense_sgd():
+    one = make_study("dense", "dgc 1 %", "powersgd 4, sgd")
     first = one.next({}, [])
     assert [training.contender for training in first] == ["dense", "dense", "dense, sgd", "dense, sgd"]
     assert first[2].learning_rate == pytest.approx(RATES[0] * 25)
@@ -49,39 +49,42 @@ def test_what_was_published_for_sgd_is_compared_with_sgd():
     assert keys["optimizer.name"] == "sgd" and "communication.compression" not in keys
 
 
-def test_a_training_that_hpcdist_refuses_is_told_with_the_reason():
-    one = wanted("dense", "qsgd, 4 bits", "sign")
+def test_unsupported_training_is_refused_with_a_reason():
+    one = make_study("dense", "qsgd, 4 bits", "sign")
     assert "compression.bits" in one.refusal(plan.Training("qsgd, 4 bits", True, 1e-3))
     for good in (("qsgd, 4 bits", False), ("sign", True), ("sign", False)):
         assert one.refusal(plan.Training(*good, 1e-3)) == ""
 
 
-def test_a_warm_up_is_a_share_of_the_steps():
+def test_warm_up_is_a_share_of_the_steps():
     assert plan.Study(500, RATES, 1).keys("powersgd 4, 10 % dense")["compression.warmup_steps"] == 50
-    assert "compression.warmup_steps" not in wanted().keys("powersgd 4")
+    assert "compression.warmup_steps" not in make_study().keys("powersgd 4")
 
 
-def test_the_file_goes_on_where_the_study_was_stopped(tmp_path):
+def test_stopped_study_resumes_from_its_file(tmp_path):
     path, training = tmp_path / "study.h5", plan.Training
     records = results.Records(path, {"made": "here"}, {"steps": 20})
-    given = {training("dense", True, 1e-3): ended(1.5), training("int8", False, 1e-3, 2): ended(math.nan)}
-    for one, found in given.items():
-        records.add(one, found)
+    given = {
+        training("dense", True, 1e-3): ended_training(1.5),
+        training("int8", False, 1e-3, 2): ended_training(math.nan),
+    }
+    for one, result in given.items():
+        records.add(one, result)
     again = results.Records(path, {"made": "elsewhere"}, {"steps": 20})
     assert list(again.known) == list(given)
-    np.testing.assert_allclose(again.known[training("dense", True, 1e-3)].points, ended(1.5).points, rtol=1e-6)
+    np.testing.assert_allclose(again.known[training("dense", True, 1e-3)].points, ended_training(1.5).points, rtol=1e-6)
     assert math.isnan(again.known[training("int8", False, 1e-3, 2)].loss)
     with pytest.raises(UsageError, match="steps = 20, these would have 30"):
         results.Records(path, {}, {"steps": 30})
 
 
-def test_the_file_keeps_every_step_that_was_timed(tmp_path):
+def test_file_keeps_every_timed_step(tmp_path):
     records = results.Records(tmp_path / "study.h5", {}, {})
     assert not records.times().figures
     figures = np.arange(2 * 2 * 3 * 4 * 5, dtype=float).reshape(
         2, 2, 3, 4, 5
     )  # ranks, contenders, rounds, steps, phases
-    for _ in range(2):  # the second in place of the first
+    for _ in range(2):  # the second call replaces the first
         records.put_times(["dense", "int8"], figures, [1e6, 2e6, 3e6])
     times = records.times()
     assert times.bytes_per_s.tolist() == [1e6, 2e6, 3e6]
@@ -89,45 +92,45 @@ def test_the_file_keeps_every_step_that_was_timed(tmp_path):
         np.testing.assert_array_equal(times.figures[name], figures[:, place].transpose(1, 2, 0, 3))
 
 
-def test_the_bound_is_what_the_slower_rank_does_and_what_the_link_needs():
+def test_bound_is_slowest_rank_plus_link_time():
     step = [[0.5, 0.1, 0.02, 0.03, 2e6], [0.4, 0.2, 0.01, 0.04, 1e6]]  # of two ranks
-    found = report.pace(np.array([[step, step]]), 1e7)
-    assert (found.compute_s, found.update_s, found.codec_s) == (0.2, 0.01, 0.04)
-    assert (found.wire_s, found.step_s) == (pytest.approx(0.2), 0.5)
-    assert found.bound_s == pytest.approx(0.45)
-    assert found.of_bound == pytest.approx(0.9)
+    result = report.pace(np.array([[step, step]]), 1e7)
+    assert (result.compute_s, result.update_s, result.codec_s) == (0.2, 0.01, 0.04)
+    assert (result.wire_s, result.step_s) == (pytest.approx(0.2), 0.5)
+    assert result.bound_s == pytest.approx(0.45)
+    assert result.of_bound == pytest.approx(0.9)
 
 
-def test_tables_compare_with_dense_gradients_of_the_same_optimizer():
+def test_tables_compare_with_dense_training_of_the_same_optimizer():
     training = plan.Training
     trainings = {
-        training("dense", True, 1e-3): ended(2.0, 1e9),
-        training("int8", True, 1e-3): ended(2.01, 2.5e8),
-        training("int8", False, 1e-3): ended(2.2, 2.5e8),
-        training("dense, sgd", True, 0.03333): ended(3.0, 1e9),
-        training("dgc 1 %", True, 0.03333): ended(3.3, 1e7),
-        training("sign", True, 1e-3): ended(math.nan),
+        training("dense", True, 1e-3): ended_training(2.0, 1e9),
+        training("int8", True, 1e-3): ended_training(2.01, 2.5e8),
+        training("int8", False, 1e-3): ended_training(2.2, 2.5e8),
+        training("dense, sgd", True, 0.03333): ended_training(3.0, 1e9),
+        training("dgc 1 %", True, 0.03333): ended_training(3.3, 1e7),
+        training("sign", True, 1e-3): ended_training(math.nan),
     }
     figures = {name: np.array([[[[step_s, 0.1, 0, 0, 1e6]] * 2]]) for name, step_s in (("dense", 0.5), ("int8", 0.25))}
     times = results.Times(figures, np.array([1e7]))
     names = ("dense", "int8", "sign", "dgc 1 %", "dense, sgd")
     refused = {training("topk", True, 1e-3): "because"}
-    said = report.text(report.Found(wanted(*names, seeds=1), trainings, times, refused))
-    lines = {line.split(" | ")[0].removeprefix("| "): line for line in reversed(said.splitlines()) if "|" in line}
-    rows = [line for line in said.splitlines() if line.startswith(("| int8", "| dgc", "| sign"))]
+    output = report.text(report.Found(make_study(*names, seeds=1), trainings, times, refused))
+    lines = {line.split(" | ")[0].removeprefix("| "): line for line in reversed(output.splitlines()) if "|" in line}
+    rows = [line for line in output.splitlines() if line.startswith(("| int8", "| dgc", "| sign"))]
     assert rows[0] == "| int8 | 0.001 | 2.0100 | +0.50 % | 2.2000 +10.00 % | 250.0 | 4.00 | 4.00 |"
     assert rows[1].startswith("| sign | 0.001 | diverged |")
     assert rows[2] == "| dgc 1 % | 0.03333 | 3.3000 | +10.00 % |  | 10.0 | 100.00 | 100.00 |"
-    assert "| int8 | 4.00 | 2.00 | 0.800 | 100.0 | 0.0 | 100.0 | 1,000.0 |" in said
+    assert "| int8 | 4.00 | 2.00 | 0.800 | 100.0 | 0.0 | 100.0 | 1,000.0 |" in output
     assert lines["dense"].startswith("| dense | 0.001 | 2.0000 |  |")
-    assert "Refused: topk: because" in said
+    assert "Refused: topk: because" in output
 
 
-def test_seconds_of_a_warm_up_are_those_of_dense_steps():
-    assert report.clock(ended(1.0), 12, 1.0, 0.1).tolist() == pytest.approx([10.0, 12.8])
+def test_warm_up_steps_take_the_time_of_dense_steps():
+    assert report.clock(ended_training(1.0), 12, 1.0, 0.1).tolist() == pytest.approx([10.0, 12.8])
 
 
-def test_calls_within_a_call_are_timed_once(monkeypatch):
+def test_nested_calls_are_timed_once(monkeypatch):
     now = iter(range(100))
     monkeypatch.setattr(harness.time, "perf_counter", lambda: float(next(now)))
     watch = harness.Stopwatch()
@@ -137,7 +140,7 @@ def test_calls_within_a_call_are_timed_once(monkeypatch):
     assert watch.taken() == 0.0
 
 
-def test_without_root_nothing_is_trained_and_the_reason_is_told(monkeypatch, tmp_path, capsys):
+def test_study_without_root_reports_missing_capability(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert harness.run(study, "compression", ["-o", str(tmp_path / "study.h5")]) == MISSING_CAPABILITY
     assert any(reason in capsys.readouterr().err for reason in ("needs root", "not found"))
@@ -145,7 +148,7 @@ def test_without_root_nothing_is_trained_and_the_reason_is_told(monkeypatch, tmp
 
 
 @pytest.mark.full
-def test_ranks_tell_losses_and_bytes(tmp_path):
+def test_ranks_return_losses_and_sent_bytes(tmp_path):
     text = tmp_path / "text"
     text.write_bytes(np.random.default_rng(0).integers(97, 105, 20_000).astype(np.uint8).tobytes())
     small = {"model.layers": 1, "model.hidden": 64, "data.context": 16, "data.path": str(text), "run.global_batch": 4}
@@ -157,7 +160,7 @@ def test_ranks_tell_losses_and_bytes(tmp_path):
         trainings = [plan.Training(name, True, 1e-3) for name in ("dense", "int8", "powersgd 4, 10 % dense")]
         return [ranks.train(session, one.settings(training), 3) for training in trainings]
 
-    dense, int8, low_rank = (results.ended(found) for found in run_threads(2, run)[0])
+    dense, int8, low_rank = (results.ended(result) for result in run_threads(2, run)[0])
     assert dense.points[:, 0].tolist() == [2, 4, 6]
     assert dense.loss == dense.points[-1, 1] > 0
     parameters = dense.compressed_bytes / 4

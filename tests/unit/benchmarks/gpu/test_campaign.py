@@ -1,7 +1,8 @@
-"""The campaign on a GPU, carried out on the double: its stages, what they leave behind, and its environment."""
+"""The GPU campaign, run on the cupy double: its stages, its results, and its environment."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -50,7 +51,7 @@ harness.run(study, "gpu.campaign", ["--results", sys.argv[1], "--date", "2026-12
 """
 
 
-def words(text, name="it", suffix=".h5"):
+def make_command(text, name="it", suffix=".h5"):
     return Command(name, ("-c", text), ("-c", text), suffix)
 
 
@@ -58,19 +59,23 @@ def run(folder, *options):
     return harness.run(study, "gpu.campaign", ["--results", str(folder), "--date", "2026-12-01", *options])
 
 
-def stored(folder, stage):
+def read_stage(folder, stage):
     with h5py.File(folder / f"2026-12-01-double-{stage}.h5") as file:
         return str(file.attrs["status"]), json.loads(file.attrs["commands"])
 
 
 @pytest.fixture
 def stages(monkeypatch):
-    """Stages of a second: one that works, one that fails at its second command, one that never ends, one that works."""
-    works = words("print('fine')")
+    """Four stages: one works, one fails at its second command, one never ends within a second, one works."""
+    works = make_command("print('fine')")
     made = {
         "first": Stage(60, (works,)),
-        "failing": Stage(60, (works, words("import sys; sys.exit('a reason')", "bad"), words("print(2)", "behind"))),
-        "endless": Stage(1.0, (words("import time; print('begun', flush=True); time.sleep(600)"), words("1", "no"))),
+        "failing": Stage(
+            60, (works, make_command("import sys; sys.exit('a reason')", "bad"), make_command("print(2)", "behind"))
+        ),
+        "endless": Stage(
+            1.0, (make_command("import time; print('begun', flush=True); time.sleep(600)"), make_command("1", "no"))
+        ),
         "last": Stage(60, (works,)),
     }
     monkeypatch.setattr(study, "GRACE_S", 0.2)
@@ -79,37 +84,40 @@ def stages(monkeypatch):
     return made
 
 
-def test_a_failing_stage_is_recorded_and_the_next_begins(gpu, stages, tmp_path, capsys):
+def test_failing_stage_is_recorded_and_the_next_starts(gpu, stages, tmp_path, capsys):
     assert run(tmp_path) == 1
-    told = capsys.readouterr()
-    assert stored(tmp_path, "first") == ("complete", stored(tmp_path, "last")[1] | stored(tmp_path, "first")[1])
-    status, commands = stored(tmp_path, "failing")
+    output = capsys.readouterr()
+    assert read_stage(tmp_path, "first") == (
+        "complete",
+        read_stage(tmp_path, "last")[1] | read_stage(tmp_path, "first")[1],
+    )
+    status, commands = read_stage(tmp_path, "failing")
     assert status == "failed in bad, exit code 1" and commands["bad"]["headline"] == "a reason"
     assert commands["behind"]["status"] == "complete"
-    status, commands = stored(tmp_path, "endless")
+    status, commands = read_stage(tmp_path, "endless")
     assert status == "no not begun: the time of the stage is over"
     assert commands["it"] == {**commands["it"], "status": "cut off after 1 s", "headline": "begun"}
     line = (tmp_path / "2026-12-01-double-failing.txt").read_text()
     assert line.startswith("failing: failed in bad, exit code 1") and "bad: exit code 1, a reason" in line
-    assert "missed: failing: failed in bad" in told.err and "last: complete" in told.out
+    assert "missed: failing: failed in bad" in output.err and "last: complete" in output.out
 
 
-def test_complete_stages_and_commands_are_left_out(gpu, stages, tmp_path, capsys):
+def test_complete_stages_and_commands_are_skipped(gpu, stages, tmp_path, capsys):
     run(tmp_path)
-    stages["failing"] = Stage(60, (words("import sys; sys.exit('again')"), words("print('now')", "bad")))
-    stages["endless"] = Stage(60, (words("print('ended')"),))
+    stages["failing"] = Stage(60, (make_command("import sys; sys.exit('again')"), make_command("print('now')", "bad")))
+    stages["endless"] = Stage(60, (make_command("print('ended')"),))
     capsys.readouterr()
     assert run(tmp_path, "--stages", "first", "failing", "endless") == 0
-    told = capsys.readouterr().out
-    assert "first: there already, 2026-12-01-double-first.h5" in told
-    commands = stored(tmp_path, "failing")[1]  # its first command, which is another one by now, had ended well
+    output = capsys.readouterr().out
+    assert "first: there already, 2026-12-01-double-first.h5" in output
+    commands = read_stage(tmp_path, "failing")[1]  # its first command, now another one, had succeeded before
     assert commands["it"]["headline"] == "fine" and commands["bad"]["headline"] == "now"
-    stages["first"] = Stage(60, (words("print('once more')"),))
+    stages["first"] = Stage(60, (make_command("print('once more')"),))
     assert run(tmp_path, "--stages", "first", "--again") == 0
-    assert stored(tmp_path, "first")[1]["it"]["headline"] == "once more"
+    assert read_stage(tmp_path, "first")[1]["it"]["headline"] == "once more"
 
 
-def test_what_never_began_comes_before_what_failed(gpu, stages, tmp_path, capsys):
+def test_stages_not_started_run_before_failed_ones(gpu, stages, tmp_path, capsys):
     run(tmp_path, "--stages", "failing")
     capsys.readouterr()
     run(tmp_path, "--stages", "failing", "last")
@@ -117,13 +125,13 @@ def test_what_never_began_comes_before_what_failed(gpu, stages, tmp_path, capsys
     assert [line.partition(":")[0] for line in lines[:2]] == ["last", "failing"]
 
 
-def test_without_time_no_stage_begins(gpu, stages, tmp_path, capsys):
+def test_no_stage_starts_without_time(gpu, stages, tmp_path, capsys):
     assert run(tmp_path, "--stages", "first", "--minutes", "0") == 1
     assert "first: not begun, the 0 minutes are over" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
 
-def test_a_campaign_that_is_ended_leaves_what_was_done(tmp_path):
+def test_terminated_campaign_keeps_completed_commands(tmp_path):
     (tmp_path / "cupy.py").write_text(CUPY)
     (tmp_path / "program.py").write_text(ENDED)
     mark, results = tmp_path / "mark", tmp_path / "results"
@@ -137,15 +145,15 @@ def test_a_campaign_that_is_ended_leaves_what_was_done(tmp_path):
         child.wait(60)
     finally:
         child.kill()
-    status, commands = stored(results, "one")
+    status, commands = read_stage(results, "one")
     assert status == "under way: quick is done" and list(commands) == ["quick"]
     with pytest.raises(ProcessLookupError):
         os.kill(int(mark.read_text()), 0)
 
 
 @pytest.fixture
-def double(tmp_path, monkeypatch, nvml_stub):
-    """The double of cupy, a driver that tells joules, and a sanitizer that finds nothing, for processes."""
+def gpu_double(tmp_path, monkeypatch, nvml_stub):
+    """Processes get the cupy double, a driver with energy readings, and a sanitizer without findings."""
     (tmp_path / "cupy.py").write_text(CUPY)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "compute-sanitizer").write_text(SANITIZER)
@@ -159,19 +167,19 @@ def double(tmp_path, monkeypatch, nvml_stub):
 
 
 @pytest.mark.full
-def test_every_stage_on_the_double(gpu, double, tmp_path, monkeypatch, capsys):
+def test_every_stage_runs_on_the_double(gpu, gpu_double, tmp_path, monkeypatch, capsys):
     pytest.importorskip("torch")
-    failing = Stage(60, (words("import sys; sys.exit(3)"),))
+    failing = Stage(60, (make_command("import sys; sys.exit(3)"),))
     made = {"failing": failing, **STAGES}
     monkeypatch.setattr(study, "STAGES", made)
     monkeypatch.setitem(study.OPTIONS, "stages", tuple(made))
     folder = tmp_path / "results"
     assert run(folder, "--small") == 1
-    told = capsys.readouterr()
-    assert "missed: failing: failed in it, exit code 3, 0 s\n" in told.err, told.out
+    output = capsys.readouterr()
+    assert re.search(r"^missed: failing: failed in it, exit code 3, \d+ s$", output.err, re.MULTILINE), output.out
     for name in STAGES:
-        status, commands = stored(folder, name)
-        assert status == "complete", told.out
+        status, commands = read_stage(folder, name)
+        assert status == "complete", output.out
         assert list(commands) == [command.name for command in STAGES[name].commands(small=True)]
         assert (folder / f"2026-12-01-double-{name}.txt").read_text().startswith(f"{name}: complete, ")
     with h5py.File(folder / "2026-12-01-double-collectives.h5") as file:
@@ -181,12 +189,18 @@ def test_every_stage_on_the_double(gpu, double, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("there already") == len(STAGES)
 
 
-def test_options_of_every_command_are_known():
-    """Of the sizes for a GPU, which no test runs: a word that a program does not know would waste its stage."""
+def test_every_command_has_valid_options():
+    """No test runs the full commands for a GPU, so an unknown option would waste its stage."""
     for stage in STAGES.values():
         for command in stage.full:
             check(command)
-    files = [word for each in STAGES.values() for own in each.full for word in own.line if word.startswith("tests/")]
+    files = [
+        word
+        for each in STAGES.values()
+        for local_data in each.full
+        for word in local_data.line
+        if word.startswith("tests/")
+    ]
     assert sorted(files) == sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/gpu").glob("test_*.py"))
 
 
@@ -200,7 +214,7 @@ def test_options_of_every_command_are_known():
     (tool("train", "train --set model.layers=12 --set model.hiden=8"), ConfigurationError),
     (suite("fast", "tests/gpu/test_unreal.py", ""), UsageError),
 )
-def test_a_dry_run_refuses_words_that_no_program_takes(gpu, command, error, tmp_path, monkeypatch):
+def test_dry_run_rejects_invalid_commands(gpu, command, error, tmp_path, monkeypatch):
     with pytest.raises(error):
         check(command)
     monkeypatch.setattr(study, "STAGES", {"one": Stage(60, (command,))})
@@ -210,19 +224,19 @@ def test_a_dry_run_refuses_words_that_no_program_takes(gpu, command, error, tmp_
     assert not (tmp_path / "results").exists()
 
 
-def test_the_stages_fit_into_half_an_hour():
+def test_stages_fit_into_half_an_hour():
     assert sum(stage.limit_s for stage in STAGES.values()) <= 28 * 60 < 60 * study.OPTIONS["minutes"]
 
 
-def test_tests_are_told_by_their_number(gpu, tmp_path, monkeypatch):
+def test_failed_test_stage_reports_its_exit_code(gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(study, "STAGES", {"tests": Stage(60, (suite("fast", "--co nowhere.py", ""),))})
     monkeypatch.setitem(study.OPTIONS, "stages", ("tests",))
     assert run(tmp_path) == 1
-    assert stored(tmp_path, "tests")[0] == "failed in fast, exit code 4"
+    assert read_stage(tmp_path, "tests")[0] == "failed in fast, exit code 4"
 
 
-def wheel(folder, name, code):
-    """Write a wheel of one module."""
+def write_wheel(folder, name, code):
+    """Write a wheel with one module."""
     path = folder / f"{name}-1.0-py3-none-any.whl"
     about = f"{name}-1.0.dist-info"
     with zipfile.ZipFile(path, "w") as file:
@@ -235,12 +249,12 @@ def wheel(folder, name, code):
 
 
 @pytest.mark.full
-def test_an_environment_of_wheels_alone(tmp_path):
-    """It sees the packages of the Python that makes it, its own ones first, and hpcdist of this clone."""
+def test_environment_is_built_from_wheels_only(tmp_path):
+    """The environment sees the packages of its parent Python after its own packages, and the hpcdist of this clone."""
     wheels, target = tmp_path / "wheels", tmp_path / "there"
     wheels.mkdir()
-    wheel(wheels, "msgspec", "own = True")
-    wheel(wheels, "brought", "value = 3")
+    write_wheel(wheels, "msgspec", "own = True")
+    write_wheel(wheels, "brought", "value = 3")
     line = [sys.executable, str(Path(environment.__file__)), "up", str(wheels), str(target)]
     offline = {**os.environ, "PIP_NO_INDEX": "1", "PYTHONPATH": ""}
     done = jobs.run(line, env=offline, cwd=tmp_path)
@@ -251,7 +265,7 @@ def test_an_environment_of_wheels_alone(tmp_path):
     assert shown.stdout.split() == ["True", "3", str(ROOT / "hpcdist" / "__init__.py")], shown.stderr
 
 
-def test_wheels_go_into_a_new_folder(tmp_path, monkeypatch):
+def test_wheels_are_downloaded_into_a_new_folder(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(environment, "MOST_BYTES", 10)
     monkeypatch.setattr(environment.subprocess, "run", lambda line, check: asked.append(line))

@@ -1,4 +1,4 @@
-"""Trainings beside their plans: what is told and written of made-up measurements, between hosts too, to the end."""
+"""The study of our own runs: plans compared with made-up measurements, on one host and between hosts."""
 
 import json
 from dataclasses import replace
@@ -29,10 +29,10 @@ from hpcdist.planner.cluster import toml_file
 ONLY = "allreduce, ring"
 
 
-def points(hosts, ranks):
-    """Return what a machine of 20 GFLOP/s, 10 GB/s, and links of 1 GB/s inside and 100 MB/s between hosts takes."""
+def machine_points(hosts, ranks):
+    """Return points of a machine with 20 GFLOP/s, 10 GB/s, 1 GB/s links inside and 100 MB/s links between hosts."""
 
-    def took(seconds):
+    def busy(seconds):
         return BusySeconds(seconds, seconds, 0.01)
 
     rates = {"node": 1e9} if ranks > 1 else {}
@@ -46,12 +46,12 @@ def points(hosts, ranks):
             memory_bytes=1 << 30, host_memory_bytes=8 << 30, blas="a blas", mpi_library="a library",
         ),
         products={
-            "float32": tuple(ProductPoint(n, n, n, took(2 * n**3 / 2e10 + 1e-6)) for n in (16, 64, 256, 1024, 2048))
+            "float32": tuple(ProductPoint(n, n, n, busy(2 * n**3 / 2e10 + 1e-6)) for n in (16, 64, 256, 1024, 2048))
         },
-        moves=(MovePoint("add", 3 << 26, took((3 << 26) / 1e10)),),
+        moves=(MovePoint("add", 3 << 26, busy((3 << 26) / 1e10)),),
         models=(),
         links=tuple(
-            LinkPoint(level, 2, size, took(2e-6 + size / rate)) for level, rate in rates.items() for size in lengths
+            LinkPoint(level, 2, size, busy(2e-6 + size / rate)) for level, rate in rates.items() for size in lengths
         ),
         collectives=tuple(
             CollectivePoint(operation, algorithm, level, count, size, 9e-6 + 2 * size / rates[level])
@@ -64,38 +64,40 @@ def points(hosts, ranks):
     )  # fmt: skip
 
 
-def told(rows, off):
-    """Return measurements: what the workstation's plan says, ``off`` by a share."""
+def planned_measurements(rows, off):
+    """Return the measurements that the workstation's plan predicts, changed by the share ``off``."""
     base = toml_file.read("workstation")
-    found = []
+    results = []
     for row in rows:
         plan = report.estimate(row, base)
         peak = plan.memory.bytes - plan.memory.terms["reserved"]
-        found.append(
+        results.append(
             {
                 "name": row.name, "step_s": [plan.step_s * (1 + off), plan.step_s * (1 + off)], "bubble": [0.1, 0.1],
                 "sent_bytes": 1000, "unknown_calls": 0, "peak_bytes": [0.5 * peak, peak], "peak_by_kind": [[1] * 7] * 2,
             }
         )  # fmt: skip
-    return found
+    return results
 
 
-def made(line, hosts, ranks):
-    """Do what ranks do that are given the command ``line``, without ranks."""
+def play_ranks(line, hosts, ranks):
+    """Play the ranks of the command ``line``."""
 
-    def after(name):
+    def option_value(name):
         return Path(line[list(line).index(name) + 1])
 
     if "calibrate" in line:
-        calibrate.written(points(hosts, ranks), after("-o"), after("--points"), "workstation", "here", {})
+        calibrate.written(
+            machine_points(hosts, ranks), option_value("-o"), option_value("--points"), "workstation", "here", {}
+        )
         return
     path, _, _, place, *names = line[list(line).index("benchmarks.own_runs.worker") + 1 :]
     rows = trainings.chosen_rows(hosts * ranks, names, hosts=place == "hosts")
-    Path(path).write_text(json.dumps({"library": "a library", "rows": told(rows, 0.0)}))
+    Path(path).write_text(json.dumps({"library": "a library", "rows": planned_measurements(rows, 0.0)}))
 
 
 class Hosts:
-    """Network namespaces that are none."""
+    """A replacement for the network namespaces, without real namespaces."""
 
     def __init__(self, count, rate, burst):
         self.count = count
@@ -113,20 +115,20 @@ class Hosts:
         return {}
 
     def run(self, line, environment, limit_s):
-        made(line, self.count, int(line[0]))
+        play_ranks(line, self.count, int(line[0]))
         return SimpleNamespace(returncode=0, stdout="")
 
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """Return the study with made-up ranks and hosts, which returns its exit code."""
-    monkeypatch.setattr(study, "launched", lambda ranks, program: made(program, 1, ranks))
+    """The study with played ranks and hosts. It returns its exit code."""
+    monkeypatch.setattr(study, "launched", lambda ranks, program: play_ranks(program, 1, ranks))
     monkeypatch.setattr(between_hosts.network, "Hosts", Hosts)
     monkeypatch.setattr("hpcdist.comm.launch.mpirun.find", lambda: SimpleNamespace(vendor="none"))
     return lambda *options: harness.run(study, "own_runs", ["-o", str(tmp_path / "own"), "--only", ONLY, *options])
 
 
-def test_rows_between_hosts_are_written_beside_those_of_one(run, tmp_path, capsys, monkeypatch):
+def test_rows_of_one_host_and_several_hosts_are_written(run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(report, "GOALS", {"step": 1e9, "memory": 1e9})
     assert run("--ranks", "2", "--hosts") == 0
     with h5py.File(tmp_path / "own.h5") as file:
@@ -143,37 +145,37 @@ def test_rows_between_hosts_are_written_beside_those_of_one(run, tmp_path, capsy
         assert any(one.startswith("2 hosts, 1gbit, 2 ranks each, hierarchical allreduce") for one in times)
         assert 'name = "here"' in file.attrs["cluster"]
     assert toml_file.read(str(tmp_path / "own-cluster.toml")).name == "here"
-    said = capsys.readouterr().out
-    assert "2 hosts, 1gbit" in said
-    assert "alpha-beta at unseen sizes: " in said
-    assert "measured with 2 of 8 devices of a node" in said
+    stdout = capsys.readouterr().out
+    assert "2 hosts, 1gbit" in stdout
+    assert "alpha-beta at unseen sizes: " in stdout
+    assert "measured with 2 of 8 devices of a node" in stdout
 
 
-def test_a_missed_goal_ends_with_1_when_all_is_written(run, tmp_path, capsys):
+def test_missed_goal_exits_with_1_after_writing_results(run, tmp_path, capsys):
     assert run("--ranks", "2") == 1
     assert "missed: step within 15%" in capsys.readouterr().err
     assert (tmp_path / "own.h5").exists()
 
 
-def test_trainings_that_are_none_are_told_before_anything_is_measured(monkeypatch):
+def test_unknown_training_is_rejected_before_measuring(monkeypatch):
     monkeypatch.setattr(study, "launched", lambda *given: pytest.fail("measured"))
     with pytest.raises(SystemExit, match="begins with nothing"):
         harness.run(study, "own_runs", ["--only", "nothing"])
 
 
-def test_every_row_has_to_meet_both_goals():
+def test_every_row_must_meet_both_goals():
     base = toml_file.read("workstation")
     rows = [row for row in trainings.rows(2) if row.name.startswith(ONLY)]
 
-    def rated(off):
-        return [report.compared(row, one, base) for row, one in zip(rows, told(rows, off), strict=True)]
+    def compare_rows(off):
+        return [report.compared(row, one, base) for row, one in zip(rows, planned_measurements(rows, off), strict=True)]
 
-    good = rated(0.10)
+    good = compare_rows(0.10)
     assert report.missed(good) == []
-    slow = rated(0.30)[:1]
-    (said,) = report.missed([*good, *slow])
-    assert said.startswith(f"step within 15% in 1 of {len(good) + 1} trainings")
-    assert "-23.1%" in said
+    slow = compare_rows(0.30)[:1]
+    (output,) = report.missed([*good, *slow])
+    assert output.startswith(f"step within 15% in 1 of {len(good) + 1} trainings")
+    assert "-23.1%" in output
     small = replace(good[0], peak_bytes=good[0].peak_bytes / 1.06)
     assert report.missed([*good, small])[0].startswith("memory within 5% in 1 of")
     unknown = replace(good[0], step_s=np.array([np.nan]))
@@ -187,20 +189,20 @@ def test_sizes_within_the_goal_are_counted():
     assert "alpha-beta at unseen sizes: 2 of 3 within 20%" in fits.table([time(1.1), time(0.85), time(1.3)])
 
 
-def test_points_of_a_machine_give_back_its_times(tmp_path):
+def test_fit_of_machine_points_predicts_its_times(tmp_path):
     path = tmp_path / "points.h5"
-    calibrate_run.write_points(path, points(2, 2), {})
-    found = fits.unseen(path, "here")
-    assert {one.what for one in found} >= {"message, node", "message, network", "ring allreduce, network, 4 ranks"}
-    assert max(abs(one.error) for one in found) < 0.02
+    calibrate_run.write_points(path, machine_points(2, 2), {})
+    result = fits.unseen(path, "here")
+    assert {one.what for one in result} >= {"message, node", "message, network", "ring allreduce, network, 4 ranks"}
+    assert max(abs(one.error) for one in result) < 0.02
 
 
 @pytest.mark.parametrize(
     ("cores", "ranks", "expected"),
     [([0], 2, [0, 0]), ([0, 1], 1, [0]), ([0, 1], 2, [0, 1]), ([2, 5], 4, [2, 2, 5, 5]), ([0, 1, 2, 3], 2, [0, 1])],
 )
-def test_ranks_have_cores_of_their_own_and_those_of_a_host_share_them(cores, ranks, expected):
+def test_ranks_are_pinned_to_separate_cores_of_their_host(cores, ranks, expected):
     for rank, size in pin.RANKS:
-        found = [pin.core(cores, {rank: str(number), size: str(ranks)}) for number in range(ranks)]
-        assert found == expected
+        results = [pin.core(cores, {rank: str(number), size: str(ranks)}) for number in range(ranks)]
+        assert results == expected
     assert pin.core(cores, {}) == cores[0]

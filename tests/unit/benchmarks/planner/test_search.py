@@ -1,4 +1,4 @@
-"""Layouts that a published training used are among the first ten that a search finds for it."""
+"""The layouts of published trainings are among the first ten that a search finds."""
 
 import pytest
 
@@ -22,13 +22,13 @@ def grid(layout):
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
 @pytest.mark.full_except("1.7B on 32")
-def test_the_grid_of_each_row_is_among_the_first_ten(row):
-    """Among what that program could vary then: degrees, micro-batch, 1F1B in chunks or not; every grid once.
+def test_published_grid_is_among_the_first_ten(row):
+    """The search varies the degrees, the micro-batch and 1F1B with or without chunks, and lists each grid once.
 
-    The authors chose by rules of thumb, the tensor axis a node wide before anything else, so theirs need not be first.
+    The authors chose by rules of thumb, with a node-wide tensor axis first, so their layout need not be the best.
     """
     cluster, model = toml_file.read(row.cluster), describe(row.shape, row.name)
-    wanted = SearchSpec(
+    spec = SearchSpec(
         base=row.layout,
         strategies=("allreduce",),
         schedules=("1f1b", "interleaved"),
@@ -38,20 +38,20 @@ def test_the_grid_of_each_row_is_among_the_first_ten(row):
         distinct=True,
         simulate=False,
     )
-    result = search(model, cluster, row.layout.devices, row.global_batch, wanted)
+    result = search(model, cluster, row.layout.devices, row.global_batch, spec)
     assert grid(row.layout) in [grid(one.estimate.layout) for one in result.found]
-    # What is before it is faster by the planner's own account, and the search gave its grid the best it has.
-    known = plan(model, row.layout, cluster, row.global_batch, 1)
+    # The layouts before it are faster according to the planner, and the search chose the best variant of its grid.
+    reference = plan(model, row.layout, cluster, row.global_batch, 1)
     same = next(one for one in result.found if grid(one.estimate.layout) == grid(row.layout))
-    assert same.value <= known.step_s * (1 + 1e-12)
+    assert same.value <= reference.step_s * (1 + 1e-12)
     assert result.found[0].value <= same.value
 
 
-def test_without_chunks_a_node_wide_tensor_axis_is_best_for_large_models():
-    """Takeaway 1 of arXiv:2104.04473, section 5.4.1: tensor parallelism up to the node, then pipelines."""
+def test_node_wide_tensor_axis_is_best_for_large_models():
+    """Takeaway 1 of arXiv:2104.04473, section 5.4.1: tensor parallelism within the node, then pipelines."""
     row = next(row for row in rows() if row.name.startswith("1008B"))
     cluster, model = toml_file.read(row.cluster), describe(row.shape, row.name)
-    wanted = SearchSpec(
+    spec = SearchSpec(
         base=row.layout,
         strategies=("allreduce",),
         schedules=("1f1b",),
@@ -60,5 +60,5 @@ def test_without_chunks_a_node_wide_tensor_axis_is_best_for_large_models():
         sequence_parallel=(False,),
         simulate=False,
     )
-    best = search(model, cluster, row.layout.devices, row.global_batch, wanted).found[0].estimate.layout
+    best = search(model, cluster, row.layout.devices, row.global_batch, spec).found[0].estimate.layout
     assert best.tensor == cluster.node.devices

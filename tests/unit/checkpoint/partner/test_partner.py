@@ -1,4 +1,4 @@
-"""Copies with partners: whoever dies whenever, a generation is whole, and what is damaged is not used."""
+"""Checkpoint copies on partner ranks: after deaths at any time one generation is complete, and damage is detected."""
 
 import itertools
 import sys
@@ -27,7 +27,7 @@ from hpcdist.strategies.core.exchange import pieces_of as stored
 
 
 def values_after(step):
-    """The state after ``step`` steps: padding is zero."""
+    """Return the state after ``step`` steps. The padding is zero."""
     store = FlatStore(LAYOUT, FLOAT)
     for segment in LAYOUT.segments:
         store.range(segment.range)[...] = 1000 * step + np.arange(segment.range.size)
@@ -35,7 +35,7 @@ def values_after(step):
 
 
 class Run:
-    """One rank of a training whose state after a step is known."""
+    """One rank of a training with a known state after each step."""
 
     def __init__(self, comm, ledger=None):
         self.part = split(LAYOUT.size, comm.size, 4)[comm.rank]
@@ -45,32 +45,32 @@ class Run:
     def keep(self, step):
         self.store.copy_from(values_after(step))
         self.buddies.keep(step, pieces_of(self.store, self.part), {"steps": step, "loss": float("nan")})
-        self.store.array[...] = -1  # training goes on at once
+        self.store.array[...] = -1  # training continues immediately
 
 
-def restored(comm, found):
-    """Take what `recover` found into a new layout, that of ``comm``; return the step."""
+def restore_recovered(comm, result):
+    """Reshard the recovered state to the layout of ``comm``, check it, and return its step."""
     into = FlatStore(LAYOUT, FLOAT, split(LAYOUT.size, comm.size, 4)[comm.rank])
-    reshard(comm, found.held, pieces_of(into, into.parts[0]) if into.parts else [])
-    expected = values_after(found.step)
-    assert found.scalars["steps"] == found.step and np.isnan(found.scalars["loss"])
+    reshard(comm, result.held, pieces_of(into, into.parts[0]) if into.parts else [])
+    expected = values_after(result.step)
+    assert result.scalars["steps"] == result.step and np.isnan(result.scalars["loss"])
     for part in into.parts:
         assert into.array.tobytes() == expected.range(part).tobytes()
-    return found.step
+    return result.step
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))
-def test_everyone_has_a_keeper_elsewhere(ranks):
+def test_partner_ranks_are_on_other_nodes(ranks):
     for cuts in itertools.product([0, 1], repeat=ranks - 1):
         ends = [*np.flatnonzero(cuts) + 1, ranks]
         nodes = [list(range(start, stop)) for start, stop in zip([0, *ends], ends, strict=False)]
-        found = partner_ranks(nodes)
+        result = partner_ranks(nodes)
         node_of = {rank: index for index, node in enumerate(nodes) for rank in node}
         if len(nodes) > 1:
-            assert all(node_of[rank] != node_of[keeper] for rank, keeper in enumerate(found))
+            assert all(node_of[rank] != node_of[keeper] for rank, keeper in enumerate(result))
         elif ranks > 1:
-            assert all(keeper == (rank + 1) % ranks for rank, keeper in enumerate(found))
-        kept = np.bincount(found, minlength=ranks)
+            assert all(keeper == (rank + 1) % ranks for rank, keeper in enumerate(result))
+        kept = np.bincount(result, minlength=ranks)
         largest = max(map(len, nodes))
         if 2 * largest <= ranks or len(nodes) == 1:
             assert (kept == 1).all()
@@ -80,36 +80,36 @@ def test_everyone_has_a_keeper_elsewhere(ranks):
 
 @pytest.mark.parametrize("nodes", [None, 1, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_the_newest_copy_comes_back(ranks, nodes):
+def test_recover_restores_the_newest_copy(ranks, nodes):
     def body(comm):
         run = Run(comm)
         for step in range(4):
             run.keep(step)
             assert run.buddies.checked() == ""
-        return restored(comm, recover(comm, comm.rank, run.buddies.copies))
+        return restore_recovered(comm, recover(comm, comm.rank, run.buddies.copies))
 
     assert run_threads(ranks, body, ranks_per_node=nodes) == [3] * ranks
 
 
 @pytest.mark.parametrize("nodes", [None, 1, 2])
 @on_threads(4, ranks_per_node="nodes")
-def test_ranks_that_are_gone_and_ranks_that_are_new(comm, nodes):
+def test_recover_without_a_dead_rank_or_with_a_new_rank(comm, nodes):
     run = Run(comm)
     for step in (5, 6):
         run.keep(step)
-    for dead in range(comm.size):  # the others go on without it, or a new one has its place
+    for dead in range(comm.size):  # the others continue without the dead rank, or with a new rank in its position
         living = comm.split(None if comm.rank == dead else 0, comm.rank)
         if living is not None:
-            assert restored(living, recover(living, comm.rank, run.buddies.copies)) == 6
+            assert restore_recovered(living, recover(living, comm.rank, run.buddies.copies)) == 6
         new = comm.rank == dead
-        found = recover(comm, None if new else comm.rank, None if new else run.buddies.copies)
-        assert not (new and found.held)
-        assert restored(comm, found) == 6
+        result = recover(comm, None if new else comm.rank, None if new else run.buddies.copies)
+        assert not (new and result.held)
+        assert restore_recovered(comm, result) == 6
     assert recover(comm, None, None) is None
 
 
 class DiesAt:
-    """Lets this thread die at line ``count`` of those that it runs in the modules under test; counts them."""
+    """Kills this thread at its line number ``count`` in the modules under test. Counts the executed lines."""
 
     FILES = tuple(module.__file__ for module in (redundancy, memory_copy, redistributing, messages))
 
@@ -136,11 +136,11 @@ class DiesAt:
 
 
 def train(comm, dies, *, steps=4, first=1):
-    """Keep the state of a few steps and die in it; survivors: what they hold, and whether somebody died."""
+    """Keep the state of a few steps and die in the last. Survivors return their run, and whether a rank died."""
     run = Run(comm)
     try:
         for step in range(first, first + steps):
-            comm.barrier()  # as in a step all ranks meet: they have the copies of the step before
+            comm.barrier()  # like the synchronisation of a training step: all have the copies of the step before
             if step == first + steps - 1:
                 with dies:
                     run.keep(step)
@@ -154,8 +154,8 @@ def train(comm, dies, *, steps=4, first=1):
 
 @pytest.mark.parametrize(("ranks", "nodes", "steps"), [(3, None, 4), (4, 2, 4), (3, 1, 3), (2, None, 1), (4, 1, 1)])
 @pytest.mark.full_except("3-None-4")
-def test_a_death_anywhere_in_keep(rng, capsys, ranks, nodes, steps):
-    """Every survivor gets the newest state that was kept by all, or that of the step that was being kept."""
+def test_death_anywhere_in_keep_leaves_a_complete_generation(rng, capsys, ranks, nodes, steps):
+    """Every survivor gets the newest state that all ranks have kept, or the state that was being kept."""
     lines = run_threads(ranks, lambda comm: train(comm, dies := DiesAt(), steps=steps) and dies.lines, nodes)
     came_back = set()
     for _ in range(25):
@@ -167,22 +167,22 @@ def test_a_death_anywhere_in_keep(rng, capsys, ranks, nodes, steps):
             assert died
             comm.revoke()
             living = comm.shrink()
-            found = recover(living, comm.rank, run.buddies.copies)
-            return (None if found is None else restored(living, found),)
+            result = recover(living, comm.rank, run.buddies.copies)
+            return (None if result is None else restore_recovered(living, result),)
 
         results = run_threads(ranks, body, nodes, fault_tolerant=True)
         assert {rank for rank, result in enumerate(results) if result is None} <= set(dead)
         left = {result[0] for result in results if result is not None}
         assert len(left) == 1 and results.count(None) >= 1
         came_back |= left
-    assert capsys.readouterr().err == ""  # what was torn was not taken for a copy, which its digest would have told
+    assert capsys.readouterr().err == ""  # a torn copy is not used, so its digest reports nothing
     assert came_back <= ({steps - 1, steps} if steps > 1 else {None, steps})
 
 
-def test_a_death_in_the_recovery(rng):
-    """The copies stay whole until the next ones are: whoever is left begins again."""
+def test_death_during_recovery_can_be_recovered(rng):
+    """The old copies stay until the next ones are complete, so the survivors can recover again."""
 
-    def lives(comm, first, second):
+    def train_with_deaths(comm, first, second):
         run, died = train(comm, DiesAt(first if comm.rank == 0 else None))
         dies = DiesAt(second if comm.rank == 2 else None)
         if died:
@@ -190,20 +190,20 @@ def test_a_death_in_the_recovery(rng):
         living = comm.shrink() if died else comm
         try:
             with dies:
-                step = restored(living, recover(living, comm.rank, run.buddies.copies))
+                step = restore_recovered(living, recover(living, comm.rank, run.buddies.copies))
             living.barrier()
         except RankDiedError:
             living.revoke()
             last = living.shrink()
-            step = restored(last, recover(last, comm.rank, run.buddies.copies))
+            step = restore_recovered(last, recover(last, comm.rank, run.buddies.copies))
         return step, dies.lines
 
-    whole = run_threads(4, lambda comm: lives(comm, None, None))
+    whole = run_threads(4, lambda comm: train_with_deaths(comm, None, None))
     assert {step for step, _ in whole} == {4}
     died = 0
     for _ in range(40):
         first, second = int(rng.integers(1, 60)), int(rng.integers(1, whole[2][1] + 1))
-        results = run_threads(4, lambda comm: lives(comm, first, second), fault_tolerant=True)  # noqa: B023 - run at once
+        results = run_threads(4, lambda comm: train_with_deaths(comm, first, second), fault_tolerant=True)  # noqa: B023
         steps = {result[0] for result in results if result is not None}
         assert results[0] is None and len(steps) == 1 and steps <= {3, 4}
         died += results[2] is None
@@ -216,13 +216,13 @@ def flip(copy, bit):
 
 @pytest.mark.parametrize("nodes", [None, 1])
 @on_threads(2, ranks_per_node="nodes")
-def test_every_damaged_bit_is_found(comm, nodes, capsys):
+def test_every_damaged_bit_is_detected(comm, nodes, capsys):
     run = Run(comm)
     for step in (1, 2):
         run.keep(step)
     for generation in run.buddies.copies.generations:
         copy = generation.of[comm.rank]
-        for place in np.flatnonzero(_digested(copy))[comm.rank :: 7]:
+        for place in np.flatnonzero(digested_bytes(copy))[comm.rank :: 7]:
             for bit in (8 * place, 8 * place + 7):
                 flip(copy, bit)
                 assert run.buddies.checked().startswith(f"the copy of rank {comm.rank}'s state after step ")
@@ -230,8 +230,8 @@ def test_every_damaged_bit_is_found(comm, nodes, capsys):
     assert run.buddies.checked() == ""
 
 
-def _digested(copy):
-    """Which bytes of a copy mean something: not the step (nobody asks for another), free room and padding in front."""
+def digested_bytes(copy):
+    """Return a mask of the bytes that the digest covers: not the step, the free space or the padding."""
     used = np.ones(copy.memory.size, bool)
     used[:8] = False
     names, scalars = int(copy._head[3]), int(copy._head[4])
@@ -241,32 +241,32 @@ def _digested(copy):
     return used
 
 
-def test_a_damaged_copy_is_not_used(capsys):
+def test_damaged_copy_is_not_used(capsys):
     def body(comm, nodes):
         run = Run(comm)
         for step in (1, 2):
             run.keep(step)
         copies = run.buddies.copies
-        other = nodes is not None  # then there is a second copy
+        other = nodes is not None  # a partner has a second copy
         if comm.rank == 1:
             copies.find(2, 1).data[0] ^= 1
-        assert restored(comm, recover(comm, comm.rank, copies)) == (2 if other else 1)
+        assert restore_recovered(comm, recover(comm, comm.rank, copies)) == (2 if other else 1)
         if comm.rank == (2 if other else 1):
             copies.find(2 if other else 1, 1).data[0] ^= 1
-        found = recover(comm, comm.rank, copies)
-        assert restored(comm, found) == 1 if other else found is None
+        result = recover(comm, comm.rank, copies)
+        assert restore_recovered(comm, result) == 1 if other else result is None
 
     for nodes in (None, 1):
         run_threads(3, lambda comm, nodes=nodes: body(comm, nodes), nodes)
-        told = capsys.readouterr().err
+        stderr = capsys.readouterr().err
         damaged = "the copy of rank 1's state after step 2 is damaged in memory: bytes 0 to "
-        assert told.count(damaged) == (3 if nodes else 2)
-        assert len(told.splitlines()) == 3
+        assert stderr.count(damaged) == (3 if nodes else 2)
+        assert len(stderr.splitlines()) == 3
 
 
 @pytest.mark.parametrize("nodes", [None, 1])
-def test_memory_is_taken_twice_and_counted(nodes):
-    """Twice a state of the own, and over messages as much for a partner; the third step takes and tells nothing new."""
+def test_memory_of_copies_is_two_states_and_counted(nodes):
+    """The memory is two states, plus as much for a partner. After two steps no memory or names are added."""
 
     def body(comm):
         ledger = Ledger()
@@ -295,8 +295,8 @@ def test_memory_is_taken_twice_and_counted(nodes):
 
 
 @pytest.mark.parametrize("nodes", [None, 1])
-def test_pieces_and_scalars_may_change(rng, monkeypatch, nodes):
-    """On one rank or on several; blocks and messages are many."""
+def test_pieces_and_scalars_may_change_between_steps(rng, monkeypatch, nodes):
+    """On one rank and on several, with many blocks and messages."""
     monkeypatch.setattr(memory_copy, "BLOCK_BYTES", 128)
     monkeypatch.setattr(redundancy, "MESSAGE_BYTES", 512)
     plans = [[(int(rng.integers(0, 3)), int(rng.integers(0, 5))) for _ in range(8)] for _ in range(3)]
@@ -310,19 +310,19 @@ def test_pieces_and_scalars_may_change(rng, monkeypatch, nodes):
             kept.keep(step, pieces, {"text": "x" * 3000 * size, "rank": comm.rank})
             for array in arrays:
                 array[...] = -1
-            found = recover(comm, comm.rank, kept.copies)
-            assert found.step == step and found.scalars["rank"] == 0
-            assert len(found.scalars["text"]) == 3000 * plans[0][step][1]
-            assert [piece.name for piece in found.held] == [piece.name for piece in pieces]
-            assert all((piece.array == 10 * step + comm.rank).all() for piece in found.held)
+            result = recover(comm, comm.rank, kept.copies)
+            assert result.step == step and result.scalars["rank"] == 0
+            assert len(result.scalars["text"]) == 3000 * plans[0][step][1]
+            assert [piece.name for piece in result.held] == [piece.name for piece in pieces]
+            assert all((piece.array == 10 * step + comm.rank).all() for piece in result.held)
             comm.barrier()
 
     run_threads(3, body, nodes)
 
 
 @on_threads(2)
-def test_state_on_a_gpu_or_in_a_file(comm, gpu, tmp_path):
-    """What is kept of it is the same, and what is copied to the host is no more than that."""
+def test_gpu_and_file_state_can_be_kept(comm, gpu, tmp_path):
+    """The kept copies are equal, and only the kept part is copied to the host."""
     part = split(LAYOUT.size, comm.size, 4)[comm.rank]
     places = {"gpu": {"on": "gpu"}, "file": {"directory": tmp_path}, "memory": {}}
     stores = {
@@ -337,9 +337,9 @@ def test_state_on_a_gpu_or_in_a_file(comm, gpu, tmp_path):
     run.keep(7, pieces, {"steps": 7})
     thread = threading.current_thread().name
     assert gpu.LOG.nbytes(gpu.D2H, thread) == sum(p.array.nbytes for p in pieces if p.kind == "gpu")
-    found = recover(comm, comm.rank, run.copies)
-    assert len(found.held) == len(pieces)
-    for piece in found.held:
+    result = recover(comm, comm.rank, run.copies)
+    assert len(result.held) == len(pieces)
+    for piece in result.held:
         segment = next(segment for segment in LAYOUT.segments if segment.spec.key == piece.tensor)
         expected = values_after(7).range(piece.flat.shift(segment.range.start))
         assert piece.array.tobytes() == expected.tobytes()

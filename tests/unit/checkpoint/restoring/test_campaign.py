@@ -1,6 +1,6 @@
-"""Whole trainings whose disk fails: they say so, leave with exit code 74, and go on from what they had when it is well.
+"""Trainings with failing disks: they report the error, exit with code 74, and resume from the last checkpoint later.
 
-Each is a child of this process, which starts without importing anything again.
+Each training is a fork of this process, so it imports nothing again.
 """
 
 import errno
@@ -15,7 +15,7 @@ import time
 import numpy as np
 import pytest
 
-from harness.inputs import newest, write_text
+from harness.inputs import newest_intact_checkpoint, write_text
 from harness.jobs import LIMIT_S
 from harness.trainings import SETTINGS
 from hpcdist.checkpoint.verify import verify
@@ -27,7 +27,7 @@ STEPS = 12
 
 
 def train(out, *keys, before=lambda: None):
-    """Begin to train in ``out``, after ``before``, in a child of this process; return its id."""
+    """Start a training in ``out`` in a child process, after calling ``before`` there. Return the child's process id."""
     child = os.fork()
     if child:
         return child
@@ -47,7 +47,7 @@ def train(out, *keys, before=lambda: None):
         os._exit(99)
 
 
-def code_of(child):
+def wait_for_exit_code(child):
     limit = time.monotonic() + LIMIT_S
     while time.monotonic() < limit:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -59,28 +59,28 @@ def code_of(child):
     pytest.fail("it did not end")
 
 
-def said(out):
+def printed_output(out):
     return out.with_suffix(".log").read_text()
 
 
-def losses(out):
+def recorded_losses(out):
     return step_metrics.read(out / "metrics.h5").steps["loss"].tolist()
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory):
-    """The data, and the losses of a run to which nothing happens."""
+def undisturbed(tmp_path_factory):
+    """The data key, and the losses of an undisturbed run."""
     place = tmp_path_factory.mktemp("calm")
     text = f"data.path={write_text(place / 'text.txt', np.random.default_rng(7))}"
-    assert code_of(train(place / "run", text)) == 0, said(place / "run")
-    return text, losses(place / "run")
+    assert wait_for_exit_code(train(place / "run", text)) == 0, printed_output(place / "run")
+    return text, recorded_losses(place / "run")
 
 
-def failing(call, number, after=0):
-    """Let ``os.<call>`` fail for what concerns the checkpoint of step 4, when it has been called ``after`` times."""
+def make_call_fail(call, number, after=0):
+    """Let ``os.<call>`` fail for files of the checkpoint of step 4, after ``after`` successful calls."""
     true, left = getattr(os, call), [after]
 
-    def called(target, *arguments, **more):
+    def fail_on_step_4(target, *arguments, **more):
         path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else str(target)
         if "/checkpoints/step-4" in path:
             left[0] -= 1
@@ -88,37 +88,39 @@ def failing(call, number, after=0):
                 raise OSError(number, os.strerror(number))
         return true(target, *arguments, **more)
 
-    setattr(os, call, called)
+    setattr(os, call, fail_on_step_4)
 
 
-def check_it_goes_on(out, expected, *keys):
-    """What the failure left loads, and the run ends with the losses of one that met none."""
-    found = newest(out)
-    assert found is not None and 1 <= int(found.name.removeprefix("step-")) < STEPS and not verify(found).damage
-    assert code_of(train(out, *keys)) == 0, said(out)
-    assert f"resumed from {found}" in said(out)
-    assert losses(out) == expected and len(expected) == STEPS
+def assert_resumes(out, expected, *keys):
+    """Check that the newest checkpoint is intact, and that the resumed run has the losses of an undisturbed run."""
+    result = newest_intact_checkpoint(out)
+    assert result is not None and 1 <= int(result.name.removeprefix("step-")) < STEPS and not verify(result).damage
+    assert wait_for_exit_code(train(out, *keys)) == 0, printed_output(out)
+    assert f"resumed from {result}" in printed_output(out)
+    assert recorded_losses(out) == expected and len(expected) == STEPS
 
 
 @pytest.mark.full
-def test_an_exceeded_quota(calm, tmp_path):
-    (text, expected), out = calm, tmp_path / "run"
+def test_training_resumes_after_an_exceeded_quota(undisturbed, tmp_path):
+    (text, expected), out = undisturbed, tmp_path / "run"
     beside = "checkpoint.asynchronous=true"
-    ended = code_of(train(out, text, beside, before=lambda: failing("pwrite", errno.EDQUOT, 10)))
-    assert ended == 74, said(out)
-    assert re.search(r"StorageError: the checkpoint was not saved: .*cannot be written: Disk quota exceeded", said(out))
-    assert "Traceback" not in said(out)
-    check_it_goes_on(out, expected, text, beside)
+    ended = wait_for_exit_code(train(out, text, beside, before=lambda: make_call_fail("pwrite", errno.EDQUOT, 10)))
+    assert ended == 74, printed_output(out)
+    assert re.search(
+        r"StorageError: the checkpoint was not saved: .*cannot be written: Disk quota exceeded", printed_output(out)
+    )
+    assert "Traceback" not in printed_output(out)
+    assert_resumes(out, expected, text, beside)
 
 
 def mount(*arguments):
-    """Mount something, where this process may; whether it is."""
+    """Run mount with ``arguments``. Return True if it worked."""
     return not subprocess.call(["mount", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 @pytest.mark.full
-def test_a_file_system_that_becomes_read_only(calm, tmp_path):
-    (text, expected), out = calm, tmp_path / "run"
+def test_training_resumes_after_a_read_only_file_system(undisturbed, tmp_path):
+    (text, expected), out = undisturbed, tmp_path / "run"
     checkpoints = out / "checkpoints"
     if os.geteuid() == 0 and mount("--bind", tmp_path, tmp_path):
         subprocess.check_call(["umount", "-l", tmp_path])
@@ -128,36 +130,42 @@ def test_a_file_system_that_becomes_read_only(calm, tmp_path):
             time.sleep(0.002)
         try:
             assert mount("--bind", checkpoints, checkpoints)
-            while not mount("-o", "remount,bind,ro", checkpoints):  # a file is open for writing just now
+            while not mount("-o", "remount,bind,ro", checkpoints):  # fails while a file is open for writing
                 assert time.monotonic() < limit
-            ended = code_of(child)
+            ended = wait_for_exit_code(child)
         finally:
             subprocess.check_call(["umount", "-l", checkpoints])
     else:
-        ended = code_of(train(out, text, before=lambda: failing("mkdir", errno.EROFS)))
-    assert ended == 74, said(out)
-    assert re.search(r"StorageError: the checkpoint was not saved: .*: Read-only file system", said(out))
-    check_it_goes_on(out, expected, text)
+        ended = wait_for_exit_code(train(out, text, before=lambda: make_call_fail("mkdir", errno.EROFS)))
+    assert ended == 74, printed_output(out)
+    assert re.search(r"StorageError: the checkpoint was not saved: .*: Read-only file system", printed_output(out))
+    assert_resumes(out, expected, text)
 
 
 @pytest.mark.full
-def test_kills_and_a_full_disk_happen_once_each_and_change_no_bit(calm, tmp_path):
-    (text, expected), out = calm, tmp_path / "run"
+def test_training_resumes_unchanged_after_kills_and_a_full_disk(undisturbed, tmp_path):
+    (text, expected), out = undisturbed, tmp_path / "run"
     keys = text, "chaos.kill=['0@3:update', '0@7:save']", "chaos.disk=['0@5:full']", "checkpoint.incremental=true"
-    assert code_of(train(out, *keys)) == -signal.SIGKILL and "rank 0 is killed in the update of step 3" in said(out)
-    assert code_of(train(out, *keys)) == 74 and "cannot be written: No space left on device" in said(out)
-    assert not list((out / "checkpoints").glob("step-5*")), "it has its space back"
-    assert code_of(train(out, *keys)) == -signal.SIGKILL and "rank 0 is killed in the save after step 7" in said(out)
+    assert wait_for_exit_code(
+        train(out, *keys)
+    ) == -signal.SIGKILL and "rank 0 is killed in the update of step 3" in printed_output(out)
+    assert wait_for_exit_code(
+        train(out, *keys)
+    ) == 74 and "cannot be written: No space left on device" in printed_output(out)
+    assert not list((out / "checkpoints").glob("step-5*")), "the space of the failed checkpoint must be free again"
+    assert wait_for_exit_code(
+        train(out, *keys)
+    ) == -signal.SIGKILL and "rank 0 is killed in the save after step 7" in printed_output(out)
     assert (out / "checkpoints" / "step-7.tmp").exists()
-    check_it_goes_on(out, expected, *keys)
+    assert_resumes(out, expected, *keys)
 
 
-def test_a_silent_fault_is_told_and_cured(calm, tmp_path):
-    (text, expected), out = calm, tmp_path / "run"
+def test_silent_fault_is_reported_and_repaired(undisturbed, tmp_path):
+    (text, expected), out = undisturbed, tmp_path / "run"
     keys = text, "chaos.corrupt=['0@5']", "run.recompute_every_steps=5", "run.suspicious_factor=50"
-    assert code_of(train(out, *keys)) == 0, said(out)
-    assert losses(out) == expected
-    assert f"step 5: a silent fault: rank 0 on {socket.gethostname()} computed other bits" in said(out)
+    assert wait_for_exit_code(train(out, *keys)) == 0, printed_output(out)
+    assert recorded_losses(out) == expected
+    assert f"step 5: a silent fault: rank 0 on {socket.gethostname()} computed other bits" in printed_output(out)
     with files.open_read(out / "metrics.h5") as file:
         rows = side_tables.RECOMPUTED.read(file)
     assert {name: rows[name].tolist() for name in ("step", "suspicious", "same", "rank")} == {

@@ -1,4 +1,4 @@
-"""Checkpoints: saved on P ranks, restored on any other number, and never lost by a crash."""
+"""Checkpoints are saved on P ranks, restored on any other number, and never lost in a crash."""
 
 import itertools
 import json
@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from harness.inputs import fail_write, filled, flip, newest, pieces_of, save_on
+from harness.inputs import fail_write, flip_bit, newest_intact_checkpoint, pieces_of, random_store, save_on
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece, first_gap, intersect_runs, runs, whole_box
 from hpcdist.arrays.ranges import Range, split
@@ -33,7 +33,7 @@ LAYOUT = Layout.of(
 WHOLE = Range(0, LAYOUT.size)
 
 
-def test_runs_and_their_intersection_against_index_arrays(rng):
+def test_runs_and_intersections_match_index_arrays(rng):
     for _ in range(300):
         shape = tuple(int(n) for n in rng.integers(0, 5, rng.integers(0, 4)))
         whole = np.arange(np.prod(shape, dtype=int)).reshape(shape)
@@ -42,11 +42,11 @@ def test_runs_and_their_intersection_against_index_arrays(rng):
             box = tuple(tuple(sorted(int(v) for v in rng.integers(0, n + 1, 2))) for n in shape)
             inside = whole[tuple(slice(*b) for b in box)].reshape(-1)
             flat = Range(*sorted(int(v) for v in rng.integers(0, inside.size + 1, 2)))
-            found = runs(shape, box, flat)
+            result = runs(shape, box, flat)
             elements = inside[flat.slice]
-            spelled = [s + i for s, n in zip(found.start, found.size, strict=True) for i in range(n)]
+            spelled = [s + i for s, n in zip(result.start, result.size, strict=True) for i in range(n)]
             assert spelled == elements.tolist(), (shape, box, flat)
-            return found, elements
+            return result, elements
 
         (one, a), (other, b) = draw(), draw()
         to, at, size = intersect_runs(one, other)
@@ -54,7 +54,7 @@ def test_runs_and_their_intersection_against_index_arrays(rng):
         assert pairs == [(i, j) for i, v in enumerate(a) for j, w in enumerate(b) if v == w]
 
 
-def test_first_gap():
+def test_first_gap_is_the_first_uncovered_element():
     stretch = lambda *pairs: [(np.array([a]), np.array([n])) for a, n in pairs]  # noqa: E731
     assert first_gap([], 0) is None
     assert first_gap([], 3) == 0
@@ -64,11 +64,11 @@ def test_first_gap():
 
 
 @pytest.mark.parametrize(("saved", "restored"), list(itertools.product((1, 2, 3, 4), repeat=2)))
-def test_any_number_of_ranks_bit_equal(tmp_path, rng, saved, restored):
+def test_restore_on_any_number_of_ranks_is_bit_equal(tmp_path, rng, saved, restored):
     stores = {
-        "parameters": filled(LAYOUT, rng),
-        "optimizer.m": filled(LAYOUT, rng, "float64"),
-        "half": filled(LAYOUT, rng, "bfloat16"),
+        "parameters": random_store(LAYOUT, rng),
+        "optimizer.m": random_store(LAYOUT, rng, "float64"),
+        "half": random_store(LAYOUT, rng, "bfloat16"),
     }
     path = save_on(saved, tmp_path, 7, stores)
     assert path.name == "step-7"
@@ -76,16 +76,16 @@ def test_any_number_of_ranks_bit_equal(tmp_path, rng, saved, restored):
     def body(comm):
         part = split(LAYOUT.size, comm.size, 4)[comm.rank]
         into = {kind: FlatStore(LAYOUT, store.dtype, part) for kind, store in stores.items()}
-        wanted = [piece for kind, store in into.items() for piece in pieces_of(store, part, kind)]
-        assert newest(tmp_path, comm) == path
-        assert restore(path, wanted) == {"step": 7, "seed": 2**70}
+        expected = [piece for kind, store in into.items() for piece in pieces_of(store, part, kind)]
+        assert newest_intact_checkpoint(tmp_path, comm) == path
+        assert restore(path, expected) == {"step": 7, "seed": 2**70}
         for kind, store in into.items():
             assert store.array.tobytes() == stores[kind].array[part.slice].tobytes()
 
     run_threads(restored, body)
 
 
-def test_cut_by_columns_to_cut_by_rows_over_several_blocks(tmp_path, rng, monkeypatch):
+def test_column_shards_are_restored_as_row_shards(tmp_path, rng, monkeypatch):
     for module in ("format.manifest", "format.shard", "restoring.restore", "format.shard_layout"):
         monkeypatch.setattr(f"hpcdist.checkpoint.{module}.BLOCK_BYTES", 1024)
     monkeypatch.setattr("hpcdist.checkpoint.format.shard.READ_BYTES", 192)
@@ -93,9 +93,9 @@ def test_cut_by_columns_to_cut_by_rows_over_several_blocks(tmp_path, rng, monkey
     whole = rng.standard_normal((60, 45))
 
     def body(comm):
-        own = split(45, comm.size, 8, align_bytes=8)[comm.rank]
-        array = np.ascontiguousarray(whole[:, own.slice]).reshape(-1)
-        box = ((0, 60), (own.start, own.stop))
+        local_data = split(45, comm.size, 8, align_bytes=8)[comm.rank]
+        array = np.ascontiguousarray(whole[:, local_data.slice]).reshape(-1)
+        box = ((0, 60), (local_data.start, local_data.stop))
         save(tmp_path / "checkpoints", 1, [Piece("w", "0.w", (60, 45), box, Range(0, array.size), array)], {}, comm)
 
     run_threads(3, body)
@@ -110,7 +110,7 @@ def test_cut_by_columns_to_cut_by_rows_over_several_blocks(tmp_path, rng, monkey
 
 
 def test_shards_open_with_plain_h5py(tmp_path, rng):
-    stores = {"parameters": filled(LAYOUT, rng), "half": filled(LAYOUT, rng, "bfloat16")}
+    stores = {"parameters": random_store(LAYOUT, rng), "half": random_store(LAYOUT, rng, "bfloat16")}
     with h5py.File(save_on(1, tmp_path, 3, stores) / "shard-00000.h5") as file:
         assert file.attrs["schema"] == "hpcdist.shard" and file.attrs["step"] == 3
         for segment in LAYOUT.segments:
@@ -125,18 +125,18 @@ def test_shards_open_with_plain_h5py(tmp_path, rng):
 
 
 def test_restore_does_not_use_libhdf5(tmp_path, rng, monkeypatch):
-    store = filled(LAYOUT, rng)
+    store = random_store(LAYOUT, rng)
     path = save_on(2, tmp_path, 3, {"parameters": store})
     monkeypatch.setattr(h5py, "File", None)
     into = FlatStore(LAYOUT, store.dtype)
-    assert newest(tmp_path) == path
+    assert newest_intact_checkpoint(tmp_path) == path
     restore(path, pieces_of(into, WHOLE))
     assert (into.array == store.array).all()
 
 
 def damage_data(path):
     entry = next(e for e in manifest.load(path).pieces if e.file == "shard-00001.h5")
-    flip(path / entry.file, entry.offset + entry.nbytes - 1)
+    flip_bit(path / entry.file, entry.offset + entry.nbytes - 1)
 
 
 DAMAGE = {
@@ -148,36 +148,36 @@ DAMAGE = {
         (path / "manifest.json").read_text().replace('"step":20', '"step":21')
     ),
     "cannot be read": lambda path: os.truncate(path / "manifest.json", 100),
-    "not finished": lambda path: path.rename(path.with_name("step-20.tmp")),
+    "did not finish": lambda path: path.rename(path.with_name("step-20.tmp")),
 }
 
 
 @pytest.mark.parametrize("reason", DAMAGE)
 @pytest.mark.parametrize("ranks", (1, 3))
-def test_damage_falls_back_and_says_why(tmp_path, rng, capfd, reason, ranks):
-    old, new = filled(LAYOUT, rng), filled(LAYOUT, rng)
+def test_damaged_checkpoint_falls_back_with_a_reason(tmp_path, rng, capfd, reason, ranks):
+    old, new = random_store(LAYOUT, rng), random_store(LAYOUT, rng)
     save_on(2, tmp_path, 10, {"parameters": old})
     DAMAGE[reason](save_on(2, tmp_path, 20, {"parameters": new}))
-    found = set(run_threads(ranks, lambda comm: newest(tmp_path, comm)))
-    assert found == {tmp_path / "checkpoints/step-10"}
-    told = capfd.readouterr().err
-    assert reason in told and "step-20" in told and told.count("skipped") == 1
+    result = set(run_threads(ranks, lambda comm: newest_intact_checkpoint(tmp_path, comm)))
+    assert result == {tmp_path / "checkpoints/step-10"}
+    stderr = capfd.readouterr().err
+    assert reason in stderr and "step-20" in stderr and stderr.count("skipped") == 1
 
 
-def test_every_flipped_byte_of_the_data_is_noticed(tmp_path, rng):
-    path = save_on(1, tmp_path, 1, {"parameters": filled(LAYOUT, rng)})
+def test_every_flipped_data_byte_is_detected(tmp_path, rng):
+    path = save_on(1, tmp_path, 1, {"parameters": random_store(LAYOUT, rng)})
     into = FlatStore(LAYOUT, np.dtype("float32"))
     for entry in manifest.load(path).pieces:
         position = entry.offset + int(rng.integers(entry.nbytes))
-        flip(path / entry.file, position)
+        flip_bit(path / entry.file, position)
         with pytest.raises(StorageError, match=rf"shard-00000.h5.*{entry.tensor}.*damaged"):
             restore(path, pieces_of(into, WHOLE))
-        flip(path / entry.file, position)
+        flip_bit(path / entry.file, position)
     restore(path, pieces_of(into, WHOLE))
 
 
-def test_a_damaged_manifest_is_told_never_believed(tmp_path, rng):
-    path = save_on(2, tmp_path, 1, {"parameters": filled(LAYOUT, rng)})
+def test_damaged_manifest_is_rejected(tmp_path, rng):
+    path = save_on(2, tmp_path, 1, {"parameters": random_store(LAYOUT, rng)})
     good, text = manifest.load(path), (path / "manifest.json").read_bytes()
     for _ in range(200):
         damaged = bytearray(text)
@@ -186,25 +186,25 @@ def test_a_damaged_manifest_is_told_never_believed(tmp_path, rng):
         try:
             assert manifest.load(path) == good
         except StorageError as error:
-            if isinstance(error, manifest.NewerVersionError):  # one bit makes a later version of it
+            if isinstance(error, manifest.NewerVersionError):  # one flipped bit gives a later version number
                 continue
-            assert newest(tmp_path) is None
+            assert newest_intact_checkpoint(tmp_path) is None
 
 
-def test_newest_of_nothing(tmp_path):
-    assert newest(tmp_path) is None
+def test_newest_without_checkpoints_is_none(tmp_path):
+    assert newest_intact_checkpoint(tmp_path) is None
     (tmp_path / "checkpoints").mkdir()
-    assert newest(tmp_path) is None
+    assert newest_intact_checkpoint(tmp_path) is None
 
 
-def test_wrong_shape_dtype_tensor_and_uncovered_tensor(tmp_path, rng):
-    path = save_on(1, tmp_path, 1, {"parameters": filled(LAYOUT, rng)})
-    for piece, said in (
+def test_wrong_shape_dtype_name_and_missing_elements_are_rejected(tmp_path, rng):
+    path = save_on(1, tmp_path, 1, {"parameters": random_store(LAYOUT, rng)})
+    for piece, output in (
         (Piece.whole("parameters", "1.weight", np.zeros((33, 19))), "float32.*expected float64"),
         (Piece.whole("parameters", "1.weight", np.zeros((19, 33), "f4")), r"\[33, 19\], expected float32\[19, 33\]"),
         (Piece.whole("parameters", "1.wait", np.zeros(3)), "has no parameters/1.wait"),
     ):
-        with pytest.raises(StorageError, match=said):
+        with pytest.raises(StorageError, match=output):
             restore(path, [piece])
     half = Piece("w", "0.w", (10,), ((0, 10),), Range(0, 5), np.zeros(5))
     with pytest.raises(StorageError, match="no rank saved element 5"):
@@ -212,8 +212,8 @@ def test_wrong_shape_dtype_tensor_and_uncovered_tensor(tmp_path, rng):
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-1"]
 
 
-def test_optional_pieces_may_be_absent_altogether_but_not_in_part(tmp_path, rng):
-    kept = {"parameters": filled(LAYOUT, rng), "velocity": filled(LAYOUT, rng)}
+def test_optional_pieces_must_be_absent_or_complete(tmp_path, rng):
+    kept = {"parameters": random_store(LAYOUT, rng), "velocity": random_store(LAYOUT, rng)}
     path = save_on(1, tmp_path, 1, {"parameters": kept["parameters"]})
     fresh = Piece.whole("velocity", "1.weight", np.full((33, 19), 7, "f4"))
     restore(path, [fresh], optional=("velocity",))
@@ -227,8 +227,8 @@ def test_optional_pieces_may_be_absent_altogether_but_not_in_part(tmp_path, rng)
         restore(path, [Piece.whole("velocity", "1.wait", np.zeros(3, "f4"))], optional=("velocity",))
 
 
-def test_keep_latest_and_abandoned(tmp_path, rng, capfd):
-    store = {"parameters": filled(LAYOUT, rng)}
+def test_save_keeps_latest_and_renames_abandoned_checkpoints(tmp_path, rng, capfd):
+    store = {"parameters": random_store(LAYOUT, rng)}
     for step in (1, 2, 3, 4):
         save_on(1, tmp_path, step, store, keep=2)
     root = tmp_path / "checkpoints"
@@ -237,8 +237,8 @@ def test_keep_latest_and_abandoned(tmp_path, rng, capfd):
     (root / "step-9.tmp").mkdir()
     save_on(1, tmp_path, 2, store, keep=1)  # continued from an earlier step
     assert sorted(os.listdir(root)) == ["latest", "step-2", "step-3.abandoned", "step-4.abandoned"]
-    assert newest(tmp_path).name == "step-2"
-    save_on(1, tmp_path, 2, {"parameters": filled(LAYOUT, rng)}, keep=1)  # the same step again
+    assert newest_intact_checkpoint(tmp_path).name == "step-2"
+    save_on(1, tmp_path, 2, {"parameters": random_store(LAYOUT, rng)}, keep=1)  # the same step again
     assert sorted(os.listdir(root)) == ["latest", "step-2", "step-3.abandoned", "step-4.abandoned"]
 
 
@@ -246,14 +246,14 @@ CALLS = ("mkdir", "open", "pwrite", "fsync", "ftruncate", "rename", "replace", "
 
 
 def crash_at(count, directory, step, store, keep):
-    """Save in a child that is gone at the ``count``-th file operation; return whether it was."""
+    """Save in a child process that exits at the ``count``-th file operation. Return True if it exited there."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     try:
         seen = itertools.count(1)
 
-        def dying(call):
+        def die_at_count(call):
             def wrapped(*args, **kwargs):
                 if next(seen) == count:
                     os._exit(9)
@@ -262,7 +262,7 @@ def crash_at(count, directory, step, store, keep):
             return wrapped
 
         for name in CALLS:
-            setattr(os, name, dying(getattr(os, name)))
+            setattr(os, name, die_at_count(getattr(os, name)))
         save(directory / "checkpoints", step, pieces_of(store, WHOLE), {"step": step}, solo(), keep)
         os._exit(0)
     except BaseException:  # noqa: BLE001 - the child must not return into pytest
@@ -272,32 +272,32 @@ def crash_at(count, directory, step, store, keep):
 
 @pytest.mark.parametrize("step", (20, 10))
 @pytest.mark.full
-def test_a_crash_at_any_operation_loses_nothing(tmp_path, rng, step):
-    old, new = filled(LAYOUT, rng), filled(LAYOUT, rng)
+def test_crash_at_any_file_operation_loses_no_checkpoint(tmp_path, rng, step):
+    old, new = random_store(LAYOUT, rng), random_store(LAYOUT, rng)
     outcomes = []
     for count in itertools.count(1):
         run = tmp_path / str(count)
         save(run / "checkpoints", 10, pieces_of(old, WHOLE), {"step": 10}, solo(), 1)
         crashed = crash_at(count, run, step, new, 1)
-        found = newest(run)
+        result = newest_intact_checkpoint(run)
         into = FlatStore(LAYOUT, old.dtype)
-        assert found is not None, count
-        restore(found, pieces_of(into, WHOLE))
+        assert result is not None, count
+        restore(result, pieces_of(into, WHOLE))
         is_new = bool((into.array == new.array).all())
         assert is_new or (into.array == old.array).all()
         outcomes.append(is_new)
-        # The next save clears up what the crash left.
+        # The next save removes the files that the crash left.
         save(run / "checkpoints", 30, pieces_of(new, WHOLE), {"step": 30}, solo(), 1)
         assert sorted(os.listdir(run / "checkpoints")) == ["latest", "step-30"]
         if not crashed:
             break
-    assert outcomes == sorted(outcomes), "once the new checkpoint is there, it stays"
+    assert outcomes == sorted(outcomes), "a new checkpoint must stay once it exists"
     assert outcomes.count(False) > 10 and outcomes.count(True) > 4, outcomes
 
 
 @pytest.mark.parametrize("failing", range(1, 12))
-def test_full_disk_is_told_on_all_ranks_and_harms_nothing(tmp_path, rng, monkeypatch, failing):
-    store = filled(LAYOUT, rng)
+def test_full_disk_is_reported_on_all_ranks_and_keeps_checkpoints(tmp_path, rng, monkeypatch, failing):
+    store = random_store(LAYOUT, rng)
     before = save_on(2, tmp_path, 1, {"parameters": store})
     fail_write(monkeypatch, failing)
 
@@ -308,14 +308,14 @@ def test_full_disk_is_told_on_all_ranks_and_harms_nothing(tmp_path, rng, monkeyp
         return caught.value.exit_code
 
     assert run_threads(2, body) == [74, 74]
-    assert newest(tmp_path) == before
+    assert newest_intact_checkpoint(tmp_path) == before
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-1"]
 
 
-def test_a_directory_that_cannot_be_made(tmp_path, rng):
+def test_checkpoint_directory_that_cannot_be_created_is_rejected(tmp_path, rng):
     (tmp_path / "checkpoints").write_text("in the way")
     with pytest.raises(StorageError, match="cannot be written"):
-        save_on(2, tmp_path, 1, {"parameters": filled(LAYOUT, rng)})
+        save_on(2, tmp_path, 1, {"parameters": random_store(LAYOUT, rng)})
 
 
 def test_scalars_round_trip(tmp_path):
@@ -326,12 +326,12 @@ def test_scalars_round_trip(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("saved", "wanted", "same"), [((12, 5), (3, 4, 5), True), ((4,), (2, 2), True), ((2, 6), (4, 3), False)]
+    ("saved", "expected", "same"), [((12, 5), (3, 4, 5), True), ((4,), (2, 2), True), ((2, 6), (4, 3), False)]
 )
-def test_neighbouring_dims_may_be_joined_since(saved, wanted, same, tmp_path, rng):
+def test_restore_accepts_merged_neighbouring_dims(saved, expected, same, tmp_path, rng):
     values = rng.standard_normal(saved)
     path = save(tmp_path, 1, [Piece.whole("parameters", "w", values)], {}, solo())
-    into = np.zeros(wanted)
+    into = np.zeros(expected)
     if not same:
         with pytest.raises(StorageError, match=r"is float64\[2, 6\], expected float64\[4, 3\]"):
             restore(path, [Piece.whole("parameters", "w", into)])

@@ -1,11 +1,11 @@
-"""A damaged checkpoint is found by who restores it, and the one before takes its place: each byte is read once."""
+"""The restore detects a damaged checkpoint and uses the one before it. Each byte is read once."""
 
 import weakref
 
 import numpy as np
 import pytest
 
-from harness.inputs import flip
+from harness.inputs import flip_bit
 from harness.marks import on_threads
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
@@ -39,11 +39,11 @@ def run(tmp_path):
 def damage(run, step, rank=0):
     path = run / f"checkpoints/step-{step}"
     entry = manifest.load(path).pieces[rank]
-    flip(path / entry.file, entry.offset + entry.nbytes // 2)
+    flip_bit(path / entry.file, entry.offset + entry.nbytes // 2)
 
 
-def resumed(run, ranks):
-    """Return what each rank has after a resume: its scalars, and its array."""
+def resume_run(run, ranks):
+    """Resume on ``ranks`` threads. Return the restored step and the set of array values of each rank."""
 
     def body(comm):
         def take(path):
@@ -58,27 +58,27 @@ def resumed(run, ranks):
 
 @pytest.mark.parametrize("ranks", (1, 2, 3))
 @pytest.mark.full
-def test_damage_of_one_ranks_bytes_sends_all_to_the_one_before(run, capfd, ranks):
+def test_damage_on_one_rank_makes_all_ranks_use_the_one_before(run, capfd, ranks):
     damage(run, 3, rank=1)
-    assert resumed(run, ranks) == [(2, {2.0})] * ranks
-    told = capfd.readouterr().err
-    assert told.count("skipped") == 1 and "step-3" in told and "digest does not match" in told
+    assert resume_run(run, ranks) == [(2, {2.0})] * ranks
+    stderr = capfd.readouterr().err
+    assert stderr.count("skipped") == 1 and "step-3" in stderr and "digest does not match" in stderr
 
 
-def test_all_are_damaged(run, capfd):
+def test_resume_with_only_damaged_checkpoints_starts_anew(run, capfd):
     for step in (1, 2, 3):
         damage(run, step)
-    assert resumed(run, 2) == [(None, {0.0})] * 2
+    assert resume_run(run, 2) == [(None, {0.0})] * 2
     assert capfd.readouterr().err.count("skipped") == 3
 
 
-def test_a_state_that_is_worth_nothing_makes_room_for_the_next(run):
+def test_failed_state_is_freed_before_the_next_attempt(run):
     damage(run, 3)
     begun = []
 
     class State:
         def __init__(self):
-            self.itself = self  # as what runs steps and what it runs know each other
+            self.itself = self  # a reference cycle, like between a trainer and its executor
 
     def take(path):
         assert all(held() is None for held in begun)
@@ -90,17 +90,17 @@ def test_a_state_that_is_worth_nothing_makes_room_for_the_next(run):
     assert from_newest_intact(run, solo(), newest_complete(run), take) == 2
 
 
-def test_every_byte_is_read_once(run, monkeypatch):
+def test_resume_reads_every_byte_once(run, monkeypatch):
     read = []
     pass_through = shard.BlockReader.read
     monkeypatch.setattr(shard.BlockReader, "read", lambda *arguments: read.append(pass_through(*arguments)) or read[-1])
-    assert resumed(run, 2) == [(3, {3.0})] * 2
+    assert resume_run(run, 2) == [(3, {3.0})] * 2
     assert sum(read) == ELEMENTS * 8
 
 
 @on_threads(2)
-def test_another_shape_is_no_damage(comm, run):
-    wanted = Piece.whole("parameters", "w", np.zeros(ELEMENTS if comm.rank else 7))
+def test_another_shape_is_not_reported_as_damage(comm, run):
+    expected = Piece.whole("parameters", "w", np.zeros(ELEMENTS if comm.rank else 7))
     with pytest.raises(StorageError, match=r"float64\[5000\], expected float64\[7\]") as caught:
-        restore_together(comm, run / "checkpoints/step-3", [wanted])
+        restore_together(comm, run / "checkpoints/step-3", [expected])
     assert not isinstance(caught.value, DamagedError)

@@ -1,6 +1,6 @@
-"""Mutated checkpoints: each is refused or loaded, without a crash, an endless loop, a stray write or much memory.
+"""Mutated checkpoints are rejected or loaded, without a crash, an endless loop, a stray write or much memory.
 
-300 mutations; as many as HPCDIST_TEST_MUTATIONS says where that is set (10,000 take some minutes).
+300 mutations, or HPCDIST_TEST_MUTATIONS if it is set (10,000 take some minutes).
 """
 
 import copy
@@ -19,8 +19,8 @@ import h5py
 import numpy as np
 import pytest
 
-from harness.inputs import newest, pieces_of
-from harness.jobs import called
+from harness.inputs import newest_intact_checkpoint, pieces_of
+from harness.jobs import call_command
 from harness.trainings import trainer_of
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range, split
@@ -42,7 +42,7 @@ from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.saving import CheckpointSaver
 
 MUTATIONS = int(os.environ.get("HPCDIST_TEST_MUTATIONS", "300"))
-SPARE_BYTES = 512 << 20  # what the child may take beyond what it began with
+SPARE_BYTES = 512 << 20  # memory that the child may use in addition to its initial memory
 PATIENCE_S = 60  # for one mutation
 GUARD = 64
 
@@ -67,7 +67,7 @@ NASTY = [
 
 
 class Guarded:
-    """A store between two stretches of memory that nobody may write."""
+    """A store between two guard areas that must not be written."""
 
     def __init__(self, part):
         self.memory = None
@@ -94,8 +94,8 @@ def mutate_bytes(rng, path):
     elif way == 2:
         data += rng.bytes(int(rng.integers(1, 3000)))
     else:
-        at, size = int(rng.integers(len(data))), int(rng.integers(1, 400))
-        data[at : at + size] = rng.bytes(size)
+        offset, size = int(rng.integers(len(data))), int(rng.integers(1, 400))
+        data[offset : offset + size] = rng.bytes(size)
     (path / name).write_bytes(data)
 
 
@@ -113,32 +113,32 @@ def mutate_files(rng, path):
         target.symlink_to(target.name)
 
 
-def places(value, path=()):
+def paths_of_values(value, path=()):
     yield path
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in children:
-        yield from places(child, (*path, key))
+        yield from paths_of_values(child, (*path, key))
 
 
-def at(body, path):
+def value_at(body, path):
     for key in path:
         body = body[key]
     return body
 
 
-def forge(rng, path):
-    """Change the manifest as somebody would who knows how its digest is taken."""
+def forge_manifest(rng, path):
+    """Change random fields of the manifest, with a valid digest."""
     body = json.loads((path / "manifest.json").read_text())
     body.pop("digest")
     for _ in range(int(rng.integers(1, 4))):
-        found = [place for place in places(body) if place]
-        *above, last = found[int(rng.integers(len(found)))]
-        parent = at(body, above)
+        results = [place for place in paths_of_values(body) if place]
+        *above, last = results[int(rng.integers(len(results)))]
+        parent = value_at(body, above)
         way = int(rng.integers(5))
         if way == 0:
             del parent[last]
         elif way == 1:
-            parent[last] = copy.deepcopy(at(body, found[int(rng.integers(len(found)))]))
+            parent[last] = copy.deepcopy(value_at(body, results[int(rng.integers(len(results)))]))
         else:
             parent[last] = copy.deepcopy(NASTY[int(rng.integers(len(NASTY)))])
     way = int(rng.integers(8))
@@ -152,13 +152,13 @@ def forge(rng, path):
     (path / "manifest.json").write_text(text)
 
 
-def attempt(rng, run, original):
-    """Mutate a copy of the checkpoint and load it; return whether it was."""
+def mutate_and_load(rng, run, original):
+    """Mutate a copy of the checkpoint and load it. Return True if it was loaded."""
     shutil.rmtree(run / "checkpoints", ignore_errors=True)
     path = run / "checkpoints/step-7"
     path.parent.mkdir()
     shutil.copytree(run / "good", path)
-    way = [mutate_bytes, mutate_files, forge, forge][int(rng.integers(4))]
+    way = [mutate_bytes, mutate_files, forge_manifest, forge_manifest][int(rng.integers(4))]
     way(rng, path)
     loaded = 0
     for part in (Range(0, LAYOUT.size), split(LAYOUT.size, 3, 4)[1]):
@@ -166,33 +166,33 @@ def attempt(rng, run, original):
         try:
             restore(path, pieces_of(into.store, part))
             loaded += 1
-            if way is not forge:
+            if way is not forge_manifest:
                 assert into.store.array.tobytes() == original[part.slice].tobytes()
         except StorageError:
             pass
         assert into.intact()
     with suppress(manifest.NewerVersionError):
-        assert newest(run) in (None, path)
+        assert newest_intact_checkpoint(run) in (None, path)
     return loaded
 
 
-def campaign(seed, run, original, count):
-    """Try mutations in this process, a child whose memory and time are limited."""
+def try_mutations(seed, run, original, count):
+    """Try mutations in this child process, which has limited memory and time."""
     virtual = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (virtual + SPARE_BYTES, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what is skipped is told there
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide the messages about skipped checkpoints
     loaded = 0
     for number in range(count):
         (run / "number").write_text(str(number))
         signal.alarm(PATIENCE_S)
-        loaded += attempt(np.random.Generator(np.random.Philox(key=[seed, number])), run, original)
+        loaded += mutate_and_load(np.random.Generator(np.random.Philox(key=[seed, number])), run, original)
     (run / "loaded").write_text(str(loaded))
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.full
-def test_mutated_checkpoints_are_refused_or_loaded(tmp_path, rng):
+def test_mutated_checkpoints_are_rejected_or_loaded(tmp_path, rng):
     store = FlatStore(LAYOUT, np.dtype("float32"))
     for segment in LAYOUT.segments:
         store.range(segment.range)[...] = rng.standard_normal(segment.range.size).astype("f4")
@@ -209,7 +209,7 @@ def test_mutated_checkpoints_are_refused_or_loaded(tmp_path, rng):
     child = os.fork()
     if not child:
         try:
-            campaign(seed, run, store.array, MUTATIONS)
+            try_mutations(seed, run, store.array, MUTATIONS)
             os._exit(0)
         except BaseException:  # noqa: BLE001 - the child must not return into pytest
             (run / "failure").write_text(traceback.format_exc())
@@ -218,20 +218,20 @@ def test_mutated_checkpoints_are_refused_or_loaded(tmp_path, rng):
     failure = (run / "failure").read_text() if (run / "failure").exists() else ""
     assert code == 0, f"mutation {(run / 'number').read_text()} with seed {seed} ended with {code}: {failure}"
     loaded = int((run / "loaded").read_text())
-    assert 0 < loaded < MUTATIONS, "some mutations harm nothing, such as a flipped byte of the HDF5 headers"
+    assert 0 < loaded < MUTATIONS, "some mutations are harmless, such as a flipped byte of the HDF5 headers"
     assert (tmp_path / "canary").read_text() == "mine"
     assert sorted(str(path) for path in tmp_path.rglob("*") if run not in path.parents) == before
 
 
 FORGED = ["x", "", -1, 0, 2**62, 2**200, 1.5, float("nan"), float("inf"), [], [[-1, "x"]], {}, {"x": []}, None, True]
-ASSEMBLED = {"world", "ranks_per_node", "algorithm", "compression", "stage_units"}  # asked for before the restore
+ASSEMBLED = {"world", "ranks_per_node", "algorithm", "compression", "stage_units"}  # read before the restore
 EVALUATED = {"steps", "data", "model_inputs"}
 SMALL = {"model.kind": "mlp", "model.layers": 1, "model.hidden": 8, "run.global_batch": 8}
 
 
 @pytest.fixture
 def small_run(tmp_path, rng):
-    """A run whose newest checkpoint has all numbers that any run keeps, and its trainer."""
+    """A run whose newest checkpoint has every scalar that a run can save, and its trainer."""
     with h5py.File(tmp_path / "table.h5", "w") as file:
         file["x"], file["y"] = rng.standard_normal((40, 3)).astype("f4"), np.arange(40) % 3
     keys = SMALL | {"data.path": tmp_path / "table.h5", "data.validation_fraction": 0.2}
@@ -250,13 +250,13 @@ def small_run(tmp_path, rng):
 
 
 def checkpoint_command(capsys, *arguments):
-    code, _, err = called(capsys, "checkpoint", *arguments)
+    code, _, err = call_command(capsys, "checkpoint", *arguments)
     assert "Traceback" not in err
     return code
 
 
-def refused_or_done(work):
-    """Do ``work``, which may be refused as a user is told: with 74 or 78. Whatever else is raised is a traceback."""
+def run_or_reject(work):
+    """Call ``work``, which may raise a short error with exit code 74 or 78. Any other error is a failure."""
     try:
         return work()
     except HpcdistError as error:
@@ -266,36 +266,36 @@ def refused_or_done(work):
 
 
 @pytest.mark.full
-def test_every_number_of_a_manifest_may_be_forged(small_run, tmp_path, rng, capsys):
-    """Each in turn is something else, the digest being right: all commands refuse the checkpoint or do their work."""
+def test_every_forged_manifest_field_is_rejected_or_harmless(small_run, tmp_path, rng, capsys):
+    """Each field in turn gets another value and a valid digest. All commands reject the checkpoint or work."""
     keys, trainer, path, body = small_run
     recipe, run = trainer.recipe, path.parents[1]
     body["about"] = {"topology": body["about"]["topology"]}
-    fields = [place for place in places(body) if place and (place[0] != "pieces" or place[1:2] in ((), (0,)))]
+    fields = [place for place in paths_of_values(body) if place and (place[0] != "pieces" or place[1:2] in ((), (0,)))]
     taken = 0
     for place in fields:
         chosen = int(rng.integers(len(FORGED)))
         for number, value in enumerate(FORGED):
             changed = copy.deepcopy(body)
-            at(changed, place[:-1])[place[-1]] = value
+            value_at(changed, place[:-1])[place[-1]] = value
             (path / manifest.FILE_NAME).write_text(manifest.seal(changed))
-            found = listing.inspect(path)
-            json.dumps(listing.summary(found))
-            assert place[0] != "scalars" or len(place) == 1 or found.manifest is not None
+            result = listing.inspect(path)
+            json.dumps(listing.summary(result))
+            assert place[0] != "scalars" or len(place) == 1 or result.manifest is not None
             if place[0] == "scalars":
                 loss_of(path)
-                again = refused_or_done(lambda: (restore_state(trainer, CheckpointSource(path)), trainer.shares.of(5)))
+                again = run_or_reject(lambda: (restore_state(trainer, CheckpointSource(path)), trainer.shares.of(5)))
                 taken += again is not None
             if set(place[1:2]) & ASSEMBLED:
-                refused_or_done(lambda: trainer_of(solo(), keys, path))
+                run_or_reject(lambda: trainer_of(solo(), keys, path))
             if number == chosen or set(place[1:2]) & EVALUATED:
-                refused_or_done(lambda: inference.load(solo(), run, recipe).validation_loss())
+                run_or_reject(lambda: inference.load(solo(), run, recipe).validation_loss())
                 capsys.readouterr()
             if number == chosen:
                 assert checkpoint_command(capsys, "ls", run) == 0
                 assert checkpoint_command(capsys, "show", path, "--tensors") in (0, 74)
                 assert checkpoint_command(capsys, "verify", path) in (0, 1)
-                nothing = (2,) if place == ["pieces"] or place == ("pieces",) else ()  # a usage error: no parameters
+                nothing = (2,) if place == ["pieces"] or place == ("pieces",) else ()  # usage error: no parameters
                 assert checkpoint_command(capsys, "export", path, tmp_path / "out.safetensors") in (0, 74, *nothing)
                 (tmp_path / "out.safetensors").unlink(missing_ok=True)
-    assert taken > 0.2 * len(FORGED), "some of them harm nothing"
+    assert taken > 0.2 * len(FORGED), "some changed fields are harmless"

@@ -1,9 +1,9 @@
-"""Checkpoints of arrays of the double: explicit copies only, and the same files and values as those of the CPU."""
+"""Checkpoints of cupy double arrays: only explicit copies, and the same files and values as on the CPU."""
 
 import numpy as np
 import pytest
 
-from harness.inputs import filled
+from harness.inputs import random_store
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import split
@@ -20,8 +20,8 @@ def pieces_of(store):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_saved_on_one_side_restored_on_the_other(gpu, dtype, tmp_path, rng):
-    whole = filled(LAYOUT, rng, dtype)
+def test_cpu_and_gpu_checkpoints_are_interchangeable(gpu, dtype, tmp_path, rng):
+    whole = random_store(LAYOUT, rng, dtype)
 
     def save_shard(comm, on):
         shard = FlatStore(LAYOUT, whole.dtype, split(LAYOUT.size, comm.size, 8)[comm.rank], on=on)
@@ -41,7 +41,7 @@ def test_saved_on_one_side_restored_on_the_other(gpu, dtype, tmp_path, rng):
             assert got.tobytes() == whole.array.tobytes()
 
 
-def test_each_piece_is_copied_once(gpu, tmp_path):
+def test_each_gpu_piece_is_copied_once(gpu, tmp_path):
     store = FlatStore(LAYOUT, np.dtype(np.float32), on="gpu")
     store.array += 1
     pieces = pieces_of(store)

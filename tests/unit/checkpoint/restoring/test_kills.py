@@ -1,8 +1,8 @@
-"""SIGKILL at random instants while checkpoints are saved without a pause: the newest valid one loads every time.
+"""SIGKILL at random times while checkpoints are saved continuously: the newest valid one can always be loaded.
 
-On a disk that does what it should, on one that is full from a random instant on, and on one whose fsync fails now and
-then and has lost what was not written. 2 kills on each; as many as HPCDIST_TEST_KILLS says where that is set (200 take
-a few minutes). Each time a new process goes on from what the killed one has left.
+Three disks: one that works, one that becomes full at a random time, and one whose fsync sometimes fails and loses
+unwritten data. 2 kills on each, or HPCDIST_TEST_KILLS if it is set (200 take a few minutes). After each kill a new
+process resumes from the files.
 """
 
 import contextlib
@@ -15,13 +15,13 @@ import time
 import numpy as np
 import pytest
 
-from harness.inputs import newest
+from harness.inputs import newest_intact_checkpoint
 from harness.jobs import LIMIT_S
 from hpcdist.arrays.piece import Piece
 from hpcdist.checkpoint.restoring.restore import restore
 
 KILLS = int(os.environ.get("HPCDIST_TEST_KILLS", "2"))
-LONGEST_S = 0.4  # from the first checkpoint of a process to its death
+LONGEST_S = 0.4  # between the first checkpoint of a process and its death
 ELEMENTS = 60_000
 DISK_BYTES = 4 << 20
 
@@ -103,7 +103,7 @@ run_threads(2, body)
 
 @pytest.fixture
 def disk(tmp_path):
-    """A file system of a few checkpoints, where this process may make one."""
+    """A small file system for a few checkpoints, if this process may mount one."""
     place = tmp_path / "disk"
     place.mkdir()
     size = f"size={DISK_BYTES}"
@@ -116,14 +116,14 @@ def disk(tmp_path):
 
 
 @contextlib.contextmanager
-def filled(disk):
-    """A disk without a free block."""
+def fill_disk(disk):
+    """Fill the disk, so that it has no free block."""
     (disk / "full").touch()
     ballast = os.open(disk / "ballast", os.O_RDWR | os.O_CREAT)
     try:
         if disk.is_mount():
             free = os.statvfs(disk)
-            with contextlib.suppress(OSError):  # a checkpoint has taken a part of it meanwhile: that will do
+            with contextlib.suppress(OSError):  # a checkpoint may take some of the space meanwhile
                 os.posix_fallocate(ballast, 0, free.f_bavail * free.f_bsize)
         yield
     finally:
@@ -135,7 +135,7 @@ def filled(disk):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("trouble", ["", "full", "fsync"])
 @pytest.mark.full_except("fsync")
-def test_the_newest_valid_checkpoint_loads_after_every_kill(disk, rng, trouble):
+def test_newest_valid_checkpoint_loads_after_every_kill(disk, rng, trouble):
     reached = failed = 0
     pretended = ", pretended" if trouble == "full" and not disk.is_mount() else ""
     for kill in range(KILLS):
@@ -148,19 +148,19 @@ def test_the_newest_valid_checkpoint_loads_after_every_kill(disk, rng, trouble):
         while max(steps, default=-1) < 0 and (line := process.stdout.readline()):
             steps.append(int(line))
         time.sleep(float(rng.random()) * LONGEST_S)
-        with filled(disk) if trouble == "full" else contextlib.nullcontext():
+        with fill_disk(disk) if trouble == "full" else contextlib.nullcontext():
             if trouble == "full":
                 time.sleep(float(rng.random()) * LONGEST_S)
             process.send_signal(signal.SIGKILL)
-            told, errors = process.communicate(timeout=LIMIT_S)
+            output, errors = process.communicate(timeout=LIMIT_S)
         assert steps and process.returncode == -signal.SIGKILL, errors
-        steps += map(int, told.split())
+        steps += map(int, output.split())
         failed += steps.count(-1)
-        found = newest(disk)
-        assert found is not None, f"kill {kill}"
+        result = newest_intact_checkpoint(disk)
+        assert result is not None, f"kill {kill}"
         state = np.zeros(ELEMENTS)
-        step = restore(found, [Piece.whole("parameters", "w", state)])["step"]
-        assert (state == step).all() and found.name == f"step-{step}"
+        step = restore(result, [Piece.whole("parameters", "w", state)])["step"]
+        assert (state == step).all() and result.name == f"step-{step}"
         complete = max(steps)
         assert step >= max(complete, reached), f"kill {kill}: step {complete} was complete"
         reached = step

@@ -1,4 +1,4 @@
-"""Restoring from memory: whatever the cuts, every wanted element arrives, and nothing moves that is there already."""
+"""Resharding in memory: every requested element arrives for any layouts, and local elements are not sent."""
 
 import numpy as np
 import pytest
@@ -22,21 +22,21 @@ from hpcdist.strategies.core.exchange import pieces_of as pieces_at
 DTYPES = ("float32", "float64", "bfloat16", "int64")
 
 
-def boxes(rng, shape, parts):
-    """Cut a tensor into boxes: along one dim, or along two; some may be empty."""
-    found = [whole_box(shape)]
+def cut_into_boxes(rng, shape, parts):
+    """Cut a tensor into boxes along up to two dims. Some boxes may be empty."""
+    results = [whole_box(shape)]
     for dim in rng.permutation(len(shape))[: rng.integers(0, 3)]:
         count = int(rng.integers(1, parts + 1))
         ends = np.sort(rng.integers(0, shape[dim] + 1, count - 1))
         cuts = list(zip([0, *ends.tolist()], [*ends.tolist(), shape[dim]], strict=True))
-        found = [(*box[:dim], cut, *box[dim + 1 :]) for box in found for cut in cuts]
-    return found
+        results = [(*box[:dim], cut, *box[dim + 1 :]) for box in results for cut in cuts]
+    return results
 
 
-def pieces_of(rng, kind, name, whole, parts, *, fill):
-    """Cut ``whole`` at random into pieces that are all of it: by boxes (pipeline, tensor), each by ranges (ZeRO)."""
+def random_pieces(rng, kind, name, whole, parts, *, fill):
+    """Cut ``whole`` at random into pieces that cover it: into boxes (pipeline, tensor) and flat ranges (ZeRO)."""
     made = []
-    for box in boxes(rng, whole.shape, parts):
+    for box in cut_into_boxes(rng, whole.shape, parts):
         values = whole[tuple(slice(*bounds) for bounds in box)].reshape(-1)
         ends = np.sort(rng.integers(0, values.size + 1, int(rng.integers(0, parts)))).tolist()
         for start, stop in zip([0, *ends], [*ends, values.size], strict=True):
@@ -45,12 +45,12 @@ def pieces_of(rng, kind, name, whole, parts, *, fill):
     return made
 
 
-def expected(whole, piece):
+def elements_of(whole, piece):
     return whole[tuple(slice(*bounds) for bounds in piece.box)].reshape(-1)[piece.flat.slice]
 
 
-def dealt(rng, pieces, ranks):
-    """Give each piece to a rank, some to several."""
+def deal_pieces(rng, pieces, ranks):
+    """Assign each piece to one rank or to several."""
     hands = [[] for _ in range(ranks)]
     for piece in pieces:
         for rank in rng.choice(ranks, rng.choice([1, 1, min(2, ranks)]), replace=False):
@@ -64,35 +64,35 @@ def values_of(rng, shape, dtype):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
 @pytest.mark.full_except("2")
-def test_any_cut_to_any_other(rng, ranks, monkeypatch):
+def test_any_layout_is_resharded_to_any_other(rng, ranks, monkeypatch):
     tensors = []
     for number in range(900 // (ranks + 2)):
         shape = tuple(rng.integers(1, 9, rng.integers(0, 4)).tolist())
         tensors.append((f"t{number}", values_of(rng, shape, dtype_of(rng.choice(DTYPES)))))
-    held, wanted = [[] for _ in range(ranks)], [[] for _ in range(ranks)]
+    held, requested = [[] for _ in range(ranks)], [[] for _ in range(ranks)]
     for name, whole in tensors:
-        for _ in range(rng.integers(1, 3)):  # what is cut in several ways is held in all of them
+        for _ in range(rng.integers(1, 3)):  # a tensor may be held in two different cuts
             for hand, pieces in zip(
-                held, dealt(rng, pieces_of(rng, "parameters", name, whole, 4, fill=True), ranks), strict=True
+                held, deal_pieces(rng, random_pieces(rng, "parameters", name, whole, 4, fill=True), ranks), strict=True
             ):
                 hand += pieces
         for rank in range(ranks):
             if rng.random() < 0.6:
-                new = pieces_of(rng, "parameters", name, whole, 4, fill=False)
-                wanted[rank] += [new[k] for k in rng.choice(len(new), rng.integers(1, len(new) + 1), replace=False)]
+                new = random_pieces(rng, "parameters", name, whole, 4, fill=False)
+                requested[rank] += [new[k] for k in rng.choice(len(new), rng.integers(1, len(new) + 1), replace=False)]
     monkeypatch.setattr(messages, "WINDOW_BYTES", int(rng.choice([32, 256, 4000, 1 << 20])))
     monkeypatch.setattr(messages, "MIN_MESSAGE_BYTES", 32)
     monkeypatch.setattr(messages, "LONG_BYTES", int(rng.choice([8, 40, 1 << 16])))
     before = [[piece.array.tobytes() for piece in pieces] for pieces in held]
 
     def body(comm):
-        return reshard(comm, held[comm.rank], wanted[comm.rank])
+        return reshard(comm, held[comm.rank], requested[comm.rank])
 
     received = run_threads(ranks, body)
     whole_of = dict(tensors)
-    for pieces in wanted:
+    for pieces in requested:
         for piece in pieces:
-            assert piece.array.tobytes() == expected(whole_of[piece.tensor], piece).tobytes(), piece
+            assert piece.array.tobytes() == elements_of(whole_of[piece.tensor], piece).tobytes(), piece
     assert before == [[piece.array.tobytes() for piece in pieces] for pieces in held]
     assert received[0] == 0 if ranks == 1 else sum(received) > 0
 
@@ -101,7 +101,7 @@ KINDS = ("parameters", "optimizer.m")
 
 
 def shards(ranks, fill=True, on="cpu", directory=None):
-    """The state of each rank as ZeRO cuts it, by kind; element i of a kind is its number + i."""
+    """Return the ZeRO shard of each rank by kind. Element i of a kind has the value of the kind's number + i."""
     made = []
     for part in split(LAYOUT.size, ranks, 4):
         stores = {}
@@ -116,42 +116,42 @@ def shards(ranks, fill=True, on="cpu", directory=None):
     return made
 
 
-def held_by(hand):
+def held_pieces(hand):
     stores, part = hand
     return pieces_at(stores, [part])
 
 
-def stored(hand):
-    """The elements of tensors that a rank has, padding left out."""
+def held_elements(hand):
+    """Return the tensor elements of a rank, without padding."""
     return [
         piece.array.copy() if isinstance(piece.array, FileSlice) else backend.to_host(piece.array)
-        for piece in held_by(hand)
+        for piece in held_pieces(hand)
     ]
 
 
-def same(one, other):
-    return [array.tobytes() for array in stored(one)] == [array.tobytes() for array in stored(other)]
+def have_same_elements(one, other):
+    return [array.tobytes() for array in held_elements(one)] == [array.tobytes() for array in held_elements(other)]
 
 
 @pytest.mark.parametrize("lost", range(4))
-def test_only_what_is_lost_moves(lost):
-    """Survivors have theirs; the copy of the lost rank's part, with its neighbour, goes to the new one."""
+def test_only_the_lost_part_is_sent(lost):
+    """Survivors keep their parts. The neighbour of the lost rank sends the copy to the new rank."""
     old, new = shards(4), shards(4, fill=False)
 
     def body(comm):
-        held = [] if comm.rank == lost else held_by(old[comm.rank])
+        held = [] if comm.rank == lost else held_pieces(old[comm.rank])
         if comm.rank == (lost + 1) % 4:
-            held += held_by(old[lost])
-        return reshard(comm, held, held_by(new[comm.rank]))
+            held += held_pieces(old[lost])
+        return reshard(comm, held, held_pieces(new[comm.rank]))
 
     received = run_threads(4, body)
-    lost_bytes = sum(array.nbytes for array in stored(old[lost]))
+    lost_bytes = sum(array.nbytes for array in held_elements(old[lost]))
     assert received == [lost_bytes if rank == lost else 0 for rank in range(4)]
-    assert all(same(one, other) for one, other in zip(old, new, strict=True))
+    assert all(have_same_elements(one, other) for one, other in zip(old, new, strict=True))
 
 
-def test_a_newcomer_takes_equal_shares_of_replicas():
-    """What many have comes from all of them, and nothing moves among those who have it."""
+def test_new_rank_receives_equal_shares_from_replicas():
+    """All holders send equal shares to the new rank, and nothing is sent between the holders."""
     size = 1 << 20
 
     def body(comm):
@@ -165,12 +165,12 @@ def test_a_newcomer_takes_equal_shares_of_replicas():
 
     for rank, (received, sent) in enumerate(run_threads(5, body)):
         assert received == (4 * size if rank == 2 else 0)
-        assert 0 <= sent - (0 if rank == 2 else size) < 1000  # the rest asks for it
+        assert 0 <= sent - (0 if rank == 2 else size) < 1000  # the remainder are requests
 
 
 @pytest.mark.parametrize("source", ["memory", "file", "gpu"])
 @pytest.mark.parametrize("target", ["memory", "file", "gpu"])
-def test_state_on_a_gpu_or_in_a_file(gpu, tmp_path, monkeypatch, source, target):
+def test_gpu_and_file_state_is_resharded(gpu, tmp_path, monkeypatch, source, target):
     monkeypatch.setattr(messages, "WINDOW_BYTES", 1024)
     monkeypatch.setattr(messages, "MIN_MESSAGE_BYTES", 256)
     monkeypatch.setattr(messages, "LONG_BYTES", 64)
@@ -178,14 +178,14 @@ def test_state_on_a_gpu_or_in_a_file(gpu, tmp_path, monkeypatch, source, target)
 
     def body(comm):
         old, new = shards(3, **kinds[source])[comm.rank], shards(2, fill=False, **kinds[target])
-        reshard(comm, held_by(old), held_by(new[comm.rank]) if comm.rank < 2 else [])
-        assert comm.rank == 2 or same(new[comm.rank], shards(2)[comm.rank])
+        reshard(comm, held_pieces(old), held_pieces(new[comm.rank]) if comm.rank < 2 else [])
+        assert comm.rank == 2 or have_same_elements(new[comm.rank], shards(2)[comm.rank])
 
     run_threads(3, body)
 
 
-def test_columns_of_a_tensor_on_a_gpu_or_in_a_file(gpu, tmp_path, rng):
-    """Short stretches are packed: by blocks that enclose them."""
+def test_columns_of_gpu_and_file_tensors_are_resharded(gpu, tmp_path, rng):
+    """Short stretches are packed into blocks that enclose them."""
     whole = rng.standard_normal((40, 24)).astype(np.float32)
     columns, spec = [((0, 40), (0, 9)), ((0, 40), (9, 24))], TensorSpec(0, "w", (960,))
 
@@ -212,46 +212,47 @@ def test_columns_of_a_tensor_on_a_gpu_or_in_a_file(gpu, tmp_path, rng):
     run_threads(2, body)
 
 
-def refused(held, wanted):
-    """Return what all ranks say, the arrays being as they were."""
-    before = [[piece.array.tobytes() for piece in pieces] for pieces in wanted]
+def reshard_error(held, requested):
+    """Return the error message, which is equal on all ranks. Check that no array has changed."""
+    before = [[piece.array.tobytes() for piece in pieces] for pieces in requested]
 
     def body(comm):
         with pytest.raises(StorageError) as caught:
-            reshard(comm, held[comm.rank], wanted[comm.rank])
+            reshard(comm, held[comm.rank], requested[comm.rank])
         return str(caught.value)
 
-    told = set(run_threads(len(held), body))
-    assert len(told) == 1 and before == [[piece.array.tobytes() for piece in pieces] for pieces in wanted]
-    return told.pop()
+    output = set(run_threads(len(held), body))
+    assert len(output) == 1 and before == [[piece.array.tobytes() for piece in pieces] for pieces in requested]
+    return output.pop()
 
 
-def test_what_nobody_holds_is_named_by_all():
+def test_missing_element_is_named_on_all_ranks():
     old, new = shards(3), shards(3, fill=False)
-    held = [held_by(old[0]), [], held_by(old[2])]
-    wanted = [held_by(hand) for hand in new]
-    first = held_by(old[1])[0]
+    held = [held_pieces(old[0]), [], held_pieces(old[2])]
+    requested = [held_pieces(hand) for hand in new]
+    first = held_pieces(old[1])[0]
     at = first.flat.start
-    expected = f"element {at} of {first.name} is held by none of the 3 ranks (wanted by rank 1)"
-    assert refused(held, wanted) == expected
+    expected = f"element {at} of {first.name} is held by none of the 3 ranks (requested by rank 1)"
+    assert reshard_error(held, requested) == expected
 
 
-def test_other_shapes_and_dtypes_are_refused():
-    def whole(dtype, shape):
+def test_other_shapes_and_dtypes_are_rejected():
+    def full(dtype, shape):
         return [Piece.whole("parameters", "w", np.zeros(shape, dtype))]
 
-    expected = "rank 1 holds parameters/w as float32[3, 4], expected float64[3, 4]; go on with the recipe of before"
-    assert refused([[], whole("f4", (3, 4))], [whole("f8", (3, 4)), []]) == f"{expected} (wanted by rank 0)"
-    assert "float32[3, 4], expected float32[4, 3]" in refused([whole("f4", (3, 4)), []], [[], whole("f4", (4, 3))])
+    held = "rank 1 holds parameters/w as float32[3, 4], expected float64[3, 4]"
+    expected = f"{held}; resume with the recipe that made the held state"
+    assert reshard_error([[], full("f4", (3, 4))], [full("f8", (3, 4)), []]) == f"{expected} (requested by rank 0)"
+    assert "float32[3, 4], expected float32[4, 3]" in reshard_error([full("f4", (3, 4)), []], [[], full("f4", (4, 3))])
 
 
 @on_threads(2)
-def test_dims_may_be_joined_and_kinds_optional(comm):
+def test_reshard_accepts_merged_dims_and_optional_kinds(comm):
     values = np.arange(60, dtype=np.float32)
     held = [Piece.whole("parameters", "w", values.reshape(3, 4, 5))] if comm.rank == 0 else []
     into, kept = np.zeros((12, 5), np.float32), np.ones(3, np.float32)
-    wanted = [Piece.whole("parameters", "w", into), Piece.whole("outer", "w", kept)]
-    reshard(comm, held, wanted, optional=("outer",))
+    requested = [Piece.whole("parameters", "w", into), Piece.whole("outer", "w", kept)]
+    reshard(comm, held, requested, optional=("outer",))
     assert into.reshape(-1).tobytes() == values.tobytes() and (kept == 1).all()
     with pytest.raises(StorageError, match="element 0 of outer/w"):
-        reshard(comm, held, wanted)
+        reshard(comm, held, requested)

@@ -1,4 +1,4 @@
-"""Checkpoints written beside the steps: what was saved is the state of the boundary, and nobody waits unseen."""
+"""Asynchronous checkpoints: the saved state is the state at the step boundary, and failures and waits are visible."""
 
 import errno
 import os
@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from harness.inputs import FLOAT, LAYOUT, newest, pieces_of
+from harness.inputs import FLOAT, LAYOUT, newest_intact_checkpoint, pieces_of
 from harness.jobs import LIMIT_S
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, split
@@ -21,7 +21,7 @@ from hpcdist.training.recipe.recipe import load
 
 
 class Run:
-    """One rank that saves: its part of a state that is the number of the step, everywhere."""
+    """One rank that saves its part of a state. Every element is the number of the step."""
 
     def __init__(self, comm, root, writers="rank", ledger=None, on="cpu"):
         self.comm, self.root, self.writers = comm, root, writers
@@ -33,10 +33,10 @@ class Run:
         self.store.array[...] = step
         plan = SavePlan(self.root, step, self.comm.size, {"step": step}, {}, 2)
         self.background.begin(plan, pieces_of(self.store, self.part), self.writers)
-        self.store.array[...] = -1  # training goes on at once
+        self.store.array[...] = -1  # training continues immediately
 
     def step(self):
-        """What a training step does for it; return the checkpoint that became visible in it."""
+        """Do what a training step does for the checkpoint. Return the checkpoint that became visible in this step."""
         sums = self.background.numbers()
         self.comm.allreduce(sums)
         return self.background.settle(sums)
@@ -47,14 +47,14 @@ class Run:
         return path
 
 
-def check(path, step):
+def assert_restores(path, step):
     into = FlatStore(LAYOUT, FLOAT)
     assert restore(path, pieces_of(into, Range(0, LAYOUT.size))) == {"step": step}
     assert all((into.view(segment.key) == step).all() for segment in LAYOUT.segments)
 
 
-class OnlyHere:
-    """Takes note of messages of any other thread than the one that made it."""
+class ForeignThreadMessages:
+    """Records messages that any thread but its creator sends."""
 
     def __init__(self):
         self.thread, self.strange = threading.current_thread(), []
@@ -69,44 +69,44 @@ class OnlyHere:
 
 
 @pytest.mark.parametrize(("ranks", "writers"), [(1, "rank"), (3, "rank"), (4, "2")])
-def test_the_state_of_the_boundary_is_saved_while_it_changes(tmp_path, monkeypatch, ranks, writers):
+def test_background_save_keeps_the_state_of_the_step_boundary(tmp_path, monkeypatch, ranks, writers):
     may_write = threading.Event()
     true = two_phase.write
 
-    def held_up(*args):
+    def write_when_allowed(*args):
         assert may_write.wait(LIMIT_S)
         return true(*args)
 
-    monkeypatch.setattr(two_phase, "write", held_up)
+    monkeypatch.setattr(two_phase, "write", write_when_allowed)
 
     def body(comm):
         run = Run(comm, tmp_path / "checkpoints", writers)
-        comm.events = seen = OnlyHere()
+        comm.events = seen = ForeignThreadMessages()
         run.begin(10)
         assert [run.step() for _ in range(3)] == [None] * 3 and run.background.is_busy
-        assert newest(tmp_path, comm) is None, "not before all have written"
+        assert newest_intact_checkpoint(tmp_path, comm) is None, "visible before all ranks have written"
         comm.barrier()
         may_write.set()
         path = run.steps()
         assert not run.background.is_busy and path == tmp_path / "checkpoints/step-10"
         run.begin(20)
-        run.begin(30)  # waits for the one before
+        run.begin(30)  # waits for the checkpoint before
         assert run.background.finish() == tmp_path / "checkpoints/step-30"
-        assert not seen.strange, "a thread of the checkpoint has sent messages"
+        assert not seen.strange, "a checkpoint thread has sent messages"
 
     run_threads(ranks, body)
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-20", "step-30"]
-    check(tmp_path / "checkpoints/step-20", 20)
-    check(newest(tmp_path), 30)
+    assert_restores(tmp_path / "checkpoints/step-20", 20)
+    assert_restores(newest_intact_checkpoint(tmp_path), 30)
 
 
 @pytest.mark.parametrize("where", ["write", "snapshot", "commit", "unforeseen"])
 @pytest.mark.parametrize("writers", ["rank", "2"])
-def test_a_failure_is_raised_on_all_ranks_at_a_step(tmp_path, monkeypatch, where, writers):
-    def failing(*_):
+def test_background_failure_is_raised_on_all_ranks_at_a_step(tmp_path, monkeypatch, where, writers):
+    def raise_no_space(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def broken(*_):
+    def raise_programming_error(*_):
         raise ZeroDivisionError("a mistake of the programme")
 
     def body(comm):
@@ -118,10 +118,11 @@ def test_a_failure_is_raised_on_all_ranks_at_a_step(tmp_path, monkeypatch, where
             place = {"write": "shard.write", "commit": "names.commit", "unforeseen": "shard.write"}.get(where)
             if place:
                 monkeypatch.setattr(
-                    f"hpcdist.checkpoint.saving.two_phase.{place}", broken if where == "unforeseen" else failing
+                    f"hpcdist.checkpoint.saving.two_phase.{place}",
+                    raise_programming_error if where == "unforeseen" else raise_no_space,
                 )
             else:
-                monkeypatch.setattr(background.SnapshotMemory, "fill", failing)
+                monkeypatch.setattr(background.SnapshotMemory, "fill", raise_no_space)
         comm.barrier()
         run.begin(2)
         with pytest.raises(StorageError, match="No space left|a mistake of the programme"):
@@ -137,10 +138,10 @@ def test_a_failure_is_raised_on_all_ranks_at_a_step(tmp_path, monkeypatch, where
         run.background.finish()
 
     run_threads(4, body)
-    check(newest(tmp_path), 3)
+    assert_restores(newest_intact_checkpoint(tmp_path), 3)
 
 
-def test_the_memory_is_kept_and_counted(tmp_path):
+def test_background_copy_memory_is_kept_and_counted(tmp_path):
     ledgers = [Ledger(), Ledger()]
 
     def body(comm):
@@ -158,16 +159,16 @@ def test_the_memory_is_kept_and_counted(tmp_path):
 
 
 @pytest.mark.parametrize("writers", ["rank", "2"])
-def test_of_a_gpu(gpu, tmp_path, writers):
+def test_background_save_of_gpu_state(gpu, tmp_path, writers):
     def body(comm):
         run = Run(comm, tmp_path / "checkpoints", writers, on="gpu")
         run.begin(4)
         return run.background.finish()
 
-    check(run_threads(3, body)[0], 4)
+    assert_restores(run_threads(3, body)[0], 4)
 
 
-def test_no_copy_in_memory_of_a_state_in_a_file():
+def test_asynchronous_save_of_file_state_is_rejected():
     keys = ["parallel.strategy=zero1", "zero.offload_optimizer=file", "zero.offload_directory=/tmp"]
     assert load(None, keys).recipe.zero.offload_optimizer == "file"
     with pytest.raises(ConfigurationError, match="checkpoint.asynchronous = true with zero.offload_optimizer = 'file'"):

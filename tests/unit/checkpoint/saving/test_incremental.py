@@ -1,4 +1,4 @@
-"""Checkpoints of which a part is that of the one before, and snapshots on a disk of the node."""
+"""Checkpoints that share unchanged parts with the one before, and snapshots on a disk of the node."""
 
 import errno
 import os
@@ -7,7 +7,7 @@ import h5py
 import numpy as np
 import pytest
 
-from harness.inputs import newest
+from harness.inputs import newest_intact_checkpoint
 from harness.marks import on_threads
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import split
@@ -24,7 +24,7 @@ SIZE = 3000
 
 
 class State:
-    """A tensor that never changes and one that is the number of the step; each rank has a part of both."""
+    """A constant tensor and one with the number of the step. Each rank has a part of both."""
 
     def __init__(self, comm):
         self.part = split(SIZE, comm.size, 8)[comm.rank]
@@ -40,7 +40,7 @@ def plan_of(tmp_path, comm, step, keep=2):
     return SavePlan(tmp_path / "checkpoints", step, comm.size, {"step": step}, {}, keep)
 
 
-def check(path):
+def assert_restores(path):
     frozen, trained = np.zeros(SIZE), np.zeros(SIZE)
     step = restore(path, [Piece.whole("parameters", "frozen", frozen), Piece.whole("parameters", "trained", trained)])
     assert (frozen == np.arange(SIZE)).all() and (trained == step["step"]).all()
@@ -48,12 +48,12 @@ def check(path):
         assert (file["parameters/frozen"][...] == frozen).all() and (file["parameters/trained"][...] == trained).all()
     verdict = verify(path)
     assert not verdict.damage and not verdict.not_covered
-    assert verdict.read_bytes == sum(file.stat().st_size for file in path.glob("*.h5")), "each byte once"
+    assert verdict.read_bytes == sum(file.stat().st_size for file in path.glob("*.h5")), "each byte must be read once"
     return step["step"]
 
 
 @pytest.mark.parametrize("way", ["waiting", "beside", "beside one writer"])
-def test_what_has_not_changed_is_linked(tmp_path, way):
+def test_unchanged_parts_are_linked(tmp_path, way):
     def body(comm):
         state, kept = State(comm), IncrementalWriter()
         beside = BackgroundCheckpoints(comm, incremental=kept)
@@ -68,20 +68,20 @@ def test_what_has_not_changed_is_linked(tmp_path, way):
 
     run_threads(3, body)
     root = tmp_path / "checkpoints"
-    assert sorted(os.listdir(root)) == ["latest", "step-3", "step-4"], "step 1, whose shards are used, may go"
+    assert sorted(os.listdir(root)) == ["latest", "step-3", "step-4"], "step 1 may go, though its shards are used"
     shards = 1 if "one" in way else 3
     names = [f"shard-{index:05d}{end}.h5" for index in range(shards) for end in ("", "-of-1")]
     for path in (root / "step-3", root / "step-4"):
         assert sorted(manifest.load(path).files) == sorted(names)
-        assert f"step-{check(path)}" == path.name
-    assert newest(tmp_path) == root / "step-4"
+        assert f"step-{assert_restores(path)}" == path.name
+    assert newest_intact_checkpoint(tmp_path) == root / "step-4"
     inode = [(root / step / "shard-00000-of-1.h5").stat().st_ino for step in ("step-3", "step-4")]
     assert inode[0] == inode[1]
     written = (root / "step-4" / "shard-00000.h5").stat().st_size
     assert written < 0.7 * (root / "step-4" / "shard-00000-of-1.h5").stat().st_size
 
 
-def test_what_no_checkpoint_needs_any_more_of_a_linked_shard_is_verified_too(tmp_path):
+def test_verify_covers_unused_parts_of_linked_shards(tmp_path):
     def body(comm):
         state, kept = State(comm), IncrementalWriter()
         for step in (1, 2, 3):
@@ -100,18 +100,18 @@ def test_what_no_checkpoint_needs_any_more_of_a_linked_shard_is_verified_too(tmp
     assert [unused[1].file in line and "parameters/trained" in line for line in verify(path).damage] == [True]
 
 
-def test_a_failed_save_is_never_linked_to(tmp_path, monkeypatch):
+def test_failed_save_is_not_linked_to(tmp_path, monkeypatch):
     def body(comm):
         state, kept = State(comm), IncrementalWriter()
         save_planned(plan_of(tmp_path, comm, 1), state.pieces(), comm, "rank", kept)
         state.frozen += 7.0
 
-        def full(*_):
+        def raise_no_space(*_):
             raise OSError(errno.ENOSPC, "No space left on device")
 
         comm.barrier()
         if comm.rank == 0:
-            monkeypatch.setattr("hpcdist.checkpoint.saving.two_phase.names.commit", full)
+            monkeypatch.setattr("hpcdist.checkpoint.saving.two_phase.names.commit", raise_no_space)
         comm.barrier()
         with pytest.raises(StorageError, match="No space left"):
             save_planned(plan_of(tmp_path, comm, 2), state.pieces(), comm, "rank", kept)
@@ -124,14 +124,14 @@ def test_a_failed_save_is_never_linked_to(tmp_path, monkeypatch):
         save_planned(plan_of(tmp_path, comm, 3), state.pieces(), comm, "rank", kept)
 
     run_threads(2, body)
-    assert check(newest(tmp_path)) == 3
+    assert assert_restores(newest_intact_checkpoint(tmp_path)) == 3
 
 
-def test_a_file_system_without_links_gets_it_all_again(tmp_path, monkeypatch, capfd):
-    def refused(*_, **__):
+def test_file_system_without_links_gets_full_copies(tmp_path, monkeypatch, capfd):
+    def raise_not_permitted(*_, **__):
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
-    monkeypatch.setattr(os, "link", refused)
+    monkeypatch.setattr(os, "link", raise_not_permitted)
 
     def body(comm):
         state, kept = State(comm), IncrementalWriter()
@@ -140,11 +140,14 @@ def test_a_file_system_without_links_gets_it_all_again(tmp_path, monkeypatch, ca
             save_planned(plan_of(tmp_path, comm, step), state.pieces(), comm, "rank", kept)
 
     run_threads(2, body)
-    assert check(newest(tmp_path)) == 2 and "is written again: Operation not permitted" in capfd.readouterr().err
+    assert (
+        assert_restores(newest_intact_checkpoint(tmp_path)) == 2
+        and "is written again: Operation not permitted" in capfd.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("writers", ["rank", "1"])
-def test_a_snapshot_on_a_disk_of_the_node(tmp_path, writers):
+def test_snapshot_on_a_node_local_disk(tmp_path, writers):
     local = tmp_path / "local"
     local.mkdir()
 
@@ -154,24 +157,24 @@ def test_a_snapshot_on_a_disk_of_the_node(tmp_path, writers):
             state.trained[...] = step
             beside.begin(plan_of(tmp_path, comm, step), state.pieces(), writers)
             state.trained[...] = -1
-            assert not list(local.iterdir()), "nothing that a killed process would leave"
+            assert not list(local.iterdir()), "a killed process would leave files"
         beside.finish()
 
     run_threads(3, body)
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-2", "step-3"]
-    assert [check(tmp_path / f"checkpoints/step-{step}") for step in (2, 3)] == [2, 3]
+    assert [assert_restores(tmp_path / f"checkpoints/step-{step}") for step in (2, 3)] == [2, 3]
 
 
 @pytest.mark.parametrize("trouble", ["full", "missing"])
-def test_a_disk_of_the_node_that_has_no_room(tmp_path, monkeypatch, trouble):
+def test_full_or_missing_node_local_disk_is_reported(tmp_path, monkeypatch, trouble):
     local = tmp_path / "local"
     if trouble == "full":
         local.mkdir()
 
-        def full(*_):
+        def raise_no_space(*_):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        monkeypatch.setattr(os, "posix_fallocate", full)
+        monkeypatch.setattr(os, "posix_fallocate", raise_no_space)
 
     def body(comm):
         state, beside = State(comm), BackgroundCheckpoints(comm, local_directory=local)
@@ -183,13 +186,13 @@ def test_a_disk_of_the_node_that_has_no_room(tmp_path, monkeypatch, trouble):
     assert os.listdir(tmp_path / "checkpoints") == []
 
 
-def test_keys_that_do_not_go_together():
+def test_conflicting_keys_are_rejected():
     beside = "checkpoint.asynchronous=true"
-    for keys, said in (
+    for keys, output in (
         (["checkpoint.local_directory=/tmp"], "checkpoint.asynchronous = false"),
         (["checkpoint.incremental=true", "checkpoint.writers=node"], "checkpoint.writers = 'node'"),
     ):
-        with pytest.raises(ConfigurationError, match=said):
+        with pytest.raises(ConfigurationError, match=output):
             load(None, keys)
         assert load(None, [*keys, beside]).recipe.checkpoint.asynchronous
     in_file = ["parallel.strategy=zero1", "zero.offload_optimizer=file", "zero.offload_directory=/tmp"]
@@ -197,7 +200,7 @@ def test_keys_that_do_not_go_together():
 
 
 @on_threads(1)
-def test_a_few_unchanged_bytes_keep_no_shard_alive(comm, tmp_path):
+def test_few_unchanged_bytes_are_not_linked(comm, tmp_path):
     kept, bias, weight = IncrementalWriter(), np.ones(4), np.zeros(SIZE)
     for step in (1, 2):
         weight[...] = step

@@ -1,4 +1,4 @@
-"""`hpcdist plan` on a login node: without MPI and GPU, answers in words, JSON and pictures, refusals with codes."""
+"""`hpcdist plan` on a login node: no MPI or GPU, text, JSON and plots, and errors with exit codes."""
 
 import json
 import shlex
@@ -9,7 +9,7 @@ import pytest
 
 import hpcdist as toolkit
 from harness import jobs
-from harness.jobs import called
+from harness.jobs import call_command
 from harness.marks import cases
 from hpcdist.cli.plan import group
 from hpcdist.cli.plan.options import SEARCH_AXES
@@ -25,31 +25,31 @@ NAMED = ["--model", "gpt2", "--batch", "64"]
 ON = ["--cluster", "a100-selene"]
 
 
-def hpcdist(capsys, *arguments):
-    """Run the command here; return its exit code and what it said."""
-    return called(capsys, *arguments)
+def invoke(capsys, *arguments):
+    """Run the command in this process. Return its exit code, stdout and stderr."""
+    return call_command(capsys, *arguments)
 
 
 @pytest.fixture
 def run(capsys):
-    return lambda *arguments: hpcdist(capsys, "plan", *map(str, arguments))
+    return lambda *arguments: invoke(capsys, "plan", *map(str, arguments))
 
 
 @pytest.fixture
-def planned(run):
-    """Return a function that plans, and returns what --json says."""
+def plan_json(run):
+    """A function that plans and returns the JSON output."""
 
-    def of(*arguments, expected=0):
+    def run_plan(*arguments, expected=0):
         code, out, err = run(*arguments, "--json")
         assert expected is None or code == expected, err
         return json.loads(out)
 
-    return of
+    return run_plan
 
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Return a function that writes a recipe."""
+    """A function that writes a recipe."""
 
     def write(text, name="mine.toml"):
         path = tmp_path / name
@@ -72,8 +72,8 @@ global_batch = 16
 """
 
 
-def in_a_child(code):
-    """Run ``code`` after a function ``run(*words)``, which asserts that the command ends well."""
+def run_in_child(code):
+    """Run ``code`` in a child after the definition of ``run(*words)``, which runs a plan that must succeed."""
     before = (
         "import sys\nfrom hpcdist.cli.main import main\ndef run(*words):\n    try:\n        main(['plan', *words])\n"
         "    except SystemExit as leaving:\n        assert not leaving.code, (words, leaving.code)\n"
@@ -83,7 +83,7 @@ def in_a_child(code):
     return done.stdout
 
 
-def test_works_where_nothing_heavy_can_be_imported(recipe):
+def test_plan_works_without_heavy_modules(recipe):
     path = str(recipe(RECIPE))
     cut = ["--set", "parallel.pipeline=2", "--set", "parallel.microbatches=4"]
     commands = [
@@ -97,75 +97,75 @@ def test_works_where_nothing_heavy_can_be_imported(recipe):
         [path, "--cluster", "workstation", "--set", "model.kind=mlp", "--set", "model.heads=4"],
     ]
     forbidden = f"for name in {ABSENT!r}:\n    sys.modules[name] = None\n"
-    shown = in_a_child(forbidden + "".join(f"run(*{words!r})\n" for words in commands))
+    shown = run_in_child(forbidden + "".join(f"run(*{words!r})\n" for words in commands))
     assert shown.count("closed forms: the simulator cannot be loaded") == 2
 
 
-def test_help_is_instant():
+def test_help_imports_no_heavy_modules():
     names = ("search", "compare", "clusters", "models", "calibrate", "--calibrate")
     helps = "".join(f"run(*{words!r})\n" for words in [["--help"], *([name, "--help"] for name in names)])
     loaded = "[name for name in ('numpy', 'mpi4py', 'h5py', 'msgspec', 'numba') if name in sys.modules]"
-    assert in_a_child(f"{helps}print('loaded:', *{loaded})").splitlines()[-1].strip() == "loaded:"
+    assert run_in_child(f"{helps}print('loaded:', *{loaded})").splitlines()[-1].strip() == "loaded:"
 
 
 @pytest.mark.parametrize("name", [None, *group.COMMANDS])
-def test_every_option_explains_itself(name):
+def test_every_option_has_a_help_text(name):
     context = click.Context(group.command)
     command = group.command if name is None else group.command.get_command(context, name)
     assert command is not None and command.help
     assert not [one.name for one in command.params if isinstance(one, click.Option) and not one.help]
 
 
-def test_the_help_of_a_command_names_it(run):
+def test_help_shows_the_full_command(run):
     code, out, _ = run("search", "--help")
     assert code == 0 and out.startswith("Usage: hpcdist plan search [OPTIONS] [RECIPE]")
     code, out, _ = run("--help")
     assert code == 0 and out.startswith("Usage: hpcdist plan [OPTIONS] [RECIPE]") and "\n  compare " in out
 
 
-def test_the_help_of_a_search_says_what_varies():
+def test_search_help_marks_varied_options():
     search, plain = (
         {one.name: one.help for one in command.params if isinstance(one, click.Option)}
         for command in (group.command.get_command(click.Context(group.command), "search"), group.command)
     )
     varied = {name for name, axis in SEARCH_AXES.items() if len(getattr(SearchSpec(), axis)) != 1}
-    told = {name for name, text in search.items() if text.endswith("  [default: varied]")}
-    assert told == varied | {"strategy", "zero"} and "varied" not in " ".join(plain.values())
+    lines = {name for name, text in search.items() if text.endswith("  [default: varied]")}
+    assert lines == varied | {"strategy", "zero"} and "varied" not in " ".join(plain.values())
     assert search["devices"].endswith("[default: all of the cluster]")
-    assert plain["devices"].endswith("[default: as the degrees need]") and plain["pipeline"].endswith("[default: 1]")
+    assert plain["devices"].endswith("[default: product of the degrees]") and plain["pipeline"].endswith("[default: 1]")
 
 
 @cases("written, tokens", ("32K", 32768), ("1m", 1 << 20), ("4096", 4096))
-def test_a_context_may_have_a_unit(written, tokens, planned):
-    found = planned("--model", "gpt2", "--batch", 1, *ON, "--context", written, "--context-ranks", 8, expected=None)
-    assert found["tokens"] == tokens
+def test_context_may_have_a_unit(written, tokens, plan_json):
+    plan = plan_json("--model", "gpt2", "--batch", 1, *ON, "--context", written, "--context-ranks", 8, expected=None)
+    assert plan["tokens"] == tokens
 
 
-def test_the_options_are_those_of_the_public_function():
-    """Which knows every field of a layout, and of a transformer."""
+def test_command_options_match_the_public_function():
+    """The public function has every field of a layout and of a transformer."""
     apart = {"recipe", "overrides", "cluster", "explain", "plot", "as_json"}
     assert {one.name for one in group.command.params} - apart == set(use_case.OPTIONS)
 
 
-def test_the_public_function_returns_what_json_prints_and_needs_no_click(planned, recipe):
+def test_public_plan_function_returns_the_json_without_click(plan_json, recipe):
     words = (recipe(RECIPE), "--set", "model.layers=2", *ON, "--devices", 2, "--batch", 8, "--zero", 1)
     keys = {"model.layers": 2}
-    assert toolkit.plan(words[0], keys=keys, cluster=ON[1], devices=2, batch=8, zero=1) == planned(*words)
+    assert toolkit.plan(words[0], keys=keys, cluster=ON[1], devices=2, batch=8, zero=1) == plan_json(*words)
     with pytest.raises(UsageError, match="plan has no option 'tensr'; did you mean 'tensor'"):
         toolkit.plan(cluster=ON[1], tensr=2)
     code = "import sys, hpcdist; hpcdist.plan; print({'click', 'mpi4py'} & set(sys.modules))"
     assert jobs.python(code).stdout == "set()\n"
 
 
-def test_the_layout_of_the_options_is_planned(planned):
-    found = planned(
+def test_options_select_the_planned_layout(plan_json):
+    plan = plan_json(
         *(*GPT, *ON, "--pipeline", "2", "--tensor", "2", "--devices", "16", "--zero", "1", "--microbatch", "2"),
         *("--schedule", "gpipe", "--sequence-parallel", "--recompute", "full", "--compression", "int8"),
         *("--main-gradients", "working", "--implementation", "megatron", "--overlap", "0.5", "--algorithm", "ring"),
         *("--activations", "float32", "--optimizer-slots", "1", "--steps", "7", "--library", "mpi"),
         *("--no-gradient-fusion", "--tensor-overlap", "0.25"),
     )
-    layout = found["layout"]
+    layout = plan["layout"]
     expected = {
         "data": 4,
         "pipeline": 2,
@@ -190,120 +190,123 @@ def test_the_layout_of_the_options_is_planned(planned):
         "chunks": 1,
     }
     assert {name: layout[name] for name in expected} == expected
-    assert found["run"]["steps"] == 7 and found["global_batch"] == 32
-    assert found["memory"]["bytes"] == pytest.approx(sum(found["memory"]["terms"].values()))
-    assert found["step_s"] == pytest.approx(sum(found["timing"]["terms"].values()))
-    assert found["hfu"] > found["mfu"] > 0
+    assert plan["run"]["steps"] == 7 and plan["global_batch"] == 32
+    assert plan["memory"]["bytes"] == pytest.approx(sum(plan["memory"]["terms"].values()))
+    assert plan["step_s"] == pytest.approx(sum(plan["timing"]["terms"].values()))
+    assert plan["hfu"] > plan["mfu"] > 0
 
 
-def test_every_number_of_a_model_counts(planned):
-    base = planned(*GPT, *ON)["parameters"]
+def test_every_model_option_changes_the_parameter_count(plan_json):
+    base = plan_json(*GPT, *ON)["parameters"]
     hidden, layers, words = 256, 4, 1000
-    assert planned(*GPT, *ON, "--untied")["parameters"] == base + hidden * words
-    assert planned(*GPT, *ON, "--feed-forward", 512)["parameters"] < base
-    assert planned(*GPT, *ON, "--mlp-ratio", 2)["parameters"] == planned(*GPT, *ON, "--feed-forward", 512)["parameters"]
-    assert planned(*GPT, *ON, "--mlp-ratio", 4)["parameters"] == base
-    assert planned(*GPT, *ON, "--kv-heads", 1)["parameters"] < base
-    assert planned(*GPT, *ON, "--gated", "--feed-forward", 1024)["parameters"] > base
-    assert planned(*GPT, *ON, "--no-bias")["parameters"] < base
-    assert planned(*GPT, *ON, "--positions", "rotary")["parameters"] == base - 128 * hidden
-    assert planned(*GPT, *ON, "--norm", "rms")["parameters"] == base - (2 * layers + 1) * hidden
-    assert planned(*GPT, *ON, "--experts", 4, "--experts-per-token", 2)["parameters"] > 2.5 * (base - words * hidden)
-    assert planned(*(word if word != "128" else "256" for word in GPT), *ON)["tokens"] == 2 * 32 * 128
-    assert planned(*GPT, *ON, "--no-causal")["parameters"] == base
+    assert plan_json(*GPT, *ON, "--untied")["parameters"] == base + hidden * words
+    assert plan_json(*GPT, *ON, "--feed-forward", 512)["parameters"] < base
+    assert (
+        plan_json(*GPT, *ON, "--mlp-ratio", 2)["parameters"]
+        == plan_json(*GPT, *ON, "--feed-forward", 512)["parameters"]
+    )
+    assert plan_json(*GPT, *ON, "--mlp-ratio", 4)["parameters"] == base
+    assert plan_json(*GPT, *ON, "--kv-heads", 1)["parameters"] < base
+    assert plan_json(*GPT, *ON, "--gated", "--feed-forward", 1024)["parameters"] > base
+    assert plan_json(*GPT, *ON, "--no-bias")["parameters"] < base
+    assert plan_json(*GPT, *ON, "--positions", "rotary")["parameters"] == base - 128 * hidden
+    assert plan_json(*GPT, *ON, "--norm", "rms")["parameters"] == base - (2 * layers + 1) * hidden
+    assert plan_json(*GPT, *ON, "--experts", 4, "--experts-per-token", 2)["parameters"] > 2.5 * (base - words * hidden)
+    assert plan_json(*(word if word != "128" else "256" for word in GPT), *ON)["tokens"] == 2 * 32 * 128
+    assert plan_json(*GPT, *ON, "--no-causal")["parameters"] == base
 
 
-def test_a_model_by_name(planned):
-    found = planned(*NAMED, *ON, "--tokens", 64 * 1024 * 10 + 1)
-    assert found["model"] == "gpt2" and found["parameters"] == 124_439_808
-    assert found["run"]["steps"] == 11
-    assert planned(*NAMED, *ON, "--context", 512)["tokens"] == 64 * 512
+def test_named_model_is_planned(plan_json):
+    plan = plan_json(*NAMED, *ON, "--tokens", 64 * 1024 * 10 + 1)
+    assert plan["model"] == "gpt2" and plan["parameters"] == 124_439_808
+    assert plan["run"]["steps"] == 11
+    assert plan_json(*NAMED, *ON, "--context", 512)["tokens"] == 64 * 512
 
 
-def test_a_recipe_is_planned_as_it_would_run(planned, recipe):
+def test_recipe_is_planned_as_it_would_run(plan_json, recipe):
     path = recipe(RECIPE)
-    found = planned(path, "--cluster", "workstation", "--devices", 2)
-    assert found["model"] == "mine" and found["run"]["steps"] == 50 and found["global_batch"] == 16
-    layout = found["layout"]
+    plan = plan_json(path, "--cluster", "workstation", "--devices", 2)
+    assert plan["model"] == "mine" and plan["run"]["steps"] == 50 and plan["global_batch"] == 16
+    layout = plan["layout"]
     assert (layout["data"], layout["precision"], layout["overlap"], layout["optimizer_slots"]) == (2, "float32", 0.0, 2)
     assert (layout["microbatch"], layout["microbatches"]) == (8, 1)
-    cut = planned(
+    cut = plan_json(
         *(path, "--cluster", "workstation", "--set", "parallel.pipeline=2", "--set", "parallel.microbatches=4"),
         *("--set", "parallel.recompute=true", "--set", "optimizer.name=sgd", "--set", "optimizer.momentum=0.0"),
     )["layout"]
     assert (cut["pipeline"], cut["microbatch"], cut["schedule"], cut["recompute"]) == (2, 4, "1f1b", "full")
     assert cut["optimizer_slots"] == 0
-    half = planned(path, *ON, "--set", "precision.mode=bfloat16", "--set", "communication.overlap=thread")["layout"]
-    assert planned(path, *ON, "--pipeline", 2, "--schedule", "zb-v")["layout"]["chunks"] == 2
+    half = plan_json(path, *ON, "--set", "precision.mode=bfloat16", "--set", "communication.overlap=thread")["layout"]
+    assert plan_json(path, *ON, "--pipeline", 2, "--schedule", "zb-v")["layout"]["chunks"] == 2
     assert (half["precision"], half["activations"], half["overlap"]) == ("bfloat16", "float32", 1.0)
 
 
-def test_without_a_recipe_the_default_one_is_planned(planned, recipe):
-    found = planned("--cluster", "workstation", "--devices", 2)
-    written = planned(recipe("", "empty.toml"), "--cluster", "workstation", "--devices", 2)
-    assert found["model"] == "the default recipe" and written["model"] == "empty"
-    assert found | {"model": ""} == written | {"model": ""}
-    assert planned("compare", "--cluster", "workstation", "--layout", "data=1", "--layout", "data=2")[1]["step_s"] > 0
+def test_default_recipe_is_planned_without_arguments(plan_json, recipe):
+    plan = plan_json("--cluster", "workstation", "--devices", 2)
+    written = plan_json(recipe("", "empty.toml"), "--cluster", "workstation", "--devices", 2)
+    assert plan["model"] == "the default recipe" and written["model"] == "empty"
+    assert plan | {"model": ""} == written | {"model": ""}
+    assert plan_json("compare", "--cluster", "workstation", "--layout", "data=1", "--layout", "data=2")[1]["step_s"] > 0
 
 
-def test_options_take_the_place_of_what_a_recipe_says(planned, recipe):
-    found = planned(recipe(RECIPE), *ON, "--tensor", 2, "--batch", 8, "--zero", 3, "--data", 2, "--steps", 5)
-    layout = found["layout"]
+def test_options_override_the_recipe(plan_json, recipe):
+    plan = plan_json(recipe(RECIPE), *ON, "--tensor", 2, "--batch", 8, "--zero", 3, "--data", 2, "--steps", 5)
+    layout = plan["layout"]
     assert (layout["tensor"], layout["data"], layout["strategy"], layout["microbatch"]) == (2, 2, "zero3", 4)
-    assert found["global_batch"] == 8 and found["run"]["steps"] == 5
+    assert plan["global_batch"] == 8 and plan["run"]["steps"] == 5
 
 
-def test_parameter_servers_of_a_recipe(planned, recipe):
+def test_parameter_servers_of_a_recipe_are_planned(plan_json, recipe):
     path = recipe(RECIPE + "[parallel]\nstrategy = 'parameter_server'\n[parameter_server]\nservers = 2\n")
-    layout = planned(path, *ON, "--devices", 6)["layout"]
+    layout = plan_json(path, *ON, "--devices", 6)["layout"]
     assert (layout["servers"], layout["data"], layout["devices"]) == (2, 4, 6)
-    colocated = planned(path, *ON, "--devices", 6, "--set", "parameter_server.placement=colocated")
+    colocated = plan_json(path, *ON, "--devices", 6, "--set", "parameter_server.placement=colocated")
     assert (colocated["layout"]["servers"], colocated["layout"]["data"]) == (0, 6)
     assert any("every rank served" in flag for flag in colocated["flags"])
 
 
 @cases(
-    "key, said",
+    "key, output",
     ("communication.compression=qsgd", "planned as int8"),
     ("communication.algorithm=circulant", "planned as the fastest"),
-    ("run.logical_shards=4", "fixed orders of sums"),
+    ("run.logical_shards=4", "fixed summation"),
     ("parallel.strategy=zero1", "one is planned"),
     ("run.batch_warmup=[96, 8]", "run.batch_warmup"),
 )
-def test_what_a_plan_leaves_out_of_a_recipe_is_told(key, said, planned, recipe):
-    assert said in " ".join(planned(recipe(RECIPE), *ON, "--set", key)["flags"])
+def test_unplanned_recipe_keys_are_reported(key, output, plan_json, recipe):
+    assert output in " ".join(plan_json(recipe(RECIPE), *ON, "--set", key)["flags"])
 
 
-def test_attention_of_packed_documents_is_planned_within_them(planned, recipe, tmp_path):
-    """Without data to measure them it is that of whole contexts, and a note says so."""
+def test_attention_of_packed_documents_is_planned_per_document(plan_json, recipe, tmp_path):
+    """Without data to measure documents, attention over whole contexts is planned, with a note."""
     keys = [f"--set={key}" for key in ("data.context=512", "data.packed=true", "data.document_end=10")]
     keys.append("--set=data.validation_fraction=0")
     path = recipe(RECIPE)
-    (tmp_path / "lines.txt").write_text("a line of 32 bytes, with its end\n" * 800)  # 32 places each, 16 a sample
-    within = planned(path, *ON, *keys, f"--set=data.path={tmp_path / 'lines.txt'}")
-    whole = planned(path, *ON, *keys, f"--set=data.path={tmp_path / 'none'}")
-    assert whole["step_s"] == planned(path, *ON, keys[0])["step_s"] > within["step_s"]
+    (tmp_path / "lines.txt").write_text("a line of 32 bytes, with its end\n" * 800)  # 32 tokens each, 16 per sample
+    within = plan_json(path, *ON, *keys, f"--set=data.path={tmp_path / 'lines.txt'}")
+    whole = plan_json(path, *ON, *keys, f"--set=data.path={tmp_path / 'none'}")
+    assert whole["step_s"] == plan_json(path, *ON, keys[0])["step_s"] > within["step_s"]
     assert within["memory"] == whole["memory"]
     assert f"have {33 / 513:.1%} of the pairs of tokens of whole contexts" in " ".join(within["flags"])
-    assert "the most that it can be" in " ".join(whole["flags"])
+    assert "its maximum" in " ".join(whole["flags"])
 
 
 @cases(
-    "more, told",
+    "more, output",
     ([], True),
     (["--devices", 2], False),
     (["--set", "parallel.data=2"], False),
 )
-def test_words_tell_that_one_replica_is_planned_beside_the_layout(more, told, run, recipe):
+def test_text_notes_if_only_one_replica_is_planned(more, output, run, recipe):
     code, out, _ = run(recipe(RECIPE), *ON, *more, "--explain")
     layout = " ".join(out[out.index("\nlayout ") : out.index("\nmemory ")].split())
-    assert code == 0 and ("--devices N plans for N" in layout) == told
-    assert out.count("one is planned") == told
+    assert code == 0 and ("--devices N plans for N" in layout) == output
+    assert out.count("one is planned") == output
 
 
-def test_a_model_in_numbers_is_planned_on_one_replica(planned):
-    assert any("one is planned" in flag for flag in planned(*GPT, *ON)["flags"])
-    assert not any("one is planned" in flag for flag in planned(*GPT, *ON, "--data", 2)["flags"])
+def test_model_from_options_is_planned_on_one_replica(plan_json):
+    assert any("one is planned" in flag for flag in plan_json(*GPT, *ON)["flags"])
+    assert not any("one is planned" in flag for flag in plan_json(*GPT, *ON, "--data", 2)["flags"])
 
 
 @cases(
@@ -312,46 +315,46 @@ def test_a_model_in_numbers_is_planned_on_one_replica(planned):
     (["--precision", "bfloat16", "--activations", "working"], True),
     (["--precision", "float32"], True),
 )
-def test_16_bits_with_activations_in_float32_gain_nothing(more, gains, planned):
-    flags = planned(*GPT, *ON, *more)["flags"]
-    assert any("products are of float32 numbers" in flag for flag in flags) != gains
+def test_16_bit_plan_with_float32_activations_is_flagged(more, gains, plan_json):
+    flags = plan_json(*GPT, *ON, *more)["flags"]
+    assert any("with float32 activations" in flag for flag in flags) != gains
 
 
-def test_words_tell_what_is_assumed(run, recipe):
+def test_explain_lists_assumptions(run, recipe):
     code, out, _ = run(recipe(RECIPE), *ON, "--explain")
     assert code == 0
-    assert "rule: 16 bytes a parameter" in out and "MFU" in out and "HFU" in out and "GiB" in out
+    assert "rule: 16 bytes per parameter" in out and "MFU" in out and "HFU" in out and "GiB" in out
     assert "assumption" in out
-    told = [line for line in out.splitlines() if "the time of a restart is an assumption" in line]
-    assert len(told) <= 1
+    lines = [line for line in out.splitlines() if "the time of a restart is an assumption" in line]
+    assert len(lines) <= 1
 
 
-def test_flags_are_told_once_and_decisive_first(run, planned):
+def test_flags_are_listed_once_with_the_decisive_first(run, plan_json):
     arguments = ["--model", "gpt3-175b", "--batch", "65", "--data", "64", "--tensor-overlap", "0.5", *ON]
-    flags = planned(*arguments, expected=1)["flags"]
+    flags = plan_json(*arguments, expected=1)["flags"]
     assert flags[0].startswith("it does not fit") and flags[-1].startswith("assumed in the file of a100-selene")
     assert "65 samples on 64 replicas: 1 computes 2 micro-batches while the others, with 1, wait" in flags
     assert "tensor_overlap = 0.5 has no effect with one tensor device" in flags
-    assert any("attention_share" in one for one in planned(*arguments, expected=1)["assumptions"])
+    assert any("attention_share" in one for one in plan_json(*arguments, expected=1)["assumptions"])
     _, out, _ = run("search", *GPT, *ON, "--devices", "16", "--first", "3")
-    told = [line for line in out.splitlines() if line.startswith("note: ")]
-    assert len(told) == len(set(told)) and told[-1].startswith("note: assumed in the file")
-    assert sum("messages that hide" in line for line in told) <= 1
+    lines = [line for line in out.splitlines() if line.startswith("note: ")]
+    assert len(lines) == len(set(lines)) and lines[-1].startswith("note: assumed in the file")
+    assert sum("messages that hide" in line for line in lines) <= 1
 
 
-def test_what_does_not_fit_is_an_answer(run, planned):
+def test_plan_that_does_not_fit_exits_with_1(run, plan_json):
     arguments = ["--model", "gpt3-175b", "--batch", "8", *ON]
     code, out, _ = run(*arguments)
     assert code == 1 and "DOES NOT FIT" in out
-    assert planned(*arguments, expected=1)["memory"]["fits"] is False
+    assert plan_json(*arguments, expected=1)["memory"]["fits"] is False
     each = ["compare", *arguments, "--layout", "zero=1"]
     assert run(*each, "--layout", "zero=2")[0] == 1
     assert run(*each, "--layout", "tensor=8,pipeline=8,recompute=full")[0] == 0
 
 
 @cases(
-    "arguments, code, said",
-    ([*GPT], 2, "give --cluster NAME|FILE: a100-selene"),
+    "arguments, code, output",
+    ([*GPT], 2, "give --cluster NAME (one of a100-selene"),
     ([*GPT, "--cluster", "a100-selen"], 78, "the nearest is 'a100-selene'"),
     (["--model", "gpt2-xll", "--batch", "8", *ON], 78, "gpt2-xl"),
     (["--model", "gpt2", *ON], 2, "give --batch"),
@@ -359,41 +362,41 @@ def test_what_does_not_fit_is_an_answer(run, planned):
     ([*NAMED, *ON, "--layers", "3"], 2, "--model gpt2 and --layers"),
     ([*NAMED, *ON, "--set", "run.steps=3"], 2, "--set run.steps=3 changes a recipe"),
     ([*GPT, *ON, "--feed-forward", "512", "--mlp-ratio", "2"], 2, "--feed-forward and --mlp-ratio"),
-    ([*GPT, *ON, "--mlp-ratio", "1.001"], 2, "no whole width"),
-    ([*GPT, *ON, "--mlp-ratio", "inf"], 2, "inf is no finite number"),
-    ([*GPT, *ON, "--mlp-ratio", "nan"], 2, "nan is no finite number"),
-    ([*GPT, *ON, "--tokens", "nan"], 2, "nan is no finite number"),
-    ([*GPT, *ON, "--tokens", "inf"], 2, "inf is no finite number"),
+    ([*GPT, *ON, "--mlp-ratio", "1.001"], 2, "not an integer"),
+    ([*GPT, *ON, "--mlp-ratio", "inf"], 2, "inf is not a finite number"),
+    ([*GPT, *ON, "--mlp-ratio", "nan"], 2, "nan is not a finite number"),
+    ([*GPT, *ON, "--tokens", "nan"], 2, "nan is not a finite number"),
+    ([*GPT, *ON, "--tokens", "inf"], 2, "inf is not a finite number"),
     ([*GPT, *ON, "--tokens", "1e300"], 2, "at most 1,000,000,000,000 steps"),
     ([*GPT, *ON, "--steps", "9" * 30], 2, "at most 1,000,000,000,000 steps"),
-    ([*GPT, *ON, "--overlap", "nan"], 2, "nan is no finite number"),
-    ([*GPT, *ON, "--tensor-overlap", "nan"], 2, "nan is no finite number"),
+    ([*GPT, *ON, "--overlap", "nan"], 2, "nan is not a finite number"),
+    ([*GPT, *ON, "--tensor-overlap", "nan"], 2, "nan is not a finite number"),
     ([*GPT, *ON, "--experts-per-token", "2"], 2, "needs --experts"),
     ([*GPT, *ON, "--steps", "3", "--tokens", "1e6"], 2, "--steps 3 and --tokens 1e+06"),
     ([*GPT, *ON, "--zero", "2", "--strategy", "allreduce"], 2, "--zero 2 is --strategy zero2"),
-    ([*GPT, *ON, "--servers", "2", "--zero", "1"], 2, "--servers 2 is for --strategy parameter_server"),
+    ([*GPT, *ON, "--servers", "2", "--zero", "1"], 2, "--servers 2 needs --strategy parameter_server"),
     ([*GPT, *ON, "--schedule", "zb-h1"], 2, "--schedule zb-h1 with one pipeline device"),
     ([*GPT, *ON, "--chunks", "2"], 2, "--chunks 2 with one pipeline device"),
     ([*GPT, *ON, "--pipeline", "2", "--schedule", "interleaved"], 2, "needs --chunks"),
     ([*GPT, *ON, "--pipeline", "2", "--schedule", "zb-v", "--chunks", "3"], 2, "which has 2"),
-    ([*GPT, *ON, "--sequence-parallel"], 2, "cuts nothing"),
-    ([*GPT, *ON, "--main-gradients", "working"], 2, "is of --implementation megatron"),
+    ([*GPT, *ON, "--sequence-parallel"], 2, "has no effect"),
+    ([*GPT, *ON, "--main-gradients", "working"], 2, "needs --implementation megatron"),
     (
         [*GPT, *ON, "--main-gradients", "working", "--implementation", "megatron", "--precision", "float32"],
         2,
         "--main-gradients working has no effect with the precision float32",
     ),
-    ([*GPT, *ON, "--no-gradient-fusion"], 2, "is of --implementation megatron"),
+    ([*GPT, *ON, "--no-gradient-fusion"], 2, "needs --implementation megatron"),
     ([*GPT, *ON, "--activations", "float32", "--precision", "float32"], 2, "no effect with the precision float32"),
     ([*GPT, *ON, "--devices", "7", "--tensor", "2"], 2, "data ? x pipeline 1 x tensor 2 x context 1"),
-    ([*GPT, *ON, "--devices", "8", "--tensor", "2", "--data", "2"], 2, "the nearest that it makes is 4"),
+    ([*GPT, *ON, "--devices", "8", "--tensor", "2", "--data", "2"], 2, "the nearest possible number is 4"),
     ([*GPT, *ON, "--tensor", "3"], 78, "tensor = 3"),
     ([*GPT, *ON, "--data", "64"], 78, "a global batch of 32"),
     ([*GPT, *ON, "--pipeline", "2", "--schedule", "zb-h1", "--recompute", "full"], 78, "recompute"),
     ([*GPT, "--cluster", "workstation", "--data", "4"], 78, "2 more than the 2 of workstation"),
     ([*GPT, *ON, "--precision", "int8"], 2, "int8"),
-    ([*GPT, *ON, "--context", "32KB"], 2, "'32KB' is no number of tokens such as 4096, 16K or 1M"),
-    ([*GPT, *ON, "--context", "0"], 2, "'0' is no number of tokens"),
+    ([*GPT, *ON, "--context", "32KB"], 2, "'32KB' is not a number of tokens; expected a number such as 4096, 16K"),
+    ([*GPT, *ON, "--context", "0"], 2, "'0' is not a number of tokens"),
     ([*GPT, *ON, "--plot", "plan.xls"], 2, "choose an ending from"),
     ([*GPT, *ON, "--plot", "/nowhere/plan.png"], 74, "/nowhere is no directory"),
     (["no-such-recipe.toml", *ON], 74, "recipe no-such-recipe.toml: there is no such file"),
@@ -402,29 +405,29 @@ def test_what_does_not_fit_is_an_answer(run, planned):
     (["comapre", *ON], 2, "did you mean `hpcdist plan compare`?"),
     (["--no-such-option"], 2, "--no-such-option"),
 )
-def test_refusals(arguments, code, said, run):
-    found, out, err = run(*arguments)
-    assert (found, out) == (code, ""), err
-    assert said in err and "Traceback" not in err
+def test_invalid_plans_are_rejected(arguments, code, output, run):
+    result, out, err = run(*arguments)
+    assert (result, out) == (code, ""), err
+    assert output in err and "Traceback" not in err
 
 
-def test_a_recipe_and_a_name_are_two_models(run, recipe):
+def test_recipe_with_a_model_name_is_rejected(run, recipe):
     code, _, err = run(recipe(RECIPE), *NAMED, *ON)
-    assert code == 2 and "are two models" in err
+    assert code == 2 and "both describe a model" in err
 
 
 @cases(
-    "text, said",
-    ("[model]\nkind = 'import'\nfactory = 'a:b'\n", "only the code that makes it knows"),
+    "text, output",
+    ("[model]\nkind = 'import'\nfactory = 'a:b'\n", "its layers are unknown, because user code creates them"),
     ("[parallel]\nstrategy = 'gossip'\n", "'gossip' cannot be planned"),
     ("[model]\nkind = 'convnet'\n[data]\npath = 'none.h5'\n", "there is no such file"),
 )
-def test_recipes_that_cannot_be_described(text, said, run, recipe):
+def test_unsupported_recipes_are_rejected(text, output, run, recipe):
     code, _, err = run(recipe(text), *ON)
-    assert code == 78 and said in err
+    assert code == 78 and output in err
 
 
-def test_pictures(run, tmp_path):
+def test_plot_is_written(run, tmp_path):
     pytest.importorskip("matplotlib")
     file = tmp_path / "plan.png"
     code, _, err = run(*GPT, *ON, "--pipeline", "2", "--microbatch", "4", "--plot", file)
@@ -432,11 +435,11 @@ def test_pictures(run, tmp_path):
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_cluster_of_ones_own(run, planned, tmp_path):
-    own = replace(toml_file.read("a100-selene"), name="mine", devices=16)
+def test_cluster_file_is_planned(run, plan_json, tmp_path):
+    local_data = replace(toml_file.read("a100-selene"), name="mine", devices=16)
     path = tmp_path / "mine.toml"
-    path.write_text(toml_file.dump(own))
-    assert planned(*GPT, "--cluster", path)["cluster"] == "mine"
+    path.write_text(toml_file.dump(local_data))
+    assert plan_json(*GPT, "--cluster", path)["cluster"] == "mine"
     code, _, err = run(*GPT, "--cluster", path, "--data", "32")
     assert code == 78 and "16 more than the 16 of mine" in err
     code, out, _ = run("clusters", path)
@@ -446,7 +449,7 @@ def test_a_cluster_of_ones_own(run, planned, tmp_path):
     assert code == 78 and "devises" in err and str(path) in err
 
 
-def test_lists(run):
+def test_clusters_and_models_are_listed(run):
     code, out, _ = run("clusters")
     assert code == 0 and all(f"{name} " in out for name in toml_file.names())
     code, out, _ = run("models", "--json")
@@ -457,17 +460,17 @@ def test_lists(run):
     assert code == 78
 
 
-def test_a_search_explains_what_it_finds(run, planned, tmp_path):
+def test_search_lists_and_explains_layouts(run, plan_json, tmp_path):
     arguments = ["search", *GPT, *ON, "--devices", "16", "--first", "3"]
-    found = planned(*arguments)
-    assert len(found["found"]) == 3
-    steps = [one["step_s"] for one in found["found"]]
+    plan = plan_json(*arguments)
+    assert len(plan["found"]) == 3
+    steps = [one["step_s"] for one in plan["found"]]
     assert steps == sorted(steps)
-    assert all(one["layout"]["devices"] == 16 for one in found["found"])
+    assert all(one["layout"]["devices"] == 16 for one in plan["found"])
     code, out, err = run(*arguments)
     assert code == 0, err
     assert "least time among" in out and "\n 1  " in out and "\n 3  " in out and "refused" in out
-    assert f"row 1 in full: {found['again']}\n" in out
+    assert f"row 1 in full: {plan['again']}\n" in out
 
 
 PIPELINES = "[parallel]\npipeline = 2\nmicrobatches = 4\nrecompute = true\n"
@@ -490,82 +493,82 @@ SERVED = "[parallel]\nstrategy = 'parameter_server'\n[parameter_server]\nservers
     ([*ON, "--devices", "8", "--pipeline", "2", "--recompute", "none"], RECIPE + PIPELINES),
     ([*ON, "--devices", "8", "--strategy", "parameter_server"], RECIPE + SERVED),
 )
-def test_the_best_layout_can_be_planned_again(arguments, text, planned, recipe):
+def test_printed_command_plans_the_best_layout_again(arguments, text, plan_json, recipe):
     path = [] if text is None else [recipe(text, "with a space.toml")]
-    found = planned("search", *path, *arguments, "--first", "2")
-    best, words = found["found"][0], shlex.split(found["again"])
+    plan = plan_json("search", *path, *arguments, "--first", "2")
+    best, words = plan["found"][0], shlex.split(plan["again"])
     assert words[:2] == ["hpcdist", "plan"]
-    again = planned(*words[2:])
+    again = plan_json(*words[2:])
     idle = {"schedule": "", "chunks": 1} if best["layout"]["pipeline"] == 1 else {}
     assert again["layout"] | idle == best["layout"] | idle
     for name in ("step_s", "memory", "timing", "run", "energy", "parameters", "global_batch", "cluster"):
         assert again[name] == best[name]
 
 
-def test_a_search_says_which_devices_are_paid_for(planned):
+def test_search_reports_unused_devices(plan_json):
     arguments = ["search", *GPT, *ON, "--first", "2", "--objective", "cost"]
-    told = "energy and price are those of 2 nodes: of 16 devices there 4 are not used"
-    assert told in planned(*arguments, "--devices", "12", "--implementation", "hpcdist")["flags"]
-    assert not any("not used" in flag for flag in planned(*arguments, "--devices", "16")["flags"])
+    output = "energy and price are those of 2 nodes: of 16 devices there 4 are not used"
+    assert output in plan_json(*arguments, "--devices", "12", "--implementation", "hpcdist")["flags"]
+    assert not any("not used" in flag for flag in plan_json(*arguments, "--devices", "16")["flags"])
 
 
-def test_what_is_given_does_not_vary_in_a_search(planned):
-    found = planned(
+def test_search_keeps_given_options_fixed(plan_json):
+    plan = plan_json(
         *("search", *GPT, *ON, "--devices", "16", "--tensor", "2", "--zero", "3", "--recompute", "full"),
         *("--precision", "float32", "--memory", "40 GB", "--objective", "energy", "--no-simulate", "--distinct"),
     )
-    assert found["objective"] == "energy" and found["found"]
-    for one in found["found"]:
+    assert plan["objective"] == "energy" and plan["found"]
+    for one in plan["found"]:
         layout = one["layout"]
         assert (layout["tensor"], layout["recompute"], layout["precision"]) == (2, "full", "float32")
         assert layout["strategy"] == "zero3"
         assert one["memory"]["bytes"] <= 40e9
-    values = [one["value"] for one in found["found"]]
+    values = [one["value"] for one in plan["found"]]
     assert values == sorted(values)
 
 
-def test_a_search_plans_for_all_devices_and_says_nothing_of_one_replica(planned, recipe):
+def test_search_uses_all_devices_of_the_cluster(plan_json, recipe):
     small = ["search", "--cluster", "workstation", "--first", "1"]
     for subject in ([*GPT, "--precision", "float32"], [recipe(RECIPE)]):
-        assert planned(*small, *subject)["devices"] == 2
+        assert plan_json(*small, *subject)["devices"] == 2
         for devices in ([], ["--devices", "2"]):
-            assert not any("one is planned" in flag for flag in planned(*small, *subject, *devices)["flags"])
+            assert not any("one is planned" in flag for flag in plan_json(*small, *subject, *devices)["flags"])
 
 
-def test_a_recipe_keeps_what_a_search_does_not_vary(planned, recipe):
-    found = planned("search", recipe(RECIPE), *ON, "--devices", "4", "--first", "2")
-    layouts = [one["layout"] for one in found["found"]]
+def test_search_keeps_other_recipe_keys(plan_json, recipe):
+    plan = plan_json("search", recipe(RECIPE), *ON, "--devices", "4", "--first", "2")
+    layouts = [one["layout"] for one in plan["found"]]
     assert {layout["precision"] for layout in layouts} == {"float32"}
     assert {layout["overlap"] for layout in layouts} == {0.0}
-    assert {one["run"]["steps"] for one in found["found"]} == {50}
+    assert {one["run"]["steps"] for one in plan["found"]} == {50}
 
 
 @cases(
-    "arguments, code, said",
-    (["--data", "2", "--devices", "4"], 2, "--data is what a search finds"),
+    "arguments, code, output",
+    (["--data", "2", "--devices", "4"], 2, "--data is a result of the search"),
     (["--devices", "4", "--memory", "80"], 2, "has no unit"),
     (["--devices", "4", "--memory", "80 Gb"], 2, "bits or bytes"),
-    (["--devices", "4", "--memory", "inf GB"], 2, "has no number"),
-    (["--devices", "4", "--memory", "1e400 GB"], 2, "no finite number"),
-    (["--devices", "4", "--memory", "0 GB"], 2, "choose more than 0"),
-    (["--devices", "4", "--memory", "900 GB"], 2, "is none of the 85,899,345,920 bytes"),
+    (["--devices", "4", "--memory", "inf GB"], 2, "has no readable number"),
+    (["--devices", "4", "--memory", "1e400 GB"], 2, "not a finite number"),
+    (["--devices", "4", "--memory", "0 GB"], 2, "must be above 0"),
+    (["--devices", "4", "--memory", "900 GB"], 2, "and at most the 85,899,345,920 bytes"),
     (["--devices", "100000"], 2, "more than the"),
 )
-def test_searches_that_are_refused(arguments, code, said, run):
-    found, out, err = run("search", *GPT, *ON, *arguments)
-    assert (found, out) == (code, ""), err
-    assert said in err
+def test_invalid_searches_are_rejected(arguments, code, output, run):
+    result, out, err = run("search", *GPT, *ON, *arguments)
+    assert (result, out) == (code, ""), err
+    assert output in err
 
 
-def test_nothing_fits(run):
+def test_search_without_a_fitting_layout_exits_with_1(run):
     code, out, _ = run("search", "--model", "megatron-1t", "--batch", "8", *ON, "--devices", "8", "--first", "2")
     assert code == 1 and "no layout fits" in out
 
 
-def test_a_comparison_is_a_line_a_plan(run, planned):
+def test_comparison_prints_one_line_per_plan(run, plan_json):
     arguments = ["compare", *GPT, *ON, "--cluster", "h100-hgx", "--layout", "tensor=2", "--layout", "data=4 zero=1"]
-    found = planned(*arguments)
-    assert [(one["cluster"], one["layout"]["tensor"], one["layout"]["data"]) for one in found] == [
+    plan = plan_json(*arguments)
+    assert [(one["cluster"], one["layout"]["tensor"], one["layout"]["data"]) for one in plan] == [
         ("a100-selene", 2, 1),
         ("a100-selene", 1, 4),
         ("h100-hgx", 2, 1),
@@ -577,17 +580,17 @@ def test_a_comparison_is_a_line_a_plan(run, planned):
     assert len(lines) == 4 and "zero1" in lines[1] and "4 against 1: " in out
 
 
-def test_what_cannot_be_is_left_out_of_a_comparison(run, planned):
+def test_impossible_layouts_are_left_out_of_a_comparison(run, plan_json):
     arguments = ["compare", *GPT, *ON, "--layout", "tensor=3", "--layout", "tensor=2"]
-    impossible, possible = planned(*arguments)
+    impossible, possible = plan_json(*arguments)
     assert "tensor = 3" in impossible["impossible"] and possible["impossible"] is None and possible["step_s"] > 0
     code, out, _ = run(*arguments)
-    assert code == 0 and "left out: tensor=3 on a100-selene: this layout cannot be: tensor = 3" in out
+    assert code == 0 and "left out: tensor=3 on a100-selene: this layout is not possible: tensor = 3" in out
     code, out, err = run("compare", *GPT, *ON, "--layout", "tensor=3", "--layout", "tensor=5")
     assert (code, out) == (78, "") and "tensor = 3" in err and "tensor = 5" in err
 
 
-def test_what_holds_for_all_plans_is_said_once(run):
+def test_notes_common_to_all_plans_are_printed_once(run):
     code, out, _ = run("compare", *GPT, *ON, "--cluster", "h100-hgx")
     assert code == 0 and out.count("neither --steps nor --tokens is given") == 1
     assert (
@@ -595,28 +598,28 @@ def test_what_holds_for_all_plans_is_said_once(run):
     )
 
 
-def test_a_layout_of_a_comparison_may_say_its_devices_and_batch(planned):
-    found = planned("compare", *GPT, *ON, "--layout", "devices=4", "--layout", "devices=8,batch=64")
-    assert [(one["layout"]["data"], one["global_batch"]) for one in found] == [(4, 32), (8, 64)]
+def test_compared_layout_may_set_devices_and_batch(plan_json):
+    plan = plan_json("compare", *GPT, *ON, "--layout", "devices=4", "--layout", "devices=8,batch=64")
+    assert [(one["layout"]["data"], one["global_batch"]) for one in plan] == [(4, 32), (8, 64)]
 
 
 @cases(
-    "arguments, said",
-    ([*ON, "--layout", "tensor=2"], "compares with nothing"),
+    "arguments, output",
+    ([*ON, "--layout", "tensor=2"], "nothing to compare"),
     ([*ON, "--layout", "tensr=2", "--layout", "tensor=2"], "'--tensor'"),
     ([*ON, "--layout", "tensor=two", "--layout", "tensor=2"], "'two' is not a valid integer"),
     ([*ON, "--layout", "zero=1,strategy=zero2", "--layout", "tensor=2"], "--zero 1 is --strategy zero1"),
 )
-def test_comparisons_that_are_refused(arguments, said, run):
+def test_invalid_comparisons_are_rejected(arguments, output, run):
     code, out, err = run("compare", *GPT, *arguments)
-    assert (code, out) == (2, "") and said in err
+    assert (code, out) == (2, "") and output in err
 
 
-def test_names_are_completed():
+def test_shell_completion_of_names():
     parameters = {one.name: one for one in group.command.params}
     context = click.Context(group.command)
-    found = [item.value for item in parameters["cluster"].shell_complete(context, "a100")]
-    assert found == ["a100-selene"]
+    results = [item.value for item in parameters["cluster"].shell_complete(context, "a100")]
+    assert results == ["a100-selene"]
     assert [item.value for item in parameters["recipe"].shell_complete(context, "cl")] == ["clusters", "cl"]
     assert "gpt2-xl" in [item.value for item in parameters["model"].shell_complete(context, "gpt2")]
 
@@ -626,11 +629,11 @@ SEVEN += ["--batch", "512", "--devices", "64", "--cluster", "h100-hgx"]
 OURS = ["--implementation", "hpcdist"]
 
 
-def test_an_mfu_that_nobody_has_measured_is_limited_and_said_first(run, planned):
+def test_unmeasured_mfu_is_limited_with_a_leading_note(run, plan_json):
     arguments = [*SEVEN, *OURS, "--zero", "1", "--microbatch", "4"]
-    found = planned(*arguments)
-    assert found["is_capped"] and found["mfu"] == pytest.approx(0.4644) and found["modelled_mfu"] > 0.6
-    assert sum(found["timing"]["terms"].values()) == pytest.approx(found["step_s"])
+    plan = plan_json(*arguments)
+    assert plan["is_capped"] and plan["mfu"] == pytest.approx(0.4644) and plan["modelled_mfu"] > 0.6
+    assert sum(plan["timing"]["terms"].values()) == pytest.approx(plan["step_s"])
     limited = "LIMITED: MFU is limited to 46.4%, the best published training on such"
     assert run(*arguments, "--explain")[1].startswith(limited)
     assert "MFU 46.4 %, limited to the best published" in run(*arguments)[1]
@@ -640,55 +643,59 @@ def test_an_mfu_that_nobody_has_measured_is_limited_and_said_first(run, planned)
     assert out.startswith("* MFU of rows 1, 2 limited to 46.4 %") and "zero3" not in out.split("row 1 in full")[0]
 
 
-def test_a_gpu_that_nobody_has_measured_is_planned_with_published_kernels(planned, recipe, tmp_path):
+def test_uncalibrated_gpu_is_planned_with_published_kernels(plan_json, recipe, tmp_path):
     arguments = [*SEVEN, "--zero", "1", "--recompute", "full"]
-    found = planned(*arguments)
-    assert found["layout"]["implementation"] == "megatron" and not found["is_capped"]
-    assert planned(*arguments, *OURS)["layout"]["implementation"] == "hpcdist"
+    plan = plan_json(*arguments)
+    assert plan["layout"]["implementation"] == "megatron" and not plan["is_capped"]
+    assert plan_json(*arguments, *OURS)["layout"]["implementation"] == "hpcdist"
     text = toml_file.dump(replace(toml_file.read("h100-hgx"), calibrated="here, today"))
     (tmp_path / "own.toml").write_text(text)
-    own = [*arguments[: arguments.index("h100-hgx")], tmp_path / "own.toml", *arguments[arguments.index("--zero") :]]
-    assert planned(*own)["layout"]["implementation"] == "hpcdist"
-    said = planned(recipe(RECIPE), "--cluster", "h100-hgx", "--devices", "4", "--precision", "bfloat16")
-    assert (said["layout"]["implementation"], said["layout"]["library"]) == ("megatron", "mpi")
-    assert any("this toolkit's unmeasured" in flag for flag in said["flags"])
-    assert planned(recipe(RECIPE), "--cluster", "workstation")["layout"]["implementation"] == "hpcdist"
+    local_values = [
+        *arguments[: arguments.index("h100-hgx")],
+        tmp_path / "own.toml",
+        *arguments[arguments.index("--zero") :],
+    ]
+    assert plan_json(*local_values)["layout"]["implementation"] == "hpcdist"
+    output = plan_json(recipe(RECIPE), "--cluster", "h100-hgx", "--devices", "4", "--precision", "bfloat16")
+    assert (output["layout"]["implementation"], output["layout"]["library"]) == ("megatron", "mpi")
+    assert any("hpcdist is not measured" in flag for flag in output["flags"])
+    assert plan_json(recipe(RECIPE), "--cluster", "workstation")["layout"]["implementation"] == "hpcdist"
 
 
-def test_a_search_of_runnable_layouts_keeps_the_implementation_and_finds_no_faster_layout(run, planned):
+def test_runnable_search_finds_no_faster_layout(run, plan_json):
     arguments = ["search", *SEVEN, "--first", "1", "--no-simulate"]
-    (best,), (runnable,) = (planned(*arguments, *more)["found"] for more in ([], ["--runnable"]))
+    (best,), (runnable,) = (plan_json(*arguments, *more)["found"] for more in ([], ["--runnable"]))
     assert best["layout"]["implementation"] == runnable["layout"]["implementation"] == "megatron"
     assert runnable["step_s"] >= best["step_s"]
     assert "kernels and memory of megatron" in run(*arguments)[1].splitlines()[0]
     assert "kernels and memory of hpcdist" in run(*arguments, *OURS)[1].splitlines()[1]
     recomputed = [*arguments, "--recompute", "selective", "--runnable"]
-    assert not planned(*recomputed, expected=1)["found"], "this version has no selective recomputation"
+    assert not plan_json(*recomputed, expected=1)["found"], "this version has no selective recomputation"
 
 
 @pytest.mark.parametrize("runnable", [False, True])
-def test_a_search_tells_whether_it_is_of_runnable_layouts_alone(run, runnable):
+def test_search_notes_if_only_runnable_layouts_are_listed(run, runnable):
     arguments = ["search", *GPT, *ON, "--devices", "2", "--first", "1", "--no-simulate"]
     _, out, _ = run(*arguments, *(["--runnable"] if runnable else []))
     (note,) = [line for line in out.splitlines() if "--runnable" in line]
     assert note == f"note: {RUNNABLE_ALONE if runnable else WITH_OTHERS}"
 
 
-def test_zero3_is_planned_with_the_median_of_its_known_errors(run, planned):
+def test_zero3_time_is_corrected_by_its_median_error(run, plan_json):
     arguments = [*SEVEN, "--microbatch", "1", "--zero", "3"]
-    found = planned(*arguments)
-    modelled_s = found["step_s"] - found["timing"]["terms"]["correction"]
-    assert found["step_s"] == pytest.approx(1.5 * modelled_s) == sum(found["timing"]["terms"].values())
-    assert found["step_range_s"] == pytest.approx([1.26 * modelled_s, 1.92 * modelled_s])
-    assert found["run"]["work_s"] == pytest.approx(found["run"]["steps"] * found["step_s"])
-    assert found["energy"]["joules"] > planned(*SEVEN, "--microbatch", "1", "--zero", "2")["energy"]["joules"]
+    plan = plan_json(*arguments)
+    modelled_s = plan["step_s"] - plan["timing"]["terms"]["correction"]
+    assert plan["step_s"] == pytest.approx(1.5 * modelled_s) == sum(plan["timing"]["terms"].values())
+    assert plan["step_range_s"] == pytest.approx([1.26 * modelled_s, 1.92 * modelled_s])
+    assert plan["run"]["work_s"] == pytest.approx(plan["run"]["steps"] * plan["step_s"])
+    assert plan["energy"]["joules"] > plan_json(*SEVEN, "--microbatch", "1", "--zero", "2")["energy"]["joules"]
     step = "5.93 s (4.98 s to 7.59 s)"
     for explain in ([], ["--explain"]):
-        rate = 512 * 2048 / found["step_s"]
+        rate = 512 * 2048 / plan["step_s"]
         assert f"step       {step}, {round(rate, -3):,.0f} tokens/s" in run(*arguments, *explain)[1]
     assert step in run("compare", *SEVEN, "--microbatch", "1", "--layout", "zero=3", "--layout", "zero=1")[1]
-    (best,) = planned("search", *SEVEN, "--zero", "3", "--first", "1", "--no-simulate")["found"]
+    (best,) = plan_json("search", *SEVEN, "--zero", "3", "--first", "1", "--no-simulate")["found"]
     least, most = best["step_range_s"]
     assert least <= best["step_s"] <= most
-    assert planned(*SEVEN, "--zero", "1")["step_range_s"] is None
-    assert planned(*SEVEN, "--zero", "3", "--data", "1", "--tensor", "8", "--pipeline", "8")["step_range_s"] is None
+    assert plan_json(*SEVEN, "--zero", "1")["step_range_s"] is None
+    assert plan_json(*SEVEN, "--zero", "3", "--data", "1", "--tensor", "8", "--pipeline", "8")["step_range_s"] is None

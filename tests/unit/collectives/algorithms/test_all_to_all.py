@@ -1,4 +1,4 @@
-"""All-to-alls by name, and the allreduce made of one: 16 bits on the wire, one rounding, in rank order."""
+"""All-to-all algorithms, and the allreduce built on one: 16 bits in messages, one rounding, sums in rank order."""
 
 from functools import partial
 
@@ -25,7 +25,7 @@ def end_to_end(sizes):
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int64])
 @pytest.mark.parametrize("size", range(1, 9))
 @on_threads("size")
-def test_all_to_all_sends_the_bytes_of_the_ring_in_the_dtype_of_the_buffer(comm, size, dtype):
+def test_all_to_all_allreduce_sends_the_bytes_of_a_ring(comm, size, dtype):
     buffer = np.full(64 * size, comm.rank, dtype)
     with count_traffic(comm) as traffic:
         all_to_all_allreduce(comm, buffer)
@@ -35,7 +35,7 @@ def test_all_to_all_sends_the_bytes_of_the_ring_in_the_dtype_of_the_buffer(comm,
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("size", [2, 4, 7])
-def test_all_to_all_rounds_the_float32_sum_in_rank_order_once(size, dtype, rng):
+def test_all_to_all_allreduce_rounds_float32_sum_once(size, dtype, rng):
     inputs = rng.standard_normal((size, 1000)).astype(dtype)
     total = inputs[0].astype(np.float32)
     for addend in inputs[1:]:
@@ -52,7 +52,7 @@ def test_all_to_all_rounds_the_float32_sum_in_rank_order_once(size, dtype, rng):
 @pytest.mark.parametrize("dtype", [np.float64, ml_dtypes.bfloat16, np.uint8])
 @pytest.mark.parametrize("algorithm", ALL_TO_ALL)
 @pytest.mark.parametrize("size", SIZES)
-def test_all_to_all_of_equal_blocks(size, algorithm, dtype, rng):
+def test_all_to_all_with_equal_blocks(size, algorithm, dtype, rng):
     for block in (0, 1, 37):
         values = rng.integers(0, 200, (size, size, block)).astype(dtype)  # (from, to, elements)
 
@@ -82,7 +82,7 @@ def test_all_to_all_of_equal_blocks(size, algorithm, dtype, rng):
 @pytest.mark.parametrize("algorithm", [name for name in ALL_TO_ALL if name != "bruck"])
 @pytest.mark.parametrize("size", SIZES)
 @on_threads("size")
-def test_all_to_all_of_unequal_blocks(comm, size, algorithm, rng):
+def test_all_to_all_with_unequal_blocks(comm, size, algorithm, rng):
     sizes = rng.integers(0, 20, (size, size))  # (from, to)
     values = [[rng.standard_normal(count) for count in row] for row in sizes]
     outgoing, incoming = end_to_end(sizes[comm.rank].tolist()), end_to_end(sizes[:, comm.rank].tolist())
@@ -98,12 +98,12 @@ def test_all_to_all_of_unequal_blocks(comm, size, algorithm, rng):
 
 
 @on_threads(3)
-def test_all_to_all_refuses_bad_calls_on_every_rank_before_anything_is_sent(comm):
+def test_all_to_all_rejects_bad_calls_before_sending(comm):
     thirds = [Range(0, 2), Range(2, 4), Range(4, 6)]
     unequal = [Range(0, 1), Range(1, 4), Range(4, 6)]
     send, receive = np.zeros(6), np.zeros(6)
     with count_traffic(comm) as traffic:
-        for name in ("ring", "node_shared"):  # of allreduces
+        for name in ("ring", "node_shared"):  # names of allreduce algorithms
             with pytest.raises(UsageError, match=f"'{name}' is unknown; choose one of native, pairwise, bruck, hier"):
                 all_to_all(comm, send, receive, thirds, thirds, name)
         with pytest.raises(UsageError, match=r"blocks of one size on all ranks, got \[1, 2, 3\]; choose pairwise"):
@@ -125,7 +125,7 @@ def test_all_to_all_refuses_bad_calls_on_every_rank_before_anything_is_sent(comm
 
 @pytest.mark.parametrize(("size", "per_node"), [(4, 2), (5, 2), (7, 3), (6, 1), (8, 4)])
 def test_hierarchical_sends_one_message_between_two_nodes(size, per_node, rng):
-    """Also between nodes of unequal numbers of ranks, and with parts of no elements."""
+    """Nodes may have unequal numbers of ranks, and blocks may be empty."""
     sizes = rng.integers(0, 4, (size, size))
 
     def body(comm):

@@ -1,4 +1,4 @@
-"""Broadcasts by name: any root, any dtype, any number of ranks, and the bytes that each promises."""
+"""Broadcast algorithms: any root, dtype and number of ranks, and the promised number of bytes."""
 
 import importlib
 
@@ -43,7 +43,7 @@ def test_broadcast_from_any_root(algorithm, size, rng):
 @pytest.mark.parametrize("root", [0, 2])
 @pytest.mark.parametrize("algorithm", MESSAGES)
 @pytest.mark.parametrize("size", SIZES[2:])
-def test_broadcast_sends_what_it_promises(algorithm, size, root, rng):
+def test_broadcast_sends_the_promised_bytes(algorithm, size, root, rng):
     inputs = rng.standard_normal((size, 16 * size))
 
     def body(comm):
@@ -56,7 +56,7 @@ def test_broadcast_sends_what_it_promises(algorithm, size, root, rng):
     sent = run_threads(size, body)
     nbytes, rounds = 16 * size * 8, (size - 1).bit_length()
     if algorithm == "scatter_all_gather":
-        # The root scatters all chunks but its own; an all-gather brings each rank all chunks but its own.
+        # The root scatters all chunks but its own. The all-gather brings each rank all chunks but its own.
         assert sent[root] == 2 * (size - 1) * nbytes // size
         assert sum(sent) <= (size - 1 + rounds) * nbytes
     else:
@@ -67,7 +67,7 @@ def test_broadcast_sends_what_it_promises(algorithm, size, root, rng):
 
 @pytest.mark.parametrize("size", SIZES)
 @on_threads("size")
-def test_chain_in_segments(comm, size, rng):
+def test_chain_broadcast_in_segments(comm, size, rng):
     inputs = rng.integers(0, 99, (size, 1003)).astype(np.int32)
     for root in (0, size - 1):
         buffer = inputs[comm.rank].copy()
@@ -78,7 +78,7 @@ def test_chain_in_segments(comm, size, rng):
         assert traffic.calls["isend"] == (0 if is_last else len(split(1003, -(-4012 // 256), 4)))
 
 
-def test_auto_chooses_by_size_and_ranks(monkeypatch):
+def test_auto_broadcast_chooses_by_size_and_ranks(monkeypatch):
     called = []
     for name in list(BROADCAST):
         monkeypatch.setitem(MODULE.BROADCAST, name, lambda comm, buffer, root, name=name: called.append(name))
@@ -97,7 +97,7 @@ def test_auto_chooses_by_size_and_ranks(monkeypatch):
 
 
 @on_threads(3)
-def test_broadcast_refuses_bad_calls_on_every_rank_before_anything_is_sent(comm):
+def test_broadcast_rejects_bad_calls_before_sending(comm):
     with count_traffic(comm) as traffic:
         with pytest.raises(UsageError, match="'tree' is unknown; choose auto or one of native, binomial"):
             broadcast(comm, np.zeros(4), 0, "tree")

@@ -17,7 +17,7 @@ def rounds(size):
 
 @pytest.mark.parametrize("size", SIZES)
 @on_threads("size")
-def test_circulant_sends_the_bytes_of_the_ring_in_the_rounds_of_a_tree(comm, size):
+def test_circulant_sends_ring_bytes_in_logarithmic_rounds(comm, size):
     buffer = np.full(16 * size, float(comm.rank), np.float32)
     with count_traffic(comm) as traffic:
         circulant_allreduce(comm, buffer)
@@ -25,4 +25,4 @@ def test_circulant_sends_the_bytes_of_the_ring_in_the_rounds_of_a_tree(comm, siz
     assert not traffic.unknown
     assert (buffer == size * (size - 1) / 2).all()
     messages = traffic.calls["sendrecv"] + traffic.calls["isend"]
-    assert 2 * rounds(size) <= messages <= 4 * rounds(size)  # one message a round, or two where the blocks wrap
+    assert 2 * rounds(size) <= messages <= 4 * rounds(size)  # one message per round, or two if the blocks wrap around

@@ -1,4 +1,4 @@
-"""Two trees: every rank is inside one of them, segments follow one another up and down both."""
+"""The double tree: every rank is an inner node of one tree, and segments are pipelined through both."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ SIZES = [*range(1, 10), 13, 16]
 
 
 @pytest.mark.parametrize("size", [*range(1, 34), 63, 64, 65, 100])
-def test_both_trees_join_all_ranks_and_each_rank_is_inside_one(size):
+def test_both_trees_span_all_ranks_with_distinct_inner_nodes(size):
     for index in (0, 1):
         tree = [places[index] for places in trees(size)]
         roots = [rank for rank, place in enumerate(tree) if place.parent is None]
@@ -32,7 +32,7 @@ def test_both_trees_join_all_ranks_and_each_rank_is_inside_one(size):
 
 @pytest.mark.parametrize("segment_bytes", [128, 1 << 20])
 @pytest.mark.parametrize("size", SIZES)
-def test_double_tree_sends_a_half_to_each_neighbour_in_each_tree(size, segment_bytes):
+def test_double_tree_sends_half_the_buffer_to_each_neighbour(size, segment_bytes):
     def body(comm):
         buffer = np.full(16 * 20, float(comm.rank), np.float32)
         halves = split(buffer.size, 2, 4)
@@ -51,7 +51,7 @@ def test_double_tree_sends_a_half_to_each_neighbour_in_each_tree(size, segment_b
 
 
 @on_threads(6)
-def test_the_sum_does_not_depend_on_the_segments(comm, rng):
+def test_double_tree_sum_is_independent_of_segments(comm, rng):
     inputs = rng.standard_normal((6, 777)).astype(np.float32)
     buffers = [inputs[comm.rank].copy() for _ in range(3)]
     for buffer, segment_bytes in zip(buffers, (64, 500, 1 << 20), strict=True):

@@ -1,4 +1,4 @@
-"""The fixed tree: the same shards give the same bits on any number of ranks, at the bytes of the ring."""
+"""The fixed tree: equal shards give equal bits on any number of ranks, with the bytes of a ring."""
 
 import itertools
 
@@ -17,53 +17,53 @@ from hpcdist.errors import CommunicationError, UsageError
 SHARDS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 16, 23)
 
 
-def recursive(values, start, stop):
-    """The definition, written apart: the left part of a node is the largest power of two that is smaller than it."""
+def recursive_sum(values, start, stop):
+    """Reference implementation: the left part of a node is the largest power of two below the node's size."""
     if stop - start == 1:
         return values[start]
     width = max(2**k for k in range(10) if 2**k < stop - start)
-    return recursive(values, start, start + width) + recursive(values, start + width, stop)
+    return recursive_sum(values, start, start + width) + recursive_sum(values, start + width, stop)
 
 
-def reduced(comm, inputs, op="sum", repeats=1):
-    """The result of a tree over ``inputs`` (shards, elements), of which this rank adds its own."""
+def reduce_shards(comm, inputs, op="sum", repeats=1):
+    """Return the result of a tree over ``inputs`` (shards, elements). This rank adds its own shards."""
     tree = FixedTree(comm, len(inputs), op)
-    own = shards_of(len(inputs), comm.size)[comm.rank]
+    local_shard = shards_of(len(inputs), comm.size)[comm.rank]
     for _ in range(repeats):
         buffer = np.empty_like(inputs[0])
-        for shard in range(own.start, own.stop):
-            buffer[...] = inputs[shard]  # one memory for all of them, as gradients have
-            tree.add(shard, buffer, copy=shard < own.stop - 1)
+        for shard in range(local_shard.start, local_shard.stop):
+            buffer[...] = inputs[shard]  # one buffer for all shards, like gradients
+            tree.add(shard, buffer, copy=shard < local_shard.stop - 1)
         tree.reduce(buffer)
     return buffer
 
 
 @pytest.mark.parametrize("shards", SHARDS)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_bits_do_not_depend_on_the_number_of_ranks(shards, dtype, rng):
+def test_fixed_tree_bits_are_independent_of_the_number_of_ranks(shards, dtype, rng):
     inputs = (rng.standard_normal((shards, 333)) * 10.0 ** rng.integers(-6, 6, (shards, 333))).astype(dtype)
-    expected = recursive(inputs, 0, shards)
+    expected = recursive_sum(inputs, 0, shards)
     if shards > 4:
-        assert expected.tobytes() != inputs.sum(axis=0).tobytes(), "the order of these sums matters"
+        assert expected.tobytes() != inputs.sum(axis=0).tobytes(), "the order of these sums must matter"
     for size in range(1, min(shards, 8) + 1):
-        for result in run_threads(size, lambda comm: reduced(comm, inputs, repeats=2)):
+        for result in run_threads(size, lambda comm: reduce_shards(comm, inputs, repeats=2)):
             assert result.tobytes() == expected.tobytes(), f"{size} ranks"
-    assert float(tree_sum(inputs[:, 0].astype(np.float64))) == recursive(inputs.astype(np.float64), 0, shards)[0]
+    assert float(tree_sum(inputs[:, 0].astype(np.float64))) == recursive_sum(inputs.astype(np.float64), 0, shards)[0]
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
 @pytest.mark.parametrize("shards", [4, 7, 8])
-def test_any_shares_of_the_same_result_go_to_their_owners(shards, dtype, rng):
+def test_fixed_tree_reduce_scatter_supports_any_shares(shards, dtype, rng):
     inputs = rng.standard_normal((shards, 200)).astype(dtype)
-    expected = run_threads(1, lambda comm: reduced(comm, inputs))[0]
+    expected = run_threads(1, lambda comm: reduce_shards(comm, inputs))[0]
 
     def body(comm, shares):
-        tree, own = FixedTree(comm, shards), shards_of(shards, comm.size)[comm.rank]
+        tree, local_shard = FixedTree(comm, shards), shards_of(shards, comm.size)[comm.rank]
         buffer, mine = np.empty_like(inputs[0]), shares[comm.rank].slice
         for _ in range(2):
-            for shard in range(own.start, own.stop):
+            for shard in range(local_shard.start, local_shard.stop):
                 buffer[...] = inputs[shard]
-                tree.add(shard, buffer, copy=shard < own.stop - 1)
+                tree.add(shard, buffer, copy=shard < local_shard.stop - 1)
             tree.reduce_scatter(buffer, shares)
             assert buffer[mine].tobytes() == expected[mine].tobytes()
 
@@ -73,12 +73,12 @@ def test_any_shares_of_the_same_result_go_to_their_owners(shards, dtype, rng):
             run_threads(size, lambda comm, shares=shares: body(comm, shares))
 
 
-def test_halves_of_the_ring_are_what_it_sends(rng):
+def test_fixed_tree_reduce_scatter_sends_half_of_a_ring(rng):
     inputs = rng.standard_normal((4, 4096))
 
     def body(comm):
-        tree, own = FixedTree(comm, 4), shards_of(4, comm.size)[comm.rank]
-        for shard in range(own.start, own.stop):
+        tree, local_shard = FixedTree(comm, 4), shards_of(4, comm.size)[comm.rank]
+        for shard in range(local_shard.start, local_shard.stop):
             tree.add(shard, inputs[shard])
         with count_traffic(comm) as traffic:
             tree.reduce_scatter(np.empty(4096), split(4096, comm.size, 8))
@@ -88,7 +88,7 @@ def test_halves_of_the_ring_are_what_it_sends(rng):
         run_threads(size, body)
 
 
-def test_shares_that_are_none_are_refused():
+def test_invalid_shares_are_rejected():
     tree = FixedTree(solo(), 1)
     tree.add(0, np.ones(4))
     for shares in ([], [Range(0, 5)], [Range(0, 2), Range(2, 4)]):
@@ -98,42 +98,42 @@ def test_shares_that_are_none_are_refused():
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("shards", [4, 7])
-def test_16_bits_are_summed_in_float32_and_rounded_once(dtype, shards, rng):
+def test_16_bit_shards_are_summed_in_float32_and_rounded_once(dtype, shards, rng):
     inputs = rng.standard_normal((shards, 100)).astype(dtype)
-    expected = recursive(inputs.astype(np.float32), 0, shards).astype(dtype)
+    expected = recursive_sum(inputs.astype(np.float32), 0, shards).astype(dtype)
     for size in (1, 2, 3, 4):
-        for result in run_threads(size, lambda comm: reduced(comm, inputs, repeats=2)):
+        for result in run_threads(size, lambda comm: reduce_shards(comm, inputs, repeats=2)):
             assert result.tobytes() == expected.tobytes()
 
 
-def test_what_is_not_finite_and_signs_of_zeros_are_kept(rng):
+def test_nonfinite_values_and_signed_zeros_are_kept(rng):
     inputs = rng.choice(np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1.0], np.float32), (6, 500))
     with np.errstate(invalid="ignore"):
-        expected = recursive(inputs, 0, 6)
+        expected = recursive_sum(inputs, 0, 6)
     for size in range(1, 7):
-        for result in run_threads(size, lambda comm: reduced(comm, inputs)):
+        for result in run_threads(size, lambda comm: reduce_shards(comm, inputs)):
             assert np.array_equal(np.isnan(result), np.isnan(expected))
             there = ~np.isnan(expected)
             assert result[there].tobytes() == expected[there].tobytes()
 
 
 @pytest.mark.parametrize(("op", "function"), [("max", np.max), ("min", np.min)])
-def test_maxima_and_minima(op, function, rng):
+def test_fixed_tree_max_and_min(op, function, rng):
     inputs = rng.integers(-1000, 1000, (5, 40))
     for size in (1, 2, 3, 5):
-        for result in run_threads(size, lambda comm: reduced(comm, inputs, op)):
+        for result in run_threads(size, lambda comm: reduce_shards(comm, inputs, op)):
             assert np.array_equal(result, function(inputs, axis=0))
 
 
 @pytest.mark.parametrize("elements", [0, 1, 7, 17])
-def test_fewer_elements_than_ranks(elements, rng):
+def test_fixed_tree_with_fewer_elements_than_ranks(elements, rng):
     inputs = rng.standard_normal((9, elements)).astype(np.float32)
     for size in (1, 2, 5, 8):
-        for result in run_threads(size, lambda comm: reduced(comm, inputs)):
-            assert result.tobytes() == recursive(inputs, 0, 9).tobytes()
+        for result in run_threads(size, lambda comm: reduce_shards(comm, inputs)):
+            assert result.tobytes() == recursive_sum(inputs, 0, 9).tobytes()
 
 
-def test_nodes_tile_a_part_and_no_larger_ones_would_fit():
+def test_nodes_within_a_part_tile_it_with_maximal_nodes():
     for shards in range(1, 40):
         for start, stop in itertools.combinations(range(shards + 1), 2):
             nodes = nodes_within(shards, Range(start, stop))
@@ -146,11 +146,11 @@ def test_nodes_tile_a_part_and_no_larger_ones_would_fit():
 
 
 @pytest.mark.parametrize(("shards", "sizes"), [(8, (1, 2, 4, 8)), (16, (2, 4)), (6, (3,)), (12, (3, 6))])
-def test_one_partial_sum_a_rank_sends_the_bytes_of_the_ring(shards, sizes):
+def test_one_partial_sum_per_rank_sends_the_bytes_of_a_ring(shards, sizes):
     def body(comm):
         inputs = np.ones((shards, 16 * 8 * 3), np.float32)
         with count_traffic(comm) as traffic:
-            assert (reduced(comm, inputs) == shards).all()
+            assert (reduce_shards(comm, inputs) == shards).all()
         assert not traffic.unknown
         assert traffic.sent_bytes == 2 * inputs[0].nbytes * (comm.size - 1) // comm.size
 
@@ -159,14 +159,14 @@ def test_one_partial_sum_a_rank_sends_the_bytes_of_the_ring(shards, sizes):
 
 
 @on_threads(2)
-def test_every_further_partial_sum_is_sent_once(comm):
+def test_each_additional_partial_sum_is_sent_once(comm):
     inputs = np.ones((6, 64), np.float32)  # [0, 3) is (0, 2) and 2, [3, 6) is 3 and (4, 6)
     with count_traffic(comm) as traffic:
-        reduced(comm, inputs)
+        reduce_shards(comm, inputs)
     assert traffic.sent_bytes == (2 + 1) * inputs[0].nbytes // 2
 
 
-def test_partial_sums_take_a_buffer_for_each_binary_digit():
+def test_partial_sums_need_one_buffer_per_binary_digit():
     tree = FixedTree(solo(), 64)
     for shard in range(64):
         tree.add(shard, np.ones(10, np.float32))
@@ -174,7 +174,7 @@ def test_partial_sums_take_a_buffer_for_each_binary_digit():
     assert len(tree._partials) + len(tree._free) <= 7
 
 
-def test_a_rank_that_brings_something_else_is_named_in_checked_mode():
+def test_checked_mode_names_a_rank_with_a_different_call():
     def body(comm, size_of_rank_1, adds):
         comm.checked = True
         buffer = np.ones(size_of_rank_1 if comm.rank == 1 else 8, np.float32)
@@ -199,20 +199,20 @@ def test_gpu_arrays_give_the_same_bits(gpu, dtype, rng):
 
     def body(comm):
         tree = FixedTree(comm, len(inputs))
-        own = shards_of(len(inputs), comm.size)[comm.rank]
-        for shard in range(own.start, own.stop):
+        local_shard = shards_of(len(inputs), comm.size)[comm.rank]
+        for shard in range(local_shard.start, local_shard.stop):
             buffer = backend.place(inputs[shard], "gpu")
             tree.add(shard, buffer, copy=False)
         tree.reduce(buffer)
         return backend.to_host(buffer)
 
-    expected = run_threads(1, lambda comm: reduced(comm, inputs))[0]
+    expected = run_threads(1, lambda comm: reduce_shards(comm, inputs))[0]
     for size in (1, 2, 3, 7):
         for result in run_threads(size, body):
             assert result.tobytes() == expected.tobytes()
 
 
-def test_wrong_calls_say_what_is_due():
+def test_wrong_call_errors_name_the_expected_call():
     with pytest.raises(UsageError, match="2 logical shards for 3 ranks"):
         run_threads(3, lambda comm: FixedTree(comm, 2))
     tree = FixedTree(solo(), 3)
@@ -223,7 +223,7 @@ def test_wrong_calls_say_what_is_due():
             tree.add(wrong, buffer)
     with pytest.raises(UsageError, match="reduce is called when rank 0 has added 1"):
         tree.reduce(buffer)
-    with pytest.raises(UsageError, match="a buffer of 5 elements comes to a tree of 4"):
+    with pytest.raises(UsageError, match="a buffer of 5 elements does not fit a tree of 4"):
         tree.add(1, np.zeros(5, np.float32))
     with pytest.raises(UsageError, match="mean"):
         FixedTree(solo(), 3, "mean")

@@ -1,4 +1,4 @@
-"""The two halves of an allreduce on their own, ring and circulant: any ranges, any segments, the bytes of the ring."""
+"""The halves of an allreduce, ring and circulant: any ranges, any segments, the bytes of a ring."""
 
 import functools
 
@@ -27,8 +27,8 @@ HALVES = {
 WAYS = pytest.mark.parametrize("way", HALVES)
 
 
-def uneven(size, rng):
-    """Ranges that are empty, unequal, in another order than the ranks, and with gaps."""
+def uneven_ranges(size, rng):
+    """Return ranges that are empty, unequal, not in rank order, and with gaps."""
     tiles = consecutive(rng.integers(0, 40, size).tolist())
     shuffled = [tiles[index] for index in rng.permutation(size)]
     gaps = [Range(50 * rank, 50 * rank + int(rng.integers(0, 50))) for rank in range(size)]
@@ -38,26 +38,26 @@ def uneven(size, rng):
 @WAYS
 @pytest.mark.parametrize("segment_bytes", [64, 1 << 20])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 13])
-def test_halves_take_any_ranges(size, way, segment_bytes, rng):
+def test_halves_support_any_ranges(size, way, segment_bytes, rng):
     _, reduce_scatter, all_gather = HALVES[way]
-    for ranges in uneven(size, rng):
+    for ranges in uneven_ranges(size, rng):
         inputs = rng.integers(0, 100, (size, max(part.stop for part in ranges) + 3)).astype(np.float64)
         total = inputs.sum(axis=0)
         elements = sum(part.size for part in ranges)
 
         def body(comm, ranges=ranges, inputs=inputs, total=total, elements=elements):
-            buffer, own = inputs[comm.rank].copy(), ranges[comm.rank].slice
+            buffer, local_slice = inputs[comm.rank].copy(), ranges[comm.rank].slice
             with count_traffic(comm) as traffic:
                 reduce_scatter(comm, buffer, ranges, segment_bytes=segment_bytes)
-            assert np.array_equal(buffer[own], total[own])
+            assert np.array_equal(buffer[local_slice], total[local_slice])
             assert traffic.sent_bytes == 8 * (elements - ranges[comm.rank].size)
-            summed = buffer[own].copy()
+            summed = buffer[local_slice].copy()
             buffer[...] = -1
-            buffer[own] = summed
+            buffer[local_slice] = summed
             with count_traffic(comm) as traffic:
                 all_gather(comm, buffer, ranges, segment_bytes=segment_bytes)
             assert sum(comm.allgather_object(traffic.sent_bytes)) == 8 * (size - 1) * elements
-            expected = np.full(buffer.size, -1.0)  # outside the ranges nothing changes
+            expected = np.full(buffer.size, -1.0)  # elements outside the ranges do not change
             for part in ranges:
                 expected[part.slice] = total[part.slice]
             assert np.array_equal(buffer, expected)
@@ -68,7 +68,7 @@ def test_halves_take_any_ranges(size, way, segment_bytes, rng):
 @WAYS
 @pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.int64])
 @on_threads(7)
-def test_all_gather_of_any_dtype(comm, dtype, way):
+def test_all_gather_supports_any_dtype(comm, dtype, way):
     ranges = split(700, 7, np.dtype(dtype).itemsize)
     buffer = np.zeros(700, dtype)
     buffer[ranges[comm.rank].slice] = comm.rank + 1
@@ -79,7 +79,7 @@ def test_all_gather_of_any_dtype(comm, dtype, way):
 @WAYS
 @pytest.mark.parametrize("segment_bytes", [128, 1 << 20])
 @on_threads(7)
-def test_an_allreduce_is_its_two_halves_one_after_the_other(comm, way, segment_bytes, rng):
+def test_two_halves_have_the_bits_of_an_allreduce(comm, way, segment_bytes, rng):
     allreduce, reduce_scatter, all_gather = HALVES[way]
     inputs = rng.standard_normal((7, 999)).astype(np.float32)
     for op in ("sum", "max"):
@@ -93,7 +93,7 @@ def test_an_allreduce_is_its_two_halves_one_after_the_other(comm, way, segment_b
 
 
 @on_threads(3)
-def test_bad_ranges_and_segments_are_refused_on_every_rank_before_anything_is_sent(comm):
+def test_bad_ranges_and_segments_are_rejected_before_sending(comm):
     with count_traffic(comm) as traffic:
         for _, *halves in HALVES.values():
             for half in halves:

@@ -1,4 +1,4 @@
-"""The leader of a node gets the sum of its ranks, and its buffer reaches them."""
+"""The leader of a node gets the sum of its ranks, and sends its buffer to them."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from hpcdist.comm.record.timing import count_traffic
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 @on_threads("size")
-def test_leader_gets_the_sum_and_gives_its_buffer(comm, size, rng):
+def test_leader_gets_the_sum_and_broadcasts_its_buffer(comm, size, rng):
     cases = [rng.integers(-9, 9, (size, count)).astype(np.float64) for count in (0, 1, 5, 300)]
     for inputs in cases:
         buffer = inputs[comm.rank].copy()
@@ -23,7 +23,7 @@ def test_leader_gets_the_sum_and_gives_its_buffer(comm, size, rng):
 
 
 @on_threads(4)
-def test_leader_sends_what_the_formula_says(comm):
+def test_leader_bytes_match_formula(comm):
     buffer = np.ones(512)
     chunk = buffer.nbytes // comm.size
     with count_traffic(comm) as traffic:

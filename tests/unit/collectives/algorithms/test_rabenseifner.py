@@ -10,7 +10,7 @@ from hpcdist.comm.record.timing import count_traffic
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @on_threads("size")
-def test_rabenseifner_sends_as_much_as_a_ring_in_fewer_messages(comm, size):
+def test_rabenseifner_sends_ring_bytes_in_fewer_messages(comm, size):
     buffer = np.full(16 * size, 2.0**comm.rank)
     with count_traffic(comm) as traffic:
         rabenseifner_allreduce(comm, buffer)
@@ -21,8 +21,8 @@ def test_rabenseifner_sends_as_much_as_a_ring_in_fewer_messages(comm, size):
 
 @pytest.mark.parametrize("size", [3, 5, 6, 7, 9, 13])
 @on_threads("size")
-def test_rabenseifner_pays_for_the_ranks_above_a_power_of_two(comm, size, rng):
-    """A rank of a pair that goes on sends 5/2 - 2/q of the buffer, the other one 3/2; with whole buffers 3 - 2/q, 1."""
+def test_rabenseifner_bytes_of_ranks_above_a_power_of_two(comm, size, rng):
+    """The active rank of a pair sends 5/2 - 2/q of the buffer, the other 3/2. With whole buffers: 3 - 2/q and 1."""
     cube = 1 << (size.bit_length() - 1)
     pairs = size - cube
     inputs = rng.integers(-100, 100, (size, 16 * cube)).astype(np.float64)

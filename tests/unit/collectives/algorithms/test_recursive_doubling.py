@@ -1,4 +1,4 @@
-"""Recursive doubling: log2(p) messages of the whole buffer, and the pairs that make p a power of two."""
+"""Recursive doubling: log2(p) messages of the whole buffer, and pairs that reduce p to a power of two."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ SIZES = range(1, 9)
 
 @pytest.mark.parametrize("size", SIZES)
 @on_threads("size")
-def test_recursive_doubling_sends_the_buffer_once_a_step(comm, size):
+def test_recursive_doubling_sends_the_buffer_once_per_step(comm, size):
     cube_size = {1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 4, 8: 8}[size]
     steps = cube_size.bit_length() - 1
     pairs = size - cube_size
@@ -22,14 +22,14 @@ def test_recursive_doubling_sends_the_buffer_once_a_step(comm, size):
         recursive_doubling_allreduce(comm, buffer)
     assert (buffer == 2**size - 1).all()
     if comm.rank < 2 * pairs:
-        expected = steps + 1 if comm.rank % 2 else 1  # the odd one of a pair acts for both
+        expected = steps + 1 if comm.rank % 2 else 1  # the odd rank of a pair acts for both
     else:
         expected = steps
     assert traffic.sent_bytes == expected * buffer.nbytes
 
 
 @pytest.mark.parametrize("size", [*SIZES, 12, 31])
-def test_a_hypercube_has_every_member_once(size):
+def test_hypercube_has_every_member_once(size):
     class Place:
         def __init__(self, rank):
             self.rank, self.size = rank, size

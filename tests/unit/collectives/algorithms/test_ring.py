@@ -1,4 +1,4 @@
-"""The ring: the volume it promises, both directions, and segments."""
+"""The ring: its volume, both directions, and segments."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ SIZES = range(1, 9)
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("size", SIZES)
 @on_threads("size")
-def test_ring_sends_two_p_minus_one_over_p_of_the_buffer(comm, size, bidirectional):
+def test_ring_bytes_are_two_p_minus_one_over_p_of_the_buffer(comm, size, bidirectional):
     count = 64 * size  # chunks, and their halves, of equal size
     buffer = np.full(count, float(comm.rank), np.float32)
     with count_traffic(comm) as traffic:
@@ -30,8 +30,8 @@ def test_ring_sends_two_p_minus_one_over_p_of_the_buffer(comm, size, bidirection
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("size", [*SIZES, 9, 13])
 @pytest.mark.full_except("5-False")
-def test_ring_in_segments_gives_the_same_bits(size, bidirectional, rng):
-    """The sum of an element does not depend on how its chunk is cut, nor do the bytes sent."""
+def test_ring_segments_change_neither_bits_nor_bytes(size, bidirectional, rng):
+    """Neither the sum nor the bytes sent depend on the segment size."""
     for count in (0, 1, 7, 300, 1003):
         inputs = rng.standard_normal((size, count)).astype(np.float32)
 
@@ -50,7 +50,7 @@ def test_ring_in_segments_gives_the_same_bits(size, bidirectional, rng):
 
 
 @on_threads(3)
-def test_ring_passes_short_chunks_in_one_message(comm):
+def test_ring_sends_short_chunks_in_one_message(comm):
     for segment_bytes, calls in ((400, {"sendrecv": 4}), (399, {"isend": 8, "irecv": 8})):
         buffer = np.ones(300, np.float32)
         chunks = [Range(0, 100), Range(100, 200), Range(200, 300)]
@@ -62,7 +62,7 @@ def test_ring_passes_short_chunks_in_one_message(comm):
 
 
 @on_threads(5)
-def test_ring_by_name_in_both_directions(comm, rng):
+def test_ring_bidirectional_name_matches_the_option(comm, rng):
     inputs = rng.standard_normal((5, 500))
     named, called = inputs[comm.rank].copy(), inputs[comm.rank].copy()
     ALLREDUCE["ring_bidirectional"](comm, named)

@@ -1,4 +1,4 @@
-"""Collectives on arrays of the double: staged by counted copies, or passed on as pointers, always synchronised."""
+"""Collectives on cupy double arrays: staged by counted copies or passed as pointers, and always synchronised."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from hpcdist.comm.handover import Handover
 from hpcdist.comm.threads.communicator import run_threads
 
 COUNT = 1001
-# What an operation of the message layer stages: copies to the host, copies to the device.
+# The copies that the message layer stages for an operation: to the host, to the device.
 STAGED = {
     "send": (1, 0),
     "isend": (1, 0),
@@ -29,11 +29,11 @@ STAGED = {
     "all_to_all": (1, 1),
 }
 
-BOTH_WAYS = ("broadcast", "allreduce", "reduce_scatter", "all_gather")  # one buffer, brought and taken back
+BOTH_WAYS = ("broadcast", "allreduce", "reduce_scatter", "all_gather")  # copy one buffer to the host and back
 
 
 class Watch:
-    """An event sink that counts operations, and asserts that no kernel is pending when device memory is handed on."""
+    """An event sink that counts operations, and asserts that no kernel is pending when a pointer is passed."""
 
     def __init__(self, gpu, pointers):
         self.gpu, self.pointers = gpu, pointers
@@ -55,7 +55,7 @@ Body = Callable[[Communicator, object], None]
 
 
 def run_on(gpu, inputs, body, pointers, nodes_of):
-    """Run ``body`` on the double, one rank for each of ``inputs``; return what each buffer holds, and what was seen."""
+    """Run ``body`` on the double, one rank per input. Return the buffer and the event sink of each rank."""
 
     seen = []
 
@@ -76,14 +76,14 @@ def run_on(gpu, inputs, body, pointers, nodes_of):
         comm.barrier()
         return buffer.get(), watch
 
-    found = run_threads(len(inputs), rank, nodes_of)
+    results = run_threads(len(inputs), rank, nodes_of)
     gpu.LOG.events[:] = seen
-    return found
+    return results
 
 
-def check_transfers(gpu, found, pointers):
-    """The message layer's copies are the only ones, and the waits are those before a message and after a copy."""
-    for rank, (_, watch) in enumerate(found):
+def check_transfers(gpu, result, pointers):
+    """Check that only the message layer copies, and that it waits only before messages and after copies."""
+    for rank, (_, watch) in enumerate(result):
         name = f"rank {rank}"
         to_host = sum(STAGED[op][0] * times for op, times in watch.counts.items())
         to_device = sum(STAGED[op][1] * times for op, times in watch.counts.items())
@@ -95,32 +95,32 @@ def check_transfers(gpu, found, pointers):
             assert gpu.LOG.nbytes(gpu.D2H, name) == watch.sent_bytes
 
 
-def check_staged(gpu, found, segments=1):
-    """The buffer is copied to the host and back, each segment once, and the host waits for nothing else."""
-    for rank in range(len(found)):
+def check_staged(gpu, result, segments=1):
+    """Check that each segment is copied to the host and back once, without any other wait of the host."""
+    for rank in range(len(result)):
         counts = [gpu.LOG.count(kind, f"rank {rank}") for kind in (gpu.D2H, gpu.H2D, gpu.SYNCHRONISE)]
-        assert counts == [segments * (len(found) > 1)] * 3
+        assert counts == [segments * (len(result) > 1)] * 3
 
 
 def check_staged_shards(gpu, size, nbytes):
-    """Each half goes through pinned memory once: whole on one way, the own share on the other."""
+    """Check that each half goes through pinned memory once: the whole buffer one way, this rank's share the other."""
     for rank, part in enumerate(split(nbytes // 4, size, 4)):
-        name, own = f"rank {rank}", part.size * 4
+        name, local_data = f"rank {rank}", part.size * 4
         both = 2 * (size > 1)
         assert [gpu.LOG.count(kind, name) for kind in (gpu.D2H, gpu.H2D, gpu.SYNCHRONISE)] == [both] * 3
         for kind in (gpu.D2H, gpu.H2D):
-            assert gpu.LOG.nbytes(kind, name) == (nbytes + own if size > 1 else 0)
+            assert gpu.LOG.nbytes(kind, name) == (nbytes + local_data if size > 1 else 0)
     assert {site.partition(".")[0] for _, site in gpu.LOG.sites()} <= {"staging"}
 
 
 CASES = [(algorithm, size) for algorithm in collectives.ALLREDUCE for size in (1, 2, 3, 4)]
-ON_HOST = ("hierarchical",)  # what works in memory of the host whatever MPI takes
+ON_HOST = ("hierarchical",)  # algorithms that always work in host memory
 KINDS = (("float32", "sum"), ("float64", "max"), ("float16", "sum"))
 
 
 @pytest.mark.parametrize("pointers", [False, True], ids=["staged", "pointers"])
 @pytest.mark.parametrize(("algorithm", "size"), CASES)
-def test_allreduce(gpu, algorithm, size, pointers, rng):
+def test_gpu_allreduce_matches_host_and_counts_transfers(gpu, algorithm, size, pointers, rng):
     nodes_of = 2 if algorithm == "hierarchical" else None
     for dtype, op in KINDS:
         inputs = [rng.standard_normal(COUNT).astype(dtype) for _ in range(size)]
@@ -134,17 +134,17 @@ def test_allreduce(gpu, algorithm, size, pointers, rng):
             return buffer
 
         expected = run_threads(size, on_host, nodes_of)[0]
-        found = run_on(gpu, inputs, body, pointers, nodes_of)
-        for values, _ in found:
+        result = run_on(gpu, inputs, body, pointers, nodes_of)
+        for values, _ in result:
             assert values.dtype == dtype and values.tobytes() == expected.tobytes()
         if algorithm == "node_shared":
-            waits = 2 * (size > 1)  # before each of two barriers; nothing crosses to the host
+            waits = 2 * (size > 1)  # one before each of two barriers, no copy to the host
             kinds = [(event.kind, event.thread) for event in gpu.LOG.of()]
             assert sorted(kinds) == sorted([(gpu.SYNCHRONISE, f"rank {rank}") for rank in range(size)] * waits)
         elif pointers and algorithm not in ON_HOST and (algorithm, op) != ("native", "max"):
-            check_transfers(gpu, found, pointers)
-        else:  # MPI's operators that propagate NaN run on the host
-            check_staged(gpu, found)
+            check_transfers(gpu, result, pointers)
+        else:  # MPI's NaN-propagating operators run on the host
+            check_staged(gpu, result)
 
 
 SHARDED = [(algorithm, size) for algorithm in collectives.SHARDED for size in (1, 2, 3, 4)]
@@ -152,7 +152,7 @@ SHARDED = [(algorithm, size) for algorithm in collectives.SHARDED for size in (1
 
 @pytest.mark.parametrize("pointers", [False, True], ids=["staged", "pointers"])
 @pytest.mark.parametrize(("algorithm", "size"), SHARDED)
-def test_shards(gpu, algorithm, size, pointers, rng):
+def test_gpu_shards_match_host_and_count_transfers(gpu, algorithm, size, pointers, rng):
     nodes_of = 2 if algorithm == "hierarchical" else None
     inputs = [rng.integers(-9, 9, COUNT).astype(np.float32) for _ in range(size)]
     sharding = collectives.SHARDED[algorithm]
@@ -162,18 +162,18 @@ def test_shards(gpu, algorithm, size, pointers, rng):
         sharding.reduce_scatter(comm, buffer, shares)
         sharding.all_gather(comm, buffer, shares)
 
-    found = run_on(gpu, inputs, body, pointers, nodes_of)
-    for values, _ in found:
+    result = run_on(gpu, inputs, body, pointers, nodes_of)
+    for values, _ in result:
         assert np.array_equal(values, np.sum(inputs, axis=0))
     if algorithm == "node_shared":
         check_staged_shards(gpu, size, COUNT * 4)
     else:
-        check_transfers(gpu, found, pointers)
+        check_transfers(gpu, result, pointers)
 
 
 @pytest.mark.parametrize("pointers", [False, True], ids=["staged", "pointers"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int64"])
-def test_messages(gpu, dtype, pointers, rng):
+def test_gpu_messages_match_host_and_count_transfers(gpu, dtype, pointers, rng):
     inputs = [rng.integers(0, 99, COUNT).astype(dtype_of(dtype)) for _ in range(3)]
 
     def body(comm, buffer):
@@ -189,5 +189,5 @@ def test_messages(gpu, dtype, pointers, rng):
         buffer[...] = arrived
 
     for values, _ in run_on(gpu, inputs, body, pointers, None):
-        # Three passes to the right bring every buffer home, and rank 2 broadcasts its own.
+        # Three passes to the right return every buffer to its owner, and rank 2 broadcasts its buffer.
         assert np.array_equal(values, inputs[2])

@@ -1,4 +1,4 @@
-"""The double of cupy is strict: what cupy refuses it refuses, what cupy does quietly it counts, and it has no more."""
+"""The cupy double is strict: it rejects what cupy rejects, counts implicit transfers, and has no additional names."""
 
 import gc
 import pickle
@@ -20,7 +20,7 @@ HOST = np.arange(6.0).reshape(2, 3)
 
 
 @jit
-def _doubled(values):
+def double_in_place(values):
     for i in range(values.size):
         values[i] *= 2
 
@@ -56,13 +56,13 @@ REFUSED = {
     "flags.writeable": (AttributeError, lambda a: a.flags.writeable),
     "ctypes": (AttributeError, lambda a: a.ctypes),
     "__array_interface__": (AttributeError, lambda a: a.__array_interface__),
-    "a kernel of the CPU": (TypeError, lambda a: _doubled(a.reshape(-1))),
+    "a kernel of the CPU": (TypeError, lambda a: double_in_place(a.reshape(-1))),
     "pickle": (TypeError, lambda a: pickle.dumps(a)),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_refuses(gpu, name):
+def test_double_rejects_the_same_arguments_as_cupy(gpu, name):
     error, use = REFUSED[name]
     array = on_device(gpu)
     with pytest.raises(error):
@@ -70,11 +70,13 @@ def test_it_refuses(gpu, name):
     assert gpu.LOG.events == []
 
 
-def test_the_refusal_of_a_kernel_says_what_to_do(gpu):
-    with pytest.raises(TypeError, match=r"_doubled is a loop of the CPU, and got an array on a GPU; ask .*is_device"):
-        _doubled(backend.zeros(3, np.dtype("float32"), "gpu"))
-    with pytest.raises(Exception, match="annot determine Numba type"):  # other misuse keeps its own message
-        _doubled(object())
+def test_rejected_cpu_kernel_error_names_the_cure(gpu):
+    with pytest.raises(
+        TypeError, match=r"double_in_place runs on the CPU but got an array on a GPU; check .*is_device"
+    ):
+        double_in_place(backend.zeros(3, np.dtype("float32"), "gpu"))
+    with pytest.raises(Exception, match="annot determine Numba type"):  # other wrong arguments keep Numba's message
+        double_in_place(object())
 
 
 COUNTED = {
@@ -91,7 +93,7 @@ COUNTED = {
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_ways_to_the_host_are_counted_at_their_site(gpu, name):
+def test_transfers_to_the_host_are_counted_at_their_call_site(gpu, name):
     nbytes, use = COUNTED[name]
     use(on_device(gpu))
     (event,) = gpu.LOG.events
@@ -99,11 +101,11 @@ def test_ways_to_the_host_are_counted_at_their_site(gpu, name):
     assert event.site == "test_cupy_double.<lambda>" and event.thread == "MainThread"
 
 
-def test_ways_to_the_device_and_waits_are_counted(gpu):
+def test_transfers_to_the_device_and_waits_are_counted(gpu):
     array = backend.place(HOST, "gpu")
     assert backend.place(array, "gpu") is array
     array.set(HOST + 1)
-    array[array > 3]  # how many there are, only the device knows
+    array[array > 3]  # only the device knows the size of the result
     backend.synchronise(array)
     assert backend.is_device(array) and not backend.is_device(HOST) and not backend.is_device(None)
     backend.synchronise(HOST)
@@ -111,7 +113,7 @@ def test_ways_to_the_device_and_waits_are_counted(gpu):
     assert kinds == [(gpu.H2D, 48), (gpu.H2D, 48), (gpu.SYNCHRONISE, 0), (gpu.SYNCHRONISE, 0)]
 
 
-def test_the_device_computes_without_the_host(gpu, rng):
+def test_device_operations_make_no_transfers(gpu, rng):
     host = rng.standard_normal((4, 6)).astype(np.float32)
     array = backend.place(host, "gpu")
     gpu.LOG.clear()
@@ -135,7 +137,7 @@ def test_the_device_computes_without_the_host(gpu, rng):
         assert np.array_equal(got.get(), want)
 
 
-def test_views_share_memory_and_writes_go_through(gpu):
+def test_views_share_memory(gpu):
     array = backend.zeros(8, np.dtype("float32"), "gpu")
     part = array[2:6].reshape(2, 2)
     part[...] = 3
@@ -149,35 +151,35 @@ def test_views_share_memory_and_writes_go_through(gpu):
     assert part.data.ptr == array.data.ptr + 8
 
 
-def test_memory_that_was_not_written_shows(gpu):
+def test_uninitialised_memory_is_nan(gpu):
     assert np.isnan(backend.empty(3, np.dtype("float64"), "gpu").get()).all()
 
 
-def test_a_copy_to_pinned_memory_is_there_when_its_event_has_passed(gpu):
+def test_copy_to_pinned_memory_is_visible_after_its_event(gpu):
     array, host = on_device(gpu), staging.lease(6, np.dtype(float)).reshape(2, 3)
     stream = device.new_stream()
     device.record().hold_back(stream)
     array.get(stream=stream, out=host, blocking=False)
     event = device.record(stream)
-    assert not event.done and np.isnan(host).all()  # reading early shows
+    assert not event.done and np.isnan(host).all()  # an early read is visible
     event.synchronize()
     assert event.done and np.array_equal(host, HOST)
 
 
-def test_a_copy_from_pinned_memory_reads_it_late(gpu):
+def test_copy_from_pinned_memory_reads_late(gpu):
     array, host = on_device(gpu), staging.lease(6, np.dtype(float)).reshape(2, 3)
     host[...] = 1
     array.set(host)
-    host[...] = 2  # too early: the copy has not been made
+    host[...] = 2  # too early: the copy has not run yet
     assert (array.get() == 2).all()
     host[...] = 3
     array.set(host)
-    array += 1.0  # behind the copy on the stream
+    array += 1.0  # after the copy on the stream
     host[...] = 4
     assert (array.get() == 4).all()
 
 
-def test_a_copy_that_does_not_wait_for_the_producer_is_refused(gpu):
+def test_copy_that_does_not_wait_for_its_producer_is_rejected(gpu):
     array, host = on_device(gpu), staging.lease(6, np.dtype(float)).reshape(2, 3)
     stream = device.new_stream()
     before = device.record()
@@ -187,11 +189,11 @@ def test_a_copy_that_does_not_wait_for_the_producer_is_refused(gpu):
         array.get(stream=stream, out=host, blocking=False)
 
 
-def test_memory_of_another_process_is_read_after_its_kernels(gpu):
+def test_peer_memory_must_be_read_after_its_kernels(gpu):
     def body(comm, ordered):
-        own = peer_memory.allocate(64)
-        mapping = peer_memory.open_handle(comm.allgather_object(peer_memory.export(own))[1 - comm.rank])
-        own[...] = comm.rank + 5
+        local_data = peer_memory.allocate(64)
+        mapping = peer_memory.open_handle(comm.allgather_object(peer_memory.export(local_data))[1 - comm.rank])
+        local_data[...] = comm.rank + 5
         if ordered:
             device.produced()
         comm.barrier()
@@ -205,7 +207,7 @@ def test_memory_of_another_process_is_read_after_its_kernels(gpu):
         run_threads(2, lambda comm: body(comm, False))
 
 
-def test_what_cannot_be_shared_is_refused_with_the_reason(gpu):
+def test_memory_that_cannot_be_shared_is_rejected(gpu):
     cupy = device.cupy()
     pooled = cupy.zeros(10, np.uint8)
     stream_ordered = cupy.ndarray(64, np.uint8, cupy.cuda.MemoryPointer(cupy.cuda.MemoryAsync(64), 0))
@@ -214,8 +216,8 @@ def test_what_cannot_be_shared_is_refused_with_the_reason(gpu):
             peer_memory.export(array)
 
 
-def test_every_name_is_one_of_cupy(gpu):
-    """Needs cupy, not a GPU."""
+def test_every_name_of_the_double_exists_in_cupy(gpu):
+    """Needs the cupy package, but no GPU."""
     cupy = pytest.importorskip("cupy")
     made = gpu.module()
     assert [name for name in gpu.__all__ if not hasattr(cupy, name)] == []
@@ -226,7 +228,7 @@ def test_every_name_is_one_of_cupy(gpu):
         ours, theirs = made, cupy
         for part in group.split("."):
             ours, theirs = getattr(ours, part), getattr(theirs, part)
-        names = set(dir(ours)) - {"nccl"}  # cupy hides it where the library is not installed
+        names = set(dir(ours)) - {"nccl"}  # cupy hides nccl if the library is not installed
         assert [n for n in sorted(names) if not n.startswith("_") and not hasattr(theirs, n)] == [], group
 
 
@@ -247,7 +249,7 @@ EVENTS = []
 
 
 @pytest.mark.parametrize("name", NOT_CAPTURED)
-def test_what_cuda_does_not_capture_is_refused(gpu, name):
+def test_operations_that_cuda_cannot_capture_are_rejected(gpu, name):
     array, recorder = on_device(gpu), graphs.GraphRecorder()
     EVENTS[:] = [device.record()]
     with pytest.raises(
@@ -258,7 +260,7 @@ def test_what_cuda_does_not_capture_is_refused(gpu, name):
     assert (array.get() == HOST).all()
 
 
-def test_a_graph_runs_at_its_launch_and_on_its_addresses(gpu):
+def test_graph_runs_at_launch_on_captured_addresses(gpu):
     array, recorder = on_device(gpu), graphs.GraphRecorder()
 
     def call():
@@ -275,7 +277,7 @@ def test_a_graph_runs_at_its_launch_and_on_its_addresses(gpu):
     assert recorder.nbytes >= HOST.nbytes + total.nbytes
 
 
-def test_a_capture_takes_no_memory_that_others_are_given(gpu):
+def test_capture_cannot_use_the_common_memory_pool(gpu):
     array, stream = on_device(gpu), device.new_stream()
     with stream:
         stream.begin_capture()
@@ -296,7 +298,7 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_graph_whose_memory_is_freed_is_not_launched(gpu, name):
+def test_graph_with_freed_memory_cannot_be_launched(gpu, name):
     arrays, recorder = [on_device(gpu)], graphs.GraphRecorder()
     graph = recorder.capture(lambda: KERNELS[name](arrays[0]))[0]
     graph.launch()
@@ -305,8 +307,8 @@ def test_a_graph_whose_memory_is_freed_is_not_launched(gpu, name):
         graph.launch()
 
 
-def test_no_finalizer_of_the_collector_runs_in_a_capture(gpu):
-    """It might wait for the stream: as that of memory of another process does."""
+def test_garbage_collector_is_off_during_capture(gpu):
+    """A finalizer might wait for the stream, like the finalizer of memory of another process."""
     waited, recorder = [], graphs.GraphRecorder()
 
     class Cycle:

@@ -1,4 +1,4 @@
-"""Counters of a node: what was written before one is raised is there when it is seen, and the dead are noticed."""
+"""Node counters: data written before a counter is raised is visible after the wait, and dead ranks are detected."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from hpcdist.strategies.parameter_server.shared_memory import NodeFlags
 
 
 @pytest.mark.parametrize("size", range(1, 9))
-def test_a_token_goes_round(size):
+def test_token_passes_through_all_ranks(size):
     rounds = 20
 
     def body(comm):
@@ -28,12 +28,12 @@ def test_a_token_goes_round(size):
         flags.close()
         return seen
 
-    found = run_threads(size, body)
-    assert [found[rank][turn] for turn in range(rounds) for rank in range(size)] == list(range(rounds * size))
+    results = run_threads(size, body)
+    assert [results[rank][turn] for turn in range(rounds) for rank in range(size)] == list(range(rounds * size))
 
 
 @on_threads(1, deadline_s=0.2)
-def test_counters_of_a_rank_are_apart(comm):
+def test_counters_of_a_rank_are_independent(comm):
     flags = NodeFlags(comm, 2)
     flags.raise_to(0, 5)
     flags.wait(0, 0, 4)
@@ -45,7 +45,7 @@ def test_counters_of_a_rank_are_apart(comm):
         flags.wait(0, 1, 2)
 
 
-def test_whoever_waits_for_a_failed_rank_is_released():
+def test_wait_for_a_failed_rank_is_released():
     def body(comm):
         flags = NodeFlags(comm, 1)
         if comm.rank == 1:
@@ -58,7 +58,7 @@ def test_whoever_waits_for_a_failed_rank_is_released():
 
 
 @on_threads(2, deadline_s=0.2)
-def test_nobody_is_waited_for_beyond_the_deadline(comm):
+def test_wait_ends_at_the_deadline(comm):
     flags = NodeFlags(comm, 1)
     if comm.rank == 0:
         with pytest.raises(DeadlineError):

@@ -1,4 +1,4 @@
-"""Segments summed and spread inside a node, by ranks that need not keep step."""
+"""Segments are summed and spread inside a node by ranks that run at different speeds."""
 
 import threading
 import time
@@ -20,33 +20,33 @@ PART_BYTES = 48 * 8
 
 
 @pytest.fixture(params=["shared", "messages"])
-def kind(request, monkeypatch):
-    """Which flow `flow_of` returns on several ranks."""
+def flow_class(request, monkeypatch):
+    """The class of flow that `flow_of` returns on several ranks."""
     if request.param == "messages":
         monkeypatch.setattr(flow, "MOST_OWNERS", 0)
     return NodeFlow if request.param == "messages" else SharedFlow
 
 
 @pytest.mark.parametrize(("size", "owners"), [(1, 1), (2, 2), (3, 3), (5, 5), (4, 2), (3, 1)])
-def test_segments_are_summed_by_their_owners_and_spread(kind, size, owners, rng):
+def test_segments_are_summed_by_owners_and_spread(flow_class, size, owners, rng):
     inputs = rng.integers(-99, 99, (size, 1000)).astype(np.float64)
     order = [*cut(Range(500, 1000), 48), *cut(Range(0, 500), 48)]
     assert len(order) > 2 * (flow.EARLY + flow.LATE)
 
     def body(comm):
-        for _ in range(2):  # the second call finds the numbers where the first left them
-            once(comm)
+        for _ in range(2):  # the second call starts with the counters of the first
+            sum_and_spread(comm)
 
-    def once(comm):
+    def sum_and_spread(comm):
         buffer = inputs[comm.rank].copy()
         flow = flow_of(comm, owners, buffer, "sum", order, PART_BYTES)
-        assert type(flow) is (kind if size > 1 else NodeFlow)
+        assert type(flow) is (flow_class if size > 1 else NodeFlow)
         for turn, segment in enumerate(order):
             time.sleep(1e-3 * ((turn + comm.rank) % 3 == 0))
             flow.sum_next()
-            own = flow.own(segment)
-            assert comm.rank < owners or own.size == 0
-            own *= 2  # what the rest of the world would add
+            local_data = flow.own(segment)
+            assert comm.rank < owners or local_data.size == 0
+            local_data *= 2  # the contribution of the other nodes
             flow.spread(segment)
         flow.finish()
         assert np.array_equal(buffer, 2 * inputs.sum(axis=0))
@@ -54,7 +54,7 @@ def test_segments_are_summed_by_their_owners_and_spread(kind, size, owners, rng)
     run_threads(size, body)
 
 
-def through(comm, owners, part_bytes=PART_BYTES):
+def sum_and_spread_many(comm, owners, part_bytes=PART_BYTES):
     """Sum and spread more segments than there are slots."""
     buffer, elements = np.full(owners * part_bytes * 3, comm.rank + 1.0), owners * part_bytes // 8
     order = list(cut(Range(0, buffer.size), elements))
@@ -68,12 +68,12 @@ def through(comm, owners, part_bytes=PART_BYTES):
 
 
 @on_threads(4)
-def test_calls_of_more_or_fewer_owners_and_longer_or_shorter_parts_follow_each_other(comm):
+def test_successive_calls_may_change_owners_and_part_size(comm):
     for owners, part_bytes in ((1, 64), (4, 64), (2, 512), (4, 64), (1, 128)):
-        through(comm, owners, part_bytes)
+        sum_and_spread_many(comm, owners, part_bytes)
 
 
-def test_a_message_that_comes_while_a_rank_waits_stays_to_be_received():
+def test_message_that_arrives_during_a_wait_can_be_received():
     sent = threading.Event()
 
     def body(comm):
@@ -81,9 +81,9 @@ def test_a_message_that_comes_while_a_rank_waits_stays_to_be_received():
         if comm.rank == 1:
             comm.send(message, 0, tag=7)
             sent.set()
-            time.sleep(0.05)  # rank 0 waits, and looks for what it can move
+            time.sleep(0.05)  # rank 0 waits, and progresses other messages
         sent.wait(LIMIT_S)
-        through(comm, 2)
+        sum_and_spread_many(comm, 2)
         if comm.rank == 0:
             comm.recv(message, 1, tag=7)
         assert (message == 1).all()
@@ -92,37 +92,37 @@ def test_a_message_that_comes_while_a_rank_waits_stays_to_be_received():
 
 
 @on_threads(2, deadline_s=10)
-def test_after_a_call_that_was_given_up_the_next_is_refused_until_all_release(comm):
-    through(comm, 2)
+def test_interrupted_call_blocks_the_next_until_release(comm):
+    sum_and_spread_many(comm, 2)
     if comm.rank == 0:
         block = flow._memory[comm].block
         block.progress = lambda: (_ for _ in ()).throw(KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt):
-            through(comm, 2)
+            sum_and_spread_many(comm, 2)
         del block.progress
-        with pytest.raises(CommunicationError, match=r"given up half-way.* collectives\.release"):
-            through(comm, 2)
+        with pytest.raises(CommunicationError, match=r"was aborted.* collectives\.release"):
+            sum_and_spread_many(comm, 2)
     collectives.release(comm)
-    through(comm, 2)
+    sum_and_spread_many(comm, 2)
 
 
 @on_threads(4, ranks_per_node=2)
-def test_release_gives_back_and_splits_nothing(comm):
+def test_release_frees_memory_without_a_split(comm):
     with count_traffic(comm) as traffic:
         collectives.release(comm)
     assert not traffic.calls
     buffer = np.ones(500)
     collectives.allreduce(comm, buffer, "hierarchical")
     node = comm.nodes().intra
-    own, other = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
-    assert own is not None and other is not None
-    collectives.hierarchical(own, other, buffer)
+    local_data, other = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
+    assert local_data is not None and other is not None
+    collectives.hierarchical(local_data, other, buffer)
     assert (buffer == 16).all()
-    assert {node, own} <= set(flow._memory)
+    assert {node, local_data} <= set(flow._memory)
     collectives.release(comm)
-    assert node not in flow._memory and own in flow._memory
-    collectives.release(own)
-    assert own not in flow._memory
+    assert node not in flow._memory and local_data in flow._memory
+    collectives.release(local_data)
+    assert local_data not in flow._memory
     collectives.allreduce(comm, buffer, "hierarchical")
     assert (buffer == 64).all()
 
@@ -147,7 +147,7 @@ def test_both_flows_give_the_same_bits(monkeypatch, rng):
 
 
 @on_threads(4)
-def test_what_a_rank_sends_inside_the_node(comm):
+def test_bytes_sent_inside_the_node(comm):
     buffer = np.ones(64 * 8 * 4)
     order = list(cut(Range(0, buffer.size), 256))
     with count_traffic(comm) as traffic:

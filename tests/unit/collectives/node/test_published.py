@@ -1,4 +1,4 @@
-"""Memory in which ranks publish what the others take: turns, growth, and a wait that was given up."""
+"""Memory in which ranks publish data for others: turns, growth, and interrupted waits."""
 
 import numpy as np
 import pytest
@@ -10,8 +10,8 @@ from hpcdist.errors import CommunicationError
 RANKS, TURNS = 3, 40
 
 
-def test_parts_in_turns_are_read_as_they_were_published(rng):
-    """Two parts take turns, as rows and results do; each grows now and then, and the head says how long it is."""
+def test_alternating_parts_are_read_as_published(rng):
+    """Two parts alternate, like rows and results. Each grows sometimes, and the header holds its length."""
     lengths, pauses = rng.integers(0, 300, (TURNS, RANKS)), rng.random((TURNS, RANKS)) < 0.2
     values = rng.standard_normal((2, TURNS, RANKS, 300))
 
@@ -25,9 +25,9 @@ def test_parts_in_turns_are_read_as_they_were_published(rng):
             heads = np.stack(memory.head)
             np.testing.assert_array_equal(heads[:, 0], turn)
             memory.grow({"there": int(heads[:, 1].max()) * 8, "back": turn})
-            for part, own in zip(("there", "back"), values[:, turn], strict=True):
+            for part, local_data in zip(("there", "back"), values[:, turn], strict=True):
                 size = int(heads[comm.rank, 1]) if part == "there" else turn // 8
-                memory.part(comm.rank, part, (size,), np.dtype(np.float64))[...] = own[comm.rank, :size]
+                memory.part(comm.rank, part, (size,), np.dtype(np.float64))[...] = local_data[comm.rank, :size]
                 memory.publish()
                 if pauses[turn, comm.rank]:
                     sum(range(10000))
@@ -35,12 +35,12 @@ def test_parts_in_turns_are_read_as_they_were_published(rng):
                 for rank in range(RANKS):
                     size = int(heads[rank, 1]) if part == "there" else turn // 8
                     read = memory.part(rank, part, (size,), np.dtype(np.float64))
-                    np.testing.assert_array_equal(read, own[rank, :size])
+                    np.testing.assert_array_equal(read, local_data[rank, :size])
 
     run_threads(RANKS, body)
 
 
-def test_after_a_wait_that_was_given_up_nothing_is_published(monkeypatch):
+def test_interrupted_wait_blocks_further_publishing(monkeypatch):
     def body(comm):
         memory = PublishedMemory(comm, 1)
         if comm.rank:
@@ -49,7 +49,7 @@ def test_after_a_wait_that_was_given_up_nothing_is_published(monkeypatch):
         memory.publish()
         with pytest.raises(ZeroDivisionError):
             memory.wait()
-        with pytest.raises(CommunicationError, match="given up half-way"):
+        with pytest.raises(CommunicationError, match="was aborted"):
             memory.publish()
 
     run_threads(2, body)

@@ -1,4 +1,4 @@
-"""Collectives through shared memory: no bytes in messages, the same bits on every way, one node only."""
+"""Collectives through shared memory: no messages, the same bits on every path, and one node only."""
 
 import numpy as np
 import pytest
@@ -19,8 +19,8 @@ NUMPY = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 FLOAT32 = np.dtype(np.float32)
 
 
-def in_rank_order(inputs, op="sum"):
-    """Return the reduction of the rows, one after the other, rounded once."""
+def reduce_in_rank_order(inputs, op="sum"):
+    """Return the reduction of the rows in order, rounded once."""
     wide = inputs.astype(accumulation_dtype(inputs.dtype))
     total = wide[0].copy()
     for row in wide[1:]:
@@ -30,7 +30,7 @@ def in_rank_order(inputs, op="sum"):
 
 @pytest.fixture
 def small_halves(monkeypatch):
-    """Staging areas so small that a few thousand elements need many pieces."""
+    """Make the staging areas so small that a few thousand elements need many pieces."""
     monkeypatch.setattr(shared_memory, "HALF_BYTES", 4096)
     monkeypatch.setattr(shared_memory, "SLOTS_BYTES", 2048)
 
@@ -39,7 +39,7 @@ def small_halves(monkeypatch):
 @on_threads("size")
 def test_node_shared_sends_no_message(comm, size):
     buffer = np.full(1000, 2.0**comm.rank)
-    node_shared_allreduce(comm, buffer)  # takes the memory
+    node_shared_allreduce(comm, buffer)  # allocates the memory
     buffer[...] = 2.0**comm.rank
     with count_traffic(comm) as traffic:
         node_shared_allreduce(comm, buffer)
@@ -49,8 +49,8 @@ def test_node_shared_sends_no_message(comm, size):
 
 @pytest.mark.usefixtures("small_halves")
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
-def test_every_way_gives_the_sum_in_rank_order(size, rng):
-    """Small, staged in pieces, and in place: on counts around every boundary, in random turn."""
+def test_every_path_gives_the_sum_in_rank_order(size, rng):
+    """Small buffers, staged pieces and in-place buffers, with counts around every boundary, in random order."""
     row = 4096 // size // 64 * 16
     counts = [0, 1, 127, 128, 129, *(size * row * pieces + extra for pieces in (1, 2, 5) for extra in (-1, 0, 1))]
     inputs = {count: rng.standard_normal((size, count)).astype(np.float32) for count in counts}
@@ -62,7 +62,7 @@ def test_every_way_gives_the_sum_in_rank_order(size, rng):
             buffer = shared[:count] if way else np.empty(count, np.float32)
             buffer[...] = inputs[count][comm.rank]
             node_shared_allreduce(comm, buffer, scale=0.75)
-            assert np.array_equal(buffer, in_rank_order(inputs[count]) * np.float32(0.75)), (count, way)
+            assert np.array_equal(buffer, reduce_in_rank_order(inputs[count]) * np.float32(0.75)), (count, way)
 
     run_threads(size, body)
 
@@ -71,25 +71,25 @@ def test_every_way_gives_the_sum_in_rank_order(size, rng):
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("op", ["sum", "max", "min"])
 @on_threads("size")
-def test_halves_are_reductions_to_owners_and_their_way_back(comm, size, op, rng):
-    """Uneven ranges, empty ones, and ranges that do not ascend with the ranks."""
+def test_shared_reduce_scatter_and_all_gather(comm, size, op, rng):
+    """Ranges may be uneven, empty, or not in rank order."""
     count = 5000
     inputs = rng.standard_normal((size, count)).astype(np.float32)
-    expected = in_rank_order(inputs, op)
+    expected = reduce_in_rank_order(inputs, op)
     cuts = [0, *sorted(rng.integers(0, count, size - 1).tolist()), count]
     uneven = [Range(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
     lonely = [Range(0, count), *[Range(count, count)] * (size - 1)]
     cases = [split(count, size, 4), uneven, uneven[::-1], lonely]
     shared = shared_memory.allocate(comm, count, FLOAT32)
     for ranges in cases:
-        own = ranges[comm.rank].slice
+        local_slice = ranges[comm.rank].slice
         for buffer in (np.empty(count, np.float32), shared):
             buffer[...] = inputs[comm.rank]
             shared_memory.reduce_scatter(comm, buffer, ranges, op)
-            assert np.array_equal(buffer[own], expected[own])
-            kept = buffer[own].copy()
+            assert np.array_equal(buffer[local_slice], expected[local_slice])
+            kept = buffer[local_slice].copy()
             buffer[...] = np.nan
-            buffer[own] = kept
+            buffer[local_slice] = kept
             shared_memory.all_gather(comm, buffer, ranges)
             assert np.array_equal(buffer, expected)
 
@@ -98,19 +98,19 @@ def test_halves_are_reductions_to_owners_and_their_way_back(comm, size, op, rng)
 @on_threads(3)
 @pytest.mark.full_except("float64")
 @pytest.mark.matrix_except("float64", "float16", "bfloat16", "int16")
-def test_every_dtype_and_op(comm, dtype, rng):
+def test_shared_allreduce_supports_every_dtype_and_op(comm, dtype, rng):
     inputs = rng.integers(0, 30, (3, 3000)).astype(dtype)
     shared = shared_memory.allocate(comm, 3000, dtype)
     for op in NUMPY:
         for buffer in (inputs[comm.rank].copy(), shared, inputs[comm.rank][:100].copy()):
             buffer[...] = inputs[comm.rank][: buffer.size]
             node_shared_allreduce(comm, buffer, op)
-            assert buffer.tobytes() == in_rank_order(inputs, op)[: buffer.size].tobytes()
+            assert buffer.tobytes() == reduce_in_rank_order(inputs, op)[: buffer.size].tobytes()
 
 
 @pytest.mark.parametrize("op", ["max", "min"])
 @on_threads(3)
-def test_a_nan_is_not_lost_in_a_maximum(comm, op):
+def test_shared_extremes_propagate_nan(comm, op):
     for holder in range(comm.size):
         buffer = np.arange(4.0)
         buffer[1] = np.nan if comm.rank == holder else 1
@@ -126,13 +126,13 @@ def test_a_nan_is_not_lost_in_a_maximum(comm, op):
     (lambda comm: node_shared_allreduce(comm, np.zeros(8), scale=0.5), r"rank 1: allreduce \(sum times 0\.5\)"),
     (lambda comm: shared_memory.all_gather(comm, np.zeros(8), split(8, 2, 8)), "rank 1: all-gather"),
 )
-def test_what_differs_between_ranks_is_refused_on_all(other, says):
-    def usual(comm):
+def test_different_calls_are_rejected_on_all_ranks(other, says):
+    def reduce_usual(comm):
         node_shared_allreduce(comm, np.zeros(8))
 
     def body(comm):
-        for _ in range(2):  # and nothing is left behind that would spoil the next call
-            bring = other if comm.rank else usual
+        for _ in range(2):  # an error must not affect the next call
+            bring = other if comm.rank else reduce_usual
             with pytest.raises(CommunicationError, match=says):
                 bring(comm)
             buffer = np.ones(5000)
@@ -143,23 +143,23 @@ def test_what_differs_between_ranks_is_refused_on_all(other, says):
 
 
 @on_threads(2)
-def test_scales_that_python_takes_for_equal_are_told_apart(comm):
-    for scales in ((-1.0, -2.0), (0.0, -0.0)):  # of equal hash, and equal
+def test_scales_are_compared_exactly(comm):
+    for scales in ((-1.0, -2.0), (0.0, -0.0)):  # first equal hashes, then equal numbers
         with pytest.raises(CommunicationError, match="different buffers"):
             node_shared_allreduce(comm, np.ones(8), scale=scales[comm.rank])
     buffer = np.ones(8)
-    node_shared_allreduce(comm, buffer, scale=np.nan)  # on all ranks the same, though no NaN is equal
+    node_shared_allreduce(comm, buffer, scale=np.nan)  # the same on all ranks, though NaN != NaN
     assert np.isnan(buffer).all()
 
 
 @pytest.mark.parametrize("size", [2, 4, 5])
-def test_the_scale_is_rounded_alike_on_every_way(size, rng):
+def test_scale_is_rounded_equally_on_every_path(size, rng):
     inputs = {dtype: rng.standard_normal((size, 40_000)).astype(dtype) for dtype in (np.float32, np.float16)}
 
     def body(comm):
         for dtype, brought in inputs.items():
             shared = shared_memory.allocate(comm, 40_000, np.dtype(dtype))
-            expected = in_rank_order(brought.astype(np.float32)) * np.float32(1 / 3)
+            expected = reduce_in_rank_order(brought.astype(np.float32)) * np.float32(1 / 3)
             for buffer in (np.empty(40_000, dtype), shared, np.empty(100, dtype)):
                 buffer[...] = brought[comm.rank][: buffer.size]
                 node_shared_allreduce(comm, buffer, scale=1 / 3)
@@ -169,37 +169,37 @@ def test_the_scale_is_rounded_alike_on_every_way(size, rng):
 
 
 @on_threads(2)
-def test_after_a_collective_was_given_up_the_memory_is_not_used_again(comm):
-    """A signal during the wait: the next call would count on a meeting that never was."""
+def test_interrupted_collective_blocks_further_use(comm):
+    """After an interrupted wait, the next call would rely on a barrier that never completed."""
     node_shared_allreduce(comm, np.zeros(4))
     if comm.rank == 0:
         block = shared_memory._memory[comm]._block
         block.check_alive = lambda since: (_ for _ in ()).throw(KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt):
             node_shared_allreduce(comm, np.zeros(4))
-        with pytest.raises(CommunicationError, match="given up half-way"):
+        with pytest.raises(CommunicationError, match="was aborted"):
             node_shared_allreduce(comm, np.zeros(4))
     comm.barrier()
 
 
 @pytest.mark.usefixtures("small_halves")
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_one_result_for_all(size, rng):
-    """In place and staged; what a rank brought stays, and the result has the bits of the allreduce."""
+def test_common_result_has_the_bits_of_the_allreduce(size, rng):
+    """In place and staged: the inputs stay, and the result has the bits of the allreduce."""
     inputs = {dtype: rng.standard_normal((size, 6000)).astype(dtype) for dtype in (np.float32, np.float16)}
 
     def body(comm):
         for dtype, brought in inputs.items():
-            expected = in_rank_order(brought.astype(np.float32)) * np.float32(0.5)
+            expected = reduce_in_rank_order(brought.astype(np.float32)) * np.float32(0.5)
             result = shared_memory.allocate_common(comm, 6000, np.dtype(dtype))
             for buffer in (brought[comm.rank].copy(), shared_memory.allocate(comm, 6000, np.dtype(dtype))):
                 for count in (6000, 100, 0):
                     buffer[...] = brought[comm.rank]
-                    comm.barrier()  # nobody reads the result of the call before any more
+                    comm.barrier()  # no rank reads the result of the previous call any more
                     shared_memory.allreduce_into(comm, buffer[:count], result[:count], scale=0.5)
                     assert np.array_equal(result[:count], expected[:count].astype(dtype))
                     assert np.array_equal(buffer, brought[comm.rank])
-            with pytest.raises(UsageError, match="must be alike"):
+            with pytest.raises(UsageError, match="size and dtype must be equal"):
                 shared_memory.allreduce_into(comm, buffer[:5], result)
             if comm.size > 1:
                 with pytest.raises(UsageError, match="allocate_common"):
@@ -210,7 +210,7 @@ def test_one_result_for_all(size, rng):
 
 
 @on_threads(2)
-def test_integers_are_not_scaled_and_ranges_do_not_overlap(comm):
+def test_scaled_integers_and_overlapping_ranges_are_rejected(comm):
     with pytest.raises(UsageError, match=r"int64 cannot be multiplied by 0\.5"):
         node_shared_allreduce(comm, np.ones(4, np.int64), scale=0.5)
     with pytest.raises(UsageError, match="the ranges of two ranks overlap"):
@@ -218,7 +218,7 @@ def test_integers_are_not_scaled_and_ranges_do_not_overlap(comm):
 
 
 @on_threads(3)
-def test_a_buffer_in_shared_memory_on_one_rank_only_goes_the_ordinary_way(comm):
+def test_shared_buffer_on_one_rank_only_is_staged(comm):
     shared = shared_memory.allocate(comm, 20_000, FLOAT32)
     ordinary = np.empty(10_000, np.float32)
     for buffer in (shared[:10_000] if comm.rank else ordinary, shared[comm.rank * 16 :][:10_000]):
@@ -227,12 +227,12 @@ def test_a_buffer_in_shared_memory_on_one_rank_only_goes_the_ordinary_way(comm):
         assert (buffer == 6).all()
 
 
-def test_a_rank_that_fails_releases_those_who_wait_in_shared_memory():
+def test_failed_rank_releases_waits_in_shared_memory():
     def body(comm):
         node_shared_allreduce(comm, np.zeros(4))
         if comm.rank == 1:
             raise ArithmeticError("of rank 1")
-        with pytest.raises(CommunicationError, match="another rank failed while this one waited in shared memory"):
+        with pytest.raises(CommunicationError, match="another rank failed while this rank waited in shared memory"):
             node_shared_allreduce(comm, np.zeros(4))
 
     with pytest.raises(ArithmeticError):
@@ -240,15 +240,15 @@ def test_a_rank_that_fails_releases_those_who_wait_in_shared_memory():
 
 
 @on_threads(2, deadline_s=0.5)
-def test_a_rank_that_never_comes_is_an_error(comm):
+def test_missing_rank_times_out(comm):
     node_shared_allreduce(comm, np.zeros(4))
     if comm.rank:
-        with pytest.raises(CommunicationError, match=r"nobody came to shared memory within 0\.5 s"):
+        with pytest.raises(CommunicationError, match=r"no other rank came to shared memory within 0\.5 s"):
             node_shared_allreduce(comm, np.zeros(4))
 
 
 @on_threads(2)
-def test_bad_buffers_are_refused(comm):
+def test_bad_buffers_are_rejected(comm):
     with pytest.raises(UsageError, match="choose one of sum, max, min"):
         node_shared_allreduce(comm, np.zeros(4), "mean")
     with pytest.raises(BufferHandoverError, match="contiguous"):
@@ -257,13 +257,13 @@ def test_bad_buffers_are_refused(comm):
         shared_memory.reduce_scatter(comm, np.zeros(4), [Range(0, 4)])
 
 
-def test_node_shared_refuses_several_nodes():
+def test_node_shared_rejects_several_nodes():
     with pytest.raises(UsageError, match="4 ranks of world are on 2; choose hierarchical"):
         run_threads(4, lambda comm: node_shared_allreduce(comm, np.zeros(8)), ranks_per_node=2)
 
 
 @on_threads(4, ranks_per_node=2)
-def test_memory_for_buffers_over_several_nodes_is_shared_inside_each(comm):
+def test_allocated_buffers_are_shared_within_each_node(comm):
     buffer = shared_memory.allocate(comm, 5000, FLOAT32)
     buffer[...] = comm.rank
     node_shared_allreduce(comm.nodes().intra, buffer)
@@ -271,7 +271,7 @@ def test_memory_for_buffers_over_several_nodes_is_shared_inside_each(comm):
     collectives.release(comm)
 
 
-def test_where_nothing_can_be_shared_memory_is_private_and_the_algorithm_refused(monkeypatch):
+def test_without_shared_memory_node_shared_is_rejected(monkeypatch):
     class Alone:
         def progress(self):
             raise AssertionError
@@ -292,7 +292,7 @@ def test_where_nothing_can_be_shared_memory_is_private_and_the_algorithm_refused
 
 
 @on_threads(2)
-def test_what_is_kept_between_calls_is_counted_and_can_be_given_back(comm):
+def test_cached_memory_is_counted_and_released(comm):
     ledger = Ledger()
     collectives.account(ledger)
     for _ in range(2):
@@ -301,7 +301,7 @@ def test_what_is_kept_between_calls_is_counted_and_can_be_given_back(comm):
     shared = protocol.LINE_BYTES + 2 * shared_memory.slot_bytes(2) + 2 * shared_memory.HALF_BYTES
     assert ledger.current["communication"] == shared + 4000 * 2  # and a widened copy, a received copy
     collectives.release(comm)
-    comm.allgather_object(None)  # threads see the arrays of each other until all have let go
+    comm.allgather_object(None)  # wait until all threads have dropped the arrays
     assert ledger.current["communication"] == 0
     collectives.allreduce(comm, np.ones(10), "node_shared")
     collectives.account(None)

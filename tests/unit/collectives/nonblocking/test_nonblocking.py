@@ -1,4 +1,4 @@
-"""Nonblocking collectives: the bits of the blocking ones, in any order of waiting; failures surface where one waits."""
+"""Nonblocking collectives have the bits of the blocking ones, in any order of waits; failures are raised by waits."""
 
 import contextlib
 import gc
@@ -33,39 +33,39 @@ HALVES = [("poll", name) for name in sorted(nonblocking_progress.RESUMABLE[nonbl
 HALVES += [("thread", name) for name in sorted(collectives.SHARDED)]
 
 
-def running():
-    """The progress threads of this process."""
+def progress_threads():
+    """Return the progress threads of this process."""
     return [thread for thread in threading.enumerate() if thread.name.startswith("collectives of")]
 
 
-def inputs(rng, count, dtype=np.float32):
+def draw_inputs(rng, count, dtype=np.float32):
     return rng.standard_normal((max(SIZES), count)).astype(dtype)
 
 
 @pytest.mark.parametrize(("kind", "algorithm"), PAIRS)
 @pytest.mark.parametrize("size", SIZES)
-def test_bits_are_those_of_the_blocking_algorithm(kind, algorithm, size, rng):
-    buffers = [inputs(rng, count) for count in (0, 1, 5, 1000)]
+def test_nonblocking_allreduce_has_the_bits_of_the_blocking_one(kind, algorithm, size, rng):
+    buffers = [draw_inputs(rng, count) for count in (0, 1, 5, 1000)]
 
     def body(comm):
         expected = [data[comm.rank].copy() for data in buffers]
         for data in expected:
             collectives.allreduce(comm, data, algorithm)
-        found = [data[comm.rank].copy() for data in buffers]
+        results = [data[comm.rank].copy() for data in buffers]
         with engines.begin(comm, kind) as progress:
-            handles = [progress.iallreduce(data, algorithm) for data in found]
-            for handle in reversed(handles):  # all under way at once, waited for in another order
+            handles = [progress.iallreduce(data, algorithm) for data in results]
+            for handle in reversed(handles):  # all in flight together, waited for in another order
                 handle.wait()
                 assert handle.test()
             handles[0].wait()
-        assert [data.tobytes() for data in found] == [data.tobytes() for data in expected]
+        assert [data.tobytes() for data in results] == [data.tobytes() for data in expected]
 
     run_threads(size, body, 2 if algorithm == "hierarchical" else None)
 
 
 @pytest.mark.parametrize(("kind", "algorithm"), HALVES)
 @pytest.mark.parametrize("size", range(1, 9))
-def test_halves_have_the_bits_of_the_blocking_ones(kind, algorithm, size, monkeypatch):
+def test_nonblocking_halves_have_the_bits_of_the_blocking_ones(kind, algorithm, size, monkeypatch):
     monkeypatch.setattr(nonblocking_progress, "SEGMENT_BYTES", 64)  # several lanes
     counts, sharding = (0, 1, 33, 1000), collectives.SHARDED[algorithm]
     draw = np.random.default_rng(size)
@@ -74,20 +74,20 @@ def test_halves_have_the_bits_of_the_blocking_ones(kind, algorithm, size, monkey
     def body(comm):
         with engines.begin(comm, kind) as progress:
             shares = [sharding.shares(comm, count, 4) for count in counts]
-            expected, found = ([data[comm.rank].copy() for data in buffers] for _ in range(2))
+            expected, result = ([data[comm.rank].copy() for data in buffers] for _ in range(2))
             for data, parts in zip(expected, shares, strict=True):
                 sharding.reduce_scatter(comm, data, parts)
-            all_three = list(zip(found, shares, expected, strict=True))
+            all_three = list(zip(result, shares, expected, strict=True))
             handles = [progress.ireduce_scatter(data, parts, algorithm) for data, parts, _ in all_three]
             for handle, (data, parts, right) in reversed(list(zip(handles, all_three, strict=True))):
                 handle.wait()
-                own = parts[comm.rank].slice
-                assert data[own].tobytes() == right[own].tobytes()
+                local_slice = parts[comm.rank].slice
+                assert data[local_slice].tobytes() == right[local_slice].tobytes()
             for data, parts, right in all_three:
                 sharding.all_gather(comm, right, parts)
                 data[: parts[comm.rank].start] = data[parts[comm.rank].stop :] = 99
             handles = [progress.iall_gather(data, parts, algorithm) for data, parts, _ in all_three]
-            beside = progress.iallreduce(np.ones(10), "ring")  # of another operation, under way at once
+            beside = progress.iallreduce(np.ones(10), "ring")  # another operation in flight
             for handle, (data, _, right) in zip(handles, all_three, strict=True):
                 handle.wait()
                 assert handle.test() and data.tobytes() == right.tobytes()
@@ -98,7 +98,7 @@ def test_halves_have_the_bits_of_the_blocking_ones(kind, algorithm, size, monkey
 
 @pytest.mark.parametrize("kind", KINDS)
 @on_threads(3)
-def test_halves_send_half_and_refuse_what_the_blocking_ones_refuse(comm, kind):
+def test_nonblocking_halves_send_half_and_reject_bad_calls(comm, kind):
     data = np.ones(96 * comm.size, np.float32)
     shares = collectives.SHARDED["ring"].shares(comm, data.size, 4)
     with engines.begin(comm, kind) as progress:
@@ -109,18 +109,20 @@ def test_halves_send_half_and_refuse_what_the_blocking_ones_refuse(comm, kind):
         assert (data == comm.size).all()
         with pytest.raises(UsageError, match="needs one range inside them for each rank"):
             progress.iall_gather(data, shares[1:], "ring")
-        with pytest.raises(UsageError, match=r"reduce_scatter algorithm 'rabenseifner' is none of .*ring"):
+        with pytest.raises(UsageError, match=r"reduce_scatter algorithm 'rabenseifner' is not one of .*ring"):
             progress.ireduce_scatter(data, shares, "rabenseifner")
         short = (data / 3).astype(np.float16)
         if kind == "poll":
-            with pytest.raises(MissingCapabilityError, match=r"float16 has no steps .*overlap = 'thread'"):
+            with pytest.raises(MissingCapabilityError, match=r"float16 cannot be polled.*overlap = 'thread'"):
                 progress.ireduce_scatter(short, shares, "ring")
         else:
             right = short.copy()
             collectives.SHARDED["ring"].reduce_scatter(comm, right, shares)
             progress.ireduce_scatter(short, shares, "ring").wait()
-            own = shares[comm.rank].slice
-            assert short[own].tobytes() == right[own].tobytes() and (short[own] == comm.size).all()
+            local_slice = shares[comm.rank].slice
+            assert (
+                short[local_slice].tobytes() == right[local_slice].tobytes() and (short[local_slice] == comm.size).all()
+            )
         halves = np.full(data.size, comm.rank, np.float16)
         progress.iall_gather(halves, shares, "ring").wait()
         assert [halves[part.start] for part in shares] == list(range(comm.size))
@@ -128,7 +130,7 @@ def test_halves_send_half_and_refuse_what_the_blocking_ones_refuse(comm, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @on_threads(2, deadline_s=20)
-def test_checked_halves_by_other_shares_fail_on_all_ranks(comm, kind):
+def test_checked_halves_with_different_shares_fail_on_all_ranks(comm, kind):
     comm.checked = True
     data = np.ones(64, np.float32)
     shares = [Range(0, 32), Range(32, 64)] if comm.rank else [Range(0, 16), Range(16, 64)]
@@ -143,45 +145,45 @@ def test_checked_halves_by_other_shares_fail_on_all_ranks(comm, kind):
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64, np.int64])
 @pytest.mark.parametrize("op", ["sum", "max", "min"])
 @on_threads(3)
-def test_dtypes_and_reductions(comm, kind, dtype, op, rng):
-    data = (3 * inputs(rng, 77)).astype(dtype)
-    expected, found = data[comm.rank].copy(), data[comm.rank].copy()
+def test_nonblocking_allreduce_supports_dtypes_and_reductions(comm, kind, dtype, op, rng):
+    data = (3 * draw_inputs(rng, 77)).astype(dtype)
+    expected, result = data[comm.rank].copy(), data[comm.rank].copy()
     collectives.allreduce(comm, expected, "ring", op)
     with engines.begin(comm, kind) as progress:
-        progress.iallreduce(found, "ring", op).wait()
-    assert found.tobytes() == expected.tobytes()
+        progress.iallreduce(result, "ring", op).wait()
+    assert result.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("segment_bytes", [4, 64, 1 << 20])
-def test_segments_of_the_ring_change_no_bit_and_no_volume(size, segment_bytes, rng, monkeypatch):
+def test_ring_segments_change_neither_bits_nor_bytes(size, segment_bytes, rng, monkeypatch):
     monkeypatch.setattr(nonblocking_progress, "SEGMENT_BYTES", segment_bytes)
-    data = inputs(rng, 96 * size)
+    data = draw_inputs(rng, 96 * size)
     lanes = min(nonblocking_progress.MOST_LANES, max(1, 96 * 4 // segment_bytes))
 
     def body(comm):
-        expected, found = data[comm.rank].copy(), data[comm.rank].copy()
+        expected, result = data[comm.rank].copy(), data[comm.rank].copy()
         collectives.allreduce(comm, expected, "ring")
         with engines.begin(comm, "poll") as progress, count_traffic(comm) as traffic:
-            progress.iallreduce(found, "ring").wait()
-        assert found.tobytes() == expected.tobytes()
-        assert traffic.sent_bytes == 2 * (size - 1) * found.nbytes // size and not traffic.unknown
+            progress.iallreduce(result, "ring").wait()
+        assert result.tobytes() == expected.tobytes()
+        assert traffic.sent_bytes == 2 * (size - 1) * result.nbytes // size and not traffic.unknown
         assert traffic.calls["isend"] == traffic.calls["irecv"] == 2 * (size - 1) * lanes
         assert traffic.calls["ring_iallreduce"] == 1
 
     run_threads(size, body)
 
 
-def test_polling_moves_only_when_asked_and_never_waits(rng):
-    data = inputs(rng, 1000)
+def test_polling_progresses_only_in_tests_and_never_waits(rng):
+    data = draw_inputs(rng, 1000)
     late, looked = threading.Event(), threading.Event()
 
     def body(comm):
-        found = data[comm.rank].copy()
+        result = data[comm.rank].copy()
         with engines.begin(comm, "poll") as progress:
             if comm.rank == 1:
                 looked.wait(LIMIT_S)
-            handle = progress.iallreduce(found, "ring")
+            handle = progress.iallreduce(result, "ring")
             if comm.rank == 0:
                 progress.progress()
                 assert not handle.test()
@@ -191,27 +193,27 @@ def test_polling_moves_only_when_asked_and_never_waits(rng):
                 late.set()
             while not handle.test():
                 pass
-        np.testing.assert_allclose(found, data[:2].sum(axis=0), rtol=1e-5)
+        np.testing.assert_allclose(result, data[:2].sum(axis=0), rtol=1e-5)
 
     run_threads(2, body)
 
 
 @on_threads(2)
-def test_a_thread_goes_on_while_its_rank_does_something_else(comm, rng):
-    data = inputs(rng, 1000)
-    found = data[comm.rank].copy()
+def test_thread_progresses_while_its_rank_is_busy(comm, rng):
+    data = draw_inputs(rng, 1000)
+    result = data[comm.rank].copy()
     with engines.begin(comm, "thread") as progress:
-        handle = progress.iallreduce(found, "ring")
-        while not handle.test():  # nothing in here moves it
+        handle = progress.iallreduce(result, "ring")
+        while not handle.test():  # the loop itself moves nothing
             pass
         assert progress.busy_s > 0
-    np.testing.assert_allclose(found, data[:2].sum(axis=0), rtol=1e-5)
+    np.testing.assert_allclose(result, data[:2].sum(axis=0), rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @on_threads(3)
-def test_blocking_collectives_go_on_beside(comm, kind, rng):
-    data = inputs(rng, 500)
+def test_blocking_collectives_run_next_to_nonblocking_ones(comm, kind, rng):
+    data = draw_inputs(rng, 500)
     first, between = data[comm.rank].copy(), data[comm.rank].copy()
     with engines.begin(comm, kind) as progress, engines.begin(comm, kind) as other:
         handles = [progress.iallreduce(first, "ring"), other.iallreduce(first.copy(), "ring")]
@@ -223,19 +225,19 @@ def test_blocking_collectives_go_on_beside(comm, kind, rng):
 
 @on_threads(3)
 @pytest.mark.full
-def test_two_that_are_polled_at_once_share_no_memory(comm):
+def test_concurrent_polled_operations_share_no_memory(comm):
     with engines.begin(comm, "poll") as one, engines.begin(comm, "poll") as other:
         for _ in range(20):
             first, second = np.full(3000, 1, np.float16), np.full(3000, 100, np.float16)
             handles = [one.iallreduce(first, "ring"), other.iallreduce(second, "ring")]
-            while not (handles[0].test() & handles[1].test()):  # both are moved each time
+            while not (handles[0].test() & handles[1].test()):  # moves both each time
                 pass
             assert (first == comm.size).all() and (second == 100 * comm.size).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @on_threads(2)
-def test_a_table_is_taken_as_a_text_and_as_a_choice(comm, kind):
+def test_nonblocking_allreduce_accepts_algorithm_tables(comm, kind):
     with count_traffic(comm) as traffic, engines.begin(comm, kind) as progress:
         for table in ("ring<=64,native", AlgorithmTable(("ring", "native"), (64,)), AlgorithmTable(("native",))):
             for count in (8, 9):
@@ -248,7 +250,7 @@ def test_a_table_is_taken_as_a_text_and_as_a_choice(comm, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_checked_ranks_that_bring_different_buffers_fail_before_anything_moves(kind):
+def test_checked_ranks_with_different_buffers_fail_before_sending(kind):
     def body(comm):
         comm.checked = True
         progress = engines.begin(comm, kind)
@@ -266,7 +268,7 @@ def test_checked_ranks_that_bring_different_buffers_fail_before_anything_moves(k
 
 @pytest.mark.parametrize("kind", KINDS)
 @on_threads(3, deadline_s=20)
-def test_a_checked_rank_whose_call_is_refused_tells_the_others(comm, kind):
+def test_rejected_call_of_a_checked_rank_fails_on_all_ranks(comm, kind):
     comm.checked = True
     progress = engines.begin(comm, kind)
     with pytest.raises(UsageError if comm.rank else CommunicationError, match="reduction 'mean' is unknown"):
@@ -278,8 +280,8 @@ def test_a_checked_rank_whose_call_is_refused_tells_the_others(comm, kind):
 @pytest.mark.parametrize("algorithm", ["ring", "native"])
 @pytest.mark.parametrize("kind", KINDS)
 @on_threads(3, deadline_s=20)
-def test_checked_ranks_may_wait_before_they_start_the_next(comm, kind, algorithm):
-    """The others compare what comes next, and move what this one waits for meanwhile."""
+def test_checked_ranks_may_wait_before_the_next_call(comm, kind, algorithm):
+    """Other ranks compare the next call, and move the operation that this rank waits for."""
     comm.checked = True
     first, second = np.ones(500), np.ones(70_000)
     with engines.begin(comm, kind) as progress:
@@ -293,7 +295,7 @@ def test_checked_ranks_may_wait_before_they_start_the_next(comm, kind, algorithm
 
 
 @on_threads(2, ranks_per_node=1)
-def test_the_event_of_a_call_that_a_thread_is_refused_ends(comm, tmp_path):
+def test_event_of_a_call_rejected_by_the_thread_ends(comm, tmp_path):
     comm.events = recorder = Recorder(tmp_path / f"{comm.rank}.rec", comm.rank, comm.size)
     progress = engines.begin(comm, "thread")
     with pytest.raises(UsageError, match="choose hierarchical"):
@@ -304,7 +306,7 @@ def test_the_event_of_a_call_that_a_thread_is_refused_ends(comm, tmp_path):
 
 
 @on_threads(2)
-def test_the_event_of_a_start_that_is_refused_ends(comm, gpu, tmp_path):
+def test_event_of_a_rejected_start_ends(comm, gpu, tmp_path):
     comm.events = recorder = Recorder(tmp_path / f"{comm.rank}.rec", comm.rank, comm.size)
     buffer = backend.place(np.ones(10), "gpu")
     with engines.begin(comm, "thread") as progress, pytest.raises(BufferHandoverError, match="host memory"):
@@ -313,7 +315,7 @@ def test_the_event_of_a_start_that_is_refused_ends(comm, gpu, tmp_path):
 
 
 class Late:
-    """A request that is complete when it has been asked ``times`` times."""
+    """A request that is complete after ``times`` tests."""
 
     def __init__(self, times):
         self.left = times
@@ -326,42 +328,42 @@ class Late:
         return self.left <= 0
 
 
-def test_nothing_is_waited_for_beside_a_lane_that_can_go_on(monkeypatch):
-    """Another rank may wait for what it sends next, and send what this one would wait for only then."""
+def test_poll_engine_waits_only_if_no_lane_can_progress(monkeypatch):
+    """Another rank may wait for a later message of this lane before it sends the message that this rank waits for."""
     went_on = []
 
-    def lane(request):
+    def lane_waiting_for(request):
         yield [request]
         went_on.append(request)
 
     progress = PollEngine(solo())
     waited = []
     monkeypatch.setattr(progress.own, "wait_any", waited.append)
-    found, missing = Late(3), Late(float("inf"))  # complete when it is looked at after the lanes have been moved
-    operation = _Operation(progress, 0, [lane(found), lane(missing)], lambda: None)
+    result, missing = Late(3), Late(float("inf"))  # complete at the look after the lanes were moved
+    operation = _Operation(progress, 0, [lane_waiting_for(result), lane_waiting_for(missing)], lambda: None)
     progress._active.append(operation)
     operation.advance()
     progress.wait_a_little()
     assert not waited and not went_on
     progress.wait_a_little()
-    assert waited == [[missing]] and went_on == [found]
+    assert waited == [[missing]] and went_on == [result]
 
 
 @on_threads(2, deadline_s=20)
-def test_who_waits_for_one_does_not_wait_for_what_comes_after_it(comm):
-    """What was started later is the other rank's to move, and that may do something else first."""
+def test_wait_does_not_wait_for_later_operations(comm):
+    """The other rank must move the later operation, and may do something else first."""
     with engines.begin(comm, "poll") as progress:
         for _ in range(20):
             first, second, beside = np.ones(300), np.ones(300), np.ones(1)
             handles = [progress.iallreduce(data, "ring") for data in (first, second)]
             handles[0].wait()
-            collectives.allreduce(comm, beside, "recursive_doubling")  # without a look at the second
+            collectives.allreduce(comm, beside, "recursive_doubling")  # without a test of the second handle
             handles[1].wait()
             assert (first == 2).all() and (second == 2).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_that_fails_releases_the_others(kind):
+def test_failed_rank_releases_the_others(kind):
     def body(comm):
         with engines.begin(comm, kind) as progress:
             if comm.rank == 1:
@@ -373,26 +375,26 @@ def test_a_rank_that_fails_releases_the_others(kind):
 
     with pytest.raises(ValueError, match="no gradient"):
         run_threads(3, body)
-    assert not running()
+    assert not progress_threads()
 
 
-def unequal(comm, progress):
-    """The same calls in another order: what the ranks must not do."""
+def start_in_different_order(comm, progress):
+    """Start the same two calls in different orders on the ranks, which is an error."""
     sizes = (10, 20) if comm.rank == 0 else (20, 10)
     return [progress.iallreduce(np.zeros(size), "ring") for size in sizes]
 
 
 def fail_in_step(comm, kind):
-    """Return a progress on which an operation failed, once its failure has surfaced."""
+    """Return a progress engine with a failed operation, after its error was raised."""
     progress = engines.begin(comm, kind)
-    with pytest.raises(CommunicationError, match="met a buffer of") as caught:
-        [handle.wait() for handle in unequal(comm, progress)]
-    assert "deliver" in [entry.name for entry in caught.traceback], "where it happened, in whatever thread"
+    with pytest.raises(CommunicationError, match="arrived for a buffer of") as caught:
+        [handle.wait() for handle in start_in_different_order(comm, progress)]
+    assert "deliver" in [entry.name for entry in caught.traceback], "expected the traceback of the failing thread"
     return progress
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_after_a_failure_nothing_goes_on(kind):
+def test_engine_rejects_operations_after_a_failure(kind):
     def body(comm):
         progress = fail_in_step(comm, kind)
         with pytest.raises(CommunicationError, match="failed before|not started"):
@@ -401,11 +403,11 @@ def test_after_a_failure_nothing_goes_on(kind):
             progress.close()
 
     run_threads(2, body, deadline_s=20)
-    assert not running()
+    assert not progress_threads()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_error_leaves_through_the_context_without_the_other_ranks(kind):
+def test_error_in_the_context_does_not_wait_for_other_ranks(kind):
     def body(comm):
         with engines.begin(comm, kind) as progress:
             progress.iallreduce(np.zeros(3), "ring").wait()
@@ -413,16 +415,16 @@ def test_an_error_leaves_through_the_context_without_the_other_ranks(kind):
 
     with pytest.raises(ValueError, match="has an error of its own"):
         run_threads(2, body)
-    assert not running()
+    assert not progress_threads()
 
 
 @on_threads(2, deadline_s=20)
-def test_close_raises_what_nobody_waited_for(comm):
+def test_close_raises_errors_of_unawaited_operations(comm):
     progress = engines.begin(comm, "thread")
-    first, second = unequal(comm, progress)
-    with pytest.raises(CommunicationError, match="met a buffer of"):
+    first, second = start_in_different_order(comm, progress)
+    with pytest.raises(CommunicationError, match="arrived for a buffer of"):
         progress.close()
-    with pytest.raises(CommunicationError, match="met a buffer of"):
+    with pytest.raises(CommunicationError, match="arrived for a buffer of"):
         first.wait()
     with pytest.raises(CommunicationError, match="not started"):
         second.test()
@@ -430,13 +432,13 @@ def test_close_raises_what_nobody_waited_for(comm):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_recorder_sees_calls_in_another_order(kind, tmp_path):
+def test_recorder_detects_calls_in_different_order(kind, tmp_path):
     def body(comm):
         comm.events = recorder = Recorder(tmp_path / f"rank-{comm.rank:05d}.rec", comm.rank, comm.size)
         progress = fail_in_step(comm, kind)
         with pytest.raises(CommunicationError):
             progress.close()
-        assert any("iallreduce" in recorder.describe(token) for _, token in recorder.running()), "it never ends"
+        assert any("iallreduce" in recorder.describe(token) for _, token in recorder.running()), "the event has ended"
 
     run_threads(2, body, deadline_s=20)
     finding = hang.analyse(hang.load(tmp_path)).findings[0]
@@ -445,12 +447,12 @@ def test_the_recorder_sees_calls_in_another_order(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_after_close(kind):
+def test_start_after_close_is_rejected(kind):
     def body(comm):
         data = np.ones(100)
         progress = engines.begin(comm, kind)
         handle = progress.iallreduce(data)
-        progress.close()  # waits for what is under way
+        progress.close()  # waits for operations in flight
         assert (data == comm.size).all() and handle.test()
         handle.wait()
         progress.close()
@@ -459,19 +461,19 @@ def test_after_close(kind):
 
     for size in (1, 3):
         run_threads(size, body)
-    assert not running()
+    assert not progress_threads()
 
 
-def test_a_thread_ends_with_the_last_reference_to_its_progress():
+def test_thread_ends_with_the_last_reference_to_its_engine():
     progress = engines.begin(solo(), "thread")
-    (thread,) = running()
+    (thread,) = progress_threads()
     assert thread.is_alive()
     del progress
     gc.collect()
     assert not thread.is_alive()
 
 
-def test_a_process_ends_though_nobody_closed():
+def test_process_exits_with_an_open_engine():
     code = (
         "import numpy as np\n"
         "from hpcdist.collectives.nonblocking import engines\n"
@@ -484,7 +486,7 @@ def test_a_process_ends_though_nobody_closed():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_scratch_is_kept_and_counted(kind):
+def test_scratch_buffer_is_reused_and_counted(kind):
     def body(comm):
         ledger = Ledger()
         collectives.account(ledger)
@@ -498,16 +500,16 @@ def test_scratch_is_kept_and_counted(kind):
         return during, ledger.peak["communication"]
 
     for during, peak in run_threads(2, body):
-        assert during == peak == 512 * 4, "a chunk of the ring, once"
+        assert during == peak == 512 * 4, "expected one chunk of the ring"
 
 
-def test_what_cannot_be_had_is_refused(gpu, monkeypatch):
+def test_unsupported_requests_are_rejected(gpu, monkeypatch):
     refusals = []
     comm = solo()
     poll, thread = engines.begin(comm, "poll"), engines.begin(comm, "thread")
     refusals += [
         (UsageError, "choose one of thread, poll", lambda: engines.begin(comm, "magic")),
-        (UsageError, "'rabenseifner' is none of native, ring", lambda: poll.iallreduce(np.ones(3), "rabenseifner")),
+        (UsageError, "'rabenseifner' is not one of native, ring", lambda: poll.iallreduce(np.ones(3), "rabenseifner")),
         (UsageError, "reduction 'mean' is unknown", lambda: thread.iallreduce(np.ones(3), op="mean")),
         (BufferHandoverError, "1-D contiguous", lambda: poll.iallreduce(np.ones((3, 3)))),
         (BufferHandoverError, "read-only", lambda: thread.iallreduce(np.broadcast_to(np.ones(1), (1,)))),
@@ -522,7 +524,7 @@ def test_what_cannot_be_had_is_refused(gpu, monkeypatch):
 
 
 @on_threads(2)
-def test_a_thread_takes_no_device_memory(comm, gpu):
+def test_thread_engine_rejects_device_memory(comm, gpu):
     buffer = backend.place(np.full(10, comm.rank + 1.0), "gpu")
     with engines.begin(comm, "thread") as progress, pytest.raises(BufferHandoverError, match="host memory"):
         progress.iallreduce(buffer, "ring")

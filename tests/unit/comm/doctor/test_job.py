@@ -1,4 +1,4 @@
-"""`hpcdist doctor --job`: each finding both ways from made-up rows, and the messages of ranks that are threads."""
+"""`hpcdist doctor --job`: passing and failing cases of each check on synthetic rows, and messages between threads."""
 
 import dataclasses
 import errno
@@ -48,13 +48,13 @@ MACHINE = NodeFacts("A CPU", 8, ((0, 1, 2, 3), (4, 5, 6, 7)), {"hpcdist": "1", "
 
 
 def table(nodes=1, ranks=2, machines=None, **facts):
-    """Rows of ``nodes`` nodes; a callable among the ``facts`` is given the node and the local rank."""
+    """Return a table of ``nodes`` x ``ranks`` rows. A callable in ``facts`` is called with the node and local rank."""
     rows = []
     for node in range(nodes):
         for local in range(ranks):
-            own = {name: value(node, local) if callable(value) else value for name, value in facts.items()}
+            local_values = {name: value(node, local) if callable(value) else value for name, value in facts.items()}
             machine = (MACHINE if machines is None else machines[node]) if local == 0 else None
-            given = dataclasses.replace(FACTS, **{"host": f"n{node + 1}", "cores": (local,), **own})
+            given = dataclasses.replace(FACTS, **{"host": f"n{node + 1}", "cores": (local,), **local_values})
             rows.append(RankRow(node, local, given, GREETING, machine))
     return RankTable(rows)
 
@@ -66,7 +66,7 @@ def machines(*changes):
 # -- words
 
 
-def test_spans():
+def test_core_ranges_are_formatted_and_parsed():
     assert [format_ranges(cores) for cores in [(), (3,), (0, 1, 2, 5), (0, 2, 3)]] == ["", "3", "0-2,5", "0,2-3"]
     assert [parse_ranges(text) for text in ["", "3\n", "0-2,5"]] == [(), (3,), (0, 1, 2, 5)]
 
@@ -80,11 +80,11 @@ def test_spans():
     (["x1000c0s1b0n0", "x1000c0s1b0n1", "login"], "x1000c0s1b0n[0-1],login"),
     ([f"n{k:04}" for k in range(1, 1001)], "n[0001-1000]"),
 )
-def test_names_are_folded(names, folded):
+def test_host_names_are_folded_to_ranges(names, folded):
     assert fold_names(names) == folded
 
 
-def test_what_many_nodes_have_in_common_is_said_once():
+def test_common_text_of_many_nodes_is_printed_once():
     nodes = [f"n{k}" for k in range(1000)]
     assert group_texts(nodes, ["fine"] * 1000) == "fine"
     assert group_texts(nodes, ["old" if k == 7 else "" for k in range(1000)]) == "n7: old"
@@ -105,16 +105,16 @@ def test_what_many_nodes_have_in_common_is_said_once():
     (SchedulerRequest("Slurm", 8, 2), WARN, "8 tasks"),
     (SchedulerRequest("Slurm", 4, 3), WARN, "3 nodes"),
     (SchedulerRequest("Slurm", 2, 1), OK, "2 tasks on 1 node"),  # more ranks than tasks: on purpose
-    (SchedulerRequest("Slurm"), OK, "what it does not say"),
+    (SchedulerRequest("Slurm"), OK, "an unknown number of tasks"),
 )
-def test_world_against_scheduler(asked, status, words):
+def test_world_size_is_compared_with_scheduler_request(asked, status, words):
     check = job_checks.check_size(table(nodes=2), asked)
     assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
 
 
-def test_a_world_of_one_among_many_tasks_may_have_fallen_apart():
-    assert "worlds of one" in job_checks.check_size(table(ranks=1), SchedulerRequest("Slurm", 4, 1)).cure
-    assert "worlds of one" not in job_checks.check_size(table(ranks=2), SchedulerRequest("Slurm", 4, 1)).cure
+def test_single_rank_in_job_of_many_tasks_hints_at_separate_worlds():
+    assert "each is its own world" in job_checks.check_size(table(ranks=1), SchedulerRequest("Slurm", 4, 1)).cure
+    assert "each is its own world" not in job_checks.check_size(table(ranks=2), SchedulerRequest("Slurm", 4, 1)).cure
 
 
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
@@ -132,16 +132,16 @@ BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "5"}
     (BATCH | {"SLURM_HET_SIZE": "2"}, SchedulerRequest("Slurm, for a heterogeneous job,")),
     ({"PBS_NODEFILE": "/no/such/file"}, SchedulerRequest("PBS")),
 )
-def test_what_the_scheduler_was_asked_for(environment, asked):
+def test_scheduler_request_is_read_from_environment(environment, asked):
     assert facts.scheduler_request(LaunchEnvironment("Slurm srun", 4, 1, 1), environment) == asked
 
 
-def test_pbs_names_a_node_once_for_each_task(tmp_path):
+def test_pbs_nodefile_has_one_line_per_task(tmp_path):
     (tmp_path / "nodes").write_text("a\na\nb\nb\n")
     assert facts.scheduler_request(None, {"PBS_NODEFILE": str(tmp_path / "nodes")}) == SchedulerRequest("PBS", 4, 2)
 
 
-def test_damaged_messages_fail_with_the_ranks():
+def test_damaged_messages_fail_and_name_the_rank():
     good = table(nodes=2)
     assert job_checks.check_messages(good).found.startswith("inside a node 2.0 us, slowest 2.0")
     bad = RankTable([dataclasses.replace(row, greeting=Greeting(rank != 3, None, None, 1e-6))
@@ -150,7 +150,7 @@ def test_damaged_messages_fail_with_the_ranks():
     assert check.status == FAIL and check.found.endswith("rank 3")
 
 
-def test_the_slowest_rank_is_named_with_its_node():
+def test_slowest_rank_is_reported_with_its_node():
     rows = [dataclasses.replace(row, greeting=dataclasses.replace(GREETING, across_s=1e-6 * (1 + 98 * (rank == 2))))
             for rank, row in enumerate(table(nodes=2).rows)]  # fmt: skip
     assert "between nodes 1.0 us, slowest 99.0 (rank 2 on n2)" in job_checks.check_messages(RankTable(rows)).found
@@ -167,7 +167,7 @@ def test_the_slowest_rank_is_named_with_its_node():
     ({"announced": lambda node, local: 1 + local}, FAIL, "srun numbers the 2 ranks of the node 1 2"),
     ({"slurm_local": 0}, WARN, "SLURM_LOCALID numbers the 2 ranks of the node 0 0"),
 )
-def test_local_ranks(facts, status, words):
+def test_local_rank_numbering_is_checked(facts, status, words):
     check = binding_checks.check_local_ranks(table(nodes=2, **facts))
     assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
 
@@ -180,27 +180,27 @@ NO_GPU = {"gpu": GpuFacts(None, 0, "", "no driver")}
 
 
 @cases(
-    "facts, wanted, held, status, words",
+    "facts, expected, held, status, words",
     (NO_GPU, "", False, OK, "none: no driver"),
     (NO_GPU, "cpu", True, OK, "none: no driver"),
     (NO_GPU, "", True, WARN, "the job holds GPUs"),
-    (NO_GPU, "gpu", False, FAIL, "no rank sees one: no driver"),
+    (NO_GPU, "gpu", False, FAIL, "no rank sees a GPU: no driver"),
     (gpus(2), "gpu", True, OK, "one for each rank: 0000:00:00.0, 0000:01:00.0"),
     (gpus(1, "0"), "gpu", True, WARN, "the ranks use 2 GPUs, and see only 1 each (CUDA_VISIBLE_DEVICES=0)"),
     (gpus(1), "gpu", True, WARN, "hidden by the system"),
     (gpus(1, name=lambda local: "0000:00:00.0"), "gpu", True, WARN, "2 ranks on 1 GPU"),
     (gpus(4, name=lambda local: "0000:00:00.0"), "", False, WARN, "2 ranks on 1 GPU"),
 )
-def test_gpus(facts, wanted, held, status, words):
-    check = binding_checks.check_gpus(table(nodes=2, **facts), wanted, held)
+def test_gpus_of_ranks_are_checked(facts, expected, held, status, words):
+    check = binding_checks.check_gpus(table(nodes=2, **facts), expected, held)
     assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
-    assert "n1" not in check.found, "it is the same on all nodes"
+    assert "n1" not in check.found, "all nodes have the same finding"
 
 
-@pytest.mark.parametrize(("wanted", "status"), [("gpu", FAIL), ("", WARN), ("cpu", OK)])
-def test_gpus_that_only_some_nodes_have(wanted, status):
+@pytest.mark.parametrize(("expected", "status"), [("gpu", FAIL), ("", WARN), ("cpu", OK)])
+def test_nodes_without_gpu_are_reported(expected, status):
     rows = table(nodes=3, gpu=lambda node, local: GpuFacts(None, 2 * (node != 1), f"{local}", "driver too old"))
-    check = binding_checks.check_gpus(rows, wanted, held=False)
+    check = binding_checks.check_gpus(rows, expected, held=False)
     assert check.status == status
     if status != OK:
         assert check.found == "n2: 2 of 2 ranks without a GPU: driver too old"
@@ -214,8 +214,8 @@ def cores(*sets, **more):
     "facts, status, words",
     (cores((0,), (1,)), OK, "1 core each: 0 | 1; OMP_NUM_THREADS=1"),
     (cores((0, 1), (0, 1)), OK, "2 ranks on all of 0-1, which they share"),
-    (cores((0,), (0,), (1, 2)), FAIL, "the same core (0), and the job has 3"),
-    (cores((0,), (0,)), WARN, "2 ranks on 1 core"),  # there is no other
+    (cores((0,), (0,), (1, 2)), FAIL, "the same core (0), although the job has 3"),
+    (cores((0,), (0,)), WARN, "2 ranks on 1 core"),  # the job has no other core
     (cores((0, 1), (0, 1), (0, 1)), WARN, "3 ranks on 2 cores"),
     (cores((0,), (1,), cores_asked=2), WARN, "may use 1 core, and 2 were asked for"),
     (cores((0, 1), (2, 3), cores_asked=2), OK, "0-1 | 2-3"),
@@ -225,12 +225,12 @@ def cores(*sets, **more):
     (cores((0, 1), (2, 3), threads=None), OK, "0-1 | 2-3"),
     (cores((0, 1), (3, 4), (6, 7)), WARN, "1 of 3 ranks lie across memory domains (cores 3-4)"),
     (cores((0, 1), (2, 3), (6, 7)), OK, "0-1 | 2-3 | 6-7"),
-    (cores((3, 4), (2, 5)), OK, "3-4 | 2,5"),  # all of them: so it was asked for, and there is none that fits
+    (cores((3, 4), (2, 5)), OK, "3-4 | 2,5"),  # all ranks cross domains, so the binding was requested
     (cores(tuple(range(6)), (6, 7)), OK, "2 to 6 cores each: 0-5 | 6-7"),  # no domain has room for six
     (cores((0, 1, 2), (2, 3, 4)), WARN, "several of 2 ranks share cores 2 of 0-4"),
     (cores((0, 1), (0, 1), (2, 3)), WARN, "several of 3 ranks share cores 0-1 of 0-3"),
 )
-def test_cores(facts, status, words):
+def test_core_binding_is_checked(facts, status, words):
     check = binding_checks.check_cores(table(nodes=2, **facts))
     assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
 
@@ -242,7 +242,7 @@ def test_cores(facts, status, words):
     (cores((0, 1), (0, 1), (0, 1)), WARN, "3 ranks on 2 cores"),
     (cores((0, 1), (2, 3)), OK, "2 cores each: 0-1 | 2-3"),
 )
-def test_ranks_of_a_job_have_cores_of_their_own(facts, status, words):
+def test_unbound_ranks_of_a_job_give_warning(facts, status, words):
     check = binding_checks.check_cores(table(nodes=2, **facts), "Slurm")
     assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
 
@@ -255,13 +255,13 @@ def test_ranks_of_a_job_have_cores_of_their_own(facts, status, words):
     (cores((0, 1), (4, 5)), WARN, "several of 2 ranks are bound to hardware threads of the same cores (0-1)"),
     (cores((0, 4), (0, 4)), WARN, "2 ranks on 1 core (2 hardware threads)"),
 )
-def test_cores_of_several_hardware_threads(facts, status, words):
+def test_cores_with_two_hardware_threads_are_checked(facts, status, words):
     threads = machines({"numa": (), "hardware_threads": tuple((core, core + 4) for core in range(4))}) * 2
     check = binding_checks.check_cores(table(nodes=2, machines=threads, **facts))
     assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
 
 
-def test_cores_without_memory_domains():
+def test_core_check_passes_without_numa_domains():
     flat = machines({"numa": ()})
     assert binding_checks.check_cores(table(machines=flat, **cores((0, 1), (3, 4), (6, 7)))).status == OK
 
@@ -293,41 +293,43 @@ def test_cores_without_memory_domains():
         "1500.000 ms",
     ),  # it may be less than a second
 )
-def test_clocks(offsets, status, words):
+def test_clock_offset_over_a_second_gives_warning(offsets, status, words):
     check = job_checks.check_clocks(table(nodes=len(offsets)), offsets)
     assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
 
 
-def on(kind, **more):
+def run_volume(kind, **more):
     return {"volumes": (dataclasses.replace(VOLUMES[0], kind=kind, **more), *VOLUMES[1:])}
 
 
-def test_a_run_directory_that_all_nodes_share():
+def test_shared_run_directory_passes():
     check = job_checks.check_directory(table(nodes=2), "/scratch/run", "")
     assert (check.status, check.found) == (OK, "/scratch/run (lustre), seen by 2 nodes")
 
 
-def test_a_run_directory_on_a_file_system_of_one_node():
-    one, two = (table(nodes=count, machines=machines(on("ext4"), on("ext4"))) for count in (1, 2))
+def test_run_directory_on_local_file_system_gives_warning():
+    one, two = (table(nodes=count, machines=machines(run_volume("ext4"), run_volume("ext4"))) for count in (1, 2))
     assert job_checks.check_directory(one, "/run", "").status == OK
     check = job_checks.check_directory(two, "/run", "")
     assert check.status == WARN and "ext4" in check.found and check.cure
 
 
-def test_a_run_directory_that_a_node_does_not_see():
-    rows = list(table(nodes=3, ranks=1, machines=machines(on("nfs"), on("nfs"), on("tmpfs"))).rows)
+def test_run_directory_unseen_by_a_node_fails():
+    rows = list(
+        table(nodes=3, ranks=1, machines=machines(run_volume("nfs"), run_volume("nfs"), run_volume("tmpfs"))).rows
+    )
     rows[2] = dataclasses.replace(rows[2], unseen="another directory")
     check = job_checks.check_directory(RankTable(rows), "/run", "")
     assert (check.status, check.found) == (FAIL, "/run: n3: another directory (tmpfs)") and check.cure
 
 
-def test_a_run_directory_that_cannot_be_written():
+def test_unwritable_run_directory_fails():
     check = job_checks.check_directory(table(), "/run", "Permission denied")
     assert (check.status, check.found) == (FAIL, "/run: Permission denied") and check.cure
 
 
-def test_space():
-    check = job_checks.check_space(table(nodes=2, machines=machines({}, on("lustre", free_bytes=90 * GIB))))
+def test_free_space_is_reported_per_volume():
+    check = job_checks.check_space(table(nodes=2, machines=machines({}, run_volume("lustre", free_bytes=90 * GIB))))
     assert check.status == OK and "run directory 90.0 GiB (/scratch/run, lustre)" in check.found
 
 
@@ -337,8 +339,8 @@ def test_space():
     ({"has_inodes": False}, "inodes"),
     ({"error": "Stale file handle"}, "n2: run directory /scratch/run: Stale file handle"),
 )
-def test_too_little_space(change, words):
-    check = job_checks.check_space(table(nodes=2, machines=machines({}, on("lustre", **change))))
+def test_unusable_volume_gives_warning(change, words):
+    check = job_checks.check_space(table(nodes=2, machines=machines({}, run_volume("lustre", **change))))
     assert check.status == WARN and words in check.found and check.cure
 
 
@@ -350,18 +352,18 @@ def test_too_little_space(change, words):
     ({"hpcdist": "0", "numpy": "2", "MPI": "3"}, FAIL, "n2: hpcdist 0"),
     ({"hpcdist": "1", "numpy": "2", "MPI": "4"}, FAIL, "n2: MPI 4"),
 )
-def test_software(software, status, words):
+def test_different_software_versions_are_reported(software, status, words):
     check = job_checks.check_software(table(nodes=2, machines=machines({}, {"software": software})))
     assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
 
 
-def test_processors():
+def test_different_processors_give_warning():
     assert job_checks.check_processors(table(nodes=2)).status == OK
     check = job_checks.check_processors(table(nodes=2, machines=machines({}, {"processor": "An old CPU"})))
     assert check.status == WARN and "n2: An old CPU, 8 cores" in check.found
 
 
-def test_settings():
+def test_different_settings_give_warning():
     same = table(nodes=2, machines=machines(*[{"settings": {"HPCDIST_CUDA_AWARE": "no", "PYTHONPATH": "x"}}] * 2))
     assert job_checks.check_settings(same).found == "HPCDIST_CUDA_AWARE=no"
     other = table(nodes=2, machines=machines({"settings": {"OMP_NUM_THREADS": "4"}}, {}))
@@ -370,26 +372,26 @@ def test_settings():
     assert check.found == "n1: OMP_NUM_THREADS=4; n2: OMP_NUM_THREADS=(unset)"
 
 
-def test_nodes_of_one_name_are_told_apart_by_number():
+def test_nodes_with_equal_names_are_numbered():
     assert table(nodes=3, host="vm").labels == ["node0", "node1", "node2"]
 
 
 # -- facts
 
 
-def test_facts_of_a_rank_of_srun():
-    said = LaunchEnvironment("MPICH mpirun", 4, 1, None)
-    found = facts.rank_facts(said, FACTS.gpu, SRUN | {"SLURM_CPUS_PER_TASK": "6", "OMP_NUM_THREADS": "3"})
-    assert (found.slurm_local, found.cores_asked, found.threads, found.announced) == (1, 6, "3", None)
+def test_rank_facts_are_read_from_srun_variables():
+    output = LaunchEnvironment("MPICH mpirun", 4, 1, None)
+    result = facts.rank_facts(output, FACTS.gpu, SRUN | {"SLURM_CPUS_PER_TASK": "6", "OMP_NUM_THREADS": "3"})
+    assert (result.slurm_local, result.cores_asked, result.threads, result.announced) == (1, 6, "3", None)
 
 
-def test_a_daemon_of_mpirun_leaves_its_local_rank_to_the_ranks():
-    """Open MPI starts a daemon on each node by srun; its ranks all see SLURM_LOCALID=0 of it."""
+def test_local_rank_of_mpirun_daemon_is_ignored():
+    """Open MPI starts one daemon per node with srun. Every rank inherits the daemon's SLURM_LOCALID=0."""
     of_daemon = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
     assert facts.rank_facts(LaunchEnvironment("Open MPI mpirun", 4, 1, 1), FACTS.gpu, of_daemon).slurm_local is None
 
 
-def test_a_machine_tells_settings_but_not_those_of_one_launch():
+def test_node_facts_omit_settings_of_a_single_launch():
     environment = {"HPCDIST_CUDA_AWARE": "no", "HPCDIST_FAILURE_DIR": "/tmp/x", "HOME": "/root", "NCCL_DEBUG": "INFO"}
     machine = facts.node_facts("Some MPI", VOLUMES, environment | {"LD_LIBRARY_PATH": "/b:/a:/b:"})
     expected = {"HPCDIST_CUDA_AWARE": "no", "NCCL_DEBUG": "INFO", "LD_LIBRARY_PATH": "/b:/a"}
@@ -397,7 +399,7 @@ def test_a_machine_tells_settings_but_not_those_of_one_launch():
     assert machine.software["MPI"] == "Some MPI" and machine.processor and machine.cores > 0
 
 
-def test_memory_domains(tmp_path):
+def test_numa_domains_are_read_from_sysfs(tmp_path):
     for node, cpus in enumerate(("0-1,4\n", "2-3\n", "\n")):  # the last has memory only
         (tmp_path / f"node{node}").mkdir()
         (tmp_path / f"node{node}" / "cpulist").write_text(cpus)
@@ -406,20 +408,20 @@ def test_memory_domains(tmp_path):
     assert facts.numa_domains(tmp_path) == ()
 
 
-def test_an_edited_copy_has_other_sources(tmp_path):
+def test_source_digest_changes_after_edit(tmp_path):
     (tmp_path / "module.py").write_text("A = 1\n")
     before = facts.source_digest(tmp_path)
     (tmp_path / "module.py").write_text("A = 2\n")
     assert len({before, facts.source_digest(tmp_path), facts.source_digest()}) == 3
 
 
-def test_volumes(tmp_path):
+def test_volume_facts_of_missing_path_use_an_existing_parent(tmp_path):
     assert facts.volume_facts("x", tmp_path / "not" / "there", "ext4").free_bytes > 0
     (tmp_path / "file").touch()
     assert facts.volume_facts("x", tmp_path / "file" / "below", "ext4").error == ""
 
 
-def test_a_volume_that_does_not_answer_is_told_and_not_raised(monkeypatch, tmp_path):
+def test_stale_volume_is_reported_without_raising(monkeypatch, tmp_path):
     def stale(path):
         raise OSError(errno.ESTALE, "Stale file handle")
 
@@ -429,27 +431,27 @@ def test_a_volume_that_does_not_answer_is_told_and_not_raised(monkeypatch, tmp_p
     assert job._volume("x", tmp_path) == Volume("x", str(tmp_path), "unknown", 0, error="Stale file handle")
 
 
-def test_the_node_local_folder_is_that_of_tmpdir(monkeypatch, tmp_path):
+def test_node_local_volume_is_tmpdir(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert [volume.path for volume in job._volumes(Path("/run"))] == ["/run", str(tmp_path), "/dev/shm"]
     monkeypatch.delenv("TMPDIR")
     assert job._volumes(Path("/run"))[1].path == "/tmp"
 
 
-def test_gpus_are_looked_for_before_mpi_starts(monkeypatch):
+def test_gpu_facts_use_the_announced_local_rank(monkeypatch):
     monkeypatch.setattr(facts.device, "choose", lambda local_rank: chosen.append(local_rank))
     monkeypatch.setattr(facts.device, "count", lambda: 4)
     monkeypatch.setattr(facts.device, "bus_id", lambda: "0000:01:00.0")
     chosen = []
-    said = LaunchEnvironment("mpirun", 4, 3, 3)
-    assert facts.gpu_facts(said, "", {"CUDA_VISIBLE_DEVICES": "2"}) == GpuFacts("2", 4, "0000:01:00.0")
-    assert facts.gpu_facts(said, "", {"CUDA_VISIBLE_DEVICES": "MIG-1"}).name == "0000:01:00.0 MIG-1"
+    output = LaunchEnvironment("mpirun", 4, 3, 3)
+    assert facts.gpu_facts(output, "", {"CUDA_VISIBLE_DEVICES": "2"}) == GpuFacts("2", 4, "0000:01:00.0")
+    assert facts.gpu_facts(output, "", {"CUDA_VISIBLE_DEVICES": "MIG-1"}).name == "0000:01:00.0 MIG-1"
     assert chosen == [3, 3]
-    assert facts.gpu_facts(said, "cpu", {}).count == 0 and chosen == [3, 3]
+    assert facts.gpu_facts(output, "cpu", {}).count == 0 and chosen == [3, 3]
     assert "no local rank" in facts.gpu_facts(LaunchEnvironment("mpirun", 4, 3, None), "gpu", {}).reason
 
 
-def test_any_error_of_a_driver_is_a_reason(monkeypatch):
+def test_driver_error_is_reported_as_reason(monkeypatch):
     def broken():
         raise OSError("device is busy")
 
@@ -457,7 +459,7 @@ def test_any_error_of_a_driver_is_a_reason(monkeypatch):
     assert facts.gpu_facts(None, "", {}).reason == "OSError: device is busy"
 
 
-def test_srun_is_asked_for_its_plugins(tmp_path):
+def test_srun_plugins_are_listed(tmp_path):
     (tmp_path / "srun").write_text("#!/bin/sh\necho 'MPI plugin types are...' >&2\nprintf '\\tpmi2\\n\\tnone\\n' >&2\n")
     (tmp_path / "srun").chmod(0o755)
     assert facts.plugin_versions({"PATH": str(tmp_path)}) == "pmi2, none"
@@ -467,37 +469,41 @@ def test_srun_is_asked_for_its_plugins(tmp_path):
 # -- messages
 
 
-def gathered(size, ranks_per_node, directory, clock=lambda rank: time.time, sees=lambda rank: True, look_s=10.0):
-    """Gather on threads; where a rank does not see the ``directory``, it looks into another."""
+def gather_on_threads(
+    size, ranks_per_node, directory, clock=lambda rank: time.time, sees=lambda rank: True, look_s=10.0
+):
+    """Run gather on ``size`` threads. A rank for which ``sees`` is false looks into another directory."""
 
     def body(comm):
         stages = []
-        own = directory if sees(comm.rank) else directory / "elsewhere"
-        found = gather.gather(comm, FACTS, lambda: MACHINE, own, stages.append, clock=clock(comm.rank), look_s=look_s)
-        return found, stages
+        local_data = directory if sees(comm.rank) else directory / "elsewhere"
+        result = gather.gather(
+            comm, FACTS, lambda: MACHINE, local_data, stages.append, clock=clock(comm.rank), look_s=look_s
+        )
+        return result, stages
 
     return run_threads(size, body, ranks_per_node)
 
 
 @pytest.mark.parametrize(("size", "ranks_per_node", "nodes"), [(1, 1, 1), (2, 2, 1), (3, 2, 2), (4, 2, 2), (4, 1, 4)])
 def test_rank_0_gathers_all_rows(tmp_path, size, ranks_per_node, nodes):
-    found = gathered(size, ranks_per_node, tmp_path / "run")
-    one = found[0][0]
-    assert [each for each, _ in found[1:]] == [None] * (size - 1)
+    result = gather_on_threads(size, ranks_per_node, tmp_path / "run")
+    one = result[0][0]
+    assert [each for each, _ in result[1:]] == [None] * (size - 1)
     assert [row.node for row in one.table.rows] == [rank // ranks_per_node for rank in range(size)]
     assert [row.local_rank for row in one.table.rows] == [rank % ranks_per_node for rank in range(size)]
     assert one.table.machines == [MACHINE] * nodes and one.failure == ""
-    assert {stages[-1] for _, stages in found} == {"collecting what all ranks found"}
+    assert {stages[-1] for _, stages in result} == {"collecting what all ranks found"}
     assert job_checks.check_messages(one.table).status == OK
     assert job_checks.check_directory(one.table, "run", one.failure).status == OK
     assert len(one.offsets) == nodes
     assert all(abs(offset.offset_s) <= offset.bound_s + 1e-3 for offset in one.offsets)
     assert any(row.greeting.inside_s is not None for row in one.table.rows) is (ranks_per_node > 1 and size > 1)
-    assert list((tmp_path / "run").iterdir()) == [], "what rank 0 wrote is gone"
+    assert list((tmp_path / "run").iterdir()) == [], "rank 0 removes its file"
 
 
-def test_nodes_whose_ranks_alternate_are_put_in_rank_order(tmp_path):
-    """As mpirun --map-by node deals them out."""
+def test_rows_of_alternating_nodes_are_in_rank_order(tmp_path):
+    """`mpirun --map-by node` places ranks this way."""
 
     def body(comm):
         comm.declared_node = comm.rank % 2
@@ -510,29 +516,29 @@ def test_nodes_whose_ranks_alternate_are_put_in_rank_order(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_clock_that_is_ahead(tmp_path):
-    found = gathered(4, 2, tmp_path, clock=lambda rank: lambda: time.time() + 5.0 * (rank >= 2))
-    offsets = found[0][0].offsets
+def test_clock_ahead_of_first_node_gives_warning(tmp_path):
+    result = gather_on_threads(4, 2, tmp_path, clock=lambda rank: lambda: time.time() + 5.0 * (rank >= 2))
+    offsets = result[0][0].offsets
     assert offsets[0] == ClockOffset(0.0, 0.0)
     assert offsets[1].offset_s == pytest.approx(5.0, abs=offsets[1].bound_s + 1e-6)
-    check = job_checks.check_clocks(found[0][0].table, offsets)
+    check = job_checks.check_clocks(result[0][0].table, offsets)
     assert check.status == WARN and check.found.startswith("node1: 5.0 s ahead")
 
 
-def test_a_node_that_sees_another_directory(tmp_path):
+def test_node_with_another_directory_fails(tmp_path):
     (tmp_path / "elsewhere").mkdir()
-    found, _ = gathered(4, 2, tmp_path, sees=lambda rank: rank < 2, look_s=0.2)[0]
-    check = job_checks.check_directory(found.table, "run", found.failure)
+    result, _ = gather_on_threads(4, 2, tmp_path, sees=lambda rank: rank < 2, look_s=0.2)[0]
+    check = job_checks.check_directory(result.table, "run", result.failure)
     assert check.status == FAIL and "node1: another directory" in check.found
 
 
-def test_a_directory_that_rank_0_cannot_make(tmp_path):
+def test_directory_that_cannot_be_created_is_reported(tmp_path):
     (tmp_path / "file").touch()
-    assert gathered(2, 1, tmp_path / "file" / "run")[0][0].failure == "Not a directory"
+    assert gather_on_threads(2, 1, tmp_path / "file" / "run")[0][0].failure == "Not a directory"
 
 
-def test_a_file_that_comes_late_is_seen(tmp_path):
-    """As on NFS, whose clients look again when their cache has aged."""
+def test_file_that_appears_late_is_found(tmp_path):
+    """An NFS client sees a new file only after its attribute cache expires."""
     path = tmp_path / "late"
     assert "another directory" in gather.look_for_text(path, "text", 0.0)
     looks = []
@@ -551,8 +557,8 @@ def test_a_file_that_comes_late_is_seen(tmp_path):
 
 
 @pytest.mark.parametrize("damaged", [2, 1 << 17])
-def test_damaged_data_is_found(damaged):
-    """In small messages or in the large one."""
+def test_damaged_message_data_is_detected(damaged):
+    """The damage is in a small message or in the large message."""
 
     def body(comm):
         exchange = comm.sendrecv
@@ -568,7 +574,7 @@ def test_damaged_data_is_found(damaged):
     assert run_threads(3, body) == [True, False, True]
 
 
-def test_the_others_are_released_when_a_rank_fails(tmp_path):
+def test_failing_rank_releases_the_other_ranks(tmp_path):
     def body(comm):
         def describe():
             raise OSError("a bug in here")
@@ -582,7 +588,7 @@ def test_the_others_are_released_when_a_rank_fails(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_stage_that_does_not_end_fails_with_what_was_waited_for():
+def test_expired_stage_deadline_names_the_stage():
     failures = []
     deadline = gather.StageDeadline("rank 3 on n2", 0.05, failures.append)
     deadline.stage("messages with ranks 1 and 5")
@@ -591,7 +597,7 @@ def test_a_stage_that_does_not_end_fails_with_what_was_waited_for():
     assert str(failures[0]).startswith("rank 3 on n2: messages with ranks 1 and 5 did not end within 0.05 s")
 
 
-def test_a_stage_that_ends_does_not_fail():
+def test_finished_stage_does_not_expire():
     failures, timers = [], []
     deadline = gather.StageDeadline("rank 3 on n2", 3600.0, failures.append)
     for _ in range(2):
@@ -609,15 +615,15 @@ def test_a_stage_that_ends_does_not_fail():
 @cases(
     "environment, scheduler, status, words",
     ({}, "", OK, "no scheduler"),
-    ({}, "Slurm", WARN, "Slurm does not say"),
-    ({}, "PBS", WARN, "PBS does not say"),
-    ({"SLURM_JOB_ID": "7"}, "Slurm", OK, "0:59:01 left, until 1970-01-01 01:15:41 UTC, by squeue alone"),
-    ({"SLURM_JOB_ID": "8"}, "Slurm", WARN, "Slurm does not say"),
+    ({}, "Slurm", WARN, "Slurm does not report"),
+    ({}, "PBS", WARN, "PBS does not report"),
+    ({"SLURM_JOB_ID": "7"}, "Slurm", OK, "0:59:01 left, until 1970-01-01 01:15:41 UTC, known from squeue only"),
+    ({"SLURM_JOB_ID": "8"}, "Slurm", WARN, "Slurm does not report"),
     ({"SLURM_JOB_END_TIME": "8061"}, "Slurm", OK, "1:57:41 left, until 1970-01-01 02:14:21 UTC"),
     ({"SLURM_JOB_END_TIME": str(10**10)}, "Slurm", OK, "no limit"),
     ({"SLURM_JOB_END_TIME": "soon"}, "Slurm", FAIL, "soon"),
 )
-def test_walltime(monkeypatch, environment, scheduler, status, words):
+def test_remaining_walltime_is_reported(monkeypatch, environment, scheduler, status, words):
     def queued(jobs):
         if jobs != ["7"]:
             raise MissingCapabilityError("squeue does not answer")
@@ -628,11 +634,11 @@ def test_walltime(monkeypatch, environment, scheduler, status, words):
     assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
 
 
-def test_a_world_that_fell_apart_names_the_plugins_of_srun(monkeypatch):
+def test_cure_for_separate_worlds_lists_srun_plugins(monkeypatch):
     monkeypatch.setattr(facts, "plugin_versions", lambda: "pmi2, none")
     error = ConfigurationError("a world of 1")
     of_srun = job._world_failure(LaunchEnvironment("Slurm srun", 4, 0, 0), error)
-    assert of_srun.status == FAIL and "`srun --mpi=list` has pmi2, none" in of_srun.cure
+    assert of_srun.status == FAIL and "(available here: pmi2, none)" in of_srun.cure
     by_pmi2 = LaunchEnvironment("MPICH mpirun", 4, 2, 0)
     step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}
     assert "--mpi=pmix for Open MPI" in job._world_failure(by_pmi2, error, step).cure
@@ -640,7 +646,7 @@ def test_a_world_that_fell_apart_names_the_plugins_of_srun(monkeypatch):
     assert "srun" not in job._world_failure(LaunchEnvironment("Open MPI mpirun", 4, 0, 0), error).cure
 
 
-def test_a_single_process_is_a_job_too(tmp_path):
+def test_job_report_of_a_single_process_passes(tmp_path):
     line = [sys.executable, "-P", "-m", "hpcdist", "doctor", "--job", "--json", "--device", "cpu", "--out", "run"]
     done = run(line, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -653,10 +659,10 @@ def test_a_single_process_is_a_job_too(tmp_path):
 
 @cases(
     "arguments, words",
-    (["--out", "run"], "--out is for a batch job; add --job"),
-    (["--device", "gpu"], "--device is for a batch job"),
+    (["--out", "run"], "--out is only for a batch job: add --job"),
+    (["--device", "gpu"], "--device is only for a batch job"),
     (["--job", "--launch"], "leave one out"),
 )
-def test_options_that_do_not_go_together(arguments, words):
+def test_conflicting_options_are_rejected(arguments, words):
     error = CliRunner().invoke(command.command, arguments).exception
     assert isinstance(error, UsageError) and words in str(error)

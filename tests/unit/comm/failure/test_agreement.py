@@ -1,4 +1,4 @@
-"""Failing alike: ranks that all say the same find out, those that are alone do too, and one voice speaks."""
+"""Common failures: ranks that fail alike agree, a rank that fails alone notices, and one rank reports."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ import pytest
 
 import hpcdist
 from harness import jobs
-from harness.jobs import called
+from harness.jobs import call_command
 from hpcdist.cli import main
 from hpcdist.comm.failure import failfast
 from hpcdist.comm.failure.rank_failures import all_agree
@@ -18,23 +18,23 @@ from hpcdist.errors import StorageError
 
 
 @pytest.mark.parametrize("size", range(1, 9))
-def test_ranks_that_all_say_the_same_agree(size):
+def test_ranks_with_equal_errors_agree(size):
     def body(comm):
         first = all_agree(comm, "DataError: there is no such file")
-        comm.barrier()  # and messages of others go on
+        comm.barrier()  # other messages still work
         return first and all_agree(comm, "another")
 
     assert run_threads(size, body) == [True] * size
 
 
 @pytest.mark.parametrize("odd", [0, 1, 3])
-def test_one_rank_that_says_something_else_is_enough(odd):
+def test_one_different_error_prevents_agreement(odd):
     assert run_threads(4, lambda comm: all_agree(comm, "odd" if comm.rank == odd else "even")) == [False] * 4
 
 
 @pytest.mark.parametrize("absent", [0, 2])
-def test_nobody_waits_long_for_a_rank_that_does_not_come(absent):
-    """The others are told, or notice; the absent rank is then still in its own work."""
+def test_absent_rank_ends_the_vote_after_patience(absent):
+    """The other ranks are notified or run out of patience. The absent rank is still busy with other work."""
 
     def body(comm):
         if comm.rank == absent:
@@ -66,7 +66,7 @@ failfast.install(abort, rank)
 failfast.set_agreement(lambda text, *_: print("asked", text) or agree, lambda: print("withdrawn", flush=True))
 failfast.guarded(main)
 """
-SCRIPT = PROGRAM.replace("failfast.guarded(main)", "main()")  # not a command of ours: its error is not caught
+SCRIPT = PROGRAM.replace("failfast.guarded(main)", "main()")  # a user's script: failfast does not catch its error
 EARLY = "\n".join(line for line in SCRIPT.splitlines() if "set_agreement" not in line)  # before the job has begun
 
 
@@ -84,7 +84,7 @@ def run_statement(rank, agree, statement, program, **environment):
 
 
 @pytest.mark.parametrize("program", [PROGRAM, SCRIPT], ids=["command", "script"])
-def test_the_first_rank_speaks_for_all(program):
+def test_only_rank_0_reports_a_common_failure(program):
     code, out, errors = run(0, "yes", program=program)
     assert code == 78 and out == "asked DataError: no data\nwithdrawn\n"
     assert "[rank 0] every rank failed alike: exit code 78" in errors and errors.count("no data") == 1
@@ -93,13 +93,13 @@ def test_the_first_rank_speaks_for_all(program):
 
 
 @pytest.mark.parametrize("program", [PROGRAM, SCRIPT], ids=["command", "script"])
-def test_a_rank_that_fails_alone_speaks_and_aborts(program):
+def test_rank_that_fails_alone_reports_and_aborts(program):
     code, out, errors = run(3, "no", program=program)
     assert code == 78 and out == "asked DataError: no data\nabort 78\n"
     assert "[rank 3] rank 3 failed: exit code 78" in errors and "no data" in errors
 
 
-def test_an_exit_that_others_do_not_share_ends_the_job():
+def test_exit_of_a_single_rank_aborts_the_job():
     code, out, errors = run_statement(3, "no", "sys.exit(4)", SCRIPT)
     assert code == 4 and out == "asked exit code 4\nabort 4\n"
     assert "[rank 3] rank 3 ended with exit code 4 while others go on" in errors and "SystemExit: 4" in errors
@@ -112,25 +112,25 @@ def test_an_exit_that_others_do_not_share_ends_the_job():
     ("no", "sys.exit()", (0, "")),
     ("no", "__import__('threading').Thread(target=sys.exit).start()", (0, "")),
 ])  # fmt: skip
-def test_exits_that_are_shared_or_no_failures_pass(agree, statement, expected):
+def test_common_or_successful_exits_do_not_abort(agree, statement, expected):
     code, out, errors = run_statement(3, agree, statement, SCRIPT)
     assert (code, out) == expected and "rank 3" not in errors
 
 
-def test_an_exit_that_is_caught_ends_nothing():
+def test_caught_exit_does_not_abort():
     program = SCRIPT.replace(
         "\nmain()", "\ntry:\n    main()\nexcept SystemExit as left:\n    print(left.code, repr(left))"
     )
     assert run_statement(3, "no", "sys.exit(4)", program) == (0, "4 SystemExit(4)\n", "")
 
 
-def test_a_vote_that_fails_itself_hides_nothing():
+def test_error_inside_the_vote_keeps_the_original_error():
     program = PROGRAM.replace('print("asked", text) or agree', "1 / 0").format(statement="raise DataError('no data')")
     done = jobs.python(program, "1", "yes")
     assert done.returncode == 78 and "no data" in done.stderr and "abort 78" in done.stdout
 
 
-def test_what_the_launcher_will_show_is_not_said_twice(tmp_path):
+def test_failure_shown_by_the_launcher_is_not_printed(tmp_path):
     _, _, errors = run(0, "yes", HPCDIST_FAILURE_DIR=str(tmp_path))
     assert errors == "" and "no data" in (tmp_path / "rank-0.txt").read_text()
     _, _, errors = run(0, "yes", HPCDIST_FAILURE_DIR=str(tmp_path / "of another host"))
@@ -138,7 +138,7 @@ def test_what_the_launcher_will_show_is_not_said_twice(tmp_path):
 
 
 @pytest.mark.parametrize(("rank", "waited"), [("0", ""), ("2", f"{failfast.GIVE_WAY_S}\n")])
-def test_before_the_job_of_a_script_has_started_rank_0_speaks_first(rank, waited, tmp_path):
+def test_script_failure_before_start_is_reported_by_rank_0_first(rank, waited, tmp_path):
     launched = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": rank, "HPCDIST_FAILURE_DIR": str(tmp_path)}
     program = EARLY.replace("def main():", "failfast.time.sleep = lambda s: s >= 1 and print(s)\ndef main():")
     code, out, errors = run(int(rank), "no", program=program, **launched)
@@ -149,7 +149,7 @@ def test_before_the_job_of_a_script_has_started_rank_0_speaks_first(rank, waited
 
 
 @pytest.mark.parametrize(("rank", "waits"), [(None, []), ("0", []), ("2", [failfast.GIVE_WAY_S])])
-def test_before_a_job_has_started_rank_0_speaks_first(rank, waits, monkeypatch, capsys):
+def test_command_failure_before_start_is_reported_by_rank_0_first(rank, waits, monkeypatch, capsys):
     slept = []
     monkeypatch.setattr(main.time, "sleep", slept.append)
     for name in [name for name in os.environ if name.startswith(("OMPI_COMM_WORLD", "PMI_", "SLURM_"))]:
@@ -157,22 +157,22 @@ def test_before_a_job_has_started_rank_0_speaks_first(rank, waits, monkeypatch, 
     if rank is not None:
         monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", rank)
-    code, _, err = called(capsys, "train", "/does/not/exist.toml")
+    code, _, err = call_command(capsys, "train", "/does/not/exist.toml")
     assert code == StorageError.exit_code and slept == waits and "exist.toml" in err
 
 
-def test_an_exception_that_all_ranks_raise_is_shown_once():
+def test_exception_of_all_ranks_is_printed_once():
     code, out, errors = run(0, "yes", error="ValueError('bug')")
     assert code == 1 and out.endswith("withdrawn\n") and errors.count("ValueError: bug") == 1
     assert run(3, "yes", error="ValueError('bug')")[2] == ""
 
 
-def test_a_failure_left_for_the_launcher_is_not_written_twice(tmp_path):
+def test_traceback_left_for_the_launcher_is_not_printed(tmp_path):
     code, _, errors = run(3, "no", error="ValueError('bug')", HPCDIST_FAILURE_DIR=str(tmp_path))
     assert code == 1 and errors == "" and "ValueError: bug" in (tmp_path / "rank-3.txt").read_text()
 
 
-def test_a_rank_whose_question_never_returns_ends_with_its_code():
+def test_rank_exits_with_its_code_if_the_vote_hangs():
     """A dead or hung peer can block the messages themselves."""
     short = "".join(f"failfast.{name}_S = 0.05\n" for name in ("PRECEDENCE", "GIVE_WAY", "READ", "DRAIN", "ABORT"))
     program = SCRIPT.replace('print("asked", text) or agree', "__import__('threading').Event().wait()")

@@ -1,4 +1,4 @@
-"""Failing fast, each case in a process of its own: what is written, and with what code the process ends."""
+"""Fail-fast handling, with one process per case: the output and the exit code."""
 
 import os
 import subprocess
@@ -58,14 +58,14 @@ def run(source, *arguments, **environment):
     ("raise CommunicationError('echo')", 1, "CommunicationError: echo"),
 )
 @pytest.mark.full_except("raise KeyboardInterrupt-130-KeyboardInterrupt")
-def test_failures_abort_with_their_code(source, code, text):
+def test_failure_aborts_with_its_exit_code(source, code, text):
     ended = run(source)
     assert (ended.returncode, ended.stdout) == (code, f"abort {code}\n"), ended
     assert text in ended.stderr
     lines = [line for line in ended.stderr.splitlines() if line]
     assert all(line.startswith("[rank 2]") for line in lines), ended.stderr
     traces = sum("Traceback (most recent call last)" in line for line in lines)
-    assert traces == (0 if "ConfigurationError" in source else 1), "an error for the user is its message alone"
+    assert traces == (0 if "ConfigurationError" in source else 1), "an error for the user has no traceback"
 
 
 @cases(
@@ -78,7 +78,7 @@ def test_failures_abort_with_their_code(source, code, text):
     ("failfast.uninstall()\nfailfast.guarded(lambda: sys.exit(4))", 4),
     ("failfast.uninstall()\nsys.exit(failfast.guarded(lambda: 6))", 6),
 )
-def test_what_is_no_failure_passes(source, code):
+def test_normal_exits_do_not_abort(source, code):
     ended = run(source)
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", "")
 
@@ -86,7 +86,7 @@ def test_what_is_no_failure_passes(source, code):
 OUTLIVED = "failfast.set_survivable(lambda error: isinstance(error, CommunicationError))\n"
 
 
-def test_where_deaths_are_outlived_a_thread_that_meets_one_says_nothing():
+def test_survivable_death_in_a_thread_is_silent():
     source = """
 def work(error):
     raise error
@@ -103,7 +103,7 @@ time.sleep(60)
 
 
 @pytest.mark.full
-def test_where_deaths_are_outlived_the_main_thread_still_fails_by_one(tmp_path):
+def test_survivable_death_in_main_thread_still_aborts(tmp_path):
     ended = run(OUTLIVED + "raise CommunicationError('died')", HPCDIST_LAUNCH_DIR=str(tmp_path))
     assert (ended.returncode, ended.stdout) == (1, "abort 1\n") and "CommunicationError: died" in ended.stderr
     assert (tmp_path / "ended").read_text() == "1", "the launcher may not end by the abort"
@@ -112,7 +112,7 @@ def test_where_deaths_are_outlived_the_main_thread_still_fails_by_one(tmp_path):
     assert (tmp_path / "ended").read_text() == "1", "a failure comes before the end of the others"
 
 
-def test_where_deaths_are_outlived_an_agreed_end_is_told_and_immediate(tmp_path):
+def test_agreed_exit_of_survivable_job_is_recorded_and_immediate(tmp_path):
     source = "import atexit; atexit.register(print, 'finalised')\nfailfast.guarded(lambda: failfast.agreed_exit(75))"
     ended = run(OUTLIVED + source, HPCDIST_LAUNCH_DIR=str(tmp_path))
     assert (ended.returncode, ended.stdout, ended.stderr) == (75, "", "")
@@ -120,7 +120,7 @@ def test_where_deaths_are_outlived_an_agreed_end_is_told_and_immediate(tmp_path)
 
 
 @pytest.mark.full
-def test_who_does_not_go_on_within_the_limit_ends_the_job():
+def test_exceeded_recovery_limit_aborts_the_job():
     ended = run("failfast.set_recovery_limit(60)\nfailfast.set_recovery_limit(0.05)\ntime.sleep(60)")
     assert (ended.returncode, ended.stdout) == (1, "abort 1\n")
     assert "DeadlineError: a rank died, and the others did not go on within 0.05 s" in ended.stderr
@@ -129,24 +129,24 @@ def test_who_does_not_go_on_within_the_limit_ends_the_job():
     assert (gone_on.returncode, gone_on.stdout, gone_on.stderr) == (0, "", "")
 
 
-def test_a_rank_that_moved_fails_under_its_new_number():
+def test_renumbered_rank_fails_under_its_new_number():
     ended = run("failfast.set_rank(1)\n1 / 0")
     assert ended.returncode == 1 and "[rank 1] rank 1 failed" in ended.stderr
 
 
-def test_without_install_exceptions_are_pythons_own():
+def test_exceptions_without_install_are_unchanged():
     ended = run("failfast.uninstall()\nfailfast.guarded(lambda: 1 / 0)")
     assert ended.returncode == 1 and ended.stderr.startswith("Traceback") and "[rank" not in ended.stderr
 
 
 @pytest.mark.parametrize("how", ["raise OSError('no')", "return", "time.sleep(600)"])
 @pytest.mark.full_except("return")
-def test_an_abort_that_does_not_end_the_process_is_helped(how):
+def test_process_ends_even_if_abort_returns_or_hangs(how):
     ended = run(f"def broken(code):\n    {how}\nfailfast.install(broken, 2)\nraise ConfigurationError('bad')")
     assert ended.returncode == 78 and "ConfigurationError: bad" in ended.stderr
 
 
-def test_only_the_first_thread_speaks():
+def test_only_the_first_failing_thread_reports():
     source = """
 start = threading.Barrier(8)
 def work(n):
@@ -160,7 +160,7 @@ time.sleep(60)
     assert ended.returncode == 1 and ended.stderr.count("ValueError: ") == 1
 
 
-def test_copy_for_the_launcher_and_note_for_the_recorder(tmp_path):
+def test_failure_is_copied_to_launcher_and_recorder(tmp_path):
     source = """
 recorder = Recorder(Path(sys.argv[1]), 2, 4)
 failfast.attach(recorder)
@@ -178,8 +178,8 @@ raise ConfigurationError("bad\\nsecond line")
 LAUNCHED = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}
 
 
-def test_a_launcher_that_reads_late_gets_the_failure_before_the_abort(tmp_path):
-    """It drops what is in its pipes when it is told to abort."""
+def test_slow_launcher_reads_the_failure_before_the_abort(tmp_path):
+    """A launcher drops unread pipe data when it is told to abort."""
     abort = """
 def abort(code):
     import fcntl, struct, termios
@@ -194,19 +194,19 @@ failfast.READ_S = 60.0
     environment = {**os.environ, **LAUNCHED, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
-        while not list(tmp_path.iterdir()) and process.poll() is None:  # it is written before stderr
+        while not list(tmp_path.iterdir()) and process.poll() is None:  # the file is written before stderr
             time.sleep(0.01)
         time.sleep(1.0)
-        told = process.stderr.read()
+        output = process.stderr.read()
         assert process.stdout.read() == "unread 0\n"
     assert process.returncode == 1
     (copy,) = tmp_path.iterdir()
-    assert copy.name.startswith("hpcdist-rank-2-failed-") and f"a copy is in {copy}" in told
-    assert "ZeroDivisionError" in told and told.startswith(copy.read_text())
+    assert copy.name.startswith("hpcdist-rank-2-failed-") and f"a copy is in {copy}" in output
+    assert "ZeroDivisionError" in output and output.startswith(copy.read_text())
 
 
 @pytest.mark.parametrize("stderr", ["full", "closed"])
-def test_where_stderr_takes_nothing_a_file_has_the_failure_and_the_abort_names_it(stderr, tmp_path):
+def test_failure_with_unwritable_stderr_is_in_file_named_by_abort(stderr, tmp_path):
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     with suppress(BlockingIOError):
@@ -233,7 +233,7 @@ raise FileNotFoundError(os.fsdecode(b"data-\\xff"))
     assert (ended.returncode, aborted) == (1, "abort 1")
 
 
-def test_a_failure_lies_beside_the_record_of_its_rank(tmp_path):
+def test_failure_file_is_next_to_the_flight_record(tmp_path):
     source = "failfast.attach(Recorder(Path(sys.argv[1]), 2, 4))\n1 / 0"
     (tmp_path / "rank-00002.failed").write_text("of an earlier start")
     ended = run(source, str(tmp_path / "rank-00002.rec"), **LAUNCHED)
@@ -241,23 +241,23 @@ def test_a_failure_lies_beside_the_record_of_its_rank(tmp_path):
     assert f"a copy is in {tmp_path / 'rank-00002.failed'}" in ended.stderr
 
 
-def test_a_failure_dir_that_is_gone_does_not_hide_the_failure(tmp_path):
+def test_missing_failure_directory_does_not_hide_the_failure(tmp_path):
     ended = run("1 / 0", HPCDIST_FAILURE_DIR=str(tmp_path / "gone"))
     assert ended.returncode == 1 and "ZeroDivisionError" in ended.stderr and "no copy for the launcher" in ended.stderr
 
 
-def test_closed_stderr_does_not_keep_the_process():
+def test_closed_stderr_does_not_prevent_abort():
     ended = run("sys.stderr.close()\n1 / 0")
     assert (ended.returncode, ended.stdout) == (1, "abort 1\n")
 
 
-def test_normal_end_is_noted(tmp_path):
+def test_normal_end_is_noted_in_flight_record(tmp_path):
     path = tmp_path / "rank-00002.rec"
     assert run("failfast.attach(Recorder(Path(sys.argv[1]), 2, 4))", str(path)).returncode == 0
     assert flight_recorder.read(path).notes["finished"].text == "end of the program"
 
 
-def test_sigusr2_shows_all_stacks_and_goes_on():
+def test_sigusr2_prints_all_stacks_and_continues():
     source = """
 def here_it_sleeps():
     time.sleep(600)
@@ -284,21 +284,21 @@ print("on it goes")
     (SystemExit("text"), 1),
     (SystemExit(259), 3),
 )
-def test_exit_code(error, code):
+def test_exit_code_of_each_exception(error, code):
     assert exit_code(error) == code
 
 
-def test_allocation_beyond_the_address_space_is_one_message():
+def test_allocation_beyond_address_space_prints_one_line():
     with pytest.raises(MemoryError) as caught:
         backend.zeros((1 << 40, 1 << 40), np.dtype(np.float32))
     (line,) = error_lines(caught.value)
     assert line.startswith(
-        "out of memory: an array of shape (1099511627776, 1099511627776) and type float32 has 4.84e+24"
+        "out of memory: cannot allocate an array of shape (1099511627776, 1099511627776) and type float32: 4.84e+24"
     )
     assert "hpcdist plan" in line and exit_code(caught.value) == 1
 
 
-def test_frames_of_a_failure_are_released_before_the_end():
+def test_traceback_frames_are_released_before_exit():
     """A virtual HDF5 dataset in a traceback would crash libhdf5 at the end of the process."""
 
     class Dataset:
@@ -323,7 +323,7 @@ def test_frames_of_a_failure_are_released_before_the_end():
     assert references[0]() is None
 
 
-def test_frames_of_a_single_failing_rank_are_released_before_the_abort():
+def test_traceback_frames_are_released_before_abort():
     """MPICH ends an aborted job of one rank by exit()."""
     source = """
 class Dataset:

@@ -1,4 +1,4 @@
-"""Deadlines: expired, relaxed, forgiven after a stop; and the stacks of the ranks that others wait for."""
+"""Watchdog deadlines: expiry, relaxation, tolerance after a process stop, and the stack files of other ranks."""
 
 import math
 import os
@@ -15,7 +15,7 @@ from hpcdist.errors import ConfigurationError
 
 
 class Rank:
-    """A recorder and its watchdog, which sets an event instead of leaving."""
+    """A recorder and its watchdog, which sets an event instead of exiting."""
 
     def __init__(self, folder, rank, deadline_s, factor=4.0):
         self.recorder = Recorder(folder / f"rank-{rank:05d}.rec", rank, 2)
@@ -32,21 +32,21 @@ class Rank:
 
 
 @pytest.fixture
-def make(tmp_path):
+def make_rank(tmp_path):
     ranks = []
 
-    def one(rank, deadline_s, factor=4.0):
+    def start_rank(rank, deadline_s, factor=4.0):
         ranks.append(Rank(tmp_path, rank, deadline_s, factor))
         return ranks[-1]
 
-    yield one
+    yield start_rank
     for rank in ranks:
         rank.watchdog.stop()
         rank.recorder.close()
 
 
-def test_expired_operation_ends_the_process(make, tmp_path, capfd):
-    rank = make(0, 0.3)
+def test_expired_operation_ends_the_process(make_rank, tmp_path, capfd):
+    rank = make_rank(0, 0.3)
     rank.begin()
     rank.watchdog.start()
     assert rank.left.wait(LIMIT_S) and rank.codes == [1]
@@ -59,8 +59,8 @@ def test_expired_operation_ends_the_process(make, tmp_path, capfd):
     assert f"hpcdist hang {tmp_path.parent}" in stderr and "Current thread" in stderr
 
 
-def test_the_other_ranks_write_their_stacks(make, tmp_path):
-    absent, waiting = make(1, 0.5), make(0, 0.5)
+def test_other_ranks_write_stacks_after_an_expired_deadline(make_rank, tmp_path):
+    absent, waiting = make_rank(1, 0.5), make_rank(0, 0.5)
     absent.watchdog.start()
     waiting.begin()
     waiting.watchdog.start()
@@ -71,8 +71,8 @@ def test_the_other_ranks_write_their_stacks(make, tmp_path):
     assert stacks.count("the deadline of another rank") == 1
 
 
-def test_two_expired_ranks_speak_once(make, capfd):
-    ranks = [make(0, 0.3), make(1, 0.3)]
+def test_two_expired_ranks_print_one_report(make_rank, capfd):
+    ranks = [make_rank(0, 0.3), make_rank(1, 0.3)]
     for rank in ranks:
         rank.begin()
         rank.watchdog.start()
@@ -81,9 +81,9 @@ def test_two_expired_ranks_speak_once(make, capfd):
     assert all("deadline" in flight_recorder.read(rank.recorder.path).notes for rank in ranks)
 
 
-def test_a_marker_of_an_earlier_run_means_nothing(make, tmp_path):
+def test_marker_of_an_earlier_run_is_ignored(make_rank, tmp_path):
     (tmp_path / MARKER).write_text("long ago")
-    rank = make(0, 0.3)
+    rank = make_rank(0, 0.3)
     rank.watchdog.start()
     time.sleep(0.5)
     assert not (tmp_path / "rank-00000.stacks").exists()
@@ -92,8 +92,8 @@ def test_a_marker_of_an_earlier_run_means_nothing(make, tmp_path):
     assert (tmp_path / MARKER).read_text().startswith("rank 0: allreduce")
 
 
-def test_limit_of_a_communicator_expires_before_the_deadline_of_the_others(make):
-    rank = make(0, math.inf)
+def test_communicator_limit_expires_before_the_general_deadline(make_rank):
+    rank = make_rank(0, math.inf)
     rank.begin()
     rank.recorder.begin("world/torch10", "allreduce", "float32", 3, -1, -1, 0)
     rank.recorder.begin("world/torch1/messages", "recv", "float32", 3, -1, -1, 0)
@@ -104,8 +104,8 @@ def test_limit_of_a_communicator_expires_before_the_deadline_of_the_others(make)
     assert "recv #1 on world/torch1/messages" in note and "the deadline is 0.3 s" in note
 
 
-def test_ended_operations_have_no_deadline(make):
-    rank = make(0, 0.2)
+def test_ended_operations_have_no_deadline(make_rank):
+    rank = make_rank(0, 0.2)
     rank.watchdog.start()
     for _ in range(40):
         rank.recorder.end(rank.begin())
@@ -114,8 +114,8 @@ def test_ended_operations_have_no_deadline(make):
 
 
 @pytest.mark.full
-def test_relaxed_until_tightened(make):
-    rank = make(0, 0.2, 1e6)
+def test_relaxed_deadline_applies_until_tightened(make_rank):
+    rank = make_rank(0, 0.2, 1e6)
     rank.watchdog.relax()
     rank.watchdog.start()
     rank.begin()
@@ -125,17 +125,17 @@ def test_relaxed_until_tightened(make):
     assert rank.left.wait(LIMIT_S)
 
 
-def test_a_stopped_process_is_forgiven(make):
-    # What a continued process sees: its clock has jumped over the deadline between two looks.
-    rank = make(0, 10)
+def test_stopped_process_does_not_expire_when_continued(make_rank):
+    # A continued process sees its clock jump past the deadline between two checks.
+    rank = make_rank(0, 10)
     hour = 3600 * 1_000_000_000
     now = time.monotonic_ns()
     assert rank.watchdog._late(now + hour, now, 0, token=0)
     assert not rank.watchdog._late(now + hour, now, now + hour, token=0)
 
 
-def test_signs_of_life(make):
-    rank = make(0, 0.5)
+def test_heartbeat_is_written_until_stop(make_rank):
+    rank = make_rank(0, 0.5)
     rank.watchdog.start()
     first = flight_recorder.read(rank.recorder.path)
     assert first.next_beat_ns == 50_000_000
@@ -148,13 +148,13 @@ def test_signs_of_life(make):
 
 
 @pytest.mark.parametrize("deadline_s", [0, -1.0, math.nan])
-def test_deadline_must_be_positive(make, deadline_s):
+def test_deadline_must_be_positive(make_rank, deadline_s):
     with pytest.raises(ConfigurationError, match="deadline_s"):
-        make(0, deadline_s)
+        make_rank(0, deadline_s)
 
 
-def test_no_deadline(make):
-    rank = make(0, math.inf)
+def test_infinite_deadline_never_expires(make_rank):
+    rank = make_rank(0, math.inf)
     rank.begin()
     rank.watchdog.start()
     assert not rank.left.wait(0.2)

@@ -1,11 +1,11 @@
-"""What the environment says of a process, and the refusal of a world that fell apart."""
+"""The launch environment of a process, and the rejection of a world that fell apart."""
 
 import os
 import tempfile
 
 import pytest
 
-from harness.jobs import called
+from harness.jobs import call_command
 from harness.marks import cases
 from hpcdist.comm.launch import mpirun
 from hpcdist.comm.launch.environment import LaunchEnvironment, drop_empty, launch_environment, provide_home
@@ -58,22 +58,22 @@ BATCH = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
         "mpirun in sbatch",
     ],
 )
-def test_announced(environment, expected):
+def test_launch_environment_is_recognised(environment, expected):
     assert launch_environment(environment) == expected
 
 
-def test_singletons_are_refused_with_the_cure():
-    said = launch_environment(SRUN)
-    assert said is not None
-    check_world(said, 8, "Open MPI v5")
+def test_separate_singleton_worlds_are_rejected_with_cure():
+    output = launch_environment(SRUN)
+    assert output is not None
+    check_world(output, 8, "Open MPI v5")
     with pytest.raises(
         ConfigurationError, match=r"announced 8 ranks, but MPI \(Open MPI v5\) sees a world of 1.*--mpi="
     ):
-        check_world(said, 1, "Open MPI v5")
+        check_world(output, 1, "Open MPI v5")
 
 
 @pytest.mark.parametrize("local_ranks", [(0, 1, 2, 3, 4, 5, 6, 7), (0, 2, 4, 6, 1, 3, 5, 7), (7, 6, 5, 4, 3, 2, 1, 0)])
-def test_local_ranks_are_taken_in_the_order_that_the_launcher_chose(local_ranks):
+def test_local_ranks_follow_the_launcher_order(local_ranks):
     def body(comm):
         return locate(comm, LaunchEnvironment("Open MPI mpirun", 8, comm.rank, local_ranks[comm.rank])).local_rank
 
@@ -81,7 +81,7 @@ def test_local_ranks_are_taken_in_the_order_that_the_launcher_chose(local_ranks)
 
 
 @pytest.mark.parametrize("local_ranks", [(0, 0, 1, 2), (1, 2, 3, 4), (0, 1, 2, 4)])
-def test_local_ranks_that_are_no_permutation_are_refused(local_ranks):
+def test_invalid_local_ranks_are_rejected(local_ranks):
     def body(comm):
         return locate(comm, LaunchEnvironment("Open MPI mpirun", 4, comm.rank, local_ranks[comm.rank]))
 
@@ -91,14 +91,14 @@ def test_local_ranks_that_are_no_permutation_are_refused(local_ranks):
         run_threads(4, body)
 
 
-def test_a_local_rank_that_nobody_announced_is_the_index_on_the_node():
+def test_unannounced_local_rank_is_the_index_on_the_node():
     def body(comm):
         return locate(comm, LaunchEnvironment("mpiexec", 3, comm.rank, None if comm.rank == 1 else 2)).local_rank
 
     assert run_threads(3, body) == [0, 1, 2]
 
 
-def test_a_process_without_a_home_gets_that_of_its_user(monkeypatch):
+def test_missing_home_is_set_from_the_user_database(monkeypatch):
     environment = {}
     monkeypatch.delenv("HOME")
     provide_home(environment)
@@ -106,17 +106,17 @@ def test_a_process_without_a_home_gets_that_of_its_user(monkeypatch):
     for given in ("", "/elsewhere"):
         environment = {"HOME": given}
         provide_home(environment)
-        assert environment == {"HOME": given}, "what is set stays"
+        assert environment == {"HOME": given}, "an existing HOME is kept"
     monkeypatch.setattr("os.path.expanduser", lambda path: path)  # a user that the system does not know
     environment = {}
     provide_home(environment)
     assert environment["HOME"] == tempfile.gettempdir()
 
 
-def test_mpirun_is_found_out_without_a_home(monkeypatch, capsys):
+def test_mpirun_is_identified_without_home(monkeypatch, capsys):
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(mpirun, "identify", lambda path: mpirun.Launcher(path, os.environ["HOME"], ""))
-    code, _, err = called(capsys, "run", "-n", "2", "--dry-run", "doctor")
+    code, _, err = call_command(capsys, "run", "-n", "2", "--dry-run", "doctor")
     assert code == 0, err
 
 

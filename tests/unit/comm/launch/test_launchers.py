@@ -1,4 +1,4 @@
-"""The command line of every kind of launcher, and what a kind cannot be told."""
+"""The command line of every kind of launcher, and the options that a kind rejects."""
 
 import os
 import shlex
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from harness.jobs import called
+from harness.jobs import call_command
 from harness.marks import cases
 from hpcdist.comm.launch import environment as launch_environment
 from hpcdist.comm.launch import launchers, mpirun
@@ -19,7 +19,7 @@ FLUX = "flux run -n 4 -o exit-on-error -o exit-timeout=600s -o gpu-affinity=off"
 
 
 @pytest.fixture(autouse=True)
-def outside_of_jobs(monkeypatch):
+def outside_slurm_job(monkeypatch):
     for name in ("SLURM_JOB_ID", "SLURM_CPUS_PER_TASK", launchers.VARIABLE):
         monkeypatch.delenv(name, raising=False)
 
@@ -41,52 +41,52 @@ def line(kind, layout, options=(), environment=None):
     ("flux", LaunchRequest(4), FLUX),
     ("flux", LaunchRequest(4, 2, 3, "pmix"), f"{FLUX} -N 2 -c 3 -o pmi=pmix"),
 )
-def test_lines(kind, layout, expected):
+def test_command_line_of_each_launcher(kind, layout, expected):
     assert line(kind, layout) == f"{expected} python -m hpcdist"
-    assert line(kind, layout, ["-v"]) == f"{expected} -v python -m hpcdist", "what the user says comes last, and wins"
+    assert line(kind, layout, ["-v"]) == f"{expected} -v python -m hpcdist", "the user's options come last and win"
 
 
-def test_the_line_of_mpirun(tmp_path, monkeypatch):
-    found = mpirun.Launcher(tmp_path / "mpirun", mpirun.MPICH, "5.0.2")
-    monkeypatch.setattr(mpirun, "find", lambda environment: found)
+def test_command_line_of_mpirun(tmp_path, monkeypatch):
+    result = mpirun.Launcher(tmp_path / "mpirun", mpirun.MPICH, "5.0.2")
+    monkeypatch.setattr(mpirun, "find", lambda environment: result)
     starter = launchers.choose_starter(KINDS["mpirun"], LaunchRequest(4, 2, 3), None, {})
-    assert shlex.join(starter.line(PROGRAM, {}, ["-v"])) == f"{found.path} -n 4 -ppn 2 -v python -m hpcdist"
+    assert shlex.join(starter.line(PROGRAM, {}, ["-v"])) == f"{result.path} -n 4 -ppn 2 -v python -m hpcdist"
     assert starter.without(["n2"], ["n1", "n3"]) == ["-hosts", "n1,n3"]
 
 
-def test_a_step_has_the_cores_of_its_job(monkeypatch):
-    """Slurm does not pass them on since 22.05."""
+def test_srun_step_gets_cpus_per_task_of_its_job(monkeypatch):
+    """Since Slurm 22.05, srun does not inherit --cpus-per-task from the job."""
     job = {"SLURM_CPUS_PER_TASK": "8"}
     assert "--cpus-per-task=8" in line("srun", LaunchRequest(4), environment=job)
     assert "--cpus-per-task=2" in line("srun", LaunchRequest(4, cpus_per_task=2), environment=job)
     assert "8" not in line("flux", LaunchRequest(4), environment=job)
 
 
-def test_a_step_waits_for_its_cores_but_not_for_ever(monkeypatch):
+def test_srun_step_in_a_job_waits_at_most_300_seconds(monkeypatch):
     assert "--immediate" not in line("srun", LaunchRequest(4)), "outside of a job it waits in the queue"
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert "--immediate=300" in line("srun", LaunchRequest(4)) and "--immediate" not in line("flux", LaunchRequest(4))
 
 
-def test_one_thread_for_each_core(monkeypatch):
+def test_one_thread_per_core_unless_user_sets_threads(monkeypatch):
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     assert set(Starter(KINDS["srun"], LaunchRequest(4, cpus_per_task=3)).settings().values()) == {"3"}
     assert set(Starter(KINDS["srun"], LaunchRequest(4)).settings().values()) == {"1"}
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert "OMP_NUM_THREADS" not in Starter(KINDS["srun"], LaunchRequest(4, cpus_per_task=3)).settings(), (
-        "the user's own stays"
+        "the user's setting is kept"
     )
 
 
-def test_a_restart_shares_the_cores_and_the_memory_of_a_step_that_does_not_end():
+def test_restart_overlaps_with_a_hanging_step():
     for name in ("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE"):  # srun takes one of them, not two
         job = {"SLURM_JOB_ID": "7", name: "100"}
         shared = {"SLURM_JOB_ID": "7", "SLURM_OVERLAP": "1", "SLURM_MEM_PER_NODE": "0"}
         assert launchers.restart_environment(job) == shared
 
 
-def test_lost_nodes_are_left_out():
+def test_lost_nodes_are_excluded():
     assert Starter(KINDS["srun"], LaunchRequest(4, 2)).without(["n2"], ["n1", "n3", "n4"]) == [
         "--exclude=n2",
         "--nodes=2",
@@ -99,7 +99,7 @@ def test_lost_nodes_are_left_out():
         Starter(KINDS["ibrun"], LaunchRequest(4)).without(["n2"], ["n1"])
 
 
-def test_auto_is_what_the_site_says():
+def test_auto_launcher_follows_site_setting():
     assert launchers.kind_named("auto", {}).name == "mpirun"
     assert launchers.kind_named("auto", {launchers.VARIABLE: "flux"}).name == "flux"
     assert launchers.kind_named("srun", {launchers.VARIABLE: "flux"}).name == "srun"
@@ -107,14 +107,14 @@ def test_auto_is_what_the_site_says():
         launchers.kind_named("auto", {launchers.VARIABLE: "srn"})
 
 
-def refused(capsys, *words):
-    code, out, err = called(capsys, "run", "-n", "4", *words)
+def run_rejected(capsys, *words):
+    code, out, err = call_command(capsys, "run", "-n", "4", *words)
     assert out == "" and "Traceback" not in err
     return code, err
 
 
 @cases(
-    "words, said",
+    "words, output",
     ("--launcher srn", "did you mean 'srun'"),
     ("--launcher jsrun-like", "choose one of auto, mpirun, srun"),
     ("--launcher srun --survive shrink", "--launcher mpirun with Open MPI 5, or --restarts"),
@@ -126,53 +126,55 @@ def refused(capsys, *words):
     ("--python 'a", '--python "\'a": No closing quotation'),
     ("--cpus-per-task 0", "--cpus-per-task"),
 )
-def test_what_a_launcher_cannot_do(words, said, capsys):
+def test_unsupported_launcher_options_are_rejected(words, output, capsys):
     given = words.split() if "'a" in words else shlex.split(words)
-    code, error = refused(capsys, *given, "--dry-run", "train")
-    assert code == USAGE and said in error
+    code, error = run_rejected(capsys, *given, "--dry-run", "train")
+    assert code == USAGE and output in error
 
 
-def test_a_site_that_names_no_launcher(capsys, monkeypatch):
+def test_invalid_site_launcher_is_configuration_error(capsys, monkeypatch):
     monkeypatch.setenv(launchers.VARIABLE, "srn")
-    assert refused(capsys, "--dry-run", "train")[0] == CONFIGURATION
+    assert run_rejected(capsys, "--dry-run", "train")[0] == CONFIGURATION
 
 
-def test_a_launcher_that_is_not_here(capsys, monkeypatch, tmp_path):
+def test_launcher_missing_on_path_is_rejected(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    code, error = refused(capsys, "--launcher", "flux", "train")
+    code, error = run_rejected(capsys, "--launcher", "flux", "train")
     assert code == MISSING_CAPABILITY and "no flux on PATH" in error
 
 
-def test_the_mpiexec_of_an_mpi_is_not_that_of_the_site(capsys, monkeypatch, tmp_path):
+def test_mpiexec_of_an_mpi_library_is_rejected(capsys, monkeypatch, tmp_path):
     path = tmp_path / "mpiexec"
     path.write_text("#!/bin/sh\necho 'mpiexec (OpenRTE) 4.1.4'\n")
     path.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    code, error = refused(capsys, "--launcher", "mpiexec", "train")
+    code, error = run_rejected(capsys, "--launcher", "mpiexec", "train")
     assert code == MISSING_CAPABILITY and "--launcher mpirun" in error
     path.write_text("#!/bin/sh\necho 'mpiexec version 1.2.12 revision a3b1c2d'\n")
     Starter(KINDS["mpiexec"], LaunchRequest(4)).check()
 
 
-def printed(capsys, *words):
-    code, out, _ = called(capsys, "run", "-n", "4", "--launcher", "srun", *words, "--dry-run", "train", "a b.toml")
+def print_dry_run(capsys, *words):
+    code, out, _ = call_command(
+        capsys, "run", "-n", "4", "--launcher", "srun", *words, "--dry-run", "train", "a b.toml"
+    )
     assert code == 0
     return shlex.split(out)
 
 
-def test_a_dry_run_needs_no_launcher(capsys, monkeypatch, tmp_path):
+def test_dry_run_needs_no_launcher(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    shown = printed(capsys, "--mpi-args", "--label --time=10")
+    shown = print_dry_run(capsys, "--mpi-args", "--label --time=10")
     program = [sys.executable, "-P", "-m", "hpcdist", "train", "a b.toml"]
     assert shown[-len(program) - 2 :] == ["--label", "--time=10", *program]
 
 
-def test_another_python_finds_its_own_hpcdist(capsys, monkeypatch):
-    """A clone's folder would stand before the hpcdist of a container, or be missing in it."""
+def test_other_python_gets_no_pythonpath(capsys, monkeypatch):
+    """The folder of a clone would hide the hpcdist of a container, or be missing there."""
     monkeypatch.setattr(launch_environment, "source_folder", lambda: "/home/me/clone")
     monkeypatch.setenv("PYTHONPATH", "/mine")
-    assert f"PYTHONPATH=/home/me/clone{os.pathsep}/mine" in printed(capsys)
-    shown = printed(capsys, "--python", "apptainer exec --nv 'my img.sif' python3")
+    assert f"PYTHONPATH=/home/me/clone{os.pathsep}/mine" in print_dry_run(capsys)
+    shown = print_dry_run(capsys, "--python", "apptainer exec --nv 'my img.sif' python3")
     assert not [word for word in shown if "PYTHONPATH" in word]
     assert shown[-10:] == [
         *("apptainer", "exec", "--nv", "my img.sif", "python3", "-P", "-m", "hpcdist", "train", "a b.toml")

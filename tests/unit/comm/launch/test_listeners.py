@@ -10,11 +10,11 @@ from hpcdist.comm.launch import listeners
 
 def test_listening_sockets_of_a_process_are_listed_with_address_and_port():
     with socket.create_server(("127.0.0.1", 0)) as local, socket.create_server(("0.0.0.0", 0)) as other:
-        found = listeners.listening(os.getpid())
-        assert found[local.fileno()] == f"127.0.0.1:{local.getsockname()[1]}"
-        assert found[other.fileno()] == f"0.0.0.0:{other.getsockname()[1]}"
-        assert listeners.is_loopback(found[local.fileno()]) and not listeners.is_loopback(found[other.fileno()])
-    assert listeners.listening(2**30) == {}, "there is no such process"
+        result = listeners.listening(os.getpid())
+        assert result[local.fileno()] == f"127.0.0.1:{local.getsockname()[1]}"
+        assert result[other.fileno()] == f"0.0.0.0:{other.getsockname()[1]}"
+        assert listeners.is_loopback(result[local.fileno()]) and not listeners.is_loopback(result[other.fileno()])
+    assert listeners.listening(2**30) == {}, "that process no longer exists"
     assert not listeners.is_loopback("[::]:1024") and listeners.is_loopback("[::1]:1024")
 
 
@@ -37,7 +37,7 @@ def test_open_sockets_are_bound_to_the_loopback_device_if_tcp_uses_it_alone(monk
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_MCA_mpi_ft_enable": "1"}, {}),
     ],
 )
-def test_a_plain_mpirun_on_one_host_starts_no_tcp_transport(announced, added):
+def test_plain_mpirun_on_one_host_starts_no_tcp_transport(announced, added):
     environment = dict(announced)
     listeners.exclude_tcp(environment)
     assert environment == announced | added

@@ -1,4 +1,4 @@
-"""Device pointers are tried in children that may die of it: the rounds, what each end means, and the real thing."""
+"""Device pointers are probed in child processes that may crash: rounds, outcomes, the cache, and a real probe."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from hpcdist.errors import ConfigurationError, MissingCapabilityError
 
 
 class Children:
-    """Stand-ins for the processes: each says what passed up to the first operation that it dies of."""
+    """Stand-ins for the child processes. Each reports the operations that passed before the first deadly operation."""
 
     def __init__(self, deadly, notes=(), starts=True):
         self.deadly, self.notes, self.starts = deadly, list(notes), starts
@@ -50,26 +50,26 @@ class Children:
 
 
 @pytest.fixture(autouse=True)
-def pair(monkeypatch, tmp_path):
+def isolated_probe(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cuda_aware, "_two_rank_launch", lambda environment: (["mpirun", "-n", "2"], {}))
 
 
-def test_everything_passes_in_both_rounds():
+def test_working_operations_pass_in_both_rounds():
     children = Children({})
     verdict = cuda_aware.probe({}, "cpu", children)
     assert verdict == DevicePointerSupport(frozenset(OPERATIONS), "tried between two ranks")
     assert children.runs == [(1, list(OPERATIONS)), (2, list(OPERATIONS))]
 
 
-def test_what_dies_alone_is_not_tried_between_two():
+def test_operation_that_crashes_alone_is_not_tried_with_two_ranks():
     children = Children({1: dict.fromkeys(OPERATIONS, "SIGSEGV")})
     assert cuda_aware.probe({}, "cpu", children) == DevicePointerSupport(frozenset(), "in a world of one: SIGSEGV")
     assert all(ranks == 1 for ranks, _ in children.runs)
     assert [operations[0] for _, operations in children.runs] == list(OPERATIONS)  # a new child after each death
 
 
-def test_each_operation_has_an_answer_of_its_own():
+def test_each_operation_is_judged_separately():
     children = Children({1: {"all_gather": "SIGSEGV"}, 2: {"allreduce": "no end within 60 s", "broadcast": "wrong"}})
     verdict = cuda_aware.probe({}, "cpu", children)
     assert verdict.operations == {"send", "reduce_scatter", "all_to_all"}
@@ -78,24 +78,24 @@ def test_each_operation_has_an_answer_of_its_own():
 
 
 @pytest.mark.parametrize(("notes", "allowed"), [(["cuda"], {"send"}), ([], set())])
-def test_without_two_ranks_the_library_itself_must_say_so(notes, allowed):
+def test_single_rank_probe_needs_confirmation_by_the_library(notes, allowed):
     verdict = cuda_aware.probe({}, "cpu", Children({}, notes, starts=False))
     assert verdict.operations == allowed and "two ranks could not be tried (exit code 1: no slots)" in verdict.reason
 
 
-def test_without_mpirun_too(monkeypatch):
+def test_missing_mpirun_allows_no_operation(monkeypatch):
     monkeypatch.setattr(cuda_aware, "_two_rank_launch", lambda environment: None)
     verdict = cuda_aware.probe({}, "cpu", Children({}))
     assert not verdict.operations and "no mpirun was found" in verdict.reason
 
 
-def test_the_answer_of_the_environment_asks_nobody(monkeypatch):
+def test_environment_setting_prevents_a_probe(monkeypatch):
     def forbidden(environment, **_):
         raise AssertionError("a probe was started")
 
     monkeypatch.setattr(cuda_aware, "probe_cached", forbidden)
     two = LaunchEnvironment("mpirun", 2, 0, 0)
-    yes, no = (cuda_aware.detect(two, {cuda_aware.VARIABLE: said}) for said in ("yes", "no"))
+    yes, no = (cuda_aware.detect(two, {cuda_aware.VARIABLE: output}) for output in ("yes", "no"))
     assert yes is not None and yes.operations == set(OPERATIONS)
     assert no is not None and no.operations == set()
     with pytest.raises(ConfigurationError, match="HPCDIST_CUDA_AWARE=maybe; set it to yes, no or auto"):
@@ -107,26 +107,26 @@ def test_the_answer_of_the_environment_asks_nobody(monkeypatch):
         cuda_aware.detect(two, {})
 
 
-def test_all_nodes_must_say_yes():
-    said = [
+def test_only_operations_supported_by_all_nodes_are_used():
+    messages = [
         DevicePointerSupport(frozenset({"send", "allreduce"}), "one"),
         None,
         DevicePointerSupport(frozenset({"send"}), "two"),
         None,
     ]
-    for verdict in run_threads(4, lambda comm: cuda_aware.agree(comm, said[comm.rank])):
+    for verdict in run_threads(4, lambda comm: cuda_aware.agree(comm, messages[comm.rank])):
         assert verdict == DevicePointerSupport(frozenset({"send"}), "two")
     for verdict in run_threads(2, lambda comm: cuda_aware.agree(comm, None)):
         assert verdict.operations == frozenset()
 
 
-def test_children_inherit_no_world_but_the_settings_of_the_library():
+def test_children_inherit_library_settings_but_not_the_world():
     job = dict.fromkeys(("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_JOB_ID", "HYDI_CONTROL_FD"), "1")
     kept = dict.fromkeys(("PATH", "OMPI_MCA_pml", "UCX_TLS", "MPICH_GPU_SUPPORT_ENABLED", "CUDA_VISIBLE_DEVICES"), "1")
     assert cuda_aware.stripped(job | kept) == kept
 
 
-def test_a_child_that_dies_or_hangs_is_an_answer():
+def test_dead_or_hanging_child_gives_an_outcome():
     def child(code):
         return cuda_aware._run([sys.executable, "-c", f"print('{{}}', flush=True)\n{code}"], os.environ, 1.0)
 
@@ -138,7 +138,7 @@ def test_a_child_that_dies_or_hangs_is_an_answer():
     assert cut_off.lines[1].startswith("in the middle") and cut_off.end == ""
 
 
-def test_a_line_that_is_cut_off_is_no_answer():
+def test_truncated_line_is_ignored():
     def run(words, environment, limit_s):
         whole = [json.dumps(row) for row in ({"ready": 1, "notes": []}, {"passed": "send"}, {"passed": "broadcast"})]
         ended = words[words.index(cuda_aware.MODULE) + 1 :] != list(OPERATIONS)
@@ -148,7 +148,7 @@ def test_a_line_that_is_cut_off_is_no_answer():
     assert passed == ["send"] and failures == dict.fromkeys(OPERATIONS[1:], "SIGSEGV")
 
 
-def test_all_children_together_have_one_budget(monkeypatch):
+def test_all_children_share_one_time_budget(monkeypatch):
     now = 1000.0
     monkeypatch.setattr(cuda_aware, "time", SimpleNamespace(monotonic=lambda: now))
     children = Children({2: dict.fromkeys(OPERATIONS[1:], "no end")})
@@ -169,37 +169,37 @@ def test_all_children_together_have_one_budget(monkeypatch):
     )
 
 
-def test_an_answer_is_kept_for_the_same_library_gpus_and_settings(gpu, monkeypatch, tmp_path):
-    def found(children, environment=os.environ, renewed=False):
+def test_result_is_cached_per_library_gpus_and_settings(gpu, monkeypatch, tmp_path):
+    def cached_probe(children, environment=os.environ, renewed=False):
         return cuda_aware.probe_cached(environment, renewed, children)
 
     first, second, third, fourth = (Children({2: {"allreduce": "SIGSEGV"}}) for _ in range(4))
-    before, after = found(first), found(second)
+    before, after = cached_probe(first), cached_probe(second)
     assert before.operations == after.operations == set(OPERATIONS) - {"allreduce"}
     assert first.runs and not second.runs
     (file,) = (tmp_path / "hpcdist" / "device_pointers").iterdir()
-    assert "allreduce: SIGSEGV; found on 2" in after.reason and f"kept in {file}" in after.reason
+    assert "allreduce: SIGSEGV; measured on 2" in after.reason and f"cached in {file}" in after.reason
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    found(third, renewed=True)
-    assert third.runs, "asked for"
-    found(fourth, {**os.environ, "UCX_TLS": "tcp"})
-    assert fourth.runs, "another setting, another answer"
-    found(fourth, {**os.environ, "PMIX_RANK": "1"})
+    cached_probe(third, renewed=True)
+    assert third.runs, "a renewal was requested"
+    cached_probe(fourth, {**os.environ, "UCX_TLS": "tcp"})
+    assert fourth.runs, "another setting needs another probe"
+    cached_probe(fourth, {**os.environ, "PMIX_RANK": "1"})
     other = Children({})
     other.library = "Some MPI 2.0"
-    assert found(other).operations == set(OPERATIONS)
+    assert cached_probe(other).operations == set(OPERATIONS)
     runtime = device.cupy().cuda.runtime
     for name, value in (("driverGetVersion", lambda: 7), ("getDeviceProperties", lambda index: {"name": b"other"})):
         with monkeypatch.context() as changed:
             changed.setattr(runtime, name, staticmethod(value))
             fresh = Children({})
-            found(fresh)
+            cached_probe(fresh)
             assert fresh.runs, name
     assert len(list(file.parent.iterdir())) == 5
 
 
 @pytest.mark.parametrize("spoil", ["others", "cut", "operation", "key", "list"])
-def test_a_kept_answer_that_cannot_be_trusted_is_found_again(gpu, spoil, tmp_path):
+def test_untrusted_cached_result_is_probed_again(gpu, spoil, tmp_path):
     cuda_aware.probe_cached(run=Children({1: dict.fromkeys(OPERATIONS, "SIGSEGV")}))
     (file,) = (tmp_path / "hpcdist" / "device_pointers").iterdir()
     content = json.loads(file.read_text())
@@ -217,7 +217,7 @@ def test_a_kept_answer_that_cannot_be_trusted_is_found_again(gpu, spoil, tmp_pat
     assert json.loads(file.read_text())["operations"] == sorted(set(OPERATIONS) - {"send"})
 
 
-def test_what_cannot_be_kept_is_found_each_time(gpu, monkeypatch, tmp_path):
+def test_uncacheable_result_is_probed_each_time(gpu, monkeypatch, tmp_path):
     nameless = Children({})
     nameless.library = ""
     assert cuda_aware.probe_cached(run=nameless) == DevicePointerSupport(
@@ -227,18 +227,18 @@ def test_what_cannot_be_kept_is_found_each_time(gpu, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     verdict = cuda_aware.probe_cached(run=Children({}))
-    assert verdict.operations == set(OPERATIONS) and "; not kept: " in verdict.reason
+    assert verdict.operations == set(OPERATIONS) and "; not cached: " in verdict.reason
 
 
-def test_the_library_is_asked_in_a_child():
+def test_library_version_is_read_in_a_child():
     pytest.importorskip("mpi4py")
-    said = cuda_aware._run([sys.executable, "-P", "-c", cuda_aware._ASK], cuda_aware.stripped(os.environ), 60.0)
-    assert said.end == "" and len(said.lines) == 1 and "MPI" in said.lines[0]
+    output = cuda_aware._run([sys.executable, "-P", "-c", cuda_aware._ASK], cuda_aware.stripped(os.environ), 60.0)
+    assert output.end == "" and len(output.lines) == 1 and "MPI" in output.lines[0]
 
 
 @pytest.mark.full
-def test_the_real_children_on_memory_of_the_host(monkeypatch):
-    """MPI takes pointers into the host's memory in every operation: the probe must find that."""
+def test_real_probe_accepts_host_memory(monkeypatch):
+    """MPI accepts host pointers in every operation, and the probe must report that."""
     pytest.importorskip("mpi4py")
     monkeypatch.undo()
     try:

@@ -1,4 +1,4 @@
-"""Whoever waits in shared memory learns who died, whether the kernel or the MPI library says so first."""
+"""Ranks that wait in shared memory detect deaths reported by the kernel or by the MPI library."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ from hpcdist.errors import RankDiedError
 
 
 class _MpiError(Exception):
-    """An error of the stand-in for mpi4py.MPI, of a class."""
+    """An error of the stand-in for mpi4py.MPI, with an error class."""
 
     def Get_error_class(self):
         return int(self.args[0])
@@ -27,7 +27,7 @@ SELF = os.getpid(), start_ticks(os.getpid())
 
 
 class _World:
-    """Two ranks, which have announced ``processes``; a look for messages raises ``error``, if there is any."""
+    """Two ranks that have announced ``processes``. A probe for messages raises ``error`` unless it is None."""
 
     def __init__(self, processes):
         self.processes = processes
@@ -46,8 +46,8 @@ class _World:
 
 
 @pytest.fixture(autouse=True)
-def failed(monkeypatch):
-    """Who is dead as the MPI library has it, which has fault tolerance once the members are known."""
+def dead_ranks(monkeypatch):
+    """The ranks that the MPI library reports as dead. Fault tolerance is on once the members are known."""
     dead = []
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", MPI)
     monkeypatch.setattr(ulfm, "failed", lambda mpi, comm: tuple(dead))
@@ -64,45 +64,46 @@ def members_of(world, monkeypatch):
 
 @pytest.mark.parametrize("kind", [MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING])
 @pytest.mark.parametrize("visible", [True, False])
-def test_a_death_that_mpi_tells_first_is_told_as_one(kind, visible, failed, monkeypatch):
-    other = SELF if visible else (SELF[0], SELF[1] + 1)  # which the kernel shows alive, or not at all
+def test_death_reported_first_by_mpi_raises_rank_died(kind, visible, dead_ranks, monkeypatch):
+    other = SELF if visible else (SELF[0], SELF[1] + 1)  # the kernel shows it as alive, or not at all
     world = _World([SELF, other])
     members = members_of(world, monkeypatch)
     assert members.see_each_other is visible
     members.check_alive(0.0)
     world.error = _MpiError(kind)
-    failed.append(1)
+    dead_ranks.append(1)
     members.progress()
-    members.check_alive(0.0)  # what it wrote before its end is looked at once more
-    with pytest.raises(RankDiedError, match=rf"^rank 1 of world \(process {SELF[0]}\) has died, and this") as caught:
+    members.check_alive(0.0)  # data written before its end is read once more
+    with pytest.raises(RankDiedError, match=rf"^rank 1 of world \(process {SELF[0]}\) has died, while this") as caught:
         members.check_alive(0.0)
     assert caught.value.ranks == (1,)
 
 
-def test_a_death_that_both_tell_is_told_once(failed, monkeypatch):
+def test_death_reported_by_kernel_and_mpi_is_raised_once(dead_ranks, monkeypatch):
     world = _World([SELF, SELF])
     members = members_of(world, monkeypatch)
     members._processes = [SELF, (SELF[0], SELF[1] + 1)]  # rank 1 has ended since
     members.check_alive(0.0)
     world.error = _MpiError(MPI.ERR_PROC_FAILED)
-    failed.append(1)
+    dead_ranks.append(1)
     with pytest.raises(RankDiedError, match=r"^rank 1 of world \(process \d+\) has died") as caught:
         members.check_alive(0.0)
     assert caught.value.ranks == (1,)
 
 
-def test_who_waits_in_what_was_revoked_is_released(monkeypatch):
+def test_waiting_rank_is_released_by_revoke(monkeypatch):
     world = _World([SELF, SELF])
     members = members_of(world, monkeypatch)
     world.error = _MpiError(MPI.ERR_REVOKED)
     members.check_alive(0.0)
     with pytest.raises(
-        RankDiedError, match="^a rank of world has died, or it was revoked because one had, and this rank waited"
+        RankDiedError,
+        match="^a rank of world has died, or world was revoked because a rank had died, while this rank waited",
     ):
         members.check_alive(0.0)
 
 
-def test_other_errors_of_mpi_stay_what_they_are(monkeypatch):
+def test_other_mpi_errors_are_unchanged(monkeypatch):
     world = _World([SELF, SELF])
     members = members_of(world, monkeypatch)
     world.error = _MpiError(MPI.ERR_COMM)
@@ -111,9 +112,9 @@ def test_other_errors_of_mpi_stay_what_they_are(monkeypatch):
             look()
 
 
-def test_what_cannot_be_known_any_more_is_not_a_death(monkeypatch):
+def test_death_needs_two_consecutive_findings(monkeypatch):
     members = members_of(_World([SELF, SELF]), monkeypatch)
-    for ended in (True, False, True):  # in the midst there was no descriptor to look with
+    for ended in (True, False, True):  # the second check had no file descriptor
         monkeypatch.setattr(shared_memory, "has_ended", lambda pid, began, ended=ended: ended)
         members.check_alive(0.0)
     with pytest.raises(RankDiedError, match=r"^rank 0, 1 of world \(process \d+, \d+\) has died"):

@@ -1,4 +1,4 @@
-"""What later ranks are told, where they are placed, and how a spare waits; errors of MPI that are deaths."""
+"""Spawned ranks: their environment, node placement and waiting spares; MPI errors that mean a death."""
 
 import sys
 import time
@@ -19,7 +19,7 @@ from hpcdist.errors import MissingCapabilityError, RankDiedError, UsageError
 CONNECTION_BROKE, PROC_FAILED, UNKNOWN = 16, 75, 13
 
 
-def test_new_processes_are_told_of_this_job_and_of_nothing_else():
+def test_spawned_processes_inherit_only_job_variables():
     environment = {"HPCDIST_SURVIVE": "replace", "PYTHONPATH": "/a:/b", "OMP_NUM_THREADS": "2", "HOME": "/root"}
     environment |= {"OMPI_COMM_WORLD_RANK": "3", "HPCDIST_EMPTY": "", "HPCDIST_LINES": "a\nb"}
     assert spawn.inherited_variables(environment) == {
@@ -35,18 +35,18 @@ def test_new_processes_are_told_of_this_job_and_of_nothing_else():
     ([0, 0, 1, None], [0, 0, 1, 1]),
     ([0, 1, 1, 2, None, None, None], [0, 1, 1, 2, 0, 2, 0]),
 )
-def test_a_new_rank_goes_to_the_declared_node_with_the_fewest(before, after):
+def test_new_rank_joins_the_declared_node_with_fewest_ranks(before, after):
     assert declared_nodes([SpawnMember("here", declared_node=node) for node in before]) == after
 
 
-def test_where_nothing_outlives_a_death_nobody_is_started():
+def test_spawn_without_ulfm_is_rejected():
     with pytest.raises(MissingCapabilityError, match="--with-ft ulfm"):
         spawn.spawn(solo(), 1, ["-c", "pass"])
-    with pytest.raises(UsageError, match="one or more"):
+    with pytest.raises(UsageError, match="at least 1"):
         spawn.spawn(solo(), 0, ["-c", "pass"])
 
 
-def test_a_spare_sleeps_until_a_message_comes_or_somebody_dies():
+def test_spare_sleeps_until_a_message_or_a_death():
     def body(comm):
         if comm.rank == 2:
             comm.barrier()
@@ -56,17 +56,17 @@ def test_a_spare_sleeps_until_a_message_comes_or_somebody_dies():
             comm.send(np.array([7.0]), 1)
             comm.barrier()
             return None
-        told = np.zeros(1)
-        spawn.sleep_until_message(comm, 0.01).recv(told)
+        output = np.zeros(1)
+        spawn.sleep_until_message(comm, 0.01).recv(output)
         comm.barrier()
         with pytest.raises(RankDiedError):
             spawn.sleep_until_message(comm, 0.01)
-        return float(told[0])
+        return float(output[0])
 
     assert run_threads(3, body, fault_tolerant=True)[1] == 7.0
 
 
-def test_records_of_ranks_that_have_left_are_removed(tmp_path):
+def test_records_of_departed_ranks_are_removed(tmp_path):
     kept = ["rank-00000.rec", "rank-00001.stacks", "deadline", "rank-x.rec"]
     for name in [*kept, "rank-00002.rec", "rank-00010.rec", "rank-00002.stacks"]:
         (tmp_path / name).touch()
@@ -76,7 +76,7 @@ def test_records_of_ranks_that_have_left_are_removed(tmp_path):
 
 @pytest.fixture
 def mpi(monkeypatch):
-    """A module that stands in for mpi4py.MPI: its errors have classes."""
+    """A stand-in for mpi4py.MPI whose errors have classes."""
 
     class MpiError(Exception):
         def Get_error_class(self):
@@ -90,7 +90,7 @@ def mpi(monkeypatch):
     return module
 
 
-def test_errors_of_mpi_are_deaths_by_their_class_or_where_somebody_is_dead(mpi):
+def test_mpi_error_is_rank_failure_by_class_or_if_a_rank_died(mpi):
     broke = mpi.Exception(CONNECTION_BROKE)
 
     def body(comm):
@@ -107,6 +107,6 @@ def test_errors_of_mpi_are_deaths_by_their_class_or_where_somebody_is_dead(mpi):
     assert not is_rank_failure(broke, solo())
 
 
-def test_classes_that_a_library_does_not_know_are_no_deaths(mpi):
+def test_unknown_mpi_error_class_is_no_rank_failure(mpi):
     mpi.ERR_PROC_FAILED = mpi.ERR_PROC_FAILED_PENDING = mpi.ERR_REVOKED = UNKNOWN
     assert not is_rank_failure(mpi.Exception(UNKNOWN))

@@ -1,4 +1,4 @@
-"""World of a program: what its records leave behind."""
+"""Records of a program's MPI world."""
 
 import os
 import time
@@ -18,7 +18,7 @@ def test_old_records_of_failed_programs_are_removed(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {f"{world.RECORDS}new", "other"}
 
 
-def test_an_error_at_the_begin_of_a_training_leaves_no_open_operation(monkeypatch):
+def test_error_at_start_of_training_leaves_no_open_operation(monkeypatch):
     calls = []
     events = SimpleNamespace(begin=lambda *_: calls.append("begin"), end=lambda _: calls.append("end"))
     comm = SimpleNamespace(events=events, name="world")

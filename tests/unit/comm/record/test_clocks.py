@@ -1,4 +1,4 @@
-"""Offsets between the clocks of hosts: measured over messages, kept in the metrics file, read back."""
+"""Offsets between the clocks of hosts: measured with messages, stored in the metrics file, and read back."""
 
 import time
 
@@ -17,8 +17,8 @@ from hpcdist.telemetry.metrics import side_tables as table
 HOUR_NS = 3_600_000_000_000
 
 
-def measured(size, hosts, ahead_ns, flat=clock_offsets.FLAT):
-    """Return what each rank gets where rank r is on host ``hosts[r]``, whose clock is ``ahead_ns`` of the true one."""
+def measure_clocks(size, hosts, ahead_ns, flat=clock_offsets.FLAT):
+    """Return the hosts and two measurements of each rank. Rank r is on ``hosts[r]``, ahead by ``ahead_ns[host]``."""
 
     def body(comm):
         host = hosts[comm.rank]
@@ -29,35 +29,35 @@ def measured(size, hosts, ahead_ns, flat=clock_offsets.FLAT):
 
 
 @pytest.mark.parametrize(("count", "flat"), [(2, 16), (5, 16), (5, 2), (9, 2), (10, 3), (17, 16)])
-def test_offsets_of_hours_are_found_to_within_the_bound(rng, count, flat):
+def test_large_offsets_are_measured_within_the_bound(rng, count, flat):
     ahead = [int(ns) for ns in rng.integers(-9 * HOUR_NS, 9 * HOUR_NS, count)]
-    found = measured(count, list(range(count)), ahead, flat)
-    assert all(readings == again == () for _, readings, again in found[1:])
-    for readings in found[0][1:]:
+    result = measure_clocks(count, list(range(count)), ahead, flat)
+    assert all(readings == again == () for _, readings, again in result[1:])
+    for readings in result[0][1:]:
         assert [reading.host for reading in readings] == list(range(count))
         assert readings[0].offset_ns == readings[0].rtt_ns == 0
         for reading in readings[1:]:
             assert abs(reading.offset_ns - (ahead[reading.host] - ahead[0])) <= reading.bound_ns
             assert reading.rtt_ns > 0
-        # All were taken within the call, by the clock of rank 0.
+        # All readings were taken within the call, by the clock of rank 0.
         assert max(r.t_ns for r in readings) - min(r.t_ns for r in readings) < 60e9
 
 
-def test_one_rank_of_each_host_takes_part(rng):
+def test_one_rank_per_host_is_measured(rng):
     hosts = [1, 0, 1, 2, 0, 2, 1]
     ahead = [0, HOUR_NS, -HOUR_NS]
-    found = measured(len(hosts), hosts, ahead)
-    told = found[0][0]
-    assert all(other[0] == told for other in found)
-    assert told.of_rank == (0, 1, 0, 2, 1, 2, 0), "hosts count in the order of their first ranks"
-    assert told.boots == ("boot 1", "boot 0", "boot 2") and len(set(told.names)) == 1
-    readings = found[0][1]
+    result = measure_clocks(len(hosts), hosts, ahead)
+    output = result[0][0]
+    assert all(other[0] == output for other in result)
+    assert output.of_rank == (0, 1, 0, 2, 1, 2, 0), "hosts count in the order of their first ranks"
+    assert output.boots == ("boot 1", "boot 0", "boot 2") and len(set(output.names)) == 1
+    readings = result[0][1]
     true = [ahead[1] - ahead[1], ahead[0] - ahead[1], ahead[2] - ahead[1]]
     assert all(abs(one.offset_ns - true[one.host]) <= one.bound_ns for one in readings)
 
 
-def test_of_many_hosts_nobody_asks_more_than_a_root():
-    """36 hosts in groups of 6: rank 0 asks 5 heads and 5 of its own, a head 5, in 4 rounds; and each head reports."""
+def test_no_rank_measures_more_than_square_root_of_hosts_times_two():
+    """36 hosts, groups of 6: rank 0 measures 5 heads and 5 hosts of its group, a head measures 5 hosts and reports."""
 
     def body(comm):
         with count_traffic(comm) as traffic:
@@ -70,13 +70,13 @@ def test_of_many_hosts_nobody_asks_more_than_a_root():
     assert {calls for rank, calls in enumerate(made) if rank % 6} == {(4, 4)}
 
 
-def test_on_one_host_there_is_nothing_to_measure():
-    found = measured(3, [0, 0, 0], [HOUR_NS])
-    assert [len(readings) for _, readings, _ in found] == [1, 0, 0]
-    assert found[0][1][0].offset_ns == found[0][1][0].rtt_ns == 0
+def test_single_host_has_zero_offset():
+    result = measure_clocks(3, [0, 0, 0], [HOUR_NS])
+    assert [len(readings) for _, readings, _ in result] == [1, 0, 0]
+    assert result[0][1][0].offset_ns == result[0][1][0].rtt_ns == 0
 
 
-def test_only_rank_0_says_when_it_is_time_again():
+def test_only_rank_0_is_due_for_a_measurement():
     def body(comm):
         watch = HostClocks(comm, f"boot {comm.rank}")
         before = watch.due()
@@ -86,8 +86,8 @@ def test_only_rank_0_says_when_it_is_time_again():
     assert run_threads(2, body) == [(True, False, True), (False, False, False)]
 
 
-def test_the_shortest_round_counts():
-    """A round in which a clock jumps is no use, whatever it says: forward, or back as wall clocks may."""
+def test_shortest_round_gives_the_offset():
+    """Rounds in which a clock jumps forward or backward are ignored."""
     took = [10**9, 7000, 1000, -(10**9), 5000]
 
     def body(comm):
@@ -107,7 +107,7 @@ def test_the_shortest_round_counts():
 # -- the table
 
 
-def test_the_table_over_sessions(tmp_path):
+def test_clock_table_round_trips_over_sessions(tmp_path):
     path = tmp_path / "metrics.h5"
     large = 2**53 + 1  # a float would round it
     first = HostTable((0, 0, 1), ("a", "b"), ("boot-a", "boot-b"))
@@ -120,10 +120,10 @@ def test_the_table_over_sessions(tmp_path):
     for session, hosts, readings, wall_ns in rounds:
         with files.edit(path, "hpcdist.metrics", 1) as file:
             table.append_clocks(file, session, hosts, readings, wall_ns)
-    found = table.read_clocks(path)
-    assert [session.number for session in found] == [0, 2]
-    assert found[0] == table.ClockSession(0, first, (*rounds[0][2], *rounds[1][2]), 9)
-    assert found[1] == table.ClockSession(2, second, tuple(rounds[2][2]), -4)
+    result = table.read_clocks(path)
+    assert [session.number for session in result] == [0, 2]
+    assert result[0] == table.ClockSession(0, first, (*rounds[0][2], *rounds[1][2]), 9)
+    assert result[1] == table.ClockSession(2, second, tuple(rounds[2][2]), -4)
     with h5py.File(path) as file:
         readings = file["clocks/readings"]
         assert readings["offset_ns"].dtype == np.int64 and readings["rtt_ns"].attrs["units"] == "ns"
@@ -131,7 +131,7 @@ def test_the_table_over_sessions(tmp_path):
 
 
 @pytest.mark.full
-def test_files_without_the_table_and_damaged_ones(tmp_path):
+def test_missing_table_is_empty_and_damaged_file_is_rejected(tmp_path):
     path = tmp_path / "metrics.h5"
     with files.edit(path, "hpcdist.metrics", 1):
         pass

@@ -1,4 +1,4 @@
-"""The flight recorder: what is written is read back, whatever happens to the process."""
+"""The flight recorder: events are read back even if the process was killed."""
 
 import os
 import resource
@@ -32,7 +32,7 @@ def begin(recorder, op="allreduce", count=7, comm="world", peer=-1):
     return recorder.begin(comm, op, "float32", count, 28, peer, 5)
 
 
-def test_round_trip(recorder):
+def test_events_round_trip(recorder):
     recorder.end(begin(recorder))
     begin(recorder, "recv", peer=2)
     record = flight_recorder.read(recorder.path)
@@ -48,7 +48,7 @@ def test_round_trip(recorder):
     assert "recv #1 on world, 7 x float32, peer 2, at " in str(second)
 
 
-def test_call_sites_are_those_outside_comm(recorder):
+def test_call_sites_are_outside_comm(recorder):
     comm = solo()
     comm.events = recorder
     line = sys._getframe().f_lineno + 1
@@ -57,7 +57,7 @@ def test_call_sites_are_those_outside_comm(recorder):
     for _ in range(3):
         comm.barrier()
     sites = [event.site for event in flight_recorder.read(recorder.path).events]
-    here = "(test_call_sites_are_those_outside_comm)"
+    here = "(test_call_sites_are_outside_comm)"
     assert sites == [f"{__file__}:{line + step} {here}" for step in (0, 1, 3, 3, 3)]
 
 
@@ -79,7 +79,7 @@ def test_sites_inside_collectives_name_the_caller_and_the_algorithm(recorder, tm
     assert sites[0] == sites[1] != sites[2]
 
 
-def test_collectives_and_messages_are_counted_apart_and_per_communicator(recorder):
+def test_collectives_and_messages_are_numbered_per_communicator(recorder):
     for op, comm in [
         ("allreduce", "world"),
         ("send", "world"),
@@ -99,7 +99,7 @@ def test_collectives_and_messages_are_counted_apart_and_per_communicator(recorde
     assert [event.collective for event in events] == [True, False, True, True, False]
 
 
-def test_ring_keeps_the_last_and_goes_round_what_is_open(recorder):
+def test_ring_keeps_last_events_and_open_events(recorder):
     slow = begin(recorder, "irecv", peer=1)
     for _ in range(100):
         recorder.end(begin(recorder))
@@ -111,14 +111,14 @@ def test_ring_keeps_the_last_and_goes_round_what_is_open(recorder):
     assert flight_recorder.read(recorder.path).open_events == ()
 
 
-def test_requests_that_nobody_waits_for_do_not_stop_the_recorder(recorder):
+def test_unfinished_requests_do_not_block_the_recorder(recorder):
     for _ in range(40):
         begin(recorder, "isend", peer=1)
     assert len(flight_recorder.read(recorder.path).events) == 16
     assert len(recorder.running()) <= 16
 
 
-def test_threads_share_a_recorder(tmp_path):
+def test_threads_share_one_recorder(tmp_path):
     recorder = Recorder(tmp_path / "rank-00000.rec", 0, 1, capacity=4096)
 
     def work(name):
@@ -139,7 +139,7 @@ def test_threads_share_a_recorder(tmp_path):
     recorder.close()
 
 
-def test_notes(recorder):
+def test_notes_are_kept_and_truncated(recorder):
     recorder.note("stage", "step 1")
     recorder.note("stage", "step 2")
     recorder.note("raised", "ValueError: first ü" + "x" * 3000)
@@ -152,7 +152,7 @@ def test_notes(recorder):
         recorder.note("unknown", "")
 
 
-def test_table_of_texts_may_fill_up(recorder):
+def test_full_text_table_stores_question_marks(recorder):
     for number in range(600):
         recorder.end(begin(recorder, comm=f"{number}" + "x" * 900))
     events = flight_recorder.read(recorder.path).events
@@ -173,7 +173,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_survives_sigkill(tmp_path):
+def test_record_survives_sigkill(tmp_path):
     path = tmp_path / "rank-00001.rec"
     environment = {**os.environ, "PYTHONPATH": str(Path(hpcdist.__file__).parents[1])}
     ended = subprocess.run([sys.executable, "-c", KILLED, str(path)], env=environment, timeout=LIMIT_S, check=False)
@@ -185,20 +185,20 @@ def test_survives_sigkill(tmp_path):
     assert record.process_state() == ""
 
 
-def test_process_state(recorder):
+def test_process_state_of_live_process(recorder):
     assert flight_recorder.read(recorder.path).process_state() in ("R", "S", "D")
 
 
 class _Mpi:
-    """What `Members` needs of mpi4py."""
+    """The parts of mpi4py that `Members` needs."""
 
     ANY_SOURCE = ANY_TAG = -1
     Get_library_version = staticmethod(lambda: "a stand-in")
 
 
-def test_without_a_descriptor_nobody_is_declared_dead(recorder):
+def test_lack_of_file_descriptors_does_not_declare_ranks_dead(recorder):
     record, began = flight_recorder.read(recorder.path), flight_recorder.start_ticks(os.getpid())
-    announced = [(os.getpid(), began), (os.getpid(), began + 1)]  # a member that lives, and one that has ended
+    announced = [(os.getpid(), began), (os.getpid(), began + 1)]  # a live member and an ended member
     everybody = SimpleNamespace(
         allgather=lambda value: [value] if isinstance(value, bool) else announced[:1],
         Iprobe=lambda source, tag: False,
@@ -216,12 +216,12 @@ def test_without_a_descriptor_nobody_is_declared_dead(recorder):
     assert (unknown, ended) == ((0, None), [False, False])
     assert [flight_recorder.has_ended(*process) for process in announced] == [False, True]
     members._processes = announced[1:]
-    members.check_alive(0.0)  # what it wrote before its end is looked at once more
+    members.check_alive(0.0)  # data written before its end is read once more
     with pytest.raises(CommunicationError, match="rank 0 of node .* has died"):
         members.check_alive(0.0)
 
 
-def test_a_new_recorder_leaves_the_old_mapping_alone(recorder):
+def test_new_recorder_keeps_the_old_mapping_valid(recorder):
     begin(recorder)
     again = Recorder(recorder.path, 3, 8, capacity=16)
     begin(recorder)  # would be a SIGBUS had the file been truncated
@@ -230,7 +230,7 @@ def test_a_new_recorder_leaves_the_old_mapping_alone(recorder):
 
 
 @pytest.mark.parametrize("data", [b"", b"HPCDREC\0", b"x" * 1_000_000])
-def test_foreign_files_are_refused(tmp_path, data):
+def test_foreign_files_are_rejected(tmp_path, data):
     path = tmp_path / "rank-00000.rec"
     path.write_bytes(data)
     with pytest.raises(StorageError, match="not a file of the flight recorder"):
@@ -239,12 +239,12 @@ def test_foreign_files_are_refused(tmp_path, data):
         flight_recorder.read(tmp_path / "absent.rec")
 
 
-def test_no_room_is_a_clear_error(tmp_path):
+def test_missing_directory_error_names_required_bytes(tmp_path):
     with pytest.raises(StorageError, match=r"flight recorder needs \d+ bytes"):
         Recorder(tmp_path / "no such directory" / "rank-00000.rec", 0, 1)
 
 
-def test_full_disk_is_an_error_and_no_sigbus_later(tmp_path, monkeypatch):
+def test_full_disk_is_rejected_at_creation(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -253,7 +253,7 @@ def test_full_disk_is_an_error_and_no_sigbus_later(tmp_path, monkeypatch):
         Recorder(tmp_path / "rank-00000.rec", 0, 1)
 
 
-def test_half_written_records_are_left_out(recorder):
+def test_half_written_records_are_skipped(recorder):
     recorder.end(begin(recorder))
     recorder.end(begin(recorder))
     data = bytearray(recorder.path.read_bytes())
@@ -261,7 +261,7 @@ def test_half_written_records_are_left_out(recorder):
     assert [event.index for event in flight_recorder.parse(bytes(data), recorder.path).events] == [1]
 
 
-def test_a_damaged_record_is_refused_by_name(tmp_path, rng):
+def test_damaged_record_error_names_the_file(tmp_path, rng):
     recorder = Recorder(tmp_path / "rank-00000.rec", 0, 1, capacity=64)
     for number in range(100):
         recorder.end(recorder.begin("world", f"send{number % 7}", "float32", 1, 4, 0, 0))

@@ -1,4 +1,4 @@
-"""Spans: what is written is what is read, also from a ring that went round, a killed writer and a damaged file."""
+"""Span files: round trip, a full ring, a killed writer and damaged files."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ def path(tmp_path):
     return tmp_path / "rank-00003.spans"
 
 
-def drawn(rng, count):
+def draw_spans(rng, count):
     ends = np.cumsum(rng.integers(1, 10**9, count))
     return [
         Span(
@@ -41,32 +41,32 @@ def add(spans, span):
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 30])
-def test_the_last_ones_are_read_back(path, rng, count):
+def test_last_spans_are_read_back(path, rng, count):
     spans = Spans(path, rank=3, world=5, capacity=8)
-    wanted = drawn(rng, count)
-    for span in wanted:
+    expected = draw_spans(rng, count)
+    for span in expected:
         add(spans, span)
-    found = record_spans.read(path)  # while it is open
-    assert (found.rank, found.world, found.host, found.boot_id) == (3, 5, os.uname().nodename, boot_id())
-    assert found.spans == tuple(wanted[-8:])
-    assert abs(found.monotonic_ns - now_ns()) < 60e9
+    result = record_spans.read(path)  # while it is open
+    assert (result.rank, result.world, result.host, result.boot_id) == (3, 5, os.uname().nodename, boot_id())
+    assert result.spans == tuple(expected[-8:])
+    assert abs(result.monotonic_ns - now_ns()) < 60e9
     spans.close()
-    assert record_spans.read(path) == found
+    assert record_spans.read(path) == result
 
 
-def test_drain_gives_each_span_once_without_whole_steps(path, rng):
+def test_drain_returns_each_span_once_without_steps(path, rng):
     spans = Spans(path, 0, 1, capacity=100)
     for _ in range(2):
-        wanted = drawn(rng, 40)
-        for span in wanted:
+        expected = draw_spans(rng, 40)
+        for span in expected:
             add(spans, span)
-        rows = [[PHASES.index(s.phase), s.begin_ns, s.end_ns] for s in wanted if s.phase != "step"]
+        rows = [[PHASES.index(s.phase), s.begin_ns, s.end_ns] for s in expected if s.phase != "step"]
         drained = spans.drain()
         assert drained.dtype == np.int64 and drained.tolist() == rows
     assert spans.drain().shape == (0, 3)
 
 
-def test_what_nobody_drains_is_bounded(path, rng):
+def test_undrained_spans_are_bounded(path, rng):
     spans = Spans(path, 0, 1, capacity=10)
     for number in range(1000):
         spans.add("compute", "FORWARD", number, 2 * number, 2 * number + 1)
@@ -74,8 +74,8 @@ def test_what_nobody_drains_is_bounded(path, rng):
     assert spans.drain()[:, 1].tolist() == list(range(1980, 2000, 2))
 
 
-def test_operations_of_a_phase_in_a_row_are_drained_as_one(path):
-    """So that many operations a step leave none out: compute, compute, communication, and compute after a gap."""
+def test_consecutive_operations_of_a_phase_are_drained_as_one(path):
+    """Many operations per step fit this way. Here: compute, communication, compute, and compute after a gap."""
     spans = Spans(path, 0, 1, capacity=10)
     for _ in range(2):
         for begin, phase in enumerate(("compute",) * 40 + ("communication",) + ("compute",) * 40):
@@ -84,25 +84,25 @@ def test_operations_of_a_phase_in_a_row_are_drained_as_one(path):
         drained = spans.drain()
         code, other = PHASES.index("compute"), PHASES.index("communication")
         assert drained.tolist() == [[code, 0, 40], [other, 40, 41], [code, 41, 81], [code, 90, 91]]
-    assert len(record_spans.read(path).spans) == 10  # the ring has them one by one
+    assert len(record_spans.read(path).spans) == 10  # the ring keeps single spans
 
 
-def test_more_names_than_the_table_holds_lose_only_themselves(path):
+def test_full_name_table_drops_only_spans_with_new_names(path):
     spans = Spans(path, 0, 1, capacity=2000)
     for number in range(1000):
         spans.add("other", f"{number:0200d}", number, number, number + 1)
     spans.add("other", f"{0:0200d}", 5000, 1, 2)
-    found = record_spans.read(path).spans
-    assert 0 < len(found) < 1000 and found[-1].step == 5000
-    assert all(int(span.name) == span.step for span in found[:-1])
+    result = record_spans.read(path).spans
+    assert 0 < len(result) < 1000 and result[-1].step == 5000
+    assert all(int(span.name) == span.step for span in result[:-1])
 
 
-def test_numbers_beyond_the_field_are_cut(path):
+def test_numbers_beyond_the_field_are_clipped(path):
     Spans(path, 0, 1).add("compute", "FORWARD", 1, 1, 2, microbatch=10**6, unit=2)
     assert record_spans.read(path).spans[0].microbatch == 0x7FFF
 
 
-def test_a_killed_writer_leaves_its_spans(path):
+def test_spans_survive_a_killed_writer(path):
     code = (
         "import os, signal, sys; from pathlib import Path; from hpcdist.comm.record.spans import Spans\n"
         "spans = Spans(Path(sys.argv[1]), 0, 1)\n"
@@ -114,9 +114,9 @@ def test_a_killed_writer_leaves_its_spans(path):
     assert [span.step for span in record_spans.read(path).spans] == list(range(100))
 
 
-def test_damage_is_an_error_or_leaves_spans_out(path, rng):
+def test_damaged_file_is_rejected_or_loses_spans(path, rng):
     spans = Spans(path, 0, 1, capacity=64)
-    for span in drawn(rng, 64):
+    for span in draw_spans(rng, 64):
         add(spans, span)
     spans.close()
     whole = path.read_bytes()
@@ -131,6 +131,6 @@ def test_damage_is_an_error_or_leaves_spans_out(path, rng):
             assert len(record_spans.parse(bytes(damaged), path).spans) <= 64
 
 
-def test_a_place_that_cannot_be_written(tmp_path):
+def test_unwritable_path_is_rejected(tmp_path):
     with pytest.raises(StorageError, match=r"telemetry.trace = false"):
         Spans(tmp_path / "missing" / "rank-0.spans", 0, 1)

@@ -1,4 +1,4 @@
-"""Seconds and bytes by operation: outermost operations only, whatever threads and algorithms there are."""
+"""Seconds and bytes per operation: only outermost operations count, for all threads and algorithms."""
 
 import math
 import threading
@@ -19,7 +19,7 @@ from hpcdist.errors import UsageError
 
 
 class Listening:
-    """An inner sink that keeps all, and whose tokens are hostile: zero, negative and repeated ones."""
+    """An inner sink that keeps all events. Its tokens are zero, negative or repeated."""
 
     def __init__(self):
         self.began = []
@@ -38,7 +38,7 @@ def begin(timing, op, count=0, sent=0, dtype="float32"):
 
 
 def totals_of_ranks(ranks, work):
-    """Run ``work(comm)`` on so many ranks; return what each one's timing has."""
+    """Run ``work(comm)`` on ``ranks`` threads and return the OperationTiming of each rank."""
 
     def timed(comm):
         comm.events = timing = OperationTiming(comm.events)
@@ -48,7 +48,7 @@ def totals_of_ranks(ranks, work):
     return run_threads(ranks, timed)
 
 
-def test_every_event_goes_on_with_its_own_token():
+def test_events_are_forwarded_with_the_inner_tokens():
     inner = Listening()
     timing = OperationTiming(inner)
     outer = begin(timing, "ring_allreduce", 4)
@@ -63,7 +63,7 @@ def test_every_event_goes_on_with_its_own_token():
     assert inner.ended == [0, 7, -1, 0, -1]  # of begins -1, 7, 0, 0, -1, in the order of the ends
 
 
-def test_messages_within_belong_to_the_outermost(rng):
+def test_inner_messages_count_for_the_outermost_operation(rng):
     timing = OperationTiming()
     calls = int(rng.integers(1, 9))
     for _ in range(calls):
@@ -72,12 +72,12 @@ def test_messages_within_belong_to_the_outermost(rng):
             timing.end(begin(timing, "sendrecv", 10, 40))
         timing.end(outer)
     assert set(timing.totals()) == {"ring_allreduce"}
-    found = timing.totals()["ring_allreduce"]
-    assert (found.calls, found.bytes) == (calls, calls * 4000)
+    result = timing.totals()["ring_allreduce"]
+    assert (result.calls, result.bytes) == (calls, calls * 4000)
     assert timing.sent_bytes == calls * 3 * 40
 
 
-def test_time_is_that_from_begin_to_end():
+def test_time_is_measured_from_begin_to_end():
     timing = OperationTiming()
     before = time.perf_counter()
     token = begin(timing, "barrier")
@@ -90,40 +90,40 @@ def test_time_is_that_from_begin_to_end():
 
 
 @pytest.mark.parametrize(("dtype", "item"), [("float32", 4), ("bfloat16", 2), ("float64", 8), ("uint8", 1)])
-def test_bytes_are_those_of_the_buffers(dtype, item, rng):
+def test_bytes_are_the_buffer_size(dtype, item, rng):
     timing = OperationTiming()
     count = int(rng.integers(1, 1000))
-    timing.end(begin(timing, "allreduce", count, UNKNOWN_BYTES, dtype))  # what it sends is unknown, its buffer is not
+    timing.end(begin(timing, "allreduce", count, UNKNOWN_BYTES, dtype))  # unknown sent bytes
     assert timing.totals()["allreduce"].bytes == count * item
     assert (timing.sent_bytes, timing.unknown_calls) == (0, 1)
 
 
 @pytest.mark.parametrize(("count", "dtype"), [(0, "uint8"), (5, "complex64")])
-def test_what_nobody_knows_is_not_zero(count, dtype):
+def test_unknown_bytes_are_nan(count, dtype):
     timing = OperationTiming()
     timing.end(begin(timing, "allgather_object", 8, 8))
     timing.end(begin(timing, "allgather_object", count, UNKNOWN_BYTES, dtype))
-    found = timing.totals()["allgather_object"]
-    assert found.calls == 2 and math.isnan(found.bytes)
+    result = timing.totals()["allgather_object"]
+    assert result.calls == 2 and math.isnan(result.bytes)
 
 
-def test_what_is_only_started_lasts_until_it_is_complete():
+def test_nonblocking_operation_lasts_until_completion():
     timing = OperationTiming()
     one, two = begin(timing, "isend", 1, 4), begin(timing, "irecv", 1)
-    outer = begin(timing, "ring_allreduce", 7)  # while both are under way: a call of its own
+    outer = begin(timing, "ring_allreduce", 7)  # while both are in flight: a separate call
     timing.end(begin(timing, "sendrecv", 3, 12))
     timing.end(outer)
     time.sleep(0.01)
     assert set(timing.totals()) == {"ring_allreduce"}
     timing.end(two)
     timing.end(one)
-    found = timing.totals()
-    assert {op: total.calls for op, total in found.items()} == {"ring_allreduce": 1, "isend": 1, "irecv": 1}
-    assert min(found["isend"].seconds, found["irecv"].seconds) >= 0.01
+    result = timing.totals()
+    assert {op: total.calls for op, total in result.items()} == {"ring_allreduce": 1, "isend": 1, "irecv": 1}
+    assert min(result["isend"].seconds, result["irecv"].seconds) >= 0.01
 
 
 @pytest.mark.parametrize("op", ["ring_iallreduce", "nccl"])
-def test_another_thread_may_end_what_one_has_started(op):
+def test_operation_can_be_ended_by_another_thread(op):
     timing = OperationTiming()
     token = begin(timing, op, 5)
     outer = begin(timing, "barrier")
@@ -137,7 +137,7 @@ def test_another_thread_may_end_what_one_has_started(op):
     }
 
 
-def test_threads_are_apart_and_nothing_is_lost(rng):
+def test_concurrent_threads_are_counted_completely(rng):
     timing, ready = OperationTiming(), threading.Barrier(4)
     calls = int(rng.integers(200, 2000))
 
@@ -151,10 +151,10 @@ def test_threads_are_apart_and_nothing_is_lost(rng):
             if timing.totals():  # read while others write
                 assert timing.sent_bytes > 0
 
-    found = [threading.Thread(target=work) for _ in range(4)]
-    for thread in found:
+    results = [threading.Thread(target=work) for _ in range(4)]
+    for thread in results:
         thread.start()
-    for thread in found:
+    for thread in results:
         thread.join()
     totals = timing.totals()
     assert (totals["ring_allreduce"].calls, totals["ring_allreduce"].bytes) == (4 * calls, 4 * calls * 8)
@@ -163,7 +163,7 @@ def test_threads_are_apart_and_nothing_is_lost(rng):
 
 @pytest.mark.parametrize("algorithm", [name for name in ALLREDUCE if name != "node_shared"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_an_allreduce_is_one_call_whatever_it_is_made_of(algorithm, ranks, rng):
+def test_allreduce_is_one_call_for_every_algorithm(algorithm, ranks, rng):
     values = rng.standard_normal(1000).astype(np.float32)
 
     def work(comm):
@@ -171,13 +171,13 @@ def test_an_allreduce_is_one_call_whatever_it_is_made_of(algorithm, ranks, rng):
             collectives.allreduce(comm, values.copy(), algorithm)
 
     for timing in totals_of_ranks(ranks, work):
-        found = timing.totals()
-        assert (found[f"{algorithm}_allreduce"].calls, found[f"{algorithm}_allreduce"].bytes) == (3, 3 * 4000)
-        assert found[f"{algorithm}_allreduce"].seconds > 0
-        assert not {"send", "recv", "sendrecv", "isend", "irecv", "allreduce"} & set(found)
+        result = timing.totals()
+        assert (result[f"{algorithm}_allreduce"].calls, result[f"{algorithm}_allreduce"].bytes) == (3, 3 * 4000)
+        assert result[f"{algorithm}_allreduce"].seconds > 0
+        assert not {"send", "recv", "sendrecv", "isend", "irecv", "allreduce"} & set(result)
 
 
-def test_native_operations_have_their_own_names(rng):
+def test_native_operations_are_listed_by_name(rng):
     values = rng.standard_normal(64)
 
     def work(comm):
@@ -187,17 +187,17 @@ def test_native_operations_have_their_own_names(rng):
         comm.allgather_object("x")
 
     for timing in totals_of_ranks(2, work):
-        found = timing.totals()
-        assert {op: total.calls for op, total in found.items()} == dict.fromkeys(
+        result = timing.totals()
+        assert {op: total.calls for op, total in result.items()} == dict.fromkeys(
             ("allreduce", "reduce_scatter", "barrier", "allgather_object"), 1
         )
-        assert found["allreduce"].bytes == 512 and found["barrier"].bytes == 0
-        assert math.isnan(found["allgather_object"].bytes)
+        assert result["allreduce"].bytes == 512 and result["barrier"].bytes == 0
+        assert math.isnan(result["allgather_object"].bytes)
         assert timing.unknown_calls == 3
 
 
 @pytest.mark.parametrize("kind", ["thread", "poll"])
-def test_an_allreduce_beside_the_computation(kind, rng):
+def test_nonblocking_allreduce_is_counted(kind, rng):
     values = rng.standard_normal(100)
 
     def work(comm):
@@ -208,12 +208,12 @@ def test_an_allreduce_beside_the_computation(kind, rng):
                 handle.wait()
 
     for timing in totals_of_ranks(2, work):
-        found = timing.totals()
-        assert (found["ring_iallreduce"].calls, found["ring_iallreduce"].bytes) == (2, 1600)
-        assert found["barrier"].calls == 1
+        result = timing.totals()
+        assert (result["ring_iallreduce"].calls, result["ring_iallreduce"].bytes) == (2, 1600)
+        assert result["barrier"].calls == 1
 
 
-def test_a_refused_call_ends(rng):
+def test_rejected_call_is_ended(rng):
     comm = solo()
     comm.events = timing = OperationTiming()
     with pytest.raises(UsageError):
@@ -222,7 +222,7 @@ def test_a_refused_call_ends(rng):
     assert timing.totals()["barrier"].calls == 1
 
 
-def test_what_is_sent_is_counted_as_traffic_does(rng):
+def test_sent_bytes_equal_message_traffic(rng):
     values = rng.standard_normal(501)
 
     def work(comm):
@@ -232,8 +232,8 @@ def test_what_is_sent_is_counted_as_traffic_does(rng):
         sent.append((traffic.sent_bytes, traffic.unknown.total()))
 
     sent = []
-    found = totals_of_ranks(3, work)
-    assert sorted(sent) == sorted((timing.sent_bytes, timing.unknown_calls) for timing in found)
+    result = totals_of_ranks(3, work)
+    assert sorted(sent) == sorted((timing.sent_bytes, timing.unknown_calls) for timing in result)
 
 
 @cases(
@@ -242,24 +242,24 @@ def test_what_is_sent_is_counted_as_traffic_does(rng):
     ("node_shared", BytesMoved(0, 4000.0, 0.0)),
     ("native", BytesMoved(0, 0.0, 4000.0)),
 )
-def test_what_was_moved_is_told_by_the_way_it_took(algorithm, moved, rng):
-    """Of two ranks each sends a buffer in messages, reads that of the other in memory, or gives it to the library."""
+def test_moved_bytes_are_split_by_path(algorithm, moved, rng):
+    """Each of two ranks sends a buffer in messages, reads the peer's buffer in memory, or passes it to the library."""
     values = rng.standard_normal(1000).astype(np.float32)
 
     def work(comm):
-        collectives.allreduce(comm, values.copy(), algorithm)  # the first one makes shared memory
+        collectives.allreduce(comm, values.copy(), algorithm)  # the first call creates the shared memory
         before = comm.events.moved()
         collectives.allreduce(comm, values.copy(), algorithm)
         comm.barrier()
         comm.allgather_object("no array, so that nobody knows its size")
-        found.append(comm.events.moved().since(before))
+        results.append(comm.events.moved().since(before))
 
-    found = []
+    results = []
     totals_of_ranks(2, work)
-    assert found == [moved] * 2
+    assert results == [moved] * 2
 
 
-def test_what_is_received_was_sent_by_another():
+def test_received_bytes_are_not_counted_again():
     timing = OperationTiming()
     timing.end(begin(timing, "recv", 10))
     timing.end(begin(timing, "irecv", 10))
@@ -269,7 +269,7 @@ def test_what_is_received_was_sent_by_another():
     assert timing.moved() == BytesMoved(messages=40, shared=40.0, unknown=28.0)
 
 
-def test_nothing_happened():
+def test_timing_without_operations_is_empty():
     timing = OperationTiming()
     assert timing.totals() == {} and timing.sent_bytes == timing.unknown_calls == 0
     begin(timing, "barrier")  # not ended

@@ -1,4 +1,4 @@
-"""Ranks as threads that die: who hears of it where, and how the living go on."""
+"""Death of ranks that are threads: the errors of the survivors, and their recovery."""
 
 import threading
 
@@ -48,12 +48,12 @@ def _ones(comm):
     return [Range(rank, rank + 1) for rank in range(comm.size)]
 
 
-def mortals(size, body, **options):
+def run_fault_tolerant(size, body, **options):
     return run_threads(size, body, deadline_s=LIMIT_S, fault_tolerant=True, **options)
 
 
 @pytest.mark.parametrize("name", [*NEEDS_ALL, *NEEDS_RANK_1])
-def test_the_living_hear_of_a_death_where_they_need_the_dead(name):
+def test_operation_that_needs_a_dead_rank_raises(name):
     operation = NEEDS_ALL.get(name) or NEEDS_RANK_1[name]
     buried = threading.Event()
 
@@ -67,17 +67,17 @@ def test_the_living_hear_of_a_death_where_they_need_the_dead(name):
                 buried.set()
         if name in NEEDS_RANK_1 and comm.rank == 0:
             comm.send(np.zeros(1), 1, tag=9)
-        if name in ("send", "isend", "poll"):  # these wait for nothing
+        if name in ("send", "isend", "poll"):  # these do not wait
             buried.wait()
         with pytest.raises(RankDiedError, match="rank 1 of world died") as caught:
             operation(comm)
         assert is_rank_failure(caught.value) and caught.value.ranks == comm.failed() == (1,)
         return comm.failed()
 
-    assert mortals(3, body) == [(1,), None, (1,)]
+    assert run_fault_tolerant(3, body) == [(1,), None, (1,)]
 
 
-def test_the_others_reach_each_other_past_a_death():
+def test_survivors_exchange_messages_after_a_death():
     def body(comm):
         if comm.rank == 1:
             raise RankDeath
@@ -85,11 +85,11 @@ def test_the_others_reach_each_other_past_a_death():
         comm.sendrecv(np.array([comm.rank + 10.0]), 2 - comm.rank, received, 2 - comm.rank)
         return float(received[0])
 
-    assert mortals(3, body) == [12.0, None, 10.0]
+    assert run_fault_tolerant(3, body) == [12.0, None, 10.0]
 
 
 @pytest.mark.parametrize("made", ["split", "dup", "nodes", "child of a child"])
-def test_revoking_releases_those_who_wait_for_the_living_in_what_was_made(made):
+def test_revoke_releases_waiting_ranks_of_child_communicators(made):
     def body(comm):
         child = {
             "split": lambda: comm.split(comm.rank % 2),
@@ -104,7 +104,7 @@ def test_revoking_releases_those_who_wait_for_the_living_in_what_was_made(made):
             with pytest.raises(RankDiedError):
                 comm.recv(np.zeros(1), 3)
             comm.revoke()
-        else:  # for one that lives, and has left
+        else:  # waits for a live rank that has left
             with pytest.raises(RankDiedError):
                 (child if child.size > 1 and comm.rank == 2 else comm).recv(np.zeros(1), 0)
             comm.revoke()
@@ -114,11 +114,11 @@ def test_revoking_releases_those_who_wait_for_the_living_in_what_was_made(made):
             with pytest.raises(RankDiedError, match="was revoked"):
                 revoked.poll()
 
-    mortals(4, body, ranks_per_node=4)
+    run_fault_tolerant(4, body, ranks_per_node=4)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
-def test_shrinking_keeps_the_living_in_order_with_what_looks_on(size):
+def test_shrink_keeps_rank_order_and_event_sinks(size):
     dies = size // 2
 
     def body(comm):
@@ -135,37 +135,37 @@ def test_shrinking_keeps_the_living_in_order_with_what_looks_on(size):
         return smaller.rank, smaller.size, float(total[0])
 
     living = [rank for rank in range(size) if size == 1 or rank != dies]
-    found = mortals(size, body)
-    assert [found[rank] for rank in living] == [(index, len(living), sum(living)) for index in range(len(living))]
+    result = run_fault_tolerant(size, body)
+    assert [result[rank] for rank in living] == [(index, len(living), sum(living)) for index in range(len(living))]
 
 
-def test_nodes_are_kept_when_the_living_go_on():
+def test_shrink_keeps_node_membership():
     def body(comm):
         if comm.rank in (1, 4):
             raise RankDeath
         return comm.shrink().nodes().members
 
-    assert mortals(6, body, ranks_per_node=2)[0] == ((0,), (1, 2), (3,))
+    assert run_fault_tolerant(6, body, ranks_per_node=2)[0] == ((0,), (1, 2), (3,))
 
 
-def test_the_living_agree_the_same_on_all_while_others_die():
+def test_agree_is_consistent_while_ranks_die():
     def body(comm):
-        found = []
+        results = []
         for turn in range(6):
             if comm.rank == turn and turn < 3:
                 raise RankDeath
-            found.append(comm.agree(not (comm.rank == 5 and turn % 2)))
-        return found
+            results.append(comm.agree(not (comm.rank == 5 and turn % 2)))
+        return results
 
-    assert mortals(6, body)[3:] == [[True, False] * 3] * 3
+    assert run_fault_tolerant(6, body)[3:] == [[True, False] * 3] * 3
 
 
-def test_deaths_one_after_the_other_and_as_one():
+def test_survivors_recover_from_repeated_and_simultaneous_deaths():
     def body(comm):
-        own, sizes = comm.rank, []
+        local_data, sizes = comm.rank, []
         for dying in ((7,), (0, 3), (1, 2, 4)):
             try:
-                if own in dying:
+                if local_data in dying:
                     raise RankDeath
                 while True:
                     allreduce(comm, np.ones(100))
@@ -180,14 +180,14 @@ def test_deaths_one_after_the_other_and_as_one():
         assert total[0] == comm.size == 2
         return sizes
 
-    found = mortals(8, body)
-    assert found[5] == found[6] and found[5][-1] == 2 and len(found[5]) >= 1
+    result = run_fault_tolerant(8, body)
+    assert result[5] == result[6] and result[5][-1] == 2 and len(result[5]) >= 1
 
 
 @pytest.mark.parametrize("algorithm", sorted(ALLREDUCE))
-def test_no_rank_hangs_in_an_allreduce_whose_ranks_die(algorithm):
+def test_allreduce_with_a_dead_rank_does_not_hang(algorithm):
     def several_allreduces(comm):
-        for turn in range(4):  # who needs little of the dead may come through once
+        for turn in range(4):  # a rank that needs little from the dead rank may succeed once
             if turn == 1 and comm.rank == 2:
                 raise RankDeath
             allreduce(comm, np.ones(1000, np.float32), algorithm)
@@ -202,10 +202,10 @@ def test_no_rank_hangs_in_an_allreduce_whose_ranks_die(algorithm):
         assert (data == smaller.size).all()
         return float(data[0])
 
-    assert mortals(4, body) == [3.0, 3.0, None, 3.0]
+    assert run_fault_tolerant(4, body) == [3.0, 3.0, None, 3.0]
 
 
-def test_the_dead_say_nothing_on_their_way_out():
+def test_errors_of_a_dead_rank_are_suppressed():
     last_words = []
 
     def body(comm):
@@ -221,7 +221,7 @@ def test_the_dead_say_nothing_on_their_way_out():
         with pytest.raises(RankDiedError):
             comm.barrier()
 
-    assert mortals(2, body) == [None, None] and len(last_words) == 1
+    assert run_fault_tolerant(2, body) == [None, None] and len(last_words) == 1
 
 
 def test_other_errors_still_end_all_ranks():
@@ -233,10 +233,10 @@ def test_other_errors_still_end_all_ranks():
         assert not is_rank_failure(caught.value)
 
     with pytest.raises(ZeroDivisionError, match="mine"):
-        mortals(3, body)
+        run_fault_tolerant(3, body)
 
 
-def test_without_mortality_a_death_is_a_failure_and_nothing_can_be_revoked():
+def test_death_without_fault_tolerance_is_an_error():
     def body(comm):
         raise RankDeath
 
@@ -248,7 +248,7 @@ def test_without_mortality_a_death_is_a_failure_and_nothing_can_be_revoked():
             refused()
 
 
-def _raised(*errors):
+def _chain_errors(*errors):
     """Return the last of ``errors``, each raised while the one before it was handled."""
     for before, error in zip(errors, errors[1:], strict=False):
         error.__context__ = before
@@ -259,17 +259,17 @@ def _raised(*errors):
     "error, expected",
     (RankDiedError("gone"), True),
     (CommunicationError("other"), False),
-    (_raised(RankDiedError("gone"), CommunicationError("not started")), True),
-    (_raised(RankDiedError("gone"), ValueError(), OSError()), True),
-    (_raised(ValueError(), OSError()), False),
-    (_raised(RankDiedError("gone"), KeyboardInterrupt()), False),
-    (_raised(RankDiedError("gone"), SystemExit(3)), False),
+    (_chain_errors(RankDiedError("gone"), CommunicationError("not started")), True),
+    (_chain_errors(RankDiedError("gone"), ValueError(), OSError()), True),
+    (_chain_errors(ValueError(), OSError()), False),
+    (_chain_errors(RankDiedError("gone"), KeyboardInterrupt()), False),
+    (_chain_errors(RankDiedError("gone"), SystemExit(3)), False),
 )
-def test_a_death_is_told_from_what_led_to_an_error(error, expected):
+def test_rank_failure_is_recognised_from_the_error_context(error, expected):
     assert is_rank_failure(error) is expected
 
 
-def test_errors_that_lead_to_each_other_are_looked_at_once():
+def test_cyclic_error_context_is_no_rank_failure():
     first, second = ValueError(), OSError()
     first.__context__, second.__context__ = second, first
     assert not is_rank_failure(first)

@@ -15,7 +15,7 @@ SIZES = [1, 2, 3, 4, 7]
 
 @pytest.mark.parametrize("size", SIZES)
 @on_threads("size")
-def test_ring_of_messages(comm, size):
+def test_sendrecv_ring_delivers_data_of_the_left_neighbour(comm, size):
     received = np.zeros(5)
     comm.sendrecv(np.full(5, float(comm.rank)), (comm.rank + 1) % size, received, (comm.rank - 1) % size)
     assert (received == (comm.rank - 1) % size).all()
@@ -23,7 +23,7 @@ def test_ring_of_messages(comm, size):
 
 @pytest.mark.parametrize("size", SIZES)
 @on_threads("size")
-def test_native_collectives(comm, size):
+def test_native_collectives_match_reference(comm, size):
     ranges = split(50, size, 8)
     data = np.arange(50.0) + comm.rank
     total = np.arange(50.0) * size + size * (size - 1) / 2
@@ -31,8 +31,8 @@ def test_native_collectives(comm, size):
     comm.allreduce(summed)
     assert np.array_equal(summed, total)
     comm.reduce_scatter(data, ranges)
-    own = ranges[comm.rank].slice
-    assert np.array_equal(data[own], total[own])
+    local_slice = ranges[comm.rank].slice
+    assert np.array_equal(data[local_slice], total[local_slice])
     comm.all_gather(data, ranges)
     assert np.array_equal(data, total)
     sent, got = np.full(size, float(comm.rank)), np.zeros(size)
@@ -45,7 +45,7 @@ def test_native_collectives(comm, size):
 
 
 @on_threads(2)
-def test_tags_and_matched_probe_keep_messages_apart(comm):
+def test_tags_and_matched_probe_separate_messages(comm):
     if comm.rank == 0:
         comm.send(np.array([1, 2], np.int32), 1, tag=7)
         comm.send(np.array([3], np.int32), 1, tag=8)
@@ -60,7 +60,7 @@ def test_tags_and_matched_probe_keep_messages_apart(comm):
 
 
 @on_threads(2)
-def test_poll_takes_what_has_come_and_waits_for_nothing(comm):
+def test_poll_takes_arrived_message_without_waiting(comm):
     if comm.rank == 0:
         assert comm.poll() is None
         comm.barrier()
@@ -90,7 +90,7 @@ def test_requests_complete_in_any_order(comm):
 
 
 @on_threads(2)
-def test_receives_match_in_the_order_in_which_they_were_posted(comm):
+def test_receives_match_in_posting_order(comm):
     if comm.rank == 0:
         first, second = np.zeros(1), np.zeros(1)
         requests = [comm.irecv(first, 1), comm.irecv(second, 1)]
@@ -102,7 +102,7 @@ def test_receives_match_in_the_order_in_which_they_were_posted(comm):
         comm.send(np.array([2.0]), 0)
 
 
-def test_waiting_for_any_request_has_a_deadline():
+def test_wait_any_has_a_deadline():
     def body(comm):
         if comm.rank == 0:
             comm.wait_any([comm.irecv(np.zeros(1), 1)])
@@ -112,7 +112,7 @@ def test_waiting_for_any_request_has_a_deadline():
 
 
 @on_threads(5, ranks_per_node=2)
-def test_split_dup_and_declared_nodes(comm):
+def test_split_and_nodes_follow_colors_and_declared_nodes(comm):
     parity = comm.split(comm.rank % 2, key=-comm.rank)
     assert parity is not None and parity.allgather_object(comm.rank) == sorted(
         [r for r in range(5) if r % 2 == comm.rank % 2], reverse=True
@@ -134,7 +134,7 @@ def test_shared_memory_is_seen_by_all(comm):
     block.close()
 
 
-def test_the_first_failure_is_raised_and_the_others_are_released():
+def test_first_failure_is_raised_and_releases_other_ranks():
     def body(comm):
         if comm.rank == 1:
             raise ZeroDivisionError("mine")
@@ -146,16 +146,16 @@ def test_the_first_failure_is_raised_and_the_others_are_released():
         run_threads(3, body)
 
 
-def test_a_message_that_never_comes_passes_its_deadline():
+def test_receive_without_message_exceeds_deadline():
     with pytest.raises(DeadlineError, match="receive from rank 1"):
         run_threads(2, lambda comm: comm.recv(np.zeros(1), 1) if comm.rank == 0 else None, deadline_s=0.2)
 
 
-def test_a_message_of_another_size_is_an_error():
+def test_message_of_wrong_size_is_rejected():
     def body(comm):
         comm.sendrecv(np.zeros(3), 1 - comm.rank, np.zeros(2 + comm.rank), 1 - comm.rank)
 
-    with pytest.raises(CommunicationError, match="met a buffer"):
+    with pytest.raises(CommunicationError, match="arrived for a buffer"):
         run_threads(2, body)
 
 
@@ -168,12 +168,12 @@ def test_a_message_of_another_size_is_an_error():
     np.array(1.0),
     ids=["2-D", "strided", "foreign byte order", "complex", "0-D"],
 )
-def test_buffers_that_cannot_travel_are_refused(buffer):
+def test_unsupported_buffers_are_rejected(buffer):
     with pytest.raises(BufferHandoverError):
         solo().send(buffer, 0)
 
 
-def test_read_only_buffers_are_refused_for_receiving():
+def test_read_only_receive_buffers_are_rejected():
     buffer = np.zeros(3)
     buffer.flags.writeable = False
     solo().send(buffer, 0)
@@ -181,7 +181,7 @@ def test_read_only_buffers_are_refused_for_receiving():
         solo().recv(buffer, 0)
 
 
-def test_native_sums_of_16_bit_floats_are_refused():
+def test_native_sums_of_16_bit_floats_are_rejected():
     with pytest.raises(BufferHandoverError, match="sums in float32"):
         solo().allreduce(np.zeros(3, np.float16))
 
@@ -197,7 +197,7 @@ def test_solo_is_a_world_of_one():
 
 
 @on_threads(2)
-def test_recording_counts_messages_of_children_too(comm):
+def test_traffic_count_includes_child_communicators(comm):
     nodes = comm.nodes()
     with count_traffic(comm) as traffic:
         comm.sendrecv(np.zeros(10, np.float32), 1 - comm.rank, np.zeros(10, np.float32), 1 - comm.rank)

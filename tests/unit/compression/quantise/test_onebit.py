@@ -1,4 +1,4 @@
-"""1-bit Adam against its formulas in float64: the warm-up, the frozen steps on several ranks, and what may not move."""
+"""1-bit Adam compared with its formulas in float64: warm-up, frozen steps on several ranks, and frozen variances."""
 
 import numpy as np
 import pytest
@@ -15,12 +15,12 @@ WARM, STEPS = 6, 8
 
 
 def payload_bytes(state):
-    """The bytes of the payload of each chunk."""
+    """Return the payload size of each chunk in bytes."""
     return [state.compressor.payload_bytes(chunk.size) for chunk in state.chunks]
 
 
-def step(states, gradients, number):
-    """A frozen step of all ranks. Returns their directions."""
+def frozen_step(states, gradients, number):
+    """Run a frozen step of all ranks. Return their directions."""
     messages = []
     for rank, (state, gradient) in enumerate(zip(states, gradients, strict=True)):
         state.accumulate(gradient)
@@ -41,14 +41,14 @@ def step(states, gradients, number):
     return outs
 
 
-def signs(values, scale):
+def scaled_signs(values, scale):
     if not values.size:
         return values
     magnitude = np.abs(values).mean() if scale == "mean" else np.sqrt((values * values).mean())
     return np.where(values < 0, -magnitude, magnitude)
 
 
-def warmed(n, ranks, rng, compressor=None):
+def warmed_up_states(n, ranks, rng, compressor=None):
     states = [OneBitAdam(n, rank, ranks, MOMENTS, compressor=compressor) for rank in range(ranks)]
     for _ in range(WARM):
         gradient = rng.standard_normal(n).astype(np.float32)
@@ -60,7 +60,7 @@ def warmed(n, ranks, rng, compressor=None):
     return states
 
 
-def test_the_warm_up_is_adam(rng):
+def test_warm_up_is_adam(rng):
     n = 500
     state = OneBitAdam(n, 0, 1, MOMENTS)
     m, v = np.zeros((2, n))
@@ -78,8 +78,8 @@ def test_the_warm_up_is_adam(rng):
 
 @pytest.mark.parametrize("scale", ["mean", "norm"])
 @pytest.mark.parametrize(("n", "ranks"), [(200, 1), (200, 3), (20, 4)])
-def test_frozen_steps_are_those_of_the_formulas(n, ranks, scale, rng):
-    states = warmed(n, ranks, rng, SignSgd(scale=scale))
+def test_frozen_steps_match_the_formulas(n, ranks, scale, rng):
+    states = warmed_up_states(n, ranks, rng, SignSgd(scale=scale))
     one = states[0]
     moves = one.v > 0
     assert moves.sum() == n - len(range(0, n, 7))
@@ -87,19 +87,19 @@ def test_frozen_steps_are_those_of_the_formulas(n, ranks, scale, rng):
     worker, server = np.zeros((ranks, n)), np.zeros(n)
     for number in range(STEPS):
         gradients = [rng.standard_normal(n).astype(np.float32) * moves for _ in range(ranks)]
-        outs = step(states, gradients, number)
+        outs = frozen_step(states, gradients, number)
         worker += 0.9 * m + 0.1 * np.array(gradients, np.float64)
-        uncertain = np.abs(worker[:, moves]).min()  # near 0 rounding may turn a sign
+        uncertain = np.abs(worker[:, moves]).min()  # rounding may flip the sign of values near 0
         taken = np.zeros_like(worker)
         for chunk in one.chunks:
             for rank in range(ranks):
-                taken[rank, chunk.slice] = signs(worker[rank, chunk.slice], scale)
+                taken[rank, chunk.slice] = scaled_signs(worker[rank, chunk.slice], scale)
         worker = (worker - taken) * moves
         server = (server + taken.mean(axis=0)) * moves
         if min(uncertain, np.abs(server[moves]).min()) < 1e-5:
             break
         for chunk in one.chunks:
-            m[chunk.slice] = signs(server[chunk.slice], scale)
+            m[chunk.slice] = scaled_signs(server[chunk.slice], scale)
         server = (server - m) * moves
         m *= moves
         expected = m / (1 - 0.9 ** (WARM + number + 1)) / (np.sqrt(v) + 1e-6)
@@ -112,7 +112,7 @@ def test_frozen_steps_are_those_of_the_formulas(n, ranks, scale, rng):
             np.testing.assert_allclose(state.worker_error * moves, error, atol=1e-5)
 
 
-def test_two_sided_feedback_loses_nothing(rng):
+def test_two_sided_error_feedback_loses_nothing(rng):
     n, ranks = 300, 3
     states = [OneBitAdam(n, rank, ranks, AdamMoments(beta1=0.0)) for rank in range(ranks)]
     for state in states:
@@ -122,7 +122,7 @@ def test_two_sided_feedback_loses_nothing(rng):
     steps = 300
     taken = np.zeros(n)
     for number in range(steps):
-        step(states, gradients, number)
+        frozen_step(states, gradients, number)
         taken += states[0].m
     kept = np.mean([state.worker_error for state in states], axis=0)
     kept += np.concatenate([state.server_error for state in states])
@@ -131,7 +131,7 @@ def test_two_sided_feedback_loses_nothing(rng):
     assert np.linalg.norm(taken / steps - mean) < 0.15 * np.linalg.norm(mean)
 
 
-def test_chunks_and_bytes():
+def test_chunk_sizes_and_payload_bytes():
     for n, ranks in ((1 << 20, 8), (1000, 3), (5, 4), (0, 2)):
         states = [OneBitAdam(n, rank, ranks, MOMENTS) for rank in range(ranks)]
         sizes = [chunk.size for chunk in states[0].chunks]
@@ -140,13 +140,13 @@ def test_chunks_and_bytes():
         for state in states:
             assert payload_bytes(state) == bytes_of
             assert set(state.arrays()) == {"m", "v", "worker_error", "server_error"}
-    own, *others = payload_bytes(OneBitAdam(1 << 20, 0, 8, MOMENTS))
-    sent = sum(others) + 7 * own  # 7 chunks to their owners, and its own to 7 ranks
+    local_data, *others = payload_bytes(OneBitAdam(1 << 20, 0, 8, MOMENTS))
+    sent = sum(others) + 7 * local_data  # 7 chunks to their owners, and this rank's chunk to 7 ranks
     assert sent == 14 * (4 + (1 << 17) // 8) and 2 * 7 / 8 * (4 << 20) / sent > 31.9
     assert [place.start for place in onebit_adam.places([3, 0, 65, 1])] == [0, 4, 4, 72]
 
 
-def test_bad_input_is_refused():
+def test_bad_input_is_rejected():
     state = OneBitAdam(8, 0, 1, MOMENTS)
     gradient = np.ones(8, np.float32)
     with pytest.raises(UsageError, match="not frozen; call warm"):
@@ -167,7 +167,7 @@ def test_bad_input_is_refused():
             AdamMoments(**wrong)
 
 
-def test_on_a_gpu_the_same_bits_without_a_wait(gpu, rng):
+def test_gpu_gives_the_same_bits_without_waits(gpu, rng):
     n = 700
     host, there = (OneBitAdam(n, 0, 1, MOMENTS, on=on) for on in ("cpu", "gpu"))
     gradients = [rng.standard_normal(n).astype(np.float32) for _ in range(4)]
@@ -188,6 +188,6 @@ def test_on_a_gpu_the_same_bits_without_a_wait(gpu, rng):
         there.encode_server(payload, RandomKey(0, number, 0, 1))
         there.receive(0, payload)
         there.direction(out)
-        (expected,) = step([host], [gradients[number]], number)
+        (expected,) = frozen_step([host], [gradients[number]], number)
         assert gpu.LOG.events == []
     assert out.get().tobytes() == expected.tobytes() and moved[0].get().tobytes() == gradients[0].tobytes()

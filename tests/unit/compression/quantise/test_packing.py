@@ -1,4 +1,4 @@
-"""Packing against a sentence of Python: for every width, number of codes, and on both processors."""
+"""Bit packing compared with a short Python reference, for every width and number of codes, on CPU and GPU."""
 
 import numpy as np
 import pytest
@@ -19,8 +19,8 @@ from hpcdist.compression.quantise.codes import (
 counts = st.integers(0, 3 * GROUP + 9)
 
 
-def _reference(codes, bits):
-    """Write byte j of a group as the docstring says: the codes j, j + bytes, ..., the first in the lowest bits."""
+def reference_packing(codes, bits):
+    """Pack byte j of a group from the codes j, j + bytes, ..., with the first in the lowest bits, as documented."""
     packed = b""
     for start in range(0, codes.size, GROUP):
         group = [int(code) for code in codes[start : start + GROUP]]
@@ -29,7 +29,7 @@ def _reference(codes, bits):
     return packed
 
 
-def _codes(n, bits, seed):
+def draw_codes(n, bits, seed):
     return np.random.default_rng(seed).integers(0, 1 << bits, n).astype(np.uint8)
 
 
@@ -37,9 +37,9 @@ def _codes(n, bits, seed):
 @example(0, 4, 0)
 @example(1, 1, 0)
 @example(GROUP + 1, 2, 0)
-def test_there_and_back(n, bits, seed):
-    codes = _codes(n, bits, seed)
-    want = _reference(codes, bits)
+def test_pack_and_unpack_round_trip(n, bits, seed):
+    codes = draw_codes(n, bits, seed)
+    want = reference_packing(codes, bits)
     assert len(want) == packed_bytes(n, bits) == -(-n * bits // 8)
     packed, back = np.full(len(want), 0xAA, np.uint8), np.full(n, 0xAA, np.uint8)
     pack_arrays(codes, bits, packed)
@@ -51,27 +51,27 @@ def test_there_and_back(n, bits, seed):
 @given(st.integers(1, GROUP), st.sampled_from((2, 4)), st.integers(0, 99))
 @example(1, 2, 0)
 @example(GROUP, 4, 0)
-def test_the_loop_packs_a_group_as_the_arrays_do(n, bits, seed):
-    codes = _codes(n, bits, seed)
-    scratch = np.full(GROUP, 0xFF, np.uint8)  # what an earlier group has left
+def test_group_loop_packs_like_the_array_version(n, bits, seed):
+    codes = draw_codes(n, bits, seed)
+    scratch = np.full(GROUP, 0xFF, np.uint8)  # left over from an earlier group
     scratch[:n] = codes
     packed = np.full(packed_bytes(n, bits), 0xAA, np.uint8)
     pack(scratch, n, bits, packed)
-    assert packed.tobytes() == _reference(codes, bits)
+    assert packed.tobytes() == reference_packing(codes, bits)
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-def test_a_gpu_packs_alike(gpu, bits):
-    codes = _codes(2 * GROUP + 77, bits, 1)
+def test_gpu_packs_the_same_bytes(gpu, bits):
+    codes = draw_codes(2 * GROUP + 77, bits, 1)
     packed, back = gpu.empty(packed_bytes(codes.size, bits), np.uint8), gpu.empty(codes.size, np.uint8)
     pack_arrays(gpu.asarray(codes), bits, packed)
     unpack_arrays(packed, bits, back)
-    assert packed.get().tobytes() == _reference(codes, bits)
+    assert packed.get().tobytes() == reference_packing(codes, bits)
     assert (back.get() == codes).all()
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
-def test_rows_and_what_belongs_to_them(n, width):
+def test_rows_of_and_spread(n, width):
     values = np.arange(n)
     rows = rows_of(values, width)
     assert [int(v) for row in rows for v in row.reshape(-1)] == list(range(n))

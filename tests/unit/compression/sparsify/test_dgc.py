@@ -1,4 +1,4 @@
-"""DGC against its formulas in float64: what is accumulated, what is sent and forgotten, and its limits."""
+"""DGC compared with its formulas in float64: accumulated, sent and cleared values, and its limits."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from hpcdist.errors import ConfigurationError, UsageError
 N, STEPS = 300, 40
 
 
-def step_of(state, gradient, k, scale=1.0):
+def run_step(state, gradient, k, scale=1.0):
     payload = np.empty(8 * k, np.uint8)
     state.accumulate(gradient, scale)
     state.encode(payload)
@@ -22,7 +22,7 @@ def step_of(state, gradient, k, scale=1.0):
 
 @pytest.mark.parametrize("masks", [True, False])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_the_formulas(nesterov, masks, rng):
+def test_steps_match_the_formulas(nesterov, masks, rng):
     m, k = 0.9, 30
     state = DeepGradientCompression(N, momentum=m, nesterov=nesterov, masks_velocity=masks)
     u, v = np.zeros((2, N))
@@ -31,7 +31,7 @@ def test_the_formulas(nesterov, masks, rng):
         g = 0.25 * gradient.astype(np.float64)
         u = m * (u + g) if nesterov else m * u + g
         v = v + u + g if nesterov else v + u
-        sent = step_of(state, gradient, k, 0.25)
+        sent = run_step(state, gradient, k, 0.25)
         chosen = sent != 0
         assert chosen.sum() == k and np.abs(v[chosen]).min() >= np.abs(v[~chosen]).max() - 1e-4
         np.testing.assert_allclose(sent[chosen], v[chosen], atol=1e-5)
@@ -44,7 +44,7 @@ def test_the_formulas(nesterov, masks, rng):
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_with_everything_sent_it_is_momentum_sgd_and_masked_plain_sgd(nesterov, rng):
+def test_full_density_is_momentum_sgd_and_masked_is_plain_sgd(nesterov, rng):
     m, rate = 0.8, 0.1
     open_, masked = (
         DeepGradientCompression(N, momentum=m, nesterov=nesterov, masks_velocity=False),
@@ -54,8 +54,8 @@ def test_with_everything_sent_it_is_momentum_sgd_and_masked_plain_sgd(nesterov, 
     dense, plain, velocity = np.zeros((3, N))
     for _ in range(STEPS):
         gradient = rng.standard_normal(N).astype(np.float32)
-        weights[0] -= rate * step_of(open_, gradient, N)
-        weights[1] -= rate * step_of(masked, gradient, N)
+        weights[0] -= rate * run_step(open_, gradient, N)
+        weights[1] -= rate * run_step(masked, gradient, N)
         g = gradient.astype(np.float64)
         velocity = m * velocity + g
         dense -= rate * (g + m * velocity if nesterov else velocity)
@@ -64,14 +64,14 @@ def test_with_everything_sent_it_is_momentum_sgd_and_masked_plain_sgd(nesterov, 
     assert np.abs(dense - plain).max() > 0.1
 
 
-def test_nothing_is_lost_without_momentum(rng):
+def test_no_gradient_is_lost_without_momentum(rng):
     state = DeepGradientCompression(N, momentum=0.0)
     gradients = rng.integers(-50, 50, (STEPS, N)).astype(np.float32)  # whole numbers: sums are exact
-    sent = sum(step_of(state, gradient, 3) for gradient in gradients)
+    sent = sum(run_step(state, gradient, 3) for gradient in gradients)
     assert np.array_equal(sent + state.unsent, gradients.sum(axis=0))
 
 
-def test_the_share_that_is_sent_falls_in_stages():
+def test_density_falls_in_stages():
     sparsity = [100 * (1 - dgc.density_at(stage, 0.001)) for stage in range(7)]
     assert sparsity[:3] == [75, 93.75, 98.4375] and sparsity[3] == pytest.approx(99.6, abs=0.05)
     assert sparsity[4:] == [99.9] * 3
@@ -93,8 +93,8 @@ def test_local_clipping_keeps_the_norm_of_the_sum(rng):
             dgc.clip_factor(*wrong)
 
 
-def test_bad_input_is_refused():
-    with pytest.raises(UsageError, match="momentum 1.0"):
+def test_bad_input_is_rejected():
+    with pytest.raises(UsageError, match="momentum must be at least 0 and below 1, got 1.0"):
         DeepGradientCompression(4, momentum=1.0)
     state = DeepGradientCompression(4, momentum=0.9)
     for wrong in (np.zeros(4), np.zeros(3, np.float32)):
@@ -105,7 +105,7 @@ def test_bad_input_is_refused():
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_on_a_gpu_the_same_bits_without_a_wait(nesterov, gpu, rng):
+def test_gpu_gives_the_same_bits_without_waits(nesterov, gpu, rng):
     host, there = (DeepGradientCompression(N, momentum=0.9, nesterov=nesterov, on=on) for on in ("cpu", "gpu"))
     payload, sent = np.empty(80, np.uint8), backend.empty(80, np.dtype(np.uint8), "gpu")
     for _ in range(4):

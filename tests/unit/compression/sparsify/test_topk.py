@@ -1,4 +1,4 @@
-"""Top-k is exact: for every k what a stable sort by magnitude puts first, with its bytes by formula."""
+"""Top-k is exact: for every k it selects the first k of a stable sort by magnitude, with the predicted bytes."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def first_by_stable_sort(values, k):
     return np.sort(np.argsort(-np.abs(values.astype(np.float64)), kind="stable")[:k])
 
 
-def selected(values, k):
+def selected_indices(values, k):
     payload = np.full(8 * k, 0xFF, np.uint8)
     topk.select(values, payload)
     where = coo.indices(payload)
@@ -29,21 +29,21 @@ def selected(values, k):
 
 @given(st.lists(st.sampled_from(AWKWARD), min_size=1, max_size=70))
 @example([0.0, -0.0, 0.0])
-def test_every_k_with_ties(drawn):
+def test_every_k_with_ties_matches_stable_sort(drawn):
     values = np.array(drawn, np.float32)
     for k in range(1, values.size + 1):
-        assert selected(values, k).tolist() == first_by_stable_sort(values, k).tolist()
+        assert selected_indices(values, k).tolist() == first_by_stable_sort(values, k).tolist()
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=70), st.data())
-def test_any_floats(drawn, data):
+def test_any_floats_match_stable_sort(drawn, data):
     values = np.array(drawn, np.float32)
     k = data.draw(st.integers(1, values.size))
-    assert selected(values, k).tolist() == first_by_stable_sort(values, k).tolist()
+    assert selected_indices(values, k).tolist() == first_by_stable_sort(values, k).tolist()
 
 
 def long_segments(rng):
-    n = 4 * topk._SAMPLE + 12_345  # long enough for a floor from a sample
+    n = 4 * topk._SAMPLE + 12_345  # long enough for a threshold from a sample
     normal = rng.standard_normal(n).astype(np.float32)
     return {
         "normal": normal,
@@ -57,27 +57,27 @@ def long_segments(rng):
     }
 
 
-def test_long_segments_of_every_kind(rng):
+def test_long_segments_match_stable_sort(rng):
     for name, values in long_segments(rng).items():
         order = np.argsort(-np.abs(values.astype(np.float64)), kind="stable")
         for k in (1, 77, values.size // 100, values.size // 5, values.size // 2, values.size - 1, values.size):
-            assert np.array_equal(selected(values, k), np.sort(order[:k])), (name, k)
+            assert np.array_equal(selected_indices(values, k), np.sort(order[:k])), (name, k)
 
 
 @pytest.mark.parametrize("drawn", ["too low", "too high"])
-def test_a_misleading_sample_costs_no_exactness(drawn, rng, monkeypatch):
+def test_misleading_sample_keeps_the_selection_exact(drawn, rng, monkeypatch):
     values = long_segments(rng)["normal"]
 
     def mislead(words, sample):
         sample[:] = np.float32(0.0 if drawn == "too low" else 100.0).view(np.uint32)
 
     monkeypatch.setattr(topk, "_draw", mislead)
-    assert np.array_equal(selected(values, 700), first_by_stable_sort(values, 700))
+    assert np.array_equal(selected_indices(values, 700), first_by_stable_sort(values, 700))
 
 
-def test_bytes_and_round_trip(rng):
+def test_payload_bytes_and_round_trip(rng):
     compressor = TopK(density=0.07)
-    assert compressor.payload_bytes(100) == 8 * 7  # not 8: 0.07 * 100 is above 7 in floats
+    assert compressor.payload_bytes(100) == 8 * 7  # not 8, though 0.07 * 100 is above 7 in floating point
     assert (compressor.payload_bytes(1), compressor.payload_bytes(101), compressor.payload_bytes(0)) == (8, 64, 0)
     assert not compressor.is_linear
     values, out = rng.standard_normal(1000).astype(np.float32), np.full(1000, np.nan, np.float32)
@@ -97,27 +97,27 @@ def test_bytes_and_round_trip(rng):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("n", [40, 100_000])
-def test_what_is_not_finite_is_refused(bad, n, rng):
+def test_nonfinite_values_are_rejected(bad, n, rng):
     values = rng.standard_normal(n).astype(np.float32)
     values[rng.integers(n)] = bad
-    with pytest.raises(NonFiniteError, match="before anything is compressed"):
-        selected(values, 3)
+    with pytest.raises(NonFiniteError, match="before compression"):
+        selected_indices(values, 3)
 
 
-def test_bad_input_is_refused(rng):
+def test_bad_input_is_rejected(rng):
     values = rng.standard_normal(10).astype(np.float32)
     for nbytes in (0, 88, 12):
-        with pytest.raises(UsageError, match=r"8 for each of k elements, 1 <= k <= n"):
+        with pytest.raises(UsageError, match=r"8 bytes for each of k elements, with 1 <= k <= n"):
             topk.select(values, np.empty(nbytes, np.uint8))
     for density in (0.0, -0.1, 1.5, float("nan")):
         with pytest.raises(ConfigurationError, match="above 0 and at most 1"):
             TopK(density=density)
     assert TopK(density=1e-3).payload_bytes(2**31 - 1) == 8 * 2147484
-    with pytest.raises(UsageError, match=r"indices of 32 bits reach 2147483647; encode it in pieces"):
+    with pytest.raises(UsageError, match=r"32-bit indices, at most 2147483647; encode it in pieces"):
         TopK(density=1e-3).payload_bytes(2**31)
 
 
-def test_on_a_gpu_the_same_bits_without_a_wait(gpu, rng):
+def test_gpu_gives_the_same_bits_without_waits(gpu, rng):
     compressor = TopK(density=0.03)
     for values in (rng.standard_normal(3001), np.round(rng.standard_normal(3001)), np.zeros(5)):
         host = values.astype(np.float32)

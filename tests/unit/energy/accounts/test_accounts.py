@@ -1,4 +1,4 @@
-"""What joules mean: closed forms, and None with a reason wherever something is not known."""
+"""Metrics derived from joules: closed forms, and None with a reason for unknown values."""
 
 import json
 import math
@@ -13,13 +13,13 @@ from hpcdist.energy.accounts.energy_metrics import CarbonIntensity
 def test_emissions_are_kwh_times_pue_times_intensity(rng):
     energy_j, pue, grams = rng.uniform(1e3, 1e12), rng.uniform(1, 2), rng.uniform(5, 900)
     intensity = CarbonIntensity(grams, "grid operator", "2025", 0.8 * grams, 1.5 * grams)
-    found = energy_metrics.emissions(energy_j, pue, intensity)
-    assert found.grams == pytest.approx(energy_j / 3.6e6 * pue * grams) and not found.reason
-    assert (found.low, found.high) == (pytest.approx(0.8 * found.grams), pytest.approx(1.5 * found.grams))
+    result = energy_metrics.emissions(energy_j, pue, intensity)
+    assert result.grams == pytest.approx(energy_j / 3.6e6 * pue * grams) and not result.reason
+    assert (result.low, result.high) == (pytest.approx(0.8 * result.grams), pytest.approx(1.5 * result.grams))
     assert energy_metrics.emissions(3.6e6, 1.0, CarbonIntensity(100.0)).low == 100
 
 
-def test_nothing_is_zero_that_is_not_known():
+def test_unknown_figures_are_none_with_reason():
     figures = energy_metrics.figures(math.nan, 10.0)
     assert json.loads(json.dumps(figures, allow_nan=False)) == figures
     assert figures["emissions_g"] is figures["energy_kwh"] is figures["energy_delay_product_js"] is None
@@ -36,13 +36,13 @@ def test_nothing_is_zero_that_is_not_known():
     assert (figures["carbon_source"], figures["carbon_date"], figures["currency"]) == ("s", "d", "E")
 
 
-def test_rates_need_something_to_share():
+def test_rates_without_a_count_are_none():
     assert energy_metrics.rates(90.0, 30, 60, math.nan) == {"j_per_step": 3.0, "j_per_sample": 1.5, "j_per_token": None}
     assert energy_metrics.rates(math.nan, 30, 0, 90) == dict.fromkeys(("j_per_step", "j_per_sample", "j_per_token"))
 
 
-def test_an_intensity_over_time_is_weighted_with_the_joules(rng):
-    """Half of the joules in an hour at 100 g, the others half and half at 100 and 400."""
+def test_intensity_over_time_is_weighted_by_joules(rng):
+    """Half of the joules fall into an hour at 100 g, the rest equally into hours at 100 g and 400 g."""
     edges, grams = np.array([0.0, 3600, 7200, 10800]), np.array([100.0, 400, 900])
     mean, low, high = energy_metrics.over_time(
         edges, grams, np.array([0, 1800]), np.array([1800, 5400]), np.array([5.0, 5.0])
@@ -61,30 +61,30 @@ def test_an_intensity_over_time_is_weighted_with_the_joules(rng):
     assert math.isnan(energy_metrics.over_time(edges, grams, np.array([5]), np.array([10801]), np.array([1.0]))[0])
 
 
-def test_the_target_is_reached_between_two_steps():
+def test_target_is_interpolated_between_two_steps():
     steps = np.arange(1, 101)  # the mean of five lags by two
-    found = energy_metrics.to_target(0.5, steps, 1 - steps / 100, 2.0 * steps, 30.0 * steps)
-    assert (found.step, found.seconds, found.joules) == (pytest.approx(52), pytest.approx(104), pytest.approx(1560))
-    found = energy_metrics.to_target(0.505, steps, 1 - steps / 100, 2.0 * steps, 30.0 * steps)
-    assert found.step == pytest.approx(51.5) and found.joules == pytest.approx(1545)
+    result = energy_metrics.to_target(0.5, steps, 1 - steps / 100, 2.0 * steps, 30.0 * steps)
+    assert (result.step, result.seconds, result.joules) == (pytest.approx(52), pytest.approx(104), pytest.approx(1560))
+    result = energy_metrics.to_target(0.505, steps, 1 - steps / 100, 2.0 * steps, 30.0 * steps)
+    assert result.step == pytest.approx(51.5) and result.joules == pytest.approx(1545)
     at_once = energy_metrics.to_target(5.0, steps, 1 - steps / 100, 2.0 * steps, 30.0 * steps)
     assert at_once.step == 1 and at_once.joules == 30
 
 
-def test_one_lucky_batch_reaches_nothing(rng):
+def test_single_low_loss_does_not_reach_the_target(rng):
     steps = np.arange(1, 501)
     losses = 2.0 - steps / 500
     losses[100] = 0.0
-    found = energy_metrics.to_target(1.5, steps, losses, steps, steps)
-    assert found.step == pytest.approx(250 + 4.5, abs=1.5), "the mean of ten lags by four and a half"
+    result = energy_metrics.to_target(1.5, steps, losses, steps, steps)
+    assert result.step == pytest.approx(250 + 4.5, abs=1.5), "the mean of ten lags by four and a half"
     assert energy_metrics.smoothed(losses)[250] == pytest.approx(losses[241:251].mean())
 
 
-def test_a_target_that_is_never_reached_has_a_reason():
+def test_unreached_target_has_a_reason():
     steps = np.arange(1, 11)
-    found = energy_metrics.to_target(0.1, steps, np.full(10, 1.5), steps, steps)
-    assert math.isnan(found.joules) and found.reason == (
-        "the loss never came down to 0.1; the least was 1.5 after step 10"
+    result = energy_metrics.to_target(0.1, steps, np.full(10, 1.5), steps, steps)
+    assert math.isnan(result.joules) and result.reason == (
+        "the loss never reached 0.1; the smallest was 1.5 after step 10"
     )
     assert energy_metrics.to_target(0.1, steps, np.full(10, math.nan), steps, steps).reason == "no loss is known"
     unknown = energy_metrics.to_target(2.0, steps, np.full(10, 1.5), steps, np.full(10, math.nan))

@@ -1,4 +1,4 @@
-"""Joules by what was done, of phases shorter than the updates of a counter: watts that are known, seen by a counter."""
+"""Energy per activity for phases shorter than a counter update, from synthetic power seen by a counter."""
 
 import json
 import math
@@ -19,8 +19,8 @@ WHOLE = PowerSensor(0.1, 0.1)
 BEGIN_NS = 7 * 10**14
 
 
-def mixed(rng, count, *, mean_s=None, begin_ns=BEGIN_NS, scatter=0.5):
-    """Spans (n, 3) of steps of about 75 ms: compute, communication, update, a gap, and data; a save now and then."""
+def draw_spans(rng, count, *, mean_s=None, begin_ns=BEGIN_NS, scatter=0.5):
+    """Return spans (n, 3) of 75 ms steps: compute, communication, update, a gap and data, with rare checkpoints."""
     mean_s = mean_s or {"compute": 0.04, "communication": 0.02, "update": 0.01, "idle": 0.003, "data": 0.002}
     spans, now = [], begin_ns
     for step in range(count):
@@ -34,7 +34,7 @@ def mixed(rng, count, *, mean_s=None, begin_ns=BEGIN_NS, scatter=0.5):
 
 
 def power(ranks, watts=WATTS):
-    """Edges and watts of a source that the ranks of ``ranks`` share: the mean of what each of them makes it draw."""
+    """Return the edges and watts of a source shared by ``ranks``. The power is the mean over the ranks."""
     edges = np.unique(np.concatenate([spans[:, 1:].ravel() for spans in ranks]))
     total = np.zeros(len(edges) - 1)
     for spans in ranks:
@@ -56,7 +56,7 @@ def counter(edges, watts, *, update_s=0.1, window_s=0.1, poll_s=0.1, name="GPU-a
     return CounterSamples(name, kind, times, 10**9 + shown[np.searchsorted(updates, times, side="right")])
 
 
-def cut(counted, moment_ns):
+def split_at(counted, moment_ns):
     at = int(np.searchsorted(counted.times_ns, moment_ns))
     return (
         CounterSamples(counted.name, counted.kind, counted.times_ns[:at], counted.energy_mj[:at]),
@@ -64,14 +64,14 @@ def cut(counted, moment_ns):
     )
 
 
-def told(ranks, counters, sensor=WHOLE):
+def attribution_rows(ranks, counters, sensor=WHOLE):
     attribution = Attribution(lambda name, kind: sensor)
     attribution.add(ranks, counters)
     return attribution.rows()
 
 
-def truth(ranks, watts=WATTS):
-    """Seconds and joules by phase, in the mean over ranks."""
+def true_energy(ranks, watts=WATTS):
+    """Return the seconds and joules by phase, averaged over the ranks."""
     seconds = {name: np.mean([np.sum(np.diff(r[r[:, 0] == PHASES.index(name), 1:])) / 1e9 for r in ranks])
                for name in watts if name != "idle"}  # fmt: skip
     whole = max(r[-1, 2] for r in ranks) - min(r[0, 1] for r in ranks)
@@ -80,32 +80,32 @@ def truth(ranks, watts=WATTS):
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_phases_of_milliseconds_are_told_by_a_counter_of_tenths_of_a_second(rng, count):
-    ranks = [mixed(rng, 2000) for _ in range(count)]
-    found = told(ranks, [counter(*power(ranks))])[0]["activities"]
-    seconds, joules = truth(ranks)
+def test_millisecond_phases_are_resolved_by_a_100_ms_counter(rng, count):
+    ranks = [draw_spans(rng, 2000) for _ in range(count)]
+    result = attribution_rows(ranks, [counter(*power(ranks))])[0]["activities"]
+    seconds, joules = true_energy(ranks)
     total = sum(joules.values())
     for name in WATTS:
-        assert found[name]["reason"] is None and found[name]["seconds"] == pytest.approx(seconds[name], rel=0.02)
-        assert abs(found[name]["joules"] - joules[name]) < 0.03 * total and found[name]["error_j"] < 0.02 * total
-    assert sum(phase["joules"] for phase in found.values()) == pytest.approx(total, rel=0.005)
+        assert result[name]["reason"] is None and result[name]["seconds"] == pytest.approx(seconds[name], rel=0.02)
+        assert abs(result[name]["joules"] - joules[name]) < 0.03 * total and result[name]["error_j"] < 0.02 * total
+    assert sum(phase["joules"] for phase in result.values()) == pytest.approx(total, rel=0.005)
 
 
-def test_pieces_make_the_same_whole_and_memory_stays_bounded(rng):
-    """Spans are told when they end: what is still going on at the time of a call comes with the next."""
-    ranks = [mixed(rng, 1500) for _ in range(2)]
+def test_incremental_attribution_equals_one_call_in_bounded_memory(rng):
+    """Spans are added when they end. A span that is open at one call is added at the next call."""
+    ranks = [draw_spans(rng, 1500) for _ in range(2)]
     source = counter(*power(ranks))
-    at_once = told(ranks, [source])
+    at_once = attribution_rows(ranks, [source])
     attribution, last_ns = Attribution(lambda name, kind: WHOLE), BEGIN_NS
     for moment_ns in [*range(BEGIN_NS, BEGIN_NS + 120 * 10**9, 5 * 10**9), np.iinfo(np.int64).max]:
-        now, source = cut(source, moment_ns)
+        now, source = split_at(source, moment_ns)
         fresh = [spans[(spans[:, 2] > last_ns) & (spans[:, 2] <= moment_ns)] for spans in ranks]
         attribution.add(fresh, [now])
         last_ns = moment_ns
         waiting = attribution._sources["GPU-a", "gpu"]
         assert len(waiting.times_ns) < 80 and all(len(rank.spans) < 600 for rank in attribution._ranks)
     pieces = attribution.rows()
-    _, joules = truth(ranks)
+    _, joules = true_energy(ranks)
     for name, phase in at_once[0]["activities"].items():
         piece = pieces[0]["activities"][name]
         assert piece["seconds"] == pytest.approx(phase["seconds"]) and piece["reason"] is phase["reason"] is None
@@ -113,46 +113,46 @@ def test_pieces_make_the_same_whole_and_memory_stays_bounded(rng):
     assert pieces == json.loads(json.dumps(pieces))
 
 
-def test_a_source_is_told_by_the_ranks_that_use_it(rng):
+def test_source_is_attributed_to_the_ranks_that_use_it(rng):
     """Two GPUs, one for each of two ranks that are not in step, and a processor for both."""
-    ranks = [mixed(rng, 1500), mixed(rng, 1500)]
+    ranks = [draw_spans(rng, 1500), draw_spans(rng, 1500)]
     gpus = [counter(*power([spans]), name=f"GPU-{rank}") for rank, spans in enumerate(ranks)]
     gpus = [replace(gpu, ranks=(rank,)) for rank, gpu in enumerate(gpus)]
-    found = told(ranks, [*gpus, counter(*power(ranks), name="package-0", kind="cpu")])
-    for row, users in zip(found, ([ranks[0]], [ranks[1]], ranks), strict=True):
-        _, joules = truth(users)
+    result = attribution_rows(ranks, [*gpus, counter(*power(ranks), name="package-0", kind="cpu")])
+    for row, users in zip(result, ([ranks[0]], [ranks[1]], ranks), strict=True):
+        _, joules = true_energy(users)
         for name in WATTS:
             assert abs(row["activities"][name]["joules"] - joules[name]) < 0.03 * sum(joules.values())
 
 
 @pytest.mark.parametrize("poll_s", [0.005, 0.02, 0.1])
-def test_a_sensor_that_looks_part_of_the_time(rng, poll_s):
-    """25 ms of every 100, at moments that are told by how well the watts explain the joules."""
-    ranks = [mixed(rng, 3000)]
-    _, joules = truth(ranks)
+def test_phases_are_resolved_by_a_part_time_sensor(rng, poll_s):
+    """The sensor sees 25 ms of every 100 ms. Its phase is fitted from power and energy."""
+    ranks = [draw_spans(rng, 3000)]
+    _, joules = true_energy(ranks)
     offset_ns = int(rng.integers(0, 100_000_000))
     source = counter(*power(ranks), window_s=0.025, poll_s=poll_s, offset_ns=offset_ns)
-    found = told(ranks, [source], PowerSensor(0.1, 0.025))[0]["activities"]
+    result = attribution_rows(ranks, [source], PowerSensor(0.1, 0.025))[0]["activities"]
     for name in WATTS:
-        assert found[name]["reason"] is None
-        assert abs(found[name]["joules"] - joules[name]) < 0.05 * sum(joules.values())
+        assert result[name]["reason"] is None
+        assert abs(result[name]["joules"] - joules[name]) < 0.05 * sum(joules.values())
 
 
 @pytest.mark.parametrize("update_s", [0.1, 0.1003, 0.099, 0.13])
 @pytest.mark.full_except("0.1")
-def test_counters_and_readers_drift_apart(rng, update_s):
-    ranks = [mixed(rng, 3000)]
-    _, joules = truth(ranks)
+def test_attribution_tolerates_drift_between_counter_and_reader(rng, update_s):
+    ranks = [draw_spans(rng, 3000)]
+    _, joules = true_energy(ranks)
     sensor = PowerSensor(update_s, update_s)
     offset_ns = int(rng.integers(0, 100_000_000))
     source = counter(*power(ranks), update_s=update_s, window_s=update_s, offset_ns=offset_ns)
-    found = told(ranks, [source], sensor)[0]["activities"]
+    result = attribution_rows(ranks, [source], sensor)[0]["activities"]
     for name in WATTS:
-        assert abs(found[name]["joules"] - joules[name]) < 0.08 * sum(joules.values()), name
+        assert abs(result[name]["joules"] - joules[name]) < 0.08 * sum(joules.values()), name
 
 
-def test_phases_that_are_always_in_proportion_cannot_be_told_apart(rng):
-    """Steps of a millisecond: compute and communication are always 60 to 40; the save is another matter."""
+def test_phases_in_constant_proportion_cannot_be_separated(rng):
+    """Steps of 1 ms: compute and communication are always 60 to 40, but the checkpoint is separate."""
     spans, now = [], BEGIN_NS
     for step in range(60_000):
         spans += [(0, now, now + 600_000), (1, now + 600_000, now + 1_000_000)]
@@ -161,72 +161,74 @@ def test_phases_that_are_always_in_proportion_cannot_be_told_apart(rng):
             spans.append((4, now, now + 500_000_000))
             now += 500_000_000
     ranks = [np.array(spans, np.int64)]
-    found = told(ranks, [counter(*power(ranks), offset_ns=100_000_000)])[0]["activities"]
-    assert "cannot be told apart from communication: always in the same proportion" in found["compute"]["reason"]
-    assert "compute" in found["communication"]["reason"]
-    assert found["checkpoint"]["reason"] is None
-    assert found["checkpoint"]["joules"] == pytest.approx(120 * 10, rel=0.03)
+    result = attribution_rows(ranks, [counter(*power(ranks), offset_ns=100_000_000)])[0]["activities"]
+    assert "cannot be separated from communication: always in the same proportion" in result["compute"]["reason"]
+    assert "compute" in result["communication"]["reason"]
+    assert result["checkpoint"]["reason"] is None
+    assert result["checkpoint"]["joules"] == pytest.approx(120 * 10, rel=0.03)
 
 
-def test_short_steps_all_alike_are_doubtful_when_the_counter_is_noisy(rng):
-    ranks = [mixed(rng, 20_000, mean_s={"compute": 0.002, "communication": 0.001, "idle": 0.0001}, scatter=0.05)]
+def test_uniform_short_steps_with_noisy_counter_have_a_reason(rng):
+    ranks = [draw_spans(rng, 20_000, mean_s={"compute": 0.002, "communication": 0.001, "idle": 0.0001}, scatter=0.05)]
     source = counter(*power(ranks))
     rough = np.cumsum(
         np.diff(source.energy_mj, prepend=source.energy_mj[0]) * rng.normal(1, 0.25, len(source.times_ns))
     )
-    found = told(ranks, [CounterSamples("a", "gpu", source.times_ns, rough.astype(np.int64))])[0]["activities"]
-    assert any("only" in (phase["reason"] or "") for phase in found.values())
-    assert sum(phase["joules"] for phase in found.values()) == pytest.approx(rough[-1] / 1e3, rel=0.05)
+    noisy = CounterSamples("a", "gpu", source.times_ns, rough.astype(np.int64))
+    result = attribution_rows(ranks, [noisy])[0]["activities"]
+    assert any("only" in (phase["reason"] or "") for phase in result.values())
+    assert sum(phase["joules"] for phase in result.values()) == pytest.approx(rough[-1] / 1e3, rel=0.05)
 
 
-def test_few_values_and_short_phases_say_nothing(rng):
-    ranks = [mixed(rng, 6)]
-    found = told(ranks, [counter(*power(ranks))])[0]["activities"]
-    assert all("new values, and" in phase["reason"] for phase in found.values())
-    spans = mixed(rng, 900)
+def test_few_values_and_short_phases_have_a_reason(rng):
+    ranks = [draw_spans(rng, 6)]
+    result = attribution_rows(ranks, [counter(*power(ranks))])[0]["activities"]
+    assert all("new values, too few for" in phase["reason"] for phase in result.values())
+    spans = draw_spans(rng, 900)
     spans[500, 0] = PHASES.index("other")
-    found = told([spans], [counter(*power([spans], WATTS | {"other": 1.0}))])[0]["activities"]
-    assert "shorter than 2 updates" in found["other"]["reason"] and found["compute"]["reason"] is None
+    result = attribution_rows([spans], [counter(*power([spans], WATTS | {"other": 1.0}))])[0]["activities"]
+    assert "shorter than 2 updates" in result["other"]["reason"] and result["compute"]["reason"] is None
 
 
-def test_nothing_told_is_nothing_known(rng):
-    ranks = [mixed(rng, 100)]
-    assert told([np.empty((0, 3), np.int64)], [counter(*power(ranks))])[0]["activities"] == {}
-    assert told(ranks, [CounterSamples("a", "gpu", np.arange(50) * 10**8, np.full(50, 7))])[0]["activities"] == {}
-    assert told(ranks, []) == []
+def test_attribution_without_spans_or_values_is_empty(rng):
+    ranks = [draw_spans(rng, 100)]
+    assert attribution_rows([np.empty((0, 3), np.int64)], [counter(*power(ranks))])[0]["activities"] == {}
+    constant = CounterSamples("a", "gpu", np.arange(50) * 10**8, np.full(50, 7))
+    assert attribution_rows(ranks, [constant])[0]["activities"] == {}
+    assert attribution_rows(ranks, []) == []
 
 
-def test_inner_spans_take_their_time_out_of_outer_ones():
+def test_inner_spans_are_subtracted_from_outer_spans():
     spans = np.array([(1, 30, 40), (4, 10, 60), (0, 0, 10), (1, 45, 50), (2, 60, 60), (6, 35, 38)])
     expected = [(0, 0, 10), (4, 10, 30), (1, 30, 35), (6, 35, 38), (1, 38, 40), (4, 40, 45), (1, 45, 50), (4, 50, 60)]
     assert flatten_spans(spans).tolist() == [list(row) for row in expected]
     random = np.random.default_rng(3).integers(0, 1000, (200, 2))
     spans = np.concatenate([np.zeros((200, 1), int), np.sort(random)], axis=1)
-    found = flatten_spans(spans)
+    result = flatten_spans(spans)
     covered = np.zeros(1000, bool)
     for _, begin, end in spans:
         covered[begin:end] = True
-    assert np.all(found[1:, 1] >= found[:-1, 2]) and np.diff(found[:, 1:]).sum() == covered.sum()
+    assert np.all(result[1:, 1] >= result[:-1, 2]) and np.diff(result[:, 1:]).sum() == covered.sum()
 
 
 @pytest.mark.parametrize(("update_s", "most_ms"), [(0.1, 102), (0.13, 30), (0.173, 40), (0.001, 2)])
-def test_new_values_are_bracketed_by_readings(rng, update_s, most_ms):
-    """Locked to readings every 100 ms, they are known to 100 ms; drifting through them, to a fraction of that."""
+def test_update_times_are_bracketed_by_readings(rng, update_s, most_ms):
+    """Updates locked to 100 ms readings are known to 100 ms. Drifting updates are known to a fraction of 100 ms."""
     moments = int(rng.integers(0, 10**8)) + np.rint(np.arange(round(5.1 / update_s)) * update_s * 1e9) + BEGIN_NS
     read = np.ceil(moments / 1e8) * 1e8
-    seen = np.unique(read).astype(np.int64)[:-1]  # the counter stops in the midst of the last
+    seen = np.unique(read).astype(np.int64)[:-1]  # the counter stops within the last interval
     last = np.array([moments[read == at].max() for at in seen])
-    found = update_brackets(seen - 10**8, seen, update_s)
-    right = [(low, high) for low, high in found if np.all((low <= last) & (last <= high))]
+    result = update_brackets(seen - 10**8, seen, update_s)
+    right = [(low, high) for low, high in result if np.all((low <= last) & (last <= high))]
     assert right and min(np.mean(high - low) for low, high in right) < most_ms * 1e6
-    assert all(np.all(low <= high) for low, high in found)
+    assert all(np.all(low <= high) for low, high in result)
 
 
-def test_brackets_of_unsteady_and_unknown_counters_are_the_readings(rng):
+def test_brackets_of_irregular_counters_equal_the_readings(rng):
     seen = np.cumsum(rng.integers(1, 30, 40)) * 10**8
     for update_s in (math.nan, 0.1):
-        found = update_brackets(seen - 10**8, seen, update_s)
-        assert all(np.all((low >= seen - 1.1e8) & (high <= seen)) for low, high in found)
+        result = update_brackets(seen - 10**8, seen, update_s)
+        assert all(np.all((low >= seen - 1.1e8) & (high <= seen)) for low, high in result)
 
 
 def rows(**joules):
@@ -234,7 +236,7 @@ def rows(**joules):
     return [{"name": "a", "kind": "gpu", "activities": phases}]
 
 
-def test_activities_add_up_to_training_over_sources_nodes_and_starts():
+def test_activities_sum_to_training_over_sources_nodes_and_starts():
     both = [*rows(compute=60.0, idle=20.0, checkpoint=7.0), *rows(compute=20.0, communication=20.0)]
     both += [{"name": "p", "kind": "cpu", "activities": rows(compute=1e6)[0]["activities"]}]
     first = phase_shares.job_activities(both, ["gpu"], 240.0, None)
@@ -247,22 +249,22 @@ def test_activities_add_up_to_training_over_sources_nodes_and_starts():
 
 
 @cases(
-    "found, training_j, reason, earlier, why",
+    "result, training_j, reason, earlier, why",
     (rows(compute=1.0), math.nan, "no read", None, "no read"),
-    (rows(compute=1.0), 10.0, None, {}, "an earlier start of this run: nobody told"),
+    (rows(compute=1.0), 10.0, None, {}, "an earlier start of this run: the activity of the ranks was not recorded"),
     ([], 10.0, None, None, "telemetry.trace"),
     ([{"name": "a", "kind": "gpu", "activities": {}}], 10.0, None, None, "two new values"),
 )
-def test_what_is_not_known_of_a_part_is_not_known_of_the_whole(found, training_j, reason, earlier, why):
-    known = phase_shares.job_activities(found, ["gpu"], training_j, reason, earlier)
-    assert why in known["unknown"] and all(math.isnan(joules) for joules in known["joules"].values())
-    kept = json.loads(json.dumps(phase_shares.activities_state(known)))
+def test_unknown_part_makes_all_activities_unknown(result, training_j, reason, earlier, why):
+    reference = phase_shares.job_activities(result, ["gpu"], training_j, reason, earlier)
+    assert why in reference["unknown"] and all(math.isnan(joules) for joules in reference["joules"].values())
+    kept = json.loads(json.dumps(phase_shares.activities_state(reference)))
     later = phase_shares.job_activities(rows(compute=1.0), ["gpu"], 10.0, None, kept)
     assert math.isnan(later["joules"]["compute"]) and "an earlier start" in later["reason"]["compute"]
 
 
-def test_a_start_of_next_to_no_training_is_no_reason_to_forget_the_others():
-    """Doubts of a part of 2 % at most are errors of the sum; those of a larger one leave it unknown."""
+def test_doubtful_start_with_little_training_keeps_earlier_values():
+    """A doubtful part of at most 2 % adds to the error of the sum. A larger part makes the sum unknown."""
     kept = phase_shares.activities_state(
         phase_shares.job_activities(rows(compute=60.0, idle=20.0), ["gpu"], 800.0, None)
     )
@@ -279,36 +281,36 @@ def test_a_start_of_next_to_no_training_is_no_reason_to_forget_the_others():
 
 
 def late_reads(rng):
-    """A constant 45 W, and readings that come up to 20 ms late where a checkpoint is written, and only there."""
-    spans = mixed(rng, 2000, scatter=0.1)
+    """Return the checkpoint activity at a constant 45 W, with readings up to 20 ms late only during checkpoints."""
+    spans = draw_spans(rng, 2000, scatter=0.1)
     same = dict.fromkeys(WATTS, 45.0)
     source = counter(*power([spans], same), update_s=0.001, window_s=0.001, name="package-0", kind="cpu")
     saves = spans[spans[:, 0] == PHASES.index("checkpoint")]
     at = np.searchsorted(saves[:, 1], source.times_ns, side="right") - 1
     late = (at >= 0) & (source.times_ns < saves[np.maximum(at, 0), 2])
     lag_mj = np.where(late, rng.uniform(0, 0.02, len(late)) * 45e3, 0.0)
-    found = told(
+    result = attribution_rows(
         [spans], [replace(source, energy_mj=source.energy_mj + lag_mj.astype(np.int64))], PowerSensor(0.005, 0.005)
     )
-    return found[0]["activities"]["checkpoint"]
+    return result[0]["activities"]["checkpoint"]
 
 
 @pytest.mark.full
-def test_standard_errors_are_those_of_the_intervals_a_phase_was_seen_in(rng):
-    """All other intervals are read as they should be: they say nothing of how well these are known."""
+def test_standard_error_uses_only_intervals_of_the_phase(rng):
+    """The other intervals are read on time, so they must not reduce the error."""
     off = [(save["joules"] - 45 * save["seconds"]) / save["error_j"] for save in (late_reads(rng) for _ in range(40))]
     assert np.sqrt(np.mean(np.square(off))) < 1.75
 
 
 @pytest.mark.parametrize("trouble", ["zeros", "lost", "server"])
 @pytest.mark.full_except("zeros")
-def test_what_tells_nothing_keeps_nothing_waiting(rng, trouble):
-    """A memory's counter that stands at 0, a sensor that is lost, a rank without steps: the others go on as before."""
-    spans = mixed(rng, 4000)
+def test_silent_source_or_rank_does_not_delay_the_others(rng, trouble):
+    """A counter that stays at 0, a lost sensor and a rank without steps: the other sources are not affected."""
+    spans = draw_spans(rng, 4000)
     source = counter(*power([spans]), name="package-0", kind="cpu")
     attribution, last_ns = Attribution(lambda name, kind: WHOLE), BEGIN_NS
     for number, moment_ns in enumerate(range(BEGIN_NS, int(spans[-1, 2]), 5 * 10**9)):
-        now, source = cut(source, moment_ns)
+        now, source = split_at(source, moment_ns)
         other = replace(now, name="dram", kind="dram")
         if trouble == "zeros":
             other = replace(other, energy_mj=np.zeros(len(now.times_ns), np.int64))
@@ -318,5 +320,5 @@ def test_what_tells_nothing_keeps_nothing_waiting(rng, trouble):
         last_ns = moment_ns
     assert all(len(sums.times_ns) < 80 for sums in attribution._sources.values())
     assert all(len(rank.spans) < 600 for rank in attribution._ranks)
-    found = {row["name"]: row["activities"] for row in attribution.rows()}
-    assert found["package-0"]["compute"]["reason"] is None and (trouble != "zeros" or found["dram"] == {})
+    results = {row["name"]: row["activities"] for row in attribution.rows()}
+    assert results["package-0"]["compute"]["reason"] is None and (trouble != "zeros" or results["dram"] == {})

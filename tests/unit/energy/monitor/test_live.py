@@ -1,4 +1,4 @@
-"""What a job draws and how busy it is now: sums over nodes, means over time, and nothing made up."""
+"""Current power and utilisation of a job: sums over nodes, means over time, and NaN for unknown values."""
 
 import math
 
@@ -13,7 +13,7 @@ from hpcdist.energy.sources.utilisation import COLUMNS, SHARES
 S = 1_000_000_000
 
 
-def drained(samples=(), gaps=(), looks=()):
+def drained_samples(samples=(), gaps=(), looks=()):
     return DrainedSamples(
         np.array(samples, np.int64).reshape(-1, 3),
         np.empty((0, 3), np.int64),
@@ -23,33 +23,33 @@ def drained(samples=(), gaps=(), looks=()):
     )
 
 
-def look(**known):
-    return [known.get(name, math.nan) for name in COLUMNS]
+def look(**reference):
+    return [reference.get(name, math.nan) for name in COLUMNS]
 
 
 def node(number, watts=None, lacking=(), looks=()):
-    return NodeRows(number, [], drained(looks=looks), [], watts=watts or {}, lacking=frozenset(lacking))
+    return NodeRows(number, [], drained_samples(looks=looks), [], watts=watts or {}, lacking=frozenset(lacking))
 
 
-def test_watts_go_from_sample_to_sample_over_calls():
+def test_mean_power_continues_between_calls():
     power = MeanPower()
-    assert power.by_source(2, drained([(S, 0, 1000), (2 * S, 0, 6000)]))[0] == pytest.approx(5)
-    found = power.by_source(2, drained([(4 * S, 0, 8000), (4 * S, 1, 10)]))
-    assert found[0] == pytest.approx(1) and math.isnan(found[1]), "one sample is no difference"
-    assert all(math.isnan(one) for one in power.by_source(2, drained()))
-    assert power.by_source(2, drained([(5 * S, 1, 3010)]))[1] == pytest.approx(3)
-    assert math.isnan(power.by_source(2, drained([(6 * S, 1, 3010)], [(6 * S, 1)]))[1]), "it does not know"
+    assert power.by_source(2, drained_samples([(S, 0, 1000), (2 * S, 0, 6000)]))[0] == pytest.approx(5)
+    result = power.by_source(2, drained_samples([(4 * S, 0, 8000), (4 * S, 1, 10)]))
+    assert result[0] == pytest.approx(1) and math.isnan(result[1]), "one sample is no difference"
+    assert all(math.isnan(one) for one in power.by_source(2, drained_samples()))
+    assert power.by_source(2, drained_samples([(5 * S, 1, 3010)]))[1] == pytest.approx(3)
+    assert math.isnan(power.by_source(2, drained_samples([(6 * S, 1, 3010)], [(6 * S, 1)]))[1]), "unknown after a gap"
 
 
-def test_nodes_add_up_and_one_blind_node_takes_its_kind():
+def test_power_is_summed_and_unreadable_node_makes_its_kind_nan():
     present = LiveFigures()
     assert present.power() == present.utilisation() == present.network() == {}
     present.see([node(0, {"gpu": 100.0, "cpu": 10.0}), node(1, {"gpu": 50.0}, ["cpu"]), node(2, {"cpu": 1.0})])
-    found = present.power()
-    assert found["gpu"] == 150 and math.isnan(found["cpu"]), "node 2 has no GPU in the job, node 1 cannot be read"
+    result = present.power()
+    assert result["gpu"] == 150 and math.isnan(result["cpu"]), "node 2 has no GPU in the job, node 1 cannot be read"
 
 
-def test_the_kind_of_whole_nodes_needs_all_of_them():
+def test_node_power_is_omitted_unless_all_nodes_report_it():
     present = LiveFigures()
     present.see([node(0, {"node": 300.0, "cpu": 10.0}), node(1, {"node": 200.0, "cpu": 20.0})])
     assert present.power() == {"node": 500, "cpu": 30}
@@ -57,7 +57,7 @@ def test_the_kind_of_whole_nodes_needs_all_of_them():
     assert present.power() == {"cpu": 30}
 
 
-def test_shares_are_means_over_time_and_nodes():
+def test_utilisation_is_mean_over_time_and_nodes():
     present = LiveFigures()
     one = [look(cpu=0.2, gpu=0.5), look(cpu=0.4)]
     present.see([node(0, looks=one), node(1, looks=[look(cpu=0.9, sent_bytes=5.0, received_bytes=6.0)]), node(2)])
@@ -65,7 +65,7 @@ def test_shares_are_means_over_time_and_nodes():
     assert set(present.utilisation()) <= set(SHARES)
 
 
-def test_bytes_are_kept_from_the_last_look_of_each_node():
+def test_network_bytes_use_last_value_of_each_node():
     present = LiveFigures()
     present.see([node(0, looks=[look(sent_bytes=5.0, received_bytes=6.0)]), node(1)])
     present.see([node(0), node(1, looks=[look(sent_bytes=1.0, received_bytes=2.0)])])

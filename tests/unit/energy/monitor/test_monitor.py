@@ -18,12 +18,12 @@ from hpcdist.errors import DeadlineError
 
 @pytest.fixture(autouse=True)
 def quick_pace(monkeypatch):
-    """The pace of a counter is settled after three changes: what comes later, and how late, changes nothing."""
+    """Fix the update interval of a counter after three changes, so that later delays have no effect."""
     monkeypatch.setattr(counters, "PROBE_NS", 0)
 
 
 class Package:
-    """A fixture tree with one package, whose counter the test turns; it wraps at 10 J."""
+    """A powercap tree with one package. The test advances its counter, which wraps at 10 J."""
 
     RANGE_UJ = 10_000_000
 
@@ -49,7 +49,7 @@ def settle(monitor):
 
 
 def spend(monitor, package, joules):
-    """Turn the counter and let it be read, if this rank reads."""
+    """Advance the counter and read it, if this rank reads the sensors."""
     for part in range(4):
         if monitor.sampler.tracks:
             package.spend(joules / 4)
@@ -70,7 +70,7 @@ def train(monitor, package):
 
 
 def host(comm):
-    """Two ranks a host."""
+    """Return the host name of this rank. Two ranks share a host."""
     return f"host {comm.rank // 2}"
 
 
@@ -78,11 +78,11 @@ def config(root):
     return EnergyConfig(sources="rapl", interval_s=0.002, powercap=str(root), utilisation_s=0.0)
 
 
-def alive():
+def sampler_threads():
     return [thread for thread in threading.enumerate() if thread.name == "energy sampler"]
 
 
-def test_nodes_add_up_over_wraps(tmp_path):
+def test_energy_of_nodes_is_summed_over_counter_wraps(tmp_path):
     packages = [Package(tmp_path / str(node)) for node in range(3)]
 
     def body(comm):
@@ -93,18 +93,18 @@ def test_nodes_add_up_over_wraps(tmp_path):
 
     results = run_threads(5, body)
     report = results[0][0]
-    assert all(found == report for found, _ in results)
+    assert all(result == report for result, _ in results)
     assert [tracks for _, tracks in results] == [1, 0, 1, 0, 1]
     assert report["reason"] is None and report["energy_j"] == pytest.approx(3 * 5.5)
     joules = {name: phase["joules"] for name, phase in report["phases"].items()}
     assert joules == {"training": pytest.approx(12), "checkpoint": pytest.approx(3), "validation": pytest.approx(1.5)}
     assert "gpu (node 0, 1, 2): energy.sources = 'rapl'" in report["not_included"]
-    assert not alive()
+    assert not sampler_threads()
 
 
 @pytest.mark.parametrize(("size", "absent", "named"), [(4, (1, 3), "ranks 1, 3"), (2, (0,), "rank 0")])
 @pytest.mark.full_except("4-absent0-ranks 1, 3")
-def test_a_report_that_some_ranks_do_not_ask_for_names_them(tmp_path, size, absent, named):
+def test_report_deadline_error_names_absent_ranks(tmp_path, size, absent, named):
     together = threading.Barrier(size - len(absent))
 
     def body(comm):
@@ -113,15 +113,15 @@ def test_a_report_that_some_ranks_do_not_ask_for_names_them(tmp_path, size, abse
             if comm.rank in absent:
                 return
             together.wait()
-            with pytest.raises(DeadlineError) as found:
+            with pytest.raises(DeadlineError) as result:
                 monitor.report()
-            said = f"Monitor.report is collective: rank {comm.rank} of world has waited 1 s, and {named} did not come"
-            assert str(found.value).startswith(said)
+            output = f"Monitor.report is collective: rank {comm.rank} of world has waited 1 s, and {named} did not call"
+            assert str(result.value).startswith(output)
 
     run_threads(size, body)
 
 
-def test_declared_nodes_on_one_machine_count_it_once(tmp_path):
+def test_declared_nodes_on_one_machine_are_counted_once(tmp_path):
     package = Package(tmp_path / "0")
 
     def body(comm):
@@ -134,7 +134,7 @@ def test_declared_nodes_on_one_machine_count_it_once(tmp_path):
     assert results[3][0]["energy_j"] == pytest.approx(5.5)
 
 
-def test_one_blind_node_takes_the_total_and_is_named(tmp_path):
+def test_node_without_sensor_makes_total_nan_and_is_named(tmp_path):
     package = Package(tmp_path / "0")
 
     def body(comm):
@@ -148,12 +148,12 @@ def test_one_blind_node_takes_the_total_and_is_named(tmp_path):
         assert report["reason"].startswith("node 1 has no cpu: ") and "missing does not exist" in report["reason"]
 
 
-def test_a_job_on_gpus_is_not_measured_by_its_processors_alone(tmp_path):
+def test_gpu_job_is_not_measured_by_cpus_alone(tmp_path):
     package = Package(tmp_path / "0")
 
     def body(comm):
         chosen = EnergyConfig(powercap=str(package.root))
-        with EnergyMonitor(comm, chosen, bus_id="ffff:ff:1f.0", environment={}) as monitor:  # no machine has this one
+        with EnergyMonitor(comm, chosen, bus_id="ffff:ff:1f.0", environment={}) as monitor:  # no machine has it
             train(monitor, package)
             return monitor.report()
 
@@ -162,7 +162,7 @@ def test_a_job_on_gpus_is_not_measured_by_its_processors_alone(tmp_path):
     assert report["by_kind"]["cpu"] == pytest.approx(5.5)
 
 
-def test_a_checkpoint_counts_the_open_window_until_now(tmp_path):
+def test_saved_state_includes_the_open_window(tmp_path):
     package = Package(tmp_path / "0")
 
     def body(comm):
@@ -178,13 +178,13 @@ def test_a_checkpoint_counts_the_open_window_until_now(tmp_path):
     assert first["phases"]["training"]["joules"] == pytest.approx(4.0) and first["reason"] is None
 
 
-def test_without_a_source_nothing_runs_and_nothing_is_waited_for(tmp_path):
+def test_monitor_without_source_starts_no_thread_and_does_not_wait(tmp_path):
     waits = []
 
     def body(comm):
         chosen = EnergyConfig(powercap=str(tmp_path / "missing"), utilisation_s=0.0)
         with EnergyMonitor(comm, chosen, synchronise=lambda: waits.append(1), environment={}) as monitor:
-            assert not monitor.measures and not alive()
+            assert not monitor.measures and not sampler_threads()
             with monitor.window("training"):
                 pass
             assert monitor.collect() == []
@@ -196,7 +196,7 @@ def test_without_a_source_nothing_runs_and_nothing_is_waited_for(tmp_path):
     assert state["phases"]["training"]["joules"] is None and not waits
 
 
-def test_the_device_is_waited_for_at_every_edge_on_every_rank_of_a_node_that_measures(tmp_path):
+def test_all_ranks_of_a_measuring_node_synchronise_at_each_edge(tmp_path):
     packages, waits = [Package(tmp_path / "0")], [0, 0, 0]
 
     def body(comm):
@@ -215,20 +215,20 @@ def test_the_device_is_waited_for_at_every_edge_on_every_rank_of_a_node_that_mea
     assert waits == [4, 4, 0]
 
 
-def test_an_exception_in_a_window_ends_the_sampler(tmp_path):
+def test_exception_in_a_window_stops_the_sampler(tmp_path):
     package = Package(tmp_path / "0")
 
     def body(comm):
         with EnergyMonitor(comm, config(package.root), environment={}) as monitor, monitor.window("training"):
-            assert alive()
+            assert sampler_threads()
             raise ArithmeticError("the loss is NaN")
 
     with pytest.raises(ArithmeticError):
         run_threads(1, body)
-    assert not alive()
+    assert not sampler_threads()
 
 
-def test_samples_of_all_nodes_meet_on_their_first_ranks(tmp_path):
+def test_samples_of_all_nodes_are_collected_on_first_ranks(tmp_path):
     packages = [Package(tmp_path / str(node)) for node in range(2)]
 
     def body(comm):
@@ -247,7 +247,7 @@ def test_samples_of_all_nodes_meet_on_their_first_ranks(tmp_path):
         assert not any(row.windows for row in again)
 
 
-def test_watts_shares_and_intervals_of_all_nodes(tmp_path):
+def test_power_and_utilisation_are_known_on_first_ranks_of_nodes(tmp_path):
     packages = [Package(tmp_path / str(node)) for node in range(2)]
 
     def body(comm):
@@ -277,10 +277,10 @@ def test_watts_shares_and_intervals_of_all_nodes(tmp_path):
             continue
         assert counts > 4 and looks >= 2
         assert power["cpu"] > 0 and 0 <= shares["node_cpu"] <= 1 and 0 < shares["memory"] < 1
-    assert results[0][2] == results[2][2], "both know the same of the job"
+    assert results[0][2] == results[2][2], "both first ranks report the same job"
 
 
-def test_looks_need_no_source_and_cost_no_synchronisation(tmp_path):
+def test_utilisation_needs_no_source_and_no_synchronisation(tmp_path):
     waits = []
 
     def body(comm):
@@ -294,16 +294,16 @@ def test_looks_need_no_source_and_cost_no_synchronisation(tmp_path):
 
     (count, shares, power, joules), (others, *_) = run_threads(2, body)
     assert count == 1 and others == 0 and "node_cpu" in shares and power == {} and math.isnan(joules)
-    assert not waits and not alive()
+    assert not waits and not sampler_threads()
 
 
-def test_a_stretch_that_nobody_knows_takes_its_window_only(tmp_path, monkeypatch):
-    """Power that is integrated, and a silence that is too long to be bridged."""
+def test_gap_in_power_invalidates_its_window_and_the_total(tmp_path, monkeypatch):
+    """The integrated power has a gap that is too long to be bridged."""
     now, watts = [0], [50_000]
     counter = IntegratedPower("GPU-0", lambda: watts[0], SourceInfo(), 0.1, lambda: now[0])
     monkeypatch.setattr(monitors, "open_node_sources", lambda *_: NodeSources([counter]))
 
-    def spent(monitor, *seconds):
+    def read_after(monitor, *seconds):
         for one in seconds:
             now[0] += round(one * 1e9)
             monitor.sampler.read()
@@ -313,11 +313,11 @@ def test_a_stretch_that_nobody_knows_takes_its_window_only(tmp_path, monkeypatch
         monkeypatch.setattr(counter, "_bridge_ns", 10**9)
         with EnergyMonitor(comm, chosen, environment={}) as monitor:
             with monitor.window("training"):
-                spent(monitor, 0.5, 0.5)
+                read_after(monitor, 0.5, 0.5)
                 with monitor.window("checkpoint"):
-                    spent(monitor, 0.5, 0.5)
+                    read_after(monitor, 0.5, 0.5)
                     settle(monitor)
-                spent(monitor, 0.5, 30.0, 0.5)
+                read_after(monitor, 0.5, 30.0, 0.5)
                 settle(monitor)
             return monitor.report(), monitor.collect()[0].drained
 
@@ -325,12 +325,12 @@ def test_a_stretch_that_nobody_knows_takes_its_window_only(tmp_path, monkeypatch
     checkpoint = report["phases"]["checkpoint"]
     assert checkpoint["joules"] == pytest.approx(50.0), checkpoint["reason"]
     assert math.isnan(report["phases"]["training"]["joules"]) and math.isnan(report["energy_j"])
-    assert "its power was not known all of the time (1 gaps)" in report["reason"]
+    assert "its power was not always known (1 gaps)" in report["reason"]
     assert len(drained.gaps) == 1 and report["sources"][0]["note"] == "integrated power"
 
 
-def test_after_its_end_no_sensor_is_asked_any_more(monkeypatch):
-    """The state is written once more then; a driver that was given back would only fail."""
+def test_sensors_are_not_read_after_the_end(monkeypatch):
+    """The state is written once more after the end. A read of the closed driver would fail."""
     closed = []
 
     def power_mw():

@@ -1,4 +1,4 @@
-"""The sampler: a thread only where there is something to read, which ends with its owner and misses no wrap."""
+"""The energy sampler: a thread only if there are sources, a clean stop, and no missed counter wrap."""
 
 import threading
 import time
@@ -30,35 +30,35 @@ class Broken(Clock):
         return super().read()
 
 
-def samplers():
+def sampler_threads():
     return [thread for thread in threading.enumerate() if thread.name == "energy sampler"]
 
 
-def test_samples_are_whole_and_the_thread_ends():
+def test_samples_unroll_wraps_and_the_thread_stops():
     sampler = EnergySampler([Clock(), Clock()], 0.005)
-    assert not samplers()
+    assert not sampler_threads()
     sampler.start()
-    assert len(samplers()) == 1 and samplers()[0].daemon
+    assert len(sampler_threads()) == 1 and sampler_threads()[0].daemon
     samples = sampler.drain().samples
     while len(samples) < 40:
         samples = [*samples, *sampler.drain().samples]
     sampler.stop()
-    assert not samplers()
+    assert not sampler_threads()
     for source in range(2):
-        times, energy = zip(*((t, mj) for t, found, mj in samples if found == source), strict=True)
+        times, energy = zip(*((t, mj) for t, result, mj in samples if result == source), strict=True)
         assert list(times) == sorted(times) and list(energy) == sorted(energy), "wraps are unrolled"
     assert sampler.drain().samples.shape[1] == 3 and sampler.drain().samples.shape == (0, 3)
 
 
-def test_without_a_source_there_is_no_thread():
+def test_sampler_without_source_starts_no_thread():
     sampler = EnergySampler([], 0.001)
     sampler.start()
-    assert not samplers()
+    assert not sampler_threads()
     assert sampler.read()[1] == []
     sampler.stop()
 
 
-def test_an_edge_tries_again_and_counts_every_failure():
+def test_edge_read_retries_and_counts_every_failure():
     transient = Broken()
     transient.fails = EDGE_ATTEMPTS - 1
     sampler = EnergySampler([Broken(), transient], 1.0)
@@ -67,28 +67,28 @@ def test_an_edge_tries_again_and_counts_every_failure():
     assert [track.failed_reads for track in sampler.tracks] == [EDGE_ATTEMPTS, EDGE_ATTEMPTS - 1]
     assert len(sampler.drain().samples) == 1, "a failed read leaves no sample"
     sampler.read()
-    assert sampler.tracks[0].failed_reads == EDGE_ATTEMPTS + 1, "who is silent for long is asked once"
+    assert sampler.tracks[0].failed_reads == EDGE_ATTEMPTS + 1, "a source that keeps failing is read once"
 
 
-def test_a_failing_sensor_does_not_end_the_thread():
+def test_failing_sensor_does_not_stop_the_thread():
     sampler = EnergySampler([Broken(), Clock()], 0.001)
     sampler.start()
     while sampler.tracks[0].failed_reads < 5:
         time.sleep(0.001)
-    assert samplers()
+    assert sampler_threads()
     sampler.stop()
     assert set(sampler.drain().samples[:, 1]) == {1}
 
 
 class Watts(Clock):
-    """Power beside energy."""
+    """A counter that also reports power."""
 
     def power_mw(self):
         return 5000
 
 
 class Gaps(Clock):
-    """Does not know what was used before every fourth read."""
+    """A counter with a gap before every fourth read."""
 
     reads = gaps = 0
 
@@ -98,7 +98,7 @@ class Gaps(Clock):
         return super().read()
 
 
-def test_power_and_looks_are_kept_beside_energy():
+def test_power_and_utilisation_are_recorded_with_energy():
     looks = iter(range(10**6))
     sampler = EnergySampler([Clock(), Watts()], 0.005, lambda: np.array([0.5, next(looks)]), 0.02)
     sampler.start()
@@ -112,45 +112,45 @@ def test_power_and_looks_are_kept_beside_energy():
     assert np.all(np.diff(drained.looks) > 0)
 
 
-def test_a_look_that_fails_is_told_once_and_ends_nothing():
-    told = []
+def test_utilisation_failure_is_reported_once_and_sampling_goes_on():
+    lines = []
 
     def look():
         raise ZeroDivisionError("no such thing")
 
-    sampler = EnergySampler([Clock()], 0.002, look, 0.002, told.append)
+    sampler = EnergySampler([Clock()], 0.002, look, 0.002, lines.append)
     sampler.start()
-    while not told or len(sampler._samples) < 5:
+    while not lines or len(sampler._samples) < 5:
         time.sleep(0.005)
     assert sampler.stop()
-    assert told == ["the utilisation of this node cannot be read: ZeroDivisionError: no such thing"]
+    assert lines == ["the utilisation of this node cannot be read: ZeroDivisionError: no such thing"]
 
 
-def test_looks_need_no_counter():
+def test_utilisation_needs_no_counter():
     sampler = EnergySampler([], 0.1, lambda: np.zeros(3), 0.01)
     sampler.start()
-    assert len(samplers()) == 1
+    assert len(sampler_threads()) == 1
     while not len(sampler.drain().looks):
         time.sleep(0.005)
-    assert sampler.stop() and not samplers()
+    assert sampler.stop() and not sampler_threads()
 
 
-def test_a_failing_source_is_told_of_once_whatever_it_raises():
+def test_unexpected_source_error_is_reported_once():
     class Wild(Clock):
         def read(self):
             raise KeyError("handle")
 
-    told = []
-    sampler = EnergySampler([Wild()], 0.001, tell=told.append)
+    lines = []
+    sampler = EnergySampler([Wild()], 0.001, tell=lines.append)
     sampler.start()
     while sampler.tracks[0].failed_reads < 20:
         time.sleep(0.001)
     sampler.stop()
-    assert len(told) == 1 and "KeyError: 'handle'" in told[0]
+    assert len(lines) == 1 and "KeyError: 'handle'" in lines[0]
     assert sampler.read()[1] == [None]
 
 
-def test_a_sensor_that_hangs_holds_nobody_up(monkeypatch):
+def test_hanging_sensor_does_not_block_the_caller(monkeypatch):
     monkeypatch.setattr(sampling, "HANG_TIMEOUT_S", 0.05)
     goes_on = threading.Event()
 
@@ -164,13 +164,13 @@ def test_a_sensor_that_hangs_holds_nobody_up(monkeypatch):
     time.sleep(0.05)
     assert sampler.read()[1] == [None, None], "the caller does not wait for a lock that is held for ever"
     assert "has not answered" in sampler.tracks[0].explain()
-    assert not sampler.stop(), "who would close the driver now is told not to"
+    assert not sampler.stop(), "stop() returns False, so the driver must not be closed"
     goes_on.set()
-    for thread in samplers():
+    for thread in sampler_threads():
         thread.join(10)
 
 
-def test_intervals_join_and_mark_what_is_not_known():
+def test_intervals_are_contiguous_and_mark_gaps():
     sampler = EnergySampler([Clock(), Gaps()], 1.0)
     first = [sampler.read()[1] for _ in range(6)]
     one, two = sampler.intervals()
@@ -185,7 +185,7 @@ def test_intervals_join_and_mark_what_is_not_known():
     assert [row[1] for row in sampler.drain().gaps] == [1, 1]
 
 
-def test_who_never_asks_for_intervals_pays_with_no_memory():
+def test_unused_intervals_are_bounded():
     sampler = EnergySampler([Clock()], 1.0)
     for _ in range(50):
         for _ in range(4):
@@ -194,7 +194,7 @@ def test_who_never_asks_for_intervals_pays_with_no_memory():
     assert len(sampler.intervals()[0].times_ns) == 4
 
 
-def test_what_reading_costs_is_counted():
+def test_read_time_is_counted_as_overhead():
     class Slow(Clock):
         def read(self):
             until_s = time.perf_counter() + 0.01
@@ -213,8 +213,8 @@ def test_what_reading_costs_is_counted():
     assert sampler.overhead()[1] == lasted_s, "the time ends with the sampler"
 
 
-def test_what_nobody_drains_is_bounded_and_loses_no_energy(monkeypatch):
-    """Half of the samples go, never the last one of a source."""
+def test_undrained_samples_are_bounded_and_lose_no_energy(monkeypatch):
+    """Half of the samples are dropped, but never the last sample of a source."""
     monkeypatch.setattr(sampling, "MAX_ROWS", 8)
     sampler = EnergySampler([Clock(), Clock()], 1.0, look=lambda: np.zeros(1))
     for _ in range(100):
@@ -223,12 +223,12 @@ def test_what_nobody_drains_is_bounded_and_loses_no_energy(monkeypatch):
         assert max(map(len, (sampler._samples, sampler._recent, sampler._looks))) <= 8
     rows = sampler.drain().samples
     for source in range(2):
-        own = rows[rows[:, 1] == source]
-        assert own[-1, 2] == last[source] and len(own) >= 2
-        assert (np.diff(own[:, 0]) > 0).all() and (np.diff(own[:, 2]) >= 0).all()
+        local_input = rows[rows[:, 1] == source]
+        assert local_input[-1, 2] == last[source] and len(local_input) >= 2
+        assert (np.diff(local_input[:, 0]) > 0).all() and (np.diff(local_input[:, 2]) >= 0).all()
 
 
-def test_a_gap_is_handed_on_to_the_sample_that_stays():
+def test_gap_of_dropped_sample_moves_to_kept_sample():
     rows = [(number, number % 2, 10 * number) for number in range(12)]
     left, gaps = sampling._halved(rows, {(4, 0), (6, 0), (7, 1)})
     assert left == [rows[number] for number in (2, 3, 6, 7, 10, 11)]

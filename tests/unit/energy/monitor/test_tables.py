@@ -1,4 +1,4 @@
-"""Samples and windows in HDF5: whole numbers with units, over several starts of a run."""
+"""Energy samples and windows in HDF5: integers with units, over several starts of a run."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def rows(node, samples):
     return NodeRows(node, sources, drained, [window], LARGE, 0.25, 60.0)
 
 
-def test_tables_over_flushes_and_sessions(tmp_path):
+def test_tables_are_appended_over_flushes_and_sessions(tmp_path):
     path = tmp_path / "metrics.h5"
     for session, nodes in (
         (0, [rows(0, [(LARGE, 0, LARGE + 2), (5, 1, 6)]), rows(1, [(7, 0, 8)])]),
@@ -77,7 +77,7 @@ def test_tables_over_flushes_and_sessions(tmp_path):
         assert cost["busy_s"][...].tolist() == [0.25] * 4 and cost["lasted_s"][0] == 60 and cost["node"][1] == 1
 
 
-def test_a_file_of_an_earlier_version_goes_on(tmp_path):
+def test_file_of_earlier_version_is_extended(tmp_path):
     path = tmp_path / "metrics.h5"
     with files.edit(path, "hpcdist.metrics", 1) as file:
         for name in ("sources", "samples", "windows"):
@@ -96,7 +96,7 @@ def test_a_file_of_an_earlier_version_goes_on(tmp_path):
         ]
 
 
-def test_without_a_source_there_are_no_tables_of_sources(tmp_path):
+def test_source_tables_are_created_only_with_sources(tmp_path):
     path = tmp_path / "metrics.h5"
     node = rows(0, [(LARGE, 0, 1)])
     empty = replace(node.drained, samples=node.drained.samples[:0], powers=node.drained.powers[:0])

@@ -1,4 +1,4 @@
-"""`hpcdist energy watch` as a person starts it, over the stand-in for the driver: watts, exit codes, signals."""
+"""`hpcdist energy watch` as a command, on the stub driver: watts, exit codes and signals."""
 
 import json
 import re
@@ -21,7 +21,7 @@ EXIT = [sys.executable, "-c", "import sys, time; print('mine'); time.sleep(0.4);
 
 @pytest.fixture
 def start(nvml_environment, tmp_path):
-    """``start(*arguments, **environment)`` -> a process that watches; none is left behind."""
+    """``start(*arguments, **environment)`` returns a watch process. The fixture ends every process."""
     (tmp_path / "gpus").write_text(GPUS)
     started = []
 
@@ -46,35 +46,35 @@ def end(process):
 
 
 @pytest.mark.full
-def test_watts_every_second_and_joules_at_the_end(start):
+def test_watch_prints_watts_every_second_and_joules_at_end(start):
     code, out, _ = end(start("--seconds", 3.3))
     assert code == 0
     lines = [line for line in out.splitlines() if " W | " in line]
     assert 1 <= len(lines) <= 3 and "GPU-00-aaaa" in lines[0] and "GPU-01-bbbb" in lines[0]
     assert "gpu 75%" in out and "gpu   GPU-00-aaaa (H200)" in out and "cpu   not measured: " in out
-    said = re.findall(r"(GPU-[^\s:]+|total):? ([\d,.]+) J", out)
-    joules = {name: float(value.replace(",", "")) for name, value in said}
+    messages = re.findall(r"(GPU-[^\s:]+|total):? ([\d,.]+) J", out)
+    joules = {name: float(value.replace(",", "")) for name, value in messages}
     assert joules["total"] == pytest.approx(joules["GPU-00-aaaa"] + joules["GPU-01-bbbb"], abs=0.2)
     assert joules["GPU-00-aaaa"] == pytest.approx(4 * joules["GPU-01-bbbb"], rel=0.1)
-    assert "of a processor" in out
+    assert "of a core" in out
 
 
-def test_around_a_command_its_output_and_exit_code_stay_its_own(start):
+def test_watched_command_keeps_output_and_exit_code(start):
     code, out, err = end(start("--json", "--", *EXIT, 7))
     assert (code, out) == (7, "mine\n")
-    found = json.loads(err.splitlines()[-1])
-    assert found["exit_code"] == 7 and found["reason"] is None
-    assert found["energy_j"] == pytest.approx(500 * found["seconds"], rel=0.25)
-    assert list(found["by_kind"]) == ["gpu"] and found["seconds"] >= 0.4
+    document = json.loads(err.splitlines()[-1])
+    assert document["exit_code"] == 7 and document["reason"] is None
+    assert document["energy_j"] == pytest.approx(500 * document["seconds"], rel=0.25)
+    assert list(document["by_kind"]) == ["gpu"] and document["seconds"] >= 0.4
 
 
-def test_only_the_gpus_that_the_environment_names(start):
+def test_only_visible_gpus_are_watched(start):
     _, _, err = end(start("--json", "--", *EXIT, 0, CUDA_VISIBLE_DEVICES="1"))
     assert [row["name"] for row in json.loads(err.splitlines()[-1])["sources"]] == ["GPU-01-bbbb"]
 
 
 @pytest.mark.full
-def test_samples_are_kept_session_after_session(start, tmp_path):
+def test_samples_of_each_session_are_appended(start, tmp_path):
     path = tmp_path / "samples.h5"
     for _ in range(2):
         code, _, err = end(start("--output", path, "--json", "--", *EXIT, 0))
@@ -89,7 +89,7 @@ def test_samples_are_kept_session_after_session(start, tmp_path):
         assert group["sampler/busy_s"][...].min() > 0
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(start, tmp_path):
+def test_unwritable_output_is_rejected_before_command_runs(start, tmp_path):
     mark = tmp_path / "ran"
     code, _, err = end(start("--output", tmp_path / "no" / "a.h5", "--", "touch", mark))
     assert code == 74 and "cannot be written" in err and not mark.exists()
@@ -98,31 +98,33 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(start, tm
     assert code == 74 and "Error: " in err and "Traceback" not in err and not mark.exists()
 
 
-def test_a_machine_without_a_source_says_why(start, tmp_path):
+def test_machine_without_source_reports_reason(start, tmp_path):
     mark = tmp_path / "ran"
     code, _, err = end(start("--", "touch", mark, NVML_STUB="/nowhere"))
     assert code == 69 and not mark.exists()
-    assert "no source of energy can be read here" in err and "Driver Not Loaded" in err and "does not exist" in err
+    assert (
+        "no energy source of this machine is readable" in err and "Driver Not Loaded" in err and "does not exist" in err
+    )
 
 
-def test_no_such_command(start):
+def test_missing_command_exits_with_127(start):
     code, _, err = end(start("--", "hpcdist-no-such-command"))
-    assert code == 127 and "there is no such command" in err
+    assert code == 127 and "command not found" in err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.full
-def test_a_signal_ends_a_watch_with_its_total(start, number):
+def test_signal_ends_watch_with_total(start, number):
     process = start()
     line = process.stdout.readline()
-    while " W" not in line:  # the first moment
+    while " W" not in line:  # the first line of power
         line = process.stdout.readline()
     process.send_signal(number)
     code, out, err = end(process)
     assert code == 0 and "total " in out and "Traceback" not in err, err
 
 
-def test_a_signal_goes_on_to_the_command(start, tmp_path):
+def test_signal_is_forwarded_to_the_command(start, tmp_path):
     mark = tmp_path / "ready"
     program = f"""
 import pathlib, signal, sys, time
@@ -139,7 +141,7 @@ time.sleep(100)"""
 
 
 @pytest.mark.full
-def test_a_command_that_a_signal_ends_and_one_that_takes_too_long(start):
+def test_killed_or_timed_out_command_sets_exit_code(start):
     killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     assert end(start("--", sys.executable, "-c", killed))[0] == 128 + signal.SIGKILL
     code, _, err = end(start("--seconds", 0.5, "--", "sleep", 100))

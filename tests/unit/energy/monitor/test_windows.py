@@ -1,4 +1,4 @@
-"""Windows: the innermost one gets the joules, nothing is counted twice, and a failed edge is not a zero."""
+"""Phase windows: the innermost window gets the joules, nothing is counted twice, and a failed read is not zero."""
 
 import math
 
@@ -21,7 +21,7 @@ def test_nested_windows_are_exclusive():
     windows.enter("checkpoint", 7 * S, [190, 17])
     windows.leave(10 * S, [191, 25])
     windows.leave(11 * S, [200, 41])
-    windows.enter("validation", 20 * S, [500, 100])  # what lies between belongs to nobody
+    windows.enter("validation", 20 * S, [500, 100])  # the time between the windows is not counted
     windows.leave(21 * S, [510, 101])
     assert joules(windows) == {"training": [79, 21], "checkpoint": [21, 10], "validation": [10, 1]}
     assert windows.totals() == [110, 32]
@@ -35,7 +35,7 @@ def test_nested_windows_are_exclusive():
     assert (first.begin_ns, first.end_ns) == (4 * S, 5 * S)
 
 
-def test_random_windows_add_up(rng):
+def test_random_windows_sum_to_the_total(rng):
     windows, total, value, now_ns, depth = PhaseWindows(1), 0, 1000, 0, 0
     for _ in range(500):
         step = int(rng.integers(0, 100))
@@ -52,7 +52,7 @@ def test_random_windows_add_up(rng):
     assert sum(mj[0] for mj in joules(windows).values()) == total
 
 
-def test_an_open_window_counts_to_the_last_edge_but_is_not_judged():
+def test_open_window_counts_to_last_edge_without_shortest_time():
     windows = PhaseWindows(1)
     windows.enter("training", 0, [0])
     windows.edge(2 * S, [7])
@@ -60,27 +60,27 @@ def test_an_open_window_counts_to_the_last_edge_but_is_not_judged():
     assert (phase["mj"], phase["seconds"], phase["shortest_s"]) == ([7], 2, math.inf)
 
 
-def test_a_failed_edge_leaves_both_sides_unknown_but_not_their_sum():
+def test_failed_edge_makes_both_windows_nan_but_not_the_total():
     windows = PhaseWindows(2)
     windows.enter("training", 0, [0, 0])
     windows.enter("checkpoint", S, [None, 5])
     windows.leave(2 * S, [30, 6])
     windows.leave(3 * S, [40, 7])
-    found = joules(windows)
-    assert math.isnan(found["training"][0]) and math.isnan(found["checkpoint"][0])
-    assert (found["training"][1], found["checkpoint"][1]) == (6, 1)
+    result = joules(windows)
+    assert math.isnan(result["training"][0]) and math.isnan(result["checkpoint"][0])
+    assert (result["training"][1], result["checkpoint"][1]) == (6, 1)
     assert windows.totals() == [40, 7]
 
 
 @pytest.mark.parametrize("edges", [[None, 9], [3, None], [None, None]])
-def test_a_source_that_fails_at_the_first_or_last_edge_has_no_total(edges):
+def test_failure_at_first_or_last_edge_has_no_total(edges):
     windows = PhaseWindows(1)
     windows.enter("training", 0, [edges[0]])
     windows.leave(S, [edges[1]])
     assert math.isnan(windows.totals()[0]) and math.isnan(joules(windows)["training"][0])
 
 
-def test_a_failure_outside_of_all_windows_costs_nothing():
+def test_failure_outside_of_windows_has_no_effect():
     windows = PhaseWindows(1)
     windows.enter("training", 0, [0])
     windows.leave(S, [5])
@@ -90,17 +90,17 @@ def test_a_failure_outside_of_all_windows_costs_nothing():
     assert windows.totals() == [6] and joules(windows) == {"training": [5], "validation": [1]}
 
 
-def test_a_failure_at_the_border_to_outside_has_no_total():
+def test_failure_at_end_of_outermost_window_has_no_total():
     windows = PhaseWindows(1)
     windows.enter("training", 0, [0])
-    windows.leave(S, [None])  # how much of what follows was training's cannot be known
+    windows.leave(S, [None])  # the share of training in the next interval is unknown
     windows.enter("validation", 3 * S, [50])
     windows.leave(4 * S, [51])
-    found = joules(windows)
-    assert math.isnan(windows.totals()[0]) and math.isnan(found["training"][0]) and found["validation"] == [1]
+    result = joules(windows)
+    assert math.isnan(windows.totals()[0]) and math.isnan(result["training"][0]) and result["validation"] == [1]
 
 
-def test_what_a_source_does_not_know_is_nobodys_and_no_total():
+def test_forgotten_interval_of_a_source_has_no_total():
     windows = PhaseWindows(2)
     windows.enter("training", 0, [0, 0])
     windows.edge(S, [5, 5])
@@ -108,12 +108,12 @@ def test_what_a_source_does_not_know_is_nobodys_and_no_total():
     windows.enter("checkpoint", 2 * S, [9, 9])
     windows.leave(3 * S, [10, 10])
     windows.leave(4 * S, [20, 20])
-    found = joules(windows)
-    assert found["checkpoint"] == [1, 1] and found["training"][0] == 19
-    assert math.isnan(found["training"][1]) and math.isnan(windows.totals()[1]) and windows.totals()[0] == 20
+    result = joules(windows)
+    assert result["checkpoint"] == [1, 1] and result["training"][0] == 19
+    assert math.isnan(result["training"][1]) and math.isnan(windows.totals()[1]) and windows.totals()[0] == 20
 
 
-def test_windows_that_were_taken_cost_nothing_and_still_count():
+def test_taken_windows_free_memory_and_still_count():
     windows, taken = PhaseWindows(1), []
     windows.enter("training", 0, [0])
     for number in range(10_000):
@@ -125,4 +125,4 @@ def test_windows_that_were_taken_cost_nothing_and_still_count():
     assert len(taken) == 10_000 and not windows.take()
     phase = windows.phases()["checkpoint"]
     assert (phase["mj"], phase["seconds"], phase["shortest_s"]) == ([30_000], 10_000, 1)
-    assert windows.phases()["training"]["windows"] == 1 and windows.phases() == windows.phases()  # asking adds nothing
+    assert windows.phases()["training"]["windows"] == 1 and windows.phases() == windows.phases()  # pure

@@ -1,7 +1,7 @@
-"""Limits of power and clocks: what is asked is in force, and what was before comes back, however it ends.
+"""Power and clock limits: requested limits are in force, and earlier limits are restored after every kind of exit.
 
-GPUs are those of the stand-in for the driver, through the real pynvml: each test of them is a program of its own, since
-the dynamic loader reads LD_LIBRARY_PATH when a process starts. Processors are file trees as sysfs shows them.
+GPUs belong to the stub driver, through the real pynvml. Each GPU test is a separate program, since the dynamic loader
+reads LD_LIBRARY_PATH when a process starts. Processors are file trees like sysfs.
 """
 
 import json
@@ -42,17 +42,17 @@ def power(driver, *numbers):
 def clocks(driver, *numbers):
     return devices.gpu_limits(driver, [f"GPU-{number:02d}" for number in numbers], GPU_CLOCK)
 
-def refused(call):
+def error_text(call):
     try:
         call()
     except HpcdistError as error:
         return f"{type(error).__name__}: {error}"
 
-def enter(wanted):
-    with apply.limited(wanted, FOLDER):
+def enter(limits):
+    with apply.limited(limits, FOLDER):
         return "changed"
 
-def tell(value):
+def print_json(value):
     print(json.dumps(value), flush=True)
 """
 
@@ -63,16 +63,16 @@ def gpu(number, *words, mig=0, energy="fixed:1000"):
 
 
 @pytest.fixture
-def place(nvml_environment, tmp_path):
-    """The driver's file, records, and the environment in which a program finds both."""
+def workspace(nvml_environment, tmp_path):
+    """The folder of the stub driver's file and of the records, and the environment of a program that uses both."""
     state = tmp_path / "state"
     return tmp_path, nvml_environment | {"FOLDER": str(state / "hpcdist" / "limits"), "XDG_STATE_HOME": str(state)}
 
 
 @pytest.fixture
-def program(place):
-    """``program(gpus, source)`` -> what the program told; ``code`` is how it is to end."""
-    folder, environment = place
+def program(workspace):
+    """``program(gpus, source, code)`` returns the printed JSON. ``code`` is the expected exit code."""
+    folder, environment = workspace
 
     def run(gpus, source, code=0):
         if gpus is not None:
@@ -84,18 +84,18 @@ def program(place):
     return run
 
 
-def set_limits(folder):
-    """Return what the driver holds: uuid -> (limit in mW, lowest and highest MHz)."""
+def driver_limits(folder):
+    """Return the limits set in the driver: uuid -> (power in mW, lowest MHz, highest MHz)."""
     path = folder / "gpus.set"
     rows = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
     return {row[0]: (int(row[1]), int(row[4]), int(row[5])) for row in rows}
 
 
-def left(folder):
+def remaining_records(folder):
     return sorted(path.name for path in (folder / "state/hpcdist/limits").glob("*.json"))
 
 
-def test_limits_of_chosen_gpus_hold_inside_and_only_there(program, place, rng):
+def test_limits_hold_for_chosen_gpus_only_inside_the_context(program, workspace, rng):
     chosen = sorted(rng.choice(12, 3, replace=False).tolist(), key=lambda number: -number)
     watts = int(rng.integers(100, 350))
     source = f"""
@@ -106,7 +106,7 @@ with nvml.NvmlDriver() as driver:
         inside = [knob.now() for knob in power(driver, *range(12))]
         records = len(journal.records(FOLDER)[0])
     after = [knob.now() for knob in power(driver, *range(12))]
-tell([list(in_force), before, inside, after, records, len(journal.records(FOLDER)[0])])
+print_json([list(in_force), before, inside, after, records, len(journal.records(FOLDER)[0])])
 """
     in_force, before, inside, after, records, records_after = program([gpu(number) for number in range(12)], source)
     assert in_force == [watts] * 3, "a GPU that is named twice is limited once"
@@ -115,76 +115,76 @@ tell([list(in_force), before, inside, after, records, len(journal.records(FOLDER
     assert (records, records_after) == (1, 0)
 
 
-def test_what_was_there_before_is_no_default(program, place):
-    (place[0] / "gpus.set").write_text("GPU-00 222000 0 0 0 0\n")
+def test_earlier_limit_is_restored_instead_of_default(program, workspace):
+    (workspace[0] / "gpus.set").write_text("GPU-00 222000 0 0 0 0\n")
     source = """
 with nvml.NvmlDriver() as driver:
     (knob,) = power(driver, 0)
     with apply.limited([(knob, 150.0)], FOLDER):
         inside = knob.now()
-    tell([inside, knob.now()])
+    print_json([inside, knob.now()])
 """
     assert program([gpu(0)], source) == [150_000, 222_000]
 
 
-def test_clocks_are_locked_and_free_again(program, place):
+def test_clocks_are_locked_and_unlocked(program, workspace):
     source = """
 with nvml.NvmlDriver() as driver:
     with apply.limited([(clocks(driver, 0)[0], 1200.0)], FOLDER) as in_force:
         inside = [line.split()[4:] for line in open(os.environ["NVML_STUB"] + ".set")]
-    tell([inside, list(in_force), refused(lambda: check_value(clocks(driver, 0)[0], 2000.0))])
+    print_json([inside, list(in_force), error_text(lambda: check_value(clocks(driver, 0)[0], 2000.0))])
 """
     inside, in_force, why = program([gpu(0)], source)
-    assert inside == [["1200", "1200"]] and in_force == [None], "nobody can tell which clock is locked"
-    assert set_limits(place[0])["GPU-00"][1:] == (0, 0)
-    assert why.startswith("ConfigurationError: 2000 MHz for GPU-00 (H200): it takes 210 to 1980 MHz")
+    assert inside == [["1200", "1200"]] and in_force == [None], "the locked clock cannot be read"
+    assert driver_limits(workspace[0])["GPU-00"][1:] == (0, 0)
+    assert why.startswith("ConfigurationError: 2000 MHz for GPU-00 (H200): expected 210 to 1980 MHz")
 
 
-def test_out_of_range_is_refused_before_anything_changes(program, place):
+def test_value_out_of_range_is_rejected_before_any_change(program, workspace):
     values = [99.0, 351.0, 0.0, -5.0, math.nan, math.inf]
     source = f"""
 from math import inf, nan
 with nvml.NvmlDriver() as driver:
     first, second = power(driver, 0, 1)
-    tell([refused(lambda: enter([(first, 200.0), (second, watts)])) for watts in {values}])
+    print_json([error_text(lambda: enter([(first, 200.0), (second, watts)])) for watts in {values}])
 """
-    for watts, said in zip(values, program([gpu(0), gpu(1)], source), strict=True):
-        assert said.startswith(f"ConfigurationError: {watts:g} W for GPU-01 (H200): it takes 100 to 350 W")
-    assert not set_limits(place[0]) and not left(place[0])
+    for watts, output in zip(values, program([gpu(0), gpu(1)], source), strict=True):
+        assert output.startswith(f"ConfigurationError: {watts:g} W for GPU-01 (H200): expected 100 to 350 W")
+    assert not driver_limits(workspace[0]) and not remaining_records(workspace[0])
 
 
-def test_no_permission_is_refused_with_the_cure_and_the_others_are_put_back(program, place):
+def test_missing_permission_is_rejected_and_other_gpus_restored(program, workspace):
     denied = gpu(1, "limits=100000:300000:350000", "clocks=210:1980", "denied")
     source = """
 with nvml.NvmlDriver() as driver:
     both = power(driver, 0, 1)
-    tell([
-        refused(lambda: enter([(knob, 200.0) for knob in both])),
-        refused(lambda: apply.check_permitted(both, FOLDER)),
-        refused(lambda: apply.check_permitted(clocks(driver, 1), FOLDER)),
+    print_json([
+        error_text(lambda: enter([(knob, 200.0) for knob in both])),
+        error_text(lambda: apply.check_permitted(both, FOLDER)),
+        error_text(lambda: apply.check_permitted(clocks(driver, 1), FOLDER)),
         apply.check_permitted(power(driver, 0), FOLDER),
     ])
 """
     *words, permitted = program([gpu(0), denied], source)
     assert permitted is None
-    for said in words:
-        assert said.startswith("MissingCapabilityError: GPU-01 (H200): its")
-        assert "by root only (the driver says: Insufficient Permissions)" in said and "--sweep KEY=V1,V2" in said
-    assert set_limits(place[0])["GPU-00"][0] == 300_000 and not left(place[0])
+    for output in words:
+        assert output.startswith("MissingCapabilityError: GPU-01 (H200): its")
+        assert "by root only (the driver says: Insufficient Permissions)" in output and "--sweep KEY=V1,V2" in output
+    assert driver_limits(workspace[0])["GPU-00"][0] == 300_000 and not remaining_records(workspace[0])
 
 
-def test_what_cannot_be_limited_says_so(program):
+def test_devices_that_cannot_be_limited_are_rejected(program):
     gpus = [gpu(0, "power=1"), gpu(1, mig=1), gpu(2, energy="lost")]
     source = """
 with nvml.NvmlDriver() as driver:
-    tell([refused(lambda: call(driver, n)) for call, n in [
+    print_json([error_text(lambda: call(driver, n)) for call, n in [
         (lambda d, n: check_value(power(d, n)[0], 200.0), 0), (lambda d, n: clocks(d, n)[0].put(900), 0),
         (power, 1), (power, 77), (lambda d, n: enter([(power(d, n)[0], None)]), 2)]])
 """
     no_limit, no_clock, mig, unknown, lost = program(gpus, source)
     assert "power limit cannot be changed (Not Supported)" in no_limit and "clock cannot be changed" in no_clock
-    assert "in MIG mode" in mig and "also those of others" in mig
-    assert "GPU-77: this process cannot see it" in unknown and "GPU is lost" in lost
+    assert "in MIG mode" in mig and "instances of other users" in mig
+    assert "GPU-77: this process cannot access the GPU" in unknown and "GPU is lost" in lost
 
 
 ENDINGS = {
@@ -201,26 +201,27 @@ CODES = {"exception": 1, "exit": 3, "keyboard": -2, "term": -15, "hangup": -1, "
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_however_the_process_ends_limits_come_back(program, place, ending):
+def test_limits_are_restored_after_every_kind_of_exit(program, workspace, ending):
     source = f"""
 with nvml.NvmlDriver() as driver:
-    wanted = [(power(driver, 0)[0], 200.0), (power(driver, 1)[0], 250.0), (clocks(driver, 1)[0], 900.0)]
-    with apply.limited(wanted, FOLDER):
-        tell([line.split()[0:2] for line in open(os.environ["NVML_STUB"] + ".set")])
+    limits = [(power(driver, 0)[0], 200.0), (power(driver, 1)[0], 250.0), (clocks(driver, 1)[0], 900.0)]
+    with apply.limited(limits, FOLDER):
+        print_json([line.split()[0:2] for line in open(os.environ["NVML_STUB"] + ".set")])
         {ENDINGS[ending]}
 """
     assert sorted(program([gpu(0), gpu(1)], source, CODES[ending])) == [["GPU-00", "200000"], ["GPU-01", "250000"]]
-    assert set_limits(place[0]) == {"GPU-00": (300_000, 0, 0), "GPU-01": (300_000, 0, 0)} and not left(place[0])
+    assert driver_limits(workspace[0]) == {"GPU-00": (300_000, 0, 0), "GPU-01": (300_000, 0, 0)}
+    assert not remaining_records(workspace[0])
 
 
 PUTS_BACK = """
         if value == 300000:
-            os.kill(os.getpid(), signal.SIGTERM)  # in the middle: GPU-00 is still to come
+            os.kill(os.getpid(), signal.SIGTERM)  # in the middle: GPU-00 is not restored yet
         first(value)"""
 SETS = """
         first(value)
         if value == 200000:
-            os.kill(os.getpid(), signal.SIGTERM)  # set, and nobody has noted it yet"""
+            os.kill(os.getpid(), signal.SIGTERM)  # set but not recorded yet"""
 
 
 @cases(
@@ -229,23 +230,23 @@ SETS = """
     (0, SETS, "pass", "outside"),
     ids=["put back", "set"],
 )
-def test_a_signal_while_limits_are_changed_waits(number, put, ending, last, program, place):
+def test_signal_during_a_change_is_deferred(number, put, ending, last, program, workspace):
     source = f"""
 with nvml.NvmlDriver() as driver:
     knobs = power(driver, 0, 1)
     first = knobs[{number}].put
     def interrupted(value):{put}
     knobs[{number}].put = interrupted
-    tell("outside")
+    print_json("outside")
     with apply.limited([(knob, 200.0) for knob in knobs], FOLDER):
-        tell("inside")
+        print_json("inside")
         {ending}
 """
     assert program([gpu(0), gpu(1)], source, -signal.SIGTERM) == last
-    assert {row[0] for row in set_limits(place[0]).values()} == {300_000} and not left(place[0])
+    assert {row[0] for row in driver_limits(workspace[0]).values()} == {300_000} and not remaining_records(workspace[0])
 
 
-def test_the_end_of_the_process_puts_back_what_a_thread_has_limited(program, place):
+def test_limits_of_a_thread_are_restored_at_process_exit(program, workspace):
     source = """
 driver = nvml.NvmlDriver()
 inside = threading.Event()
@@ -255,13 +256,13 @@ def work():
         time.sleep(600)
 threading.Thread(target=work, daemon=True).start()
 inside.wait()
-tell(power(driver, 0)[0].now())
+print_json(power(driver, 0)[0].now())
 """
     assert program([gpu(0)], source) == 200_000
-    assert set_limits(place[0])["GPU-00"][0] == 300_000 and not left(place[0])
+    assert driver_limits(workspace[0])["GPU-00"][0] == 300_000 and not remaining_records(workspace[0])
 
 
-def test_a_child_that_was_forked_puts_nothing_back(program):
+def test_forked_child_does_not_restore_limits(program):
     source = """
 with nvml.NvmlDriver() as driver:
     with apply.limited([(power(driver, 0)[0], 200.0)], FOLDER):
@@ -269,100 +270,105 @@ with nvml.NvmlDriver() as driver:
         if child == 0:
             sys.exit(0)
         os.waitpid(child, 0)
-        tell(power(driver, 0)[0].now())
+        print_json(power(driver, 0)[0].now())
 """
     assert program([gpu(0)], source) == 200_000
 
 
-def test_a_limit_that_cannot_be_put_back_is_told_and_stays_in_the_record(program, place):
+def test_unrestorable_limit_is_reported_and_stays_in_record(program, workspace):
     source = """
 with nvml.NvmlDriver() as driver:
     def body():
         with apply.limited([(knob, 200.0) for knob in power(driver, 0, 1)], FOLDER):
             path = Path(os.environ["NVML_STUB"])
             path.write_text(path.read_text().replace("210:1980\\n", "210:1980 denied\\n", 1))
-    said = refused(body)
+    message = error_text(body)
     ((change,),) = [record.changes for record in journal.records(FOLDER)[0]]
-    tell([said, change.device, change.before])
-    atexit._clear()  # which would try once more, and tell once more
+    print_json([message, change.device, change.before])
+    atexit._clear()  # it would try and report once more
 """
-    said, device, before = program([gpu(0), gpu(1)], source)
-    assert "GPU-00 (H200) is not what it was before" in said and "Insufficient Permissions" in said
-    assert "sudo nvidia-smi -i GPU-00 -pl 300" in said and "hpcdist bench power --restore" in said
+    output, device, before = program([gpu(0), gpu(1)], source)
+    assert "GPU-00 (H200) could not be restored" in output and "Insufficient Permissions" in output
+    assert "sudo nvidia-smi -i GPU-00 -pl 300" in output and "hpcdist bench power --restore" in output
     assert (device, before) == ("GPU-00", 300_000)
-    assert {uuid: row[0] for uuid, row in set_limits(place[0]).items()} == {"GPU-00": 200_000, "GPU-01": 300_000}
+    assert {uuid: row[0] for uuid, row in driver_limits(workspace[0]).items()} == {"GPU-00": 200_000, "GPU-01": 300_000}
 
 
 KILLED = """
 with nvml.NvmlDriver() as driver:
-    wanted = [(power(driver, 0)[0], 200.0), (power(driver, 1)[0], 250.0), (clocks(driver, 1)[0], 900.0)]
-    with apply.limited(wanted, FOLDER):
-        tell("inside")
+    limits = [(power(driver, 0)[0], 200.0), (power(driver, 1)[0], 250.0), (clocks(driver, 1)[0], 900.0)]
+    with apply.limited(limits, FOLDER):
+        print_json("inside")
         os.kill(os.getpid(), signal.SIGKILL)
 """
 RESTORE = """
 lines = []
 well = apply.put_back(FOLDER, lines.append)
-tell([well, lines])
+print_json([well, lines])
 """
 
 
-def test_after_a_kill_the_record_brings_limits_back(program, place):
+def test_limits_are_restored_from_the_record_after_a_kill(program, workspace):
     program([gpu(0), gpu(1)], KILLED, -signal.SIGKILL)
-    assert set_limits(place[0]) == {"GPU-00": (200_000, 0, 0), "GPU-01": (250_000, 900, 900)}
-    (name,) = left(place[0])
-    path = place[0] / "state/hpcdist/limits" / name
-    assert path.stat().st_mode & 0o077 == 0, "nobody else may say what limits were"
+    assert driver_limits(workspace[0]) == {"GPU-00": (200_000, 0, 0), "GPU-01": (250_000, 900, 900)}
+    (name,) = remaining_records(workspace[0])
+    path = workspace[0] / "state/hpcdist/limits" / name
+    assert path.stat().st_mode & 0o077 == 0, "only the owner may write the record"
 
-    again = "with nvml.NvmlDriver() as driver:\n    tell(refused(lambda: enter([(power(driver, 1)[0], 150.0)])))"
-    said = program(None, again)
-    assert "still those of a process that was killed" in said and "hpcdist bench power --restore" in said
+    again = """
+with nvml.NvmlDriver() as driver:
+    print_json(error_text(lambda: enter([(power(driver, 1)[0], 150.0)])))
+"""
+    output = program(None, again)
+    assert "changed by a process that was killed" in output and "hpcdist bench power --restore" in output
     well, lines = program(None, RESTORE)
     assert well and lines == [
         "GPU-00 (H200): 300 W again (it was at 200 W)",
         "GPU-01 (H200): 300 W again (it was at 250 W)",
         "GPU-01 (H200): free again",
     ]
-    assert set_limits(place[0]) == {"GPU-00": (300_000, 0, 0), "GPU-01": (300_000, 0, 0)} and not left(place[0])
-    assert program(None, RESTORE) == [True, ["nothing was left changed"]]
+    assert driver_limits(workspace[0]) == {"GPU-00": (300_000, 0, 0), "GPU-01": (300_000, 0, 0)}
+    assert not remaining_records(workspace[0])
+    assert program(None, RESTORE) == [True, ["no changed limits were left"]]
 
 
-def test_what_somebody_else_has_set_since_is_left(program, place):
+def test_limit_set_later_by_another_process_is_kept(program, workspace):
     program([gpu(0), gpu(1)], KILLED, -signal.SIGKILL)
-    (place[0] / "gpus.set").write_text("GPU-00 175000 0 0 0 0\nGPU-01 300000 0 0 900 900\n")
+    (workspace[0] / "gpus.set").write_text("GPU-00 175000 0 0 0 0\nGPU-01 300000 0 0 900 900\n")
     well, lines = program(None, RESTORE)
-    assert well and "175 W, which somebody else has set since; left as it is (it was 300 W)" in lines[0]
+    assert well and "175 W, set by another process since; left as it is (it was 300 W)" in lines[0]
     assert lines[1] == "GPU-01 (H200): 300 W, as it was"
-    assert set_limits(place[0])["GPU-00"][0] == 175_000
+    assert driver_limits(workspace[0])["GPU-00"][0] == 175_000
 
 
-def test_a_record_that_cannot_be_acted_on_stays(program, place):
+def test_record_that_cannot_be_restored_is_kept(program, workspace):
     program([gpu(0), gpu(1)], KILLED, -signal.SIGKILL)
-    (place[0] / "gpus").write_text(gpu(1, "limits=100000:300000:350000", "clocks=210:1980", "denied"))
+    (workspace[0] / "gpus").write_text(gpu(1, "limits=100000:300000:350000", "clocks=210:1980", "denied"))
     well, lines = program(None, RESTORE)
-    assert not well and "GPU-00: not put back: GPU-00: this process cannot see it" in lines[0]
-    assert "GPU-01: not put back" in lines[1] and len(left(place[0])) == 1
+    assert not well and "GPU-00: not restored: GPU-00: this process cannot access the GPU" in lines[0]
+    assert "GPU-01: not restored" in lines[1] and len(remaining_records(workspace[0])) == 1
 
 
-def test_a_second_sweep_of_the_same_gpu_is_refused_while_the_first_is_at_work(program, place):
+def test_concurrent_sweep_of_the_same_gpu_is_rejected(program, workspace):
     source = """
 import subprocess
 with nvml.NvmlDriver() as driver, apply.limited([(power(driver, 0)[0], 200.0)], FOLDER):
     other = subprocess.run([sys.executable, "-c", os.environ["OTHER"]], capture_output=True, text=True)
-    tell(json.loads(other.stdout.splitlines()[-1]))
+    print_json(json.loads(other.stdout.splitlines()[-1]))
 """
     other = f"""{PRELUDE}
 with nvml.NvmlDriver() as driver:
     lines = []
     well = apply.put_back(FOLDER, lines.append)
-    tell([refused(lambda: enter([(power(driver, 0)[0], 150.0)])), enter([(power(driver, 1)[0], 150.0)]), well, lines])
+    message = error_text(lambda: enter([(power(driver, 0)[0], 150.0)]))
+    print_json([message, enter([(power(driver, 1)[0], 150.0)]), well, lines])
 """
-    folder, environment = place
+    folder, environment = workspace
     environment["OTHER"] = other
-    said, free, well, lines = program([gpu(0), gpu(1)], source)
-    assert "has changed the limits of GPU-00 since" in said and "wait for its end" in said
-    assert free == "changed" and well and "is at work, and puts its limits back itself" in lines[0]
-    assert {row[0] for row in set_limits(folder).values()} == {300_000}
+    output, free, well, lines = program([gpu(0), gpu(1)], source)
+    assert "has changed the limits of GPU-00 since" in output and "wait until it ends" in output
+    assert free == "changed" and well and "still runs, and restores its limits itself" in lines[0]
+    assert {row[0] for row in driver_limits(folder).values()} == {300_000}
 
 
 # Processors.
@@ -370,7 +376,7 @@ with nvml.NvmlDriver() as driver:
 
 @pytest.fixture
 def powercap():
-    """A directory that other users may enter, unlike pytest's own."""
+    """A directory that other users may enter, unlike pytest's tmp_path."""
     path = Path(tempfile.mkdtemp(prefix="powercap-"))
     path.chmod(0o755)
     yield path
@@ -381,23 +387,23 @@ def zone(root, number, limit_w=150, most_w=200, constraints=("long_term", "short
     path = root / f"intel-rapl:{number}"
     path.mkdir()
     texts = {"name": f"package-{number}", "energy_uj": "5", "enabled": "1"} | files
-    for place, name in enumerate(constraints):
+    for index, name in enumerate(constraints):
         texts |= {
-            f"constraint_{place}_name": name,
-            f"constraint_{place}_power_limit_uw": str((limit_w + 100 * place) * 1_000_000),
-            f"constraint_{place}_max_power_uw": str(most_w * 1_000_000),
-            f"constraint_{place}_time_window_us": str(27_983_872),
+            f"constraint_{index}_name": name,
+            f"constraint_{index}_power_limit_uw": str((limit_w + 100 * index) * 1_000_000),
+            f"constraint_{index}_max_power_uw": str(most_w * 1_000_000),
+            f"constraint_{index}_time_window_us": str(27_983_872),
         }
     for name, text in texts.items():
         (path / name).write_text(f"{text}\n")
     return path
 
 
-def shown(path, constraint=0):
+def read_limit(path, constraint=0):
     return (path / f"constraint_{constraint}_power_limit_uw").read_text().strip()
 
 
-def test_packages_are_limited_together_and_put_back(powercap, tmp_path):
+def test_packages_are_limited_together_and_restored(powercap, tmp_path):
     zones = [zone(powercap, 0, 150), zone(powercap, 1, 140, constraints=("short_term", "long_term"))]
     (powercap / "intel-rapl").mkdir()
     part = powercap / "intel-rapl:0:0"
@@ -408,51 +414,51 @@ def test_packages_are_limited_together_and_put_back(powercap, tmp_path):
     assert knobs[0].window_s == pytest.approx(27.98, abs=0.01) and knobs[0].allowed().most == 200
     with apply.limited([(knob, 90.0) for knob in knobs], tmp_path) as in_force:
         assert in_force == (90.0, 90.0)
-        assert shown(zones[0]) == "90000000" and shown(zones[1], 1) == "90000000", "the long-term one, where it stands"
-        assert shown(zones[0], 1) == "250000000" and shown(zones[1], 0) == "140000000", "bursts are left as they are"
-    assert shown(zones[0]) == "150000000" and shown(zones[1], 1) == "240000000"
+        assert read_limit(zones[0]) == "90000000" and read_limit(zones[1], 1) == "90000000", "long-term limit"
+        assert read_limit(zones[0], 1) == "250000000" and read_limit(zones[1], 0) == "140000000", "short-term limit"
+    assert read_limit(zones[0]) == "150000000" and read_limit(zones[1], 1) == "240000000"
     assert not list(tmp_path.glob("*.json"))
 
 
-def test_range_of_a_processor(powercap):
+def test_processor_limit_out_of_range_is_rejected(powercap):
     zone(powercap, 0)
     zone(powercap, 1, most_w=0)
     first, second = devices.cpu_limits(powercap)
     for watts in (0.0, -1.0, 201.0, float("nan")):
-        with pytest.raises(ConfigurationError, match=r"it takes more than 0 to 200 W; choose values in there"):
+        with pytest.raises(ConfigurationError, match=r"expected more than 0 to 200 W"):
             check_value(first, watts)
-    check_value(second, 500.0)  # it does not tell the most
-    with pytest.raises(ConfigurationError, match="does not tell the most"):
+    check_value(second, 500.0)  # its maximum is unknown
+    with pytest.raises(ConfigurationError, match="maximum is unknown"):
         check_value(second, 0.0)
 
 
-def test_what_processors_do_not_show(powercap, tmp_path):
+def test_processors_without_limits_are_rejected(powercap, tmp_path):
     with pytest.raises(MissingCapabilityError, match="nowhere does not exist"):
         devices.cpu_limits(powercap / "nowhere")
     with pytest.raises(MissingCapabilityError, match="shows no processor package"):
         devices.cpu_limits(powercap)
-    zone(powercap, 0, constraints=())  # as AMD's
+    zone(powercap, 0, constraints=())  # as on AMD
     zone(powercap, 1, enabled="0")
     bare, off = devices.cpu_limits(powercap)
-    with pytest.raises(MissingCapabilityError, match="shows energy, and no limit"):
+    with pytest.raises(MissingCapabilityError, match="has an energy counter but no power limit"):
         check_value(bare, 90.0)
     with pytest.raises(MissingCapabilityError, match="write 1 to .*enabled as root"):
         check_value(off, 90.0)
 
 
-def test_firmware_that_keeps_its_limit_is_found_out(powercap, tmp_path, monkeypatch):
+def test_firmware_that_ignores_the_limit_is_detected(powercap, tmp_path, monkeypatch):
     zones = [zone(powercap, 0), zone(powercap, 1)]
     knobs = devices.cpu_limits(powercap)
     put = knobs[1].put
     monkeypatch.setattr(knobs[1], "put", lambda value: put(value if value == 150_000_000 else 125_000_000))
-    with pytest.raises(MissingCapabilityError, match="90 W was set, and 125 W is what it shows"):
+    with pytest.raises(MissingCapabilityError, match="90 W was set, but the device reports 125 W"):
         apply.limited([(knob, 90.0) for knob in knobs], tmp_path).__enter__()
-    assert [shown(path) for path in zones] == ["150000000"] * 2, "what had been set is put back"
+    assert [read_limit(path) for path in zones] == ["150000000"] * 2, "the changed limits are restored"
     assert not list(tmp_path.glob("*.json"))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="root gives its rights up for a while; anybody else has none to give")
-def test_a_user_without_permission_is_told_how_to_get_it(powercap, tmp_path):
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can drop its rights temporarily")
+def test_missing_permission_error_names_the_cure(powercap, tmp_path):
     path = zone(powercap, 0)
     records = Path(tempfile.mkdtemp(prefix="limits-"))
     records.chmod(0o777)
@@ -463,29 +469,29 @@ def test_a_user_without_permission_is_told_how_to_get_it(powercap, tmp_path):
     finally:
         os.seteuid(0)
         shutil.rmtree(records)
-    assert shown(path) == "150000000"
+    assert read_limit(path) == "150000000"
 
 
-def test_without_a_place_for_the_record_nothing_changes(powercap, tmp_path):
+def test_no_limit_changes_if_record_cannot_be_written(powercap, tmp_path):
     path = zone(powercap, 0)
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="so none was changed; set XDG_STATE_HOME"):
+    with pytest.raises(StorageError, match="so no limit was changed; set XDG_STATE_HOME"):
         apply.limited([(devices.cpu_limits(powercap)[0], 90.0)], tmp_path / "file" / "limits").__enter__()
-    assert shown(path) == "150000000"
+    assert read_limit(path) == "150000000"
 
 
 # Records.
 
 
-def test_records_of_other_starts_and_other_machines(powercap, tmp_path):
+def test_record_of_earlier_boot_is_dropped_and_of_other_host_kept(powercap, tmp_path):
     change = kept.ChangedLimit("rapl-power", zone(powercap, 0).name, str(powercap), 150_000_000, 90_000_000)
     written = kept.write(tmp_path, [change])
     content = json.loads(written.read_text())
     content["boot_id"] = "another"
     written.write_text(json.dumps(content))
     lines = []
-    assert apply.put_back(tmp_path, lines.append) and "was started again since" in lines[0]
-    assert not written.exists(), "a restart has put the limits back"
+    assert apply.put_back(tmp_path, lines.append) and "was restarted since" in lines[0]
+    assert not written.exists(), "a reboot has reset the limits"
     content["host"] = "elsewhere"
     written.write_text(json.dumps(content))
     written.chmod(0o600)
@@ -494,7 +500,7 @@ def test_records_of_other_starts_and_other_machines(powercap, tmp_path):
     )
     assert written.exists()
     with apply.limited([(devices.cpu_limits(powercap)[0], 100.0)], tmp_path):
-        pass  # neither is in the way
+        pass  # neither record blocks a change
 
 
 @cases(
@@ -504,16 +510,16 @@ def test_records_of_other_starts_and_other_machines(powercap, tmp_path):
     lambda path: path.write_text(path.read_text().replace("150000000", '"150"')),
     lambda path: path.chmod(0o666),
 )
-def test_a_record_that_cannot_be_trusted_is_told_and_not_used(powercap, tmp_path, spoil):
+def test_untrusted_record_is_reported_and_not_used(powercap, tmp_path, spoil):
     path = zone(powercap, 0, limit_w=90)
     written = kept.write(tmp_path, [kept.ChangedLimit("rapl-power", path.name, str(powercap), 150_000_000, 90_000_000)])
     spoil(written)
     lines = []
     assert not apply.put_back(tmp_path, lines.append)
-    assert "cannot be read as a record of limits" in lines[0] and shown(path) == "90000000"
+    assert "cannot be read as a record of limits" in lines[0] and read_limit(path) == "90000000"
 
 
-def test_whether_a_process_is_at_work(tmp_path):
+def test_process_start_is_none_after_exit(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         begun = kept.process_start(child.pid)

@@ -1,4 +1,4 @@
-"""Counters: wraps are unrolled, failures counted and never zero, nonsense gives a counter up, its pace is observed."""
+"""Energy counters: wraps, failed reads, impossible values and the observed update interval."""
 
 import math
 
@@ -18,7 +18,7 @@ MS = 1_000_000
 
 
 class Script(NoPowerReading):
-    """A counter that reads what it is told; None fails."""
+    """A counter that returns the given values. None makes a read fail."""
 
     name, kind = "package-0", "cpu"
 
@@ -36,37 +36,37 @@ def reads(track, count, gap_ns=100 * MS):
     return [track.read(number * gap_ns) for number in range(1, count + 1)]
 
 
-def test_wraps_are_unrolled_over_several_turns():
+def test_wraps_are_unrolled():
     track = CounterReader(Script(900, 990, 20, 999, 5, 5, span=1000))
     assert reads(track, 6) == [900, 990, 1020, 1999, 2005, 2005]
     assert not track.explain()
 
 
-def test_microjoules_lose_nothing_by_rounding():
+def test_microjoules_have_no_rounding_loss():
     steps = [7 * number for number in range(2000)]
     assert reads(CounterReader(Script(*steps, per_mj=1000)), 2000)[-1] == steps[-1] // 1000
 
 
-def test_a_failed_read_is_none_and_counted():
+def test_failed_read_is_none_and_counted():
     track = CounterReader(Script(10, None, None, 30))
     assert reads(track, 4) == [10, None, None, 30]
     assert track.failed_reads == 2 and track.explain() == "package-0: 2 failed reads, the last: no answer"
 
 
-def test_a_counter_that_goes_back_without_a_range_is_given_up():
+def test_decreasing_counter_without_range_is_abandoned():
     track = CounterReader(Script(500, 20, 30, 900))
     assert reads(track, 4) == [500, None, None, None]
     assert "went back from 500 to 20" in track.explain()
 
 
-def test_a_gap_in_which_a_wrap_may_hide_gives_a_wrapping_counter_up():
+def test_long_gap_abandons_only_wrapping_counters():
     waiting = CounterReader(Script(1, 2, 3, span=1000))
     assert reads(waiting, 3, MAX_GAP_NS + 1) == [1, None, None]
     assert "may have wrapped unseen" in waiting.explain()
     assert reads(CounterReader(Script(1, 2, 3)), 3, MAX_GAP_NS + 1) == [1, 2, 3]
 
 
-def test_a_pace_needs_two_changes():
+def test_update_interval_needs_two_changes():
     pace = UpdateInterval()
     for number, value in enumerate([5, 5, 6, 6, 6]):
         pace.see(number * 10 * MS, value)
@@ -75,14 +75,14 @@ def test_a_pace_needs_two_changes():
     assert pace.update_s == pytest.approx(0.03)
 
 
-def test_the_pace_of_a_counter_of_100_ms_polled_every_5_ms():
+def test_update_interval_of_100_ms_is_observed_with_5_ms_polls():
     pace = UpdateInterval()
     for now_ms in range(0, 2000, 5):
         pace.see(now_ms * MS, (now_ms + 37) // 100)
     assert pace.update_s == pytest.approx(0.1, rel=0.05)
 
 
-def test_a_settled_pace_is_not_slowed_by_rare_polls():
+def test_settled_update_interval_ignores_rare_polls():
     pace = UpdateInterval()
     for now_ms in [*range(0, 1000, 5), *range(1000, 100_000, 1000)]:
         pace.see(now_ms * MS, now_ms)
@@ -90,19 +90,19 @@ def test_a_settled_pace_is_not_slowed_by_rare_polls():
 
 
 @pytest.mark.parametrize("nonsense", [2**64 - 1, -5])
-def test_what_no_counter_reaches_is_a_failed_read(nonsense):
+def test_impossible_value_is_a_failed_read(nonsense):
     track = CounterReader(Script(10, nonsense, 30))
     assert reads(track, 3) == [10, None, 30]
     assert track.failed_reads == 1 and f"it reads {nonsense}" in track.explain()
 
 
-def test_a_counter_that_began_anew_is_given_up_and_whatever_else_it_raises_is_not():
+def test_only_a_reset_error_abandons_the_counter():
     class Wild(Script):
         def read(self):
-            found = super().read()
-            if isinstance(found, Exception):
-                raise found
-            return found
+            result = super().read()
+            if isinstance(result, Exception):
+                raise result
+            return result
 
     track = CounterReader(Wild(10, KeyError("handle"), 30, CounterResetError("restarted"), 50))
     assert reads(track, 5) == [10, None, 30, None, None]

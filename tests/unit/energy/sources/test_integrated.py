@@ -1,4 +1,4 @@
-"""Power that is integrated: trapezoids, however far apart the reads are, and gaps that are not filled."""
+"""Integrated power: trapezoids for any read interval, and gaps that are not filled."""
 
 import pytest
 
@@ -8,7 +8,7 @@ S = 1_000_000_000
 
 
 class Meter:
-    """Watts as the test sets them, at times that it sets."""
+    """A power meter whose time and watts are set by the test."""
 
     def __init__(self, interval_s=0.1, note=""):
         self.now_ns, self.mw = 0, 0
@@ -24,19 +24,19 @@ class Meter:
         return self.counter.read() / 1e12
 
 
-def test_trapezoids_of_uneven_reads(rng):
+def test_uneven_reads_are_integrated_by_trapezoids(rng):
     meter, expected, before = Meter(), 0.0, None
     times = rng.uniform(0.001, 0.9, 200).cumsum()
     for seconds, watts in zip(times.tolist(), rng.integers(0, 700, 200).tolist(), strict=True):
-        found = meter.at(seconds, watts)
+        result = meter.at(seconds, watts)
         if before is not None:
             expected += (seconds - before[0]) * (watts + before[1]) / 2
         before = seconds, watts
-        assert found == pytest.approx(expected, rel=1e-6, abs=1e-6)
+        assert result == pytest.approx(expected, rel=1e-6, abs=1e-6)
     assert meter.counter.gaps == 0 and meter.counter.power_mw() == watts * 1000
 
 
-def test_a_missed_read_is_bridged_and_a_long_silence_is_not():
+def test_missed_read_is_bridged_but_long_gap_is_not():
     meter = Meter()
     meter.at(0, 100)
     with pytest.raises(SensorReadError):
@@ -46,7 +46,7 @@ def test_a_missed_read_is_bridged_and_a_long_silence_is_not():
     assert meter.at(BRIDGE_S * 4, 300) == pytest.approx(500) and meter.counter.gaps == 1
 
 
-def test_rare_reads_are_far_apart_by_intention():
+def test_long_read_interval_is_no_gap():
     meter = Meter(interval_s=10.0)
     meter.at(0, 100)
     assert meter.at(20, 100) == pytest.approx(2000) and meter.counter.gaps == 0
@@ -54,6 +54,6 @@ def test_rare_reads_are_far_apart_by_intention():
     assert meter.counter.gaps == 1
 
 
-def test_it_says_what_it_is():
+def test_note_of_counter_is_integrated_power():
     assert Meter().counter.about.note == "integrated power"
     assert Meter(note="shared by 2 ranks").counter.about.note == "integrated power; shared by 2 ranks"

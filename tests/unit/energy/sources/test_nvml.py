@@ -1,6 +1,6 @@
-"""NVIDIA GPUs through the real pynvml, over a stand-in for the driver's library that a C compiler makes of a file.
+"""NVIDIA GPUs through the real pynvml, on a stub of the driver's library that is compiled from C.
 
-Each test is a program of its own, since the dynamic loader reads LD_LIBRARY_PATH when a process starts.
+Each test is a separate program, since the dynamic loader reads LD_LIBRARY_PATH when a process starts.
 """
 
 import json
@@ -26,20 +26,20 @@ NVML_ONLY = EnergyConfig(sources="nvml", interval_s=0.005, utilisation_s=0.0)
 driver = nvml.NvmlDriver
 
 def set_counters(**mj):
-    '''Give GPUs, by uuid with - for _, another ENERGY.'''
+    '''Set the ENERGY of GPUs, by uuid with _ for -.'''
     path = Path(os.environ["NVML_STUB"])
     rows = [line.split() for line in path.read_text().splitlines()]
     new = [[*row[:4], mj.get(row[0].replace("-", "_"), row[4]), *row[5:]] for row in rows]
     path.with_suffix(".new").write_text("".join(" ".join(row) + "\\n" for row in new))
     path.with_suffix(".new").replace(path)
 
-def refused(call):
+def error_text(call):
     try:
         call()
     except (MissingCapabilityError, SensorReadError) as error:
         return str(error)
 
-def tell(value):
+def print_json(value):
     print(json.dumps(value))
 """
 
@@ -50,7 +50,7 @@ def gpu(number, energy="fixed:1000", mig=0, name="H200", more=""):
 
 @pytest.fixture
 def program(nvml_environment, tmp_path):
-    """``program(gpus, source, **environment)`` -> what the program told; all it wrote with ``raw``."""
+    """``program(gpus, source, **environment)`` returns the printed JSON, or all output with ``raw``."""
 
     def run(gpus, source, *, raw=False, **environment):
         (tmp_path / "gpus").write_text("".join(gpus))
@@ -67,60 +67,60 @@ OF_TWELVE = {
     "10": [10],
     "GPU-11,GPU-02": [11, 2],
     " 2 , 1": [2, 1],
-    "0,12,1": [0],  # CUDA stops at the first that is none
+    "0,12,1": [0],  # CUDA stops at the first invalid index
     "-1": [],
     "1,-1,2": [1],
     "NoDevFiles": [],
-    "GPU-1": [],  # the beginning of two
+    "GPU-1": [],  # a prefix of two UUIDs
     "": [],
 }
 VISIBLE = """
 with driver() as one:
-    tell({value: nvml.gpus_in_use(one, None, {nvml.VISIBLE: value}) for value in VALUES})
+    print_json({value: nvml.gpus_in_use(one, None, {nvml.VISIBLE: value}) for value in VALUES})
 """
 
 
-def test_twelve_gpus_in_the_order_of_cuda(program):
-    found = program(TWELVE, f"VALUES = {[*OF_TWELVE]}{VISIBLE}")
-    assert found == {value: [f"GPU-{number:02d}" for number in gpus] for value, gpus in OF_TWELVE.items()}
+def test_visible_gpus_follow_cuda_order(program):
+    result = program(TWELVE, f"VALUES = {[*OF_TWELVE]}{VISIBLE}")
+    assert result == {value: [f"GPU-{number:02d}" for number in gpus] for value, gpus in OF_TWELVE.items()}
 
 
-def test_a_rank_on_a_gpu_is_found_by_its_pci_address(program):
+def test_gpu_of_a_rank_is_found_by_pci_address(program):
     source = (
         "with driver() as one:\n"
-        "    tell([nvml.gpus_in_use(one, '0000:1b:00.0', {}), refused(lambda: one.at('0000:ff:00.0'))])"
+        "    print_json([nvml.gpus_in_use(one, '0000:1b:00.0', {}), error_text(lambda: one.at('0000:ff:00.0'))])"
     )
-    found, reason = program(TWELVE, source, CUDA_VISIBLE_DEVICES="3")
-    assert found == ["GPU-11"] and "NVML does not find the GPU at 0000:ff:00.0" in reason
+    result, reason = program(TWELVE, source, CUDA_VISIBLE_DEVICES="3")
+    assert result == ["GPU-11"] and "NVML does not find the GPU at 0000:ff:00.0" in reason
 
 
-def test_unlike_gpus_have_no_index_but_in_bus_order(program):
+def test_index_of_unlike_gpus_needs_bus_order(program):
     source = """
 first = {nvml.VISIBLE: "0"}
 with driver() as one:
-    said = refused(lambda: nvml.gpus_in_use(one, None, first))
+    message = error_text(lambda: nvml.gpus_in_use(one, None, first))
     by_bus = nvml.gpus_in_use(one, None, first | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
-    tell([said, by_bus, nvml.gpus_in_use(one, None, {nvml.VISIBLE: "GPU-00"})])
+    print_json([message, by_bus, nvml.gpus_in_use(one, None, {nvml.VISIBLE: "GPU-00"})])
 """
-    said, by_bus, by_uuid = program([gpu(0, name="T400"), gpu(1)], source)
-    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in said and by_bus == by_uuid == ["GPU-00"]
+    output, by_bus, by_uuid = program([gpu(0, name="T400"), gpu(1)], source)
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in output and by_bus == by_uuid == ["GPU-00"]
 
 
-def test_what_has_no_counter_of_its_own_is_refused_with_the_reason(program):
+def test_gpu_without_counter_is_rejected_with_reason(program):
     gpus = [gpu(0, "unsupported"), gpu(2, "lost")]
     source = """
 with driver() as one:
-    unsupported, unknown = (refused(lambda: one.counter(f"GPU-{n}")) for n in ("00", "77"))
-    lost = refused(one.counter("GPU-02").read)
-    power = refused(one.counter("GPU-02").power_mw)
-tell([unsupported, unknown, lost, power])
+    unsupported, unknown = (error_text(lambda: one.counter(f"GPU-{n}")) for n in ("00", "77"))
+    lost = error_text(one.counter("GPU-02").read)
+    power = error_text(one.counter("GPU-02").power_mw)
+print_json([unsupported, unknown, lost, power])
 """
-    words = ["has no energy counter, and tells no power", "cannot see it", "GPU is lost", "GPU is lost"]
-    for found, word in zip(program(gpus, source), words, strict=True):
-        assert word in found
+    words = ["has no energy counter, and reports no power", "cannot access the GPU", "GPU is lost", "GPU is lost"]
+    for result, word in zip(program(gpus, source), words, strict=True):
+        assert word in result
 
 
-def test_failing_reads_and_a_driver_that_was_reloaded(program):
+def test_failed_reads_are_counted_and_reloaded_driver_is_detected(program):
     source = """
 with driver() as one:
     track = CounterReader(one.counter("GPU-00"))
@@ -129,20 +129,23 @@ with driver() as one:
                                   "fixed:18446744073709551615", "fixed:9007199254741000", "fixed:5"]):
         set_counters(GPU_00=energy)
         values.append(track.read(number))
-tell([values, track.failed_reads, track.explain()])
+print_json([values, track.failed_reads, track.explain()])
 """
     values, failed, why = program([gpu(0)], source)
     assert values == [9007199254740993, None, None, 9007199254740999, None, 9007199254741000, None]
     assert failed == 3 and "went back" in why
 
 
-def test_without_a_driver_the_loader_is_asked_and_the_reason_told(program):
-    source = "tell([refused(driver), 'pynvml' in sys.modules])"
-    assert program([], source, LD_LIBRARY_PATH="") == ["no NVIDIA driver answers (NVML Shared Library Not Found)", True]
+def test_missing_driver_is_reported_with_reason(program):
+    source = "print_json([error_text(driver), 'pynvml' in sys.modules])"
+    assert program([], source, LD_LIBRARY_PATH="") == [
+        "no NVIDIA driver is available (NVML Shared Library Not Found)",
+        True,
+    ]
     assert "Driver Not Loaded" in program([], source, NVML_STUB="/nowhere")[0]
 
 
-def test_without_pynvml_the_reason_is_kept(monkeypatch):
+def test_missing_pynvml_is_reported_with_reason(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     nvml.load_pynvml.cache_clear()
     try:
@@ -152,7 +155,7 @@ def test_without_pynvml_the_reason_is_kept(monkeypatch):
         nvml.load_pynvml.cache_clear()
 
 
-# Rank 0 turns the counters, everybody else waits: what a window costs is exact, however slow the machine is.
+# Rank 0 advances the counters while the other ranks wait, so the energy of a window is exact on slow machines.
 JOB = """
 counters.PROBE_NS = 0  # the pace of a counter is settled after three changes
 
@@ -166,7 +169,7 @@ def spend(monitor, comm, **mj):
 def settle(monitor, comm):
     '''Make the window longer than two updates, as far as this rank has seen any.'''
     seen = [track.pace.update_s for track in monitor.sampler.tracks]
-    longest = max([0.0, *(one for found in comm.allgather_object(seen) for one in found if not math.isnan(one))])
+    longest = max([0.0, *(one for row in comm.allgather_object(seen) for one in row if not math.isnan(one))])
     time.sleep(2.2 * longest + 0.001)
 
 def body(comm):
@@ -188,12 +191,12 @@ def body(comm):
 def run(size):
     results = run_threads(size, body)
     left = [thread.name for thread in threading.enumerate()].count("energy sampler")
-    tell([[r[0] for r in results], [r[1] for r in results], [r[2] for r in results], left])
+    print_json([[r[0] for r in results], [r[1] for r in results], [r[2] for r in results], left])
 """
 THREE = [gpu(number, "fixed:0") for number in range(3)]
 
 
-def test_one_sampler_a_node_and_a_shared_gpu_once(program):
+def test_node_has_one_sampler_and_shared_gpu_is_counted_once(program):
     # node 0: both ranks on GPU-00; node 1: one rank on GPU-01, one on GPU-00, which the nodes of this test share
     source = JOB + "SECOND = 0\nBUS = [f'0000:{bus}:00.0' for bus in (10, 10, 11, 10)]\nRANKS = 2\nrun(4)"
     reports, running, tracks, left = program(THREE, source)
@@ -208,17 +211,17 @@ def test_one_sampler_a_node_and_a_shared_gpu_once(program):
     assert report["phases"]["training"]["joules"] == pytest.approx(4.0 + 4.0 + 8.0)
 
 
-def test_a_gpu_that_does_not_move_or_cannot_be_measured_takes_the_total(program):
+def test_stuck_or_unmeasurable_gpu_makes_total_nan(program):
     source = JOB + "SECOND = 0\nBUS = [f'0000:{bus}:00.0' for bus in (10, 12)]\nRANKS = 1\nrun(2)"
     report = program(THREE, source)[0][0]
     assert report["energy_j"] != report["energy_j"]
     assert report["reason"] == "node 1, GPU-02: its counter did not move twice"
     report = program([*THREE[:2], gpu(2, "unsupported")], source)[0][0]
     assert report["energy_j"] != report["energy_j"]
-    assert "node 1 has no gpu: GPU-02: a H200 has no energy counter, and tells no power" in report["reason"]
+    assert "node 1 has no gpu: GPU-02: a H200 has no energy counter, and reports no power" in report["reason"]
 
 
-def test_totals_survive_a_resume_on_other_nodes(program):
+def test_totals_continue_after_resume_on_other_nodes(program):
     source = (
         """
 SECOND = 0
@@ -233,7 +236,7 @@ STATE = None
 first = run_threads(4, body)[0][0]
 STATE = first
 set_counters(GPU_00="fixed:0")
-tell([first, run_threads(1, body)[0][0]])
+print_json([first, run_threads(1, body)[0][0]])
 """
     )
     first, second = program(THREE, source)
@@ -242,8 +245,8 @@ tell([first, run_threads(1, body)[0][0]])
     assert second["reason"] is None
 
 
-def test_the_counter_of_a_running_clock(program):
-    """Ten watts, stepping every 20 ms: joules are watts times seconds, up to what the edges are late."""
+def test_counter_on_running_clock_gives_watts_times_seconds(program):
+    """Ten watts with a step every 20 ms: joules are watts times seconds, apart from late edges."""
     source = """
 def body(comm):
     with EnergyMonitor(comm, NVML_ONLY, bus_id="0000:10:00.0", environment={}) as monitor:
@@ -251,7 +254,7 @@ def body(comm):
             time.sleep(0.8)
         rows = monitor.collect()[0]
         return monitor.report(), rows.drained.samples.tolist(), [source[:2] for source in rows.sources]
-tell(run_threads(1, body)[0])
+print_json(run_threads(1, body)[0])
 """
     report, samples, sources = program([gpu(0, "power:10000:20")], source)
     training = report["phases"]["training"]
@@ -261,7 +264,7 @@ tell(run_threads(1, body)[0])
     assert all(isinstance(value, int) for row in samples for value in row)
 
 
-def test_the_command_line_lists_every_source_with_its_reason(program, tmp_path):
+def test_command_lists_every_source_with_reason(program, tmp_path):
     zone = tmp_path / "powercap" / "intel-rapl:0"
     zone.mkdir(parents=True)
     (zone / "name").write_text("package-0")
@@ -271,19 +274,19 @@ from hpcdist.cli.main import main
 main(["energy", "sources", "--json", "--powercap", "{zone.parent}", "--pm-counters", "{tmp_path}/none"])"""
     gpus = [gpu(0, more="instant=7 module=9"), gpu(1, mig=1, name="A100"), gpu(2, "unsupported"), gpu(3, "unsupported")]
     gpus[3] = gpu(3, "unsupported", more="power=5000")
-    found = program(gpus, source, CUDA_VISIBLE_DEVICES="1", CUDA_DEVICE_ORDER="PCI_BUS_ID")
-    rows = {row["name"]: row for row in found["sources"]}
+    result = program(gpus, source, CUDA_VISIBLE_DEVICES="1", CUDA_DEVICE_ORDER="PCI_BUS_ID")
+    rows = {row["name"]: row for row in result["sources"]}
     names = [f"GPU-0{number}" for number in range(4)]
-    assert found["readable"] and list(rows) == [*names, "package-0", "rapl", "pm_counters", "declared"]
+    assert result["readable"] and list(rows) == [*names, "package-0", "rapl", "pm_counters", "declared"]
     assert [rows[name]["readable"] for name in rows] == [True, True, False, True, True, False, False, False]
     assert [rows[name].get("held") for name in names] == [False, True, False, False]
     assert "no energy counter" in rows["GPU-02"]["reason"] and "no dram zone" in rows["rapl"]["reason"]
-    assert "does not exist" in rows["pm_counters"]["reason"] and "only when asked for" in rows["declared"]["reason"]
+    assert "does not exist" in rows["pm_counters"]["reason"] and "only on request" in rows["declared"]["reason"]
     assert [rows[names[number]]["power"] for number in (0, 3)] == ["instant of the gpu", "usage of the gpu"]
     assert rows["GPU-01"]["note"] == nvml.MIG_NOTE and rows["GPU-03"]["note"] == "integrated power"
     assert rows["GPU-01"]["sensor"][:2] == [0.1, 0.025]
     lines = program(gpus, source.replace('"--json", ', ""), CUDA_VISIBLE_DEVICES="", raw=True)
-    assert "power: instant of the gpu" in lines and "looks 25 ms of every 100 ms" in lines
+    assert "power: instant of the gpu" in lines and "averages 25 ms of every 100 ms" in lines
 
 
 INSTANCES = [
@@ -297,17 +300,17 @@ OF_INSTANCES = {
     "MIG-a2": ["GPU-01"],
     "MIG-a1,MIG-a2": ["GPU-01"],
     "MIG-b1,MIG-a1,0": ["GPU-02", "GPU-01", "GPU-00"],
-    "MIG-b1,MIG-b1,0": ["GPU-02"],  # CUDA stops at what was named before
+    "MIG-b1,MIG-b1,0": ["GPU-02"],  # CUDA stops at a repeated name
     "MIG-zz,0": [],
     "MIG-GPU-02/1/0": ["GPU-02"],  # as older drivers name them
 }
 
 
-def test_instances_stand_for_the_gpu_they_are_a_part_of(program):
+def test_mig_instance_selects_its_gpu(program):
     assert program(INSTANCES, f"VALUES = {[*OF_INSTANCES]}{VISIBLE}") == OF_INSTANCES
 
 
-def test_a_partitioned_gpu_is_counted_once_and_marked(program):
+def test_partitioned_gpu_is_counted_once_and_marked(program):
     """Four ranks of one node on three instances of two GPUs."""
     source = """
 counters.PROBE_NS = 0
@@ -329,7 +332,7 @@ def body(comm):
     abouts = [(name, about.ranks, about.power_field) for row in rows for _, name, about in row.sources]
     return report, abouts
 report, abouts = run_threads(4, body)[0]
-tell([report, abouts])
+print_json([report, abouts])
 """
     report, abouts = program([line.replace("fixed:1000", "fixed:0") for line in INSTANCES], source)
     assert abouts == [["GPU-01", 3, "average"], ["GPU-02", 1, ""]]
@@ -337,7 +340,7 @@ tell([report, abouts])
     assert report["reason"] is None and report["energy_j"] == pytest.approx(4 + 8)
 
 
-def test_power_is_asked_of_the_best_field_and_its_scope_is_kept(program):
+def test_power_uses_the_best_field_and_keeps_its_scope(program):
     gpus = [
         gpu(0, more="power=1 average=2 instant=3 module=4"),
         gpu(1, more="power=1 average=2 module=4"),
@@ -347,8 +350,8 @@ def test_power_is_asked_of_the_best_field_and_its_scope_is_kept(program):
     ]
     source = """
 with driver() as one:
-    found = [one.counter(f"GPU-0{number}") for number in range(5)]
-    tell([[c.about.power_field, c.about.power_scope, c.power_mw(), c.read()] for c in found])
+    sensors = [one.counter(f"GPU-0{number}") for number in range(5)]
+    print_json([[c.about.power_field, c.about.power_scope, c.power_mw(), c.read()] for c in sensors])
 """
     assert program(gpus, source) == [
         ["instant", "gpu", 3, 1000],
@@ -359,8 +362,8 @@ with driver() as one:
     ]
 
 
-def test_without_a_counter_power_is_integrated_and_said_to_be(program):
-    """Fifty watts that become ten, and a driver that is silent for longer than may be bridged."""
+def test_power_is_integrated_if_gpu_has_no_counter(program):
+    """The power falls from 50 W to 10 W, and the driver is silent for too long to be bridged."""
     source = """
 from hpcdist.energy.sources import counters
 now = [0]
@@ -380,17 +383,17 @@ with driver() as one:
         now[0] = round(seconds * 1e9)
         tell_power(words)
         values.append([track.read(now[0]), track.gaps])
-    tell([values, track.failed_reads, track.explain(), counter.about.note, counter.about.power_field])
+    print_json([values, track.failed_reads, track.explain(), counter.about.note, counter.about.power_field])
 """
     values, failed, why, note, field = program([gpu(0, "unsupported", name="P4", more="power=50000")], source)
     mj = [0, 50_000, 65_000, None, 75_000, 80_000, 80_000, 90_000]
     assert values == [[value, int(place >= 6)] for place, value in enumerate(mj)]
-    assert failed == 1 and "power was not known all of the time (1 gaps)" in why
+    assert failed == 1 and "power was not always known (1 gaps)" in why
     assert note == "integrated power" and field == "usage"
 
 
 def test_counter_and_integrated_power_agree(program):
-    """Of a driver that has both, over a running clock: 300 W as energy, and as power."""
+    """The stub driver reports 300 W both as energy and as power, over a running clock."""
     source = """
 from dataclasses import replace
 from hpcdist.energy.sources.counters import IntegratedPower
@@ -401,13 +404,13 @@ with driver() as one:
     for _ in range(100):
         time.sleep(0.005)
         last, now = counter.read(), watts.read()
-    tell([(last - first) / 1e3, (now - then) / 1e12])
+    print_json([(last - first) / 1e3, (now - then) / 1e12])
 """
     counted, integrated = program([gpu(0, "power:300000:1", more="instant=300000")], source)
     assert counted > 100 and integrated == pytest.approx(counted, rel=0.05)
 
 
-def test_how_busy_gpus_are(program):
+def test_gpu_utilisation_needs_all_gpus(program):
     source = """
 from hpcdist.energy.sources.utilisation import COLUMNS
 def body(comm):
@@ -420,7 +423,7 @@ def body(comm):
             rows = monitor.collect() or rows
             if comm.rank: break
         return monitor.measures, monitor.live.utilisation(), monitor.live.power(), monitor.report()["reason"]
-tell(run_threads(2, body)[0])
+print_json(run_threads(2, body)[0])
 """
     gpus = [gpu(0, more="use=90:5 memory=30:100"), gpu(1, "lost", more="use=50:5 memory=50:100")]
     measures, shares, power, reason = program(gpus, source)

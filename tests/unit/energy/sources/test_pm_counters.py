@@ -1,4 +1,4 @@
-"""The counters of a Cray node from trees as its kernel shows them: whole renewals, nothing stale, nothing twice."""
+"""Counters of a Cray node from trees like its sysfs: consistent updates, no stale values, nothing counted twice."""
 
 import itertools
 import os
@@ -21,7 +21,7 @@ S = 1_000_000_000
 
 
 class Node:
-    """A tree that the test renews, with a clock of its own."""
+    """A counter tree that the test updates, with a separate clock."""
 
     def __init__(self, root, accelerators=0):
         self.root, self.now_ns = root, 0
@@ -54,15 +54,15 @@ def node(tmp_path):
     return Node(tmp_path / "pm")
 
 
-def test_the_node_first_and_its_parts_in_order(tmp_path):
-    found, missing = pm_counters.find(Node(tmp_path, accelerators=12).root)
+def test_node_counter_precedes_part_counters(tmp_path):
+    result, missing = pm_counters.find(Node(tmp_path, accelerators=12).root)
     assert missing == {}
     names = ["energy", "cpu_energy", "memory_energy", *(f"accel{number}_energy" for number in range(12))]
-    assert [counter.name for counter in found] == [f"pm_counters/{name}" for name in names]
-    assert [counter.kind for counter in found] == ["node", "cpu", "dram", *["gpu"] * 12]
-    assert [counter.read() for counter in found[:4]] == [1000_000_000, 400_000_000, 50_000_000, 100_000_000]
-    assert [counter.power_mw() for counter in found[:4]] == [300_000, 120_000, 20_000, 70_000]
-    assert found[0].about.power_scope == "node" and found[0].about.note == ""
+    assert [counter.name for counter in result] == [f"pm_counters/{name}" for name in names]
+    assert [counter.kind for counter in result] == ["node", "cpu", "dram", *["gpu"] * 12]
+    assert [counter.read() for counter in result[:4]] == [1000_000_000, 400_000_000, 50_000_000, 100_000_000]
+    assert [counter.power_mw() for counter in result[:4]] == [300_000, 120_000, 20_000, 70_000]
+    assert result[0].about.power_scope == "node" and result[0].about.note == ""
 
 
 @cases(
@@ -73,28 +73,28 @@ def test_the_node_first_and_its_parts_in_order(tmp_path):
     ("12 mJ", 12_000),
     ("9", 9_000_000),
 )
-def test_numbers_come_with_their_unit(node, text, uj):
+def test_values_are_converted_by_unit(node, text, uj):
     node.renew(energy=text)
     assert pm_counters.find(node.root)[0][0].read() == uj
 
 
 @pytest.mark.parametrize("text", ["", "J", "12 kWh", "twelve J", "-"])
-def test_what_is_no_number_is_no_reading(node, text):
+def test_invalid_value_is_reported(node, text):
     node.renew(energy=text)
-    found, missing = pm_counters.find(node.root)
-    assert found == [] and "not a number and its unit" in missing["node"]
+    result, missing = pm_counters.find(node.root)
+    assert result == [] and "not a number and its unit" in missing["node"]
 
 
-def test_values_of_two_renewals_are_never_mixed(node, monkeypatch):
-    """The controller renews the files after each read of the energy, so long as it has renewals left."""
+def test_values_of_two_updates_are_never_mixed(node, monkeypatch):
+    """The controller updates the files after each read of the energy, while it has updates left."""
     real, left = counters.read_text, [2]
 
     def renewing(path):
-        found = real(path)
+        result = real(path)
         if str(path).endswith("/energy") and left[0]:
             left[0] -= 1
             node.renew(energy=f"{int(node.values['energy'].split()[0]) + 100} J", cpu_energy=f"{500 + left[0]} J")
-        return found
+        return result
 
     group = PmCounterFiles(node.root)
     group.watch("energy", "cpu_energy")
@@ -106,35 +106,35 @@ def test_values_of_two_renewals_are_never_mixed(node, monkeypatch):
         group.value("energy")
 
 
-def test_a_value_is_new_only_with_new_freshness(node):
+def test_value_is_read_only_with_new_freshness(node):
     group = PmCounterFiles(node.root, node.clock)
     group.watch("energy")
     track = CounterReader(PmCounter(group, "node", "energy", ""))
     assert track.read(0) == 1_000_000
-    (node.root / "energy").write_text("5555 J\n")  # half of a renewal
+    (node.root / "energy").write_text("5555 J\n")  # an incomplete update
     assert track.read(1) == 1_000_000
     node.renew(energy="1100 J")
     assert track.read(2) == 1_100_000
     node.now_ns += STALE_NS + S
-    assert track.read(3) is None and "stands still at freshness 9 for 4 s" in track.failure
+    assert track.read(3) is None and "freshness stands at 9 for 4 s" in track.failure
     node.renew(energy="1200 J")
     assert track.read(4) == 1_200_000 and track.failed_reads == 1
 
 
-def test_a_controller_that_was_restarted_has_lost_the_count(node):
+def test_restarted_controller_abandons_the_counter(node):
     group = PmCounterFiles(node.root)
     group.watch("energy")
     track = CounterReader(PmCounter(group, "node", "energy", ""))
     assert track.read(0) == 1_000_000
     node.renew(startup="18", energy="2000 J")
-    assert track.read(1) is None and "startup went from 17 to 18" in track.explain()
+    assert track.read(1) is None and "startup changed from 17 to 18" in track.explain()
     node.renew(energy="2100 J")
     assert track.read(2) is None, "what was counted before and after does not add up"
     with pytest.raises(CounterResetError):
         group.value("energy")
 
 
-def test_a_changed_power_cap_is_noted(node):
+def test_changed_power_cap_is_noted(node):
     track = CounterReader(pm_counters.find(node.root)[0][0])
     track.read(0)
     assert track.about.note == ""
@@ -142,14 +142,14 @@ def test_a_changed_power_cap_is_noted(node):
     assert track.read(1) == 1_001_000 and "power cap was changed" in track.about.note
 
 
-def test_a_counter_that_goes_back_is_given_up(node):
+def test_decreasing_counter_is_abandoned(node):
     track = CounterReader(pm_counters.find(node.root)[0][0])
     track.read(0)
     node.renew(energy="5 J")
     assert track.read(1) is None and "went back" in track.explain()
 
 
-def test_a_part_that_fails_takes_nothing_with_it(node):
+def test_failing_part_does_not_affect_other_counters(node):
     tracks = [CounterReader(counter) for counter in pm_counters.find(node.root)[0]]
     (node.root / "cpu_energy").unlink()
     node.renew()
@@ -158,21 +158,21 @@ def test_a_part_that_fails_takes_nothing_with_it(node):
     assert [track.read(0) for track in tracks] == [1_000_000, None, 50_000]
 
 
-def test_without_freshness_nothing_can_be_trusted(node):
+def test_missing_freshness_rejects_all_counters(node):
     (node.root / "freshness").unlink()
-    found, missing = pm_counters.find(node.root)
-    assert found == [] and "freshness" in missing["node"]
+    result, missing = pm_counters.find(node.root)
+    assert result == [] and "freshness" in missing["node"]
 
 
-def test_forbidden_files_are_told_with_the_cure():
-    root = Path(tempfile.mkdtemp(prefix="pm-"))  # other users may enter it, unlike pytest's own
+def test_permission_reason_names_the_cure():
+    root = Path(tempfile.mkdtemp(prefix="pm-"))  # other users may enter it, unlike pytest's tmp_path
     try:
         root.chmod(0o755)
         node = Node(root)
         (root / "energy").chmod(0)
         before = os.geteuid()
         if before == 0:
-            os.seteuid(65534)  # as root, no mode bit would refuse
+            os.seteuid(65534)  # root ignores mode bits
         try:
             missing = pm_counters.find(node.root)[1]
         finally:
@@ -190,36 +190,35 @@ def powercap(root):
     return root
 
 
-def test_processors_and_memory_are_not_read_twice(node, tmp_path):
+def test_cpu_and_memory_are_not_read_twice(node, tmp_path):
     config = EnergyConfig(powercap=str(powercap(tmp_path / "cap")), pm_counters=str(node.root), utilisation_s=0.0)
-    found = open_node_sources(config, [GpuClaim()], computing=False)
-    assert [(counter.kind, counter.name) for counter in found.counters] == [
+    result = open_node_sources(config, [GpuClaim()], computing=False)
+    assert [(counter.kind, counter.name) for counter in result.counters] == [
         ("node", "pm_counters/energy"),
         ("cpu", "pm_counters/cpu_energy"),
         ("dram", "pm_counters/memory_energy"),
     ]
     (node.root / "memory_energy").unlink()
-    found = open_node_sources(config, [GpuClaim()], computing=False)
-    assert [(counter.kind, counter.name) for counter in found.counters] == [
+    result = open_node_sources(config, [GpuClaim()], computing=False)
+    assert [(counter.kind, counter.name) for counter in result.counters] == [
         ("dram", "package-0 dram"),
         ("node", "pm_counters/energy"),
         ("cpu", "pm_counters/cpu_energy"),
     ]
-    assert set(found.missing) == {"gpu"}
+    assert set(result.missing) == {"gpu"}
 
 
-def test_only_a_cray_is_asked_for_and_missing(tmp_path):
+def test_missing_cray_counters_are_reported_only_if_selected(tmp_path):
     config = EnergyConfig(sources="cray", pm_counters=str(tmp_path / "none"), utilisation_s=0.0)
-    found = open_node_sources(config, [GpuClaim()], computing=False)
-    assert found.counters == [] and "this is no Cray" in found.missing["node"]
+    result = open_node_sources(config, [GpuClaim()], computing=False)
+    assert result.counters == [] and "this is not a Cray" in result.missing["node"]
     elsewhere = open_node_sources(
         EnergyConfig(powercap=str(tmp_path), pm_counters=str(tmp_path / "none")), [GpuClaim()], False
     )
-    assert "node" not in elsewhere.missing, "nobody misses it on another machine"
+    assert "node" not in elsewhere.missing, "other machines have no node counter"
 
 
-def test_a_node_of_any_size_adds_up_once(tmp_path, rng, monkeypatch):
-    """The total is the node's counter, whatever its parts say."""
+def test_total_is_the_node_counter_without_parts(tmp_path, rng, monkeypatch):
     monkeypatch.setattr(counters, "PROBE_NS", 0)
     node = Node(tmp_path / "pm", accelerators=2)
     config = EnergyConfig(sources="cray", pm_counters=str(node.root), interval_s=5.0, utilisation_s=0.0)

@@ -1,4 +1,4 @@
-"""RAPL from trees as sysfs shows them: which zones count, and a clear word for what cannot be read."""
+"""RAPL zones from trees like sysfs: the counted zones, and clear reasons for unreadable zones."""
 
 import os
 import shutil
@@ -15,7 +15,6 @@ RANGE = 262_143_328_850
 
 @pytest.fixture
 def root():
-    """A directory that other users may enter, unlike pytest's own."""
     path = Path(tempfile.mkdtemp(prefix="powercap-"))
     path.chmod(0o755)
     yield path
@@ -33,7 +32,7 @@ def zone(root, place, name, energy_uj, range_uj=RANGE):
 
 
 def two_sockets(root):
-    """Two packages with memory, and everything that must not be counted beside them."""
+    """Create two packages with memory, and zones that must not be counted."""
     (root / "intel-rapl").mkdir()  # the control type, which has no counter
     for socket in range(2):
         zone(root, f"intel-rapl:{socket}", f"package-{socket}", 1000 + socket)
@@ -45,7 +44,7 @@ def two_sockets(root):
     inner.symlink_to(root / "intel-rapl:0:1")  # sysfs shows it twice
 
 
-def test_packages_and_their_memory_once_each(root):
+def test_packages_and_memory_are_counted_once(root):
     two_sockets(root)
     counters, missing = rapl.find(root)
     assert [(counter.kind, counter.name, counter.read()) for counter in counters] == [
@@ -57,13 +56,13 @@ def test_packages_and_their_memory_once_each(root):
     assert missing == {}
 
 
-def test_zones_that_only_lie_inside_their_package(root):
+def test_zones_nested_in_their_package_are_found(root):
     zone(root, "intel-rapl:0", "package-0", 1)
     zone(root, "intel-rapl:0/intel-rapl:0:0", "dram", 2)
     assert [counter.name for counter in rapl.find(root)[0]] == ["package-0", "package-0 dram"]
 
 
-def test_a_wrap_is_unrolled_by_the_range_of_the_zone(root):
+def test_wrap_is_unrolled_by_zone_range(root):
     path = zone(root, "intel-rapl:0", "package-0", 999_000, range_uj=1_000_000)
     track = CounterReader(rapl.find(root)[0][0])
     first = track.read(0)
@@ -71,7 +70,7 @@ def test_a_wrap_is_unrolled_by_the_range_of_the_zone(root):
     assert track.read(1) - first == 5
 
 
-def test_without_a_range_a_wrap_gives_the_zone_up(root):
+def test_wrap_without_zone_range_abandons_the_zone(root):
     path = zone(root, "intel-rapl:0", "package-0", 999_000, range_uj=None)
     track = CounterReader(rapl.find(root)[0][0])
     assert track.read(0) == 999
@@ -79,18 +78,18 @@ def test_without_a_range_a_wrap_gives_the_zone_up(root):
     assert track.read(1) is None and "its range is not known" in track.lost
 
 
-def test_no_powercap_at_all(root):
+def test_missing_powercap_is_reported(root):
     counters, missing = rapl.find(root / "nowhere")
     assert counters == [] and set(missing) == {"cpu", "dram"} and "does not exist" in missing["cpu"]
 
 
-def test_a_machine_without_memory_zones(root):
+def test_missing_memory_zones_are_reported(root):
     zone(root, "intel-rapl:0", "package-0", 1)
     counters, missing = rapl.find(root)
     assert [counter.kind for counter in counters] == ["cpu"] and "no dram zone" in missing["dram"]
 
 
-def test_amd_has_cores_inside_of_packages_and_no_memory(root):
+def test_amd_packages_are_counted_without_cores_and_memory(root):
     for socket in range(2):
         zone(root, f"intel-rapl:{socket}", f"package-{socket}", 1000, range_uj=65_532_610_987)
         zone(root, f"intel-rapl:{socket}/intel-rapl:{socket}:0", "core", 400, range_uj=65_532_610_987)
@@ -98,20 +97,20 @@ def test_amd_has_cores_inside_of_packages_and_no_memory(root):
     assert [counter.name for counter in counters] == ["package-0", "package-1"] and set(missing) == {"dram"}
 
 
-def test_a_package_of_several_dies_is_all_of_them(root):
+def test_all_dies_of_a_package_are_counted(root):
     for die in range(2):
         zone(root, f"intel-rapl:{die}", f"package-0-die-{die}", 10 + die)
     assert [counter.read() for counter in rapl.find(root)[0]] == [10, 11]
 
 
-def test_half_of_the_packages_is_no_measurement(root):
+def test_unreadable_package_removes_all_cpu_counters(root):
     two_sockets(root)
     (root / "intel-rapl:1" / "energy_uj").unlink()
     counters, missing = rapl.find(root)
     assert {counter.kind for counter in counters} == {"dram"} and missing["cpu"].startswith("package-1: ")
 
 
-def test_a_counter_that_is_no_number(root):
+def test_counter_that_is_no_number_is_reported(root):
     path = zone(root, "intel-rapl:0", "package-0", "")
     assert "cannot be read" in rapl.find(root)[1]["cpu"]
     (path / "energy_uj").unlink()
@@ -119,13 +118,13 @@ def test_a_counter_that_is_no_number(root):
     assert "cannot be read" in rapl.find(root)[1]["cpu"]
 
 
-def test_permission_denied_says_who_may_change_it(root):
+def test_permission_denied_reason_names_root(root):
     path = zone(root, "intel-rapl:0", "package-0", 1)
     counter = rapl.find(root)[0][0]
     (path / "energy_uj").chmod(0o400 if os.geteuid() == 0 else 0)
     before = os.geteuid()
     if before == 0:
-        os.seteuid(65534)  # as root, no mode bit would refuse
+        os.seteuid(65534)  # root ignores mode bits
     try:
         with pytest.raises(SensorReadError, match="may be read by root only"):
             counter.read()

@@ -1,4 +1,4 @@
-"""The sources of a machine as a person reads them: what is missing is said, and it is no failure."""
+"""`hpcdist energy sources`: missing sources are listed with a reason, and are no failure."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from hpcdist.energy.config import EnergyConfig
 from hpcdist.energy.sources.discovery import GpuClaim, open_node_sources, survey
 
 
-def test_a_machine_with_nothing(monkeypatch, tmp_path):
+def test_machine_without_sources_lists_reasons(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     done = click.testing.CliRunner().invoke(command, ["sources", "--powercap", str(tmp_path / "nowhere")])
     assert done.exit_code == 0, done.output
@@ -21,7 +21,7 @@ def test_a_machine_with_nothing(monkeypatch, tmp_path):
     assert f"not measured: {tmp_path / 'nowhere'} does not exist" in lines["cpu"] and "dram" in lines
 
 
-def test_a_machine_with_one_package(tmp_path):
+def test_readable_package_is_listed(tmp_path):
     zone = tmp_path / "intel-rapl:0"
     zone.mkdir()
     (zone / "name").write_text("package-0\n")
@@ -30,8 +30,8 @@ def test_a_machine_with_one_package(tmp_path):
     assert ["cpu", "package-0", "readable"] in [line.split() for line in output.splitlines()]
 
 
-def test_permission_is_told_with_the_line_that_gives_it():
-    root = Path(tempfile.mkdtemp(prefix="powercap-"))  # other users may enter it, unlike pytest's own
+def test_permission_reason_names_the_chmod_command():
+    root = Path(tempfile.mkdtemp(prefix="powercap-"))  # other users may enter it, unlike pytest's tmp_path
     try:
         root.chmod(0o755)
         zone = root / "intel-rapl:0"
@@ -41,7 +41,7 @@ def test_permission_is_told_with_the_line_that_gives_it():
         (zone / "energy_uj").chmod(0)
         before = os.geteuid()
         if before == 0:
-            os.seteuid(65534)  # as root, no mode bit would refuse
+            os.seteuid(65534)  # root ignores mode bits
         try:
             rows = survey(EnergyConfig(powercap=str(root), pm_counters=str(root / "none")), {})
         finally:
@@ -55,7 +55,7 @@ def test_permission_is_told_with_the_line_that_gives_it():
     )
 
 
-def test_a_cray_lists_its_counters(tmp_path):
+def test_cray_counters_are_listed(tmp_path):
     for name, value in {"energy": "5 J", "power": "3 W", "accel0_energy": "1 J", "freshness": "1"}.items():
         (tmp_path / name).write_text(value)
     arguments = ["sources", "--pm-counters", str(tmp_path), "--powercap", str(tmp_path / "none")]
@@ -65,17 +65,17 @@ def test_a_cray_lists_its_counters(tmp_path):
     assert ["gpu", "pm_counters/accel0_energy", "readable"] in lines
 
 
-def test_who_asks_for_processors_gets_them_though_gpus_are_used():
-    found = open_node_sources(
+def test_cpu_only_setting_does_not_need_gpus():
+    result = open_node_sources(
         EnergyConfig(sources="rapl", powercap="/nowhere", utilisation_s=0.0), [GpuClaim(("GPU-0",))], True
     )
-    assert found.needed == set() and found.missing["gpu"] == "energy.sources = 'rapl'"
+    assert result.needed == set() and result.missing["gpu"] == "energy.sources = 'rapl'"
     assert open_node_sources(
         EnergyConfig(powercap="/nowhere", utilisation_s=0.0), [GpuClaim(reason="no")], True
     ).needed == {"gpu"}
 
 
 @pytest.mark.parametrize("name", ["sources", "watch", "report"])
-def test_every_command_has_a_help(name):
+def test_every_command_has_help(name):
     done = click.testing.CliRunner().invoke(command, [name, "--help"])
     assert done.exit_code == 0 and "Usage:" in done.output, done.output

@@ -1,4 +1,4 @@
-"""The declared model: TDP times utilisation, from a false /proc/stat, and labelled to the end."""
+"""The declared model: TDP times utilisation from a synthetic /proc/stat, labelled in every report."""
 
 import os
 
@@ -19,7 +19,7 @@ S = 1_000_000_000
 
 
 class Machine:
-    """A /proc/stat of ``cores`` processors, whose time the test spends."""
+    """A /proc/stat of ``cores`` processors. The test advances its time."""
 
     def __init__(self, path, cores):
         self.path, self.cores, self.now_ns = path, cores, 0
@@ -40,13 +40,13 @@ class Machine:
         return self.now_ns
 
 
-def test_idle_busy_and_between():
+def test_power_is_linear_between_idle_and_busy():
     assert (power_w(200, 0.3, 0), power_w(200, 0.3, 1), power_w(200, 0.3, 0.5)) == pytest.approx((60, 200, 130))
 
 
-def test_a_line_of_proc_stat():
+def test_busy_seconds_are_read_from_proc_stat():
     busy, whole = busy_seconds("cpu  10 20 30 400 50 1 2 3 7 0", 10.0)
-    assert (busy, whole) == pytest.approx((6.6, 51.6)), "what guests used is in user"
+    assert (busy, whole) == pytest.approx((6.6, 51.6)), "guest time is included in user time"
 
 
 def test_joules_are_watts_times_seconds(tmp_path, rng):
@@ -63,7 +63,7 @@ def test_joules_are_watts_times_seconds(tmp_path, rng):
     assert counter.about.declared and not track.explain()
 
 
-def test_between_two_ticks_nothing_is_lost(tmp_path):
+def test_energy_between_two_ticks_is_not_lost(tmp_path):
     machine = Machine(tmp_path / "stat", 1)
     counter = TdpProcessors(100.0, 0.0, machine.path, machine.clock)
     counter.read()
@@ -73,7 +73,7 @@ def test_between_two_ticks_nothing_is_lost(tmp_path):
     assert counter.read() == pytest.approx(100e6, rel=0.01)
 
 
-def test_time_between_two_ticks_counts_at_the_last_utilisation(tmp_path):
+def test_time_between_ticks_uses_the_last_utilisation(tmp_path):
     machine = Machine(tmp_path / "stat", 1)
     counter = TdpProcessors(100.0, 0.0, machine.path, machine.clock)
     counter.read()
@@ -86,28 +86,28 @@ def test_time_between_two_ticks_counts_at_the_last_utilisation(tmp_path):
     assert counter.read() == pytest.approx(100e6, rel=0.01), "the time is counted once"
 
 
-def test_a_machine_without_proc_stat_is_a_failed_read(tmp_path):
+def test_missing_proc_stat_is_a_failed_read(tmp_path):
     track = CounterReader(TdpProcessors(100.0, 0.3, tmp_path / "none"))
     assert track.read(0) is None and "cannot be read" in track.failure
 
 
-def test_only_when_asked_for():
+def test_declared_model_needs_explicit_settings():
     with pytest.raises(ConfigurationError, match="has no effect with energy.sources = 'auto'"):
         EnergyConfig(cpu_tdp_w=200.0)
-    with pytest.raises(ConfigurationError, match="needs energy.cpu_tdp_w"):
+    with pytest.raises(ConfigurationError, match="set energy.cpu_tdp_w"):
         EnergyConfig(sources="declared")
 
 
-def test_a_job_on_gpus_needs_their_watts_too():
+def test_gpu_job_needs_declared_gpu_tdp():
     config = EnergyConfig(sources="declared", cpu_tdp_w=200.0, utilisation_s=0.0)
-    found = open_node_sources(config, [GpuClaim(reason="no NVIDIA driver answers")], computing=True)
-    assert found.needed == {"gpu"} and found.missing["gpu"] == "no NVIDIA driver answers"
-    assert [counter.kind for counter in found.counters] == ["cpu"]
-    found = open_node_sources(config, [GpuClaim(("GPU-0",))], computing=True)
-    assert found.missing["gpu"] == "energy.gpu_tdp_w = 0"
+    result = open_node_sources(config, [GpuClaim(reason="no NVIDIA driver answers")], computing=True)
+    assert result.needed == {"gpu"} and result.missing["gpu"] == "no NVIDIA driver answers"
+    assert [counter.kind for counter in result.counters] == ["cpu"]
+    result = open_node_sources(config, [GpuClaim(("GPU-0",))], computing=True)
+    assert result.missing["gpu"] == "energy.gpu_tdp_w = 0"
 
 
-def test_the_label_stays_on_all_the_way(tmp_path, monkeypatch):
+def test_declared_label_is_kept_in_report_and_state(tmp_path, monkeypatch):
     machine = Machine(tmp_path / "stat", 4)
     monkeypatch.setattr(counters, "PROBE_NS", 0)
     real = TdpProcessors

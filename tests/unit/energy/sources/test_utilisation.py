@@ -1,4 +1,4 @@
-"""How busy a node is, from trees as Linux shows them: shares between looks, strangers, and NaN for the rest."""
+"""Node utilisation from trees like /proc and /sys: shares between readings, other processes, and NaN if unknown."""
 
 import math
 import os
@@ -29,7 +29,7 @@ class Linux:
         (self.sys / "class" / "net").mkdir(parents=True)
 
     def stat(self, *processors):
-        """Give busy and idle ticks of each processor."""
+        """Write the busy and idle ticks of each processor."""
         whole = [sum(pair[place] for pair in processors) for place in range(2)]
         rows = [("cpu ", whole), *((f"cpu{number}", pair) for number, pair in enumerate(processors))]
         lines = [f"{name} {busy} 0 0 {idle} 0 0 0 0 0 0" for name, (busy, idle) in rows]
@@ -51,8 +51,8 @@ class Linux:
         folder = self.sys / "class" / "net" / name
         folder.mkdir()
         (folder / "type").write_text(f"{kind}\n")
-        for word, wanted in (("device", device), ("bridge", bridge)):
-            if wanted:
+        for word, expected in (("device", device), ("bridge", bridge)):
+            if expected:
                 (folder / word).mkdir()
 
     def counters(self, **interfaces):
@@ -77,65 +77,65 @@ def rank(pid, started, cpus=(), space=None):
     return RankProcess(pid, str(started), this_process().space if space is None else space, frozenset(cpus))
 
 
-def seen(look):
+def columns_of(look):
     return dict(zip(COLUMNS, look.tolist(), strict=True))
 
 
-def test_shares_between_two_looks(linux, rng):
+def test_cpu_shares_between_two_readings(linux, rng):
     ticks = rng.integers(0, 10**6, (4, 2))
     spent = rng.integers(1, 1000, (4, 2))
     linux.stat(*ticks.tolist())
     watch = NodeUtilisation([rank(1, 1, {0, 2}), rank(2, 1, {2, 3})], proc=linux.proc, sys=linux.sys)
     linux.stat(*(ticks + spent).tolist())
-    found = seen(watch.look())
+    result = columns_of(watch.look())
     ours = spent[[0, 2, 3]]
-    assert found["cpu"] == pytest.approx(ours[:, 0].sum() / ours.sum())
-    assert found["node_cpu"] == pytest.approx(spent[:, 0].sum() / spent.sum())
-    again = seen(watch.look())
+    assert result["cpu"] == pytest.approx(ours[:, 0].sum() / ours.sum())
+    assert result["node_cpu"] == pytest.approx(spent[:, 0].sum() / spent.sum())
+    again = columns_of(watch.look())
     assert math.isnan(again["cpu"]) and math.isnan(again["node_cpu"]), "no time has passed"
 
 
-def test_idle_time_that_goes_back_is_not_more_than_all(linux):
+def test_decreasing_idle_time_gives_share_of_at_most_1(linux):
     linux.stat((100, 1000))
     watch = NodeUtilisation([rank(1, 1, {0})], proc=linux.proc, sys=linux.sys)
     linux.stat((150, 995))
-    assert seen(watch.look())["cpu"] == 1
+    assert columns_of(watch.look())["cpu"] == 1
 
 
-def test_memory_counts_what_is_shared_once(linux):
+def test_shared_memory_is_counted_once(linux):
     linux.stat((1, 1))
     linux.meminfo(1000, 250)
     linux.process(11, 5, 100, 60)
     linux.process(12, 6, 40, 80)
-    linux.process(13, 99, 500, 500)  # another process that has the number of a rank which has ended
+    linux.process(13, 99, 500, 500)  # another process with the pid of an ended rank
     watch = NodeUtilisation([rank(11, 5), rank(12, 6), rank(13, 7), rank(14, 8)], proc=linux.proc, sys=linux.sys)
-    found = seen(watch.look())
-    assert found["memory_bytes"] == (100 + 40 + 80) * KIB and found["memory"] == pytest.approx(0.22)
-    assert found["available_bytes"] == 250 * KIB and found["node_memory"] == pytest.approx(0.75)
+    result = columns_of(watch.look())
+    assert result["memory_bytes"] == (100 + 40 + 80) * KIB and result["memory"] == pytest.approx(0.22)
+    assert result["available_bytes"] == 250 * KIB and result["node_memory"] == pytest.approx(0.75)
 
 
-def test_numbers_of_another_container_mean_nobody(linux):
+def test_pids_of_another_container_are_ignored(linux):
     linux.stat((1, 1))
     linux.meminfo(1000, 250)
     linux.process(11, 5, 100, 60)
-    found = seen(NodeUtilisation([rank(11, 5, space="pid:[1]")], proc=linux.proc, sys=linux.sys).look())
-    assert math.isnan(found["memory"]) and found["node_memory"] == pytest.approx(0.75)
+    result = columns_of(NodeUtilisation([rank(11, 5, space="pid:[1]")], proc=linux.proc, sys=linux.sys).look())
+    assert math.isnan(result["memory"]) and result["node_memory"] == pytest.approx(0.75)
 
 
-def test_what_is_not_known_is_nan(tmp_path):
-    found = NodeUtilisation([rank(11, 5, {0})], proc=tmp_path, sys=tmp_path).look()
-    named = seen(found)
+def test_unknown_values_are_nan(tmp_path):
+    result = NodeUtilisation([rank(11, 5, {0})], proc=tmp_path, sys=tmp_path).look()
+    named = columns_of(result)
     assert all(math.isnan(value) for name, value in named.items() if name != "memory_bytes")
-    assert found.dtype == np.float64 and (*SHARES, *BYTES) == COLUMNS
+    assert result.dtype == np.float64 and (*SHARES, *BYTES) == COLUMNS
 
 
-def test_the_real_machine():
-    found = seen(NodeUtilisation([this_process()]).look())
-    assert found["memory_bytes"] > 1 << 20 and 0 < found["memory"] < 1 and 0 < found["node_memory"] < 1
+def test_real_machine_reports_plausible_values():
+    result = columns_of(NodeUtilisation([this_process()]).look())
+    assert result["memory_bytes"] > 1 << 20 and 0 < result["memory"] < 1 and 0 < result["node_memory"] < 1
     assert this_process().pid == os.getpid() and this_process().cpus
 
 
-def test_bytes_of_devices_only(linux):
+def test_network_bytes_count_only_devices(linux):
     for name in ("eth0", "eth1"):
         linux.interface(name)
     for name in ("bond0", "docker0", "veth7", "lo"):
@@ -147,7 +147,7 @@ def test_bytes_of_devices_only(linux):
     assert network.read() == (101, 202)
 
 
-def test_a_container_has_no_device_and_is_counted_all_the_same(linux):
+def test_container_interface_without_device_is_counted(linux):
     linux.interface("eth0", device=False)
     linux.interface("br0", device=False, bridge=True)
     linux.counters(eth0=(10, 20), br0=(1, 1))
@@ -156,7 +156,7 @@ def test_a_container_has_no_device_and_is_counted_all_the_same(linux):
     assert network.read() == (5, 20)
 
 
-def test_infiniband_in_words_and_its_ip_once(linux):
+def test_infiniband_is_counted_in_words_and_ipoib_is_skipped(linux):
     linux.interface("eth0")
     linux.interface("ib0", kind="32")
     linux.counters(eth0=(0, 0), ib0=(0, 0))
@@ -168,7 +168,7 @@ def test_infiniband_in_words_and_its_ip_once(linux):
     assert network.read() == (7 + 4000, 9 + 8000)
 
 
-def test_a_counter_that_was_set_back_goes_on_from_there(linux):
+def test_reset_network_counter_continues_from_new_value(linux):
     linux.interface("eth0")
     linux.counters(eth0=(1000, 1000))
     network = NetworkCounters(linux.proc, linux.sys)
@@ -177,6 +177,6 @@ def test_a_counter_that_was_set_back_goes_on_from_there(linux):
         assert network.read() == expected
 
 
-def test_no_interface_is_not_zero_bytes(linux):
+def test_network_without_interface_is_none(linux):
     linux.counters(lo=(1, 1))
     assert NetworkCounters(linux.proc, linux.sys).read() is None

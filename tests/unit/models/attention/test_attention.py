@@ -1,4 +1,4 @@
-"""Attention against the plain float64 formula, at sizes that do not fit its tiles."""
+"""Attention compared with the plain float64 formula, at sizes that are no multiples of its tiles."""
 
 import numpy as np
 import pytest
@@ -22,13 +22,13 @@ def _split(x, parts, size):
 
 
 def _join(*parts):
-    """(batch, heads, context, size) each, to (batch, context, columns)."""
+    """Return parts (batch, heads, context, size) as columns of one array (batch, context, columns)."""
     batch, _, context, _ = parts[0].shape
     return np.concatenate([part.swapaxes(1, 2).reshape(batch, context, -1) for part in parts], axis=2)
 
 
 def _plain(q, k, v, do, causal, window=0):
-    """Return y, dq, dk, dv for q of as many heads as there are, or of a multiple."""
+    """Return y, dq, dk, dv. The number of heads of q is the number of key heads, or a multiple."""
     heads, shared, context = q.shape[1], k.shape[1], q.shape[2]
     keys, values = (np.repeat(x, heads // shared, axis=1) for x in (k, v))
     scores = q @ keys.swapaxes(2, 3) / np.sqrt(q.shape[3])
@@ -49,14 +49,14 @@ def _check(qkv, kv, dy, size, causal, window=0):
     dtype = qkv.dtype.name
     q, k, v = _split(qkv, 3, size) if kv is None else (*_split(qkv, 1, size), *_split(kv, 2, size))
     y, dq, dk, dv = _plain(q, k, v, *_split(dy, 1, size), causal, window)
-    wanted = [_join(dq, dk, dv)] if kv is None else [_join(dq), _join(dk, dv)]
+    expected = [_join(dq, dk, dv)] if kv is None else [_join(dq), _join(dk, dv)]
     arena, given = Arena(), [array for array in (qkv, kv, dy) if array is not None]
     for _ in range(2):  # the second time memory is full of old numbers
         saved, before = arena.saved(0), [array.copy() for array in given]
         got = LocalAttention().forward(qkv, size, saved, kv=kv, causal=causal, window=window)
         assert np.abs(got - _join(y)).max() <= TOLERANCE[dtype] * (1 + np.abs(y).max())
-        found = LocalAttention().backward(dy, saved)
-        for one, want in zip((found,) if kv is None else found, wanted, strict=True):
+        result = LocalAttention().backward(dy, saved)
+        for one, want in zip((result,) if kv is None else result, expected, strict=True):
             assert one.dtype == qkv.dtype and one.shape == want.shape
             assert np.abs(one - want).max() <= 4 * TOLERANCE[dtype] * (1 + np.abs(want).max())
         assert all((array == old).all() for array, old in zip(given, before, strict=True))
@@ -74,7 +74,7 @@ def _inputs(rng, dtype, batch, context, heads, size, shared=None):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("context", [1, 2, QUERY_BLOCK - 1, QUERY_BLOCK, QUERY_BLOCK + 1, 2 * QUERY_BLOCK + 5])
 @pytest.mark.parametrize(("batch", "heads", "size"), [(1, 1, 1), (2, 3, 5), (3, 1, 8)])
-def test_against_the_formula(batch, context, heads, size, dtype, causal, rng):
+def test_attention_matches_the_formula(batch, context, heads, size, dtype, causal, rng):
     qkv, kv, dy = _inputs(rng, dtype, batch, context, heads, size)
     _check(qkv, kv, dy, size, causal)
 
@@ -83,14 +83,14 @@ def test_against_the_formula(batch, context, heads, size, dtype, causal, rng):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("context", [1, 70, LONG + 3])
 @pytest.mark.parametrize(("heads", "shared"), [(4, 4), (4, 2), (6, 1)])
-def test_groups_of_queries_share_keys_and_values(heads, shared, context, dtype, causal, rng):
+def test_query_groups_share_keys_and_values(heads, shared, context, dtype, causal, rng):
     _check(*_inputs(rng, dtype, 2, context, heads, 4, shared), 4, causal)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("context", [LONG, LONG + 1, 2 * LONG + QUERY_BLOCK + 7])
-def test_rows_that_go_on_in_other_tiles(context, dtype, causal, rng):
+def test_rows_across_several_tiles_match_the_formula(context, dtype, causal, rng):
     _check(*_inputs(rng, dtype, 1, context, 3, 8), 8, causal)
 
 
@@ -106,24 +106,24 @@ def test_rows_that_go_on_in_other_tiles(context, dtype, causal, rng):
     (70, 1 << 70, None),
 )
 @pytest.mark.parametrize("on", ["cpu", "gpu"])
-def test_rows_see_a_window_of_their_past(context, window, shared, on, rng, monkeypatch):
+def test_windowed_attention_matches_the_formula(context, window, shared, on, rng, monkeypatch):
     if on == "gpu":
         host_kernels.install(monkeypatch, flash, kernels, tiles)
     for dtype in TOLERANCE:
         _check(*_inputs(rng, dtype, 2, context, 2, 4, shared), 4, True, window)
 
 
-def test_a_window_that_hides_nothing_changes_no_bit(rng):
+def test_window_as_long_as_the_context_changes_no_bit(rng):
     qkv, _, dy = _inputs(rng, "float32", 2, LONG + 40, 2, 4)
-    found = []
+    results = []
     for window in (0, LONG + 40):
         saved = Arena().saved(0)
         y = LocalAttention().forward(qkv, 4, saved, window=window)
-        found.append((y.copy(), LocalAttention().backward(dy, saved).copy()))
-    assert all((a == b).all() for a, b in zip(*found, strict=True))
+        results.append((y.copy(), LocalAttention().backward(dy, saved).copy()))
+    assert all((a == b).all() for a, b in zip(*results, strict=True))
 
 
-def test_the_work_grows_with_the_window(rng, monkeypatch):
+def test_work_is_proportional_to_the_window(rng, monkeypatch):
     made, multiply = [], np.matmul
 
     def matmul(a, b, **given):
@@ -149,30 +149,30 @@ def test_the_work_grows_with_the_window(rng, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("shared", [None, 2])
 @pytest.mark.parametrize("context", [1, 70, LONG + 67])
-def test_kernels_of_a_gpu(context, shared, dtype, causal, rng, monkeypatch):
+def test_gpu_kernels_match_the_formula(context, shared, dtype, causal, rng, monkeypatch):
     host_kernels.install(monkeypatch, flash, kernels, tiles)
     _check(*_inputs(rng, dtype, 2, context, 4, 4, shared), 4, causal)
 
 
 @pytest.mark.parametrize("shared", [None, 2])
 @pytest.mark.parametrize("context", [33, LONG + 40])
-def test_bits_do_not_depend_on_what_is_computed_together(context, shared, rng, monkeypatch):
+def test_bits_do_not_depend_on_the_batch(context, shared, rng, monkeypatch):
     qkv, kv, dy = _inputs(rng, "float32", 3, context, 4, 8, shared)
-    found = []
+    results = []
     for tile in (tiles.TILE, 1, 1 << 30):  # as it is, a head at a time, all at once
         monkeypatch.setattr(tiles, "TILE", tile)
         saved = Arena().saved(0)
         y = LocalAttention().forward(qkv, 8, saved, kv=kv)
         gradients = LocalAttention().backward(dy, saved)
-        found.append([y, *((gradients,) if kv is None else gradients)])
+        results.append([y, *((gradients,) if kv is None else gradients)])
     one = Arena().saved(0)
-    assert (LocalAttention().forward(qkv[1:2], 8, one, kv=None if kv is None else kv[1:2]) == found[0][0][1]).all()
-    for other in found[1:]:
-        assert all((a == b).all() for a, b in zip(found[0], other, strict=True))
+    assert (LocalAttention().forward(qkv[1:2], 8, one, kv=None if kv is None else kv[1:2]) == results[0][0][1]).all()
+    for other in results[1:]:
+        assert all((a == b).all() for a, b in zip(results[0], other, strict=True))
 
 
 def test_memory_is_linear_in_the_context(rng):
-    def held(context):
+    def held_bytes(context):
         qkv, _, dy = _inputs(rng, "float32", 1, context, 2, 8)
         ledger = Ledger()
         saved = Arena(ledger).saved(0)
@@ -181,24 +181,24 @@ def test_memory_is_linear_in_the_context(rng):
         LocalAttention().backward(dy, saved)
         return ledger.peak["activations"], qkv.nbytes
 
-    (short, _), (long, inputs) = held(2 * LONG), held(8 * LONG)
+    (short, _), (long, inputs) = held_bytes(2 * LONG), held_bytes(8 * LONG)
     assert long <= 4 * short
     assert long - short <= 2 * inputs  # output, sums and gradient: not one row of scores
 
 
-def test_kept_gradients_belong_to_the_stage(rng):
+def test_gradients_are_owned_by_the_stage(rng):
     arena = Arena()
     for shared in (None, 1):
         qkv, kv, dy = _inputs(rng, "float64", 1, 5, 2, 4, shared)
         saved = arena.saved(0)
         LocalAttention().forward(qkv, 4, saved, kv=kv)
-        found = LocalAttention().backward(dy, saved, keep=True)
-        assert all(saved.owns(array) for array in ((found,) if kv is None else found))
+        result = LocalAttention().backward(dy, saved, keep=True)
+        assert all(saved.owns(array) for array in ((result,) if kv is None else result))
         saved.release()
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_no_samples_are_legal(causal):
+def test_empty_batch_is_allowed(causal):
     saved = Arena().saved(0)
     y = LocalAttention().forward(np.empty((0, 5, 24), np.float32), 4, saved, causal=causal)
     assert y.shape == (0, 5, 8)
@@ -213,14 +213,14 @@ def test_no_samples_are_legal(causal):
     ((2, 5, 8), (2, 5, 24)),
     ((2, 5, 8), (2, 5, 0)),
 )
-def test_shapes_that_do_not_fit_are_refused(queries, kv):
+def test_mismatched_shapes_are_rejected(queries, kv):
     given = None if kv is None else np.zeros(kv)
     with pytest.raises(UsageError, match="give"):
         LocalAttention().forward(np.zeros(queries), 4, Arena().saved(0), kv=given)
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_what_is_not_finite_is_seen(causal, rng):
+def test_non_finite_inputs_give_nan(causal, rng):
     qkv, _, dy = _inputs(rng, "float32", 1, 100, 2, 4)
     qkv[0, 50, 9] = np.nan  # of a key
     saved = Arena().saved(0)
@@ -229,7 +229,7 @@ def test_what_is_not_finite_is_seen(causal, rng):
     assert np.isnan(LocalAttention().backward(dy, saved)[0, 50]).any()
 
 
-def test_the_future_does_not_leak(rng):
+def test_causal_attention_ignores_later_tokens(rng):
     qkv = rng.standard_normal((1, 100, 24))
     changed = qkv.copy()
     changed[:, 70:] = 1e30

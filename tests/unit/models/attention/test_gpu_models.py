@@ -1,12 +1,12 @@
-"""Models on the double of a GPU: the numbers of the CPU, and nothing on the way to the host; losses stay there too."""
+"""Models on the double of a GPU: the numbers of the CPU without transfers to the host. Losses stay on the GPU too."""
 
 from collections import Counter
 
 import numpy as np
 import pytest
 
-from harness.devices import MODELS, ModelRun, batches_of, crossings, placed
-from harness.models.documents import drawn_places
+from harness.devices import MODELS, ModelRun, batches_of, crossings, place_batches
+from harness.models.documents import random_places
 from hpcdist.models.documents import PackedTokens
 
 BOUNDS = {"float32": 1e-5, "float64": 1e-12}
@@ -15,10 +15,10 @@ BOUNDS = {"float32": 1e-5, "float64": 1e-12}
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("case", MODELS)
 @pytest.mark.full_except("encoder-float32")
-def test_forward_and_backward_are_those_of_the_cpu(gpu, case, dtype, rng):
+def test_forward_and_backward_match_the_cpu(gpu, case, dtype, rng):
     batches, seed = batches_of(case, rng), int(rng.integers(1 << 30))
     host, device = ModelRun(case, dtype, "cpu", seed), ModelRun(case, dtype, "gpu", seed)
-    expected, there = host.step(batches), placed(batches, "gpu")
+    expected, there = host.step(batches), place_batches(batches, "gpu")
     gpu.LOG.clear()
     losses = device.step(there)
     assert gpu.LOG.sites() == crossings(gpu, case)
@@ -31,10 +31,10 @@ def test_forward_and_backward_are_those_of_the_cpu(gpu, case, dtype, rng):
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_evaluation_and_logits_are_those_of_the_cpu(gpu, case, rng):
+def test_evaluation_and_logits_match_the_cpu(gpu, case, rng):
     batches, seed = batches_of(case, rng)[:1], int(rng.integers(1 << 30))
     host, device = ModelRun(case, "float64", "cpu", seed), ModelRun(case, "float64", "gpu", seed)
-    ((x, targets),), ((there, answers),) = batches, placed(batches, "gpu")
+    ((x, targets),), ((there, answers),) = batches, place_batches(batches, "gpu")
     gpu.LOG.clear()
     logits = device.model.logits(device.parameters, there, device.arena)
     crossed = crossings(gpu, case, backward=False)
@@ -48,11 +48,11 @@ def test_evaluation_and_logits_are_those_of_the_cpu(gpu, case, rng):
 
 
 @pytest.mark.parametrize("case", ["gpt tied", "mlp gelu", "gpt of experts"])
-def test_a_backward_in_two_passes_is_that_of_the_cpu(gpu, case, rng):
+def test_two_pass_backward_matches_the_cpu(gpu, case, rng):
     batches, seed = batches_of(case, rng), int(rng.integers(1 << 30))
     host, device = ModelRun(case, "float64", "cpu", seed), ModelRun(case, "float64", "gpu", seed)
     host.split_step(batches, together=False)
-    there = placed(batches, "gpu")
+    there = place_batches(batches, "gpu")
     gpu.LOG.clear()
     device.split_step(there, together=False)
     assert gpu.LOG.sites() == crossings(gpu, case)
@@ -61,12 +61,17 @@ def test_a_backward_in_two_passes_is_that_of_the_cpu(gpu, case, rng):
 
 
 @pytest.mark.parametrize("case", ["gpt tied, dropout", "encoder with the options of Llama", "gpt of experts"])
-def test_packed_documents_are_those_of_the_cpu(gpu, case, rng):
+def test_packed_documents_match_the_cpu(gpu, case, rng):
     batches, seed = batches_of(case, rng), int(rng.integers(1 << 30))
-    places = [drawn_places(rng, *x.shape, 30) for x, _ in batches]
+    places = [random_places(rng, *x.shape, 30) for x, _ in batches]
     host, device = ModelRun(case, "float64", "cpu", seed), ModelRun(case, "float64", "gpu", seed)
     expected, losses = (
-        run.step([(PackedTokens.of(x, own), y) for (x, y), own in zip(placed(batches, on), places, strict=True)])
+        run.step(
+            [
+                (PackedTokens.of(x, local_data), y)
+                for (x, y), local_data in zip(place_batches(batches, on), places, strict=True)
+            ]
+        )
         for run, on in ((host, "cpu"), (device, "gpu"))
     )
     np.testing.assert_allclose([float(loss) for loss in losses], expected, rtol=1e-12)

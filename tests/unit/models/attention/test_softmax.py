@@ -1,4 +1,4 @@
-"""Softmax over tiles of rows, causal and full, against the plain float64 formula."""
+"""Softmax over tiles of rows, causal and full, compared with the plain float64 formula."""
 
 import numpy as np
 import pytest
@@ -8,13 +8,13 @@ from hpcdist.models.attention.tiles import band
 from stubs.gpu import host_kernels
 
 TOLERANCE = {"float32": 1e-6, "float64": 1e-14}
-PAIRS, BEFORE, SCALE = 3, 2, 0.3  # the pairs of the tiles are behind others
+PAIRS, BEFORE, SCALE = 3, 2, 0.3  # the pairs of the tiles follow BEFORE other pairs
 ALL = band(0, 0, causal=False)
 
 
 @pytest.fixture(params=["loops", "kernels"])
 def functions(request, monkeypatch):
-    """The compiled loops, and the kernels of a GPU, here on numpy."""
+    """The compiled loops, and the kernels of a GPU, both on numpy memory."""
     if request.param == "kernels":
         host_kernels.install(monkeypatch, kernels)
     return kernels.softmax_advance, kernels.softmax_gradient
@@ -30,7 +30,7 @@ def _plain(x, causal, window=0):
 
 
 def _forward(advance, x, causal, rows, columns, window=0):
-    """Return the probabilities, and (top, total), of tiles of so many rows and columns of square x."""
+    """Return the probabilities and (top, total) of square x, computed in tiles of ``rows`` x ``columns``."""
     count = x.shape[1]
     top, total = np.full((2, BEFORE + PAIRS, count), 7, x.dtype)
     p = np.zeros(x.shape)
@@ -53,8 +53,8 @@ def _forward(advance, x, causal, rows, columns, window=0):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("causal", "window"), [(True, 0), (False, 0), (True, 1), (True, 7)])
 @pytest.mark.parametrize(("count", "rows", "columns"), [(1, 1, 1), (9, 4, 8), (65, 16, 64), (70, 64, 64), (33, 33, 33)])
-def test_tiles_against_the_formula(count, rows, columns, causal, window, dtype, functions, rng):
-    """With a window rows see nothing of whole tiles, also of the first."""
+def test_tiled_softmax_matches_the_formula(count, rows, columns, causal, window, dtype, functions, rng):
+    """With a window, rows see nothing of some tiles, including the first tile."""
     advance, gradient = functions
     x = (20 * rng.standard_normal((PAIRS, count, count))).astype(dtype)
     p, top, total = _forward(advance, x, causal, rows, columns, window)
@@ -63,7 +63,7 @@ def test_tiles_against_the_formula(count, rows, columns, causal, window, dtype, 
     d = rng.standard_normal(x.shape).astype(dtype)
     dots = np.zeros((BEFORE + PAIRS, count), dtype)
     dots[BEFORE:] = (want * d).sum(2)
-    wanted = want * (d - (want * d).sum(2, keepdims=True)) * SCALE
+    expected = want * (d - (want * d).sum(2, keepdims=True)) * SCALE
     for first in range(0, count, rows):
         for start in range(0, min(first + rows, count) if causal else count, rows):
             part = np.s_[:, first : first + rows, start : start + rows]
@@ -71,13 +71,13 @@ def test_tiles_against_the_formula(count, rows, columns, causal, window, dtype, 
             seen = band(first - start, window, causal=causal)
             gradient(s, g, (BEFORE, first, *seen, False), SCALE, top, total, dots)
             assert np.abs(s - want[part]).max() <= 20 * TOLERANCE[dtype]
-            assert np.abs(g - wanted[part]).max() <= 20 * TOLERANCE[dtype] * (1 + np.abs(d).max())
+            assert np.abs(g - expected[part]).max() <= 20 * TOLERANCE[dtype] * (1 + np.abs(d).max())
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
 @pytest.mark.parametrize("column", [0, 5, 99])
-def test_what_is_not_finite_stays_visible(column, bad, functions, rng):
+def test_non_finite_rows_give_nan(column, bad, functions, rng):
     advance, gradient = functions
     x = rng.standard_normal((1, 4, 100)).astype(np.float32)
     x[0, 2, column] = bad
@@ -96,7 +96,7 @@ def test_huge_scores_do_not_overflow():
     assert (x == np.float32([1, 0, 1])).all() and total == 2 and top == np.float32(3e38)
 
 
-def test_the_hidden_half_is_no_part_of_anything(rng):
+def test_masked_elements_are_ignored(rng):
     x = rng.standard_normal((1, 8, 8))
     x[0, 3, 5:] = np.nan
     top, total = np.zeros((2, 1, 8))

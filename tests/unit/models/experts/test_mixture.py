@@ -1,4 +1,4 @@
-"""Router and experts against PyTorch's autograd in float64: outputs, every gradient, both losses, drops, loads."""
+"""Router and experts compared with PyTorch's autograd in float64: outputs, gradients, both losses, drops, loads."""
 
 import math
 
@@ -31,7 +31,10 @@ CASES = {
 
 
 class Case:
-    """A mixture with drawn tensors, its input and the gradient of its output; of samples ``filled`` places count."""
+    """A mixture with random tensors, its input and the output gradient.
+
+    Only ``filled`` positions of the samples count.
+    """
 
     def __init__(self, rng, filled=(CONTEXT,) * SAMPLES, **keys):
         self.filled = np.array(filled)
@@ -49,7 +52,7 @@ class Case:
         self.gradients = Written({name: np.full(shape, np.nan) for name, shape in shapes.items()})
 
     def run(self, x=None, dy=None):
-        """Return y and dx of the toolkit."""
+        """Return y and dx computed by hpcdist."""
         x, dy = self.x if x is None else x, self.dy if dy is None else dy
         mixture, activation = LocalExperts(self.config, int, self.state), LocalActivation()
         saved = Arena().saved(2)
@@ -61,7 +64,7 @@ class Case:
 
 
 class Written:
-    """Destinations of gradients: the first write overwrites, later ones add."""
+    """Gradient buffers: the first write overwrites, later writes add."""
 
     def __init__(self, arrays):
         self.arrays, self.written = arrays, set()
@@ -73,7 +76,7 @@ class Written:
 
 
 def reference(case, bias=0.0):
-    """Return y, both losses with their coefficients as sums over tokens, loads and drops, by loops in PyTorch."""
+    """Return y, both losses with their coefficients as sums over tokens, loads and drops, computed by PyTorch loops."""
     config, act = case.config, {"relu": torch.relu, "swiglu": None}.get(case.config.activation)
     act = act or (lambda value: torch.nn.functional.gelu(value, approximate="tanh"))
     p = {name: torch.tensor(value, requires_grad=True) for name, value in case.parameters.items()}
@@ -115,7 +118,7 @@ def reference(case, bias=0.0):
 
 
 @cases("name", *CASES)
-def test_output_gradients_and_figures_against_autograd(rng, name):
+def test_mixture_matches_autograd(rng, name):
     case = Case(rng, **CASES[name])
     case.state.bias[1] = rng.standard_normal(case.config.experts) * 0.2
     want, losses, (p, x), loads, drops, shares = reference(case, case.state.bias[1])
@@ -139,8 +142,8 @@ def test_output_gradients_and_figures_against_autograd(rng, name):
     assert len(seen[1]) == count + EXTRA
 
 
-def test_all_tokens_to_one_expert(rng):
-    """Forced imbalance: the other experts have no rows, and gradients of zero."""
+def test_all_tokens_to_one_expert_leave_other_gradients_zero(rng):
+    """Forced imbalance: the other experts have no rows and zero gradients."""
     case = Case(rng, experts_per_token=1)
     case.state.bias[1, 3] = 100
     y, _ = case.run()
@@ -151,8 +154,8 @@ def test_all_tokens_to_one_expert(rng):
     assert up[3].any() and not np.delete(up, 3, axis=0).any()
 
 
-def test_parts_of_a_batch_add_up(rng):
-    """Samples one by one give the gradients, the drops and the loads of all of them, and no samples nothing."""
+def test_samples_one_by_one_add_up_to_the_batch(rng):
+    """Samples one by one give the gradients, the drops and the loads of the batch. An empty batch adds nothing."""
     whole = Case(np.random.default_rng(5), capacity_factor=0.7)
     y, dx = whole.run()
     parts = Case(np.random.default_rng(5), capacity_factor=0.7)
@@ -166,8 +169,8 @@ def test_parts_of_a_batch_add_up(rng):
     np.testing.assert_allclose(parts.state.take(), whole.state.take(), rtol=1e-12)
 
 
-def test_drops_follow_the_order_of_the_tokens():
-    """A token does not depend on later ones: the first ``room`` choices of an expert stay, whatever their rank."""
+def test_drops_follow_the_token_order():
+    """A token does not depend on later tokens: the first ``room`` choices of an expert are kept, for any rank order."""
     chosen = np.array([[0, 1], [1, 0], [0, 1], [1, 2]], np.int32)
     places, none = np.empty_like(chosen), np.zeros((1, 1, 3), np.int64)
 
@@ -186,7 +189,7 @@ def test_drops_follow_the_order_of_the_tokens():
     np.testing.assert_array_equal(places, [[0, 2], [-1, -1], [1, -1], [-1, 3]])
 
 
-def test_a_bias_moves_against_the_load():
+def test_router_bias_moves_against_the_load():
     state = RouterState(ModelConfig(layers=1, experts=4, balance_rate=0.5))
     state.balance(np.array([[6.0, 2.0, 4.0, 4.0]]))
     np.testing.assert_array_equal(state.bias, [[-0.5, 0.5, 0, 0]])
@@ -198,7 +201,7 @@ def test_a_bias_moves_against_the_load():
     assert RouterState(ModelConfig(experts=4)).state() == {}
 
 
-def test_a_value_that_is_not_finite_stays_visible(rng):
+def test_non_finite_input_gives_nan(rng):
     case = Case(rng)
     case.x[0, 0, 0] = np.nan
     y, _ = case.run()

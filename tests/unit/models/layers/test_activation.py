@@ -1,4 +1,4 @@
-"""GELU, ReLU and SwiGLU against their plain float64 formulas."""
+"""GELU, ReLU and SwiGLU compared with their plain float64 formulas."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def _relu(x):
 @pytest.mark.parametrize("kind", ["gelu", "relu"])
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 3, 7), (1025,), (3, 4096), (0,)])
 @pytest.mark.parametrize("spread", [1.0, 30.0])
-def test_against_the_formula(kind, shape, dtype, spread, rng):
+def test_gelu_and_relu_match_the_formula(kind, shape, dtype, spread, rng):
     x, dy = (spread * rng.standard_normal(shape)).astype(dtype), rng.standard_normal(shape).astype(dtype)
     y, slope = (_gelu if kind == "gelu" else _relu)(x.astype(WIDE))
     saved, before = Arena().saved(0), dy.copy()
@@ -46,7 +46,7 @@ def _swiglu(x, dy):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("shape", [(1, 2), (3, 10), (2, 3, 14), (1, 2050), (70, 1026), (0, 6)])
 @pytest.mark.parametrize("spread", [1.0, 30.0])
-def test_swiglu_against_the_formula(shape, dtype, spread, rng):
+def test_swiglu_matches_the_formula(shape, dtype, spread, rng):
     x = (spread * rng.standard_normal(shape)).astype(dtype)
     dy = rng.standard_normal((*shape[:-1], shape[-1] // 2)).astype(dtype)
     (y, dx), (gate, value) = _swiglu(x.astype(WIDE), dy.astype(WIDE)), np.split(np.abs(x), 2, axis=-1)
@@ -62,8 +62,8 @@ def test_swiglu_against_the_formula(shape, dtype, spread, rng):
 
 
 @pytest.mark.parametrize("kind", ["gelu", "relu", "swiglu"])
-def test_far_arguments_meet_their_limits(kind):
-    """Exponentials overflow there, and no warning is given."""
+def test_extreme_arguments_give_the_limits(kind):
+    """Exponentials overflow there without a warning."""
     x = np.array([[1e4, 500.0, -500.0, -1e4, 0.0], [1e4, 500.0, -500.0, -1e4, 0.0]], np.float32).T.copy()
     saved = Arena().saved(0)
     y = LocalActivation().forward(x, kind, saved)
@@ -85,7 +85,7 @@ def _huge(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_gelu_of_huge_numbers(dtype):
+def test_gelu_of_huge_numbers_is_finite(dtype):
     x, saved = _huge(dtype), Arena().saved(0)
     far, above = np.abs(x) > 40, x > 0
     np.testing.assert_array_equal(LocalActivation().forward(x, "gelu", saved)[far], np.where(above, x, 0)[far])
@@ -96,8 +96,8 @@ def test_gelu_of_huge_numbers(dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("value", "gradient"), [(1e10, 1), (-3e38, 1), (1, 1e10), (1, -3e38), (1e19, 1e19)])
-def test_swiglu_of_huge_gates(dtype, value, gradient):
-    """A closed gate gives 0, whatever it is multiplied with."""
+def test_swiglu_of_huge_negative_gates_is_zero(dtype, value, gradient):
+    """A closed gate gives 0 for any factor."""
     gates = _huge(dtype)
     gates, saved = gates[gates < -1000], Arena().saved(0)
     x = np.stack([gates, np.full_like(gates, value)], axis=1)

@@ -1,4 +1,4 @@
-"""Convolution by unfolding: against sums in float64, on every border, and its gradients as the transposed sums."""
+"""Convolution by unfolding, compared with sums in float64 at every border. Gradients are the transposed sums."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ SHAPES = [  # samples, height, width, inputs, outputs, stride
 
 
 class Into(dict):
-    """Gradients, each written for the first time or added to."""
+    """Gradients that are overwritten or added to."""
 
     def __init__(self, add, **shapes):
         super().__init__({name.replace("_", "."): np.full(shape, 2.0) for name, shape in shapes.items()})
@@ -31,7 +31,7 @@ class Into(dict):
 
 
 def taps(height, width, stride):
-    """Yield (place in the window, output pixel, input pixel) of every product that is not with a zero."""
+    """Yield (window position, output pixel, input pixel) of every product whose input is inside the picture."""
     for p in range(output_side(height, stride)):
         for q in range(output_side(width, stride)):
             for i in range(SIZE):
@@ -53,7 +53,7 @@ def case(request, rng):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("few", [False, True])
-def test_against_the_sums(case, dtype, few, monkeypatch):
+def test_convolution_matches_the_sums(case, dtype, few, monkeypatch):
     x, weight, bias, dy, stride = (value if isinstance(value, int) else value.astype(dtype) for value in case)
     if few:  # samples at a time
         monkeypatch.setattr(convolution, "CACHE_BYTES", 1)
@@ -77,7 +77,7 @@ def test_against_the_sums(case, dtype, few, monkeypatch):
         np.testing.assert_allclose(into["c.bias"], dy.sum(axis=(0, 1, 2), dtype=np.float64) + 2 * add, atol=bound)
 
 
-def test_no_gradient_of_data(case):
+def test_gradient_of_the_input_is_optional(case):
     x, weight, bias, dy, stride = case
     saved, into = Arena().saved(0), Into(False, c_weight=weight.shape, c_bias=bias.shape)
     convolve({"c.weight": weight, "c.bias": bias}, "c", x, stride, saved)
@@ -85,7 +85,7 @@ def test_no_gradient_of_data(case):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_shows(bad, rng):
+def test_non_finite_inputs_affect_only_their_windows(bad, rng):
     x, weight = rng.standard_normal((1, 4, 4, 2)), rng.standard_normal((3, SIZE, SIZE, 2))
     x[0, 0, 0, 1] = bad
     y = convolve({"c.weight": weight, "c.bias": np.zeros(3)}, "c", x, 1, Arena().saved(0))
@@ -95,7 +95,7 @@ def test_what_is_not_finite_shows(bad, rng):
 
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("side", [1, 2, 3, 4, 7])
-def test_shifted_slices_of_a_gpu_are_the_loops_of_a_processor(side, stride, rng):
+def test_gpu_slices_have_the_bits_of_the_cpu_loops(side, stride, rng):
     x = rng.standard_normal((2, side, 5, 3))
     high, wide = output_side(side, stride), output_side(5, stride)
     ours, theirs = (np.full((2 * high * wide, SIZE * SIZE * 3), np.nan) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Cross entropy against the plain float64 formula."""
+"""Cross entropy compared with the plain float64 formula."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from hpcdist.models.runtime.arena import Arena
 @pytest.mark.parametrize("integers", [np.uint8, np.uint16, np.uint32, np.int64])
 @pytest.mark.parametrize(("tokens", "classes"), [(1, 1), (1, 13), (170, 256), (64, 3), (2, 16385), (0, 5)])
 @pytest.mark.parametrize("spread", [1.0, 40.0])
-def test_against_the_formula(tokens, classes, integers, spread, dtype, rng):
+def test_cross_entropy_matches_the_formula(tokens, classes, integers, spread, dtype, rng):
     logits = (spread * rng.standard_normal((tokens, classes))).astype(dtype)
     targets = rng.integers(0, min(classes, 256), tokens).astype(integers)
     wide = logits.astype(np.longdouble)
@@ -31,7 +31,7 @@ def test_against_the_formula(tokens, classes, integers, spread, dtype, rng):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_target_of_minus_one_has_no_loss_and_no_gradient(dtype, rng):
+def test_target_minus_one_has_no_loss_and_no_gradient(dtype, rng):
     logits = rng.standard_normal((300, 200)).astype(dtype)
     targets = np.where(rng.random(300) < 0.15, rng.integers(0, 200, 300), -1)
     targets[[0, -1]] = -1
@@ -46,19 +46,19 @@ def test_a_target_of_minus_one_has_no_loss_and_no_gradient(dtype, rng):
 
 
 @pytest.mark.parametrize("bad", [7, -2])
-def test_a_target_that_is_no_class_is_refused(bad):
+def test_target_out_of_range_is_rejected(bad):
     with pytest.raises(DataError, match=f"target {bad} is outside \\[0, 7\\)"):
         LocalCrossEntropy().forward(np.zeros((2, 7)), np.array([0, bad]), Arena().saved(0))
 
 
-def test_a_nan_logit_makes_the_loss_nan(rng):
+def test_nan_logit_makes_the_loss_nan(rng):
     logits = rng.standard_normal((5, 50)).astype(np.float32)
     logits[3, 20] = np.nan
     assert np.isnan(LocalCrossEntropy().forward(logits, np.zeros(5, np.uint8), Arena().saved(0)))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_bad_logit_stays_visible_in_the_gradient(value, rng):
+def test_non_finite_logit_stays_visible_in_the_gradient(value, rng):
     logits = rng.standard_normal((5, 50)).astype(np.float32)
     logits[3, 20] = value
     saved = Arena().saved(0)

@@ -1,4 +1,4 @@
-"""Dropout: masks against a Philox of our own, the same under every cut of the work; gradients; none in evaluation."""
+"""Dropout: masks compared with an independent Philox, independent of how the work is split; gradients; evaluation."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ DROPPING = [case for case, (config, _) in MODELS.items() if config.dropout]
 
 
 def _philox(counter, key):
-    """The cipher as its authors write it down, one round and one Python integer at a time."""
+    """Compute the Philox cipher as its authors define it, one round and one Python integer at a time."""
     c, k = list(counter), list(key)
     for _ in range(10):
         high0, low0 = divmod(0xD2511F53 * c[0], 1 << 32)
@@ -30,7 +30,7 @@ def _philox(counter, key):
 
 
 def _kept(draw, layer, site, rate, sample, rows, columns):
-    """Return what remains of the sample at ``sample`` of the batch, (rows, columns)."""
+    """Return the expected mask of sample ``sample`` of the batch, shape (rows, columns)."""
     kept = np.empty((rows, columns), bool)
     blocks = -(-columns // 4)
     key = draw.seed % (1 << 32), draw.seed >> 32
@@ -46,14 +46,14 @@ def _saved(draw, layer=3):
     return saved
 
 
-def test_the_reference_is_philox():
+def test_reference_philox_matches_a_published_vector():
     counter, key = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
     assert _philox(counter, key) == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 7), (2, 5, 4), (3, 6)])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_masks_against_the_reference(shape, dtype, rng):
+def test_masks_match_the_reference(shape, dtype, rng):
     draw, rate = Draw(SEED, 17, 5), 0.3
     x = rng.standard_normal(shape).astype(dtype)
     rows = shape[1] if len(shape) > 2 else 1
@@ -69,7 +69,7 @@ def test_masks_against_the_reference(shape, dtype, rng):
 @pytest.mark.parametrize("context", [1, 70, LONG + 66])
 @pytest.mark.full_except("70", "1")
 @pytest.mark.matrix_except("70", "1")
-def test_the_mask_of_attention_against_the_reference(context, rng):
+def test_attention_mask_matches_the_reference(context, rng):
     draw, rate, batch, heads, size = Draw(SEED, 2, 9), 0.4, 2, 3, 2
     qkv = rng.standard_normal((batch, context, 3 * heads * size))
     saved = _saved(draw)
@@ -90,7 +90,7 @@ def test_the_mask_of_attention_against_the_reference(context, rng):
     np.testing.assert_allclose(LocalAttention().backward(dy, saved), want, rtol=1e-10, atol=1e-12)
 
 
-def test_a_part_of_the_heads_draws_what_the_whole_layer_draws(rng):
+def test_subset_of_heads_has_the_mask_of_the_whole_layer(rng):
     draw, size, heads = Draw(1, 1, 4), 3, 5
     qkv = rng.standard_normal((2, 66, 3, heads, size))
     dy = rng.standard_normal((2, 66, heads, size))
@@ -99,15 +99,15 @@ def test_a_part_of_the_heads_draws_what_the_whole_layer_draws(rng):
     dqkv = LocalAttention().backward(dy.reshape(2, 66, -1), whole).reshape(qkv.shape)
     for first, last in ((0, 2), (2, 5)):
         saved = _saved(draw)
-        own = np.ascontiguousarray(qkv[..., first:last, :]).reshape(2, 66, -1)
-        part = LocalAttention().forward(own, size, saved, dropout=0.5, part=(first, heads))
+        local_data = np.ascontiguousarray(qkv[..., first:last, :]).reshape(2, 66, -1)
+        part = LocalAttention().forward(local_data, size, saved, dropout=0.5, part=(first, heads))
         want = y.reshape(2, 66, heads, size)[:, :, first:last].reshape(part.shape)
         np.testing.assert_allclose(part, want, rtol=1e-12)
         got = LocalAttention().backward(np.ascontiguousarray(dy[:, :, first:last]).reshape(part.shape), saved)
         np.testing.assert_allclose(got.reshape(2, 66, 3, -1, size), dqkv[..., first:last, :], rtol=1e-10, atol=1e-14)
 
 
-def test_any_rows_of_a_micro_batch_draw_what_the_whole_draws(rng):
+def test_rows_of_a_micro_batch_have_the_mask_of_the_whole_batch(rng):
     x = rng.standard_normal((4, 6, 9))
     draw = Draw(8, 3, 11)
     want = LocalDropout().forward(x.copy(), 0.3, SITE, _saved(draw))
@@ -122,7 +122,7 @@ def test_any_rows_of_a_micro_batch_draw_what_the_whole_draws(rng):
         assert (y == want.reshape(24, 9)[first:last]).all()
 
 
-def test_the_rate_and_that_streams_differ():
+def test_dropout_rate_is_met_and_streams_differ():
     ones = np.ones((8, 512, 256), np.float32)
     seen = []
     for draw, layer, site in [
@@ -144,19 +144,19 @@ def test_the_rate_and_that_streams_differ():
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-12, 1 - 1e-12])
-def test_rates_at_the_ends(rate):
+def test_extreme_rates_drop_all_or_nothing(rate):
     y = LocalDropout().forward(np.ones((3, 40)), rate, SITE, _saved(Draw(0, 1, 0)))
     np.testing.assert_allclose(y, 0 if rate > 0.5 else 1, rtol=1e-9)
 
 
-def test_what_is_not_finite_stays_visible():
+def test_dropped_non_finite_values_stay_visible():
     y = LocalDropout().forward(np.full((4, 64), np.nan, np.float32), 0.5, SITE, _saved(Draw(0, 1, 0)))
     assert np.isnan(y).all()
 
 
 @pytest.mark.parametrize("case", DROPPING)
 @pytest.mark.full_except("convnet rms, dropout")
-def test_every_gradient_against_finite_differences(case, rng):
+def test_gradients_with_dropout_match_finite_differences(case, rng):
     (x, targets), seed = batches_of(case, rng)[0], 3
     run = ModelRun(case, "float64", "cpu", seed)
     model = run.model
@@ -183,26 +183,26 @@ def test_every_gradient_against_finite_differences(case, rng):
 
 
 @pytest.mark.parametrize("case", DROPPING)
-def test_gradients_are_the_same_under_any_cut_into_micro_batches(case, rng):
+def test_gradients_do_not_depend_on_the_micro_batches(case, rng):
     batches = [batch for _ in range(2) for batch in batches_of(case, rng)]
     x, targets = (np.concatenate(parts)[:8] for parts in zip(*batches, strict=True))
-    found = []
+    results = []
     for size in (8, 4, 2, 3):
         run = ModelRun(case, "float64", "cpu", 7)
         losses = run.step([(x[first : first + size], targets[first : first + size]) for first in range(0, 8, size)])
-        found.append((sum(losses), run.gradient.array.copy()))
+        results.append((sum(losses), run.gradient.array.copy()))
     other = ModelRun(case, "float64", "cpu", 7)
     other.number = 2
     other.step([(x, targets)])
-    loss, gradient = found[0]
-    for again, same in found[1:]:
+    loss, gradient = results[0]
+    for again, same in results[1:]:
         assert again == pytest.approx(loss, rel=1e-13)
         assert np.linalg.norm(same - gradient) <= 1e-13 * np.linalg.norm(gradient)
     assert np.linalg.norm(other.gradient.array - gradient) > 1e-3 * np.linalg.norm(gradient)  # another step
 
 
 @pytest.mark.parametrize("case", DROPPING)
-def test_an_evaluation_drops_nothing(case, rng):
+def test_evaluation_drops_nothing(case, rng):
     run = ModelRun(case, "float64", "cpu", 5)
     (batch,) = batches_of(case, rng)[:1]
     for stage in (plain := Model(run.model.stages, "float64", tokens_per_sample=1)).stages:

@@ -17,7 +17,7 @@ def _exp(values, dtype):
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
-def test_the_error_is_within_the_stated_bound(dtype, rng):
+def test_exp_error_is_within_the_documented_bound(dtype, rng):
     low, high = RANGES[dtype]
     spread = rng.uniform(low, high, 200_001), rng.standard_normal(100_003) * 0.4, np.linspace(low, high, 5001)
     x, y = _exp(np.concatenate(spread), dtype)
@@ -27,7 +27,7 @@ def test_the_error_is_within_the_stated_bound(dtype, rng):
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
-def test_what_is_outside_of_the_range(dtype):
+def test_exp_outside_its_range_gives_0_inf_or_nan(dtype):
     low, high = RANGES[dtype]
     _, y = _exp([0, -0.0, 1.001 * low, -np.inf, np.finfo(dtype).min, 1.001 * high + 1, np.inf, np.nan, -np.nan], dtype)
     assert (y[:2] == 1).all() and (y[2:5] == 0).all() and (y[5:7] == np.inf).all() and np.isnan(y[7:]).all()
@@ -35,7 +35,7 @@ def test_what_is_outside_of_the_range(dtype):
 
 @pytest.mark.parametrize("size", [1, 2, 15, 64, 1001])
 @pytest.mark.parametrize("dtype", BOUNDS)
-def test_the_maximum_is_that_of_the_numbers(dtype, size, rng):
+def test_row_maximum_equals_the_numpy_maximum(dtype, size, rng):
     for scale in (1e-30, 1.0, 1e30):
         x = (scale * rng.standard_normal(size)).astype(dtype)
         for row in (x, -np.abs(x), np.where(x > 0, x, dtype == "float32").astype(dtype)):

@@ -1,4 +1,4 @@
-"""Attention in 16-bit floats on the tensor cores of a GPU, here by their definition, against float64."""
+"""Attention in 16-bit floats on tensor cores of a GPU, emulated by their definition, compared with float64."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from harness.marks import cases
-from harness.models.documents import drawn_places, sees
+from harness.models.documents import random_places, visibility_mask
 from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.errors import UsageError
@@ -33,11 +33,12 @@ SHAPES = (
 
 
 def reference(q, k, v, dy, seen, factors, unit, least):
-    """Output and gradients of (batch, heads, context, size), keys repeated for their query heads, in float64.
+    """Return output and gradients in float64, then the largest allowed error of each.
 
-    Behind them the most that each may differ. Weights of values, slopes of scores, output and gradients are rounded.
-    The slopes take the products of the rows of dy and y from the rounded y: of one token they are not 0, as they
-    should, but the sum of what its roundings change, however small the exact gradients are.
+
+    Shapes are (batch, heads, context, size), with keys repeated for their query heads. Weights of values, slopes of
+    scores, output and gradients are rounded. The slopes use the products of the rows of dy and of the rounded y. For a
+    single token they should be 0, but they are the sum of the rounding changes, however small the exact gradients are.
     """
     scale = 1 / math.sqrt(q.shape[3])
     s = q @ k.swapaxes(2, 3) * scale
@@ -61,7 +62,7 @@ def reference(q, k, v, dy, seen, factors, unit, least):
 
 
 def split(x, heads):
-    """(batch, context, width) to (batch, heads, context, size), in float64."""
+    """Return (batch, context, width) as (batch, heads, context, size), in float64."""
     return x.astype(np.float64).reshape(*x.shape[:2], heads, -1).transpose(0, 2, 1, 3)
 
 
@@ -75,12 +76,12 @@ def joined(x):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", UNIT)
 @pytest.mark.full_except("float16-(1, 1, 1, 1, 16)-causal-0.0")
-def test_against_the_formula(gpu, dtype, shape, causal, dropout, rng):
+def test_gpu_attention_matches_the_formula(gpu, dtype, shape, causal, dropout, rng):
     check_formula(dtype, shape, causal, dropout, rng)
 
 
 def check_formula(dtype, shape, causal, dropout, rng, places=None, window=0):
-    """Compare a pass with the formula, within the bound of its roundings."""
+    """Compare a pass with the formula, within the rounding bound."""
     batch, context, heads, shared, size = shape
     kind, group = dtype_of(dtype), heads // shared
     q, dy = (rng.standard_normal((batch, context, heads * size)).astype(kind) for _ in range(2))
@@ -90,7 +91,7 @@ def check_formula(dtype, shape, causal, dropout, rng, places=None, window=0):
     saved.documents = None if places is None else unpacked(PackedTokens.of(backend.place(places, "gpu"), places))[1]
     seen = np.tri(context, dtype=bool) if causal else np.ones((context, context), bool)
     if places is not None:
-        seen = sees(places, causal)[:, None]
+        seen = visibility_mask(places, causal)[:, None]
     if window:
         seen = seen & ~np.tri(context, k=-window, dtype=bool)
     together = heads == shared
@@ -98,7 +99,7 @@ def check_formula(dtype, shape, causal, dropout, rng, places=None, window=0):
     kv = None if together else backend.place(np.concatenate([k, v], axis=2), "gpu")
     operation = LocalAttention()
     y = operation.forward(given, size, saved, dropout=dropout, kv=kv, causal=causal, window=window)
-    found = operation.backward(backend.place(dy, "gpu"), saved)
+    result = operation.backward(backend.place(dy, "gpu"), saved)
     factors = np.ones((batch * heads, context, context))
     dropped = mask(saved, dropout, ATTENTION, rows_per_sample=heads * context, columns=context, groups=heads,
                    pitch=context)  # fmt: skip
@@ -109,14 +110,14 @@ def check_formula(dtype, shape, causal, dropout, rng, places=None, window=0):
     roundings = UNIT[dtype], LEAST[dtype]
     both = reference(split(q, heads), *repeated, split(dy, heads), seen, factors, *roundings)
     of_y, of_gradients = zip(*(outputs(results, shared, group) for results in both), strict=True)
-    parts = (found,) if together else found
+    parts = (result,) if together else result
     got = np.concatenate([backend.to_host(part).astype(np.float64) for part in parts], axis=2)
     close(backend.to_host(y), *of_y, UNIT[dtype])
     close(got, *of_gradients, UNIT[dtype])
 
 
 def outputs(results, shared, group):
-    """Return the output, and the gradients side by side, with those of keys and values summed over their queries."""
+    """Return the output and the gradients. Gradients of keys and values are summed over their queries."""
     y, dq, *others = results
     batch, _, context, size = y.shape
     dk, dv = (x.reshape(batch, shared, group, context, size).sum(axis=2) for x in others)
@@ -129,8 +130,8 @@ def outputs(results, shared, group):
     ((1, 200, 2, 2, 24), False, 0.3, 0),
     ((2, 70, 1, 1, 80), True, 0.2, 9),
 )
-def test_documents_against_the_formula(gpu, shape, causal, dropout, most, rng):
-    check_formula("float16", shape, causal, dropout, rng, drawn_places(rng, *shape[:2], most))
+def test_gpu_attention_in_documents_matches_the_formula(gpu, shape, causal, dropout, most, rng):
+    check_formula("float16", shape, causal, dropout, rng, random_places(rng, *shape[:2], most))
 
 
 @cases(
@@ -140,16 +141,16 @@ def test_documents_against_the_formula(gpu, shape, causal, dropout, most, rng):
     ("float16", (1, 200, 1, 1, 80), 0.0, None, 65),
     ("float16", (2, 150, 2, 1, 16), 0.2, 90, 30),
 )
-def test_windows_against_the_formula(gpu, dtype, shape, dropout, most, window, rng):
-    places = None if most is None else drawn_places(rng, *shape[:2], most)
+def test_gpu_attention_with_windows_matches_the_formula(gpu, dtype, shape, dropout, most, window, rng):
+    places = None if most is None else random_places(rng, *shape[:2], most)
     check_formula(dtype, shape, True, dropout, rng, places, window)
 
 
-def test_more_pairs_than_a_grid_has_blocks_across(gpu, rng, monkeypatch):
+def test_more_pairs_than_grid_blocks_are_split(gpu, rng, monkeypatch):
     monkeypatch.setattr(cuda_compiler, "BLOCKS_ACROSS", 2)  # blocks of rows; pairs have no such limit
-    test_against_the_formula(gpu, "float16", (3, 70, 2, 1, 16), True, 0.0, rng)
+    test_gpu_attention_matches_the_formula(gpu, "float16", (3, 70, 2, 1, 16), True, 0.0, rng)
     with pytest.raises(Exception, match="CUDA_ERROR_INVALID_VALUE"):
-        test_against_the_formula(gpu, "float16", (1, 130, 1, 1, 16), True, 0.0, rng)
+        test_gpu_attention_matches_the_formula(gpu, "float16", (1, 130, 1, 1, 16), True, 0.0, rng)
 
 
 def close(got, want, most, unit):
@@ -159,7 +160,7 @@ def close(got, want, most, unit):
         assert np.linalg.norm(error) <= 2 * unit * np.linalg.norm(want)
 
 
-def test_what_is_not_finite_shows_in_its_row_and_in_no_earlier_one(gpu, rng):
+def test_non_finite_row_does_not_affect_earlier_rows(gpu, rng):
     qkv = rng.standard_normal((1, 70, 48)).astype(np.float16)
     qkv[0, 30, 5] = np.nan  # of a query
     qkv[0, 50, 20] = np.inf  # of a key
@@ -168,12 +169,12 @@ def test_what_is_not_finite_shows_in_its_row_and_in_no_earlier_one(gpu, rng):
     assert np.isnan(y[50:]).any()
 
 
-def test_heads_that_no_kernel_has_are_refused(gpu):
-    with pytest.raises(UsageError, match=r"heads of 144; its kernels have heads of at most 128: choose model.heads"):
+def test_head_size_without_kernel_is_rejected(gpu):
+    with pytest.raises(UsageError, match=r"heads of size 144; the maximum is 128: choose model.heads"):
         LocalAttention().forward(backend.zeros((1, 2, 432), np.dtype("float16"), "gpu"), 144, Arena(on="gpu").saved(0))
 
 
-def test_more_tokens_than_a_grid_has_blocks_for_are_refused(gpu, monkeypatch):
+def test_context_above_the_grid_limit_is_rejected(gpu, monkeypatch):
     monkeypatch.setattr(flash, "MAX_FUSED_CONTEXT", 64)
-    with pytest.raises(UsageError, match=r"65 tokens of context; its kernels have at most 64: choose a shorter data"):
+    with pytest.raises(UsageError, match=r"context of 65 tokens; the maximum is 64: choose a shorter data"):
         LocalAttention().forward(backend.zeros((1, 65, 48), np.dtype("float16"), "gpu"), 16, Arena(on="gpu").saved(0))

@@ -1,4 +1,4 @@
-"""The kernels as NVIDIA's compiler reads them: for each generation of GPUs, without a spill that would be felt."""
+"""The kernel sources under NVIDIA's compilers: for each GPU generation, without significant register spills."""
 
 import ctypes
 import re
@@ -35,8 +35,8 @@ SPILLED_BYTES = 64  # a thread, at most
 
 @pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.full
-def test_the_compiler_takes_every_source(name, tmp_path):
-    """Needs nvcc, not a GPU."""
+def test_nvcc_compiles_every_source(name, tmp_path):
+    """Needs nvcc but no GPU."""
     compiler = shutil.which("nvcc")
     if compiler is None:
         pytest.skip("no nvcc on this machine")
@@ -53,8 +53,8 @@ def test_the_compiler_takes_every_source(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_what_cupy_compiles_with_takes_every_source(name):
-    """Needs NVRTC, not a GPU: it has no headers, and other rules for functions than nvcc."""
+def test_nvrtc_compiles_every_source(name):
+    """Needs NVRTC but no GPU. NVRTC has no headers, and other rules for functions than nvcc."""
     library = _nvrtc()
     if library is None:
         pytest.skip("no NVRTC on this machine: pip install nvidia-cuda-nvrtc-cu12")
@@ -74,10 +74,10 @@ def test_what_cupy_compiles_with_takes_every_source(name):
 
 
 def _nvrtc():
-    """The library from a package of Python's or from the system."""
+    """Return the NVRTC library from a Python package or from the system."""
     places = [Path(folder) / "nvidia" for folder in sys.path]
-    found = sorted(str(path) for place in places if place.is_dir() for path in place.rglob("libnvrtc.so.1*"))
-    for name in (*found, *(f"libnvrtc.so.{number}" for number in (12, 13))):
+    results = sorted(str(path) for place in places if place.is_dir() for path in place.rglob("libnvrtc.so.1*"))
+    for name in (*results, *(f"libnvrtc.so.{number}" for number in (12, 13))):
         try:
             return ctypes.CDLL(name)
         except OSError:
@@ -85,7 +85,7 @@ def _nvrtc():
     return None
 
 
-def test_a_source_says_what_it_has_no_kernels_for():
-    with pytest.raises(Exception, match=r"attention.cu has no kernels for float32, only for float16, bfloat16"):
+def test_source_rejects_unsupported_types_with_the_reason():
+    with pytest.raises(Exception, match=r"kernels of attention.cu do not support float32; use float16 or bfloat16"):
         flash.FUSED_KERNELS.code(REAL=dtype_of("float32"), HEAD=16)
     assert isinstance(cuda_kernels.NORM, KernelSource) and cuda_kernels.NORM.takes(dtype_of("float64"))

@@ -1,4 +1,4 @@
-"""Kernels are compiled for what the models call them with; stages compute through the table alone."""
+"""Kernels are compiled for the types that models use, and stages compute through the operation table only."""
 
 from dataclasses import fields, replace
 
@@ -44,7 +44,7 @@ def _step(model, rng):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.full_except("options-float64")
-def test_samples_cover_the_types_of_a_step(config, dtype, rng):
+def test_kernel_samples_cover_the_types_of_a_step(config, dtype, rng):
     kernels = _kernels()
     assert {kernel.function.__module__ for kernel in kernels} >= {module.__name__ for module in MODULES}
     for kernel in kernels:
@@ -70,7 +70,7 @@ class Counted:
         return self.inner.backward(*args, **options)
 
 
-def test_a_replaced_table_sees_every_operation(rng):
+def test_replaced_operation_table_sees_every_call(rng):
     counted = {field.name: Counted(getattr(LOCAL, field.name)) for field in fields(Operations)}
     model = models.build(ModelConfig(layers=2, hidden=8, heads=2), "float32", context=8)
     model.operations = replace(LOCAL, **counted)

@@ -20,7 +20,7 @@ class Into:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("leading", "inputs", "outputs"), [((1,), 1, 1), ((3,), 5, 2), ((2, 3), 7, 11)])
-def test_linear_against_the_formula(leading, inputs, outputs, bias, dtype, rng):
+def test_linear_matches_the_formula(leading, inputs, outputs, bias, dtype, rng):
     x, dy = rng.standard_normal((*leading, inputs)), rng.standard_normal((*leading, outputs))
     parameters = {"l.weight": rng.standard_normal((outputs, inputs))}
     if bias:
@@ -42,7 +42,7 @@ def test_linear_against_the_formula(leading, inputs, outputs, bias, dtype, rng):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("count", "columns"), [(0, 3), (1, 1), (7, 5), (8, 33), (2049, 70)])
-def test_column_sums_round_no_more_than_additions_of_eighths(count, columns, dtype, rng):
+def test_column_sums_have_the_rounding_error_of_eight_partial_sums(count, columns, dtype, rng):
     rows = rng.standard_normal((count, columns)).astype(dtype)
     into = np.full(columns, np.nan, dtype)
     bound = (count // 8 + 10) * np.finfo(dtype).eps * np.abs(rows).sum(0, dtype=np.float64)
@@ -55,7 +55,7 @@ def test_column_sums_round_no_more_than_additions_of_eighths(count, columns, dty
         assert np.isnan(into[0]) and np.isfinite(into[1:]).all()
 
 
-def test_positions_are_summed_over_samples(rng):
+def test_position_gradients_are_summed_over_samples(rng):
     table, dy = rng.standard_normal((9, 5)), rng.standard_normal((11, 6, 5))
     y, saved = rng.standard_normal((11, 6, 5)), Arena().saved(0)
     want = y + table[:6]
@@ -68,7 +68,7 @@ def test_positions_are_summed_over_samples(rng):
 
 
 @pytest.mark.parametrize("integers", [np.uint8, np.uint16, np.uint32])
-def test_embedding_looks_up_and_sums_back(integers, rng):
+def test_embedding_looks_up_rows_and_sums_gradients(integers, rng):
     table = rng.standard_normal((9, 5)).astype(np.float32)
     tokens = rng.integers(0, 9, (4, 8)).astype(integers)[:, 1:]  # as data gives them: no memory of one piece
     dy = rng.standard_normal((4, 7, 5)).astype(np.float32)
@@ -82,6 +82,6 @@ def test_embedding_looks_up_and_sums_back(integers, rng):
         np.testing.assert_allclose(views["t.weight"], (1 + add) * want, atol=1e-5)
 
 
-def test_a_token_outside_the_table_is_refused():
+def test_token_outside_the_table_is_rejected():
     with pytest.raises(DataError, match=r"token 9 is outside \[0, 9\)"):
         LocalEmbedding().forward({"t.weight": np.zeros((9, 2))}, "t", np.array([[1, 9]]), Arena().saved(0))

@@ -1,4 +1,4 @@
-"""Layer and RMS normalisation against their plain formulas, within the errors that the module states."""
+"""Layer and RMS normalisation compared with their plain formulas, within the documented errors."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ class Into:
 
 
 def _plain(kind, x, scale, bias, dy):
-    """Return y, dx, dscale and dbias, and the bound of the error of each for one unit of rounding."""
+    """Return y, dx, dscale and dbias, and the error bound of each for one unit of rounding."""
     x, scale, bias, dy = (a.astype(np.longdouble) for a in (x, scale, bias, dy))
     mean = x.mean(-1, keepdims=True) if kind == "layer" else np.zeros_like(x[..., :1])
     deviation = np.sqrt(((x - mean) ** 2).mean(-1, keepdims=True) + EPSILON)
@@ -42,7 +42,7 @@ def _plain(kind, x, scale, bias, dy):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mean", [0, 3, 100])
-def test_against_the_formula(mean, shape, kind, dtype, rng):
+def test_norms_match_the_formula(mean, shape, kind, dtype, rng):
     x, dy, residual = (rng.standard_normal(shape).astype(dtype) for _ in range(3))
     x += mean
     scale, bias = (rng.standard_normal(shape[-1]).astype(dtype) for _ in range(2))
@@ -66,7 +66,7 @@ def test_against_the_formula(mean, shape, kind, dtype, rng):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_bad_value_stays_visible(kind, value, rng):
+def test_non_finite_value_stays_visible_in_its_row(kind, value, rng):
     x, dy = rng.standard_normal((2, 4, 64)).astype(np.float32)
     x[2, 5] = value
     parameters, saved = {name: np.ones(64, np.float32) for name in ("n.scale", "n.bias")}, Arena().saved(0)
@@ -77,6 +77,6 @@ def test_a_bad_value_stays_visible(kind, value, rng):
     assert np.isnan(dx[2]).any() and np.isfinite(dx[[0, 1, 3]]).all()
 
 
-def test_a_kind_that_is_none_is_a_mistake_of_the_caller():
+def test_unknown_norm_kind_raises_assertion_error():
     with pytest.raises(AssertionError, match="a norm of the kind 'batch'; there are layer, rms"):
         LocalNorm().forward({}, "n", np.ones((1, 2)), Arena().saved(0), kind="batch")

@@ -1,4 +1,4 @@
-"""Rotary positions against a product of complex numbers in float64."""
+"""Rotary positions compared with products of complex numbers in float64."""
 
 import numpy as np
 import pytest
@@ -10,14 +10,14 @@ from hpcdist.models.runtime.arena import Arena
 
 
 def _bound(x, head_size, rotated):
-    """Return the largest errors that the module states."""
+    """Return the largest documented errors."""
     heads = np.abs(x[..., :rotated]).reshape(*x.shape[:2], -1, 2, head_size // 2)
     pairs = np.broadcast_to(heads.sum(3, keepdims=True), heads.shape).reshape(*x.shape[:2], rotated)
     angles = np.arange(x.shape[1])[:, None] if x.dtype == np.float64 else 0
     return 2 * np.finfo(x.dtype).eps * pairs * (1 + angles)
 
 
-def _turned(x, head_size, rotated, sign=1):
+def _rotated(x, head_size, rotated, sign=1):
     want, half = x.astype(np.float64), head_size // 2
     frequency = THETA ** (-2 * np.arange(half) / head_size)
     turn = np.exp(sign * 1j * np.arange(x.shape[1])[:, None] * frequency)
@@ -32,16 +32,16 @@ def _turned(x, head_size, rotated, sign=1):
 @pytest.mark.parametrize(
     ("batch", "context", "head_size", "heads", "rest"), [(1, 1, 2, 1, 0), (2, 5, 6, 3, 7), (3, 70, 64, 4, 128)]
 )
-def test_against_complex_numbers(batch, context, head_size, heads, rest, dtype, rng):
+def test_rotary_matches_complex_multiplication(batch, context, head_size, heads, rest, dtype, rng):
     rotated = heads * head_size
     x = rng.standard_normal((batch, context, rotated + rest)).astype(dtype)
     before, saved = x.copy(), Arena().saved(0)
     got = LocalRotary().forward(x, head_size, rotated, saved)
     assert got is x and (x[..., rotated:] == before[..., rotated:]).all()
-    wrong = np.abs(got - _turned(before, head_size, rotated))[..., :rotated]
+    wrong = np.abs(got - _rotated(before, head_size, rotated))[..., :rotated]
     assert (wrong <= _bound(before, head_size, rotated)).all()
     dx = rng.standard_normal(x.shape).astype(dtype)
-    want, bound = _turned(dx, head_size, rotated, -1), _bound(dx, head_size, rotated)
+    want, bound = _rotated(dx, head_size, rotated, -1), _bound(dx, head_size, rotated)
     wrong = np.abs(LocalRotary().backward(dx, head_size, rotated, saved) - want)[..., :rotated]
     assert (wrong <= bound).all()
     there = _bound(before, head_size, rotated) + 2 * _bound(got, head_size, rotated)
@@ -49,7 +49,7 @@ def test_against_complex_numbers(batch, context, head_size, heads, rest, dtype, 
     assert (back <= there).all()
 
 
-def test_scores_depend_on_the_distance_alone(rng):
+def test_rotary_scores_depend_only_on_the_distance(rng):
     q, k = rng.standard_normal((2, 8))
     x = np.broadcast_to(np.concatenate([q, k]), (1, 300, 16)).copy()
     LocalRotary().forward(x, 8, 16, Arena().saved(0))
@@ -58,15 +58,15 @@ def test_scores_depend_on_the_distance_alone(rng):
         np.testing.assert_allclose(np.diagonal(scores, distance), scores[0, distance], atol=1e-12)
 
 
-def test_a_longer_context_has_the_same_first_angles(rng):
+def test_longer_context_has_the_same_first_angles(rng):
     short = embedding.rotary_table(3, 10, rng.standard_normal(1)).copy()
     for context in (4, 9, 100):
         assert (embedding.rotary_table(context, 10, rng.standard_normal(1))[:3] == short).all()
     assert (embedding.rotary_table(3, 10, rng.standard_normal(1)) == short).all()
 
 
-def test_an_odd_head_is_refused():
-    with pytest.raises(ConfigurationError, match=r"a head of 3 has none for its last; choose model\.heads"):
+def test_odd_head_size_is_rejected():
+    with pytest.raises(ConfigurationError, match=r"need an even head size, got 3; choose model\.heads"):
         LocalRotary().forward(np.zeros((1, 2, 6)), 3, 6, Arena().saved(0))
 
 

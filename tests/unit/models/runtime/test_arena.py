@@ -21,7 +21,7 @@ def _step(arena, batch):
     return arrays
 
 
-def test_later_steps_take_no_new_memory():
+def test_later_steps_allocate_no_memory():
     ledger = Ledger()
     arena = Arena(ledger)
     _step(arena, 16)
@@ -33,8 +33,11 @@ def test_later_steps_take_no_new_memory():
 
 
 @pytest.mark.parametrize("recomputing", [False, True])
-def test_sizes_that_vary_do_not_leave_blocks_behind(recomputing, rng):
-    """Such as rows of experts: what the arena has is in proportion to what was in use at once, whatever came when."""
+def test_varying_sizes_keep_the_arena_small(recomputing, rng):
+    """One case are rows of experts.
+
+    The arena's size is proportional to the peak of bytes in use, in any order of requests.
+    """
     for rows_of_step in (lambda step: int(rng.integers(200, 2000)), lambda step: 200 + 9 * step):
         ledger, peak = Ledger(), 0
         arena = Arena(ledger)
@@ -54,8 +57,8 @@ def test_sizes_that_vary_do_not_leave_blocks_behind(recomputing, rng):
         assert peak <= ledger.current["activations"] <= ledger.peak["activations"] <= 1.6 * peak
 
 
-def test_any_order_of_sizes_comes_to_an_end_of_new_memory(rng):
-    """Arrays alive are apart and known by their memory; a sequence that is repeated allocates nothing in the end."""
+def test_repeated_sequence_of_any_sizes_stops_allocating(rng):
+    """Live arrays do not overlap and are found by their memory. A repeated sequence stops allocating."""
     for _ in range(20):
         ledger, order, alive = Ledger(), [], []
         arena = Arena(ledger)
@@ -84,7 +87,7 @@ def test_any_order_of_sizes_comes_to_an_end_of_new_memory(rng):
         assert after[-1] <= 3 * most + 128 * len(order)
 
 
-def test_what_a_block_was_goes_before_it_grows():
+def test_old_block_is_freed_before_it_grows():
     ledger = Ledger()
     arena = Arena(ledger)
     for size in (1000, 1900, 3000, 2900):
@@ -109,7 +112,7 @@ def test_arrays_alive_at_once_do_not_overlap():
             one.release()
 
 
-def test_shape_dtype_and_alignment():
+def test_arrays_have_shape_dtype_and_alignment():
     saved = Arena().saved(0)
     array = saved.empty("x", (3, 5), np.float64)
     assert array.shape == (3, 5) and array.dtype == np.float64 and array.flags.c_contiguous
@@ -127,7 +130,7 @@ def test_values_live_until_release():
         arena.saved(2, 1)["kind"]
 
 
-def test_saving_a_name_twice_is_a_bug_of_the_caller():
+def test_saving_a_name_twice_raises_assertion_error():
     saved = Arena().saved(0)
     saved.keep("x", 1)
     with pytest.raises(AssertionError, match="release it first"):
@@ -144,7 +147,7 @@ def test_scratch_is_shared_and_grows():
     assert not np.may_share_memory(large, arena.saved(1).scratch("u", (4,), np.float32))
 
 
-def test_ledger_sees_the_arena_go():
+def test_ledger_counts_the_release_of_the_arena():
     ledger = Ledger()
     arena = Arena(ledger)
     arena.saved(0).empty("x", (1000,), np.float64)
@@ -154,7 +157,7 @@ def test_ledger_sees_the_arena_go():
     assert ledger.current["activations"] == 0
 
 
-def test_a_call_that_was_recorded_is_repeated_on_the_same_memory():
+def test_recorded_call_is_repeated_on_the_same_memory():
     arena = Arena()
     for layer in range(3):  # blocks of the same size, to choose among
         arena.saved(layer).empty("y", (4, 8), "float32")

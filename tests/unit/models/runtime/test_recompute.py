@@ -1,4 +1,4 @@
-"""Stages that are computed again in backward: the same bits, and less memory."""
+"""Stages that are recomputed in the backward pass: the same bits with less memory."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from hpcdist.models.stage import Draw
 
 
 def gradients(model, x, targets, draw, microbatches=2):
-    """Return the gradients of micro-batches that are alive at once, the loss, and the most that they took."""
+    """Return the gradients of micro-batches that are alive at once, the loss, and the peak memory."""
     stores, ledger = [FlatStore(model.layout, model.dtype) for _ in range(2)], Ledger()
     model.initialise(stores[0], 3)
     arena, parameters, into = Arena(ledger), model.bind(stores[0]), model.bind_gradients(stores[1])
@@ -21,10 +21,10 @@ def gradients(model, x, targets, draw, microbatches=2):
         stage.begin_step()
     loss = 0.0
     parts = list(zip(np.array_split(x, microbatches), np.array_split(targets, microbatches), strict=True))
-    for number, (inputs, wanted) in enumerate(parts):
+    for number, (inputs, expected) in enumerate(parts):
         logits = model.forward(parameters, inputs, arena, number, draw)
         saved = arena.saved(model.stages[-1].layer, number)
-        loss += float(model.loss.forward(logits, wanted, model.operations, saved))
+        loss += float(model.loss.forward(logits, expected, model.operations, saved))
     for number in range(microbatches):
         model.backward(parameters, into, 1 / len(x), arena, number)
     assert not arena._live, "something was not released"
@@ -34,7 +34,7 @@ def gradients(model, x, targets, draw, microbatches=2):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("kind", ["gpt", "mlp"])
-def test_gradients_are_the_same_bits(kind, dropout, rng):
+def test_recomputed_gradients_have_the_same_bits(kind, dropout, rng):
     config = ModelConfig(
         kind=kind, layers=3, hidden=32, heads=4, vocabulary=50, dropout=dropout, activation="gelu", tied=kind == "gpt"
     )
@@ -50,14 +50,14 @@ def test_gradients_are_the_same_bits(kind, dropout, rng):
         len(model.stages) - 2
     ) + [False]
     assert not any(isinstance(stage, RecomputedStage) for stage in model.stages), "the model itself stays as it is"
-    expected, found = gradients(model, x, targets, draw), gradients(again, x, targets, draw)
-    assert np.array_equal(found[0], expected[0]) and found[1] == expected[1]
-    if dropout:  # which is not that of an evaluation
+    expected, result = gradients(model, x, targets, draw), gradients(again, x, targets, draw)
+    assert np.array_equal(result[0], expected[0]) and result[1] == expected[1]
+    if dropout:  # the loss with dropout differs from the loss of an evaluation
         assert not np.array_equal(expected[0], gradients(model, x, targets, None)[0])
 
 
 @pytest.mark.full
-def test_memory_is_that_of_one_block_and_the_outputs(rng):
+def test_recomputation_needs_memory_for_one_block_and_the_outputs(rng):
     model = models.build(ModelConfig(layers=12, hidden=64, heads=4, vocabulary=16), "float32", context=64)
     x, targets = rng.integers(0, 16, (2, 4, 64))
     whole, less = (gradients(one, x, targets, None, 1)[2] for one in (model, with_recomputation(model)))
@@ -65,9 +65,9 @@ def test_memory_is_that_of_one_block_and_the_outputs(rng):
     assert less < 0.35 * whole and less > outputs
 
 
-def test_a_backward_in_two_passes_is_refused(rng):
+def test_two_pass_backward_with_recomputation_is_rejected(rng):
     model = with_recomputation(models.build(ModelConfig(layers=1, hidden=16, heads=2, vocabulary=16), context=8))
     model.operations = split_operations(model.operations)
     x, targets = rng.integers(0, 16, (2, 4, 8))
-    with pytest.raises(AssertionError, match="two passes"):
+    with pytest.raises(AssertionError, match="cannot defer weight gradients"):
         gradients(model, x, targets, None, 1)

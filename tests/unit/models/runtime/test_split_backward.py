@@ -1,4 +1,4 @@
-"""A backward in two passes: the bits of the joint one, in memory that nobody else writes."""
+"""A backward in two passes: the bits of the joint backward, in memory that is not overwritten in between."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def _three(case, rng):
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("case", MODELS)
-def test_two_passes_give_the_bits_of_the_joint_backward(case, dtype, together, rng):
+def test_two_passes_have_the_bits_of_the_joint_backward(case, dtype, together, rng):
     batches, seed = _three(case, rng), int(rng.integers(1 << 30))
     joint, two = ModelRun(case, dtype, "cpu", seed), ModelRun(case, dtype, "cpu", seed)
     for _ in range(2):  # the second step finds memory that the first one has given back
@@ -23,7 +23,7 @@ def test_two_passes_give_the_bits_of_the_joint_backward(case, dtype, together, r
         assert joint.gradient.array.any() and (two.gradient.array == joint.gradient.array).all()
 
 
-def test_between_the_passes_no_weight_is_written_and_less_is_held(rng):
+def test_first_pass_writes_no_weight_gradient_and_frees_memory(rng):
     batches = batches_of("gpt", rng)[:1]
     run, whole = ModelRun("gpt", "float64", "cpu", 0), ModelRun("gpt", "float64", "cpu", 0)
     held = []
@@ -40,7 +40,7 @@ def _busy_bytes(arena):
     return sum(block.nbytes for block, uses in zip(arena._blocks, arena._uses, strict=True) if uses)
 
 
-def test_what_is_held_outlives_the_release_of_its_owner():
+def test_held_arrays_outlive_the_release_of_their_owner():
     arena = Arena()
     one, other = arena.saved(0), arena.saved(1)
     x = one.empty("y", (100,), np.float64)

@@ -1,12 +1,13 @@
-"""A steady step allocates nothing: after the first steps memory is flat, and no array of a model comes and goes.
+"""A steady step allocates nothing: after the first steps memory is flat, and no array of a model is reallocated.
 
-Activations, or the weights or gradients of a layer, that a step made anew would show: they are beyond the allowance.
-That smaller arrays do not come and go either shows where a model four times as large takes no more.
+
+Reallocated activations, weights or gradients of a layer would exceed the allowance. A model four times as large must
+not need more memory, which shows that smaller arrays are not reallocated either.
 """
 
 import pytest
 
-from harness.models.steady import steady, unseen_messages
+from harness.models.steady import measure_steady_steps, unseen_messages
 from harness.trainings import recipe_keys
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.counts import counts
@@ -52,32 +53,32 @@ TOGETHER = {
 }
 
 
-def check(found):
-    assert found.after == found.before, "the ledger is a flat line: nothing that it counts came or went"
-    assert found.largest > ALLOWED, "a copy of a matrix would show"
-    assert found.transient <= ALLOWED
-    assert found.left <= MORE, "what the steps leave behind"
+def check(result):
+    assert result.after == result.before, "the ledger is a flat line: nothing that it counts came or went"
+    assert result.largest > ALLOWED, "a copy of a matrix would show"
+    assert result.transient <= ALLOWED
+    assert result.left <= MORE, "what the steps leave behind"
 
 
 @pytest.mark.parametrize("case", ALONE)
 @pytest.mark.full
 @pytest.mark.matrix_except("float16, lamb", "logical shards")
-def test_a_step_of_one_rank_allocates_nothing(case):
-    check(steady(COMMON | ALONE[case]))
+def test_steady_step_of_one_rank_allocates_nothing(case):
+    check(measure_steady_steps(COMMON | ALONE[case]))
 
 
 @pytest.mark.parametrize("case", TOGETHER)
 @pytest.mark.full
 @pytest.mark.matrix_except("zero3, bfloat16")
-def test_a_step_of_two_ranks_allocates_nothing(case, monkeypatch):
+def test_steady_step_of_two_ranks_allocates_nothing(case, monkeypatch):
     unseen_messages(monkeypatch)
-    check(steady(COMMON | TOGETHER[case], ranks=2))
+    check(measure_steady_steps(COMMON | TOGETHER[case], ranks=2))
 
 
 @pytest.mark.parametrize("case", ["sequential", "recompute", "lamb", "bfloat16"])
 @pytest.mark.matrix
-def test_a_larger_model_allocates_no_more(case):
-    small, large = steady(COMMON | ALONE[case]), steady(COMMON | ALONE[case] | LARGER)
+def test_larger_model_allocates_no_more(case):
+    small, large = measure_steady_steps(COMMON | ALONE[case]), measure_steady_steps(COMMON | ALONE[case] | LARGER)
     assert large.largest >= 4 * small.largest
     assert large.transient <= small.transient + MORE
 
@@ -86,18 +87,18 @@ def test_a_larger_model_allocates_no_more(case):
 @pytest.mark.parametrize(("strategy", "ranks"), [("allreduce", 1), ("zero3", 2)])
 @pytest.mark.full
 @pytest.mark.matrix_except("allreduce-1-True")
-def test_activations_take_what_the_closed_form_says(strategy, ranks, recompute, monkeypatch):
-    """Within 10 %, whatever becomes of gradients and parameters beside them."""
+def test_activation_memory_matches_the_closed_form(strategy, ranks, recompute, monkeypatch):
+    """The bound is 10 %, independent of the memory of gradients and parameters."""
     unseen_messages(monkeypatch)
     keys = {"parallel.strategy": strategy, "parallel.recompute": str(recompute).lower()}
-    found = steady(COMMON | keys | {"model.layers": 4, "run.global_batch": 8 * ranks}, ranks)
+    result = measure_steady_steps(COMMON | keys | {"model.layers": 4, "run.global_batch": 8 * ranks}, ranks)
     form = counts(ModelConfig(layers=4, hidden=128, heads=2), context=128)
     expected = form.activation_bytes(8, recompute=recompute)
-    assert found.after[1]["activations"] == pytest.approx(expected, rel=0.1)
+    assert result.after[1]["activations"] == pytest.approx(expected, rel=0.1)
 
 
-def test_what_a_step_allocates_is_seen():
-    """One array of activations that is made anew in each step, and one that stays."""
+def test_planted_allocations_are_detected():
+    """The planted step reallocates one array of activations in each step, and keeps another."""
     kept = []
 
     def spoil(trainer):
@@ -110,5 +111,5 @@ def test_what_a_step_allocates_is_seen():
 
         trainer.model.loss.backward = backward
 
-    found = steady(COMMON, change=spoil)
-    assert found.transient > ALLOWED and found.left > MORE
+    result = measure_steady_steps(COMMON, change=spoil)
+    assert result.transient > ALLOWED and result.left > MORE

@@ -1,4 +1,4 @@
-"""Optimizers and clipping on the double of a GPU: the numbers of the CPU, and no more transfers than they need."""
+"""Optimizers and clipping on the double of a GPU: the numbers of the CPU, with the minimum of transfers."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from harness.devices import OPTIMIZERS, TENSORS, UPDATES, OptimizerRun, drawn
+from harness.devices import OPTIMIZERS, TENSORS, UPDATES, OptimizerRun, random_store
 from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.layout import Layout, TensorSpec
@@ -24,11 +24,11 @@ WORKING = {"float32": "bfloat16", "float64": "float32"}
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_updates_are_those_of_the_cpu(gpu, name, dtype, rng):
-    start = drawn(rng, dtype)
+def test_updates_match_the_cpu(gpu, name, dtype, rng):
+    start = random_store(rng, dtype)
     host, device = (OptimizerRun(name, dtype, on, start, WORKING[dtype]) for on in ("cpu", "gpu"))
     for _ in range(UPDATES):
-        gradient = drawn(rng, dtype)
+        gradient = random_store(rng, dtype)
         host.step(gradient)
         gpu.LOG.clear()
         device.step(gradient)
@@ -44,8 +44,8 @@ def test_updates_are_those_of_the_cpu(gpu, name, dtype, rng):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.full_except("bfloat16")
-def test_the_norm_of_several_ranges_waits_once(gpu, dtype, rng):
-    host = drawn(rng, dtype)
+def test_norm_of_several_ranges_waits_once(gpu, dtype, rng):
+    host = random_store(rng, dtype)
     device = FlatStore(TENSORS, dtype_of(dtype), on="gpu")
     device.copy_from(host)
     gpu.LOG.clear()
@@ -55,7 +55,7 @@ def test_the_norm_of_several_ranges_waits_once(gpu, dtype, rng):
     np.testing.assert_allclose(got, sum(norms.sum_of_squares(host, part) for part in parts), rtol=1e-12)
 
 
-def test_tensors_that_touch_are_one_kernel(gpu, rng):
+def test_adjacent_tensors_use_one_kernel(gpu, rng):
     layout = Layout.of(
         [TensorSpec(0, name, (4, 16)) for name in "abc"] + [TensorSpec(0, "odd", (5,)), TensorSpec(0, "z", (16,))]
     )
@@ -66,7 +66,7 @@ def test_tensors_that_touch_are_one_kernel(gpu, rng):
     device.copy_from(host)
     cuda_compiler.LAUNCHES.clear()
     got = norms.sum_of_squares(device)
-    assert cuda_compiler.LAUNCHES == ["squares"] * 2  # padding behind "odd" is left out
+    assert cuda_compiler.LAUNCHES == ["squares"] * 2  # padding after "odd" is left out
     np.testing.assert_allclose(got, norms.sum_of_squares(host), rtol=1e-12)
 
 
@@ -75,7 +75,7 @@ GROUPS = ("*.a: rate_factor=0.5", "*.bias: weight_decay=0.25 rate_factor=3")
 
 
 def formula(config, rate, weights, gradient, slots, decay):
-    """One update in float64; the slots are changed in place, the new weights returned."""
+    """Return the new weights of one update in float64. The slots are changed in place."""
     if config.name == "adamw":
         m, v = slots["m"], slots["v"]
         m[...] = config.beta1 * m + (1 - config.beta1) * gradient
@@ -91,8 +91,8 @@ def formula(config, rate, weights, gradient, slots, decay):
 @pytest.mark.parametrize("given", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("name", ["adamw", "sgd", "sgd, heavy ball"])
 @pytest.mark.full_except("adamw-bfloat16", "sgd, heavy ball-float32")
-def test_all_tensors_are_one_kernel(gpu, name, given, rng):
-    """In two pieces that are cut anywhere, over padding that nothing may touch, with options by tensor."""
+def test_update_of_all_tensors_uses_one_kernel(gpu, name, given, rng):
+    """There are two pieces with any split, padding that must not change, and options for each tensor."""
     config = replace(OPTIMIZERS[name], groups=GROUPS, warmup_steps=0)
     layout = Layout.of(TensorSpec(int(key[0]), key[2:], shape, len(shape) > 1) for key, shape in SHAPES.items())
     assert layout.size > 2 * kernels.TILE
@@ -133,7 +133,7 @@ def test_all_tensors_are_one_kernel(gpu, name, given, rng):
 
 
 class LayerWiseUpdate:
-    """One update of ``name`` on ``on``, in pieces, from given numbers; 16-bit gradients have a float32 master."""
+    """One update of ``name`` on ``on``, in pieces, from given numbers. 16-bit gradients have a float32 master."""
 
     def __init__(self, name, given, on, layout, pieces, start):
         config = replace(OPTIMIZERS[name], groups=GROUPS, warmup_steps=0)
@@ -169,7 +169,7 @@ class LayerWiseUpdate:
 
 
 def starts(rng, layout, count):
-    """Random numbers for the stores of an update; squares of gradients are no less than 0."""
+    """Return random numbers for the stores of an update. Squares of gradients are at least 0."""
     drawn = [rng.standard_normal(layout.size) for _ in range(count)]
     return [*drawn[:4], *(np.square(each) for each in drawn[4:])]
 
@@ -180,17 +180,17 @@ LAYOUT = Layout.of(TensorSpec(int(key[0]), key[2:], shape, len(shape) > 1) for k
 @pytest.mark.parametrize("given", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("name", ["lamb", "lamb, not corrected", "lars"])
 @pytest.mark.full_except("lamb-bfloat16", "lars-float32")
-def test_a_layer_wise_update_is_a_kernel_a_phase_with_the_bits_of_the_cpu(gpu, name, given, rng):
+def test_layer_wise_update_uses_one_kernel_per_phase_and_cpu_bits(gpu, name, given, rng):
     cut = int(rng.integers(1, LAYOUT.size))
     pieces = [Range(0, cut), Range(cut, LAYOUT.size)]
     start = starts(rng, LAYOUT, 4 if name == "lars" else 5)
     host, device = (LayerWiseUpdate(name, given, on, LAYOUT, pieces, start) for on in ("cpu", "gpu"))
     norms, phase = host.directions(), "scaled_direction" if name == "lars" else "adam_direction"
     cuda_compiler.LAUNCHES.clear()
-    found = device.directions()
+    result = device.directions()
     assert [*[phase] * len(pieces), "tensor_sums"] == cuda_compiler.LAUNCHES
-    assert found[:, 0].any() and not found[[not segment.spec.adapted for segment in LAYOUT.segments]].any()
-    np.testing.assert_allclose(found, norms, rtol=1e-14)
+    assert result[:, 0].any() and not result[[not segment.spec.adapted for segment in LAYOUT.segments]].any()
+    np.testing.assert_allclose(result, norms, rtol=1e-14)
     host.apply(norms)
     cuda_compiler.LAUNCHES.clear()
     device.apply(norms)
@@ -205,17 +205,17 @@ def test_a_layer_wise_update_is_a_kernel_a_phase_with_the_bits_of_the_cpu(gpu, n
 
 
 @pytest.mark.parametrize("name", ["lamb", "lars"])
-def test_norms_of_tensors_do_not_depend_on_pieces_that_are_cut_at_tiles(gpu, name, rng):
-    start, found = starts(rng, LAYOUT, 4 if name == "lars" else 5), []
+def test_tensor_norms_do_not_depend_on_pieces_split_at_tiles(gpu, name, rng):
+    start, result = starts(rng, LAYOUT, 4 if name == "lars" else 5), []
     for bounds in ([0], [0, kernels.TILE], [0, 2 * kernels.TILE]):
         pieces = [Range(*ends) for ends in pairwise([*bounds, LAYOUT.size])]
-        found.append(LayerWiseUpdate(name, "float32", "gpu", LAYOUT, pieces, start).directions())
-    assert len({norms.tobytes() for norms in found}) == 1
+        result.append(LayerWiseUpdate(name, "float32", "gpu", LAYOUT, pieces, start).directions())
+    assert len({norms.tobytes() for norms in result}) == 1
 
 
-def test_a_nan_on_the_device_is_refused_and_named(gpu, rng):
+def test_nan_on_the_device_raises_and_is_named(gpu, rng):
     device = FlatStore(TENSORS, np.dtype(np.float32), on="gpu")
-    device.copy_from(drawn(rng, "float32"))
+    device.copy_from(random_store(rng, "float32"))
     assert norms.first_nonfinite(device) is None
     device.view("1.weight")[3, 4] = np.nan
     with pytest.raises(NonFiniteError):

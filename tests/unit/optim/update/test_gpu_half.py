@@ -1,9 +1,9 @@
-"""Models that compute in 16-bit floats on the double of a GPU, with a float32 master, against float64 on the CPU."""
+"""16-bit models on the double of a GPU with a float32 master, compared with float64 on the CPU."""
 
 import numpy as np
 import pytest
 
-from harness.devices import MODELS, ModelRun, batches_of, placed
+from harness.devices import MODELS, ModelRun, batches_of, place_batches
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
@@ -17,7 +17,7 @@ SMOOTH = [case for case, (config, _) in MODELS.items() if not config.experts]  #
 
 
 def in_float64(run, case):
-    """The same run on the CPU in float64, with the parameters that ``run`` has."""
+    """Make the same run on the CPU in float64, with the parameters of ``run``."""
     host = ModelRun(case, "float64", "cpu", run.seed)
     host.store.array[...] = run.store.array.get().astype(np.float64)
     return host
@@ -26,13 +26,13 @@ def in_float64(run, case):
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("case", SMOOTH)
 @pytest.mark.full_except("encoder with the options of Llama-float16")
-def test_forward_and_backward_are_those_of_float64(gpu, case, dtype, rng):
+def test_forward_and_backward_match_float64(gpu, case, dtype, rng):
     batches = batches_of(case, rng)
     batches = [(x.astype(dtype_of(dtype)) if x.dtype.kind == "f" else x, targets) for x, targets in batches]
     device = ModelRun(case, dtype, "gpu", int(rng.integers(1 << 30)))
     device.store.array[...] = device.store.array * device.store.dtype.type(0.25)  # else softmaxes are steps
     host = in_float64(device, case)
-    there = placed(batches, "gpu")
+    there = place_batches(batches, "gpu")
     gpu.LOG.clear()
     losses = device.step(there)
     assert gpu.LOG.events == [] and all(loss.dtype == np.float64 for loss in losses)
@@ -47,7 +47,7 @@ def test_forward_and_backward_are_those_of_float64(gpu, case, dtype, rng):
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.full_except("float16")
 def test_updates_too_small_for_16_bits_are_not_lost(gpu, dtype, rng):
-    """Twenty steps of a rate at which a 16-bit weight would never change; the float32 master does."""
+    """Twenty steps use a rate at which a 16-bit weight would never change. The float32 master changes."""
     run = ModelRun("gpt tied", dtype, "gpu", int(rng.integers(1 << 30)))
     run.store.array[...] = run.store.array * run.store.dtype.type(0.25)
     layout = run.model.layout

@@ -1,4 +1,4 @@
-"""Descriptions of clusters: those shipped hold together and say where they are from; a wrong one is refused by name."""
+"""Cluster descriptions: shipped files are consistent and name their sources; errors name the wrong field."""
 
 import dataclasses
 import re
@@ -31,12 +31,12 @@ def read(text):
     return toml_file.of_tree(tomllib.loads(text), "mine.toml")
 
 
-def test_those_that_were_asked_for_are_shipped():
+def test_expected_clusters_are_shipped():
     assert set(toml_file.names()) == {*GPUS, "workstation"}
 
 
 @pytest.mark.parametrize("name", toml_file.names())
-def test_a_shipped_cluster_is_read_and_survives_a_dump(name):
+def test_shipped_clusters_survive_a_dump(name):
     cluster = toml_file.read(name)
     assert cluster.name == name
     assert read(toml_file.dump(cluster)) == cluster
@@ -44,11 +44,11 @@ def test_a_shipped_cluster_is_read_and_survives_a_dump(name):
 
 
 @pytest.mark.parametrize("name", toml_file.names())
-def test_a_shipped_cluster_says_where_each_section_is_from(name):
+def test_shipped_clusters_name_the_source_of_each_section(name):
     cluster = toml_file.read(name)
     sections = {"device", "matmul", "node", "level", "storage", "failures", "site"}
     assert set(cluster.sources) == sections | ({"fit"} if cluster.fits else set())
-    assert all(len(said) > 20 for said in cluster.sources.values())
+    assert all(len(output) > 20 for output in cluster.sources.values())
     flags = toml_file.assumptions(cluster)
     assert flags and all("assumption" in flag for flag in flags)
     assert sum(map(len, flags)) < sum(map(len, cluster.sources.values())), "and not all of it is assumed"
@@ -62,7 +62,7 @@ def test_a_shipped_cluster_says_where_each_section_is_from(name):
     ("h200-hgx", "bfloat16", 989.4e12, 143771 / 1024, 8),
     ("mi250x-frontier", "bfloat16", 191.5e12, 64, 8),
 )
-def test_the_peaks_are_dense_and_memory_is_binary(name, kind, peak, memory_gib, devices_a_node):
+def test_peaks_are_dense_and_memory_sizes_are_binary(name, kind, peak, memory_gib, devices_a_node):
     cluster = toml_file.read(name)
     assert cluster.device.peak_flops[kind] == peak
     assert cluster.device.memory_bytes == memory_gib * 2**30
@@ -82,7 +82,7 @@ def test_volta_has_no_bfloat16():
     ("h200-hgx", (450e9, 50e9)),
     ("mi250x-frontier", (200e9, 100e9, 12.5e9)),
 )
-def test_links_reach_a_part_of_their_nominal_bandwidth(name, nominal):
+def test_link_bandwidth_is_a_share_of_the_nominal_bandwidth(name, nominal):
     levels = toml_file.read(name).levels
     for level, most in zip(levels, nominal, strict=True):
         assert 0.65 * most <= level.bytes_per_s <= 0.97 * most
@@ -91,40 +91,40 @@ def test_links_reach_a_part_of_their_nominal_bandwidth(name, nominal):
 
 
 @pytest.mark.parametrize("name", toml_file.names())
-def test_curves_rise_and_stay_below_what_was_ever_measured(name):
+def test_efficiency_curves_rise_and_stay_below_95_percent(name):
     for kind, curve in toml_file.read(name).device.matmul.items():
         assert list(curve.shares) == sorted(curve.shares), kind
         assert curve.shares[-1] <= 0.95
 
 
-def test_a_cluster_is_read_from_a_path(tmp_path):
+def test_cluster_is_read_from_a_path(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(GOOD.read_text())
     assert toml_file.read(str(path)) == toml_file.read("v100-dgx2")
 
 
-def test_an_unknown_name_has_its_nearest():
+def test_error_for_an_unknown_name_suggests_the_nearest():
     with pytest.raises(ConfigurationError, match="no cluster 'a100-seline'; the nearest is 'a100-selene'; known are"):
         toml_file.read("a100-seline")
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
+def test_missing_file_is_named(tmp_path):
     with pytest.raises(StorageError, match=r"none\.toml: there is no such file"):
         toml_file.read(str(tmp_path / "none.toml"))
 
 
-def test_a_name_that_is_no_path_is_refused():
+def test_name_with_nul_byte_is_rejected():
     with pytest.raises(ConfigurationError, match="is no path of a file"):
         toml_file.read("mi\0ne.toml")
 
 
-def test_a_folder_is_no_file(tmp_path):
+def test_directory_in_place_of_a_file_is_rejected(tmp_path):
     with pytest.raises(StorageError, match="cannot be read: Is a directory"):
         toml_file.read(f"{tmp_path}/")
 
 
 @pytest.mark.parametrize("content", [b"name = ", b"\xff\xfe", b"a = " + b"9" * 5000, b"a = " + b"[" * 50_000])
-def test_a_file_that_is_no_toml_is_named(tmp_path, content):
+def test_file_with_invalid_toml_is_named(tmp_path, content):
     path = tmp_path / "odd.toml"
     path.write_bytes(content)
     with pytest.raises(ConfigurationError, match=r"odd\.toml is not valid TOML"):
@@ -139,7 +139,7 @@ MISTAKES = [
     ('memory = "32 GiB"', 'memory = "32 Gib"', "device.memory: '32 Gib': unknown unit 'Gib', the nearest is 'GiB'"),
     ('memory = "32 GiB"', 'memory = "32 kB"', "device.memory of 32 kB is not plausible; expected 64 MB to 64 TB"),
     ('memory = "32 GiB"', 'memroy = "32 GiB"', "unknown field device.memroy; the nearest known is 'memory'"),
-    ('reserved = "1.5 GiB"', 'reserved = "33 GiB"', "device.reserved of 35.4 GB leaves nothing"),
+    ('reserved = "1.5 GiB"', 'reserved = "33 GiB"', "device.reserved of 35.4 GB must be less than device.memory"),
     ('memory_bandwidth = "900 GB/s"', 'memory_bandwidth = "900 GB"', "'GB' is a unit for a number of bytes"),
     ('float16 = "125 TFLOP/s"', 'float16 = "125 GFLOP/s"', "device.flops.float16 of 125 GFLOP/s is not plausible"),
     ('float16 = "125 TFLOP/s"', "float16 = 125", "device.flops.float16 is 125, without a unit"),
@@ -175,15 +175,19 @@ MISTAKES = [
     ('carbon = "481 g/kWh"', 'carbon = "481 kg/kWh"', "site.carbon of 481 kg/kWh is not plausible"),
     ("carbon_source = ", "carbon_sauce = ", "unknown field site.carbon_sauce; the nearest known is 'carbon_source'"),
     ('bandwidth = "120 GB/s"', 'bandwidth = "960 Gb/s"', "level 1: bandwidth: '960 Gb/s': is 'Gb/s' bits or bytes?"),
-    ('bandwidth = "120 GB/s"', 'bandwidth = "5 GB/s"', "levels go from the fastest links outwards"),
+    ('bandwidth = "120 GB/s"', 'bandwidth = "5 GB/s"', "levels must be sorted from the fastest links outwards"),
     ('bandwidth = "120 GB/s"', 'bandwidht = "120 GB/s"', "unknown field level 1: bandwidht; the nearest known is"),
     ('name = "NVLink"\ndevices = 16', 'name = "NVLink"\ndevices = 0', "only the last may have 0 devices"),
     ('latency = "14 us"', 'latency = "14 s"', "level 2: latency of 14 s is not plausible; expected 10 ns to 100 ms"),
-    ('alone_bandwidth = "11.8 GB/s"', 'alone_bandwidth = "1 GB/s"', "would be slower than beside its neighbours"),
-    ("devices = 0", "devices = 32", "the last level 'EDR InfiniBand' joins 32 devices, the cluster has 400"),
-    ("devices = 0", "devices = 24", "do not nest: from the inside out, each must hold the one before"),
+    ('alone_bandwidth = "11.8 GB/s"', 'alone_bandwidth = "1 GB/s"', "must be at least bandwidth"),
+    ("devices = 0", "devices = 32", "the last level 'EDR InfiniBand' joins 32 devices, but the cluster has 400"),
+    (
+        "devices = 0",
+        "devices = 24",
+        "do not nest: each level must hold at least two complete groups of the level before",
+    ),
     ("devices = 0", "devices = 8", "do not nest"),
-    ('name = "EDR InfiniBand"', 'name = "NVLink"', "two levels are called 'NVLink'"),
+    ('name = "EDR InfiniBand"', 'name = "NVLink"', "two levels have the name 'NVLink'"),
     ("[node]\ndevices = 16", "[node]\ndevices = 12", "level 'NVLink' of 16 devices and nodes of 12 do not nest"),
     ("devices = 400", "devices = 0", "devices of 0 is not plausible; expected 1 to"),
     ("devices = 400", 'devices = "400"', "devices is '400'; expected a count without quotes"),
@@ -193,24 +197,24 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("old", "new", "said"), MISTAKES)
-def test_a_mistake_is_refused_by_name(old, new, said):
+@pytest.mark.parametrize(("old", "new", "output"), MISTAKES)
+def test_invalid_field_is_named(old, new, output):
     text = GOOD.read_text()
     assert text.count(old) >= 1
     with pytest.raises(ConfigurationError) as caught:
         read(text.replace(old, new, 1))
     assert str(caught.value).startswith("mine.toml: ")
-    assert said in str(caught.value)
+    assert output in str(caught.value)
 
 
-def test_a_memory_that_could_not_be_read_is_refused():
+def test_implausibly_slow_memory_is_rejected():
     text = GOOD.read_text().replace('"32 GiB"', '"32 TiB"').replace('"900 GB/s"', '"9 GB/s"')
-    with pytest.raises(ConfigurationError, match="to read the memory of 35.2 TB once would take more than 1000 s"):
+    with pytest.raises(ConfigurationError, match="reading the memory of 35.2 TB once would take more than 1000 s"):
         read(text)
 
 
 @pytest.mark.parametrize("section", ["device", "node", "storage", "failures", "level"])
-def test_a_missing_section_is_named(section):
+def test_missing_section_is_named(section):
     tree = tomllib.loads(GOOD.read_text())
     del tree[section]
     with pytest.raises(ConfigurationError, match=rf"the section \[+{section}\]+ is missing"):
@@ -218,14 +222,14 @@ def test_a_missing_section_is_named(section):
 
 
 @pytest.mark.parametrize(("section", "value"), [("device", 3), ("level", 3), ("level", [3]), ("site", "x")])
-def test_a_section_that_is_none_is_refused(section, value):
+def test_section_of_a_wrong_type_is_rejected(section, value):
     tree = tomllib.loads(GOOD.read_text())
     tree[section] = value
     with pytest.raises(ConfigurationError, match=rf"{section} is .*; expected (a section|sections)"):
         toml_file.of_tree(tree, "mine.toml")
 
 
-def test_a_cluster_without_prices_and_sources_is_read():
+def test_cluster_without_prices_and_sources_is_read():
     tree = tomllib.loads(GOOD.read_text())
     del tree["site"], tree["sources"]
     cluster = toml_file.of_tree(tree, "mine.toml")
@@ -256,7 +260,7 @@ def test_measured_fits_survive_a_dump():
     assert read(toml_file.dump(cluster)) == cluster
 
 
-def test_numbers_of_numpy_are_dumped_as_numbers():
+def test_numpy_numbers_are_dumped_as_numbers():
     cluster = toml_file.read("workstation")
     curve = EfficiencyCurve(sizes=tuple(np.array([16.0, 64.0])), shares=tuple(np.array([0.25, 0.5])))
     device = dataclasses.replace(
@@ -271,35 +275,39 @@ def test_numbers_of_numpy_are_dumped_as_numbers():
 
 
 @cases(
-    "old, new, said",
-    ('operation = "allreduce"', 'operation = "allredoos"', "fit 1: operation 'allredoos' is none of allreduce"),
+    "old, new, output",
+    ('operation = "allreduce"', 'operation = "allredoos"', "fit 1: unknown operation 'allredoos'; choose one of "),
     ("ranks = 2", "ranks = 0", "fit 1: ranks of 0 is not plausible"),
-    ("until = [", 'until = ["3 GB", ', "fit 1: until, latency and slowness have different lengths"),
+    (
+        "until = [",
+        'until = ["3 GB", ',
+        "fit 1: until, latency and slowness need one value per piece, but lengths differ",
+    ),
     ('"1 MB"]', "[]]", "fit 2: until[0] is [], without a unit"),
-    ('level = "EDR', 'level = "HDR', "fit 1: there is no level 'HDR InfiniBand'; known are NVLink, EDR InfiniBand"),
-    ("from = ", 'from = "1 TB"\n# ', "fit 1: from 1 TB lies above until 67.1 MB"),
-    ('library = "mpi"', 'library = "gloo"', "fit 1: library 'gloo' is none of mpi, nccl; leave it out for any"),
+    ('level = "EDR', 'level = "HDR', "fit 1: there is no level 'HDR InfiniBand'; choose one of NVLink, EDR InfiniBand"),
+    ("from = ", 'from = "1 TB"\n# ', "fit 1: from 1 TB is above until 67.1 MB"),
+    ('library = "mpi"', 'library = "gloo"', "fit 1: unknown library 'gloo'; choose mpi, nccl, or leave it out"),
     ("from = ", "form = ", "unknown field fit 1: form; the nearest known is 'from'"),
     ('slowness = ["100 ps/B"]', 'slowness = "100 ps/B"', "fit 2: slowness is '100 ps/B'; expected a list"),
 )
-def test_a_wrong_fit_is_refused(old, new, said):
+def test_invalid_fit_is_rejected(old, new, output):
     text = toml_file.dump(dataclasses.replace(toml_file.read("v100-dgx2"), fits=FITS))
     assert old in text
     text = text.replace(old, new, 1)
     with pytest.raises(ConfigurationError) as caught:
         read(text)
-    assert said in str(caught.value)
+    assert output in str(caught.value)
 
 
-def test_pieces_of_a_fit_ascend():
+def test_pieces_of_a_fit_must_ascend():
     wrong = dataclasses.replace(FITS[0], until_bytes=(67108864.0, 65536.0))
     text = toml_file.dump(dataclasses.replace(toml_file.read("v100-dgx2"), fits=(wrong,)))
-    with pytest.raises(ConfigurationError, match="fit 1: until has 65536 after 6.71089e.07; expected them to ascend"):
+    with pytest.raises(ConfigurationError, match="fit 1: until has 65536 after 6.71089e.07; values must ascend"):
         read(text)
 
 
-def test_the_commented_file_shows_every_field_and_reads_with_all_of_them():
-    """What a user copies: each line that is commented out is right as well."""
+def test_commented_file_shows_every_field_and_is_valid():
+    """Users copy this file, so each line that is commented out must also be valid."""
     text = (toml_file.FOLDER / "workstation.toml").read_text()
     lines = [re.sub(r"^# (?=[a-z_]+ = |\[\[fit)", "", line) for line in text.splitlines()]
     full = read("\n".join(lines))
@@ -316,12 +324,12 @@ def test_the_commented_file_shows_every_field_and_reads_with_all_of_them():
         ClusterSite,
         MeasuredFit,
     )
-    known = {field.quantity.key for kind in kinds for field in toml_file.fields_of(kind) if field.is_leaf}
-    assert known <= {line.split(" = ")[0] for line in lines if " = " in line}
+    reference = {field.quantity.key for kind in kinds for field in toml_file.fields_of(kind) if field.is_leaf}
+    assert reference <= {line.split(" = ")[0] for line in lines if " = " in line}
 
 
-def test_a_fit_that_missed_its_unseen_sizes_by_far_is_read():
-    """A busy machine measures such: its file says so, and is not lost."""
+def test_fit_with_a_large_error_is_read():
+    """A busy machine can measure such fits. The file records the error."""
     cluster = toml_file.read("a100-selene")
-    said = toml_file.dump(dataclasses.replace(cluster, fits=(dataclasses.replace(cluster.fits[0], error=366.9),)))
-    assert toml_file.of_tree(tomllib.loads(said), "here").fits[0].error == pytest.approx(366.9)
+    output = toml_file.dump(dataclasses.replace(cluster, fits=(dataclasses.replace(cluster.fits[0], error=366.9),)))
+    assert toml_file.of_tree(tomllib.loads(output), "here").fits[0].error == pytest.approx(366.9)

@@ -1,4 +1,4 @@
-"""Quantities with units: what is read, what is refused, and that text and number are the same."""
+"""Quantities with units: valid and invalid inputs, and exact round trips between text and numbers."""
 
 import math
 import random
@@ -37,20 +37,20 @@ from hpcdist.planner.cluster import hardware
     ("10.2 kW", "power", 10_200),
     ("0.481 kg/kWh", "carbon", 481),
 )
-def test_a_quantity_is_read(text, dimension, value):
+def test_quantity_is_parsed(text, dimension, value):
     assert hardware.parse(text, dimension) == value
 
 
 @cases(
-    "text, dimension, said",
+    "text, dimension, output",
     ("80", "bytes", "'80' has no unit; expected a number of bytes such as"),
-    ("GB", "bytes", "no number"),
-    ("", "bytes", "no number"),
+    ("GB", "bytes", "no readable number"),
+    ("", "bytes", "no readable number"),
     ("80 GB/s", "bytes", "'GB/s' is a unit for a bandwidth; expected a number of bytes"),
     ("80 GB", "bandwidth", "'GB' is a unit for a number of bytes; expected a bandwidth"),
     ("400 Gb/s", "bandwidth", "is 'Gb/s' bits or bytes? Write Gbit/s or GB/s"),
     ("400 Gbps", "bandwidth", "is 'Gbps' bits or bytes? Write Gbit/s or GB/s"),
-    ("80 gb", "bytes", "is 'gb' bits or bytes? Write GB for powers of ten, GiB for those of two"),
+    ("80 gb", "bytes", "is 'gb' bits or bytes? Write GB for powers of ten, GiB for powers of two"),
     ("16 K", "bytes", "unknown unit 'K'"),
     ("80 gib", "bytes", "the nearest is 'GiB'"),
     ("80 KB", "bytes", "the nearest is 'kB'"),
@@ -58,28 +58,28 @@ def test_a_quantity_is_read(text, dimension, value):
     ("5 US", "time", "the nearest is 'us'"),
     ("700 s", "power", "'s' is a unit for a time; expected a power"),
     ("-1 W", "power", "at least 0"),
-    ("1e400 W", "power", "no finite number"),
-    ("nan W", "power", "no number"),
-    ("inf W", "power", "no number"),
-    ("1,000 W", "power", "no number"),
+    ("1e400 W", "power", "not a finite number"),
+    ("nan W", "power", "no readable number"),
+    ("inf W", "power", "no readable number"),
+    ("1,000 W", "power", "no readable number"),
     ("1 2 W", "power", "unknown unit '2 W'"),
     ("386 g", "carbon", "unknown unit 'g'"),
 )
-def test_a_mistaken_quantity_is_refused_by_what_is_wrong(text, dimension, said):
+def test_invalid_quantity_is_rejected_with_the_reason(text, dimension, output):
     with pytest.raises(ConfigurationError) as caught:
         hardware.parse(text, dimension)
-    assert said in str(caught.value)
+    assert output in str(caught.value)
     assert hardware.EXAMPLES[dimension] in str(caught.value), "say what would be right"
 
 
 @pytest.mark.parametrize("dimension", hardware.UNITS)
-def test_every_unit_has_an_example_that_is_read(dimension):
+def test_example_of_every_unit_is_parsed(dimension):
     for example in hardware.EXAMPLES[dimension].replace(" or ", ", ").split(", "):
         assert hardware.parse(example.strip('"'), dimension) > 0
 
 
 @pytest.mark.parametrize("dimension", hardware.UNITS)
-def test_text_is_read_back_as_the_very_same_number(dimension):
+def test_text_is_parsed_back_to_the_same_number(dimension):
     drawn = random.Random(7)
     values = [0.0, 1.0, 0.1, 1 / 3, 80e9, 80 * 2.0**30, 1234567.0, 5e-6, 3 * 365.25 * 86400, 1e-300, 1e300]
     values += [drawn.uniform(1, 10) * 10.0 ** drawn.randint(-15, 18) for _ in range(500)]
@@ -89,7 +89,7 @@ def test_text_is_read_back_as_the_very_same_number(dimension):
         assert "bit" not in text
 
 
-def test_text_is_as_people_write_it():
+def test_text_uses_the_shortest_unit():
     assert hardware.text(80 * 2.0**30, "bytes") == "80 GiB"
     assert hardware.text(80e9, "bytes") == "80 GB"
     assert hardware.text(5e-6, "time") == "5 us"

@@ -1,4 +1,4 @@
-"""Each limit refuses what breaks it, says by how much, and only that; what hpcdist cannot run is what it refuses."""
+"""Each limit rejects its violations with the excess. The limits of hpcdist equal the errors of its recipes."""
 
 from dataclasses import replace
 from itertools import product
@@ -27,13 +27,13 @@ OURS = replace(FITS, implementation="hpcdist")
 BATCH = 1536
 
 
-def said(layout, batch=BATCH, model=MODEL, cluster=CLUSTER):
+def find_problems(layout, batch=BATCH, model=MODEL, cluster=CLUSTER):
     return problems(model, layout, cluster, batch)
 
 
-def test_what_can_be_has_no_problems():
-    assert said(FITS) == ()
-    assert said(OURS) == ()
+def test_possible_layouts_have_no_problems():
+    assert find_problems(FITS) == ()
+    assert find_problems(OURS) == ()
 
 
 @cases(
@@ -56,28 +56,28 @@ def test_what_can_be_has_no_problems():
     ),
     (
         {"schedule": "interleaved", "chunks": 2, "data": 128, "tensor": 1},
-        ("12 micro-batches are no multiple of pipeline = 8", "4 are left over"),
+        ("12 micro-batches are not a multiple of pipeline = 8", "4 are left over"),
     ),
     ({"data": 64, "tensor": 16}, ("= 8192 devices, 3712 more than the 4480 of",)),
     ({"context": 3, "data": 4}, ("context = 3 does not divide the 2048 tokens of a sample: 2 are left over",)),
     ({"schedule": "zb-h1"}, ("recompute = 'full' with the schedule 'zb-h1'",)),
     ({"schedule": "sequential"}, ("all stages but one would wait",)),
-    ({"chunks": 2}, ("the schedule '1f1b' has 1 chunk a stage, and not 2",)),
-    ({"schedule": "interleaved"}, ("has 2 or more chunks a stage, and not 1",)),
+    ({"chunks": 2}, ("the schedule '1f1b' has 1 chunk per stage, not 2",)),
+    ({"schedule": "interleaved"}, ("has 2 or more chunks per stage, not 1",)),
     ({"pipeline": 1, "chunks": 2, "schedule": "interleaved", "data": 64}, ("chunks = 2 with pipeline = 1",)),
-    ({"tensor": 1, "sequence_parallel": True}, ("sequence_parallel with tensor = 1 cuts nothing",)),
-    ({"servers": 4}, ("servers = 4 with the strategy 'allreduce' would have nothing to do",)),
-    ({"expert": 2}, ("has no experts to cut",)),
-    ({"precision": "float64"}, ("has no peak for float64",)),
+    ({"tensor": 1, "sequence_parallel": True}, ("sequence_parallel with tensor = 1 has no effect",)),
+    ({"servers": 4}, ("servers = 4 has no effect with the strategy 'allreduce'",)),
+    ({"expert": 2}, ("has no experts",)),
+    ({"precision": "float64"}, ("has no peak FLOP rate for float64",)),
 )
-def test_each_limit_says_by_how_much(changed, texts):
+def test_each_limit_reports_the_excess(changed, texts):
     cluster = replace(CLUSTER, devices=4480)
     if "precision" in changed:
         cluster = replace(cluster, device=replace(cluster.device, peak_flops={"bfloat16": 312e12}))
-    found = said(replace(FITS, **changed), cluster=cluster)
-    assert len(found) == 1, found
+    result = find_problems(replace(FITS, **changed), cluster=cluster)
+    assert len(result) == 1, result
     for text in texts:
-        assert text in found[0]
+        assert text in result[0]
 
 
 @cases(
@@ -88,100 +88,104 @@ def test_each_limit_says_by_how_much(changed, texts):
     ({"schedule": "1f1"}, "did you mean '1f1b'"),
     ({"overlap": 1.5}, "from 0 to 1"),
     ({"overlap": float("nan")}, "from 0 to 1"),
-    ({"tensor_overlap": 5.0}, "tensor_overlap = 5.0; it is a share, from 0 to 1"),
+    ({"tensor_overlap": 5.0}, "tensor_overlap = 5.0; it is a share and must be from 0 to 1"),
     ({"tensor_overlap": -0.1}, "from 0 to 1"),
     ({"servers": -1}, "servers = -1"),
     ({"optimizer_slots": -3}, "optimizer_slots = -3; it must be at least 0"),
     ({"library": "ncl"}, "did you mean 'nccl'? choose one of '', mpi, nccl"),
 )
-def test_values_that_mean_nothing_come_alone(changed, text):
-    found = said(replace(FITS, tensor=5, **changed))
-    assert len(found) == 1
-    assert text in found[0]
+def test_invalid_values_are_reported_alone(changed, text):
+    result = find_problems(replace(FITS, tensor=5, **changed))
+    assert len(result) == 1
+    assert text in result[0]
 
 
-def test_sizes_that_nothing_has_are_refused_at_once():
-    found = said(FITS, 1 << 41)
-    assert len(found) == 1
-    assert "a global batch of 2199023255552" in found[0]
+def test_absurd_sizes_are_rejected_immediately():
+    result = find_problems(FITS, 1 << 41)
+    assert len(result) == 1
+    assert "a global batch of 2199023255552" in result[0]
     deep = replace(MODEL, shape=replace(SHAPE, layers=10**6))
-    assert "layers = 1000000, 990000 more than the 10000" in said(FITS, model=deep)[0]
+    assert "layers = 1000000, 990000 more than the 10000" in find_problems(FITS, model=deep)[0]
 
 
-def test_all_that_is_wrong_is_told():
-    found = said(replace(FITS, tensor=5, pipeline=7, data=11))
-    assert [sum(word in text for text in found) for word in ("heads", "layers", "global batch")] == [1, 1, 1]
+def test_all_problems_are_reported():
+    result = find_problems(replace(FITS, tensor=5, pipeline=7, data=11))
+    assert [sum(word in text for text in result) for word in ("heads", "layers", "global batch")] == [1, 1, 1]
 
 
-def test_heads_of_keys_and_values():
+def test_tensor_axis_wider_than_the_key_heads_is_rejected():
     model = describe(replace(SHAPE, kv_heads=4), "grouped")
-    found = said(FITS, model=model)
-    assert len(found) == 1
-    assert "tensor = 8 is 4 more than the 4 heads of keys and values" in found[0]
-    assert said(replace(FITS, tensor=4, data=8, pipeline=16), model=model) == ()
+    result = find_problems(FITS, model=model)
+    assert len(result) == 1
+    assert "tensor = 8 is 4 more than the 4 heads of keys and values" in result[0]
+    assert find_problems(replace(FITS, tensor=4, data=8, pipeline=16), model=model) == ()
 
 
-def test_columns_of_a_feed_forward_are_those_of_the_model():
-    """A gated one that is not told is 8/3 as wide as the model, rounded up, and not 4 times."""
+def test_feed_forward_columns_match_the_model():
+    """A gated feed-forward of unspecified width is 8/3 as wide as the model, rounded up, not 4 times."""
     model = describe(replace(SHAPE, layers=8, hidden=1024, heads=128, gated=True), "gated")
     columns = inner(model.shape)
     assert columns < 4 * 1024
     left = columns % 128
     assert left
     wide = replace(FITS, tensor=128, data=1, pipeline=1, microbatch=1)
-    found = said(wide, 16, model)
-    assert len(found) == 1
-    assert f"does not divide the {columns} columns of the feed-forward: {left} are left over" in found[0]
-    assert said(replace(wide, tensor=64), 16, model) == ()
+    result = find_problems(wide, 16, model)
+    assert len(result) == 1
+    assert f"does not divide the {columns} columns of the feed-forward: {left} are left over" in result[0]
+    assert find_problems(replace(wide, tensor=64), 16, model) == ()
 
 
-def test_experts():
+def test_expert_axis_must_divide_the_experts():
     model = describe(replace(SHAPE, layers=8, hidden=1024, heads=16, experts=8, experts_per_token=2), "experts")
     layout = replace(FITS, data=16, pipeline=1, tensor=1)
-    assert said(replace(layout, expert=8), model=model) == ()
+    assert find_problems(replace(layout, expert=8), model=model) == ()
     assert any(
         "does not divide the 8 experts: 2 are left over" in text
-        for text in said(replace(layout, data=48, expert=3), model=model)
+        for text in find_problems(replace(layout, data=48, expert=3), model=model)
     )
     assert any(
-        "expert = 8 does not divide data 12 x context 1, over whose devices experts are cut: 4 are left over" in text
-        for text in said(replace(layout, data=12, expert=8), model=model)
+        "expert = 8 does not divide data 12 x context 1, the devices that experts are sharded over: 4 are left over"
+        in text
+        for text in find_problems(replace(layout, data=12, expert=8), model=model)
     )
     for implementation in ("hpcdist", "megatron"):
         both = replace(layout, data=12, context=2, expert=8, implementation=implementation)
-        assert said(both, model=model) == (), "neighbours on the context axis, and three groups of them"
+        assert find_problems(both, model=model) == (), "neighbours on the context axis, and three groups of them"
 
 
-def test_hpcdist_cuts_between_any_two_units_and_shares_unevenly():
-    assert said(replace(OURS, pipeline=7, data=8)) == (), "98 units in 7 parts; 192 samples a replica"
-    assert "units are 2 too few" in said(replace(OURS, pipeline=100, data=2))[0]
+def test_hpcdist_allows_uneven_stages_and_batches():
+    assert find_problems(replace(OURS, pipeline=7, data=8)) == (), "98 units in 7 parts; 192 samples a replica"
+    assert "units are 2 too few" in find_problems(replace(OURS, pipeline=100, data=2))[0]
     alone = replace(OURS, pipeline=1, tensor=96, data=5)
-    assert said(alone, 1536) == (), "a weighted mean"
-    assert "1 too few for data = 5" in said(alone, 4)[0]
-    assert any("do not divide the global batch of 14" in text for text in said(replace(OURS, data=2, microbatch=3), 14))
+    assert find_problems(alone, 1536) == (), "a weighted mean"
+    assert "1 too few for data = 5" in find_problems(alone, 4)[0]
+    assert any(
+        "do not divide the global batch of 14" in text
+        for text in find_problems(replace(OURS, data=2, microbatch=3), 14)
+    )
 
 
-def test_memory_comes_last_with_what_is_missing_and_where():
+def test_memory_problem_comes_last_with_the_missing_bytes():
     layout = replace(FITS, recompute="none", microbatch=8)
     needed = memory(MODEL, layout, CLUSTER, BATCH)
-    (text,) = said(layout)
+    (text,) = find_problems(layout)
     assert f"{(needed.bytes - CLUSTER.device.memory_bytes) / 1e9:.2f} GB too much" in text
     assert needed.breaks_first in text
-    assert len(said(replace(layout, tensor=5))) == 1, "what cannot be needs no memory"
+    assert len(find_problems(replace(layout, tensor=5))) == 1, "what cannot be needs no memory"
     problem = checks.memory_problem(needed, 1e9)
     assert problem is not None
     assert "device of 1.00 GB" in problem.text
     assert checks.memory_problem(memory(MODEL, FITS, CLUSTER, BATCH)) is None
 
 
-def test_a_tensor_axis_beyond_a_node_is_possible_and_flagged():
+def test_tensor_axis_beyond_a_node_is_possible_and_flagged():
     wide = replace(FITS, tensor=16, data=8)
-    assert said(wide) == ()
+    assert find_problems(wide) == ()
     assert "wider than a node of 8" in checks.flags(wide, CLUSTER)[0]
     assert checks.flags(FITS, CLUSTER) == ()
 
 
-def test_a_gpu_that_multiplies_16_bits_faster_is_named_with_the_keys_that_take_them():
+def test_float32_on_gpus_with_faster_16_bit_products_is_flagged():
     wide = replace(FITS, precision="float32")
     (text,) = checks.flags(wide, CLUSTER)
     peaks = CLUSTER.device.peak_flops
@@ -192,15 +196,15 @@ def test_a_gpu_that_multiplies_16_bits_faster_is_named_with_the_keys_that_take_t
     assert checks.flags(wide, without) == ()
 
 
-def test_a_model_that_is_no_transformer_has_nothing_for_a_tensor_axis():
+def test_tensor_axis_without_a_transformer_is_rejected():
     mlp = of_config(ModelConfig(kind="mlp", layers=3, hidden=64), features=32, classes=10)
     plain = ParallelLayout(data=2, precision="float32")
-    assert said(plain, 8, mlp) == ()
-    assert "no heads to cut" in said(replace(plain, tensor=2), 8, mlp)[0]
-    assert "no tokens to cut" in said(replace(plain, context=2), 8, mlp)[0]
+    assert find_problems(plain, 8, mlp) == ()
+    assert "no heads" in find_problems(replace(plain, tensor=2), 8, mlp)[0]
+    assert "no tokens to shard" in find_problems(replace(plain, context=2), 8, mlp)[0]
 
 
-def test_unbuilt_is_of_hpcdist_alone():
+def test_unsupported_layouts_are_checked_for_hpcdist_only():
     assert unsupported(OURS) == ()
     assert unsupported(replace(OURS, context=2)) == ()
     served = unsupported(replace(OURS, context=2, strategy="parameter_server"))
@@ -211,7 +215,7 @@ def test_unbuilt_is_of_hpcdist_alone():
 
 
 def _settings(layout, model):
-    """Return the recipe of a layout, as `--set` writes it."""
+    """Return the recipe of a layout in the form of `--set`."""
     named = {
         "model.layers": model.layers,
         "model.hidden": model.hidden,
@@ -243,8 +247,8 @@ def _settings(layout, model):
 
 @pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero3", "parameter_server"])
 @pytest.mark.full_except("allreduce")
-def test_what_runs_is_what_a_recipe_may_say(strategy):
-    """The verdict on each layout is that of the recipe that would train it."""
+def test_supported_layouts_equal_valid_recipes(strategy):
+    """The verdict on each layout equals the verdict of the recipe that would train it."""
     config = ModelConfig(layers=4, hidden=32, heads=4)
     model = of_config(config, context=32)
     cluster = replace(CLUSTER, devices=64)

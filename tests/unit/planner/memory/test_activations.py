@@ -1,4 +1,4 @@
-"""Activations: the published formulas as they are printed, and ours as the kernels are counted."""
+"""Activation memory: the published formulas as printed, and the formulas of hpcdist as its kernels are counted."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ SHAPES = [named("megatron-22b"), named("megatron-175b"), named("megatron-530b"),
 
 
 def table_2(shape, tensor, row):
-    """Return the bytes of a block for one sample, as table 2 of arXiv:2205.05198 has them."""
+    """Return the bytes of a block for one sample, by table 2 of arXiv:2205.05198."""
     s, h, a, t = shape.context, shape.hidden, shape.heads, tensor
     recompute, by_tokens = row
     if recompute == "full":
@@ -35,7 +35,7 @@ def table_2(shape, tensor, row):
 @pytest.mark.parametrize("by_tokens", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_table_2(shape, recompute, by_tokens, tensor):
+def test_activation_bytes_match_table_2(shape, recompute, by_tokens, tensor):
     layout = ParallelLayout(tensor=tensor, recompute=recompute, sequence_parallel=by_tokens, **MEGATRON)
     embedding, block, head = of_units(describe(shape, "gpt"), layout)
     assert block.kept == pytest.approx(table_2(shape, tensor, (recompute, by_tokens)), rel=1e-12)
@@ -51,7 +51,7 @@ def test_table_2(shape, recompute, by_tokens, tensor):
         assert block.held == pytest.approx(32 * s * h, rel=1e-12)
 
 
-def test_the_sums_hold_for_other_blocks():
+def test_activation_bytes_of_other_blocks():
     shape = named("llama-3-8b")
     s, h, a = shape.context, shape.hidden, shape.heads
     kv, f = 8 * 128, 14336
@@ -65,7 +65,7 @@ def test_the_sums_hold_for_other_blocks():
     # Twice as much in float32; a context axis shares tokens.
     assert of_units(describe(shape, "x"), replace(layout, precision="float32"))[1].kept == 2 * s * kept
     assert of_units(describe(shape, "x"), replace(layout, context=4))[1].kept == s * kept / 4
-    # Two experts a token keep two feed-forwards, two copies of their input, and that of the router.
+    # Two experts per token keep two feed-forwards, two copies of their input, and the input of the router.
     mixed = replace(shape, experts=8, experts_per_token=2)
     assert of_units(describe(mixed, "x"), layout)[1].kept == s * (kept + 2 * (2 * h + 3 * f))
 
@@ -74,7 +74,7 @@ def test_the_sums_hold_for_other_blocks():
     ("name", "recompute"),
     [*((name, False) for name in SCHEDULES), *((name, True) for name in ("gpipe", "1f1b", "interleaved"))],
 )
-def test_closed_forms_are_what_the_schedules_do(name, recompute, monkeypatch):
+def test_closed_forms_match_the_schedules(name, recompute, monkeypatch):
     schedule = SCHEDULES[name]
     monkeypatch.setattr("hpcdist.planner.memory.device.EXACT_RANKS", 0)
     in_flight.cache_clear()
@@ -82,14 +82,14 @@ def test_closed_forms_are_what_the_schedules_do(name, recompute, monkeypatch):
     for ranks in (2, 4, 6) if schedule.pipelines else (1,):
         for microbatches in (ranks, 2 * ranks, 5 * ranks):
             for rank in range(ranks):
-                found = in_flight(name, ranks, microbatches, each, rank, recompute=recompute)
+                result = in_flight(name, ranks, microbatches, each, rank, recompute=recompute)
                 placement = schedule.place([range(unit, unit + 1) for unit in range(ranks * each)], ranks)
                 steps = expand(schedule.passes(rank, ranks, microbatches, each), placement, rank, recompute=recompute)
                 exact = moments(steps, placement.of(rank))
                 # Units that are alike: twice as much is kept as is held, and inputs are small.
                 sizes = [
                     max(sum(100 * live.kept + 50 * live.held + live.inputs for live in moment) for moment in some)
-                    for some in (found, exact)
+                    for some in (result, exact)
                 ]
                 least = 1.0 if name != "zb-v" else 0.85  # less is held where it has few micro-batches
                 assert least - 1e-9 <= sizes[1] / sizes[0] <= 1 + 1e-9, (ranks, microbatches, rank)
@@ -97,7 +97,7 @@ def test_closed_forms_are_what_the_schedules_do(name, recompute, monkeypatch):
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(4, 2), (8, 3), (35, 3)])
-def test_interleaving_needs_more_by_its_factor(ranks, chunks):
+def test_interleaving_increases_memory_by_its_factor(ranks, chunks):
     # arXiv:2205.05198, section 4.2.3: L (1 + (p - 1) / (p m)) blocks on the first rank.
     moment = max(
         in_flight("interleaved", ranks, 4 * ranks, chunks, 0, recompute=False),
@@ -121,14 +121,16 @@ OURS = [
     *((*case, TensorSplit()) for case in OURS),
     *((*case, split) for case in OURS[:3] for split in (TensorSplit(ranks=2), TensorSplit(ranks=2, by_tokens=True))),
 )
-def test_ours_are_those_of_the_cut(keys, inputs, split):
+def test_unit_bytes_match_the_costs_of_the_partition(keys, inputs, split):
     config = ModelConfig(**keys)
-    found = of_config(config, **inputs)
+    result = of_config(config, **inputs)
     layout = ParallelLayout(tensor=split.ranks, sequence_parallel=split.by_tokens, precision="float32", microbatch=3)
     units = [
-        bytes_of for unit, bytes_of in zip(found.units, of_units(found, layout), strict=True) for _ in range(unit.count)
+        bytes_of
+        for unit, bytes_of in zip(result.units, of_units(result, layout), strict=True)
+        for _ in range(unit.count)
     ]
-    places = [place for place, unit in enumerate(found.units) for _ in range(unit.count)]
+    places = [place for place, unit in enumerate(result.units) for _ in range(unit.count)]
     for number, cost in enumerate(unit_costs(models.build(config, **inputs), 3, split)):
         if config.kind != "mlp" or number < config.layers:  # whose head also keeps a number for its loss
             assert 3 * units[number].kept == cost.kept_bytes, number
@@ -136,36 +138,36 @@ def test_ours_are_those_of_the_cut(keys, inputs, split):
         if config.kind != "convnet":
             assert 3 * units[number].held == cost.held_bytes, number
         if config.kind == "gpt":  # costs count a first layer's gradient of the data, and padding
-            scratch = scratch_of(found, layout, (places[number],), accumulates=True)
-            without = scratch_of(found, layout, (places[number],), accumulates=False)
+            scratch = scratch_of(result, layout, (places[number],), accumulates=True)
+            without = scratch_of(result, layout, (places[number],), accumulates=False)
             assert scratch == sum(cost.scratch.values()), number
             assert scratch - without == cost.scratch["linear.dweight"], number
 
 
 @pytest.mark.parametrize(("keys", "inputs"), OURS[:3])
-def test_ours_computed_again_are_those_of_the_counts(keys, inputs):
+def test_recomputed_bytes_match_the_model_counts(keys, inputs):
     config = ModelConfig(**{**keys, "layers": 6})
-    found = of_config(config, **inputs)
+    result = of_config(config, **inputs)
     layout = ParallelLayout(precision="float32", microbatch=5, recompute="full")
-    scratch = scratch_of(found, layout, tuple(range(len(found.units))), accumulates=False)
+    scratch = scratch_of(result, layout, tuple(range(len(result.units))), accumulates=False)
     expected = counts(config, **inputs).activation_bytes(5, recompute=True)
-    assert 5 * recomputed_one_by_one(found, layout) + scratch == expected
+    assert 5 * recomputed_one_by_one(result, layout) + scratch == expected
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_ranks_of_the_context_axis_have_their_own_tokens(tensor):
+def test_context_axis_divides_activations(tensor):
     shape = replace(named("llama-3-8b"), context=65536)
-    found, ranks = describe(shape, "long"), 64  # more than heads: they take a ring
+    result, ranks = describe(shape, "long"), 64  # more than heads: they take a ring
     whole = ParallelLayout(tensor=tensor, microbatch=2, precision="float32")
     cut = replace(whole, context=ranks)
-    for one, other in zip(of_units(found, whole), of_units(found, cut), strict=True):
+    for one, other in zip(of_units(result, whole), of_units(result, cut), strict=True):
         assert other == pytest.approx([number / ranks for number in one])  # a ring keeps nothing more
     full = replace(whole, recompute="full")
-    again = recomputed_one_by_one(found, full)
-    assert recomputed_one_by_one(found, replace(full, context=ranks)) == pytest.approx(again / ranks)
+    again = recomputed_one_by_one(result, full)
+    assert recomputed_one_by_one(result, replace(full, context=ranks)) == pytest.approx(again / ranks)
     # Scratch of a model with as few tokens; keys, values and their gradients on their way, of one head at a time.
     few = describe(replace(shape, context=shape.context // ranks), "short")
-    own = scratch_of(few, whole, (0, 1, 2), accumulates=True)
+    local_data = scratch_of(few, whole, (0, 1, 2), accumulates=True)
     keys = 5 * 2 * 1024 * 2 * 128 * 4
-    assert scratch_of(found, cut, (0, 1, 2), accumulates=True) == pytest.approx(own + keys)
-    assert scratch_of(found, cut, (2,), accumulates=False) == scratch_of(few, whole, (2,), accumulates=False)
+    assert scratch_of(result, cut, (0, 1, 2), accumulates=True) == pytest.approx(local_data + keys)
+    assert scratch_of(result, cut, (2,), accumulates=False) == scratch_of(few, whole, (2,), accumulates=False)

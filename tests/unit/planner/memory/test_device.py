@@ -1,4 +1,4 @@
-"""Memory of a plan: what runs of ours hold, what a pipeline's own sums say, and the published sums of whole devices."""
+"""Memory of a plan compared with runs of hpcdist, with sums by pipeline rank, and with published devices."""
 
 from dataclasses import replace
 
@@ -94,7 +94,7 @@ RUNS = {
 @pytest.mark.matrix_except(
     "one rank", "recomputation", "zero2", "zero3", "server", "four ranks", "1f1b", "tensor", "context by a ring"
 )
-def test_our_runs_hold_what_was_planned(name, monkeypatch):
+def test_planned_memory_matches_a_run(name, monkeypatch):
     choose_in_turn(monkeypatch, 4)
     ranks, keys, fields = RUNS[name]
     if "pipeline" in fields and "pipeline" not in keys:
@@ -119,9 +119,9 @@ def test_our_runs_hold_what_was_planned(name, monkeypatch):
     *((name, False) for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")),
     *((name, True) for name in ("gpipe", "1f1b", "interleaved")),  # what goes back in one pass
 )
-def test_each_rank_of_a_pipeline_has_what_its_table_says(schedule, tensor, recompute):
+def test_memory_of_each_pipeline_rank_matches_its_table(schedule, tensor, recompute):
     config = ModelConfig(layers=11, hidden=64, heads=4, vocabulary=300, tied=True)
-    found, each = of_config(config, context=24), 2 if schedule in ("interleaved", "zb-v") else 1
+    result, each = of_config(config, context=24), 2 if schedule in ("interleaved", "zb-v") else 1
     layout = ParallelLayout(
         pipeline=3,
         tensor=tensor,
@@ -131,7 +131,7 @@ def test_each_rank_of_a_pipeline_has_what_its_table_says(schedule, tensor, recom
         precision="float32",
         recompute="full" if recompute else "none",
     )
-    units = [sum(share.times for share in chunk.shares) for chunk in chunks(found, layout)]
+    units = [sum(share.times for share in chunk.shares) for chunk in chunks(result, layout)]
     parallel = ParallelConfig(
         pipeline=3,
         tensor=tensor,
@@ -143,43 +143,43 @@ def test_each_rank_of_a_pipeline_has_what_its_table_says(schedule, tensor, recom
     )
     written = generated(parallel.order, 3, 6, each)
     made = plan(models.build(config, context=24), parallel, written, StateBytes(per_parameter=16, itemsize=4), 2)
-    for rank, (row, terms) in enumerate(zip(made.rows, by_rank(found, layout, BARE, 12), strict=True)):
+    for rank, (row, terms) in enumerate(zip(made.rows, by_rank(result, layout, BARE, 12), strict=True)):
         states = terms["parameters"] + terms["gradients"] + terms["optimizer"]
         assert states == pytest.approx(row.bytes["states"], rel=1e-3), rank  # padding
         assert terms["activations"] == row.bytes["activations"], rank
         # A border between two chunks of one rank has no message, which the table counts all the same.
         assert terms["messages"] == row.bytes["messages"], rank
         assert terms["scratch"] == row.bytes["scratch"], rank
-    fullest = max(sum(terms.values()) for terms in by_rank(found, layout, BARE, 12))
-    assert memory(found, layout, BARE, 12).bytes == fullest
+    fullest = max(sum(terms.values()) for terms in by_rank(result, layout, BARE, 12))
+    assert memory(result, layout, BARE, 12).bytes == fullest
 
 
-def test_messages_are_as_large_as_what_crosses_the_border():
+def test_message_bytes_match_the_stage_border():
     config = ModelConfig(kind="mlp", layers=5, hidden=64)
-    found = of_config(config, features=32, classes=1000)
+    result = of_config(config, features=32, classes=1000)
     parallel = ParallelConfig(pipeline=2, microbatches=4, stage_units=(3, 3))
     written = generated("1f1b", 2, 4, 1)
     made = plan(
         models.build(config, features=32, classes=1000), parallel, written, StateBytes(per_parameter=16, itemsize=4), 3
     )
     layout = ParallelLayout(pipeline=2, microbatch=3, precision="float32")
-    for row, terms in zip(made.rows, by_rank(found, layout, BARE, 12), strict=True):
+    for row, terms in zip(made.rows, by_rank(result, layout, BARE, 12), strict=True):
         assert terms["messages"] == row.bytes["messages"] == 2 * 3 * 64 * 4
 
 
-def test_a_context_axis_cuts_all_activations():
-    found = describe(named("llama-3-8b"), "llama-3-8b")
+def test_context_axis_divides_all_activations():
+    report = describe(named("llama-3-8b"), "llama-3-8b")
     for implementation in ("hpcdist", "megatron"):
         for recompute in ("none", "full"):
             layout = ParallelLayout(implementation=implementation, recompute=recompute, precision="float32")
-            one, many = (memory(found, replace(layout, context=context), BARE, 1).terms for context in (1, 64))
+            one, many = (memory(report, replace(layout, context=context), BARE, 1).terms for context in (1, 64))
             assert many["activations"] == pytest.approx(one["activations"] / 64, rel=1e-12)
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "each"), [("megatron-175b", 8, 3), ("megatron-530b", 35, 3), ("megatron-1t", 64, 1)]
 )
-def test_the_first_stage_of_the_paper(name, ranks, each):
+def test_memory_of_the_first_stage_matches_the_paper(name, ranks, each):
     # arXiv:2205.05198, section 4.2.3 and 4.3, with its table 3: sequence parallelism and selective recomputation.
     shape = named(name)
     s, h, layers = shape.context, shape.hidden, shape.layers
@@ -192,58 +192,58 @@ def test_the_first_stage_of_the_paper(name, ranks, each):
         recompute="selective",
         implementation="megatron",
     )
-    found = memory(describe(shape, name), layout, CLUSTER, 64 * ranks)
+    result = memory(describe(shape, name), layout, CLUSTER, 64 * ranks)
     deeper = 1 + (ranks - 1) / (ranks * each) if each > 1 else 1
     # The mask of the embedding is there for each micro-batch of the first chunk, up to twice the ranks.
     masks = s * h / 8
     blocks = 34 * s * h / 8 * layers * deeper
-    assert found.stage == 0
-    assert blocks + ranks * masks <= found.terms["activations"] <= blocks + 2 * ranks * masks
-    assert found.terms["reserved"] == 1.5e9
+    assert result.stage == 0
+    assert blocks + ranks * masks <= result.terms["activations"] <= blocks + 2 * ranks * masks
+    assert result.terms["reserved"] == 1.5e9
     parameters = layers / ranks * (12 * h * h / 8 + 7 * h / 8 + 6 * h) + shape.vocabulary * h / 8 + s * h
-    states = found.terms["parameters"] + found.terms["gradients"] + found.terms["optimizer"]
+    states = result.terms["parameters"] + result.terms["gradients"] + result.terms["optimizer"]
     assert states == pytest.approx(18 * parameters, rel=1e-12)
 
 
-def test_what_does_not_fit_says_what_breaks_first():
-    found = describe(named("llama-3-8b"), "llama-3-8b")
-    alone = memory(found, ParallelLayout(implementation="megatron", recompute="full"), CLUSTER, 1)
+def test_plan_that_does_not_fit_names_the_largest_term():
+    report = describe(named("llama-3-8b"), "llama-3-8b")
+    alone = memory(report, ParallelLayout(implementation="megatron", recompute="full"), CLUSTER, 1)
     assert not alone.fits and alone.breaks_first == "optimizer" and alone.limit_bytes == 80e9
     cut = memory(
-        found, ParallelLayout(implementation="megatron", recompute="full", data=64, strategy="zero1"), CLUSTER, 64
+        report, ParallelLayout(implementation="megatron", recompute="full", data=64, strategy="zero1"), CLUSTER, 64
     )
     assert cut.fits and "6 + 12/d" in cut.rule
-    all_kept = memory(found, ParallelLayout(implementation="megatron", data=64, strategy="zero3"), CLUSTER, 64)
+    all_kept = memory(report, ParallelLayout(implementation="megatron", data=64, strategy="zero3"), CLUSTER, 64)
     assert not all_kept.fits and all_kept.breaks_first == "activations"
 
 
-def test_experts_lie_on_several_ranks():
-    found = describe(named("mixtral-8x7b"), "mixtral-8x7b")
+def test_expert_axis_divides_expert_parameters():
+    report = describe(named("mixtral-8x7b"), "mixtral-8x7b")
     layout = ParallelLayout(implementation="megatron", data=64, strategy="zero1", recompute="full")
-    one, eight = (memory(found, replace(layout, expert=expert), CLUSTER, 64).terms for expert in (1, 8))
+    one, eight = (memory(report, replace(layout, expert=expert), CLUSTER, 64).terms for expert in (1, 8))
     experts = 32 * 8 * 3 * 4096 * 14336
     assert one["parameters"] - eight["parameters"] == pytest.approx(2 * experts * 7 / 8)
     # Their optimizer is cut over 64 ranks in both: 64 copies of all of them, or 8 of an eighth.
     assert one["optimizer"] == pytest.approx(eight["optimizer"])
 
 
-def test_buckets_have_gradients_of_experts_and_end_where_these_are_shared_out():
-    """A ring has a share of the bucket beside it: of all gradients, or of the experts of a layer, on their replicas."""
+def test_buckets_include_experts_unless_they_are_distributed():
+    """A ring needs an additional share of the bucket: of all gradients, or of a layer's experts on their replicas."""
     mixture = ModelConfig(**MODEL, experts=4, expert_hidden=128)
-    found, layout = of_config(mixture, context=32), replace(OURS, data=4, microbatch=2)
-    assert memory(found, layout, BARE, 8).terms["messages"] == found.parameters * 4 / 4 < 4 << 20
-    block = found.units[1].expert_parameters
-    assert memory(found, replace(layout, expert=2), BARE, 8).terms["messages"] == block / 2 * 4 / 2
-    dense = max(unit.parameters - unit.expert_parameters for unit in found.units)  # here the embedding
-    assert memory(found, replace(layout, expert=4), BARE, 8).terms["messages"] == dense * 4 / 4
+    result, layout = of_config(mixture, context=32), replace(OURS, data=4, microbatch=2)
+    assert memory(result, layout, BARE, 8).terms["messages"] == result.parameters * 4 / 4 < 4 << 20
+    block = result.units[1].expert_parameters
+    assert memory(result, replace(layout, expert=2), BARE, 8).terms["messages"] == block / 2 * 4 / 2
+    dense = max(unit.parameters - unit.expert_parameters for unit in result.units)  # here the embedding
+    assert memory(result, replace(layout, expert=4), BARE, 8).terms["messages"] == dense * 4 / 4
 
 
-def test_a_server_may_need_most():
-    found = of_config(ModelConfig(**MODEL), context=1)
+def test_dedicated_server_can_have_the_highest_memory():
+    result = of_config(ModelConfig(**MODEL), context=1)
     layout = ParallelLayout(data=4, servers=1, strategy="parameter_server", precision="float32")
-    alone = memory(found, layout, BARE, 4)
-    assert alone.terms["activations"] == 0 and alone.terms["optimizer"] == 8 * found.parameters
-    several = memory(found, replace(layout, servers=4), BARE, 4)
+    alone = memory(result, layout, BARE, 4)
+    assert alone.terms["activations"] == 0 and alone.terms["optimizer"] == 8 * result.parameters
+    several = memory(result, replace(layout, servers=4), BARE, 4)
     assert several.terms["activations"] > 0 and several.terms["optimizer"] == 0
 
 
@@ -257,7 +257,7 @@ PAPER = {
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_what_the_paper_ran_fits_and_its_baseline_does_not(name):
+def test_layouts_of_the_paper_fit_and_its_baseline_does_not(name):
     # Its figure 1: tensor parallelism alone is beyond the 80 GB of an A100 in all four, both techniques are below.
     tensor, ranks, each, samples = PAPER[name]
     layout = ParallelLayout(
@@ -268,9 +268,9 @@ def test_what_the_paper_ran_fits_and_its_baseline_does_not(name):
         schedule="interleaved" if each > 1 else "1f1b",
         implementation="megatron",
     )
-    found = describe(named(name), name)
-    assert not memory(found, layout, BARE, 8 * ranks).fits
-    assert memory(found, replace(layout, sequence_parallel=True, recompute="selective"), CLUSTER, 8 * ranks).fits
+    report = describe(named(name), name)
+    assert not memory(report, layout, BARE, 8 * ranks).fits
+    assert memory(report, replace(layout, sequence_parallel=True, recompute="selective"), CLUSTER, 8 * ranks).fits
 
 
 @cases(
@@ -279,14 +279,14 @@ def test_what_the_paper_ran_fits_and_its_baseline_does_not(name):
     ({"schedule": "sequential"}, "all stages but one would wait"),
     ({"schedule": "interleaved", "chunks": 2, "microbatch": 4}, "as many as there are ranks"),
     ({"schedule": "1f1b", "chunks": 3}, "parallel.chunks = 3"),
-    ({"pipeline": 9}, "9 parts of a pipeline"),
+    ({"pipeline": 9}, "a pipeline of 9 ranks"),
 )
-def test_pipelines_that_cannot_run_are_refused(fields, message):
+def test_impossible_pipelines_are_rejected(fields, message):
     with pytest.raises(ConfigurationError, match=message):
         memory(of_config(ModelConfig(), context=8), replace(ParallelLayout(pipeline=2), **fields), BARE, 4)
 
 
-def test_buckets_of_16_bits_are_summed_in_float32():
+def test_16_bit_buckets_need_float32_sums():
     half = ParallelLayout(data=4, precision="bfloat16", algorithm="ring")
     assert exchanged(replace(half, precision="float32"), 1e9, 1e6) == 2**20  # a quarter of 4 MiB arrives
     # 4 MiB of 16-bit numbers are 8 MiB in float32, and a quarter of those arrives.
@@ -299,16 +299,16 @@ def test_buckets_of_16_bits_are_summed_in_float32():
     assert gradient_item_bytes(narrow) == 4 and states(narrow).gradient == 2
 
 
-def test_what_is_reserved_counts():
+def test_reserved_memory_counts():
     cluster = toml_file.read("h100-hgx")
     description, layout = describe(named("gpt2"), "gpt2"), ParallelLayout()
     used = sum(by_rank(description, layout, cluster, 1)[0].values())
 
     def fits(memory_bytes, reserved):
         device = replace(cluster.device, memory_bytes=memory_bytes, reserved_bytes=reserved)
-        found = memory(description, layout, replace(cluster, device=device), 1)
-        assert found.terms["reserved"] == reserved and found.bytes == used + reserved
-        return found.fits
+        result = memory(description, layout, replace(cluster, device=device), 1)
+        assert result.terms["reserved"] == reserved and result.bytes == used + reserved
+        return result.fits
 
     assert fits(used, 0) and not fits(used - 1, 0)
     assert fits(used + 1e9, 1e9) and not fits(used + 1e9 - 1, 1e9)

@@ -1,4 +1,4 @@
-"""Bytes a parameter: table 1 of the ZeRO paper to its digits, and the rules of others."""
+"""Bytes per parameter: table 1 of the ZeRO paper, and the rules of other strategies."""
 
 import pytest
 
@@ -31,7 +31,7 @@ TABLE = {
 
 @pytest.mark.parametrize("implementation", ["hpcdist", "megatron"])
 @pytest.mark.parametrize(("model", "printed"), TABLE.items())
-def test_table_1_of_zero(implementation, model, printed):
+def test_states_match_table_1_of_the_zero_paper(implementation, model, printed):
     billions, ranks = model
     for stage, text in enumerate(printed, start=1):
         layout = ParallelLayout(
@@ -61,29 +61,29 @@ def test_table_1_of_zero(implementation, model, printed):
     ({"precision": "float32", "strategy": "parameter_server"}, 8, 8),
     ({"precision": "bfloat16", "strategy": "parameter_server", "servers": 3}, 4, 0),
 )
-def test_rules(ranks, keys, rest, cut):
+def test_bytes_per_parameter_of_each_strategy(ranks, keys, rest, cut):
     assert states(ParallelLayout(data=ranks, **keys)).total == pytest.approx(rest + cut / ranks, rel=1e-15)
 
 
-def test_a_context_axis_shares_the_states_too():
+def test_context_axis_shards_the_states_too():
     layout = ParallelLayout(data=4, context=8, strategy="zero1", implementation="megatron")
     assert states(layout).total == 6 + 12 / 32
 
 
-def test_experts_have_fewer_copies():
+def test_expert_states_are_sharded_over_fewer_ranks():
     layout = ParallelLayout(data=16, expert=8, strategy="zero1", implementation="megatron")
     assert states(layout).total == 6 + 12 / 16
     assert states(layout, experts=True).total == 6 + 12 / 2
 
 
-def test_the_rule_says_which_and_why():
+def test_rule_text_names_the_formula_and_its_source():
     zero = states(ParallelLayout(data=64, strategy="zero1", implementation="megatron")).rule
     assert zero == (
-        "6 + 12/d = 6.188 bytes a parameter, d = 64 (bfloat16: parameter 2, gradient 4, optimizer 12; ZeRO stage 1, "
+        "6 + 12/d = 6.188 bytes per parameter, d = 64 (bfloat16: parameter 2, gradient 4, optimizer 12; ZeRO 1, "
         "arXiv:1910.02054)"
     )
     assert states(ParallelLayout(precision="float32")).rule.startswith(
-        "16 bytes a parameter (float32: parameter 4, gradient 4"
+        "16 bytes per parameter (float32: parameter 4, gradient 4"
     )
     assert "14/d" in states(ParallelLayout(data=2, strategy="zero2")).rule
     assert states(ParallelLayout(data=2, strategy="zero3")).rule.startswith("16/d = 8 bytes")
@@ -91,7 +91,7 @@ def test_the_rule_says_which_and_why():
     assert served.startswith("worker 2 + 2, server 2 + 2 + 12 of its 1/2")
 
 
-def test_our_16_bit_gradients_are_added_up_in_16_bits():
+def test_16_bit_gradients_of_hpcdist_take_2_bytes():
     ours, theirs = (unsharded(ParallelLayout(implementation=name)) for name in ("hpcdist", "megatron"))
     assert (ours.gradient, theirs.gradient) == (2, 4)
 
@@ -100,8 +100,8 @@ def test_our_16_bit_gradients_are_added_up_in_16_bits():
     ("compression", "precision", "owed"),
     [("int8", "float32", 4), ("topk", "bfloat16", 8), ("onebit", "float32", 4 + 4 / 8), ("none", "bfloat16", 0)],
 )
-def test_compression_keeps_what_it_has_lost(compression, precision, owed):
+def test_compression_adds_residuals_to_the_states(compression, precision, owed):
     layout = ParallelLayout(data=8, strategy="zero1", precision=precision, compression=compression)
     with_it, without = states(layout), states(ParallelLayout(data=8, strategy="zero1", precision=precision))
     assert with_it.total - without.total == pytest.approx(owed)
-    assert with_it.rule == without.rule + (f", and {owed:.4g} of what {compression} has lost" if owed else "")
+    assert with_it.rule == without.rule + (f", and {owed:.4g} for the residuals of {compression}" if owed else "")

@@ -1,4 +1,4 @@
-"""Operations: the closed forms of the papers, and what they print of them."""
+"""Operation counts: the closed forms of the papers and their printed values."""
 
 from dataclasses import replace
 
@@ -13,14 +13,14 @@ MEGATRON = [name for name in names() if name.startswith("megatron-")]
 
 
 def of(name, recompute="none", implementation="megatron", batch=3):
-    found = step_flops(
+    result = step_flops(
         describe(named(name), name), ParallelLayout(recompute=recompute, implementation=implementation), batch
     )
-    return found.model_flops, found.hardware_flops
+    return result.model_flops, result.hardware_flops
 
 
 @pytest.mark.parametrize("name", MEGATRON)
-def test_closed_forms(name):
+def test_operations_match_the_closed_forms(name):
     # arXiv:2205.05198, appendix A; with full recomputation arXiv:2104.04473, equation 3.
     shape, batch = named(name), 3
     s, h, layers, v = shape.context, shape.hidden, shape.layers, shape.vocabulary
@@ -35,56 +35,58 @@ def test_closed_forms(name):
 @pytest.mark.parametrize(
     ("name", "mfu", "hfu"), [("megatron-22b", 41.5, 43.7), ("megatron-175b", 51.4, 52.8), ("megatron-530b", 56.0, 57.0)]
 )
-def test_utilisations_that_are_printed(name, mfu, hfu):
-    # arXiv:2205.05198, table 5: both are of the same seconds, so their ratio is that of the operations.
+def test_operation_ratios_match_printed_utilisations(name, mfu, hfu):
+    # arXiv:2205.05198, table 5: both use the same seconds, so their ratio is the ratio of the operations.
     model, hardware = of(name, "selective")
     assert hardware / model == pytest.approx(hfu / mfu, abs=0.05 / mfu * 2)
 
 
-def test_our_attention_computes_scores_again_and_sees_the_past_only():
+def test_attention_recomputes_scores_and_skips_masked_pairs():
     shape = named("gpt2")
-    found = step_flops(describe(shape, "gpt2"), ParallelLayout(), 1)
+    result = step_flops(describe(shape, "gpt2"), ParallelLayout(), 1)
     seen = shape.context * (shape.context + 1) // 2 * 4 * shape.layers * shape.hidden
-    assert found.executed_flops - found.exact_flops == pytest.approx(seen / 2)
-    assert found.hardware_flops - found.model_flops == pytest.approx(2 * shape.layers * shape.hidden * shape.context**2)
+    assert result.executed_flops - result.exact_flops == pytest.approx(seen / 2)
+    assert result.hardware_flops - result.model_flops == pytest.approx(
+        2 * shape.layers * shape.hidden * shape.context**2
+    )
     unseen = shape.context * (shape.context - 1) // 2 * 4 * shape.layers * shape.hidden
-    assert found.model_flops - found.exact_flops == pytest.approx(3 * unseen)
+    assert result.model_flops - result.exact_flops == pytest.approx(3 * unseen)
     everything = step_flops(describe(named("bert-base"), "b"), ParallelLayout(), 1)
     assert everything.model_flops == everything.exact_flops
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_long_context_is_not_counted_twice(recompute):
+def test_masked_pairs_of_a_long_context_are_not_counted(recompute):
     # Nearly all is attention, and its square is twice the pairs: what is executed is 3.5 (4.5) of 6 parts.
     shape = replace(named("llama-3-8b"), context=2**24)
-    found = step_flops(describe(shape, "long"), ParallelLayout(recompute=recompute), 1)
-    assert found.exact_flops / found.model_flops == pytest.approx(0.5, rel=0.01)
+    result = step_flops(describe(shape, "long"), ParallelLayout(recompute=recompute), 1)
+    assert result.exact_flops / result.model_flops == pytest.approx(0.5, rel=0.01)
     parts = 4.5 if recompute == "full" else 3.5
-    assert found.executed_flops / found.model_flops == pytest.approx(parts / 6, rel=0.01)
-    assert found.hardware_flops / found.model_flops == pytest.approx(parts / 3, rel=0.01)
+    assert result.executed_flops / result.model_flops == pytest.approx(parts / 6, rel=0.01)
+    assert result.hardware_flops / result.model_flops == pytest.approx(parts / 3, rel=0.01)
     # Megatron-LM is counted by the formula that the papers print.
     theirs = step_flops(describe(shape, "long"), ParallelLayout(recompute=recompute, implementation="megatron"), 1)
-    assert theirs.executed_flops == theirs.hardware_flops >= theirs.model_flops == found.model_flops
+    assert theirs.executed_flops == theirs.hardware_flops >= theirs.model_flops == result.model_flops
 
 
-def test_our_pipelines_repeat_chunks_whose_backward_comes_later():
-    found = describe(named("gpt2"), "gpt2")
-    block, head = (forward_flops(unit, exact=True) for unit in found.units[1:])
+def test_pipelines_recompute_chunks_with_a_late_backward():
+    report = describe(named("gpt2"), "gpt2")
+    block, head = (forward_flops(unit, exact=True) for unit in report.units[1:])
 
     def again(**fields):
         full, none = (
-            step_flops(found, ParallelLayout(recompute=way, **fields), 1).executed_flops for way in ("full", "none")
+            step_flops(report, ParallelLayout(recompute=way, **fields), 1).executed_flops for way in ("full", "none")
         )
         return full - none
 
     assert again() == pytest.approx(12 * block)
     layout = ParallelLayout(pipeline=4)
-    last = sum(share.times for share in stages(found, layout)[-1] if share.unit.name == "block")
+    last = sum(share.times for share in stages(report, layout)[-1] if share.unit.name == "block")
     assert again(pipeline=4) == pytest.approx((12 - last) * block)
     assert again(pipeline=4, schedule="gpipe") == pytest.approx(12 * block + head)
 
 
-def test_experts_count_as_often_as_a_token_sees_them():
+def test_experts_count_once_per_selected_expert():
     numbers = {"layers": 1, "hidden": 64, "heads": 4, "vocabulary": 100, "context": 16}
     dense, mixed = (
         step_flops(describe(TransformerShape(**numbers, **more), "x"), ParallelLayout(), 1).exact_flops

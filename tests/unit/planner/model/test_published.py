@@ -1,4 +1,4 @@
-"""What a search keeps of one layout for others that share it changes no plan: each is made again from nothing."""
+"""Values that a search caches for layouts that share them do not change a plan: each plan is also made from scratch."""
 
 import pkgutil
 import sys
@@ -59,10 +59,10 @@ CHOICES = {
 
 
 def walk(rng, cluster, many):
-    """Yield models, layouts that can be, each a field or two from the one before, and batches."""
-    layout, found = ParallelLayout(data=2, implementation="megatron"), 0
+    """Yield models, possible layouts that differ in one or two fields from the previous layout, and batches."""
+    layout, result = ParallelLayout(data=2, implementation="megatron"), 0
     assert set(CHOICES) == set(vars(layout))
-    while found < many:
+    while result < many:
         names = rng.choice(sorted(CHOICES), size=rng.integers(1, 3), replace=False)
         new = replace(layout, **{str(name): CHOICES[name][rng.integers(len(CHOICES[name]))] for name in names})
         if (new.schedule == "interleaved") != (new.chunks > 1):
@@ -70,12 +70,12 @@ def walk(rng, cluster, many):
         model, batch = int(rng.integers(len(MODELS))), int(rng.choice([32, 64, 96]))
         if next(checks.shape_problems(MODELS[model], new, cluster, batch), None) is None:
             layout = new
-            found += 1
+            result += 1
             yield model, new, batch
 
 
-def forget():
-    """Empty all that the planner has kept."""
+def clear_caches():
+    """Clear all caches of the planner."""
     for module in pkgutil.walk_packages(hpcdist.planner.__path__, "hpcdist.planner."):
         import_module(module.name)
     for name, module in sorted(sys.modules.items()):
@@ -85,30 +85,30 @@ def forget():
                     one.cache_clear()
 
 
-def figures(found):
+def figures(result):
     return {
-        **{f"memory {name}": value for name, value in found.memory.terms.items()},
-        **{f"time {name}": value for name, value in found.timing.terms.items()},
-        **{f"bytes {name}": value for name, value in found.timing.bytes.items()},
-        "joules": found.energy.joules,
-        "hidden": found.timing.hidden_s,
-        "flags": found.flags,
+        **{f"memory {name}": value for name, value in result.memory.terms.items()},
+        **{f"time {name}": value for name, value in result.timing.terms.items()},
+        **{f"bytes {name}": value for name, value in result.timing.bytes.items()},
+        "joules": result.energy.joules,
+        "hidden": result.timing.hidden_s,
+        "flags": result.flags,
     }
 
 
 @pytest.mark.full
-def test_a_plan_does_not_depend_on_those_before_it(rng):
+def test_plan_does_not_depend_on_earlier_plans(rng):
     cluster = toml_file.read("a100-selene")
     asked = list(walk(rng, cluster, 300))
     warm = [figures(plan(MODELS[model], layout, cluster, batch, 10)) for model, layout, batch in asked]
     assert len({str(one) for one in warm}) > 150, "these layouts do not differ"
-    for (model, layout, batch), known in zip(asked, warm, strict=True):
-        forget()
-        assert figures(plan(MODELS[model], layout, replace(cluster), batch, 10)) == known, layout
+    for (model, layout, batch), reference in zip(asked, warm, strict=True):
+        clear_caches()
+        assert figures(plan(MODELS[model], layout, replace(cluster), batch, 10)) == reference, layout
 
 
-def test_memory_looks_at_all_fields_that_decide(rng):
-    """What is kept is known by some fields of a layout; the terms of each rank are of all of them."""
+def test_memory_cache_distinguishes_all_relevant_fields(rng):
+    """Cached values are identified by some fields of a layout. The terms of each rank use all fields."""
     cluster = toml_file.read("a100-selene")
     for model, layout, batch in walk(rng, cluster, 400):
         needed = sum(memory(MODELS[model], layout, cluster, batch).terms.values()) - cluster.device.reserved_bytes

@@ -1,4 +1,4 @@
-"""What is computed again: held against the passes that are run, the model that repeats its stages, and the memory."""
+"""Recomputation in a plan, compared with the executed passes, the wrapped model stages, and the memory."""
 
 from collections import Counter
 from dataclasses import replace
@@ -31,7 +31,7 @@ def units_of(shares):
 
 @pytest.mark.parametrize(("schedule", "each"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
 @pytest.mark.parametrize("model", [BLOCKS, LAYERS], ids=lambda model: model.name)
-def test_pipelines_repeat_what_their_passes_do(model, schedule, each):
+def test_recomputed_units_of_pipelines_match_their_passes(model, schedule, each):
     ranks = 2
     layout = replace(FULL, pipeline=ranks, schedule=schedule, chunks=each)
     sizes, bounds = [units_of(chunk.shares) for chunk in chunks(model, layout)], [0]
@@ -49,7 +49,7 @@ def test_pipelines_repeat_what_their_passes_do(model, schedule, each):
         assert ran[number] in (0, M - 1, M), "gpipe's last micro-batch may go back at once"
 
 
-def test_without_a_pipeline_stages_are_repeated_that_the_model_wraps():
+def test_recomputed_units_match_the_wrapped_stages():
     wrapped = [
         isinstance(stage, RecomputedStage) for stage in with_recomputation(build(MLP, features=512, classes=10)).stages
     ]
@@ -61,7 +61,7 @@ def test_without_a_pipeline_stages_are_repeated_that_the_model_wraps():
 
 @pytest.mark.parametrize("model", [BLOCKS, LAYERS], ids=lambda model: model.name)
 @pytest.mark.parametrize("pipeline", [1, 2])
-def test_time_operations_and_memory_know_the_same(model, pipeline):
+def test_time_operations_and_memory_agree_on_recomputation(model, pipeline):
     cluster, full = read("workstation"), replace(FULL, pipeline=pipeline, microbatch=64)
     none = replace(full, recompute="none")
     shares = [share for chunk in recomputed(model, full) for share in chunk.shares]
@@ -77,14 +77,14 @@ def test_time_operations_and_memory_know_the_same(model, pipeline):
     assert needs[0] < needs[1]
 
 
-def test_nothing_is_repeated_of_a_model_of_two_units():
+def test_model_of_two_units_recomputes_nothing():
     model = of_config(replace(MLP, layers=1), features=512, classes=10)
     assert not any(chunk.shares for chunk in recomputed(model, FULL))
     assert timing(model, FULL, read("workstation"), 8).terms["recompute"] == 0.0
     assert step_flops(model, FULL, 8) == step_flops(model, replace(FULL, recompute="none"), 8)
 
 
-def test_selective_repeats_attention_of_the_published_implementation_alone():
+def test_selective_recomputes_only_attention_of_megatron():
     layout = replace(FULL, recompute="selective")
     assert not any(chunk.shares for chunk in recomputed(BLOCKS, layout))
     for pipeline in (1, 2):
@@ -93,7 +93,7 @@ def test_selective_repeats_attention_of_the_published_implementation_alone():
 
 
 @pytest.mark.parametrize("pipeline", [1, 2])
-def test_megatron_repeats_blocks(pipeline):
+def test_megatron_recomputes_blocks(pipeline):
     theirs = recomputed(BLOCKS, replace(FULL, implementation="megatron", pipeline=pipeline))
     assert {share.unit.name for chunk in theirs for share in chunk.shares} == {"block"}
     assert sum(units_of(chunk.shares) for chunk in theirs) == 14

@@ -1,4 +1,4 @@
-"""Units of a model: what is counted is what `hpcdist.models` builds."""
+"""Units of a model: the counts match the models that `hpcdist.models` builds."""
 
 import pytest
 
@@ -31,28 +31,28 @@ CASES = [
 
 
 @pytest.mark.parametrize(("keys", "inputs"), CASES)
-def test_counts_are_those_of_the_models(keys, inputs):
+def test_counts_match_the_built_models(keys, inputs):
     config = ModelConfig(**keys)
-    found, expected = of_config(config, **inputs), counts(config, **inputs)
-    assert found.parameters == expected.parameters == build(config, **inputs).layout.parameters
-    assert found.stages == len(expected.units)
-    assert step_flops(found, ParallelLayout(), 7).exact_flops == 7 * expected.flops
+    result, expected = of_config(config, **inputs), counts(config, **inputs)
+    assert result.parameters == expected.parameters == build(config, **inputs).layout.parameters
+    assert result.stages == len(expected.units)
+    assert step_flops(result, ParallelLayout(), 7).exact_flops == 7 * expected.flops
 
 
 @pytest.mark.parametrize(("keys", "inputs"), CASES[:5])
-def test_cut_parameters_are_those_that_tensor_parallelism_cuts(keys, inputs):
+def test_cut_parameters_match_tensor_parallelism(keys, inputs):
     config = ModelConfig(**keys)
     model = build(config, **inputs)
     cut = [sum(spec.size for spec in stage.tensors() if spec.cut is not None) for stage in model.stages]
     assert [unit.cut_parameters for unit in of_config(config, **inputs).units for _ in range(unit.count)] == cut
 
 
-def test_units_that_are_alike_are_one():
+def test_equal_units_are_merged():
     units = of_config(ModelConfig(kind="mlp", layers=4, hidden=8), features=8, classes=3).units
     assert [(unit.count, unit.first) for unit in units] == [(1, True), (3, False), (1, False)]
 
 
-def test_experts():
+def test_expert_parameters_are_counted():
     numbers = {"layers": 2, "hidden": 32, "heads": 4, "vocabulary": 50, "context": 10}
     dense = describe(TransformerShape(**numbers), "dense").units[1]
     mixed = describe(TransformerShape(**numbers, experts=8, experts_per_token=2), "mixed").units[1]
@@ -63,7 +63,7 @@ def test_experts():
     assert matrix_flops(mixed) - matrix_flops(dense) == 2 * 10 * (2 * 32 * 128 + 32 * 8)
 
 
-def test_feed_forward_widths_are_those_of_a_recipe():
+def test_feed_forward_widths_match_a_recipe():
     numbers = {"layers": 1, "hidden": 96, "heads": 4, "vocabulary": 50, "context": 10}
     assert inner(TransformerShape(**numbers)) == 4 * 96
     assert inner(TransformerShape(**numbers, gated=True)) == ModelConfig(hidden=96, activation="swiglu").inner
@@ -79,14 +79,14 @@ def test_feed_forward_widths_are_those_of_a_recipe():
     ({"context": -1}, "context of the model is -1"),
     ({"positions": "alibi"}, "model.positions = 'alibi'"),
 )
-def test_numbers_of_no_transformer_are_refused(changes, message):
+def test_invalid_transformer_shapes_are_rejected(changes, message):
     numbers = {"layers": 2, "hidden": 32, "heads": 4, "vocabulary": 50, "context": 10}
     with pytest.raises(ConfigurationError, match=message):
         describe(TransformerShape(**{**numbers, **changes}), "bad")
 
 
-def test_what_a_recipe_does_not_say_is_asked_for():
-    with pytest.raises(ConfigurationError, match="only the code that makes it knows its layers"):
+def test_missing_model_sizes_are_requested():
+    with pytest.raises(ConfigurationError, match="its layers are unknown, because user code creates them"):
         of_config(ModelConfig(kind="import", factory="a:b"))
     with pytest.raises(ConfigurationError, match=r"data\.context"):
         of_config(ModelConfig())

@@ -1,4 +1,4 @@
-"""Which units a pipeline rank gets: as Megatron-LM deals them out, and as our own cut does."""
+"""The units of each pipeline rank: as Megatron-LM distributes them, and as hpcdist splits stages."""
 
 from itertools import pairwise
 
@@ -23,7 +23,7 @@ from hpcdist.strategies.schedule.generate.operation_list import generated
 
 
 def blocks(layers, layout):
-    """Return the blocks of each chunk, in the order of the model."""
+    """Return the blocks of each chunk, in model order."""
     shape = TransformerShape(layers=layers, hidden=64, heads=4, vocabulary=512, context=32)
     return [
         sum(share.times for share in chunk.shares if share.unit.name == "block")
@@ -41,35 +41,37 @@ def blocks(layers, layout):
     (62, 32, [1, *[2] * 30, 1]),
     (126, 16, [7, *[8] * 14, 7]),
 )
-def test_megatron_deals_blocks_out_evenly(layers, parts, expected):
+def test_megatron_distributes_blocks_evenly(layers, parts, expected):
     # arXiv:2104.04473, table 1; arXiv:2401.10241, section 5.1; arXiv:2407.21783, section 3.3.2
     layout = ParallelLayout(pipeline=parts, implementation="megatron")
     assert blocks(layers, layout) == expected
-    own = stages(describe(TransformerShape(layers=layers, hidden=64, heads=4, vocabulary=512, context=32), "x"), layout)
-    assert own[0][0].unit.name == "embedding" and own[-1][-1].unit.name == "head"
-    assert sum(share.times for shares in own for share in shares) == layers + 2
+    local_data = stages(
+        describe(TransformerShape(layers=layers, hidden=64, heads=4, vocabulary=512, context=32), "x"), layout
+    )
+    assert local_data[0][0].unit.name == "embedding" and local_data[-1][-1].unit.name == "head"
+    assert sum(share.times for shares in local_data for share in shares) == layers + 2
 
 
-def test_interleaved_chunks_take_turns():
+def test_interleaved_chunks_alternate_between_ranks():
     layout = ParallelLayout(pipeline=8, chunks=3, schedule="interleaved", implementation="megatron")
     assert blocks(22, layout) == [0, *[1] * 22, 0]  # 24 chunks for 24 units
-    found = chunks(describe(named("megatron-175b"), "x"), layout)
-    assert [chunk.rank for chunk in found] == [*range(8)] * 3
-    own = stages(describe(named("megatron-175b"), "x"), layout)
-    assert [[share.times for share in shares] for shares in own[:2]] == [[1, 12], [12]]
+    result = chunks(describe(named("megatron-175b"), "x"), layout)
+    assert [chunk.rank for chunk in result] == [*range(8)] * 3
+    local_data = stages(describe(named("megatron-175b"), "x"), layout)
+    assert [[share.times for share in shares] for shares in local_data[:2]] == [[1, 12], [12]]
 
 
-def test_folded_chunks_go_forth_and_back():
-    found = chunks(
+def test_folded_chunks_go_forward_and_back():
+    result = chunks(
         describe(named("megatron-175b"), "x"), ParallelLayout(pipeline=4, schedule="zb-v", implementation="megatron")
     )
-    assert [chunk.rank for chunk in found] == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert [chunk.rank for chunk in result] == [0, 1, 2, 3, 3, 2, 1, 0]
 
 
 @pytest.mark.parametrize("documents", [None, DocumentPairs(every=1000.0, seen=530.5)])
 @pytest.mark.parametrize(("layers", "vocabulary"), [(8, 64), (8, 4000), (13, 1000), (5, 20000)])
 @pytest.mark.parametrize(("schedule", "ranks", "each"), [("1f1b", 2, 1), ("gpipe", 3, 1), ("interleaved", 2, 2)])
-def test_ours_is_the_cut_of_a_run(layers, vocabulary, schedule, ranks, each, documents):
+def test_stage_split_matches_a_run(layers, vocabulary, schedule, ranks, each, documents):
     config = ModelConfig(layers=layers, hidden=64, heads=4, vocabulary=vocabulary)
     parallel = ParallelConfig(pipeline=ranks, microbatches=6, schedule=schedule, chunks=each)
     written = generated(parallel.order, ranks, 6, each)
@@ -77,12 +79,12 @@ def test_ours_is_the_cut_of_a_run(layers, vocabulary, schedule, ranks, each, doc
     states = StateBytes(per_parameter=16, itemsize=4)
     made = plan(model, parallel, written, states, 2, documents=documents).placement
     layout = ParallelLayout(pipeline=ranks, schedule=schedule, chunks=each)
-    found = chunks(of_config(config, context=96, documents=documents), layout)
-    assert tuple(chunk.rank for chunk in found) == made.ranks
+    result = chunks(of_config(config, context=96, documents=documents), layout)
+    assert tuple(chunk.rank for chunk in result) == made.ranks
     flops = [
         cost.forward_flop + cost.input_flop + cost.weight_flop for cost in unit_costs(model, 2, documents=documents)
     ]
-    sizes = [sum(share.times for share in chunk.shares) for chunk in found]
+    sizes = [sum(share.times for share in chunk.shares) for chunk in result]
     ours = [range(sum(sizes[:number]), sum(sizes[: number + 1])) for number in range(len(sizes))]
     slowest = [
         max(
@@ -97,7 +99,7 @@ def test_ours_is_the_cut_of_a_run(layers, vocabulary, schedule, ranks, each, doc
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7, 16])
 @pytest.mark.parametrize("ends", [(0.0, 0.0), (1.0, 20.0), (300.0, 40.0), (0.0, 900.0)])
-def test_filled_parts_are_as_even_as_can_be(parts, ends):
+def test_filled_parts_are_as_even_as_possible(parts, ends):
     for inner in ([7.0] * 41, [float(3 + number * number % 11) for number in range(60)]):
         weights = [ends[0], *inner, ends[1]]
         bounds = stage_split._filled(weights, parts)
@@ -108,15 +110,15 @@ def test_filled_parts_are_as_even_as_can_be(parts, ends):
         assert max(sum(weights[start:stop]) for start, stop in pairwise(bounds)) == pytest.approx(best.largest)
 
 
-def test_models_of_silly_sizes_are_cut_without_their_square(monkeypatch):
+def test_huge_models_are_split_in_linear_time(monkeypatch):
     # The programme over all pairs of 10,000 units would take a minute and gigabytes.
     monkeypatch.setattr("hpcdist.planner.model.stage_split.partition", None)
     assert blocks(10_000, ParallelLayout()) == [10_000]
-    found = blocks(10_000, ParallelLayout(pipeline=8))
-    assert sum(found) == 10_000 and max(found) - min(found) <= 2 * len(found)
+    result = blocks(10_000, ParallelLayout(pipeline=8))
+    assert sum(result) == 10_000 and max(result) - min(result) <= 2 * len(result)
 
 
-def test_fewer_units_than_parts_are_refused():
+def test_fewer_units_than_parts_are_rejected():
     for implementation in ("hpcdist", "megatron"):
-        with pytest.raises(ConfigurationError, match=r"6 parts of a pipeline .* has 5 units"):
+        with pytest.raises(ConfigurationError, match=r"a pipeline of 6 ranks .* has 5"):
             blocks(3, ParallelLayout(pipeline=6, implementation=implementation))

@@ -1,4 +1,4 @@
-"""Differences of layouts add up, and words say which is faster and why."""
+"""Differences of layouts add up, and the text names the faster layout and the reason."""
 
 from dataclasses import replace
 
@@ -22,15 +22,15 @@ CUT = replace(WIDE, data=4, tensor=8, microbatch=8)
 
 def test_differences_add_up_to_the_difference():
     one, other = (plan(MODEL, layout, CLUSTER, 512, 1) for layout in (WIDE, CUT))
-    found = differences(one.timing.terms, other.timing.terms)
-    assert sum(more for _, more in found) == pytest.approx(one.step_s - other.step_s)
-    assert [abs(more) for _, more in found] == sorted((abs(more) for _, more in found), reverse=True)
-    assert {"tensor", "forward"} <= {name for name, _ in found}
+    result = differences(one.timing.terms, other.timing.terms)
+    assert sum(more for _, more in result) == pytest.approx(one.step_s - other.step_s)
+    assert [abs(more) for _, more in result] == sorted((abs(more) for _, more in result), reverse=True)
+    assert {"tensor", "forward"} <= {name for name, _ in result}
     memory = differences(one.memory.terms, other.memory.terms)
     assert sum(more for _, more in memory) == pytest.approx(one.memory.bytes - other.memory.bytes)
 
 
-def test_words_say_which_is_faster_and_why():
+def test_slowdown_line_names_the_faster_layout_and_the_reason():
     one, other = (plan(MODEL, layout, CLUSTER, 512, 1) for layout in (WIDE, CUT))
     fast, slow = sorted((one, other), key=lambda each: each.step_s)
     assert "faster" in slowdown_line(fast, slow)

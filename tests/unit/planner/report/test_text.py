@@ -1,4 +1,4 @@
-"""A plan as a reader at a login node sees it."""
+"""The text of a plan as a reader on a login node sees it."""
 
 import math
 from dataclasses import replace
@@ -24,14 +24,14 @@ SHOWN = text.text(ESTIMATE, DESCRIPTION, CLUSTER)
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "output"),
     [(0.0, "0"), (0.001234, "0.00123"), (1.0, "1.00"), (9.999, "10.0"), (123.4, "123"), (12345.0, "12,300")],
 )
-def test_figures_count(value, said):
-    assert figures(value) == said
+def test_figures_have_three_digits(value, output):
+    assert figures(value) == output
 
 
-def test_bytes_by_tens_and_by_twos_are_told_apart():
+def test_decimal_and_binary_byte_units_are_distinguished():
     assert nbytes(80e9) == "80.0 GB"
     assert bytes_in_both(80 * 2.0**30) == "85.9 GB (80.0 GiB)"
     assert bytes_in_both(80e9) == "80.0 GB (74.5 GiB)"
@@ -40,7 +40,7 @@ def test_bytes_by_tens_and_by_twos_are_told_apart():
 
 
 @cases(
-    "value, said",
+    "value, output",
     (0.0, "0 s"),
     (3.2e-6, "3.20 us"),
     (0.045, "45.0 ms"),
@@ -51,11 +51,11 @@ def test_bytes_by_tens_and_by_twos_are_told_apart():
     (365.25 * 86400.0 * 4, "4.00 years"),
     (math.inf, "for ever"),
 )
-def test_times(value, said):
-    assert seconds(value) == said
+def test_times_are_shown_in_fitting_units(value, output):
+    assert seconds(value) == output
 
 
-def test_other_units():
+def test_other_units_are_formatted():
     assert decimal(312e12, "FLOP/s") == "312 TFLOP/s"
     assert joules(3.6e6) == "3.60 MJ (1.00 kWh)"
     assert joules(20.0) == "20.0 J"
@@ -64,7 +64,7 @@ def test_other_units():
 
 
 @cases(
-    "said",
+    "output",
     "1.000 billion parameters; 512 samples = 512,000 tokens a step",
     "64 = data 4 x pipeline 2 x tensor 8 x context 1: 64 devices on 8 nodes of boxes (8 x card a node)",
     "1f1b over 128 micro-batches of 1 sample, selective recomputation, sequence parallel, bfloat16",
@@ -90,11 +90,11 @@ def test_other_units():
     "failures: 9.1 % of the run",
     "flags      the curve is an assumption",
 )
-def test_all_of_a_plan_is_told(said):
-    assert said in SHOWN
+def test_text_contains_all_parts_of_a_plan(output):
+    assert output in SHOWN
 
 
-def test_pairs_that_are_looked_at_are_told_where_they_are_fewer():
+def test_visible_pairs_are_reported_if_they_are_fewer():
     near = replace(ESTIMATE.work, exact_flops=64 * 0.96e15, executed_flops=64 * 1.19e15)
     assert "looked at" not in text.text(replace(ESTIMATE, work=near), DESCRIPTION, CLUSTER)
     shown = text.text(replace(ESTIMATE, work=replace(near, executed_flops=64 * 1.1e15)), DESCRIPTION, CLUSTER)
@@ -102,7 +102,7 @@ def test_pairs_that_are_looked_at_are_told_where_they_are_fewer():
 
 
 @cases(
-    "term, changes, told",
+    "term, changes, output",
     ("activations", {}, "recomputation, more tensor devices or more context devices (--context-ranks)"),
     ("activations", {"recompute": "full"}, "more tensor devices or more context devices (--context-ranks)"),
     ("activations", {"tensor": 1, "recompute": "full", "tokens": 512}, "more tensor devices"),
@@ -119,15 +119,15 @@ def test_pairs_that_are_looked_at_are_told_where_they_are_fewer():
     ("optimizer", {"strategy": "allreduce"}, "ZeRO 1 to 3, which cut it over the data devices"),
     ("optimizer", {"strategy": "zero1"}, "more data, tensor or pipeline devices"),
 )
-def test_only_what_a_layout_has_not_yet_makes_it_smaller(term, changes, told):
+def test_memory_advice_lists_only_unused_options(term, changes, output):
     asked = dict(changes)
     tokens = asked.pop("tokens", ESTIMATE.tokens)
     memory = replace(MEMORY, terms={**MEMORY.terms, term: 60 * GB})
     estimate = replace(ESTIMATE, tokens=tokens, memory=memory, layout=replace(ESTIMATE.layout, **asked))
-    assert text.breaks_lines(estimate)[0].endswith(f" of the limit; less with {told}")
+    assert text.breaks_lines(estimate)[0].endswith(f" of the limit; less with {output}")
 
 
-def test_devices_that_are_not_used_are_paid_for():
+def test_unused_devices_of_a_node_are_paid_for():
     twelve = replace(ESTIMATE.layout, data=12, pipeline=1, tensor=1)
     shown = text.text(replace(ESTIMATE, layout=twelve), DESCRIPTION, CLUSTER)
     assert "not used" not in SHOWN
@@ -138,14 +138,14 @@ def test_devices_that_are_not_used_are_paid_for():
     )
 
 
-def test_one_is_not_many():
+def test_one_step_is_written_in_the_singular():
     run = replace(ESTIMATE.run, steps=1)
     shown = text.text(replace(ESTIMATE, run=run), DESCRIPTION, CLUSTER)
     assert "1 step, 512,000 tokens: 30.6 h" in shown and "1 steps" not in shown
     assert "for 1 step;" in text.one_line(replace(ESTIMATE, run=run), CLUSTER)
 
 
-def test_what_is_nothing_is_not_told():
+def test_zero_terms_are_not_shown():
     assert "scratch" not in SHOWN and "recompute " not in SHOWN and "network" not in SHOWN
 
 
@@ -153,7 +153,7 @@ def test_lines_fit_a_terminal():
     assert max(map(len, SHOWN.splitlines())) <= 120
 
 
-def test_the_bar_ends_at_the_limit():
+def test_memory_bar_ends_at_the_limit():
     drawn = text.bar(MEMORY)
     assert drawn.startswith("[PPP") and drawn.endswith(".|")
     assert len(drawn) == text.WIDTH + 2
@@ -163,7 +163,7 @@ def test_the_bar_ends_at_the_limit():
     assert letters["."] > 10
 
 
-def test_what_is_too_much_stands_behind_the_limit():
+def test_excess_memory_is_drawn_after_the_limit():
     short = replace(MEMORY, limit_bytes=34 * GB)
     drawn = text.bar(short)
     within, _, behind = drawn.partition("|")
@@ -174,7 +174,7 @@ def test_what_is_too_much_stands_behind_the_limit():
     assert text.one_line(replace(ESTIMATE, memory=short), CLUSTER).startswith("DOES NOT FIT: 68.0 GB of 34.0 GB;")
 
 
-def test_missing_is_not_zero():
+def test_missing_values_are_shown_as_not_known():
     unknown = replace(
         CLUSTER, site=replace(CLUSTER.site, pue=None, carbon_g_per_kwh=None, device_hour_price=None, carbon_source="")
     )
@@ -186,14 +186,16 @@ def test_missing_is_not_zero():
     assert "CO2e at" not in shown and "CO2e" not in text.one_line(replace(ESTIMATE, run=run), unknown)
 
 
-def test_a_run_that_fails_faster_than_it_saves_never_ends():
+def test_run_that_fails_faster_than_it_saves_never_ends():
     endless = dict.fromkeys(("wall_s", "failures", "slowdown", "joules", "carbon_g", "price"), math.inf)
-    found = replace(ESTIMATE, run=replace(ESTIMATE.run, **endless))
-    shown = text.text(found, DESCRIPTION, CLUSTER)
+    result = replace(ESTIMATE, run=replace(ESTIMATE.run, **endless))
+    shown = text.text(result, DESCRIPTION, CLUSTER)
     assert "10,000 steps NEVER END: a failure every 10.0 h" in shown
     assert "360 kJ (100 Wh) a step" in shown and "failures: 100.0 % of the run" in shown
     assert "inf" not in shown and "nan" not in shown
-    assert text.one_line(found, CLUSTER) == "fits: 68.0 GB of 85.9 GB; 10.0 s a step; for ever for 10,000 steps (boxes)"
+    assert (
+        text.one_line(result, CLUSTER) == "fits: 68.0 GB of 85.9 GB; 10.0 s a step; for ever for 10,000 steps (boxes)"
+    )
 
 
 @cases(
@@ -205,24 +207,24 @@ def test_a_run_that_fails_faster_than_it_saves_never_ends():
     ({"step_range_s": (1.0, 3.0)}, " (1.00 s to 3.00 s), "),
     ({"tokens": ESTIMATE.global_batch}, " samples/s, MFU "),
 )
-def test_summary_of_a_plan_is_six_lines(changes, wording):
+def test_plan_summary_has_six_lines(changes, wording):
     shown = text.summary(replace(ESTIMATE, **changes), DESCRIPTION, CLUSTER)
     headings = ["model", "layout", "memory", "step", "run", "notes"]
     assert [line.split()[0] for line in shown.splitlines()] == headings and wording in shown
 
 
-def test_a_plan_in_one_line():
+def test_one_line_summary_of_a_plan():
     assert text.one_line(ESTIMATE, CLUSTER) == (
         "fits: 68.0 GB of 85.9 GB; 10.0 s a step; 30.6 h for 10,000 steps; 3.60 GJ (1.00 MWh); 400 kgCO2e (boxes)"
     )
 
 
-def test_a_model_whose_samples_are_no_tokens():
+def test_model_without_tokens_counts_samples():
     shown = text.text(replace(ESTIMATE, tokens=512), replace(DESCRIPTION, tokens=1), CLUSTER)
     assert "512 samples a step" in shown and "10.0 s, 51.2 samples/s" in shown and "tokens" not in shown
 
 
-def test_plans_side_by_side():
+def test_comparison_table_shows_relative_speed():
     small = replace(MEMORY, limit_bytes=34 * GB)
     faster = replace(ESTIMATE, timing=replace(ESTIMATE.timing, terms={"forward": 2.0, "backward": 3.0}))
     rows = [("boxes", ESTIMATE), ("cabinets", faster), ("cellars", replace(ESTIMATE, memory=small))]
@@ -233,32 +235,32 @@ def test_plans_side_by_side():
     assert len({len(line.split("  allreduce")[0]) for line in lines[1:4]}) == 1
 
 
-def test_rates_of_other_batches_count_their_samples():
+def test_comparison_of_different_batches_counts_samples():
     half = replace(ESTIMATE, global_batch=256, tokens=256_000)
     lines = table.comparison_table([("boxes", ESTIMATE), ("boxes", half)])
     assert "0.50x" in lines[2] and len(lines) == 3
 
 
-def test_a_search_in_words():
-    found = RankedLayout(estimate=ESTIMATE, value=3.5, unit="kWh", why=("better by far",), limits=("memory is full",))
+def test_search_text_shows_the_best_layouts():
+    actual = RankedLayout(estimate=ESTIMATE, value=3.5, unit="kWh", why=("better by far",), limits=("memory is full",))
     refused = RefusalCount(limit="heads", count=2000, of="grids", example="tensor = 5 " + "and so on " * 20)
     result = SearchResult(
         objective="energy",
         devices=64,
         global_batch=512,
-        found=(found, found),
+        found=(actual, actual),
         refused=(refused,),
         layouts=123_456,
         estimated=77,
         left_out=5,
-        flags=("closed forms hold",),
+        flags=("closed-form estimates",),
     )
     shown = table.search_table(result, ("of the recipe",))
-    for said in ("least energy among 123,456 layouts on 64 devices, 77 of them planned", "energy (kWh)", "3.500"):
-        assert said in shown
+    for output in ("least energy among 123,456 layouts on 64 devices, 77 of them planned", "energy (kWh)", "3.500"):
+        assert output in shown
     assert "\n 1  better by far\n    memory is full\n 2  better by far" in shown
     assert "\n  heads: 2,000 grids, such as: tensor = 5" in shown
-    assert "note: closed forms hold\nnote: of the recipe" in shown
+    assert "note: closed-form estimates\nnote: of the recipe" in shown
     assert max(len(line) for line in shown.splitlines()) <= 160
     single = replace(result, refused=(replace(refused, count=1),))
     assert "\n  heads: 1 grid, such as" in table.search_table(single)

@@ -1,4 +1,4 @@
-"""Searches where a sample is too long for a device: the context is cut, and what is proposed runs as it was planned."""
+"""Searches with samples too long for one device: the context is split, and proposed layouts run as planned."""
 
 from dataclasses import replace
 
@@ -21,14 +21,17 @@ OURS = ParallelLayout(implementation="hpcdist", precision="float32", algorithm="
 
 
 def layouts(model, on, devices, batch, **asked):
-    """Return the estimates of the best grids that this version runs."""
-    wanted = SearchSpec(headroom=0.0, runnable=True, distinct=True, simulate=False, **asked)
-    return [one.estimate for one in search(model, on, devices, batch, wanted).found]
+    """Return the estimates of the best grids that this version can run."""
+    spec = SearchSpec(headroom=0.0, runnable=True, distinct=True, simulate=False, **asked)
+    return [one.estimate for one in search(model, on, devices, batch, spec).found]
 
 
 @pytest.mark.full
-def test_a_search_for_128k_tokens_cuts_the_context():
-    """Of an 8B model on 64 H100: 4K tokens need no context ranks, of 128K tokens all of the first grids have them."""
+def test_search_for_128k_tokens_uses_context_ranks():
+    """An 8B model on 64 H100 needs no context ranks for 4K tokens.
+
+    For 128K tokens the best grids all have context ranks.
+    """
     shape, on = named("llama-3-8b"), toml_file.read("h100-hgx")
     base = replace(OURS, precision="bfloat16", activations="working", algorithm="auto")
 
@@ -42,8 +45,8 @@ def test_a_search_for_128k_tokens_cuts_the_context():
 
 
 @pytest.mark.full
-def test_the_best_layouts_of_a_long_context_run_with_the_planned_bytes():
-    """Samples that fit on no device alone: what the first grids send is what was planned to 0.1 %, memory to 5 %."""
+def test_best_long_context_layouts_run_with_the_planned_bytes():
+    """The samples fit on no single device. Sent bytes of the best grids match the plan to 0.1 %, memory to 5 %."""
     card = CLUSTER.device
     device = replace(
         card, peak_flops={"float32": 1e12}, matmul={"float32": card.matmul["bfloat16"]}, reserved_bytes=0.0

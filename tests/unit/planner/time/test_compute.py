@@ -1,4 +1,4 @@
-"""What a micro-batch takes in a unit, held against the formulas of the papers and against counts by hand."""
+"""Seconds of a micro-batch in a unit, compared with published formulas and with counts by hand."""
 
 from dataclasses import replace
 
@@ -38,11 +38,11 @@ def cluster_with(**changes):
 
 
 def free_memory(**changes):
-    """A device whose memory takes no time, so that only operations count."""
+    """Return a device whose memory takes no time, so that only operations count."""
     return cluster_with(memory_bytes_per_s=1e30, **changes)
 
 
-def test_products_take_their_operations_at_the_share_of_the_peak():
+def test_product_time_is_operations_over_the_share_of_peak():
     took = unit_seconds(BLOCK, LAYOUT, free_memory())
     scores_s = 2 * attention_flops(BLOCK, exact=True) / (PEAK * 0.25)
     linear_s = 2 * matrix_flops(BLOCK) / (PEAK * 0.5)
@@ -51,7 +51,7 @@ def test_products_take_their_operations_at_the_share_of_the_peak():
     assert took.weight_s == pytest.approx(linear_s), "attention has no weights"
 
 
-def test_a_product_is_no_faster_than_its_operands_are_moved():
+def test_product_time_is_at_least_the_memory_time():
     rows, inner, columns = 4, 1000, 1000
     unit = ModelUnit(
         name="layer", count=1, parameters=inner * columns, products=(ProductShape(rows // 2, inner, columns),)
@@ -61,7 +61,7 @@ def test_a_product_is_no_faster_than_its_operands_are_moved():
     assert took.forward_s > 2 * rows * inner * columns / (PEAK * 0.5)
 
 
-def test_elementwise_operations_take_what_they_move():
+def test_elementwise_time_is_the_memory_time():
     unit = ModelUnit(name="layer", count=1, parameters=0, moved=1000.0)
     took = unit_seconds(unit, LAYOUT, CLUSTER)
     assert took.forward_s == pytest.approx(2 * 1000 * 4 / MOVES)
@@ -71,19 +71,19 @@ def test_elementwise_operations_take_what_they_move():
     assert half.forward_s == pytest.approx(took.forward_s / 2)
 
 
-def test_activations_in_float32_compute_in_float32_whatever_is_stored():
+def test_float32_activations_compute_in_float32():
     wide = replace(LAYOUT, precision="bfloat16", activations="float32")
     assert unit_seconds(BLOCK, wide, CLUSTER)[:4] == unit_seconds(BLOCK, LAYOUT, CLUSTER)[:4]
 
 
 @pytest.mark.parametrize(("cut", "inner", "columns"), [("columns", 64, 32), ("inner", 32, 64), ("", 64, 64)])
-def test_the_tensor_axis_cuts_the_extent_that_the_product_says(cut, inner, columns):
+def test_tensor_axis_divides_the_declared_extent(cut, inner, columns):
     unit = ModelUnit(name="layer", count=1, parameters=64 * 64, products=(ProductShape(100, 64, 64, cut),))
     took = unit_seconds(unit, replace(LAYOUT, tensor=2), free_memory())
     assert took.forward_s == pytest.approx(2 * 200 * inner * columns / (PEAK * 0.5))
 
 
-def test_sequence_parallelism_cuts_what_the_tensor_axis_does_not():
+def test_sequence_parallelism_divides_the_remaining_operations():
     unit = ModelUnit(name="layer", count=1, parameters=0, moved=1000.0, moved_cut=400.0)
     whole = unit_seconds(unit, LAYOUT, CLUSTER).forward_s
     cut = unit_seconds(unit, replace(LAYOUT, tensor=4), CLUSTER).forward_s
@@ -92,12 +92,12 @@ def test_sequence_parallelism_cuts_what_the_tensor_axis_does_not():
     assert tokens == pytest.approx(whole / 4)
 
 
-def test_the_context_axis_cuts_rows_and_pairs():
+def test_context_axis_divides_rows_and_pairs():
     whole, half = (unit_seconds(BLOCK, replace(LAYOUT, context=n), free_memory()) for n in (1, 2))
     assert half.forward_s == pytest.approx(whole.forward_s / 2)
 
 
-def test_experts_compute_what_their_tokens_need_and_the_expert_axis_brings_tokens_of_others():
+def test_expert_time_counts_selected_experts_for_any_expert_axis():
     dense = ModelUnit(name="block", count=1, parameters=0, products=(ProductShape(100, 64, 64),))
     routed = ModelUnit(
         name="block", count=1, parameters=0, products=(ProductShape(100, 64, 64, experts=8, share=2 / 8),)
@@ -115,7 +115,7 @@ def test_experts_compute_what_their_tokens_need_and_the_expert_axis_brings_token
     ), "products of more rows are faster"
 
 
-def test_an_input_that_is_data_has_no_gradient():
+def test_first_unit_computes_no_input_gradient():
     unit = ModelUnit(name="layer", count=1, parameters=64, products=(ProductShape(1, 8, 8),), moved=16.0, first=True)
     took = unit_seconds(unit, LAYOUT, CLUSTER)
     inside = unit_seconds(replace(unit, first=False), LAYOUT, CLUSTER)
@@ -138,8 +138,11 @@ def test_recomputation_repeats_a_forward_or_its_attention(implementation):
         assert of["selective"].again_s == pytest.approx(of["none"].forward_s - without.forward_s)
 
 
-def test_scores_in_memory_move_nine_bytes_forward_and_eleven_back():
-    """Of 16 bits: softmax 2 + 2, dropout 2 + 2 + 1; back dropout 2 + 2 + 1, softmax 4 + 2 (arXiv:2205.05198, 4.1)."""
+def test_unfused_scores_move_9_bytes_forward_and_11_backward():
+    """16 bits, forward: softmax 2 + 2, dropout 2 + 2 + 1.
+
+    Backward: dropout 2 + 2 + 1, softmax 4 + 2 (arXiv:2205.05198, 4.1).
+    """
     slow = cluster_with(peak_flops={"bfloat16": 1e30})
     unit = ModelUnit(name="block", count=1, parameters=0, attention=AttentionShape(4, 4, 1, 128, 128 * 128))
     took = unit_seconds(unit, replace(LAYOUT, precision="bfloat16", implementation="megatron"), slow)
@@ -149,14 +152,14 @@ def test_scores_in_memory_move_nine_bytes_forward_and_eleven_back():
     assert took.input_s == pytest.approx((11 * scores + 2 * products) / MOVES)
 
 
-def test_all_pairs_are_computed_where_scores_are_in_memory():
+def test_unfused_scores_compute_all_pairs():
     ours = unit_seconds(BLOCK, LAYOUT, free_memory(attention_share=0.5))
     theirs = unit_seconds(BLOCK, replace(LAYOUT, implementation="megatron"), free_memory(attention_share=0.5))
     unseen = attention_flops(BLOCK) - attention_flops(BLOCK, exact=True)
     assert theirs.forward_s - ours.forward_s == pytest.approx(2 * unseen / (PEAK * 0.5))
 
 
-def test_a_loss_of_logits_in_float32_is_counted_where_there_is_one():
+def test_float32_loss_of_megatron_is_counted():
     theirs = unit_seconds(HEAD, replace(LAYOUT, implementation="megatron"), cluster_with(peak_flops={"float32": 1e30}))
     words = 2 * 128 * 1000
     wide = 2 * (HEAD.moved - HEAD.moved_cut) * 4
@@ -165,7 +168,7 @@ def test_a_loss_of_logits_in_float32_is_counted_where_there_is_one():
     assert theirs.input_s == pytest.approx((14 * words + 1.5 * wide + product) / MOVES)
 
 
-def test_kernels_have_gaps_between_them():
+def test_gaps_between_kernels_are_counted():
     gaps = cluster_with(kernel_s=1e-3)
     none, some = unit_seconds(BLOCK, LAYOUT, CLUSTER), unit_seconds(BLOCK, LAYOUT, gaps)
     assert some.forward_s - none.forward_s == pytest.approx(BLOCK.kernels * 1e-3)
@@ -173,22 +176,22 @@ def test_kernels_have_gaps_between_them():
 
 
 @pytest.mark.parametrize(("main_gradients", "item"), [("float32", 4), ("working", 2)])
-def test_gradients_are_added_up_in_the_type_that_they_are_kept_in(main_gradients, item):
+def test_gradient_sums_use_the_stored_gradient_type(main_gradients, item):
     assert unit_seconds(BLOCK, LAYOUT, CLUSTER).add_s == pytest.approx(3 * BLOCK.parameters * 4 / MOVES)
     half = replace(LAYOUT, precision="bfloat16", implementation="megatron", gradient_fusion=False)
     beside = unit_seconds(BLOCK, replace(half, main_gradients=main_gradients), CLUSTER)
     assert beside.add_s == pytest.approx(3 * BLOCK.parameters * item / MOVES)
 
 
-def test_a_product_that_adds_takes_longer_only_where_its_sums_do():
+def test_gradient_fusion_saves_the_time_of_sums():
     fused = replace(LAYOUT, precision="bfloat16", implementation="megatron")
     assert unit_seconds(BLOCK, fused, free_memory()).add_s < 1e-20
     slow = cluster_with(peak_flops={"bfloat16": 1e30})  # nothing but memory counts
-    found = unit_seconds(BLOCK, fused, slow).add_s
-    assert 0.0 < found < unit_seconds(BLOCK, replace(fused, gradient_fusion=False), slow).add_s
+    result = unit_seconds(BLOCK, fused, slow).add_s
+    assert 0.0 < result < unit_seconds(BLOCK, replace(fused, gradient_fusion=False), slow).add_s
 
 
-def test_parameters_of_a_device_are_those_that_no_axis_cuts_and_its_part_of_the_rest():
+def test_local_parameters_are_whole_tensors_and_tensor_shards():
     unit = ModelUnit(name="block", count=1, parameters=1000, cut_parameters=800, expert_parameters=600)
     assert local_parameters(unit, LAYOUT) == 1000
     assert local_parameters(unit, replace(LAYOUT, tensor=2)) == 200 + 400
@@ -197,40 +200,40 @@ def test_parameters_of_a_device_are_those_that_no_axis_cuts_and_its_part_of_the_
     assert local_parameters(unit, both) == 200 + 100 + 600 / 2 / 4
 
 
-def test_a_curve_is_linear_in_the_logarithm_between_its_points():
+def test_efficiency_curve_is_log_linear_between_its_points():
     curve = EfficiencyCurve(sizes=(100.0, 1000.0), shares=(0.2, 0.8))
     assert peak_share_of(curve, 100.0) == (pytest.approx(0.2), "")
     assert peak_share_of(curve, 100.0 * 10**0.5) == (pytest.approx(0.5), "")
     assert peak_share_of(curve, 1000.0) == (pytest.approx(0.8), "")
 
 
-def test_sizes_beyond_the_curve_are_told():
+def test_sizes_beyond_the_curve_are_flagged():
     curve = EfficiencyCurve(sizes=(100.0, 1000.0), shares=(0.2, 0.8))
-    share, said = peak_share_of(curve, 50.0)
-    assert share == pytest.approx(0.1) and "smaller than 100" in said
-    share, said = peak_share_of(curve, 2000.0)
-    assert share == pytest.approx(0.8) and "larger than 1000" in said
+    share, output = peak_share_of(curve, 50.0)
+    assert share == pytest.approx(0.1) and "smaller than 100" in output
+    share, output = peak_share_of(curve, 2000.0)
+    assert share == pytest.approx(0.8) and "larger than 1000" in output
     few = cluster_with(matmul={"float32": curve})
     assert unit_seconds(HEAD, LAYOUT, few).flags == ()
     tiny = ModelUnit(name="layer", count=1, parameters=4, products=(ProductShape(1, 2, 2),))
-    said = "float32 products smaller than 100, the smallest on the curve: extrapolated"
-    assert unit_seconds(tiny, LAYOUT, few).flags == (said,)
+    output = "float32 products smaller than 100, the smallest on the curve: extrapolated"
+    assert unit_seconds(tiny, LAYOUT, few).flags == (output,)
 
 
-def test_a_type_that_the_device_has_no_curve_for_is_refused_by_name():
+def test_dtype_without_a_curve_is_rejected_by_name():
     with pytest.raises(ConfigurationError, match=r"float16.*bfloat16, float32.*device\.flops"):
         unit_seconds(BLOCK, replace(LAYOUT, precision="float16"), CLUSTER)
 
 
-def test_what_is_known_of_one_cluster_is_not_told_of_another():
+def test_cached_times_are_not_shared_between_clusters():
     slow = cluster_with(peak_flops={"float32": PEAK / 2, "bfloat16": PEAK})
     fast_s, slow_s = (unit_seconds(HEAD, LAYOUT, one).weight_s for one in (free_memory(), slow))
     assert slow_s > fast_s
     assert unit_seconds(HEAD, LAYOUT, slow).weight_s == slow_s
 
 
-def test_a_fitted_curve_is_read_as_a_plan_reads_it():
-    """Below its smallest size, too, where the share falls with the size."""
+def test_fitted_curve_gives_the_share_that_a_plan_uses():
+    """This includes sizes below its smallest size, where the share falls with the size."""
     curve = EfficiencyCurve(sizes=(100.0, 1000.0), shares=(0.2, 0.8))
     for size, share in ((10.0, 0.02), (100.0, 0.2), (100.0 * 10**0.5, 0.5), (1000.0, 0.8), (5000.0, 0.8)):
         product = device_fits.MeasuredProduct(m=size, k=size, n=size, seconds=1.0)
@@ -240,5 +243,5 @@ def test_a_fitted_curve_is_read_as_a_plan_reads_it():
 
 
 @pytest.mark.parametrize("kind", ITEM_BYTES)
-def test_bytes_of_a_number_are_those_of_its_type(kind):
+def test_item_bytes_match_the_dtypes(kind):
     assert ITEM_BYTES[kind] == (BFLOAT16 if kind == "bfloat16" else np.dtype(kind)).itemsize

@@ -1,4 +1,4 @@
-"""Rows of experts in a plan beside those of a run of the same recipe: their way, bytes by axis, memory, and copies."""
+"""Expert rows in a plan compared with a run of the same recipe: route, bytes by axis, memory, and copies."""
 
 from dataclasses import replace
 from functools import partial
@@ -62,7 +62,7 @@ WAYS = {
 
 @pytest.fixture
 def documents(tmp_path):
-    """A text of documents of 33 bytes: two of them fill a context of 64, as targets have one place less."""
+    """A text of documents of 33 bytes. Two of them fill a context of 64, because targets have one position less."""
     path = tmp_path / "text.txt"
     path.write_bytes(b"".join(b"%031d.\n" % (7**n % 10**31) for n in range(200)))
     return path
@@ -70,8 +70,11 @@ def documents(tmp_path):
 
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.full_except("one node", "packed contexts")
-def test_rows_of_a_run_are_those_of_its_plan(name, documents, monkeypatch):
-    """With even loads: each token goes to the next two experts. Bytes of the expert axis are equal, memory to 3 %."""
+def test_expert_rows_of_a_run_match_its_plan(name, documents, monkeypatch):
+    """Loads are even: each token goes to the next two experts.
+
+    Bytes of the expert axis are equal, memory agrees to 3 %.
+    """
     ranks, changed, way, algorithm, on = WAYS[name]
     keys = RUN | {"data.path": documents, "parallel.data": ranks // (2 if "context" in changed else 1)}
     keys |= recipe_keys(changed)
@@ -119,18 +122,18 @@ def test_rows_of_a_run_are_those_of_its_plan(name, documents, monkeypatch):
     ({"expert": 16, "data": 16, "algorithm": "ring"}, CLUSTER, RowRoute("pairs", 2, 8)),
     ({"expert": 8, "context": 8, "data": 2}, CLUSTER, RowRoute("node memory", 1, 8)),
 )
-def test_the_way_is_that_which_a_run_chooses(fields, on, route):
+def test_planned_row_route_matches_a_run(fields, on, route):
     assert row_route(ParallelLayout(**{"data": 4, **fields}), on) == route
 
 
-def test_rows_that_are_read_in_place_take_their_copies():
-    """Of n bytes five copies and as many turns, against what leaves, and four copies, where they are sent."""
+def test_rows_read_in_place_take_the_time_of_their_copies():
+    """n bytes take five copies and as many turns. Sent rows take the leaving bytes and four copies."""
     subject = plan_of_recipe(recipe_of(RUN | recipe_keys("parallel.data=2 expert=2")), "mixture")
     layout, n = replace(subject.layout, algorithm="auto"), 4 * 64 * 2 * 64 * 4
-    found = timing(subject.description, layout, CLUSTER, 8)
-    assert found.bytes["expert"] == 0 and found.algorithms["expert"] == "node memory"
-    assert any("loads of experts are taken to be even" in flag for flag in found.flags)
-    assert found.terms["expert"] == pytest.approx(4 * (5 * NEAR.latency_s + 5 * 2 * n / MOVES))
+    result = timing(subject.description, layout, CLUSTER, 8)
+    assert result.bytes["expert"] == 0 and result.algorithms["expert"] == "node memory"
+    assert any("expert loads are assumed to be balanced" in flag for flag in result.flags)
+    assert result.terms["expert"] == pytest.approx(4 * (5 * NEAR.latency_s + 5 * 2 * n / MOVES))
     ring = timing(subject.description, replace(layout, algorithm="ring"), CLUSTER, 8)
     assert ring.bytes["expert"] == 4 * (4 * n + 8 * 4) / 2
     sent_s = 5 * NEAR.latency_s + (4 * n + 8 * 4) / 2 / NEAR.bytes_per_s
@@ -143,17 +146,17 @@ def test_rows_that_are_read_in_place_take_their_copies():
     assert apart["activations"] - shared["activations"] == apart["scratch"] - shared["scratch"] == 4 * n
 
 
-def test_a_node_sends_one_message_to_another():
-    """16 ranks on two nodes: one of each stands for it, and sends half of what eight ranks have."""
+def test_hierarchical_rows_send_one_message_per_node_pair():
+    """There are 16 ranks on two nodes. One rank per node communicates, and sends half of the data of eight ranks."""
     layout = ParallelLayout(data=16, expert=16, precision="float32")
     n = 1e6
-    found = row_turn("results", n, layout, CLUSTER)
+    result = row_turn("results", n, layout, CLUSTER)
     traffic = node_traffic(n, 2, 8)
     assert traffic == (n / 2, 7 / 8 * 1.5 * n, 1, 4 * n, n + 16 * n)
-    assert found.nbytes == traffic.between + traffic.inside and found.algorithm == "hierarchical"
-    # Alone it has the links of all eight, as far as one may (`alone_bytes_per_s`: no more than beside the others).
+    assert result.nbytes == traffic.between + traffic.inside and result.algorithm == "hierarchical"
+    # Alone it has the links of all eight, up to `alone_bytes_per_s`: no more than together with the others.
     between_s = FAR.latency_s + 4 * n / FAR.bytes_per_s
     inside_s = 7 * NEAR.latency_s + traffic.inside / NEAR.bytes_per_s
-    assert found.seconds == pytest.approx(between_s + inside_s + 2 * n / MOVES)
+    assert result.seconds == pytest.approx(between_s + inside_s + 2 * n / MOVES)
     fast = replace(CLUSTER, levels=(NEAR, replace(FAR, alone_bytes_per_s=4 * FAR.bytes_per_s)))
-    assert row_turn("results", n, layout, fast).seconds == pytest.approx(found.seconds - 3 * n / FAR.bytes_per_s)
+    assert row_turn("results", n, layout, fast).seconds == pytest.approx(result.seconds - 3 * n / FAR.bytes_per_s)

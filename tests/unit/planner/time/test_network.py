@@ -1,4 +1,4 @@
-"""Costs of collectives are those of the literature, of `collectives.costs`, and of what the algorithms send."""
+"""Costs of collectives match the literature, `collectives.costs`, and the bytes sent by the algorithms."""
 
 import math
 from dataclasses import replace
@@ -35,12 +35,12 @@ DEEP = made(NEAR, FAR)
 
 @pytest.mark.parametrize("p", [2, 3, 4, 7, 8, 64, 1000])
 @pytest.mark.parametrize("n", [1.0, 1e5, 1e9])
-def test_one_level_is_the_alpha_beta_of_thakur(p, n):
+def test_costs_on_one_level_match_thakur(p, n):
     reach = span(ParallelLayout(data=p), "data", FLAT)
     for operation, passes in (("allreduce", 2), ("reduce_scatter", 1), ("all_gather", 1)):
-        found = collective(operation, n, reach, FLAT, "ring")
-        assert found.seconds == pytest.approx(passes * ((p - 1) * ALPHA + (p - 1) / p * n * BETA))
-        assert found.nbytes == pytest.approx(passes * (p - 1) / p * n)
+        result = collective(operation, n, reach, FLAT, "ring")
+        assert result.seconds == pytest.approx(passes * ((p - 1) * ALPHA + (p - 1) / p * n * BETA))
+        assert result.nbytes == pytest.approx(passes * (p - 1) / p * n)
     if p & (p - 1) == 0:
         log = math.log2(p)
         doubling = collective("allreduce", n, reach, FLAT, "recursive_doubling")
@@ -52,12 +52,12 @@ def test_one_level_is_the_alpha_beta_of_thakur(p, n):
 
 
 @pytest.mark.parametrize("p", [2, 4, 16, 1024])
-def test_tree_has_the_best_number_of_segments(p):
-    """Sanders et al. 2009: turns of k segments, by trial, are least at what the closed form says."""
+def test_tree_uses_the_best_number_of_segments(p):
+    """Sanders et al. 2009: the best number of segments, found by trial, matches the closed form."""
     n, depth = 64e6, math.ceil(math.log2(p))
     turns = [2 * (2 * depth + 2 * k) * (ALPHA + n / (2 * k) * BETA) for k in range(1, 20000)]
-    found = collective("allreduce", n, span(ParallelLayout(data=p), "data", FLAT), FLAT, "tree")
-    assert found.seconds == pytest.approx(min(turns), rel=1e-4)
+    result = collective("allreduce", n, span(ParallelLayout(data=p), "data", FLAT), FLAT, "tree")
+    assert result.seconds == pytest.approx(min(turns), rel=1e-4)
     alone = collective("broadcast", n, span(ParallelLayout(data=p), "data", FLAT), FLAT, "tree")
     assert alone.seconds == pytest.approx(min(turns) / 2, rel=1e-4)
 
@@ -65,28 +65,28 @@ def test_tree_has_the_best_number_of_segments(p):
 @pytest.mark.parametrize("name", ["ring", "recursive_doubling", "rabenseifner", "circulant"])
 @pytest.mark.parametrize(("ranks", "nodes"), [(2, 1), (5, 1), (8, 1), (8, 2), (8, 8), (4, 16)])
 @pytest.mark.parametrize("n", [4096.0, 64e6])
-def test_two_levels_are_those_that_rank_our_algorithms(name, ranks, nodes, n):
-    """With ``ranks`` of each of ``nodes``: NODE inside, WIRE for one message a node, CROWDED for all at once."""
+def test_costs_on_two_levels_match_the_algorithm_ranking(name, ranks, nodes, n):
+    """Each of ``nodes`` has ``ranks``: NODE inside, WIRE for one message of a node, CROWDED for all ranks at once."""
     near = LinkLevel(name="near", devices=ranks, latency_s=2e-6, bytes_per_s=300e9)
     cluster = made(near, FAR)
     crowded = LinkParameters(FAR.latency_s, 1 / FAR.bytes_per_s)
     wire = LinkParameters(FAR.latency_s, 1 / min(FAR.alone_bytes_per_s, FAR.bytes_per_s * ranks))
     machine = MachineCosts({NODE: LinkParameters(2e-6, 1 / 300e9), WIRE: wire, CROWDED: crowded}, 0.0)
     expected = MEASURED[name](Topology((ranks,) * nodes), n)
-    found = collective("allreduce", n, span(ParallelLayout(data=ranks * nodes), "data", cluster), cluster, name)
-    assert found.seconds == pytest.approx(expected.seconds(machine))
+    result = collective("allreduce", n, span(ParallelLayout(data=ranks * nodes), "data", cluster), cluster, name)
+    assert result.seconds == pytest.approx(expected.seconds(machine))
     if ranks != 5:  # else pairs come first, whose receives are on the path, too
-        assert found.nbytes == pytest.approx(expected.nbytes)
+        assert result.nbytes == pytest.approx(expected.nbytes)
 
 
-def test_hierarchical_is_its_docstring_by_tier():
+def test_hierarchical_cost_is_the_sum_of_its_tiers():
     n, reach = 1e9, span(ParallelLayout(data=64), "data", DEEP)
     inside = 7 * NEAR.latency_s + 7 / 8 * n / NEAR.bytes_per_s
     between = 7 * FAR.latency_s + 7 / 8 * n / 8 / FAR.bytes_per_s
     for half in ("reduce_scatter", "all_gather"):
-        found = collective(half, n, reach, DEEP, "hierarchical")
-        assert found.seconds == pytest.approx(inside + between)
-        assert found.nbytes == pytest.approx(63 / 64 * n)
+        result = collective(half, n, reach, DEEP, "hierarchical")
+        assert result.seconds == pytest.approx(inside + between)
+        assert result.nbytes == pytest.approx(63 / 64 * n)
     whole = collective("allreduce", n, reach, DEEP, "hierarchical")
     longest = 2 * 7 / 8 * n / 8 / FAR.bytes_per_s  # tiers overlap but for a segment
     assert longest < whole.seconds < 1.05 * longest + 28 * FAR.latency_s
@@ -101,21 +101,21 @@ def test_hierarchical_is_its_docstring_by_tier():
     [ParallelLayout(data=1000), ParallelLayout(data=256, tensor=8), ParallelLayout(data=64, implementation="megatron")],
 )
 @pytest.mark.parametrize("n", [1e3, 1e6, 1e10])
-def test_nothing_beats_the_bandwidth_bound(layout, n):
-    """Patarasuk and Yuan 2009: 2 (p-1)/p n leave each device, so the fastest link of all bounds every allreduce."""
+def test_no_allreduce_beats_the_bandwidth_bound(layout, n):
+    """Patarasuk and Yuan 2009: 2 (p-1)/p n leave each device, so the fastest link bounds every allreduce."""
     reach, p = span(layout, "data", DEEP), layout.data
     for name in ("auto", "ring", "tree", "hierarchical", "rabenseifner", "recursive_doubling", "circulant"):
-        found = collective("allreduce", n, reach, DEEP, name)
-        assert found.nbytes >= 2 * (p - 1) / p * n * (1 - 1e-12)
+        result = collective("allreduce", n, reach, DEEP, name)
+        assert result.nbytes >= 2 * (p - 1) / p * n * (1 - 1e-12)
         best = min(min(tier.crowded / tier.lanes, tier.single) for tier in reach.tiers)
-        assert found.seconds > 2 * (p - 1) / p * n * best * (1 - 1e-12)
+        assert result.seconds > 2 * (p - 1) / p * n * best * (1 - 1e-12)
         assert (
-            found.seconds >= collective("allreduce", n, reach, DEEP, "auto").seconds
+            result.seconds >= collective("allreduce", n, reach, DEEP, "auto").seconds
             or layout.implementation != "hpcdist"
         )
 
 
-def sent(ranks, call, per_node=None):
+def sent_bytes(ranks, call, per_node=None):
     def body(comm):
         buffer = np.ones(64 * 840, np.float64)
         call(comm, buffer)  # communicators are split, scratch memory is taken
@@ -129,15 +129,15 @@ def sent(ranks, call, per_node=None):
 
 @pytest.mark.parametrize("p", [2, 3, 4, 7, 8])
 @pytest.mark.parametrize("name", ["ring", "tree", "rabenseifner", "recursive_doubling", "circulant"])
-def test_bytes_of_an_allreduce_are_those_that_ours_send(name, p):
+def test_allreduce_bytes_match_the_algorithms(name, p):
     ours = {"tree": "double_tree"}.get(name, name)
-    most = max(sent(p, lambda comm, buffer: collectives.allreduce(comm, buffer, ours)))
-    found = collective("allreduce", 64 * 840 * 8, span(ParallelLayout(data=p), "data", FLAT), FLAT, name)
-    assert found.nbytes == pytest.approx(most, rel=0.01)
+    most = max(sent_bytes(p, lambda comm, buffer: collectives.allreduce(comm, buffer, ours)))
+    result = collective("allreduce", 64 * 840 * 8, span(ParallelLayout(data=p), "data", FLAT), FLAT, name)
+    assert result.nbytes == pytest.approx(most, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["ring", "hierarchical", "circulant"])
-def test_bytes_of_the_halves_are_those_that_ours_send(name):
+def test_reduce_scatter_and_all_gather_bytes_match_the_algorithms(name):
     kind = collectives.SHARDED[name]
     cluster = made(LinkLevel(name="near", devices=2, latency_s=1e-6, bytes_per_s=1e11), FAR)
     reach = span(ParallelLayout(data=4), "data", cluster)
@@ -149,12 +149,12 @@ def test_bytes_of_the_halves_are_those_that_ours_send(name):
         kind.all_gather(comm, buffer, kind.shares(comm, buffer.size, 8))
 
     for operation, call in (("reduce_scatter", scatter), ("all_gather", gather)):
-        found = collective(operation, 64 * 840 * 8, reach, cluster, name)
-        assert found.nbytes == pytest.approx(max(sent(4, call, 2)), rel=0.01)
+        result = collective(operation, 64 * 840 * 8, reach, cluster, name)
+        assert result.nbytes == pytest.approx(max(sent_bytes(4, call, 2)), rel=0.01)
 
 
-def test_spans_cross_the_levels_that_the_grid_makes_them():
-    """Tensor fastest, then context, data, pipeline: 2 x 2 x 16 x 4 on boxes of 8."""
+def test_axis_spans_cross_the_expected_levels():
+    """The order is tensor (fastest), context, data, pipeline: 2 x 2 x 16 x 4 on boxes of 8."""
     layout = ParallelLayout(tensor=2, context=2, data=16, pipeline=4)
     assert [(tier.fan, tier.latency_s) for tier in span(layout, "tensor", DEEP).tiers] == [(2, NEAR.latency_s)]
     assert [tier.fan for tier in span(layout, "context", DEEP).tiers] == [2]
@@ -174,7 +174,7 @@ def test_spans_cross_the_levels_that_the_grid_makes_them():
 
 
 @pytest.mark.parametrize("stride", [1, 2, 4, 8, 16])
-def test_other_groups_take_their_share_of_a_box(stride):
+def test_concurrent_groups_share_the_links_of_a_box(stride):
     """``stride`` groups of each box of 8 send one message out of it at a time, at most 80 of its 160 GB/s each."""
     rate = 1 / group(64, stride, 64 * stride, DEEP.levels).tiers[-1].single
     assert rate == pytest.approx(min(80e9, 8 * 20e9 / min(stride, 8)))
@@ -182,7 +182,7 @@ def test_other_groups_take_their_share_of_a_box(stride):
 
 @pytest.mark.parametrize("size", [2, 3, 6, 7, 12, 100, 1000, 12500])
 @pytest.mark.parametrize("stride", [1, 3, 8])
-def test_fans_multiply_to_the_size_whatever_the_boxes(size, stride):
+def test_fans_multiply_to_the_size_for_any_box_size(size, stride):
     for total in (size * stride, 4 * size * stride):
         reach = group(
             size, stride, total, (NEAR, LinkLevel(name="row", devices=32, latency_s=5e-6, bytes_per_s=1e10), FAR)
@@ -217,7 +217,7 @@ def test_channels_use_the_links_of_all_members():
     assert tiny.seconds == pytest.approx(2 * (56 * NEAR.latency_s + 7 * FAR.latency_s))
 
 
-def test_what_was_measured_comes_first():
+def test_measured_fits_take_precedence():
     piecewise = MeasuredFit(
         operation="allreduce",
         ranks=4,
@@ -232,9 +232,9 @@ def test_what_was_measured_comes_first():
     cluster = made(NEAR, FAR, fits=(piecewise, beside))
     reach = span(ParallelLayout(data=4), "data", cluster)
     for nbytes, seconds in ((500.0, 1.5e-6), (1e5, 2.05e-4)):
-        found = collective("allreduce", nbytes, reach, cluster)
-        assert (found.seconds, found.nbytes) == (pytest.approx(seconds), pytest.approx(1.5 * nbytes))
-        assert found.algorithm == "measured auto" and not found.flags
+        result = collective("allreduce", nbytes, reach, cluster)
+        assert (result.seconds, result.nbytes) == (pytest.approx(seconds), pytest.approx(1.5 * nbytes))
+        assert result.algorithm == "measured auto" and not result.flags
     assert "extrapolated" in collective("allreduce", 1e7, reach, cluster).flags[0]
     assert collective("allreduce", 500.0, reach, cluster, "ring").algorithm == "ring"
     assert "measured" not in collective("all_gather", 500.0, reach, cluster).algorithm
@@ -248,7 +248,7 @@ def test_what_was_measured_comes_first():
     assert message(1e3, ParallelLayout(pipeline=2, data=8), "pipeline", cluster).algorithm == "message"
 
 
-def test_fits_hold_for_links_of_their_level():
+def test_fits_apply_to_links_of_their_level():
     fit = MeasuredFit(
         operation="allreduce",
         ranks=16,
@@ -265,8 +265,8 @@ def test_fits_hold_for_links_of_their_level():
     assert collective("allreduce", 1e6, span(ParallelLayout(data=16), "data", wide), wide, "ring").seconds < 1.0
 
 
-def test_small_messages_go_by_the_formula():
-    """What was measured at megabytes with a long start says nothing of a kilobyte."""
+def test_small_messages_use_the_formula():
+    """A measurement of megabytes with a long startup does not apply to a kilobyte."""
     blocking = MeasuredFit(
         operation="message",
         ranks=2,
@@ -285,7 +285,7 @@ def test_small_messages_go_by_the_formula():
     assert "extrapolated" in message(1e9, layout, "pipeline", cluster).flags[0]
 
 
-def test_nothing_smaller_takes_longer_than_what_was_measured():
+def test_smaller_messages_take_no_longer_than_measured_ones():
     quick = MeasuredFit(
         operation="allreduce", ranks=4, until_bytes=(1e6,), latency_s=(1e-6,), s_per_byte=(1e-12,), from_bytes=1e4
     )
@@ -301,7 +301,7 @@ def _formula(nbytes):
 
 
 @pytest.mark.parametrize(("library", "holds"), [("mpi", "mpi"), ("nccl", "nccl"), ("", "both")])
-def test_fits_hold_for_their_library(library, holds):
+def test_fits_apply_to_their_library(library, holds):
     slow = dict(ranks=2, until_bytes=(1e9,), latency_s=(1.0,), s_per_byte=(0.0,), library=library)
     cluster = made(
         NEAR, FAR, fits=(MeasuredFit(operation="message", **slow), MeasuredFit(operation="allreduce", **slow))
@@ -314,7 +314,7 @@ def test_fits_hold_for_their_library(library, holds):
         assert (collective("allreduce", 1e6, reach, cluster).seconds == 1.0) == (holds in (name, "both")), name
 
 
-def test_a_published_wait_of_pytorch_is_none_of_mpi():
+def test_published_pytorch_wait_does_not_apply_to_mpi():
     selene = toml_file.read("a100-selene")
     theirs = message(20e6, ParallelLayout(pipeline=2, implementation="megatron"), "pipeline", selene)
     ours = message(20e6, ParallelLayout(pipeline=2), "pipeline", selene)
@@ -322,31 +322,31 @@ def test_a_published_wait_of_pytorch_is_none_of_mpi():
     assert ours.seconds < 0.5 * theirs.seconds
 
 
-def test_an_algorithm_that_an_operation_lacks_is_named():
+def test_algorithm_missing_for_an_operation_is_flagged():
     reach = span(ParallelLayout(data=16), "data", DEEP)
     for operation in ("reduce_scatter", "all_gather", "all_to_all"):
         asked, best = (collective(operation, 1e6, reach, DEEP, name) for name in ("tree", "auto"))
         assert asked._replace(flags=()) == best and not best.flags
-        assert asked.flags == (f"algorithm = tree: {operation} has none of that name, and goes by {best.algorithm}",)
+        assert asked.flags == (f"algorithm = tree: {operation} does not have this algorithm and uses {best.algorithm}",)
     assert not collective("allreduce", 1e6, reach, DEEP, "tree").flags
 
 
-def test_a_group_of_one_and_no_bytes_cost_nothing():
+def test_group_of_one_or_zero_bytes_cost_nothing():
     assert collective("allreduce", 1e9, span(ParallelLayout(), "data", DEEP), DEEP).seconds == 0.0
     assert collective("all_gather", 0.0, span(ParallelLayout(data=8), "data", DEEP), DEEP).nbytes == 0.0
     assert message(1e9, ParallelLayout(), "pipeline", DEEP).seconds == 0.0
 
 
-def test_bad_input_names_what_there_is():
+def test_bad_collective_options_name_the_choices():
     reach = span(ParallelLayout(data=8), "data", DEEP)
     with pytest.raises(UsageError, match="collective 'gather'; choose one of allreduce"):
         collective("gather", 1.0, reach, DEEP)
     with pytest.raises(UsageError, match="algorithm 'rings'; choose one of .*hierarchical"):
         collective("allreduce", 1.0, reach, DEEP, "rings")
-    with pytest.raises(UsageError, match="16 devices, but the levels of the cluster join only 8"):
+    with pytest.raises(UsageError, match="16 devices, but the link levels of the cluster join only 8"):
         span(ParallelLayout(data=16), "data", made(NEAR))
 
 
-def test_shares_are_cut_as_the_costs_assume():
-    """A reduce-scatter's shares are n/p each, to a line of the cache."""
+def test_shards_have_the_sizes_that_the_costs_assume():
+    """The shards of a reduce-scatter have n/p elements, rounded to a cache line."""
     assert max(share.size for share in split(64 * 840, 7, 8)) - 64 * 840 / 7 < 8

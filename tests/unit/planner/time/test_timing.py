@@ -1,4 +1,4 @@
-"""Seconds of a step by what they are: held against sums by hand, volumes of the papers, and the simulator."""
+"""Seconds of a step by category, compared with sums by hand, published volumes, and the simulator."""
 
 import gc
 from dataclasses import replace
@@ -66,48 +66,48 @@ TERMS = {
 BSH = 2 * 128 * 256 * 4  # bytes of a micro-batch between blocks
 
 
-def test_on_one_device_a_step_is_its_units_and_the_update():
-    found = timing(MODEL, LAYOUT, CLUSTER, 6)
-    assert set(found.terms) == TERMS
+def test_step_on_one_device_is_the_sum_of_its_units_and_the_update():
+    result = timing(MODEL, LAYOUT, CLUSTER, 6)
+    assert set(result.terms) == TERMS
     each = [(unit.count, unit_seconds(unit, LAYOUT, CLUSTER)) for unit in MODEL.units]
-    assert found.terms["forward"] == pytest.approx(3 * sum(count * took.forward_s for count, took in each))
+    assert result.terms["forward"] == pytest.approx(3 * sum(count * took.forward_s for count, took in each))
     back_s = 3 * sum(count * (took.input_s + took.weight_s) for count, took in each)
     add_s = 2 * sum(count * took.add_s for count, took in each)
-    assert found.terms["backward"] == pytest.approx(back_s + add_s), "the first micro-batch adds to nothing"
-    assert found.terms["update"] == pytest.approx(update_s(MODEL.parameters, LAYOUT, CLUSTER))
+    assert result.terms["backward"] == pytest.approx(back_s + add_s), "the first micro-batch adds to nothing"
+    assert result.terms["update"] == pytest.approx(update_s(MODEL.parameters, LAYOUT, CLUSTER))
     rest = TERMS - {"forward", "backward", "update"}
-    assert {name: found.terms[name] for name in rest} == dict.fromkeys(rest, 0.0)
-    assert found.step_s == pytest.approx(sum(found.terms.values()))
-    assert (found.bubble, found.hidden_s, found.bytes) == (0.0, 0.0, {"data": 0.0})
+    assert {name: result.terms[name] for name in rest} == dict.fromkeys(rest, 0.0)
+    assert result.step_s == pytest.approx(sum(result.terms.values()))
+    assert (result.bubble, result.hidden_s, result.bytes) == (0.0, 0.0, {"data": 0.0})
 
 
 @pytest.mark.parametrize(("recompute", "often"), [("none", 4), ("full", 6)])
-def test_the_tensor_axis_sends_what_megatron_says(recompute, often):
-    """arXiv:2104.04473, section 3.2: four allreduces of b s h a block, six where it is computed again."""
+def test_tensor_axis_volume_matches_megatron(recompute, often):
+    """arXiv:2104.04473, section 3.2: four allreduces of b s h per block, six with recomputation."""
     layout = replace(LAYOUT, tensor=4, recompute=recompute)
-    found = timing(MODEL, layout, CLUSTER, 4)
+    result = timing(MODEL, layout, CLUSTER, 4)
     one = collective("allreduce", BSH, span(layout, "tensor", CLUSTER), CLUSTER)
     ends = 2  # the embedding forward, the head back
     loss = collective("allreduce", 2 * 128 * 4, span(layout, "tensor", CLUSTER), CLUSTER)
-    assert found.bytes["tensor"] == pytest.approx(2 * (8 * often + ends) * one.nbytes + 2 * 3 * loss.nbytes)
-    assert found.terms["tensor"] == pytest.approx(2 * (8 * often + ends) * one.seconds + 2 * 3 * loss.seconds)
+    assert result.bytes["tensor"] == pytest.approx(2 * (8 * often + ends) * one.nbytes + 2 * 3 * loss.nbytes)
+    assert result.terms["tensor"] == pytest.approx(2 * (8 * often + ends) * one.seconds + 2 * 3 * loss.seconds)
     assert one.nbytes >= 2 * 3 / 4 * BSH
 
 
-def test_sequence_parallelism_sends_as_much_and_gathers_inputs_once_more():
+def test_sequence_parallel_volume_matches_megatron():
     """arXiv:2205.05198, section 4.2.2: an allreduce is a reduce-scatter and an all-gather."""
     layout = replace(LAYOUT, tensor=4, sequence_parallel=True)
-    found = timing(MODEL, layout, CLUSTER, 2)
+    result = timing(MODEL, layout, CLUSTER, 2)
     allreduces = 8 * 4 + 2  # the embedding and the head: one each
     again = 8 * 2 + 1
     group = span(layout, "tensor", CLUSTER)
     loss = 3 * collective("allreduce", 2 * 128 * 4, group, CLUSTER).nbytes
     uncut = sum(unit.count * (unit.parameters - unit.cut_parameters) for unit in MODEL.units)
     norms = collective("allreduce", uncut * 4, group, CLUSTER).nbytes
-    assert found.bytes["tensor"] == pytest.approx((2 * allreduces + again) * 3 / 4 * BSH + loss + norms)
+    assert result.bytes["tensor"] == pytest.approx((2 * allreduces + again) * 3 / 4 * BSH + loss + norms)
 
 
-def test_what_sequence_parallelism_leaves_whole_is_summed_once_a_step():
+def test_replicated_rows_are_summed_once_per_step():
     layout = replace(LAYOUT, tensor=4, sequence_parallel=True)
     one, many = (timing(MODEL, layout, CLUSTER, samples).terms for samples in (2, 8))
     uncut = sum(unit.count * (unit.parameters - unit.cut_parameters) for unit in MODEL.units)
@@ -117,7 +117,7 @@ def test_what_sequence_parallelism_leaves_whole_is_summed_once_a_step():
     assert timing(MODEL, replace(layout, sequence_parallel=False), CLUSTER, 2).terms["rows"] == 0.0
 
 
-def test_the_tensor_axis_hides_no_more_than_computation_covers():
+def test_tensor_overlap_is_limited_by_the_computation():
     layout = replace(LAYOUT, tensor=4)
     exposed = timing(MODEL, layout, CLUSTER, 2).terms["tensor"]
     hidden = timing(MODEL, replace(layout, tensor_overlap=1.0), CLUSTER, 2).terms["tensor"]
@@ -130,8 +130,8 @@ def test_the_tensor_axis_hides_no_more_than_computation_covers():
     assert whole - bound == pytest.approx(load.cover_s), "as much as there is to compute"
 
 
-def test_the_algorithm_that_is_told_is_that_of_most_bytes():
-    """Not that of the three sums of the loss, which come last."""
+def test_reported_algorithm_is_the_one_with_the_most_bytes():
+    """It is not the algorithm of the three sums of the loss, which come last."""
     layout = replace(LAYOUT, tensor=8, microbatch=4)
     group = span(layout, "tensor", CLUSTER)
     blocks, loss = (collective("allreduce", nbytes, group, CLUSTER).algorithm for nbytes in (2 * BSH, 2 * 2 * 128 * 4))
@@ -140,8 +140,8 @@ def test_the_algorithm_that_is_told_is_that_of_most_bytes():
 
 
 @pytest.mark.parametrize("context", [1, 4])
-def test_attention_takes_the_time_of_its_window(context):
-    """On a ring, which 6 heads over 4 ranks need, that of the rank with the most pairs."""
+def test_attention_time_follows_the_window(context):
+    """On a ring, which 6 heads over 4 ranks need, the rank with the most pairs determines the time."""
     placed = pieces(4096, context)
 
     def forward_s(window):
@@ -158,15 +158,15 @@ def test_attention_takes_the_time_of_its_window(context):
     assert context == 1 or most(512) > 1.02 * attention_pairs(4096, causal=True, window=512) / context
 
 
-def test_the_context_axis_gathers_keys_and_values():
-    found = timing(MODEL, replace(LAYOUT, context=2), CLUSTER, 2)
+def test_context_axis_gathers_keys_and_values():
+    result = timing(MODEL, replace(LAYOUT, context=2), CLUSTER, 2)
     keys_and_values = 2 * 128 * 2 * 4 * 32 * 4  # samples, tokens, both, heads, numbers, bytes
-    assert found.bytes["context"] == pytest.approx(8 * 3 * keys_and_values / 2)  # round a ring again for gradients
-    assert found.terms["context"] > 0
+    assert result.bytes["context"] == pytest.approx(8 * 3 * keys_and_values / 2)  # round a ring again for gradients
+    assert result.terms["context"] > 0
 
 
-def test_a_ring_passes_on_what_a_window_sees():
-    """Of pieces of 48 tokens in 4 ranks: none, those of both neighbours, or all that there are."""
+def test_ring_sends_only_pieces_inside_the_window():
+    """Pieces have 48 tokens on 4 ranks: a rank gets no pieces, the pieces of both neighbours, or all pieces."""
 
     def sent(window):
         model = describe(replace(SHAPE, heads=7, kv_heads=0, hidden=448, context=384, window=window), "gpt")
@@ -177,7 +177,7 @@ def test_a_ring_passes_on_what_a_window_sees():
 
 @pytest.mark.parametrize("context", [2, 3, 4])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_passes_round_a_ring_hide_behind_the_tiles_of_attention(context, recompute):
+def test_ring_passes_overlap_with_attention_tiles(context, recompute):
     layout = replace(LAYOUT, context=context, recompute=recompute)
     model = describe(replace(SHAPE, heads=7, kv_heads=0, hidden=448, context=384), "gpt")  # no heads to exchange
     ((stage, _),) = ranks_of(model, layout, CLUSTER, 1)
@@ -191,27 +191,27 @@ def test_passes_round_a_ring_hide_behind_the_tiles_of_attention(context, recompu
     assert [wait.get("context", 0.0) for wait in waits] == pytest.approx([8 * there_s, 8 * back_s, 8 * again_s])
     often = 4 if recompute == "full" else 3
     assert stage.sent.hidden_s == pytest.approx(8 * (often * gathered - there_s - back_s - again_s))
-    found = timing(model, layout, CLUSTER, 2)
-    assert found.terms["context"] == pytest.approx(8 * (there_s + back_s + again_s))
-    assert found.hidden_s >= stage.sent.hidden_s > 0
+    result = timing(model, layout, CLUSTER, 2)
+    assert result.terms["context"] == pytest.approx(8 * (there_s + back_s + again_s))
+    assert result.hidden_s >= stage.sent.hidden_s > 0
     at_once = timing(model, layout, FAST, 2)
     assert at_once.terms["context"] < 1e-9 * at_once.step_s
 
 
-def test_the_expert_axis_sends_tokens_to_their_experts_and_back():
+def test_expert_axis_sends_tokens_to_experts_and_back():
     routed = describe(replace(SHAPE, experts=4, experts_per_token=2), "routed")
-    found = timing(routed, replace(LAYOUT, data=4, expert=4, implementation="megatron"), CLUSTER, 8)
-    assert found.bytes["expert"] == pytest.approx(8 * 4 * 2 * BSH * 3 / 4), "two experts a token, three of four away"
+    result = timing(routed, replace(LAYOUT, data=4, expert=4, implementation="megatron"), CLUSTER, 8)
+    assert result.bytes["expert"] == pytest.approx(8 * 4 * 2 * BSH * 3 / 4), "two experts a token, three of four away"
 
 
-def test_a_batch_that_does_not_divide_is_as_long_as_its_largest_share():
+def test_uneven_batch_takes_the_time_of_its_largest_share():
     layout = replace(LAYOUT, data=4)
     six, eight, seven = (timing(MODEL, layout, CLUSTER, samples) for samples in (12, 16, 13))
     assert six.terms["forward"] == pytest.approx(3 / 4 * eight.terms["forward"]), "two micro-batches, of 2 and 1"
     assert seven.terms["forward"] == pytest.approx(eight.terms["forward"]), "one replica has four samples"
 
 
-def test_messages_between_stages_are_what_lies_between_blocks():
+def test_stage_messages_have_the_size_of_activations():
     layout = replace(LAYOUT, pipeline=4)
     two = replace(LAYOUT, pipeline=2)
     assert timing(MODEL, two, CLUSTER, 8).bytes["pipeline"] == 4 * BSH, "a rank sends activations, the other gradients"
@@ -221,7 +221,7 @@ def test_messages_between_stages_are_what_lies_between_blocks():
     assert border(MODEL, LAYOUT, CLUSTER).seconds == 0.0
 
 
-def test_megatron_sends_a_part_from_each_tensor_rank_and_gathers_them():
+def test_megatron_stage_messages_are_split_over_tensor_ranks():
     layout = replace(LAYOUT, pipeline=2, tensor=4)
     ours, theirs = (border(MODEL, replace(layout, implementation=name), CLUSTER) for name in ("hpcdist", "megatron"))
     assert (ours.nbytes, theirs.nbytes) == (BSH, BSH / 4)
@@ -233,7 +233,7 @@ def test_megatron_sends_a_part_from_each_tensor_rank_and_gathers_them():
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"])
 @pytest.mark.parametrize("implementation", ["hpcdist", "megatron"])
-def test_closed_forms_and_simulator_agree_where_stages_are_alike(schedule, implementation):
+def test_closed_forms_match_the_simulator_for_equal_stages(schedule, implementation):
     chunks = 2 if schedule == "interleaved" else 1
     layout = replace(LAYOUT, pipeline=4, schedule=schedule, chunks=chunks, implementation=implementation)
     # Those of zero bubble wait for messages nearly as long as is said; see test_planner_pipeline.
@@ -246,29 +246,29 @@ def test_closed_forms_and_simulator_agree_where_stages_are_alike(schedule, imple
     assert closed.terms["bubble"] > 0 or schedule == "zb-h2"
 
 
-def test_the_simulator_knows_that_stages_differ():
+def test_simulator_accounts_for_unequal_stages():
     layout = replace(LAYOUT, pipeline=3, schedule="gpipe")
     closed, simulated = (timing(MODEL, layout, CLUSTER, 16, simulate=on) for on in (False, True))
     assert simulated.step_s != closed.step_s
     assert simulated.step_s == pytest.approx(closed.step_s, rel=0.1)
 
 
-def test_a_bubble_shrinks_with_more_micro_batches():
+def test_bubble_shrinks_with_more_micro_batches():
     layout = replace(LAYOUT, pipeline=4)
     assert timing(ALIKE, layout, FAST, 8).bubble == pytest.approx(3 / 7)
     assert timing(ALIKE, layout, FAST, 64).bubble == pytest.approx(3 / 35)
     assert timing(ALIKE, layout, CLUSTER, 64).bubble > 3 / 35, "messages take time"
 
 
-def test_recomputation_leaves_out_the_ends_of_the_model():
+def test_recomputation_excludes_the_ends_of_the_model():
     took = timing(MODEL, replace(LAYOUT, recompute="full"), CLUSTER, 2).terms
     block = unit_seconds(MODEL.units[1], LAYOUT, CLUSTER)
     assert took["recompute"] == pytest.approx(8 * block.forward_s)
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
-def test_our_pipelines_compute_whole_chunks_again_while_they_would_wait(schedule, chunks):
-    """The ends of the model as well, and nothing on the last rank of 1f1b."""
+def test_pipelines_recompute_whole_chunks(schedule, chunks):
+    """This includes the ends of the model. The last rank of 1f1b recomputes nothing."""
     layout = replace(LAYOUT, pipeline=4, schedule=schedule, chunks=chunks, recompute="full")
     closed, simulated = (timing(ALIKE, layout, FAST, 24, simulate=on) for on in (False, True))
     assert closed.step_s == pytest.approx(simulated.step_s)
@@ -280,7 +280,7 @@ def test_our_pipelines_compute_whole_chunks_again_while_they_would_wait(schedule
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
-def test_a_heavy_head_is_computed_again_where_the_simulator_does(schedule, chunks):
+def test_heavy_head_is_recomputed_as_in_the_simulator(schedule, chunks):
     heavy = describe(replace(SHAPE, layers=30, vocabulary=32768), "heavy")
     layout = replace(LAYOUT, pipeline=2, schedule=schedule, chunks=chunks, recompute="full")
     closed, simulated = (timing(heavy, layout, FAST, 96, simulate=on) for on in (False, True))
@@ -290,7 +290,7 @@ def test_a_heavy_head_is_computed_again_where_the_simulator_does(schedule, chunk
     assert all(with_head) is (schedule == "gpipe")
 
 
-def test_a_tied_tensor_is_summed_over_both_ends_of_a_pipeline():
+def test_tied_tensor_is_summed_over_both_ends_of_a_pipeline():
     layout = replace(LAYOUT, pipeline=2)
     loose = describe(replace(SHAPE, tied=False), "loose")
     tied, apart = (timing(model, layout, CLUSTER, 8) for model in (MODEL, loose))
@@ -300,16 +300,16 @@ def test_a_tied_tensor_is_summed_over_both_ends_of_a_pipeline():
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"])
-def test_a_tied_tensor_that_one_rank_has_is_not_sent(schedule):
+def test_tied_tensor_on_one_rank_is_not_sent(schedule):
     """A folded pipeline has the embedding and the head on rank 0."""
     layout = replace(LAYOUT, pipeline=2, schedule=schedule, chunks=SCHEDULES[schedule].least)
     of_ends = {chunk.rank for chunk in (stage_split.chunks(MODEL, layout)[0], stage_split.chunks(MODEL, layout)[-1])}
-    found = timing(MODEL, layout, CLUSTER, 8)
-    assert (found.bytes["data"] > 0) is (found.terms["data"] > 0) is (len(of_ends) > 1)
+    result = timing(MODEL, layout, CLUSTER, 8)
+    assert (result.bytes["data"] > 0) is (result.terms["data"] > 0) is (len(of_ends) > 1)
     assert (len(of_ends) == 1) is SCHEDULES[schedule].folded
 
 
-def test_a_tied_tensor_of_ours_goes_to_its_owner_and_comes_back():
+def test_tied_tensor_is_sent_to_its_owner_and_back():
     half = replace(LAYOUT, pipeline=2, precision="bfloat16")
     ours, theirs = (tied_sum(MODEL, replace(half, implementation=name), CLUSTER) for name in ("hpcdist", "megatron"))
     one_way = message(1024 * 256 * 2, half, "pipeline", CLUSTER)
@@ -317,7 +317,7 @@ def test_a_tied_tensor_of_ours_goes_to_its_owner_and_comes_back():
     assert theirs == message(1024 * 256 * 4, half, "pipeline", CLUSTER)  # a sum of main gradients
 
 
-def test_gradients_hide_behind_the_last_backward_as_far_as_they_may():
+def test_gradients_overlap_the_last_backward_if_allowed():
     layout = replace(LAYOUT, data=8)
     shown, hidden = (timing(MODEL, replace(layout, overlap=share), CLUSTER, 16) for share in (0.0, 1.0))
     assert shown.hidden_s == 0.0
@@ -328,24 +328,24 @@ def test_gradients_hide_behind_the_last_backward_as_far_as_they_may():
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero2", "zero3"])
-def test_no_more_hides_than_is_computed_meanwhile(strategy):
+def test_hidden_time_is_at_most_the_computation(strategy):
     slow = replace(CLUSTER, levels=(LinkLevel(name="slow", devices=0, latency_s=1e-3, bytes_per_s=1e6),))
     layout = replace(LAYOUT, data=4, tensor=2, sequence_parallel=True, strategy=strategy, recompute="full")
-    found = timing(MODEL, layout, slow, 16)
-    computed_s = sum(found.terms[name] for name in ("forward", "backward", "recompute"))
-    assert 0 < found.hidden_s <= computed_s
-    assert found.terms["tensor"] > computed_s, "which is as long as messages of another axis take"
+    result = timing(MODEL, layout, slow, 16)
+    computed_s = sum(result.terms[name] for name in ("forward", "backward", "recompute"))
+    assert 0 < result.hidden_s <= computed_s
+    assert result.terms["tensor"] > computed_s, "which is as long as messages of another axis take"
 
 
-def test_input_that_comes_slower_than_steps_is_waited_for():
+def test_slow_input_determines_the_step_time():
     assert timing(MODEL, LAYOUT, CLUSTER, 2).terms["input"] == 0.0
     slow = replace(CLUSTER, storage=replace(CLUSTER.storage, node_read_bytes_per_s=10.0))
-    found = timing(MODEL, LAYOUT, slow, 2)
-    assert found.step_s == pytest.approx(2 * 128 * 4 / 10.0), "a step is as long as its data takes"
+    result = timing(MODEL, LAYOUT, slow, 2)
+    assert result.step_s == pytest.approx(2 * 128 * 4 / 10.0), "a step is as long as its data takes"
 
 
-def test_a_picture_is_read_number_by_number():
-    """224 x 224 pixels of three colours are 602,112 bytes as float32, and features four each."""
+def test_input_bytes_of_pictures_and_features():
+    """224 x 224 pixels of three colours are 602,112 bytes as float32, and features take four bytes each."""
     slow = replace(CLUSTER, storage=replace(CLUSTER.storage, node_read_bytes_per_s=1e3))
     pictures = of_config(ModelConfig(kind="convnet", hidden=8), height=224, width=224, channels=3, classes=10)
     assert timing(pictures, LAYOUT, slow, 2).step_s == pytest.approx(2 * 224 * 224 * 3 * 4 / 1e3)
@@ -353,12 +353,12 @@ def test_a_picture_is_read_number_by_number():
     assert timing(features, LAYOUT, slow, 2).step_s == pytest.approx(2 * 4096 * 4 / 1e3)
 
 
-def test_more_devices_than_there_are_is_an_extrapolation():
+def test_more_devices_than_the_cluster_are_flagged():
     assert any("128 devices" in flag for flag in timing(MODEL, replace(LAYOUT, data=128), CLUSTER, 256).flags)
     assert not any("devices, and" in flag for flag in timing(MODEL, replace(LAYOUT, data=64), CLUSTER, 256).flags)
 
 
-def test_schedules_that_cannot_run_are_refused():
+def test_impossible_schedules_are_rejected():
     with pytest.raises(ConfigurationError, match="a schedule from a file"):
         timing(MODEL, replace(LAYOUT, pipeline=2, schedule="file"), CLUSTER, 8)
     with pytest.raises(ConfigurationError, match="interleaved"):
@@ -376,7 +376,7 @@ def test_schedules_that_cannot_run_are_refused():
         6 + 8 + 4 + 8 + 4 + 24 + 2 + 2,
     ),
 )
-def test_an_update_moves_states_and_gradients(layout, nbytes):
+def test_update_moves_states_and_gradients(layout, nbytes):
     assert bytes_each(layout) == nbytes
 
 
@@ -388,8 +388,8 @@ def test_zero_and_servers_update_a_share():
 
 
 @pytest.mark.parametrize(("pipeline", "tensor"), [(1, 1), (4, 1), (2, 2)])
-def test_dedicated_servers_share_the_whole_model(pipeline, tensor):
-    """However a pipeline cuts it: the fullest stage has more than its part."""
+def test_dedicated_servers_share_the_update_of_the_whole_model(pipeline, tensor):
+    """This holds for any pipeline split: the largest stage has more than its share."""
     layout = replace(LAYOUT, strategy="parameter_server", servers=4, pipeline=pipeline, tensor=tensor)
     norm_s = collective("allreduce", 4, span(layout, "all", CLUSTER), CLUSTER).seconds
     moves_s = MODEL.parameters / 4 * bytes_each(layout) / (1e11 * 0.8)
@@ -409,21 +409,23 @@ def test_dedicated_servers_share_the_whole_model(pipeline, tensor):
     replace(LAYOUT, pipeline=4, schedule="zb-h1"),
     replace(LAYOUT, pipeline=4, schedule="zb-v"),
 )
-def test_a_timeline_has_every_pass_once_and_ends_with_the_step(layout):
+def test_timeline_has_every_pass_once_and_ends_with_the_step(layout):
     m = layout.microbatches(32)
-    found = timeline(MODEL, layout, CLUSTER, 32)
-    assert found.stages == layout.pipeline
-    assert found.end_s == pytest.approx(timing(MODEL, layout, CLUSTER, 32, simulate=True).step_s)
-    assert {bar.kind for bar in found.bars} <= set(TIMELINE)
+    result = timeline(MODEL, layout, CLUSTER, 32)
+    assert result.stages == layout.pipeline
+    assert result.end_s == pytest.approx(timing(MODEL, layout, CLUSTER, 32, simulate=True).step_s)
+    assert {bar.kind for bar in result.bars} <= set(TIMELINE)
     chunks = len(chunk_loads(MODEL, layout, CLUSTER)) if layout.pipeline > 1 else 1
-    passes = [(bar.kind, bar.microbatch, bar.chunk) for bar in found.bars if bar.kind == "forward"]
+    passes = [(bar.kind, bar.microbatch, bar.chunk) for bar in result.bars if bar.kind == "forward"]
     assert sorted(passes) == sorted(("forward", one, chunk) for one in range(m) for chunk in range(chunks))
-    for stage in range(found.stages):
-        own = [bar for bar in found.bars if bar.stage == stage and bar.kind != "exchange"]
-        assert all(before.end_s <= bar.begin_s + 1e-12 for before, bar in zip(own, own[1:], strict=False))
+    for stage in range(result.stages):
+        local_values = [bar for bar in result.bars if bar.stage == stage and bar.kind != "exchange"]
+        assert all(
+            before.end_s <= bar.begin_s + 1e-12 for before, bar in zip(local_values, local_values[1:], strict=False)
+        )
 
 
-def test_what_is_known_of_a_cluster_goes_with_it():
+def test_cached_values_of_a_cluster_end_with_it():
     cluster = replace(CLUSTER)
     before = dict(vars(cluster))
     first = timing(MODEL, LAYOUT, cluster, 8).step_s
@@ -437,7 +439,7 @@ def test_what_is_known_of_a_cluster_goes_with_it():
     assert at not in compute._KNOWN
 
 
-def test_what_is_known_of_one_layout_is_not_told_of_another():
+def test_cached_values_are_not_shared_between_layouts():
     base = timing(MODEL, LAYOUT, CLUSTER, 8).step_s
     others = [
         replace(LAYOUT, microbatch=1),
@@ -450,8 +452,8 @@ def test_what_is_known_of_one_layout_is_not_told_of_another():
     assert len({base, *(timing(MODEL, layout, CLUSTER, 8).step_s for layout in others)}) == 7
 
 
-def test_rows_of_experts_travel_out_and_back_forward_and_backward():
-    """Of loads that are even: what `tests/ranks/strategies/test_experts.py` counts in a run."""
+def test_expert_rows_are_sent_and_returned_in_both_directions():
+    """Loads are even, as `tests/ranks/strategies/test_experts.py` counts in a run."""
     mixture = ModelConfig(layers=6, hidden=64, heads=4, experts=4, experts_per_token=2, expert_hidden=128)
     model, layout = of_config(mixture, context=32), replace(LAYOUT, data=4, expert=2, algorithm="ring")
     rows, counts = 2 * 32 * layout.microbatch, 8 * 4
@@ -461,8 +463,11 @@ def test_rows_of_experts_travel_out_and_back_forward_and_backward():
 
 
 @pytest.mark.full
-def test_rows_and_counts_of_a_run_on_context_ranks_are_those_of_the_plan():
-    """Of all ranks together, whatever the loads are: each sends its rows, and gathers how often experts were chosen."""
+def test_planned_rows_on_context_ranks_match_a_run():
+    """The sums are over all ranks, for any loads.
+
+    Each rank sends its rows, and gathers the counts of chosen experts.
+    """
     sizes = "layers=2 hidden=16 heads=2 experts=4 expert_hidden=8 data.context=24 global_batch=8 precision.mode=float32"
     keys = recipe_keys(f"{sizes} parallel.context=2 expert=4 microbatches=2 recompute=true algorithm=ring")
 
@@ -473,15 +478,15 @@ def test_rows_and_counts_of_a_run_on_context_ranks_are_those_of_the_plan():
         exchange, gather, count = travel.exchange, axis.all_gather, travel.counts
         travel.exchange = lambda *args: (rows.append(args[0].nbytes), exchange(*args))
         travel.counts = lambda sent: rows.append(sent.nbytes) or count(sent)
-        axis.all_gather = lambda own: counts.append((found := gather(own)).nbytes) or found
+        axis.all_gather = lambda local_data: counts.append((result := gather(local_data)).nbytes) or result
         losses(trainer, 1)
         return sum(rows), sum(counts)
 
-    found = np.array(run_threads(4, body))
+    result = np.array(run_threads(4, body))
     layout = replace(LAYOUT, data=2, context=2, recompute="full", algorithm="ring")
     mixed, dense = (
         timing(of_config(ModelConfig(layers=2, hidden=16, heads=2, **keys), context=24), layout, CLUSTER, 8).bytes
         for keys, layout in (({"experts": 4, "expert_hidden": 8}, replace(layout, expert=4)), ({}, layout))
     )
-    assert mixed["expert"] * 4 / 3 == found[:, 0].mean(), "of which one in four stays, where loads are even"
-    assert set(found[:, 1] / 2) == {mixed["context"] - dense["context"]}
+    assert mixed["expert"] * 4 / 3 == result[:, 0].mean(), "of which one in four stays, where loads are even"
+    assert set(result[:, 1] / 2) == {mixed["context"] - dense["context"]}

@@ -1,4 +1,4 @@
-"""`auto`: what is measured decides, the same on all ranks, and a resumed run keeps it."""
+"""`auto`: measurements select the compressor, the same on all ranks, and a resumed run keeps it."""
 
 import threading
 from dataclasses import replace
@@ -20,7 +20,7 @@ MODEL = ModelConfig(layers=1, hidden=16, heads=2, vocabulary=64)
 
 
 class Time:
-    """A clock for each thread that goes only where it is told to: what a machine does beside cannot change a test."""
+    """A clock for each thread that advances only on request, so that other work of the machine cannot change a test."""
 
     def __init__(self):
         self._own = threading.local()
@@ -34,7 +34,7 @@ class Time:
 
 @pytest.fixture
 def costs(monkeypatch):
-    """The clock, and what a dense sum, a compressed one and encoding a bucket take on it."""
+    """The clock, on which a dense sum, a compressed sum and the encoding of a bucket take fixed times."""
     time, taken = Time(), {"dense": 0.0, "compressed": 0.0, "codec": 0.0}
     monkeypatch.setattr(autoselect, "MOST", autoselect.FEWEST)
 
@@ -57,42 +57,44 @@ def seat_of(comm):
     return seat(comm, models.build(MODEL, "float32", context=8), OptimizerConfig())
 
 
-def decided(time, ranks=2, **keys):
+def run_decision(time, ranks=2, **keys):
     config = CompressionConfig(**keys)
-    found = run_threads(ranks, lambda comm: decide(seat_of(comm), config, 1, halved=False, clock=time))
-    assert all(own == found[0] for own in found), "the same on all ranks, figures included"
-    return found[0]
+    results = run_threads(ranks, lambda comm: decide(seat_of(comm), config, 1, halved=False, clock=time))
+    assert all(local_data == results[0] for local_data in results), "the same on all ranks, figures included"
+    return results[0]
 
 
-def test_a_slow_wire_is_worth_compression(costs):
+def test_slow_network_selects_compression(costs):
     time, taken = costs
     taken |= {"dense": 0.1, "compressed": 0.02, "codec": 0.001}
-    found = decided(time)
-    assert (found.name, found.source) == ("int8", "measured")
-    dense, row = found.rows
+    result = run_decision(time)
+    assert (result.name, result.source) == ("int8", "measured")
+    dense, row = result.rows
     assert (dense.name, dense.seconds, dense.codec_s) == ("none", pytest.approx(0.1), 0.0)
     assert row.codec_s == pytest.approx(0.001) and row.seconds >= 0.02
-    assert "int8 is" in found.described() and "faster" in found.described() and "dense 100.00 ms" in found.described()
+    assert (
+        "int8 is" in result.described() and "faster" in result.described() and "dense 100.00 ms" in result.described()
+    )
 
 
-@pytest.mark.parametrize(("dense", "compressed", "said"), [(0.001, 0.02, "slower"), (0.1, 0.094, "not worth")])
-def test_what_does_not_pay_is_off_and_says_why(costs, dense, compressed, said):
+@pytest.mark.parametrize(("dense", "compressed", "output"), [(0.001, 0.02, "slower"), (0.1, 0.094, "not worth")])
+def test_unprofitable_compression_is_off_with_the_reason(costs, dense, compressed, output):
     time, taken = costs
     taken |= {"dense": dense, "compressed": compressed, "codec": 0.002}
-    found = decided(time)
-    assert found.name == "none" and said in found.described() and "encoding and decoding" in found.described()
-    assert found.numbers()["measured"][1]["name"] == "int8"
+    result = run_decision(time)
+    assert result.name == "none" and output in result.described() and "encoding and decoding" in result.described()
+    assert result.numbers()["measured"][1]["name"] == "int8"
 
 
-def test_the_fastest_candidate_wins(costs):
+def test_fastest_candidate_is_selected(costs):
     time, taken = costs
     taken |= {"dense": 0.5, "compressed": 0.2}  # topk takes no time on this clock
-    assert decided(time, candidates=("int8", "topk")).name == "topk"
+    assert run_decision(time, candidates=("int8", "topk")).name == "topk"
 
 
 def test_one_data_rank_measures_nothing(costs):
-    found = decided(costs[0], ranks=1)
-    assert (found.name, found.rows) == ("none", ()) and "nothing travels" in found.described()
+    result = run_decision(costs[0], ranks=1)
+    assert (result.name, result.rows) == ("none", ()) and "no gradients are sent" in result.described()
 
 
 def test_every_candidate_runs_on_several_nodes_and_by_halves():
@@ -104,23 +106,26 @@ def test_every_candidate_runs_on_several_nodes_and_by_halves():
         kept = {"budget_s": 0.0}
         return [decide(context, config, 1, halved=False, **kept), decide(context, half, 1, halved=True, **kept)]
 
-    for found in run_threads(4, run, ranks_per_node=2):
-        assert [[row.name for row in each.rows] for each in found] == [
+    for result in run_threads(4, run, ranks_per_node=2):
+        assert [[row.name for row in each.rows] for each in result] == [
             ["none", *config.candidates],
             ["none", *half.candidates],
         ]
-        assert all(row.seconds > 0 for each in found for row in each.rows)
-        assert all(row.codec_s > 0 for each in found for row in each.rows[1:])
+        assert all(row.seconds > 0 for each in result for row in each.rows)
+        assert all(row.codec_s > 0 for each in result for row in each.rows[1:])
 
 
-def test_one_node_measures_nothing_of_what_leaves_nodes():
+def test_one_node_measures_nothing_across_nodes():
     config = CompressionConfig(across_nodes=True)
-    for found in run_threads(2, lambda comm: decide(seat_of(comm), config, 1, halved=False)):
-        assert (found.name, found.rows) == ("none", ()) and "nothing leaves" in found.described()
+    for result in run_threads(2, lambda comm: decide(seat_of(comm), config, 1, halved=False)):
+        assert (result.name, result.rows) == (
+            "none",
+            (),
+        ) and "no gradients are sent between nodes" in result.described()
 
 
-def test_stages_with_other_buckets_decide_alike(costs):
-    """Factors are of whole layers, whose part in a bucket differs from stage to stage."""
+def test_stages_with_different_buckets_select_the_same(costs):
+    """Factors belong to whole layers, whose share of a bucket differs from stage to stage."""
     time, taken = costs
     taken |= {"dense": 0.1}  # and factors, which are summed by two of them, take 0.2 times their part
     config = CompressionConfig(candidates=("powersgd",))
@@ -135,25 +140,25 @@ def test_stages_with_other_buckets_decide_alike(costs):
             context, "powersgd", config, 1, False
         ).share
 
-    found = run_threads(4, run)
-    assert len({share for _, share in found}) == 2
-    assert all(one == found[0][0] for one, _ in found)
+    results = run_threads(4, run)
+    assert len({share for _, share in results}) == 2
+    assert all(one == results[0][0] for one, _ in results)
 
 
-def test_many_rounds_encode_what_is_finite(monkeypatch):
-    """Sums of sums on many ranks soon are beyond float32, and nobody would encode them."""
+def test_repeated_measurements_encode_finite_values(monkeypatch):
+    """Repeated sums on many ranks soon exceed float32. The measurement must not encode such values."""
     monkeypatch.setattr(autoselect, "MOST", 140)
 
-    def poison(*args):
+    def raise_if_measured(*args):
         raise AssertionError("nothing was to be measured of values that are not finite")
 
-    monkeypatch.setattr(Compressor, "poison", poison)
+    monkeypatch.setattr(Compressor, "poison", raise_if_measured)
     config = CompressionConfig(error_feedback=False)
-    found = run_threads(2, lambda comm: decide(seat_of(comm), config, 1, halved=False, budget_s=1e9))
-    assert [row.name for row in found[0].rows] == ["none", "int8"]
+    results = run_threads(2, lambda comm: decide(seat_of(comm), config, 1, halved=False, budget_s=1e9))
+    assert [row.name for row in results[0].rows] == ["none", "int8"]
 
 
-def test_a_choice_of_the_recipe_is_not_explained():
+def test_only_automatic_selections_are_described():
     assert CompressionDecision("int8", "recipe").described() == ""
     kept = CompressionDecision("int8", "checkpoint").described()
     assert "kept from the checkpoint" in kept and "int8" in kept

@@ -1,11 +1,11 @@
-"""DGC as an exchange: against the paper's algorithm in float64, momentum SGD, and what its messages must weigh."""
+"""DGC as an exchange compared with the paper's algorithm in float64, with momentum SGD, and with its message sizes."""
 
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
-from harness.compressed.optimizers import layout, padded, seat_of, step, steps
+from harness.compressed.optimizers import layout, pad_values, seat_of, step, steps
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.strategies.compressed.config import CompressionConfig
@@ -22,7 +22,7 @@ def sgd(**keys):
 
 @dataclass
 class Paper:
-    """Algorithm 4 of the paper for all ranks, in float64: momentum correction, masking, warm-up, local clipping."""
+    """Algorithm 4 of the paper for all ranks in float64: momentum correction, masking, warm-up, local clipping."""
 
     ranks: int
     rate: float = 0.25
@@ -64,31 +64,31 @@ class Paper:
 
 
 @pytest.mark.parametrize(("ranks", "nesterov"), [(3, True), (4, False)])
-def test_it_is_the_algorithm_of_the_paper_to_the_bit(ranks, nesterov, rng):
-    """Whole numbers, and powers of two as constants: no sum is rounded, so no choice hangs on rounding."""
-    given = np.array([[padded(lambda n: rng.integers(-9, 10, n)) for _ in range(ranks)] for _ in range(STEPS)])
+def test_dgc_has_the_bits_of_the_paper_algorithm(ranks, nesterov, rng):
+    """Values are whole numbers and constants are powers of two: sums are exact, so no selection depends on rounding."""
+    given = np.array([[pad_values(lambda n: rng.integers(-9, 10, n)) for _ in range(ranks)] for _ in range(STEPS)])
     config = CompressionConfig(density=0.1, warmup_steps=6)
 
     def body(comm):
         exchange = DgcExchange(seat_of(comm, sgd(nesterov=nesterov), WHOLE), config)
-        found = steps(exchange, given[:, comm.rank])
-        return found, exchange.velocity.feedback.residuals.array, exchange.unsent.feedback.residuals.array
+        results = steps(exchange, given[:, comm.rank])
+        return results, exchange.velocity.feedback.residuals.array, exchange.unsent.feedback.residuals.array
 
-    found = run_threads(ranks, body)
+    results = run_threads(ranks, body)
     paper = Paper(ranks, nesterov=nesterov)
     for number in range(STEPS):
         # four stages in six steps: 2, 1, 2 and 1 of them; 1/16 and less are below the density asked for
         paper.step(given[number], 0.25 if number < 2 else 0.1)
-        for weights, _, _ in found:
+        for weights, _, _ in results:
             assert np.array_equal(weights[number], paper.w)
-    for rank, (_, velocity, unsent) in enumerate(found):
+    for rank, (_, velocity, unsent) in enumerate(results):
         assert np.array_equal(velocity, paper.u[rank]) and np.array_equal(unsent, paper.v[rank])
     assert np.count_nonzero(paper.w) > LAYOUT.parameters / 2
 
 
 @pytest.mark.parametrize(("ranks", "masks"), [(1, True), (2, False), (4, True)])
-def test_clipped_and_decayed_with_everything_sent(ranks, masks, rng):
-    given = np.array([[padded(rng.standard_normal) for _ in range(ranks)] for _ in range(STEPS)])
+def test_dgc_with_clipping_and_decay_matches_the_formula(ranks, masks, rng):
+    given = np.array([[pad_values(rng.standard_normal) for _ in range(ranks)] for _ in range(STEPS)])
     given *= rng.choice([0.002, 0.1], (STEPS, ranks, 1)).astype(np.float32)  # some are clipped
     keys = sgd(momentum=0.9, clip_norm=1.0, weight_decay=0.05)
 
@@ -97,23 +97,23 @@ def test_clipped_and_decayed_with_everything_sent(ranks, masks, rng):
         exchange.parameters.array[...] = start
         return steps(exchange, given[:, comm.rank]), [step(exchange, given[0, comm.rank])]
 
-    start = padded(rng.standard_normal)
-    found = run_threads(ranks, body)
+    start = pad_values(rng.standard_normal)
+    results = run_threads(ranks, body)
     # on one rank nothing is masked, since nothing is sent
     paper = Paper(ranks, momentum=0.9, clip=1.0, decay=0.05, masks=masks and ranks > 1, w=start.astype(np.float64))
     for number in range(STEPS):
         paper.step(given[number], 1.0)
-        for weights, _ in found:
+        for weights, _ in results:
             np.testing.assert_allclose(weights[number], paper.w, atol=2e-5)
-            assert weights[number].tobytes() == found[0][0][number].tobytes()
+            assert weights[number].tobytes() == results[0][0][number].tobytes()
     expected = np.linalg.norm(given[0].astype(np.float64))
-    assert [told for _, (told,) in found] == pytest.approx([expected] * ranks)
+    assert [output for _, (output,) in results] == pytest.approx([expected] * ranks)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_with_everything_sent_and_nothing_masked_it_is_momentum_sgd(ranks, nesterov, rng):
-    given = np.array([[padded(rng.standard_normal) for _ in range(ranks)] for _ in range(STEPS)])
+def test_dgc_at_full_density_is_momentum_sgd(ranks, nesterov, rng):
+    given = np.array([[pad_values(rng.standard_normal) for _ in range(ranks)] for _ in range(STEPS)])
 
     def body(comm):
         context = seat_of(comm, sgd(momentum=0.9, nesterov=nesterov))
@@ -128,8 +128,8 @@ def test_with_everything_sent_and_nothing_masked_it_is_momentum_sgd(ranks, neste
         np.testing.assert_allclose(weights, w, atol=1e-4)
 
 
-def test_one_rank_is_momentum_sgd_whatever_the_density(rng):
-    given = [padded(lambda n: rng.integers(-9, 10, n)) for _ in range(STEPS)]
+def test_dgc_on_one_rank_is_momentum_sgd_at_any_density(rng):
+    given = [pad_values(lambda n: rng.integers(-9, 10, n)) for _ in range(STEPS)]
 
     def body(comm):
         return steps(DgcExchange(seat_of(comm, sgd()), CompressionConfig(density=0.01)), given)[-1]
@@ -142,21 +142,21 @@ def test_one_rank_is_momentum_sgd_whatever_the_density(rng):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_what_is_sent_weighs_what_the_formula_says(ranks, rng):
-    gradient = padded(rng.standard_normal)
+def test_sent_bytes_of_dgc_match_the_formula(ranks, rng):
+    gradient = pad_values(rng.standard_normal)
 
     def body(comm):
         config = CompressionConfig(density=0.001, warmup_steps=8)
-        exchange, found = DgcExchange(seat_of(comm, sgd(), WHOLE), config), []
+        exchange, result = DgcExchange(seat_of(comm, sgd(), WHOLE), config), []
         for _ in range(10):
             with count_traffic(comm) as traffic:
                 step(exchange, gradient)
                 exchange.agree(np.zeros(1))
             with count_traffic(comm) as agreed:
                 exchange.agree(np.zeros(1))
-            found.append(traffic.sent_bytes - 2 * agreed.sent_bytes)
+            result.append(traffic.sent_bytes - 2 * agreed.sent_bytes)
             assert not traffic.unknown
-        return found
+        return result
 
     sizes = [segment.range.size for segment in LAYOUT.segments]
     expected = []

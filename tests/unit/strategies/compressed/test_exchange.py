@@ -1,11 +1,11 @@
-"""Trainings with compressed gradients: what a step, a skipped step, a checkpoint and another number of ranks keep."""
+"""Trainings with compressed gradients: steps, skipped steps, checkpoints and other numbers of ranks."""
 
 import numpy as np
 import pytest
 
 from harness.combinations import EXCHANGES, HALF, SMALL
 from harness.marks import cases, on_threads
-from harness.trainings import bits, losses, outcomes, state, trainer_of
+from harness.trainings import local_bits, losses, outcomes, state, trainer_of
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.compressed.config import COMPRESSORS
@@ -36,47 +36,49 @@ def exchange_of(trainer):
 
 
 def spoil(exchange, value):
-    """Let every gradient that this rank brings have a ``value`` from now on."""
+    """Replace one value of every later gradient of this rank by ``value``."""
 
-    def spoiled(op):
+    def reduce_spoiled(op):
         assert op.range is not None
         exchange.gradients.range(op.range)[3] = value
         exchange.reduce(op)
 
-    exchange.handlers = {**exchange.handlers, Kind.REDUCE: spoiled}
+    exchange.handlers = {**exchange.handlers, Kind.REDUCE: reduce_spoiled}
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
 @pytest.mark.matrix_except("bfloat16", "int8", "qsgd", "sign", "topk", "randomk", "powersgd")
 @pytest.mark.full_except("powersgd")
-def test_replicas_stay_identical_and_learn(keys, name):
+def test_compressed_replicas_stay_identical_and_learn(keys, name):
     def run(comm, given):
         trainer = trainer_of(comm, given)
         return losses(trainer, STEPS), trainer.exchange.parameters.array.copy()
 
     dense = run_threads(3, lambda comm: run(comm, compressed(keys, "none")))[0][0]
-    found = run_threads(3, lambda comm: run(comm, compressed(keys, name)))
-    for _, parameters in found:
-        np.testing.assert_array_equal(parameters, found[0][1])
-    assert found[0][0] != dense, "something was lost"
-    assert found[0][0][-1] < found[0][0][0] and found[0][0] == pytest.approx(dense, rel=FEEDBACK_LOSES.get(name, 0.1))
+    results = run_threads(3, lambda comm: run(comm, compressed(keys, name)))
+    for _, parameters in results:
+        np.testing.assert_array_equal(parameters, results[0][1])
+    assert results[0][0] != dense, "something was lost"
+    assert results[0][0][-1] < results[0][0][0] and results[0][0] == pytest.approx(
+        dense, rel=FEEDBACK_LOSES.get(name, 0.1)
+    )
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 20_000, 4 << 20])
 @on_threads(2)
-def test_factors_travel_in_buckets_of_whole_layers(comm, keys, bucket_bytes):
+def test_powersgd_buckets_contain_whole_layers(comm, keys, bucket_bytes):
     trainer = trainer_of(comm, compressed(keys, "powersgd", communication__bucket_bytes=bucket_bytes))
     layers = sorted(trainer.model.layout.units.values(), reverse=True)
-    found = [op.range for op in trainer.operations if op.kind is Kind.REDUCE]
-    assert [layer for part in found for layer in layers if layer.intersect(part) == layer] == layers
-    assert [part.start for part in found[:-1]] == [part.stop for part in found[1:]]
-    for part in found[:-1]:
+    results = [op.range for op in trainer.operations if op.kind is Kind.REDUCE]
+    assert [layer for part in results for layer in layers if layer.intersect(part) == layer] == layers
+    assert [part.start for part in results[:-1]] == [part.stop for part in results[1:]]
+    for part in results[:-1]:
         first = min(layer for layer in layers if layer.intersect(part))
         assert 4 * (part.stop - first.start) >= bucket_bytes > 4 * (part.stop - first.stop)
-    assert len(found) == {1: len(layers), 4 << 20: 1}.get(bucket_bytes, len(found))
+    assert len(results) == {1: len(layers), 4 << 20: 1}.get(bucket_bytes, len(results))
 
 
-def test_the_first_updates_are_dense(keys):
+def test_warm_up_updates_are_dense(keys):
     def run(comm, given):
         return losses(trainer_of(comm, given), STEPS)
 
@@ -90,14 +92,14 @@ def test_the_first_updates_are_dense(keys):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", ["int8", "topk", "randomk", "powersgd"])
 @pytest.mark.full_except("randomk-2")
-def test_a_resumed_run_owes_what_was_owed(keys, tmp_path, name, ranks):
+def test_resumed_run_restores_the_residuals(keys, tmp_path, name, ranks):
     given = compressed(keys, name)
 
-    def begun(comm):
+    def begin(comm):
         trainer = trainer_of(comm, given)
         outcomes(trainer, HALF, 0)
         path = CheckpointSaver(trainer, tmp_path).save(HALF)
-        kept = bits(trainer)
+        kept = local_bits(trainer)
         saved = state(trainer)
         return path, kept, outcomes(trainer, 2 * HALF, HALF), saved
 
@@ -108,15 +110,15 @@ def test_a_resumed_run_owes_what_was_owed(keys, tmp_path, name, ranks):
         owed = np.zeros(trainer.model.layout.size)
         for part in residuals.feedback.residuals.parts:
             owed[part.slice] = residuals.feedback.residuals.range(part)
-        return bits(trainer), outcomes(trainer, 2 * HALF, HALF), owed
+        return local_bits(trainer), outcomes(trainer, 2 * HALF, HALF), owed
 
-    found = run_threads(2, begun)
-    again = run_threads(ranks, lambda comm: resumed(comm, found[0][0]))
+    results = run_threads(2, begin)
+    again = run_threads(ranks, lambda comm: resumed(comm, results[0][0]))
     if ranks == 2:
-        assert [(one[1], one[2]) for one in found] == [one[:2] for one in again], "bit for bit"
+        assert [(one[1], one[2]) for one in results] == [one[:2] for one in again], "bit for bit"
     trainer = run_threads(1, lambda comm: trainer_of(comm, compressed(keys, "none")))[0]
     for segment in trainer.model.layout.segments:
-        saved = [found[0][3].get((f"residual.{rank}", segment.key)) for rank in range(2)]
+        saved = [results[0][3].get((f"residual.{rank}", segment.key)) for rank in range(2)]
         if saved[0] is None:
             continue  # a vector of powersgd travels as it is
         total = sum(np.asarray(values, np.float64) for values in saved)
@@ -126,22 +128,22 @@ def test_a_resumed_run_owes_what_was_owed(keys, tmp_path, name, ranks):
 
 
 @pytest.mark.parametrize("name", ["int8", "topk", "powersgd"])
-def test_an_overflow_of_one_rank_changes_nothing(keys, name):
+def test_overflow_on_one_rank_changes_no_state(keys, name):
     given = compressed(keys, name) | {"precision.mode": "float16", "precision.loss_scale": 256.0}
 
     def run(comm):
         trainer = trainer_of(comm, given)
         outcomes(trainer, HALF, 0)
-        before = bits(trainer)
+        before = local_bits(trainer)
         if comm.rank == 1:
             spoil(exchange_of(trainer), np.inf)
         skipped = outcomes(trainer, HALF + 1, HALF)[0][2]
-        return skipped, bits(trainer)[:-1] == before[:-1]  # but for the count of skipped steps
+        return skipped, local_bits(trainer)[:-1] == before[:-1]  # but for the count of skipped steps
 
     assert run_threads(2, run) == [(True, True)] * 2
 
 
-def test_a_gradient_that_is_not_finite_ends_a_float32_run(keys):
+def test_non_finite_gradient_ends_a_float32_run(keys):
     given = compressed(keys, "sign")
 
     def run(comm):
@@ -158,7 +160,7 @@ def test_a_gradient_that_is_not_finite_ends_a_float32_run(keys):
         assert before == after
 
 
-def test_the_table_of_resumed_runs_has_every_kind_of_sum():
+def test_resume_cases_cover_every_kind_of_sum():
     named = {row["communication.compression"] for row in EXCHANGES.values() if "communication.compression" in row}
     assert named >= {"int8", "topk", "randomk", "qsgd", "powersgd"}
 
@@ -171,7 +173,7 @@ def test_the_table_of_resumed_runs_has_every_kind_of_sum():
     ("dgc", {"optimizer.name": "sgd", "optimizer.momentum": 0.9}, 4 + 4),
     ("onebit", {"compression.warmup_steps": 1}, 8 + 4 + 2),
 )
-def test_a_cut_by_memory_counts_what_is_owed(keys, name, more, nbytes):
+def test_memory_partition_counts_residuals(keys, name, more, nbytes):
     given = compressed(keys, name) | more | ({"compression.density": 0.1} if name == "dgc" else {})
 
     def run(comm):

@@ -1,4 +1,4 @@
-"""Compressed gradients with run.device = "gpu", on the double that refuses implicit copies: the numbers of the CPU."""
+"""Compressed gradients with run.device = "gpu" on the double that rejects implicit copies: the numbers of the CPU."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ ONE_OF_A_KIND = ("int8", "topk", "randomk", "powersgd")  # each sums its own way
 
 @pytest.mark.parametrize("name", ONE_OF_A_KIND)
 @pytest.mark.full
-def test_a_compressed_run_on_the_gpu_is_that_of_the_cpu(gpu, words, name):
+def test_compressed_training_on_the_gpu_matches_the_cpu(gpu, words, name):
     settings = {**words, **OWN.get(name, {}), "communication.compression": name, "precision.mode": "float32"}
     settings["run.steps"] = 2
     host = run_threads(2, lambda comm: Trained(comm, settings))
@@ -31,7 +31,7 @@ def test_a_compressed_run_on_the_gpu_is_that_of_the_cpu(gpu, words, name):
 
 
 @pytest.mark.full
-def test_a_choice_is_measured_on_the_gpu(gpu, words, monkeypatch):
+def test_automatic_compression_is_measured_on_the_gpu(gpu, words, monkeypatch):
     monkeypatch.setenv("HPCDIST_TUNING", "on")
     monkeypatch.setattr(selection, "decide", partial(selection.decide, budget_s=0.0))
     candidates = '["int8", "powersgd"]'

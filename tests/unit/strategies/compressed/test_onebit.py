@@ -1,11 +1,11 @@
-"""1-bit Adam as an exchange: against the paper's algorithm in float64, AdamW, and what its messages must weigh."""
+"""1-bit Adam as an exchange compared with the paper's algorithm in float64, with AdamW, and with its message sizes."""
 
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from harness.compressed.optimizers import layout, padded, seat_of, step, steps
+from harness.compressed.optimizers import layout, pad_values, seat_of, step, steps
 from harness.marks import on_threads
 from hpcdist import models
 from hpcdist.arrays.ranges import Range
@@ -34,14 +34,14 @@ def adamw(**keys):
 
 
 def chunks(size, ranks):
-    """Balanced in lines of 16 elements, the first ones longer."""
+    """Return chunks balanced in lines of 16 elements. The first chunks are longer."""
     lines = np.array_split(np.arange(-(-size // 16)), ranks)
     return [slice(16 * row[0], min(size, 16 * (row[-1] + 1))) if row.size else slice(0) for row in lines]
 
 
 @dataclass
 class Paper:
-    """Algorithm 1 of the paper for all ranks, in float64, with corrected moments and decoupled decay."""
+    """Algorithm 1 of the paper for all ranks in float64, with corrected moments and decoupled decay."""
 
     ranks: int
     clip: float = 0.0
@@ -55,7 +55,7 @@ class Paper:
             [s for s in LAYOUT.segments if s not in alone and s.spec.adapted == matrix] for matrix in (False, True)
         ]
         of = [[segment] for segment in alone] + [pack for pack in packs if pack]
-        # The elements of each stretch, one behind the other.
+        # The elements of each stretch, one after the other.
         self.stretches = [np.concatenate([np.r_[s.range.slice] for s in stretch]) for stretch in of]
         self.adapted = np.zeros(LAYOUT.size)
         for segment in LAYOUT.segments:
@@ -74,7 +74,7 @@ class Paper:
             self.v[where] = np.where(v[where] > 0, np.maximum(v[where], 1e-4 * v[where].mean()), 0)
 
     def frozen(self, gradients):
-        """Take a step, and return how near to 0 a value came whose sign was taken, in parts of the mean."""
+        """Take a step. Return the smallest value whose sign was taken, relative to the mean."""
         gradients = gradients.astype(np.float64)
         if self.clip:
             norms = np.linalg.norm(gradients, axis=1, keepdims=True)
@@ -118,21 +118,21 @@ class Paper:
         return other
 
 
-def drawn(rng, ranks):
-    """Gradients of all ranks; some elements never have one."""
-    found = np.array([padded(rng.standard_normal) for _ in range(ranks)]) * np.float32(0.1)
-    found[:, ::7] = 0
-    return found
+def draw_gradients(rng, ranks):
+    """Return gradients of all ranks. Some elements are always zero."""
+    result = np.array([pad_values(rng.standard_normal) for _ in range(ranks)]) * np.float32(0.1)
+    result[:, ::7] = 0
+    return result
 
 
 @pytest.mark.parametrize(("ranks", "clip"), [(2, 1.0), (3, 0.0), (4, 1.0)])
-def test_it_is_the_algorithm_of_the_paper(ranks, clip, rng):
+def test_one_bit_adam_matches_the_paper_algorithm(ranks, clip, rng):
     paper, given, expected = Paper(ranks, clip), [], []
     for number in range(STEPS):
         if number == WARM:
             paper.freeze()
         while True:  # until no sign hangs on rounding
-            gradients, ahead = drawn(rng, ranks), paper.copy()
+            gradients, ahead = draw_gradients(rng, ranks), paper.copy()
             if number < WARM:
                 ahead.warm(gradients)
                 break
@@ -147,23 +147,25 @@ def test_it_is_the_algorithm_of_the_paper(ranks, clip, rng):
         return steps(exchange, [gradients[comm.rank] for gradients in given]), exchange
 
     assert {len(where) for where in paper.stretches} >= {LAYOUT.by_key["0.tokens.weight"].range.size}
-    found = run_threads(ranks, body)
-    for weights, exchange in found:
+    results = run_threads(ranks, body)
+    for weights, exchange in results:
         np.testing.assert_allclose(weights, expected, atol=2e-5)
-        assert weights.tobytes() == found[0][0].tobytes()
+        assert weights.tobytes() == results[0][0].tobytes()
         for group, adam in exchange._all():
             where = np.concatenate([np.r_[part.slice] for _, part in group.tensors])
             moves = paper.v[where] > 0  # errors of what stays where it is count for nothing
-            worker, own = adam.worker_error * moves, adam.own.slice
+            worker, local_slice = adam.worker_error * moves, adam.own.slice
             np.testing.assert_allclose(worker, paper.worker[exchange.context.data.rank, where], atol=1e-5)
-            np.testing.assert_allclose(adam.server_error * moves[own], paper.server[where[own]], atol=1e-5)
+            np.testing.assert_allclose(
+                adam.server_error * moves[local_slice], paper.server[where[local_slice]], atol=1e-5
+            )
     assert not paper.w[::7].any() and np.count_nonzero(paper.w) > LAYOUT.parameters / 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_warm_up_and_one_rank_are_adamw(ranks, rng):
-    given = [drawn(rng, ranks) for _ in range(STEPS if ranks == 1 else WARM)]
-    start = padded(rng.standard_normal)
+def test_warm_up_and_single_rank_are_adamw(ranks, rng):
+    given = [draw_gradients(rng, ranks) for _ in range(STEPS if ranks == 1 else WARM)]
+    start = pad_values(rng.standard_normal)
 
     def body(comm):
         context = seat_of(comm, adamw(clip_norm=0.5, warmup_steps=3, decay="cosine"))
@@ -181,7 +183,7 @@ def test_the_warm_up_and_one_rank_are_adamw(ranks, rng):
 
 
 def bytes_of(space, ranks):
-    """What each rank sends in a step: chunks of others to their owners, and all but the next rank's around a ring."""
+    """Return the bytes that each rank sends in a step: chunks to their owners, then a ring all-gather."""
     of_chunk = []
     for rank in range(ranks):
         end = 0
@@ -195,30 +197,30 @@ def bytes_of(space, ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_is_sent_weighs_what_the_formula_says(ranks, rng):
-    given = [drawn(rng, ranks) for _ in range(WARM + 2)]
+def test_sent_bytes_of_one_bit_adam_match_the_formula(ranks, rng):
+    given = [draw_gradients(rng, ranks) for _ in range(WARM + 2)]
 
     def body(comm):
         exchange = OneBitExchange(seat_of(comm, adamw()), CompressionConfig(warmup_steps=WARM))
         with count_traffic(comm) as agreed:
             exchange.agree(np.zeros(1))
-        found = []
+        results = []
         for gradients in given:
             with count_traffic(comm) as traffic:
                 step(exchange, gradients[comm.rank])
-            found.append(traffic.sent_bytes - agreed.sent_bytes)
+            results.append(traffic.sent_bytes - agreed.sent_bytes)
             assert not traffic.unknown
-        return found
+        return results
 
-    found = run_threads(ranks, body)
-    for sent, frozen in zip(found, bytes_of(LAYOUT, ranks), strict=True):
+    results = run_threads(ranks, body)
+    for sent, frozen in zip(results, bytes_of(LAYOUT, ranks), strict=True):
         assert len(set(sent[:WARM])) == 1 and sent[WARM:] == [frozen, frozen]
         assert sent[0] > 4 * frozen  # chunks are small here
-    assert sum(sent[0] for sent in found) == 2 * (ranks - 1) * 4 * LAYOUT.size  # the ring
+    assert sum(sent[0] for sent in results) == 2 * (ranks - 1) * 4 * LAYOUT.size  # the ring
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
-def test_a_real_model_takes_28_times_fewer_bytes(ranks, monkeypatch):
+def test_real_model_sends_28_times_fewer_bytes(ranks, monkeypatch):
     monkeypatch.undo()
     space = models.build(ModelConfig(layers=4, hidden=256, heads=4), "float32", context=256).layout
     dense, sent = 2 * (ranks - 1) / ranks * 4 * space.parameters, max(bytes_of(space, ranks))
@@ -227,7 +229,7 @@ def test_a_real_model_takes_28_times_fewer_bytes(ranks, monkeypatch):
 
 
 @on_threads(1)
-def test_resumed_numbers_that_cannot_be_are_refused(comm):
+def test_restore_of_invalid_scalars_is_rejected(comm):
     exchange = OneBitExchange(seat_of(comm, adamw()), CompressionConfig(warmup_steps=WARM))
     with pytest.raises(StorageError, match="-1 ranks had errors of signs; it is damaged"):
         exchange.prepare_restore({"frozen": -1})

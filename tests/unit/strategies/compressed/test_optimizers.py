@@ -1,4 +1,4 @@
-"""Trainings with DGC and 1-bit Adam: resumed, by other numbers of ranks, in pipelines, on GPUs, with a bad gradient."""
+"""Trainings with DGC and 1-bit Adam: resume, other numbers of ranks, pipelines, GPUs, and bad gradients."""
 
 from dataclasses import replace
 
@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from harness.combinations import SMALL
-from harness.compressed.optimizers import layout, padded, seat_of
+from harness.compressed.optimizers import layout, pad_values, seat_of
 from harness.compressed.optimizers import steps as given_steps
 from harness.marks import cases
-from harness.trainings import bits, outcomes, recipe_keys, trainer_of
+from harness.trainings import local_bits, outcomes, recipe_keys, trainer_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, NonFiniteError, ScheduleError
@@ -45,63 +45,63 @@ def text(text):
     ("name", "ranks", "kept", "keys"), [("onebit", 3, 2, {}), ("dgc", 4, 2, PIPELINE), ("onebit", 4, 4, PIPELINE)]
 )
 @pytest.mark.full
-def test_a_resumed_run_has_the_bits_of_the_whole_one(text, tmp_path, name, ranks, kept, keys):
+def test_resumed_run_has_the_bits_of_the_whole_run(text, tmp_path, name, ranks, kept, keys):
     settings, last = text | BOTH[name] | keys, 6
 
-    def whole(comm):
+    def run_whole(comm):
         trainer = trainer_of(comm, settings)
         outcomes(trainer, kept, 0)
         path = CheckpointSaver(trainer, tmp_path / "saved").save(kept)
-        return (outcomes(trainer, last, kept), bits(trainer)), path
+        return (outcomes(trainer, last, kept), local_bits(trainer)), path
 
     def resumed(comm):
         trainer = trainer_of(comm, settings, path)
-        found = outcomes(trainer, last, kept)
+        results = outcomes(trainer, last, kept)
         check_replicas(trainer.data_axis, trainer.exchange.parameters, last)
-        return found, bits(trainer)
+        return results, local_bits(trainer)
 
-    found = run_threads(ranks, whole)
-    path = found[0][1]
-    assert run_threads(ranks, resumed) == [kept for kept, _ in found]
+    results = run_threads(ranks, run_whole)
+    path = results[0][1]
+    assert run_threads(ranks, resumed) == [kept for kept, _ in results]
 
 
-def owed(trainer):
-    """What the state of this rank adds to what all ranks together keep, by name: flat, in float64."""
+def local_residuals(trainer):
+    """Return the local contribution to the residuals of all ranks, by name: flat, in float64."""
     exchange, size, ranks = trainer.exchange, trainer.model.layout.size, trainer.data_axis.size
     if isinstance(exchange, DgcExchange):
         kept = {"unsent": exchange.unsent, "velocity": exchange.velocity}
         return {name: one.feedback.residuals.array.astype(np.float64) for name, one in kept.items()}
     assert isinstance(exchange, OneBitExchange)
-    found = {name: np.zeros(size) for name in ("worker", "server", "m", "v")}
+    results = {name: np.zeros(size) for name in ("worker", "server", "m", "v")}
     for group, adam in exchange._all():
         where = np.concatenate([np.r_[part.slice] for _, part in group.tensors])
-        found["worker"][where] = adam.worker_error / ranks
-        found["server"][where[adam.own.slice]] = adam.server_error
+        results["worker"][where] = adam.worker_error / ranks
+        results["server"][where[adam.own.slice]] = adam.server_error
         for key in ("m", "v"):
-            found[key][where] = adam.arrays()[key].astype(np.float64) / ranks
-    return found
+            results[key][where] = adam.arrays()[key].astype(np.float64) / ranks
+    return results
 
 
 @pytest.mark.parametrize("after", [1, 3])
 @pytest.mark.parametrize("name", BOTH)
-def test_another_number_of_ranks_owes_as_much(text, tmp_path, name, after):
+def test_residuals_are_kept_on_another_number_of_ranks(text, tmp_path, name, after):
     settings = text | BOTH[name]
 
-    def before(comm):
+    def save_run(comm):
         trainer = trainer_of(comm, settings)
         outcomes(trainer, 5, 0)
-        return CheckpointSaver(trainer, tmp_path / "saved").save(5), owed(trainer)
+        return CheckpointSaver(trainer, tmp_path / "saved").save(5), local_residuals(trainer)
 
-    def now(comm):
+    def resume_run(comm):
         trainer = trainer_of(comm, settings, path)
-        found = owed(trainer)
+        result = local_residuals(trainer)
         losses = [loss for loss, *_ in outcomes(trainer, 8, 5)]
         check_replicas(trainer.data_axis, trainer.exchange.parameters, 8)
-        return found, bool(np.isfinite(losses).all())
+        return result, bool(np.isfinite(losses).all())
 
-    saved = run_threads(2, before)
+    saved = run_threads(2, save_run)
     path = saved[0][0]
-    again = run_threads(after, now)
+    again = run_threads(after, resume_run)
     for key in saved[0][1]:
         was, has = (
             sum(one[key] for one in side) for side in ([kept for _, kept in saved], [kept for kept, _ in again])
@@ -111,10 +111,10 @@ def test_another_number_of_ranks_owes_as_much(text, tmp_path, name, after):
     assert all(finite for _, finite in again)
 
 
-def test_a_frozen_variance_is_for_adam_only_once_one_rank_has_thawed_it(text, tmp_path):
+def test_frozen_variance_can_resume_as_adam_only_via_one_rank(text, tmp_path):
     adamw = {**text, "optimizer.beta2": 0.9}
 
-    def frozen(comm):
+    def save_frozen(comm):
         trainer = trainer_of(comm, adamw | ONEBIT)
         outcomes(trainer, 4, 0)
         path = CheckpointSaver(trainer, tmp_path / "saved").save(4)
@@ -122,7 +122,7 @@ def test_a_frozen_variance_is_for_adam_only_once_one_rank_has_thawed_it(text, tm
             trainer_of(comm, adamw, path)
         return path
 
-    path = run_threads(2, frozen)[0]
+    path = run_threads(2, save_frozen)[0]
     alone = trainer_of(solo(), adamw | ONEBIT, path)
     outcomes(alone, 5, 4)
     plain = trainer_of(solo(), adamw, CheckpointSaver(alone, tmp_path / "thawed").save(5))
@@ -130,8 +130,8 @@ def test_a_frozen_variance_is_for_adam_only_once_one_rank_has_thawed_it(text, tm
     assert theirs == pytest.approx(ours, rel=1e-6)
 
 
-def test_one_rank_pays_what_signs_owe_and_goes_on_with_adam(rng):
-    given = np.array([padded(rng.standard_normal) for _ in range(6)])
+def test_one_rank_applies_sign_residuals_and_continues_with_adam(rng):
+    given = np.array([pad_values(rng.standard_normal) for _ in range(6)])
 
     def body(comm):
         exchange = OneBitExchange(seat_of(comm, {"name": "adamw", "clip_norm": 0.0}), CompressionConfig(warmup_steps=4))
@@ -154,45 +154,45 @@ def test_one_rank_pays_what_signs_owe_and_goes_on_with_adam(rng):
 @pytest.mark.parametrize(
     ("name", "steps_before", "keys"), [("onebit", 2, {}), ("dgc", 2, PIPELINE), ("onebit", 5, PIPELINE)]
 )
-def test_a_bad_gradient_on_one_rank_changes_nothing_anywhere(text, name, steps_before, keys):
+def test_bad_gradient_on_one_rank_changes_no_state_on_any_rank(text, name, steps_before, keys):
     settings = text | BOTH[name] | keys
 
     def body(comm):
         trainer = trainer_of(comm, settings)
         outcomes(trainer, steps_before, 0)
-        before, healthy = bits(trainer), trainer.model.loss.backward
+        before, healthy = local_bits(trainer), trainer.model.loss.backward
         if comm.rank == comm.size - 1:  # the last stage, where there are several
             trainer.model.loss.backward = lambda scale, *rest: healthy(np.nan * scale, *rest)
         with pytest.raises(NonFiniteError) as refused:
             outcomes(trainer, steps_before + 1, steps_before)
         trainer.model.loss.backward = healthy
-        assert bits(trainer) == before
+        assert local_bits(trainer) == before
         return str(refused.value)
 
-    for said in run_threads(4 if keys else 3, body):
-        assert f"step {steps_before + 1}: loss" in said and "gradient norm nan" in said
+    for messages in run_threads(4 if keys else 3, body):
+        assert f"step {steps_before + 1}: loss" in messages and "gradient norm nan" in messages
 
 
 @pytest.mark.parametrize("clip", [0, 0.05])
-def test_a_pipeline_steps_as_one_rank_does(text, clip):
-    """What is clipped is the gradient of the replica, not that of a stage."""
+def test_pipeline_steps_match_one_rank(text, clip):
+    """The clipped gradient is the gradient of the replica, not of a stage."""
     settings = text | DGC | {"optimizer.clip_norm": clip, "model.dropout": 0, "compression.warmup_steps": 0}
     settings |= {"compression.density": 1, "parallel.microbatches": 2}
 
     def body(comm, keys):
         trainer = trainer_of(comm, settings | keys)
-        found = [norm for _, norm, *_ in outcomes(trainer, 4, 0)]
+        result = [norm for _, norm, *_ in outcomes(trainer, 4, 0)]
         part = trainer.context.part
-        return part, trainer.exchange.parameters.range(part).copy(), found
+        return part, trainer.exchange.parameters.range(part).copy(), result
 
     _, whole, norms = run_threads(2, lambda comm: body(comm, {}))[0]
-    for part, found, told in run_threads(4, lambda comm: body(comm, {"parallel.pipeline": 2})):
-        np.testing.assert_allclose(found, whole[part.slice], rtol=1e-4, atol=1e-6)
-        np.testing.assert_allclose(told, norms, rtol=1e-4)
+    for part, result, lines in run_threads(4, lambda comm: body(comm, {"parallel.pipeline": 2})):
+        np.testing.assert_allclose(result, whole[part.slice], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(lines, norms, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_tensors_that_are_not_cut_stay_the_same_on_the_tensor_axis(text, name):
+def test_uncut_tensors_stay_identical_on_the_tensor_axis(text, name):
     settings = text | BOTH[name] | {"parallel.tensor": 2, "model.dropout": 0}
 
     def body(comm):
@@ -203,15 +203,15 @@ def test_tensors_that_are_not_cut_stay_the_same_on_the_tensor_axis(text, name):
         segments = [segment for segment in trainer.model.layout.segments if not segment.spec.whole]
         return {segment.key: trainer.exchange.parameters.view(segment.key).tobytes() for segment in segments}
 
-    found = run_threads(4, body)
-    assert all(one == found[0] for one in found) and len(found[0]) > 5
+    results = run_threads(4, body)
+    assert all(one == results[0] for one in results) and len(results[0]) > 5
 
 
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.full_except("onebit")
-def test_on_a_gpu_the_numbers_of_the_cpu(gpu, name):
+def test_compressed_optimizers_on_the_gpu_match_the_cpu(gpu, name):
     rng = np.random.default_rng(5)  # drawn once: none of these signs hangs on rounding
-    given = np.array([[padded(lambda n: rng.integers(-9, 10, n)) for _ in range(2)] for _ in range(6)])
+    given = np.array([[pad_values(lambda n: rng.integers(-9, 10, n)) for _ in range(2)] for _ in range(6)])
 
     def body(comm, on):
         exchange: LocalGradients
@@ -232,15 +232,15 @@ def test_on_a_gpu_the_numbers_of_the_cpu(gpu, name):
     np.testing.assert_allclose(there, host, atol=1e-4)
 
 
-def listed(comm):
+def list_operations(comm):
     context = replace(seat_of(comm, {"name": "adamw"}), pipeline=solo())
     exchange = OneBitExchange(context, CompressionConfig(warmup_steps=WARM))
     return operations(context, exchange, build_executor(context, exchange).copies, ParallelConfig())
 
 
-def test_lists_that_send_too_early_or_too_little_are_refused():
+def test_lists_that_send_too_early_or_too_little_are_rejected():
     units = dict(enumerate(layout().units.values()))
-    good = run_threads(2, listed)
+    good = run_threads(2, list_operations)
     kinds = [op.kind for op in good[0]]
     assert kinds.index(Kind.REDUCE) < kinds.index(Kind.AGREE) < kinds.index(Kind.COMPRESS) < kinds.index(Kind.DIRECTION)
 
@@ -253,9 +253,9 @@ def test_lists_that_send_too_early_or_too_little_are_refused():
 
     def moved(kind, before):
         def change(steps):
-            rest, own = without(kind)(steps), [op for op in steps if op.kind is kind]
+            rest, local_data = without(kind)(steps), [op for op in steps if op.kind is kind]
             at = [op.kind for op in rest].index(before)
-            return [*rest[:at], *own, *rest[at:]]
+            return [*rest[:at], *local_data, *rest[at:]]
 
         return change
 
@@ -270,10 +270,10 @@ def test_lists_that_send_too_early_or_too_little_are_refused():
     for change, ranks, why in (
         (moved(Kind.COMPRESS, Kind.AGREE), (0, 1), r"COMPRESS\(.*\) comes before AGREE"),
         (moved(Kind.COMPRESS, Kind.APPLY), (0, 1), r"DIRECTION\(.*\) comes before COMPRESS"),
-        (without(Kind.AGREE), (0, 1), "sends what nobody has agreed on"),
-        (halved, (0, 1), "has no COMPRESS of all of its range"),
-        (doubled, (0, 1), "covers elements that an earlier COMPRESS"),
-        (without(Kind.COMPRESS), (1,), "rank 1 has ended|meets|waits"),
+        (without(Kind.AGREE), (0, 1), "sends gradients before the ranks agree"),
+        (halved, (0, 1), "has no COMPRESS before it that covers its whole range"),
+        (doubled, (0, 1), "overlaps the range of an earlier COMPRESS"),
+        (without(Kind.COMPRESS), (1,), "rank 1 has ended|is paired with|waits"),
     ):
         with pytest.raises(ScheduleError, match=why):
             check(change, ranks)
@@ -283,19 +283,19 @@ def test_lists_that_send_too_early_or_too_little_are_refused():
     "keys, why",
     (DGC | {"optimizer.name": "adamw"}, "set optimizer.name = 'sgd'"),
     (DGC | {"parallel.strategy": "zero1"}, "set parallel.strategy = 'allreduce'"),
-    (DGC | {"optimizer.normalize_gradient": "true"}, "which nobody has; set optimizer.normalize_gradient = false"),
+    (DGC | {"optimizer.normalize_gradient": "true"}, "which no rank has; set optimizer.normalize_gradient = false"),
     (DGC | {"compression.across_nodes": "true"}, "set compression.across_nodes = false"),
     (DGC | {"compression.error_feedback": "false"}, "compression.error_feedback = false has no effect"),
     (DGC | {"precision.mode": "float16"}, "set precision.mode = 'float32'"),
     (DGC | {"precision.mode": "float64"}, "set precision.mode = 'float32'"),
     (ONEBIT | {"optimizer.name": "lamb"}, "set optimizer.name = 'adamw'"),
-    (ONEBIT | {"compression.warmup_steps": 0}, "the variance that is frozen is measured in them"),
+    (ONEBIT | {"compression.warmup_steps": 0}, "the frozen variance is measured in the warm-up steps"),
     (ONEBIT | {"optimizer.bias_correction": "false"}, "set optimizer.bias_correction = true"),
     (ONEBIT | {"compression.density": 0.1}, "compression.density = 0.1 has no effect"),
-    (ONEBIT | {"precision.mode": "bfloat16"}, "no feedback makes up for that"),
+    (ONEBIT | {"precision.mode": "bfloat16"}, "error feedback"),
     (ONEBIT | {"communication.overlap": "thread"}, "communication.overlap"),
 )
-def test_what_does_not_go_together_is_refused(text, keys, why):
+def test_incompatible_optimizer_options_are_rejected(text, keys, why):
     with pytest.raises(ConfigurationError) as refused:
         recipes.load(None, [f"{key}={value}" for key, value in (text | keys).items()], {})
     assert why in str(refused.value) and refused.value.exit_code == 78

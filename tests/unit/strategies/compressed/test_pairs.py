@@ -1,4 +1,4 @@
-"""Every exchange with every compressor: a pair trains, or it is refused and says what to change."""
+"""Every exchange with every compressor: a pair trains, or it is rejected with the keys to change."""
 
 import re
 
@@ -60,8 +60,8 @@ WORKING = {
 WORKING |= {(f"zero{stage}", "auto") for stage in (1, 2, 3)}
 
 
-def refusal(keys):
-    """Return why a recipe cannot be, "" where it can."""
+def rejection(keys):
+    """Return the reason why a recipe is invalid, or "" if it is valid."""
     try:
         recipes.load(None, [f"{key}={value}" for key, value in keys.items()], {})
     except ConfigurationError as refused:
@@ -72,24 +72,24 @@ def refusal(keys):
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.matrix_except(*EXCHANGES.keys() - {"allreduce, in a pipeline", "allreduce, float16", "zero1", "zero2"})
 @pytest.mark.full_except("allreduce, delayed")
-def test_a_pair_trains_or_says_why_not(exchange, shared_text):
-    """The names of the keys that refuse, and of those to change, are those of the recipe."""
+def test_each_pair_trains_or_is_rejected_with_the_reason(exchange, shared_text):
+    """The error names recipe keys: the rejecting keys and the keys to change."""
     for name in NAMES:
         keys = SMALL | {"model.dropout": 0, "data.path": shared_text, "communication.compression": name}
         keys |= OWN.get(name, {}) | EXCHANGES[exchange]
-        said = refusal(keys)
-        if said:
-            assert (exchange, name) not in WORKING, said
-            assert re.search(r"(compression|optimizer)\S* = ", said), said
-            assert re.search(r"set |choose |use |leave", said) and len(said) > 60, said
+        output = rejection(keys)
+        if output:
+            assert (exchange, name) not in WORKING, output
+            assert re.search(r"(compression|optimizer)\S* = ", output), output
+            assert re.search(r"set |choose |use |leave", output) and len(output) > 60, output
             continue
 
         def run(comm, keys=keys):
             trainer = trainer_of(comm, keys)
-            found = [done[0] for done in outcomes(trainer, STEPS, 0)]
-            return found, bool(np.isfinite(trainer.exchange.parameters.array).all())
+            result = [done[0] for done in outcomes(trainer, STEPS, 0)]
+            return result, bool(np.isfinite(trainer.exchange.parameters.array).all())
 
         of_a_replica = keys.get("parallel.pipeline", 1) * keys.get("parallel.tensor", 1)
         ranks = 3 if SERVED.items() <= keys.items() else 2 * of_a_replica
-        for found, finite in run_threads(ranks, run):
-            assert finite and np.isfinite(found).all() and all(0 < loss < 10 for loss in found), (name, found)
+        for result, finite in run_threads(ranks, run):
+            assert finite and np.isfinite(result).all() and all(0 < loss < 10 for loss in result), (name, result)

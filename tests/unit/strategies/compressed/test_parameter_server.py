@@ -1,4 +1,4 @@
-"""Compressed gradients on a parameter server: against one process that encodes and decodes for every worker."""
+"""Compressed gradients on a parameter server, compared with one process that encodes and decodes for every worker."""
 
 from dataclasses import replace
 from itertools import product
@@ -34,7 +34,7 @@ from hpcdist.training.recipe.recipe import Recipe
 NAMES = (*QUANTISED, *SPARSE)
 
 
-def trained(case, given):
+def train(case, given):
     def body(comm):
         job = Job(comm, case)
         for row in given:
@@ -49,10 +49,10 @@ def check_as_one_process(case, given):
     alone = OneProcess(case)
     for row in given:
         alone.step(row)
-    jobs = trained(case, given)
+    jobs = train(case, given)
     for step, expected in enumerate(alone.sums):
-        found = sum(job.sums[step] for job in jobs)  # each server has its part
-        np.testing.assert_array_equal(found, expected)
+        result = sum(job.sums[step] for job in jobs)  # each server has its part
+        np.testing.assert_array_equal(result, expected)
     for job in jobs[: len(case.roles.workers)]:
         np.testing.assert_array_equal(job.weights, float32(alone.working))
     speakers = [members[0] for members in case.voices()]
@@ -63,14 +63,14 @@ def check_as_one_process(case, given):
 @pytest.mark.parametrize("feedback", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.full_except("sign-True")
-def test_ten_steps_are_those_of_one_process(name, feedback, rng):
+def test_ten_steps_match_one_process(name, feedback, rng):
     config = CompressionConfig(density=0.1, error_feedback=feedback)
     for ranks, servers in [(2, dedicated()), (4, colocated(2))] if feedback else [(3, dedicated(1)), (3, colocated())]:
         case = Case(ranks, servers, name, config)
         check_as_one_process(case, gradients(rng, case))
 
 
-def test_every_placement_is_that_of_one_process(rng):
+def test_every_placement_matches_one_process(rng):
     for ranks in (1, 2, 4):
         servers = [dedicated(number) for number in range(1, ranks)] + [colocated(n) for n in range(1, ranks + 1)]
         for each, layout in product(servers, (UNEVEN, EVEN)):
@@ -80,7 +80,7 @@ def test_every_placement_is_that_of_one_process(rng):
 
 @pytest.mark.parametrize("name", ["int4", "topk", "randomk"])
 @pytest.mark.full_except("topk")
-def test_the_first_updates_are_dense(name, rng):
+def test_warm_up_updates_are_dense(name, rng):
     for servers in (dedicated(2), colocated()):
         case = Case(4, servers, name, CompressionConfig(density=0.1, warmup_steps=4))
         check_as_one_process(case, gradients(rng, case))
@@ -88,7 +88,7 @@ def test_the_first_updates_are_dense(name, rng):
 
 @pytest.mark.parametrize("across", [True, False])
 @pytest.mark.full_except("False")
-def test_one_speaks_for_a_node_and_encodes_its_sum(across, rng):
+def test_one_worker_per_node_encodes_the_sum_of_its_node(across, rng):
     for ranks, servers in product((3, 4, 5), (dedicated(), colocated(1), colocated())):
         case = Case(ranks, servers, "int8", CompressionConfig(across_nodes=across), per_node=2)
         check_as_one_process(case, gradients(rng, case, 4))
@@ -102,7 +102,7 @@ def test_16_bit_gradients_are_encoded_without_their_scale(working, rng):
         check_as_one_process(case, gradients(rng, case, 5))
 
 
-def test_a_gpu_has_the_bits_of_the_host(gpu, rng):
+def test_compressed_server_on_the_gpu_has_the_bits_of_the_host(gpu, rng):
     for case in (
         Case(2, dedicated(), "topk", replace(SOME, warmup_steps=1), on="gpu"),
         Case(3, colocated(), "int8", per_node=2, on="gpu"),
@@ -112,55 +112,55 @@ def test_a_gpu_has_the_bits_of_the_host(gpu, rng):
     assert gpu.LOG.events
 
 
-def test_a_compressor_that_loses_nothing_gives_the_bits_of_none(rng):
+def test_lossless_compressor_has_the_bits_of_no_compression(rng):
     for ranks, servers in [(2, dedicated()), (4, dedicated(2)), (3, colocated()), (4, colocated(2))]:
         case = Case(ranks, servers, "topk", CompressionConfig(density=1.0))
         given = gradients(rng, case, 4)
-        for ours, theirs in zip(trained(case, given), trained(replace(case, name="none"), given), strict=True):
+        for ours, theirs in zip(train(case, given), train(replace(case, name="none"), given), strict=True):
             assert ours.exchange.parameters.array.tobytes() == theirs.exchange.parameters.array.tobytes()
 
 
-def test_any_number_of_servers_has_the_same_bits_where_tensors_are_cut_alike(rng):
-    """Servers that also work encode other parts than dedicated ones, so each placement is for itself."""
+def test_any_number_of_servers_has_the_same_bits_for_equal_splits(rng):
+    """Colocated servers encode other parts than dedicated servers, so each placement is compared separately."""
     given = gradients(rng, Case(2, dedicated(), layout=EVEN), 4)
     for name in ("int4", "qsgd", "topk"):
-        found = {
-            trained(Case(2 + servers, dedicated(servers), name, layout=EVEN), padded(given, servers))[0]
+        results = {
+            train(Case(2 + servers, dedicated(servers), name, layout=EVEN), pad_servers(given, servers))[0]
             .exchange.parameters.array.tobytes()
             for servers in (1, 2, 4)
         }  # fmt: skip
-        assert len(found) == 1
+        assert len(results) == 1
     # Elementwise ones do not even see the cut.
     given = gradients(rng, Case(2, dedicated()), 4)
-    found = {
-        trained(Case(2 + servers, dedicated(servers), "bfloat16"), padded(given, servers))[0]
+    results = {
+        train(Case(2 + servers, dedicated(servers), "bfloat16"), pad_servers(given, servers))[0]
         .exchange.parameters.array.tobytes()
         for servers in (1, 2, 3)
     }  # fmt: skip
-    assert len(found) == 1
+    assert len(results) == 1
 
 
-def padded(given, servers):
+def pad_servers(given, servers):
     return np.concatenate([given, np.zeros((len(given), servers, given.shape[2]), np.float32)], axis=1)
 
 
 @pytest.mark.parametrize("servers", [dedicated(2), colocated()])
 @pytest.mark.parametrize("name", ["int8", "topk", "randomk", "sign"])
-def test_recorded_bytes_are_those_of_the_formula(name, servers, rng):
+def test_recorded_bytes_match_the_formula(name, servers, rng):
     case = Case(4, servers, name, CompressionConfig(density=0.1))
     given = gradients(rng, case, 2)
     made = compressor(name, case.config)
 
-    def sent(comm, case):
+    def sent_bytes(comm, case):
         job = Job(comm, case)
         with count_traffic(comm) as traffic:
             for row in given:
                 job.step(row[comm.rank])
         return traffic.sent_bytes, job.exchange.topology.messages
 
-    found = run_threads(4, lambda comm: sent(comm, case))
-    dense = run_threads(4, lambda comm: sent(comm, replace(case, name="none")))
-    for rank, ((ours, messages), (theirs, _)) in enumerate(zip(found, dense, strict=True)):
+    results = run_threads(4, lambda comm: sent_bytes(comm, case))
+    dense = run_threads(4, lambda comm: sent_bytes(comm, replace(case, name="none")))
+    for rank, ((ours, messages), (theirs, _)) in enumerate(zip(results, dense, strict=True)):
         pushed = [part for part, server in messages if server != rank and rank in case.roles.workers]
         values = sum(part.size for part in pushed)
         payloads = 0
@@ -171,7 +171,7 @@ def test_recorded_bytes_are_those_of_the_formula(name, servers, rng):
         assert ours < theirs or not pushed
 
 
-def test_a_gradient_that_is_not_finite_stops_all_before_a_weight_is_touched(rng):
+def test_non_finite_gradient_stops_all_before_any_update(rng):
     bad_values = (("int8", np.nan), ("topk", np.inf), ("sign", np.nan), ("float16", np.inf))
     for servers, (name, bad) in product((dedicated(), colocated()), bad_values):
         case = Case(3, servers, name)
@@ -212,11 +212,11 @@ def test_a_skipped_16_bit_step_changes_no_residual(rng):
             return this.parameters.array.tobytes() + this.residuals.feedback.residuals.array.tobytes()
 
         skipping = (given[0], overflowing, given[1], given[2])
-        found = [run_threads(3, lambda comm, rows=rows: body(comm, rows=rows)) for rows in (tuple(given), skipping)]
-        assert found[0] == found[1]
+        results = [run_threads(3, lambda comm, rows=rows: body(comm, rows=rows)) for rows in (tuple(given), skipping)]
+        assert results[0] == results[1]
 
 
-def test_what_is_owed_of_an_own_range_is_paid_at_once(rng):
+def test_residuals_of_a_local_range_are_applied_immediately(rng):
     case = Case(2, colocated(), "int8")
     given = gradients(rng, case, 1)
     owed = gradients(rng, case, 1)[0]
@@ -238,7 +238,7 @@ def test_what_is_owed_of_an_own_range_is_paid_at_once(rng):
 
 
 def recipe_of(servers, name, algorithm, across):
-    """Return a recipe of these servers with compressed gradients, or raise what refuses it."""
+    """Return a recipe of these servers with compressed gradients. Raises if it is rejected."""
     return Recipe(
         parallel=ParallelConfig(strategy="parameter_server"),
         parameter_server=servers,
@@ -251,26 +251,26 @@ def recipe_of(servers, name, algorithm, across):
     "servers, name, algorithm, across, why",
     (ParameterServerConfig(consistency="asp"), "int8", "ring", False, "clipped by the norm of its worker's own"),
     (ParameterServerConfig(consistency="ssp", staleness=2), "topk", "ring", False, "clipped by the norm"),
-    (ParameterServerConfig(backup_workers=1), "int8", "ring", False, "has already taken it for sent"),
-    (ParameterServerConfig(transport="shared"), "int8", "ring", False, "does not travel"),
-    (ParameterServerConfig(transport="rma"), "int8", "ring", False, "do not decode it"),
-    (ParameterServerConfig(), LOW_RANK[0], "ring", False, "ask servers once"),
-    (ParameterServerConfig(), "dgc", "ring", False, "each rank steps all of the model"),
+    (ParameterServerConfig(backup_workers=1), "int8", "ring", False, "residuals assume that it was applied"),
+    (ParameterServerConfig(transport="shared"), "int8", "ring", False, "encoding only costs time"),
+    (ParameterServerConfig(transport="rma"), "int8", "ring", False, "cannot decode payloads"),
+    (ParameterServerConfig(), LOW_RANK[0], "ring", False, "a second exchange"),
+    (ParameterServerConfig(), "dgc", "ring", False, "each rank updates the whole model"),
     (ParameterServerConfig(), "int8", "ring", True, "communication.algorithm = 'hierarchical'"),
 )
-def test_what_is_not_built_is_refused(servers, name, algorithm, across, why):
+def test_unsupported_compressed_servers_are_rejected(servers, name, algorithm, across, why):
     with pytest.raises(ConfigurationError, match=why):
         recipe_of(servers, name, algorithm, across)
 
 
-def test_a_bound_of_no_steps_is_lock_step():
+def test_ssp_with_bound_0_allows_compression():
     recipe = recipe_of(ParameterServerConfig(consistency="ssp"), "int8", "hierarchical", across=True)
     assert recipe.parameter_server.lock_step
     with pytest.raises(ConfigurationError):
         recipe_of(ParameterServerConfig(consistency="ssp", staleness=1), "int8", "hierarchical", across=True)
 
 
-def test_only_what_speaks_keeps_residuals():
+def test_only_sending_workers_keep_residuals():
     def body(comm, case):
         this = Job(comm, case).exchange
         assert isinstance(this, CompressedServerExchange) and this.residuals is not None

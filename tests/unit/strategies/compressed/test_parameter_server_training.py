@@ -1,4 +1,4 @@
-"""Trainings on a parameter server with compressed gradients: products, checkpoints, NaN, and what recipes refuse."""
+"""Trainings on a compressed parameter server: products, checkpoints, NaN, and rejected recipes."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import pytest
 
 from harness import trainings
 from harness.marks import cases, on_threads
-from harness.trainings import PIPELINE, SERVER, Trained, assembled, refused
+from harness.trainings import PIPELINE, SERVER, Trained, assemble_trainer, assert_rejected
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.schedule.operations import Kind
@@ -33,19 +33,19 @@ def state(trainer):
     [(PIPELINE, False), ({"parallel.tensor": 2}, False), ({**PIPELINE, "parallel.tensor": 2}, True)],
 )
 @pytest.mark.full_except("axes0-False")
-def test_in_a_product_every_place_has_servers_of_its_own(axes, lossless, words):
+def test_each_pipeline_and_tensor_position_has_separate_servers(axes, lossless, words):
     ranks = 2 * int(axes.get("parallel.pipeline", 1)) * int(axes.get("parallel.tensor", 1))
     settings = {**words, **COLOCATED, **axes}
     dense = run_threads(ranks, lambda comm: Trained(comm, settings).losses)[0]
     way = {**TOPK, "compression.density": 1.0} if lossless else INT8
-    found = run_threads(ranks, lambda comm: Trained(comm, {**settings, **way}))
-    for one in found:
+    results = run_threads(ranks, lambda comm: Trained(comm, {**settings, **way}))
+    for one in results:
         if lossless:
             assert one.losses == dense
         else:
             np.testing.assert_allclose(one.losses, dense, rtol=1e-3)
     parameters = {}
-    for one in found:  # what all ranks of the tensor axis have whole stays the same there too
+    for one in results:  # what all ranks of the tensor axis have whole stays the same there too
         store = one.trainer.exchange.parameters
         for segment, where in store.tensors():
             if not segment.spec.whole:
@@ -59,22 +59,22 @@ def test_in_a_product_every_place_has_servers_of_its_own(axes, lossless, words):
     (COLOCATED, {**INT8, "precision.mode": "float16", "precision.loss_scale": 1024}),
 )
 @pytest.mark.full_except("placed0-way0")
-def test_a_run_goes_on_to_the_bit(placed, way, words, tmp_path):
+def test_resumed_run_has_the_same_bits(placed, way, words, tmp_path):
     settings = {**words, **placed, **way}
 
-    def through(comm):
-        trainer = assembled(comm, settings)
+    def run_through(comm):
+        trainer = assemble_trainer(comm, settings)
         steps(trainer, 4)
         return state(trainer)
 
-    def stopped(comm):
-        trainer = assembled(comm, settings)
+    def run_stopped(comm):
+        trainer = assemble_trainer(comm, settings)
         steps(trainer, 2)
-        again = assembled(comm, settings, CheckpointSaver(trainer, tmp_path).save(2))
+        again = assemble_trainer(comm, settings, CheckpointSaver(trainer, tmp_path).save(2))
         steps(again, 4)
         return state(again)
 
-    whole, again = run_threads(3, through), run_threads(3, stopped)
+    whole, again = run_threads(3, run_through), run_threads(3, run_stopped)
     assert whole == again
     workers = 3 if placed is COLOCATED else 2
     kinds = {kind for one in whole for kind, _, _ in one if kind.startswith("residual")}
@@ -83,58 +83,58 @@ def test_a_run_goes_on_to_the_bit(placed, way, words, tmp_path):
 
 @pytest.mark.parametrize(("now", "after"), [(2, COLOCATED), (4, SERVER), (2, {"parallel.strategy": "allreduce"})])
 @pytest.mark.full_except("2-after2")
-def test_what_is_owed_is_the_same_for_other_workers(now, after, words, tmp_path):
+def test_residuals_are_kept_for_other_workers(now, after, words, tmp_path):
     settings, others = {**words, **COLOCATED, **TOPK}, {**words, **after, **TOPK}
 
-    def owed(trainer):
-        found = {}
+    def residuals_of(trainer):
+        result = {}
         for segment, where in trainer.exchange.residuals.feedback.residuals.tensors():
-            found[segment.key] = trainer.exchange.residuals.feedback.residuals.contents(where).copy()
-        return found
+            result[segment.key] = trainer.exchange.residuals.feedback.residuals.contents(where).copy()
+        return result
 
-    def before(comm):
-        trainer = assembled(comm, settings)
+    def save_before(comm):
+        trainer = assemble_trainer(comm, settings)
         steps(trainer, 2)
-        return CheckpointSaver(trainer, tmp_path).save(2), owed(trainer)
+        return CheckpointSaver(trainer, tmp_path).save(2), residuals_of(trainer)
 
-    old = run_threads(3, before)
-    new = run_threads(now, lambda comm: owed(assembled(comm, others, old[0][0])))
-    assert any(found.any() for _, one in old for found in one.values())
+    old = run_threads(3, save_before)
+    new = run_threads(now, lambda comm: residuals_of(assemble_trainer(comm, others, old[0][0])))
+    assert any(result.any() for _, one in old for result in one.values())
     for key in new[0]:
         expected = sum(one[key] for _, one in old)
-        found = sum(one[key] for one in new if key in one)  # a rank that only serves owes nothing
-        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-12)
+        result = sum(one[key] for one in new if key in one)  # a rank that only serves owes nothing
+        np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-12)
     # It is paid by whoever serves, and the run goes on.
-    assert np.isfinite(run_threads(now, lambda comm: steps(assembled(comm, others, old[0][0]), 4))).all()
+    assert np.isfinite(run_threads(now, lambda comm: steps(assemble_trainer(comm, others, old[0][0]), 4))).all()
 
 
-def test_a_checkpoint_without_residuals_begins_with_none(words, tmp_path):
+def test_checkpoint_without_residuals_starts_without_residuals(words, tmp_path):
     settings = {**words, **SERVER}
 
-    def dense(comm):
-        trainer = assembled(comm, settings)
+    def save_dense(comm):
+        trainer = assemble_trainer(comm, settings)
         steps(trainer, 2)
         return CheckpointSaver(trainer, tmp_path).save(2)
 
-    found = run_threads(3, dense)[0]
-    after = run_threads(3, lambda comm: steps(assembled(comm, {**settings, **INT8}, found), 4))
+    result = run_threads(3, save_dense)[0]
+    after = run_threads(3, lambda comm: steps(assemble_trainer(comm, {**settings, **INT8}, result), 4))
     assert np.isfinite(after).all()
 
 
 @pytest.mark.parametrize("placed", [SERVER, COLOCATED])
 @on_threads(3)
-def test_a_gradient_that_overflows_ends_the_run_on_all_ranks(comm, placed, words):
-    trainer = assembled(comm, {**words, **placed, **TOPK})
+def test_overflowing_gradient_ends_the_run_on_all_ranks(comm, placed, words):
+    trainer = assemble_trainer(comm, {**words, **placed, **TOPK})
     steps(trainer, 2)
     trainer = replace(trainer, first_step=2)
     handlers, push = trainer.executor._handlers, trainer.exchange.push
 
-    def overflow(op):
+    def push_overflow(op):
         trainer.exchange.gradients.range(op.range)[:1] = np.inf
         push(op)
 
     if comm.rank == 1:
-        handlers[Kind.PUSH] = overflow
+        handlers[Kind.PUSH] = push_overflow
     before = trainer.exchange.parameters.array.tobytes()
     with pytest.raises(NonFiniteError, match="gradient norm (nan|inf)"):
         steps(trainer, 4)
@@ -144,18 +144,21 @@ def test_a_gradient_that_overflows_ends_the_run_on_all_ranks(comm, placed, words
 REFUSED = {
     "asp": ({"parameter_server.consistency": "asp"}, "clipped by the norm"),
     "ssp": ({"parameter_server.consistency": "ssp", "parameter_server.staleness": 1}, "clipped by the norm"),
-    "backup": ({"parameter_server.backup_workers": 1}, "taken it for sent"),
-    "shared": ({"parameter_server.transport": "shared"}, "does not travel"),
-    "rma": ({"parameter_server.transport": "rma"}, "do not decode"),
-    "powersgd": ({"communication.compression": "powersgd"}, "ask servers once"),
+    "backup": ({"parameter_server.backup_workers": 1}, "that it was applied"),
+    "shared": ({"parameter_server.transport": "shared"}, "encoding only costs time"),
+    "rma": ({"parameter_server.transport": "rma"}, "cannot decode payloads"),
+    "powersgd": ({"communication.compression": "powersgd"}, "a second exchange"),
     "auto": ({"communication.compression": "auto"}, "auto"),
-    "shards": ({"run.logical_shards": 4, "parallel.microbatches": 1, "run.global_batch": 8}, "which ranks lose what"),
+    "shards": (
+        {"run.logical_shards": 4, "parallel.microbatches": 1, "run.global_batch": 8},
+        "the compression errors of each rank",
+    ),
     "across": ({"compression.across_nodes": "true"}, "'hierarchical'"),
-    "float64": ({"precision.mode": "float64"}, "what is encoded is float32"),
+    "float64": ({"precision.mode": "float64"}, "only float32 values can be encoded"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_recipe_that_does_not_go_with_it_is_refused(case):
+def test_incompatible_recipes_are_rejected(case):
     settings, why = REFUSED[case]
-    refused({**SERVER, **INT8, **settings}, why)
+    assert_rejected({**SERVER, **INT8, **settings}, why)

@@ -1,4 +1,4 @@
-"""Sums of compressed gradients: against one process that encodes for all ranks, and against what is owed."""
+"""Sums of compressed gradients, compared with one process that encodes for all ranks, and with the residuals."""
 
 from dataclasses import dataclass, replace
 
@@ -44,20 +44,20 @@ STEPS = 3
 
 @dataclass
 class Made:
-    """What one rank sums with."""
+    """The encoder and the reduction of one rank."""
 
     codes: GradientCoder | PowerSgdReduction
     reduction: CompressedReduction
 
     def step(self, number, gradient):
-        found = gradient.copy()
+        result = gradient.copy()
         if isinstance(self.codes, GradientCoder):
             self.codes.step = number
         for part in PARTS:
-            self.reduction.allreduce(found[part.slice], part)
+            self.reduction.allreduce(result[part.slice], part)
         if self.codes.feedback is not None:
             self.codes.feedback.keep()
-        return found
+        return result
 
 
 def make(comm, name, *, feedback, across=False, seed=3):
@@ -78,18 +78,18 @@ def make(comm, name, *, feedback, across=False, seed=3):
 
 
 def gradients(rng, ranks):  # (ranks, size), zero where the layout pads
-    found = np.zeros((ranks, LAYOUT.size), np.float32)
+    received = np.zeros((ranks, LAYOUT.size), np.float32)
     for segment in LAYOUT.segments:
-        found[:, segment.range.slice] = rng.standard_t(3, (ranks, segment.range.size))
-    return found
+        received[:, segment.range.slice] = rng.standard_t(3, (ranks, segment.range.size))
+    return received
 
 
 def pieces(part):
     return [where for _, where in LAYOUT.within(part)]
 
 
-def through(name, feedback, values, where, step, rank):
-    """Return what is left of the values of one piece on the other side."""
+def encode_and_decode(name, feedback, values, where, step, rank):
+    """Return the values of one piece after encoding and decoding."""
     made = compressor(name, replace(CONFIG, error_feedback=feedback))
     payload = np.zeros(made.payload_bytes(values.size), np.uint8)
     made.encode(values, payload, RandomKey(3, step, 0 if name in SUMMED else rank, where.start // 16))
@@ -99,7 +99,7 @@ def through(name, feedback, values, where, step, rank):
 
 
 class OneProcess:
-    """All ranks of a way, computed here: pieces through the compressor, and float32 sums in the order it says."""
+    """All ranks of a reduction in one process: pieces through the compressor, float32 sums in its order."""
 
     def __init__(self, name, ranks, feedback):
         self.name, self.ranks, self.feedback = name, ranks, feedback
@@ -107,7 +107,7 @@ class OneProcess:
 
     def sent(self, step, rank, where, values):
         given = (self.residual[rank, where.slice] + values).astype(np.float32) if self.feedback else values
-        out = through(self.name, self.feedback, given, where, step, rank)
+        out = encode_and_decode(self.name, self.feedback, given, where, step, rank)
         if self.feedback:
             self.residual[rank, where.slice] = given - out
         return out
@@ -135,7 +135,7 @@ class OneProcess:
 
 @pytest.mark.parametrize("feedback", [True, False])
 @pytest.mark.parametrize("name", [name for name in COMPRESSORS if name not in LOW_RANK])
-def test_a_sum_is_that_of_one_process_that_encodes_for_all(rng, name, feedback):
+def test_compressed_sum_matches_one_process(rng, name, feedback):
     for ranks in (2, 3, 4):
         given = [gradients(rng, ranks) for _ in range(STEPS)]
 
@@ -143,20 +143,20 @@ def test_a_sum_is_that_of_one_process_that_encodes_for_all(rng, name, feedback):
             made = make(comm, name, feedback=feedback)
             return [made.step(step, given[step][comm.rank]) for step in range(STEPS)]
 
-        found = run_threads(ranks, run)
+        results = run_threads(ranks, run)
         expected = OneProcess(name, ranks, feedback)
         for step in range(STEPS):
-            wanted = expected.step(step, given[step])
-            for own in found:
+            requested = expected.step(step, given[step])
+            for local_data in results:
                 if name in SUMMED:  # the order of a ring
-                    np.testing.assert_allclose(own[step], wanted, rtol=1e-5, atol=1e-5)
+                    np.testing.assert_allclose(local_data[step], requested, rtol=1e-5, atol=1e-5)
                 else:
-                    np.testing.assert_array_equal(own[step], wanted)
+                    np.testing.assert_array_equal(local_data[step], requested)
 
 
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("name", [*COMPRESSORS])
-def test_what_is_not_in_a_sum_is_in_the_residuals(rng, name, across):
+def test_lost_values_of_a_sum_are_in_the_residuals(rng, name, across):
     ranks, nodes = (4, 2) if across else (3, 3)
     given = [gradients(rng, ranks) for _ in range(STEPS)]
 
@@ -167,22 +167,22 @@ def test_what_is_not_in_a_sum_is_in_the_residuals(rng, name, across):
         store = made.codes.feedback.residuals
         return sums, [(part, store.range(part).copy()) for part in store.parts]
 
-    found = run_threads(ranks, run, ranks_per_node=ranks // nodes)
+    results = run_threads(ranks, run, ranks_per_node=ranks // nodes)
     owed = np.zeros(LAYOUT.size)
-    for _, residuals in found:
+    for _, residuals in results:
         for part, values in residuals:
             owed[part.slice] += values
     true = sum(step.astype(np.float64).sum(axis=0) for step in given)
-    applied = sum(step.astype(np.float64) for step in found[0][0])
+    applied = sum(step.astype(np.float64) for step in results[0][0])
     assert np.abs(true - applied).max() > 1e-4, "something is lost"
     np.testing.assert_allclose(true - applied, owed, atol=2e-4)
-    for sums, _ in found:
-        for own, first in zip(sums, found[0][0], strict=True):
-            np.testing.assert_array_equal(own, first)
+    for sums, _ in results:
+        for local_data, first in zip(sums, results[0][0], strict=True):
+            np.testing.assert_array_equal(local_data, first)
 
 
-def test_powersgd_takes_the_projection_of_the_mean(rng):
-    """Against subspace iteration in float64 by a QR factorisation, which spans the same columns."""
+def test_powersgd_computes_the_projection_of_the_mean(rng):
+    """The reference is a subspace iteration in float64 with a QR factorisation, which spans the same columns."""
     ranks = 3
     given = [gradients(rng, ranks) for _ in range(STEPS)]
 
@@ -211,24 +211,24 @@ def test_powersgd_takes_the_projection_of_the_mean(rng):
 
 
 @pytest.mark.parametrize("name", [*COMPRESSORS])
-def test_one_nan_reaches_all_ranks_and_no_residual_of_its_rank(rng, name):
+def test_nan_reaches_all_ranks_but_no_residual(rng, name):
     given = gradients(rng, 3)
     bad = LAYOUT.by_key["1.weight"].range
     given[1, bad.start + 7] = np.inf
 
     def run(comm):
         made = make(comm, name, feedback=True)
-        found = made.step(0, given[comm.rank])
+        result = made.step(0, given[comm.rank])
         assert made.codes.feedback is not None
-        return found, bool(np.isfinite(made.codes.feedback.residuals.array).all())
+        return result, bool(np.isfinite(made.codes.feedback.residuals.array).all())
 
-    for rank, (found, clean) in enumerate(run_threads(3, run)):
-        assert not np.isfinite(found[bad.slice]).all(), "whoever takes the norm sees it"
+    for rank, (result, clean) in enumerate(run_threads(3, run)):
+        assert not np.isfinite(result[bad.slice]).all(), "whoever takes the norm sees it"
         assert clean or rank != 1
 
 
 def expected_bytes(name, ranks, rank):
-    """Return what a rank sends to sum all of PARTS."""
+    """Return the bytes that a rank sends to sum all of PARTS."""
     made = None if name in LOW_RANK else compressor(name, CONFIG)
     total = 0
     for part in PARTS:
@@ -262,36 +262,36 @@ def test_bytes_follow_the_formula(rng, name):
         assert not traffic.unknown
         return traffic.sent_bytes
 
-    found = run_threads(2, run)
+    results = run_threads(2, run)
     if name in (*LOW_RANK, *SUMMED):  # a ring of 2 ranks: each sends the whole once, half down and half up
-        assert sum(found) == 2 * expected_bytes(name, 2, 0)
+        assert sum(results) == 2 * expected_bytes(name, 2, 0)
     else:
-        assert found == [expected_bytes(name, 2, rank) for rank in range(2)]
+        assert results == [expected_bytes(name, 2, rank) for rank in range(2)]
 
 
-def test_what_one_rank_sums_is_not_encoded(rng):
+def test_sum_of_one_rank_is_not_encoded(rng):
     given = gradients(rng, 1)
 
     def run(comm):
         way = make(comm, "float16", feedback=False).reduction
         assert isinstance(way, QuantisedReduction)
-        found = given[0].copy()
-        way.reduce_scatter(found, Range(0, LAYOUT.size), [Range(0, LAYOUT.size)])
-        return found
+        result = given[0].copy()
+        way.reduce_scatter(result, Range(0, LAYOUT.size), [Range(0, LAYOUT.size)])
+        return result
 
     np.testing.assert_array_equal(run_threads(1, run)[0], given[0])
 
 
 @pytest.mark.parametrize("name", ["float16", "topk"])
-def test_long_messages_travel_in_segments_between_nodes(rng, monkeypatch, name):
+def test_long_messages_between_nodes_are_segmented(rng, monkeypatch, name):
     monkeypatch.setattr(reduction, "SEGMENT_BYTES", 100)
     given = gradients(rng, 3)
 
     def run(comm):
         made = make(comm, name, feedback=True)
         with count_traffic(comm) as traffic:
-            found = made.step(0, given[comm.rank])
-        return found, traffic.calls["isend"], traffic.sent_bytes
+            result = made.step(0, given[comm.rank])
+        return result, traffic.calls["isend"], traffic.sent_bytes
 
     whole, segmented = (run_threads(3, run, ranks_per_node=per_node) for per_node in (3, 1))
     for one, other in zip(whole, segmented, strict=True):
@@ -300,7 +300,7 @@ def test_long_messages_travel_in_segments_between_nodes(rng, monkeypatch, name):
         assert one[1] < one[2] / 100 <= other[1] < one[1] + one[2] / 100, "each but the last of a message is full"
 
 
-def test_nodes_of_different_sizes_are_refused():
+def test_nodes_of_different_sizes_are_rejected():
     def run(comm):
         with pytest.raises(ConfigurationError, match="across_nodes"):
             make(comm, "int8", feedback=True, across=True)
@@ -310,16 +310,16 @@ def test_nodes_of_different_sizes_are_refused():
 
 
 @pytest.mark.parametrize("bucket_bytes", [100, 1000])
-def test_draws_of_no_two_pieces_have_the_same_name(rng, monkeypatch, bucket_bytes):
-    """However short buckets are, in both phases and on all ranks."""
-    found = []
+def test_random_draws_have_unique_names(rng, monkeypatch, bucket_bytes):
+    """Names are unique for any bucket size, in both phases and on all ranks."""
+    results = []
     named = GradientCoder._key
 
-    def noted(coder, unit):
-        found.append(named(coder, unit))
-        return found[-1]
+    def note_name(coder, unit):
+        results.append(named(coder, unit))
+        return results[-1]
 
-    monkeypatch.setattr(GradientCoder, "_key", noted)
+    monkeypatch.setattr(GradientCoder, "_key", note_name)
 
     def run(comm):
         made = models.build(ModelConfig(layers=1, hidden=16, heads=2, vocabulary=64), "float32", context=8)
@@ -330,12 +330,12 @@ def test_draws_of_no_two_pieces_have_the_same_name(rng, monkeypatch, bucket_byte
             sums.reduction.allreduce(np.ones(part.size, np.float32), part)
 
     run_threads(3, run)
-    assert len(found) == len(set(found)) > 100
+    assert len(results) == len(set(results)) > 100
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
-def test_powersgd_sends_stacked_biases_as_they_are(rng, rank):
-    """Three biases of (3, h) would be a matrix by their shape, and lose two thirds of what they have at rank 1."""
+def test_powersgd_sends_stacked_biases_uncompressed(rng, rank):
+    """Three biases of shape (3, h) look like a matrix, but rank 1 would lose two thirds of their information."""
     config = ModelConfig(kind="gpt", layers=1, hidden=16, heads=2, vocabulary=32, kv_heads=1)
     for made in (config, replace(config, kv_heads=0)):
         layout = models.build(made, context=8).layout
@@ -345,14 +345,14 @@ def test_powersgd_sends_stacked_biases_as_they_are(rng, rank):
 
         def run(comm, layout=layout, given=given):
             parts = list(layout.units.values())
-            way, found = PowerSgdReduction(comm, layout, parts, rank, 3, "ring"), given[comm.rank].copy()
+            way, result = PowerSgdReduction(comm, layout, parts, rank, 3, "ring"), given[comm.rank].copy()
             for part in parts:
-                way.allreduce(found[part.slice], part)
-            return found, set(way.matrices)
+                way.allreduce(result[part.slice], part)
+            return result, set(way.matrices)
 
-        for found, matrices in run_threads(2, run):
+        for result, matrices in run_threads(2, run):
             assert {key for key in matrices if key.endswith((".bias", ".scale"))} == set()
             assert any("weight" in key for key in matrices)
             for segment in biases:
                 exact = given[:, segment.range.slice].sum(axis=0)
-                np.testing.assert_allclose(found[segment.range.slice], exact, rtol=1e-6, atol=1e-6)
+                np.testing.assert_allclose(result[segment.range.slice], exact, rtol=1e-6, atol=1e-6)

@@ -1,9 +1,17 @@
-"""ZeRO with compressed messages is what its definition says, step by step, and its replicas compute with one model."""
+"""ZeRO with compressed messages matches its definition in every step, and its replicas compute with one model."""
 
 import numpy as np
 import pytest
 
-from harness.compressed.zero import RATE, Defined, Driven, compare, cuts_of, drawn, rounded
+from harness.compressed.zero import (
+    RATE,
+    DefinedExchange,
+    DrivenExchange,
+    compare,
+    cuts_of,
+    draw_gradients,
+    rounded_weights,
+)
 from harness.marks import cases, on_threads
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.comm.record.timing import count_traffic
@@ -21,14 +29,14 @@ NAMES = ("float16", "bfloat16", "int8", "int4", "adaptive", "qsgd", "sign", "top
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.full_except("qsgd")
-def test_ten_steps_are_those_of_the_definition(name, rng):
+def test_ten_steps_match_the_definition(name, rng):
     stage, size = 1 + NAMES.index(name) % 3, 1 + NAMES.index(name) % 4
     draw = int(rng.integers(1 << 31))
 
     def body(comm):
         keys = {"density": 0.1} if name in ("topk", "randomk") else {}
-        driven = Driven(comm, stage, name=name, draw=draw, **keys)
-        compare(driven, Defined(driven.exchange.degrees, comm.size, name, **keys), STEPS)
+        driven = DrivenExchange(comm, stage, name=name, draw=draw, **keys)
+        compare(driven, DefinedExchange(driven.exchange.degrees, comm.size, name, **keys), STEPS)
 
     run_threads(size, body)
 
@@ -53,15 +61,15 @@ WITH_REPLICAS = ZeroConfig(parameters=1, gradients=2, optimizer=2)
 )
 @on_threads(4, ranks_per_node=2)
 @pytest.mark.full_except("zero6-topk-1-keys6")
-def test_all_degrees_and_micro_batches_are_those_of_the_definition(comm, zero, name, microbatches, keys):
-    driven = Driven(comm, 3, zero, name, microbatches=microbatches, **keys)
+def test_all_degrees_and_micro_batches_match_the_definition(comm, zero, name, microbatches, keys):
+    driven = DrivenExchange(comm, 3, zero, name, microbatches=microbatches, **keys)
     degrees, across = driven.exchange.degrees, keys.get("across_nodes", False)
     blocks = degrees.parameters, degrees.gradients, degrees.optimizer
 
     def between(level):  # the first two ranks of a block are on a node
         return not across or level == 3 or blocks[level] > 2
 
-    compare(driven, Defined(degrees, comm.size, name, between, **keys), 4)
+    compare(driven, DefinedExchange(degrees, comm.size, name, between, **keys), 4)
 
 
 @pytest.mark.parametrize("working", [None, "bfloat16"])
@@ -73,10 +81,10 @@ def test_all_degrees_and_micro_batches_are_those_of_the_definition(comm, zero, n
     (ZeroConfig(parameters=2, gradients=2, optimizer=2), 8, False, (0,)),
     (ZeroConfig(parameters=2, gradients=2, persistent_below=1100), 8, False, (0, 2)),
 )
-def test_all_compute_with_what_is_decoded_and_owners_keep_what_is_exact(zero, bits, across, levels, working):
+def test_ranks_compute_with_decoded_and_owners_save_exact_weights(zero, bits, across, levels, working):
     def body(comm):
-        run = Driven(comm, 3, zero, "none", working, parameters=f"int{bits}", across_nodes=across)
-        plain = Driven(comm, 3, zero, "none", working)
+        run = DrivenExchange(comm, 3, zero, "none", working, parameters=f"int{bits}", across_nodes=across)
+        plain = DrivenExchange(comm, 3, zero, "none", working)
         for driven in (run, plain):
             for _ in range(3):
                 driven.run()
@@ -87,10 +95,10 @@ def test_all_compute_with_what_is_decoded_and_owners_keep_what_is_exact(zero, bi
             assert exact[key].tobytes() == values.tobytes(), f"{key} was rounded"
         return run.computed_with(), exact, run.exchange.degrees
 
-    found = run_threads(4, body, 2)
-    computed, exact, degrees = found[0]
-    assert all(other.tobytes() == computed.tobytes() for other, *_ in found)
-    layout = run_threads(1, lambda comm: Driven(comm).layout)[0]
+    results = run_threads(4, body, 2)
+    computed, exact, degrees = results[0]
+    assert all(other.tobytes() == computed.tobytes() for other, *_ in results)
+    layout = run_threads(1, lambda comm: DrivenExchange(comm).layout)[0]
     whole = np.zeros(layout.size, np.float32)
     small = [part for part in layout.units.values() if part.size < zero.persistent_below]
     for part in layout.units.values():
@@ -98,7 +106,7 @@ def test_all_compute_with_what_is_decoded_and_owners_keep_what_is_exact(zero, bi
             whole[where.slice] = exact["parameters", segment.key]
     dtype = dtype_of(working or "float32")
     held = whole.astype(dtype).astype(np.float32)
-    expected = rounded(layout, held, degrees, bits, levels, dtype)
+    expected = rounded_weights(layout, held, degrees, bits, levels, dtype)
     for part in small:
         expected[part.slice] = held[part.slice]
     assert not np.array_equal(expected, held)
@@ -110,7 +118,7 @@ def payload_bytes(n, bits):
 
 
 def message_bytes(run, part, bits):
-    """Payloads of the tensors of a cut, one behind the other, each at a multiple of a word."""
+    """Return the bytes of the payloads of a part's tensors, each aligned to a word."""
     end = 0
     for _, where in run.layout.within(part):
         end = -(-end // 4) * 4 + payload_bytes(where.size, bits)
@@ -119,8 +127,8 @@ def message_bytes(run, part, bits):
 
 @pytest.mark.parametrize(("bits", "size"), [(8, 3), (4, 4)])
 @on_threads("size")
-def test_bytes_are_those_of_the_formula(comm, bits, size):
-    run = Driven(comm, 3, name=f"int{bits}", microbatches=2, parameters=f"int{bits}")
+def test_sent_bytes_match_the_formula(comm, bits, size):
+    run = DrivenExchange(comm, 3, name=f"int{bits}", microbatches=2, parameters=f"int{bits}")
     run.run()
     run.computed_with()
     expected = owned = 0
@@ -155,9 +163,9 @@ RESUMED = (
 @pytest.mark.parametrize(("stage", "zero", "name", "working", "keys"), RESUMED)
 @on_threads(4, ranks_per_node=2)
 @pytest.mark.full_except("1-zero3-qsgd-None-keys3")
-def test_a_resumed_run_goes_on_to_the_bit(comm, stage, zero, name, working, keys):
+def test_resumed_run_has_the_same_bits(comm, stage, zero, name, working, keys):
     given = stage, zero, name, working, 2
-    run, resumed = Driven(comm, *given, **keys), Driven(comm, *given, **keys)
+    run, resumed = DrivenExchange(comm, *given, **keys), DrivenExchange(comm, *given, **keys)
     run.run(3)
     state, numbers = run.saved(), run.exchange.state()
     assert ("residual.0" in {kind for kind, _ in state}) == keys.get("error_feedback", True)
@@ -170,34 +178,34 @@ def test_a_resumed_run_goes_on_to_the_bit(comm, stage, zero, name, working, keys
         assert values.tobytes() == again[key].tobytes(), key
 
 
-def owed(state):
-    """The residuals of all ranks together, by tensor."""
-    found = {}
+def total_residuals(state):
+    """Return the residuals of all ranks together, by tensor."""
+    results = {}
     for (kind, tensor), values in state.items():
         if kind.startswith("residual."):
-            found[tensor] = found.get(tensor, 0) + values.astype(np.float64)
-    return found
+            results[tensor] = results.get(tensor, 0) + values.astype(np.float64)
+    return results
 
 
 @pytest.mark.parametrize(("size", "stage", "zero"), [(1, 2, ZeroConfig()), (3, 3, ZeroConfig()), (4, 3, HPZ)])
-def test_another_number_of_ranks_takes_over_what_is_owed_and_pays_it(size, stage, zero):
-    def before(comm):
-        run = Driven(comm, 2, name="int4")
+def test_another_number_of_ranks_applies_the_residuals(size, stage, zero):
+    def save_before(comm):
+        run = DrivenExchange(comm, 2, name="int4")
         run.run(3)
         return run.saved(), run.exchange.state()
 
-    state, numbers = run_threads(4, before)[0]
-    lost = owed(state)
+    state, numbers = run_threads(4, save_before)[0]
+    lost = total_residuals(state)
     assert sum(np.abs(values).sum() for values in lost.values()) > 0
 
-    def after(comm):
-        run = Driven(comm, stage, zero, "int4")
+    def run_after(comm):
+        run = DrivenExchange(comm, stage, zero, "int4")
         run.load(state, numbers, 3)
-        for tensor, values in owed(run.saved()).items():
+        for tensor, values in total_residuals(run.saved()).items():
             np.testing.assert_allclose(values, lost[tensor], rtol=1e-5, atol=1e-6)
         run.run(2)
-        left, saved = owed(run.saved()), run.saved()
-        fresh = sum(drawn(run.layout, step, 0, rank, size) for step in (4, 5) for rank in range(size))
+        left, saved = total_residuals(run.saved()), run.saved()
+        fresh = sum(draw_gradients(run.layout, step, 0, rank, size) for step in (4, 5) for rank in range(size))
         for layer in run.layout.units.values():
             for segment, where in run.layout.within(layer):
                 key = ("parameters", segment.key)
@@ -206,45 +214,45 @@ def test_another_number_of_ranks_takes_over_what_is_owed_and_pays_it(size, stage
         if size == 1:
             assert not any(values.any() for values in left.values()), "nothing is lost where nothing travels"
 
-    run_threads(size, after, 2 if size == 4 else None)
+    run_threads(size, run_after, 2 if size == 4 else None)
 
 
-def test_what_is_owed_is_paid_by_the_first_step_that_is_applied():
-    def before(comm):
-        run = Driven(comm, 2, name="int4", working="float16")
+def test_residuals_are_applied_by_the_first_successful_step():
+    def save_before(comm):
+        run = DrivenExchange(comm, 2, name="int4", working="float16")
         run.run(2)
         return run.saved(), run.exchange.state()
 
-    state, numbers = run_threads(2, before)[0]
+    state, numbers = run_threads(2, save_before)[0]
 
-    def after(comm):
-        run = Driven(comm, 2, name="int4", working="float16")
+    def run_after(comm):
+        run = DrivenExchange(comm, 2, name="int4", working="float16")
         run.load(state, numbers, 2)
-        due = owed(run.saved())
+        due = total_residuals(run.saved())
         assert not np.isfinite(run.run(bad=0)[0])
-        for tensor, values in owed(run.saved()).items():
+        for tensor, values in total_residuals(run.saved()).items():
             assert values.tobytes() == due[tensor].tobytes()
         assert np.isfinite(run.run()[0])
-        assert not any(values.any() for values in owed(run.saved()).values())
+        assert not any(values.any() for values in total_residuals(run.saved()).values())
 
-    run_threads(1, after)
+    run_threads(1, run_after)
 
 
 @on_threads(2)
-def test_a_run_that_did_not_compress_begins_with_nothing_owed(comm):
-    dense, run = Driven(comm, 2, name="none"), Driven(comm, 2)
+def test_uncompressed_checkpoint_starts_without_residuals(comm):
+    dense, run = DrivenExchange(comm, 2, name="none"), DrivenExchange(comm, 2)
     dense.run(2)
     run.load(dense.saved(), dense.exchange.state(), 2)
-    assert not any(values.any() for values in owed(run.saved()).values())
+    assert not any(values.any() for values in total_residuals(run.saved()).values())
     assert np.isfinite(run.run()[0])
 
 
 @pytest.mark.parametrize("name", ["sign", "topk"])
 @on_threads(4)
 @pytest.mark.full_except("sign")
-def test_an_overflow_on_one_rank_changes_nothing_on_any(comm, name):
+def test_overflow_on_one_rank_changes_no_state_on_any_rank(comm, name):
     keys = {"density": 0.2} if name == "topk" else {}
-    run, other = (Driven(comm, 3, HPZ, name, "float16", 2, parameters="int8", **keys) for _ in range(2))
+    run, other = (DrivenExchange(comm, 3, HPZ, name, "float16", 2, parameters="int8", **keys) for _ in range(2))
     for driven in (run, other):
         driven.run(2, scale=64.0)
     before, numbers = run.saved(), run.exchange.state()
@@ -261,8 +269,8 @@ def test_an_overflow_on_one_rank_changes_nothing_on_any(comm, name):
 
 
 @on_threads(3)
-def test_one_bad_gradient_is_seen_by_all_where_nothing_rolls_back(comm):
-    run = Driven(comm, 2, name="sign")
+def test_bad_gradient_is_detected_by_all_without_rollback(comm):
+    run = DrivenExchange(comm, 2, name="sign")
     run.run()
     weights_before = run.exchange.parameters.array.tobytes()
     (norm,) = run.run(bad=2)
@@ -272,8 +280,8 @@ def test_one_bad_gradient_is_seen_by_all_where_nothing_rolls_back(comm):
 
 
 @on_threads(2)
-def test_residuals_are_in_unscaled_units(comm):
-    one, other = (Driven(comm, 2, name="int8", working="bfloat16") for _ in range(2))
+def test_residuals_are_stored_without_the_loss_scale(comm):
+    one, other = (DrivenExchange(comm, 2, name="int8", working="bfloat16") for _ in range(2))
     assert [one.run(scale=scale) for scale in (8.0, 64.0, 1.0)] == [other.run(scale=1.0) for _ in range(3)]
     state, again = one.saved(), other.saved()
     for key, values in state.items():
@@ -281,29 +289,29 @@ def test_residuals_are_in_unscaled_units(comm):
 
 
 @on_threads(2)
-def test_the_first_updates_are_dense(comm):
-    run, dense = Driven(comm, 2, name="int4", warmup_steps=2), Driven(comm, 2, name="none")
+def test_warm_up_updates_are_dense(comm):
+    run, dense = DrivenExchange(comm, 2, name="int4", warmup_steps=2), DrivenExchange(comm, 2, name="none")
     assert run.run(2) == dense.run(2)
     assert run.exchange.parameters.array.tobytes() == dense.exchange.parameters.array.tobytes()
     assert run.run() != dense.run()
 
 
 @on_threads(4, ranks_per_node=2)
-def test_levels_that_mix_nodes_and_parameters_that_stay_whole_are_refused(comm):
+def test_levels_across_mixed_nodes_or_whole_parameters_are_rejected(comm):
     for zero, keys in ((ZeroConfig(), {}), (ZeroConfig(gradients=4), {"parameters": "int8"})):
         with pytest.raises(ConfigurationError, match=r"neither all on one node.*zero.parameters or zero.gradients"):
-            Driven(comm, 3, zero, across_nodes=True, **keys)
+            DrivenExchange(comm, 3, zero, across_nodes=True, **keys)
     with pytest.raises(ConfigurationError, match=r"each of the 4 data ranks keeps whole"):
-        Driven(comm, 3, ZeroConfig(parameters=1), parameters="int8")
+        DrivenExchange(comm, 3, ZeroConfig(parameters=1), parameters="int8")
 
 
 @pytest.mark.parametrize(("name", "working"), [("int4", "bfloat16"), ("topk", None)])
 @pytest.mark.full
-def test_on_a_gpu_it_gives_the_bits_of_the_cpu(gpu, name, working):
+def test_compressed_zero_on_the_gpu_has_the_bits_of_the_cpu(gpu, name, working):
     keys = {"density": 0.2} if name == "topk" else {}
 
     def body(comm, on):
-        run = Driven(comm, 3, HPZ, name, working, 2, on=on, parameters="int8", **keys)
+        run = DrivenExchange(comm, 3, HPZ, name, working, 2, on=on, parameters="int8", **keys)
         return run.run(2), run.computed_with(), run.saved()
 
     host, device = (run_threads(4, lambda comm, on=on: body(comm, on))[0] for on in ("cpu", "gpu"))

@@ -1,4 +1,4 @@
-"""Trainings with ZeRO and compressed messages, from recipes: all replicas follow one model, close to the dense one."""
+"""Trainings from recipes with compressed ZeRO: all replicas follow one model, close to the dense model."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from harness.marks import on_threads
-from harness.trainings import losses, recipe_keys, refused, state, trainer_of
+from harness.trainings import assert_rejected, losses, recipe_keys, state, trainer_of
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.strategies.compressed.zero import CompressedZero
 from hpcdist.strategies.core.replica_check import check_replicas, check_tensor_axis
@@ -57,7 +57,7 @@ TRAININGS = {
     "zero2 by micro-batches", "zero3, random k", "qwZ alone", "ZeRO++", "a pipeline", "a tensor axis, cut unevenly"
 )
 @pytest.mark.full_except("zero3, random k")
-def test_trainings_follow_the_dense_one(name, settings, tmp_path):
+def test_compressed_trainings_follow_the_dense_training(name, settings, tmp_path):
     size, keys = TRAININGS[name]
     if "zero.offload_directory" in keys:
         keys = {**keys, "zero.offload_directory": tmp_path}
@@ -65,23 +65,23 @@ def test_trainings_follow_the_dense_one(name, settings, tmp_path):
     def body(comm, keys):
         trainer = trainer_of(comm, {**settings, **keys})
         assert isinstance(trainer.exchange, CompressedZero) == (keys is not dense)
-        found = losses(trainer, STEPS)
+        result = losses(trainer, STEPS)
         if trainer.exchange.replicas_identical:
             check_replicas(trainer.data_axis, trainer.exchange.parameters, STEPS)
         check_tensor_axis(trainer.context.tensor, trainer.exchange.parameters, STEPS)
-        return found, mean_validation_loss(trainer)
+        return result, mean_validation_loss(trainer)
 
     dense = {key: value for key, value in keys.items() if not key.startswith(("compression.", "communication."))}
     (plain, plain_loss), *_ = run_threads(size, lambda comm: body(comm, dense), 2)
     assert plain[-1] < plain[0] - 0.3, "the model learns"
-    for found, loss in run_threads(size, lambda comm: body(comm, keys), 2):
-        assert found != plain
-        np.testing.assert_allclose(found, plain, rtol=0.05)
+    for result, loss in run_threads(size, lambda comm: body(comm, keys), 2):
+        assert result != plain
+        np.testing.assert_allclose(result, plain, rtol=0.05)
         np.testing.assert_allclose(loss, plain_loss, rtol=0.05)
 
 
 @on_threads(4, ranks_per_node=2)
-def test_a_checkpoint_goes_on_to_the_bit(comm, settings, tmp_path):
+def test_resumed_training_has_the_same_bits(comm, settings, tmp_path):
     keys = {**settings, **PLUS, "precision.mode": "float16", "precision.loss_scale": 0}
     trainer = trainer_of(comm, keys)
     losses(trainer, 3)
@@ -94,7 +94,7 @@ def test_a_checkpoint_goes_on_to_the_bit(comm, settings, tmp_path):
 
 
 REFUSED = [
-    (recipe_keys("strategy=zero2 compression=powersgd"), "factors are of whole tensors"),
+    (recipe_keys("strategy=zero2 compression=powersgd"), "factors need whole tensors"),
     (recipe_keys("strategy=zero1 compression.parameters=int8"), "would be rounded; choose zero3"),
     (recipe_keys("strategy=allreduce compression.parameters=int8"), "would be rounded; choose zero3"),
     (ZERO3 | recipe_keys("zero.parameters=1 compression.parameters=int8"), "would be rounded; choose zero3"),
@@ -112,12 +112,12 @@ REFUSED = [
         ZERO3 | recipe_keys("compression=int8 offload_optimizer=file offload_parameters=file offload_directory=."),
         "zero.offload_parameters = 'file' is not built",
     ),
-    (ZERO3 | recipe_keys("compression.parameters=int8 logical_shards=4"), "where the ranks cut them"),
+    (ZERO3 | recipe_keys("compression.parameters=int8 logical_shards=4"), "where the ranks divide weights"),
     (ZERO3 | recipe_keys("compression.parameters=int8 precision.mode=float64"), "precision.mode = 'float64'"),
     (ZERO3 | recipe_keys("compression.parameters=float16 precision.mode=bfloat16"), "16 bits already"),
 ]
 
 
 @pytest.mark.parametrize(("keys", "why"), REFUSED)
-def test_what_does_not_go_together_is_refused(keys, why):
-    refused({"data.path": "x", **keys}, why.replace(".", r"\."))
+def test_incompatible_zero_options_are_rejected(keys, why):
+    assert_rejected({"data.path": "x", **keys}, why.replace(".", r"\."))

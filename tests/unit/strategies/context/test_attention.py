@@ -1,4 +1,4 @@
-"""Attention over context ranks: which rank has and sees what; numbers, masks and bytes of the whole attention."""
+"""Attention over context ranks: the visible pairs of each rank; numbers, masks and bytes of the whole attention."""
 
 import time
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from harness.marks import cases
-from harness.models.documents import documents_of, drawn_places
+from harness.models.documents import documents_of, random_places
 from hpcdist.comm.record.spans import SpanSink
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
@@ -20,20 +20,20 @@ from hpcdist.strategies.context.passes import pairs, paths, pieces, tokens, visi
 from hpcdist.strategies.context.ring import RingAttention
 
 
-def places(own):
-    return [place + row - start for start, end, place in own for row in range(start, end)]
+def places(local_data):
+    return [place + row - start for start, end, place in local_data for row in range(start, end)]
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))
-def test_every_pair_of_a_query_and_a_key_is_on_one_rank(ranks, rng):
+def test_tokens_are_split_over_ranks_without_overlap(ranks, rng):
     for context in {4 * ranks, int(rng.integers(4 * ranks, 99)), 128}:
         placed = pieces(context, ranks)
-        assert sorted(place for own in placed for place in places(own)) == list(range(context))
-        assert all(place % 4 == 0 for own in placed for start, end, place in own if end > start)
+        assert sorted(place for local_data in placed for place in places(local_data)) == list(range(context))
+        assert all(place % 4 == 0 for local_data in placed for start, end, place in local_data if end > start)
         for causal in (True, False):
             seen = np.zeros((context, context), int)
-            for rank, own in enumerate(placed):
-                mine = np.array(places(own))
+            for rank, local_data in enumerate(placed):
+                mine = np.array(places(local_data))
                 assert (np.diff(mine) > 0).all(), "rows are in the order of their places"
                 seen[np.ix_(mine, mine)] += mine[:, None] >= mine if causal else 1
                 for step, visit in enumerate(visits(placed, rank, causal=causal), 1):
@@ -41,12 +41,12 @@ def test_every_pair_of_a_query_and_a_key_is_on_one_rank(ranks, rng):
                     seen[np.ix_(mine[visit.from_row :], places(visit.keys))] += 1
             whole = np.ones((context, context), int)
             np.testing.assert_array_equal(seen, np.tril(whole) if causal else whole)
-            for rank, own in enumerate(placed):
-                assert pairs(placed, rank, causal=causal) == seen[places(own)].sum()
+            for rank, local_data in enumerate(placed):
+                assert pairs(placed, rank, causal=causal) == seen[places(local_data)].sum()
         window = int(rng.integers(1, context + 9))
         seen = np.tri(context, dtype=int) - np.tri(context, k=-window, dtype=int)
-        for rank, own in enumerate(placed):
-            assert pairs(placed, rank, causal=True, window=window) == seen[places(own)].sum()
+        for rank, local_data in enumerate(placed):
+            assert pairs(placed, rank, causal=True, window=window) == seen[places(local_data)].sum()
         for source, path in enumerate(paths(placed, window)):
             steps = [(rank - source) % ranks for rank in path]
             assert steps == sorted(steps) and path[0] == source, "in the order of the ring"
@@ -56,7 +56,7 @@ def test_every_pair_of_a_query_and_a_key_is_on_one_rank(ranks, rng):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_causal_work_is_even(ranks):
+def test_causal_work_is_balanced(ranks):
     placed = pieces(4096, ranks)
     work = [pairs(placed, rank, causal=True) for rank in range(ranks)]
     assert max(work) <= 1.03 * sum(work) / ranks
@@ -67,8 +67,8 @@ def attention(inputs, dy, size, options, draw, make, cut=lambda x: x, documents=
     saved.draw, saved.documents = draw, documents
     qkv, kv = (None if x is None else cut(x) for x in inputs)
     y = make().forward(qkv, size, saved, kv=kv, **options).copy()
-    found = make().backward(cut(dy), saved)
-    return [y, *(found if kv is not None else (found,))]
+    result = make().backward(cut(dy), saved)
+    return [y, *(result if kv is not None else (result,))]
 
 
 @cases(
@@ -91,7 +91,7 @@ def attention(inputs, dy, size, options, draw, make, cut=lambda x: x, documents=
     ("all_to_all", 4, 13, 4, 2, True, 0.1, 0),  # two ranks need the same keys
     ("all_to_all", 4, 37, 8, 1, True, 0.3, 0),
 )
-def test_attention_is_that_of_whole_samples(method, ranks, context, heads, shared, causal, dropout, window, rng):
+def test_context_attention_matches_whole_samples(method, ranks, context, heads, shared, causal, dropout, window, rng):
     size, batch, width = 4, 2, 4 * heads
     qkv = 2 * rng.standard_normal((batch, context, width if shared else 3 * width))
     kv = rng.standard_normal((batch, context, 2 * shared * size)) if shared else None
@@ -113,11 +113,11 @@ def test_attention_is_that_of_whole_samples(method, ranks, context, heads, share
     together = run_threads(ranks, body)
     token = batch * size * 8  # bytes of a head
     shared = shared or heads
-    # Keys and values forward, and with their gradients backward, of each block to those that see it.
+    # Keys and values forward, and with their gradients backward, of each block to the ranks that see it.
     placed = pieces(context, ranks)
     visitors = [len(path) - 1 for path in paths(placed, window if method == "ring" else 0)]
     assert window or visitors == [ranks - 1] * ranks
-    sent = 6 * shared * sum(tokens(own) * count for own, count in zip(placed, visitors, strict=True))
+    sent = 6 * shared * sum(tokens(local_data) * count for local_data, count in zip(placed, visitors, strict=True))
     if method == "all_to_all":
         # Output and gradient, and a product of their rows for each head; queries, keys, values, and their gradients.
         sent = (4 * context * (heads + max(shared, ranks)) + context * heads / size) * (ranks - 1) / ranks
@@ -126,20 +126,20 @@ def test_attention_is_that_of_whole_samples(method, ranks, context, heads, share
     sizes["window"] = window
     planned = sum(sent_bytes(AttentionShare(ranks=ranks, **sizes), method))
     assert planned * ranks == pytest.approx(sent * token, rel=1e-12)
-    assert sum(own for _, own in together) == context
+    assert sum(local_data for _, local_data in together) == context
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("ranks", "heads", "shared"), [(2, 4, 0), (3, 6, 3), (4, 8, 2), (4, 4, 0)])
-def test_a_rank_keeps_what_was_planned(method, ranks, heads, shared, rng):
-    """Beyond what attention of as many tokens keeps alone: of the output no second copy; and scratch."""
-    size, batch, own, width = 4, 2, 8 * int(rng.integers(2, 9)), 4 * heads
-    qkv = rng.standard_normal((batch, ranks * own, width if shared else 3 * width))
-    kv = rng.standard_normal((batch, ranks * own, 2 * shared * size)) if shared else None
-    sizes = {"samples": batch, "tokens": ranks * own, "heads": heads, "shared": shared or heads, "size": size}
+def test_kept_bytes_of_a_rank_match_the_plan(method, ranks, heads, shared, rng):
+    """The bound is relative to attention of the same tokens alone: no second copy of the output, and scratch."""
+    size, batch, local_data, width = 4, 2, 8 * int(rng.integers(2, 9)), 4 * heads
+    qkv = rng.standard_normal((batch, ranks * local_data, width if shared else 3 * width))
+    kv = rng.standard_normal((batch, ranks * local_data, 2 * shared * size)) if shared else None
+    sizes = {"samples": batch, "tokens": ranks * local_data, "heads": heads, "shared": shared or heads, "size": size}
     share = AttentionShare(ranks=ranks, itemsize=8, **sizes)
 
-    def kept(operation, cut):
+    def kept_bytes(operation, cut):
         arena = Arena()
         saved = arena.saved(3)
         qkv_, kv_ = (None if x is None else cut(x) for x in (qkv, kv))
@@ -149,11 +149,11 @@ def test_a_rank_keeps_what_was_planned(method, ranks, heads, shared, rng):
         return nbytes, {name: block.nbytes for name, block in arena._scratch.items() if name.startswith("context.")}
 
     def body(comm):
-        axis = ContextAxis(comm, ranks * own, method)
-        return kept(METHODS[method](axis), axis.cut)
+        axis = ContextAxis(comm, ranks * local_data, method)
+        return kept_bytes(METHODS[method](axis), axis.cut)
 
     assert not kept_elements(share, method) or shared in range(1, ranks), "keys that several ranks get"
-    alone, _ = kept(LocalAttention(), lambda x: np.ascontiguousarray(x[:, :own]))
+    alone, _ = kept_bytes(LocalAttention(), lambda x: np.ascontiguousarray(x[:, :local_data]))
     for nbytes, scratch in run_threads(ranks, body):
         assert nbytes == pytest.approx(alone + 8 * kept_elements(share, method), abs=256), "but for its alignment"
         planned = {name: 8 * elements for name, elements in scratch_elements(share, method).items()}
@@ -170,7 +170,7 @@ def test_a_rank_keeps_what_was_planned(method, ranks, heads, shared, rng):
     ("all_to_all", 2, 40, 4, 0, True, 0.2, 9, 4),
     ("all_to_all", 4, 37, 8, 1, False, 0.3, 0, 0),
 )
-def test_attention_inside_of_documents_is_that_of_whole_samples(
+def test_context_attention_in_documents_matches_whole_samples(
     method, ranks, context, heads, shared, causal, dropout, most, window, rng
 ):
     size, batch, width = 4, 3, 4 * heads
@@ -178,7 +178,7 @@ def test_attention_inside_of_documents_is_that_of_whole_samples(
     kv = rng.standard_normal((batch, context, 2 * shared * size)) if shared else None
     dy, draw = rng.standard_normal((batch, context, width)), Draw(7, 2, 5)
     options = {"causal": causal, "dropout": dropout, "window": window}
-    documents = documents_of(drawn_places(rng, batch, context, most))
+    documents = documents_of(random_places(rng, batch, context, most))
     expected = attention((qkv, kv), dy, size, options, draw, LocalAttention, documents=documents)
 
     def body(comm):
@@ -191,8 +191,8 @@ def test_attention_inside_of_documents_is_that_of_whole_samples(
     run_threads(ranks, body)
 
 
-def test_a_wait_for_a_pass_leaves_a_span(rng):
-    """Of a rank that comes late, the others wait: that is in their spans; what is there in time leaves none."""
+def test_waiting_for_a_ring_pass_records_a_span(rng):
+    """The others wait for a late rank, and their spans show it. Data that arrives in time leaves no span."""
     qkv, draw = rng.standard_normal((1, 16, 24)), Draw(7, 2, 5)
 
     class Kept(SpanSink):

@@ -1,4 +1,4 @@
-"""Samples that are cut over context ranks on the double of GPUs: the numbers of the CPU, by both methods."""
+"""Context parallelism on the double of GPUs: the numbers of the CPU, with both methods."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from hpcdist.comm.threads.communicator import run_threads
 @pytest.mark.parametrize(
     "keys", ["context_method=ring positions=rotary kv_heads=1", "context_method=all_to_all microbatches=2"]
 )
-def test_a_run_on_the_gpu_is_that_of_the_cpu(gpu, keys, tmp_path, rng):
+def test_context_training_on_the_gpu_matches_the_cpu(gpu, keys, tmp_path, rng):
     settings = recipe_keys(f"parallel.context=2 dropout=0.2 precision.mode=float64 data.context=20 {keys}")
     settings["data.path"] = write_text(tmp_path / "text.txt", rng)
     host = run_threads(2, lambda comm: Trained(comm, settings))
@@ -22,7 +22,7 @@ def test_a_run_on_the_gpu_is_that_of_the_cpu(gpu, keys, tmp_path, rng):
 
 
 @pytest.mark.full
-def test_16_bits_on_the_gpu_take_the_exchange_of_heads(gpu, tmp_path, rng):
+def test_16_bit_context_training_on_the_gpu_exchanges_heads(gpu, tmp_path, rng):
     settings = recipe_keys("precision.mode=bfloat16 precision.activations=working run.device=gpu data.context=20")
     settings["data.path"] = write_text(tmp_path / "text.txt", rng)
     settings |= {"parallel.microbatches": 1, "model.hidden": 32}

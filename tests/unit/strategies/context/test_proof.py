@@ -1,4 +1,4 @@
-"""Messages within one attention over context ranks: the lists are proven, and each way to break them is refused."""
+"""Messages within one attention over context ranks: the lists are proven, and each violation is rejected."""
 
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -23,7 +23,7 @@ CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zb-v
 
 
 def visited(ranks, window=0):
-    """Return the ranks that each block visits, of pieces of 4 tokens."""
+    """Return the ranks that each block of 4 tokens visits."""
     return paths(pieces(8 * ranks, ranks), window)
 
 
@@ -36,13 +36,13 @@ def heads(context, ranks, back=False):
     return [list(head_exchanges(placed, rank, back=back)) for rank in range(ranks)]
 
 
-def refused(lists, back, match="rank", window=0):
+def assert_rejected(lists, back, match="rank", window=0):
     with pytest.raises(ScheduleError, match=match):
         prove_messages(lists, range(10, 10 + len(lists)), visited(len(lists), window), back=back)
 
 
 @pytest.mark.parametrize("back", [False, True])
-def test_rings_are_proven(back):
+def test_ring_lists_are_proven(back):
     for ranks in (1, 2, 3, 4, 5, 8, 16):
         lists = rings(ranks, back)
         prove_messages(lists, range(ranks), visited(ranks), back=back)
@@ -55,8 +55,8 @@ def test_rings_are_proven(back):
 
 
 @pytest.mark.parametrize("back", [False, True])
-def test_rings_with_a_window_are_proven(back, rng):
-    """Whatever its length: blocks visit those alone that see them, and no ranks wait in a circle."""
+def test_ring_lists_with_a_window_are_proven(back, rng):
+    """For any window length, blocks visit only ranks that see them, and there is no deadlock."""
     for ranks in (2, 3, 4, 5, 7, 8, 12):
         for context in (8 * ranks, int(rng.integers(4 * ranks, 16 * ranks))):
             placed = pieces(context, ranks)
@@ -74,19 +74,19 @@ RINGS = [(2, 0), (3, 0), (4, 0), (4, 4), (5, 9)]  # ranks, window
 
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize(("ranks", "window"), RINGS)
-def test_no_operation_can_be_left_out_or_done_twice(ranks, window, back):
+def test_missing_or_repeated_operations_are_rejected(ranks, window, back):
     for rank in range(ranks):
         for place, op in enumerate(rings(ranks, back, window)[rank]):
             less, more = rings(ranks, back, window), rings(ranks, back, window)
             del less[rank][place]
-            refused(less, back, window=window)
+            assert_rejected(less, back, window=window)
             more[rank].insert(place, op)
-            refused(more, back, window=window)
+            assert_rejected(more, back, window=window)
 
 
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize(("ranks", "window"), RINGS)
-def test_a_wrong_neighbour_block_or_memory_is_found(ranks, window, back):
+def test_wrong_neighbour_block_or_memory_is_rejected(ranks, window, back):
     for rank in range(ranks):
         for place, op in enumerate(rings(ranks, back, window)[rank]):
             changes = [{"source": (op.source + 1) % ranks}]
@@ -98,11 +98,11 @@ def test_a_wrong_neighbour_block_or_memory_is_found(ranks, window, back):
                     continue  # of a send it says only what is free again
                 lists = rings(ranks, back, window)
                 lists[rank][place] = replace(op, **change)
-                refused(lists, back, window=window)
+                assert_rejected(lists, back, window=window)
 
 
 @pytest.mark.parametrize("back", [False, True])
-def test_swapped_passes_are_found(back):
+def test_swapped_passes_are_rejected(back):
     row = rings(4, back)[1]
     for first, op in enumerate(row):
         for second in range(first + 1, len(row)):
@@ -110,11 +110,11 @@ def test_swapped_passes_are_found(back):
             if op.action is other.action and op.action in MESSAGES and MEMORY[op.memory] == MEMORY[other.memory]:
                 lists = rings(4, back)
                 lists[1][first], lists[1][second] = other, op
-                refused(lists, back)
+                assert_rejected(lists, back)
 
 
-def test_waits_in_a_circle_are_found():
-    """Ranks that wait for their send before they post the receive: with messages that are not buffered nobody moves."""
+def test_circular_waits_are_rejected():
+    """Ranks wait for their send before they post the receive. Without buffered messages this is a deadlock."""
     lists = []
     for rank in range(3):
         row = rings(3, back=False)[rank]
@@ -122,38 +122,38 @@ def test_waits_in_a_circle_are_found():
         row.insert(1, row.pop(row.index(next(op for op in row if op.action is Action.WAIT and op.memory == "keys0"))))
         row.insert(2, receive)
         lists.append(row)
-    refused(lists, False, "rank 10: WAIT.* waits for ever")
+    assert_rejected(lists, False, "rank 10: WAIT.* waits for ever")
     mixed = rings(3, back=False)
     mixed[2] = lists[2]
     prove_messages(mixed, range(3), visited(3), back=False)  # one such rank waits only for others
 
 
-def test_one_attention_takes_no_message_of_another():
+def test_message_of_another_attention_is_rejected():
     lists = rings(3, back=True)
     begun = replace(lists[1][0], memory="gradients0")
     lists[1].append(begun)
-    refused(lists, True, "rank 11: RECEIVE.* is never waited for")
+    assert_rejected(lists, True, "rank 11: RECEIVE.* is never waited for")
 
 
-def test_exchanges_of_heads_are_proven():
+def test_head_exchange_lists_are_proven():
     for context, ranks in ((8, 2), (37, 3), (13, 4)):
         for back in (False, True):
             prove_messages(heads(context, ranks, back), range(ranks), visited(ranks), back=back)
     for back in (False, True):
         lists = heads(24, 3, back)
         del lists[1][1]
-        refused(lists, back, f"rank 11 makes {1 + back} exchanges")
+        assert_rejected(lists, back, f"rank 11 makes {1 + back} exchanges")
     lists = heads(37, 3)
     lists[2].reverse()
-    refused(lists, False, "tokens to rank")
+    assert_rejected(lists, False, "tokens to rank")
     lists = heads(37, 3)
     lists[0][0] = HeadExchange(lists[0][0].sends, (1, 2, 3))
-    refused(lists, False, "exchange 0: rank 1[0-2] sends")
-    refused([*heads(37, 3)[:2], rings(3, back=False)[2]], False, "share samples")
+    assert_rejected(lists, False, "exchange 0: rank 1[0-2] sends")
+    assert_rejected([*heads(37, 3)[:2], rings(3, back=False)[2]], False, "share samples")
 
 
-def simulated(ranks, back, tile_s, pass_s):
-    """Return the times of the lists in the simulator, and (message, entry behind it) of each wait for a send."""
+def simulate_ring(ranks, back, tile_s, pass_s):
+    """Return the simulated times of the lists, and (message, next entry) of each wait for a send."""
     code, target, starts, sends, numbers = [], [], [0], [], {}
     for rank, row in enumerate(rings(ranks, back)):
         under_way, sent, received = {}, Counter(), Counter()
@@ -190,19 +190,19 @@ def simulated(ranks, back, tile_s, pass_s):
 
 
 @pytest.mark.parametrize("back", [False, True])
-def test_passes_take_what_the_simulator_finds(back, rng):
-    """No send is waited for in front of tiles: neither keys nor gradients of others keep a rank from computing."""
+def test_pass_times_match_the_simulator(back, rng):
+    """No send is waited for before a tile: neither keys nor gradients of other ranks delay the computation."""
     for ranks in (2, 3, 4, 5, 8):
         for tile_s in (0.0, *rng.uniform(0.1, 5.0, 4), 2.0, 1.0):
-            times, waits = simulated(ranks, back, tile_s, 1.0)
+            times, waits = simulate_ring(ranks, back, tile_s, 1.0)
             whole_s = ranks * tile_s + ring_exposed_s(ranks, tile_s, 1.0, back=back)
             assert times.end_s.max() == pytest.approx(whole_s)
             assert all(times.arrival_s[message] <= times.begin_s[entry] + 1e-12 for message, entry in waits)
     assert ring_exposed_s(1, 1.0, 1.0, back=back) == 0.0
 
 
-def expanded(schedule, stages, ranks, microbatches):
-    """Return the lists of ``stages`` x ``ranks`` with the passes in their places: (entry of a Program, message)."""
+def expand_passes(schedule, stages, ranks, microbatches):
+    """Return the lists of ``stages`` x ``ranks`` with the ring passes inserted: (Program entry, message)."""
     placement = SCHEDULES[schedule].place([range(n, n + 1) for n in range(stages * CHUNKS[schedule])], stages)
     for stage in range(stages):
         steps = compute_operations(schedule, microbatches, placement, stage)
@@ -222,7 +222,7 @@ def expanded(schedule, stages, ranks, microbatches):
 
 
 def passes_of(stage, rank, ranks, op):
-    """Return the entries of one attention; a receive is named by what it is meant for."""
+    """Return the entries of one attention. A receive is identified by its intended block."""
     receives = {}
     for step in ring_operations(visited(ranks), rank, back=op.kind is not Kind.FORWARD):
         name = op.kind, op.microbatch, op.unit, step.source
@@ -237,9 +237,12 @@ def passes_of(stage, rank, ranks, op):
 
 @pytest.mark.parametrize("schedule", CHUNKS)
 @pytest.mark.parametrize(("stages", "ranks"), [(1, 3), (2, 2), (2, 3), (3, 4)])
-def test_attentions_of_a_schedule_stay_apart(schedule, stages, ranks):
-    """Whole lists without a meeting of the axis: nobody waits for ever, and in order each pass is the one meant."""
-    rows = list(expanded(schedule, stages, ranks, 2 * stages))
+def test_attentions_of_a_schedule_do_not_mix_messages(schedule, stages, ranks):
+    """The axis never synchronises in these lists.
+
+    There is no deadlock, and each pass matches the intended attention.
+    """
+    rows = list(expand_passes(schedule, stages, ranks, 2 * stages))
     sent, received = defaultdict(list), defaultdict(list)
     numbers, code, target = {}, [], []
     for row in rows:

@@ -1,4 +1,4 @@
-"""Training over data x context: the steps of one rank, whatever exchanges the gradients; refusals, and the proof."""
+"""Training over data x context: the steps of one rank for every gradient exchange; rejections, and the proof."""
 
 from dataclasses import replace
 
@@ -7,13 +7,13 @@ import pytest
 
 from harness.trainings import (
     TOLERANCE,
-    alone,
-    blamed,
+    assert_rejected,
+    blamed_ranks,
     check_training,
     difference,
     losses,
     recipe_keys,
-    refused,
+    run_single_process,
     trainer_of,
 )
 from hpcdist.comm.threads.communicator import run_threads
@@ -81,10 +81,10 @@ def text(tmp_path_factory):
 
 @pytest.mark.full_except(*list(CASES)[:7])
 @pytest.mark.parametrize("case", CASES)
-def test_the_steps_are_those_of_one_rank(case, text):
+def test_context_training_matches_one_rank(case, text):
     ranks, changed = CASES[case]
     keys = {**KEYS, "data.path": text, **recipe_keys(changed)}
-    expected, wide = alone(keys, STEPS), TOLERANCE.get(str(keys["precision.mode"]), 0.02)
+    expected, wide = run_single_process(keys, STEPS), TOLERANCE.get(str(keys["precision.mode"]), 0.02)
 
     def body(comm):
         together = trainer_of(comm, keys)
@@ -112,8 +112,8 @@ def test_the_steps_are_those_of_one_rank(case, text):
         "pipeline=2 schedule=zb-h1 microbatches=5",
     ],
 )
-def test_products_are_the_run_of_one_rank(axes, strategy, model, method, data, text):
-    """With 20 steps in float64 each; the whole product is a matrix of 320 cells."""
+def test_products_with_context_match_one_rank(axes, strategy, model, method, data, text):
+    """Each case has 20 steps in float64. The whole product is a matrix of 320 cells."""
     keys = {
         **KEYS,
         "data.path": text,
@@ -122,7 +122,7 @@ def test_products_are_the_run_of_one_rank(axes, strategy, model, method, data, t
     keys |= recipe_keys(f"strategy={strategy} {axes} {model}")
     if strategy in ("zero2", "zero3") and "pipeline" in axes:
         keys["zero.keep_gradients"] = "true"
-    expected = alone(keys, STEPS)
+    expected = run_single_process(keys, STEPS)
 
     def body(comm):
         together = trainer_of(comm, keys)
@@ -133,10 +133,10 @@ def test_products_are_the_run_of_one_rank(axes, strategy, model, method, data, t
     run_threads(2 * data * (2 if axes else 1), body)
 
 
-def test_checkpoints_go_from_any_degree_to_any_other(text, tmp_path):
+def test_checkpoints_move_between_context_degrees(text, tmp_path):
     keys = {**KEYS, "data.path": text, "model.dropout": 0.1}
     layouts = (1, ""), (4, "parallel.context=2 strategy=zero1"), (3, "parallel.context=3 strategy=zero3")
-    expected, path, made = alone(keys, 8).losses, None, []
+    expected, path, made = run_single_process(keys, 8).losses, None, []
 
     def body(comm, changed, path, last):
         trainer = trainer_of(comm, keys | recipe_keys(changed), path)
@@ -150,20 +150,20 @@ def test_checkpoints_go_from_any_degree_to_any_other(text, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["ring", "all_to_all"])
-def test_the_rank_whose_tokens_are_bad_is_named(method, text):
-    """Bad values come in by messages: those who got them are no culprits."""
+def test_rank_with_bad_tokens_is_named(method, text):
+    """Bad values are sent in messages. Ranks that received them are not named."""
     keys = {**KEYS, "data.path": text, **recipe_keys(f"parallel.context=2 context_method={method}")}
 
     def body(comm):
         trainer = trainer_of(comm, keys)
         if comm.rank == 1:
             trainer.exchange.parameters.view("1.norm1.scale")[3] = np.nan
-        return blamed(trainer)
+        return blamed_ranks(trainer)
 
     assert run_threads(2, body) == [[1]] * 2
 
 
-def test_ranks_of_a_context_axis_compute_in_the_same_order(text):
+def test_context_ranks_must_compute_in_the_same_order(text):
     keys = {**KEYS, "data.path": text, **recipe_keys("parallel.context=2 microbatches=2")}
 
     def body(comm):
@@ -181,7 +181,7 @@ def test_ranks_of_a_context_axis_compute_in_the_same_order(text):
 
 
 @pytest.mark.parametrize("method", ["ring", "all_to_all"])
-def test_messages_within_attention_are_proven_before_anything_runs(method, text, monkeypatch):
+def test_attention_messages_are_proven_before_the_run(method, text, monkeypatch):
     make = operations.MESSAGES[method]
 
     def without_the_last(placed, window, rank, back):
@@ -216,5 +216,7 @@ def test_messages_within_attention_are_proven_before_anything_runs(method, text,
         ("data.shares=measured", "not built"),
     ],
 )
-def test_what_is_not_built_is_refused(changed, match):
-    assert "parallel.context = 2" in refused({**recipe_keys("parallel.context=2"), **recipe_keys(changed)}, match)
+def test_unsupported_context_recipes_are_rejected(changed, match):
+    assert "parallel.context = 2" in assert_rejected(
+        {**recipe_keys("parallel.context=2"), **recipe_keys(changed)}, match
+    )

@@ -1,4 +1,4 @@
-"""The interval between two saves, against the curve that it is to minimise."""
+"""The interval between two saves, compared with the slowdown curve that it minimises."""
 
 import math
 
@@ -7,8 +7,8 @@ import pytest
 from hpcdist.strategies.core import daly_interval
 
 
-def least(cost_s, mtbf_s):
-    """The minimum of the curve, by golden section."""
+def curve_minimum(cost_s, mtbf_s):
+    """Return the minimum of the curve, by golden section search."""
     low, high, ratio = 1e-9 * mtbf_s, 5 * mtbf_s, (math.sqrt(5) - 1) / 2
     for _ in range(200):
         left, right = high - ratio * (high - low), low + ratio * (high - low)
@@ -20,10 +20,10 @@ def least(cost_s, mtbf_s):
 
 
 @pytest.mark.parametrize("share", (1e-5, 1e-3, 1e-2, 0.1, 0.3))
-def test_daly_is_near_the_minimum_of_the_curve_and_nearer_than_the_first_order(share):
+def test_daly_interval_is_closer_to_the_minimum_than_first_order(share):
     mtbf_s = 3600.0
     cost_s = share * mtbf_s
-    best = least(cost_s, mtbf_s)
+    best = curve_minimum(cost_s, mtbf_s)
     first_order = math.sqrt(2 * cost_s * mtbf_s) - cost_s
     error, first = (abs(way / best - 1) for way in (daly_interval.daly(cost_s, mtbf_s), first_order))
     assert error < 0.01 and error < first
@@ -31,7 +31,7 @@ def test_daly_is_near_the_minimum_of_the_curve_and_nearer_than_the_first_order(s
     assert at / daly_interval.slowdown(best, cost_s, mtbf_s) < 1.0005
 
 
-def test_values_of_the_equations():
+def test_daly_interval_matches_the_equations():
     share = 0.0025
     assert daly_interval.daly(50, 10_000) == pytest.approx(1000 * (1 + math.sqrt(share) / 3 + share / 9) - 50)
     assert daly_interval.daly(200, 100) == daly_interval.daly(500, 100) == 100, "beyond 2M, one failure apart"
@@ -40,6 +40,6 @@ def test_values_of_the_equations():
     assert daly_interval.overhead(50, 10_000) == pytest.approx(50 / (daly_interval.daly(50, 10_000) + 50))
 
 
-def test_a_restart_does_not_move_the_minimum():
+def test_restart_time_does_not_move_the_minimum():
     ratio = {daly_interval.slowdown(t, 5, 1000, 60) / daly_interval.slowdown(t, 5, 1000) for t in (10, 100, 700)}
     assert max(ratio) - min(ratio) < 1e-12

@@ -1,7 +1,8 @@
-"""Every exchange in lock-step is the run of one process: all optimizers, both precisions, on 1 to 4 ranks.
+"""Every exchange in lock-step matches one process: all optimizers, both precisions, on 1 to 4 ranks.
 
-After 50 steps with clipping and accumulation, of a small classifier on threads. `tests/ranks` has some of it over MPI.
-In float32 only 3 ranks are taken, all with HPCDIST_TEST_LAYOUTS=all.
+
+The runs make 50 steps with clipping and accumulation, of a small classifier on threads. `tests/ranks` repeats some over
+MPI. In float32 only 3 ranks are tested, or all with HPCDIST_TEST_LAYOUTS=all.
 """
 
 import os
@@ -53,14 +54,14 @@ def run_of(comm, way, optimizer, dtype):
 
 @cache
 def data(dtype):
-    """Samples whose class follows from the features."""
+    """Return samples whose class is a function of the features."""
     rng = np.random.default_rng(7)
     inputs = np.tile(rng.standard_normal((STEPS // 10, SAMPLES, FEATURES)), (10, 1, 1))
     targets = (inputs @ rng.standard_normal((FEATURES, CLASSES))).argmax(axis=2)
     return inputs.astype(dtype), targets
 
 
-def trained(comm, way, optimizer, dtype):
+def train(comm, way, optimizer, dtype):
     run, losses = run_of(comm, way, optimizer, dtype), []
     for inputs, targets in zip(*data(dtype), strict=True):
         parts = [*zip(run.share(inputs), run.share(targets), strict=True)]
@@ -72,25 +73,25 @@ def trained(comm, way, optimizer, dtype):
 
 @cache
 def alone(optimizer, dtype):
-    return trained(solo(), "allreduce", optimizer, dtype)
+    return train(solo(), "allreduce", optimizer, dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.full_except("shared parameters-sgd-float32")
-def test_it_is_the_run_of_one_process(way, optimizer, dtype):
+def test_exchange_matches_one_process(way, optimizer, dtype):
     losses, weights = alone(optimizer, dtype)
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5]), "the model learns"
     for size in (1, 2, 3, 4) if ALL or dtype == "float64" else (3,):
-        for ours, kept in run_threads(size, lambda comm: trained(comm, way, optimizer, dtype)):
+        for ours, kept in run_threads(size, lambda comm: train(comm, way, optimizer, dtype)):
             np.testing.assert_allclose(ours, losses, rtol=TOLERANCE[dtype], err_msg=f"{size} ranks")
             apart = np.linalg.norm(kept.astype(np.float64) - weights) / np.linalg.norm(weights.astype(np.float64))
             assert apart <= TOLERANCE[dtype], f"{size} ranks: {apart:.1e}"
 
 
-def test_ssp_of_0_is_bsp():
-    """Not by its numbers: it is the same exchange."""
+def test_ssp_with_bound_0_is_bsp():
+    """Not only the numbers are equal: it is the same exchange."""
     zero = ParameterServerConfig(placement="colocated", consistency="ssp", staleness=0)
 
     def body(comm, config):

@@ -1,4 +1,4 @@
-"""The deterministic mode: one recipe, one sequence of bits, on any number of ranks; and a list that is proven."""
+"""The deterministic mode: one recipe has one sequence of bits on any number of ranks, and its list is proven."""
 
 import math
 from dataclasses import replace
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from harness.marks import cases
-from harness.trainings import blamed, digest, refused, small
+from harness.trainings import assert_rejected, blamed_ranks, digest, small_trainer
 from harness.trainings import losses_and_norms as train
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
@@ -22,7 +22,7 @@ from hpcdist.training.run.saving import CheckpointSaver
 
 STEPS = 4
 SAMPLES = 24
-trainer_of = partial(small, **{"run.global_batch": SAMPLES, "run.logical_shards": 8})
+trainer_of = partial(small_trainer, **{"run.global_batch": SAMPLES, "run.logical_shards": 8})
 
 
 def whole_run(comm, path, keys):
@@ -39,7 +39,7 @@ def whole_run(comm, path, keys):
     (6, {"optimizer.name": "sgd", "precision.mode": "float64", "model.kind": "mlp"}),
 )
 @pytest.mark.full_except("6-keys3")
-def test_losses_weights_and_metrics_have_the_same_bits_on_any_number_of_ranks(text, shards, keys):
+def test_run_has_the_same_bits_on_any_number_of_ranks(text, shards, keys):
     keys = keys | {"run.logical_shards": shards}
     expected = run_threads(1, lambda comm: whole_run(comm, text, keys))[0]
     assert all(math.isfinite(number) for step in expected[0] for number in step)
@@ -48,7 +48,7 @@ def test_losses_weights_and_metrics_have_the_same_bits_on_any_number_of_ranks(te
             assert result == expected, f"{size} ranks"
 
 
-def test_it_is_the_run_without_shards_but_for_rounding(text):
+def test_deterministic_run_matches_the_plain_run_up_to_rounding(text):
     plain = run_threads(1, lambda comm: whole_run(comm, text, {"run.logical_shards": 0, "precision.mode": "float64"}))
     sharded = run_threads(3, lambda comm: whole_run(comm, text, {"precision.mode": "float64"}))
     np.testing.assert_allclose(sharded[0][0], plain[0][0], rtol=1e-11)
@@ -57,7 +57,7 @@ def test_it_is_the_run_without_shards_but_for_rounding(text):
 
 @pytest.mark.parametrize("sizes", [(4, 1), (2, 3), (1, 5)])
 @pytest.mark.full
-def test_a_run_goes_on_with_the_same_bits_on_another_number_of_ranks(text, tmp_path, sizes):
+def test_resume_on_another_number_of_ranks_has_the_same_bits(text, tmp_path, sizes):
     def first(comm):
         trainer = trainer_of(comm, text, {})
         return train(trainer, 3), CheckpointSaver(trainer, tmp_path / "checkpoints").save(3)
@@ -66,18 +66,18 @@ def test_a_run_goes_on_with_the_same_bits_on_another_number_of_ranks(text, tmp_p
         trainer = trainer_of(comm, text, {}, resume=saved)
         return train(trainer, 6), digest(trainer)
 
-    def whole(comm):
+    def run_whole(comm):
         trainer = trainer_of(comm, text, {})
         return train(trainer, 6), digest(trainer)
 
     losses, saved = run_threads(sizes[0], first)[0]
-    expected, weights = run_threads(2, whole)[0]
-    for rest, found in run_threads(sizes[1], second):
-        assert (losses + rest, found) == (expected, weights)
+    expected, weights = run_threads(2, run_whole)[0]
+    for rest, result in run_threads(sizes[1], second):
+        assert (losses + rest, result) == (expected, weights)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_a_step_is_proven_and_meets_once_a_range(text, size):
+def test_step_is_proven_with_one_meeting_per_range(text, size):
     trainers = run_threads(size, lambda comm: trainer_of(comm, text, {"communication.bucket_bytes": 2000}))
     lists = [trainer.operations for trainer in trainers]
     reduces = [op for op in lists[0] if op.kind is Kind.REDUCE]
@@ -89,12 +89,12 @@ def test_a_step_is_proven_and_meets_once_a_range(text, size):
 @cases(
     "changes, match",
     ({Kind.ADD: None}, "never exchanged"),
-    ({Kind.ADD: Kind.REDUCE}, "one REDUCE of all of its range"),
-    ({Kind.REDUCE: Kind.ADD}, "one REDUCE of all of its range"),
+    ({Kind.ADD: Kind.REDUCE}, "REDUCE or PUSH must cover its range exactly once"),
+    ({Kind.REDUCE: Kind.ADD}, "REDUCE or PUSH must cover its range exactly once"),
     ({Kind.REDUCE: None}, "never exchanged"),
     ({Kind.ADD: Kind.REDUCE, Kind.REDUCE: Kind.ADD}, r"REDUCE\(0, .* comes before ADD\(1, "),
 )
-def test_a_broken_step_is_refused(text, changes, match):
+def test_broken_step_is_rejected(text, changes, match):
     trainer = run_threads(1, lambda comm: trainer_of(comm, text, {}))[0]
     steps = list(trainer.operations)
     for old, new in changes.items():  # of the first of its kind
@@ -107,7 +107,7 @@ def test_a_broken_step_is_refused(text, changes, match):
         verify([steps] * 2, grid=grid, units=units, microbatches=8, accumulates=False)
 
 
-def test_a_step_sends_the_bytes_of_the_ring(text):
+def test_step_sends_the_bytes_of_the_ring(text):
     def body(comm):
         trainer = trainer_of(comm, text, {"model.hidden": 64})
         with count_traffic(comm) as traffic:
@@ -121,14 +121,14 @@ def test_a_step_sends_the_bytes_of_the_ring(text):
         run_threads(size, body)
 
 
-def test_partial_sums_take_the_memory_that_is_promised(text):
-    trainer = run_threads(1, lambda comm: _trained(comm, text))[0]
+def test_partial_sums_take_the_documented_memory(text):
+    trainer = run_threads(1, lambda comm: _train(comm, text))[0]
     psi = trainer.model.layout.size * 4
     assert trainer.ledger.peak["gradients"] == psi
     assert trainer.ledger.peak["communication"] <= 3.1 * psi  # log2(8 shards)
 
 
-def _trained(comm, text):
+def _train(comm, text):
     trainer = trainer_of(comm, text, {"model.hidden": 64})
     train(trainer, 2)
     return trainer
@@ -139,18 +139,18 @@ def test_only_the_rank_with_a_bad_value_is_blamed(text):
         trainer = trainer_of(comm, text, {})
         if comm.rank == 1:
             trainer.exchange.parameters.array[...] = np.nan
-        return blamed(trainer)
+        return blamed_ranks(trainer)
 
     assert run_threads(3, body) == [[1]] * 3
 
 
-def test_other_arithmetic_is_refused(text, tmp_path, monkeypatch):
+def test_resume_with_other_arithmetic_is_rejected(text, tmp_path, monkeypatch):
     def start(comm, resume=None, **keys):
         return trainer_of(comm, text, {key.replace("__", "."): value for key, value in keys.items()}, resume)
 
     saved = run_threads(2, lambda comm: CheckpointSaver(start(comm), tmp_path / "checkpoints").save(1))[0]
     monkeypatch.setattr(logical_shards, "fp_fingerprint", lambda dtype: "0123abcd")
-    with pytest.raises(ConfigurationError, match="arithmetic .*, and here it is 0123abcd.*OMP_NUM_THREADS"):
+    with pytest.raises(ConfigurationError, match="fingerprint .*, but the ranks now have 0123abcd.*OMP_NUM_THREADS"):
         run_threads(2, lambda comm: start(comm, saved))
     resumed = run_threads(2, lambda comm: start(comm, saved, run__logical_shards=0))[0]
     assert resumed.first_step == 1 and resumed.exchange.algorithm != logical_shards.ALGORITHM
@@ -161,7 +161,7 @@ def test_other_arithmetic_is_refused(text, tmp_path, monkeypatch):
         comm.barrier()
         start(comm)
 
-    with pytest.raises(ConfigurationError, match="compute other bits than rank 0"):
+    with pytest.raises(ConfigurationError, match="compute different bits than rank 0"):
         run_threads(2, two)
 
 
@@ -178,10 +178,10 @@ def test_other_arithmetic_is_refused(text, tmp_path, monkeypatch):
     ("parallel.data=5", "run.logical_shards = 4 with 5 data ranks"),
     ("run.logical_shards=-1", "run.logical_shards"),
 )
-def test_what_does_not_go_with_it_is_refused_by_name(override, key):
-    assert key in refused(["run.logical_shards=4", "run.global_batch=16", override])
+def test_incompatible_keys_are_rejected_by_name(override, key):
+    assert key in assert_rejected(["run.logical_shards=4", "run.global_batch=16", override])
 
 
-def test_more_ranks_than_shards_are_refused(text):
+def test_more_ranks_than_shards_are_rejected(text):
     with pytest.raises(ConfigurationError, match=r"run\.logical_shards = 2 with 3 data ranks: each needs"):
         run_threads(3, lambda comm: trainer_of(comm, text, {"run.logical_shards": 2}))

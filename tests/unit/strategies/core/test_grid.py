@@ -1,4 +1,4 @@
-"""Ranks on axes."""
+"""The positions of ranks on the axes."""
 
 import pytest
 
@@ -7,18 +7,18 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid, rank_map, spread_groups
 
 
-def test_data_takes_what_the_others_leave():
+def test_data_degree_fills_the_remaining_ranks():
     assert ProcessGrid.of(12, pipeline=2, tensor=3).data == 2
     assert ProcessGrid.of(4).data == 4
 
 
 @pytest.mark.parametrize("degrees", [{"data": 3}, {"data": 5}, {"pipeline": 3}, {"tensor": 8}])
-def test_a_wrong_product_prints_the_equation(degrees):
+def test_wrong_product_prints_the_equation(degrees):
     with pytest.raises(ConfigurationError, match=r"parallel.data \d+ x parallel.pipeline .* but the world has 4 ranks"):
         ProcessGrid.of(4, **degrees)
 
 
-def test_every_rank_has_its_own_place():
+def test_every_rank_has_unique_coordinates():
     grid = ProcessGrid(data=2, pipeline=3, tensor=2)
     places = [tuple(grid.coordinates(rank).values()) for rank in range(grid.size)]
     assert len(set(places)) == grid.size
@@ -26,14 +26,14 @@ def test_every_rank_has_its_own_place():
     assert grid.coordinates(4)["pipeline"] == 1, "pipeline is slowest"
 
 
-def test_the_data_axis_joins_equal_places():
+def test_data_axis_joins_ranks_with_equal_other_coordinates():
     def body(comm):
         return GridCommunicators(ProcessGrid(data=2, tensor=2), comm).data.allgather_object(comm.rank)
 
     assert run_threads(4, body) == [[0, 2], [1, 3], [0, 2], [1, 3]]
 
 
-def test_the_map_shows_who_computes_what_and_where():
+def test_rank_map_shows_stages_and_nodes():
     nodes = [range(4), range(4, 8)]
     assert rank_map(ProcessGrid(pipeline=2, data=2, tensor=2), nodes) == [
         "stage 0: node 0 [0-1] [2-3]",
@@ -45,7 +45,7 @@ def test_the_map_shows_who_computes_what_and_where():
     assert line == "stage 0: node 0 [0-1] [2-3] [4-5] [6-7] ... [56-57] [58-59] [60-61] [62-63]"
 
 
-def test_tensor_groups_over_nodes_are_warned_of():
+def test_tensor_groups_across_nodes_are_reported():
     nodes = [range(3), range(3, 6), range(6, 8)]
     assert spread_groups(ProcessGrid(data=8), nodes) == ""
     assert spread_groups(ProcessGrid(data=4, tensor=2), [range(4), range(4, 8)]) == ""

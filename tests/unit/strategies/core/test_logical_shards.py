@@ -1,4 +1,4 @@
-"""Logical shards: exchanges that cut a model, and its gradients, in any way end with the same bits."""
+"""Logical shards: any split of the model and its gradients over ranks ends with the same bits."""
 
 from functools import partial
 
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from harness.marks import cases
+from harness.trainings import assert_rejected, small_trainer, state_bits
 from harness.trainings import losses_and_norms as train
-from harness.trainings import refused, small, state_bits
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import ThreadCommunicator, run_threads
 from hpcdist.errors import NonFiniteError
@@ -33,7 +33,9 @@ WAYS = [
 ]
 
 
-trainer_of = partial(small, **{"run.global_batch": SAMPLES, "run.logical_shards": SHARDS, "optimizer.clip_norm": 0.1})
+trainer_of = partial(
+    small_trainer, **{"run.global_batch": SAMPLES, "run.logical_shards": SHARDS, "optimizer.clip_norm": 0.1}
+)
 
 
 def whole_run(comm, path, keys):
@@ -61,7 +63,7 @@ def test_all_exchanges_have_the_same_bits_on_any_number_of_ranks(text, keys):
 
 @pytest.mark.parametrize("degrees", [(2, 2, 2), (2, 4, 4), (1, 2, 4), (1, 1, 2), (1, 1, 1)])
 @pytest.mark.full_except("degrees2")
-def test_degrees_decide_no_bit(text, degrees):
+def test_degrees_do_not_change_the_bits(text, degrees):
     keys = {"optimizer.name": "lamb"}
     expected = run_threads(1, lambda comm: whole_run(comm, text, keys))[0]
     way = dict(zip(("zero.parameters", "zero.gradients", "zero.optimizer"), degrees, strict=True))
@@ -70,8 +72,8 @@ def test_degrees_decide_no_bit(text, degrees):
 
 
 @pytest.mark.parametrize(("degrees", "made"), [((2, 2, 2), 2), ((2, 4, 4), 2), ((4, 4, 4), 0), ((1, 2, 2), 2)])
-def test_what_joins_the_levels_is_given_back(text, monkeypatch, degrees, made):
-    """Level 0 and what is between its groups, or between the owners of the same part; and the data axis, once."""
+def test_communicators_of_the_levels_are_freed(text, monkeypatch, degrees, made):
+    """These are the communicators of level 0, between its groups, between owners of a part, and the data axis."""
     way = dict(zip(("zero.parameters", "zero.gradients", "zero.optimizer"), degrees, strict=True))
     freed = []
     monkeypatch.setattr(ThreadCommunicator, "free", lambda comm: freed.append(comm.name))
@@ -89,7 +91,7 @@ def test_what_joins_the_levels_is_given_back(text, monkeypatch, degrees, made):
     assert sum(joining) == 4 * made and sum(name.startswith("world/data") for name in freed) == 4 * (made + 1)
 
 
-def test_states_in_a_file_decide_no_bit(text, tmp_path):
+def test_states_in_a_file_do_not_change_the_bits(text, tmp_path):
     keys = {"optimizer.name": "lars"}
     expected = run_threads(1, lambda comm: whole_run(comm, text, keys))[0]
     way = {"zero.offload_optimizer": "file", "zero.offload_parameters": "file", "zero.offload_directory": tmp_path}
@@ -98,10 +100,10 @@ def test_states_in_a_file_decide_no_bit(text, tmp_path):
 
 
 @pytest.mark.full
-def test_a_run_goes_on_with_the_same_bits_by_another_exchange(text, tmp_path):
+def test_resume_with_another_exchange_has_the_same_bits(text, tmp_path):
     keys = {"optimizer.name": "lamb"}
 
-    def go_on(comm, way, last, resume):
+    def train_on(comm, way, last, resume):
         trainer = trainer_of(comm, text, keys | way, resume)
         kept = trainer.exchange.state()
         assert kept["arithmetic"] and kept["count"] == trainer.first_step
@@ -110,16 +112,16 @@ def test_a_run_goes_on_with_the_same_bits_by_another_exchange(text, tmp_path):
     losses, saved = [], None
     legs = [(ALLREDUCE, 2, 1), (ZERO3, 4, 2), (SHARED, 3, 3), (ZERO3, 1, 4), ({"parallel.strategy": "zero1"}, 4, 5)]
     for way, size, last in legs:
-        done = run_threads(size, lambda comm, way=way, last=last, saved=saved: go_on(comm, way, last, saved))
-        found, saved, final = done[0]
-        losses += found
-    whole, _, expected = run_threads(1, lambda comm: go_on(comm, ALLREDUCE, 5, None))[0]
+        done = run_threads(size, lambda comm, way=way, last=last, saved=saved: train_on(comm, way, last, saved))
+        result, saved, final = done[0]
+        losses += result
+    whole, _, expected = run_threads(1, lambda comm: train_on(comm, ALLREDUCE, 5, None))[0]
     assert (losses, final) == (whole, expected)
 
 
 @pytest.mark.parametrize("way", WAYS[1:], ids=str)
 @pytest.mark.parametrize("size", [1, 3, 4])
-def test_a_step_is_proven_and_meets_once_a_layer(text, way, size):
+def test_step_is_proven_with_one_meeting_per_layer(text, way, size):
     trainers = run_threads(size, lambda comm: trainer_of(comm, text, way))
     layers, microbatches = len(trainers[0].context.ranges), -(-SHARDS // size)
     for trainer in trainers:
@@ -136,7 +138,7 @@ def test_a_step_is_proven_and_meets_once_a_layer(text, way, size):
     ({"parallel.strategy": "zero3", "zero.parameters": 1, "zero.gradients": 1}, lambda p: 2 * (p - 1) / p),
     ({"parallel.strategy": "zero1", "zero.optimizer": 2}, lambda p: (p - 1) / 2 + 1 / 2),
 )
-def test_a_step_sends_the_bytes_that_are_promised(text, keys, times):
+def test_step_sends_the_documented_bytes(text, keys, times):
     settings = {"model.hidden": 64, "run.logical_shards": 4} | keys
 
     def body(comm):
@@ -151,7 +153,7 @@ def test_a_step_sends_the_bytes_that_are_promised(text, keys, times):
         run_threads(size, body)
 
 
-def test_whole_layers_of_partial_sums_are_what_is_kept(text):
+def test_only_partial_sums_of_whole_layers_are_kept(text):
     def body(comm):
         trainer = trainer_of(comm, text, {"model.hidden": 64, "parallel.strategy": "zero2", "run.logical_shards": 4})
         train(trainer, 2)
@@ -166,19 +168,19 @@ def test_whole_layers_of_partial_sums_are_what_is_kept(text):
 
 @pytest.mark.parametrize("way", [ALLREDUCE, ZERO3], ids=str)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_is_found_on_all_ranks(text, way, bad):
+def test_non_finite_gradient_is_detected_on_all_ranks(text, way, bad):
     def body(comm):
         trainer = trainer_of(comm, text, way)
         before = trainer.exchange.parameters.array.tobytes()
         exact = trainer.exchange.norm_squared
 
-        def spoiled():
+        def spoil_gradients():
             if comm.rank == comm.size - 1:
                 (part, *_) = trainer.exchange.sharded_update.parts
                 trainer.exchange.sharded_update.gradients.range(part)[0] = bad
             return exact()
 
-        trainer.exchange.norm_squared = spoiled
+        trainer.exchange.norm_squared = spoil_gradients
         with pytest.raises(NonFiniteError):
             train(trainer, 1)
         assert before == trainer.exchange.parameters.array.tobytes()
@@ -192,6 +194,6 @@ def test_what_is_not_finite_is_found_on_all_ranks(text, way, bad):
     ("communication.overlap=thread", r"communication\.overlap"),
     ("precision.mode=bfloat16", r"run\.logical_shards"),
 )
-def test_what_does_not_go_with_zero_is_refused(override, match):
+def test_incompatible_keys_with_zero_are_rejected(override, match):
     overrides = ["run.logical_shards=4", "run.global_batch=16", "parallel.strategy=zero3", override]
-    refused(overrides, match)
+    assert_rejected(overrides, match)

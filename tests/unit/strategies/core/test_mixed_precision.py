@@ -1,4 +1,4 @@
-"""The scale of the loss: when it rises and falls, when a run gives up, and what a checkpoint keeps of it."""
+"""The loss scale: when it rises and falls, when a run gives up, and its state in a checkpoint."""
 
 import math
 from itertools import groupby
@@ -23,44 +23,48 @@ from hpcdist.telemetry.metrics.step_metrics import SCHEMA, VERSION, MetricsWrite
 
 
 def scales(scale, norms):
-    """The scale after each of ``norms``: "." is finite, "x" is not."""
-    found = []
+    """Return the scale after each of ``norms``: "." is finite, "x" is not."""
+    results = []
     for norm in norms:
         assert scale.after("step", 1.0 if norm == "." else math.inf) == (norm == ".")
-        found.append(scale.scale)
-    return found
+        results.append(scale.scale)
+    return results
 
 
-def test_it_halves_at_the_overflow_number_h_in_a_row_and_at_each_that_follows():
+def test_scale_halves_after_h_overflows_in_a_row_and_each_later_one():
     assert scales(DynamicLossScale(64.0, hysteresis=1), "x.x") == [32, 32, 16]
     assert scales(DynamicLossScale(64.0, hysteresis=2), "x.xx.xxx") == [64, 64, 64, 32, 32, 32, 16, 8]
     assert scales(DynamicLossScale(64.0, hysteresis=3), "xxxx") == [64, 64, 32, 16]
 
 
-def test_it_doubles_after_an_interval_without_overflow():
+def test_scale_doubles_after_an_interval_without_overflow():
     assert scales(DynamicLossScale(8.0, interval=3, hysteresis=1), "......") == [8, 8, 16, 16, 16, 32]
     assert scales(DynamicLossScale(8.0, interval=3, hysteresis=2), "..x...") == [8, 8, 8, 8, 8, 16], "it counts anew"
     assert scales(DynamicLossScale(MAXIMUM_SCALE, interval=1), "..") == [MAXIMUM_SCALE, MAXIMUM_SCALE]
 
 
 def by_runs(norms, start, interval, hysteresis, least):
-    """The scale after each step, run by run of equal steps, and which step gives up: nothing is counted from one on."""
-    found = []
+    """Return the scale after each step, and the step that gives up.
+
+
+    This reference handles runs of equal steps and keeps no counters between them.
+    """
+    results = []
     for kind, run in groupby(norms):
-        length, first = len(list(run)), found[-1] if found else start
+        length, first = len(list(run)), results[-1] if results else start
         if kind == ".":
-            found += [min(first * 2.0 ** ((n + 1) // interval), MAXIMUM_SCALE) for n in range(length)]
+            results += [min(first * 2.0 ** ((n + 1) // interval), MAXIMUM_SCALE) for n in range(length)]
             continue
         to_least = int(math.log2(first / least))
-        found += [max(first / 2.0 ** max(0, n + 2 - hysteresis), least) for n in range(length)]
+        results += [max(first / 2.0 ** max(0, n + 2 - hysteresis), least) for n in range(length)]
         stops = (hysteresis - 1 + to_least if to_least else 0) + MAXIMUM_OVERFLOWS - 1  # of the run, from 0
         if length > stops:
-            return found[: len(found) - length + stops], len(found) - length + stops
-    return found, None
+            return results[: len(results) - length + stops], len(results) - length + stops
+    return results, None
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2, 5])
-def test_random_overflows_move_it_as_the_rules_say(hysteresis, rng):
+def test_scale_follows_the_rules_for_random_overflows(hysteresis, rng):
     stopped = 0
     for _ in range(200):
         likely, interval, least = rng.choice([0.1, 0.5, 0.9]), int(rng.integers(1, 6)), 2.0 ** int(rng.integers(-3, 4))
@@ -78,7 +82,7 @@ def test_random_overflows_move_it_as_the_rules_say(hysteresis, rng):
     assert 0 < stopped < 200, "both ends were met"
 
 
-def test_without_hysteresis_and_bounds_it_is_that_of_pytorch(rng):
+def test_scale_without_hysteresis_matches_pytorch(rng):
     torch = pytest.importorskip("torch", reason="PyTorch comes with the extra `reference`")
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
     mine = DynamicLossScale(2.0**12, interval=3, hysteresis=1, least=2.0**-24)
@@ -102,16 +106,16 @@ def test_skipped_steps_are_counted(bad):
     assert scale.skipped == 3
 
 
-def test_at_the_least_scale_it_gives_up_after_some_steps_in_a_row():
+def test_repeated_overflows_at_the_minimum_scale_raise():
     scale = DynamicLossScale(2.0 * MINIMUM_SCALE, hysteresis=1)
     assert scales(scale, "x" + "x" * (MAXIMUM_OVERFLOWS - 1) + "." + "x" * (MAXIMUM_OVERFLOWS - 1))[-1] == MINIMUM_SCALE
     with pytest.raises(
-        NonFiniteError, match=rf"step 9: it has overflowed float16 for {MAXIMUM_OVERFLOWS} steps .* scale 1;"
+        NonFiniteError, match=rf"step 9: the gradient has overflowed float16 for {MAXIMUM_OVERFLOWS} steps .* scale 1;"
     ):
         scale.after("step 9", math.nan)
 
 
-def test_a_fixed_scale_stays_and_gives_up_too():
+def test_repeated_overflows_at_a_fixed_scale_raise():
     scale = FixedLossScale(256.0)
     assert [scale.after("", norm) for norm in [math.inf] * (MAXIMUM_OVERFLOWS - 1) + [1.0]] == [False] * (
         MAXIMUM_OVERFLOWS - 1
@@ -122,7 +126,7 @@ def test_a_fixed_scale_stays_and_gives_up_too():
         scale.after("", math.inf)
 
 
-def test_a_restored_scale_goes_on_as_the_one_that_was_saved():
+def test_restored_scale_continues_like_the_saved_one():
     script = "..x...xx..x.x" * 4
     for cut in range(0, len(script), 5):
         whole, first, second = (DynamicLossScale(2.0**10, interval=3, hysteresis=2) for _ in range(3))
@@ -133,7 +137,7 @@ def test_a_restored_scale_goes_on_as_the_one_that_was_saved():
         assert second == whole
 
 
-def test_a_run_without_a_scale_starts_one_and_a_scaled_run_may_drop_it():
+def test_resume_may_add_or_drop_a_loss_scale():
     scale = DynamicLossScale()
     scale.restore(NoLossScale().state())
     assert scale.scale == INITIAL_SCALE
@@ -146,7 +150,7 @@ def test_a_run_without_a_scale_starts_one_and_a_scaled_run_may_drop_it():
     assert (fixed.scale, fixed.skipped) == (8.0, 3)
 
 
-def test_only_float16_has_one():
+def test_only_float16_has_a_loss_scale():
     assert type(build_loss_scale("bfloat16", 0.0, 10, 2)) is NoLossScale
     assert type(build_loss_scale("float32", 0.0, 10, 2)) is NoLossScale
     assert build_loss_scale("float16", 8.0, 10, 2) == FixedLossScale(8.0)
@@ -158,13 +162,13 @@ def test_only_float16_has_one():
         NoLossScale().after("step 4", math.nan)
 
 
-def test_the_metrics_keep_what_happened_and_a_resumed_run_writes_it_anew(tmp_path):
+def test_metrics_record_the_scale_and_a_resume_rewrites_it(tmp_path):
     path, writer = tmp_path / "metrics.h5", MetricsWriter(tmp_path / "metrics.h5", world=1)
     for step, scale, skipped in ((1, 64.0, False), (5, 64.0, True), (6, 32.0, False), (5, 64.0, False)):
         writer.put(side_tables.LOSS_SCALE, step=step, scale=scale, skipped=skipped)
     with files.open_read(path, SCHEMA, VERSION) as file:
-        found = side_tables.LOSS_SCALE.read(file)
-    assert {name: values.tolist() for name, values in found.items()} == {
+        result = side_tables.LOSS_SCALE.read(file)
+    assert {name: values.tolist() for name, values in result.items()} == {
         "step": [1, 5],
         "session": [0, 0],
         "scale": [64.0, 64.0],

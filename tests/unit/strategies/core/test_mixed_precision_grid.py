@@ -1,4 +1,4 @@
-"""16-bit working copies in pipelines and on a tensor axis: the rule, and one verdict of all ranks on an overflow."""
+"""16-bit working copies in pipelines and on a tensor axis: the rounding rule, and one verdict on an overflow."""
 
 import re
 from dataclasses import replace
@@ -60,22 +60,23 @@ def text(text):
     return {**BASE, "data.path": text}
 
 
-def bits(found):
-    assert all(values.dtype == np.float32 for values in found.values()), "never a rounded copy"
-    return {key: values.tobytes() for key, values in found.items()}
+def bits(result):
+    assert all(values.dtype == np.float32 for values in result.values()), "never a rounded copy"
+    return {key: values.tobytes() for key, values in result.items()}
 
 
 def run(comm, keys, steps, resume=None):
     trainer = trainer_of(comm, keys, resume)
-    found = losses(trainer, steps), state(trainer)
+    result = losses(trainer, steps), state(trainer)
     trainer.close()
-    return found
+    return result
 
 
 class Rule:
-    """One process that rounds as a pipeline must: the last stage's part of a tied tensor is rounded by itself.
+    """One process that rounds like a pipeline: the last stage's part of a tied tensor is rounded separately.
 
-    With numpy's and ml_dtypes' own conversions, and momentum in a line of float32.
+
+    It uses conversions of numpy and ml_dtypes, and a momentum update in float32.
     """
 
     def __init__(self, trainer):
@@ -94,7 +95,7 @@ class Rule:
         per_target, loss = 1.0 / (SAMPLES * self.model.tokens_per_sample), 0.0
         self.wide.array[...] = self.master.array.astype(self.half).astype(np.float32)
         parameters, unit = self.model.bind(self.wide), len(self.model.stages) - 1
-        own, copy = (np.zeros(self.master.size, self.half) for _ in range(2))
+        local_data, copy = (np.zeros(self.master.size, self.half) for _ in range(2))
         for inputs, targets in batches:
             self.own.zero()
             self.copy.zero()
@@ -104,10 +105,10 @@ class Rule:
             saved = self.arena.saved(self.last.layer)
             loss += float(self.model.loss.forward(logits, targets, self.model.operations, saved))
             self.model.backward(parameters, gradients, per_target * scale, self.arena)
-            own = (own.astype(np.float32) + self.own.array).astype(self.half)
+            local_data = (local_data.astype(np.float32) + self.own.array).astype(self.half)
             copy = (copy.astype(np.float32) + self.copy.array).astype(self.half)
         self.count += 1
-        gradient = (own.astype(np.float32) + copy.astype(np.float32)).astype(self.half).astype(np.float32)
+        gradient = (local_data.astype(np.float32) + copy.astype(np.float32)).astype(self.half).astype(np.float32)
         momentum, rate = self.trainer.recipe.optimizer.momentum, self.trainer.learning_rate(self.count)
         self.velocity = np.float32(momentum) * self.velocity + gradient * np.float32(1 / scale)
         self.master.array[...] -= np.float32(rate) * self.velocity
@@ -119,16 +120,19 @@ class Rule:
 
 @pytest.mark.parametrize(("number", "name"), list(enumerate(SCHEDULES)))
 @pytest.mark.full_except("0-gpipe")
-def test_a_pipeline_follows_the_rule(text, number, name):
-    """To the bit. Where a backward is split, what micro-batches add to vectors meets before it is rounded."""
+def test_pipeline_has_the_bits_of_the_rounding_rule(text, number, name):
+    """The bits are equal.
+
+    If a backward is split, contributions of micro-batches to vectors are summed before rounding.
+    """
     keys = text | SGD | {"optimizer.weight_decay": 0, "model.tied": str(number % 2 == 0).lower()}
     keys |= (BFLOAT16, FLOAT16)[number // 2 % 2]
     rule = Rule(trainer_of(solo(), keys))
     with rule.trainer.batches(4) as batches:
         expected = [rule.step(rule.trainer.cut(batch)) for batch in batches]
     segments = [segment.key for segment in rule.model.layout.segments]
-    for found, kept in run_threads(2, lambda comm: run(comm, keys | PIPELINE | SCHEDULES[name], 4)):
-        np.testing.assert_allclose(found, expected, rtol=1e-4 if "zb" in name else 1e-12)
+    for result, kept in run_threads(2, lambda comm: run(comm, keys | PIPELINE | SCHEDULES[name], 4)):
+        np.testing.assert_allclose(result, expected, rtol=1e-4 if "zb" in name else 1e-12)
         for key in segments:
             mine, right = kept["parameters", key], rule.master.view(key).reshape(-1)
             if "zb" in name:
@@ -145,8 +149,8 @@ def test_servers_sum_in_float32_and_have_the_bits_of_allreduce(text, mode, layou
     keys = text | mode | {"parallel.microbatches": 2}
     losses_then, kept = run_threads(3, lambda comm: run(comm, keys, 4))[0]
     served = keys | layout | {"parameter_server.servers": servers}
-    for found, mine in run_threads(3 + servers, lambda comm: run(comm, served, 4)):
-        assert found == losses_then and bits(mine) == bits(kept)
+    for result, mine in run_threads(3 + servers, lambda comm: run(comm, served, 4)):
+        assert result == losses_then and bits(mine) == bits(kept)
 
 
 GRIDS = {
@@ -169,22 +173,22 @@ GRIDS = {
     *("tensor 2, rows", "data 2 x tensor 2, zero3, lamb", "pipeline 2 x tensor 2, zb-h1"),
 )
 @pytest.mark.full_except("data 2 x pipeline 2, zero1")
-def test_every_grid_is_near_one_rank(text, name):
-    """Within what sums in another order make of 16-bit roundings: 2^-9 of a bfloat16, 2^-12 of a float16, each."""
+def test_every_grid_is_close_to_one_rank(text, name):
+    """The bound allows 16-bit roundings of sums in another order: 2^-9 for bfloat16, 2^-12 for float16, each."""
     size, layout = GRIDS[name]
     keys = text | {"optimizer.clip_norm": 0.3} | layout
     plain = {key: value for key, value in keys.items() if not key.startswith(LAYOUT)}
     expected, right = run(solo(), plain | {"parallel.microbatches": 4}, 5)
     weights = [key for key in right if key[0] == "parameters" and not key[1].endswith(NOISE)]
     size_of_all = np.linalg.norm([np.linalg.norm(right[key]) for key in weights])
-    for found, kept in run_threads(size, lambda comm: run(comm, keys, 5)):
-        np.testing.assert_allclose(found, expected, rtol=2e-4)
+    for result, kept in run_threads(size, lambda comm: run(comm, keys, 5)):
+        np.testing.assert_allclose(result, expected, rtol=2e-4)
         apart = [np.linalg.norm(kept[key].astype(np.float64) - right[key]) for key in weights]
         assert np.linalg.norm(apart) / size_of_all < 2e-3
 
 
-def everything(trainer):
-    """Bits of all that this rank keeps from step to step: copies, master, moments, clocks. Local."""
+def local_state(trainer):
+    """Return the bits of all state that this rank keeps between steps: copies, master, moments, clocks. Local."""
     exchange, copies = trainer.exchange, trainer.executor.copies
     kept = [piece.array.copy().tobytes() for piece in (*exchange.wanted(), *exchange.pieces())]
     return [
@@ -195,8 +199,8 @@ def everything(trainer):
     ]
 
 
-def overflows(trainer, *, in_copy):
-    """Make one element of this rank's gradients infinite when they are next given away; return how to end it."""
+def plant_overflow(trainer, *, in_copy):
+    """Make one element of this rank's next gradients infinite. Return a function that ends it."""
     exchange, copies, healthy = trainer.exchange, trainer.executor.copies, trainer.exchange.handlers
     left = [-1]  # places, none of them padding
 
@@ -257,8 +261,8 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.full_except("tensor 2", "data 2 x pipeline 2, zero3")
-def test_an_overflow_on_one_rank_of_one_stage_is_skipped_by_all(text, name):
-    """Of each rank in turn, and in the copy of a tied tensor; and it leaves no trace in the steps that follow."""
+def test_overflow_on_one_rank_of_one_stage_is_skipped_by_all(text, name):
+    """Each rank overflows in turn, and the copy of a tied tensor. No trace is left in the following steps."""
     size, layout = STEPS[name]
     keys = text | layout
 
@@ -274,39 +278,39 @@ def test_an_overflow_on_one_rank_of_one_stage_is_skipped_by_all(text, name):
         def step(number, parts):
             return trainer.executor.run(trainer.operations, parts, SAMPLES, number, np.ones(2))
 
-        found = [step(1, first).loss]
+        results = [step(1, first).loss]
         for rank, in_copy in culprits if bad else []:
-            before = everything(trainer)
+            before = local_state(trainer)
             mine = comm.rank == rank or (in_copy and bool(trainer.executor.copies.keys))
-            heal = overflows(trainer, in_copy=in_copy) if mine else lambda: None
+            heal = plant_overflow(trainer, in_copy=in_copy) if mine else lambda: None
             done = step(2, second)
             heal()
             assert done.skipped and np.isfinite(done.loss), (rank, in_copy)
-            assert everything(trainer) == before, (rank, in_copy)
+            assert local_state(trainer) == before, (rank, in_copy)
         assert trainer.executor.loss_scale.skipped == (len(culprits) if bad else 0)
-        found.append(step(2, second).loss)
-        kept = everything(trainer)
+        results.append(step(2, second).loss)
+        kept = local_state(trainer)
         trainer.close()
-        return found, kept
+        return results, kept
 
     assert run_threads(size, lambda comm: body(comm, bad=True)) == run_threads(size, lambda comm: body(comm, bad=False))
 
 
 @pytest.mark.parametrize("culprit", [0, 3])
-def test_bfloat16_that_is_not_finite_in_one_stage_ends_the_run_on_all_ranks(text, culprit):
+def test_non_finite_bfloat16_gradient_ends_the_run_on_all_ranks(text, culprit):
     def body(comm):
         trainer = trainer_of(comm, text | PIPELINE | BFLOAT16)
         if comm.rank == culprit:
-            overflows(trainer, in_copy=False)
-        before = everything(trainer)
-        why = trainings.failure(trainer)
-        assert everything(trainer) == before and re.search("step 1: loss .*, gradient norm inf", why)
+            plant_overflow(trainer, in_copy=False)
+        before = local_state(trainer)
+        why = trainings.failure_reason(trainer)
+        assert local_state(trainer) == before and re.search("step 1: loss .*, gradient norm inf", why)
         return why
 
     assert len(set(run_threads(4, body))) == 1
 
 
-def test_at_the_least_scale_all_ranks_stop_with_one_message(text):
+def test_overflow_at_the_minimum_scale_stops_all_ranks(text):
     keys = (
         text | PIPELINE | {"precision.mode": "float16", "precision.minimum_scale": 2.0**15, "precision.hysteresis": 3}
     )
@@ -314,29 +318,29 @@ def test_at_the_least_scale_all_ranks_stop_with_one_message(text):
 
     def body(comm):
         trainer = trainer_of(comm, keys)
-        before = everything(trainer)
+        before = local_state(trainer)
         with trainer.batches(1) as batches:
             parts = trainer.cut(next(iter(batches)))
         for number in range(1, last):
-            heal = overflows(trainer, in_copy=False) if comm.rank == number % 4 else lambda: None
+            heal = plant_overflow(trainer, in_copy=False) if comm.rank == number % 4 else lambda: None
             assert trainer.executor.run(trainer.operations, parts, SAMPLES, number, np.ones(2)).skipped
             heal()
         if comm.rank == 2:
-            overflows(trainer, in_copy=False)
+            plant_overflow(trainer, in_copy=False)
         with pytest.raises(NonFiniteError) as failed:
             trainer.executor.run(trainer.operations, parts, SAMPLES, last, np.ones(2))
-        assert everything(trainer) == before
+        assert local_state(trainer) == before
         return str(failed.value)
 
-    (said,) = set(run_threads(4, body))
-    assert said.startswith(f"step {last}: ") and "\n" not in said
-    assert f"overflowed float16 for {MAXIMUM_OVERFLOWS} steps in a row at the loss scale 32768; try " in said
-    assert "optimizer.learning_rate" in said and "precision.minimum_scale" in said
+    (output,) = set(run_threads(4, body))
+    assert output.startswith(f"step {last}: ") and "\n" not in output
+    assert f"overflowed float16 for {MAXIMUM_OVERFLOWS} steps in a row at the loss scale 32768; try " in output
+    assert "optimizer.learning_rate" in output and "precision.minimum_scale" in output
 
 
 @pytest.mark.full
-def test_it_learns_as_float32_does(text):
-    """30 steps in bfloat16, within 1 %."""
+def test_bfloat16_training_learns_like_float32(text):
+    """30 steps in bfloat16 agree within 1 %."""
     keys = text | TIED | {"optimizer.learning_rate": 3e-3}
     plain, _ = run(solo(), keys, 30)
     half, _ = run_threads(2, lambda comm: run(comm, keys | BFLOAT16 | PIPELINE, 30))[0]
@@ -353,31 +357,31 @@ RESUMED = {  # and who takes it over: ranks, keys
 
 @pytest.mark.parametrize("name", RESUMED)
 @pytest.mark.full
-def test_a_resumed_run_has_the_same_bits_and_others_take_it_over(text, tmp_path, name):
+def test_resume_has_the_same_bits_and_other_layouts_can_resume(text, tmp_path, name):
     layout, others = RESUMED[name]
     keys = text | layout | {"precision.mode": "float16", "precision.growth_interval": 2}  # it rises, and overflows
 
-    def whole(comm):
+    def run_whole(comm):
         trainer = trainer_of(comm, keys)
-        found = losses(trainer, 4)
+        result = losses(trainer, 4)
         saved, then = CheckpointSaver(trainer, tmp_path / "checkpoints").save(4), bits(state(trainer))
         trainer = replace(trainer, first_step=4)
-        found += losses(trainer, 9)
-        return found, saved, then, bits(state(trainer)), trainer.executor.loss_scale.state()
+        result += losses(trainer, 9)
+        return result, saved, then, bits(state(trainer)), trainer.executor.loss_scale.state()
 
-    def resumed(comm):
+    def run_resumed(comm):
         trainer = trainer_of(comm, keys, saved)
         return losses(trainer, 9), bits(state(trainer)), trainer.executor.loss_scale.state()
 
-    expected, saved, then, last, scale = run_threads(4, whole)[0]
+    expected, saved, then, last, scale = run_threads(4, run_whole)[0]
     assert scale["skipped"] > 0
-    assert run_threads(4, resumed) == [(expected[4:], last, scale)] * 4
+    assert run_threads(4, run_resumed) == [(expected[4:], last, scale)] * 4
     tied = TIED if "model.tied" in layout else {}
     for size, other in others:
 
-        def taken(comm, other=other):
+        def take_over(comm, other=other):
             trainer = trainer_of(comm, text | tied | other, saved)
             return bits(state(trainer)), losses(trainer, 6)
 
-        for found, rest in run_threads(size, taken):
-            assert found == then and np.isfinite(rest).all()
+        for result, rest in run_threads(size, take_over):
+            assert result == then and np.isfinite(rest).all()

@@ -1,10 +1,10 @@
-"""Any layout that a recipe may ask for is the run of one process: drawn at random, on at most four ranks."""
+"""Any layout that a recipe may request matches one process: random layouts on at most four ranks."""
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from harness.trainings import alone, check_training, trainer_of
+from harness.trainings import check_training, run_single_process, trainer_of
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.strategies.core.replica_check import check_tensor_axis
 
@@ -64,10 +64,10 @@ def layouts(draw):
 @settings(max_examples=12)
 @given(layout=layouts())
 @pytest.mark.full
-def test_any_product_is_the_run_of_one_process(shared_text, layout):
+def test_random_products_match_one_process(shared_text, layout):
     ranks, changed = layout
     keys = KEYS | {"data.path": shared_text} | changed
-    expected = alone(keys, STEPS)
+    expected = run_single_process(keys, STEPS)
 
     def body(comm):
         together = trainer_of(comm, keys)

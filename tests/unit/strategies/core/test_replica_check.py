@@ -1,4 +1,4 @@
-"""The sentinel finds what silently differs, and says where."""
+"""The replica check detects silent differences and locates them."""
 
 import numpy as np
 import pytest
@@ -25,14 +25,14 @@ def test_equal_replicas_pass(comm, size, algorithm):
 
 
 @cases(
-    "odd, column, told",
+    "odd, column, output",
     (None, 0, ""),
     (4, 0, ""),  # in the middle of the pipeline: nobody looks at it
-    (2, 0, "step 7: rank(s) 2 bring other inputs than rank 0, and all of them compute replica 0"),
-    (3, 1, "step 7: rank(s) 3 bring other targets than rank 1, and all of them compute replica 1"),
+    (2, 0, "step 7: rank(s) 2 have other inputs than rank 0, but all of them compute replica 0"),
+    (3, 1, "step 7: rank(s) 3 have other targets than rank 1, but all of them compute replica 1"),
 )
-def test_the_ranks_of_a_replica_bring_the_same_batch(odd, column, told):
-    """Two replicas, each of its own samples: ranks 0 and 2 compute the one, 1 and 3 the other, 4 looks at nothing."""
+def test_ranks_of_a_replica_must_have_the_same_batch(odd, column, output):
+    """Two replicas have different samples: ranks 0 and 2 compute one, ranks 1 and 3 the other. Rank 4 reads no data."""
 
     def body(comm):
         replica = comm.rank % 2
@@ -45,10 +45,10 @@ def test_the_ranks_of_a_replica_bring_the_same_batch(odd, column, told):
         return ""
 
     messages = run_threads(5, body)
-    assert len(set(messages)) == 1 and messages[0].startswith(told) and bool(messages[0]) == bool(told)
+    assert len(set(messages)) == 1 and messages[0].startswith(output) and bool(messages[0]) == bool(output)
 
 
-def test_one_flipped_bit_names_tensor_and_rank_everywhere():
+def test_flipped_bit_is_reported_with_tensor_and_rank():
     def body(comm):
         store = FlatStore(LAYOUT, np.float32)
         if comm.rank == 2:
@@ -62,7 +62,7 @@ def test_one_flipped_bit_names_tensor_and_rank_everywhere():
         assert "step 40" in text and "1.weight" in text and "rank(s) [2]" in text and "2.bias" not in text
 
 
-def test_of_two_nobody_is_accused():
+def test_difference_between_two_replicas_names_no_rank():
     def body(comm):
         store = FlatStore(LAYOUT, np.float32)
         store.view("1.weight")[7] = comm.rank
@@ -71,20 +71,20 @@ def test_of_two_nobody_is_accused():
         return str(caught.value)
 
     for text in run_threads(2, body):
-        assert "1.weight" in text and "nobody knows which are right" in text and "rank(s)" not in text
+        assert "1.weight" in text and "the right ones are unknown" in text and "rank(s)" not in text
 
 
-def test_no_checkpoint_is_made_of_replicas_that_differ(tmp_path):
+def test_differing_replicas_are_not_saved(tmp_path):
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question " * 30)
     keys = {"chaos.corrupt": ["1@3:parameters"], "checkpoint.every_steps": 1}
     with pytest.raises(DivergenceError, match="step 3: replicas differ"):
         survive(3, tmp_path / "run", tmp_path / "text.txt", keys)
-    found = newest_complete(tmp_path / "run")
-    assert found is not None and found.name == "step-2"
+    result = newest_complete(tmp_path / "run")
+    assert result is not None and result.name == "step-2"
 
 
 @on_threads(2)
-def test_a_difference_in_the_padding_is_found_too(comm):
+def test_difference_in_the_padding_is_detected(comm):
     store = FlatStore(LAYOUT, np.float64)
     store.array[41] = comm.rank
     with pytest.raises(DivergenceError, match="padding"):

@@ -1,4 +1,4 @@
-"""Replicas that mix or average: against the recursion of their matrices in float64, and against allreduce."""
+"""Replicas that mix or average, compared with their matrix recursion in float64, and with allreduce."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ import pytest
 from harness import trainings
 from harness.marks import cases
 from harness.rank_run import seat
-from harness.trainings import Trained, assembled, check_same, recipe_keys, with_pointers
+from harness.trainings import Trained, assemble_trainer, check_same, recipe_keys, with_pointers
 from hpcdist import models
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads, solo
@@ -42,9 +42,10 @@ def seat_of(comm, optimizer, dtype="float64"):
 
 @dataclass
 class Quadratic:
-    """Rank i pulls its parameters x towards a target of its own: its gradient is x less the target.
+    """Rank i pulls its parameters x towards its target: its gradient is x minus the target.
 
-    ``samples`` are those of each rank: the gradient that an exchange gets is the share of the mean over all samples.
+
+    ``samples`` are the samples of each rank. An exchange gets the rank's share of the mean over all samples.
     """
 
     exchange: Replicas
@@ -75,7 +76,7 @@ class Quadratic:
 
 
 def trails(size, strategy, keys, optimizer, start, targets, samples, saves=()):
-    """The parameters of all ranks after each step (steps, ranks, n), distances, and which elements are no padding."""
+    """Return the parameters of all ranks after each step (steps, ranks, n), distances, and the mask of non-padding."""
 
     def body(comm):
         context = seat_of(comm, optimizer)
@@ -91,8 +92,8 @@ def trails(size, strategy, keys, optimizer, start, targets, samples, saves=()):
             run.step(save=step in saves)
         return np.array(run.trail), exchange.distances, mask
 
-    found = run_threads(size, body)
-    return np.array([trail for trail, _, _ in found]).swapaxes(0, 1), [d for _, d, _ in found], found[0][2]
+    results = run_threads(size, body)
+    return np.array([trail for trail, _, _ in results]).swapaxes(0, 1), [d for _, d, _ in results], results[0][2]
 
 
 def size_of_model():
@@ -116,8 +117,8 @@ GRAPHS = {
 @pytest.mark.parametrize("order", ["combine_first", "adapt_first"])
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 @pytest.mark.full_except("2-adapt_first")
-def test_gossip_is_the_recursion_of_its_matrices(size, order, rng):
-    """With a heavy ball, decay, and samples that are spread unevenly."""
+def test_gossip_follows_the_recursion_of_its_matrices(size, order, rng):
+    """The recursion includes momentum, decay, and uneven samples."""
     n, rate, momentum, decay = size_of_model(), 0.2, 0.5, 0.01
     start, targets = rng.standard_normal((2, size, n))
     samples = [1 + 2 * (rank % 3) for rank in range(size)]
@@ -128,7 +129,7 @@ def test_gossip_is_the_recursion_of_its_matrices(size, order, rng):
     chain = {"graph": "edges", "edges": " ".join(f"{rank}-{rank + 1}" for rank in range(size - 1))}
     for keys in [*GRAPHS.values(), *([chain] if size > 1 else [])]:
         keys = keys | {"order": order, "report_every": 3}
-        found, distances, mask = trails(size, "gossip", keys, optimizer, start, targets, samples)
+        result, distances, mask = trails(size, "gossip", keys, optimizer, start, targets, samples)
         graph = build_graph(str(keys["graph"]), size, str(keys.get("edges", "")))
         x, goals, v = start * mask, targets * mask, np.zeros((size, n))
         weights = size * np.array(samples) / sum(samples)
@@ -136,7 +137,7 @@ def test_gossip_is_the_recursion_of_its_matrices(size, order, rng):
             mix = graph.matrix(step % max(1, len(graph.rounds)))
             v = momentum * v + weights[:, None] * (x - goals) + decay * adapted * x
             x = mix @ x - rate * v if order == "combine_first" else mix @ (x - rate * v)
-            np.testing.assert_allclose(found[step], x, rtol=0, atol=1e-12 * np.abs(x).max(), err_msg=graph.name)
+            np.testing.assert_allclose(result[step], x, rtol=0, atol=1e-12 * np.abs(x).max(), err_msg=graph.name)
             if (step + 1) % 3 == 0 and size > 1:
                 assert distances[0][step + 1] == pytest.approx(distance(x), rel=1e-10)
         assert all(one == distances[0] for one in distances) and sorted(distances[0]) == [3, 6]
@@ -145,7 +146,7 @@ def test_gossip_is_the_recursion_of_its_matrices(size, order, rng):
 @pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize("moments", ["keep", "average", "reset"])
 @pytest.mark.full_except("average-2")
-def test_local_sgd_is_steps_and_weighted_means(size, moments, rng):
+def test_local_sgd_matches_local_steps_and_weighted_means(size, moments, rng):
     n, rate, momentum, period = size_of_model(), 0.2, 0.5, 3
     targets = rng.standard_normal((size, n))
     start = np.broadcast_to(rng.standard_normal(n), (size, n))
@@ -155,7 +156,7 @@ def test_local_sgd_is_steps_and_weighted_means(size, moments, rng):
     for outer_rate, outer_momentum, saves in ((1.0, 0.0, (5,)), (0.7, 0.9, ()), (0.5, 0.0, ()), (0.7, 0.9, (2, 4))):
         keys = {"period": period, "moments": moments}
         keys |= {"outer_learning_rate": outer_rate, "outer_momentum": outer_momentum}
-        found, distances, mask = trails(size, "local_sgd", keys, optimizer, start, targets, samples, saves)
+        result, distances, mask = trails(size, "local_sgd", keys, optimizer, start, targets, samples, saves)
         x, goals, v = start * mask, targets * mask, np.zeros((size, n))
         begun, outer, since = x[0].copy(), np.zeros(n), 0
         expected = {}
@@ -174,7 +175,7 @@ def test_local_sgd_is_steps_and_weighted_means(size, moments, rng):
                     v = np.zeros_like(v)
                 elif moments == "average" or saving:
                     v = np.tile((weights * v).sum(axis=0), (size, 1))
-            np.testing.assert_allclose(found[step - 1], x, rtol=0, atol=1e-12 * np.abs(x).max())
+            np.testing.assert_allclose(result[step - 1], x, rtol=0, atol=1e-12 * np.abs(x).max())
         assert distances[0].keys() == expected.keys()
         if size > 1:
             assert [distances[0][step] for step in expected] == pytest.approx(list(expected.values()), rel=1e-9)
@@ -182,26 +183,29 @@ def test_local_sgd_is_steps_and_weighted_means(size, moments, rng):
 
 @pytest.mark.parametrize("graph", ["ring", "torus", "exponential"])
 @pytest.mark.full
-def test_the_consensus_distance_decays_with_the_spectral_gap(graph, rng):
-    """Without gradients each step contracts the distance by 1 - gap at most; without mixing it would stay."""
+def test_consensus_distance_decays_with_the_spectral_gap(graph, rng):
+    """Without gradients each step contracts the distance by at least 1 - gap. Without mixing it would be constant."""
     size, n = 6, size_of_model()
     start = rng.standard_normal((size, n)) + 3
     keys = {"graph": graph, "report_every": 1}
     optimizer = SGD | {"learning_rate": 1e-300}
-    found, distances, mask = trails(size, "gossip", keys, optimizer, start, start, [1] * size)
+    result, distances, mask = trails(size, "gossip", keys, optimizer, start, start, [1] * size)
     gap = build_graph(graph, size).gap
     before = distance(start * mask)
     for step in range(1, STEPS + 1):
         now = distances[0][step]
         assert now <= before * (1 - gap) * (1 + 1e-9)
         before = now
-    # The slowest mode is left in the end: the rate is that of the gap, not of a faster one.
+    # The slowest mode remains in the end: the rate follows the gap, not a faster mode.
     assert distances[0][STEPS] >= 0.9 * distances[0][STEPS - 1] * (1 - gap)
-    np.testing.assert_allclose(found[-1].mean(axis=0), (start * mask).mean(axis=0), rtol=0, atol=1e-13)
+    np.testing.assert_allclose(result[-1].mean(axis=0), (start * mask).mean(axis=0), rtol=0, atol=1e-13)
 
 
-def test_on_a_quadratic_the_replicas_settle_where_the_matrix_says(rng):
-    """The fixed point of x = W x - rate (x - c), combine first; and the mean of the replicas is the optimum."""
+def test_replicas_on_a_quadratic_reach_the_fixed_point(rng):
+    """The limit is the fixed point of x = W x - rate (x - c), combine first.
+
+    The mean of the replicas is the optimum.
+    """
     size, n, rate = 5, size_of_model(), 0.3
     start, targets = np.zeros((size, n)), rng.standard_normal((size, n)) + 2
     steps = 80
@@ -219,23 +223,23 @@ def test_on_a_quadratic_the_replicas_settle_where_the_matrix_says(rng):
         exchange.measure()
         return run.x / np.where(mask, mask, 1), exchange.distances[steps]
 
-    found = run_threads(size, body)
-    x = np.array([values for values, _ in found])
+    results = run_threads(size, body)
+    x = np.array([values for values, _ in results])
     mix = build_graph("ring", size).matrix()
     goals = targets * (np.abs(x).sum(axis=0) > 0)
     fixed = np.linalg.solve((1 + rate) * np.eye(size) - mix, rate * goals)
     np.testing.assert_allclose(x, fixed, rtol=0, atol=1e-9)
     np.testing.assert_allclose(x.mean(axis=0), goals.mean(axis=0), rtol=0, atol=1e-9)
-    assert found[0][1] == pytest.approx(distance(fixed), rel=1e-9)
+    assert results[0][1] == pytest.approx(distance(fixed), rel=1e-9)
     assert np.abs(start).sum() == 0
 
 
-def test_gradients_are_clipped_by_their_own_norm(rng):
+def test_gradients_are_clipped_by_the_local_norm(rng):
     size, n, limit = 3, size_of_model(), 0.5
     start, targets = rng.standard_normal((2, size, n))
     optimizer = SGD | {"clip_norm": limit, "learning_rate": 1.0}
-    found, _, mask = trails(size, "local_sgd", {"period": 100}, optimizer, start, targets, [1, 2, 3])
-    first = start * mask - found[0]
+    result, _, mask = trails(size, "local_sgd", {"period": 100}, optimizer, start, targets, [1, 2, 3])
+    first = start * mask - result[0]
     np.testing.assert_allclose(np.linalg.norm(first, axis=1), limit, rtol=1e-12)
     whole = (start - targets) * mask
     np.testing.assert_allclose(first, limit * whole / np.linalg.norm(whole, axis=1, keepdims=True), atol=1e-12)
@@ -264,21 +268,21 @@ SAME = {
 }
 
 
-def trained(comm, settings, steps=5, first=None):
-    trainer = first or assembled(comm, settings)
+def train(comm, settings, steps=5, first=None):
+    trainer = first or assemble_trainer(comm, settings)
     return trainer, trainings.losses(trainer, steps)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("name", SAME)
 @pytest.mark.full_except("local_sgd accumulating-2")
-def test_averaging_in_every_step_is_allreduce(name, size, words):
+def test_averaging_in_every_step_equals_allreduce(name, size, words):
     settings = {**BASE, **words, **SAME[name]}
     plain = {key: value for key, value in settings.items() if not key.startswith(("parallel.", "decentralised."))}
 
     def body(settings):
         def run(comm):
-            trainer, losses = trained(comm, settings)
+            trainer, losses = train(comm, settings)
             return trainer.exchange.parameters.array, losses
 
         return run
@@ -291,33 +295,33 @@ def test_averaging_in_every_step_is_allreduce(name, size, words):
 
 @pytest.mark.parametrize("order", ["combine_first", "adapt_first"])
 @pytest.mark.parametrize(("graph", "degree"), [("ring", 2), ("torus", 3), ("exponential", 3), ("one_peer", 1)])
-def test_bytes_are_those_of_the_neighbours(graph, degree, order, words):
+def test_sent_bytes_match_the_number_of_neighbours(graph, degree, order, words):
     settings = {**BASE, **words, "parallel.strategy": "gossip", "decentralised.graph": graph, "model.hidden": 32}
     settings |= {"decentralised.order": order, "decentralised.report_every": 0}
 
     def body(comm):
-        trainer, _ = trained(comm, settings, 1)
+        trainer, _ = train(comm, settings, 1)
         trainer = replace(trainer, first_step=1)
         with count_traffic(comm) as traffic:
-            trained(comm, settings, 2, trainer)
+            train(comm, settings, 2, trainer)
         assert not traffic.unknown
         return traffic.sent_bytes / (trainer.model.layout.parameters * 8)
 
     assert run_threads(6, body) == pytest.approx([degree] * 6, rel=0.01)
 
 
-def test_bytes_of_an_averaging(words):
+def test_sent_bytes_of_an_averaging_match_allreduce(words):
     settings = {**BASE, **words, "parallel.strategy": "local_sgd", "decentralised.period": 2, "model.hidden": 32}
 
     def body(comm):
-        trainer, _ = trained(comm, settings, 2)
-        found = []
+        trainer, _ = train(comm, settings, 2)
+        results = []
         for step in (2, 3):
             trainer = replace(trainer, first_step=step)
             with count_traffic(comm) as traffic:
-                trained(comm, settings, step + 1, trainer)
-            found.append(traffic.sent_bytes / (trainer.model.layout.parameters * 8))
-        return found
+                train(comm, settings, step + 1, trainer)
+            results.append(traffic.sent_bytes / (trainer.model.layout.parameters * 8))
+        return results
 
     for without, whole in run_threads(4, body):
         assert without < 0.01 and whole == pytest.approx(2 * 3 / 4, rel=0.01)
@@ -335,19 +339,21 @@ def test_bytes_of_an_averaging(words):
     ids=["one_peer", "ring", "local_sgd", "outer"],
 )
 @pytest.mark.full_except("ring")
-def test_resume_has_the_bits_of_a_run_that_saved_there(keys, tmp_path, words):
+def test_resume_has_the_bits_of_a_run_that_saved(keys, tmp_path, words):
     settings = {**words, "optimizer.name": "adamw", "communication.algorithm": "ring", **keys}
 
     def body(comm):
-        whole, first = trained(comm, settings, 4)
+        whole, first = train(comm, settings, 4)
         saved = CheckpointSaver(whole, tmp_path / "checkpoints").save(4)
         alike = comm.allgather_object(whole.exchange.parameters.array.tobytes())
         whole = replace(whole, first_step=4)
-        _, rest = trained(comm, settings, 9, whole)
-        resumed = assembled(comm, settings, saved)
-        _, again = trained(comm, settings, 9, resumed)
+        _, rest = train(comm, settings, 9, whole)
+        resumed = assemble_trainer(comm, settings, saved)
+        _, again = train(comm, settings, 9, resumed)
         bits = [trainer.exchange.parameters.array.tobytes() for trainer in (whole, resumed)]
-        alone = assembled(solo(), words | {"communication.algorithm": "ring"}, saved)  # another strategy and size
+        alone = assemble_trainer(
+            solo(), words | {"communication.algorithm": "ring"}, saved
+        )  # another strategy and size
         same = alone.exchange.parameters.array.tobytes() == alike[0]
         return rest, again, bits[0] == bits[1], same and len(set(alike)) == 1 and len(first) == 4
 
@@ -364,7 +370,7 @@ ON_GPUS = [
 @pytest.mark.parametrize("pointers", [False, True])
 @pytest.mark.parametrize("keys", ON_GPUS, ids=["ring", "local_sgd"])
 @pytest.mark.full
-def test_a_run_on_the_gpu_is_that_of_the_cpu(gpu, words, keys, pointers):
+def test_decentralised_training_on_the_gpu_matches_the_cpu(gpu, words, keys, pointers):
     settings = {**words, **keys, "precision.mode": "float64", "run.steps": 2}
 
     def body(comm):
@@ -380,7 +386,7 @@ def test_saving_twice_changes_nothing(tmp_path, words):
     settings = {**words, "parallel.strategy": "gossip"}
 
     def body(comm):
-        trainer, _ = trained(comm, settings, 2)
+        trainer, _ = train(comm, settings, 2)
         first = trainer.exchange.flush(), trainer.exchange.parameters.array.tobytes()
         again = trainer.exchange.flush(), trainer.exchange.parameters.array.tobytes()
         return first[0] and not again[0] and first[1] == again[1]
@@ -388,8 +394,8 @@ def test_saving_twice_changes_nothing(tmp_path, words):
     assert run_threads(3, body) == [True] * 3
 
 
-def test_equal_replicas_stay_what_they_are_in_float32(rng):
-    """Weights such as 1/3 are rounded: neither mixing nor averaging may stretch the model by that."""
+def test_equal_float32_replicas_do_not_change(rng):
+    """Weights such as 1/3 are rounded. Neither mixing nor averaging may scale the model by the error."""
 
     def body(comm):
         same = True
@@ -420,13 +426,13 @@ def test_equal_replicas_stay_what_they_are_in_float32(rng):
 
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("keys", [*GRAPHS.values(), {"order": "adapt_first"}, None], ids=str)
-def test_every_list_is_a_proven_step(keys, microbatches):
+def test_every_list_is_proven(keys, microbatches):
     strategy = "local_sgd" if keys is None else "gossip"
     for size, optimizer in itertools.product((1, 2, 5), ("sgd", "lamb")):
-        verified(lists_of(size, strategy, keys or {}, optimizer, microbatches), size, microbatches)
+        verify_lists(lists_of(size, strategy, keys or {}, optimizer, microbatches), size, microbatches)
 
 
-def listed(comm, strategy, keys, optimizer, microbatches):
+def list_operations(comm, strategy, keys, optimizer, microbatches):
     context = seat_of(comm, {"name": optimizer})
     exchange = DECENTRALISED_EXCHANGES[strategy](context, DecentralisedConfig(**keys))
     executor = build_executor(context, exchange)
@@ -434,16 +440,16 @@ def listed(comm, strategy, keys, optimizer, microbatches):
 
 
 def lists_of(size, strategy, keys, optimizer="sgd", microbatches=1):
-    return run_threads(size, lambda comm: listed(comm, strategy, keys, optimizer, microbatches))
+    return run_threads(size, lambda comm: list_operations(comm, strategy, keys, optimizer, microbatches))
 
 
-def verified(lists, size, microbatches=1):
+def verify_lists(lists, size, microbatches=1):
     model = models.build(MODEL, "float64", context=4)
     units = dict(enumerate(model.layout.units.values()))
     verify(lists, grid=ProcessGrid(data=size), units=units, microbatches=microbatches, needs=model.needs)
 
 
-def test_mixing_goes_beside_the_gradient_where_it_comes_first():
+def test_combine_first_overlaps_mixing_with_the_gradient():
     kinds = [op.kind for op in lists_of(3, "gossip", {})[0]]
     assert kinds[0] is Kind.MIX_START and kinds.index(Kind.MIX_WAIT) > max(
         index for index, kind in enumerate(kinds) if kind is Kind.BACKWARD
@@ -453,46 +459,46 @@ def test_mixing_goes_beside_the_gradient_where_it_comes_first():
     assert [op.kind for op in later][-3:] == [Kind.MIX_START, Kind.MIX_WAIT, Kind.MIX]
 
 
-def test_lists_that_would_mix_something_else_are_refused():
+def test_lists_with_wrong_mixing_are_rejected():
     good = lists_of(2, "gossip", {})
-    verified(good, 2)
+    verify_lists(good, 2)
 
     def without(kind):
         return [[op for op in steps if op.kind is not kind] for steps in good]
 
     def swapped(one, other):
-        found = [list(steps) for steps in good]
-        for steps in found:
+        results = [list(steps) for steps in good]
+        for steps in results:
             kinds = [op.kind for op in steps]
             a, b = kinds.index(one), kinds.index(other)
             steps[a], steps[b] = steps[b], steps[a]
-        return found
+        return results
 
     for lists, why in (
-        (without(Kind.MIX_WAIT), "changes what MIX_START"),
-        (without(Kind.MIX_START), "waits for what was not started"),
-        (without(Kind.MIX), "brings what is never mixed"),
+        (without(Kind.MIX_WAIT), "changes parameters while MIX_START"),
+        (without(Kind.MIX_START), "waits for an operation that was not started"),
+        (without(Kind.MIX), "has no MIX of its range"),
         (without(Kind.KEEP), "is never exchanged"),
         (swapped(Kind.MIX, Kind.DIRECTION), "comes before DIRECTION"),
-        ([good[0], without(Kind.MIX_START)[1]], "waits for what was not started"),
+        ([good[0], without(Kind.MIX_START)[1]], "waits for an operation that was not started"),
     ):
         with pytest.raises(ScheduleError, match=why):
-            verified(lists, 2)
+            verify_lists(lists, 2)
 
 
-def test_bad_graphs_are_refused_on_every_rank(words):
+def test_bad_graphs_are_rejected_on_every_rank(words):
     settings = {**words, "parallel.strategy": "gossip", "decentralised.graph": "edges", "decentralised.edges": "0-1"}
 
     def body(comm):
         with pytest.raises(ConfigurationError) as refused:
-            assembled(comm, settings)
+            assemble_trainer(comm, settings)
         return str(refused.value)
 
-    for said in run_threads(4, body):
-        assert "{0, 1} and {2} and {3}" in said
+    for messages in run_threads(4, body):
+        assert "{0, 1} and {2} and {3}" in messages
 
 
-def test_what_is_told_of_a_run():
+def test_description_of_a_run():
     def body(comm):
         gossip = GossipExchange(seat_of(comm, SGD), DecentralisedConfig(graph="torus"))
         local = LocalSgdExchange(seat_of(comm, {"name": "adamw"}), DecentralisedConfig(outer_momentum=0.9))
@@ -503,10 +509,10 @@ def test_what_is_told_of_a_run():
         assert local == "averaging every 8 steps, moments: keep, outer Nesterov 0.9, outer rate 1"
 
 
-def test_distances_of_nothing_are_no_numbers():
+def test_distance_of_zero_parameters_is_nan():
     def body(comm):
         exchange = DECENTRALISED_EXCHANGES["gossip"](seat_of(comm, SGD), DecentralisedConfig())
         exchange.measure()
         return exchange.distances[0]
 
-    assert all(math.isnan(found) for found in run_threads(2, body))
+    assert all(math.isnan(result) for result in run_threads(2, body))

@@ -1,4 +1,4 @@
-"""Graphs of ranks: doubly stochastic on every number of them, connected, and with the spectral gap that they claim."""
+"""Graphs of ranks: doubly stochastic for any size, connected, with the reported spectral gap."""
 
 import math
 
@@ -16,7 +16,7 @@ SIZES = range(1, 17)
 
 
 def tree(size):
-    """The edges of a binary tree: neither regular nor with a cycle."""
+    """Return the edges of a binary tree, which is neither regular nor has a cycle."""
     return ", ".join(f"{(rank - 1) // 2}-{rank}" for rank in range(1, size))
 
 
@@ -29,7 +29,7 @@ def matrices(graph):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_weights_are_doubly_stochastic_and_rounds_reach_everybody(size):
+def test_weights_are_doubly_stochastic_and_connected(size):
     for graph in graphs(size):
         reached = np.eye(size)
         for weights in matrices(graph):
@@ -41,7 +41,7 @@ def test_weights_are_doubly_stochastic_and_rounds_reach_everybody(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_spectral_gap_is_that_of_the_matrices(size):
+def test_spectral_gap_matches_the_matrices(size):
     mean = np.full((size, size), 1.0 / size)
     for graph in graphs(size):
         product = np.eye(size)
@@ -53,7 +53,7 @@ def test_the_spectral_gap_is_that_of_the_matrices(size):
         assert graph.gap > 0, graph.name
 
 
-def test_known_gaps():
+def test_spectral_gaps_of_known_graphs():
     for size in (3, 4, 7, 16):
         eigenvalues = (1 + 2 * np.cos(2 * math.pi * np.arange(1, size) / size)) / 3
         assert build("ring", size).gap == pytest.approx(1 - np.abs(eigenvalues).max())
@@ -63,7 +63,7 @@ def test_known_gaps():
     assert build("one_peer", 6).gap < 1.0
 
 
-def test_neighbours_are_as_many_as_the_costs_say():
+def test_number_of_neighbours_matches_the_costs():
     def degree(name, size):
         return max((len(taken) for rows in build(name, size).rounds for taken in rows), default=0)
 
@@ -74,14 +74,14 @@ def test_neighbours_are_as_many_as_the_costs_say():
     assert [degree("torus", size) for size in (4, 6, 9, 12, 16)] == [2, 3, 4, 4, 4]
 
 
-def test_sources_and_targets_are_two_sides_of_the_same_messages():
+def test_sources_and_targets_match():
     for graph in graphs(7):
         for number in range(len(graph.rounds)):
             taken = {(peer, rank) for rank in range(7) for peer, _ in graph.sources(rank, number)}
             assert taken == {(rank, peer) for rank in range(7) for peer in graph.targets(rank, number)}
 
 
-def test_a_torus_of_a_prime_is_a_ring_and_says_so():
+def test_torus_of_a_prime_size_is_a_ring():
     for size in (2, 3, 5, 7, 11):
         torus = build("torus", size)
         assert "ring of" in torus.described() and "prime" in torus.described()
@@ -89,7 +89,7 @@ def test_a_torus_of_a_prime_is_a_ring_and_says_so():
     assert build("torus", 12).name == "torus of 3 x 4 ranks"
 
 
-def test_edges_that_leave_components_are_refused_by_their_names():
+def test_disconnected_edges_are_rejected_with_the_components():
     with pytest.raises(ConfigurationError, match=r"not connected: \{0, 1\} and \{2\} and \{3, 4\} never") as refused:
         build("edges", 5, "0-1, 4-3")
     assert refused.value.exit_code == 78
@@ -110,26 +110,26 @@ def test_edges_that_leave_components_are_refused_by_their_names():
     ({"outer_momentum": 1.0}, "decentralised.outer_momentum = 1.0"),
     ({"graph": "edges"}, "decentralised.edges = '' with decentralised.graph = 'edges'; give them"),
     ({"edges": "0-1"}, "decentralised.edges = '0-1' with decentralised.graph = 'ring'; set"),
-    ({"graph": "edges", "edges": "0-1-2"}, "'0-1-2' is no edge"),
-    ({"graph": "edges", "edges": "0-1, 1--2"}, "'1--2' is no edge"),
+    ({"graph": "edges", "edges": "0-1-2"}, "'0-1-2' is not an edge"),
+    ({"graph": "edges", "edges": "0-1, 1--2"}, "'1--2' is not an edge"),
     ({"graph": "edges", "edges": "0-1, 2-2"}, "2-2 joins a rank to itself"),
     ({"graph": "edges", "edges": "0-1, 1-2, 1-0"}, "1-0 comes twice"),
     ({"graph": "edges", "edges": "0-1, 0-1"}, "0-1 comes twice"),
 )
-def test_bad_sections_are_refused(keys, words):
+def test_invalid_sections_are_rejected(keys, words):
     with pytest.raises(ConfigurationError) as refused:
         DecentralisedConfig(**keys)
     assert words in str(refused.value)
 
 
 def recipe_of(keys, strategy, optimizer):
-    """Return a recipe with the keys of the section, or raise what refuses it."""
+    """Return a recipe with the keys of the section. Raises if it is rejected."""
     given = {"parallel.strategy": strategy, "optimizer.name": optimizer}
     given |= {f"decentralised.{key}": str(value) for key, value in keys.items()}
     return load(None, [f"{key}={value}" for key, value in given.items()], {}).recipe
 
 
-def test_keys_without_effect_are_refused():
+def test_keys_without_effect_are_rejected():
     recipe_of({}, "allreduce", "adamw")
     for keys, strategy, needed in (
         ({"graph": "torus"}, "allreduce", "gossip"),
@@ -144,6 +144,6 @@ def test_keys_without_effect_are_refused():
     recipe_of({"moments": "reset"}, "local_sgd", "lars")
 
 
-def test_edges_are_pairs():
+def test_edges_are_parsed_as_pairs():
     assert parse_edges("0-1, 1-2  10-3") == ((0, 1), (1, 2), (10, 3))
     assert parse_edges("") == ()

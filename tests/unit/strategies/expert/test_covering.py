@@ -1,6 +1,7 @@
-"""Products of data, pipeline, tensor, context and expert ranks with ZeRO: each cell is the run of one process.
+"""Products of data, pipeline, tensor, context and expert ranks with ZeRO: each cell matches one process.
 
-The cells have every pair of values of the parameters that go together. HPCDIST_TEST_LAYOUTS=all makes 20 steps in each.
+
+The cells contain every compatible pair of parameter values. HPCDIST_TEST_LAYOUTS=all makes 20 steps in each cell.
 """
 
 import pytest
@@ -14,11 +15,11 @@ RANKS, CELLS = (1, 2, 3, 4, 6, 8), 80
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("part", range(CELLS // 10))
-def test_a_product_is_the_run_of_one_process(text, monkeypatch, part):
-    """Ten cells each: which there are is decided when the first is run, not when tests are collected."""
+def test_products_with_experts_match_one_process(text, monkeypatch, part):
+    """Each test runs ten cells. The cells are computed at the first run, not at collection."""
     monkeypatch.setattr(shared, "WORTH_ROWS", 0)  # experts are lent wherever it evens out loads
     cells = covering(RANKS, CELLS)
     for cell in cells[part * 10 :][: 10 if part + 1 < CELLS // 10 else len(cells)]:
         expected = cell.alone(text)
-        for own in run_threads(cell.ranks, lambda comm, cell=cell: cell.trained(comm, text)):
-            cell.check(own, expected)
+        for local_values in run_threads(cell.ranks, lambda comm, cell=cell: cell.trained(comm, text)):
+            cell.check(local_values, expected)

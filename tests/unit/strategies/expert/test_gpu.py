@@ -1,4 +1,4 @@
-"""Mixtures of experts with run.device = "gpu" on the double: every layout gives the numbers of the CPU."""
+"""Mixtures of experts with run.device = "gpu" on the double: every layout matches the CPU."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(("layout", "mode"), [("one", "float32"), *((name, "float64") for name in LAYOUTS)])
 @pytest.mark.full_except("one-float32", "expert-float64")
-def test_a_mixture_on_the_gpu_is_that_of_the_cpu(gpu, text, layout, mode):
+def test_mixtures_on_the_gpu_match_the_cpu(gpu, text, layout, mode):
     ranks, keys, router = LAYOUTS[layout]
     keys = f"experts=4 expert_hidden=10 {ROUTERS[router]} {keys}"
     settings = {"data.path": text, "precision.mode": mode} | recipe_keys(keys)
@@ -41,9 +41,9 @@ def test_a_mixture_on_the_gpu_is_that_of_the_cpu(gpu, text, layout, mode):
     assert host[0].losses[-1] < host[0].losses[0]
     check_same(host, device, BOUNDS[mode])
     for ours, theirs in zip(device, host, strict=True):
-        own, want = ours.trainer, theirs.trainer
-        np.testing.assert_array_equal(own.router.loads, want.router.loads)
-        np.testing.assert_allclose(own.router.last, want.router.last, rtol=BOUNDS[mode] * 100, atol=1e-12)
-        biases = [trainer.model.operations.experts.state.bias for trainer in (own, want)]
+        local_data, want = ours.trainer, theirs.trainer
+        np.testing.assert_array_equal(local_data.router.loads, want.router.loads)
+        np.testing.assert_allclose(local_data.router.last, want.router.last, rtol=BOUNDS[mode] * 100, atol=1e-12)
+        biases = [trainer.model.operations.experts.state.bias for trainer in (local_data, want)]
         np.testing.assert_array_equal(*biases)
         assert biases[0].any() == (router == "biased")

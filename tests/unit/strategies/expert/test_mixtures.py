@@ -1,4 +1,4 @@
-"""Mixtures of experts on ranks: every layout is the run of one process, losses of the router and biases included."""
+"""Mixtures of experts on ranks: every layout matches one process, including router losses and biases."""
 
 from dataclasses import replace
 
@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 
 from harness.marks import cases
-from harness.trainings import SMALL, difference, losses_and_norms, recipe_keys, recipe_of, refused, state, trainer_of
+from harness.trainings import (
+    SMALL,
+    assert_rejected,
+    difference,
+    losses_and_norms,
+    recipe_keys,
+    recipe_of,
+    state,
+    trainer_of,
+)
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, DivergenceError, ScheduleError, StorageError
 from hpcdist.models.config import EXPERT_KEYS
@@ -100,24 +109,24 @@ def text(tmp_path_factory):
 
 
 def router_of(trainer):
-    """Return biases, loads of the last step and its figures. The same on all ranks."""
+    """Return biases, loads of the last step and its figures. They are the same on all ranks."""
     assert trainer.router.last is not None
     return trainer.model.operations.experts.state.bias, trainer.router.loads, np.array(trainer.router.last)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.full_except("accumulating", "zero1", "zero3", "1f1b", "context", "context x expert")
-def test_a_layout_is_the_run_of_one_process(text, name):
+def test_layouts_match_one_process(text, name):
     ranks, layout, router, more = LAYOUTS[name]
     common = {**MIXTURE, "data.path": text, **ROUTERS[router], **recipe_keys(more)}
     (single,) = run_threads(1, lambda comm: run(comm, common))
     assert single[1][-1][0] < single[1][0][0] - 0.01, "the model learns"
-    for own in run_threads(ranks, lambda comm: run(comm, common | recipe_keys(layout))):
-        check(own, single)
+    for local_values in run_threads(ranks, lambda comm: run(comm, common | recipe_keys(layout))):
+        check(local_values, single)
 
 
 def run(comm, keys):
-    """Train; return state, losses and norms, validation loss and router."""
+    """Train. Return the state, losses and norms, validation loss and router."""
     return run_of(trainer_of(comm, keys))
 
 
@@ -129,8 +138,8 @@ def run_of(trainer):
     return result
 
 
-def check(own, single):
-    mine, steps, validation, router = own
+def check(local_data, single):
+    mine, steps, validation, router = local_data
     np.testing.assert_allclose(steps, single[1], rtol=1e-12)
     assert difference(mine, single[0]) <= 1e-12
     np.testing.assert_allclose(validation, single[2], rtol=1e-12)
@@ -141,8 +150,8 @@ def check(own, single):
 
 @pytest.mark.parametrize("strategy", ["allreduce", "zero3"])
 @pytest.mark.full_except("allreduce")
-def test_a_checkpoint_goes_from_any_number_of_expert_ranks_to_any_other(text, tmp_path, strategy):
-    """Biases and experts come back on 1 to 4 ranks that share them out, also on context ranks, and on one process."""
+def test_checkpoint_moves_between_numbers_of_expert_ranks(text, tmp_path, strategy):
+    """Biases and experts are restored on 1 to 4 expert ranks, also with context ranks, and on one process."""
     keys = {**MIXTURE, "data.path": text, "parallel.strategy": strategy, "data.context": 26, **ROUTERS["biased"]}
     (single,) = run_threads(1, lambda comm: losses_and_norms(trainer_of(comm, keys), STEPS))
 
@@ -155,17 +164,17 @@ def test_a_checkpoint_goes_from_any_number_of_expert_ranks_to_any_other(text, tm
     steps, saved = run_threads(4, first)[0]
     layouts = (4, 4, ""), (4, 2, "tensor=2"), (2, 1, ""), (4, 4, "parallel.context=2"), (3, 1, "parallel.context=3")
     for ranks, degree, layout in (*layouts, (1, 1, "")):
-        own = keys | {"parallel.expert": degree} | recipe_keys(layout)
+        local_data = keys | {"parallel.expert": degree} | recipe_keys(layout)
 
-        def more(comm, own=own):
-            return losses_and_norms(trainer_of(comm, own, resume=saved), STEPS)
+        def more(comm, local_data=local_data):
+            return losses_and_norms(trainer_of(comm, local_data, resume=saved), STEPS)
 
         for resumed in run_threads(ranks, more):
             np.testing.assert_allclose(steps + resumed, single, rtol=1e-12, err_msg=f"{degree} of {ranks}")
 
 
-def test_ranks_that_share_experts_out_compute_in_the_same_order(text):
-    """Ranks 2 and 3 have other samples than ranks 0 and 1, and experts that these need."""
+def test_expert_ranks_must_compute_in_the_same_order(text):
+    """Ranks 2 and 3 have other samples than ranks 0 and 1, and experts that ranks 0 and 1 need."""
     keys = {**MIXTURE, "data.path": text} | recipe_keys("data.context=26 parallel.context=2 expert=4 microbatches=2")
 
     def body(comm):
@@ -174,8 +183,8 @@ def test_ranks_that_share_experts_out_compute_in_the_same_order(text):
 
     steps, (layout, *_) = zip(*run_threads(4, body), strict=True)
     swapped = [
-        [replace(op, microbatch=1 - op.microbatch) if rank > 1 and op.kind in OVER_CONTEXT else op for op in own]
-        for rank, own in enumerate(steps)
+        [replace(op, microbatch=1 - op.microbatch) if rank > 1 and op.kind in OVER_CONTEXT else op for op in local_data]
+        for rank, local_data in enumerate(steps)
     ]
     experts = {unit: layout.part_of(unit, "expert") for unit in (1, 2)}
 
@@ -190,7 +199,7 @@ def test_ranks_that_share_experts_out_compute_in_the_same_order(text):
         prove(swapped, 4, experts)
 
 
-def test_all_tokens_to_one_expert_on_ranks_that_share_experts_out(text):
+def test_all_tokens_to_one_expert_match_one_process(text):
     """Forced imbalance: one rank computes everything, the others wait for it, and the run is the same."""
     keys = {**MIXTURE, "data.path": text, "data.context": 26}
     keys |= recipe_keys("experts_per_token=1 balance_loss=0 balance_rate=1e-9 capacity_factor=2.5")
@@ -204,11 +213,11 @@ def test_all_tokens_to_one_expert_on_ranks_that_share_experts_out(text):
     assert single[3][1][:, 3].sum() == single[3][1].sum() > 0
     assert single[3][2][3] == 1 - 17 / 26, "of each sample the first 17 tokens have room"
     for ranks, layout in ((2, "expert=2"), (4, "parallel.context=2 expert=4")):
-        for own in run_threads(ranks, lambda comm, layout=layout: forced(comm, layout)):
-            check(own, single)
+        for local_values in run_threads(ranks, lambda comm, layout=layout: forced(comm, layout)):
+            check(local_values, single)
 
 
-def test_drops_of_more_than_half_are_told_once(text, capsys):
+def test_dropping_more_than_half_is_reported_once(text, capsys):
     keys = {**MIXTURE, "data.path": text} | recipe_keys("capacity_factor=0.25 balance_loss=0")
     run_threads(1, lambda comm: run(comm, keys))
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "dropped" in line]
@@ -218,7 +227,7 @@ def test_drops_of_more_than_half_are_told_once(text, capsys):
 
 @cases(
     "keys, message",
-    ("expert=2", "parallel.expert = 2 with model.experts = 0: there are none to share out; set it to 1, or"),
+    ("expert=2", "parallel.expert = 2 with model.experts = 0: the model has no experts; set it to 1, or"),
     (
         "expert=3 experts=4",
         "parallel.expert = 3 with model.experts = 4: .* same number of the 4 .* one of .1, 2, 4. expert ranks",
@@ -235,11 +244,11 @@ def test_drops_of_more_than_half_are_told_once(text, capsys):
     ("expert=2 experts=4 noise_scale_every_steps=2", "the tokens of several replicas"),
     ("experts=4 balance_rate=0.1 strategy=gossip", "model.balance_rate = 0.1 with parallel.strategy = 'gossip'"),
 )
-def test_what_is_refused(keys, message):
-    refused(recipe_keys(keys), match=message)
+def test_invalid_expert_recipes_are_rejected(keys, message):
+    assert_rejected(recipe_keys(keys), match=message)
 
 
-def test_a_degree_that_does_not_divide_the_replicas_is_refused_with_the_equation():
+def test_expert_degree_must_divide_the_replicas():
     recipe = recipe_of(recipe_keys("expert=2 experts=4 pipeline=2 microbatches=2 global_batch=6"))
     with pytest.raises(
         ConfigurationError,
@@ -252,8 +261,8 @@ def test_a_degree_that_does_not_divide_the_replicas_is_refused_with_the_equation
         grid_of_recipe(recipe, 2)
 
 
-def test_a_mixture_begins_as_a_dense_model(text, tmp_path):
-    """Each expert is the dense feed-forward: the loss of the first step is that of the dense run, however cut."""
+def test_mixture_can_begin_as_a_dense_model(text, tmp_path):
+    """Each expert equals the dense feed-forward: the first loss is the loss of the dense run, for any layout."""
     dense = {key: value for key, value in MIXTURE.items() if key not in EXPERT_KEYS_OF_RECIPE}
     dense |= {"data.path": text, "model.feed_forward": 10, "model.dropout": 0}
 
@@ -266,15 +275,17 @@ def test_a_mixture_begins_as_a_dense_model(text, tmp_path):
     (whole,) = run_threads(1, lambda comm: losses_and_norms(trainer_of(comm, dense | {"run.init_from": saved}), 1))
     keys = {**MIXTURE, "data.path": text, "model.dropout": 0, "run.init_from": saved}
     for ranks, layout in ((1, ""), (2, "expert=2"), (4, "tensor=2 expert=2 strategy=zero3")):
-        own = keys | recipe_keys(layout)
-        for ((loss, _),) in run_threads(ranks, lambda comm, own=own: losses_and_norms(trainer_of(comm, own), 1)):
+        local_data = keys | recipe_keys(layout)
+        for ((loss, _),) in run_threads(
+            ranks, lambda comm, local_data=local_data: losses_and_norms(trainer_of(comm, local_data), 1)
+        ):
             assert loss == pytest.approx(whole[0][0], rel=1e-12)
     with pytest.raises(StorageError, match="allow-partial"):  # of another width
         run_threads(1, lambda comm: trainer_of(comm, keys | {"model.expert_hidden": 12}))
 
 
-def test_experts_that_drift_apart_are_named(text):
-    """The replicas of an expert are compared with each other, dense tensors over the whole data axis."""
+def test_diverging_experts_are_named(text):
+    """Replicas of an expert are compared with each other, dense tensors over the whole data axis."""
     keys = {**MIXTURE, "data.path": text, "parallel.expert": 2}
 
     def body(comm):
@@ -295,8 +306,8 @@ def test_experts_that_drift_apart_are_named(text):
 
 @pytest.mark.parametrize("strategy", ["allreduce", "zero3"])
 @pytest.mark.full_except("allreduce")
-def test_biases_of_experts_that_drift_apart_on_tensor_ranks_are_named(text, strategy):
-    """No rank cuts them, and they lie beside the dense tensors."""
+def test_diverging_expert_biases_on_tensor_ranks_are_named(text, strategy):
+    """Tensor ranks do not split these biases, which are stored next to the dense tensors."""
     keys = {**MIXTURE, "data.path": text, "parallel.tensor": 2, "parallel.expert": 2, "parallel.strategy": strategy}
 
     def body(comm):
@@ -305,7 +316,9 @@ def test_biases_of_experts_that_drift_apart_on_tensor_ranks_are_named(text, stra
         check_parameters(trainer.executor, 1)
         _, store = trainer.exchange.parameter_stores
         if comm.rank == 3:
-            ((_, touched),) = [own for own in store.tensors() if own[0].key == "1.experts.down.bias"]
+            ((_, touched),) = [
+                local_data for local_data in store.tensors() if local_data[0].key == "1.experts.down.bias"
+            ]
             store.range(touched)[0] += 1e-9
         if comm.rank < 2:
             check_parameters(trainer.executor, 2)

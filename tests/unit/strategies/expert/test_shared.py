@@ -1,4 +1,4 @@
-"""Experts of a node: who computes which, and the same bits whoever does, by messages or through shared memory."""
+"""Experts of a node: their assignment to ranks, and the same bits for messages and shared memory."""
 
 import numpy as np
 import pytest
@@ -23,8 +23,8 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_no_loan_would_leave_the_busiest_rank_with_less(rng, ranks):
-    """Against all single loans and swaps between the busiest and the idlest rank, for drawn loads."""
+def test_lending_minimises_the_load_of_the_busiest_rank(rng, ranks):
+    """All single loans and swaps between the busiest and the idlest rank are tried, for random loads."""
     for worth in (0, 40):
         loads = rng.integers(0, 200, 4 * ranks) * rng.integers(0, 2, 4 * ranks)
         at = divide(loads, ranks, worth)
@@ -46,19 +46,19 @@ def test_even_loads_and_small_gaps_lend_nothing():
     np.testing.assert_array_equal(divide(np.array([90, 10, 20, 0]), 4, 0), np.arange(4))  # no expert is cut
 
 
-def trained(comm, keys):
+def train(comm, keys):
     trainer = trainer_of(comm, keys)
     lent = []
     travel = trainer.model.operations.experts.travel
     if isinstance(travel, SharedRows):
         send_buffer = travel.send_buffer
 
-        def counted(starts, like, parameters, saved):
+        def counted_memory(starts, like, parameters, saved):
             memory = send_buffer(starts, like, parameters, saved)
             lent.append(sum(map(len, saved["experts.division"].lent)))
             return memory
 
-        travel.send_buffer = counted
+        travel.send_buffer = counted_memory
     result = losses_and_norms(trainer, STEPS), state(trainer), sum(lent), type(travel)
     trainer.close()
     return result
@@ -67,7 +67,7 @@ def trained(comm, keys):
 @pytest.mark.parametrize("mode", ["float32", "float64"])
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.full_except("two-float32", "one expert a rank-float64", "replicas, without biases-float32")
-def test_lent_experts_give_the_same_bits_as_messages(text, monkeypatch, name, mode):
+def test_lent_experts_have_the_bits_of_messages(text, monkeypatch, name, mode):
     ranks, layout = LAYOUTS[name]
     keys = KEYS | {"data.path": text, "precision.mode": mode} | recipe_keys(f"algorithm=ring {layout}")
     runs = {}
@@ -75,11 +75,11 @@ def test_lent_experts_give_the_same_bits_as_messages(text, monkeypatch, name, mo
         algorithm = "pairwise" if how == "messages" else "node_shared"
         monkeypatch.setattr(shared, "WORTH_ROWS", worth)
         monkeypatch.setattr(assemble, "algorithm_for", lambda *_, algorithm=algorithm, **__: algorithm)
-        runs[how] = run_threads(ranks, lambda comm: trained(comm, keys))
+        runs[how] = run_threads(ranks, lambda comm: train(comm, keys))
     assert runs["shared"][0][2] == 0 and runs["messages"][0][3] is not SharedRows
     assert (runs["lending"][0][2] > 0) == (name != "one expert a rank")
     for how in ("shared", "messages"):
-        for own, other in zip(runs["lending"], runs[how], strict=True):
-            assert own[0] == other[0]
-            for key, values in own[1].items():
+        for local_data, other in zip(runs["lending"], runs[how], strict=True):
+            assert local_data[0] == other[0]
+            for key, values in local_data[1].items():
                 np.testing.assert_array_equal(values, other[1][key], err_msg=f"{how} {key}")

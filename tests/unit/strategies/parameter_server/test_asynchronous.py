@@ -1,4 +1,4 @@
-"""Without lock-step: one update for each push, meetings that nobody misses, states that are restored bit by bit."""
+"""Without lock-step: one update per push, meetings that every rank attends, states restored bit by bit."""
 
 import threading
 import time
@@ -45,7 +45,7 @@ COLOCATED = ParameterServerConfig(placement="colocated", consistency="asp")
 
 
 class Run(RankRun):
-    """A tiny gpt on one rank; workers go at their own speed and meet as the loop of a training does."""
+    """A tiny gpt on one rank. Workers run at individual speeds and meet as the training loop does."""
 
     def __init__(self, comm, config, steps=STEPS, on="cpu", **keys):
         make = partial(server_exchange, config=config)
@@ -57,14 +57,14 @@ class Run(RankRun):
         self.own_losses = []
 
     def advance(self, data):
-        """Make the worker's next step, on samples of its own."""
+        """Make the worker's next step on its samples."""
         clock = self.exchange.clock
         samples = backend.place(data[clock, self.comm.rank], self.context.on)
         done = self.executor.run(self.operations, [(samples[:, :-1], samples[:, 1:])], SAMPLES, clock, np.zeros(0))
         self.own_losses.append(done.loss)
 
     def hold(self):
-        """Meet; whether all workers have done all their steps."""
+        """Meet. Return True if all workers have done all their steps."""
         place = self.exchange
         meet(place)
         self.meetings.append(place.clocks)
@@ -111,8 +111,8 @@ def test_every_push_is_one_update_at_every_server(size, config, rng):
         assert all(store.range(part).tobytes() == whole.range(part).tobytes() for part in store.parts), "refreshed"
 
 
-def test_one_worker_alone_is_plain_training(rng):
-    """The gradient is the mean over the worker's samples, clipped by its norm; nothing else happens to it."""
+def test_single_worker_matches_plain_training(rng):
+    """The gradient is the mean over the worker's samples, clipped by its norm, and is not changed otherwise."""
     data = text(rng)
 
     def body(comm):
@@ -130,8 +130,8 @@ def test_one_worker_alone_is_plain_training(rng):
 
 
 @pytest.mark.full
-def test_on_a_device_it_is_the_same(gpu, rng):
-    """Servers keep and step their part where the model computes; one worker, so that there is one order of updates."""
+def test_asynchronous_training_on_the_gpu_matches_the_cpu(gpu, rng):
+    """Servers keep and update their part where the model computes. One worker gives a single order of updates."""
     data = text(rng)
 
     def body(comm, config, on):
@@ -150,7 +150,7 @@ def test_on_a_device_it_is_the_same(gpu, rng):
 
 
 def reference(comm, data):
-    """The same steps in lock-step with nobody."""
+    """Make the same steps in lock-step on one rank."""
     run = Run(comm, COLOCATED)
     lockstep = server_exchange(run.context, replace(COLOCATED, consistency="bsp"))
     load_initial(run.context, lockstep)
@@ -162,8 +162,8 @@ def reference(comm, data):
     return losses, lockstep.parameters.array.tobytes()
 
 
-def test_nobody_waits_for_a_slow_worker(rng):
-    """The quick worker has done all its steps before the slow one has done its first."""
+def test_quick_worker_does_not_wait_for_a_slow_worker(rng):
+    """The quick worker finishes all its steps before the slow worker finishes its first."""
     data = text(rng)
     finished = []
 
@@ -185,7 +185,7 @@ def test_nobody_waits_for_a_slow_worker(rng):
 
 
 class Open:
-    """The operations of one rank that have begun and not ended."""
+    """The operations of one rank that have begun and have not ended."""
 
     def __init__(self):
         self.tokens = {}
@@ -202,7 +202,7 @@ class Open:
 
 
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
-def test_a_worker_that_waits_for_a_meeting_has_no_operation_with_a_deadline(placement, rng):
+def test_worker_waiting_for_a_meeting_has_no_open_operation(placement, rng):
     data, quick, before = text(rng), Open(), []
 
     def body(comm):
@@ -227,7 +227,7 @@ def test_a_worker_that_waits_for_a_meeting_has_no_operation_with_a_deadline(plac
 
 
 @pytest.mark.parametrize(("size", "config"), [place for place in PLACES if place[0] > 1], ids=str)
-def test_a_call_brings_all_together_soon(size, config, rng):
+def test_call_for_a_meeting_gathers_all_workers_soon(size, config, rng):
     data, steps = text(rng, 30), 30
 
     def body(comm):
@@ -243,7 +243,7 @@ def test_a_call_brings_all_together_soon(size, config, rng):
     assert meetings[0][-1] == [steps] * len(meetings[0][-1])
 
 
-def test_a_finished_worker_can_still_call(rng):
+def test_finished_worker_can_still_call_a_meeting(rng):
     data, called = text(rng), threading.Event()
 
     def body(comm):
@@ -263,7 +263,7 @@ def test_a_finished_worker_can_still_call(rng):
     assert first[0][0] == STEPS and 2 <= first[0][1] < STEPS and first[-1] == [STEPS, STEPS]
 
 
-def test_a_meeting_is_due_when_the_slowest_is_there(rng):
+def test_meeting_is_due_when_the_slowest_worker_arrives(rng):
     data, steps = text(rng, 12), 12
 
     def body(comm):
@@ -275,7 +275,7 @@ def test_a_meeting_is_due_when_the_slowest_is_there(rng):
     assert 5 <= min(run_threads(3, body)[0][0]) <= 6, "each worker ends at most the step it was in"
 
 
-def test_a_push_that_comes_twice_is_applied_once(rng):
+def test_repeated_push_is_applied_once(rng):
     data = text(rng)
 
     def body(comm):
@@ -298,8 +298,8 @@ def test_a_push_that_comes_twice_is_applied_once(rng):
 
 
 @pytest.mark.parametrize(("size", "config"), [PLACES[1], PLACES[4], PLACES[2], PLACES[8]], ids=str)
-def test_a_step_that_is_given_up_leaves_no_gradient_behind(size, config, rng):
-    """It is computed once more to find the tensor; the servers have then taken neither that nor the first."""
+def test_failed_step_leaves_no_gradient_on_the_servers(size, config, rng):
+    """It is computed again to find the tensor. The servers have accepted neither of the two gradients."""
     data = text(rng)
 
     def body(comm, fails):
@@ -324,15 +324,15 @@ def test_a_step_that_is_given_up_leaves_no_gradient_behind(size, config, rng):
         run.train(data)
         return place.updates, run.own_losses, place.parameters.array
 
-    for (updates, losses, values), (wanted, others, same) in zip(
+    for (updates, losses, values), (expected, others, same) in zip(
         run_threads(size, lambda comm: body(comm, True)), run_threads(size, lambda comm: body(comm, False)), strict=True
     ):
-        assert updates == wanted and np.isfinite(losses).all() and np.isfinite(values).all()
+        assert updates == expected and np.isfinite(losses).all() and np.isfinite(values).all()
         if config.placement == "dedicated" and size == 2:  # one worker: there is one order of updates
             assert losses == others and np.array_equal(values, same)
 
 
-def test_bytes_of_a_step(rng):
+def test_sent_bytes_of_an_asynchronous_step(rng):
     data = text(rng)
 
     def body(comm, config):
@@ -352,13 +352,13 @@ def test_bytes_of_a_step(rng):
 
 
 def run_bytes(size):
-    """Notes of 9 numbers of 8 bytes: at most 4 a step and peer, and what a meeting agrees on."""
+    """Return the bytes of notes (9 numbers of 8 bytes, at most 4 per step and peer) and of meeting agreements."""
     return STEPS * 4 * 72 * size
 
 
 @pytest.mark.parametrize(("size", "config"), [PLACES[0], PLACES[4], PLACES[6]], ids=str)
 @on_threads("size")
-def test_a_restored_state_has_the_same_bits(comm, size, config, rng):
+def test_restored_state_has_the_same_bits(comm, size, config, rng):
     data = text(rng)
     run = Run(comm, config)
     run.train(data, lambda rank: 2e-3 * rank)
@@ -380,7 +380,7 @@ def test_a_restored_state_has_the_same_bits(comm, size, config, rng):
             assert fresh.exchange.shard.stores()[kind].array.tobytes() == store.array.tobytes()
 
 
-def test_a_state_of_another_number_of_workers_goes_on_from_the_slowest():
+def test_restore_with_other_workers_starts_at_the_slowest_clock():
     def body(comm):
         place = Run(comm, COLOCATED).exchange
         place.restore({"count": 4, "clocks": [6, 4], "updates": 10})
@@ -391,7 +391,7 @@ def test_a_state_of_another_number_of_workers_goes_on_from_the_slowest():
 
 
 @on_threads(4)
-def test_the_learning_rate_goes_by_updates_over_workers(comm):
+def test_learning_rate_follows_updates_divided_by_workers(comm):
     run = Run(comm, COLOCATED, 40)
     alone = optimizers.build(run.context.optimizer, run.model.layout, (), np.dtype("f4"), total_steps=40)
     for step in (1, 2, 3, 17, 40):
@@ -402,7 +402,7 @@ def test_the_learning_rate_goes_by_updates_over_workers(comm):
         assert run.exchange.learning_rate == run.exchange.shard.optimizer.learning_rate
 
 
-def test_the_loss_of_a_repeated_batch_falls(rng):
+def test_loss_of_a_repeated_batch_falls(rng):
     data = np.repeat(text(rng, 1), 40, axis=0)
 
     def body(comm):
@@ -424,7 +424,7 @@ BOUNDED = [
 
 
 class Watched(Run):
-    """It looks, before each step of a worker, whether the bound holds at all servers; ``everybody`` are the ranks."""
+    """Checks before each step of a worker whether all servers keep the bound. ``everybody`` are the ranks."""
 
     everybody: dict[int, "Watched"]
     ahead = 0
@@ -438,7 +438,7 @@ class Watched(Run):
                 self.ahead = max(self.ahead, clock - slowest)
 
 
-def watched(size, config, data, pause, steps=STEPS, clocks=None):
+def run_watched(size, config, data, pause, steps=STEPS, clocks=None):
     everybody = {}
 
     def body(comm):
@@ -460,17 +460,17 @@ def watched(size, config, data, pause, steps=STEPS, clocks=None):
 
 
 @pytest.mark.parametrize(("size", "config"), BOUNDED, ids=str)
-def test_nobody_is_further_ahead_than_the_bound(size, config, rng):
+def test_no_worker_exceeds_the_staleness_bound(size, config, rng):
     steps = 12
-    runs = watched(size, config, text(rng, steps), lambda run: 5e-3 * (run.comm.rank == 0), steps)
+    runs = run_watched(size, config, text(rng, steps), lambda run: 5e-3 * (run.comm.rank == 0), steps)
     workers = len(runs[0].exchange.roles.workers)
     assert all(run.exchange.clocks == [steps] * workers for run in runs)
     assert max(run.ahead for run in runs[1:workers]) == config.staleness, "and that far they are"
 
 
 @pytest.mark.parametrize(("size", "config"), BOUNDED, ids=str)
-def test_who_is_held_back_comes_to_a_meeting_and_waits_again_after_it(size, config, rng):
-    """Worker 0 calls one before its first step, when all others have made as many as they may."""
+def test_blocked_worker_attends_a_meeting_and_waits_again(size, config, rng):
+    """Worker 0 calls a meeting before its first step, when all others are at their bound."""
 
     def pause(run):
         place, limit = run.exchange, time.monotonic() + LIMIT_S
@@ -483,23 +483,23 @@ def test_who_is_held_back_comes_to_a_meeting_and_waits_again_after_it(size, conf
             place.meetings.call()
         return 3e-3 * (run.comm.rank == 0)
 
-    runs = watched(size, config, text(rng), pause)
+    runs = run_watched(size, config, text(rng), pause)
     assert len(runs[0].meetings) >= 2
     first = runs[0].meetings[0]
     assert max(first) - min(first) <= config.staleness + 1 and max(first) < STEPS
 
 
 @pytest.mark.parametrize(("size", "config"), [BOUNDED[0], BOUNDED[2]], ids=str)
-def test_a_restored_worker_that_is_too_far_ahead_waits(size, config, rng):
-    """The clocks are those of a run with a wider bound, or none."""
+def test_restored_worker_beyond_the_bound_waits(size, config, rng):
+    """The clocks come from a run with a wider bound, or without a bound."""
     clocks = [5, 0, 1][: len(Roles.of(config, size).workers)]
-    runs = watched(size, config, text(rng), lambda run: 2e-3 * (run.comm.rank > 0), clocks=clocks)
+    runs = run_watched(size, config, text(rng), lambda run: 2e-3 * (run.comm.rank > 0), clocks=clocks)
     assert all(run.exchange.clocks == [STEPS] * len(clocks) for run in runs)
     assert len(runs[0].own_losses) == STEPS - 5
 
 
-def test_every_tensor_is_of_one_version(rng):
-    """What a worker reads is what its server had at some time, tensor by tensor."""
+def test_every_read_tensor_has_a_single_version(rng):
+    """Every tensor that a worker reads was its server's version at some time."""
     data = text(rng)
     versions = {}
 
@@ -508,14 +508,14 @@ def test_every_tensor_is_of_one_version(rng):
         segments, shard = run.model.layout.segments, run.exchange.shard
         initial = {segment.key: run.exchange.parameters.view(segment.key).tobytes() for segment in segments}
         if shard is not None:
-            own = [s for s in segments if any(part.intersect(s.range) == s.range for part in shard.parts)]
-            for segment in own:
+            local_shard = [s for s in segments if any(part.intersect(s.range) == s.range for part in shard.parts)]
+            for segment in local_shard:
                 versions[segment.key] = {initial[segment.key]}
             step = shard.step
 
             def kept(*given):
                 step(*given)
-                for segment in own:
+                for segment in local_shard:
                     versions[segment.key].add(shard.parameters.view(segment.key).tobytes())
 
             shard.step = kept
@@ -533,12 +533,12 @@ def test_every_tensor_is_of_one_version(rng):
         return read
 
     assert min(run_threads(4, body)) >= STEPS * len(versions) > 0
-    assert all(len(found) > STEPS for found in versions.values())
+    assert all(len(result) > STEPS for result in versions.values())
 
 
 @pytest.mark.parametrize("aware", [False, True])
-def test_the_rate_is_divided_by_the_staleness(aware, rng):
-    """Worker 1 pushes three times between the read and the push of worker 0: that gradient is 3 updates old."""
+def test_learning_rate_is_divided_by_the_staleness(aware, rng):
+    """Worker 1 pushes three times between the read and the push of worker 0, whose gradient is then 3 updates old."""
     data = text(rng)
     config = ParameterServerConfig(consistency="asp", staleness_aware=aware)
     place = {}
@@ -568,8 +568,8 @@ def test_the_rate_is_divided_by_the_staleness(aware, rng):
 
 
 @pytest.mark.parametrize("name", ["lars", "lamb"])
-def test_layer_wise_rates_need_no_other_server(name, rng):
-    """Tensors are whole, so one worker with three servers is one process."""
+def test_layer_wise_rates_with_whole_tensors_match_one_process(name, rng):
+    """Tensors are whole, so one worker with three servers matches one process."""
     data = text(rng)
 
     def body(comm, servers):

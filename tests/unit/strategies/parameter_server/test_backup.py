@@ -1,4 +1,4 @@
-"""Backup workers: the exact mean of the first, the same on all servers; late gradients go nowhere."""
+"""Backup workers: the exact mean of the first gradients, the same on all servers; late gradients are dropped."""
 
 import time
 from functools import partial
@@ -22,7 +22,7 @@ PLACES = [(3, 1, "dedicated"), (5, 2, "dedicated"), (3, 3, "colocated"), (3, 1, 
 
 
 class Place(RankRun):
-    """One rank with a tiny gpt; ``keys`` are those of the optimizer."""
+    """One rank with a tiny gpt. ``keys`` are keys of the optimizer."""
 
     def __init__(self, comm, config, on="cpu", **keys):
         make = partial(server_exchange, config=config)
@@ -37,7 +37,7 @@ class Place(RankRun):
 
 
 class Backup(Place):
-    """``pause`` is called before each push of a worker, with its clock."""
+    """``pause`` is called with the clock before each push of a worker."""
 
     exchange: BackupExchange
 
@@ -69,7 +69,7 @@ def serve_until(place, ready):
 
 
 def lock_step(workers, data, taken, **keys):
-    """The same steps in one process, on the samples of the workers that are taken; all of its parameters."""
+    """Make the same steps in one process on the samples of the ``taken`` workers. Return all parameters."""
 
     def body(comm):
         place = Place(comm, ParameterServerConfig(placement="colocated"), **keys)
@@ -87,8 +87,8 @@ def config_of(servers, placement):
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb"])
 @pytest.mark.parametrize(("size", "servers", "placement"), PLACES)
-def test_a_late_worker_is_left_out_and_catches_up(size, servers, placement, name, rng):
-    """The last worker misses the first three updates, and may take part in the fourth in the place of another."""
+def test_late_worker_is_skipped_and_catches_up(size, servers, placement, name, rng):
+    """The last worker misses the first three updates. It may replace another worker in the fourth."""
     config = config_of(servers, placement)
     workers = len(Roles.of(config, size).workers)
     slow, data = workers - 1, text(rng, workers)
@@ -108,19 +108,22 @@ def test_a_late_worker_is_left_out_and_catches_up(size, servers, placement, name
         assert run.exchange.clock == run.exchange.updates == STEPS or not run.exchange.works
         return run.exchange.parameters.array.tobytes() if run.exchange.works else b"", run.taken
 
-    found = run_threads(size, body)
-    taken = [[w for w in range(workers) if (clock, True) in found[w][1]] for clock in range(STEPS)]
+    results = run_threads(size, body)
+    taken = [[w for w in range(workers) if (clock, True) in results[w][1]] for clock in range(STEPS)]
     assert all(len(ranks) == workers - 1 for ranks in taken), taken
-    assert [clock for clock, _ in found[slow][1]][:2] == [0, 3], "it goes on where the others are"
-    assert found[slow][1][0] == (0, False)
-    wanted = np.frombuffer(lock_step(workers, data, taken, name=name, learning_rate=1e-2 if name != "lars" else 1.0))
-    for values, _ in found[:workers]:
-        assert values == found[0][0]
-        assert np.linalg.norm(np.frombuffer(values) - wanted) <= 1e-12 * np.linalg.norm(wanted)
+    assert [clock for clock, _ in results[slow][1]][:2] == [0, 3], "it goes on where the others are"
+    assert results[slow][1][0] == (0, False)
+    expected = np.frombuffer(lock_step(workers, data, taken, name=name, learning_rate=1e-2 if name != "lars" else 1.0))
+    for values, _ in results[:workers]:
+        assert values == results[0][0]
+        assert np.linalg.norm(np.frombuffer(values) - expected) <= 1e-12 * np.linalg.norm(expected)
 
 
-def of_three(data, order, on="cpu"):
-    """Train with four workers, of which those in ``order`` always come first, and in that order; the parameters."""
+def train_with_three_of_four(data, order, on="cpu"):
+    """Train with four workers, of which the workers in ``order`` always come first, in this order.
+
+    Return the parameters.
+    """
     runs = {}
 
     def body(comm):
@@ -144,20 +147,20 @@ def of_three(data, order, on="cpu"):
     return run_threads(5, body)[0]
 
 
-def test_the_order_of_arrival_does_not_matter(rng):
-    """The sum is in the order of the ranks."""
+def test_order_of_arrival_does_not_matter(rng):
+    """The sum is in rank order."""
     data = text(rng, 4)
-    assert np.array_equal(of_three(data, [0, 1, 2]), of_three(data, [2, 1, 0]))
+    assert np.array_equal(train_with_three_of_four(data, [0, 1, 2]), train_with_three_of_four(data, [2, 1, 0]))
 
 
 @pytest.mark.full
-def test_on_a_device_it_is_the_same(gpu, rng):
+def test_backup_workers_on_the_gpu_match_the_cpu(gpu, rng):
     data = text(rng, 4)
-    host, device = (of_three(data, [0, 1, 2], on) for on in ("cpu", "gpu"))
+    host, device = (train_with_three_of_four(data, [0, 1, 2], on) for on in ("cpu", "gpu"))
     assert np.linalg.norm(device - host) <= 1e-10 * np.linalg.norm(host)
 
 
-def test_a_state_goes_on_at_one_clock_for_all():
+def test_restored_state_has_one_clock_for_all():
     def body(comm):
         run = Backup(comm, config_of(3, "colocated"))
         run.exchange.restore({"count": 2, "clocks": [3, 2, 4], "updates": 9})
@@ -168,8 +171,11 @@ def test_a_state_goes_on_at_one_clock_for_all():
     assert run_threads(3, body) == [(2, [2, 2, 2], 2, {"count": 2})] * 3
 
 
-def test_a_late_worker_that_was_called_before_the_last_step_does_not_take_that_back():
-    """It hears of the meeting at clock 1, the others after one more step: all, and what is saved, are at clock 2."""
+def test_late_worker_does_not_revert_the_last_step_at_a_meeting():
+    """It learns of the meeting at clock 1, the others one step later.
+
+    All of them and the saved state are at clock 2.
+    """
     runs = {}
     data = text(np.random.default_rng(5), 3)
 
@@ -188,8 +194,8 @@ def test_a_late_worker_that_was_called_before_the_last_step_does_not_take_that_b
         place = run.exchange
         return place.updates, place.clocks, place.state(), run.taken, place.parameters.array.tobytes()
 
-    found = run_threads(4, body)
-    assert [taken for *_, taken, _ in found] == [[(0, True), (1, True)]] * 2 + [[(0, False)], []]
-    assert [(updates, clocks, state) for updates, clocks, state, *_ in found] == [(2, [2, 2, 2], {"count": 2})] * 4
-    assert found[0][-1] == found[1][-1] == found[2][-1]
+    results = run_threads(4, body)
+    assert [taken for *_, taken, _ in results] == [[(0, True), (1, True)]] * 2 + [[(0, False)], []]
+    assert [(updates, clocks, state) for updates, clocks, state, *_ in results] == [(2, [2, 2, 2], {"count": 2})] * 4
+    assert results[0][-1] == results[1][-1] == results[2][-1]
     assert runs[2].exchange.clock == 2

@@ -1,4 +1,4 @@
-"""The bound holds in any order of messages, and nobody waits for ever, wherever a worker stops."""
+"""The bound holds for any message order, and no worker waits forever, wherever a worker stops."""
 
 import math
 import random
@@ -12,10 +12,11 @@ SCHEDULES = 10_000
 
 
 class World:
-    """Workers, and shards that decide by `Clocks` alone. What was applied and read is kept apart from them.
+    """Workers, and shards that decide with `Clocks` only. Applied and read clocks are recorded separately.
 
-    A worker's messages to one shard stay in order, those to several do not. ``stops`` is the clock at which a worker
-    leaves; ``returns``, with a single shard, whether it comes back later.
+
+    Messages of a worker to one shard stay in order, messages to several shards do not. ``stops`` is the clock at which
+    a worker leaves. ``returns``, with a single shard, makes it come back later.
     """
 
     def __init__(self, draw):
@@ -34,15 +35,15 @@ class World:
         self.away_at = [set() for _ in range(self.shards)]
 
     def possible(self):
-        """What may happen next: a message comes, or a worker that has its values ends its iteration, or stops."""
-        found = [("comes", worker, shard) for (worker, shard), line in self.lines.items() if line]
+        """Return the possible next events: a message arrives, a worker ends its iteration, or a worker stops."""
+        results = [("comes", worker, shard) for (worker, shard), line in self.lines.items() if line]
         for worker in self.workers:
             if worker in self.gone:
                 idle = self.returns and not self.lines[worker, 0] and self.made[worker] < self.steps
-                found += [("returns", worker, 0)] if idle and worker in self.away_at[0] else []
+                results += [("returns", worker, 0)] if idle and worker in self.away_at[0] else []
             elif not self.missing[worker] and self.made[worker] < self.steps:
-                found.append(("ends", worker, 0))
-        return found
+                results.append(("ends", worker, 0))
+        return results
 
     def happen(self, what, worker, shard):
         if what == "comes":
@@ -93,14 +94,14 @@ class World:
             assert all(self.applied[shard][other] >= clock - self.bound for other in there), "all up to c - s - 1"
 
     def check_progress(self):
-        """Nothing can happen any more: then all who did not stop have made all their steps."""
+        """Check, when no event is possible, that all workers that did not stop have made all their steps."""
         for worker in self.workers:
             if worker not in self.gone:
                 assert not self.missing[worker] and self.made[worker] == self.steps, "it waits for ever"
 
 
 @pytest.mark.full
-def test_no_read_breaks_the_bound_and_nobody_waits_for_ever():
+def test_no_read_violates_the_bound_and_no_worker_hangs():
     met = set()
     held = stopped = returned = 0
     for seed in range(SCHEDULES):
@@ -116,7 +117,7 @@ def test_no_read_breaks_the_bound_and_nobody_waits_for_ever():
     assert met == {0, 1, 2, 3, math.inf} and held > SCHEDULES and min(stopped, returned) > SCHEDULES // 20
 
 
-def test_the_answer_waits_for_the_slowest_and_comes_in_the_order_of_the_questions():
+def test_answers_wait_for_the_slowest_and_keep_the_order():
     clocks = VersionVector([3, 5, 7], 1)
     for worker in (7, 5):
         for clock in (1, 2):
@@ -128,7 +129,7 @@ def test_the_answer_waits_for_the_slowest_and_comes_in_the_order_of_the_question
     assert clocks.vector == {3: 1, 5: 2, 7: 2}
 
 
-def test_who_left_is_not_waited_for_and_returns_where_the_others_are():
+def test_absent_worker_is_not_waited_for_and_returns_at_the_clock():
     clocks = VersionVector([0, 1], 0)
     clocks.push(0, 1)
     clocks.ask(0)
@@ -143,7 +144,7 @@ def test_who_left_is_not_waited_for_and_returns_where_the_others_are():
     assert clocks.rejoin(0) == 2, "nobody is there, so it goes on from its own"
 
 
-def test_after_a_meeting_all_go_on_from_their_own_clocks():
+def test_workers_continue_from_their_clocks_after_a_meeting():
     clocks = VersionVector(range(3), 1)
     for worker in range(3):
         clocks.leave(worker)
@@ -152,6 +153,6 @@ def test_after_a_meeting_all_go_on_from_their_own_clocks():
     assert [clocks.may_start(worker) for worker in range(3)] == [False, True, True]
 
 
-def test_a_missing_push_is_an_error():
+def test_missing_push_raises():
     with pytest.raises(ValueError, match="push 2 of worker 0 came after push 0"):
         VersionVector([0], 1).push(0, 2)

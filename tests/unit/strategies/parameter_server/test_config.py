@@ -1,4 +1,4 @@
-"""What cannot be run is refused with the reason; who serves and who computes."""
+"""Invalid configurations are rejected with the reason; the roles of servers and workers."""
 
 import math
 from dataclasses import replace
@@ -33,7 +33,7 @@ from hpcdist.training.recipe.recipe import Recipe
     ({"transport": "shared", "consistency": "asp"}, "set parameter_server.transport = 'messages'"),
     ({"mirrored": True}, "mirrored = true: servers have no mirrors.* --survive"),
 )
-def test_refused(keys, says):
+def test_invalid_configurations_are_rejected(keys, says):
     with pytest.raises(ConfigurationError, match=says):
         ParameterServerConfig(**keys)
 
@@ -46,30 +46,30 @@ def test_refused(keys, says):
     ({"consistency": "asp", "staleness_aware": True}, False, math.inf, "asp, rate by staleness"),
     ({"backup_workers": 2}, False, 0, "bsp, 2 backup workers"),
 )
-def test_who_waits_for_whom(keys, lock_step, bound, described):
+def test_bound_and_lock_step_of_each_consistency(keys, lock_step, bound, described):
     config = ParameterServerConfig(**keys)
     assert (config.lock_step, config.bound, config.described) == (lock_step, bound, described)
 
 
 @pytest.mark.parametrize(("placement", "world"), [("colocated", 2), ("dedicated", 3)])
-def test_as_many_backups_as_workers_are_refused(placement, world):
+def test_as_many_backups_as_workers_are_rejected(placement, world):
     with pytest.raises(ConfigurationError, match=r"backup_workers = 2, but there are 2 workers.*at most 1"):
         Roles.of(ParameterServerConfig(placement=placement, backup_workers=2), world)
     assert len(Roles.of(ParameterServerConfig(placement=placement, backup_workers=1), world).workers) == 2
 
 
 @cases(
-    "keys, said",
+    "keys, output",
     ({}, "placement = 'dedicated'.*set it to 'colocated'"),
     ({"placement": "colocated", "consistency": "asp"}, "consistency = 'asp'.*set it to 'bsp'"),
     ({"placement": "colocated", "transport": "shared"}, "transport = 'shared'.*set it to 'messages'"),
 )
-def test_what_has_no_servers_of_its_own_in_a_product_is_refused(keys, said):
+def test_unsupported_products_with_servers_are_rejected(keys, output):
     config = ParameterServerConfig(**keys)
     alone = ParallelConfig(strategy="parameter_server")
     Recipe(parallel=alone, parameter_server=config)
     for degrees in ({"pipeline": 2, "tensor": 1}, {"pipeline": 1, "tensor": 2}):
-        with pytest.raises(ConfigurationError, match=said):
+        with pytest.raises(ConfigurationError, match=output):
             Recipe(parallel=replace(alone, **degrees), parameter_server=config)
     assert not ParallelConfig(strategy="parameter_server", pipeline=2).has_roles
 
@@ -83,12 +83,12 @@ def test_what_has_no_servers_of_its_own_in_a_product_is_refused(keys, said):
     ("colocated", 0, 3, range(3), range(3)),
     ("colocated", 2, 3, range(3), range(2)),
 )
-def test_roles(placement, servers, world, workers, serving):
+def test_roles_of_servers_and_workers(placement, servers, world, workers, serving):
     roles = Roles.of(ParameterServerConfig(placement=placement, servers=servers), world)
     assert (roles.workers, roles.servers) == (workers, serving)
 
 
-def test_no_worker_is_refused_with_the_equation():
+def test_configuration_without_workers_is_rejected():
     with pytest.raises(ConfigurationError, match=r"world 2 - parameter_server.servers 2 = 0 workers"):
         Roles.of(ParameterServerConfig(servers=2), 2)
     with pytest.raises(ConfigurationError, match=r"world 1 - parameter_server.servers 1 = 0 workers.*colocated"):

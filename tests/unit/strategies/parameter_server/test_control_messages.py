@@ -1,4 +1,4 @@
-"""Notes and meetings of ranks that are not in lock-step."""
+"""Notes and meetings of ranks without lock-step."""
 
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.strategies.parameter_server.asynchronous.control_messages import (
@@ -12,13 +12,13 @@ from hpcdist.strategies.parameter_server.partition import Roles
 ROLES = Roles(range(1, 3), range(1))  # rank 0 serves
 
 
-def test_what_a_quick_worker_says_after_a_meeting_does_not_pass_for_a_late_call():
-    """The call of worker 2 is still on its way when worker 1 has parted and pushes, and calls the next meeting."""
+def test_call_after_a_meeting_is_not_mistaken_for_a_late_call():
+    """The call of worker 2 is still in flight when worker 1 leaves the meeting, pushes and calls the next meeting."""
 
     def body(comm):
-        said = []
+        messages = []
         notes = ControlChannel(comm.dup("notes"))
-        notes.answers[ControlKind.PUSH] = lambda worker, what: said.append(f"push {what.clock} of {worker}")
+        notes.answers[ControlKind.PUSH] = lambda worker, what: messages.append(f"push {what.clock} of {worker}")
         meetings = Rendezvous(comm.rank, ROLES, notes)
         meetings.meet()
         if comm.rank == 1:
@@ -30,21 +30,21 @@ def test_what_a_quick_worker_says_after_a_meeting_does_not_pass_for_a_late_call(
             notes.tell(0, ControlKind.CALL, ControlFields(clock=0))
         if comm.rank == 0:
             meetings.settle(calls=1)
-            assert said == [] and meetings.due, "only the second meeting is due"
+            assert messages == [] and meetings.due, "only the second meeting is due"
             notes.serve()
         comm.barrier()
         notes.settle()
-        return said
+        return messages
 
     assert run_threads(3, body)[0] == ["push 7 of 1", "push 8 of 1"]
 
 
-def test_notes_that_were_held_back_come_before_others():
+def test_delayed_notes_come_before_others():
     def body(comm):
-        said = []
+        messages = []
         notes = ControlChannel(comm.dup("notes"))
-        notes.answers[ControlKind.PUSH] = lambda worker, what: said.append(what.clock)
-        notes.answers[ControlKind.CALL] = lambda worker, what: said.append(-what.clock)
+        notes.answers[ControlKind.PUSH] = lambda worker, what: messages.append(what.clock)
+        notes.answers[ControlKind.CALL] = lambda worker, what: messages.append(-what.clock)
         if comm.rank == 1:
             for kind, clock in (
                 (ControlKind.PUSH, 1),
@@ -58,6 +58,6 @@ def test_notes_that_were_held_back_come_before_others():
             for alone in (True, False, True):
                 notes.wait(alone=alone)
         notes.settle()
-        return said
+        return messages
 
     assert run_threads(2, body)[0] == [-9, 1, 2, 3]

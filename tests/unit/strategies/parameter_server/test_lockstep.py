@@ -1,4 +1,4 @@
-"""A parameter server in lock-step trains as one process: every placement, number of servers, optimizer."""
+"""A parameter server in lock-step matches one process: every placement, number of servers, optimizer."""
 
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,7 @@ ALONE = ParameterServerConfig(placement="colocated")
 
 
 class Run(RankRun):
-    """A tiny gpt on one rank of a parameter server; ``keys`` are those of the optimizer."""
+    """A tiny gpt on one rank of a parameter server. ``keys`` are keys of the optimizer."""
 
     def __init__(self, comm, config, dtype="float64", *, microbatches=1, algorithm="ring", on="cpu", **keys):
         given = {"config": MODEL, "dtype": dtype, "microbatches": microbatches, "optimizer": optimizer_of(**keys)}
@@ -33,11 +33,11 @@ class Run(RankRun):
         assert isinstance(self.exchange, LockStepExchange)
 
     def served(self):
-        """The bits of all that this rank serves: parameters and optimizer state."""
+        """Return the bits of all data that this rank serves: parameters and optimizer state."""
         return [piece.array.tobytes() for piece in self.exchange.pieces()]
 
     def weights(self):
-        """The bits of every part that this rank holds, by where it starts."""
+        """Return the bits of every part that this rank holds, by its start."""
         store = self.exchange.parameters
         return {part.start: store.range(part).tobytes() for part in self.exchange.sharded_update.parts or store.parts}
 
@@ -49,7 +49,7 @@ def configs(size):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.full_except("2")
-def test_every_placement_trains_as_one_process(size, rng):
+def test_every_placement_matches_one_process(size, rng):
     data = text(rng, STEPS, SAMPLES)
     alone = run_threads(1, lambda comm: Run(comm, ALONE).losses(data))[0]
     for config in configs(size):
@@ -59,7 +59,7 @@ def test_every_placement_trains_as_one_process(size, rng):
 
 @pytest.mark.parametrize(("size", "per_node"), [(2, 2), (3, 2), (5, 3)])
 @pytest.mark.full_except("3-2", "2-2")
-def test_nodes_that_speak_with_one_voice_train_as_one_process(size, per_node, rng):
+def test_one_sender_per_node_matches_one_process(size, per_node, rng):
     data = text(rng, STEPS, SAMPLES)
     alone = run_threads(1, lambda comm: Run(comm, ALONE).losses(data))[0]
 
@@ -70,47 +70,47 @@ def test_nodes_that_speak_with_one_voice_train_as_one_process(size, per_node, rn
         return losses, len(run.exchange.transport.speakers), run.exchange.transport.speaks, weights
 
     for config in configs(size):
-        found = run_threads(size, lambda comm, config=config: body(comm, config), per_node)
+        results = run_threads(size, lambda comm, config=config: body(comm, config), per_node)
         workers = len(Roles.of(config, size).workers)
         voices = -(-workers // per_node)
-        for losses, speakers, _, _ in found:
+        for losses, speakers, _, _ in results:
             np.testing.assert_allclose(losses, alone, rtol=1e-12)
             assert speakers == voices
-        assert sum(speaks for _, _, speaks, _ in found) == voices
-        assert len({weights for *_, weights in found[:workers]}) == 1, "all workers hold the same bits"
+        assert sum(speaks for _, _, speaks, _ in results) == voices
+        assert len({weights for *_, weights in results[:workers]}) == 1, "all workers hold the same bits"
 
 
-def test_a_dedicated_server_hears_each_node_once(rng):
+def test_dedicated_server_gets_one_message_per_node(rng):
     data = text(rng, STEPS, SAMPLES)
 
-    def received(comm, algorithm):
+    def count_receives(comm, algorithm):
         run = Run(comm, ParameterServerConfig(), algorithm=algorithm)
         with count_traffic(comm) as traffic:
             run.losses(data)
         return traffic.calls["irecv"]
 
-    flat = run_threads(5, lambda comm: received(comm, "ring"), 2)[4]
-    nodes = run_threads(5, lambda comm: received(comm, "hierarchical"), 2)[4]
+    flat = run_threads(5, lambda comm: count_receives(comm, "ring"), 2)[4]
+    nodes = run_threads(5, lambda comm: count_receives(comm, "hierarchical"), 2)[4]
     agreement = 2 * STEPS  # recursive doubling of the loss may receive as well
     assert abs(flat - 2 * nodes) <= agreement and nodes < flat
 
 
 @pytest.mark.parametrize("algorithm", ["rabenseifner", "node_shared", "all_to_all", "recursive_doubling"])
-def test_an_algorithm_that_would_mean_nothing_is_refused(algorithm):
-    with pytest.raises(ConfigurationError, match="workers do not reduce among themselves"):
+def test_algorithm_without_effect_is_rejected(algorithm):
+    with pytest.raises(ConfigurationError, match="workers do not allreduce gradients"):
         run_threads(2, lambda comm: Run(comm, ALONE, algorithm=algorithm))
 
 
 @pytest.mark.parametrize(("name", "placement"), [("lamb", "dedicated"), ("lars", "colocated")])
-def test_layer_wise_rates_with_tensors_cut_over_servers(name, placement, rng):
+def test_layer_wise_rates_with_tensors_split_over_servers(name, placement, rng):
     data = text(rng, STEPS, SAMPLES)
     config = ParameterServerConfig(servers=3, placement=placement)
     alone = run_threads(1, lambda comm: Run(comm, ALONE, name=name).losses(data))[0]
-    found = run_threads(5, lambda comm: Run(comm, config, name=name, microbatches=2).losses(data))
-    np.testing.assert_allclose(found, [alone] * 5, rtol=1e-11)
+    results = run_threads(5, lambda comm: Run(comm, config, name=name, microbatches=2).losses(data))
+    np.testing.assert_allclose(results, [alone] * 5, rtol=1e-11)
 
 
-def test_workers_hold_the_same_bits_and_servers_those(rng):
+def test_workers_and_servers_hold_the_same_bits(rng):
     data = text(rng, STEPS, SAMPLES)
 
     def body(comm):
@@ -127,8 +127,8 @@ def test_workers_hold_the_same_bits_and_servers_those(rng):
             assert run.exchange.parameters.range(part).tobytes() == first.range(part).tobytes()
 
 
-def test_sums_are_in_rank_order_whatever_the_servers(rng):
-    """Without clipping, whose norm is summed over the servers, the cut decides no bit."""
+def test_sums_are_in_rank_order_for_any_servers(rng):
+    """There is no clipping, whose norm is summed over the servers, so the partition changes no bit."""
     data = text(rng, STEPS, SAMPLES)
 
     def body(comm, config):
@@ -144,7 +144,7 @@ def test_sums_are_in_rank_order_whatever_the_servers(rng):
     assert len({*dedicated, *colocated}) == 1
 
 
-def test_bytes_are_those_of_the_article(rng):
+def test_sent_bytes_match_the_article(rng):
     data = text(rng, STEPS, SAMPLES)
 
     def body(comm, config):
@@ -156,11 +156,11 @@ def test_bytes_are_those_of_the_article(rng):
 
     small = 32 * 3 * STEPS  # what the ranks agree on: four numbers of 8 bytes, in at most three messages a step
     for servers in (1, 2):
-        found = run_threads(4, lambda comm, s=servers: body(comm, ParameterServerConfig(servers=s)))
+        results = run_threads(4, lambda comm, s=servers: body(comm, ParameterServerConfig(servers=s)))
         workers = 4 - servers
-        for sent, psi in found[:workers]:
+        for sent, psi in results[:workers]:
             assert psi <= sent <= psi + small, "a worker sends Psi a step"
-        for sent, psi in found[workers:]:
+        for sent, psi in results[workers:]:
             np.testing.assert_allclose(sent, workers * psi / servers, rtol=0.01, atol=small)
     for size in (2, 3, 4):
         for sent, psi in run_threads(size, lambda comm: body(comm, ALONE)):
@@ -169,7 +169,7 @@ def test_bytes_are_those_of_the_article(rng):
 
 @pytest.mark.parametrize("config", configs(3), ids=str)
 @on_threads(3)
-def test_pieces_tile_everything_once_and_restore_anywhere(comm, config, rng):
+def test_saved_pieces_are_disjoint_and_restore_in_any_layout(comm, config, rng):
     data = text(rng, STEPS, SAMPLES)
     run = Run(comm, config, "float32")
     run.losses(data[:2])
@@ -202,7 +202,7 @@ def test_nan_names_the_worker_and_updates_nothing(transport, placement, rng):
         assert "step 17" in why and "rank 1: parameter" in why and "rank 0:" not in why
 
 
-def test_pushes_go_out_while_backward_still_runs():
+def test_pushes_overlap_the_backward():
     def body(comm):
         return [op.kind.name for op in Run(comm, ParameterServerConfig()).operations]
 
@@ -213,7 +213,7 @@ def test_pushes_go_out_while_backward_still_runs():
     assert worker.count("AGREE") == server.count("AGREE") == 1
 
 
-def test_a_colocated_rank_keeps_its_own_part_to_itself():
+def test_colocated_server_does_not_send_its_part_to_itself():
     def body(comm):
         return Run(comm, ParameterServerConfig(servers=1, placement="colocated")).exchange.sharded_update.parts
 
@@ -221,14 +221,14 @@ def test_a_colocated_rank_keeps_its_own_part_to_itself():
     assert served[1] == [] and len(served[0]) == 1
 
 
-def ends(size):
-    """The most servers of each placement."""
+def configs_with_most_servers(size):
+    """Return the configurations with the most servers of each placement."""
     dedicated = [ParameterServerConfig(servers=max(1, size // 2))] if size > 1 else []
     return [*dedicated, ParameterServerConfig(placement="colocated")]
 
 
-def kept(comm, config, data, **keys):
-    """The losses, all parameters that the rank holds, and its optimizer state, as bits."""
+def run_result(comm, config, data, **keys):
+    """Return the losses, all parameters that the rank holds, and its optimizer state, as bits."""
     run = Run(comm, config, **keys)
     return run.losses(data), run.weights(), run.served()
 
@@ -238,26 +238,30 @@ def kept(comm, config, data, **keys):
 @pytest.mark.full_except("3-2-shared")
 def test_every_transport_gives_the_same_bits(transport, size, per_node, rng):
     data = text(rng, STEPS, SAMPLES)
-    for config in ends(size):
-        expected = run_threads(size, lambda comm, config=config: kept(comm, config, data, dtype="float32"), per_node)
+    for config in configs_with_most_servers(size):
+        expected = run_threads(
+            size, lambda comm, config=config: run_result(comm, config, data, dtype="float32"), per_node
+        )
         other = replace(config, transport=transport)
-        found = run_threads(size, lambda comm, config=other: kept(comm, config, data, dtype="float32"), per_node)
-        for ours, theirs in zip(found, expected, strict=True):
+        results = run_threads(
+            size, lambda comm, config=other: run_result(comm, config, data, dtype="float32"), per_node
+        )
+        for ours, theirs in zip(results, expected, strict=True):
             assert ours[0] == theirs[0] and ours[2] == theirs[2]
             assert ours[1].items() >= theirs[1].items()
 
 
 @pytest.mark.parametrize("transport", ["messages", "shared", "rma"])
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb"])
-def test_every_optimizer_over_every_transport(transport, name, rng):
+def test_every_optimizer_over_every_transport_matches_one_process(transport, name, rng):
     data = text(rng, STEPS, SAMPLES)
     config = ParameterServerConfig(servers=2, placement="colocated", transport=transport)
     alone = run_threads(1, lambda comm: Run(comm, ALONE, name=name).losses(data))[0]
-    found = run_threads(3, lambda comm: Run(comm, config, name=name, microbatches=2).losses(data), 2)
-    np.testing.assert_allclose(found, [alone] * 3, rtol=1e-11)
+    results = run_threads(3, lambda comm: Run(comm, config, name=name, microbatches=2).losses(data), 2)
+    np.testing.assert_allclose(results, [alone] * 3, rtol=1e-11)
 
 
-def test_a_node_holds_one_copy_and_sends_nothing_inside(rng):
+def test_node_shares_one_copy_without_messages(rng):
     data = text(rng, STEPS, SAMPLES)
     config = ParameterServerConfig(placement="colocated", transport="shared")
 
@@ -270,9 +274,9 @@ def test_a_node_holds_one_copy_and_sends_nothing_inside(rng):
 
     small = 32 * 3 * STEPS  # what the ranks agree on
     for size in (2, 4):
-        found = run_threads(size, body)
-        assert len({address for *_, address in found}) == 1
-        for sent, loaded, psi, _ in found:
+        results = run_threads(size, body)
+        assert len({address for *_, address in results}) == 1
+        for sent, loaded, psi, _ in results:
             assert sent <= small
             np.testing.assert_allclose(loaded, 2 * psi * (size - 1) / size, rtol=0.01)
     # Two nodes of two: what comes from elsewhere is received by the first rank, and read by the other.
@@ -286,8 +290,8 @@ def test_a_node_holds_one_copy_and_sends_nothing_inside(rng):
     [("messages", 3, 3, 2), ("shared", 1, 3, 2), ("rma", 3, 3, 2)],
 )
 @pytest.mark.full_except("shared-1-3-2", "rma-3-3-2")
-def test_memory_of_all_ranks_together(transport, parameters, gradients, optimizer):
-    """In Psi: on one node, three ranks that work and serve share one copy of the parameters, or have three."""
+def test_total_memory_of_all_ranks(transport, parameters, gradients, optimizer):
+    """In units of Psi. On one node, three colocated ranks share one copy of the parameters, or have three copies."""
     config = ParameterServerConfig(placement="colocated", transport=transport)
 
     def body(comm):
@@ -296,15 +300,15 @@ def test_memory_of_all_ranks_together(transport, parameters, gradients, optimize
         comm.barrier()
         return held, 4 * run.model.layout.size
 
-    found = run_threads(3, body)
-    psi = found[0][1]
+    results = run_threads(3, body)
+    psi = results[0][1]
     for category, expected in (("parameters", parameters), ("gradients", gradients), ("optimizer", optimizer)):
-        np.testing.assert_allclose(sum(held[category] for held, _ in found), expected * psi, rtol=1e-3)
+        np.testing.assert_allclose(sum(held[category] for held, _ in results), expected * psi, rtol=1e-3)
     if transport == "rma":  # a slot for each worker
-        np.testing.assert_allclose(sum(held["communication"] for held, _ in found), 3 * psi, rtol=1e-3)
+        np.testing.assert_allclose(sum(held["communication"] for held, _ in results), 3 * psi, rtol=1e-3)
 
 
-def test_one_sided_bytes_are_those_of_messages(rng):
+def test_one_sided_transport_sends_the_bytes_of_messages(rng):
     data = text(rng, STEPS, SAMPLES)
 
     def body(comm):
@@ -318,7 +322,7 @@ def test_one_sided_bytes_are_those_of_messages(rng):
         assert calls["put"] > 0 < calls["get"] and calls["flush"] > 0
 
 
-def test_what_is_not_built_is_refused():
+def test_unsupported_transports_are_rejected():
     for transport in ("shared", "rma"):
         used = replace(ALONE, transport=transport)
         with pytest.raises(ConfigurationError, match="with run.device = 'gpu'"):
@@ -329,7 +333,7 @@ def test_what_is_not_built_is_refused():
 
 @pytest.mark.parametrize("transport", ["messages", "shared", "rma"])
 @pytest.mark.full_except("messages")
-def test_a_step_that_is_given_up_is_looked_at_and_the_next_one_taken(transport, rng):
+def test_failed_step_is_explained_and_the_next_step_succeeds(transport, rng):
     data = text(rng, STEPS, SAMPLES)
     config = ParameterServerConfig(placement="colocated", transport=transport)
 

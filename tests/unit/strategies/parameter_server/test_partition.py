@@ -1,4 +1,4 @@
-"""Keys tile the space, belong to one server each, and burden the servers alike."""
+"""Keys tile the parameter space, belong to one server each, and balance the servers."""
 
 import pytest
 from hypothesis import given
@@ -16,28 +16,30 @@ def layout_of(*sizes):
     return Layout.of([TensorSpec(index // 3, f"w{index}", (size,)) for index, size in enumerate(sizes)])
 
 
-def loads(found):
-    return [sum(part.size for part in found.parts(server)) for server in range(found.servers)]
+def loads(result):
+    return [sum(part.size for part in result.parts(server)) for server in range(result.servers)]
 
 
 def check(layout, servers):
-    found = partition_keys(layout, servers)
-    assert found == partition_keys(layout, servers), "the same on every rank"
-    assert [0, *(key.stop for key in found.keys)] == [*(key.start for key in found.keys), layout.size], "keys tile"
-    assert all(key.start % ALIGN_ELEMENTS == 0 for key in found.keys)
-    assert set(found.owners) == set(range(servers)), "every server has a key"
-    ascending = sorted(part for server in range(servers) for part in found.parts(server))
+    result = partition_keys(layout, servers)
+    assert result == partition_keys(layout, servers), "the same on every rank"
+    assert [0, *(key.stop for key in result.keys)] == [*(key.start for key in result.keys), layout.size], "keys tile"
+    assert all(key.start % ALIGN_ELEMENTS == 0 for key in result.keys)
+    assert set(result.owners) == set(range(servers)), "every server has a key"
+    ascending = sorted(part for server in range(servers) for part in result.parts(server))
     assert [0, *(part.stop for part in ascending)] == [*(part.start for part in ascending), layout.size]
-    burden = loads(found)
+    burden = loads(result)
     assert max(burden) - min(burden) <= max(BALANCE * layout.size / servers, ALIGN_ELEMENTS)
-    check_messages(layout, found)
-    return found
+    check_messages(layout, result)
+    return result
 
 
-def check_messages(layout, found):
-    messages = found.messages(layout.units)
+def check_messages(layout, result):
+    messages = result.messages(layout.units)
     assert sum(part.size for part, _ in messages) == layout.size
-    assert all(any(part.intersect(own) == part for own in found.parts(server)) for part, server in messages)
+    assert all(
+        any(part.intersect(local_data) == part for local_data in result.parts(server)) for part, server in messages
+    )
     inside = [
         next(layer for layer, unit in layout.units.items() if part.intersect(unit) == part) for part, _ in messages
     ]
@@ -46,7 +48,7 @@ def check_messages(layout, found):
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=12), st.integers(1, 9))
 @pytest.mark.full
-def test_any_layout_and_number_of_servers(sizes, servers):
+def test_keys_tile_any_layout_for_any_number_of_servers(sizes, servers):
     layout = layout_of(*sizes)
     if layout.size // ALIGN_ELEMENTS < servers:
         with pytest.raises(ConfigurationError, match=f"{servers} servers, but .* to at most"):
@@ -57,24 +59,24 @@ def test_any_layout_and_number_of_servers(sizes, servers):
 
 @pytest.mark.parametrize("servers", range(1, 9))
 @pytest.mark.parametrize("config", [ModelConfig(), ModelConfig(layers=1, hidden=64, heads=2), ModelConfig(kind="mlp")])
-def test_models_are_shared_within_a_hundredth(config, servers):
+def test_models_are_balanced_within_1_percent(config, servers):
     inputs = {"context": 64} if config.kind == "gpt" else {"features": 96, "classes": 10}
     layout = models.build(config, "float32", **inputs).layout
-    found = check(layout, servers)
-    assert max(loads(found)) <= 1.01 * layout.size / servers
-    assert len(found.keys) <= len(layout.segments) + 130 * servers, "no more cuts than the balance needs"
+    result = check(layout, servers)
+    assert max(loads(result)) <= 1.01 * layout.size / servers
+    assert len(result.keys) <= len(layout.segments) + 130 * servers, "no more cuts than the balance needs"
 
 
-def test_one_server_has_uncut_tensors_and_one_message_a_layer():
+def test_one_server_has_whole_tensors_and_one_message_per_layer():
     layout = layout_of(100, 5, 64, 300, 1, 2)
-    found = partition_keys(layout, 1)
-    assert found.parts(0) == [Range(0, layout.size)]
-    assert found.messages(layout.units) == [(layout.units[1], 0), (layout.units[0], 0)]
-    assert len(found.keys) == len(layout.segments)
+    result = partition_keys(layout, 1)
+    assert result.parts(0) == [Range(0, layout.size)]
+    assert result.messages(layout.units) == [(layout.units[1], 0), (layout.units[0], 0)]
+    assert len(result.keys) == len(layout.segments)
 
 
 @pytest.mark.parametrize("rows", [9, 10, 11])
-def test_tensor_ranks_with_a_row_less_have_the_same_keys(rows):
+def test_tensor_ranks_with_fewer_rows_have_the_same_keys(rows):
     whole = TensorSpec(0, "table", (rows, 40), cut=0)
     halves = [Range(0, -(-rows // 2)), Range(-(-rows // 2), rows)]
     layouts = [Layout.of([whole.part(half, halves[0].size), TensorSpec(1, "norm", (50,))]) for half in halves]
@@ -82,12 +84,12 @@ def test_tensor_ranks_with_a_row_less_have_the_same_keys(rows):
     assert first == last
 
 
-def test_the_largest_go_first_to_the_least_loaded():
+def test_largest_keys_are_assigned_first_to_the_least_loaded():
     layout = layout_of(64, 128, 64)  # 128 to server 0, then both of 64 to server 1
     assert partition_keys(layout, 2).owners == (1, 0, 1)
 
 
-def test_empty_tensors_are_no_keys():
+def test_empty_tensors_have_no_keys():
     assert len(partition_keys(layout_of(64, 0, 64), 2).keys) == 2
 
 
@@ -98,10 +100,10 @@ def test_whole_tensors_have_one_server(sizes, servers):
         with pytest.raises(ConfigurationError, match=f"{servers} servers, but .* {len(sizes)} tensors.*at most"):
             partition_keys(layout, servers, whole=True)
         return
-    found = partition_keys(layout, servers, whole=True)
-    assert [key.start for key in found.keys] == [segment.range.start for segment in layout.segments]
-    check_messages(layout, found)
-    assert found.fullest == max(loads(found)) * servers / layout.size
+    result = partition_keys(layout, servers, whole=True)
+    assert [key.start for key in result.keys] == [segment.range.start for segment in layout.segments]
+    check_messages(layout, result)
+    assert result.fullest == max(loads(result)) * servers / layout.size
     # Graham 1969, LPT: at most 4/3 - 1/(3 m) of the best, which is no better than even or than the longest key.
-    best = max(layout.size / servers, max(key.size for key in found.keys))
-    assert max(loads(found)) <= 4 / 3 * best + max(key.size for key in found.keys)
+    best = max(layout.size / servers, max(key.size for key in result.keys))
+    assert max(loads(result)) <= 4 / 3 * best + max(key.size for key in result.keys)

@@ -1,4 +1,4 @@
-"""A clock takes the first gradients that come for it, and no other; nobody is forgotten."""
+"""A clock accepts the first gradients and no others, and every worker gets an answer."""
 
 import random
 
@@ -8,11 +8,11 @@ from hpcdist.strategies.parameter_server.asynchronous.control_messages import Co
 BATCH = 12
 
 
-def taken(clock, workers, scale):
+def accepted_fields(clock, workers, scale):
     return ControlFields(clock, scale, workers=workers)
 
 
-def dropped(clock, worker):
+def dropped_fields(clock, worker):
     return ControlFields(clock, dropped=True, workers=(worker,))
 
 
@@ -20,41 +20,41 @@ def push(quorum, worker, clock, samples=3):
     return quorum.push(worker, clock, samples, BATCH)
 
 
-def test_the_first_are_taken_in_the_order_of_the_ranks():
+def test_first_gradients_are_accepted_in_rank_order():
     quorum = Quorum(range(4), 1)
     assert push(quorum, 3, 1) == push(quorum, 0, 1) == []
-    assert push(quorum, 2, 1) == [taken(1, (0, 2, 3), 12 / 9)]
+    assert push(quorum, 2, 1) == [accepted_fields(1, (0, 2, 3), 12 / 9)]
     assert quorum.clock == 1 and quorum.dropped == 0
 
 
-def test_a_late_gradient_is_dropped_and_its_worker_goes_on_with_the_others():
+def test_late_gradient_is_dropped_and_its_worker_catches_up():
     quorum = Quorum(range(3), 1)
     for clock in (1, 2):
         push(quorum, 0, clock)
         push(quorum, 1, clock)
-    assert push(quorum, 2, 1) == [dropped(2, 2)] and quorum.dropped == 1
+    assert push(quorum, 2, 1) == [dropped_fields(2, 2)] and quorum.dropped == 1
     push(quorum, 2, 3)
-    assert push(quorum, 0, 3) == [taken(3, (0, 2), 12 / 6)]
+    assert push(quorum, 0, 3) == [accepted_fields(3, (0, 2), 12 / 6)]
 
 
-def test_with_all_taken_the_scale_is_exactly_one():
+def test_scale_is_exactly_one_if_all_are_accepted():
     quorum = Quorum(range(3), 0)
     assert [quorum.push(worker, 1, samples, 7) for worker, samples in ((0, 3), (1, 3), (2, 1))][-1] == [
-        taken(1, (0, 1, 2), 1.0)
+        accepted_fields(1, (0, 1, 2), 1.0)
     ]
 
 
-def test_who_would_wait_for_ever_is_let_go_with_nothing_taken():
+def test_worker_that_could_not_complete_a_quorum_is_released():
     quorum = Quorum(range(3), 1)
     push(quorum, 0, 1)
     assert quorum.leave(1) == []
-    assert quorum.leave(2) == [dropped(0, 0)]
+    assert quorum.leave(2) == [dropped_fields(0, 0)]
     quorum.convene(0)
     push(quorum, 1, 1)
-    assert push(quorum, 0, 1) == [taken(1, (0, 1), 2.0)]
+    assert push(quorum, 0, 1) == [accepted_fields(1, (0, 1), 2.0)]
 
 
-def test_any_schedule_takes_each_clock_once_and_answers_every_push():
+def test_any_schedule_completes_each_clock_once_and_answers_all():
     late = 0
     for seed in range(2000):
         draw = random.Random(seed)

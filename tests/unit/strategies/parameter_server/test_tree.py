@@ -1,4 +1,4 @@
-"""Sums on servers in the tree of logical shards: the bits of one process, whoever computes and whatever is kept."""
+"""Sums on servers in the tree of logical shards: the bits of one process for any workers and buffers."""
 
 import numpy as np
 import pytest
@@ -13,47 +13,47 @@ LAYOUT = Layout.of([TensorSpec(0, "w", (40,)), TensorSpec(1, "w", (24,))])
 WHOLE = Range(0, LAYOUT.size)
 
 
-def in_the_tree(rows, node):
-    """What the definition of the tree says."""
+def tree_sum(rows, node):
+    """Return the sum by the definition of the tree."""
     if node.size == 1:
         return rows[node.start]
     left, right = halves(node)
-    return in_the_tree(rows, left) + in_the_tree(rows, right)
+    return tree_sum(rows, left) + tree_sum(rows, right)
 
 
-def pushed(tree, worker, rows):
-    """What a worker brings that computes its ``rows`` one after the other in the same memory, in two ranges."""
+def worker_pushes(tree, worker, rows):
+    """Return the partial sums of a worker that computes its ``rows`` in turn in the same memory, in two ranges."""
     gradients = FlatStore(LAYOUT, rows.dtype)
     partials = PartialSums(tree, worker, gradients, lambda slot: FlatStore(LAYOUT, rows.dtype))
     for turn in range(tree.rounds):
-        own = tree.own[worker]
-        gradients.array[...] = rows[own.start + turn] if turn < own.size else np.nan
+        local_data = tree.own[worker]
+        gradients.array[...] = rows[local_data.start + turn] if turn < local_data.size else np.nan
         for part in (LAYOUT.units[1], LAYOUT.units[0]):
             partials.add(turn, part)
     return partials.of(WHOLE)
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 6, 7, 8, 12, 13])
-def test_sums_have_the_bits_of_the_tree_on_any_number_of_workers(shards, rng):
+def test_sums_have_the_bits_of_the_tree_for_any_number_of_workers(shards, rng):
     rows = rng.standard_normal((shards, LAYOUT.size)).astype(np.float32)
-    expected = in_the_tree(rows, Range(0, shards)).tobytes()
+    expected = tree_sum(rows, Range(0, shards)).tobytes()
     for workers in range(1, shards + 1):
         tree = ShardTree(shards, workers)
-        addends = [addend for worker in range(workers) for addend in pushed(tree, worker, rows)]
+        addends = [addend for worker in range(workers) for addend in worker_pushes(tree, worker, rows)]
         assert len(addends) == sum(map(len, tree.nodes))
         target = np.empty_like(rows[0])
         tree.total(addends, target, lasting=True)
         assert target.tobytes() == expected
-        own = addends[-1]  # what a colocated server takes for its target
-        tree.total(addends, own, lasting=True)
-        assert own.tobytes() == expected
+        local_data = addends[-1]  # what a colocated server takes for its target
+        tree.total(addends, local_data, lasting=True)
+        assert local_data.tobytes() == expected
 
 
 @pytest.mark.parametrize(("shards", "workers"), [(4, 2), (6, 4), (7, 3), (8, 8), (13, 5)])
-def test_what_comes_in_a_few_buffers_gives_the_same_bits(shards, workers, rng):
+def test_sums_with_few_buffers_have_the_same_bits(shards, workers, rng):
     rows = rng.standard_normal((shards, LAYOUT.size)).astype(np.float32)
     tree = ShardTree(shards, workers)
-    addends = [addend.copy() for worker in range(workers) for addend in pushed(tree, worker, rows)]
+    addends = [addend.copy() for worker in range(workers) for addend in worker_pushes(tree, worker, rows)]
     buffers = np.empty((2, LAYOUT.size), np.float32)
 
     def arrivals():
@@ -63,11 +63,11 @@ def test_what_comes_in_a_few_buffers_gives_the_same_bits(shards, workers, rng):
 
     target = np.empty_like(rows[0])
     tree.total(arrivals(), target, lasting=False)
-    assert target.tobytes() == in_the_tree(rows, Range(0, shards)).tobytes()
+    assert target.tobytes() == tree_sum(rows, Range(0, shards)).tobytes()
 
 
 @pytest.mark.parametrize(
     ("shards", "workers", "slots"), [(1, 1, 0), (4, 4, 0), (8, 4, 1), (8, 2, 2), (8, 1, 3), (7, 1, 2)]
 )
-def test_a_worker_keeps_few_partial_sums(shards, workers, slots):
+def test_worker_keeps_few_partial_sums(shards, workers, slots):
     assert max(slots_of(ShardTree(shards, workers), worker) for worker in range(workers)) == slots

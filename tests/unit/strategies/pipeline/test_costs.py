@@ -1,4 +1,4 @@
-"""Closed forms of what units cost, against what they do: products counted, memory in the arena."""
+"""Closed forms of the costs of units, compared with counted products and memory in the arena."""
 
 import numpy as np
 import pytest
@@ -48,47 +48,47 @@ def convnet():
 class Walked:
     """A micro-batch through all units: bytes in the arena and operations in products, by unit."""
 
-    def __init__(self, model, x, counted, *, split):
+    def __init__(self, model, x, counted_operations, *, split):
         stores = [FlatStore(model.layout, model.dtype) for _ in range(2)]
         parameters, gradients = model.bind(stores[0]), model.bind_gradients(stores[1])
         operations = split_operations(model.operations) if split else model.operations
         self.arena, self.kept, self.forward, self.backward = Arena(), [], [], []
         last, before = len(model.stages) - 1, 0
         for unit, stage in enumerate(model.stages):
-            saved, begun = self.arena.saved(stage.layer), sum(counted)
+            saved, begun = self.arena.saved(stage.layer), sum(counted_operations)
             x = stage.forward(parameters[unit], x, model.operations, saved)
             if unit == last:
                 model.loss.forward(x, np.zeros(x.shape[:-1], np.int64), model.operations, saved)
             self.kept.append(self.taken() - before)
-            self.forward.append(sum(counted) - begun)
+            self.forward.append(sum(counted_operations) - begun)
             before = self.taken()
         d = model.loss.backward(1.0, model.operations, self.arena.saved(model.stages[last].layer))
         for unit, stage in reversed(list(enumerate(model.stages))):
-            saved, begun = self.arena.saved(stage.layer), sum(counted)
+            saved, begun = self.arena.saved(stage.layer), sum(counted_operations)
             d = stage.backward(parameters[unit], gradients[unit], d, operations, saved)
-            self.backward.insert(0, sum(counted) - begun)
+            self.backward.insert(0, sum(counted_operations) - begun)
             if split:
                 release_first_pass(saved)
 
     def taken(self):
-        """Bytes of all blocks that somebody holds."""
+        """Return the bytes of all blocks in use."""
         return sum(block.nbytes for block, uses in zip(self.arena._blocks, self.arena._uses, strict=True) if uses)
 
 
 @pytest.fixture
-def counted(monkeypatch):
-    """Operations of every matrix product from here on."""
-    found = []
+def counted_operations(monkeypatch):
+    """The operations of every matrix product from here on."""
+    results = []
     multiply = np.matmul
 
     def matmul(a, b, **given):
         product = multiply(a, b, **given)
-        found.append(2 * product.size * a.shape[-1])
+        results.append(2 * product.size * a.shape[-1])
         return product
 
     monkeypatch.setattr(np, "matmul", matmul)
     monkeypatch.setattr(linear, "column_sums", lambda *of: None)  # bias gradients are products too, with ones
-    return found
+    return results
 
 
 EVERY = [lambda: gpt(40), lambda: gpt(150), lambda: gpt(64, tied=True), lambda: gpt(256, window=70)]
@@ -96,9 +96,9 @@ EVERY += [options, encoder, mlp, convnet]
 
 
 @pytest.mark.parametrize("build", EVERY)
-def test_operations_are_those_of_the_products(build, counted):
+def test_operation_costs_match_the_products(build, counted_operations):
     model, x = build()
-    walked = Walked(model, x, counted, split=False)
+    walked = Walked(model, x, counted_operations, split=False)
     for unit, cost in enumerate(unit_costs(model, SAMPLES)):
         if model.stages[unit].tensors()[0].name == "tokens.weight":
             additions = x.size * 32
@@ -109,9 +109,9 @@ def test_operations_are_those_of_the_products(build, counted):
 
 
 @pytest.mark.parametrize("build", EVERY[:-1])  # a convolution has one pass
-def test_a_split_backward_does_the_products_of_the_input_first(build, counted):
+def test_split_backward_computes_input_gradients_first(build, counted_operations):
     model, x = build()
-    walked = Walked(model, x, counted, split=True)
+    walked = Walked(model, x, counted_operations, split=True)
     costs = unit_costs(model, SAMPLES)
     assert walked.backward == [cost.input_flop for cost in costs]
     # What two units share is counted with the first: the input of a linear that is the output of the unit before.
@@ -120,7 +120,7 @@ def test_a_split_backward_does_the_products_of_the_input_first(build, counted):
 
 
 @pytest.mark.parametrize("build", [*EVERY, lambda: gpt(64, dropout=0.1)])
-def test_memory_is_that_of_the_arena(build):
+def test_memory_costs_match_the_arena(build):
     model, x = build()
     walked = Walked(model, x, [], split=False)
     costs = unit_costs(model, SAMPLES)
@@ -136,7 +136,7 @@ def test_memory_is_that_of_the_arena(build):
     assert {"linear.dx"} <= expected.keys() & walked.arena._scratch.keys()
 
 
-def test_parameters_count_what_a_rank_keeps():
+def test_parameter_costs_count_the_local_parameters():
     model, _ = gpt(40)
     assert sum(cost.parameters for cost in unit_costs(model, 1)) == model.layout.size
     halves = unit_costs(model, 1, TensorSplit(ranks=2))
@@ -145,7 +145,7 @@ def test_parameters_count_what_a_rank_keeps():
         assert all(getattr(half, name) == getattr(cost, name) for name in ("forward_flop", "input_flop", "weight_flop"))
 
 
-def test_borders_are_the_outputs():
+def test_border_bytes_match_the_outputs():
     model, _ = gpt(40)
     costs = unit_costs(model, 5)
     assert [cost.input_bytes for cost in costs] == [0] + [5 * 40 * 32 * 4] * 3
@@ -154,7 +154,7 @@ def test_borders_are_the_outputs():
 
 @pytest.mark.parametrize("window", [0, 1, 2, 64, 65, 66, 100, 500])
 @pytest.mark.parametrize("context", [1, 63, 64, 65, 128, 300])
-def test_scores_are_those_of_the_blocks(context, window):
+def test_attention_scores_match_the_computed_blocks(context, window):
     blocks = [list(range(first, min(first + 64, context))) for first in range(0, context, 64)]
     seen = [max(0, block[0] + 1 - (window or context)) // 64 * 64 for block in blocks]
     scores = sum(len(block) * (block[-1] + 1 - first) for block, first in zip(blocks, seen, strict=True))

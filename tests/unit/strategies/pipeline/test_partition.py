@@ -1,4 +1,4 @@
-"""Cuts of a model into stages, against all cuts there are."""
+"""Partitions of a model into stages, compared with all possible partitions."""
 
 import itertools
 
@@ -26,8 +26,8 @@ def largest(parts, ranks, seconds, speeds):
 
 
 def memories(parts, ranks, memory, count):
-    own = [[part for part, owner in zip(parts, ranks, strict=True) if owner == rank] for rank in range(count)]
-    return [memory.on(r, [p.start for p in mine], [p.stop for p in mine]) for r, mine in enumerate(own)]
+    local_values = [[part for part, owner in zip(parts, ranks, strict=True) if owner == rank] for rank in range(count)]
+    return [memory.on(r, [p.start for p in mine], [p.stop for p in mine]) for r, mine in enumerate(local_values)]
 
 
 def units_of(draw, count):
@@ -45,7 +45,7 @@ def units_of(draw, count):
 
 
 def problem(draw, ranks, chunks):
-    """Units, their seconds and memory, and the ranks they are for; sometimes with room for a few cuts only."""
+    """Return units, their seconds and memory, and their ranks. Sometimes only few partitions fit."""
     count = int(draw.integers(ranks * chunks, 13))
     live = [
         [tuple(LiveMicroBatches(*draw.integers(0, 4, 3)) for _ in range(chunks)) for _ in range(2)]
@@ -60,7 +60,7 @@ def problem(draw, ranks, chunks):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
 @pytest.mark.full
-def test_one_chunk_a_rank_is_the_best_of_all_cuts(ranks):
+def test_partition_with_one_chunk_per_rank_is_optimal(ranks):
     draw = np.random.default_rng(ranks)
     refused = 0
     for _ in range(CASES):
@@ -72,27 +72,27 @@ def test_one_chunk_a_rank_is_the_best_of_all_cuts(ranks):
             each = [sorted(size[rank] for size in sizes) for rank in range(ranks)]
             limits = tuple(int(column[int(draw.integers(len(column)))]) for column in each)
         fits = [all(not limit or size <= limit for size, limit in zip(one, limits, strict=True)) for one in sizes]
-        found = partition(seconds, range(ranks), StageDevices(speeds, limits), memory)
+        result = partition(seconds, range(ranks), StageDevices(speeds, limits), memory)
         allowed = [
             (largest(parts, range(ranks), seconds, speeds), max(size))
             for parts, size, fit in zip(cuts, sizes, fits, strict=True)
             if fit
         ]
         if not allowed:
-            assert found is None
+            assert result is None
             refused += 1
             continue
         best = min(time for time, _ in allowed)
         least = min(size for time, size in allowed if time <= best * (1 + 1e-12))
-        assert found is not None and found.is_proven and found.chunks in cuts
-        assert largest(found.chunks, range(ranks), seconds, speeds) == pytest.approx(best, rel=1e-11)
-        own = memories(found.chunks, range(ranks), memory, ranks)
-        assert max(own) == least
-        assert all(not limit or size <= limit for size, limit in zip(own, limits, strict=True))
+        assert result is not None and result.is_proven and result.chunks in cuts
+        assert largest(result.chunks, range(ranks), seconds, speeds) == pytest.approx(best, rel=1e-11)
+        local_data = memories(result.chunks, range(ranks), memory, ranks)
+        assert max(local_data) == least
+        assert all(not limit or size <= limit for size, limit in zip(local_data, limits, strict=True))
     assert ranks == 1 or refused
 
 
-def dealt(ranks, chunks, folded):
+def chunk_ranks(ranks, chunks, folded):
     return [*range(ranks), *reversed(range(ranks))] if folded else [n % ranks for n in range(ranks * chunks)]
 
 
@@ -102,9 +102,9 @@ def dealt(ranks, chunks, folded):
     + [(p, 2, True) for p in (2, 3, 4)],
 )
 @pytest.mark.full
-def test_several_chunks_a_rank_are_the_best_of_all_cuts(ranks, chunks, folded):
+def test_partition_with_several_chunks_per_rank_is_optimal(ranks, chunks, folded):
     draw = np.random.default_rng(10 * ranks + chunks)
-    placed = dealt(ranks, chunks, folded)
+    placed = chunk_ranks(ranks, chunks, folded)
     for _ in range(CASES // 4):
         count, seconds, speeds, memory = problem(draw, ranks, chunks)
         cuts = every_cut(count, len(placed))
@@ -114,37 +114,39 @@ def test_several_chunks_a_rank_are_the_best_of_all_cuts(ranks, chunks, folded):
             limits = tuple(int(sizes[int(draw.integers(len(sizes)))][rank]) for rank in range(ranks))
         fits = [all(not limit or size <= limit for size, limit in zip(one, limits, strict=True)) for one in sizes]
         allowed = [largest(parts, placed, seconds, speeds) for parts, fit in zip(cuts, fits, strict=True) if fit]
-        found = partition(seconds, placed, StageDevices(speeds, limits), memory)
+        result = partition(seconds, placed, StageDevices(speeds, limits), memory)
         if not allowed:
-            assert found is None
+            assert result is None
             continue
-        assert found is not None and found.is_proven and fits[cuts.index(found.chunks)]
-        assert largest(found.chunks, placed, seconds, speeds) == pytest.approx(min(allowed), rel=1e-11)
+        assert result is not None and result.is_proven and fits[cuts.index(result.chunks)]
+        assert largest(result.chunks, placed, seconds, speeds) == pytest.approx(min(allowed), rel=1e-11)
 
 
 @pytest.mark.parametrize("folded", [False, True])
 @pytest.mark.parametrize(("ranks", "chunks", "layers"), [(2, 2, 8), (4, 2, 26), (8, 4, 100), (8, 2, 61), (3, 2, 4)])
-def test_alike_inner_units_are_proven_without_a_search(ranks, chunks, layers, folded):
-    placed = dealt(ranks, chunks, folded and chunks == 2)
-    found = search((0.1, *[1.0] * layers, 2.7), placed, (1.0,) * ranks, (0,) * ranks, None, steps=0)
-    assert found is not None and found.largest == pytest.approx(found.bound, rel=1e-12)
+def test_partition_of_equal_inner_units_is_proven_without_search(ranks, chunks, layers, folded):
+    placed = chunk_ranks(ranks, chunks, folded and chunks == 2)
+    match = search((0.1, *[1.0] * layers, 2.7), placed, (1.0,) * ranks, (0,) * ranks, None, steps=0)
+    assert match is not None and match.largest == pytest.approx(match.bound, rel=1e-12)
     # Counted by hand: the rank with the head has it and `own` inner units, the others share the rest.
     ends = 2.7 + (0.1 if placed[-1] == placed[0] else 0)
     fewest = chunks - (2 if placed[-1] == placed[0] else 1)
-    best = min(max(ends + own, -(-(layers - own) // (ranks - 1))) for own in range(fewest, layers + 1))
-    assert found.largest == pytest.approx(best, abs=0.11)  # the embedding may be what decides
+    best = min(
+        max(ends + local_data, -(-(layers - local_data) // (ranks - 1))) for local_data in range(fewest, layers + 1)
+    )
+    assert match.largest == pytest.approx(best, abs=0.11)  # the embedding may be what decides
 
 
-def test_a_search_that_ends_early_says_how_far_it_may_be_off():
-    seconds, placed = tuple(np.random.default_rng(5).random(60)), dealt(4, 4, False)
-    found = search(seconds, placed, (1.0,) * 4, (0,) * 4, None, steps=500)
-    assert found is not None
-    assert found.bound <= found.largest <= found.bound + 4 * max(seconds)
-    assert found.largest == pytest.approx(largest(found.chunks, placed, seconds, (1.0,) * 4), rel=1e-12)
+def test_search_that_ends_early_reports_its_gap():
+    seconds, placed = tuple(np.random.default_rng(5).random(60)), chunk_ranks(4, 4, False)
+    match = search(seconds, placed, (1.0,) * 4, (0,) * 4, None, steps=500)
+    assert match is not None
+    assert match.bound <= match.largest <= match.bound + 4 * max(seconds)
+    assert match.largest == pytest.approx(largest(match.chunks, placed, seconds, (1.0,) * 4), rel=1e-12)
 
 
-def test_memory_moves_the_cut():
-    """Units that take equally long, but the first keeps most: it gets a rank of its own."""
+def test_memory_limit_moves_the_partition():
+    """All units take equally long, but the first keeps most memory, so it gets a separate rank."""
     units = [UnitCost(parameters=0, kept_bytes=size) for size in (60, 10, 10, 10)]
     memory = StageMemory(
         units, StateBytes(per_parameter=8, itemsize=4), [[(LiveMicroBatches(2, 2, 0),)], [(LiveMicroBatches(1, 1, 0),)]]
@@ -158,11 +160,11 @@ def test_memory_moves_the_cut():
     assert least_memory(4, range(2), StageDevices((1.0, 1.0), (119, 0)), memory) == (range(1), range(1, 4))
 
 
-def test_a_fast_rank_gets_more():
-    found = partition((1.0,) * 12, range(3), StageDevices((1.0, 3.0, 2.0), (0, 0, 0)), None)
-    assert found is not None and [len(part) for part in found.chunks] == [2, 6, 4]
+def test_fast_rank_gets_more_units():
+    result = partition((1.0,) * 12, range(3), StageDevices((1.0, 3.0, 2.0), (0, 0, 0)), None)
+    assert result is not None and [len(part) for part in result.chunks] == [2, 6, 4]
 
 
-def test_fewer_units_than_stages_are_refused_with_both_numbers():
+def test_fewer_units_than_stages_are_rejected():
     with pytest.raises(ConfigurationError, match=r"parallel.pipeline = 5, but the model has only 4 stages"):
         check_units(4, 5, 1)

@@ -1,4 +1,4 @@
-"""Cuts that a recipe gets: what is counted, what is measured, what is refused, and what a run really holds."""
+"""Partitions of recipes: counted costs, measured costs, rejected recipes, and the memory of a run."""
 
 import numpy as np
 import pytest
@@ -32,22 +32,22 @@ def gpt(layers=8, **changed):
     return models.build(config, "float32", context=8)
 
 
-def planned(model, *, seconds=None, kept=(), **keys):
+def make_plan(model, *, seconds=None, kept=(), **keys):
     parallel = ParallelConfig(**{"pipeline": 2, "microbatches": 4, **keys})
     schedule = generated(parallel.order, parallel.pipeline, parallel.microbatches, parallel.chunks)
     return plan(model, parallel, schedule, STATES, 2, seconds=seconds, earlier_units=kept)
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
-def test_moments_are_the_peaks_of_the_schedules(name):
+def test_moments_match_the_peaks_of_the_schedules(name):
     for ranks in (1, 2, 3, 5) if SCHEDULES[name].pipelines else (1,):
         for microbatches in (ranks, 7, 12):
             chunks = max(chunks_of(name, 2 if name == "interleaved" else 1), 1)
             written = generated(name, ranks, microbatches, chunks)
             empty = written.place([range(unit, unit + 1) for unit in range(ranks * chunks)])
             for rank in range(ranks):
-                found = moments(expand(written.passes[rank], empty, rank), empty.of(rank))
-                sums = [tuple(sum(getattr(live, k) for live in m) for k in ("inputs", "kept", "held")) for m in found]
+                result = moments(expand(written.passes[rank], empty, rank), empty.of(rank))
+                sums = [tuple(sum(getattr(live, k) for live in m) for k in ("inputs", "kept", "held")) for m in result]
                 peak = SCHEDULES[name].peak(rank, ranks, microbatches, chunks)
                 assert max(kept for _, kept, _ in sums) == peak.live
                 assert max(inputs for inputs, _, _ in sums) == peak.both
@@ -72,9 +72,9 @@ def test_recomputed_chunks_keep_their_inputs():
     ({"schedule": "zb-v"}, (3, 2, 2, 3)),
     ({"schedule": "zb-h1"}, (5, 5)),
 )
-def test_a_plan_covers_the_model_and_shows_itself(keys, expected):
+def test_plan_covers_the_model_and_prints_a_table(keys, expected):
     model = gpt()  # the embedding is next to nothing, the head a third of a block
-    made = planned(model, **keys)
+    made = make_plan(model, **keys)
     assert made.stage_units == expected
     assert made.gap == 0.0
     assert sum(row.parameters for row in made.rows) == model.layout.size
@@ -86,18 +86,18 @@ def test_a_plan_covers_the_model_and_shows_itself(keys, expected):
         assert f"{row.parameters:,}" in text and f"{row.share:.0%}" in text and "states" in text
 
 
-def test_measured_seconds_decide():
-    """Blocks get slower towards the end of the model, which no closed form knows."""
+def test_measured_seconds_determine_the_partition():
+    """Blocks get slower towards the end of the model, which no closed form predicts."""
     model = gpt()
     seconds = [PassSeconds(1.0 + unit, 2.0, 1.5, 0.6) for unit in range(10)]
-    made = planned(model, partition="measured", seconds=seconds)
+    made = make_plan(model, partition="measured", seconds=seconds)
     assert made.stage_units == (6, 4)
     assert made.rows[0].forward == sum(range(1, 7)) and made.rows[0].backward == 12.0
-    split = planned(model, partition="measured", seconds=seconds, schedule="zb-h1")
+    split = make_plan(model, partition="measured", seconds=seconds, schedule="zb-h1")
     assert split.rows[0].backward == pytest.approx(6 * 2.1)
-    again = planned(model, partition="measured", seconds=seconds, recompute=True)
+    again = make_plan(model, partition="measured", seconds=seconds, recompute=True)
     assert again.rows[0].backward == pytest.approx(sum(3.0 + unit for unit in again.rows[0].units[0]))
-    assert planned(model, partition="measured", seconds=seconds, kept=(1, 9)).stage_units == (1, 9)
+    assert make_plan(model, partition="measured", seconds=seconds, kept=(1, 9)).stage_units == (1, 9)
 
 
 @cases(
@@ -110,11 +110,11 @@ def test_measured_seconds_decide():
         "partition = 'parameters' has no effect with parallel.stage_units",
     ),
     ({"stage_units": (5, 5), "stage_speeds": (1, 2)}, r"stage_speeds = \[1, 2\] has no effect"),
-    ({"stage_units": (5, 4)}, "2 parts of 9 units in all; give one for each of 2 pipeline ranks, 10 units"),
+    ({"stage_units": (5, 4)}, "has 2 numbers for 9 units; give one for each of 2 pipeline ranks, 10 units"),
     ({"stage_units": (10, 0)}, "each must be at least 1"),
-    ({"stage_units": (3, 3, 4)}, "3 parts"),
-    ({"stage_speeds": (1, 2, 3)}, "give one for each pipeline rank"),
-    ({"stage_memory_bytes": (1, 2, 3)}, "one number for all"),
+    ({"stage_units": (3, 3, 4)}, "has 3 numbers"),
+    ({"stage_speeds": (1, 2, 3)}, "give one relative speed per pipeline rank"),
+    ({"stage_memory_bytes": (1, 2, 3)}, "one limit for all"),
     ({"stage_memory_bytes": (-1,)}, "at least 0"),
     ({"pipeline": 11}, "parallel.pipeline = 11, but the model has only 10 stages"),
     ({"pipeline": 4, "schedule": "interleaved", "chunks": 3}, "4 x 3 chunks each = 12, but .* only 10 stages"),
@@ -122,20 +122,20 @@ def test_measured_seconds_decide():
     ({"stage_units": (5, 5), "stage_memory_bytes": (0, 1000)}, "with these stages, pipeline rank 1 needs"),
     ({"schedule": "zb-v", "stage_memory_bytes": (9,)}, "with these stages, pipeline rank 0"),
 )
-def test_what_cannot_be_is_refused(keys, match):
+def test_impossible_partitions_are_rejected(keys, match):
     with pytest.raises(ConfigurationError, match=match):
-        planned(gpt(), **keys)
+        make_plan(gpt(), **keys)
 
 
-def test_limits_move_units_and_are_shown():
-    free = planned(gpt())
+def test_memory_limits_move_units_and_are_shown():
+    free = make_plan(gpt())
     limit = free.rows[0].total_bytes - 1
-    made = planned(gpt(), stage_memory_bytes=(limit, 0))
+    made = make_plan(gpt(), stage_memory_bytes=(limit, 0))
     assert made.stage_units[0] < free.stage_units[0] and made.rows[0].total_bytes <= limit
     assert " of " in made.table()[2] and " of " not in made.table()[3]
 
 
-def test_states_follow_the_exchange():
+def test_state_bytes_follow_the_exchange():
     def each(degrees, **zero):
         return StateBytes.of(ZeroConfig(**zero), ShardingDegrees(*degrees), 4, 8).per_parameter
 
@@ -146,22 +146,22 @@ def test_states_follow_the_exchange():
     assert each((4, 4, 4), keep_gradients=True, keep_parameters=True) == 1 + 1 + 2 + 4 + 4
 
 
-def test_kinds_of_units_are_measured_once(monkeypatch):
+def test_each_kind_of_unit_is_measured_once(monkeypatch):
     probed = []
     probe = costs._Probe
 
-    def counted(model, unit, *rest):
+    def probe_and_count(model, unit, *rest):
         probed.append(unit)
         return probe(model, unit, *rest)
 
-    monkeypatch.setattr(costs, "_Probe", counted)
+    monkeypatch.setattr(costs, "_Probe", probe_and_count)
     for model in (gpt(3, tied=True, dropout=0.1), models.build(ModelConfig(kind="mlp"), features=5, classes=3)):
         probed.clear()
-        found = measure(model, 2)
-        assert len(found) == len(model.stages) and probed == [0, 1, len(model.stages) - 1]
-        for one in found:
+        result = measure(model, 2)
+        assert len(result) == len(model.stages) and probed == [0, 1, len(model.stages) - 1]
+        for one in result:
             assert min(one.forward, one.backward, one.input, one.weight) > 0
-        assert len(set(found[1:-1])) == 1
+        assert len(set(result[1:-1])) == 1
 
 
 def test_ranks_agree_on_medians():
@@ -179,11 +179,11 @@ def test_tensor_ranks_measure_together():
     assert run_threads(2, body) == [4, 4]
 
 
-def test_a_gpu_is_waited_for_at_both_ends(gpu):
-    found = measure(gpt(1), 2, "gpu")
+def test_measurements_wait_for_the_gpu_at_both_ends(gpu):
+    result = measure(gpt(1), 2, "gpu")
     turns = costs.WARM + costs.TURNS
     spans = 5  # a turn: forward twice, backward, and its halves
-    assert gpu.LOG.sites()[gpu.SYNCHRONISE, "costs._clock"] == 3 * turns * spans * 2 and len(found) == 3
+    assert gpu.LOG.sites()[gpu.SYNCHRONISE, "costs._clock"] == 3 * turns * spans * 2 and len(result) == 3
 
 
 KEYS = recipe_keys(
@@ -215,7 +215,7 @@ def text(tmp_path):
 )
 @pytest.mark.matrix_except("changed0", "changed1", "changed4", "changed6", "changed8", "changed9")
 @pytest.mark.full_except("changed0")
-def test_a_run_holds_what_its_plan_says(text, changed):
+def test_memory_of_a_run_matches_its_plan(text, changed):
     ranks = 2 * int(str(changed.get("parallel.data", 1))) * int(str(changed.get("parallel.tensor", 1)))
 
     def body(comm):
@@ -231,7 +231,7 @@ def test_a_run_holds_what_its_plan_says(text, changed):
             assert plan_bytes["states"] == pytest.approx(states, rel=0.02)
 
 
-def test_a_measured_cut_is_kept_by_a_start_that_goes_on(text, tmp_path, monkeypatch):
+def test_resumed_run_keeps_the_measured_partition(text, tmp_path, monkeypatch):
     keys = {**text, "parallel.partition": "measured"}
 
     def first(comm):
@@ -259,7 +259,7 @@ def slow_at_the_end(count):
     return tuple(PassSeconds(1.0 + 0.1 * unit, 2.0, 1.0, 1.0) for unit in range(count))
 
 
-def test_the_table_needs_no_ranks(text, tmp_path):
+def test_partition_table_needs_no_ranks(text, tmp_path):
     settings = [f"--set={key}={value}" for key, value in text.items()]
     alone = CliRunner().invoke(schedule, [*settings, "--set=parallel.partition=measured"])
     assert alone.exit_code == 0, alone.output
@@ -268,4 +268,4 @@ def test_the_table_needs_no_ranks(text, tmp_path):
     both = CliRunner().invoke(schedule, ["1f1b", "--stages", "2", *settings])
     assert "stages cut by flops" in both.output and "makespan" in both.output
     refused = CliRunner().invoke(schedule, [*settings, "--set=parallel.pipeline=1", "--set=parallel.microbatches=1"])
-    assert isinstance(refused.exception, UsageError) and "nothing is cut" in str(refused.exception)
+    assert isinstance(refused.exception, UsageError) and "there is only one stage" in str(refused.exception)

@@ -1,4 +1,4 @@
-"""Schedules as text: what is written is read back, and what cannot run is refused where it stands."""
+"""Schedules as text: round trips, and invalid files rejected with the line."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ F0.0 B0.0 F1.0 B1.0
 """
 
 
-def test_a_file_is_read_as_it_says():
+def test_schedule_file_is_read():
     written = read(TWO, 2, 2)
     assert written.place([range(2), range(2, 3)]).ranks == (0, 1)
     steps = compute_operations(written.passes, 2, written.place([range(2), range(2, 3)]), 0)
@@ -41,7 +41,7 @@ def test_a_file_is_read_as_it_says():
     st.integers(1, 4),
     st.sampled_from(["", "two\nlines"]),
 )
-def test_what_is_written_is_read_back(name, ranks, microbatches, chunks, comment):
+def test_written_schedule_is_read_back(name, ranks, microbatches, chunks, comment):
     try:
         written = generated(name, ranks, microbatches, chunks)
     except ConfigurationError:
@@ -58,27 +58,27 @@ def test_what_is_written_is_read_back(name, ranks, microbatches, chunks, comment
 
 @cases(
     "change, to, match",
-    ("W1", "W1 X0.0", r"^the file, line 4, rank 0: 'X0.0' is no pass; one is F, B, I or W"),
-    ("B1.0", "B1.0.0", r"^the file, line 6, rank 1: 'B1.0.0' is no pass"),
-    ("W1", "", r"^the file, line 4, rank 0: micro-batch 1 never goes to the gradients of its weights \(W\)"),
-    ("B1.0", "", r"^the file, line 6, rank 1: micro-batch 1 never goes back through chunk 0"),
-    ("F1.0 B1.0", "", r"^the file, line 6, rank 1: micro-batch 1 never goes forward through chunk 0"),
-    ("B1.0", "B1.0 B0.0", r"^the file, line 6, rank 1: B0.0 comes where nothing more of the micro-batch is due"),
-    ("B1.0", "B1.0 F2.0", r"^the file, line 6, rank 1: F2.0 is beyond its 2 micro-batches, 0 to 1"),
-    ("B1.0", "B1.0 F1.1", r"^the file, line 6, rank 1: F1.1 is beyond .* or its chunks, 0 to 0"),
-    ("F0.0 B0.0", "B0.0 F0.0", r"^the file, line 6, rank 1: B0.0 comes where F0.0 is due"),
-    ("I1 W1", "W1 I1", r"^the file, line 4, rank 0: W1.0 comes where B1.0 or I1.0 is due, behind F1.0"),
-    ("F0.0 B0.0 F1.0 B1.0", "", r"^the file has the passes of 1 ranks, one a line; the pipeline has 2"),
+    ("W1", "W1 X0.0", r"^the file, line 4, rank 0: 'X0.0' is not a pass; write F, B, I or W"),
+    ("B1.0", "B1.0.0", r"^the file, line 6, rank 1: 'B1.0.0' is not a pass"),
+    ("W1", "", r"^the file, line 4, rank 0: micro-batch 1 has no weight gradient \(W\) pass"),
+    ("B1.0", "", r"^the file, line 6, rank 1: micro-batch 1 has no backward pass through chunk 0"),
+    ("F1.0 B1.0", "", r"^the file, line 6, rank 1: micro-batch 1 has no forward pass through chunk 0"),
+    ("B1.0", "B1.0 B0.0", r"^the file, line 6, rank 1: found B0.0, expected no more passes of this micro-batch"),
+    ("B1.0", "B1.0 F2.0", r"^the file, line 6, rank 1: F2.0 is out of range; the micro-batches are 0 to 1"),
+    ("B1.0", "B1.0 F1.1", r"^the file, line 6, rank 1: F1.1 is out of range.* the chunks of the rank are 0 to 0"),
+    ("F0.0 B0.0", "B0.0 F0.0", r"^the file, line 6, rank 1: found B0.0, expected F0.0"),
+    ("I1 W1", "W1 I1", r"^the file, line 4, rank 0: found W1.0, expected B1.0 or I1.0, after F1.0"),
+    ("F0.0 B0.0 F1.0 B1.0", "", r"^the file has the passes of 1 ranks \(one a line\), expected 2 ranks"),
     ("looped", "circular", r"^the file: placement = circular, chunks = 1; the first is looped or folded"),
     ("chunks = 1", "chunks = 0", r"^the file: placement = looped, chunks = 0; the first is looped or folded"),
     ("looped", "folded", r"^the file: placement = folded with chunks = 1"),
     ("chunks = 1", "chunks = ²", r"^the file: placement = looped, chunks = ²; the first is looped or folded"),
     ("chunks = 1", "chunks = 99999999", r"^the file: chunks = 99999999, more than the 4 passes of a rank"),
-    ("chunks = 1", "ranks = 2", r"^the file, line 3: 'ranks = 2'; before the ranks"),
+    ("chunks = 1", "ranks = 2", r"^the file, line 3: 'ranks = 2'; before the ranks' passes, only"),
     ("F0 F1 I0.0 \\\n   W0 I1", "F0 I0 W0 F1 I1", None),
     ("F0.0 B0.0 F1.0 B1.0", "F0 F1 I0 W0 I1 W1\n", None),
 )
-def test_what_is_no_schedule_is_refused_where_it_stands(change, to, match):
+def test_invalid_schedule_is_rejected_with_its_line(change, to, match):
     assert change in TWO
     text = TWO.replace(change, to)
     if match is None:
@@ -88,7 +88,7 @@ def test_what_is_no_schedule_is_refused_where_it_stands(change, to, match):
         read(text, 2, 2, "the file")
 
 
-def test_a_file_that_hangs_is_refused_with_its_circle():
+def test_schedule_with_a_deadlock_is_rejected_with_its_cycle():
     text = "F0 B0 F1 B1\nF0 F1 B0 B1\nF0 B0 F1 B1"
     with pytest.raises(ConfigurationError) as caught:
         read(text, 3, 2, "hangs.txt")
@@ -98,19 +98,21 @@ def test_a_file_that_hangs_is_refused_with_its_circle():
     )
 
 
-def test_activations_of_a_file_are_dropped_only_where_nobody_else_needs_them(tmp_path):
+def test_recompute_of_a_schedule_file_drops_only_unused_activations(tmp_path):
     file = tmp_path / "mine.txt"
 
-    def wanted(text):
+    def file_config(text):
         file.write_text(text)
         return ParallelConfig(pipeline=2, microbatches=2, schedule="file", schedule_file=str(file), recompute=True)
 
     looped = dump(generated("1f1b", 2, 2))
-    found = pipeline.read_schedule(wanted(looped), solo())
-    assert found is not None and not found.keeps and dump(found) == looped
+    result = pipeline.read_schedule(file_config(looped), solo())
+    assert result is not None and not result.keeps and dump(result) == looped
     one, other = "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 B0.0 B1.0", "F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0"
     for text in (dump(generated("zb-h1", 2, 2)), f"placement = folded\nchunks = 2\n{one}\n{other}\n"):
-        with pytest.raises(ConfigurationError, match="recompute = true with parallel.schedule_file .* stays in memory"):
-            pipeline.read_schedule(wanted(text), solo())
+        with pytest.raises(
+            ConfigurationError, match="recompute = true with parallel.schedule_file .* keep their activations"
+        ):
+            pipeline.read_schedule(file_config(text), solo())
     with pytest.raises(ConfigurationError, match="cannot be read"):
-        pipeline.read_schedule(replace(wanted(looped), schedule_file=str(tmp_path / "no")), solo())
+        pipeline.read_schedule(replace(file_config(looped), schedule_file=str(tmp_path / "no")), solo())

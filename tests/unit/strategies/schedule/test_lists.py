@@ -1,6 +1,8 @@
-"""Whole steps, every schedule under every exchange: proven, performed, and refused where one operation is wrong.
+"""Whole steps, every schedule under every exchange: proven, performed, and rejected if one operation is wrong.
 
-What the verifier accepts is also performed by rules of its own (`step_lists`), so that neither is taken at its word.
+
+Steps that the verifier accepts are also performed by independent rules (`step_lists`), so that the two check each
+other.
 """
 
 from collections import Counter
@@ -10,17 +12,17 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from harness.step_lists import EXCHANGES, build, can, perform
+from harness.step_lists import EXCHANGES, build, is_supported, perform
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.schedule.generate.operation_list import insert_polls, overlap_reductions, prefetch_gathers
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 from hpcdist.strategies.schedule.operations import ENDS, Kind
 
-PAIRS = [(schedule, exchange) for schedule in SCHEDULES for exchange in EXCHANGES if can(schedule, exchange)]
+PAIRS = [(schedule, exchange) for schedule in SCHEDULES for exchange in EXCHANGES if is_supported(schedule, exchange)]
 
 
 def sizes(schedule, rng):
-    """(ranks, micro-batches, chunks): the corners of what is legal up to 8, 32 and 4, and one from within."""
+    """Return (ranks, micro-batches, chunks): the extremes of the legal sizes up to 8, 32 and 4, and one in between."""
     row = SCHEDULES[schedule]
     most = 8 if row.pipelines else 1
     chunks = row.most or 4
@@ -51,7 +53,7 @@ def test_steps_are_proven_with_their_bounds(schedule, exchange, rng):
 
 
 @pytest.mark.parametrize(("schedule", "exchange"), PAIRS)
-def test_steps_add_up_every_microbatch_of_every_replica_once(schedule, exchange):
+def test_steps_sum_every_microbatch_of_every_replica_once(schedule, exchange):
     row = SCHEDULES[schedule]
     for ranks, microbatches in ((1, 2), (2, 3), (3, 3)) if row.pipelines else ((1, 3),):
         step = build(schedule, exchange, ranks, microbatches, row.most or 2, each=2)
@@ -64,13 +66,13 @@ def test_steps_add_up_every_microbatch_of_every_replica_once(schedule, exchange)
                 assert old == "old" and set(summed) == everything
 
 
-def early(step, in_flight, ahead):
-    """The step with reductions and gathers that go on behind the computation."""
+def overlap_step(step, in_flight, ahead):
+    """Return the step with reductions and gathers that overlap the computation."""
     lists = []
     for rank, steps in enumerate(step.lists):
         place = step.placement.of(step.grid.coordinates(rank)["pipeline"])
-        own = {unit: step.units[unit] for chunk in place for unit in chunk}
-        begun = overlap_reductions(steps, own, {unit: [unit] for unit in own}, in_flight)
+        local_values = {unit: step.units[unit] for chunk in place for unit in chunk}
+        begun = overlap_reductions(steps, local_values, {unit: [unit] for unit in local_values}, in_flight)
         lists.append(insert_polls(prefetch_gathers(begun, ahead)))
     return replace(step, lists=lists)
 
@@ -84,32 +86,32 @@ def some_step(draw):
 
 
 @st.composite
-def overlapped(draw):
+def overlapped_step(draw):
     step = some_step(draw)
     in_flight, ahead = draw(st.sampled_from([None, 1, 2])), draw(st.integers(0, 2))
-    return step, early(step, in_flight, ahead), in_flight, ahead
+    return step, overlap_step(step, in_flight, ahead), in_flight, ahead
 
 
-def most(steps, begins):
-    """The most that are under way at once."""
-    found = under_way = 0
+def most_in_flight(steps, begins):
+    """Return the largest number that is in flight at once."""
+    result = under_way = 0
     for op in steps:
         under_way += (op.kind is begins) - (op.kind is ENDS[begins])
-        found = max(found, under_way)
+        result = max(result, under_way)
     assert under_way == 0
-    return found
+    return result
 
 
 @settings(max_examples=40, deadline=None)
-@given(overlapped())
-def test_pipelines_overlap_as_they_say(case):
+@given(overlapped_step())
+def test_overlapped_pipelines_keep_their_bounds(case):
     step, behind, in_flight, ahead = case
     proof, before = behind.verify(), step.verify()
     assert (proof.live, proof.both, proof.messages) == (before.live, before.both, before.messages)
     assert perform(behind) == perform(step)
     for rank, steps in enumerate(behind.lists):
-        assert most(steps, Kind.START) <= (in_flight or len(steps))
-        assert most(steps, Kind.START_GATHER) <= ahead
+        assert most_in_flight(steps, Kind.START) <= (in_flight or len(steps))
+        assert most_in_flight(steps, Kind.START_GATHER) <= ahead
         assert Counter(op.kind for op in steps)[Kind.START] == sum(op.kind is Kind.REDUCE for op in step.lists[rank])
         under_way = 0
         for op, after in zip(steps, steps[1:], strict=False):
@@ -119,11 +121,11 @@ def test_pipelines_overlap_as_they_say(case):
 
 
 @st.composite
-def changed(draw):
-    """A step, and the same with one operation of one rank missing, doubled, moved, or of another name."""
+def changed_step(draw):
+    """Return a step, and the same step with one operation of one rank removed, doubled, moved, or renamed."""
     step = some_step(draw)
     if draw(st.booleans()):
-        step = early(step, 2, 1)
+        step = overlap_step(step, 2, 1)
     rank = draw(st.integers(0, len(step.lists) - 1))
     steps = list(step.lists[rank])
     at = draw(st.integers(0, len(steps) - 1))
@@ -151,9 +153,9 @@ HARMLESS = (Kind.POLL, Kind.FREE)  # a POLL more or less; the micro-batch by whi
 
 
 @settings(max_examples=200, deadline=None)
-@given(changed())
+@given(changed_step())
 @pytest.mark.full
-def test_what_is_changed_is_refused_or_the_same_step(case):
+def test_changed_step_is_rejected_or_computes_the_same(case):
     step, broken, what = case
     try:
         broken.verify()
@@ -163,7 +165,7 @@ def test_what_is_changed_is_refused_or_the_same_step(case):
     assert perform(broken) == perform(step), f"accepted, and another step: {what}"
 
 
-def test_halves_of_a_backward_that_lie_apart_are_not_reduced_one_by_one():
+def test_reduction_per_microbatch_needs_joint_backward_halves():
     step = build("zb-h1", "zero2", 2, 3, 1)
     with pytest.raises(
         ScheduleError,
@@ -173,7 +175,7 @@ def test_halves_of_a_backward_that_lie_apart_are_not_reduced_one_by_one():
     build("zb-h1", "zero2", 1, 3, 1).verify()  # a rank alone puts nothing off
 
 
-def test_a_weight_behind_its_reduction_is_refused():
+def test_reduction_before_its_weight_gradient_is_rejected():
     for exchange in ("allreduce", "zero1", "zero3 keep both"):
         step = build("zb-h1", exchange, 2, 3, 1)
         steps = step.lists[0]
@@ -184,10 +186,8 @@ def test_a_weight_behind_its_reduction_is_refused():
             step.verify()
 
 
-def test_units_of_another_place_are_refused():
+def test_units_of_another_placement_are_rejected():
     step = build("interleaved", "allreduce", 2, 2, 2)
     step.placement = SCHEDULES["zb-v"].place(step.placement.chunks, 2)
-    with pytest.raises(
-        ScheduleError, match=r"rank 0: it computes units \[0, 2\]; the chunks of its place have \[0, 3\]"
-    ):
+    with pytest.raises(ScheduleError, match=r"its list computes units \[0, 2\], but its chunks consist of \[0, 3\]"):
         step.verify()

@@ -1,10 +1,10 @@
-"""What schedules hold of parameters that come and go: a layer, or the whole stage where it is kept for the step."""
+"""Peak bytes of gathered parameters in schedules: a layer, or the whole stage if it is kept for the step."""
 
 import pytest
 
 from harness import trainings
 from harness.inputs import write_text
-from harness.trainings import assembled, recipe_keys
+from harness.trainings import assemble_trainer, recipe_keys
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.strategies.schedule.operations import Kind
 
@@ -15,14 +15,14 @@ RUN = recipe_keys(
 
 @pytest.mark.parametrize("keep", ["false", "true"])
 @pytest.mark.full_except("true")
-def test_split_backwards_hold_no_more_parameters(tmp_path, rng, keep):
+def test_split_backward_holds_no_more_parameters(tmp_path, rng, keep):
     text = write_text(tmp_path / "text.txt", rng)
 
     def body(comm, schedule):
         keys = {"data.path": text, "parallel.schedule": schedule, "zero.keep_parameters": keep}
-        trainer = assembled(comm, RUN | keys)
+        trainer = assemble_trainer(comm, RUN | keys)
         assert trainer.ledger is not None
-        trainings.results(trainer, 2)
+        trainings.run_steps(trainer, 2)
         gathers = sum(op.kind is Kind.GATHER for op in trainer.operations)
         return trainer.ledger.peak["parameters"], gathers, len(trainer.context.units)
 

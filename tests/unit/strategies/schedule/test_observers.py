@@ -1,4 +1,4 @@
-"""Booking: seconds by phase are all of the time, each operation is a span, and a GPU is waited for once a phase."""
+"""Time booking: seconds by phase add up, each operation is a span, and a GPU is waited for once per phase."""
 
 import itertools
 
@@ -34,12 +34,12 @@ class Kept:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Each look at the clock is 10 ns later than the one before."""
+    """A clock that advances by 10 ns with each read."""
     times = itertools.count(1000, 10)
     monkeypatch.setattr(observers, "now_ns", lambda: next(times))
 
 
-def booked(kept):
+def book_phases(kept):
     seconds = dict.fromkeys(("compute_s", "communication_s", "update_s"), 0.0)
     book = PhaseTimer(OPERATIONS, seconds, 7, ARRAY, *([] if kept is None else [kept]))
     for place in range(len(OPERATIONS)):
@@ -49,24 +49,24 @@ def booked(kept):
 
 def test_every_operation_is_a_span_without_gaps(clock):
     kept = Kept()
-    assert booked(kept) == {"compute_s": 40, "communication_s": 30, "update_s": 20}
+    assert book_phases(kept) == {"compute_s": 40, "communication_s": 30, "update_s": 20}
     assert [row[:3] for row in kept.rows] == [(phase_of(op.kind), op.kind.name, 7) for op in OPERATIONS]
     assert [row[3:] for row in kept.rows] == [
         (1000 + 10 * place, 1010 + 10 * place, op.microbatch, op.unit) for place, op in enumerate(OPERATIONS)
     ]
 
 
-def test_without_spans_the_clock_is_looked_at_once_a_phase(clock):
+def test_clock_without_spans_is_read_once_per_phase(clock):
     # compute, reduce, compute, communication, update
-    assert booked(None) == {"compute_s": 20, "communication_s": 20, "update_s": 10}
+    assert book_phases(None) == {"compute_s": 20, "communication_s": 20, "update_s": 10}
 
 
-def test_a_gpu_is_waited_for_once_a_phase(clock, monkeypatch):
+def test_gpu_is_waited_for_once_per_phase(clock, monkeypatch):
     waits = []
     monkeypatch.setattr(backend, "is_device", lambda array: True)
     monkeypatch.setattr(backend, "synchronise", waits.append)
     kept = Kept()
-    assert booked(kept) == {"compute_s": 20, "communication_s": 20, "update_s": 10}
+    assert book_phases(kept) == {"compute_s": 20, "communication_s": 20, "update_s": 10}
     assert len(waits) == 5
     assert [(row[0], row[1], *row[5:]) for row in kept.rows] == [
         ("compute", "FORWARD to BACKWARD"),
@@ -77,5 +77,5 @@ def test_a_gpu_is_waited_for_once_a_phase(clock, monkeypatch):
     ]
 
 
-def test_what_is_not_listed_is_communication():
+def test_unlisted_operations_count_as_communication():
     assert {phase_of(kind) for kind in Kind if kind not in PHASES} == {"communication"}

@@ -1,4 +1,4 @@
-"""Passes of one rank: the textbook orders, and what they become."""
+"""Passes of one rank: the textbook orders, and their expansion into operations."""
 
 from hpcdist.strategies.schedule.generate.operation_list import compute_operations, insert_gathers
 from hpcdist.strategies.schedule.generate.passes import expand, gpipe, one_f_one_b
@@ -14,7 +14,7 @@ def test_gpipe_fills_then_drains():
 
 
 def test_one_f_one_b_of_four_stages():
-    """The figure of the paper: warm-up of 3, 2, 1 and 0 forwards, then one of each in turn."""
+    """The figure of the paper: warm-up of 3, 2, 1 and 0 forwards, then backward and forward alternate."""
     assert [short(one_f_one_b(stage, 4, 5)) for stage in range(4)] == [
         "F0 F1 F2 F3 B0 F4 B1 B2 B3 B4",
         "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4",
@@ -32,16 +32,16 @@ def test_one_f_one_b_with_fewer_microbatches_than_stages():
     ]
 
 
-def of_two(stages):
-    """Two units for each stage."""
+def two_units_per_stage(stages):
+    """Return two units for each stage."""
     return looped([range(2 * stage, 2 * stage + 2) for stage in range(stages)], stages)
 
 
 def ends(stage, stages):
-    return [str(op) for op in expand(one_f_one_b(stage, stages, 1), of_two(stages), stage)]
+    return [str(op) for op in expand(one_f_one_b(stage, stages, 1), two_units_per_stage(stages), stage)]
 
 
-def test_expand_puts_messages_around_the_units():
+def test_expand_adds_messages_around_the_units():
     assert ends(1, 3) == [
         "RECV_ACTIVATION(0, 2)", "FORWARD(0, 2)", "FORWARD(0, 3)", "SEND_ACTIVATION(0, 4)",
         "RECV_GRADIENT(0, 4)", "BACKWARD(0, 3)", "BACKWARD(0, 2)", "SEND_GRADIENT(0, 2)",
@@ -60,7 +60,7 @@ def test_expand_sends_nothing_beyond_the_ends():
     ]  # fmt: skip
 
 
-def test_recompute_comes_before_the_gradient_and_only_where_time_passed():
+def test_recompute_precedes_the_gradient_and_is_omitted_if_useless():
     two = looped([range(1), range(1, 2)], 2)
     first = [str(op) for op in expand(one_f_one_b(0, 2, 2), two, 0, recompute=True)]
     assert first == [
@@ -71,14 +71,17 @@ def test_recompute_comes_before_the_gradient_and_only_where_time_passed():
     last = expand(one_f_one_b(1, 2, 2), two, 1, recompute=True)
     assert not any(op.recompute for op in last), "each micro-batch goes back right after it came"
     for stage in range(2):
-        twice = expand(gpipe(stage, 2, 3), of_two(2), stage, recompute=True)
+        twice = expand(gpipe(stage, 2, 3), two_units_per_stage(2), stage, recompute=True)
         assert [op.unit for op in twice if op.recompute] == [2 * stage, 2 * stage + 1] * 3
         assert all(op.kind is Kind.FORWARD for op in twice if op.recompute)
-        assert [op for op in twice if not op.recompute] == expand(gpipe(stage, 2, 3), of_two(2), stage)
+        assert [op for op in twice if not op.recompute] == expand(gpipe(stage, 2, 3), two_units_per_stage(2), stage)
 
 
-def test_a_second_forward_gathers_once_more():
-    """Inner units are gathered for each use; the ends of a chunk stay where it turns back, or the next one begins."""
+def test_recomputation_gathers_units_again():
+    """Inner units are gathered for each use.
+
+    The ends of a chunk stay gathered if the next pass uses them immediately.
+    """
     three = looped([range(3), range(3, 6)], 2)
     for recompute, each in ((False, [8, 8, 7]), (True, [9, 12, 8])):
         steps = insert_gathers(

@@ -1,4 +1,4 @@
-"""Every schedule, for every number of ranks, micro-batches and chunks: proven, with the peaks and times it states."""
+"""Every schedule for every number of ranks, micro-batches and chunks: proven, with the stated peaks and times."""
 
 import itertools
 
@@ -17,7 +17,7 @@ MICROBATCHES = (*range(1, 16), 17, 24, 31, 32)
 
 
 def legal(name):
-    """(ranks, micro-batches, chunks) of those that are not refused, up to 8, 32 and 4."""
+    """Return the (ranks, micro-batches, chunks) that are accepted, up to 8, 32 and 4."""
     row = SCHEDULES[name]
     chunks = [row.most] if row.most is not None else range(row.least, 5)
     return [
@@ -33,7 +33,7 @@ def units(count):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.full_except("zb-h2")
-def test_ranks_fit_together_and_hold_exactly_what_the_schedule_says(name):
+def test_schedules_match_between_ranks_and_hold_the_stated_memory(name):
     row = SCHEDULES[name]
     for p, m, v in legal(name):
         assert check_schedule(name, p, m, v) == v
@@ -53,7 +53,7 @@ def test_ranks_fit_together_and_hold_exactly_what_the_schedule_says(name):
 
 
 def times(passes, placement, seconds):
-    """The longest idle time of a rank between its first pass and its last, and the end; messages take none."""
+    """Return the longest idle time of a rank between its first and last pass, and the end. Messages take no time."""
     numbers = [[n for n, owner in enumerate(placement.ranks) if owner == rank] for rank in range(len(passes))]
     ends = {}
     at, clock, begin = [0] * len(passes), [0.0] * len(passes), [-1.0] * len(passes)
@@ -80,7 +80,7 @@ def times(passes, placement, seconds):
 
 
 @pytest.mark.parametrize(("f", "b", "w"), [(1.0, 1.0, 1.0), (1.0, 1.25, 0.75), (2.0, 2.0, 1.5)])
-def test_idle_times_are_those_of_the_papers(f, b, w):
+def test_idle_times_match_the_papers(f, b, w):
     seconds = {Kind.FORWARD: f, Kind.BACKWARD: b + w, Kind.BACKWARD_INPUT: b, Kind.BACKWARD_WEIGHT: w}
     closed = {
         "gpipe": lambda p: (p - 1) * (f + b + w),
@@ -97,8 +97,8 @@ def test_idle_times_are_those_of_the_papers(f, b, w):
                 continue
             passes = [row.passes(rank, p, m, v) for rank in range(p)]
             if expected(p) is not None:
-                found, _ = times(passes, row.place(units(p * v), p), seconds)
-                assert found == pytest.approx(expected(p)), (name, p, m, v)
+                result, _ = times(passes, row.place(units(p * v), p), seconds)
+                assert result == pytest.approx(expected(p)), (name, p, m, v)
 
 
 def text(passes):
@@ -106,7 +106,7 @@ def text(passes):
 
 
 def test_interleaved_of_two_ranks_with_two_chunks():
-    """Figure 4 of the paper, for p = 2 and m = 4: groups of 2 micro-batches take turns on the chunks."""
+    """Figure 4 of the paper, for p = 2 and m = 4: groups of 2 micro-batches alternate between the chunks."""
     assert [text(interleaved(rank, 2, 4, 2)) for rank in range(2)] == [
         "F0.0 F1.0 F0.1 F1.1 F2.0 B0.1 F3.0 B1.1 F2.1 B0.0 F3.1 B1.0 B2.1 B3.1 B2.0 B3.0",
         "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 F2.0 B0.0 F3.0 B1.0 F2.1 B2.1 F3.1 B3.1 B2.0 B3.0",
@@ -114,7 +114,7 @@ def test_interleaved_of_two_ranks_with_two_chunks():
     assert [interleaved_group(4, m) for m in range(4, 17)] == [4, 5, 6, 7, 4, 5, 5, 6, 4, 7, 5, 5, 4]
 
 
-def test_zero_bubble_puts_off_the_weights_of_later_ranks():
+def test_zero_bubble_defers_the_weights_of_later_ranks():
     """Figure 3 of the paper, above."""
     assert [text(zb_h1(rank, 3, 4)).replace(".0", "") for rank in range(3)] == [
         "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3",
@@ -124,7 +124,7 @@ def test_zero_bubble_puts_off_the_weights_of_later_ranks():
     assert text(zb_v(1, 2, 1)) == "F0.0 F0.1 I0.1 W0.1 I0.0 W0.0"
 
 
-def test_evaluation_goes_through_all_chunks_once():
+def test_evaluation_passes_all_chunks_once():
     for p, v in itertools.product(range(1, 6), (1, 2, 3)):
         for place in (looped, folded) if v == 2 else (looped,):
             placement = place(units(p * v), p)
@@ -140,12 +140,12 @@ def test_evaluation_goes_through_all_chunks_once():
             assert times(passes, placement, {Kind.FORWARD: 1.0})[1] == v * p
 
 
-def test_what_cannot_run_is_refused_with_what_can():
+def test_impossible_sizes_are_rejected_with_the_possible_ones():
     for name, p, m, v, match in (
         ("interleaved", 4, 3, 2, r"microbatches = 3: .* set parallel.microbatches = 4 or above"),
-        ("interleaved", 4, 8, 1, r"parallel.chunks = 1 .* made of 2 or more"),
-        ("1f1b", 4, 8, 2, r"parallel.chunks = 2 .* it has 1 on every rank"),
-        ("zb-v", 4, 8, 3, r"parallel.chunks = 3 .* it has 2 on every rank"),
+        ("interleaved", 4, 8, 1, r"parallel.chunks = 1 .* needs 2 or more chunks"),
+        ("1f1b", 4, 8, 2, r"parallel.chunks = 2 .* the schedule has 1 on every rank"),
+        ("zb-v", 4, 8, 3, r"parallel.chunks = 3 .* the schedule has 2 on every rank"),
         ("sequential", 2, 8, 1, r"parallel.pipeline = 2: all stages but one would wait"),
         ("2f2b", 2, 8, 1, r"parallel.schedule = '2f2b'; choose one of .*zb-h1.*file"),
     ):
@@ -155,6 +155,6 @@ def test_what_cannot_run_is_refused_with_what_can():
     assert set(NAMES) == {*SCHEDULES, "file"}
 
 
-def test_a_recipe_is_checked_without_arrays():
+def test_recipe_check_does_not_import_numpy():
     code = "import sys, hpcdist.strategies.schedule.generate.registry; print('numpy' in sys.modules)"
     assert jobs.python(code, check=True).stdout == "False\n"

@@ -1,4 +1,4 @@
-"""Operation lists: order, and where an exchange's reductions are placed."""
+"""Operation lists: their order, and the places of an exchange's reductions."""
 
 from hpcdist.arrays.ranges import Range
 from hpcdist.strategies.schedule.generate.operation_list import (
@@ -21,7 +21,7 @@ def test_sequential_is_forward_then_backward_of_each_microbatch():
     ]  # fmt: skip
 
 
-def test_reductions_come_as_early_as_their_gradients_are_complete():
+def test_reductions_follow_immediately_on_complete_gradients():
     units = {0: Range(0, 10), 1: Range(10, 20), 2: Range(20, 30)}
     exchange = [
         Operation(Kind.REDUCE, range=Range(15, 30)),
@@ -43,7 +43,7 @@ def test_no_reduction_before_the_last_microbatch():
     assert [op.kind for op in steps].index(Kind.REDUCE) == len(steps) - 1
 
 
-def test_a_unit_is_gathered_for_each_use_and_a_shared_one_for_all_of_them():
+def test_units_are_gathered_per_use_and_shared_units_once():
     apart = insert_gathers(compute_operations("sequential", 2, whole(3)), {0: [0], 1: [1], 2: [2]})
     assert [str(op) for op in apart[:11]] == [
         "GATHER(0, 0)", "FORWARD(0, 0)", "FREE(0, 0)", "GATHER(0, 1)", "FORWARD(0, 1)", "FREE(0, 1)",
@@ -63,7 +63,7 @@ def test_a_unit_is_gathered_for_each_use_and_a_shared_one_for_all_of_them():
     assert evaluation.index("FREE(0, 0)") > evaluation.index("FORWARD(0, 2)")
 
 
-def test_units_that_are_kept_are_gathered_once_and_weights_need_none():
+def test_kept_units_are_gathered_once():
     place = looped([range(2), range(2, 4)], 2)
     for rank, units in enumerate(place.chunks):
         steps = compute_operations("zb-h1", 3, place, rank)
@@ -83,7 +83,7 @@ def test_units_that_are_kept_are_gathered_once_and_weights_need_none():
                 assert len(there) <= 1 and (op.kind not in USES or op.unit in there)
 
 
-def test_every_microbatch_is_reduced_where_gradients_do_not_stay():
+def test_every_microbatch_is_reduced_if_gradients_are_not_kept():
     exchange = [Operation(Kind.REDUCE, range=Range(0, 4)), Operation(Kind.AGREE)]
     steps = insert_exchange(
         compute_operations("sequential", 2, whole(1)), exchange, {0: Range(0, 4)}, every_microbatch=True
@@ -94,7 +94,7 @@ def test_every_microbatch_is_reduced_where_gradients_do_not_stay():
     ]  # fmt: skip
 
 
-def test_the_previous_stage_does_not_wait_for_a_reduction():
+def test_gradient_message_precedes_the_reduction():
     steps = insert_exchange(
         compute_operations("1f1b", 1, looped([range(1), range(1, 2)], 2), 1),
         [Operation(Kind.REDUCE, range=Range(4, 8))],

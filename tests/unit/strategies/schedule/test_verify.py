@@ -1,4 +1,4 @@
-"""The verifier: it proves the schedules that run, bounds their memory, and refuses each way to break them."""
+"""The verifier: it proves valid schedules, bounds their memory, and rejects each way to break them."""
 
 from dataclasses import dataclass, field, replace
 
@@ -24,7 +24,7 @@ PIPELINES = {"gpipe": gpipe, "1f1b": one_f_one_b}
 
 @dataclass
 class Step:
-    """The lists of all ranks of a grid, and what they are verified against."""
+    """The lists of all ranks of a grid, and the data for their verification."""
 
     grid: ProcessGrid
     microbatches: int
@@ -43,18 +43,18 @@ class Step:
             accumulates=self.accumulates,
         )
 
-    def refuse(self, match):
+    def assert_rejected(self, match):
         with pytest.raises(ScheduleError, match=match):
             self.verify()
 
-    def at(self, rank, text):
-        """Return where the operation that prints as ``text`` is in the list of ``rank``."""
+    def index_of(self, rank, text):
+        """Return the index of the operation that prints as ``text`` in the list of ``rank``."""
         return [str(op) for op in self.lists[rank]].index(text)
 
     def move(self, rank, text, to):
-        """Move an operation right before another one."""
-        op = self.lists[rank].pop(self.at(rank, text))
-        self.lists[rank].insert(self.at(rank, to), op)
+        """Move an operation directly before another operation."""
+        op = self.lists[rank].pop(self.index_of(rank, text))
+        self.lists[rank].insert(self.index_of(rank, to), op)
 
 
 def part_of(units):
@@ -62,7 +62,7 @@ def part_of(units):
 
 
 def reduces(part):
-    """Buckets that do not end where units end, last ones first."""
+    """Return buckets that do not end at unit borders, last ones first."""
     return [Operation(Kind.REDUCE, range=bucket) for bucket in reversed(list(cut(part, UNIT * 3 // 2)))]
 
 
@@ -71,7 +71,7 @@ def update(parts):
 
 
 def allreduce_step(passes_of, stages, microbatches, data=1, units_per_stage=2, recompute=False):
-    """A pipeline under an allreduce: buckets are reduced as early as they are complete, all replicas step."""
+    """Return a pipeline with allreduce: buckets are reduced as soon as they are complete, all replicas update."""
     step = Step(
         ProcessGrid(data=data, pipeline=stages),
         microbatches,
@@ -83,8 +83,8 @@ def allreduce_step(passes_of, stages, microbatches, data=1, units_per_stage=2, r
         compute = expand(passes_of(stage, stages, microbatches), placement, stage, recompute=recompute)
         part = part_of(units)
         exchange = [*reduces(part), Operation(Kind.AGREE), *update([part])]
-        own = {unit: step.units[unit] for unit in units}
-        step.lists += [insert_exchange(compute, exchange, own) for _ in range(data)]
+        local_values = {unit: step.units[unit] for unit in units}
+        step.lists += [insert_exchange(compute, exchange, local_values) for _ in range(data)]
     return step
 
 
@@ -115,7 +115,7 @@ def one_rank(units):
 
 
 def zero_step(zero, data, units, microbatches):
-    """Sharded data parallelism without a pipeline, ZeRO stage 1 to 3; the smallest units leave some shares empty."""
+    """Return sharded data parallelism without a pipeline, ZeRO stage 1 to 3. Some shards of small units are empty."""
     step = Step(ProcessGrid(data=data), microbatches, {u: Range(20 * u, 20 * (u + 1)) for u in range(units)})
     step.accumulates = zero == 1
     compute = expand(sequential(0, 1, microbatches), one_rank(units), 0)
@@ -127,8 +127,8 @@ def zero_step(zero, data, units, microbatches):
             last = op.microbatch == microbatches - 1
             if op.kind is Kind.BACKWARD and (last or not step.accumulates):
                 steps.append(Operation(Kind.REDUCE, op.microbatch, range=step.units[op.unit]))
-        own = [split(part.size, data, 4)[rank].shift(part.start) for part in step.units.values()]
-        directions, applies = ([Operation(kind, range=part) for part in own if part] for kind in UPDATE)
+        local_values = [split(part.size, data, 4)[rank].shift(part.start) for part in step.units.values()]
+        directions, applies = ([Operation(kind, range=part) for part in local_values if part] for kind in UPDATE)
         steps += [Operation(Kind.AGREE), *directions, Operation(Kind.NORMS), *applies]
         steps += [] if zero == 3 else [Operation(Kind.GATHER, unit=unit) for unit in step.units]
         step.lists.append(steps)
@@ -145,7 +145,7 @@ def test_sharded_steps_are_proven(zero, data):
 
 @pytest.mark.parametrize("colocated", [False, True])
 def test_parameter_servers_are_proven(colocated):
-    """Three workers push, two servers collect and publish: ranks of their own, or two of the workers."""
+    """Three workers push, and two servers collect and publish. Servers are dedicated, or two of the workers."""
     parts = [Range(0, 64), Range(64, 120)]
     workers = 3
     step = Step(ProcessGrid(data=workers), 1, {unit: Range(UNIT * unit, UNIT * (unit + 1)) for unit in range(3)})
@@ -165,16 +165,16 @@ def test_parameter_servers_are_proven(colocated):
     for steps in step.lists:
         if any(op.kind is Kind.COLLECT for op in steps):
             steps.insert([op.kind for op in steps].index(Kind.APPLY), Operation(Kind.NORMS))
-    step.verify()  # over those that serve
+    step.verify()  # over the ranks that serve
     server = 0 if colocated else workers
     step.move(server, "PUBLISH([0:64])", "APPLY([0:64])")
-    step.refuse(rf"rank {server}: PUBLISH\(\[0:64\]\) comes before APPLY\(\[0:64\]\)")
-    step.lists[server].pop(step.at(server, "PUBLISH([0:64])"))
-    step.refuse(r"PULL\(\[0:64\]\) waits for a PUBLISH that no rank has")
+    step.assert_rejected(rf"rank {server}: PUBLISH\(\[0:64\]\) comes before APPLY\(\[0:64\]\)")
+    step.lists[server].pop(step.index_of(server, "PUBLISH([0:64])"))
+    step.assert_rejected(r"PULL\(\[0:64\]\) waits for a PUBLISH that no rank has")
 
 
 def tied_step():
-    """Two stages; the last one holds a copy of the first unit's tensor."""
+    """Return two stages. The last stage holds a copy of the first unit's tensor."""
     step = allreduce_step(PIPELINES["1f1b"], 2, 3, data=2)
     step.needs = {3: {0}}
     for rank, steps in enumerate(step.lists):
@@ -205,151 +205,153 @@ def test_tied_tensors_across_stages_are_proven():
     (2, "COPY_GRADIENT(0)", "BACKWARD(2, 3)", r"rank 2: COPY_GRADIENT\(0\) comes before BACKWARD\(2, 3\)"),
     (0, "COPY_VALUE(0)", "APPLY([0:80])", r"rank 0: COPY_VALUE\(0\) comes before APPLY\(\[0:80\]\)"),
 )
-def test_copies_out_of_order_are_refused(rank, op, to, match):
+def test_copies_out_of_order_are_rejected(rank, op, to, match):
     step = tied_step()
     step.move(rank, op, to)
-    step.refuse(match)
+    step.assert_rejected(match)
 
 
-def test_a_copy_without_its_other_side_is_refused():
+def test_copy_without_a_counterpart_is_rejected():
     step = tied_step()
-    step.lists[2].pop(step.at(2, "COPY_VALUE(0)"))
-    step.refuse(r"rank 0: COPY_VALUE\(0\) has no other side among ranks \[0, 2\]")
+    step.lists[2].pop(step.index_of(2, "COPY_VALUE(0)"))
+    step.assert_rejected(r"rank 0: COPY_VALUE\(0\) is in no other list of the pipeline ranks \[0, 2\]")
 
 
 @pytest.mark.parametrize("data", [1, 2])
-def test_a_cyclic_wait_is_refused(data):
-    """The first stage wants a gradient back before it sends the second micro-batch, the next one both at first."""
+def test_cyclic_wait_is_rejected(data):
+    """The first stage waits for a gradient before it sends the second micro-batch; the next stage needs both first."""
 
     def mixed(stage, stages, microbatches):
         return (sequential if stage == 0 else PIPELINES["gpipe"])(stage, stages, microbatches)
 
     allreduce_step(mixed, 2, 1, data).verify()
-    allreduce_step(mixed, 2, 2, data).refuse(
+    allreduce_step(mixed, 2, 2, data).assert_rejected(
         rf"a cyclic wait: rank 0 waits in RECV_GRADIENT\(0, 2\) for rank {data}; "
         rf"rank {data} waits in RECV_ACTIVATION\(1, 2\) for rank 0$"
     )
 
 
-def test_messages_are_matched_by_name_whatever_their_order():
+def test_messages_are_matched_by_name_in_any_order():
     def swapped(stage, stages, microbatches):
         passes = PIPELINES["gpipe"](stage, stages, microbatches)
         return [(way, 1 - mb if stage and way is Kind.FORWARD else mb, chunk) for way, mb, chunk in passes]
 
     allreduce_step(swapped, 2, 2).verify()
     step = allreduce_step(PIPELINES["gpipe"], 2, 2)
-    receive = step.lists[1][step.at(1, "RECV_ACTIVATION(1, 2)")]
+    receive = step.lists[1][step.index_of(1, "RECV_ACTIVATION(1, 2)")]
     for wrong, match in (
-        (replace(receive, unit=1), r"RECV_ACTIVATION\(1, 1\) where RECV_ACTIVATION\(1, 2\) is due"),
+        (replace(receive, unit=1), r"found RECV_ACTIVATION\(1, 1\), expected RECV_ACTIVATION\(1, 2\)"),
         (
             replace(receive, microbatch=0),
-            r"micro-batch 0 comes to RECV_ACTIVATION\(0, 2\) where BACKWARD\(0, 3\) is due",
+            r"micro-batch 0: found RECV_ACTIVATION\(0, 2\), expected BACKWARD\(0, 3\)",
         ),
     ):
         broken = replace(step, lists=[step.lists[0], [wrong if op == receive else op for op in step.lists[1]]])
-        broken.refuse("rank 1: .*" + match)
+        broken.assert_rejected("rank 1: .*" + match)
 
 
-def test_an_operation_that_is_too_early_is_refused():
+def test_operation_that_is_too_early_is_rejected():
     step = allreduce_step(PIPELINES["1f1b"], 2, 4, data=2)
     step.move(1, "REDUCE([0:60])", "BACKWARD(3, 0)")
-    step.refuse(r"rank 1: REDUCE\(\[0:60\]\) comes before BACKWARD\(3, 0\)")
+    step.assert_rejected(r"rank 1: REDUCE\(\[0:60\]\) comes before BACKWARD\(3, 0\)")
     step = allreduce_step(PIPELINES["1f1b"], 2, 4, data=2)
     step.move(1, "APPLY([0:80])", "DIRECTION([0:80])")
-    step.refuse(r"rank 1: APPLY\(\[0:80\]\) comes before DIRECTION\(\[0:80\]\)")
+    step.assert_rejected(r"rank 1: APPLY\(\[0:80\]\) comes before DIRECTION\(\[0:80\]\)")
     step.move(1, "DIRECTION([0:80])", "APPLY([0:80])")
     step.move(1, "DIRECTION([0:80])", "AGREE()")
-    step.refuse(r"rank 1: DIRECTION\(\[0:80\]\) comes before AGREE\(\)")
+    step.assert_rejected(r"rank 1: DIRECTION\(\[0:80\]\) comes before AGREE\(\)")
 
 
-def test_collectives_in_another_order_are_refused():
+def test_collectives_in_different_orders_are_rejected():
     step = allreduce_step(PIPELINES["gpipe"], 1, 1, data=2)
-    step.move(1, "REDUCE([60:80])", "AGREE()")  # complete still, but behind the other one
-    step.refuse("the members of an axis need the same order")
+    step.move(1, "REDUCE([60:80])", "AGREE()")  # still complete, but after the other reduction
+    step.assert_rejected("all members of an axis must run their collectives in the same order")
     step = allreduce_step(PIPELINES["gpipe"], 2, 1, data=2)
     step.move(0, "REDUCE([0:60])", "DIRECTION([0:80])")
-    step.refuse(r"rank 0: REDUCE\(\[0:60\]\) comes after AGREE\(\)")
+    step.assert_rejected(r"rank 0: REDUCE\(\[0:60\]\) comes after AGREE\(\)")
 
 
-def test_layers_lost_by_the_cut_are_refused():
-    """30 layers on 4 stages once lost two of them without a word (NVIDIA/Megatron-LM#1304)."""
+def test_layers_lost_by_the_partition_are_rejected():
+    """30 layers on 4 stages once lost two layers silently (NVIDIA/Megatron-LM#1304)."""
     step = allreduce_step(PIPELINES["1f1b"], 2, 2)
     step.units[4] = Range(4 * UNIT, 5 * UNIT)
-    step.refuse(r"rank 0: the stages of its pipeline compute units \[\[0, 1\], \[2, 3\]\]; together they must be")
+    step.assert_rejected(
+        r"rank 0: the ranks of its pipeline compute units \[\[0, 1\], \[2, 3\]\]; together they must compute"
+    )
 
 
-def test_lists_for_fewer_ranks_are_refused():
+def test_lists_for_fewer_ranks_are_rejected():
     step = allreduce_step(PIPELINES["1f1b"], 2, 2)
     step.lists.pop()
-    step.refuse("1 lists for the 2 ranks")
+    step.assert_rejected("1 lists for the 2 ranks")
 
 
 @cases(
     "op, to, match",
-    ("FREE(0, 1)", "FORWARD(0, 1)", r"FORWARD\(0, 1\) uses unit 1, which is not gathered then"),
-    ("GATHER(1, 0)", "FREE(0, 0)", r"GATHER\(1, 0\) gathers a unit that is there already"),
-    ("FREE(0, 2)", "GATHER(0, 2)", r"FREE\(0, 2\) frees a unit that is not there"),
+    ("FREE(0, 1)", "FORWARD(0, 1)", r"FORWARD\(0, 1\) uses unit 1, which is not gathered at this point"),
+    ("GATHER(1, 0)", "FREE(0, 0)", r"GATHER\(1, 0\) gathers a unit that is already gathered"),
+    ("FREE(0, 2)", "GATHER(0, 2)", r"FREE\(0, 2\) frees a unit that is not gathered"),
 )
-def test_units_that_are_not_there_are_refused(op, to, match):
+def test_use_of_missing_units_is_rejected(op, to, match):
     step = zero_step(3, 2, 3, 2)
     step.move(0, op, to)
-    step.refuse("rank 0: " + match)
+    step.assert_rejected("rank 0: " + match)
 
 
 @pytest.mark.parametrize("passes_of", [sequential, *PIPELINES.values()])
 @pytest.mark.parametrize("needs", [{u: [u] for u in range(3)}, {0: [0], 1: [1], 2: [0, 2]}])
-def test_gathered_units_are_there_whatever_the_order_of_the_microbatches(passes_of, needs):
-    """A unit that a tied one uses too must outlive a micro-batch that ends while others are under way."""
+def test_gathered_units_outlive_any_order_of_microbatches(passes_of, needs):
+    """A unit that a tied unit uses too must outlive a micro-batch that ends while others are in flight."""
     step = zero_step(3, 2, 3, 4)
     step.needs = {unit: set(used) for unit, used in needs.items()}
     compute = insert_gathers(expand(passes_of(0, 1, 4), one_rank(3), 0), needs)
     for rank, steps in enumerate(step.lists):
-        update = steps[step.at(rank, "AGREE()") :]
+        update = steps[step.index_of(rank, "AGREE()") :]
         reduces = [Operation(Kind.REDUCE, range=part) for part in reversed(step.units.values())]
         step.lists[rank] = insert_exchange(compute, reduces, step.units, every_microbatch=True) + update
     step.verify()
 
 
-def test_a_tied_unit_that_is_not_there_is_refused():
+def test_use_of_a_missing_tied_unit_is_rejected():
     step = zero_step(3, 2, 3, 1)
     step.verify()
     step.needs = {2: {0}}
-    step.refuse(r"rank 0: FORWARD\(0, 2\) uses unit 0, which is not gathered then")
+    step.assert_rejected(r"rank 0: FORWARD\(0, 2\) uses unit 0, which is not gathered at this point")
 
 
-def test_old_values_are_refused():
+def test_units_with_old_values_are_rejected():
     step = zero_step(3, 2, 3, 1)
     last = [index for index, op in enumerate(step.lists[1]) if op.kind is Kind.FREE][-1]
     step.lists[1].append(step.lists[1].pop(last))
-    step.refuse(r"rank 1: APPLY\(\[16:20\]\) leaves old values in unit 0, which is still gathered")
+    step.assert_rejected(r"rank 1: APPLY\(\[16:20\]\) updates unit 0 while its old values are gathered")
     step = zero_step(1, 2, 3, 1)
-    step.lists[1].pop(step.at(1, "GATHER(2)"))
-    step.refuse(r"rank 1: unit 2 keeps old values")
+    step.lists[1].pop(step.index_of(1, "GATHER(2)"))
+    step.assert_rejected(r"rank 1: unit 2 keeps old values")
     step = zero_step(1, 2, 3, 1)
     step.move(1, "GATHER(2)", "NORMS()")
-    step.refuse(r"rank 1: unit 2 keeps old values")
+    step.assert_rejected(r"rank 1: unit 2 keeps old values")
 
 
-def test_elements_that_nobody_steps_are_refused():
+def test_elements_without_an_update_are_rejected():
     step = zero_step(2, 4, 1, 2)
     for kind in UPDATE:
         step.lists[1].pop(next(index for index, op in enumerate(step.lists[1]) if op.kind is kind))
-    step.refuse(r"\[16:20\] of unit 0 is stepped by 0 of the 4 ranks")
+    step.assert_rejected(r"\[16:20\] of unit 0 is updated by 0 of the 4 ranks")
 
 
-def test_reductions_of_every_microbatch_are_refused_where_gradients_accumulate():
+def test_missing_reduction_per_microbatch_is_rejected():
     step = zero_step(2, 2, 2, 3)
     step.verify()
     step.accumulates = True
-    step.refuse(r"REDUCE\(0, \[0:20\]\) comes before BACKWARD\(1, 0\)")
+    step.assert_rejected(r"REDUCE\(0, \[0:20\]\) comes before BACKWARD\(1, 0\)")
     step = zero_step(1, 2, 2, 3)
     step.accumulates = False
-    step.refuse(r"the gradient of unit 0 in \[0:20\] is never exchanged")
+    step.assert_rejected(r"the gradient of unit 0 in \[0:20\] is never exchanged")
 
 
 @st.composite
-def broken(draw):
-    """A step of which one operation of one rank is missing, doubled, or names another micro-batch."""
+def broken_step(draw):
+    """Return a step in which one operation of one rank is missing, doubled, or names another micro-batch."""
     step = allreduce_step(
         PIPELINES[draw(st.sampled_from(list(PIPELINES)))],
         draw(st.integers(2, 4)),
@@ -373,10 +375,10 @@ def broken(draw):
     return step, f"{change} {op} of rank {rank}"
 
 
-@given(broken())
+@given(broken_step())
 @settings(max_examples=150)
 @pytest.mark.full
-def test_no_operation_can_be_missing_doubled_or_renamed(case):
+def test_missing_doubled_or_renamed_operations_are_rejected(case):
     step, what = case
     try:
         proof = step.verify()
@@ -388,8 +390,8 @@ def test_no_operation_can_be_missing_doubled_or_renamed(case):
 
 
 @st.composite
-def shuffled(draw):
-    """A step in which a few operations have changed places."""
+def shuffled_step(draw):
+    """Return a step in which a few operations have changed places."""
     step = allreduce_step(
         PIPELINES[draw(st.sampled_from(list(PIPELINES)))], draw(st.integers(1, 3)), draw(st.integers(1, 4)), 2, 1
     )
@@ -400,10 +402,10 @@ def shuffled(draw):
     return step
 
 
-@given(shuffled())
+@given(shuffled_step())
 @settings(max_examples=150)
-def test_what_is_accepted_runs_to_its_end_and_what_hangs_is_refused(step):
-    """The lists as real messages of threads: a receive gets its own micro-batch, and nobody waits for ever."""
+def test_accepted_lists_complete_and_deadlocks_are_rejected(step):
+    """The lists run as real messages of threads: a receive gets its intended micro-batch, and there is no deadlock."""
     try:
         step.verify()
     except ScheduleError:
@@ -434,7 +436,7 @@ def play(comm, step):
             comm.allreduce(number)
 
 
-def test_coverage_counts_the_parts_over_each_piece():
+def test_coverage_counts_the_parts_of_each_piece():
     assert coverage(Range(0, 10), [Range(2, 6), Range(4, 20), Range(7, 7)]) == [
         (Range(0, 2), 0),
         (Range(2, 4), 1),

@@ -1,4 +1,4 @@
-"""A gpt cut over tensor ranks: the numbers of the whole one, and the messages that a block sends."""
+"""A gpt split over tensor ranks: the numbers of the whole model, and the messages of a block."""
 
 import numpy as np
 import pytest
@@ -28,12 +28,12 @@ WHOLE = Range(0, 1 << 40)
 
 
 def check_tensor_parallel(config, ranks, by_rows):
-    """Raise what refuses a recipe of the model on so many tensor ranks."""
+    """Check a recipe of the model on ``ranks`` tensor ranks. Raises if it is rejected."""
     parallel = ParallelConfig(tensor=ranks, sequence_parallel=by_rows and ranks > 1)
     Recipe(model=config, data=DataConfig(context=CONTEXT), parallel=parallel)
 
 
-def built(ranks, tied=False, dtype="float64"):
+def build_model(ranks, tied=False, dtype="float64"):
     heads = 6 if ranks == 3 else 4
     config = ModelConfig(layers=2, hidden=4 * heads, heads=heads, vocabulary=37, tied=tied)
     check_tensor_parallel(config, ranks, True)
@@ -45,8 +45,8 @@ def batches(rng, count=2):
     return [(part[:, :-1], part[:, 1:]) for part in tokens]
 
 
-def filled(model, seed):
-    """Return parameters of which none is special, of the whole model or a part of it."""
+def random_parameters(model, seed):
+    """Return random parameters of the whole model or of a part of it."""
     store = FlatStore(model.layout, model.dtype)
     model.initialise(store, seed)
     for segment in model.layout.segments:
@@ -59,14 +59,14 @@ def filled(model, seed):
     return store
 
 
-def step(model, seed, found, *, split=False):
-    """Return (losses, gradients) of the micro-batches ``found``; gradients added over them."""
-    store, gradient = filled(model, seed), FlatStore(model.layout, model.dtype)
+def step(model, seed, result, *, split=False):
+    """Return (losses, gradients) of the micro-batches ``result``. Gradients are added over them."""
+    store, gradient = random_parameters(model, seed), FlatStore(model.layout, model.dtype)
     parameters, into, arena = model.bind(store), model.bind_gradients(gradient), Arena()
     for stage in into:
         stage.begin_step()
     operations, losses = model.operations, []
-    for number, (x, targets) in enumerate(found):
+    for number, (x, targets) in enumerate(result):
         logits = model.forward(parameters, x, arena, number)
         last = arena.saved(model.stages[-1].layer, number)
         losses.append(model.loss.forward(logits, targets, operations, last))
@@ -89,26 +89,28 @@ def step(model, seed, found, *, split=False):
 
 
 def pieces(store, parts=(WHOLE,)):
-    found = (found for part in parts for found in store.layout.within(part))
-    return [Piece.of("parameters", segment, where, store.range(where)) for segment, where in found]
+    result = (result for part in parts for result in store.layout.within(part))
+    return [Piece.of("parameters", segment, where, store.range(where)) for segment, where in result]
 
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("by_rows", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_loss_and_gradients_are_those_of_the_whole(ranks, tied, by_rows, split, rng):
-    found, seed = batches(rng), int(rng.integers(1 << 30))
-    whole = built(ranks, tied)
-    losses, gradient = step(whole, seed, found)
+def test_loss_and_gradients_match_the_whole_model(ranks, tied, by_rows, split, rng):
+    result, seed = batches(rng), int(rng.integers(1 << 30))
+    whole = build_model(ranks, tied)
+    losses, gradient = step(whole, seed, result)
 
     def body(comm):
-        model = cut_model(built(ranks, tied), comm, sequence_parallel=by_rows)
+        model = cut_model(build_model(ranks, tied), comm, sequence_parallel=by_rows)
         assert model.layout.size <= whole.layout.size / comm.size + 2000
-        mine, own = step(model, seed, found, split=split)
+        mine, local_data = step(model, seed, result, split=split)
         if by_rows:
-            sum_gradients(own, own.parts, comm, "native")
-        return mine, {segment.key: (segment.spec, own.view(segment.key).copy()) for segment in model.layout.segments}
+            sum_gradients(local_data, local_data.parts, comm, "native")
+        return mine, {
+            segment.key: (segment.spec, local_data.view(segment.key).copy()) for segment in model.layout.segments
+        }
 
     everyone = run_threads(ranks, body)
     np.testing.assert_allclose(np.sum([mine for mine, _ in everyone], axis=0), losses, rtol=1e-13)
@@ -122,37 +124,40 @@ def test_loss_and_gradients_are_those_of_the_whole(ranks, tied, by_rows, split, 
             assert all((tensors[key][1] == values).all() for _, tensors in everyone), f"{key} differs"
 
 
-def test_evaluation_is_that_of_the_whole(rng):
+def test_evaluation_matches_the_whole_model(rng):
     ((x, targets),), seed = batches(rng, 1), int(rng.integers(1 << 30))
-    whole = built(4)
-    expected = whole.evaluate(whole.bind(filled(whole, seed)), x, targets, Arena())
+    whole = build_model(4)
+    expected = whole.evaluate(whole.bind(random_parameters(whole, seed)), x, targets, Arena())
 
     def body(comm):
-        model = cut_model(built(4), comm, sequence_parallel=comm.size == 4)
-        return model.evaluate(model.bind(filled(model, seed)), x, targets, Arena())
+        model = cut_model(build_model(4), comm, sequence_parallel=comm.size == 4)
+        return model.evaluate(model.bind(random_parameters(model, seed)), x, targets, Arena())
 
     for ranks in (2, 4):
         assert sum(run_threads(ranks, body)) == pytest.approx(expected, rel=1e-13)
 
 
 @pytest.mark.parametrize("by_rows", [False, True])
-def test_logits_of_texts_of_any_length_are_those_of_the_whole(by_rows, rng):
-    ((x, _),), seed, whole = batches(rng, 1), int(rng.integers(1 << 30)), built(4)
-    expected = whole.logits(whole.bind(filled(whole, seed)), x, Arena())
+def test_logits_of_any_length_match_the_whole_model(by_rows, rng):
+    ((x, _),), seed, whole = batches(rng, 1), int(rng.integers(1 << 30)), build_model(4)
+    expected = whole.logits(whole.bind(random_parameters(whole, seed)), x, Arena())
 
     def body(comm):
-        model = cut_model(built(4), comm, sequence_parallel=by_rows)
-        parameters, arena = model.bind(filled(model, seed)), Arena()
+        model = cut_model(build_model(4), comm, sequence_parallel=by_rows)
+        parameters, arena = model.bind(random_parameters(model, seed)), Arena()
         return [model.logits(parameters, x[:, :length], arena) for length in (CONTEXT, 1, 4)]
 
-    for found in run_threads(4, body):
-        for logits in found:
+    for result in run_threads(4, body):
+        for logits in result:
             np.testing.assert_allclose(logits, expected[:, : logits.shape[1]], rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize(("ranks", "by_rows"), [(2, False), (4, False), (2, True), (4, True)])
-def test_messages_of_a_block(ranks, by_rows, rng):
-    """Four allreduces of the activations a block and step, of which rows make two halves each, and two halves more."""
+def test_sent_bytes_of_a_block(ranks, by_rows, rng):
+    """A block sends four allreduces of the activations per step.
+
+    Sequence parallelism splits each into halves, and adds two halves.
+    """
     ((x, targets),), seed = batches(rng, 1), 3
 
     def body(comm, layers):
@@ -169,15 +174,15 @@ def test_messages_of_a_block(ranks, by_rows, rng):
 
 
 @pytest.mark.parametrize("by_rows", [False, True])
-def test_checkpoints_go_from_any_degree_to_any_other(by_rows, tmp_path, rng):
-    seed, whole = int(rng.integers(1 << 30)), built(4)
-    path = save(tmp_path, 0, pieces(filled(whole, seed)), {}, solo())
+def test_model_checkpoints_move_between_tensor_degrees(by_rows, tmp_path, rng):
+    seed, whole = int(rng.integers(1 << 30)), build_model(4)
+    path = save(tmp_path, 0, pieces(random_parameters(whole, seed)), {}, solo())
 
     def body(comm, path, step):
-        model = cut_model(built(4), comm, sequence_parallel=by_rows)
+        model = cut_model(build_model(4), comm, sequence_parallel=by_rows)
         store = FlatStore(model.layout, model.dtype)
         restore(path, pieces(store))
-        assert (store.array == filled(model, seed).array).all()
+        assert (store.array == random_parameters(model, seed).array).all()
         return save(tmp_path, step, pieces(store, counted(model.layout, [WHOLE], comm)), {}, comm, keep=9)
 
     for number, ranks in enumerate((1, 2, 4, 1), 1):
@@ -185,30 +190,30 @@ def test_checkpoints_go_from_any_degree_to_any_other(by_rows, tmp_path, rng):
         assert sum(entry.flat[1] - entry.flat[0] for entry in manifest.load(path).pieces) == whole.layout.parameters
 
 
-def test_what_is_not_cut_is_saved_once():
+def test_uncut_tensors_are_saved_once():
     def body(comm):
-        model = cut_model(built(4), comm)
-        own = counted(model.layout, [WHOLE], comm)
-        return [piece.tensor for piece in pieces(FlatStore(model.layout, model.dtype), own)]
+        model = cut_model(build_model(4), comm)
+        local_data = counted(model.layout, [WHOLE], comm)
+        return [piece.tensor for piece in pieces(FlatStore(model.layout, model.dtype), local_data)]
 
     first, *others = run_threads(4, body)
     assert all({"1.norm1.scale", "0.positions.weight", "2.down.bias"} & set(other) == set() for other in others)
-    assert set(first) == set(built(4).layout.by_key)
+    assert set(first) == set(build_model(4).layout.by_key)
 
 
 @cases(
-    "config, ranks, said",
+    "config, ranks, output",
     (ModelConfig(heads=4), 3, r"parallel.tensor = 3 with model.heads = 4: .*\[1, 2, 4\] ranks, or a multiple of 3"),
     (ModelConfig(kind="mlp"), 2, "parallel.tensor = 2 with model.kind = 'mlp'"),
     (ModelConfig(vocabulary=3), 4, "parallel.tensor = 4 with model.vocabulary = 3: .* at most 3 tensor ranks"),
     (ModelConfig(heads=16), 16, "parallel.tensor = 16 with data.context = 7"),
 )
-def test_what_cannot_be_cut_is_refused(config, ranks, said):
-    with pytest.raises(ConfigurationError, match=said):
+def test_models_that_cannot_be_split_are_rejected(config, ranks, output):
+    with pytest.raises(ConfigurationError, match=output):
         check_tensor_parallel(config, ranks, True)
 
 
-def test_stages_that_are_not_those_of_a_transformer_are_refused():
+def test_stages_of_other_models_are_rejected():
     whole = models.build(ModelConfig(kind="mlp"), features=3, classes=2)
 
     def body(comm):
@@ -230,21 +235,23 @@ OPTIONS = {
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("by_rows", [False, True])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_options_are_those_of_the_whole(options, by_rows, split, rng):
+def test_transformer_options_match_the_whole_model(options, by_rows, split, rng):
     config = ModelConfig(layers=2, hidden=16, heads=4, vocabulary=37, **OPTIONS[options])
     check_tensor_parallel(config, 2, by_rows)
-    found, seed = batches(rng), int(rng.integers(1 << 30))
+    result, seed = batches(rng), int(rng.integers(1 << 30))
     whole = models.build(config, "float64", context=CONTEXT)
     if config.kind == "encoder":
-        found = [(x, np.where(np.arange(CONTEXT) == 2, targets.astype(int), -1)) for x, targets in found]
-    losses, gradient = step(whole, seed, found)
+        result = [(x, np.where(np.arange(CONTEXT) == 2, targets.astype(int), -1)) for x, targets in result]
+    losses, gradient = step(whole, seed, result)
 
     def body(comm):
         model = cut_model(models.build(config, "float64", context=CONTEXT), comm, sequence_parallel=by_rows)
-        mine, own = step(model, seed, found, split=split)
+        mine, local_data = step(model, seed, result, split=split)
         if by_rows:
-            sum_gradients(own, own.parts, comm, "native")
-        return mine, {segment.key: (segment.spec, own.view(segment.key).copy()) for segment in model.layout.segments}
+            sum_gradients(local_data, local_data.parts, comm, "native")
+        return mine, {
+            segment.key: (segment.spec, local_data.view(segment.key).copy()) for segment in model.layout.segments
+        }
 
     everyone = run_threads(2, body)
     np.testing.assert_allclose(np.sum([mine for mine, _ in everyone], axis=0), losses, rtol=1e-13)
@@ -255,12 +262,12 @@ def test_options_are_those_of_the_whole(options, by_rows, split, rng):
             assert np.linalg.norm(values - gradient.view(key)[inside]) <= 1e-12 * norm, key
 
 
-def test_time_of_messages_inside_of_stages_is_known(rng):
-    found, whole = batches(rng, 1), built(2)
+def test_time_of_messages_inside_stages_is_measured(rng):
+    result, whole = batches(rng, 1), build_model(2)
 
     def body(comm):
-        model = cut_model(built(2), comm, sequence_parallel=True)
-        step(model, 1, found)
+        model = cut_model(build_model(2), comm, sequence_parallel=True)
+        step(model, 1, result)
         return model.communicated_s(), model.communicated_s()
 
     assert whole.communicated_s() == 0

@@ -1,4 +1,4 @@
-"""Training over data x tensor: steps, norms, checkpoints and refusals, whatever exchanges the gradients."""
+"""Training over data x tensor: steps, norms, checkpoints and rejections, for every gradient exchange."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import pytest
 
 from harness import trainings
 from harness.marks import cases, on_threads
-from harness.trainings import alone, check_training, losses, recipe_keys, refused, trainer_of
+from harness.trainings import assert_rejected, check_training, losses, recipe_keys, run_single_process, trainer_of
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import DivergenceError, ScheduleError
 from hpcdist.strategies.core.grid import ProcessGrid
@@ -76,12 +76,12 @@ CASES = {
     "2x1x2 offloading",
 )
 @pytest.mark.full_except("2x1x2 overlapping by rows")
-def test_training_is_that_of_one_process(case, shared_text):
+def test_tensor_training_matches_one_process(case, shared_text):
     ranks, changed = CASES[case]
     keys = KEYS | {"data.path": shared_text} | changed
     if "zero.offload_directory" in keys:
         keys["zero.offload_directory"] = shared_text.parent
-    expected, tolerance = alone(keys, STEPS), TOLERANCE[str(keys["precision.mode"])]
+    expected, tolerance = run_single_process(keys, STEPS), TOLERANCE[str(keys["precision.mode"])]
     assert expected.losses[0] - expected.losses[-1] > 100 * tolerance * expected.losses[0], "so that a wrong step shows"
 
     def body(comm):
@@ -94,10 +94,10 @@ def test_training_is_that_of_one_process(case, shared_text):
     run_threads(ranks, body)
 
 
-def test_cuts_that_follow_nodes_are_the_same_on_all_tensor_ranks(shared_text):
+def test_node_aligned_partitions_agree_on_all_tensor_ranks(shared_text):
     keys = KEYS | {"data.path": shared_text, "parallel.tensor": 2, "parallel.sequence_parallel": "true"}
     keys |= {"parallel.strategy": "zero1", "communication.algorithm": "hierarchical"}
-    expected = alone(keys, 2)
+    expected = run_single_process(keys, 2)
 
     def body(comm):
         together = trainer_of(comm, keys)
@@ -110,9 +110,9 @@ def test_cuts_that_follow_nodes_are_the_same_on_all_tensor_ranks(shared_text):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
 @pytest.mark.full_except("lamb")
-def test_checkpoints_go_from_any_degree_to_any_other(optimizer, shared_text, tmp_path):
+def test_training_checkpoints_move_between_tensor_degrees(optimizer, shared_text, tmp_path):
     keys = KEYS | {"data.path": shared_text, "optimizer.name": optimizer}
-    expected, path, found = alone(keys, 12).losses, None, []
+    expected, path, result = run_single_process(keys, 12).losses, None, []
     layouts = ((1, {}), (2, {"parallel.tensor": 2}), (4, {"parallel.tensor": 2, "parallel.strategy": "zero3"}))
     layouts += ((4, {"parallel.tensor": 4, "parallel.sequence_parallel": "true"}), (1, {}))
 
@@ -123,11 +123,11 @@ def test_checkpoints_go_from_any_degree_to_any_other(optimizer, shared_text, tmp
 
     for number, (ranks, changed) in enumerate(layouts, 1):
         (more, path), *_ = run_threads(ranks, lambda comm, c=changed, p=path, n=2 * number: body(comm, c, p, n))
-        found += more
-    np.testing.assert_allclose(found, expected[:10], rtol=1e-12)
+        result += more
+    np.testing.assert_allclose(result, expected[:10], rtol=1e-12)
 
 
-def test_a_resumed_run_has_the_same_bits(shared_text, tmp_path):
+def test_resumed_tensor_training_has_the_same_bits(shared_text, tmp_path):
     keys = KEYS | {"data.path": shared_text, "parallel.tensor": 2, "parallel.sequence_parallel": "true"}
 
     def body(comm):
@@ -139,7 +139,7 @@ def test_a_resumed_run_has_the_same_bits(shared_text, tmp_path):
 
 
 @on_threads(4)
-def test_the_sentinel_names_a_tensor_that_drifts(comm, shared_text):
+def test_replica_check_names_a_diverging_tensor(comm, shared_text):
     keys = KEYS | {"data.path": shared_text, "parallel.tensor": 2, "parallel.strategy": "zero1"}
     trainer = trainer_of(comm, keys)
     if comm.rank == 3:
@@ -148,26 +148,28 @@ def test_the_sentinel_names_a_tensor_that_drifts(comm, shared_text):
     if comm.rank < 2:
         check_tensor_axis(tensor, store, 4)
         return
-    with pytest.raises(DivergenceError, match=r"step 4.*1\.norm2\.scale \(24,\): no bits are those of most"):
+    with pytest.raises(
+        DivergenceError, match=r"step 4.*1\.norm2\.scale \(24,\): no majority of the 2 ranks has equal bits"
+    ):
         check_tensor_axis(tensor, store, 4)
 
 
 @pytest.mark.parametrize("by_rows", ["false", "true"])
 @pytest.mark.parametrize(
-    ("value", "said"), [(np.nan, "parameter 1.down.weight"), (1e308, "output of layer 1 in micro-batch 0")]
+    ("value", "output"), [(np.nan, "parameter 1.down.weight"), (1e308, "output of layer 1 in micro-batch 0")]
 )
 @on_threads(2)
-def test_only_the_tensor_rank_that_brought_a_bad_value_is_named(comm, by_rows, value, said, shared_text):
+def test_only_the_tensor_rank_with_a_bad_value_is_named(comm, by_rows, value, output, shared_text):
     keys = KEYS | {"data.path": shared_text, "parallel.tensor": 2, "parallel.sequence_parallel": by_rows}
     trainer = trainer_of(comm, keys)
     if comm.rank == 1:
         trainer.exchange.parameters.view("1.up.bias")[...] = 100
         trainer.exchange.parameters.view("1.down.weight")[...] = value
-    assert f". rank 1: {said}. Nothing" in trainings.failure(trainer)
+    assert f". rank 1: {output}. Nothing" in trainings.failure_reason(trainer)
 
 
 @cases(
-    "changed, said",
+    "changed, output",
     ({"parallel.tensor": 3}, r"parallel.tensor = 3 with model.heads = 4: .* \[1, 2, 4\]"),
     ({"parallel.tensor": 2, "model.kind": "mlp"}, "parallel.tensor = 2 with model.kind = 'mlp'"),
     ({"parallel.sequence_parallel": "true"}, "parallel.sequence_parallel = true with parallel.tensor = 1"),
@@ -176,11 +178,11 @@ def test_only_the_tensor_rank_that_brought_a_bad_value_is_named(comm, by_rows, v
     ({"parallel.tensor": 2, "run.logical_shards": 2}, "run.logical_shards = 2 with parallel.tensor = 2"),
     ({"parallel.tensor": 2, "data.shares": "measured"}, "data.shares = 'measured' with parallel.tensor = 2"),
 )
-def test_what_does_not_go_together_is_refused(changed, said):
-    refused({"model.heads": 4, "model.hidden": 24, "data.context": 12, **changed}, said)
+def test_incompatible_tensor_options_are_rejected(changed, output):
+    assert_rejected({"model.heads": 4, "model.hidden": 24, "data.context": 12, **changed}, output)
 
 
-def test_the_proof_covers_the_tensor_axis(shared_text):
+def test_proof_covers_the_tensor_axis(shared_text):
     keys = KEYS | {"data.path": shared_text, "parallel.tensor": 2, "parallel.sequence_parallel": "true"}
     keys |= {"parallel.microbatches": 2}
 
@@ -191,22 +193,22 @@ def test_the_proof_covers_the_tensor_axis(shared_text):
     lists, (units, *_) = zip(*run_threads(4, body), strict=True)
     grid, (first, *others) = ProcessGrid(data=2, tensor=2), lists
 
-    def proven(changed):
+    def prove(changed):
         return verify([changed, *others], grid=grid, units=units, microbatches=2, needs={0: (), 1: ()})
 
-    assert proven(first).meetings > verify(lists[::2], grid=ProcessGrid(data=2), units=units, microbatches=2).meetings
+    assert prove(first).meetings > verify(lists[::2], grid=ProcessGrid(data=2), units=units, microbatches=2).meetings
     rows = Operation(Kind.SUM_ROWS)
     assert first.count(rows) == 1
     at = first.index(rows)
     early = [rows, *(op for op in first if op != rows)]
     with pytest.raises(ScheduleError, match=r"rank 0: .* comes after SUM_ROWS\(\)"):
-        proven(early)
+        prove(early)
     with pytest.raises(ScheduleError, match=r"SUM_ROWS\(\) comes twice"):
-        proven([*first[:at], rows, *first[at:]])
+        prove([*first[:at], rows, *first[at:]])
     with pytest.raises(ScheduleError, match=r"rank 0: SUM_ROWS\(\) comes after AGREE\(\)"):
-        proven([*first[:at], first[at + 1], rows, *first[at + 2 :]])
+        prove([*first[:at], first[at + 1], rows, *first[at + 2 :]])
     with pytest.raises(ScheduleError, match=r"rank 1 waits in SUM_ROWS\(\) for rank 0"):
-        proven([*first[:at], *first[at + 1 :]])
+        prove([*first[:at], *first[at + 1 :]])
     swapped = [replace(op, microbatch=1 - op.microbatch) if op.kind in COMPUTE else op for op in first]
-    with pytest.raises(ScheduleError, match="the members of an axis need the same order"):
-        proven(swapped)
+    with pytest.raises(ScheduleError, match="all members of an axis must run their collectives in the same order"):
+        prove(swapped)

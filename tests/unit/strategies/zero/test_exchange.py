@@ -1,4 +1,4 @@
-"""ZeRO of any degrees trains as one process: parameters, gradients and optimizer state cut over groups of their own."""
+"""ZeRO with any degrees matches one process: parameters, gradients and optimizer state sharded over separate groups."""
 
 from functools import cache
 
@@ -36,7 +36,7 @@ def degrees(size):
 
 
 class Run(RankRun):
-    """A tiny model on one rank of a data axis; ``keys`` are those of the optimizer."""
+    """A tiny model on one rank of a data axis. ``keys`` are keys of the optimizer."""
 
     def __init__(self, comm, make, dtype="float64", config=MODEL, microbatches=1, algorithm="ring", **keys):
         given = {"config": config, "dtype": dtype, "microbatches": microbatches, "algorithm": algorithm}
@@ -49,7 +49,7 @@ def zero(stage=1, config=ZeroConfig()):  # noqa: B008 (frozen)
 
 @cache
 def text():
-    """Sequences in which each token decides the next one."""
+    """Return sequences in which each token determines the next token."""
     return ((np.random.default_rng(5).integers(0, 8, (STEPS, SAMPLES, 1)) + np.arange(9)) % 8 * 7).astype(np.uint8)
 
 
@@ -66,30 +66,30 @@ def _alone(keys):
     return run_threads(1, body)[0]
 
 
-def trained(comm, make, steps=STEPS, **keys):
+def train(comm, make, steps=STEPS, **keys):
     run = Run(comm, make, **keys)
     return run.losses(text()[:steps]), run.state()
 
 
 @pytest.mark.parametrize("size", [1, 4, 6])
 @pytest.mark.full_except("4", "1")
-def test_all_degrees_train_as_one_process(size):
+def test_all_degrees_match_one_process(size):
     losses, _ = alone()
     for config in degrees(size):
-        for found, _ in run_threads(size, lambda comm, config=config: trained(comm, zero(1, config), steps=2)):
-            np.testing.assert_allclose(found, losses[:2], rtol=1e-12)
+        for result, _ in run_threads(size, lambda comm, config=config: train(comm, zero(1, config), steps=2)):
+            np.testing.assert_allclose(result, losses[:2], rtol=1e-12)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.full_except("3")
-def test_the_plain_path_without_any_layer_has_the_bits_of_its_stage(stage):
-    def plain(context):
+def test_plain_zero_has_the_bits_of_its_stage(stage):
+    def make_plain_zero(context):
         config = ZeroConfig()
         return PlainZero(context, config.degrees(stage, context.data.size), config)
 
-    layered = run_threads(3, lambda comm: trained(comm, zero(stage), steps=4, microbatches=2))
+    layered = run_threads(3, lambda comm: train(comm, zero(stage), steps=4, microbatches=2))
     for (losses, state), (expected, expected_state) in zip(
-        run_threads(3, lambda comm: trained(comm, plain, steps=4, microbatches=2)), layered, strict=True
+        run_threads(3, lambda comm: train(comm, make_plain_zero, steps=4, microbatches=2)), layered, strict=True
     ):
         assert losses == expected
         assert state.keys() == expected_state.keys()
@@ -103,7 +103,7 @@ def test_the_plain_path_without_any_layer_has_the_bits_of_its_stage(stage):
     (Kind.REFRESH, ZeroConfig(parameters=2, gradients=4, optimizer=4), "no REFRESH after its APPLY"),
 )
 @on_threads(4)
-def test_a_step_without_its_second_half_is_refused(comm, kind, config, why):
+def test_step_without_its_second_half_is_rejected(comm, kind, config, why):
     run = Run(comm, zero(3, config))
     steps = [op for op in run.operations if op.kind is not kind]
     assert len(steps) < len(run.operations)
@@ -136,32 +136,35 @@ WAYS = {
     ("shared on nodes", "lamb", "float32"),
 )
 @pytest.mark.full_except("shared-adamw-float64")
-def test_ways_train_as_one_process_with_clipping_and_accumulation(name, optimizer, dtype):
+def test_configs_with_clipping_and_accumulation_match_one_process(name, optimizer, dtype):
     size, per_node, stage, config = WAYS[name]
     keys = {"name": optimizer, "dtype": dtype, **OPTIMIZERS[optimizer]}
     losses, state = alone(**keys)
     assert losses[-1] < losses[0] - 0.05, "the model learns"
-    for found, mine in run_threads(
-        size, lambda comm: trained(comm, zero(stage, config), microbatches=2, **keys), per_node
+    for result, mine in run_threads(
+        size, lambda comm: train(comm, zero(stage, config), microbatches=2, **keys), per_node
     ):
-        np.testing.assert_allclose(found, losses, rtol=TOLERANCE[dtype])
+        np.testing.assert_allclose(result, losses, rtol=TOLERANCE[dtype])
         assert difference(mine, state) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("algorithm", ["native", "node_shared", "circulant", "hierarchical"])
 @pytest.mark.parametrize("config", [ZeroConfig(), MIXED, ZeroConfig(parameters=2, optimizer=2, gradients=2), SHARED])
-def test_every_algorithm_serves_every_level(algorithm, config):
+def test_every_algorithm_works_on_every_level(algorithm, config):
     losses, _ = alone()
     stage = 3 if config.parameters == 2 else 1
     per_node = 2 if algorithm == "hierarchical" else None
-    for found, _ in run_threads(
-        4, lambda comm: trained(comm, zero(stage, config), steps=4, algorithm=algorithm), per_node
+    for result, _ in run_threads(
+        4, lambda comm: train(comm, zero(stage, config), steps=4, algorithm=algorithm), per_node
     ):
-        np.testing.assert_allclose(found, losses[:4], rtol=1e-12)
+        np.testing.assert_allclose(result, losses[:4], rtol=1e-12)
 
 
 def volume(size, config, microbatches, first, last):
-    """What a rank sends in a step, in units of Psi, as the module's docstring has it; of two layers, their shares."""
+    """Return the bytes that a rank sends in a step, in units of Psi, by the module's docstring.
+
+    The model has two layers.
+    """
     p, g, o = config.parameters, config.gradients, config.optimizer
     gradients = (microbatches * (1 - 1 / g) if g > 1 else 0) + (1 / g - 1 / o) + 2 / o * (1 - o / size)
     gathered = microbatches * (2 - last) - (microbatches - 1) * first
@@ -170,7 +173,7 @@ def volume(size, config, microbatches, first, last):
 
 @pytest.mark.parametrize(("size", "microbatches"), [(3, 2), (4, 2)])
 @pytest.mark.full_except("4-2")
-def test_bytes_are_those_of_the_closed_form_for_all_degrees(size, microbatches):
+def test_sent_bytes_match_the_closed_form_for_all_degrees(size, microbatches):
     model = ModelConfig(layers=1, hidden=64, heads=2, vocabulary=256)
 
     def body(comm, config):
@@ -182,15 +185,15 @@ def test_bytes_are_those_of_the_closed_form_for_all_degrees(size, microbatches):
         return traffic.sent_bytes, [sum(spec.size for spec in stage.tensors()) * 4 for stage in run.model.stages]
 
     for config in degrees(size):
-        found = run_threads(size, lambda comm, config=config: body(comm, config))
-        sent, layers = max(sent for sent, _ in found), found[0][1]
+        results = run_threads(size, lambda comm, config=config: body(comm, config))
+        sent, layers = max(sent for sent, _ in results), results[0][1]
         psi = sum(layers)
         expected = volume(size, config, microbatches, layers[0] / psi, layers[-1] / psi) * psi
         assert sent == pytest.approx(expected, rel=0.01, abs=2048), f"{config}: {sent / psi:.3f} Psi"
 
 
 @on_threads(2)
-def test_small_units_stay_gathered_and_their_state_is_cut(comm):
+def test_small_units_stay_gathered_and_their_state_is_sharded(comm):
     whole, run = (Run(comm, zero(3, ZeroConfig(persistent_below=below)), "float32") for below in (0, 1100))
     sizes = {unit: sum(spec.size for spec in stage.tensors()) for unit, stage in enumerate(run.model.stages)}
     small = {unit for unit, size in sizes.items() if size < 1100}
@@ -208,7 +211,7 @@ def test_small_units_stay_gathered_and_their_state_is_cut(comm):
 
 
 @pytest.mark.full
-def test_a_checkpoint_goes_from_any_degrees_to_any_others():
+def test_checkpoint_moves_between_any_degrees():
     losses, _ = alone()
     ways = [ZeroConfig(), MIXED, ZeroConfig(parameters=2, gradients=2, optimizer=2), SHARED]
     for size, stage, config in ((4, 3, ways[0]), (4, 2, MIXED), (4, 3, ways[2]), (3, 1, SHARED)):
@@ -226,12 +229,12 @@ def test_a_checkpoint_goes_from_any_degrees_to_any_others():
                 run.load(state, scalars, 5)  # noqa: B023 (called before the loop goes on)
                 return run.losses(text()[5:8])
 
-            for found in run_threads(others, resume):
-                np.testing.assert_allclose(found, losses[5:8], rtol=1e-12)
+            for result in run_threads(others, resume):
+                np.testing.assert_allclose(result, losses[5:8], rtol=1e-12)
 
 
 @pytest.mark.parametrize("config", [ZeroConfig(), ZeroConfig(parameters=4), ZeroConfig(gradients=2), SHARED])
-def test_more_ranks_than_elements(config):
+def test_more_ranks_than_elements_of_a_layer(config):
     tiny = ModelConfig(layers=1, hidden=2, heads=1, vocabulary=2)
     data = text() // 7 % 2
     stage = 3 if config.parameters else 2
@@ -243,28 +246,28 @@ def test_more_ranks_than_elements(config):
         return run.losses(data[:4])
 
     expected = run_threads(1, lambda comm: body(comm, AllreduceExchange))[0]
-    for found in run_threads(8, lambda comm: body(comm, zero(stage, config))):
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
+    for result in run_threads(8, lambda comm: body(comm, zero(stage, config))):
+        np.testing.assert_allclose(result, expected, rtol=1e-5)
 
 
-def without(operations, unit):
-    """The list of a rank that takes a branch in which a unit is not computed."""
+def without_unit(operations, unit):
+    """Return the list of a rank that takes a branch in which a unit is not computed."""
     return [op for op in operations if op.unit != unit]
 
 
 @on_threads(3)
-def test_a_rank_that_takes_another_branch_names_the_unit_instead_of_hanging(comm):
+def test_rank_on_another_branch_raises_with_the_unit(comm):
     run = Run(comm, zero(3))
     run.losses(text()[:2])
     run.executor.evaluate(*run.batches(text()[0])[0])  # of an order of its own
     run.losses(text()[2:3])
     if comm.rank == 1:
         with pytest.raises(ScheduleError, match=r"got GATHER\(0, 2\).*expected GATHER\(0, 1\) of unit 1 as number"):
-            run.step(text()[3], operations=without(run.operations, unit=1))
+            run.step(text()[3], operations=without_unit(run.operations, unit=1))
 
 
 @on_threads(2)
-def test_a_gather_out_of_its_turn_is_refused(comm):
+def test_gather_out_of_order_is_rejected(comm):
     run = Run(comm, zero(3))
     run.losses(text()[:1])
     run.exchange.begin(run.operations)
@@ -273,14 +276,14 @@ def test_a_gather_out_of_its_turn_is_refused(comm):
 
 
 @on_threads(3)
-def test_ranks_that_begin_with_different_branches_all_say_so(comm):
+def test_ranks_on_different_branches_all_raise(comm):
     run = Run(comm, zero(3))
-    steps = without(run.operations, unit=1) if comm.rank == 2 else run.operations
+    steps = without_unit(run.operations, unit=1) if comm.rank == 2 else run.operations
     with pytest.raises(ScheduleError, match=r"number 2 of rank 2 is GATHER\(0, 2\).* of rank 0 GATHER\(0, 1\)"):
         run.step(text()[0], operations=steps)
 
 
-def test_shared_parameters_are_one_copy_on_each_node():
+def test_shared_parameters_use_one_copy_per_node():
     def body(comm):
         run = Run(comm, zero(1, SHARED), "float32")
         addresses = []
@@ -292,24 +295,24 @@ def test_shared_parameters_are_one_copy_on_each_node():
         return addresses[0], run.ledger.peak["parameters"], psi, run.exchange.parameters.array.tobytes()
 
     for per_node, nodes in ((None, 1), (2, 2)):
-        found = run_threads(4, body, per_node)
-        assert len({address for address, *_ in found}) == nodes
-        assert len({weights for *_, weights in found}) == 1
-        assert sum(counted for _, counted, *_ in found) == 2 * nodes * found[0][2]
+        results = run_threads(4, body, per_node)
+        assert len({address for address, *_ in results}) == nodes
+        assert len({weights for *_, weights in results}) == 1
+        assert sum(counted for _, counted, *_ in results) == 2 * nodes * results[0][2]
 
 
 @on_threads(2)
-def test_a_step_that_fails_leaves_shared_parameters_as_they_were(comm):
+def test_failed_step_does_not_change_shared_parameters(comm):
     run = Run(comm, zero(1, SHARED), "float32")
     run.losses(text()[:2])
     before = run.exchange.parameters.array.copy()
     apply = run.executor._handlers[Kind.APPLY]
 
-    def fails(op):
+    def raise_interrupt(op):
         apply(op)
         raise KeyboardInterrupt
 
-    run.executor._handlers[Kind.APPLY] = fails
+    run.executor._handlers[Kind.APPLY] = raise_interrupt
     with pytest.raises(KeyboardInterrupt):
         run.losses(text()[2:3])
     comm.barrier()
@@ -318,9 +321,9 @@ def test_a_step_that_fails_leaves_shared_parameters_as_they_were(comm):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.full_except("2")
-def test_model_states_take_what_the_closed_form_says(size):
+def test_model_state_memory_matches_the_closed_form(size):
     model = ModelConfig(layers=8, hidden=32, heads=2, vocabulary=64)
-    forms = [  # bytes for each parameter, and layers beside them
+    forms = [  # bytes per parameter, and number of additional layers
         (AllreduceExchange, 16, 0),
         (zero(1), 8 + 8 / size, 0),
         (zero(2), 4 + 12 / size, 1),

@@ -1,4 +1,4 @@
-"""States in a file, or on the host of a GPU, are those of the same run in memory: bit by bit on the CPU."""
+"""States in a file, or on the host of a GPU, equal the states of the same run in memory, bit by bit on the CPU."""
 
 import errno
 import os
@@ -11,9 +11,9 @@ import pytest
 
 from harness import trainings
 from harness.devices import OPTIMIZERS
-from harness.inputs import filled
+from harness.inputs import random_store
 from harness.marks import cases
-from harness.trainings import SETTINGS, assembled, refused
+from harness.trainings import SETTINGS, assemble_trainer, assert_rejected
 from hpcdist.arrays import backend, filestore
 from hpcdist.arrays.filestore import FileSlice, FileStore
 from hpcdist.arrays.gpu import staging
@@ -49,19 +49,19 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr("hpcdist.strategies.zero.offload.BLOCK_BYTES", BLOCK)
 
 
-def in_file(directory, store):
-    found = FileStore(LAYOUT, store.dtype, store.parts, directory=directory)
-    found.copy_from(store)
-    return found
+def copy_to_file(directory, store):
+    result = FileStore(LAYOUT, store.dtype, store.parts, directory=directory)
+    result.copy_from(store)
+    return result
 
 
 def content(store):
     return b"".join(block.tobytes() for part in store.parts for block in store.blocks(part))
 
 
-def test_a_file_holds_what_memory_would(tmp_path, rng):
+def test_file_store_holds_the_values_of_a_memory_store(tmp_path, rng):
     ranges = split(LAYOUT.size, 5, 8)
-    whole, ledger = filled(LAYOUT, rng, "float64"), Ledger()
+    whole, ledger = random_store(LAYOUT, rng, "float64"), Ledger()
     memory = FlatStore(LAYOUT, np.float64, ranges[1::2])
     stored = FileStore(LAYOUT, np.float64, ranges[1::2], directory=tmp_path, ledger=ledger)
     assert not np.frombuffer(content(stored)).any(), "it begins with zeros"
@@ -89,9 +89,9 @@ def test_a_file_holds_what_memory_would(tmp_path, rng):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_norms_of_blocks_have_the_bits_of_the_whole(tmp_path, rng, dtype):
-    whole = filled(LAYOUT, rng, dtype)
-    assert norms.sum_of_squares(in_file(tmp_path, whole)) == norms.sum_of_squares(whole)
+def test_block_norms_have_the_bits_of_the_whole(tmp_path, rng, dtype):
+    whole = random_store(LAYOUT, rng, dtype)
+    assert norms.sum_of_squares(copy_to_file(tmp_path, whole)) == norms.sum_of_squares(whole)
     values = rng.standard_normal(1003).astype(dtype)
     cuts = [Range(0, 8), Range(8, 512), Range(512, 1003)]
     expected = norms.sum_of_block_squares([values])
@@ -107,8 +107,8 @@ def test_norms_of_blocks_have_the_bits_of_the_whole(tmp_path, rng, dtype):
     assert not together.sums().any()
 
 
-def test_a_value_that_is_not_finite_is_found_in_a_file(tmp_path, rng):
-    stored = in_file(tmp_path, filled(LAYOUT, rng, "float64"))
+def test_non_finite_value_in_a_file_is_found(tmp_path, rng):
+    stored = copy_to_file(tmp_path, random_store(LAYOUT, rng, "float64"))
     assert norms.first_nonfinite(stored) is None
     place = LAYOUT.by_key["1.weight"].range.stop - 1
     stored.write(Range(place, place + 1), np.array([np.inf]))
@@ -121,7 +121,7 @@ STORES = {"optimizer": (False, True), "everything": (True, True), "weights": (Tr
 @pytest.mark.parametrize("where", STORES)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_update_by_blocks_is_the_update_in_memory(tmp_path, rng, name, dtype, where):
+def test_update_by_blocks_equals_the_update_in_memory(tmp_path, rng, name, dtype, where):
     weights_away, slots_away = STORES[where]
     real, parts = np.dtype(dtype), [Range(0, 416), Range(448, LAYOUT.size)]
     plain = optimizer.build(OPTIMIZERS[name], LAYOUT, parts, real, total_steps=5)
@@ -132,26 +132,26 @@ def test_an_update_by_blocks_is_the_update_in_memory(tmp_path, rng, name, dtype,
     inner = optimizer.build(OPTIMIZERS[name], LAYOUT, parts, real, total_steps=5, make_slot=slot)
     blocked = BlockedOptimizer(inner)
     assert (blocked.needs_norms, blocked.slots.keys()) == (plain.needs_norms, plain.slots.keys())
-    start = filled(LAYOUT, rng, dtype)
+    start = random_store(LAYOUT, rng, dtype)
     copied = FlatStore(LAYOUT, real, parts)
     copied.copy_from(start)
-    masters = copied, in_file(tmp_path, copied) if weights_away else FlatStore(LAYOUT, real, parts)
+    masters = copied, copy_to_file(tmp_path, copied) if weights_away else FlatStore(LAYOUT, real, parts)
     masters[1].copy_from(copied)
     half = np.dtype("float16")
     working = FlatStore(LAYOUT, half, parts), FlatStore(LAYOUT, half, parts)
     for _ in range(5):
-        drawn = filled(LAYOUT, rng, dtype)
+        drawn = random_store(LAYOUT, rng, dtype)
         for rule, master, copy in zip((plain, blocked), masters, working, strict=True):
             gradient = FlatStore(LAYOUT, real, parts)
             gradient.copy_from(drawn)
             if rule is blocked and weights_away:
-                gradient = in_file(tmp_path, gradient)
+                gradient = copy_to_file(tmp_path, gradient)
             rule.begin_step(0.75)
             for part in parts:
                 rule.direction(part, master, gradient, 0.5)
-            found = rule.partial_norms() if rule.needs_norms else None
+            result = rule.partial_norms() if rule.needs_norms else None
             for part in parts:
-                rule.apply(part, master, gradient, copy, found)
+                rule.apply(part, master, gradient, copy, result)
     assert content(masters[0]) == content(masters[1])
     assert working[0].array.tobytes() == working[1].array.tobytes() and working[0].array.any()
     assert [content(store) for store in plain.slots.values()] == [content(store) for store in blocked.slots.values()]
@@ -161,12 +161,12 @@ def test_an_update_by_blocks_is_the_update_in_memory(tmp_path, rng, name, dtype,
     assert blocked.count == 3
 
 
-def test_blocks_take_three_times_as_much_memory_as_one(tmp_path, rng):
+def test_offload_needs_memory_for_three_blocks(tmp_path, rng):
     ledger, real = Ledger(), np.dtype("float64")
     make = lambda name: FileStore(LAYOUT, real, directory=tmp_path)  # noqa: E731
     inner = optimizer.build(OPTIMIZERS["adamw"], LAYOUT, Range(0, LAYOUT.size), real, total_steps=9, make_slot=make)
     blocked = BlockedOptimizer(inner, ledger=ledger)
-    master, gradient = (in_file(tmp_path, filled(LAYOUT, rng, "float64")) for _ in range(2))
+    master, gradient = (copy_to_file(tmp_path, random_store(LAYOUT, rng, "float64")) for _ in range(2))
     for _ in range(3):
         blocked.begin_step()
         blocked.direction(Range(0, LAYOUT.size), master, gradient)
@@ -175,10 +175,10 @@ def test_blocks_take_three_times_as_much_memory_as_one(tmp_path, rng):
 
 
 @pytest.mark.parametrize("fails", ["compute", "write"])
-def test_an_update_that_fails_leaves_nothing_under_way(fails, tmp_path, rng, monkeypatch):
+def test_failed_update_leaves_no_transfer_in_flight(fails, tmp_path, rng, monkeypatch):
     real, begun, done = np.dtype("float64"), [], []
 
-    def watched(name):
+    def watch_call(name):
         plain = getattr(FileStore, name)
 
         def call(store, where, values):
@@ -194,9 +194,13 @@ def test_an_update_that_fails_leaves_nothing_under_way(fails, tmp_path, rng, mon
     make = lambda name: FileStore(LAYOUT, real, directory=tmp_path)  # noqa: E731
     inner = optimizer.build(OPTIMIZERS["adamw"], LAYOUT, Range(0, LAYOUT.size), real, total_steps=9, make_slot=make)
     blocked = BlockedOptimizer(inner)
-    master, gradient, whole = filled(LAYOUT, rng, "float64"), filled(LAYOUT, rng, "float64"), Range(0, LAYOUT.size)
-    watched("read")
-    watched("write")
+    master, gradient, whole = (
+        random_store(LAYOUT, rng, "float64"),
+        random_store(LAYOUT, rng, "float64"),
+        Range(0, LAYOUT.size),
+    )
+    watch_call("read")
+    watch_call("write")
     plain_apply = inner.apply
 
     def apply(block, *rest):
@@ -215,7 +219,7 @@ def test_an_update_that_fails_leaves_nothing_under_way(fails, tmp_path, rng, mon
     assert inner.slots is blocked.slots, "no slot is a block that was there a moment ago"
 
 
-def test_a_place_that_cannot_be_used_is_named(tmp_path, monkeypatch):
+def test_unusable_offload_directory_is_named(tmp_path, monkeypatch):
     needs = f"{LAYOUT.size * 8} bytes are needed there for the optimizer state m"
     make = lambda folder: FileStore(LAYOUT, np.float64, directory=folder, what="optimizer state m")  # noqa: E731
     missing = tmp_path / "missing"
@@ -226,15 +230,15 @@ def test_a_place_that_cannot_be_used_is_named(tmp_path, monkeypatch):
     stored = make(tmp_path)
     before = len(os.listdir("/proc/self/fd"))
 
-    def full(*_):
+    def raise_disk_full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", raise_disk_full)
     with pytest.raises(StorageError, match=re.escape(f"{tmp_path}: No space left on device: {needs} (")) as failed:
         make(tmp_path)
     assert "are free); give zero.offload_directory" in str(failed.value) and failed.value.exit_code == 74
     assert len(os.listdir("/proc/self/fd")) == before, "nothing is left open"
-    monkeypatch.setattr(os, "pwrite", full)  # a file system that copies on write may still fill up
+    monkeypatch.setattr(os, "pwrite", raise_disk_full)  # a file system that copies on write may still fill up
     with pytest.raises(StorageError, match=f"{tmp_path}: 16 bytes of the optimizer state m could not be written"):
         stored.write(Range(0, 2), np.zeros(2))
     part, real = Range(0, 64), np.dtype("float64")
@@ -245,7 +249,7 @@ def test_a_place_that_cannot_be_used_is_named(tmp_path, monkeypatch):
         blocked.apply(part, FlatStore(LAYOUT, real), FlatStore(LAYOUT, real))
 
 
-def test_a_file_is_gone_with_its_store(tmp_path):
+def test_file_is_removed_with_its_store(tmp_path):
     before = len(os.listdir("/proc/self/fd"))
     stored = FileStore(LAYOUT, np.float64, directory=tmp_path)
     assert len(os.listdir("/proc/self/fd")) == before + 1
@@ -254,7 +258,7 @@ def test_a_file_is_gone_with_its_store(tmp_path):
 
 
 REFUSED = {
-    "a place that is none": ({"offload_optimizer": "disk"}, "zero3", "cpu", "choose one of none, host, file"),
+    "an unknown place": ({"offload_optimizer": "disk"}, "zero3", "cpu", "choose one of none, host, file"),
     "no directory": ({"offload_optimizer": "file"}, "zero1", "cpu", "zero.offload_directory = '' with"),
     "a directory for nothing": (
         {"offload_directory": "/x"},
@@ -262,13 +266,18 @@ REFUSED = {
         "cpu",
         "has no effect with zero.offload_optimizer = 'none'",
     ),
-    "parameters alone": ({"offload_parameters": "file", "offload_directory": "/x"}, "zero3", "cpu", "offload it first"),
-    "the host of a cpu": ({"offload_optimizer": "host"}, "zero2", "cpu", "is where it was; choose 'file'"),
+    "parameters alone": (
+        {"offload_parameters": "file", "offload_directory": "/x"},
+        "zero3",
+        "cpu",
+        "offload the optimizer state first",
+    ),
+    "the host of a cpu": ({"offload_optimizer": "host"}, "zero2", "cpu", "is in host memory already; choose 'file'"),
     "whole parameters": (
         {"offload_optimizer": "file", "offload_parameters": "file", "offload_directory": "/x"},
         "zero2",
         "cpu",
-        "keeps the parameters whole in memory; choose zero3",
+        "keeps whole parameters in memory; choose zero3",
     ),
     "another strategy": (
         {"offload_optimizer": "file", "offload_directory": "/x"},
@@ -280,19 +289,19 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_would_do_nothing_is_refused(case):
+def test_offload_options_without_effect_are_rejected(case):
     keys, strategy, device, says = REFUSED[case]
     places = {f"zero.{key}": value for key, value in keys.items()}
-    refused(places | {"parallel.strategy": strategy, "run.device": device}, re.escape(says))
+    assert_rejected(places | {"parallel.strategy": strategy, "run.device": device}, re.escape(says))
 
 
-def test_degrees_of_their_own_do_not_go_with_parameters_away():
+def test_separate_degrees_with_offloaded_parameters_are_rejected():
     away = ZeroConfig(offload_optimizer="file", offload_parameters="file", offload_directory="/x")
     with pytest.raises(ConfigurationError, match="'file' with zero.gradients = 2 is not built"):
         replace(away, gradients=2)
     keys = {"offload_optimizer": "file", "offload_parameters": "file", "offload_directory": "/x", "persistent_below": 9}
     zero3 = {f"zero.{key}": value for key, value in keys.items()} | {"parallel.strategy": "zero3"}
-    refused(zero3, "persistent_below = 9 is not built")
+    assert_rejected(zero3, "persistent_below = 9 is not built")
 
 
 # ---- whole trainings
@@ -308,7 +317,7 @@ def text(text, tmp_path):
     return {"data.path": text, "parallel.microbatches": 2}
 
 
-def away(tmp_path, keys):
+def offload_keys(tmp_path, keys):
     return {**keys, "zero.offload_directory": tmp_path / "scratch"}
 
 
@@ -322,7 +331,7 @@ def state(trainer):
 
 def run(settings):
     def body(comm):
-        trainer = assembled(comm, settings)
+        trainer = assemble_trainer(comm, settings)
         return steps(trainer), state(trainer), mean_validation_loss(trainer)
 
     return body
@@ -336,12 +345,12 @@ def run(settings):
     *(("zero3", ALL_AWAY, ranks, "adamw") for ranks in (1, 4)),
 )
 @pytest.mark.full_except("zero3-keys5-1-adamw")
-def test_a_run_with_states_in_files_is_that_in_memory(text, tmp_path, strategy, keys, ranks, optimizer_name):
+def test_run_with_states_in_files_equals_the_run_in_memory(text, tmp_path, strategy, keys, ranks, optimizer_name):
     settings = text | {"parallel.strategy": strategy, "optimizer.name": optimizer_name}
     if ranks == 1:  # in memory, one rank adds up its micro-batches in the backward: other rounding
         settings |= {"parallel.microbatches": 1}
     expected = run_threads(ranks, run(settings))
-    assert run_threads(ranks, run(settings | away(tmp_path, keys))) == expected
+    assert run_threads(ranks, run(settings | offload_keys(tmp_path, keys))) == expected
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
@@ -349,13 +358,15 @@ def test_a_run_with_states_in_files_is_that_in_memory(text, tmp_path, strategy, 
     ("optimizer_name", "slots", "second_read", "second_write"),
     [("adamw", 2, 0, 0), ("lars", 1, 2, 1), ("lamb", 2, 2, 1)],
 )
-def test_the_bytes_of_a_step_are_those_of_the_formula(text, tmp_path, optimizer_name, slots, second_read, second_write):
+def test_read_and_written_bytes_of_a_step_match_the_formula(
+    text, tmp_path, optimizer_name, slots, second_read, second_write
+):
     m = 2
     keys = {"parallel.strategy": "zero3", "optimizer.name": optimizer_name, "model.tied": "false"}
-    settings = text | keys | away(tmp_path, ALL_AWAY)
+    settings = text | keys | offload_keys(tmp_path, ALL_AWAY)
 
     def body(comm):
-        trainer = assembled(comm, settings)
+        trainer = assemble_trainer(comm, settings)
         exchange = trainer.exchange
         kept = [exchange.parameters, exchange.gradients, *exchange.sharded_update.optimizer.slots.values()]
         before = [sum(getattr(store, name) for store in kept) for name in ("read_bytes", "written_bytes")]
@@ -373,50 +384,50 @@ def test_the_bytes_of_a_step_are_those_of_the_formula(text, tmp_path, optimizer_
 
 
 @pytest.mark.full
-def test_checkpoints_go_from_files_to_memory_and_back(text, tmp_path, monkeypatch):
+def test_checkpoints_move_between_files_and_memory(text, tmp_path, monkeypatch):
     for module in ("format.manifest", "format.shard", "restoring.restore", "format.shard_layout"):
         monkeypatch.setattr(f"hpcdist.checkpoint.{module}.BLOCK_BYTES", 1024)
     settings = text | {"parallel.strategy": "zero3", "run.steps": 6}
-    files = settings | away(tmp_path, ALL_AWAY)
+    files = settings | offload_keys(tmp_path, ALL_AWAY)
 
-    def whole(comm):
-        trainer = assembled(comm, settings)
+    def run_whole(comm):
+        trainer = assemble_trainer(comm, settings)
         return steps(trainer, 6), state(trainer)
 
-    def half(comm, settings, name):
-        trainer = assembled(comm, settings)
+    def run_half(comm, settings, name):
+        trainer = assemble_trainer(comm, settings)
         steps(trainer, 3)
         return CheckpointSaver(trainer, tmp_path / name).save(3)
 
-    def rest(comm, settings, path):
-        trainer = assembled(comm, settings, path)
+    def run_rest(comm, settings, path):
+        trainer = assemble_trainer(comm, settings, path)
         return steps(trainer, 6), state(trainer)
 
-    expected = [(losses[3:], found) for losses, found in run_threads(2, whole)]
+    expected = [(losses[3:], result) for losses, result in run_threads(2, run_whole)]
     for first, second, name in ((files, settings, "a"), (settings, files, "b"), (files, files, "c")):
-        path = run_threads(2, lambda comm, first=first, name=name: half(comm, first, name))[0]
-        assert run_threads(2, lambda comm, second=second, path=path: rest(comm, second, path)) == expected
-    other = run_threads(3, lambda comm: rest(comm, files, path))  # other cuts than those it was saved with
+        path = run_threads(2, lambda comm, first=first, name=name: run_half(comm, first, name))[0]
+        assert run_threads(2, lambda comm, second=second, path=path: run_rest(comm, second, path)) == expected
+    other = run_threads(3, lambda comm: run_rest(comm, files, path))  # other cuts than those it was saved with
     np.testing.assert_allclose(other[0][0], expected[0][0], rtol=1e-5)
 
 
-def test_a_nan_in_a_file_is_explained(text, tmp_path):
-    settings = text | {"parallel.strategy": "zero3"} | away(tmp_path, ALL_AWAY)
+def test_nan_with_offloaded_states_names_its_rank(text, tmp_path):
+    settings = text | {"parallel.strategy": "zero3"} | offload_keys(tmp_path, ALL_AWAY)
 
     def body(comm):
-        trainer = assembled(comm, settings)
+        trainer = assemble_trainer(comm, settings)
         if comm.rank == 1:
             *_, (_, touched) = trainer.exchange.parameters.tensors()
             trainer.exchange.parameters.write(touched, np.full(touched.size, np.nan, np.float32))
-        return trainings.failure(trainer)
+        return trainings.failure_reason(trainer)
 
-    assert all("rank 1: parameter" in said and "rank 0:" not in said for said in run_threads(2, body))
+    assert all("rank 1: parameter" in messages and "rank 0:" not in messages for messages in run_threads(2, body))
 
 
-def test_what_a_stretch_is_instead_of_an_array(tmp_path, rng):
-    whole = filled(LAYOUT, rng, "float64")
+def test_file_slice_has_dtype_and_shape(tmp_path, rng):
+    whole = random_store(LAYOUT, rng, "float64")
     where = LAYOUT.by_key["1.weight"].range
-    stretch = in_file(tmp_path, whole).contents(where)
+    stretch = copy_to_file(tmp_path, whole).contents(where)
     assert isinstance(stretch, FileSlice)
     assert (stretch.dtype, stretch.shape) == (np.float64, (where.size,))
     assert stretch.copy().tobytes() == whole.range(where).tobytes()
@@ -437,13 +448,13 @@ ON_GPU = {
 
 @pytest.mark.parametrize(("case", "optimizer_name"), [*zip(ON_GPU, ("adamw", "lamb", "lamb"), strict=True)])
 @pytest.mark.full  # lamb goes both ways twice
-def test_a_gpu_with_its_states_elsewhere_is_the_cpu(gpu, text, tmp_path, case, optimizer_name):
+def test_gpu_run_with_offloaded_states_matches_the_cpu(gpu, text, tmp_path, case, optimizer_name):
     strategy, keys = ON_GPU[case]
     settings = text | {"parallel.strategy": strategy, "optimizer.name": optimizer_name, "precision.mode": "float64"}
-    places = away(tmp_path, keys) if "file" in keys.values() else keys
+    places = offload_keys(tmp_path, keys) if "file" in keys.values() else keys
     host = run_threads(2, run(settings))
-    found = run_threads(2, run(settings | places | {"run.device": "gpu"}))
-    for (losses, pieces, validation), (on_gpu, there, other) in zip(host, found, strict=True):
+    results = run_threads(2, run(settings | places | {"run.device": "gpu"}))
+    for (losses, pieces, validation), (on_gpu, there, other) in zip(host, results, strict=True):
         np.testing.assert_allclose(on_gpu, losses, rtol=1e-12)
         np.testing.assert_allclose(other, validation, rtol=1e-12)
         for name, values in pieces.items():

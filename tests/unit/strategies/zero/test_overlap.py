@@ -1,4 +1,4 @@
-"""Reductions behind the backward: the list is proven, the bits are those without, and what cannot be had is refused."""
+"""Reductions that overlap the backward: the list is proven, the bits do not change, and bad recipes are rejected."""
 
 import math
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class Run(RankRun):
         super().__init__(comm, AllreduceExchange, config=MODEL, dtype="float32", **keys, **context)
 
 
-def trained(overlap, algorithm, data, size, **keys):
+def train(overlap, algorithm, data, size, **keys):
     def body(comm):
         with Run(comm, overlap, algorithm, **keys) as run:
             return run.train(data)
@@ -48,34 +48,34 @@ def trained(overlap, algorithm, data, size, **keys):
 
 @pytest.mark.parametrize("algorithm", sorted(collectives.ALLREDUCE))
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_a_thread_trains_to_the_same_bits(algorithm, size, rng):
+def test_overlap_by_a_thread_has_the_same_bits(algorithm, size, rng):
     data = text(rng, STEPS, SAMPLES)
-    assert trained("thread", algorithm, data, size) == trained("none", algorithm, data, size)
+    assert train("thread", algorithm, data, size) == train("none", algorithm, data, size)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_polling_trains_to_the_same_bits(size, rng, monkeypatch):
+def test_overlap_by_polling_has_the_same_bits(size, rng, monkeypatch):
     monkeypatch.setattr(progress, "SEGMENT_BYTES", 512)  # several lanes
     data = text(rng, STEPS, SAMPLES)
     for algorithm in config.POLLED:
-        assert trained("poll", algorithm, data, size) == trained("none", algorithm, data, size)
+        assert train("poll", algorithm, data, size) == train("none", algorithm, data, size)
 
 
 @pytest.mark.parametrize("overlap", KINDS)
 @pytest.mark.parametrize("pipeline", [1, 2])
-def test_microbatches_and_pipelines_train_to_the_same_bits(overlap, pipeline, rng):
+def test_overlap_with_microbatches_and_pipelines_has_the_same_bits(overlap, pipeline, rng):
     data = text(rng, STEPS, SAMPLES)
     keys = {"grid": ProcessGrid(data=2, pipeline=pipeline), "microbatches": 3}
     ranks = 2 * pipeline
-    assert trained(overlap, "ring", data, ranks, **keys) == trained("none", "ring", data, ranks, **keys)
+    assert train(overlap, "ring", data, ranks, **keys) == train("none", "ring", data, ranks, **keys)
 
 
-def test_what_is_polled_in_training_comes_in_steps():
-    assert all(set(config.POLLED) <= set(known) for known in progress.RESUMABLE.values())
+def test_polled_algorithms_are_resumable():
+    assert all(set(config.POLLED) <= set(reference) for reference in progress.RESUMABLE.values())
 
 
 @pytest.mark.parametrize("overlap", KINDS)
-def test_a_value_that_is_not_finite_is_named_and_updates_nothing(overlap, rng):
+def test_non_finite_value_is_named_and_updates_nothing(overlap, rng):
     data = text(rng, STEPS, SAMPLES)
 
     def body(comm):
@@ -89,7 +89,7 @@ def test_a_value_that_is_not_finite_is_named_and_updates_nothing(overlap, rng):
 
 
 @pytest.mark.parametrize("overlap", KINDS)
-def test_what_is_exposed_is_measured(overlap, rng):
+def test_exposed_time_is_measured(overlap, rng):
     data = text(rng, STEPS, SAMPLES)
 
     def body(comm):
@@ -129,11 +129,11 @@ def prove(steps, run):
 @pytest.mark.parametrize(
     "grid", [ProcessGrid(data=1), ProcessGrid(data=2), ProcessGrid(data=3), ProcessGrid(data=2, pipeline=2)], ids=str
 )
-def test_the_list_is_proven(overlap, grid):
+def test_overlapped_list_is_proven(overlap, grid):
     steps, run = lists(overlap, grid, 3)
     prove(steps, run)
-    for own in steps:
-        kinds = [op.kind for op in own]
+    for local_data in steps:
+        kinds = [op.kind for op in local_data]
         if grid.data == 1:
             assert not {Kind.START, Kind.WAIT, Kind.POLL} & set(kinds), "there is nobody to wait for"
             continue
@@ -148,20 +148,26 @@ def test_the_list_is_proven(overlap, grid):
 Break = Callable[[list[Operation]], object]
 
 
-def where(steps, kind):
+def index_of(steps, kind):
     return [op.kind for op in steps].index(kind)
 
 
 @cases(
     "damage, match",
-    (lambda own: own.pop(where(own, Kind.WAIT)), r"START\(.*\) is never waited for"),
-    (lambda own: own.pop(where(own, Kind.START)), r"is never exchanged"),
-    (lambda own: own.insert(where(own, Kind.WAIT), own[where(own, Kind.WAIT)]), r"was waited for before"),
-    (lambda own: own.insert(0, own.pop(where(own, Kind.WAIT))), r"waits for what was not started"),
-    (lambda own: own.insert(0, own.pop(where(own, Kind.START))), r"START\(.*\) comes before BACKWARD"),
-    (lambda own: own.insert(where(own, Kind.WAIT), own.pop(where(own, Kind.AGREE))), r"WAIT\(.*\) comes after AGREE"),
+    (lambda steps: steps.pop(index_of(steps, Kind.WAIT)), r"START\(.*\) is never waited for"),
+    (lambda steps: steps.pop(index_of(steps, Kind.START)), r"is never exchanged"),
+    (
+        lambda steps: steps.insert(index_of(steps, Kind.WAIT), steps[index_of(steps, Kind.WAIT)]),
+        r"has already been waited for",
+    ),
+    (lambda steps: steps.insert(0, steps.pop(index_of(steps, Kind.WAIT))), r"waits for an operation that was not"),
+    (lambda steps: steps.insert(0, steps.pop(index_of(steps, Kind.START))), r"START\(.*\) comes before BACKWARD"),
+    (
+        lambda steps: steps.insert(index_of(steps, Kind.WAIT), steps.pop(index_of(steps, Kind.AGREE))),
+        r"WAIT\(.*\) comes after AGREE",
+    ),
 )
-def test_a_broken_list_is_refused(damage, match):
+def test_broken_list_is_rejected(damage, match):
     steps, run = lists("thread", ProcessGrid(data=2), 1)
     damage(steps[1])
     with pytest.raises(ScheduleError, match=rf"rank 1: .*{match}"):
@@ -169,24 +175,24 @@ def test_a_broken_list_is_refused(damage, match):
 
 
 @pytest.mark.parametrize("kind", [Kind.START, Kind.WAIT])
-def test_another_order_on_one_rank_is_refused(kind):
+def test_different_order_on_one_rank_is_rejected(kind):
     steps, run = lists("thread", ProcessGrid(data=2), 1)
-    own = steps[1]
-    indices = [index for index, op in enumerate(own) if op.kind is kind]
-    first, second = indices[-2:]  # of START: both complete behind the last BACKWARD, or the check before refuses
+    local_data = steps[1]
+    indices = [index for index, op in enumerate(local_data) if op.kind is kind]
+    first, second = indices[-2:]  # of START: both complete after the last BACKWARD, or an earlier check fails
     if kind is Kind.START:
-        own.insert(second, own.pop(first))
+        local_data.insert(second, local_data.pop(first))
     else:
-        own[first], own[second] = own[second], own[first]
-    with pytest.raises(ScheduleError, match=rf"rank \d: {kind.name}.* meets {kind.name}.*the same order"):
+        local_data[first], local_data[second] = local_data[second], local_data[first]
+    with pytest.raises(ScheduleError, match=rf"rank \d: {kind.name}.* is paired with {kind.name}.*the same order"):
         prove(steps, run)
 
 
-def test_a_direction_before_the_wait_is_refused():
+def test_direction_before_the_wait_is_rejected():
     steps, run = lists("thread", ProcessGrid(data=2), 1)
-    for own in steps:  # no AGREE says so before
-        own.pop(where(own, Kind.AGREE))
-        own.append(own.pop(where(own, Kind.WAIT)))
+    for local_data in steps:  # no AGREE says so before
+        local_data.pop(index_of(local_data, Kind.AGREE))
+        local_data.append(local_data.pop(index_of(local_data, Kind.WAIT)))
     with pytest.raises(ScheduleError, match=r"DIRECTION\(.*\) comes before WAIT"):
         prove(steps, run)
 
@@ -197,10 +203,10 @@ def test_a_direction_before_the_wait_is_refused():
 @cases(
     "keys, match",
     ({"overlap": "always"}, r"communication.overlap = 'always'; choose one of none, thread, poll"),
-    ({"overlap": "poll"}, r"'auto': it has no steps .* choose the algorithm ring"),
-    ({"overlap": "poll", "algorithm": "native"}, r"'native': it has no steps"),
+    ({"overlap": "poll"}, r"'auto': it cannot be polled .* choose the algorithm ring"),
+    ({"overlap": "poll", "algorithm": "native"}, r"'native': it cannot be polled"),
 )
-def test_a_recipe_that_cannot_be_had_is_refused(keys, match):
+def test_unsupported_recipe_is_rejected(keys, match):
     with pytest.raises(ConfigurationError, match=match):
         recipe_of({f"communication.{key}": value for key, value in keys.items()})
 
@@ -211,21 +217,21 @@ def test_a_recipe_that_cannot_be_had_is_refused(keys, match):
     ("run.device=gpu", "run.device = 'gpu' is not built"),
     ("run.logical_shards=4", "set communication.overlap = 'none'"),
 )
-def test_other_strategies_and_devices_refuse(setting, match):
+def test_other_strategies_and_devices_are_rejected(setting, match):
     with pytest.raises(ConfigurationError, match=match) as caught:
         recipes.load(None, ["communication.overlap=thread", setting])
     assert caught.value.exit_code == 78 and "communication.overlap = 'thread'" in str(caught.value)
 
 
-def test_a_library_without_threads_is_refused(monkeypatch):
+def test_library_without_thread_support_is_rejected(monkeypatch):
     monkeypatch.setattr(ThreadCommunicator, "supports", lambda self, feature: False)
     with pytest.raises(MissingCapabilityError, match=r"MPI_THREAD_MULTIPLE") as caught:
         run_threads(2, lambda comm: Run(comm, "thread", "ring"))
     assert caught.value.exit_code == 69
 
 
-def test_gradients_of_a_range_are_those_that_travel():
-    """START takes the range itself, no copy: what is waited for is in the store."""
+def test_reduction_works_in_place_on_its_range():
+    """START takes the range itself without a copy: after the wait, the store holds the sum."""
 
     def body(comm):
         with Run(comm, "thread", "ring") as run:
@@ -239,15 +245,15 @@ def test_gradients_of_a_range_are_those_that_travel():
     assert run_threads(3, body) == [True] * 3
 
 
-def test_the_summary_tells_what_was_exposed():
+def test_summary_reports_the_exposed_time():
     def rank(*steps):
         made = StepStatistics()
         for exposed_s, total_s in steps:
             made.add(1.0, 0.0, reductions_exposed_s=exposed_s, reductions_s=total_s)
         return made.measured()
 
-    found = overlap_figures([rank((9.0, 9.0), (0.5, 2.0), (0.25, 2.0)), rank((9.0, 9.0), (0.5, 1.0), (0.75, 1.0))])
-    assert found == {"reductions_s": 1.5, "reductions_exposed_s": 0.5, "communication_hidden_share": 1 - 0.5 / 1.5}
+    result = overlap_figures([rank((9.0, 9.0), (0.5, 2.0), (0.25, 2.0)), rank((9.0, 9.0), (0.5, 1.0), (0.75, 1.0))])
+    assert result == {"reductions_s": 1.5, "reductions_exposed_s": 0.5, "communication_hidden_share": 1 - 0.5 / 1.5}
     polled = overlap_figures([rank((9.0, math.nan), (0.5, math.nan))])
     assert polled == {"reductions_s": None, "reductions_exposed_s": 0.5, "communication_hidden_share": None}
-    assert overlap_figures([rank()]) == dict.fromkeys(found)
+    assert overlap_figures([rank()]) == dict.fromkeys(result)

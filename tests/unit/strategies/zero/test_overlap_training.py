@@ -1,4 +1,4 @@
-"""ZeRO whose exchanges go on behind the computation: the same bits, bounded memory, counted gathers, refusals."""
+"""ZeRO whose exchanges overlap the computation: the same bits, bounded memory, counted gathers, rejections."""
 
 import math
 from functools import cache, partial
@@ -8,7 +8,7 @@ import pytest
 
 from harness.marks import cases, on_threads
 from harness.rank_run import RankRun, text
-from harness.trainings import refused
+from harness.trainings import assert_rejected
 from hpcdist import collectives
 from hpcdist.collectives.nonblocking import progress
 from hpcdist.comm.record.timing import count_traffic
@@ -33,7 +33,7 @@ POLLED_RING = ("communication.overlap=poll", "communication.algorithm=ring")
 
 
 class Run(RankRun):
-    """A run of a tiny gpt on one rank; further keys are those of ZeRO."""
+    """A run of a tiny gpt on one rank. Further keys are keys of ZeRO."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Run(RankRun):
         super().__init__(comm, make, config=config, dtype="float32", parallel=parallel, **context)
 
     def train(self, data):
-        """Losses of steps, of evaluations after each, and the own weights."""
+        """Return the losses of steps, of the evaluations after them, and the local weights."""
         losses, evaluated = [], []
         for number, samples in enumerate(data):
             losses.append(self.step(samples, number))
@@ -64,7 +64,7 @@ class Run(RankRun):
         return losses, evaluated, self.exchange.parameters.array.tobytes()
 
 
-def trained(size, data, *args, **keys):
+def train_on_threads(size, data, *args, **keys):
     def body(comm):
         with Run(comm, *args, **keys) as run:
             return run.train(data)
@@ -77,8 +77,8 @@ DATA = text(np.random.default_rng(11), STEPS, SAMPLES)
 
 @cache
 def plain(size, stage, algorithm="ring", **keys):
-    """What a run has whose exchanges are all in their turn."""
-    return trained(size, DATA, stage, "none", algorithm, **keys)
+    """Return the result of a run without overlap."""
+    return train_on_threads(size, DATA, stage, "none", algorithm, **keys)
 
 
 @pytest.mark.parametrize(
@@ -86,30 +86,30 @@ def plain(size, stage, algorithm="ring", **keys):
 )
 @pytest.mark.parametrize(("stage", "prefetch"), [(1, 0), (2, 0), (3, 1)])
 @pytest.mark.full_except("1-0-node_shared-4")
-def test_a_thread_trains_to_the_same_bits(algorithm, stage, prefetch, size):
-    assert trained(size, DATA, stage, "thread", algorithm, prefetch) == plain(size, stage, algorithm)
+def test_zero_overlap_by_a_thread_has_the_same_bits(algorithm, stage, prefetch, size):
+    assert train_on_threads(size, DATA, stage, "thread", algorithm, prefetch) == plain(size, stage, algorithm)
 
 
 @pytest.mark.parametrize("overlap", KINDS)
 @pytest.mark.parametrize(("stage", "prefetch"), CASES)
 @pytest.mark.full_except("2-0-poll")
-def test_any_number_of_ranks_and_units_ahead_trains_to_the_same_bits(overlap, stage, prefetch, monkeypatch):
+def test_any_number_of_ranks_and_prefetches_has_the_same_bits(overlap, stage, prefetch, monkeypatch):
     monkeypatch.setattr(progress, "SEGMENT_BYTES", 512)  # several lanes
     for size in (2, 8) if overlap == "thread" else (2, 5):
-        assert trained(size, DATA, stage, overlap, "ring", prefetch) == plain(size, stage)
+        assert train_on_threads(size, DATA, stage, overlap, "ring", prefetch) == plain(size, stage)
 
 
 @pytest.mark.parametrize("overlap", KINDS)
 @pytest.mark.parametrize("schedule", ["auto", "gpipe"])
 @pytest.mark.parametrize(("stage", "prefetch"), [(1, 0), (2, 0), (3, 2)])
 @pytest.mark.parametrize("tied", [False, True])
-def test_microbatches_train_to_the_same_bits(overlap, schedule, stage, prefetch, tied):
+def test_zero_overlap_with_microbatches_has_the_same_bits(overlap, schedule, stage, prefetch, tied):
     keys = {"microbatches": 3, "schedule": schedule, "tied": tied}
-    assert trained(2, DATA, stage, overlap, "ring", prefetch, **keys) == plain(2, stage, **keys)
+    assert train_on_threads(2, DATA, stage, overlap, "ring", prefetch, **keys) == plain(2, stage, **keys)
 
 
 @pytest.mark.parametrize("overlap", KINDS)
-def test_a_pipeline_with_zero1_trains_to_the_same_bits(overlap, rng):
+def test_pipeline_with_zero1_overlap_has_the_same_bits(overlap, rng):
     data, keys = text(rng, STEPS, SAMPLES), {"microbatches": 2, "pipeline": 2, "tied": True}
 
     def body(comm, overlap):
@@ -120,7 +120,7 @@ def test_a_pipeline_with_zero1_trains_to_the_same_bits(overlap, rng):
 
 
 @pytest.mark.parametrize("overlap", KINDS)
-def test_what_is_sent_is_what_is_sent_without(overlap, rng):
+def test_overlap_sends_the_same_messages(overlap, rng):
     data = text(rng, STEPS, SAMPLES)
 
     def body(comm, overlap, prefetch):
@@ -136,23 +136,23 @@ def test_what_is_sent_is_what_is_sent_without(overlap, rng):
 @pytest.mark.parametrize("overlap", KINDS)
 @pytest.mark.parametrize("prefetch", [1, 2])
 @on_threads(2)
-def test_gathers_ahead_are_counted_and_their_time_too(comm, overlap, prefetch, rng):
+def test_prefetched_gathers_and_their_time_are_counted(comm, overlap, prefetch, rng):
     data = text(rng, STEPS, SAMPLES)
     with Run(comm, 3, overlap, "ring", prefetch) as run:
         behind = run.exchange.overlap
         assert behind is not None
         for number, samples in enumerate(data):
             run.step(samples, number)
-            found = behind.fetched()
-            assert found.hits + found.misses == 2 * len(run.model.stages) - 1, "each forward, and but the last back"
-            assert 0 < found.exposed_s <= behind.taken()[0]
+            result = behind.fetched()
+            assert result.hits + result.misses == 2 * len(run.model.stages) - 1, "each forward, and but the last back"
+            assert 0 < result.exposed_s <= behind.taken()[0]
         run.executor.evaluate(data[0][:, :-1], data[0][:, 1:])
         after = behind.fetched()
         assert after.hits == after.misses == 0, "an evaluation gathers in turn"
 
 
-def test_a_gather_that_is_there_is_a_hit():
-    """What was started long ago is found; what another rank has not even begun is not."""
+def test_completed_prefetch_is_a_hit():
+    """A gather that started long ago is complete. A gather that another rank has not begun is not."""
 
     def body(comm):
         with Run(comm, 3, "thread", "ring", 1) as run:
@@ -170,23 +170,23 @@ def test_a_gather_that_is_there_is_a_hit():
                     behind._under_way[run.model.stages[1].layer] = Watched(comm, behind, run)
                 handlers[Kind.WAIT_GATHER](Operation(Kind.WAIT_GATHER, unit=1))
                 run.exchange.free(Operation(Kind.FREE, unit=1))
-            found = behind.fetched()
-            return found.hits, found.misses
+            result = behind.fetched()
+            return result.hits, result.misses
 
     hits = run_threads(2, body)
     assert hits[0] == (1, 1) and sum(hits[1]) == 2
 
 
 class Watched:
-    """A handle that lets the other rank go on only once it was found not to be there."""
+    """A handle that lets the other rank continue only after a test found it incomplete."""
 
     def __init__(self, comm, behind, run):
         self.comm, self.inner = comm, behind._under_way[run.model.stages[1].layer]
 
     def test(self):
-        found = self.inner.test()
+        result = self.inner.test()
         self.comm.send(np.zeros(1), 1)
-        return bool(found)
+        return bool(result)
 
     def wait(self):
         self.inner.wait()
@@ -194,8 +194,8 @@ class Watched:
 
 @pytest.mark.parametrize(("stage", "prefetch"), [(2, 0), (3, 0), (3, 1), (3, 3)])
 @pytest.mark.parametrize("algorithm", ["ring", "node_shared"])
-def test_memory_of_whole_layers_is_bounded(algorithm, stage, prefetch, rng):
-    """One gradient that is computed and two that travel; one layer of parameters that is used and ``prefetch`` more."""
+def test_memory_of_gathered_layers_is_bounded(algorithm, stage, prefetch, rng):
+    """One computed gradient and two in flight; one used layer of parameters and ``prefetch`` more."""
     data = text(rng, STEPS, SAMPLES)
 
     def body(comm, overlap):
@@ -211,15 +211,15 @@ def test_memory_of_whole_layers_is_bounded(algorithm, stage, prefetch, rng):
 
 
 @pytest.mark.parametrize(("stage", "prefetch", "tied"), [(2, 0, True), (3, 1, False)])
-def test_a_rank_without_samples_takes_shared_memory_where_others_do(stage, prefetch, tied, rng):
+def test_rank_without_samples_uses_shared_memory_like_others(stage, prefetch, tied, rng):
     data = text(rng, STEPS, SAMPLES)[:2, :2]  # of the three ranks the last has none
-    behind = trained(3, data, stage, "thread", "node_shared", prefetch, tied=tied)
-    assert behind == trained(3, data, stage, "none", "node_shared", tied=tied)
+    behind = train_on_threads(3, data, stage, "thread", "node_shared", prefetch, tied=tied)
+    assert behind == train_on_threads(3, data, stage, "none", "node_shared", tied=tied)
 
 
 @pytest.mark.parametrize("overlap", KINDS)
 @pytest.mark.parametrize(("stage", "prefetch"), CASES)
-def test_the_list_is_proven(overlap, stage, prefetch):
+def test_overlapped_zero_list_is_proven(overlap, stage, prefetch):
     def body(comm, tied, schedule):
         with Run(comm, stage, overlap, "ring", prefetch, microbatches=3, tied=tied, schedule=schedule) as run:
             return run
@@ -244,7 +244,7 @@ def test_the_list_is_proven(overlap, stage, prefetch):
 
 @pytest.mark.parametrize("overlap", KINDS)
 @on_threads(2)
-def test_a_value_that_is_not_finite_is_named_and_updates_nothing(comm, overlap, rng):
+def test_non_finite_value_with_overlap_updates_nothing(comm, overlap, rng):
     data = text(rng, STEPS, SAMPLES)
     with Run(comm, 3, overlap, "ring", 1) as run:
         if comm.rank == 1:
@@ -254,7 +254,7 @@ def test_a_value_that_is_not_finite_is_named_and_updates_nothing(comm, overlap, 
 
 
 @on_threads(2)
-def test_another_branch_on_one_rank_is_named(comm, rng):
+def test_different_branch_on_one_rank_is_named(comm, rng):
     data = text(rng, STEPS, SAMPLES)
     with Run(comm, 3, "thread", "ring", 1) as run:
         run.step(data[0], 1)
@@ -264,7 +264,7 @@ def test_another_branch_on_one_rank_is_named(comm, rng):
             run.step(data[1], 2, other)
 
 
-def test_degrees_in_between_are_refused():
+def test_intermediate_degrees_with_overlap_are_rejected():
     with pytest.raises(ConfigurationError, match=r"'thread' with sharding degrees that are neither 1 nor all of the 4"):
         run_threads(4, lambda comm: Run(comm, 1, "thread", optimizer=2))
 
@@ -272,29 +272,29 @@ def test_degrees_in_between_are_refused():
 @cases(
     "settings, match",
     (["parallel.strategy=zero3", "zero.prefetch=1"], r"zero.prefetch = 1 with communication.overlap = 'none'"),
-    (["parallel.strategy=zero3", "zero.prefetch=-1"], r"zero.prefetch = -1; give a number of units"),
+    (["parallel.strategy=zero3", "zero.prefetch=-1"], r"zero.prefetch = -1; give a number of layers"),
     (
         ["parallel.strategy=zero2", "zero.prefetch=1", "communication.overlap=thread"],
-        r"zero.prefetch = 1 with parallel.strategy = 'zero2': no parameters are cut",
+        r"zero.prefetch = 1 with parallel.strategy = 'zero2': parameters are not sharded",
     ),
-    (["parallel.strategy=zero1", "communication.overlap=poll"], r"'auto': it has no steps"),
+    (["parallel.strategy=zero1", "communication.overlap=poll"], r"'auto': it cannot be polled"),
     (
         [*POLLED_RING, "parallel.strategy=zero2", "precision.mode=bfloat16"],
         r"communication.overlap = 'poll' with precision.mode = 'bfloat16' is not built",
     ),
     (["parallel.strategy=zero1", "communication.bucket_bytes=9"], r"bucket_bytes = 9 has no effect"),
 )
-def test_recipes_that_cannot_be_had_are_refused(settings, match):
-    refused(settings, match)
+def test_unsupported_overlap_recipes_are_rejected(settings, match):
+    assert_rejected(settings, match)
 
 
-def test_recipes_that_can_be_had_are_taken():
+def test_supported_overlap_recipes_are_accepted():
     for strategy in ("zero1", "zero2", "zero3"):
-        found = recipes.load(None, [f"parallel.strategy={strategy}", "communication.overlap=thread"]).recipe
-        assert found.communication.overlap == "thread" and not math.isnan(found.zero.prefetch)
+        result = recipes.load(None, [f"parallel.strategy={strategy}", "communication.overlap=thread"]).recipe
+        assert result.communication.overlap == "thread" and not math.isnan(result.zero.prefetch)
 
 
-def test_the_summary_tells_of_gathers_ahead():
+def test_summary_reports_prefetched_gathers():
     def rank(*steps):
         made = StepStatistics()
         for fetched in steps:
@@ -305,6 +305,6 @@ def test_the_summary_tells_of_gathers_ahead():
         rank(PrefetchCounts(0, 9, 9.0), PrefetchCounts(4, 2, 0.5), PrefetchCounts(6, 0, 0.25)),
         rank(PrefetchCounts(5, 1, 0.75)),
     ]
-    found = prefetch_figures(ranks)  # the first step is left out where there is another
-    assert found == {"prefetch_hits": 5.0, "prefetch_misses": 1.0, "prefetch_exposed_s": 0.5}
-    assert prefetch_figures([{**ranks[0], "prefetches": False}]) == dict.fromkeys(found)
+    result = prefetch_figures(ranks)  # the first step is left out where there is another
+    assert result == {"prefetch_hits": 5.0, "prefetch_misses": 1.0, "prefetch_exposed_s": 0.5}
+    assert prefetch_figures([{**ranks[0], "prefetches": False}]) == dict.fromkeys(result)

@@ -1,4 +1,4 @@
-"""Figures worked out from rows: against plain loops over fresh rows, and against planted stragglers and overlaps."""
+"""Figures derived from rows, compared with plain loops over new rows, and with planted stragglers and overlaps."""
 
 import math
 import statistics
@@ -13,7 +13,7 @@ PHASES = ("compute", "communication", "update")
 
 
 def rows_of(rng, steps, world, tokens=1000.0, **changed):
-    """Rows with fresh times; ``changed`` replaces columns, (steps, world) or a number."""
+    """Return rows with random times. ``changed`` replaces columns, (steps, world) or a number."""
     columns = {f"{phase}_s": rng.uniform(0.01, 0.1, (steps, world)) for phase in PHASES}
     columns["step_s"] = sum(columns.values()) + rng.uniform(0, 0.05, (steps, world))
     columns |= {name: np.broadcast_to(np.asarray(values, float), (steps, world)) for name, values in changed.items()}
@@ -32,21 +32,21 @@ def rows_of(rng, steps, world, tokens=1000.0, **changed):
 
 
 def in_parts(rng, derived, rows):
-    """Hand the rows over in parts of any size, as flushes do."""
-    found = []
-    while len(found) < len(rows):
+    """Pass the rows in parts of any size, as flushes do."""
+    results = []
+    while len(results) < len(rows):
         size = int(rng.integers(1, 8))
-        found += derived.of(rows[len(found) : len(found) + size])
-    return found
+        results += derived.of(rows[len(results) : len(results) + size])
+    return results
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
 @pytest.mark.parametrize("window", [1, 4, 100])
-def test_against_plain_loops(world, window, rng):
+def test_derived_figures_match_plain_loops(world, window, rng):
     rows = rows_of(rng, 30, world)
-    found = in_parts(rng, DerivedFigures(window), rows)
-    assert len(found) == len(rows)
-    for index, (row, figures) in enumerate(zip(rows, found, strict=True)):
+    result = in_parts(rng, DerivedFigures(window), rows)
+    assert len(result) == len(rows)
+    for index, (row, figures) in enumerate(zip(rows, result, strict=True)):
         steady = rows[max(0, index - window + 1) : index + 1]
         if len(steady) > 1 and steady[0] is rows[0]:
             steady = steady[1:]  # the first step compiles
@@ -67,7 +67,7 @@ def test_against_plain_loops(world, window, rng):
         assert figures["gradient_norm"] == row.gradient_norm
 
 
-def test_parts_do_not_matter(rng):
+def test_derived_figures_do_not_depend_on_the_parts(rng):
     rows = rows_of(rng, 60, 3, exposed_s=0.01, overlapped_s=0.04)
     whole = DerivedFigures(10).of(rows)
     for _ in range(3):
@@ -76,7 +76,7 @@ def test_parts_do_not_matter(rng):
             assert set(other) - set(one) <= {"straggler_rank", "straggler_ratio"}  # with the last of each part
 
 
-def test_keys_are_in_the_catalogue(rng):
+def test_derived_keys_are_in_the_catalogue(rng):
     rows = rows_of(rng, 3, 4, sent_bytes=5.0, exposed_s=0.01, overlapped_s=0.04)
     (_, _, figures) = DerivedFigures().of(rows)
     for name, label in {quantities.split(name) for name in figures}:
@@ -85,7 +85,7 @@ def test_keys_are_in_the_catalogue(rng):
 
 
 @pytest.mark.parametrize("world", [3, 4, 8])
-def test_a_planted_straggler(world, rng):
+def test_planted_straggler_is_found(world, rng):
     compute_s = rng.uniform(0.1, 0.11, (40, world))
     slow, factor = int(rng.integers(world)), float(rng.uniform(1.3, 3))
     compute_s[:, slow] *= factor
@@ -105,7 +105,7 @@ def test_equal_ranks_have_no_straggler(rng):
     assert DerivedFigures().of(rows_of(rng, 30, 4, compute_s=0.2))[-1]["straggler_ratio"] == 1.0
 
 
-def test_a_straggler_that_recovers_is_forgotten(rng):
+def test_straggler_that_recovers_is_forgotten(rng):
     derived = DerivedFigures(10)
     slow = np.ones((10, 3)) * 0.1
     slow[:, 1] = 0.3
@@ -113,7 +113,7 @@ def test_a_straggler_that_recovers_is_forgotten(rng):
     assert derived.of(rows_of(rng, 10, 3, compute_s=0.1))[-1]["straggler_ratio"] == pytest.approx(1)
 
 
-def test_ranks_that_only_serve_are_no_workers(rng):
+def test_dedicated_servers_do_not_count_as_workers(rng):
     compute_s = np.tile([0.1, 0.1, 0.15, 0.0], (20, 1))
     communication_s = np.tile([0.1, 0.1, 0.05, 5.0], (20, 1))
     changed = {"compute_s": compute_s, "communication_s": communication_s, "step_s": compute_s + communication_s}
@@ -124,7 +124,7 @@ def test_ranks_that_only_serve_are_no_workers(rng):
     assert figures["step_seconds"] == pytest.approx(0.2) and math.isnan(derived.scores[3])
 
 
-def test_hidden_share_as_in_the_summary(rng):
+def test_hidden_share_matches_the_summary(rng):
     from hpcdist.training.run.loop import StepStatistics
     from hpcdist.training.run.summary import overlap_figures
 
@@ -136,42 +136,42 @@ def test_hidden_share_as_in_the_summary(rng):
         for rank, steps in enumerate(ranks):
             times = {"reductions_exposed_s": exposed_s[step, rank], "reductions_s": overlapped_s[step, rank]}
             steps.add(1.0, 0.0, **times)
-    known = overlap_figures([steps.measured() for steps in ranks])["communication_hidden_share"]
-    assert figures["hidden_communication_ratio"] == pytest.approx(known)
+    reference = overlap_figures([steps.measured() for steps in ranks])["communication_hidden_share"]
+    assert figures["hidden_communication_ratio"] == pytest.approx(reference)
 
 
 @pytest.mark.parametrize(("exposed", "total", "share"), [(0.05, 0.04, 0.0), (0.01, math.nan, None), (0.01, 0.0, None)])
-def test_hidden_share_at_its_ends(exposed, total, share, rng):
+def test_hidden_share_at_its_extremes(exposed, total, share, rng):
     figures = DerivedFigures().of(rows_of(rng, 4, 2, exposed_s=exposed, overlapped_s=total))[-1]
     assert figures.get("hidden_communication_ratio") == share
 
 
-def test_what_is_not_measured_is_left_out(rng):
+def test_missing_measurements_are_omitted(rng):
     ranks = {"step_s": np.array([0.5, math.nan]), "compute_s": np.array([0.2, 0.2])}
     row = StepRow(step=3, time_ns=0, loss=math.nan, learning_rate=0.1, tokens=10, ranks=ranks)
     shares = {"phase_seconds[compute]": 0.2, "straggler_rank": 0.0, "straggler_ratio": 1.0}
-    known = {"learning_rate": 0.1, "step_seconds": 0.5, "tokens_per_second": 20.0, **shares}
-    assert DerivedFigures().of([row]) == [known]
+    reference = {"learning_rate": 0.1, "step_seconds": 0.5, "tokens_per_second": 20.0, **shares}
+    assert DerivedFigures().of([row]) == [reference]
     assert DerivedFigures().of([StepRow(1, 0, 2.0, 0.1, 10)]) == [{"training_loss_nats": 2.0, "learning_rate": 0.1}]
     assert DerivedFigures().of([]) == []
 
 
-def test_a_step_that_nobody_timed_has_no_part_in_the_speed(rng):
+def test_steps_without_times_are_excluded_from_the_speed(rng):
     rows = rows_of(rng, 10, 2, step_s=0.5)
     rows[5] = StepRow(6, 0, 1.0, 0.1, 1000.0, ranks={name: np.full(2, math.nan) for name in PER_RANK})
-    found = DerivedFigures().of(rows)
-    assert found[-1]["tokens_per_second"] == pytest.approx(2000)
-    assert "step_seconds" not in found[5]
+    result = DerivedFigures().of(rows)
+    assert result[-1]["tokens_per_second"] == pytest.approx(2000)
+    assert "step_seconds" not in result[5]
 
 
-def test_the_first_step_is_left_out_as_soon_as_there_is_another(rng):
+def test_first_step_is_excluded_once_there_is_another(rng):
     step_s = np.full((3, 2), 0.1)
     step_s[0] = 10.0
-    found = DerivedFigures().of(rows_of(rng, 3, 2, step_s=step_s))
-    assert [figures["tokens_per_second"] for figures in found] == pytest.approx([100, 10000, 10000])
+    result = DerivedFigures().of(rows_of(rng, 3, 2, step_s=step_s))
+    assert [figures["tokens_per_second"] for figures in result] == pytest.approx([100, 10000, 10000])
 
 
-def test_workers_that_do_not_wait_for_each_other(rng):
+def test_speed_of_asynchronous_workers(rng):
     step_s = np.tile([0.1, 0.3], (21, 1))
     step_s[::2, 0] = 0.2  # which of them is slower changes, but neither waits
     figures = DerivedFigures(lock_step=False).of(rows_of(rng, 21, 2, step_s=step_s))[-1]
@@ -184,22 +184,24 @@ def test_workers_that_do_not_wait_for_each_other(rng):
     )
 
 
-def test_ranks_that_die_or_come(rng):
+def test_change_of_the_world_resets_the_figures(rng):
     derived = DerivedFigures(20)
     derived.of(rows_of(rng, 8, 4))
     before, after = rows_of(rng, 3, 4), rows_of(rng, 5, 3)
-    found = derived.of([*before, *after])
-    assert len(found) == 8 and derived.scores.shape == (3,)
-    assert found[3:] == DerivedFigures(20).of(after)
+    result = derived.of([*before, *after])
+    assert len(result) == 8 and derived.scores.shape == (3,)
+    assert result[3:] == DerivedFigures(20).of(after)
 
 
-def test_scores_of_ranks(rng):
+def test_straggler_scores_of_ranks(rng):
     compute_s = rng.uniform(1, 2, (31, 5))
     compute_s[:, 3] = math.nan
     compute_s[rng.integers(31), 0] = math.nan
     scores = straggler_scores(compute_s)
-    own = [statistics.median(column[np.isfinite(column)]) for column in compute_s.T if np.isfinite(column).any()]
-    assert scores[[0, 1, 2, 4]] == pytest.approx(np.array(own) / statistics.median(own))
+    local_values = [
+        statistics.median(column[np.isfinite(column)]) for column in compute_s.T if np.isfinite(column).any()
+    ]
+    assert scores[[0, 1, 2, 4]] == pytest.approx(np.array(local_values) / statistics.median(local_values))
     assert math.isnan(scores[3])
     assert np.isnan(straggler_scores(np.full((3, 2), math.nan))).all()
     assert straggler_scores(np.empty((0, 0))).shape == (0,)

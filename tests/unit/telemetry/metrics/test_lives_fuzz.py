@@ -1,7 +1,8 @@
-"""Jobs that outlive their ranks, wherever these die: at any operation between ranks, some twice in a row.
+"""Jobs that survive the death of ranks at any operation between ranks, some of them twice in a row.
 
-Each seed draws a layout, and how many operations one rank makes, or two, before it dies: while they train, save, meet
-again, take their state back, or leave. HPCDIST_TEST_LIFE_SEEDS=n tries n seeds more.
+
+Each seed draws a layout, and the number of operations after which one or two ranks die: while they train, save, meet
+again, restore their state, or leave. HPCDIST_TEST_LIFE_SEEDS=n tries n more seeds.
 """
 
 import os
@@ -37,7 +38,7 @@ OPERATIONS = ("_send", "_post", "_arrived", "_everyone", "_iallreduce", "_poll",
 
 
 class Clock:
-    """Counts the operations of each thread that is a rank from where its lives begin; ``limits`` say who dies when."""
+    """Counts the operations of each rank's thread from the start of its lives. ``limits`` define when ranks die."""
 
     def __init__(self, limits):
         self.counts = Counter()
@@ -45,13 +46,13 @@ class Clock:
         self.struck = []
 
     def begin(self):
-        """Count this thread's operations from here on."""
+        """Count the operations of this thread from here on."""
         self._begun.add(threading.current_thread().name)
 
     def tick(self, what):
-        """Take note of an operation; dies where it is one too many."""
+        """Count an operation. The rank dies if its limit is exceeded."""
         name = threading.current_thread().name
-        if name not in self._begun:  # a thread beside a rank: that one dies for it
+        if name not in self._begun:  # a helper thread of a rank: the rank dies instead
             return
         self.counts[name] += 1
         if self.counts[name] == self._limits.get(name):
@@ -64,7 +65,7 @@ def ticking(clock):
     """Let ``clock`` count all operations between threads."""
     patch = pytest.MonkeyPatch()
 
-    def counted(method):
+    def count_calls(method):
         def called(self, *arguments):
             clock.tick(f"{method.__name__} of {self.name}")
             return method(self, *arguments)
@@ -76,7 +77,7 @@ def ticking(clock):
         return before(lives, origin)
 
     for name in OPERATIONS:
-        patch.setattr(ThreadCommunicator, name, counted(getattr(ThreadCommunicator, name)))
+        patch.setattr(ThreadCommunicator, name, count_calls(getattr(ThreadCommunicator, name)))
     patch.setattr(ElasticJob, "train", train)
     try:
         yield
@@ -85,19 +86,19 @@ def ticking(clock):
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory, shared_text):
-    """What a layout comes to where nobody dies: its losses, and the operations of a rank."""
-    known = {}
+def calm_run(tmp_path_factory, shared_text):
+    """A function that returns the losses of a layout without deaths, and the number of operations of a rank."""
+    cache = {}
 
-    def found(name):
-        if name not in known:
+    def run_layout(name):
+        if name not in cache:
             clock = Clock({})
             with ticking(clock):
                 rows = train(name, tmp_path_factory.mktemp("calm") / "run", shared_text, 0)
-            known[name] = rows.steps["loss"], max(clock.counts.values())
-        return known[name]
+            cache[name] = rows.steps["loss"], max(clock.counts.values())
+        return cache[name]
 
-    return found
+    return run_layout
 
 
 def train(name, out, shared_text, spares, ranks_per_node=None):
@@ -106,7 +107,7 @@ def train(name, out, shared_text, spares, ranks_per_node=None):
 
 
 def limits(rng, spares, operations):
-    """Who dies after how many operations; never more than there are to go on."""
+    """Return the number of operations after which ranks die. Enough ranks survive to continue."""
     victims = rng.choice(RANKS + spares, rng.integers(1, 3), replace=False)
     first, second = rng.integers(1, operations + 1, 2).tolist()
     if rng.integers(2):
@@ -116,17 +117,17 @@ def limits(rng, spares, operations):
 
 @pytest.mark.parametrize("seed", [AT_THE_END, *range(MANY, MANY + 2 + SEEDS)])
 @pytest.mark.full
-def test_a_job_outlives_deaths_anywhere(seed, tmp_path, shared_text, calm):
+def test_job_survives_deaths_at_any_operation(seed, tmp_path, shared_text, calm_run):
     rng = np.random.default_rng(seed)
     name, spares = str(rng.choice([*LAYOUTS])), int(rng.choice([0, SPARES]))
-    losses, operations = calm(name)
+    losses, operations = calm_run(name)
     clock = Clock(limits(rng, spares, operations))
     ranks_per_node = (None, 1, 2)[int(rng.integers(3))]
     with ticking(clock):
         rows = train(name, tmp_path / "run", shared_text, spares, ranks_per_node)
-    told = f"{name}, {spares} spares, {ranks_per_node} ranks on a node: {clock.struck}"
-    assert rows.steps["step"].tolist() == list(range(1, STEPS + 1)), told
+    output = f"{name}, {spares} spares, {ranks_per_node} ranks on a node: {clock.struck}"
+    assert rows.steps["step"].tolist() == list(range(1, STEPS + 1)), output
     if spares:
-        np.testing.assert_array_equal(rows.steps["loss"], losses, err_msg=told)
+        np.testing.assert_array_equal(rows.steps["loss"], losses, err_msg=output)
     else:
-        np.testing.assert_allclose(rows.steps["loss"], losses, rtol=1e-9, err_msg=told)
+        np.testing.assert_allclose(rows.steps["loss"], losses, rtol=1e-9, err_msg=output)

@@ -1,4 +1,4 @@
-"""Metrics: rows of steps and ranks that survive resumption, a killed writer and a full disk."""
+"""Metrics: rows of steps and ranks that survive resumes, a killed writer and a full disk."""
 
 import errno
 import os
@@ -36,7 +36,7 @@ def write(path, rng, steps, world, resume_step=None, **options):
 
 
 @pytest.mark.full
-def test_rows_come_back(tmp_path, rng, monkeypatch):
+def test_written_rows_are_read_back(tmp_path, rng, monkeypatch):
     monkeypatch.setattr(step_metrics, "FLUSH_ROWS", 10)
     path = tmp_path / "metrics.h5"
     rows = write(path, rng, range(1, 400), 3, attributes={"bigram_nats": 2.48, "commit": "abc"})
@@ -59,7 +59,7 @@ def test_plain_h5py_sees_scales_and_units(tmp_path, rng):
         assert all(file[name] == column for name, column in file["steps"].items()), "the same datasets at the root"
 
 
-def test_xarray_needs_no_group_also_when_the_world_has_changed(tmp_path, rng):
+def test_xarray_opens_metrics_of_a_changed_world(tmp_path, rng):
     xarray = pytest.importorskip("xarray", reason="xarray is not installed: pip install 'hpcdist[analysis]'")
     pytest.importorskip("h5netcdf")
     path = tmp_path / "metrics.h5"
@@ -70,7 +70,7 @@ def test_xarray_needs_no_group_also_when_the_world_has_changed(tmp_path, rng):
         assert data.loss.values[:3].tolist() == [one["loss"] for one in rows]
 
 
-def test_resume_drops_later_rows_and_takes_another_world(tmp_path, rng):
+def test_resume_drops_later_rows_and_accepts_another_world(tmp_path, rng):
     path = tmp_path / "metrics.h5"
     first = write(path, rng, range(1, 11), 2)
     with MetricsWriter(path, 4, 6) as writer:
@@ -88,13 +88,13 @@ def test_resume_drops_later_rows_and_takes_another_world(tmp_path, rng):
     compute = metrics.steps["compute_s"]
     assert compute.shape == (9, 4)
     assert np.isnan(compute[:6, 2:]).all() and np.isnan(compute[8, 1:]).all()
-    for found, one in zip(compute, [one["compute_s"] for one in first[:6] + second + third], strict=True):
-        assert (found[: one.size] == one).all()
+    for result, one in zip(compute, [one["compute_s"] for one in first[:6] + second + third], strict=True):
+        assert (result[: one.size] == one).all()
     write(path, rng, (), 1, 7)
     assert read(path).evaluations["step"].size == 0
 
 
-def test_another_run_is_refused_and_what_cannot_be_read_set_aside(tmp_path, rng, capfd):
+def test_other_run_is_rejected_and_unreadable_file_set_aside(tmp_path, rng, capfd):
     path = tmp_path / "metrics.h5"
     write(path, rng, (1,), 1)
     with pytest.raises(StorageError, match="another run"):
@@ -108,8 +108,8 @@ def test_another_run_is_refused_and_what_cannot_be_read_set_aside(tmp_path, rng,
     assert read(path).steps["step"].tolist() == [2] and read(path).attributes["sessions"] == 1
 
 
-def forged(path, how):
-    """Damage the metrics file ``path`` in the way ``how`` says."""
+def damage_file(path, how):
+    """Damage the metrics file ``path`` in the way ``how``."""
     with h5py.File(path, "r+") as file:
         steps = file["steps"]
         if how == "a loop of links":
@@ -130,7 +130,7 @@ def forged(path, how):
             steps.attrs["columns"] = [*steps.attrs["columns"], "other"]
         elif how == "a schema of another type":
             file.attrs["schema"] = np.arange(4)
-        elif how == "a version that is none":
+        elif how == "an invalid version":
             file.attrs["schema_version"] = "new"
         elif how == "no sessions":
             file.attrs["sessions"] = h5py.Empty("f8")
@@ -148,7 +148,7 @@ FORGED = (
     "a column of ours that is not there",
     "a column of others",
     "a schema of another type",
-    "a version that is none",
+    "an invalid version",
     "no sessions",
     "texts for numbers",
 )
@@ -162,10 +162,10 @@ def code_of(*arguments):
 
 @pytest.mark.parametrize("how", FORGED)
 @pytest.mark.full_except("columns that are numbers")
-def test_a_damaged_file_ends_no_run_and_no_report_with_a_traceback(tmp_path, rng, capfd, how):
+def test_damaged_file_causes_no_traceback(tmp_path, rng, capfd, how):
     path = tmp_path / "metrics.h5"
     write(path, rng, (1, 2), 1)
-    forged(path, how)
+    damage_file(path, how)
     for command in (("report",), ("report", "--json"), ("energy", "report"), ("trace",)):
         assert code_of(*command, tmp_path) in ((2,) if command == ("trace",) else (0, 74)), command
     assert code_of("report", "--html", tmp_path / "page.html", tmp_path) in (0, 74)
@@ -175,7 +175,7 @@ def test_a_damaged_file_ends_no_run_and_no_report_with_a_traceback(tmp_path, rng
     assert read(path).steps["step"].tolist() == [3]
 
 
-def test_a_file_that_is_damaged_while_a_run_goes_on_is_set_aside(tmp_path, rng, capfd):
+def test_file_damaged_during_a_run_is_set_aside(tmp_path, rng, capfd):
     path = tmp_path / "metrics.h5"
     with MetricsWriter(path, 1, attributes={"strategy": "zero1"}) as writer:
         writer.append(**row(rng, 1, 1))
@@ -187,7 +187,7 @@ def test_a_file_that_is_damaged_while_a_run_goes_on_is_set_aside(tmp_path, rng, 
 
 
 def fail_from(monkeypatch, number, code):
-    """Let the ``number``-th read of a page fail; return the counted reads."""
+    """Let reads of pages fail from the ``number``-th on. Return the counted reads."""
     real, reads = overlay.pread_all, []
 
     def read_page(*arguments):
@@ -203,7 +203,7 @@ def fail_from(monkeypatch, number, code):
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
 @pytest.mark.full
 @pytest.mark.matrix_except("5")
-def test_a_disk_that_fails_for_a_moment_leaves_the_file_in_its_place(tmp_path, rng, monkeypatch, code):
+def test_temporary_disk_error_keeps_the_file(tmp_path, rng, monkeypatch, code):
     path = tmp_path / "metrics.h5"
     write(path, rng, range(1, 5), 2)
     failures = []
@@ -223,7 +223,7 @@ def test_a_disk_that_fails_for_a_moment_leaves_the_file_in_its_place(tmp_path, r
     assert not any(isinstance(error, DamagedFileError) or error.__cause__ is None for error in failures)
 
 
-def test_a_wrong_caller_and_a_missing_place_leave_the_file_in_its_place(tmp_path, rng, monkeypatch):
+def test_errors_of_a_caller_keep_the_file(tmp_path, rng, monkeypatch):
     path = tmp_path / "metrics.h5"
     write(path, rng, (1, 2), 1)
     with MetricsWriter(path, 1, 2) as writer:
@@ -239,7 +239,7 @@ def test_a_wrong_caller_and_a_missing_place_leave_the_file_in_its_place(tmp_path
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.h5"] and path.read_bytes() == b"something else"
 
 
-def test_a_damaged_table_of_a_caller_sets_the_file_aside(tmp_path, rng):
+def test_damaged_table_of_a_caller_sets_the_file_aside(tmp_path, rng):
     path = tmp_path / "metrics.h5"
     with MetricsWriter(path, 1) as writer:
         writer.put(side_tables.SHARES, first_step=1, samples=[[2, 3]])
@@ -252,20 +252,20 @@ def test_a_damaged_table_of_a_caller_sets_the_file_aside(tmp_path, rng):
         assert file["shares/samples"][...].tolist() == [[2.0, 3.0]]
 
 
-def test_a_mistake_in_a_chart_is_no_damage_of_the_run(tmp_path, rng, monkeypatch):
+def test_error_in_a_chart_does_not_set_the_file_aside(tmp_path, rng, monkeypatch):
     write(tmp_path / "metrics.h5", rng, (1, 2), 1)
     monkeypatch.setattr(document, "make_page", lambda data: {}["mistake"])
     with pytest.raises(KeyError, match="mistake"):
         document.write_page(tmp_path, tmp_path / "page.html")
 
 
-def test_resume_without_a_file_begins_one(tmp_path, rng):
+def test_resume_without_a_file_creates_one(tmp_path, rng):
     write(tmp_path / "metrics.h5", rng, (6,), 1, 5)
     assert read(tmp_path / "metrics.h5").steps["step"].tolist() == [6]
 
 
-def fill(writer, rng):
-    """Append until the disk is full; return the last step that was flushed before."""
+def append_until_full(writer, rng):
+    """Append rows until the disk is full. Return the last step that was flushed before."""
     for step in range(1, 100_000):
         writer.append(**row(rng, step, 64))
         writer.flush()
@@ -275,7 +275,7 @@ def fill(writer, rng):
 def full_disk(path, rng):
     writer = MetricsWriter(path, 64)
     with pytest.raises(StorageError, match="cannot be written") as caught:
-        fill(writer, rng)
+        append_until_full(writer, rng)
     assert caught.value.exit_code == 74
     metrics = read(path)
     written = len(metrics.steps["step"])
@@ -322,7 +322,7 @@ with MetricsWriter(sys.argv[1], 8) as writer:
 
 
 @pytest.mark.full
-def test_killed_writer_and_reader_beside_it(tmp_path, rng):
+def test_killed_writer_leaves_flushed_rows_for_readers(tmp_path, rng):
     for number in range(3):
         path = tmp_path / f"{number}.h5"
         with subprocess.Popen([sys.executable, "-c", WRITER, path], stdout=subprocess.PIPE, text=True) as process:
@@ -338,7 +338,7 @@ def test_killed_writer_and_reader_beside_it(tmp_path, rng):
         write(path, rng, (len(steps["step"]) + 1,), 8, len(steps["step"]))
 
 
-def test_summary(tmp_path, monkeypatch):
+def test_summary_of_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(step_metrics, "LAST_LOSSES", 2)
     path = tmp_path / "metrics.h5"
     with MetricsWriter(path, 2) as writer:
@@ -366,7 +366,7 @@ def test_summary(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("lock_step", [1, 0])
-def test_a_rank_that_only_serves_has_no_share_and_without_lock_step_times_do_not_add_up(tmp_path, lock_step):
+def test_summary_excludes_the_waiting_of_servers(tmp_path, lock_step):
     path = tmp_path / "metrics.h5"
     with MetricsWriter(path, 3, attributes={"lock_step": lock_step}) as writer:
         for step, slow in enumerate([50.0, 1.0, 3.0], start=1):
@@ -388,7 +388,7 @@ def test_a_rank_that_only_serves_has_no_share_and_without_lock_step_times_do_not
     assert result["slowest_rank"] in (0, 1)
 
 
-def test_summary_of_nothing_measured(tmp_path):
+def test_summary_without_measurements_is_none(tmp_path):
     with MetricsWriter(tmp_path / "metrics.h5", 2):
         pass
     empty = summarise(read(tmp_path / "metrics.h5"))

@@ -1,4 +1,4 @@
-"""Rows in bounded memory: all of a small run, and of a large one blocks spread over it."""
+"""Rows in bounded memory: all rows of a small run, and blocks spread over a large run."""
 
 import h5py
 import numpy as np
@@ -18,31 +18,31 @@ def write(path, steps, ranks, rng):
         writer.evaluation(steps, 1.5)
 
 
-def test_a_small_run_is_read_in_full(tmp_path, rng):
+def test_small_run_is_read_completely(tmp_path, rng):
     write(tmp_path / "metrics.h5", 30, 3, rng)
-    found, whole = sampling.read(tmp_path / "metrics.h5"), step_metrics.read(tmp_path / "metrics.h5")
-    assert found.complete and found.tables == {} and found.sample.attributes == whole.attributes
+    result, whole = sampling.read(tmp_path / "metrics.h5"), step_metrics.read(tmp_path / "metrics.h5")
+    assert result.complete and result.tables == {} and result.sample.attributes == whole.attributes
     for name, column in whole.steps.items():
-        assert np.array_equal(found.sample.steps[name], column)
-    assert np.array_equal(found.sample.evaluations["val_loss"], [1.5])
+        assert np.array_equal(result.sample.steps[name], column)
+    assert np.array_equal(result.sample.evaluations["val_loss"], [1.5])
 
 
-def test_of_a_large_run_rows_all_over(tmp_path, rng, monkeypatch):
+def test_large_run_is_sampled_evenly(tmp_path, rng, monkeypatch):
     monkeypatch.setattr("hpcdist.hdf5.datasets.CHUNK_BYTES", 4 * 8 * 5)  # 4 rows of 5 ranks in a chunk
     write(tmp_path / "metrics.h5", 1001, 5, rng)
-    found = sampling.read(tmp_path / "metrics.h5", wide_bytes=100 * 5 * 8)
+    result = sampling.read(tmp_path / "metrics.h5", wide_bytes=100 * 5 * 8)
     with h5py.File(tmp_path / "metrics.h5") as file:
         assert file["steps/step_s"].chunks[0] == 4
-    assert not found.complete and 80 <= len(found.chosen) <= 104
-    assert found.chosen[0] == 0 and found.chosen[-1] == 1000, "the first and the last step"
-    assert np.diff(found.chosen).max() < 60
-    assert len(found.steps["loss"]) == 1001, "what is one number a step is there in full"
+    assert not result.complete and 80 <= len(result.chosen) <= 104
+    assert result.chosen[0] == 0 and result.chosen[-1] == 1000, "the first and the last step"
+    assert np.diff(result.chosen).max() < 60
+    assert len(result.steps["loss"]) == 1001, "what is one number a step is there in full"
     for name, column in step_metrics.read(tmp_path / "metrics.h5").steps.items():
-        assert np.array_equal(found.sample.steps[name], column[found.chosen])
+        assert np.array_equal(result.sample.steps[name], column[result.chosen])
 
 
 @pytest.mark.parametrize("chunk", (1, 8, 1000))
-def test_blocks_are_apart_and_few(rng, chunk):
+def test_blocks_are_disjoint_and_few(rng, chunk):
     for _ in range(50):
         rows, most = (int(rng.integers(1, 10**6)) for _ in range(2))
         blocks = tables.spread_blocks(rows, chunk, most)
@@ -55,7 +55,7 @@ def test_blocks_are_apart_and_few(rng, chunk):
 
 
 @pytest.mark.full
-def test_a_foreign_or_damaged_file_is_refused(tmp_path):
+def test_foreign_or_damaged_file_is_rejected(tmp_path):
     path = tmp_path / "metrics.h5"
     with h5py.File(path, "w") as file:
         file.attrs["schema"] = "somebody.else"

@@ -1,4 +1,4 @@
-"""What a training tells while it goes on: every step once, of all ranks, under names of the catalogue."""
+"""The event stream of a running training: every step once, of all ranks, with names of the catalogue."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from harness.trainings import assembled, recipe_keys, session_of
+from harness.trainings import assemble_trainer, recipe_keys, session_of
 from hpcdist.comm.record import spans as record_spans
 from hpcdist.comm.record.spans import Spans
 from hpcdist.comm.threads.communicator import run_threads
@@ -32,7 +32,7 @@ def settings(shared_text):
 
 
 class Said(ConsoleProgress):
-    """Keeps what a person would read."""
+    """A progress output that keeps the printed lines."""
 
     def __init__(self):
         super().__init__(STEPS, 0, 1e9, shown=False)
@@ -42,12 +42,12 @@ class Said(ConsoleProgress):
         self.lines.append(text)
 
 
-def trained(comm, settings, out, **changes):
-    """Train to the end on the ranks of ``comm``, as a job does it."""
+def train_to_end(comm, settings, out, **changes):
+    """Train to the end on the ranks of ``comm``, as a job does."""
     session = session_of(comm)
     session.spans = Spans(out / f"rank-{comm.rank:05d}.spans", comm.rank, comm.size)
     keys = settings | {key.replace("__", "."): value for key, value in changes.items()}
-    trainer = assembled(comm, keys, session=session)
+    trainer = assemble_trainer(comm, keys, session=session)
     energy = EnergyRecorder(comm, trainer.recipe, None, out)
     loop = TrainingLoop(session, trainer, out, Said(), {}, StopRequests(), energy)
     outcome, val_loss = TrainingJob.steps(None, loop)
@@ -57,25 +57,25 @@ def trained(comm, settings, out, **changes):
 
 @pytest.fixture(scope="module")
 def two_ranks(settings, tmp_path_factory):
-    """The directory of a training of three micro-batches on two ranks, and what each of them did."""
+    """The directory of a training of three micro-batches on two ranks, and the spans of each rank."""
     out = tmp_path_factory.mktemp("run")
-    return out, run_threads(2, lambda comm: trained(comm, settings, out, parallel__microbatches=3))
+    return out, run_threads(2, lambda comm: train_to_end(comm, settings, out, parallel__microbatches=3))
 
 
 def events_of(out):
-    found = defaultdict(list)
+    result = defaultdict(list)
     for line in (out / "events.jsonl").read_text().splitlines():
         event = json.loads(line)
-        found[event["kind"]].append(event)
-    return found
+        result[event["kind"]].append(event)
+    return result
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.full_except("1")
-def test_a_run_tells_every_step_once(settings, tmp_path, ranks):
-    loops = run_threads(ranks, lambda comm: trained(comm, settings, tmp_path))
-    told, rows = events_of(tmp_path), step_metrics.read(tmp_path / "metrics.h5").steps
-    steps = told["step"]
+def test_run_reports_every_step_once(settings, tmp_path, ranks):
+    loops = run_threads(ranks, lambda comm: train_to_end(comm, settings, tmp_path))
+    output, rows = events_of(tmp_path), step_metrics.read(tmp_path / "metrics.h5").steps
+    steps = output["step"]
     assert [event["step"] for event in steps] == list(range(1, STEPS + 1))
     assert [event["values"]["training_loss_nats"] for event in steps] == rows["loss"].tolist()
     assert [event["values"]["step_seconds"] for event in steps] == rows["step_s"].max(axis=1).tolist()
@@ -84,20 +84,20 @@ def test_a_run_tells_every_step_once(settings, tmp_path, ranks):
     norms = [event["values"]["gradient_norm"] for event in steps]
     assert all(norm > 0 for norm in norms) and len(set(norms)) == STEPS
     assert steps[-1]["values"]["phase_seconds[data]"] >= 0
-    assert [len(told[kind]) for kind in ("begin", "end")] == [1, 1]
-    saves = [(event["step"], event["values"]["checkpoints_total"]) for event in told["checkpoint"]]
+    assert [len(output[kind]) for kind in ("begin", "end")] == [1, 1]
+    saves = [(event["step"], event["values"]["checkpoints_total"]) for event in output["checkpoint"]]
     assert saves == [(5, 1), (10, 2), (STEPS, 3)]
-    assert told["checkpoint"][0]["values"]["checkpoint_bytes"] == sum(loop.trainer.state_bytes() for loop in loops)
-    (evaluated,) = told["evaluation"]
+    assert output["checkpoint"][0]["values"]["checkpoint_bytes"] == sum(loop.trainer.state_bytes() for loop in loops)
+    (evaluated,) = output["evaluation"]
     assert math.isfinite(evaluated["values"]["validation_loss_nats"])
     held = max(loop.trainer.ledger.peak["parameters"] for loop in loops)
-    assert told["memory"][-1]["values"]["memory_peak_bytes[parameters]"] == held
+    assert output["memory"][-1]["values"]["memory_peak_bytes[parameters]"] == held
     assert not any(loop.streaming._held_up for loop in loops[1:])  # nothing grows where no rows come
     if ranks > 1:
-        assert any("allreduce" in key for key in told["collectives"][-1]["values"])
+        assert any("allreduce" in key for key in output["collectives"][-1]["values"])
 
 
-def test_names_are_those_of_the_catalogue_and_counters_never_fall(two_ranks):
+def test_names_are_in_the_catalogue_and_counters_never_fall(two_ranks):
     last = {}
     for events in events_of(two_ranks[0]).values():
         for event in events:
@@ -111,7 +111,7 @@ def test_names_are_those_of_the_catalogue_and_counters_never_fall(two_ranks):
                     last[key] = value
 
 
-def test_what_has_no_table_is_kept_in_the_metrics_file(two_ranks):
+def test_figures_without_a_table_are_stored_in_the_metrics_file(two_ranks):
     out, _ = two_ranks
     with files.open_read(out / "metrics.h5") as file:
         series = observations.read(file).series
@@ -121,7 +121,7 @@ def test_what_has_no_table_is_kept_in_the_metrics_file(two_ranks):
     assert session.hosts.of_rank == (0, 0) and len(session.readings) == 2
 
 
-def test_spans_cover_what_a_rank_did(two_ranks):
+def test_spans_cover_the_steps_of_a_rank(two_ranks):
     out, loops = two_ranks
     for rank, loop in enumerate(loops):
         spans = record_spans.read(out / f"rank-{rank:05d}.spans").spans
@@ -140,12 +140,12 @@ def test_spans_cover_what_a_rank_did(two_ranks):
         assert {span.name for span in spans if span.phase == "validation"} == {"validation"}
 
 
-def test_rank_0_waits_for_sensors_that_look_part_of_the_time(settings, tmp_path, monkeypatch):
+def test_rank_0_waits_for_sensors_with_partial_sampling(settings, tmp_path, monkeypatch):
     monkeypatch.setattr(EnergyRecorder, "part_time_sensor", lambda energy: PowerSensor(0.02, 0.005))
     settings = settings | {"energy.sources": "auto", "energy.shift": "true", "energy.powercap": tmp_path / "nowhere"}
-    # Which steps wait follows from the clock, and is tested beside the sensor: here all of them do.
+    # Which steps wait follows from the clock, and is tested together with the sensor: here all of them wait.
     monkeypatch.setattr(SensorShift, "pause_s", lambda shift, now_ns: 1e-3)
-    run_threads(2, lambda comm: trained(comm, settings, tmp_path))
+    run_threads(2, lambda comm: train_to_end(comm, settings, tmp_path))
     shifts = [
         [span for span in record_spans.read(tmp_path / f"rank-{rank:05d}.spans").spans if span.name == "shift"]
         for rank in range(2)
@@ -153,31 +153,31 @@ def test_rank_0_waits_for_sensors_that_look_part_of_the_time(settings, tmp_path,
     assert shifts[0] and not shifts[1] and {span.phase for span in shifts[0]} == {"other"}
 
 
-def test_a_sink_that_cannot_begin_is_refused_before_the_first_step(settings, tmp_path):
+def test_unusable_sink_is_rejected_before_the_first_step(settings, tmp_path):
     (tmp_path / "blocked").write_text("no directory")
     blocked = {"telemetry.prometheus": "textfile", "telemetry.textfile_directory": str(tmp_path / "blocked")}
     with pytest.raises(StorageError, match="blocked"):
-        run_threads(1, lambda comm: trained(comm, settings | blocked, tmp_path))
+        run_threads(1, lambda comm: train_to_end(comm, settings | blocked, tmp_path))
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_what_is_odd_is_said_and_told(settings, tmp_path, monkeypatch):
+def test_anomaly_is_printed_and_streamed(settings, tmp_path, monkeypatch):
     monkeypatch.setattr("hpcdist.telemetry.anomalies.MIN_STEPS", 4)
     original = TrainingLoop._train
 
     def spiking(loop, step, batches):
-        found = original(loop, step, batches)
-        found.loss += 50.0 * (step == 9)
-        return found
+        result = original(loop, step, batches)
+        result.loss += 50.0 * (step == 9)
+        return result
 
     monkeypatch.setattr(TrainingLoop, "_train", spiking)
-    (loop,) = run_threads(1, lambda comm: trained(comm, settings, tmp_path))
+    (loop,) = run_threads(1, lambda comm: train_to_end(comm, settings, tmp_path))
     (flag,) = [event for event in events_of(tmp_path)["anomaly"] if "anomalies_total[loss_spike]" in event["values"]]
     assert flag["step"] == 9 and flag["values"]["text"] in loop.progress.lines
 
 
-def test_flushes_that_cost_much_become_seldom(settings, tmp_path, monkeypatch):
-    (loop,) = run_threads(1, lambda comm: trained(comm, settings, tmp_path))
+def test_expensive_flushes_become_rare(settings, tmp_path, monkeypatch):
+    (loop,) = run_threads(1, lambda comm: train_to_end(comm, settings, tmp_path))
     rows = loop.metrics
 
     def due_after(seconds, cost_s):
@@ -194,13 +194,13 @@ def test_flushes_that_cost_much_become_seldom(settings, tmp_path, monkeypatch):
     assert due_after(1.0, 100.0), "the memory of rows has a bound"
 
 
-def test_a_start_that_is_stopped_evaluates_nothing(settings, tmp_path):
-    """What was known before it is still the last validation loss, also beside the NaN of an earlier version."""
+def test_stopped_start_does_not_evaluate(settings, tmp_path):
+    """An earlier validation loss remains the last one, also next to a NaN of an earlier version."""
     (tmp_path / "stop").touch()
-    (loop,) = run_threads(1, lambda comm: trained(comm, settings, tmp_path))
+    (loop,) = run_threads(1, lambda comm: train_to_end(comm, settings, tmp_path))
     assert loop.outcome.stop_request is not None and 0 < loop.outcome.done < STEPS
-    found = step_metrics.read(tmp_path / "metrics.h5")
-    assert len(found.evaluations["step"]) == 0 and step_metrics.summarise(found)["val_loss"] is None
+    result = step_metrics.read(tmp_path / "metrics.h5")
+    assert len(result.evaluations["step"]) == 0 and step_metrics.summarise(result)["val_loss"] is None
     with step_metrics.MetricsWriter(tmp_path / "metrics.h5", 1, loop.outcome.done) as writer:
         writer.evaluation(STEPS, 2.5)
         writer.evaluation(STEPS, math.nan)

@@ -1,4 +1,4 @@
-"""Decimation keeps extremes, ends and gaps; means and medians leave out what is not known."""
+"""Decimation keeps extremes, ends and gaps; means and medians skip missing values."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from hpcdist.telemetry.page.charts import series
 
 
 @pytest.mark.parametrize("count", (1, 1999, 2000, 2001, 12_345, 300_000))
-def test_decimation_keeps_what_stands_out(rng, count):
+def test_decimation_keeps_extremes(rng, count):
     x, y = np.arange(count), rng.normal(size=count)
     spikes = rng.choice(count, min(count, 5), replace=False)
     y[spikes] = rng.permutation([50.0, -60.0, 70.0, -80.0, 90.0])[: len(spikes)]
@@ -19,9 +19,9 @@ def test_decimation_keeps_what_stands_out(rng, count):
     if count > series.POINTS:
         # What a reader sees in a column of a picture: the lowest and the highest of each part.
         for part in np.array_split(np.arange(count), 100):
-            own = few_y[np.isin(few_x, part)]
+            local_data = few_y[np.isin(few_x, part)]
             inner = part[len(part) // 4 : -len(part) // 4]
-            assert own.max() >= y[inner].max() and own.min() <= y[inner].min()
+            assert local_data.max() >= y[inner].max() and local_data.min() <= y[inner].min()
 
 
 def test_decimation_keeps_gaps(rng):
@@ -36,24 +36,24 @@ def test_decimation_keeps_gaps(rng):
 
 
 @pytest.mark.parametrize("shape", ((997,), (997, 3)))
-def test_means_and_medians_leave_out_what_is_not_known(rng, shape):
+def test_means_and_medians_skip_missing_values(rng, shape):
     values = rng.normal(size=shape)
     values[rng.random(shape) < 0.2] = np.nan
     values[:300] = np.nan
     edges = series.bin_edges(np.arange(997), 11)
     parts = [values[a:b] for a, b in zip(edges[:-1], edges[1:], strict=True)]
     assert np.isnan(series.means(values, edges)[:3]).all()
-    for found, exact in ((series.means, np.nanmean), (series.medians, np.nanmedian)):
+    for result, exact in ((series.means, np.nanmean), (series.medians, np.nanmedian)):
         expected = [exact(part, axis=0) for part in parts if np.isfinite(part).any()]
-        assert np.allclose(found(values, edges)[-len(expected) :], expected, equal_nan=True)
+        assert np.allclose(result(values, edges)[-len(expected) :], expected, equal_nan=True)
 
 
-def test_smoothing_is_a_mean_of_what_was_before(rng):
+def test_smoothing_is_the_mean_of_preceding_values(rng):
     values = rng.normal(size=50)
     values[10] = np.nan
-    found = series.smooth(values, 7)
+    result = series.smooth(values, 7)
     for at in range(50):
-        assert found[at] == pytest.approx(np.nanmean(values[max(0, at - 6) : at + 1]))
+        assert result[at] == pytest.approx(np.nanmean(values[max(0, at - 6) : at + 1]))
     assert series.smooth(values, 1) is values
 
 

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: what promtool says of them, counters over resumes, and the three ways to show them."""
+"""Metrics for Prometheus: promtool accepts them, counters over resumes, and the three ways to publish them."""
 
 import json
 import math
@@ -40,7 +40,7 @@ GROUP = "/metrics/job/hpcdist/jobid/42"
 
 @pytest.fixture(autouse=True)
 def no_proxy(monkeypatch):
-    """Nothing here leaves the machine."""
+    """No request leaves the machine."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
 
@@ -57,17 +57,17 @@ def step(number, **values):
 
 
 def samples(text):
-    """Return {(name, sorted labels but jobid and run)} -> value; the two are the same in all."""
-    found = {}
+    """Return {(name, sorted labels)} -> value, without the labels jobid and run, which are the same everywhere."""
+    results = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels = dict(sample.labels)
             assert labels.pop("run") == "a-run" and labels.pop("jobid") in ("42", "a-run")
-            found[sample.name, *sorted(labels.items())] = sample.value
-    return found
+            results[sample.name, *sorted(labels.items())] = sample.value
+    return results
 
 
-def shown(sink):
+def read_samples(sink):
     if sink.where.startswith("http"):
         with urllib.request.urlopen(sink.where, timeout=10) as answer:
             return samples(answer.read().decode())
@@ -75,8 +75,8 @@ def shown(sink):
         return samples(file.read())
 
 
-def everything(rng):
-    """An event with a value for each figure of the catalogue, and two for those with a label."""
+def event_with_all_figures(rng):
+    """Return an event with a value for each figure of the catalogue, and two for figures with a label."""
     values = {}
     for name, quantity in QUANTITIES.items():
         for label in ("a", 'odd "label"\\') if quantity.label else ("",):
@@ -87,15 +87,15 @@ def everything(rng):
 # --- what is shown --------------------------------------------------------------------------------------------------
 
 
-def test_every_figure_of_the_catalogue_is_shown_as_it_is_named_there(tmp_path, rng):
-    sink, event = PrometheusSink(run_in(tmp_path), TEXTFILE), everything(rng)
+def test_every_figure_has_its_catalogue_name(tmp_path, rng):
+    sink, event = PrometheusSink(run_in(tmp_path), TEXTFILE), event_with_all_figures(rng)
     sink.write([event])
-    found = shown(sink)
-    assert len(found) == len(event.values)
+    result = read_samples(sink)
+    assert len(result) == len(event.values)
     for key, value in event.values.items():
         name, label = quantities.split(key)
         labels = [] if label is None else [(QUANTITIES[name].label, label)]
-        assert found[f"hpcdist_{name}", *labels] == value
+        assert result[f"hpcdist_{name}", *labels] == value
     with open(sink.where) as file:
         text = file.read()
     for quantity in QUANTITIES.values():
@@ -104,12 +104,12 @@ def test_every_figure_of_the_catalogue_is_shown_as_it_is_named_there(tmp_path, r
     assert "python_" not in text and "process_" not in text and "_created" not in text
 
 
-def test_promtool_has_no_complaint(tmp_path, rng):
+def test_promtool_accepts_the_output(tmp_path, rng):
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("there is no promtool: apt-get install prometheus")
     sink = PrometheusSink(run_in(tmp_path), TEXTFILE)
-    sink.write([everything(rng)])
+    sink.write([event_with_all_figures(rng)])
     with open(sink.where) as file:
         text = file.read()
     check = [promtool, "check", "metrics"]
@@ -119,22 +119,22 @@ def test_promtool_has_no_complaint(tmp_path, rng):
     assert jobs.run(check, text=wrong).returncode
 
 
-def test_what_is_not_known_is_not_shown(tmp_path):
+def test_missing_values_are_not_shown(tmp_path):
     sink = PrometheusSink(run_in(tmp_path), TEXTFILE)
-    assert shown(sink) == {}
+    assert read_samples(sink) == {}
     sink.write([step(1, gradient_norm=math.nan, why="text", **{"power_watts[gpu]": 300.0, "emissions_grams_total": 2})])
-    assert shown(sink) == {
+    assert read_samples(sink) == {
         ("hpcdist_training_loss_nats",): 1,
         ("hpcdist_steps_total",): 1,
         ("hpcdist_power_watts", ("source", "gpu")): 300,
         ("hpcdist_emissions_grams_total",): 2,
     }
     sink.write([step(2, **{"power_watts[gpu]": math.nan, "emissions_grams_total": math.nan})])
-    assert ("hpcdist_power_watts", ("source", "gpu")) not in shown(sink)
-    assert shown(sink)["hpcdist_emissions_grams_total",] == 2  # a counter does not vanish
+    assert ("hpcdist_power_watts", ("source", "gpu")) not in read_samples(sink)
+    assert read_samples(sink)["hpcdist_emissions_grams_total",] == 2  # a counter does not vanish
 
 
-def test_without_a_job_the_run_is_its_identity(tmp_path):
+def test_run_without_a_job_uses_its_name_as_job_id(tmp_path):
     sink = PrometheusSink(run_in(tmp_path, jobid=""), TEXTFILE)
     sink.write([step(1)])
     assert sink.where.endswith("/hpcdist_a-run.prom")
@@ -142,20 +142,20 @@ def test_without_a_job_the_run_is_its_identity(tmp_path):
         assert 'hpcdist_steps_total{jobid="a-run",run="a-run"} 1.0' in file.read()
 
 
-def test_a_name_with_odd_characters_makes_one_file(tmp_path):
+def test_name_with_special_characters_makes_one_file(tmp_path):
     sink = PrometheusSink(RunInfo("näme/of run", tmp_path, "", 1, 1, ""), TEXTFILE)
     assert os.path.basename(sink.where) == "hpcdist_n_me_of_run.prom"
     with open(sink.where) as file:
         assert file.read() == ""
 
 
-def test_whose_job_it_is_stands_in_the_labels_of_one_metric(tmp_path, rng):
-    event = everything(rng)
+def test_job_owner_is_in_the_labels_of_one_metric(tmp_path, rng):
+    event = event_with_all_figures(rng)
     without, sink = (PrometheusSink(run, TEXTFILE) for run in (run_in(tmp_path), run_in(tmp_path, owner=OWNER)))
     series = []
     for each in (without, sink):
         each.write([event])
-        series.append(shown(each))
+        series.append(read_samples(each))
     info = ("hpcdist_job_info", *sorted(OWNER.items()))
     assert series[1] == series[0] | {info: 1}, "and no other series has them"
 
@@ -174,12 +174,12 @@ PBS = {"PBS_O_LOGNAME": "bob", "PBS_ACCOUNT": "chemistry", "PBS_QUEUE": "prod", 
     (PBS, "7.server", ["bob", "chemistry", "prod", ""]),
     ({"USER": "whoever"}, "", [pwd.getpwuid(os.getuid()).pw_name, "", "", ""]),
 )
-def test_the_scheduler_tells_whose_job_it_is(environment, number, owner):
+def test_job_owner_is_read_from_the_scheduler(environment, number, owner):
     assert provenance.job_number(environment) == number
     assert provenance.job_owner(environment) == dict(zip(("user", "account", "partition", "qos"), owner, strict=True))
 
 
-def test_a_user_without_a_name_is_a_number(monkeypatch):
+def test_user_without_a_name_is_a_number(monkeypatch):
     monkeypatch.setattr("hpcdist.telemetry.provenance.pwd.getpwuid", lambda number: {}[number])
     assert provenance.job_owner({})["user"] == str(os.getuid())
 
@@ -188,12 +188,12 @@ def test_a_user_without_a_name_is_a_number(monkeypatch):
 
 
 def test_no_counter_falls_over_a_resume(tmp_path):
-    """Killed after step 9, gone on from step 5: steps are made again, and messages are counted from zero again."""
+    """The run is killed after step 9 and resumed from step 5: steps are repeated, and message counts restart at 0."""
     of_operation = "collective_seconds_total[ring_allreduce]"
     first = PrometheusSink(run_in(tmp_path), TEXTFILE)
     first.write([step(9, **{"sent_bytes_total": 900, of_operation: 4.5, "energy_joules_total[node]": 90.0})])
     second = PrometheusSink(run_in(tmp_path, resumed_step=5), TEXTFILE)
-    before = shown(second)  # also before the first step
+    before = read_samples(second)  # also before the first step
     assert before["hpcdist_steps_total",] == 9
     seen = [before]
     for number, count in zip(range(6, 13), range(1, 8), strict=True):
@@ -203,11 +203,11 @@ def test_no_counter_falls_over_a_resume(tmp_path):
             "energy_joules_total[node]": 10.0 * number,
         }
         second.write([step(number, **figures)])
-        seen.append(shown(second))
+        seen.append(read_samples(second))
     counters = {key for key in seen[-1] if key[0].endswith("_total")}
     assert len(counters) == 4
     for key in counters:
-        values = [found[key] for found in seen]
+        values = [result[key] for result in seen]
         assert values == sorted(values), key
     assert seen[-1]["hpcdist_steps_total",] == 12
     assert seen[-1]["hpcdist_energy_joules_total", ("source", "node")] == 120
@@ -215,7 +215,7 @@ def test_no_counter_falls_over_a_resume(tmp_path):
     assert seen[-1]["hpcdist_collective_seconds_total", ("operation", "ring_allreduce")] == 4.5 + 3.5
 
 
-def test_totals_are_kept_in_every_way_and_while_the_gateway_is_away(tmp_path):
+def test_totals_are_kept_even_without_the_gateway(tmp_path):
     with pushgateway.running() as gateway:
         sink = PrometheusSink(run_in(tmp_path), TelemetryConfig(prometheus="push", gateway=gateway.address))
         gateway.status = 500
@@ -227,19 +227,19 @@ def test_totals_are_kept_in_every_way_and_while_the_gateway_is_away(tmp_path):
     again = PrometheusSink(run_in(tmp_path, resumed_step=2), HTTP)
     try:
         again.write([step(3, checkpoints_total=1)])
-        assert shown(again)["hpcdist_checkpoints_total",] == 4
-        assert shown(again)["hpcdist_steps_total",] == 3
+        assert read_samples(again)["hpcdist_checkpoints_total",] == 4
+        assert read_samples(again)["hpcdist_steps_total",] == 3
     finally:
         again.close(True)
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"steps_total": "many"}', '{"steps_total"'])
-def test_damaged_totals_are_no_reason_not_to_train(tmp_path, content):
+def test_damaged_totals_do_not_prevent_training(tmp_path, content):
     (tmp_path / "prometheus").mkdir()
     (tmp_path / "prometheus" / "counters.json").write_text(content)
     sink = PrometheusSink(run_in(tmp_path, resumed_step=2), TEXTFILE)
     sink.write([step(3)])
-    assert shown(sink)["hpcdist_steps_total",] == 3
+    assert read_samples(sink)["hpcdist_steps_total",] == 3
 
 
 def test_restored_totals_are_counters():
@@ -250,7 +250,7 @@ def test_restored_totals_are_counters():
 
 
 @pytest.mark.parametrize("normal", [True, False])
-def test_the_file_is_that_of_the_job_and_goes_with_it(tmp_path, normal):
+def test_file_belongs_to_the_job_and_is_removed_with_it(tmp_path, normal):
     folder = tmp_path / "node_exporter"
     folder.mkdir()
     (folder / "hpcdist_41.prom").write_text("of another job\n")
@@ -262,7 +262,7 @@ def test_the_file_is_that_of_the_job_and_goes_with_it(tmp_path, normal):
     assert [path.name for path in folder.iterdir()] == ["hpcdist_41.prom"]
 
 
-def test_the_exporter_of_another_user_may_read_the_file(tmp_path):
+def test_file_is_readable_by_the_exporter_of_another_user(tmp_path):
     mask = os.umask(0o077)
     try:
         sink = PrometheusSink(run_in(tmp_path), TEXTFILE)
@@ -272,17 +272,17 @@ def test_the_exporter_of_another_user_may_read_the_file(tmp_path):
     assert stat.S_IMODE(os.stat(sink.where).st_mode) == 0o644
 
 
-def test_a_reader_never_sees_half_of_the_file(tmp_path, rng):
+def test_reader_never_sees_a_partial_file(tmp_path, rng):
     sink = PrometheusSink(run_in(tmp_path), TEXTFILE)
-    event = everything(rng)
+    event = event_with_all_figures(rng)
     sink.write([event])
     complete, ends, torn = len(event.values), threading.Event(), []
 
     def read():
         while not ends.is_set():
-            found = len(shown(sink))
-            if found != complete:
-                torn.append(found)
+            result = len(read_samples(sink))
+            if result != complete:
+                torn.append(result)
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -294,65 +294,65 @@ def test_a_reader_never_sees_half_of_the_file(tmp_path, rng):
     assert not [path for path in (tmp_path / "prometheus").iterdir() if path.suffix == ".new"]
 
 
-def test_a_directory_that_is_not_there_is_refused_with_the_cure(tmp_path):
+def test_missing_directory_is_rejected_with_the_remedy(tmp_path):
     config = TelemetryConfig(prometheus="textfile", textfile_directory=str(tmp_path / "absent"))
     with pytest.raises(StorageError, match=r"absent.*no such directory.*--collector.textfile.directory") as caught:
         PrometheusSink(run_in(tmp_path), config)
     assert caught.value.exit_code == 74
 
 
-def test_a_directory_that_cannot_be_written_is_refused_with_the_cure(tmp_path, monkeypatch):
+def test_unwritable_directory_is_rejected_with_the_remedy(tmp_path, monkeypatch):
     folder = tmp_path / "closed"
     folder.mkdir()
     config = TelemetryConfig(prometheus="textfile", textfile_directory=str(folder))
     if os.geteuid() == 0:  # to whom nothing is closed: the kernel's answer is given by hand
-        monkeypatch.setattr("hpcdist.reporting.atomic.create", refused)
+        monkeypatch.setattr("hpcdist.reporting.atomic.create", raise_permission_error)
     else:
         folder.chmod(0o500)
     with pytest.raises(StorageError, match=r"Permission denied; choose another telemetry.textfile_directory"):
         PrometheusSink(run_in(tmp_path), config)
 
 
-def refused(path, *arguments):
+def raise_permission_error(path, *arguments):
     raise PermissionError(13, os.strerror(13), str(path))
 
 
-def test_a_disk_that_fills_up_is_told_of_once_and_the_old_figures_stay(tmp_path, monkeypatch):
+def test_full_disk_is_reported_once_and_old_figures_stay(tmp_path, monkeypatch):
     sink = PrometheusSink(run_in(tmp_path), TEXTFILE)
-    told = []
-    stream = EventStream([sink], told.append)
+    lines = []
+    stream = EventStream([sink], lines.append)
     stream.publish([step(1)])
     with monkeypatch.context() as patched:
         patched.setattr("os.replace", lambda old, new: (_ for _ in ()).throw(OSError(28, os.strerror(28))))
         stream.publish([step(2)])
         stream.publish([step(3)])
-        assert shown(sink)["hpcdist_steps_total",] == 1
+        assert read_samples(sink)["hpcdist_steps_total",] == 1
     stream.publish([step(4)])
-    assert shown(sink)["hpcdist_steps_total",] == 4
-    assert len(told) == 2 and "No space left" in told[0] and "works again" in told[1]
+    assert read_samples(sink)["hpcdist_steps_total",] == 4
+    assert len(lines) == 2 and "No space left" in lines[0] and "works again" in lines[1]
 
 
 # --- a port ---------------------------------------------------------------------------------------------------------
 
 
-def test_any_free_port_is_told(tmp_path):
+def test_chosen_free_port_is_reported(tmp_path):
     sink = PrometheusSink(run_in(tmp_path), HTTP)
     try:
         assert sink.where.startswith("http://127.0.0.1:") and not sink.where.startswith("http://127.0.0.1:0/")
         sink.write([step(1)])
-        assert shown(sink)["hpcdist_steps_total",] == 1
+        assert read_samples(sink)["hpcdist_steps_total",] == 1
         sink.write([step(2)])
-        assert shown(sink)["hpcdist_steps_total",] == 2
-        (found,) = json.loads((tmp_path / "prometheus" / "targets.json").read_bytes())
-        assert found["targets"] == [sink.where.removeprefix("http://").removesuffix("/metrics")]
+        assert read_samples(sink)["hpcdist_steps_total",] == 2
+        (document,) = json.loads((tmp_path / "prometheus" / "targets.json").read_bytes())
+        assert document["targets"] == [sink.where.removeprefix("http://").removesuffix("/metrics")]
     finally:
         sink.close(True)
     with pytest.raises(urllib.error.URLError):
-        shown(sink)
+        read_samples(sink)
     assert not (tmp_path / "prometheus" / "targets.json").exists()
 
 
-def test_nobody_on_another_machine_is_answered(tmp_path):
+def test_server_listens_only_on_this_machine(tmp_path):
     sink = PrometheusSink(run_in(tmp_path), HTTP)
     try:
         assert sink._way._server.socket.getsockname()[0] == "127.0.0.1"
@@ -360,7 +360,7 @@ def test_nobody_on_another_machine_is_answered(tmp_path):
         sink.close(True)
 
 
-def test_a_port_that_is_taken_is_refused_with_the_cure(tmp_path):
+def test_used_port_is_rejected_with_the_remedy(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
@@ -377,17 +377,17 @@ def test_a_port_that_is_taken_is_refused_with_the_cure(tmp_path):
 
 @pytest.fixture
 def gateway():
-    with pushgateway.running() as found:
-        yield found
+    with pushgateway.running() as result:
+        yield result
 
 
-def pushing(folder, gateway):
+def push_sink(folder, gateway):
     return PrometheusSink(run_in(folder), TelemetryConfig(prometheus="push", gateway=gateway.address))
 
 
-def test_figures_are_pushed_and_deleted_at_an_end_in_order(tmp_path, gateway):
-    sink = pushing(tmp_path, gateway)
-    assert [*gateway.groups] == [GROUP]  # the first push is that of the constructor
+def test_figures_are_pushed_and_deleted_at_a_normal_end(tmp_path, gateway):
+    sink = push_sink(tmp_path, gateway)
+    assert [*gateway.groups] == [GROUP]  # the constructor made the first push
     sink.write([step(1)])
     until(lambda: "hpcdist_steps_total" in gateway.groups[GROUP])
     assert samples(gateway.groups[GROUP])["hpcdist_steps_total",] == 1
@@ -396,8 +396,8 @@ def test_figures_are_pushed_and_deleted_at_an_end_in_order(tmp_path, gateway):
     assert gateway.requests[-1] == ("DELETE", GROUP)
 
 
-def test_a_run_that_fails_leaves_its_last_figures(tmp_path, gateway):
-    sink = pushing(tmp_path, gateway)
+def test_failed_run_leaves_its_last_figures(tmp_path, gateway):
+    sink = push_sink(tmp_path, gateway)
     sink.write([step(1)])
     sink.write([step(2)])
     sink.close(False)
@@ -405,8 +405,8 @@ def test_a_run_that_fails_leaves_its_last_figures(tmp_path, gateway):
     assert all(method == "PUT" for method, _ in gateway.requests)
 
 
-def test_a_gateway_that_does_not_answer_delays_no_step_and_gets_the_newest_figures(tmp_path, gateway):
-    sink = pushing(tmp_path, gateway)
+def test_slow_gateway_delays_no_step_and_gets_the_newest_figures(tmp_path, gateway):
+    sink = push_sink(tmp_path, gateway)
     gateway.arrived.clear()
     gateway.answers.clear()
     sink.write([step(1)])
@@ -421,24 +421,24 @@ def test_a_gateway_that_does_not_answer_delays_no_step_and_gets_the_newest_figur
 
 
 @pytest.mark.parametrize("status", [400, 500])
-def test_a_gateway_that_refuses_is_told_of_once_and_tried_again(tmp_path, gateway, status):
-    sink, told = pushing(tmp_path, gateway), []
-    stream = EventStream([sink], told.append)
+def test_gateway_error_is_reported_once_and_retried(tmp_path, gateway, status):
+    sink, output = push_sink(tmp_path, gateway), []
+    stream = EventStream([sink], output.append)
     gateway.status = status
     stream.publish([step(1)])
     until(lambda: len(gateway.requests) >= 2 and sink._way._failure)
     stream.publish([step(2)])
     stream.publish([step(3)])
-    assert len(told) == 1 and f"HTTP Error {status}" in told[0] and gateway.address in told[0]
+    assert len(output) == 1 and f"HTTP Error {status}" in output[0] and gateway.address in output[0]
     gateway.status = 200
-    until(lambda: stream.publish([step(4)]) or len(told) == 2)
-    assert "works again" in told[1]
+    until(lambda: stream.publish([step(4)]) or len(output) == 2)
+    assert "works again" in output[1]
     until(lambda: samples(gateway.groups[GROUP]).get(("hpcdist_steps_total",)) == 4)
     stream.close(True)
     assert gateway.groups == {}
 
 
-def test_a_gateway_that_is_not_there_is_refused_with_the_cure(tmp_path):
+def test_missing_gateway_is_rejected_with_the_remedy(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     config = TelemetryConfig(prometheus="push", gateway=f"127.0.0.1:{port}")
@@ -448,24 +448,24 @@ def test_a_gateway_that_is_not_there_is_refused_with_the_cure(tmp_path):
     assert not [thread for thread in threading.enumerate() if thread.name == "hpcdist-push"]
 
 
-def test_a_gateway_that_hangs_is_given_up(tmp_path, gateway, monkeypatch):
+def test_hanging_gateway_times_out(tmp_path, gateway, monkeypatch):
     monkeypatch.setattr(module, "PUSH_S", 0.2)
     gateway.answers.clear()
     with pytest.raises(ConfigurationError, match="timed out"):
-        pushing(tmp_path, gateway)
+        push_sink(tmp_path, gateway)
 
 
-def test_a_gateway_that_has_gone_does_not_hold_up_the_end(tmp_path, monkeypatch):
+def test_lost_gateway_does_not_delay_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PUSH_S", 0.2)
     for normal in (True, False):
         with pushgateway.running() as gateway:
-            sink = pushing(tmp_path, gateway)
+            sink = push_sink(tmp_path, gateway)
         with pytest.raises(StorageError, match=gateway.address):
             sink.close(normal)
     assert not [thread for thread in threading.enumerate() if thread.name == "hpcdist-push"]
 
 
-def test_the_package_is_named_where_it_is_missing(tmp_path, monkeypatch):
+def test_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(MissingCapabilityError, match=r"hpcdist\[prometheus\].*telemetry.prometheus = 'off'"):
         PrometheusSink(run_in(tmp_path), TEXTFILE)

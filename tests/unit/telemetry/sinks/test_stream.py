@@ -1,4 +1,4 @@
-"""The stream: every sink sees everything, and none of them can end a run; names follow one convention."""
+"""The event stream: every sink gets every event, no sink can end a run, and names follow one convention."""
 
 import re
 
@@ -24,10 +24,10 @@ class Keeping:
         self.closed = normal
 
 
-def test_a_sink_that_fails_is_told_of_once_until_it_works_again():
-    told = []
+def test_failing_sink_is_reported_once_until_it_recovers():
+    lines = []
     good, bad = Keeping("good"), Keeping("bad", fails=(2, 3))
-    stream = EventStream([bad, good], told.append)
+    stream = EventStream([bad, good], lines.append)
     events = [RunEvent("step", step, {"training_loss_nats": 1.0 / step}) for step in (1, 2, 3, 4)]
     for event in events:
         stream.publish([event])
@@ -35,15 +35,15 @@ def test_a_sink_that_fails_is_told_of_once_until_it_works_again():
     stream.close(normal=True)
     assert good.seen == events and bad.seen == [events[0], events[3]]
     assert good.calls == 4 and good.closed and bad.closed
-    assert len(told) == 2 and "no space left" in told[0] and "works again" in told[1]
+    assert len(lines) == 2 and "no space left" in lines[0] and "works again" in lines[1]
 
 
-def test_an_unknown_kind():
+def test_unknown_event_kind_raises_assertion_error():
     with pytest.raises(AssertionError):
         RunEvent("stop", 1)
 
 
-def test_names_say_their_units():
+def test_names_contain_their_units():
     ends = {"s": "seconds", "By": "bytes", "J": "joules", "W": "watts", "By/s": "bytes_per_second", "g": "grams"}
     for quantity in QUANTITIES.values():
         assert re.fullmatch(r"[a-z][a-z_]*", quantity.name) and quantity.meaning and quantity.tag
@@ -53,7 +53,7 @@ def test_names_say_their_units():
     assert len({quantity.tag for quantity in QUANTITIES.values()}) == len(QUANTITIES)
 
 
-def test_keys():
+def test_keys_are_split_into_name_and_label():
     assert quantities.split(quantities.key("memory_bytes", "activations")) == ("memory_bytes", "activations")
     assert quantities.split(quantities.key("learning_rate")) == ("learning_rate", None)
     for name, label in (("memory_bytes", ""), ("learning_rate", "x")):

@@ -1,4 +1,4 @@
-"""Event files are what TensorBoard reads: checksums, tags, times, and no step twice after a resume."""
+"""Event files as TensorBoard reads them: checksums, tags, times, and no repeated step after a resume."""
 
 import struct
 import sys
@@ -35,33 +35,33 @@ def scalars(folder):
     return event_files.scalars(folder / DIRECTORY)
 
 
-def test_figures_are_read_back_with_their_tags_steps_and_times(tmp_path, rng):
+def test_figures_are_read_back_with_tags_steps_and_times(tmp_path, rng):
     losses = rng.random(20)
     sink = TensorBoard(run_in(tmp_path), ON)
     sink.write([step(number, loss, 1_770_000_000.5 + number) for number, loss in enumerate(losses[:12], 1)])
     sink.write([step(number, loss, 1_770_000_000.5 + number) for number, loss in enumerate(losses[12:], 13)])
     sink.write([RunEvent("memory", 20, {"memory_bytes[activations]": 2.0**40, "power_watts[gpu]": 300})])
     sink.close(True)
-    found = scalars(tmp_path)
-    assert set(found) == {"loss/training", "job/steps", "memory/now/activations", "energy/power/gpu"}
-    assert found["loss/training"] == [
+    result = scalars(tmp_path)
+    assert set(result) == {"loss/training", "job/steps", "memory/now/activations", "energy/power/gpu"}
+    assert result["loss/training"] == [
         (number, float(np.float32(loss)), 1_770_000_000.5 + number) for number, loss in enumerate(losses, 1)
     ]
-    assert found["memory/now/activations"][0][:2] == (20, 2.0**40)
+    assert result["memory/now/activations"][0][:2] == (20, 2.0**40)
 
 
-def test_what_is_not_known_has_no_point(tmp_path):
+def test_missing_values_have_no_point(tmp_path):
     values = {"training_loss_nats": float("nan"), "learning_rate": 0.5, "validation_loss_nats": float("inf")}
     sink = TensorBoard(run_in(tmp_path), ON)
     sink.write([RunEvent("step", 1, values), RunEvent("step", 2, {"training_loss_nats": np.float64("nan")})])
-    found = scalars(tmp_path)
-    assert [(name, rows[0][:2]) for name, rows in found.items()] == [
+    result = scalars(tmp_path)
+    assert [(name, rows[0][:2]) for name, rows in result.items()] == [
         ("optimizer/learning_rate", (1, 0.5)),
         ("loss/validation", (1, float("inf"))),
     ]
 
 
-def test_a_resumed_run_shows_no_step_twice(tmp_path):
+def test_resumed_run_shows_each_step_once(tmp_path):
     first = TensorBoard(run_in(tmp_path), ON)
     first.write([step(number, 10 + number) for number in range(1, 8)])
     first.close(False)
@@ -74,7 +74,7 @@ def test_a_resumed_run_shows_no_step_twice(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_start_after_a_kill_does_not_touch_the_file_that_was_cut_off(tmp_path):
+def test_restart_does_not_change_a_truncated_file(tmp_path):
     TensorBoard(run_in(tmp_path), ON).write([step(1), step(2)])
     (path,) = (tmp_path / DIRECTORY).iterdir()
     cut = path.read_bytes()[:-5]
@@ -87,25 +87,25 @@ def test_a_start_after_a_kill_does_not_touch_the_file_that_was_cut_off(tmp_path)
     assert [value.simple_value for event in event_files.events(new) for value in event.summary.value][-2:] == [3.0, 2.0]
 
 
-def test_the_recipe_and_notes_are_texts(tmp_path):
+def test_recipe_and_notes_are_stored_as_texts(tmp_path):
     recipe = '[run]\nsteps = 3\n\n[model]\nkind = "gpt"\n'
     (tmp_path / "recipe.toml").write_text(recipe)
     sink = TensorBoard(run_in(tmp_path), ON)
     sink.write([RunEvent("anomaly", 9, {"anomalies_total[loss spike]": 1, "text": "step 9: loss 5.2"})])
-    found = event_files.texts(tmp_path / DIRECTORY)
-    assert found["anomaly/text"] == "step 9: loss 5.2"
-    assert "".join(row.removeprefix("    ") + "\n" for row in found["recipe"].splitlines()) == recipe
+    result = event_files.texts(tmp_path / DIRECTORY)
+    assert result["anomaly/text"] == "step 9: loss 5.2"
+    assert "".join(row.removeprefix("    ") + "\n" for row in result["recipe"].splitlines()) == recipe
     assert scalars(tmp_path)["anomalies/loss spike"][0][:2] == (9, 1)
 
 
-def test_every_figure_of_the_catalogue_has_a_tag_of_its_own():
+def test_every_figure_of_the_catalogue_has_a_unique_tag():
     keys = [quantities.key(name, "x" if quantity.label else "") for name, quantity in quantities.QUANTITIES.items()]
     tags = [tag(key) for key in keys]
     assert len(set(tags)) == len(tags)
     assert all("/" in shown for shown in tags)  # so that TensorBoard groups them
 
 
-def test_our_checksums_are_those_of_tensorboardx(rng):
+def test_checksums_match_tensorboardx(rng):
     from tensorboardX.record_writer import masked_crc32c
 
     assert tensorboard.crc32c([b"123456789"]).tolist() == [0xE3069283]  # the check value of CRC-32C
@@ -114,7 +114,7 @@ def test_our_checksums_are_those_of_tensorboardx(rng):
     assert tensorboard.crc32c([]).tolist() == []
 
 
-def test_the_reader_of_these_tests_sees_damage(tmp_path):
+def test_test_reader_detects_damage(tmp_path):
     TensorBoard(run_in(tmp_path), ON).write([step(1)])
     (path,) = (tmp_path / DIRECTORY).iterdir()
     data = bytearray(path.read_bytes())
@@ -125,7 +125,7 @@ def test_the_reader_of_these_tests_sees_damage(tmp_path):
         scalars(tmp_path)
 
 
-def test_the_package_is_named_where_it_is_missing(tmp_path, monkeypatch):
+def test_missing_package_is_named(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "tensorboardX"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
@@ -133,7 +133,7 @@ def test_the_package_is_named_where_it_is_missing(tmp_path, monkeypatch):
         TensorBoard(run_in(tmp_path), ON)
 
 
-def test_the_sink_does_not_load_torch(tmp_path):
+def test_sink_does_not_import_torch(tmp_path):
     code = f"""
 import sys
 from pathlib import Path
@@ -148,7 +148,7 @@ print("torch" in sys.modules)
     assert done.stdout == "False\n", done.stderr
 
 
-def test_a_disk_without_room_is_told_of_before_the_first_step(tmp_path, monkeypatch):
+def test_full_disk_is_reported_before_the_first_step(tmp_path, monkeypatch):
     (tmp_path / DIRECTORY).mkdir()
     name = "events.out.tfevents.1770000000.0000.hpcdist"
     (tmp_path / DIRECTORY / name).symlink_to("/dev/full")
@@ -157,7 +157,7 @@ def test_a_disk_without_room_is_told_of_before_the_first_step(tmp_path, monkeypa
         TensorBoard(run_in(tmp_path), ON)
 
 
-def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
+def test_unwritable_directory_is_rejected(tmp_path):
     (tmp_path / DIRECTORY).write_text("")
     with pytest.raises(StorageError, match="cannot be written"):
         TensorBoard(run_in(tmp_path), ON)

@@ -1,4 +1,4 @@
-"""The critical path against the longest of all paths, closed forms and the simulator of schedules."""
+"""The critical path compared with the longest of all paths, closed forms and the schedule simulator."""
 
 from collections import defaultdict
 
@@ -17,7 +17,7 @@ from hpcdist.telemetry.trace.timeline import TimelinePiece
 
 
 class Dag:
-    """Ranks that compute, meet and send, as nodes with durations; when everything happens follows."""
+    """Ranks that compute, meet and send, as nodes with durations, which determine all times."""
 
     def __init__(self, ranks):
         self.rows = [[] for _ in range(ranks)]  # of each rank: (duration, nodes that it needs besides the one before)
@@ -53,7 +53,7 @@ class Dag:
             self.pieces[rank].append(TimelinePiece(rank, "communication", "meet", came[rank], self.end[node], *cause))
 
     def message(self, source, to, latency):
-        """A send that waits for nobody, and its receive."""
+        """Add a send that waits for nobody, and its receive."""
         sent = self.now(source)
         travel = self.add(latency, [self.last[source]])
         came = self.now(to)
@@ -67,7 +67,7 @@ class Dag:
         self.pieces[to].append(TimelinePiece(to, "communication", "recv", came, arrives, *late))
 
     def longest(self):
-        """The longest path, by going through all of them."""
+        """Return the longest path by enumeration of all paths."""
 
         def paths(node):
             duration, needs = self.nodes[node]
@@ -80,7 +80,7 @@ class Dag:
         return max(length for node in range(len(self.nodes)) for length in paths(node))
 
 
-def drawn(rng, ranks, events):
+def random_dag(rng, ranks, events):
     dag = Dag(ranks)
     for _ in range(events):
         kind = rng.integers(0, 4)
@@ -96,7 +96,7 @@ def drawn(rng, ranks, events):
 
 
 def check_chain(path, pieces):
-    """The path has no gap, and each part of it lies in what its rank did or got."""
+    """Check that the path has no gap, and that each segment lies in a piece of its rank or is a transfer."""
     for link, following in zip(path, path[1:], strict=False):
         assert link.end_ns == following.begin_ns and link.took_ns > 0
     for link in path:
@@ -108,9 +108,9 @@ def check_chain(path, pieces):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_it_is_as_long_as_the_longest_path(rng, ranks):
+def test_critical_path_is_as_long_as_the_longest_path(rng, ranks):
     for _ in range(150):
-        dag = drawn(rng, ranks, int(rng.integers(1, 14)))
+        dag = random_dag(rng, ranks, int(rng.integers(1, 14)))
         if not any(dag.pieces.values()):
             continue
         path = critical_path(dag.pieces)
@@ -122,8 +122,8 @@ def test_it_is_as_long_as_the_longest_path(rng, ranks):
             assert sum(link.took_ns for link in path) == dag.longest()
 
 
-def test_what_lies_beside_it_can_be_longer_without_harm(rng):
-    """Slack of the brute force: shortening a piece on the path shortens the whole, one beside it never lengthens it."""
+def test_shares_of_the_critical_path_by_rank_and_phase(rng):
+    """Shortening a piece on the path shortens the whole. A piece off the path has slack."""
     dag = Dag(3)
     for step in range(3):
         for rank, ns in enumerate((10, 30, 20)):
@@ -135,7 +135,7 @@ def test_what_lies_beside_it_can_be_longer_without_harm(rng):
     assert of_name == {"work 0": 30, "work 1": 31, "work 2": 32, "meet": 15}
 
 
-def test_waits_and_their_culprits():
+def test_waits_are_attributed_to_their_causes():
     dag = Dag(3)
     for rank, ns in enumerate((10, 30, 20)):
         dag.compute(rank, ns, f"work of {rank}")
@@ -149,8 +149,8 @@ def test_waits_and_their_culprits():
     ]  # fmt: skip
 
 
-def test_it_jumps_to_the_sender_and_back():
-    """A pipeline of two stages with one micro-batch there and back: everything is on the path."""
+def test_critical_path_follows_messages_to_the_sender():
+    """In a pipeline of two stages with one micro-batch, everything is on the path."""
     dag = Dag(2)
     dag.compute(0, 10, "F")
     dag.message(0, 1, 3)
@@ -163,8 +163,8 @@ def test_it_jumps_to_the_sender_and_back():
     ]  # fmt: skip
 
 
-def test_a_transfer_that_went_on_beside_work_is_followed():
-    """Rank 1 waits for what rank 0 sent long before: the transfer decides, not what rank 1 did meanwhile."""
+def test_critical_path_follows_a_slow_transfer():
+    """Rank 1 waits for a message that rank 0 sent long before: the transfer is critical, not the work of rank 1."""
     pieces = {
         0: [TimelinePiece(0, "compute", "a", 0, 10), TimelinePiece(0, "compute", "c", 10, 40)],
         1: [TimelinePiece(1, "compute", "b", 0, 60), TimelinePiece(1, "communication", "WAIT", 60, 100, 0, 10)],
@@ -177,8 +177,8 @@ def test_a_transfer_that_went_on_beside_work_is_followed():
     assert trace_critical_path.waited_for(pieces) == {}, "nobody was waited for: it was on its way"
 
 
-def test_gaps_and_clocks_that_disagree_end():
-    """Nothing known in between, and causes that come later than their effects: a path all the same."""
+def test_critical_path_tolerates_gaps_and_clock_errors():
+    """Times have gaps, and some causes are later than their effects. There still is a path."""
     pieces = {
         0: [TimelinePiece(0, "compute", "a", 0, 10), TimelinePiece(0, "communication", "x", 20, 30, 1, 35)],
         1: [TimelinePiece(1, "compute", "b", 0, 28), TimelinePiece(1, "communication", "x", 28, 31, 0, 33)],
@@ -189,8 +189,8 @@ def test_gaps_and_clocks_that_disagree_end():
     assert critical_path({}) == critical_path({0: []}) == []
 
 
-def simulated(timeline):
-    """The timeline of the simulator as pieces of whole numbers; a receive waits for the end of its send."""
+def simulated_pieces(timeline):
+    """Return the simulated timeline as pieces of whole numbers. A receive waits for the end of its send."""
     program, times = timeline.program, timeline.times
     sends = {int(program.target[entry]): entry for entry in np.flatnonzero(program.code == SEND)}
     pieces = {}
@@ -211,8 +211,8 @@ def simulated(timeline):
 
 
 @pytest.mark.parametrize("name", [name for name, schedule in SCHEDULES.items() if schedule.pipelines])
-def test_it_agrees_with_the_simulator(name, rng):
-    """What decides a simulated step, found from its times alone."""
+def test_critical_path_matches_the_simulator(name, rng):
+    """The critical path of a simulated step is found from its times alone."""
     for stages, microbatches in ((1, 2), (2, 4), (4, 8)):
         chunks = 2 if SCHEDULES[name].most is None else 1
         written = generated(name, stages, microbatches, chunks)
@@ -226,7 +226,7 @@ def test_it_agrees_with_the_simulator(name, rng):
                 place,
                 StepCosts(**dict(zip(names, costs, strict=True)), link=wire),
             )
-            pieces = simulated(timeline)
+            pieces = simulated_pieces(timeline)
             path = critical_path(pieces)
             assert sum(link.took_ns for link in path) == timeline.makespan_s
             check_chain(path, pieces)
@@ -237,20 +237,20 @@ def test_it_agrees_with_the_simulator(name, rng):
             assert travels == 0 if wire == Wire() else travels % 3 == 0 and crossings >= bool(travels)
 
 
-def test_overlap():
+def test_hidden_exposed_and_waited_times():
     row = [
         TimelinePiece(0, "compute", "F", 0, 100),
         TimelinePiece(0, "communication", "AGREE", 100, 130, 1, 120),
         TimelinePiece(0, "update", "APPLY", 130, 150),
     ]
-    found = trace_critical_path.communication_overlap(row, [(50, 90), (80, 110), (140, 145), (145, 145)])
-    assert (found.hidden_ns, found.exposed_ns, found.waited_ns) == (55, 30, 20)
-    assert found.hidden_share == 55 / 65
+    result = trace_critical_path.communication_overlap(row, [(50, 90), (80, 110), (140, 145), (145, 145)])
+    assert (result.hidden_ns, result.exposed_ns, result.waited_ns) == (55, 30, 20)
+    assert result.hidden_share == 55 / 65
     nothing = trace_critical_path.communication_overlap([TimelinePiece(0, "compute", "F", 0, 9)], [])
     assert nothing.hidden_share is None
 
 
-def test_common_time_of_intervals(rng):
+def test_common_time_of_intervals_matches_brute_force(rng):
     for _ in range(100):
         a, b = (
             [tuple(sorted(pair)) for pair in rng.integers(0, 60, (int(rng.integers(0, 6)), 2)).tolist()] for _ in "ab"

@@ -1,4 +1,4 @@
-"""The line that says what architecture a run has."""
+"""The line that describes the architecture of a run."""
 
 from pathlib import Path
 
@@ -68,7 +68,7 @@ from hpcdist.training.recipe import settings
     ),
     (2, "tensor=2 heads=2 algorithm=ring", "allreduce, ring, tensor by ring"),
 )
-def test_one_line_says_it_all(ranks, keys, expected, tmp_path, rng):
+def test_one_line_describes_the_architecture(ranks, keys, expected, tmp_path, rng):
     (tmp_path / "text.txt").write_bytes(rng.integers(32, 127, 5000, np.uint8).tobytes())
     small = {"data.path": tmp_path / "text.txt"} | recipe_keys("layers=1 hidden=8 heads=1 data.context=8")
     recipe = recipe_of(small | recipe_keys(keys.format(here=tmp_path)))
@@ -80,8 +80,8 @@ def test_one_line_says_it_all(ranks, keys, expected, tmp_path, rng):
 
 
 @pytest.mark.parametrize(("kind", "layers", "warned"), [("given", 1, True), ("given", 4, False), ("import", 1, True)])
-def test_zero3_warns_where_one_stage_is_all_of_it(kind, layers, warned):
-    """A module of a user's own that is no list of stages is gathered as one: nothing of its parameters is saved."""
+def test_zero3_warns_if_one_stage_has_all_parameters(kind, layers, warned):
+    """A user module that is no list of stages is gathered as one unit, so sharding its parameters saves no memory."""
 
     def body(comm):
         stages = models.build(ModelConfig(kind="mlp", layers=layers, hidden=9), features=5, classes=3).stages
@@ -90,9 +90,9 @@ def test_zero3_warns_where_one_stage_is_all_of_it(kind, layers, warned):
         recipe = recipes.load(settings.table(keys, "here", recipes.defaults(), Path()), environment={}).recipe
         return figures.warn_of_whole_gathers(assemble(session_of(comm), recipe, script_model=given))
 
-    told = run_threads(2, body)
-    assert told[0] == told[1] and bool(told[0]) == warned
-    assert not warned or "stage 0 has 100% of the parameters of this rank" in told[0]
+    lines = run_threads(2, body)
+    assert lines[0] == lines[1] and bool(lines[0]) == warned
+    assert not warned or "stage 0 has 100% of the parameters of this rank" in lines[0]
 
 
 @cases(
@@ -112,6 +112,6 @@ def test_zero3_warns_where_one_stage_is_all_of_it(kind, layers, warned):
         "activations in float16, their sums and the master weights in float32; without precision.mode all is float32",
     ),
 )
-def test_a_gpu_says_in_which_type_it_multiplies(keys, expected):
+def test_gpu_description_names_the_type_of_its_products(keys, expected):
     text = figures.describe_precision(recipe_of(recipe_keys(keys)))
     assert expected in text and bool(text) == bool(expected)

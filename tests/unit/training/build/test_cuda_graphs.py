@@ -1,4 +1,4 @@
-"""Steady steps as CUDA graphs on the double: the bits of a run without them, by far fewer calls from Python."""
+"""Steady steps as CUDA graphs on the double: the bits of a run without graphs, with far fewer calls from Python."""
 
 import re
 import threading
@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from harness.trainings import LAYOUTS, Trained, assembled, recipe_keys, refused
+from harness.trainings import LAYOUTS, Trained, assemble_trainer, assert_rejected, recipe_keys
 from hpcdist.arrays import backend
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.strategies.schedule.graphs import WARM_UP
@@ -54,7 +54,7 @@ MATRIX = {
 
 
 class Counted(Trained):
-    """A run that counts the calls of each step: kernels, those captured, and graphs."""
+    """A run that counts the calls of each step: kernels, captured kernels, and graphs."""
 
     def __init__(self, comm, settings):
         self.steps, self.scales, self._name = [], [], threading.current_thread().name
@@ -78,11 +78,13 @@ def check_bits(plain, graphs):
         assert all(got.state[key].tobytes() == want.state[key].tobytes() for key in want.state)
 
 
-def both(ranks, settings, steps=STEPS):
-    """Return the runs of all ranks without graphs, and with them."""
+def run_without_and_with_graphs(ranks, settings, steps=STEPS):
+    """Return the runs of all ranks without graphs, and with graphs."""
     on = {**settings, **GRAPHS, "run.steps": steps}
     off = {**on, "run.cuda_graph": "false"}
-    return [run_threads(ranks, lambda comm, own=own: Counted(comm, own)) for own in (off, on)]
+    return [
+        run_threads(ranks, lambda comm, local_data=local_data: Counted(comm, local_data)) for local_data in (off, on)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -93,9 +95,9 @@ def both(ranks, settings, steps=STEPS):
         *(pytest.param(name, marks=(pytest.mark.full, pytest.mark.matrix)) for name in MATRIX),
     ],
 )
-def test_graphs_have_the_bits_of_kernels_launched_one_by_one(gpu, words, case):
+def test_graphs_have_the_bits_of_single_kernels(gpu, words, case):
     ranks, keys = {**CASES, **FULL, **MATRIX}[case]
-    plain, graphs = both(ranks, {**words, **keys})
+    plain, graphs = run_without_and_with_graphs(ranks, {**words, **keys})
     check_bits(plain, graphs)
     assert len(set(plain[0].losses)) == STEPS
     for one, other in zip(plain, graphs, strict=True):
@@ -109,9 +111,12 @@ def test_graphs_have_the_bits_of_kernels_launched_one_by_one(gpu, words, case):
 
 
 @pytest.mark.full
-def test_a_steady_step_is_a_few_calls_and_little_memory_more(gpu, words):
-    """Of a deeper model, too: what stays goes by micro-batch, not by layer. What only graphs need is counted."""
-    (plain,), (graphs,) = both(1, {**words, "model.layers": 4, "parallel.microbatches": 1})
+def test_steady_step_with_graphs_needs_few_calls_and_little_memory(gpu, words):
+    """This includes a deeper model: the number of calls depends on micro-batches, not on layers.
+
+    Memory used only by graphs is counted.
+    """
+    (plain,), (graphs,) = run_without_and_with_graphs(1, {**words, "model.layers": 4, "parallel.microbatches": 1})
     assert graphs.steps[-1]["graph"] == 2 * 6
     assert graphs.steps[-1]["kernel"] < plain.steps[-1]["kernel"] - 4 * 40
     more = [run.trainer.ledger.current["activations"] for run in (plain, graphs)]
@@ -119,8 +124,10 @@ def test_a_steady_step_is_a_few_calls_and_little_memory_more(gpu, words):
 
 
 @pytest.mark.full
-def test_another_loss_scale_is_captured_anew(gpu, words):
-    plain, graphs = both(1, {**words, **recipe_keys("precision.mode=float16 growth_interval=4 layers=1")}, 11)
+def test_new_loss_scale_is_captured_again(gpu, words):
+    plain, graphs = run_without_and_with_graphs(
+        1, {**words, **recipe_keys("precision.mode=float16 growth_interval=4 layers=1")}, 11
+    )
     check_bits(plain, graphs)
     scales = [0.0, *graphs[0].scales, 0.0]
     changed = [step for step, (before, now) in enumerate(pairwise(scales)) if before != now]
@@ -131,20 +138,22 @@ def test_another_loss_scale_is_captured_anew(gpu, words):
 
 @pytest.mark.matrix
 @pytest.mark.full
-def test_batches_that_grow_are_captured_anew(gpu, words):
-    plain, graphs = both(1, {**words, "run.batch_warmup": "[16, 4]", "parallel.microbatches": 2}, 4 + STEPS)
+def test_growing_batches_are_captured_again(gpu, words):
+    plain, graphs = run_without_and_with_graphs(
+        1, {**words, "run.batch_warmup": "[16, 4]", "parallel.microbatches": 2}, 4 + STEPS
+    )
     check_bits(plain, graphs)
     captured = [step for step, calls in enumerate(graphs[0].steps) if calls["captured"]]
     assert captured == [WARM_UP, 4 + WARM_UP]
 
 
 @pytest.mark.full
-def test_an_evaluation_between_steps_leaves_the_graphs_alone(gpu, words):
-    """It takes more memory than a step, also of what all operations share."""
+def test_evaluation_between_steps_does_not_change_the_graphs(gpu, words):
+    """It needs more memory than a step, including shared scratch memory."""
 
-    def trained(comm, on):
+    def train(comm, on):
         keys = {**words, **GRAPHS, "run.cuda_graph": on, "run.global_batch": 2, "run.validation_samples": 0}
-        trainer, losses = assembled(comm, keys), []
+        trainer, losses = assemble_trainer(comm, keys), []
         with trainer.batches(STEPS) as batches:
             for step, batch in enumerate(batches, start=1):
                 losses.append(trainer.step(step, trainer.cut(trainer.place(batch)), np.zeros(2)).loss)
@@ -153,7 +162,7 @@ def test_an_evaluation_between_steps_leaves_the_graphs_alone(gpu, words):
                     losses.append(trainer.evaluate([[trainer.place(more)]]))
         return losses, backend.to_host(trainer.exchange.parameters.array).tobytes()
 
-    assert trained(solo(), "true") == trained(solo(), "false")
+    assert train(solo(), "true") == train(solo(), "false")
 
 
 @pytest.mark.parametrize(
@@ -168,7 +177,7 @@ def test_an_evaluation_between_steps_leaves_the_graphs_alone(gpu, words):
         ("model.kind=import model.factory=a:b", "is not built in this version"),
     ],
 )
-def test_what_no_graph_can_have_is_refused(keys, why):
-    assert "run.cuda_graph" in refused(
+def test_options_that_graphs_do_not_support_are_rejected(keys, why):
+    assert "run.cuda_graph" in assert_rejected(
         {"run.device": "gpu", "run.cuda_graph": "true", **recipe_keys(keys)}, re.escape(why)
     )

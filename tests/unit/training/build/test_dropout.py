@@ -1,4 +1,4 @@
-"""Training with dropout: the same run under every layout, when a forward is repeated, and after a resume."""
+"""Training with dropout: the same run under every layout, with recomputed forwards, and after a resume."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import pytest
 
 from harness import trainings
 from harness.inputs import write_text
-from harness.trainings import STEPS, assembled
+from harness.trainings import STEPS, assemble_trainer
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.training.data import SampleShares
@@ -37,8 +37,8 @@ LAYOUTS = {
 
 
 def _train(comm, keys, save=None, resume=None):
-    """Return the losses and the pieces of parameters after all steps, or after the first half, which are saved."""
-    trainer = assembled(comm, keys, resume)
+    """Return the losses and the parameter pieces after all steps, or after the saved first half."""
+    trainer = assemble_trainer(comm, keys, resume)
     losses = trainings.losses(trainer, STEPS // 2 if save else STEPS)
     if save:
         CheckpointSaver(trainer, save).save(STEPS // 2)
@@ -53,8 +53,8 @@ def _keys(tmp_path, rng):
     return {"data.path": text, "model.dropout": 0.2, "precision.mode": "float64", "run.global_batch": 7}
 
 
-def _whole(ranks):
-    """Return all parameters; the bias of keys is left out, which has no true gradient."""
+def _all_parameters(ranks):
+    """Return all parameters except the bias of keys, whose true gradient is zero."""
     tensors = {}
     for _, state in ranks:
         for (tensor, shape, box, flat), values in state.items():
@@ -67,18 +67,18 @@ def _whole(ranks):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_drop_the_same(layout, tmp_path, rng):
-    ranks, alone, own = LAYOUTS[layout]
+def test_layouts_have_the_same_dropout(layout, tmp_path, rng):
+    ranks, alone, local_data = LAYOUTS[layout]
     keys = _keys(tmp_path, rng)
     (reference,) = run_threads(1, lambda comm: _train(comm, {**keys, **alone}))
-    found = run_threads(ranks, lambda comm: _train(comm, {**keys, **own}))
-    for losses, _ in found:
+    results = run_threads(ranks, lambda comm: _train(comm, {**keys, **local_data}))
+    for losses, _ in results:
         np.testing.assert_allclose(losses, reference[0], rtol=1e-12)
-    want = _whole([reference])
-    assert np.linalg.norm(_whole(found) - want) <= 1e-11 * np.linalg.norm(want)
+    want = _all_parameters([reference])
+    assert np.linalg.norm(_all_parameters(results) - want) <= 1e-11 * np.linalg.norm(want)
 
 
-def test_another_seed_drops_others_and_none_is_dropped_without_a_rate(tmp_path, rng):
+def test_dropout_depends_on_the_seed_and_the_rate(tmp_path, rng):
     keys = _keys(tmp_path, rng)
     first = [
         run_threads(1, lambda comm, more=more: _train(comm, {**keys, **more}))[0][0][0]
@@ -87,7 +87,7 @@ def test_another_seed_drops_others_and_none_is_dropped_without_a_rate(tmp_path, 
     assert len({round(loss, 6) for loss in first}) == 3
 
 
-def test_a_resumed_run_drops_what_it_would_have_dropped(tmp_path, rng):
+def test_resumed_run_has_the_same_dropout(tmp_path, rng):
     keys = {**_keys(tmp_path, rng), "parallel.microbatches": 2}
     whole = run_threads(2, lambda comm: _train(comm, keys))
     run_threads(2, lambda comm: _train(comm, keys, save=tmp_path / "checkpoints"))
@@ -98,11 +98,11 @@ def test_a_resumed_run_drops_what_it_would_have_dropped(tmp_path, rng):
         assert all((state[name] == same[name]).all() for name in state)
 
 
-def test_an_evaluation_during_a_run_drops_nothing(tmp_path, rng):
+def test_evaluation_during_a_run_has_no_dropout(tmp_path, rng):
     keys = _keys(tmp_path, rng)
 
     def body(comm):
-        trainer = assembled(comm, keys)
+        trainer = assemble_trainer(comm, keys)
         with trainer.batches(1) as batches:
             (batch,) = batches
         trainer.step(1, trainer.cut(batch), np.zeros(2))
@@ -113,14 +113,14 @@ def test_an_evaluation_during_a_run_drops_nothing(tmp_path, rng):
     assert during == alone
 
 
-def test_shares_that_are_not_even_keep_the_places_of_samples(tmp_path, rng):
+def test_uneven_shares_keep_the_sample_numbers(tmp_path, rng):
     keys = _keys(tmp_path, rng)
 
-    def places(comm):
-        trainer = replace(assembled(comm, keys), shares=SampleShares(7, 3))
+    def sample_places(comm):
+        trainer = replace(assemble_trainer(comm, keys), shares=SampleShares(7, 3))
         trainer.shares.change(2, (1, 1, 5))
         return [(trainer.first_sample(step), len(batch[0])) for step, batch in enumerate(trainer.batches(4), start=1)]
 
-    ranks = run_threads(3, places)
+    ranks = run_threads(3, sample_places)
     for step, want in ((0, [(0, 3), (3, 2), (5, 2)]), (3, [(0, 1), (1, 1), (2, 5)])):
         assert [rank[step] for rank in ranks] == want

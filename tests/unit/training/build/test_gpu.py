@@ -1,7 +1,8 @@
-"""Whole training steps with run.device = "gpu" on the double: every architecture gives the numbers of the CPU.
+"""Whole training steps with run.device = "gpu" on the double: every architecture matches the CPU.
 
-Between two steps nothing crosses to or from the device but the batch, its losses at once, one norm, and what the
-message layer stages: counted for each rank, by the place in the code that asks for it.
+
+Between two steps only the batch, its losses at once, one norm, and staged messages cross the device boundary. Transfers
+are counted for each rank and call site.
 """
 
 import threading
@@ -13,7 +14,16 @@ import pytest
 from harness import trainings
 from harness.devices import Watch, expected_sites
 from harness.marks import on_threads
-from harness.trainings import LAYOUTS, STEPS, TRAININGS, Trained, assembled, check_same, recipe_keys, with_pointers
+from harness.trainings import (
+    LAYOUTS,
+    STEPS,
+    TRAININGS,
+    Trained,
+    assemble_trainer,
+    check_same,
+    recipe_keys,
+    with_pointers,
+)
 from hpcdist.arrays import backend
 from hpcdist.arrays.gpu import device
 from hpcdist.comm.threads.communicator import run_threads
@@ -34,7 +44,7 @@ IN_FLOAT32 = [("allreduce", 2), ("zero3", 2), ("1f1b", 2), ("a server", 2)]  # t
     ("layout", "ranks", "mode"),
     [*((*case, "float64") for case in TRAININGS), *((*case, "float32") for case in IN_FLOAT32)],
 )
-def test_a_run_on_the_gpu_is_that_of_the_cpu(gpu, words, layout, ranks, mode):
+def test_training_on_the_gpu_matches_the_cpu(gpu, words, layout, ranks, mode):
     settings = {**words, **LAYOUTS[layout][1], "precision.mode": mode}
     host = run_threads(ranks, lambda comm: Trained(comm, settings))
     assert gpu.LOG.events == []
@@ -53,7 +63,7 @@ COUNTED = [
 
 
 @pytest.mark.parametrize(("layout", "ranks", "pointers"), COUNTED)
-def test_a_step_transfers_no_more_than_it_must(gpu, words, layout, ranks, pointers):
+def test_step_makes_only_the_necessary_transfers(gpu, words, layout, ranks, pointers):
     settings = {**words, **LAYOUTS[layout][1], "run.device": "gpu"}
 
     def body(comm):
@@ -70,8 +80,10 @@ def test_a_step_transfers_no_more_than_it_must(gpu, words, layout, ranks, pointe
 
 
 def without_lock_step(comm, settings):
-    """Train under asp with one worker, which is as reproducible as lock-step; return losses and parameters."""
-    trainer = assembled(comm, settings | recipe_keys("strategy=parameter_server parameter_server.consistency=asp"))
+    """Train under asp with one worker, which is as reproducible as lock-step. Return losses and parameters."""
+    trainer = assemble_trainer(
+        comm, settings | recipe_keys("strategy=parameter_server parameter_server.consistency=asp")
+    )
     exchange, losses = trainer.exchange, []
     operations = exchange.attended(trainer.operations)
     exchange.part()
@@ -87,7 +99,7 @@ def without_lock_step(comm, settings):
 
 @pytest.mark.parametrize("pointers", [False, True], ids=["staged", "pointers"])
 @pytest.mark.parametrize(("ranks", "placement"), [(1, "colocated"), (2, "dedicated")])
-def test_a_run_without_lock_step_is_that_of_the_cpu(gpu, words, ranks, placement, pointers):
+def test_asynchronous_training_on_the_gpu_matches_the_cpu(gpu, words, ranks, placement, pointers):
     settings = {
         **words,
         "precision.mode": "float32",
@@ -111,9 +123,9 @@ def test_a_run_without_lock_step_is_that_of_the_cpu(gpu, words, ranks, placement
 
 @pytest.mark.parametrize("key", ["gpt", "mlp"])
 @on_threads(1)
-def test_a_token_that_the_model_lacks_is_refused_before_the_device_wraps_it(comm, gpu, words, key):
+def test_token_out_of_range_is_rejected_before_the_transfer(comm, gpu, words, key):
     keys = {"model.kind": key, "model.tied": "false", "run.device": "gpu"}
-    trainer = assembled(comm, {**words, **keys, **({"model.vocabulary": 256} if key == "gpt" else {})})
+    trainer = assemble_trainer(comm, {**words, **keys, **({"model.vocabulary": 256} if key == "gpt" else {})})
     tokens = np.full((3, 8), 7, np.uint16)
     targets = tokens if key == "gpt" else tokens[:, 0]
     trainer.place((tokens, targets))
@@ -127,27 +139,27 @@ def test_a_token_that_the_model_lacks_is_refused_before_the_device_wraps_it(comm
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [("allreduce", 2), ("zero3", 2), ("1f1b", 4)])
-def test_a_run_goes_on_from_a_checkpoint_of_the_other_side(gpu, words, tmp_path, layout, ranks):
+def test_run_resumes_from_a_checkpoint_of_the_other_device(gpu, words, tmp_path, layout, ranks):
     settings = {**words, **LAYOUTS[layout][1], "precision.mode": "float64"}
 
-    def saved(comm):
+    def save_checkpoint(comm):
         trainer = Trained(comm, {**settings, "run.device": "gpu"}).trainer
         return CheckpointSaver(trainer, tmp_path / "checkpoints").save(4)
 
-    def resumed(comm, on):
-        trainer = assembled(comm, {**settings, "run.device": on}, path)
+    def resume_on(comm, on):
+        trainer = assemble_trainer(comm, {**settings, "run.device": on}, path)
         return {f"{p.name} {p.flat.start}": backend.to_host(p.array).copy() for p in trainer.exchange.pieces()}
 
-    path = run_threads(ranks, saved)[0]
-    sides = [run_threads(ranks, lambda comm, on=on: resumed(comm, on)) for on in ("cpu", "gpu")]
+    path = run_threads(ranks, save_checkpoint)[0]
+    sides = [run_threads(ranks, lambda comm, on=on: resume_on(comm, on)) for on in ("cpu", "gpu")]
     for host, there in zip(*sides, strict=True):
         assert host.keys() == there.keys() and host
         assert all(host[name].tobytes() == there[name].tobytes() for name in host)
 
 
-def test_replicas_on_the_device_are_compared_by_one_copy(gpu, words):
+def test_comparison_of_replicas_on_the_device_needs_one_copy(gpu, words):
     def body(comm):
-        trainer = assembled(comm, {**words, **LAYOUTS["allreduce"][1], "run.device": "gpu"})
+        trainer = assemble_trainer(comm, {**words, **LAYOUTS["allreduce"][1], "run.device": "gpu"})
         store, name = trainer.exchange.parameters, threading.current_thread().name
         before = gpu.LOG.sites(name)
         check_replicas(comm, store, 7)
@@ -159,29 +171,31 @@ def test_replicas_on_the_device_are_compared_by_one_copy(gpu, words):
             return str(error)
         return "no error"
 
-    assert all("step 8" in said and "1.up.weight" in said for said in run_threads(2, body))
+    assert all("step 8" in messages and "1.up.weight" in messages for messages in run_threads(2, body))
 
 
-def test_a_nan_on_the_device_is_explained(gpu, words):
+def test_nan_on_the_device_names_rank_and_parameter(gpu, words):
     def body(comm):
-        trainer = assembled(comm, {**words, **LAYOUTS["allreduce"][1], "run.device": "gpu"})
+        trainer = assemble_trainer(comm, {**words, **LAYOUTS["allreduce"][1], "run.device": "gpu"})
         if comm.rank == 1:
             trainer.exchange.parameters.view("1.up.weight")[3, 4] = np.nan
-        return trainings.failure(trainer)
+        return trainings.failure_reason(trainer)
 
-    assert all("rank 1: parameter 1.up.weight" in said and "rank 0:" not in said for said in run_threads(2, body))
+    assert all(
+        "rank 1: parameter 1.up.weight" in messages and "rank 0:" not in messages for messages in run_threads(2, body)
+    )
 
 
-def test_a_trained_model_is_looked_at_on_either_side(gpu, words, tmp_path):
+def test_trained_model_can_be_inspected_on_cpu_and_gpu(gpu, words, tmp_path):
     settings = {**words, **LAYOUTS["zero3"][1], "precision.mode": "float64", "run.device": "gpu"}
     tokens = np.frombuffer(b"abcd efg", np.uint8)[None, :]
 
-    def saved(comm):
-        trainer = assembled(comm, settings)
+    def save_checkpoint(comm):
+        trainer = assemble_trainer(comm, settings)
         CheckpointSaver(trainer, tmp_path / "checkpoints").save(0)
         return trainer.recipe
 
-    def looked_at(comm, on):
+    def inspect(comm, on):
         trained = inference.load(comm, tmp_path, replace(recipe, run=replace(recipe.run, device=on)))
         name = threading.current_thread().name
         before = gpu.LOG.sites(name)
@@ -190,20 +204,20 @@ def test_a_trained_model_is_looked_at_on_either_side(gpu, words, tmp_path):
         assert gpu.LOG.sites(name) - before == crossed
         return logits, trained.validation_loss()
 
-    recipe = run_threads(2, saved)[0]
-    (host, host_loss), *_ = run_threads(1, lambda comm: looked_at(comm, "cpu"))
-    for logits, loss in run_threads(2, lambda comm: looked_at(comm, "gpu")):
+    recipe = run_threads(2, save_checkpoint)[0]
+    (host, host_loss), *_ = run_threads(1, lambda comm: inspect(comm, "cpu"))
+    for logits, loss in run_threads(2, lambda comm: inspect(comm, "gpu")):
         np.testing.assert_allclose(logits, host, rtol=1e-10, atol=1e-12)
         assert loss == pytest.approx(host_loss, rel=1e-12)
     assert inference.on_available_device(recipe) is recipe
 
 
-def test_without_a_gpu_a_model_is_looked_at_on_the_cpu(monkeypatch, capsys):
-    def missing():
+def test_model_is_inspected_on_the_cpu_without_a_gpu(monkeypatch, capsys):
+    def raise_missing():
         raise MissingCapabilityError("cupy cannot be imported")
 
-    monkeypatch.setattr(device, "cupy", missing)
+    monkeypatch.setattr(device, "cupy", raise_missing)
     recipe = recipes.load(None, ["run.device=gpu", "run.seed=5"]).recipe
-    found = inference.on_available_device(recipe)
-    assert found.run == replace(recipe.run, device="cpu") and found.model == recipe.model
+    result = inference.on_available_device(recipe)
+    assert result.run == replace(recipe.run, device="cpu") and result.model == recipe.model
     assert "cupy cannot be imported. It is looked at on the CPU" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Recipes that import their model: trained, saved, looked at, on text, tables and pictures."""
+"""Recipes that import their model: trained, saved and inspected, on text, tables and pictures."""
 
 from dataclasses import replace
 
@@ -71,10 +71,10 @@ def folder(tmp_path, rng, monkeypatch):
     return tmp_path
 
 
-def refuses_other_code(folder, recipe):
-    """The file of the training makes the model; another one, or one that nobody sealed, is not executed."""
-    own, run = folder / "own.py", folder / "run"
-    own.write_text(f"{SOURCE}\nopen({str(folder / 'executed')!r}, 'w').close()\n")
+def check_other_code_is_rejected(folder, recipe):
+    """Check that the model file of the training is executed, and that a changed or unsealed file is not."""
+    local_data, run = folder / "own.py", folder / "run"
+    local_data.write_text(f"{SOURCE}\nopen({str(folder / 'executed')!r}, 'w').close()\n")
     with pytest.raises(UsageError, match=r"own.py:.* is not the file that this user trained it with; .* --trust"):
         load(solo(), run, recipe)
     path = run / "checkpoints" / "step-12" / "manifest.json"
@@ -82,7 +82,7 @@ def refuses_other_code(folder, recipe):
     stored = manifest.load(path.parent)
     old = {name: value for name, value in stored.about.items() if name != "factory"}
     path.write_text(manifest.encode(replace(stored, about=old)))
-    own.write_text(SOURCE)
+    local_data.write_text(SOURCE)
     with pytest.raises(UsageError, match="was not recorded by its training"):
         load(solo(), run, recipe)
     assert not (folder / "executed").exists()
@@ -96,7 +96,7 @@ def refuses_other_code(folder, recipe):
     ("table", "table.h5", (8, 6), (8,)),
     ("pictures", "pictures.h5", (8, 4, 3), (8,)),
 )
-def test_it_trains_and_is_found_again(kind, file, shape, shown, folder):
+def test_imported_model_trains_and_can_be_loaded(kind, file, shape, shown, folder):
     keys = {"model.factory": f"{folder}/own.py:{kind}", "data.path": folder / file} | recipe_keys(
         "model.kind=import data.context=12 global_batch=8 steps=12 optimizer.warmup_steps=1 "
         "optimizer.learning_rate=0.02"
@@ -112,7 +112,7 @@ def test_it_trains_and_is_found_again(kind, file, shape, shown, folder):
     CheckpointSaver(trainer, folder / "run" / "checkpoints").save(12)
     (folder / "run" / "recipe.toml").write_text(recipes.dump(recipe))
     trained = load(solo(), folder / "run", recipe)
-    refuses_other_code(folder, recipe)
+    check_other_code_is_rejected(folder, recipe)
     source = data.open_source(recipe.data, recipe.model, solo())
     inputs, targets = next(source.validation_batches(recipe, 1, 0))
     expected = trainer.executor.evaluate(inputs, targets)
@@ -122,8 +122,8 @@ def test_it_trains_and_is_found_again(kind, file, shape, shown, folder):
     assert expected == pytest.approx(summed, rel=1e-5)
 
 
-def test_a_state_dict_of_a_users_modules_has_their_names(folder):
-    """An export loads into the modules that were wrapped, tied tensors too, and is imported by their names again."""
+def test_exported_state_dict_has_the_names_of_the_user_modules(folder):
+    """An export, also with tied tensors, can be loaded into the wrapped modules, and imported by the same names."""
     import torch
 
     (folder / "tied.py").write_text(TIED)
@@ -139,14 +139,14 @@ def test_a_state_dict_of_a_users_modules_has_their_names(folder):
         command.main(list(map(str, arguments)), standalone_mode=False)
 
     run(checkpoint.export, folder / "run", folder / "model.pt")
-    from tied import modules  # beside the factory, which put its folder on the path
+    from tied import modules  # next to the factory, whose folder is on the path
 
     torch.manual_seed(99)
-    own = modules()
-    own.load_state_dict(torch.load(folder / "model.pt"))
+    local_data = modules()
+    local_data.load_state_dict(torch.load(folder / "model.pt"))
     store = {piece.tensor: piece.array for piece in trainer.exchange.pieces() if piece.kind == "parameters"}
-    np.testing.assert_array_equal(own[1].weight.detach().numpy().reshape(-1), store["1.1.weight"])
-    assert own[2].weight is own[0].weight
+    np.testing.assert_array_equal(local_data[1].weight.detach().numpy().reshape(-1), store["1.1.weight"])
+    assert local_data[2].weight is local_data[0].weight
     run(checkpoint.import_, folder / "model.pt", folder / "again", "--recipe", folder / "run/recipe.toml")
     again = load(solo(), folder / "again", recipe, trust=True)  # no training has sealed the factory there
     tokens = np.arange(24, dtype=np.uint8).reshape(2, 12)

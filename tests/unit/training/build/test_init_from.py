@@ -1,4 +1,4 @@
-"""New runs that begin with the parameters of another one: any layout, any type, and what does not fit is named."""
+"""New runs that begin with the parameters of another run: any layout and type; mismatches are named."""
 
 import shutil
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from harness.marks import cases
-from harness.trainings import refused, trainer_of
+from harness.trainings import assert_rejected, trainer_of
 from hpcdist.arrays import backend
 from hpcdist.arrays.piece import Piece, runs
 from hpcdist.checkpoint.convert import safetensors
@@ -43,7 +43,7 @@ def keys(tmp_path):
 
 
 @pytest.fixture
-def trained(keys, tmp_path, rng):
+def old_checkpoint(keys, tmp_path, rng):
     """The checkpoint of a run on other data, by two ranks."""
     (tmp_path / "other.txt").write_text("another text of other words " * 40)
     drawn = rng.standard_normal(1 << 16).astype(np.float32)
@@ -67,30 +67,30 @@ def parameters(path):
     return {piece.tensor: piece.array for piece in pieces}
 
 
-def begun(trainer, right):
-    """The parameters are those, and nothing else is of the old run."""
+def check_new_run(trainer, right):
+    """Check that the parameters are ``right``, and that nothing else of the old run is used."""
     for piece in trainer.exchange.wanted():
-        found, where = backend.to_host(piece.array.copy()), runs(piece.global_shape, piece.box, piece.flat)
+        result, where = backend.to_host(piece.array.copy()), runs(piece.global_shape, piece.box, piece.flat)
         if piece.kind != PARAMETERS:
-            assert not found.any(), piece.name
+            assert not result.any(), piece.name
             continue
         for start, local, size in zip(where.start, where.local, where.size, strict=True):
-            expected = right[piece.tensor][start : start + size].astype(found.dtype)
-            assert found[local : local + size].tobytes() == expected.tobytes(), piece.name
+            expected = right[piece.tensor][start : start + size].astype(result.dtype)
+            assert result[local : local + size].tobytes() == expected.tobytes(), piece.name
     assert trainer.first_step == 0 and trainer.exchange.state()["count"] == 0
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout_begins_with_the_parameters_of_another(layout, keys, trained, tmp_path):
-    ranks, own = LAYOUTS[layout]
-    settings = {**keys, **own, "run.init_from": trained}
+def test_any_layout_can_begin_with_saved_parameters(layout, keys, old_checkpoint, tmp_path):
+    ranks, local_data = LAYOUTS[layout]
+    settings = {**keys, **local_data, "run.init_from": old_checkpoint}
     if "files" in layout:
         settings["zero.offload_directory"] = tmp_path
-    right = parameters(trained)
+    right = parameters(old_checkpoint)
 
     def body(comm):
         trainer = trainer_of(comm, settings)
-        begun(trainer, right)
+        check_new_run(trainer, right)
         exchange = trainer.exchange
         if layout == "bfloat16":
             assert (exchange.parameters.array == exchange.weights.array.astype(exchange.parameters.dtype)).all()
@@ -102,39 +102,39 @@ def test_any_layout_begins_with_the_parameters_of_another(layout, keys, trained,
 
 
 @pytest.mark.parametrize("mode", ["float32", "float64"])
-def test_on_a_gpu(mode, keys, trained, gpu):
-    settings = {**keys, "run.device": "gpu", "precision.mode": mode, "run.init_from": trained}
-    begun(trainer_of(solo(), settings), parameters(trained))
+def test_gpu_run_can_begin_with_saved_parameters(mode, keys, old_checkpoint, gpu):
+    settings = {**keys, "run.device": "gpu", "precision.mode": mode, "run.init_from": old_checkpoint}
+    check_new_run(trainer_of(solo(), settings), parameters(old_checkpoint))
 
 
-def test_a_run_means_its_newest_and_an_import_will_do(keys, trained, tmp_path):
-    begun(trainer_of(solo(), {**keys, "run.init_from": tmp_path / "old"}), parameters(trained))
-    stored = manifest.load(trained)
+def test_init_from_accepts_a_run_directory_or_an_import(keys, old_checkpoint, tmp_path):
+    check_new_run(trainer_of(solo(), {**keys, "run.init_from": tmp_path / "old"}), parameters(old_checkpoint))
+    stored = manifest.load(old_checkpoint)
     files = safetensors.write(
-        trained, stored, stored_tensors(stored, {PARAMETERS}), tmp_path / "m.safetensors", 1 << 30
+        old_checkpoint, stored, stored_tensors(stored, {PARAMETERS}), tmp_path / "m.safetensors", 1 << 30
     )
     import_checkpoint(files[0], tmp_path / "imported")
-    begun(trainer_of(solo(), {**keys, "run.init_from": tmp_path / "imported"}), parameters(trained))
+    check_new_run(trainer_of(solo(), {**keys, "run.init_from": tmp_path / "imported"}), parameters(old_checkpoint))
 
 
 @cases(
-    "changed, said",
+    "changed, output",
     ({"model.layers": 3}, r"\d\.\S+ (is missing|has the shape)"),
     ({"model.layers": 1}, r"\d\.\S+ (is missing|has the shape)"),
     ({"data.context": 6}, r"0\.positions\.weight has the shape \[4, 8\], in the recipe's model \[6, 8\]"),
 )
 @pytest.mark.parametrize("layout", ["one process", "zero3", "pipeline, tensor"])
-def test_what_does_not_fit_is_named_and_drawn_where_that_is_allowed(changed, said, layout, keys, trained, capfd):
-    ranks, own = LAYOUTS[layout]
-    settings = {**keys, **own, **changed}
-    with pytest.raises(StorageError, match=said + ".*--allow-partial") as caught:
-        run_threads(ranks, lambda comm: trainer_of(comm, {**settings, "run.init_from": trained}))
+def test_mismatched_tensors_are_named_and_drawn_if_allowed(changed, output, layout, keys, old_checkpoint, capfd):
+    ranks, local_data = LAYOUTS[layout]
+    settings = {**keys, **local_data, **changed}
+    with pytest.raises(StorageError, match=output + ".*--allow-partial") as caught:
+        run_threads(ranks, lambda comm: trainer_of(comm, {**settings, "run.init_from": old_checkpoint}))
     assert caught.value.exit_code == 74
-    right = parameters(trained)
+    right = parameters(old_checkpoint)
 
     def body(comm):
         drawn = {piece.name: piece.array.copy() for piece in trainer_of(comm, settings).exchange.wanted()}
-        trainer = trainer_of(comm, {**settings, "run.init_from": trained, "run.allow_partial": "true"})
+        trainer = trainer_of(comm, {**settings, "run.init_from": old_checkpoint, "run.allow_partial": "true"})
         fresh = set()
         for piece in trainer.exchange.wanted():
             if piece.kind == PARAMETERS and right.get(piece.tensor, np.zeros(0)).size == np.prod(piece.global_shape):
@@ -147,23 +147,25 @@ def test_what_does_not_fit_is_named_and_drawn_where_that_is_allowed(changed, sai
         return fresh
 
     fresh = set().union(*run_threads(ranks, body))
-    told = capfd.readouterr().err
-    assert all(f"hpcdist: {name} " in told for name in fresh) and "tensors begin with the parameters of" in told
+    stderr = capfd.readouterr().err
+    assert all(f"hpcdist: {name} " in stderr for name in fresh) and "tensors start with the parameters of" in stderr
 
 
-def test_damaged_parameters_are_drawn_where_that_is_allowed(keys, trained, capfd):
-    bad = next(entry for entry in manifest.load(trained).pieces if entry.kind == PARAMETERS and len(entry.shape) == 2)
-    right = parameters(trained)
-    data = bytearray((trained / bad.file).read_bytes())
+def test_damaged_parameters_are_drawn_if_allowed(keys, old_checkpoint, capfd):
+    bad = next(
+        entry for entry in manifest.load(old_checkpoint).pieces if entry.kind == PARAMETERS and len(entry.shape) == 2
+    )
+    right = parameters(old_checkpoint)
+    data = bytearray((old_checkpoint / bad.file).read_bytes())
     data[bad.offset + 5] ^= 1
-    (trained / bad.file).write_bytes(data)
+    (old_checkpoint / bad.file).write_bytes(data)
     with pytest.raises(StorageError, match=f"{bad.tensor} are damaged.*add --allow-partial"):
-        run_threads(2, lambda comm: trainer_of(comm, {**keys, "run.init_from": trained}))
+        run_threads(2, lambda comm: trainer_of(comm, {**keys, "run.init_from": old_checkpoint}))
 
     def body(comm):
         fresh = trainer_of(comm, keys).exchange.wanted()
         drawn = {piece.tensor: piece.array.copy() for piece in fresh if piece.kind == PARAMETERS}
-        trainer = trainer_of(comm, {**keys, "run.init_from": trained, "run.allow_partial": "true"})
+        trainer = trainer_of(comm, {**keys, "run.init_from": old_checkpoint, "run.allow_partial": "true"})
         for piece in trainer.exchange.wanted():
             if piece.kind == PARAMETERS:
                 expected = (drawn if piece.tensor == bad.tensor else right)[piece.tensor]
@@ -173,15 +175,15 @@ def test_damaged_parameters_are_drawn_where_that_is_allowed(keys, trained, capfd
     assert "are damaged: the digest does not match: drawn" in capfd.readouterr().err
 
 
-def test_sources_that_are_none(keys, trained, tmp_path):
+def test_invalid_init_from_sources_are_rejected(keys, old_checkpoint, tmp_path):
     (tmp_path / "empty").mkdir()
-    shutil.copytree(trained, tmp_path / "older" / "step-7")
+    shutil.copytree(old_checkpoint, tmp_path / "older" / "step-7")
     (tmp_path / "older" / "step-7" / "manifest.json").write_text('{"schema": "other"}')
-    for source, said in (
+    for source, output in (
         (tmp_path / "missing", "has no checkpoints; give the directory of a run"),
         (tmp_path / "empty", "has no checkpoints; give the directory of a run"),
         (tmp_path / "older" / "step-7", "is not a manifest"),
     ):
-        with pytest.raises(StorageError, match=said):
+        with pytest.raises(StorageError, match=output):
             run_threads(2, lambda comm: trainer_of(comm, {**keys, "run.init_from": source}))  # noqa: B023
-    refused(["run.allow_partial=true"], "allow_partial = true has no effect")
+    assert_rejected(["run.allow_partial=true"], "allow_partial = true has no effect")

@@ -1,4 +1,4 @@
-"""Every kind of model under every way of spreading it is the run of one process."""
+"""Every kind of model in every distribution matches one process."""
 
 import h5py
 import numpy as np
@@ -6,8 +6,8 @@ import pytest
 
 from harness.inputs import KINDS, STEPS, keys_of, write_data
 from harness.marks import cases
-from harness.models.steady import steady
-from harness.trainings import alone, check_training, losses, recipe_keys, refused, trainer_of
+from harness.models.steady import measure_steady_steps
+from harness.trainings import assert_rejected, check_training, losses, recipe_keys, run_single_process, trainer_of
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.models.transformer import masked_predictions
 from hpcdist.training.run.loop import mean_validation_loss
@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
 
 def compare(kind, ranks, changed, folder):
     keys = keys_of(kind, folder) | changed
-    expected = alone(keys, STEPS)
+    expected = run_single_process(keys, STEPS)
     assert all(np.isfinite(expected.losses))
 
     def body(comm):
@@ -59,27 +59,27 @@ def compare(kind, ranks, changed, folder):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_is_that_of_one_process(kind, way, folder):
+def test_training_of_each_kind_matches_one_process(kind, way, folder):
     compare(kind, *WAYS[way], folder)
 
 
 @pytest.mark.parametrize("way", CUT)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("convnet")])
-def test_training_over_tensor_ranks_is_that_of_one_process(kind, way, folder):
+def test_tensor_training_of_each_kind_matches_one_process(kind, way, folder):
     compare(kind, *CUT[way], folder)
 
 
 @pytest.mark.parametrize("kind", ["gpt with the options of Llama", "encoder", "convnet"])
-def test_the_model_learns(kind, folder):
+def test_each_kind_of_model_learns(kind, folder):
     keys = keys_of(kind, folder) | {"optimizer.learning_rate": 0.01, "run.steps": 60}
     trainer = trainer_of(solo(), keys)
     before = mean_validation_loss(trainer)
-    found = losses(trainer, 60)
+    actual_losses = losses(trainer, 60)
     assert mean_validation_loss(trainer) < 0.75 * before
-    assert np.mean(found[-5:]) < 0.75 * np.mean(found[:5])
+    assert np.mean(actual_losses[-5:]) < 0.75 * np.mean(actual_losses[:5])
 
 
-def test_losses_of_an_encoder_are_means_over_what_it_says(folder):
+def test_encoder_loss_is_the_mean_over_masked_tokens(folder):
     # A fresh model says every token of the vocabulary alike; a mean over all places would be 2/12 of that.
     trainer = trainer_of(solo(), keys_of("encoder", folder))
     assert trainer.model.tokens_per_sample == masked_predictions(12) == 2
@@ -88,21 +88,21 @@ def test_losses_of_an_encoder_are_means_over_what_it_says(folder):
 
 
 @pytest.mark.parametrize("kind", ["encoder", "convnet"])
-def test_a_step_allocates_nothing(kind, folder):
-    """Neither the pictures, unfolded or not, nor the masked text are made anew by the model."""
+def test_steady_step_of_each_kind_allocates_nothing(kind, folder):
+    """The model reallocates neither pictures, unfolded or not, nor masked text."""
     with h5py.File(folder / "large.h5", "w") as file:
         file["x"], file["y"] = np.zeros((64, 24, 24, 3), np.uint8), np.arange(64) % 5
     keys = {"model.kind": kind, "model.hidden": 128, "model.heads": 2, "data.context": 128}
     if kind == "convnet":
         keys = {"model.kind": kind, "model.hidden": 48, "data.path": folder / "large.h5"}
     keys |= {"run.steps": 20, "run.global_batch": 8, "parallel.microbatches": 2, "communication.algorithm": "ring"}
-    found = steady(keys)
-    assert found.after == found.before and found.largest > ALLOWED
-    assert found.transient <= ALLOWED and found.left <= ALLOWED // 10
+    result = measure_steady_steps(keys)
+    assert result.after == result.before and result.largest > ALLOWED
+    assert result.transient <= ALLOWED and result.left <= ALLOWED // 10
 
 
 @cases(
-    "kind, changed, said",
+    "kind, changed, output",
     ("convnet", TENSOR, "parallel.tensor = 2 with model.kind = 'convnet' .* train a gpt or an encoder"),
     ("encoder", {"parallel.tensor": 3}, r"parallel.tensor = 3 with model.heads = 4"),
     (
@@ -112,5 +112,5 @@ def test_a_step_allocates_nothing(kind, folder):
     ),
     ("encoder", TENSOR | {"model.feed_forward": 1}, "at least a column of the feed-forward"),
 )
-def test_what_cannot_be_cut_is_refused(kind, changed, said, folder):
-    refused(keys_of(kind, folder) | changed, said)
+def test_kinds_that_cannot_be_split_are_rejected(kind, changed, output, folder):
+    assert_rejected(keys_of(kind, folder) | changed, output)

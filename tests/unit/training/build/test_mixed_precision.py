@@ -1,4 +1,4 @@
-"""16-bit working copies with a float32 master: the rule, and that every architecture keeps it."""
+"""16-bit working copies with a float32 master: the rounding rule, and every architecture follows it."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import pytest
 
 from harness import trainings
 from harness.marks import cases, on_threads
-from harness.trainings import difference, refused, small
+from harness.trainings import assert_rejected, difference, small_trainer
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.record.timing import count_traffic
@@ -41,18 +41,18 @@ def trainer_of(comm, path, keys, resume=None):
         settings["communication.algorithm"] = "ring"  # for 16 bits both sum in the order of the ranks
     if settings["precision.mode"] == "float16":
         settings.setdefault("precision.loss_scale", 1024)  # small enough: no step is skipped
-    return small(comm, path, settings, resume)
+    return small_trainer(comm, path, settings, resume)
 
 
 def state_of(trainer):
-    """Master and moments of the whole model, from what the ranks save. Collective."""
+    """Return master and moments of the whole model from the pieces that the ranks save. Collective."""
     whole = trainings.state(trainer)
     assert all(values.dtype == np.float32 for values in whole.values()), "never a rounded copy"
     return whole
 
 
 class Reference:
-    """The rule, by the letter, with numpy's and ml_dtypes' own conversions and AdamW in a few lines of float32."""
+    """The rounding rule with conversions of numpy and ml_dtypes, and AdamW in float32."""
 
     def __init__(self, trainer, scale):
         self.model, self.config, self.trainer = trainer.model, trainer.recipe.optimizer, trainer
@@ -99,7 +99,7 @@ class Reference:
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("clip", [0.0, 0.3])
-def test_one_rank_follows_the_rule(text, mode, microbatches, clip):
+def test_one_rank_has_the_bits_of_the_rounding_rule(text, mode, microbatches, clip):
     keys = {"precision.mode": mode, "parallel.microbatches": microbatches, "optimizer.clip_norm": clip}
     trainer = trainer_of(solo(), text, keys)
     rule = Reference(trainer, trainer.executor.loss_scale.scale)
@@ -110,10 +110,10 @@ def test_one_rank_follows_the_rule(text, mode, microbatches, clip):
     np.testing.assert_allclose(losses, expected, rtol=1e-6 if clip else 0)
     state = state_of(trainer)
     for segment in trainer.model.layout.segments:
-        found, wanted = state["parameters", segment.key], rule.master.view(segment.key).reshape(-1)
-        np.testing.assert_allclose(found, wanted, rtol=3e-6 if clip else 0, atol=1e-9 if clip else 0)
+        result, requested = state["parameters", segment.key], rule.master.view(segment.key).reshape(-1)
+        np.testing.assert_allclose(result, requested, rtol=3e-6 if clip else 0, atol=1e-9 if clip else 0)
         working = trainer.exchange.parameters.view(segment.key).reshape(-1)
-        assert working.dtype == rule.half and working.tobytes() == found.astype(rule.half).tobytes()
+        assert working.dtype == rule.half and working.tobytes() == result.astype(rule.half).tobytes()
 
 
 def run_of(comm, text, keys, steps=6):
@@ -124,31 +124,31 @@ def run_of(comm, text, keys, steps=6):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", [3, 4])
 def test_sharded_training_has_the_bits_of_allreduce(text, size, mode):
-    """Sums in the order of the ranks; without a clip, whose norm is summed by shards."""
+    """Sums are in rank order. There is no clipping, whose norm is summed by shards."""
     keys = {"precision.mode": mode, "optimizer.clip_norm": 0}
     losses, state, validation = run_threads(size, lambda comm: run_of(comm, text, keys))[0]
     for strategy in STRATEGIES[1:]:
         other = keys | {"parallel.strategy": strategy}
-        for found in run_threads(size, lambda comm, other=other: run_of(comm, text, other)):
-            assert found[0] == losses and found[2] == validation, strategy
-            assert all(found[1][key].tobytes() == values.tobytes() for key, values in state.items()), strategy
+        for result in run_threads(size, lambda comm, other=other: run_of(comm, text, other)):
+            assert result[0] == losses and result[2] == validation, strategy
+            assert all(result[1][key].tobytes() == values.tobytes() for key, values in state.items()), strategy
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "lars", "lamb"])
 @pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero2", "zero3"])
-def test_every_optimizer_with_clip_and_accumulation_is_near_one_rank(text, strategy, optimizer):
-    """Gradients are rounded by rank and micro-batch, 2^-11 of each: the sums differ by no more than that."""
+def test_every_optimizer_is_close_to_one_rank(text, strategy, optimizer):
+    """Gradients are rounded per rank and micro-batch, by 2^-11 each, so sums may differ by that."""
     keys = {"precision.mode": "float16", "optimizer.name": optimizer, "optimizer.clip_norm": 0.3, "model.tied": "true"}
     losses, state, _ = run_of(solo(), text, keys)
     keys |= {"parallel.strategy": strategy, "parallel.microbatches": 2}
-    for found in run_threads(3, lambda comm: run_of(comm, text, keys)):
-        np.testing.assert_allclose(found[0], losses, rtol=2e-4)
-        assert difference(found[1], state) < 1e-3
+    for result in run_threads(3, lambda comm: run_of(comm, text, keys)):
+        np.testing.assert_allclose(result[0], losses, rtol=2e-4)
+        assert difference(result[1], state) < 1e-3
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.full
-def test_it_learns_as_float32_does(text, mode):
+def test_16_bit_training_learns_like_float32(text, mode):
     plain = trainings.losses(trainer_of(solo(), text, {"precision.mode": "float32"}), 40)
     half = run_threads(2, lambda comm: trainings.losses(trainer_of(comm, text, {"precision.mode": mode}), 40))[0]
     assert half[-1] < half[0] - 1.0 and plain[-1] < plain[0] - 1.0
@@ -160,8 +160,8 @@ def test_it_learns_as_float32_does(text, mode):
     [("allreduce", 1, 1, 1), ("zero1", 1, 1, 2), ("zero2", 1, 2, 2), ("zero3", 2, 2, 2)],
 )
 @on_threads(2)
-def test_memory_is_that_of_the_closed_form(comm, text, strategy, parameters, gradients, optimizer):
-    """2 + 2 + 12 bytes a parameter, each over the ranks that share it, and the named buffers."""
+def test_memory_matches_the_closed_form(comm, text, strategy, parameters, gradients, optimizer):
+    """2 + 2 + 12 bytes per parameter, each divided by the ranks that shard it, and the listed buffers."""
     trainer = trainer_of(comm, text, {"parallel.strategy": strategy, "model.hidden": 128, "model.layers": 4})
     trainings.losses(trainer, 2)
     psi = trainer.model.layout.parameters
@@ -200,8 +200,8 @@ def test_bytes_sent_are_half_of_float32(comm, text, strategy, algorithm, volumes
     assert traffic.sent_bytes == pytest.approx(sent * (comm.size - 1) / comm.size, rel=0.01, abs=1024)
 
 
-def overflowing(trainer, rank):
-    """Make one gradient of ``rank`` overflow: its share of the sum is computed of a loss that much larger."""
+def plant_overflow(trainer, rank):
+    """Make one gradient of ``rank`` overflow by scaling its share of the loss."""
     if trainer.comm.rank == rank:
         backward = trainer.model.loss.backward
         trainer.model.loss.backward = lambda scale, *rest: backward(1e9 * scale, *rest)
@@ -209,13 +209,13 @@ def overflowing(trainer, rank):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("size", [1, 3])
-def test_an_overflow_on_one_rank_is_skipped_by_all(text, size, strategy):
+def test_overflow_on_one_rank_is_skipped_by_all(text, size, strategy):
     keys = {"precision.mode": "float16", "precision.loss_scale": 0, "precision.hysteresis": 2}
     keys |= {"parallel.strategy": strategy, "parallel.microbatches": 2}
 
     def body(comm):
         trainer = trainer_of(comm, text, keys)
-        scale, found = trainer.executor.loss_scale, []
+        scale, result = trainer.executor.loss_scale, []
         assert isinstance(scale, DynamicLossScale)
         scale.scale = 1024.0
         healthy = trainer.model.loss.backward
@@ -223,14 +223,14 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(text, size, strategy):
             for step, batch in enumerate(batches, start=1):
                 before, working = state_of(trainer), trainer.exchange.parameters.array.copy()
                 if step in (2, 3, 4):
-                    overflowing(trainer, size - 1)
+                    plant_overflow(trainer, size - 1)
                 done = trainer.executor.run(trainer.operations, trainer.cut(batch), SAMPLES, step, np.ones(2))
                 trainer.model.loss.backward = healthy
                 assert done.stop_requests.tolist() == [size] * 2 and np.isfinite(done.loss)
                 same = all(values.tobytes() == before[key].tobytes() for key, values in state_of(trainer).items())
                 assert same == done.skipped == (working.tobytes() == trainer.exchange.parameters.array.tobytes())
-                found.append((done.skipped, done.loss_scale, scale.scale, trainer.exchange.state()["count"]))
-        return found, state_of(trainer)
+                result.append((done.skipped, done.loss_scale, scale.scale, trainer.exchange.state()["count"]))
+        return result, state_of(trainer)
 
     expected = [
         (False, 1024, 1024, 1),
@@ -240,12 +240,12 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(text, size, strategy):
         (False, 256, 256, 2),
         (False, 256, 256, 3),
     ]
-    for found, _ in run_threads(size, body):
-        assert found == expected
+    for result, _ in run_threads(size, body):
+        assert result == expected
 
 
 def test_skipped_steps_leave_no_trace(text):
-    """The steps around them give the bits of a run that never met the bad batches."""
+    """The other steps have the bits of a run without the bad batches."""
     keys = {"precision.mode": "float16", "precision.loss_scale": 256, "parallel.strategy": "zero2"}
 
     def body(comm, bad, used):
@@ -255,7 +255,7 @@ def test_skipped_steps_leave_no_trace(text):
             for step, batch in enumerate(batches, start=1):
                 if step in used:
                     if step in bad:
-                        overflowing(trainer, 1)
+                        plant_overflow(trainer, 1)
                     trainer.executor.run(trainer.operations, trainer.cut(batch), SAMPLES, step, np.zeros(2))
                     trainer.model.loss.backward = healthy
         return state_of(trainer)
@@ -266,19 +266,19 @@ def test_skipped_steps_leave_no_trace(text):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_loss_that_is_not_finite_ends_the_run_and_is_explained(text, mode):
+def test_non_finite_loss_ends_the_run_with_the_reason(text, mode):
     def body(comm):
         trainer = trainer_of(comm, text, {"precision.mode": mode, "parallel.strategy": "zero3"})
         if comm.rank == 1:
             *_, (_, touched) = trainer.exchange.parameters.tensors()
             trainer.exchange.parameters.range(touched)[...] = np.nan
-        return trainings.failure(trainer)
+        return trainings.failure_reason(trainer)
 
-    for said in run_threads(2, body):
-        assert "step 1: loss nan" in said and "rank 1: parameter" in said and "rank 0:" not in said
+    for messages in run_threads(2, body):
+        assert "step 1: loss nan" in messages and "rank 1: parameter" in messages and "rank 0:" not in messages
 
 
-def test_a_bfloat16_gradient_that_is_not_finite_ends_the_run(text):
+def test_non_finite_bfloat16_gradient_ends_the_run(text):
     trainer = trainer_of(solo(), text, {})
     backward = trainer.model.loss.backward
     trainer.model.loss.backward = lambda scale, *rest: backward(1e38 * scale, *rest) * 1e38
@@ -292,37 +292,37 @@ def test_a_bfloat16_gradient_that_is_not_finite_ends_the_run(text):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_resumed_run_has_the_same_bits(text, tmp_path, strategy, mode):
+def test_resumed_run_has_the_same_bits(text, tmp_path, strategy, mode):
     keys = {"precision.mode": mode, "parallel.strategy": strategy}
     if mode == "float16":
         keys |= {"precision.loss_scale": 0, "precision.growth_interval": 2}  # it rises, and overflows, on the way
 
-    def whole(comm):
+    def run_whole(comm):
         trainer = trainer_of(comm, text, keys)
         return trainings.losses(trainer, 12), state_of(trainer), trainer.executor.loss_scale.state()
 
-    def first(comm):
+    def run_first(comm):
         trainer = trainer_of(comm, text, keys)
         return trainings.losses(trainer, 5), CheckpointSaver(trainer, tmp_path / "checkpoints").save(5)
 
-    def second(comm):
+    def run_second(comm):
         trainer = trainer_of(comm, text, keys, saved)
         return trainings.losses(trainer, 12), state_of(trainer), trainer.executor.loss_scale.state()
 
-    losses, state, scale = run_threads(2, whole)[0]
-    before, saved = run_threads(2, first)[0]
-    rest, found, scale_then = run_threads(2, second)[1]
+    losses, state, scale = run_threads(2, run_whole)[0]
+    before, saved = run_threads(2, run_first)[0]
+    rest, result, scale_then = run_threads(2, run_second)[1]
     assert before + rest == losses and scale_then == scale
-    assert all(found[key].tobytes() == values.tobytes() for key, values in state.items())
+    assert all(result[key].tobytes() == values.tobytes() for key, values in state.items())
 
 
-def test_a_checkpoint_goes_to_other_strategies_ranks_and_precisions(text, tmp_path):
-    def first(comm):
+def test_checkpoint_moves_to_other_strategies_and_precisions(text, tmp_path):
+    def run_first(comm):
         trainer = trainer_of(comm, text, {"parallel.strategy": "zero2"})
         trainings.losses(trainer, 4)
         return CheckpointSaver(trainer, tmp_path / "checkpoints").save(4), state_of(trainer)
 
-    saved, state = run_threads(3, first)[0]
+    saved, state = run_threads(3, run_first)[0]
     for strategy, mode, size in (
         ("allreduce", "bfloat16", 1),
         ("zero1", "bfloat16", 2),
@@ -331,16 +331,16 @@ def test_a_checkpoint_goes_to_other_strategies_ranks_and_precisions(text, tmp_pa
     ):
         keys = {"parallel.strategy": strategy, "precision.mode": mode}
 
-        def second(comm, keys=keys):
+        def run_second(comm, keys=keys):
             trainer = trainer_of(comm, text, keys, saved)
             return state_of(trainer), trainings.losses(trainer, 8)
 
-        for before, losses in run_threads(size, second):
+        for before, losses in run_threads(size, run_second):
             assert all(before[key].tobytes() == values.tobytes() for key, values in state.items())
             assert np.isfinite(losses).all()
 
 
-def test_what_is_evaluated_is_the_working_copy(text, tmp_path):
+def test_evaluation_uses_the_working_copy(text, tmp_path):
     trainer = trainer_of(solo(), text, {})
     trainings.losses(trainer, 6)
     expected = mean_validation_loss(trainer)
@@ -375,11 +375,11 @@ def test_what_is_evaluated_is_the_working_copy(text, tmp_path):
     (["precision.mode=float16", "precision.loss_scale=inf"], "a power of two"),
     (["precision.mode=float16", "precision.hysteresis=0"], "precision.hysteresis"),
     (["precision.activations=half"], "precision.activations = 'half'"),
-    (["precision.activations=working"], "there are no working copies"),
+    (["precision.activations=working"], "this mode has no 16-bit working copies"),
     (
         ["precision.mode=bfloat16", "precision.activations=working"],
         r"^run.device = 'cpu' with precision.activations = 'working' and precision.mode = 'bfloat16' is not built",
     ),
 )
-def test_what_does_not_go_with_16_bits_is_refused_by_name(overrides, key):
-    refused(overrides, key)
+def test_options_incompatible_with_16_bits_are_rejected(overrides, key):
+    assert_rejected(overrides, key)

@@ -1,11 +1,11 @@
-"""Where the algorithm of a run comes from: recipe, checkpoint, cache or measurement."""
+"""The source of a run's algorithm: recipe, checkpoint, cache or measurement."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from harness.marks import cases
-from harness.trainings import recipe_of, refused, session_of
+from harness.trainings import assert_rejected, recipe_of, session_of
 from hpcdist import models
 from hpcdist.collectives.dispatch import parse_algorithm
 from hpcdist.comm.config import CommunicationConfig
@@ -28,7 +28,7 @@ def measuring(tmp_path, monkeypatch):
 
 
 def run(folder, ranks, resume=None, ranks_per_node=None, **keys):
-    """Assemble a run, save its state, and return what it chose and where it is saved."""
+    """Assemble a run and save its state. Return the selected algorithm and the checkpoint."""
     settings = {**SMALL, "data.path": folder / "text.txt", **{k.replace("__", "."): v for k, v in keys.items()}}
     recipe = recipe_of(settings)
 
@@ -37,12 +37,12 @@ def run(folder, ranks, resume=None, ranks_per_node=None, **keys):
         assert trainer.context.algorithm == trainer.selection.algorithm
         return trainer.selection, CheckpointSaver(trainer, folder / "saved").save(trainer.first_step + 1)
 
-    found = run_threads(ranks, body, ranks_per_node)
-    assert all(one == found[0] for one in found)
-    return found[0]
+    results = run_threads(ranks, body, ranks_per_node)
+    assert all(one == results[0] for one in results)
+    return results[0]
 
 
-def test_measured_then_cached_then_kept_from_the_checkpoint(tmp_path):
+def test_algorithm_comes_from_measurement_cache_and_checkpoint(tmp_path):
     first, saved = run(tmp_path, 2)
     second, _ = run(tmp_path, 2)
     third, _ = run(tmp_path, 2, saved)
@@ -52,7 +52,7 @@ def test_measured_then_cached_then_kept_from_the_checkpoint(tmp_path):
     assert f"{first.algorithm}, measured in" in first.described()
 
 
-def test_a_table_goes_through_a_checkpoint(tmp_path):
+def test_algorithm_table_is_restored_from_a_checkpoint(tmp_path):
     table = "recursive_doubling<=4096,ring"
     given, saved = run(tmp_path, 2, communication__algorithm=table)
     kept, _ = run(tmp_path, 2, saved)
@@ -61,16 +61,16 @@ def test_a_table_goes_through_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(("ranks", "ranks_per_node"), [(3, None), (2, 1)])
-def test_another_topology_chooses_anew_and_says_so(tmp_path, ranks, ranks_per_node):
+def test_other_topology_selects_again_with_a_note(tmp_path, ranks, ranks_per_node):
     _, saved = run(tmp_path, 2, communication__algorithm="node_shared")
-    found, _ = run(tmp_path, ranks, saved, ranks_per_node)
-    assert found.source == "measured"
-    assert "node_shared of the checkpoint was for nodes of 2 ranks" in found.note
-    assert found.note in found.described() and "\n" not in found.described()
+    result, _ = run(tmp_path, ranks, saved, ranks_per_node)
+    assert result.source == "measured"
+    assert "node_shared of the checkpoint was for nodes of 2 ranks" in result.note
+    assert result.note in result.described() and "\n" not in result.described()
 
 
-def test_a_checkpoint_of_before_nodes_were_kept(tmp_path, monkeypatch):
-    """Their number of ranks is all that is known of its topology."""
+def test_checkpoint_without_node_information_is_accepted(tmp_path, monkeypatch):
+    """Of its topology only the number of ranks is known."""
     before = SimpleNamespace(scalars={"world": 2, "algorithm": "ring"})
     monkeypatch.setattr(state_source.manifest, "load", lambda path: before)
     kept = _resolved(2, tmp_path)
@@ -89,17 +89,17 @@ def _resolved(ranks, saved):
     return run_threads(ranks, body)[0]
 
 
-def test_a_strategy_that_needs_halves_does_not_keep_a_table(tmp_path):
+def test_strategy_with_halves_does_not_keep_a_table(tmp_path):
     _, saved = run(tmp_path, 2, communication__algorithm="recursive_doubling<=4096,ring")
-    found, _ = run(tmp_path, 2, saved, parallel__strategy="zero1")
-    assert found.source == "measured"
-    assert "no algorithm of this run" in found.note
+    result, _ = run(tmp_path, 2, saved, parallel__strategy="zero1")
+    assert result.source == "measured"
+    assert "not usable in this run" in result.note
 
 
-def test_told_not_to_measure_it_is_native(tmp_path, monkeypatch):
+def test_algorithm_is_native_if_measuring_is_disabled(tmp_path, monkeypatch):
     monkeypatch.setenv("HPCDIST_TUNING", "off")
-    found, _ = run(tmp_path, 2)
-    assert (found.algorithm, found.source) == ("native", "default")
+    result, _ = run(tmp_path, 2)
+    assert (result.algorithm, result.source) == ("native", "default")
     assert not (tmp_path / "cache").exists()
     monkeypatch.setenv("HPCDIST_TUNING", "perhaps")
     with pytest.raises(ConfigurationError, match="HPCDIST_TUNING"):
@@ -107,12 +107,12 @@ def test_told_not_to_measure_it_is_native(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("keys", [{"parallel__strategy": "parameter_server"}, {"parallel__pipeline": 2}])
-def test_where_nothing_is_reduced_nothing_is_measured(tmp_path, keys):
-    found, _ = run(tmp_path, 2, **keys)
-    assert (found.algorithm, found.source, found.seconds) == ("native", "default", 0.0)
+def test_no_measurement_without_reductions(tmp_path, keys):
+    result, _ = run(tmp_path, 2, **keys)
+    assert (result.algorithm, result.source, result.seconds) == ("native", "default", 0.0)
 
 
-def test_agreements_take_what_is_for_small_buffers(tmp_path):
+def test_agreements_use_the_algorithm_for_small_buffers(tmp_path):
     def agree(ranks, **keys):
         settings = {**SMALL, "data.path": tmp_path / "text.txt"} | {k.replace("__", "."): v for k, v in keys.items()}
         recipe = recipe_of(settings)
@@ -127,12 +127,12 @@ def test_agreements_take_what_is_for_small_buffers(tmp_path):
 
 
 @pytest.mark.parametrize("table", ["nccl", "native<=4096,nccl", "nccl<=4096,native"])
-def test_what_is_for_gpus_is_refused_before_a_run_on_cpus(tmp_path, table):
+def test_gpu_algorithms_are_rejected_on_cpus(tmp_path, table):
     with pytest.raises(ConfigurationError, match="is for GPUs, and run.device = cpu"):
         run(tmp_path, 2, communication__algorithm=table)
 
 
-def test_a_table_with_nccl_asks_for_nccl(monkeypatch):
+def test_table_with_nccl_requires_nccl(monkeypatch):
     monkeypatch.setattr(selection.nccl, "refusal", lambda comm: "no NCCL here")
 
     def body(comm):
@@ -147,7 +147,7 @@ def test_a_table_with_nccl_asks_for_nccl(monkeypatch):
     ("algorithm", "strategy"),
     [("node_shared", "allreduce"), ("node_shared<=4096,ring", "allreduce"), ("node_shared", "zero1")],
 )
-def test_shared_memory_over_several_nodes_is_refused_before_the_first_step(tmp_path, algorithm, strategy):
+def test_shared_memory_across_nodes_is_rejected(tmp_path, algorithm, strategy):
     keys = {"communication__algorithm": algorithm, "parallel__strategy": strategy}
     with pytest.raises(ConfigurationError, match=r"communication\.algorithm = node_shared.* are on 2; choose"):
         run(tmp_path, 4, ranks_per_node=2, **keys)
@@ -158,22 +158,22 @@ def test_shared_memory_over_several_nodes_is_refused_before_the_first_step(tmp_p
 
 
 @cases(
-    "text, said",
+    "text, output",
     ("nativ<=4096,ring", "row 'nativ<=4096' is unknown, did you mean native;"),
     ("native<=4K,ring", "row 'native<=4K': sizes are plain bytes: 4096, not 4K;"),
-    ("native<=8,ring<=4,ring", "row 'ring<=4': sizes ascend, and the row before has 8;"),
+    ("native<=8,ring<=4,ring", "row 'ring<=4': sizes must ascend, but the previous row has 8;"),
     ("native<=8,ring<=16", "row 'ring<=16': the last row has no size;"),
     ("native,ring", "row 'native': only the last row has no size;"),
     ("rong", "'rong' is unknown, did you mean ring;"),
     ("", "'' is unknown;"),
 )
-def test_the_bad_row_of_a_table_is_named(text, said):
+def test_invalid_row_of_a_table_is_named(text, output):
     with pytest.raises(ConfigurationError) as caught:
         CommunicationConfig(algorithm=text)
-    assert f"communication.algorithm: {said}" in str(caught.value) and "(" not in str(caught.value)
+    assert f"communication.algorithm: {output}" in str(caught.value) and "(" not in str(caught.value)
     with pytest.raises(UsageError) as used:
         parse_algorithm(text)
-    assert said in str(used.value) and ", nccl," in str(used.value)
+    assert output in str(used.value) and ", nccl," in str(used.value)
 
 
 @cases(
@@ -181,11 +181,11 @@ def test_the_bad_row_of_a_table_is_named(text, said):
     *("ring<=4096", "auto<=4096,ring", "ring,native", "nothing<=1,ring", "ring<=x,native", "ring<=1,nothing"),
     *("ring<=007,native", "ring<=8,native<=4,ring", "ring<=8,native<=8,ring"),
 )
-def test_recipes_refuse_what_is_no_table(text):
-    refused([f"communication.algorithm={text}"], r"communication\.algorithm")
+def test_recipes_reject_invalid_tables(text):
+    assert_rejected([f"communication.algorithm={text}"], r"communication\.algorithm")
 
 
 @pytest.mark.parametrize("text", ["ring<=0,native", "ring<=8,native<=70,ring", "native<=999999999999999999,ring"])
-def test_recipes_take_what_the_algorithms_take(text):
+def test_recipes_accept_all_valid_algorithms(text):
     algorithm = recipes.load(None, [f"communication.algorithm={text}"]).recipe.communication.algorithm
     assert str(parse_algorithm(algorithm)) == algorithm == text

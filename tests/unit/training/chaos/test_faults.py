@@ -1,4 +1,4 @@
-"""Faults on purpose: each happens where it was asked for, once in a run, and is met by what must meet it."""
+"""Injected faults: each happens at the requested place, once per run, and is handled by the responsible check."""
 
 import os
 import time
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from harness import trainings
-from harness.inputs import newest
+from harness.inputs import newest_intact_checkpoint
 from harness.marks import cases, on_threads
-from harness.trainings import assembled
+from harness.trainings import assemble_trainer
 from hpcdist.arrays import backend
 from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.comm.threads.communicator import run_threads
@@ -27,7 +27,7 @@ Settings = dict[str, object]
 
 
 class Killed(Exception):  # noqa: N818 - a process would not live to raise it
-    """What a thread has in the place of its death."""
+    """The exception that replaces the death of a thread."""
 
 
 @pytest.fixture
@@ -43,8 +43,8 @@ def mortal(monkeypatch):
     monkeypatch.setattr(injection, "kill_process", die)
 
 
-def armed(comm, settings, run):
-    trainer = assembled(comm, settings, directory=run)
+def build_with_faults(comm, settings, run):
+    trainer = assemble_trainer(comm, settings, directory=run)
     writers = trainer.recipe.checkpoint.writers
     injection.refuse_impossible_faults(trainer.recipe.chaos, comm, writers, trainer.exchange)
     return trainer, build_saver(trainer, run / "checkpoints")
@@ -54,11 +54,11 @@ def make_steps(trainer, first=1, last=None):
     return trainings.losses(trainer, last or trainer.recipe.run.steps, first - 1)
 
 
-def trained(ranks, settings, run):
-    """The losses of each rank, and what it would save."""
+def train(ranks, settings, run):
+    """Return the losses of each rank, and the state that it would save."""
 
     def body(comm):
-        trainer, _ = armed(comm, settings, run)
+        trainer, _ = build_with_faults(comm, settings, run)
         return make_steps(trainer), [np.asarray(piece.array).tobytes() for piece in trainer.exchange.pieces()]
 
     return run_threads(ranks, body)
@@ -71,22 +71,22 @@ def trained(ranks, settings, run):
 )
 @pytest.mark.usefixtures("mortal")
 @on_threads(1)
-def test_a_kill_is_where_it_was_asked_for_and_only_once(comm, phase, last, text, tmp_path):
-    trainer, _ = armed(comm, {**text, "chaos.kill": f"['0@2:{phase}']"}, tmp_path)
+def test_kill_happens_once_at_the_requested_place(comm, phase, last, text, tmp_path):
+    trainer, _ = build_with_faults(comm, {**text, "chaos.kill": f"['0@2:{phase}']"}, tmp_path)
     assert len(make_steps(trainer, last=1)) == 1 and not (tmp_path / "chaos").exists()
     seen = []
 
-    def noted(handler, op):
+    def note_operation(handler, op):
         seen.append(op.kind)
         handler(op)
 
     for kind, handler in list(trainer.executor._handlers.items()):
-        trainer.executor._handlers[kind] = lambda op, handler=handler: noted(handler, op)
+        trainer.executor._handlers[kind] = lambda op, handler=handler: note_operation(handler, op)
     with pytest.raises(Killed):
         make_steps(trainer, first=2)
     assert (seen[-1] if seen else None) is last and seen.count(last) <= 1
     assert os.listdir(tmp_path / "chaos") == [f"kill-0@2-{phase}"]
-    again, _ = armed(comm, {**text, "chaos.kill": f"['0@2:{phase}']"}, tmp_path)
+    again, _ = build_with_faults(comm, {**text, "chaos.kill": f"['0@2:{phase}']"}, tmp_path)
     assert len(make_steps(again)) == 4
 
 
@@ -111,16 +111,18 @@ CORRUPTED = {
 
 @pytest.mark.parametrize("layout", CORRUPTED)
 @pytest.mark.full_except("zero1")
-def test_a_flipped_bit_of_a_gradient_is_silent(layout, text, tmp_path):
+def test_flipped_bit_of_a_gradient_changes_later_steps_silently(layout, text, tmp_path):
     settings = {**text, "optimizer.clip_norm": 0, **CORRUPTED[layout]}
-    calm = trained(2, settings, tmp_path)
-    found = trained(2, {**settings, "chaos.corrupt": "['1@2']"}, tmp_path)
+    calm = train(2, settings, tmp_path)
+    result = train(2, {**settings, "chaos.corrupt": "['1@2']"}, tmp_path)
     assert os.listdir(tmp_path / "chaos") == ["corrupt-1@2-gradients"]
-    assert found[0][0][:2] == calm[0][0][:2] and [own for _, own in found] != [own for _, own in calm]
-    assert found[0][0] == found[1][0] and np.isfinite(found[0][0]).all(), "nobody notices"
+    assert result[0][0][:2] == calm[0][0][:2] and [local_data for _, local_data in result] != [
+        local_data for _, local_data in calm
+    ]
+    assert result[0][0] == result[1][0] and np.isfinite(result[0][0]).all(), "nobody notices"
 
 
-def test_the_bit_that_flips_is_worth_a_third_to_a_half():
+def test_flipped_bit_changes_the_value_by_a_third_to_a_half():
     import ml_dtypes
 
     for dtype in ("float16", ml_dtypes.bfloat16, "float32", "float64"):
@@ -131,16 +133,16 @@ def test_the_bit_that_flips_is_worth_a_third_to_a_half():
         flip_bit(values[:0])
 
 
-def test_damage_on_a_gpu_is_the_same(gpu):
+def test_corruption_on_a_gpu_matches_the_cpu(gpu):
     values = backend.place(np.array([0.5, -3.0, 2.9, 0], "f4"), "gpu")
     flip_bit(values)
     make_infinite(values[2:])
     assert backend.to_host(values).tolist() == [0.5, -2.0, np.inf, 0]
 
 
-def test_a_flipped_bit_of_a_parameter_is_found_by_the_sentinel(text, tmp_path):
+def test_flipped_bit_of_a_parameter_is_found_by_the_replica_check(text, tmp_path):
     def body(comm):
-        trainer, _ = armed(comm, {**text, **RING, "chaos.corrupt": "['1@2:parameters']"}, tmp_path)
+        trainer, _ = build_with_faults(comm, {**text, **RING, "chaos.corrupt": "['1@2:parameters']"}, tmp_path)
         make_steps(trainer, last=1)
         check_replicas(trainer.data_axis, trainer.exchange.parameters, 1)
         make_steps(trainer, first=2, last=2)
@@ -150,30 +152,30 @@ def test_a_flipped_bit_of_a_parameter_is_found_by_the_sentinel(text, tmp_path):
             return str(error)
         return "not found"
 
-    assert all("step 2" in said and "rank(s) [1] hold other bits" in said for said in run_threads(3, body))
+    assert all("step 2" in messages and "rank(s) [1] hold other bits" in messages for messages in run_threads(3, body))
 
 
 @pytest.mark.parametrize("layout", ["allreduce", "zero2", "pipeline"])
-def test_an_overflow_stops_and_names_the_step(layout, text, tmp_path):
+def test_overflow_stops_the_run_and_names_the_step(layout, text, tmp_path):
     keys = {"parallel.strategy": "zero2"} if layout == "zero2" else CORRUPTED[layout]
 
     def body(comm):
-        trainer, _ = armed(comm, {**text, **keys, "chaos.overflow": "[3]"}, tmp_path)
+        trainer, _ = build_with_faults(comm, {**text, **keys, "chaos.overflow": "[3]"}, tmp_path)
         make_steps(trainer, last=2)
         before = trainer.exchange.parameters.array.copy()
-        said = trainings.failure(replace(trainer, first_step=2), step=3)
+        messages = trainings.failure_reason(replace(trainer, first_step=2), step=3)
         assert (before == trainer.exchange.parameters.array).all()
-        return said
+        return messages
 
-    for said in run_threads(2, body):
-        assert "step 3: " in said and "gradient norm inf" in said and "Nothing was updated" in said
+    for messages in run_threads(2, body):
+        assert "step 3: " in messages and "gradient norm inf" in messages and "Nothing was updated" in messages
 
 
-def test_an_overflow_of_float16_is_skipped_and_halves_the_scale(text, tmp_path):
+def test_float16_overflow_is_skipped_and_halves_the_scale(text, tmp_path):
     keys = {"precision.mode": "float16", "precision.hysteresis": 1, "chaos.overflow": "[2]"}
 
     def body(comm):
-        trainer, _ = armed(comm, {**text, **keys}, tmp_path)
+        trainer, _ = build_with_faults(comm, {**text, **keys}, tmp_path)
         make_steps(trainer, last=1)
         scales = [trainer.executor.loss_scale.scale]
         make_steps(trainer, first=2)
@@ -183,9 +185,9 @@ def test_an_overflow_of_float16_is_skipped_and_halves_the_scale(text, tmp_path):
     assert after == before / 2 and skipped == 1
 
 
-def test_a_stall_holds_its_step_up(text, tmp_path):
+def test_stall_delays_its_step(text, tmp_path):
     def body(comm):
-        trainer, _ = armed(comm, {**text, "chaos.stall": "['1@2:0.2']"}, tmp_path)
+        trainer, _ = build_with_faults(comm, {**text, "chaos.stall": "['1@2:0.2']"}, tmp_path)
         clock = [time.perf_counter()]
         for step in (1, 2, 3):
             make_steps(trainer, step, step)
@@ -200,38 +202,38 @@ WORDS = {"fail": "Input/output error", "full": "No space left on device", "fsync
 
 @pytest.mark.parametrize("how", WORDS)
 @pytest.mark.parametrize("beside", ["false", "true"])
-def test_a_disk_that_fails_leaves_the_checkpoint_before(how, beside, text, tmp_path, monkeypatch):
+def test_failing_disk_keeps_the_previous_checkpoint(how, beside, text, tmp_path, monkeypatch):
     synced, true = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")) or true(fd))
     keys = {"chaos.disk": f"['1@2:{how}']", "checkpoint.asynchronous": beside}
 
     def body(comm):
-        _, saver = armed(comm, {**text, **keys}, tmp_path)
-        said = ""
+        _, saver = build_with_faults(comm, {**text, **keys}, tmp_path)
+        messages = ""
         for step in (1, 2, 3):
             try:
                 saver.save(step)
                 saver.finish()
             except StorageError as error:
-                said += f"{step}: {error}"
+                messages += f"{step}: {error}"
             if step == 2:
-                found = newest(tmp_path, comm)
-                assert found is not None and found.name == "step-1"
+                result = newest_intact_checkpoint(tmp_path, comm)
+                assert result is not None and result.name == "step-1"
                 comm.barrier()
-        return said
+        return messages
 
-    for said in run_threads(2, body):
-        assert said.startswith("2: the checkpoint was not saved: rank 1: ") and WORDS[how] in said
-    third = newest(tmp_path)
+    for messages in run_threads(2, body):
+        assert messages.startswith("2: the checkpoint was not saved: rank 1: ") and WORDS[how] in messages
+    third = newest_intact_checkpoint(tmp_path)
     assert third is not None and third.name == "step-3" and restore(third, [])["steps"] == 3
     assert os.listdir(tmp_path / "chaos") == [f"disk-1@2-{how}"]
     assert any("step-3.tmp/shard-00001.h5" in path for path in synced), "of a disk that does not fail"
 
 
 @pytest.mark.usefixtures("mortal")
-def test_a_kill_in_a_save_leaves_half_a_shard(text, tmp_path):
+def test_kill_during_a_save_leaves_half_a_shard(text, tmp_path):
     def body(comm):
-        trainer, saver = armed(comm, {**text, "chaos.kill": "['0@2:save']"}, tmp_path)
+        trainer, saver = build_with_faults(comm, {**text, "chaos.kill": "['0@2:save']"}, tmp_path)
         make_steps(trainer, last=1)
         saver.save(1)
         with pytest.raises(Killed):
@@ -242,32 +244,32 @@ def test_a_kill_in_a_save_leaves_half_a_shard(text, tmp_path):
         (tmp_path / "checkpoints" / name / "shard-00000.h5").read_bytes() for name in ("step-1", "step-3.tmp")
     )
     assert len(half) == len(first) and len(first) // 5 < half.count(0) - first.count(0) < len(first) * 2 // 3
-    assert newest(tmp_path) == tmp_path / "checkpoints" / "step-1"
+    assert newest_intact_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step-1"
 
 
-def test_who_writes_nothing_has_no_disk_that_fails(text, tmp_path):
+def test_disk_failure_of_a_rank_that_writes_nothing_is_rejected(text, tmp_path):
     settings = {**text, "checkpoint.writers": 1, "chaos.disk": "['1@2:full']"}
     with pytest.raises(
-        ConfigurationError, match=r"rank 1, which writes nothing with .* '1'; those who write are \[0\]"
+        ConfigurationError, match=r"rank 1, which writes nothing with .* '1'; the writing ranks are \[0\]"
     ):
-        run_threads(2, lambda comm: armed(comm, settings, tmp_path))
+        run_threads(2, lambda comm: build_with_faults(comm, settings, tmp_path))
 
 
-def test_faults_need_a_rank_to_which_they_can_happen(text):
+def test_faults_of_impossible_ranks_are_rejected(text):
     with pytest.raises(ConfigurationError, match=r"chaos.kill = \['2@1'\] on 2 ranks: there is no rank 2"):
-        run_threads(2, lambda comm: assembled(comm, {**text, "chaos.kill": "['2@1']"}))
+        run_threads(2, lambda comm: assemble_trainer(comm, {**text, "chaos.kill": "['2@1']"}))
     served = {**text, "parallel.strategy": "parameter_server"}
     for keys, message in (
-        ({"chaos.corrupt": "['1@1']"}, "rank 1 only serves and computes nothing; use ranks 0 to 0"),
-        ({"chaos.kill": "['1@1:forward']"}, "only serves and computes nothing"),
+        ({"chaos.corrupt": "['1@1']"}, "rank 1 is only a server and computes nothing; use ranks 0 to 0"),
+        ({"chaos.kill": "['1@1:forward']"}, "is only a server and computes nothing"),
         ({"chaos.stall": "['1@1:2']", "parameter_server.consistency": "asp"}, "makes no steps of its own"),
     ):
         with pytest.raises(ConfigurationError, match=message):
-            run_threads(2, lambda comm, keys=keys: assembled(comm, {**served, **keys}))
-    run_threads(2, lambda comm: assembled(comm, {**served, "chaos.kill": "['1@1:exchange']"}))
+            run_threads(2, lambda comm, keys=keys: assemble_trainer(comm, {**served, **keys}))
+    run_threads(2, lambda comm: assemble_trainer(comm, {**served, "chaos.kill": "['1@1:exchange']"}))
 
 
-def test_ranks_that_are_gone_take_their_faults_along():
+def test_faults_of_removed_ranks_are_dropped():
     config = ChaosConfig(slow_ranks=(0, 3), kill=("1@5", "3@9"), disk=("3@2:full",), overflow=(4,))
     left = config.within(3)
     assert (left.slow_ranks, left.kill, left.disk, left.overflow) == ((0,), ("1@5",), (), (4,))
@@ -276,7 +278,7 @@ def test_ranks_that_are_gone_take_their_faults_along():
     assert gone == ChaosConfig() and not gone.on
 
 
-def test_people_are_told_and_a_recipe_keeps_them(tmp_path):
+def test_faults_are_described_and_stored_in_the_recipe(tmp_path):
     config = ChaosConfig(
         kill=("0@9:save", "2@3"), stall=("1@4:2.5",), corrupt=("1@1",), overflow=(6,), disk=("0@7:full",)
     )

@@ -1,4 +1,4 @@
-"""Arrays in files: tokens in .npy and HDF5, tables in HDF5, read from the file itself where they can be."""
+"""Arrays in files: tokens in .npy and HDF5, tables in HDF5, read directly from the file if possible."""
 
 import os
 
@@ -23,7 +23,7 @@ def tokens(rng):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_npy_tokens(tmp_path, tokens, dtype):
+def test_npy_tokens_keep_their_dtype(tmp_path, tokens, dtype):
     np.save(tmp_path / "a.npy", tokens.astype(dtype))
     got = data_files.npy_tokens(tmp_path / "a.npy")
     assert got.dtype == dtype
@@ -32,7 +32,7 @@ def test_npy_tokens(tmp_path, tokens, dtype):
 
 
 @pytest.mark.parametrize("dtype", [">u2", ">u4", ">i8"])
-def test_npy_tokens_of_the_other_byte_order_are_converted(tmp_path, tokens, dtype):
+def test_npy_tokens_with_foreign_byte_order_are_converted(tmp_path, tokens, dtype):
     np.save(tmp_path / "a.npy", tokens.astype(dtype))
     got = data_files.npy_tokens(tmp_path / "a.npy")
     assert got.dtype.isnative
@@ -68,7 +68,7 @@ def test_hdf5_tokens_in_any_layout(tmp_path, tokens, dtype, options, plain):
     assert np.array_equal(got[17:3000], tokens[17:3000])
 
 
-def test_hdf5_tokens_behind_a_user_block_and_in_foreign_byte_order(tmp_path, tokens):
+def test_hdf5_tokens_after_a_user_block_with_foreign_byte_order(tmp_path, tokens):
     with h5py.File(tmp_path / "a.h5", "w", userblock_size=512) as file:
         file["tokens"] = tokens.astype(">u2")
     got = data_files.hdf5_tokens(tmp_path / "a.h5")
@@ -80,7 +80,7 @@ STORAGE = ("link", "chain", "soft", "virtual", "nested", "external")
 
 
 def _store(folder, storage, tokens):
-    """Write a file whose dataset ``tokens`` has its elements in another one, at an offset where this one has others."""
+    """Write a file whose dataset ``tokens`` has its elements in another file, at an offset with other data here."""
     whole, part = folder / "whole.h5", folder / "part.h5"
     with h5py.File(part, "w") as file:
         file["data"] = tokens
@@ -107,7 +107,7 @@ def _store(folder, storage, tokens):
 
 
 @pytest.mark.parametrize("storage", STORAGE)
-def test_elements_in_another_file(tmp_path, tokens, storage):
+def test_elements_in_another_file_are_read(tmp_path, tokens, storage):
     tokens = tokens.astype(np.uint8)
     got = data_files.hdf5_tokens(_store(tmp_path, storage, tokens))
     assert np.array_equal(got[:], tokens)
@@ -115,17 +115,17 @@ def test_elements_in_another_file(tmp_path, tokens, storage):
 
 
 @pytest.mark.parametrize("storage", STORAGE)
-def test_another_file_that_is_not_there(tmp_path, tokens, storage):
-    """HDF5 itself shows zeros for virtual storage."""
+def test_missing_external_file_is_named(tmp_path, tokens, storage):
+    """HDF5 itself returns zeros for missing virtual storage."""
     path = _store(tmp_path, storage, tokens.astype(np.uint8))
     (tmp_path / ("rest" if storage == "external" else "part.h5")).unlink()
-    with pytest.raises(DataError, match=r"whole\.h5.*(a link to what is not there|rest|part\.h5)"):
+    with pytest.raises(DataError, match=r"whole\.h5.*(a link to a missing file or object|rest|part\.h5)"):
         data_files.hdf5_tokens(path)
 
 
 @pytest.mark.parametrize("kind", ["npy", "link", "virtual", "external", "foreign", "chunked"])
-def test_a_file_that_is_cut_while_it_is_read(tmp_path, tokens, kind):
-    """No signal, and no zeros."""
+def test_file_truncated_while_reading_raises(tmp_path, tokens, kind):
+    """There must be neither a signal nor zeros."""
     path = cut = tmp_path / "whole.h5"
     if kind == "npy":
         cut = tmp_path / "a.npy"
@@ -142,12 +142,12 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path, tokens, kind):
     assert np.array_equal(windows.take(np.array([300]), 0)[0][0], tokens[4800:4816])
     os.truncate(cut, 1500)
     for read in (lambda: windows.take(np.array([2, 290]), 0), lambda: got[4640:4650]):
-        with pytest.raises(StorageError, match=f"{cut}.* 1,500 bytes.*it was cut"):
+        with pytest.raises(StorageError, match=f"{cut}.* 1,500 .*bytes.*it was truncated"):
             read()
 
 
-def test_a_journal_over_a_file_is_seen(tmp_path, tokens):
-    """What is read from the file itself would be what it was before."""
+def test_journal_of_a_file_is_applied(tmp_path, tokens):
+    """A direct read of the file would return the old values."""
     path = tmp_path / "a.h5"
     with files.edit(path, "test", 1) as file:
         file["tokens"] = tokens.astype(np.uint8)
@@ -162,8 +162,8 @@ def test_a_journal_over_a_file_is_seen(tmp_path, tokens):
     assert (data_files.hdf5_tokens(path)[:] == 7).all()
 
 
-def test_names_in_a_file_that_lead_to_no_elements(tmp_path):
-    def refused(message, target):
+def test_names_without_elements_are_rejected(tmp_path):
+    def assert_rejected(message, target):
         with h5py.File(tmp_path / "a.h5", "w") as file:
             file["tokens"] = target
             for name in ("x", "y", "other"):
@@ -173,20 +173,20 @@ def test_names_in_a_file_that_lead_to_no_elements(tmp_path):
             with pytest.raises(DataError, match=message):
                 read(tmp_path / "a.h5")
 
-    refused("cannot be opened: .*too many links", h5py.SoftLink("/other"))
-    refused("is a link to what is not there", h5py.SoftLink("/nothing"))
-    refused("uint8, without a shape", h5py.Empty(np.uint8))
-    refused("no dataset (tokens|x); the file holds", np.dtype(np.uint8))
-    refused("a single value; expected rows", np.uint8(3))
-    refused("expected", np.array([b"a", b"b"]))
-    refused("expected", np.zeros(3, [("a", np.uint8)]))
+    assert_rejected("cannot be opened: .*too many links", h5py.SoftLink("/other"))
+    assert_rejected("is a link to a missing file or object", h5py.SoftLink("/nothing"))
+    assert_rejected("uint8, without a shape", h5py.Empty(np.uint8))
+    assert_rejected("no dataset (tokens|x); the file holds", np.dtype(np.uint8))
+    assert_rejected("a single value; expected an array with rows", np.uint8(3))
+    assert_rejected("expected", np.array([b"a", b"b"]))
+    assert_rejected("expected", np.zeros(3, [("a", np.uint8)]))
 
 
-def test_pipes_and_circles_are_refused(tmp_path):
-    """HDF5 would wait for ever, or fill its stack."""
+def test_pipes_and_circular_references_are_rejected(tmp_path):
+    """HDF5 would wait forever, or overflow its stack."""
     os.mkfifo(tmp_path / "pipe")
 
-    def refused(message, fill):
+    def assert_rejected(message, fill):
         with h5py.File(tmp_path / "a.h5", "w") as file:
             fill(file)
         with pytest.raises(DataError, match=message):
@@ -197,15 +197,19 @@ def test_pipes_and_circles_are_refused(tmp_path):
         layout[:] = h5py.VirtualSource(source, "tokens", (2000,))
         return lambda file: file.create_virtual_dataset("tokens", layout)
 
-    refused("pipe: there is no such file", lambda file: file.__setitem__("tokens", h5py.ExternalLink("pipe", "/a")))
-    refused("pipe: there is no such file", virtual("pipe"))
+    assert_rejected(
+        "pipe: there is no such file", lambda file: file.__setitem__("tokens", h5py.ExternalLink("pipe", "/a"))
+    )
+    assert_rejected("pipe: there is no such file", virtual("pipe"))
     raw = [(str(tmp_path / "pipe"), 0, 2000)]
-    refused("pipe.*has 0 bytes of 2,000", lambda file: file.create_dataset("tokens", (2000,), np.uint8, external=raw))
-    refused("is a part of itself", virtual("a.h5"))
+    assert_rejected(
+        "pipe.*has 0 of 2,000 bytes", lambda file: file.create_dataset("tokens", (2000,), np.uint8, external=raw)
+    )
+    assert_rejected("is a part of itself", virtual("a.h5"))
 
 
 @pytest.mark.parametrize("extent", [2**20, 2**40])
-def test_rows_that_do_not_fit_into_memory(tmp_path, extent):
+def test_rows_that_exceed_the_memory_raise_storage_error(tmp_path, extent):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", (4, extent, extent), np.uint8, chunks=(1, 8, 8))
     got = data_files.Hdf5Dataset(tmp_path / "a.h5", h5py.File(tmp_path / "a.h5")["x"])
@@ -214,7 +218,7 @@ def test_rows_that_do_not_fit_into_memory(tmp_path, extent):
             read()
 
 
-def test_classes_of_many_rows_are_read_in_blocks(tmp_path, monkeypatch):
+def test_class_count_of_many_rows_is_read_in_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(data_files, "BLOCK_ROWS", 7)
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["x"], file["y"] = np.zeros((40, 2)), np.arange(40) % 23
@@ -230,7 +234,7 @@ def _short(array, index):
 @pytest.mark.parametrize(
     "array", [np.arange(9, dtype=np.int16), np.zeros((3, 3), np.uint8), np.zeros(3, np.float32), np.zeros(0, np.uint8)]
 )
-def test_what_is_no_tokens_is_refused(tmp_path, array):
+def test_arrays_that_are_no_tokens_are_rejected(tmp_path, array):
     np.save(tmp_path / "a.npy", array)
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["tokens"] = array
@@ -240,7 +244,7 @@ def test_what_is_no_tokens_is_refused(tmp_path, array):
             read(tmp_path / name)
 
 
-def test_broken_files_are_refused(tmp_path, tokens):
+def test_broken_files_are_rejected(tmp_path, tokens):
     np.save(tmp_path / "a.npy", tokens.astype(np.uint8))
     whole = (tmp_path / "a.npy").read_bytes()
     for content in (whole[:-100], whole[:20], b"no array"):
@@ -266,7 +270,7 @@ def test_broken_files_are_refused(tmp_path, tokens):
         data_files.hdf5_tokens(tmp_path / "a.h5")
 
 
-def test_datasets_that_are_missing_are_named(tmp_path):
+def test_missing_datasets_are_named(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_group("x")
         file["y"] = np.arange(3)
@@ -276,7 +280,7 @@ def test_datasets_that_are_missing_are_named(tmp_path):
         data_files.hdf5_table(tmp_path / "a.h5")
 
 
-def test_a_damaged_chunk_is_an_error_when_it_is_read(tmp_path, tokens):
+def test_damaged_chunk_raises_when_it_is_read(tmp_path, tokens):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         data = file.create_dataset("tokens", data=tokens.astype(np.uint8), chunks=(1000,), fletcher32=True)
         offset = data.id.get_chunk_info(2).byte_offset
@@ -290,7 +294,7 @@ def test_a_damaged_chunk_is_an_error_when_it_is_read(tmp_path, tokens):
 
 
 @pytest.mark.parametrize("options", [{}, {"chunks": True}])
-def test_tables(tmp_path, rng, options):
+def test_tables_are_read(tmp_path, rng, options):
     x, y = rng.random((20, 3, 4), np.float32), rng.permutation(np.arange(20) % 7)
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", data=x, **options)
@@ -304,31 +308,31 @@ def test_tables(tmp_path, rng, options):
 
 @cases(
     "x, y, message",
-    (np.zeros((3, 2)), np.zeros(4, int), "x has 3 rows and y has 4"),
+    (np.zeros((3, 2)), np.zeros(4, int), "x has 3 rows but y has 4"),
     (np.zeros(3), np.zeros(3, int), "expected real numbers"),
     (np.zeros((3, 2), complex), np.zeros(3, int), "expected real numbers"),
     (np.zeros((3, 2)), np.zeros(3), "expected the class"),
-    (np.zeros((3, 2)), np.array([0, -1, 0]), "y holds -1"),
-    (np.zeros((3, 2)), np.array([0, 300_000_000, 0]), "y holds 300000000, and a model has"),
-    (np.zeros((0, 2)), np.zeros(0, int), "nothing to train on"),
+    (np.zeros((3, 2)), np.array([0, -1, 0]), "y holds class -1"),
+    (np.zeros((3, 2)), np.array([0, 300_000_000, 0]), "y holds class 300000000, but the model has"),
+    (np.zeros((0, 2)), np.zeros(0, int), "expected at least one row"),
 )
-def test_tables_that_do_not_fit(tmp_path, x, y, message):
+def test_invalid_tables_are_rejected(tmp_path, x, y, message):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["x"], file["y"] = x, y
     with pytest.raises(DataError, match=message):
         data_files.hdf5_table(tmp_path / "a.h5")
 
 
-def test_an_interrupted_read_is_made_again(tmp_path, tokens, monkeypatch):
-    """A call that a signal ends is no failure; rows after it are read as ever."""
+def test_interrupted_read_is_repeated(tmp_path, tokens, monkeypatch):
+    """A call that a signal ends is no failure. The following rows are read normally."""
     np.save(tmp_path / "a.npy", tokens.astype(np.uint8))
     got, read, calls = data_files.npy_tokens(tmp_path / "a.npy"), samples._read_blocks, []
 
-    def interrupted(descriptor, offsets, blocks):
+    def read_interrupted(descriptor, offsets, blocks):
         calls.append(len(offsets))
         return 0 if len(calls) in (1, 3) else min(1, len(offsets)) and read(descriptor, offsets[:1], blocks[:1])
 
-    monkeypatch.setattr(samples, "_read_blocks", interrupted)
+    monkeypatch.setattr(samples, "_read_blocks", read_interrupted)
     starts = np.array([3, 100, 700, 42])
     assert np.array_equal(got.gather(starts, 5), np.stack([tokens[start : start + 5] for start in starts]))
     assert len(calls) >= 3
@@ -337,7 +341,7 @@ def test_an_interrupted_read_is_made_again(tmp_path, tokens, monkeypatch):
             got.gather(outside, 5)
 
 
-def test_many_files_are_looked_at_now_and_then(tmp_path, monkeypatch):
+def test_sizes_of_many_files_are_checked_rarely(tmp_path, monkeypatch):
     layout = h5py.VirtualLayout((120,), np.uint8)
     for part in range(12):
         with h5py.File(tmp_path / f"{part}.h5", "w") as file:
@@ -354,5 +358,5 @@ def test_many_files_are_looked_at_now_and_then(tmp_path, monkeypatch):
     assert 12 <= len(looks) <= 13
     os.truncate(tmp_path / "11.h5", 100)
     now[0] += data_files.CHECK_S
-    with pytest.raises(StorageError, match="it was cut"):
+    with pytest.raises(StorageError, match="it was truncated"):
         got[5]

@@ -1,4 +1,4 @@
-"""Entropies against counting in plain Python."""
+"""Entropies compared with counting in plain Python."""
 
 import math
 from collections import Counter
@@ -17,7 +17,7 @@ def _plain(tokens, order):
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
 @pytest.mark.parametrize("scale", [1, 200, 100_000])
-def test_entropies_equal_counting(rng, dtype, scale):
+def test_entropies_match_counting(rng, dtype, scale):
     if scale * 20 > np.iinfo(dtype).max and scale > 1:
         scale = np.iinfo(dtype).max // 20
     state = np.cumsum(rng.integers(0, 3, 3000)) % 20
@@ -42,7 +42,7 @@ def test_chunks_do_not_change_the_counts(rng, monkeypatch):
         assert entropy.conditional_entropies(tokens) == pytest.approx(whole, abs=1e-12)
 
 
-def test_every_length_from_one_token_on(rng):
+def test_entropies_of_every_length(rng):
     for length in range(1, 12):
         tokens = rng.integers(5, 8, length).astype(np.uint8)
         got = entropy.conditional_entropies(tokens)
@@ -50,7 +50,7 @@ def test_every_length_from_one_token_on(rng):
             assert got[name] == pytest.approx(_plain(tokens.tolist(), order) if length >= order else 0.0, abs=1e-12)
 
 
-def test_too_many_kinds_are_left_out(rng):
+def test_entropies_of_too_many_kinds_are_omitted(rng):
     tokens = rng.permutation(np.arange(6000)).astype(np.uint16)
     got = entropy.conditional_entropies(tokens)
     assert got["unigram"] == pytest.approx(math.log(6000))

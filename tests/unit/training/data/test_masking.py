@@ -1,4 +1,4 @@
-"""Masks: exactly so many tokens a sample, decided by seed, epoch and sample alone."""
+"""Masks: an exact number of tokens per sample, determined by seed, epoch and sample only."""
 
 import numpy as np
 import pytest
@@ -11,15 +11,17 @@ from hpcdist.training.data.samples import MaskedSamples, TokenWindows
 MASK = 255
 
 
-def masked(rng, context=20, length=2001, dtype=np.uint8, vocabulary=256, mask=MASK, shifting=True, high=255):
+def make_masked_samples(
+    rng, context=20, length=2001, dtype=np.uint8, vocabulary=256, mask=MASK, shifting=True, high=255
+):
     tokens = rng.integers(0, high, length).astype(dtype)  # no mask among them
     return tokens, MaskedSamples(TokenWindows(tokens, context, shifting), mask, vocabulary)
 
 
 @pytest.mark.parametrize(("context", "expected"), [(1, 1), (3, 1), (7, 1), (10, 2), (20, 3), (128, 19), (256, 38)])
-def test_targets_of_a_sample(context, expected, rng):
+def test_each_sample_has_the_exact_number_of_targets(context, expected, rng):
     assert masked_predictions(context) == expected
-    tokens, samples = masked(rng, context, length=20 * context + 30)
+    tokens, samples = make_masked_samples(rng, context, length=20 * context + 30)
     x, targets = samples.in_epoch(5, 3).take(np.array([4, 0, 11]), 1)
     assert x.shape == targets.shape == (3, context)
     assert ((targets != IGNORED).sum(axis=1) == expected).all()
@@ -30,8 +32,8 @@ def test_targets_of_a_sample(context, expected, rng):
     assert x.flags.c_contiguous and targets.flags.c_contiguous
 
 
-def test_shares_of_what_becomes_of_the_chosen(rng):
-    _, samples = masked(rng, 100, length=600_001)
+def test_chosen_tokens_are_masked_replaced_or_kept_by_shares(rng):
+    _, samples = make_masked_samples(rng, 100, length=600_001)
     x, targets = samples.in_epoch(int(rng.integers(1 << 40)), 0).take(np.arange(5000), 0)
     chosen = targets != IGNORED
     count = chosen.sum()
@@ -47,8 +49,8 @@ def test_shares_of_what_becomes_of_the_chosen(rng):
     assert drawn[MASK] == 0 and (drawn[:255] > 0).all()
 
 
-def test_a_sample_has_its_masks_in_any_batch_and_others_in_every_epoch(rng):
-    _, samples = masked(rng)
+def test_masks_do_not_depend_on_the_batch_but_on_the_epoch(rng):
+    _, samples = make_masked_samples(rng)
     first = samples.in_epoch(9, 2)
     whole = first.take(np.arange(50), 0)
     for part in (slice(0, 7), slice(7, 8), slice(8, 50)):
@@ -61,8 +63,8 @@ def test_a_sample_has_its_masks_in_any_batch_and_others_in_every_epoch(rng):
     assert (large[0] != large[1]).any()
 
 
-def test_the_sampler_masks_every_epoch_anew(rng):
-    _, samples = masked(rng, 20, 1001, shifting=False)
+def test_sampler_changes_the_masks_every_epoch(rng):
+    _, samples = make_masked_samples(rng, 20, 1001, shifting=False)
     sampler = Sampler(samples, 3)
     epochs = [sampler.batch(epoch * samples.count, samples.count)[1] for epoch in range(3)]
     ordered = [np.sort(epoch[epoch != IGNORED]) for epoch in epochs]
@@ -71,22 +73,22 @@ def test_the_sampler_masks_every_epoch_anew(rng):
     assert (across[1][:5] == epochs[0][-5:]).all() and (across[1][5:] == epochs[1][:5]).all()
 
 
-def test_validation_is_masked_alike_at_every_look(rng):
-    _, samples = masked(rng, shifting=False)
+def test_validation_masks_are_constant(rng):
+    _, samples = make_masked_samples(rng, shifting=False)
     looks = [np.concatenate([y for _, y in in_order(samples, 0, parts, 0, 4)]) for parts in (1, 1)]
     assert (looks[0] == looks[1]).all()
     halves = [np.concatenate([y for _, y in in_order(samples, 0, 2, part, 4)]) for part in range(2)]
     assert (np.concatenate(halves) == looks[0]).all()
 
 
-def test_inputs_have_room_for_the_mask(rng):
+def test_input_dtype_can_hold_the_mask_token(rng):
     for dtype, vocabulary, mask, wide in (
         (np.uint8, 256, 255, np.uint8),
         (np.uint8, 257, 256, np.uint16),
         (np.uint16, 300, 3, np.uint16),
         (np.uint16, 70_000, 69_999, np.uint32),
     ):
-        tokens, samples = masked(rng, 40, 401, dtype, vocabulary, mask, shifting=False)
+        tokens, samples = make_masked_samples(rng, 40, 401, dtype, vocabulary, mask, shifting=False)
         x, targets = samples.take(np.arange(10), 0)
         assert x.dtype == wide and targets.dtype == np.int64
         chosen = targets != IGNORED
@@ -94,13 +96,13 @@ def test_inputs_have_room_for_the_mask(rng):
         assert (x[~chosen] == tokens[:400].reshape(10, 40)[~chosen]).all()
 
 
-def test_no_samples(rng):
-    _, samples = masked(rng)
+def test_masking_of_no_samples(rng):
+    _, samples = make_masked_samples(rng)
     x, targets = samples.take(np.empty(0, np.int64), 0)
     assert x.shape == targets.shape == (0, 20)
 
 
-def test_masks_are_pinned():
+def test_masks_match_recorded_values():
     # A change here changes every run of an encoder: what was trained before cannot be resumed bit-equal.
     tokens = np.arange(200, dtype=np.uint8)
     x, targets = (
@@ -108,4 +110,4 @@ def test_masks_are_pinned():
     )
     places = [np.flatnonzero(row != IGNORED).tolist() for row in targets]
     assert places == [[1, 5, 18], [2, 5, 16]]
-    assert [x[row, found].tolist() for row, found in enumerate(places)] == [[95, 255, 255], [254, 255, 255]]
+    assert [x[row, result].tolist() for row, result in enumerate(places)] == [[95, 255, 255], [254, 255, 255]]

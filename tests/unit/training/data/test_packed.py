@@ -1,9 +1,9 @@
-"""Documents packed into samples: which end where, all of them once, little padding; what is refused."""
+"""Documents packed into samples: document ends, each document exactly once, little padding; rejected data."""
 
 import numpy as np
 import pytest
 
-from harness.models.documents import sees
+from harness.models.documents import visibility_mask
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import DataError
 from hpcdist.models.config import ModelConfig
@@ -17,8 +17,8 @@ from hpcdist.training.recipe.config import DataConfig
 GPT = ModelConfig()
 
 
-def drawn(rng, count=200, most=60):
-    """Return a text in which no document begins like another, and the documents."""
+def draw_documents(rng, count=200, most=60):
+    """Return a text in which no two documents start alike, and the documents."""
     documents = [
         np.concatenate([[number], rng.integers(300, 400, rng.integers(0, most))]).astype(np.uint16)
         for number in range(count)
@@ -31,7 +31,7 @@ def ends_of(documents):
 
 
 def documents_in(batch):
-    """Return inputs and targets of each document of a batch, padding too."""
+    """Return inputs and targets of each document of a batch, including padding."""
     tokens, places, _ = batch[0].arrays
     for row in range(len(tokens)):
         borders = [*np.flatnonzero(places[row] == 0), tokens.shape[1]]
@@ -40,7 +40,7 @@ def documents_in(batch):
 
 
 @pytest.mark.parametrize("context", [1, 7, 64, 1000])
-def test_best_fit_loses_no_document_and_overfills_no_sample(context, rng):
+def test_best_fit_keeps_all_documents_within_the_context(context, rng):
     sizes = rng.integers(1, context + 1, 300)
     sample_of, count = best_fit(sizes, context)
     filled = np.bincount(sample_of, sizes, minlength=count)
@@ -54,8 +54,8 @@ def test_best_fit_loses_no_document_and_overfills_no_sample(context, rng):
     assert sorted(by_hand) == sorted((context - filled).astype(int).tolist())
 
 
-def test_every_document_is_there_once_whole(rng):
-    text, documents = drawn(rng)
+def test_every_document_occurs_exactly_once(rng):
+    text, documents = draw_documents(rng)
     samples = PackedSamples(text, 0, ends_of(documents), 64, predicting=True, cut=False)
     seen = {}
     for inputs, targets in documents_in(samples.take(np.arange(samples.count), 0)):
@@ -72,22 +72,22 @@ def test_every_document_is_there_once_whole(rng):
 
 
 @pytest.mark.parametrize(("causal", "window"), [(True, 0), (True, 9), (False, 0)])
-def test_pairs_are_those_within_documents(causal, window, rng):
-    """One by one, of all samples; those of the padding too, which are computed."""
-    text, documents = drawn(rng)
+def test_visible_pairs_are_inside_documents(causal, window, rng):
+    """All samples are counted one by one, including the pairs of padding, which are computed."""
+    text, documents = draw_documents(rng)
     samples = PackedSamples(text, 0, ends_of(documents), 64, predicting=True, cut=False)
     places = samples.take(np.arange(samples.count), 0)[0].arrays[1]
-    within, number = sees(places, causal), np.arange(64)
+    within, number = visibility_mask(places, causal), np.arange(64)
     assert within.shape == (samples.count, 64, 64)
     looked = within & (number[:, None] - number < (window or 64))
-    found = samples.pairs(causal=causal, window=window)
-    assert found.seen == pytest.approx(looked.sum() / samples.count, rel=1e-12)
+    result = samples.pairs(causal=causal, window=window)
+    assert result.seen == pytest.approx(looked.sum() / samples.count, rel=1e-12)
     lengths = [len(inputs) for inputs, _ in documents_in(samples.take(np.arange(samples.count), 0))]
-    assert found.every == pytest.approx(sum(n * min(window or n, n) for n in lengths) / samples.count, rel=1e-12)
+    assert result.every == pytest.approx(sum(n * min(window or n, n) for n in lengths) / samples.count, rel=1e-12)
 
 
-def test_longer_documents_are_refused_or_cut(rng):
-    text, documents = drawn(rng, 30, 200)
+def test_longer_documents_are_rejected_or_cut(rng):
+    text, documents = draw_documents(rng, 30, 200)
     ends = ends_of(documents)
     longest = max(map(len, documents))
     with pytest.raises(
@@ -102,8 +102,8 @@ def test_longer_documents_are_refused_or_cut(rng):
     )
 
 
-def test_masks_hide_tokens_of_documents_alone(tmp_path, rng):
-    text, _ = drawn(rng, 60, 20)
+def test_masks_hide_only_tokens_of_documents(tmp_path, rng):
+    text, _ = draw_documents(rng, 60, 20)
     np.save(tmp_path / "tokens.npy", np.where(text < 300, 300, text).astype(np.uint16))
     config = DataConfig(path=f"{tmp_path / 'tokens.npy'}", context=32, packed=True, document_end=300, digest="probes")
     source = open_source(config, ModelConfig(kind="encoder", vocabulary=401), solo())
@@ -120,14 +120,14 @@ def test_masks_hide_tokens_of_documents_alone(tmp_path, rng):
     assert (first != IGNORED).sum() == (second != IGNORED).sum() == pytest.approx(targets)
 
 
-def opened(path, **keys):
+def open_data(path, **keys):
     return open_source(DataConfig(path=str(path), context=24, packed=True, **keys), GPT, solo())
 
 
-def test_documents_are_files_of_a_directory_or_end_behind_a_token(tmp_path, rng):
+def test_documents_are_files_or_end_with_a_token(tmp_path, rng):
     lines = ["".join(rng.choice(list("abc"), rng.integers(1, 20))) + "\n" for _ in range(50)]
     (tmp_path / "lines.txt").write_text("".join(lines))
-    source = opened(tmp_path / "lines.txt", document_end=10, validation_fraction=0.2)
+    source = open_data(tmp_path / "lines.txt", document_end=10, validation_fraction=0.2)
     assert source.training.documents + source.validation.documents == 50
     last = [targets[-1] for _, targets in documents_in(source.training.take(np.arange(3), 0)) if targets[0] != IGNORED]
     assert set(last) == {10}
@@ -137,21 +137,21 @@ def test_documents_are_files_of_a_directory_or_end_behind_a_token(tmp_path, rng)
         (folder / f"{number}.txt").write_text(line)
     (folder / "binary").write_bytes(b"\0 no text")
     (folder / "empty.txt").write_bytes(b"")
-    source = opened(folder, validation_fraction=0.2)
+    source = open_data(folder, validation_fraction=0.2)
     assert source.training.documents + source.validation.documents == 50
-    assert opened(folder, validation_fraction=0.2).fingerprint == source.fingerprint
+    assert open_data(folder, validation_fraction=0.2).fingerprint == source.fingerprint
     (folder / "0.txt").write_text(lines[0][:-1])
     (folder / "z").write_text("more")
-    assert opened(folder, validation_fraction=0.2).fingerprint != source.fingerprint
+    assert open_data(folder, validation_fraction=0.2).fingerprint != source.fingerprint
 
 
-def test_data_without_documents_is_refused(tmp_path):
+def test_data_without_documents_is_rejected(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("one two three")
-    with pytest.raises(DataError, match=r"does not say where its documents end; set data.document_end .*directory"):
-        opened(path)
-    with pytest.raises(DataError, match=r"data.document_end = 10: .*text.txt holds one document alone; name the token"):
-        opened(path, document_end=10)
+    with pytest.raises(DataError, match=r"ends of documents in .* are unknown; set data.document_end .*directory"):
+        open_data(path)
+    with pytest.raises(DataError, match=r"data.document_end = 10: .*text.txt has only one document; set"):
+        open_data(path, document_end=10)
     path.write_text("one\n\n")
     with pytest.raises(DataError, match="no document has a token to predict"):
-        opened(path, document_end=10, validation_fraction=0.4)
+        open_data(path, document_end=10, validation_fraction=0.4)

@@ -1,4 +1,4 @@
-"""The permutation: every index once, another order for another key."""
+"""The permutation: every index once, and a different order for each key."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -21,7 +21,7 @@ def test_permute_is_a_bijection(size, key):
 
 @settings(max_examples=50)
 @given(size=st.integers(1, 2**62), key=keys, data=st.data())
-def test_permute_answers_for_any_index_alone(size, key, data):
+def test_permute_computes_single_indices(size, key, data):
     indices = np.array(data.draw(st.lists(st.integers(0, size - 1), unique=True, max_size=8)), np.int64)
     places = feistel_order(indices, size, key)
     assert len(set(places.tolist())) == len(indices)
@@ -30,13 +30,13 @@ def test_permute_answers_for_any_index_alone(size, key, data):
     assert alone == places.tolist()
 
 
-def test_permute_of_every_small_size():
+def test_permute_of_every_small_size_is_a_bijection():
     key = np.arange(ROUNDS, dtype=np.uint64)
     for size in range(1, 300):
         assert len(set(feistel_order(np.arange(size), size, key).tolist())) == size
 
 
-def test_permute_leaves_no_order_behind(rng):
+def test_permute_has_no_correlation_with_the_order(rng):
     size = 20_000
     orders = [feistel_order(np.arange(size), size, rng.integers(0, 2**64, ROUNDS, np.uint64)) for _ in range(2)]
     for order in orders:

@@ -1,4 +1,4 @@
-"""Reading ahead: the same items in the same order, errors at their place, and no thread left behind."""
+"""Prefetching: the same items in the same order, errors at their position, and no remaining thread."""
 
 import threading
 import time
@@ -13,13 +13,13 @@ from hpcdist.training.recipe.config import DataConfig, RunConfig
 from hpcdist.training.recipe.recipe import Recipe
 
 
-def test_items_come_in_order_and_the_end_stays_the_end():
+def test_items_come_in_order_and_the_end_is_final():
     with ReadAhead(iter(range(100)), depth=3) as items:
         assert list(items) == list(range(100))
         assert list(items) == []
 
 
-def test_no_more_than_its_depth_is_read_ahead():
+def test_prefetch_reads_at_most_its_depth_ahead():
     read = []
 
     def numbers():
@@ -33,7 +33,7 @@ def test_no_more_than_its_depth_is_read_ahead():
         assert len(read) <= 4  # one taken, two ready, one waiting for its place
 
 
-def test_an_error_is_raised_at_its_place():
+def test_error_is_raised_at_its_position():
     def numbers():
         yield 1
         raise OSError("the disk is gone")
@@ -46,7 +46,7 @@ def test_an_error_is_raised_at_its_place():
             next(items)
 
 
-def test_leaving_early_ends_the_thread():
+def test_early_exit_ends_the_thread():
     before = threading.active_count()
     with ReadAhead(iter(range(10**9))) as items:
         assert next(items) == 0
@@ -55,7 +55,7 @@ def test_leaving_early_ends_the_thread():
         next(items)
 
 
-def test_the_shares_of_any_ranks_are_the_global_batches(tmp_path, rng):
+def test_shares_of_all_ranks_are_the_global_batches(tmp_path, rng):
     (tmp_path / "a.txt").write_bytes(rng.integers(32, 127, 3000).astype(np.uint8).tobytes())
     config = DataConfig(path=str(tmp_path / "a.txt"), context=8)
     recipe = Recipe(data=config, run=RunConfig(global_batch=7, seed=int(rng.integers(1000))))

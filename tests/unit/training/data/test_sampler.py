@@ -1,4 +1,4 @@
-"""Batches: defined by the global sample index and the seed, whatever the number of ranks."""
+"""Batches: defined by the global sample index and the seed, for any number of ranks."""
 
 import math
 from collections import Counter
@@ -40,7 +40,7 @@ def test_shares_are_exact_and_balanced(samples, parts):
     ranks=st.integers(1, 7),
     seed=st.integers(0, 2**63),
 )
-def test_a_batch_is_the_same_for_any_number_of_ranks(count, batch, step, ranks, seed):
+def test_batch_is_the_same_for_any_number_of_ranks(count, batch, step, ranks, seed):
     whole = Sampler(Numbers(count, 5), seed).batch(step * batch, batch)
     parts = [even_part(batch, ranks, rank) for rank in range(ranks)]
     shared = [Sampler(Numbers(count, 5), seed).batch(step * batch + part.start, part.size) for part in parts]
@@ -49,7 +49,7 @@ def test_a_batch_is_the_same_for_any_number_of_ranks(count, batch, step, ranks, 
 
 
 @given(count=st.integers(1, 50), seed=st.integers(0, 2**32), epochs=st.integers(1, 4))
-def test_every_epoch_takes_every_sample_once(count, seed, epochs):
+def test_every_epoch_visits_every_sample_once(count, seed, epochs):
     numbers, shifts = Sampler(Numbers(count, 3), seed).batch(0, count * epochs)
     for epoch in range(epochs):
         part = slice(epoch * count, (epoch + 1) * count)
@@ -57,7 +57,7 @@ def test_every_epoch_takes_every_sample_once(count, seed, epochs):
         assert len(set(shifts[part])) == 1
 
 
-def test_epochs_and_seeds_have_their_own_order_and_shift():
+def test_epochs_and_seeds_have_different_orders_and_shifts():
     orders = [Sampler(Numbers(1000, 100), seed).batch(0, 3000) for seed in (0, 1)]
     seen = [numbers[start : start + 1000].tolist() for numbers, _ in orders for start in (0, 1000, 2000)]
     assert len({tuple(order) for order in seen}) == 6
@@ -70,7 +70,7 @@ def test_epochs_and_seeds_have_their_own_order_and_shift():
     (UNIFORM, 1000, [675, 648, 686, 90, 209, 48, 91, 937, 351, 55]),
     (UNIFORM, DRAWN_SAMPLES + 1, [9039, 27976, 32934, 58421, 33318, 40266, 4369, 14156, 53791, 18985]),
 )
-def test_the_order_is_pinned(rule, count, expected):
+def test_order_matches_recorded_values(rule, count, expected):
     # A change here changes every run: what was trained before cannot be resumed bit-equal.
     numbers, shifts = Sampler(Numbers(count, 128), 0, rule).batch(count - 5, 10)
     assert numbers.tolist() == expected
@@ -82,7 +82,7 @@ def _orders(count, seeds):
 
 
 def _is_odd(order):
-    """Whether it takes an odd number of exchanges: a cycle of even length is one."""
+    """Return True if the permutation is odd: it has an odd number of cycles of even length."""
     seen, odd = [False] * len(order), False
     for start in range(len(order)):
         place, length = start, 0
@@ -93,7 +93,7 @@ def _is_odd(order):
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
-def test_all_orders_of_few_samples_are_as_likely(count):
+def test_all_orders_of_few_samples_are_equally_likely(count):
     expected = 20
     times = expected * math.factorial(count)
     tally = Counter(_orders(count, times))
@@ -113,8 +113,8 @@ def test_half_of_all_orders_are_odd(count, drawn, monkeypatch):
 
 @pytest.mark.parametrize("count", [100, DRAWN_SAMPLES + 1])
 @pytest.mark.full
-def test_every_place_is_as_likely(count):
-    """First, last and neighbouring samples, and their distances, in 16 equal parts."""
+def test_every_position_is_equally_likely(count):
+    """First, last and neighbouring samples, and their distances, are counted in 16 equal bins."""
     indices, seeds = np.array([0, 1, count // 2, count - 2, count - 1]), 1000
     places = np.stack(
         [[Sampler(Numbers(count), seed).places(0, int(i), 1)[0][0] for i in indices] for seed in range(seeds)]
@@ -127,7 +127,7 @@ def test_every_place_is_as_likely(count):
 
 
 @given(size=st.integers(0, 30), count=st.integers(1, 8))
-def test_microbatches_cut_without_copy(size, count):
+def test_microbatches_are_views_of_the_batch(size, count):
     x, y = np.arange(2 * size).reshape(size, 2), np.arange(size)
     parts = microbatches((x, y), count)
     assert len(parts) == count
@@ -138,7 +138,7 @@ def test_microbatches_cut_without_copy(size, count):
 
 @settings(max_examples=50)
 @given(count=st.integers(1, 200), limit=st.integers(0, 250), parts=st.integers(1, 5), longest=st.integers(1, 20))
-def test_in_order_takes_the_same_samples_for_any_parts(count, limit, parts, longest):
+def test_in_order_visits_the_same_samples_for_any_shares(count, limit, parts, longest):
     shares = [list(in_order(Numbers(count), limit, parts, part, longest)) for part in range(parts)]
     assert len({len(batches) for batches in shares}) == 1, "as many batches each: some ranks evaluate together"
     batches = [batch for share in shares for batch in share]

@@ -1,4 +1,4 @@
-"""Samples: windows side by side, places in a text, rows of a table."""
+"""Samples: adjacent windows, positions in a text, rows of a table."""
 
 import importlib
 
@@ -13,7 +13,7 @@ from hpcdist.training.data.samples import ArraySlice, NextTokenSamples, TableRow
 
 @settings(max_examples=40)
 @given(length=st.integers(2, 200), context=st.integers(1, 50))
-def test_every_window_at_every_shift_is_inside(length, context):
+def test_every_window_at_every_shift_is_inside_the_text(length, context):
     if length <= context:
         return
     tokens = np.arange(length, dtype=np.uint32)
@@ -41,7 +41,7 @@ def test_windows_keep_the_type_and_are_contiguous(rng):
         assert np.array_equal(y, [tokens[27:35], tokens[3:11]])
 
 
-def test_next_token_of_every_place(rng):
+def test_next_token_samples_of_every_position(rng):
     tokens = rng.integers(0, 256, 50).astype(np.uint8)
     places = NextTokenSamples(tokens, 7)
     assert places.count == 43
@@ -59,7 +59,7 @@ def test_rows_are_flattened(rng):
 
 
 @pytest.mark.parametrize("index", [slice(None), slice(2, 5), slice(-3, None), slice(0, 100), slice(1, 6, 2)])
-def test_a_part_slices_like_an_array(index):
+def test_array_part_slices_like_an_array(index):
     whole = np.arange(20)
     lazy = ArraySlice(whole, 5, 13)
     assert len(lazy) == 8
@@ -67,7 +67,7 @@ def test_a_part_slices_like_an_array(index):
     assert np.array_equal(slice_of(whole, 5, 13)[index], lazy[index])
 
 
-def test_warmup_knows_the_kernel_that_reads(monkeypatch):
+def test_warmup_includes_the_sample_kernel(monkeypatch):
     modules = []
     monkeypatch.setattr(importlib, "import_module", modules.append)
     tune._import_kernels()

@@ -1,4 +1,4 @@
-"""Samples shared by speed: the best shares there are, the same on all ranks, and the same run whoever takes them."""
+"""Samples shared by speed: the best shares, the same on all ranks, and the same run for any shares."""
 
 import itertools
 import random
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from harness.marks import cases
-from harness.trainings import assembled, recipe_keys, refused, session_of
+from harness.trainings import assemble_trainer, assert_rejected, recipe_keys, session_of
 from hpcdist.checkpoint.format import manifest
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.hdf5 import files
@@ -38,16 +38,16 @@ def test_no_other_shares_are_faster(replicas):
     for samples in range(replicas, 10):
         for _ in range(20):
             needs = [draw.choice([1.0, 1.5, 2.0, 3.0, 10.0]) for _ in range(replicas)]
-            found = balanced_shares(samples, needs)
-            assert sum(found) == samples and min(found) >= 1
+            result = balanced_shares(samples, needs)
+            assert sum(result) == samples and min(result) >= 1
             every = (
                 sizes for sizes in itertools.product(range(1, samples + 1), repeat=replicas) if sum(sizes) == samples
             )
             best = min(max(n * s for n, s in zip(sizes, needs, strict=True)) for sizes in every)
-            assert max(n * s for n, s in zip(found, needs, strict=True)) == best
+            assert max(n * s for n, s in zip(result, needs, strict=True)) == best
 
 
-def test_equally_fast_replicas_share_evenly_and_speed_counts_in_proportion():
+def test_shares_are_proportional_to_the_speed():
     for samples, replicas in itertools.product(range(8, 40), range(1, 9)):
         assert sorted(balanced_shares(samples, [0.1] * replicas), reverse=True) == list(even_shares(samples, replicas))
     assert balanced_shares(60, [1, 2, 3]) == (33, 16, 11)
@@ -56,7 +56,7 @@ def test_equally_fast_replicas_share_evenly_and_speed_counts_in_proportion():
     )
 
 
-def test_shares_hold_from_a_batch_on_and_survive_a_checkpoint():
+def test_shares_apply_from_a_batch_on_and_survive_a_checkpoint():
     shares = SampleShares(10, 3)
     shares.change(5, (6, 2, 2))
     shares.change(9, (8, 1, 1))
@@ -74,8 +74,8 @@ def test_shares_hold_from_a_batch_on_and_survive_a_checkpoint():
     assert not SampleShares(10, 3).restore([])
 
 
-def balanced(needs, steps, samples=24, pipeline=1):
-    """The shares of every batch on every rank, where rank r needs ``needs[r]`` for a sample."""
+def balance_shares(needs, steps, samples=24, pipeline=1):
+    """Return the shares of every batch on every rank, where rank r needs ``needs[r]`` seconds per sample."""
 
     def body(comm):
         axes = GridCommunicators(ProcessGrid(data=comm.size // pipeline, pipeline=pipeline), comm)
@@ -88,7 +88,7 @@ def balanced(needs, steps, samples=24, pipeline=1):
     return run_threads(len(needs), body)
 
 
-def test_shares_of_batches_that_are_over_are_let_go():
+def test_shares_of_past_batches_are_dropped():
     shares = SampleShares(10, 2)
     for first in range(1, 9):
         shares.change(first, (first, 10 - first))
@@ -96,25 +96,25 @@ def test_shares_of_batches_that_are_over_are_let_go():
     assert len(shares._sizes) == 3 and [shares.of(batch) for batch in (6, 7, 8)] == [(6, 4), (7, 3), (8, 2)]
 
 
-def test_all_ranks_come_to_the_same_shares_and_stay_there():
-    found = balanced([1.0, 3.0, 1.0, 1.0], 4 * BALANCE_EVERY_STEPS)
-    assert all(one == found[0] for one in found)
+def test_all_ranks_reach_the_same_stable_shares():
+    result = balance_shares([1.0, 3.0, 1.0, 1.0], 4 * BALANCE_EVERY_STEPS)
+    assert all(one == result[0] for one in result)
     changed = BALANCE_EVERY_STEPS + READ_AHEAD
-    assert set(found[0][:changed]) == {even_shares(24, 4)}, "nobody has read the batches from there on"
-    assert set(found[0][changed:]) == {balanced_shares(24, [1, 3, 1, 1])}
+    assert set(result[0][:changed]) == {even_shares(24, 4)}, "nobody has read the batches from there on"
+    assert set(result[0][changed:]) == {balanced_shares(24, [1, 3, 1, 1])}
     assert READ_AHEAD > PREFETCH_DEPTH + 1
 
 
-def test_a_replica_is_as_slow_as_its_slowest_stage():
+def test_replica_is_as_slow_as_its_slowest_stage():
     grid = ProcessGrid(data=2, pipeline=2)
     slow = run_threads(
         4, lambda comm: (GridCommunicators(grid, comm).data.rank, GridCommunicators(grid, comm).pipeline.rank) == (1, 1)
     )
-    found = balanced([3.0 if one else 1.0 for one in slow], 2 * BALANCE_EVERY_STEPS, pipeline=2)
-    assert all(one == found[0] for one in found) and found[0][-1] == (18, 6)
+    result = balance_shares([3.0 if one else 1.0 for one in slow], 2 * BALANCE_EVERY_STEPS, pipeline=2)
+    assert all(one == result[0] for one in result) and result[0][-1] == (18, 6)
 
 
-def test_noise_changes_nothing():
+def test_noise_does_not_change_the_shares():
     draw = random.Random(1)
 
     def body(comm):
@@ -128,7 +128,7 @@ def test_noise_changes_nothing():
     assert set(run_threads(4, body)) == {even_shares(64, 4)}
 
 
-def test_a_start_too_short_decides_nothing():
+def test_short_start_does_not_change_the_shares():
     balance = LoadBalancer(solo(), solo(), SampleShares(4, 1))
     assert not balance.after(BALANCE_EVERY_STEPS, 1.0)
     assert len(balance._sample_s) == 1
@@ -160,9 +160,9 @@ def text(text):
     return {"data.path": text, "precision.mode": "float64"}
 
 
-def trained(comm, settings, sizes):
-    """The losses, and the parameters that this rank would save; ``sizes`` take turns from the second batch on."""
-    trainer = assembled(comm, settings)
+def train(comm, settings, sizes):
+    """Return the losses, and the parameters that this rank would save. ``sizes`` alternate from the second batch on."""
+    trainer = assemble_trainer(comm, settings)
     if sizes and trainer.context.computes:
         trainer = replace(trainer, shares=SampleShares(trainer.recipe.run.global_batch, trainer.data_axis.size))
         for batch in range(1, STEPS):
@@ -180,28 +180,28 @@ def trained(comm, settings, sizes):
     return losses, kept
 
 
-def whole(ranks):
-    """All parameters in one order, without the biases of attention, whose true gradient is zero."""
-    found = {key: values for kept in ranks for key, values in kept.items() if not key[0].endswith("qkv.bias")}
-    return np.concatenate([found[key].reshape(-1) for key in sorted(found)])
+def all_parameters(ranks):
+    """Return all parameters in one order, without the attention biases, whose true gradient is zero."""
+    results = {key: values for kept in ranks for key, values in kept.items() if not key[0].endswith("qkv.bias")}
+    return np.concatenate([results[key].reshape(-1) for key in sorted(results)])
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.full_except("allreduce")
-def test_who_takes_a_sample_changes_nothing_and_nobody_needs_one(name, text):
+def test_result_does_not_depend_on_the_shares(name, text):
     keys, ranks, node, sizes = LAYOUTS[name]
     settings = {**text, **keys}
     alone = {key: settings[key] for key in settings if not key.startswith(("parallel.", "communication.", "param"))}
-    ((losses, kept),) = run_threads(1, lambda comm: trained(comm, alone, []))
-    found = run_threads(ranks, lambda comm: trained(comm, settings, sizes), node)
-    for told, _ in found:
-        np.testing.assert_allclose(told, losses, rtol=1e-12)
-    wanted, got = whole([kept]), whole([one for _, one in found])
-    assert np.linalg.norm(got - wanted) <= 1e-12 * np.linalg.norm(wanted)
+    ((losses, kept),) = run_threads(1, lambda comm: train(comm, alone, []))
+    results = run_threads(ranks, lambda comm: train(comm, settings, sizes), node)
+    for output, _ in results:
+        np.testing.assert_allclose(output, losses, rtol=1e-12)
+    expected, got = all_parameters([kept]), all_parameters([one for _, one in results])
+    assert np.linalg.norm(got - expected) <= 1e-12 * np.linalg.norm(expected)
 
 
 def run_loop(comm, settings, out, resume=None):
-    trainer = assembled(comm, settings, resume)
+    trainer = assemble_trainer(comm, settings, resume)
     energy = EnergyRecorder(comm, trainer.recipe, resume)
     session = session_of(comm)
     return TrainingLoop(
@@ -210,13 +210,13 @@ def run_loop(comm, settings, out, resume=None):
 
 
 @pytest.mark.full
-def test_a_slow_rank_gets_fewer_samples_and_a_resumed_run_goes_on_with_them(text, tmp_path, monkeypatch):
+def test_slow_rank_gets_fewer_samples_also_after_a_resume(text, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "BALANCE_EVERY_STEPS", 4)
     monkeypatch.setattr(module, "LEAST_TIMINGS", 3)
     settings = {**text, "energy.sources": "none", "run.steps": 10, "checkpoint.every_steps": 0, "run.global_batch": 16}
     uneven = {**settings, "data.shares": "measured", "chaos.slow_ranks": "[1]", "chaos.step_s": 0.03}
-    (alone,) = run_threads(1, lambda comm: run_loop(comm, settings, _made(tmp_path / "alone")))
-    first, _ = run_threads(2, lambda comm: run_loop(comm, uneven, _made(tmp_path / "run")))
+    (alone,) = run_threads(1, lambda comm: run_loop(comm, settings, _writable_path(tmp_path / "alone")))
+    first, _ = run_threads(2, lambda comm: run_loop(comm, uneven, _writable_path(tmp_path / "run")))
     assert first.loss == pytest.approx(alone.loss, rel=1e-12)
     with files.open_read(tmp_path / "run" / "metrics.h5") as file:
         table = SHARES.read(file)
@@ -225,19 +225,19 @@ def test_a_slow_rank_gets_fewer_samples_and_a_resumed_run_goes_on_with_them(text
     now = table["samples"][-1].tolist()
     assert now[0] >= 10 > 6 >= now[1], "the other is three times as fast"
     assert first.checkpoint is not None
-    (since, own), *later = manifest.load(first.checkpoint).scalars["shares"]
-    # On a machine with other work, rows change once more: those of a later step are known by then.
-    assert since == 10 and [own, *(samples for _, samples in later)][-1] == now
+    (since, local_data), *later = manifest.load(first.checkpoint).scalars["shares"]
+    # On a machine with other work, rows change once more: measurements of a later step exist by then.
+    assert since == 10 and [local_data, *(samples for _, samples in later)][-1] == now
     more = {**uneven, "run.steps": 11}
     (tmp_path / "run" / "metrics.h5").unlink()
     again, _ = run_threads(2, lambda comm: run_loop(comm, more, tmp_path / "run", first.checkpoint))
     assert again.done == 11
     with files.open_read(tmp_path / "run" / "metrics.h5") as file:
         table = SHARES.read(file)
-    assert table["first_step"][0] == 11 and table["samples"][0].tolist() == own
+    assert table["first_step"][0] == 11 and table["samples"][0].tolist() == local_data
 
 
-def _made(path):
+def _writable_path(path):
     path.mkdir(exist_ok=True)
     return path
 
@@ -249,5 +249,5 @@ def _made(path):
     (["data.shares=measured", "parallel.strategy=gossip"], "weighted by samples"),
     (["data.shares=measured", "parallel.strategy=parameter_server", "parameter_server.consistency=asp"], "weighted"),
 )
-def test_shares_that_would_change_the_result_are_refused(settings, message):
-    refused(settings, message)
+def test_shares_that_would_change_the_result_are_rejected(settings, message):
+    assert_rejected(settings, message)

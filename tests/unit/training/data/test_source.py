@@ -1,4 +1,4 @@
-"""Sources: every kind of data opened for every kind of model, agreed on by all ranks; and data that cannot be used."""
+"""Sources: every kind of data for every kind of model, agreed on by all ranks; and unusable data."""
 
 import socket
 
@@ -46,7 +46,7 @@ def _store(folder, kind, tokens):
 
 
 @pytest.mark.parametrize("kind", ["text", "npy", "hdf5", "chunked", "nameless", "folder"])
-def test_the_same_tokens_from_any_file_are_the_same_samples(tmp_path, tokens, kind):
+def test_samples_do_not_depend_on_the_file_format(tmp_path, tokens, kind):
     config = DataConfig(path=_store(tmp_path, kind, tokens), context=16, validation_fraction=0.1)
     source = open_source(config, GPT, solo())
     assert source.inputs == {"context": 16}
@@ -59,7 +59,7 @@ def test_the_same_tokens_from_any_file_are_the_same_samples(tmp_path, tokens, ki
     assert source.description.endswith("2,000 bytes")
 
 
-def test_an_mlp_reads_the_next_byte(tmp_path, tokens):
+def test_mlp_predicts_the_next_byte(tmp_path, tokens):
     source = open_source(DataConfig(path=_store(tmp_path, "text", tokens), context=16), MLP, solo())
     assert source.inputs == {"features": 16, "classes": 256}
     assert source.training.count == 1900 - 16
@@ -68,7 +68,7 @@ def test_an_mlp_reads_the_next_byte(tmp_path, tokens):
     assert y.tolist() == [tokens[23]]
 
 
-def test_an_mlp_reads_a_table(tmp_path, rng):
+def test_mlp_reads_a_table(tmp_path, rng):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["x"], file["y"] = rng.random((40, 2, 5), np.float32), np.arange(40) % 3
     source = open_source(DataConfig(path=str(tmp_path / "a.h5")), MLP, solo())
@@ -82,7 +82,7 @@ def test_an_mlp_reads_a_table(tmp_path, rng):
 ENCODER, CONVNET = ModelConfig(kind="encoder"), ModelConfig(kind="convnet")
 
 
-def test_an_encoder_reads_masked_windows(tmp_path, tokens):
+def test_encoder_reads_masked_windows(tmp_path, tokens):
     tokens[tokens == 255] = 7
     config = DataConfig(path=_store(tmp_path, "text", tokens), context=16, validation_fraction=0.1)
     source = open_source(config, ENCODER, solo())
@@ -99,7 +99,7 @@ def test_an_encoder_reads_masked_windows(tmp_path, tokens):
 
 
 @pytest.mark.parametrize(("shape", "inputs"), [((5, 7, 3), (5, 7, 3)), ((6, 4), (6, 4, 1))])
-def test_a_convnet_reads_pictures(tmp_path, rng, shape, inputs):
+def test_convnet_reads_pictures(tmp_path, rng, shape, inputs):
     pictures = rng.integers(0, 256, (40, *shape)).astype(np.uint8)
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["x"], file["y"] = pictures, np.arange(40) % 3
@@ -112,7 +112,7 @@ def test_a_convnet_reads_pictures(tmp_path, rng, shape, inputs):
     assert y.tolist() == [2, 0]
 
 
-def test_what_is_no_picture_is_refused(tmp_path, tokens, rng):
+def test_data_without_pictures_is_rejected_for_a_convnet(tmp_path, tokens, rng):
     with pytest.raises(DataError, match="a convnet takes pictures; give an HDF5 file"):
         open_source(DataConfig(path=_store(tmp_path, "text", tokens)), CONVNET, solo())
     with pytest.raises(DataError, match="data.path = '': a convnet takes pictures"):
@@ -125,14 +125,14 @@ def test_what_is_no_picture_is_refused(tmp_path, tokens, rng):
             open_source(DataConfig(path=str(path)), CONVNET, solo())
 
 
-def test_without_validation(tmp_path, tokens):
+def test_source_without_validation(tmp_path, tokens):
     config = DataConfig(path=_store(tmp_path, "text", tokens), context=1999, validation_fraction=0.0)
     source = open_source(config, GPT, solo())
     assert source.training.count == source.training.shifts == 1
     assert list(source.validation_batches(Recipe(data=config), 1, 0)) == []
 
 
-def test_validation_is_shared_exactly(tmp_path, tokens):
+def test_validation_samples_are_shared_exactly(tmp_path, tokens):
     config = DataConfig(path=_store(tmp_path, "text", tokens), context=4, validation_fraction=0.5)
     recipe = Recipe(data=config, run=RunConfig(validation_samples=101, global_batch=7))
 
@@ -150,7 +150,7 @@ def test_validation_is_shared_exactly(tmp_path, tokens):
 @pytest.mark.parametrize("length", [0, 1, 16, 33])
 @pytest.mark.parametrize("kind", ["text", "npy", "hdf5", "folder"])
 @pytest.mark.parametrize("model", [GPT, MLP], ids=["gpt", "mlp"])
-def test_data_that_is_empty_or_too_short(tmp_path, tokens, kind, length, model):
+def test_empty_or_short_data_is_rejected(tmp_path, tokens, kind, length, model):
     config = DataConfig(path=_store(tmp_path, kind, tokens[:length]), context=16)
     expected = "too short for one sample to train and one to validate" if length else "is empty|hold no text|x and y"
     if kind == "hdf5" and model is MLP:
@@ -160,14 +160,14 @@ def test_data_that_is_empty_or_too_short(tmp_path, tokens, kind, length, model):
     assert refused.value.exit_code == errors.CONFIGURATION
 
 
-def test_the_least_that_can_be_trained_on(tmp_path, tokens):
+def test_minimum_data_is_accepted(tmp_path, tokens):
     source = open_source(DataConfig(path=_store(tmp_path, "text", tokens[:34]), context=16), GPT, solo())
     assert source.training.count == 1
     assert source.validation is not None
     assert source.validation.count == 1
 
 
-def test_data_that_is_not_there_or_not_data(tmp_path):
+def test_missing_or_unreadable_data_is_rejected(tmp_path):
     with pytest.raises(DataError, match=r"data\.path = /no/such: there is no such file or directory"):
         open_source(DataConfig(path="/no/such"), GPT, solo())
     (tmp_path / "a.h5").write_text("not HDF5, whatever its name says")
@@ -180,13 +180,13 @@ def test_data_that_is_not_there_or_not_data(tmp_path):
             open_source(DataConfig(path=str(tmp_path / "s")), GPT, solo())
 
 
-def test_wide_tokens_are_not_for_an_mlp(tmp_path, tokens):
+def test_wide_tokens_are_rejected_for_an_mlp(tmp_path, tokens):
     path = _store(tmp_path, "npy", tokens.astype(np.uint16))
-    with pytest.raises(DataError, match="an mlp takes bytes"):
+    with pytest.raises(DataError, match="an mlp needs a file of bytes"):
         open_source(DataConfig(path=path, context=16), MLP, solo())
 
 
-def test_ranks_fail_together(tmp_path, tokens):
+def test_all_ranks_fail_together(tmp_path, tokens):
     good = _store(tmp_path, "text", tokens)
     (tmp_path / "other.txt").write_bytes(tokens[::-1].tobytes())
 
@@ -200,11 +200,11 @@ def test_ranks_fail_together(tmp_path, tokens):
 
     assert all("/no/such" in message for message in error([good, good, "/no/such"]))
     assert all(
-        "rank 1 and 0 others see other data" in message for message in error([good, str(tmp_path / "other.txt"), good])
+        "and 0 other ranks see other data" in message for message in error([good, str(tmp_path / "other.txt"), good])
     )
 
 
-def test_the_default_is_the_standard_library():
+def test_default_data_is_the_standard_library():
     source = open_source(DataConfig(), GPT, solo())
     assert "standard library" in source.description
     assert source.training.count > 10_000

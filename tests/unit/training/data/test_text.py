@@ -30,19 +30,19 @@ def folder(tmp_path, rng):
     return root
 
 
-def test_a_file_is_read_as_it_is(tmp_path):
+def test_file_is_read_unchanged(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"caf\xc3\xa9\0\xff")
     assert bytes(data_files.bytes_of_file(tmp_path / "a.txt")[:]) == b"caf\xc3\xa9\0\xff"
 
 
-def test_a_directory_is_its_text_files_by_the_hash_of_their_names(folder):
+def test_directory_joins_its_text_files_by_hash_of_their_names(folder):
     tokens, ends, _ = data_files.text_of_directory(folder)
     names = sorted(["a.txt", "b/c.txt", "b/d/e.md"], key=lambda name: hashlib.blake2b(name.encode()).digest())
     assert bytes(tokens[:]) == b"".join((folder / name).read_bytes() for name in names)
     assert ends.tolist() == np.cumsum([(folder / name).stat().st_size for name in names]).tolist()
 
 
-def test_a_directory_is_put_together_once_and_again_when_it_changes(folder, cache):
+def test_directory_is_joined_again_only_if_it_changes(folder, cache):
     first, *_ = data_files.text_of_directory(folder)
     files = {path: path.stat().st_mtime_ns for path in cache.glob("*.bytes")}
     assert len(files) == 1
@@ -56,7 +56,7 @@ def test_a_directory_is_put_together_once_and_again_when_it_changes(folder, cach
     assert not list(cache.glob("*.unfinished"))
 
 
-def test_what_a_killed_process_left_of_a_directory_is_removed(folder, cache):
+def test_leftovers_of_a_killed_process_are_removed(folder, cache):
     data_files.text_of_directory(folder)
     (target,) = cache.glob("*.bytes")
     target.unlink()
@@ -72,28 +72,29 @@ def test_what_a_killed_process_left_of_a_directory_is_removed(folder, cache):
 
 
 @pytest.mark.full
-def test_processes_of_a_node_put_a_directory_together_once(folder, monkeypatch):
+def test_processes_of_a_node_join_a_directory_once(folder, monkeypatch):
     written, write = [], data_files._write_concatenation
 
-    def counted(target, ends, files):
+    def write_and_count(target, ends, files):
         written.append(target)
         write(target, ends, files)
 
-    monkeypatch.setattr(data_files, "_write_concatenation", counted)
-    found = []
+    monkeypatch.setattr(data_files, "_write_concatenation", write_and_count)
+    results = []
     threads = [
-        threading.Thread(target=lambda: found.append(bytes(data_files.text_of_directory(folder)[0]))) for _ in range(8)
+        threading.Thread(target=lambda: results.append(bytes(data_files.text_of_directory(folder)[0])))
+        for _ in range(8)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 8
-    assert len(set(found)) == 1
+    assert len(results) == 8
+    assert len(set(results)) == 1
     assert len(written) == 1
 
 
-def test_the_standard_library_is_the_same_source_text_each_time():
+def test_standard_library_text_is_reproducible():
     tokens, _, description = data_files.text_of_standard_library()
     assert len(tokens) > 1_000_000
     assert b"class OrderedDict" in bytes(tokens[:])
@@ -102,7 +103,7 @@ def test_the_standard_library_is_the_same_source_text_each_time():
     assert np.array_equal(tokens[:], again[:])
 
 
-def test_directories_without_text(tmp_path):
+def test_directories_without_text_are_rejected(tmp_path):
     (tmp_path / "none").mkdir()
     with pytest.raises(DataError, match="holds no files"):
         data_files.text_of_directory(tmp_path / "none")
@@ -111,28 +112,28 @@ def test_directories_without_text(tmp_path):
         data_files.text_of_directory(tmp_path / "none")
 
 
-def test_empty_files(tmp_path):
+def test_empty_files_are_rejected(tmp_path):
     (tmp_path / "empty.txt").touch()
     with pytest.raises(DataError, match=r"empty\.txt: the file is empty"):
         data_files.bytes_of_file(tmp_path / "empty.txt")
 
 
-def test_a_cache_that_cannot_be_written(folder, tmp_path, monkeypatch):
+def test_unwritable_cache_raises_storage_error(folder, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("HPCDIST_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(StorageError, match="set HPCDIST_CACHE"):
         data_files.text_of_directory(folder)
 
-    def full(target, ends, files):
+    def raise_disk_full(target, ends, files):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setenv("HPCDIST_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(data_files, "_write_concatenation", full)
+    monkeypatch.setattr(data_files, "_write_concatenation", raise_disk_full)
     with pytest.raises(StorageError, match="No space left on device; set HPCDIST_CACHE"):
         data_files.text_of_directory(folder)
 
 
-def test_the_own_cache_must_be_private(tmp_path, monkeypatch):
+def test_user_cache_must_be_private(tmp_path, monkeypatch):
     monkeypatch.delenv("HPCDIST_CACHE")
     monkeypatch.setattr(data_files.tempfile, "gettempdir", lambda: str(tmp_path))
     folder = data_files.cache_directory()

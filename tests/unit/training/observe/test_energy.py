@@ -1,4 +1,4 @@
-"""The energy of a run: what the summary says, whose GPU is asked for, and from which step joules count."""
+"""The energy of a run: the summary, the selected GPU, and the step from which joules count."""
 
 import json
 import math
@@ -39,15 +39,15 @@ def report(**changes):
     return full | {"sources": [source], "parts": {}, "label": "", "sampler_share": math.nan} | changes
 
 
-def test_figures_are_json_and_nothing_is_zero_that_was_not_measured():
+def test_figures_are_json_and_missing_values_are_none():
     figures = energy_figures(report(), 30)
     assert json.loads(json.dumps(figures, allow_nan=False)) == figures
     assert figures["energy_j"] == 91 and figures["j_per_step"] == 3 and figures["energy_not_included"] == ["cpu: no"]
     assert figures["energy_j_by_phase"] == {"training": 90.0, "checkpoint": None}
     assert figures["energy_reason_by_phase"] == {"checkpoint": "too short"}
     assert describe_energy(figures) == "energy 91.0 J of gpu (training 90.0, checkpoint unknown); 3 J a step"
-    found = energy_attributes(figures)
-    assert (found["energy_j"], found["j_per_step"], found["energy_reason"], found["energy_label"]) == (
+    result = energy_attributes(figures)
+    assert (result["energy_j"], result["j_per_step"], result["energy_reason"], result["energy_label"]) == (
         91.0,
         3.0,
         "",
@@ -55,12 +55,12 @@ def test_figures_are_json_and_nothing_is_zero_that_was_not_measured():
     )
 
 
-def test_what_a_joule_costs_is_said_with_its_source():
-    told = phase_shares.job_activities(rows(compute=3.0, communication=1.0), ["gpu"], 90.0, None)
+def test_costs_are_reported_with_their_source():
+    output = phase_shares.job_activities(rows(compute=3.0, communication=1.0), ["gpu"], 90.0, None)
     config = EnergyConfig(
         pue=1.2, carbon_g_per_kwh=360, carbon_source="operator", carbon_date="2025", price_per_kwh=0.25, currency="EUR"
     )
-    figures = energy_figures(report(energy_j=3.6e6), 30, 120, 1200, activities=told, config=config)
+    figures = energy_figures(report(energy_j=3.6e6), 30, 120, 1200, activities=output, config=config)
     assert json.loads(json.dumps(figures, allow_nan=False)) == figures
     assert (figures["j_per_sample"], figures["j_per_token"]) == (0.75, 0.075)
     assert (figures["energy_kwh"], figures["facility_kwh"], figures["emissions_g"]) == (1, 1.2, pytest.approx(432))
@@ -73,19 +73,19 @@ def test_what_a_joule_costs_is_said_with_its_source():
     assert describe_energy(modelled).startswith("energy (declared model, not measured) 91.0 J of gpu")
 
 
-def test_an_unmeasured_run_says_why():
+def test_run_without_measurement_reports_the_reason():
     figures = energy_figures(report(energy_j=math.nan, reason="nobody may read", by_kind={}, phases={}, sources=[]), 30)
     assert figures["energy_j"] is None and figures["j_per_step"] is None
     assert describe_energy(figures) == "energy not measured: nobody may read; see `hpcdist energy sources`"
-    found = energy_attributes(figures)
-    assert math.isnan(found["energy_j"]) and found["energy_reason"] == "nobody may read"
+    result = energy_attributes(figures)
+    assert math.isnan(result["energy_j"]) and result["energy_reason"] == "nobody may read"
 
 
-def test_no_step_has_no_joules_a_step():
+def test_joules_per_step_without_steps_is_none():
     assert energy_figures(report(), 0)["j_per_step"] is None
 
 
-def test_a_job_on_gpus_asks_for_the_one_it_computes_on_and_waits_for_it(monkeypatch):
+def test_gpu_job_measures_and_synchronises_its_gpu(monkeypatch):
     asked = {}
     monkeypatch.setattr(device, "bus_id", lambda: "0000:1b:00.0")
     monkeypatch.setattr(energy, "EnergyMonitor", lambda comm, config, **options: asked.update(options))
@@ -98,7 +98,7 @@ def test_a_job_on_gpus_asks_for_the_one_it_computes_on_and_waits_for_it(monkeypa
 
 
 @pytest.mark.parametrize("version", ["with", "without"])
-def test_joules_count_from_where_the_checkpoint_says(tmp_path, version):
+def test_joules_count_from_the_step_of_the_checkpoint(tmp_path, version):
     used = {"since_step": 3, "joules": {"by_kind": {"cpu": 5.0}, "phases": {}, "reason": None}}
     kept = {"energy": used} if version == "with" else {}
     path = save(tmp_path, 8, [], {"steps": 8, **kept}, solo())
@@ -109,17 +109,17 @@ def test_joules_count_from_where_the_checkpoint_says(tmp_path, version):
 
 
 @pytest.mark.parametrize("record", ["newer", "damaged", "foreign"])
-def test_what_a_killed_start_used_after_its_checkpoint_counts(tmp_path, record, capfd):
+def test_energy_of_a_killed_start_after_its_checkpoint_counts(tmp_path, record, capfd):
     used = {"since_step": 3, "joules": {"by_kind": {"cpu": 5.0}, "phases": {}, "reason": None}}
     path = save(tmp_path / "checkpoints", 8, [], {"steps": 8, "energy": used | {"since_step": 4}}, solo())
     noted = {"newer": json.dumps(used), "damaged": json.dumps(used)[:20], "foreign": '{"since_step": "3"}'}[record]
     (tmp_path / "usage.json").write_text(noted)
     recipe = load(overrides=["energy.sources=none"], environment={}).recipe
-    found = EnergyRecorder(solo(), recipe, path, tmp_path)
-    assert found.state()["since_step"] == (3 if record == "newer" else 4)
+    result = EnergyRecorder(solo(), recipe, path, tmp_path)
+    assert result.state()["since_step"] == (3 if record == "newer" else 4)
     assert ("usage.json cannot be read" in capfd.readouterr().err) is (record != "newer")
-    found.note()
-    assert EnergyRecorder(solo(), recipe, None, tmp_path).state()["since_step"] == found.state()["since_step"]
+    result.note()
+    assert EnergyRecorder(solo(), recipe, None, tmp_path).state()["since_step"] == result.state()["since_step"]
 
 
 @cases(
@@ -128,7 +128,7 @@ def test_what_a_killed_start_used_after_its_checkpoint_counts(tmp_path, record, 
     ({"energy_j": 9.0, "j_per_step": math.nan, "energy_reason": ""}, "energy     9.0 J, training unknown"),
     ({"energy_j": math.nan, "j_per_step": math.nan, "energy_reason": "no"}, "energy     unknown (no)"),
 )
-def test_the_report_of_a_run_says_it_too(tmp_path, attributes, line):
+def test_report_of_a_run_includes_the_energy(tmp_path, attributes, line):
     row = dict.fromkeys(PER_RANK, np.ones(1))
     with MetricsWriter(tmp_path / "metrics.h5", 1, attributes=attributes) as writer:
         writer.append(step=1, loss=1.0, learning_rate=0.1, tokens=1, **row)
@@ -136,7 +136,7 @@ def test_the_report_of_a_run_says_it_too(tmp_path, attributes, line):
 
 
 class Package:
-    """A processor in a tree of RAPL, whose counter is turned by those who work on it."""
+    """A processor in a RAPL tree, whose counter is increased by its workers."""
 
     def __init__(self, root):
         self.zone = root / "intel-rapl:0"
@@ -153,7 +153,7 @@ class Package:
 
 
 def work(package, watts, seconds):
-    """Draw ``watts`` for at least so long; return the joules."""
+    """Draw ``watts`` for at least ``seconds`` seconds. Return the joules."""
     begun = last = time.monotonic()
     while last - begun < seconds:
         time.sleep(0.002)
@@ -164,7 +164,7 @@ def work(package, watts, seconds):
 
 
 def train(energy, comm, package, spans, rng, seconds):
-    """Steps of a few hundredths of a second; the first rank of a node draws for all of them. Return the joules."""
+    """Make steps of a few hundredths of a second. The first rank of a node draws for all of them. Return the joules."""
     joules, until = dict.fromkeys(("compute", "communication"), 0.0), time.monotonic() + seconds
     while time.monotonic() < until:
         for phase, watts in (("compute", 300.0), ("communication", 60.0)):
@@ -179,8 +179,8 @@ def packages(tmp_path):
     return [Package(tmp_path / str(node)) for node in range(2)]
 
 
-def measured(packages, directory, seed, resume=None, seconds=2.0):
-    """Train on four ranks of two hosts, each host with a counter of its own; return figures and joules of ranks."""
+def measure(packages, directory, seed, resume=None, seconds=2.0):
+    """Train on four ranks of two hosts, each with its counter. Return the figures and the joules of the ranks."""
 
     def body(comm):
         node, rng = comm.rank // 2, np.random.default_rng([seed, comm.rank // 2])
@@ -194,26 +194,26 @@ def measured(packages, directory, seed, resume=None, seconds=2.0):
             spans.clear()
             return taken
 
-        found = EnergyRecorder(comm, recipe, resume, directory, drain, host=f"host {node}")
+        result = EnergyRecorder(comm, recipe, resume, directory, drain, host=f"host {node}")
         joules = {}
-        with found.monitor, found.monitor.window("training"):
+        with result.monitor, result.monitor.window("training"):
             for _ in range(2):
                 if comm.rank % 2 == 0:
-                    done = train(found, comm, packages[node], spans, rng, seconds / 2)
+                    done = train(result, comm, packages[node], spans, rng, seconds / 2)
                     joules = {name: joules.get(name, 0.0) + used for name, used in done.items()}
-                    told[node] = list(spans)
+                    lines[node] = list(spans)
                 comm.barrier()
                 if comm.rank % 2:  # in step with the first rank of its node
-                    spans[:] = told[node]
-                found.collect()
-                found.note()
-        return found.figures(10, 4), joules
+                    spans[:] = lines[node]
+                result.collect()
+                result.note()
+        return result.figures(10, 4), joules
 
-    told = {}
+    lines = {}
     return run_threads(4, body)
 
 
-def test_each_gpu_is_told_by_the_ranks_that_compute_on_it(packages, monkeypatch):
+def test_each_gpu_is_attributed_to_its_ranks(packages, monkeypatch):
     claims = {0: "GPU-a", 1: "GPU-b", 2: "GPU-a"}
     root = packages[0].zone.parent
     overrides = ["energy.sources=rapl", f"energy.powercap={root}", "run.device=gpu", "energy.utilisation_s=0"]
@@ -232,42 +232,42 @@ def test_each_gpu_is_told_by_the_ranks_that_compute_on_it(packages, monkeypatch)
 
 
 @pytest.mark.alone
-@pytest.mark.matrix  # needs a quiet machine: its joules are those of intervals of 10 ms
-def test_ranks_of_two_nodes_tell_what_training_consists_of(packages, tmp_path, rng):
+@pytest.mark.matrix  # needs a quiet machine: its joules come from intervals of 10 ms
+def test_energy_of_two_nodes_is_split_by_activity(packages, tmp_path, rng):
     seed = int(rng.integers(2**32))
-    ranks = measured(packages, tmp_path, seed)
+    ranks = measure(packages, tmp_path, seed)
     figures = ranks[0][0]
-    assert all(found == figures for found, _ in ranks) and figures["energy_reason"] is None
-    said = json.loads((tmp_path / "usage.json").read_text())["activities"]  # also of what waited until the end
-    assert {name: row["joules"] for name, row in said.items()} == figures["energy_j_by_activity"]
+    assert all(result == figures for result, _ in ranks) and figures["energy_reason"] is None
+    output = json.loads((tmp_path / "usage.json").read_text())["activities"]  # also of what waited until the end
+    assert {name: row["joules"] for name, row in output.items()} == figures["energy_j_by_activity"]
     used = {name: sum(joules.get(name, 0) for _, joules in ranks) for name in ("compute", "communication")}
-    told = figures["energy_j_by_activity"]
+    message = figures["energy_j_by_activity"]
     assert figures["energy_activity_reason"] is None
-    assert sum(told.values()) == pytest.approx(figures["energy_j_by_phase"]["training"])
+    assert sum(message.values()) == pytest.approx(figures["energy_j_by_phase"]["training"])
     for name, joules in used.items():
-        assert told[name] == pytest.approx(joules, abs=0.15 * figures["energy_j"])
+        assert message[name] == pytest.approx(joules, abs=0.15 * figures["energy_j"])
     assert figures["j_per_sample"] == pytest.approx(figures["j_per_step"] / 8)
     assert figures["j_per_token"] == pytest.approx(figures["j_per_step"] / 32)
-    again, _ = measured(packages, tmp_path, seed, seconds=1.0)[0]
+    again, _ = measure(packages, tmp_path, seed, seconds=1.0)[0]
     for name, joules in used.items():
         assert again["energy_j_by_activity"][name] > 1.1 * joules
     kept = json.loads((tmp_path / "usage.json").read_text())
     del kept["activities"]  # as an earlier version wrote it
     (tmp_path / "usage.json").write_text(json.dumps(kept))
-    older, _ = measured(packages, tmp_path, seed, seconds=0.5)[0]
+    older, _ = measure(packages, tmp_path, seed, seconds=0.5)[0]
     assert older["energy_j"] > again["energy_j"] and "an earlier start" in older["energy_activity_reason"]
 
 
-def test_seconds_of_activities_are_those_of_one_source():
+def test_seconds_of_activities_come_from_one_source():
     def row(name, **seconds):
-        told = {"joules": 10.0, "error_j": 1.0, "reason": None}
+        lines = {"joules": 10.0, "error_j": 1.0, "reason": None}
         return {
             "name": name,
             "kind": "gpu",
-            "activities": {phase: told | {"seconds": s} for phase, s in seconds.items()},
+            "activities": {phase: lines | {"seconds": s} for phase, s in seconds.items()},
         }
 
     rows = [row("a", compute=6.0, communication=4.0), row("b", compute=5.0, communication=4.5, idle=0.25)]
-    found = phase_shares.job_activities(rows, ["gpu"], 50.0, None)
-    assert found["seconds"] == {"compute": 6.0, "communication": 4.0, "idle": 0.0}
-    assert found["joules"] == pytest.approx({"compute": 20.0, "communication": 20.0, "idle": 10.0})
+    result = phase_shares.job_activities(rows, ["gpu"], 50.0, None)
+    assert result["seconds"] == {"compute": 6.0, "communication": 4.0, "idle": 0.0}
+    assert result["joules"] == pytest.approx({"compute": 20.0, "communication": 20.0, "idle": 10.0})

@@ -1,4 +1,4 @@
-"""Ranges for profilers nest, are balanced also when an operation raises, and cost nothing where nobody asked."""
+"""Profiler ranges nest, are balanced even if an operation raises, and cost nothing if they are disabled."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ from stubs import nvtx_tool
 
 
 class Recorded:
-    """A double of the module: writes down what is pushed and popped."""
+    """A double of the module that records pushes and pops."""
 
     def __init__(self):
         self.calls = []
@@ -44,41 +44,43 @@ class Recorded:
 
 
 @pytest.fixture
-def recorded(monkeypatch):
-    found = Recorded()
-    monkeypatch.setitem(sys.modules, "nvtx", found.module())
-    return found
+def recorded_ranges(monkeypatch):
+    result = Recorded()
+    monkeypatch.setitem(sys.modules, "nvtx", result.module())
+    return result
 
 
-def test_operations_are_within_the_range_of_the_step(recorded):
+def test_operations_are_nested_in_the_range_of_the_step(recorded_ranges):
     ranges = NvtxRanges()
     seen = []
-    handler = in_range(ranges, "compute", lambda op: seen.append(len(recorded.calls)))
+    handler = in_range(ranges, "compute", lambda op: seen.append(len(recorded_ranges.calls)))
     with ranges("step", "step"):
         handler(Operation(Kind.FORWARD, 0, 3))
         handler(Operation(Kind.BACKWARD, 0, 3))
-    assert recorded.calls == [
+    assert recorded_ranges.calls == [
         "push step", "push FORWARD microbatch 0 unit 3", "pop", "push BACKWARD microbatch 0 unit 3", "pop", "pop",
     ]  # fmt: skip
     assert seen == [2, 4]  # each was called inside its own range
 
 
-def test_an_operation_that_raises_leaves_no_range_open(recorded):
-    def broken(op):
+def test_operation_that_raises_leaves_no_open_range(recorded_ranges):
+    def raise_arithmetic_error(op):
         raise ArithmeticError("no number")
 
     ranges = NvtxRanges()
     with pytest.raises(ArithmeticError, match="no number"), ranges("step", "step"):
-        in_range(ranges, "communication", broken)(Operation(Kind.AGREE))
-    assert recorded.calls == ["push step", "push AGREE", "pop", "pop"]
+        in_range(ranges, "communication", raise_arithmetic_error)(Operation(Kind.AGREE))
+    assert recorded_ranges.calls == ["push step", "push AGREE", "pop", "pop"]
 
 
-def test_a_text_is_registered_once_however_many_steps_there_are(recorded):
+def test_each_text_is_registered_once_for_all_steps(recorded_ranges):
     handler = in_range(NvtxRanges(), "update", lambda op: None)
     for _ in range(5):
         handler(Operation(Kind.APPLY))
-    assert recorded.made == [{"message": "APPLY", "color": COLORS["update"], "domain": "hpcdist", "category": "update"}]
-    assert recorded.calls == ["push APPLY", "pop"] * 5
+    assert recorded_ranges.made == [
+        {"message": "APPLY", "color": COLORS["update"], "domain": "hpcdist", "category": "update"}
+    ]
+    assert recorded_ranges.calls == ["push APPLY", "pop"] * 5
 
 
 def test_every_phase_of_spans_has_a_color():
@@ -88,19 +90,19 @@ def test_every_phase_of_spans_has_a_color():
     assert len(set(COLORS.values())) == len(COLORS)
 
 
-def test_labels():
+def test_range_labels():
     assert label("REDUCE") == "REDUCE"
     assert label("GATHER", unit=0) == "GATHER unit 0"
     assert label("FORWARD", 2, 7) == "FORWARD microbatch 2 unit 7"
 
 
-def test_the_package_is_named_where_it_is_missing(monkeypatch):
+def test_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "nvtx", None)
     with pytest.raises(MissingCapabilityError, match=r"hpcdist\[trace\].*telemetry.nvtx = false"):
         NvtxRanges()
 
 
-def test_no_ranges_hand_the_operation_on_and_hide_no_error():
+def test_disabled_ranges_pass_operations_and_errors_through():
     seen = []
     in_range(NO_RANGES, "compute", seen.append)(Operation(Kind.FORWARD, 1, 2))
     assert seen == [Operation(Kind.FORWARD, 1, 2)]
@@ -108,7 +110,7 @@ def test_no_ranges_hand_the_operation_on_and_hide_no_error():
         raise KeyError
 
 
-def test_the_real_package_takes_every_phase_without_a_tool():
+def test_real_package_accepts_every_phase_without_a_tool():
     pytest.importorskip("nvtx")
     ranges = NvtxRanges()
     for _ in range(2):  # made, then known
@@ -121,7 +123,7 @@ def test_the_real_package_takes_every_phase_without_a_tool():
         pass
 
 
-def test_a_tool_sees_the_ranges(tmp_path):
+def test_profiling_tool_sees_the_ranges(tmp_path):
     code = """
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.observers import in_range
@@ -142,5 +144,5 @@ for step in range(2):
 """
     variables = os.environ | nvtx_tool.environment(tmp_path)
     subprocess.run([sys.executable, "-c", code], env=variables, check=True, timeout=LIMIT_S)
-    (found,) = nvtx_tool.ranges(tmp_path).values()
-    assert found == [(0, "step"), (1, "FORWARD microbatch 0 unit 3"), (1, "REDUCE")] * 2
+    (result,) = nvtx_tool.ranges(tmp_path).values()
+    assert result == [(0, "step"), (1, "FORWARD microbatch 0 unit 3"), (1, "REDUCE")] * 2

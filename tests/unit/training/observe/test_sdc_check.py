@@ -1,4 +1,4 @@
-"""Steps that are computed again: the same bits where nothing errs, and where something does, the bits of a calm run."""
+"""Repeated steps: the same bits without a fault, and with a fault the bits of an undisturbed run."""
 
 import socket
 from functools import partial
@@ -8,7 +8,7 @@ import pytest
 
 from harness import trainings
 from harness.marks import cases
-from harness.trainings import assembled, recipe_keys, refused
+from harness.trainings import assemble_trainer, assert_rejected, recipe_keys
 from hpcdist.checkpoint.format.shard_layout import blocks_of
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import DivergenceError
@@ -54,14 +54,14 @@ def text(text, tmp_path):
 
 
 def make_steps(trainer):
-    steps = trainings.results(trainer, trainer.recipe.run.steps)
-    losses, found = [step.loss for step in steps], [step.recomputed for step in steps]
-    return losses, found, [b"".join(map(bytes, blocks_of(piece.array))) for piece in trainer.exchange.pieces()]
+    steps = trainings.run_steps(trainer, trainer.recipe.run.steps)
+    losses, result = [step.loss for step in steps], [step.recomputed for step in steps]
+    return losses, result, [b"".join(map(bytes, blocks_of(piece.array))) for piece in trainer.exchange.pieces()]
 
 
-def trained(ranks, settings, run, between=None):
+def train(ranks, settings, run, between=None):
     def body(comm):
-        trainer = assembled(comm, settings, directory=run)
+        trainer = assemble_trainer(comm, settings, directory=run)
         if between is not None:
             between(trainer)
         return make_steps(trainer)
@@ -71,35 +71,35 @@ def trained(ranks, settings, run, between=None):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.full_except("bfloat16 in a pipeline")
-def test_a_flipped_bit_is_found_and_leaves_the_bits_of_a_calm_run(layout, text, tmp_path):
+def test_flipped_bit_is_detected_and_corrected(layout, text, tmp_path):
     ranks, keys = LAYOUTS[layout]
     settings = {**text, "optimizer.clip_norm": 0, **keys}
     if "offloaded" not in layout:
         settings.pop("zero.offload_directory")
-    calm = trained(ranks, settings, tmp_path)
+    calm = train(ranks, settings, tmp_path)
     errs = 1 if ranks > 1 else 0
-    found = trained(ranks, {**settings, **EACH, "chaos.corrupt": f"['{errs}@2']"}, tmp_path)
-    assert [losses for losses, _, _ in found] == [losses for losses, _, _ in calm]
-    assert [state for _, _, state in found] == [state for _, _, state in calm]
-    for _, again, _ in found:
+    result = train(ranks, {**settings, **EACH, "chaos.corrupt": f"['{errs}@2']"}, tmp_path)
+    assert [losses for losses, _, _ in result] == [losses for losses, _, _ in calm]
+    assert [state for _, _, state in result] == [state for _, _, state in calm]
+    for _, again, _ in result:
         assert [step.fault for step in (again[0], *again[2:])] == [""] * 3
         assert again[1].ranks == (errs,) and f"step 2: a silent fault: rank {errs} on {socket.gethostname()}" in (
             again[1].fault
         )
 
 
-def test_an_overflow_that_does_not_repeat_is_suspicious(text, tmp_path):
+def test_overflow_that_does_not_repeat_is_corrected(text, tmp_path):
     settings = {**text, **RING}
     settings.pop("zero.offload_directory")
-    calm = trained(2, settings, tmp_path)
-    found = trained(2, {**settings, "run.suspicious_factor": 9, "chaos.overflow": "[3]"}, tmp_path)
-    assert [losses for losses, _, _ in found] == [losses for losses, _, _ in calm]
-    again = found[1][1]
+    calm = train(2, settings, tmp_path)
+    result = train(2, {**settings, "run.suspicious_factor": 9, "chaos.overflow": "[3]"}, tmp_path)
+    assert [losses for losses, _, _ in result] == [losses for losses, _, _ in calm]
+    again = result[1][1]
     assert again[0] is again[1] is again[3] is None
     assert again[2].suspicion == "gradient norm inf" and again[2].ranks == (0,)
 
 
-def test_unusual_data_is_computed_again_to_the_same_bits(text, tmp_path, monkeypatch):
+def test_repeat_of_unusual_data_gives_the_same_bits(text, tmp_path, monkeypatch):
     monkeypatch.setattr(sdc_check, "LEAST_STEPS", 1)
 
     def between(trainer):
@@ -112,7 +112,7 @@ def test_unusual_data_is_computed_again_to_the_same_bits(text, tmp_path, monkeyp
 
     settings = {**text, **RING, "run.suspicious_factor": 4}
     settings.pop("zero.offload_directory")
-    for _, again, _ in trained(2, settings, tmp_path, between):
+    for _, again, _ in train(2, settings, tmp_path, between):
         assert again[0] is again[1] is again[3] is None
         assert again[2].suspicion.startswith("gradient norm ") and "with a median of" in again[2].suspicion
         assert again[2].ranks == () and again[2].fault == ""
@@ -120,7 +120,7 @@ def test_unusual_data_is_computed_again_to_the_same_bits(text, tmp_path, monkeyp
 
 def failure(settings, tmp_path, between=None):
     def body(comm):
-        trainer = assembled(comm, {**settings, **RING, **EACH}, directory=tmp_path)
+        trainer = assemble_trainer(comm, {**settings, **RING, **EACH}, directory=tmp_path)
         if between is not None:
             between(trainer)
         with pytest.raises(DivergenceError) as failed:
@@ -130,15 +130,15 @@ def failure(settings, tmp_path, between=None):
     return run_threads(3, body)
 
 
-def test_a_rank_that_errs_twice_in_a_row_stops_the_run(text, tmp_path):
+def test_rank_with_two_consecutive_faults_stops_the_run(text, tmp_path):
     text.pop("zero.offload_directory")
-    for said in failure({**text, "chaos.corrupt": "['2@2', '2@3']"}, tmp_path):
-        assert said.startswith(f"step 3: rank 2 on {socket.gethostname()} computed other bits of the same step twice")
-    apart = trained(3, {**text, **RING, **EACH, "chaos.corrupt": "['0@2', '1@3']"}, tmp_path)
+    for output in failure({**text, "chaos.corrupt": "['2@2', '2@3']"}, tmp_path):
+        assert output.startswith(f"step 3: rank 2 on {socket.gethostname()} computed other bits of the same step twice")
+    apart = train(3, {**text, **RING, **EACH, "chaos.corrupt": "['0@2', '1@3']"}, tmp_path)
     assert [step.ranks for step in apart[2][1]] == [(), (0,), (1,), ()]
 
 
-def test_a_rank_that_errs_each_time_stops_the_run(text, tmp_path):
+def test_rank_with_a_permanent_fault_stops_the_run(text, tmp_path):
     text.pop("zero.offload_directory")
     drifts = np.random.default_rng(1)
 
@@ -152,39 +152,39 @@ def test_a_rank_that_errs_each_time_stops_the_run(text, tmp_path):
 
         trainer.executor._handlers = {**handlers, Kind.BACKWARD: backward}
 
-    for said in failure(text, tmp_path, between):
-        assert "step 2: rank 1 on " in said and "twice in a row" in said and "exclude that node" in said
+    for output in failure(text, tmp_path, between):
+        assert "step 2: rank 1 on " in output and "twice in a row" in output and "exclude that node" in output
 
 
-def damages(trainer, times):
-    """Let what rank 1 gets of a sum be wrong, each time by more, in the first computations of step 2."""
+def plant_damage(trainer, times):
+    """Make sums received by rank 1 wrong, by a growing amount, in the first ``times`` computations of step 2."""
     reduce, left = trainer.exchange.handlers[Kind.REDUCE], [times if trainer.comm.rank == 1 else 0]
 
-    def reduced(op):
+    def reduce_damaged(op):
         reduce(op)
         if left[0] and trainer.executor.number == 2:
             trainer.executor.gradients_in(op.range)[0] += left[0]
             left[0] -= 1
 
-    trainer.exchange.handlers = {**trainer.exchange.handlers, Kind.REDUCE: reduced}
+    trainer.exchange.handlers = {**trainer.exchange.handlers, Kind.REDUCE: reduce_damaged}
 
 
-def test_a_fault_of_the_exchange_is_nobodys_own(text, tmp_path):
+def test_fault_of_the_exchange_blames_no_rank(text, tmp_path):
     text.pop("zero.offload_directory")
-    calm = trained(3, {**text, **RING}, tmp_path)
-    between = partial(damages, times=1)
-    found = trained(3, {**text, **RING, **EACH}, tmp_path, between)
-    assert [losses for losses, _, _ in found] == [losses for losses, _, _ in calm]
-    assert found[0][1][1].ranks == () and "the exchange of gradients gave other bits" in found[0][1][1].fault
-    for said in failure(text, tmp_path, partial(damages, times=3)):
-        assert "step 2: three exchanges of the same gradients gave three results" in said
+    calm = train(3, {**text, **RING}, tmp_path)
+    between = partial(plant_damage, times=1)
+    result = train(3, {**text, **RING, **EACH}, tmp_path, between)
+    assert [losses for losses, _, _ in result] == [losses for losses, _, _ in calm]
+    assert result[0][1][1].ranks == () and "the exchange of gradients gave other bits" in result[0][1][1].fault
+    for output in failure(text, tmp_path, partial(plant_damage, times=3)):
+        assert "step 2: three exchanges of the same gradients gave three results" in output
 
 
 @cases(
     "settings, message",
     ({"run.suspicious_factor": 1}, "finite and above 1"),
     ({"run.recompute_every_steps": -1}, "must be at least 0"),
-    ({**EACH, "parallel.strategy": "gossip"}, "ranks that do not sum every gradient together"),
+    ({**EACH, "parallel.strategy": "gossip"}, "ranks without common gradient sums"),
     ({**EACH, **SERVER, "parameter_server.consistency": "asp"}, "consistency = 'bsp'"),
     (recipe_keys("suspicious_factor=5 run.device=gpu"), "run.suspicious_factor = 5.0 with run.device = 'gpu'"),
     (
@@ -192,5 +192,5 @@ def test_a_fault_of_the_exchange_is_nobodys_own(text, tmp_path):
         "run.recompute_every_steps = 1 with communication.delayed = true",
     ),
 )
-def test_what_cannot_be_computed_again_is_refused(settings, message):
-    refused(settings, message)
+def test_recipes_that_cannot_repeat_steps_are_rejected(settings, message):
+    assert_rejected(settings, message)

@@ -1,4 +1,4 @@
-"""Shifting: steps in step with a part-time sensor are seen whole, and hardly wait; others do not wait at all."""
+"""Shifted steps: steps synchronous with a part-time sensor are sampled evenly with short waits; others do not wait."""
 
 import math
 
@@ -13,7 +13,7 @@ PART = PowerSensor(0.1, 0.025)
 
 
 class Clock:
-    """A clock that moves when somebody sleeps or steps."""
+    """A clock that advances when somebody sleeps or steps."""
 
     def __init__(self, start_ns):
         self.now = start_ns
@@ -34,27 +34,27 @@ class Kept:
 
 @pytest.fixture
 def clock(monkeypatch, rng):
-    found = Clock(int(rng.integers(10**12)))
-    monkeypatch.setattr(instrumentation, "now_ns", lambda: found.now)
-    monkeypatch.setattr(instrumentation.time, "sleep", found.sleep)
-    return found
+    result = Clock(int(rng.integers(10**12)))
+    monkeypatch.setattr(instrumentation, "now_ns", lambda: result.now)
+    monkeypatch.setattr(instrumentation.time, "sleep", result.sleep)
+    return result
 
 
 def positions(clock, shifted, step_s, steps):
-    """Return where in the sensor's period each step began, from 0 to 1."""
-    found = []
+    """Return the phase of the sensor's period, from 0 to 1, at the start of each step."""
+    results = []
     for step in range(steps):
         shifted.wait(step)
-        found.append(clock.now / 1e8 % 1)
+        results.append(clock.now / 1e8 % 1)
         clock.now += round(step_s * 1e9)
-    return np.array(found)
+    return np.array(results)
 
 
 @pytest.mark.parametrize("step_s", [0.05, 0.1, 0.2, 0.5])
-def test_steps_in_step_with_the_sensor_begin_everywhere_in_its_period(clock, step_s):
+def test_shifted_steps_begin_at_all_phases_of_the_sensor(clock, step_s):
     kept = Kept()
-    found = positions(clock, StepShifter(lambda: PART, kept), step_s, 10 * SHIFTED_STEPS)
-    counts, _ = np.histogram(found, 8, (0, 1))
+    result = positions(clock, StepShifter(lambda: PART, kept), step_s, 10 * SHIFTED_STEPS)
+    counts, _ = np.histogram(result, 8, (0, 1))
     assert counts.tolist() == [10 * SHIFTED_STEPS / 8] * 8
     assert sum(clock.slept_s) <= 10 * (0.1 + 0.0125)
     assert len(kept.rows) == len(clock.slept_s) and {row[:2] for row in kept.rows} == {("other", "shift")}
@@ -66,14 +66,14 @@ def test_steps_that_drift_by_themselves_hardly_wait(clock):
 
 
 @pytest.mark.parametrize("sensor", [None, PowerSensor(0.1, 0.1)])
-def test_where_no_sensor_looks_part_of_the_time_nobody_waits(clock, sensor):
+def test_steps_do_not_wait_without_a_part_time_sensor(clock, sensor):
     positions(clock, StepShifter(lambda: sensor, Kept()), 0.1, 2 * SHIFTED_STEPS)
     assert clock.slept_s == []
 
 
-def test_a_sensor_that_is_found_later_counts_from_then_on(clock):
-    known = [None, PART]
-    shifted = StepShifter(lambda: known.pop(0), Kept())
+def test_sensor_detected_later_counts_from_then_on(clock):
+    reference = [None, PART]
+    shifted = StepShifter(lambda: reference.pop(0), Kept())
     positions(clock, shifted, 0.1, SHIFTED_STEPS)
     assert clock.slept_s == []
     positions(clock, shifted, 0.1, SHIFTED_STEPS)

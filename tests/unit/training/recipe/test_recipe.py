@@ -1,4 +1,4 @@
-"""The recipe: values by precedence, with their origins; TOML that reads back; refusals that say what to do."""
+"""The recipe: precedence and origins of values, TOML round trips, and errors with remedies."""
 
 import math
 import tomllib
@@ -21,18 +21,18 @@ from hpcdist.training.recipe.recipe import Recipe
 
 @pytest.fixture
 def home(tmp_path):
-    """An environment without any file of the user or the site."""
+    """An environment without user or site files."""
     return {"HOME": str(tmp_path / "home")}
 
 
-def test_without_anything_the_recipe_is_the_default(home):
+def test_recipe_without_sources_is_the_default(home):
     resolved = recipes.load(environment=home)
     assert resolved.recipe == Recipe()
     assert set(resolved.origin.values()) == {"default"}
     assert list(resolved.origin) == list(recipes.flat(Recipe()))
 
 
-def test_precedence_and_origins(home, tmp_path):
+def test_sources_have_their_precedence_and_origin(home, tmp_path):
     site, recipe = tmp_path / "site.toml", tmp_path / "recipe.toml"
     user = Path(home["HOME"]) / ".config" / "hpcdist" / "config.toml"
     user.parent.mkdir(parents=True)
@@ -61,13 +61,13 @@ def test_xdg_config_home_names_the_user_file(tmp_path):
     assert recipes.load(environment={"XDG_CONFIG_HOME": str(tmp_path)}).recipe.run.seed == 9
 
 
-def test_a_users_file_that_cannot_be_read_is_not_passed_over(tmp_path):
+def test_unreadable_user_file_raises(tmp_path):
     (tmp_path / "hpcdist" / "config.toml").mkdir(parents=True)
     with pytest.raises(StorageError, match="user file .* cannot be read"):
         recipes.load(environment={"XDG_CONFIG_HOME": str(tmp_path)})
 
 
-def test_a_stored_recipe_is_all_that_counts(tmp_path, monkeypatch):
+def test_stored_recipe_ignores_other_sources(tmp_path, monkeypatch):
     monkeypatch.setenv("HPCDIST_SET__RUN__SEED", "5")
     recipe = recipes.load(None, ["data.path=text.txt", "run.steps=3"]).recipe
     assert recipe.run.seed == 5
@@ -77,13 +77,13 @@ def test_a_stored_recipe_is_all_that_counts(tmp_path, monkeypatch):
     assert recipes.load_stored("recipe.toml") == recipe
 
 
-def test_a_relative_path_counts_from_the_file_that_has_it(home, tmp_path, monkeypatch):
+def test_relative_path_is_resolved_from_its_file(home, tmp_path, monkeypatch):
     states = 'zero.offload_optimizer = "file"\nzero.offload_directory = "states"\nparallel.strategy = "zero1"'
     (tmp_path / "recipe.toml").write_text(f'data.path = "text.txt"\n{states}')
     monkeypatch.chdir("/")
-    found = recipes.load(tmp_path / "recipe.toml", environment=home).recipe
-    assert found.data.path == str(tmp_path / "text.txt")
-    assert found.zero.offload_directory == str(tmp_path / "states")
+    result = recipes.load(tmp_path / "recipe.toml", environment=home).recipe
+    assert result.data.path == str(tmp_path / "text.txt")
+    assert result.zero.offload_directory == str(tmp_path / "states")
     assert recipes.load(None, ["data.path=etc/../text.txt"], home).recipe.data.path == "/text.txt"
     assert recipes.load(None, ["data.path="], home).recipe.data.path == ""
 
@@ -99,13 +99,13 @@ def test_a_relative_path_counts_from_the_file_that_has_it(home, tmp_path, monkey
     ("model.tied=true", "model.tied", True),
     ("data.path=/a=b c", "data.path", "/a=b c"),
 )
-def test_overrides_are_read_by_the_type_of_their_key(home, text, key, value):
+def test_overrides_are_parsed_by_the_type_of_their_key(home, text, key, value):
     got = recipes.flat(recipes.load(None, [text], home).recipe)[key]
     assert got == value
     assert type(got) is type(value)
 
 
-def test_a_whole_number_in_toml_is_a_number(home, tmp_path):
+def test_integer_in_toml_is_accepted_as_float(home, tmp_path):
     (tmp_path / "recipe.toml").write_text("[optimizer]\nlearning_rate = 1\n")
     rate = recipes.load(tmp_path / "recipe.toml", environment=home).recipe.optimizer.learning_rate
     assert rate == 1.0
@@ -128,7 +128,7 @@ def test_a_whole_number_in_toml_is_a_number(home, tmp_path):
     ("[run]\nxyzzy = 3", "run.xyzzy", "keys of [run] are: steps,"),
     ("[xyzzy]\nfoo = 3", "xyzzy.foo", "sections are: model, data,"),
 )
-def test_unknown_keys_are_refused_with_path_and_nearest(home, tmp_path, text, key, nearest):
+def test_unknown_keys_are_rejected_with_path_and_nearest_key(home, tmp_path, text, key, nearest):
     path = tmp_path / "recipe.toml"
     path.write_text(text)
     with pytest.raises(ConfigurationError) as refused:
@@ -144,7 +144,7 @@ def test_unknown_keys_are_refused_with_path_and_nearest(home, tmp_path, text, ke
     ("parallel.context_method=ulysses", "the nearest is 'all_to_all'"),
     ("parallel.strategy=xyzzy", "choose one of allreduce, [^;]*$"),
 )
-def test_unknown_values_are_refused_with_all_and_the_nearest(home, text, cure):
+def test_unknown_values_are_rejected_with_the_choices(home, text, cure):
     with pytest.raises(ConfigurationError, match=cure):
         recipes.load(None, [text, "parallel.context=2"], home)
 
@@ -177,18 +177,18 @@ def test_wrong_types_name_the_key(home, tmp_path, text, message):
 @pytest.mark.parametrize(
     "text", ["run.steps=1.5", "run.steps=", "run.steps=0x", "model.tied=1", "data.context=2\nrun.steps=3"]
 )
-def test_wrong_types_of_overrides(home, text):
+def test_overrides_of_a_wrong_type_are_rejected(home, text):
     with pytest.raises(ConfigurationError, match=r"in --set has the wrong type: .*, such as ['0-9a-z]"):
         recipes.load(None, [text], home)
 
 
-def test_an_override_without_a_value_is_a_wrong_call(home):
+def test_override_without_a_value_is_a_usage_error(home):
     with pytest.raises(UsageError, match=r"--set run\.steps: expected KEY=VALUE"):
         recipes.load(None, ["run.steps"], home)
 
 
 @pytest.mark.parametrize("texts", [["parallel.context=2", "parallel.strategy=gossip"]])
-def test_what_is_not_built_is_refused(home, texts):
+def test_unsupported_recipes_are_rejected(home, texts):
     with pytest.raises(ConfigurationError, match="not built in this version") as refused:
         recipes.load(None, texts, home)
     assert refused.value.exit_code == errors.CONFIGURATION == 78
@@ -224,14 +224,14 @@ def test_what_is_not_built_is_refused(home, texts):
     "checkpoint.keep=0",
     "optimizer.learning_rate=-1",
 )
-def test_values_that_cannot_be_run_name_key_and_origin(home, text):
+def test_impossible_values_name_key_and_origin(home, text):
     key = text.partition("=")[0]
     with pytest.raises(ConfigurationError, match=key.replace(".", r"\.")) as refused:
         recipes.load(None, [text], home)
     assert f"{key} is from --set" in str(refused.value)
 
 
-def test_fewer_samples_than_data_ranks(home):
+def test_fewer_samples_than_data_ranks_are_rejected(home):
     with pytest.raises(ConfigurationError, match=r"run\.global_batch = 3 with 4 data ranks: each needs"):
         recipes.load(None, ["run.global_batch=3", "parallel.data=4"], home)
     recipe = Recipe(run=RunConfig(global_batch=3))
@@ -242,7 +242,7 @@ def test_fewer_samples_than_data_ranks(home):
         Recipe(run=RunConfig(global_batch=3), parallel=ParallelConfig(data=4))
 
 
-def test_files_that_cannot_be_read(home, tmp_path):
+def test_unreadable_recipe_files_are_rejected(home, tmp_path):
     with pytest.raises(StorageError, match="there is no such file"):
         recipes.load(tmp_path / "none.toml", environment=home)
     with pytest.raises(StorageError, match="site profile .*there is no such file"):
@@ -261,7 +261,7 @@ def test_files_that_cannot_be_read(home, tmp_path):
     fraction=st.floats(0, 0.5),
     every=st.floats(0, allow_infinity=False),
 )
-def test_a_dump_reads_back_as_it_was(path, seed, fraction, every):
+def test_dumped_recipe_is_read_back_unchanged(path, seed, fraction, every):
     run = RunConfig(seed=seed, log_every_s=every)
     recipe = Recipe(data=DataConfig(path=path, validation_fraction=fraction), run=run)
     tree = tomllib.loads(recipes.dump(recipe))
@@ -274,22 +274,22 @@ def test_a_dump_reads_back_as_it_was(path, seed, fraction, every):
 
 
 @given(st.one_of(st.booleans(), st.integers(), st.floats(), st.text(st.characters(exclude_categories=["Cs"]))))
-def test_toml_of_any_value(value):
+def test_toml_round_trip_of_any_value(value):
     got = tomllib.loads(f"value = {toml_value(value)}")["value"]
     assert type(got) is type(value)
     assert got == value or (math.isnan(got) and math.isnan(value))
 
 
-def test_text_that_is_no_unicode_is_refused():
+def test_invalid_unicode_is_rejected():
     with pytest.raises(ConfigurationError, match="not valid Unicode"):
         recipes.dump(Recipe(data=DataConfig(path="/\udce9")))
 
 
-def test_every_value_is_part_of_the_digest():
+def test_every_value_changes_the_digest():
     assert recipes.digest(Recipe()) != recipes.digest(Recipe(run=RunConfig(seed=1)))
 
 
-def test_reading_a_recipe_imports_nothing_heavy():
+def test_recipe_module_imports_no_heavy_modules():
     program = (
         "import sys; from hpcdist.training.recipe import recipe; recipe.load();"
         "print([name for name in ('numpy', 'mpi4py', 'numba', 'h5py', 'cupy', 'matplotlib') if name in sys.modules])"
@@ -311,14 +311,14 @@ def test_reading_a_recipe_imports_nothing_heavy():
         "set parallel.microbatches = 4 or above",
     ),
     (["parallel.pipeline=2", "parallel.chunks=2"], "parallel.chunks = 2 with parallel.schedule = '1f1b'"),
-    (["parallel.pipeline=2", "parallel.schedule=file"], "the schedule 'file' needs one"),
-    (["parallel.pipeline=2", "parallel.schedule_file=a.txt"], "no other reads it"),
+    (["parallel.pipeline=2", "parallel.schedule=file"], "name the schedule file"),
+    (["parallel.pipeline=2", "parallel.schedule_file=a.txt"], "only the schedule 'file' reads it"),
     (
         ["parallel.pipeline=2", "parallel.schedule=zb-h1", "parallel.microbatches=4", "parallel.recompute=true"],
         "stays in memory until it is computed",
     ),
-    (["zero.keep_gradients=true", "parallel.strategy=zero1"], "no gradients are cut"),
-    (["zero.keep_parameters=true", "parallel.strategy=zero2"], "no parameters are cut"),
+    (["zero.keep_gradients=true", "parallel.strategy=zero1"], "gradients are not sharded"),
+    (["zero.keep_parameters=true", "parallel.strategy=zero2"], "parameters are not sharded"),
     (
         ["parallel.pipeline=2", "zero.shared_parameters=true", "parallel.strategy=zero1"],
         "shared_parameters = true with parallel.pipeline",
@@ -329,23 +329,23 @@ def test_reading_a_recipe_imports_nothing_heavy():
     ),
     (["parallel.pipeline=0"], "must be at least 1"),
 )
-def test_layouts_that_make_no_sense_are_refused(home, texts, message):
+def test_impossible_layouts_are_rejected(home, texts, message):
     with pytest.raises(ConfigurationError, match=message):
         recipes.load(None, texts, home)
 
 
-def test_the_schedule_follows_the_pipeline(home):
+def test_default_schedule_follows_the_pipeline(home):
     assert recipes.load(None, [], home).recipe.parallel.order == "sequential"
     assert recipes.load(None, ["parallel.pipeline=2"], home).recipe.parallel.order == "1f1b"
     assert recipes.load(None, ["parallel.pipeline=2", "parallel.schedule=gpipe"], home).recipe.parallel.order == "gpipe"
 
 
-def test_shifted_steps_need_ranks_in_lock_step():
+def test_shifted_steps_without_lock_step_are_rejected():
     servers = ["parallel.strategy=parameter_server", "parameter_server.consistency=asp"]
     with pytest.raises(ConfigurationError, match=r"energy\.shift = true with parameter_server\.consistency = 'asp'"):
         recipes.load(None, ["energy.shift=true", *servers], {})
 
 
-def test_a_recipe_may_begin_with_a_byte_order_mark(tmp_path):
+def test_recipe_may_begin_with_a_byte_order_mark(tmp_path):
     (tmp_path / "a.toml").write_text("run.steps = 3", encoding="utf-8-sig")
     assert recipes.load(tmp_path / "a.toml", []).recipe.run.steps == 3

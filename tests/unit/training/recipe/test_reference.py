@@ -1,4 +1,4 @@
-"""The reference of keys: each has a meaning, and what the rules say that it needs; the page is the committed one."""
+"""The reference of keys: each has a meaning and its requirements from the rules; the committed page is current."""
 
 from pathlib import Path
 
@@ -18,20 +18,20 @@ FOLDER = Path(hpcdist.__file__).parent
 def test_every_key_has_one_short_meaning():
     table = regular.toml(FOLDER / "training" / "recipe" / "keys.toml")
     meanings = {f"{section}.{name}": text for section, names in table.items() for name, text in names.items()}
-    known = list(recipes.defaults())
-    lacking, extra = set(known) - set(meanings), set(meanings) - set(known)
+    references = list(recipes.defaults())
+    lacking, extra = set(references) - set(meanings), set(meanings) - set(references)
     assert not lacking | extra, f"keys.toml has a line for each key: {lacking} lack, {extra} are none"
-    assert list(meanings) == known, "keys.toml is in the order of the fields of the dataclasses"
+    assert list(meanings) == references, "keys.toml is in the order of the fields of the dataclasses"
     assert [key for key, text in meanings.items() if not text.endswith(".") or len(text) > 110 or "|" in text] == []
 
 
-def test_the_page_is_the_one_that_the_code_gives():
+def test_committed_page_matches_the_code():
     page = (FOLDER / "docs" / "recipe.md").read_text()
     assert page == reference.page(), "python -m hpcdist.training.recipe.reference > hpcdist/docs/recipe.md"
     assert [key for key in recipes.defaults() if f"\n| {key.partition('.')[2]} |" not in page] == []
 
 
-def test_the_example_of_the_page_is_a_recipe(tmp_path):
+def test_example_of_the_page_is_a_valid_recipe(tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text(reference.page().split("```toml\n")[1].split("```")[0])
     resolved = recipes.load(path, environment={"HOME": str(tmp_path)})
@@ -80,7 +80,7 @@ def test_the_example_of_the_page_is_a_recipe(tmp_path):
     ("checkpoint.mtbf_s", "number or observed", ""),
     ("run.suspicious_factor", "number, 0, or > 1", 'run.device = "cpu"'),
 )
-def test_an_entry_says_what_the_rules_do(key, values, only_with):
+def test_entries_match_the_rules(key, values, only_with):
     entry = reference.entry(key)
     assert (entry.values, entry.only_with) == (values, only_with)
 
@@ -93,25 +93,25 @@ def test_an_entry_says_what_the_rules_do(key, values, only_with):
     ("run.device", '"gpu" only with --spares N, where hpcdist run --survive replace'),
     ("communication.compression", "not with hpcdist run --survive"),
 )
-def test_a_block_has_what_a_key_excludes(key, line):
+def test_lookup_lists_excluded_keys(key, line):
     assert f"\n  {line}" in reference.lookup(key)
 
 
-def test_lookup_gives_a_key_or_a_section():
+def test_lookup_returns_a_key_or_a_section():
     assert reference.lookup("parallel.pipeline").splitlines()[:4] == [
         "parallel.pipeline",
-        "  Pipeline stages: ranks that hold parts of the model.",
+        "  Pipeline ranks, each of which holds a part of the model.",
         "  values: integer >= 1",
         "  default: 1",
     ]
     head, only_with, *keys = reference.lookup("zero").splitlines()
-    assert head == "[zero] Sharding degrees, and what is not cut."
+    assert head == "[zero] Sharding degrees, prefetch and offload."
     assert only_with == '  only with parallel.strategy = "zero1", "zero2" or "zero3"'
     assert [line.split()[0] for line in keys] == [key for key in recipes.defaults() if key.startswith("zero.")]
 
 
 @pytest.mark.parametrize("here", SYNONYMS.values())
-def test_what_others_call_differently_is_a_key_or_a_value(here):
+def test_terms_of_other_tools_map_to_existing_keys(here):
     assert reference.key_of(here) in recipes.defaults()
 
 
@@ -123,6 +123,6 @@ def test_what_others_call_differently_is_a_key_or_a_value(here):
     ("optimizer.lr", "the nearest known is 'optimizer.learning_rate'"),
     ("xyzzy", "sections are: model, data"),
 )
-def test_lookup_refuses_another_word_with_the_nearest(word, message):
+def test_lookup_rejects_unknown_words_with_suggestions(word, message):
     with pytest.raises(UsageError, match=message):
         reference.lookup(word)

@@ -1,4 +1,4 @@
-"""Optional packages that a recipe needs, looked for without importing them."""
+"""Optional packages that a recipe needs, detected without importing them."""
 
 import importlib.util
 import sys
@@ -19,15 +19,15 @@ KEYS = {
 
 
 @pytest.fixture
-def none_is_installed(monkeypatch):
-    known = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in KEYS.values() else known(name))
+def no_optional_packages(monkeypatch):
+    reference = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in KEYS.values() else reference(name))
     for name in KEYS.values():
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_each_key_names_its_package(key, none_is_installed):
+def test_each_key_names_its_package(key, no_optional_packages):
     (line,) = requirements.missing_packages(recipes.load(None, [key]).recipe)
     name, value = key.split("=", 1)
     assert line.startswith(f"{name} = {value} needs the module {KEYS[key]}, which {sys.executable} does not have")
@@ -44,7 +44,7 @@ def test_each_key_names_its_package(key, none_is_installed):
         ("import hpcdist.torchlike", False),
     ],
 )
-def test_script_of_the_torch_backend_without_cupy_is_warned_of(line, is_warned, tmp_path, none_is_installed):
+def test_torch_script_without_cupy_gets_a_warning(line, is_warned, tmp_path, no_optional_packages):
     script = tmp_path / "train.py"
     script.write_text(f"import sys\n{line}\n")
     lines = requirements.missing_for_gpu_tensors(("python", str(script), "--epochs", "3"))
@@ -52,12 +52,12 @@ def test_script_of_the_torch_backend_without_cupy_is_warned_of(line, is_warned, 
     assert requirements.missing_for_gpu_tensors(("python", "-m", "there_is_no.py")) == []
 
 
-def test_the_default_recipe_needs_none(none_is_installed):
+def test_default_recipe_needs_no_optional_package(no_optional_packages):
     assert requirements.missing_packages(recipes.load(None, []).recipe) == []
 
 
-def test_the_file_of_a_model_is_read_and_not_run(tmp_path):
-    """What it imports in any case is needed, but for modules beside it."""
+def test_model_file_is_parsed_but_not_executed(tmp_path):
+    """Its unconditional imports are required, except for modules in its folder."""
     (tmp_path / "beside.py").touch()
     (tmp_path / "model.py").write_text(
         "import os.path, beside, not_there_1\nfrom not_there_2.part import thing\nfrom . import not_there_3\n"
@@ -66,8 +66,8 @@ def test_the_file_of_a_model_is_read_and_not_run(tmp_path):
     )
     factory = f"{tmp_path / 'model.py'}:model"
     options = ["model.kind='import'", f"model.factory={factory!r}"]
-    found = requirements.missing_packages(recipes.load(None, options).recipe)
-    assert [line.split("needs the module ")[1].split(",")[0] for line in found] == ["not_there_1", "not_there_2"]
+    result = requirements.missing_packages(recipes.load(None, options).recipe)
+    assert [line.split("needs the module ")[1].split(",")[0] for line in result] == ["not_there_1", "not_there_2"]
     (tmp_path / "model.py").write_text("import sys\nsys.path.insert(0, '/proj/lib')\nimport not_there_6\n")
     assert requirements.missing_packages(recipes.load(None, options).recipe) == [], (
         "it says itself where its modules are"
@@ -82,11 +82,11 @@ def test_the_file_of_a_model_is_read_and_not_run(tmp_path):
     assert "needs the module not_there," in line
 
 
-def test_the_doctor_says_what_the_ranks_lack(tmp_path, none_is_installed):
+def test_doctor_reports_missing_packages(tmp_path, no_optional_packages):
     path = tmp_path / "job.toml"
     path.write_text(recipes.dump(recipes.load(None, ["telemetry.nvtx=true"]).recipe))
-    found = job._packages(path)
-    assert found.status == FAIL and "telemetry.nvtx = true needs the module nvtx" in found.found
+    result = job._packages(path)
+    assert result.status == FAIL and "telemetry.nvtx = true needs the module nvtx" in result.found
     path.write_text(recipes.dump(recipes.load(None, []).recipe))
     assert job._packages(path).status == OK
     assert job._packages(tmp_path / "lost.toml").status == FAIL

@@ -1,4 +1,4 @@
-"""`hpcdist config show`: the resolved recipe, and where each value comes from."""
+"""`hpcdist config show`: the resolved recipe, and the origin of each value."""
 
 import json
 import tomllib
@@ -28,7 +28,7 @@ def test_show_prints_the_recipe(invoke):
     assert invoke() == recipes.dump(Recipe())
 
 
-def test_show_with_origins_is_still_toml(invoke, tmp_path):
+def test_show_with_origins_is_valid_toml(invoke, tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text('[run]\nsteps = 5\n[data]\npath = "a = b"\n')
     shown = invoke(str(path), "--set", "run.seed=4", "--origin")
@@ -42,7 +42,7 @@ def test_show_with_origins_is_still_toml(invoke, tmp_path):
     assert places["path"] == f"recipe {path}"
 
 
-def test_show_as_json(invoke):
+def test_show_as_json_has_values_and_origins(invoke):
     shown = json.loads(invoke("--json", "--set", "run.seed=4"))
     assert shown["recipe"]["run.seed"] == 4
     assert shown["origin"]["run.seed"] == "--set"

@@ -1,4 +1,4 @@
-"""The loop under asp: nobody waits for a slow worker, and the rows of all come to the file nevertheless."""
+"""The training loop under asp: no worker waits for a slow worker, and the rows of all workers are written."""
 
 import gc
 import threading
@@ -11,7 +11,7 @@ import pytest
 
 from harness.jobs import LIMIT_S
 from harness.marks import cases
-from harness.trainings import assembled, recipe_keys, session_of
+from harness.trainings import assemble_trainer, recipe_keys, session_of
 from hpcdist.checkpoint.lock import RunLock
 from hpcdist.comm.launch import garbage
 from hpcdist.comm.record.timing import OperationTiming
@@ -40,7 +40,7 @@ ASP = recipe_keys(
 
 
 class Watched(AsyncTrainingLoop):
-    """Calls ``before`` each of its steps, and ``after`` it when its rows are on their way, with the step."""
+    """Calls ``before`` before each of its steps, and ``after`` when the rows of the step are in flight."""
 
     before: Callable[["Watched", int], None]
     after: Callable[["Watched", int], None]
@@ -53,11 +53,11 @@ class Watched(AsyncTrainingLoop):
 
     @property
     def held(self):
-        """Meetings so far."""
+        """The number of meetings so far."""
         return self.exchange.meetings._held
 
 
-def nothing(loop, step):
+def do_nothing(loop, step):
     return None
 
 
@@ -66,9 +66,9 @@ def text(text):
     return {**ASP, "data.path": text}
 
 
-def loop_on(comm, settings, out, before=nothing, after=nothing, clocks=None):
-    """The loop of one rank; ``clocks`` are those of a checkpoint from which it goes on."""
-    trainer = assembled(comm, settings)
+def loop_on(comm, settings, out, before=do_nothing, after=do_nothing, clocks=None):
+    """Return the loop of one rank. ``clocks`` are the clocks of the checkpoint from which it resumes."""
+    trainer = assemble_trainer(comm, settings)
     assert loop_class(trainer) is AsyncTrainingLoop
     if clocks is not None:
         trainer = replace(trainer, first_step=min(clocks))
@@ -81,7 +81,7 @@ def loop_on(comm, settings, out, before=nothing, after=nothing, clocks=None):
 
 
 def serve_until(loop, ready):
-    """Compute for a long time: a colocated rank looks after those whom it serves meanwhile."""
+    """Compute for a long time. A colocated rank serves its workers meanwhile."""
     limit = time.monotonic() + LIMIT_S
     while not ready():
         assert time.monotonic() < limit, f"worker {loop.trainer.comm.rank} was waited for"
@@ -89,30 +89,35 @@ def serve_until(loop, ready):
         time.sleep(1e-3)
 
 
-def test_loops_follow_from_the_architecture(text):
+def test_loop_class_follows_the_architecture(text):
     for name in ("allreduce", "zero1", "zero3"):
         settings = {**text, "parallel.strategy": name, "parameter_server.consistency": "bsp"}
-        assert run_threads(1, lambda comm, settings=settings: loop_class(assembled(comm, settings))) == [TrainingLoop]
+        assert run_threads(1, lambda comm, settings=settings: loop_class(assemble_trainer(comm, settings))) == [
+            TrainingLoop
+        ]
     settings = {**text, "parameter_server.consistency": "bsp"}
-    assert run_threads(2, lambda comm: loop_class(assembled(comm, settings))) == [TrainingLoop] * 2
+    assert run_threads(2, lambda comm: loop_class(assemble_trainer(comm, settings))) == [TrainingLoop] * 2
 
 
 @pytest.mark.parametrize("slow", [0, 1])
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
 @pytest.mark.full_except("dedicated-0")
-def test_no_worker_waits_for_another_though_rows_are_always_due(placement, slow, text, tmp_path, monkeypatch):
-    """The quick one makes all its steps during the third of the slow one; rows are written without any meeting."""
+def test_no_worker_waits_for_another_to_write_rows(placement, slow, text, tmp_path, monkeypatch):
+    """The quick worker makes all its steps during the third step of the slow worker.
+
+    Rows are written without any meeting.
+    """
     monkeypatch.setattr(metrics, "FLUSH_EVERY_S", 0.0)
     quick_is_done = threading.Event()
     meetings_at_steps = []
     written = []
     append = MetricsWriter.append
 
-    def noted(writer, **row):
+    def note_row(writer, **row):
         written.append(row["step"])
         append(writer, **row)
 
-    monkeypatch.setattr(MetricsWriter, "append", noted)
+    monkeypatch.setattr(MetricsWriter, "append", note_row)
 
     def before(loop, step):
         if loop.trainer.comm.rank == slow and step == 3:
@@ -139,8 +144,8 @@ def test_no_worker_waits_for_another_though_rows_are_always_due(placement, slow,
     assert (rows["compute_s"][:, :2] > 0).all() and np.isnan(rows["compute_s"][:, 2:]).all()
 
 
-def test_the_end_of_a_job_frees_the_channel_of_rows(text, tmp_path, monkeypatch):
-    """No collection of garbage would: a communicator of MPI lasts until it is freed."""
+def test_end_of_a_job_frees_the_row_channel(text, tmp_path, monkeypatch):
+    """Garbage collection would not: an MPI communicator lives until it is freed."""
     freed = []
     monkeypatch.setattr(ThreadCommunicator, "free", lambda comm: freed.append(comm.name))
     monkeypatch.setattr(gc, "get_threshold", lambda: garbage.SELDOM)  # as after the start of `hpcdist train`
@@ -161,8 +166,11 @@ def test_the_end_of_a_job_frees_the_channel_of_rows(text, tmp_path, monkeypatch)
     assert sum("/rows" in name for name in freed) == 2
 
 
-def test_rows_of_many_steps_come_in_short_messages_and_in_order(text, tmp_path):
-    """Worker 1 is ahead, then behind; rank 2 has no steps. What is written are the steps of both, with their mean."""
+def test_rows_of_many_steps_are_sent_in_order_in_short_messages(text, tmp_path):
+    """Worker 1 is first ahead, then late; rank 2 has no steps.
+
+    The written rows contain the steps of both, with their mean.
+    """
     ends = [(3 * ROWS_PER_MESSAGE, 2 * ROWS_PER_MESSAGE + 5), (3 * ROWS_PER_MESSAGE + 1, 4 * ROWS_PER_MESSAGE)]
     size = 3
 
@@ -170,7 +178,7 @@ def test_rows_of_many_steps_come_in_short_messages_and_in_order(text, tmp_path):
         return [float(100 * step + 10 * rank + column) for column in range(len(PER_RANK))]
 
     def body(comm):
-        trainer = assembled(comm, text)
+        trainer = assemble_trainer(comm, text)
         streaming = EventPublisher(session_of(comm), trainer, OperationTiming(), tmp_path, print, None)
         energy = EnergyRecorder(comm, trainer.recipe, None)
         rows = AsyncRunMetrics(comm, tmp_path / "metrics.h5", None, {}, energy, streaming)
@@ -190,22 +198,22 @@ def test_rows_of_many_steps_come_in_short_messages_and_in_order(text, tmp_path):
         return rows._messages
 
     assert run_threads(size, body) == [0, 3 + 2, 0], "full messages, and one that is not"
-    found = files.read(tmp_path / "metrics.h5").steps
+    result = files.read(tmp_path / "metrics.h5").steps
     steps = np.arange(1, min(ends[-1]) + 1)
-    assert found["step"].tolist() == steps.tolist()
-    np.testing.assert_allclose(found["loss"], (steps + 3 * (steps + 1)) / 4)
-    assert (found["tokens"] == 4).all() and (found["learning_rate"] == 0.5).all()
+    assert result["step"].tolist() == steps.tolist()
+    np.testing.assert_allclose(result["loss"], (steps + 3 * (steps + 1)) / 4)
+    assert (result["tokens"] == 4).all() and (result["learning_rate"] == 0.5).all()
     for column, name in enumerate(PER_RANK):
-        wanted = [[row(rank, step)[column] for rank in range(2)] for step in steps]
-        assert found[name][:, :2].tolist() == wanted and np.isnan(found[name][:, 2]).all()
+        expected = [[row(rank, step)[column] for rank in range(2)] for step in steps]
+        assert result[name][:, :2].tolist() == expected and np.isnan(result[name][:, 2]).all()
 
 
-def test_rows_far_ahead_of_the_slowest_do_not_wait_for_it(text, tmp_path, monkeypatch):
-    """Beyond `LEAD` there are the rows of the slower workers only: what rank 0 holds has a bound."""
+def test_rows_far_ahead_of_the_slowest_worker_do_not_wait(text, tmp_path, monkeypatch):
+    """Beyond `LEAD`, rows have only the values of faster workers, so the memory of rank 0 is bounded."""
     monkeypatch.setattr("hpcdist.training.observe.metrics.MOST_LEAD_STEPS", 5)
 
     def body(comm):
-        trainer = assembled(comm, text)
+        trainer = assemble_trainer(comm, text)
         streaming = EventPublisher(session_of(comm), trainer, OperationTiming(), tmp_path, print, None)
         rows = AsyncRunMetrics(
             comm, tmp_path / "metrics.h5", None, {}, EnergyRecorder(comm, trainer.recipe, None), streaming
@@ -221,12 +229,12 @@ def test_rows_far_ahead_of_the_slowest_do_not_wait_for_it(text, tmp_path, monkey
         return held
 
     assert run_threads(3, body) == [5, 0, 0]
-    found = files.read(tmp_path / "metrics.h5").steps
-    assert found["loss"].tolist() == [2.0] * 5 + [3.0] * 15
-    assert np.isnan(found["step_s"][5:, 1]).all() and np.isfinite(found["step_s"][:, 0]).all()
+    result = files.read(tmp_path / "metrics.h5").steps
+    assert result["loss"].tolist() == [2.0] * 5 + [3.0] * 15
+    assert np.isnan(result["step_s"][5:, 1]).all() and np.isfinite(result["step_s"][:, 0]).all()
 
 
-def test_a_stop_needs_one_meeting(text, tmp_path):
+def test_stop_needs_one_meeting(text, tmp_path):
     def after(loop, step):
         if loop.trainer.comm.rank == 1 and step == 4:
             loop.stop_requests._wanted[StopReason.REQUEUE] = 1
@@ -236,16 +244,16 @@ def test_a_stop_needs_one_meeting(text, tmp_path):
         outcome = loop.run()
         return loop.held, outcome.done, outcome.stop_request
 
-    found = run_threads(3, body)
-    assert len(set(found)) == 1 and found[0][0] == 1 and found[0][2] is StopReason.REQUEUE
-    assert found[0][1] < 10_000
-    assert len(files.read(tmp_path / "metrics.h5").steps["step"]) == found[0][1]
+    results = run_threads(3, body)
+    assert len(set(results)) == 1 and results[0][0] == 1 and results[0][2] is StopReason.REQUEUE
+    assert results[0][1] < 10_000
+    assert len(files.read(tmp_path / "metrics.h5").steps["step"]) == results[0][1]
 
 
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
 @pytest.mark.parametrize("clocks", [[STEPS, 4], [STEPS, STEPS]], ids=["one is done", "all are done"])
-def test_a_start_is_summarised_by_the_steps_of_each_worker(clocks, placement, text, tmp_path):
-    """No step of a worker is left out because another made none."""
+def test_summary_counts_the_steps_of_each_worker(clocks, placement, text, tmp_path):
+    """The steps of a worker count even if another worker made none."""
 
     def body(comm):
         loop = loop_on(comm, {**text, "parameter_server.placement": placement}, tmp_path, clocks=clocks)
@@ -253,20 +261,20 @@ def test_a_start_is_summarised_by_the_steps_of_each_worker(clocks, placement, te
         assert outcome.steps.count == (STEPS - 4 if comm.rank == 1 and 4 in clocks else 0)
         return summarise(comm, loop.trainer, outcome, tmp_path, 1.0, {}) | {"energy_j": None, "energy_reason": "no"}
 
-    found = run_threads(2 + (placement == "dedicated"), body)
-    assert all(one == found[0] for one in found) and found[0]["steps"] == STEPS
+    results = run_threads(2 + (placement == "dedicated"), body)
+    assert all(one == results[0] for one in results) and results[0]["steps"] == STEPS
     measured = ("tokens_per_s", "step_s_median", "comm_fraction", "bytes_sent_per_step", "train_loss")
     if 4 in clocks:
-        assert all(found[0][name] is not None for name in measured) and "tokens_reason" not in found[0]
-        assert not [name for name in found[0] if name.endswith("_reason") and name != "energy_reason"]
+        assert all(results[0][name] is not None for name in measured) and "tokens_reason" not in results[0]
+        assert not [name for name in results[0] if name.endswith("_reason") and name != "energy_reason"]
         # The worker and the server send Psi each; where both serve, each sends the half of the other.
-        psi = 4 * found[0]["parameters"]
+        psi = 4 * results[0]["parameters"]
         sent = psi if placement == "dedicated" else psi / 2
-        assert found[0]["bytes_sent_per_step"] == pytest.approx(sent, rel=0.05)
+        assert results[0]["bytes_sent_per_step"] == pytest.approx(sent, rel=0.05)
     else:
-        assert [found[0][name] for name in measured] == [None] * len(measured)
-        reasons = {found[0][f"{name}_reason"] for name in ("tokens", "step", "comm", "bytes_sent", "train")}
-        assert reasons == {NO_STEP_MADE} and NO_STEP_MADE in describe(found[0])
+        assert [results[0][name] for name in measured] == [None] * len(measured)
+        reasons = {results[0][f"{name}_reason"] for name in ("tokens", "step", "comm", "bytes_sent", "train")}
+        assert reasons == {NO_STEP_MADE} and NO_STEP_MADE in describe(results[0])
 
 
 @cases(
@@ -277,8 +285,8 @@ def test_a_start_is_summarised_by_the_steps_of_each_worker(clocks, placement, te
     ({"parameter_server.consistency": "bsp", "parameter_server.backup_workers": 1}, [1, 2]),
     ids=["asp", "ssp", "backup", "more than the backups"],
 )
-def test_a_loss_that_is_not_finite_stops_all_and_names_the_tensor(keys, failing, text, tmp_path):
-    """Nobody waits for the push that will not come."""
+def test_non_finite_loss_stops_all_ranks_and_names_the_tensor(keys, failing, text, tmp_path):
+    """No rank waits for the push that will not come."""
     ready = threading.Barrier(3)
 
     def before(loop, step):
@@ -299,10 +307,11 @@ def test_a_loss_that_is_not_finite_stops_all_and_names_the_tensor(keys, failing,
 
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
 @pytest.mark.full
-def test_a_late_worker_is_left_behind_and_its_gradient_dropped(placement, text, tmp_path):
-    """Worker 1 computes its step 3 while the others make all of theirs; steps of which it has no part have their rows.
+def test_gradient_of_a_late_worker_is_dropped(placement, text, tmp_path):
+    """Worker 1 computes its step 3 while the others make all their steps. Steps without worker 1 still have rows.
 
-    A meeting in the middle saves, though worker 1 is late.
+
+    A meeting in the middle saves although worker 1 is late.
     """
     quick_are_done = threading.Semaphore(0)
     settings = {**text, "parameter_server.consistency": "bsp", "parameter_server.backup_workers": 1}
@@ -326,25 +335,25 @@ def test_a_late_worker_is_left_behind_and_its_gradient_dropped(placement, text, 
     def body(comm):
         loop = loop_on(comm, settings | {"parameter_server.servers": 2}, tmp_path, before, after)
         outcome = loop.run()
-        found = summarise(comm, loop.trainer, outcome, tmp_path, 1.0, {}) | {"energy_j": None, "energy_reason": "no"}
-        return outcome.done, outcome.steps.count, found
+        results = summarise(comm, loop.trainer, outcome, tmp_path, 1.0, {}) | {"energy_j": None, "energy_reason": "no"}
+        return outcome.done, outcome.steps.count, results
 
     size = 3 + 2 * (placement == "dedicated")
-    found = run_threads(size, body)
-    assert [done for done, _, _ in found] == [STEPS] * size
-    summary = found[0][2]
+    results = run_threads(size, body)
+    assert [done for done, _, _ in results] == [STEPS] * size
+    summary = results[0][2]
     assert summary["dropped_gradients"] >= 1 and " came too late" in describe(summary)
     rows = files.read(tmp_path / "metrics.h5").steps
     assert rows["step"].tolist() == list(range(1, STEPS + 1)) and np.isfinite(rows["loss"]).all()
     samples = rows["tokens"] / 8
     assert (samples >= 7 - 3).all() and (samples <= 7 - 2).all(), "those of two of three workers"
     assert np.isfinite(rows["step_s"][4, 1]) and rows["tokens"].sum() < 7 * 8 * STEPS
-    assert sum(np.isnan(rows["step_s"][:, 1])) == STEPS - found[1][1]
+    assert sum(np.isnan(rows["step_s"][:, 1])) == STEPS - results[1][1]
     assert len(list((tmp_path / "checkpoints").glob("step-*"))) >= 2
 
 
-def test_a_quick_worker_waits_at_the_bound(text, tmp_path):
-    """Worker 0 begins no step before the other is as far ahead as it may; there are meetings nevertheless."""
+def test_quick_worker_waits_at_the_bound(text, tmp_path):
+    """Worker 0 begins no step before the other is at its bound. Meetings still take place."""
     settings = {**text, "parameter_server.consistency": "ssp", "parameter_server.staleness": 2}
     settings |= {"checkpoint.every_steps": 5, "parameter_server.staleness_aware": "true"}
     loops = {}
@@ -361,12 +370,12 @@ def test_a_quick_worker_waits_at_the_bound(text, tmp_path):
         loop = loops[comm.rank] = loop_on(comm, settings, tmp_path, before)
         comm.barrier()
         outcome = loop.run()
-        found = summarise(comm, loop.trainer, outcome, tmp_path, 1.0, {}) | {"energy_j": None, "energy_reason": "no"}
-        return outcome.done, loop.held, found
+        results = summarise(comm, loop.trainer, outcome, tmp_path, 1.0, {}) | {"energy_j": None, "energy_reason": "no"}
+        return outcome.done, loop.held, results
 
-    found = run_threads(3, body)
-    assert [(done, held) for done, held, _ in found] == [(STEPS, found[0][1])] * 3 and found[0][1] >= 3
-    assert 0 < found[0][2]["staleness_mean"] <= found[0][2]["staleness_most"] <= 4
-    assert "updates old" in describe(found[0][2])
+    results = run_threads(3, body)
+    assert [(done, held) for done, held, _ in results] == [(STEPS, results[0][1])] * 3 and results[0][1] >= 3
+    assert 0 < results[0][2]["staleness_mean"] <= results[0][2]["staleness_most"] <= 4
+    assert "updates old" in describe(results[0][2])
     rows = files.read(tmp_path / "metrics.h5").steps
     assert rows["step"].tolist() == list(range(1, STEPS + 1)) and np.isfinite(rows["loss"]).all()

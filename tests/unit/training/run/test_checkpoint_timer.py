@@ -1,4 +1,4 @@
-"""The loop saves by the clock, keeps the best, and stops before the job ends: on all ranks after the same step."""
+"""The loop saves by the clock, keeps the best, and stops before the job ends, on all ranks after the same step."""
 
 import math
 import time
@@ -7,7 +7,7 @@ import pytest
 
 from harness.inputs import write_text
 from harness.marks import cases
-from harness.trainings import assembled, refused, session_of
+from harness.trainings import assemble_trainer, assert_rejected, session_of
 from hpcdist.checkpoint import listing
 from hpcdist.checkpoint.directory import loss_of
 from hpcdist.comm.threads.communicator import run_threads
@@ -26,12 +26,12 @@ def settings(tmp_path, rng):
     return {"data.path": path, "run.steps": STEPS, "energy.sources": "none", "checkpoint.keep": 99}
 
 
-def trained(settings, out, ends=math.inf):
-    """Train on two ranks; return the outcome of each."""
+def train(settings, out, ends=math.inf):
+    """Train on two ranks. Return the outcome of each."""
     out.mkdir()
 
     def body(comm):
-        trainer = assembled(comm, settings)
+        trainer = assemble_trainer(comm, settings)
         session = session_of(comm)
         progress, energy = ConsoleProgress(STEPS, 0, 1e9, shown=False), EnergyRecorder(comm, trainer.recipe, None)
         with energy.monitor:
@@ -45,11 +45,11 @@ def steps_in(run):
 
 
 @pytest.mark.full
-def test_a_run_saves_by_the_time_between_failures(settings, tmp_path):
-    often = trained({**settings, "checkpoint.mtbf_s": 1e-9}, tmp_path / "often")  # the interval is no time at all
+def test_run_saves_by_the_time_between_failures(settings, tmp_path):
+    often = train({**settings, "checkpoint.mtbf_s": 1e-9}, tmp_path / "often")  # the interval is no time at all
     assert steps_in(tmp_path / "often") == list(range(1, STEPS + 1))
     assert [one.done for one in often] == [STEPS, STEPS]
-    trained({**settings, "checkpoint.mtbf_s": 1e9}, tmp_path / "seldom")
+    train({**settings, "checkpoint.mtbf_s": 1e9}, tmp_path / "seldom")
     assert steps_in(tmp_path / "seldom") == [STEPS], "at its end only"
 
 
@@ -58,26 +58,26 @@ def losses(run):
 
 
 @pytest.mark.full
-def test_the_best_stay_and_the_losses_are_those_of_a_run_without(settings, tmp_path):
+def test_best_checkpoints_are_kept_without_changing_the_losses(settings, tmp_path):
     rule = {"checkpoint.every_steps": 1, "checkpoint.keep": 1, "checkpoint.keep_best": 2, "checkpoint.keep_every": 5}
-    trained({**settings, **rule, "run.validation_samples": 4}, tmp_path / "best")
-    trained({**settings, "run.validation_samples": 4}, tmp_path / "plain")
+    train({**settings, **rule, "run.validation_samples": 4}, tmp_path / "best")
+    train({**settings, "run.validation_samples": 4}, tmp_path / "plain")
     left = steps_in(tmp_path / "best")
-    known = {step: loss_of(tmp_path / f"best/checkpoints/step-{step}") for step in left}
-    assert {5, 10, 12} <= set(left) and len(left) <= 5 and not any(map(math.isnan, known.values()))
+    reference = {step: loss_of(tmp_path / f"best/checkpoints/step-{step}") for step in left}
+    assert {5, 10, 12} <= set(left) and len(left) <= 5 and not any(map(math.isnan, reference.values()))
     assert math.isnan(loss_of(tmp_path / "plain/checkpoints/step-12"))
     assert losses(tmp_path / "best") == losses(tmp_path / "plain")
 
 
-def test_a_run_stops_when_another_save_would_not_fit(settings, tmp_path):
-    found = trained(settings, tmp_path / "run", ends=time.time() + 1.0)
-    assert [one.stop_request for one in found] == [StopReason.REQUEUE, StopReason.REQUEUE]
-    assert [one.done for one in found] == [1, 1] and steps_in(tmp_path / "run") == [1]
+def test_run_stops_if_another_save_would_not_fit(settings, tmp_path):
+    result = train(settings, tmp_path / "run", ends=time.time() + 1.0)
+    assert [one.stop_request for one in result] == [StopReason.REQUEUE, StopReason.REQUEUE]
+    assert [one.done for one in result] == [1, 1] and steps_in(tmp_path / "run") == [1]
 
 
 @cases(
-    "settings, said",
-    (("checkpoint.mtbf_s=60", "checkpoint.every_steps=5"), "says when to save"),
+    "settings, output",
+    (("checkpoint.mtbf_s=60", "checkpoint.every_steps=5"), "two may set the interval"),
     (("checkpoint.mtbf_s=-1",), "checkpoint.mtbf_s = -1"),
     (("checkpoint.keep_best=-1",), "checkpoint.keep_best = -1"),
     (("checkpoint.keep_best=1", "data.validation_fraction=0.0"), "no validation loss"),
@@ -86,5 +86,5 @@ def test_a_run_stops_when_another_save_would_not_fit(settings, tmp_path):
         for key in ("mtbf_s", "keep_best")
     ),
 )
-def test_what_cannot_be(settings, said):
-    refused(settings, said)
+def test_invalid_checkpoint_settings_are_rejected(settings, output):
+    assert_rejected(settings, output)

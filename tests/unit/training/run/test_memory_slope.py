@@ -1,4 +1,4 @@
-"""A run takes no more memory, however many steps it makes: what Python and numpy hold, between two steps."""
+"""Memory of a run does not grow with the steps: Python and numpy memory between two steps."""
 
 import gc
 import tracemalloc
@@ -8,7 +8,7 @@ import pytest
 
 from harness.inputs import write_text
 from harness.marks import cases
-from harness.trainings import assembled, session_of
+from harness.trainings import assemble_trainer, session_of
 from hpcdist.comm.record.spans import Spans
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.telemetry import anomalies
@@ -20,7 +20,7 @@ from hpcdist.training.run.async_loop import loop_class
 from hpcdist.training.run.stop_requests import StopRequests
 
 FIRST = 150  # by then all that has a bound has reached it, but for a few kB
-LOOKS = 80  # steps in which the least counts: what other threads hold for a moment is none of it
+LOOKS = 80  # steps whose minimum counts, which excludes momentary memory of other threads
 FLUSH_STEPS = 25  # a clock would leave other rows in memory each time
 BYTES_A_STEP = 80.0  # of both ranks together; a list of three numbers a step in each would be 96 and more
 
@@ -54,7 +54,7 @@ def test_memory_does_not_grow_with_the_steps(last, keys, tmp_path, rng, monkeypa
     def body(comm):
         session = session_of(comm)
         session.spans = Spans(tmp_path / f"rank-{comm.rank}.spans", comm.rank, comm.size, capacity=64)
-        trainer = assembled(comm, settings, session=session)
+        trainer = assemble_trainer(comm, settings, session=session)
         energy = EnergyRecorder(comm, trainer.recipe, None, tmp_path)
         progress = ConsoleProgress(last + 1, 0, 1e9, shown=False)
         loop = loop_class(trainer)(session, trainer, tmp_path, progress, {}, StopRequests(), energy)

@@ -1,4 +1,4 @@
-"""What a log shows: the first step, the last, and a line now and then; nothing on other ranks."""
+"""The log: the first step, the last step, and an occasional line; nothing on other ranks."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from hpcdist.training.run import loop as loops
 from hpcdist.training.run.loop import StepStatistics, TrainingLoop
 
 
-def test_a_log_gets_the_first_and_the_last_step(capsys):
+def test_log_has_the_first_and_the_last_step(capsys):
     progress = ConsoleProgress(steps=10, first=0, every_s=1e9, shown=True)
     for done in range(1, 11):
         progress.step(done, loss=2.5, targets=100, communication_s=0.5, step_s=2.0)
@@ -20,8 +20,8 @@ def test_a_log_gets_the_first_and_the_last_step(capsys):
     assert "loss 2.5000" in lines[1] and "comm 25%" in lines[1] and "ETA 0 s" in lines[1]
 
 
-def test_a_line_shows_the_mean_share_of_communication_since_the_last_line(capsys, monkeypatch):
-    """Steps of 1 s with 0.5, 0 and 0.1 s in messages, and a step of 3 s with 2.4 s: the last step alone is 80 %."""
+def test_line_shows_the_communication_share_since_the_last_line(capsys, monkeypatch):
+    """Steps of 1 s have 0.5, 0 and 0.1 s in messages, a step of 3 s has 2.4 s: the last step alone is 80 %."""
     now = [0.0]
     monkeypatch.setattr(subject.time, "monotonic", lambda: now[0])
     progress = ConsoleProgress(steps=7, first=0, every_s=5.0, shown=True)
@@ -32,7 +32,7 @@ def test_a_line_shows_the_mean_share_of_communication_since_the_last_line(capsys
     assert [line.split("comm ")[1].split()[0] for line in lines] == ["50%", "50%", "17%"]
 
 
-def test_every_step_when_asked(capsys):
+def test_every_step_is_logged_if_requested(capsys):
     progress = ConsoleProgress(steps=3, first=0, every_s=0.0, shown=True)
     for done in range(1, 4):
         progress.step(done, 1.0, 1, 0.0, 1.0)
@@ -47,8 +47,8 @@ def test_other_ranks_are_silent(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_the_first_step_says_nothing_of_the_others(capsys, monkeypatch):
-    """It compiles for 40 s: no speed and no time that is left come from it, nor later ones by it."""
+def test_first_step_does_not_count_for_the_speed(capsys, monkeypatch):
+    """It compiles for 40 s, so neither the speed nor the remaining time is derived from it."""
     now = [0.0]
     monkeypatch.setattr(subject.time, "monotonic", lambda: now[0])
     progress = ConsoleProgress(steps=105, first=5, every_s=0.0, shown=True, unit="samples")
@@ -62,7 +62,7 @@ def test_the_first_step_says_nothing_of_the_others(capsys, monkeypatch):
     assert "200 samples/s" in third and f"ETA {(105 - 8) * 0.5:.0f} s" in third
 
 
-def test_a_bar_where_the_terminal_is_that_of_hpcdist_run(capsys, monkeypatch):
+def test_progress_bar_is_shown_on_a_terminal_of_hpcdist_run(capsys, monkeypatch):
     monkeypatch.setenv(TERMINAL_COLUMNS, "90")
     progress = ConsoleProgress(steps=3, first=0, every_s=0.0, shown=True)
     progress.say("a line")
@@ -75,7 +75,7 @@ def test_a_bar_where_the_terminal_is_that_of_hpcdist_run(capsys, monkeypatch):
 
 
 @cases(
-    "step_s, samples, pipeline, microbatches, said",
+    "step_s, samples, pipeline, microbatches, output",
     ((9.0, 0.3, 0.3), 1024, 1, 1, "about 6 s"),  # 1024 / 16 steps, of which it is the third part
     ((9.0, 0.3, 0.3), 1024, 1, 4, "about 6 s"),
     ((9.0, 0.3, 0.3), 1024, 4, 4, "about 15 s"),  # no two samples are in the pipeline at once
@@ -84,7 +84,7 @@ def test_a_bar_where_the_terminal_is_that_of_hpcdist_run(capsys, monkeypatch):
     ((9.0,), 1024, 1, 1, ""),  # which compiled, and tells nothing
     ((9.0, 0.3), 0, 0, 1, ""),  # there is no validation data
 )
-def test_a_long_validation_is_announced(step_s, samples, pipeline, microbatches, said, monkeypatch, capsys):
+def test_long_validation_is_announced(step_s, samples, pipeline, microbatches, output, monkeypatch, capsys):
     monkeypatch.setattr(loops, "mean_validation_loss", lambda trainer: 2.5)
     steps = StepStatistics()
     for seconds in step_s:
@@ -101,4 +101,4 @@ def test_a_long_validation_is_announced(step_s, samples, pipeline, microbatches,
         source=SimpleNamespace(validation=SimpleNamespace(count=2000) if pipeline else None),
     )
     assert loop.validation_loss() == 2.5
-    assert capsys.readouterr().err == (f"computing the validation loss: {said}\n" if said else "")
+    assert capsys.readouterr().err == (f"computing the validation loss: {output}\n" if output else "")

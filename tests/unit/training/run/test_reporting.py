@@ -1,4 +1,4 @@
-"""Files are replaced whole, no link is followed, and only regular files of a sane size are read."""
+"""Files are replaced atomically, links are not followed, and only regular files of a limited size are read."""
 
 import errno
 import os
@@ -39,7 +39,7 @@ def no_hang():
     signal.signal(signal.SIGALRM, before)
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+def test_file_is_replaced_atomically(tmp_path):
     path = tmp_path / "file"
     atomic.write(path, "one")
     with pytest.raises(TypeError), atomic.replacing(path) as file:
@@ -49,7 +49,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     assert path.read_text() == "two" and path.stat().st_mode & 0o777 == 0o600 and os.listdir(tmp_path) == ["file"]
 
 
-def test_a_link_at_the_place_is_replaced_and_one_at_a_new_name_refused(tmp_path):
+def test_existing_link_is_replaced_but_not_created_through(tmp_path):
     victim, path = tmp_path / "victim", tmp_path / "file"
     victim.write_text("mine")
     path.symlink_to(victim)
@@ -59,7 +59,7 @@ def test_a_link_at_the_place_is_replaced_and_one_at_a_new_name_refused(tmp_path)
     assert victim.read_text() == "mine" and not path.is_symlink() and path.read_text() == "new"
 
 
-def test_what_a_killed_writer_left_is_removed_when_it_is_old(tmp_path):
+def test_old_leftovers_of_a_killed_writer_are_removed(tmp_path):
     old, new, other = atomic.temporary_path(tmp_path / "a"), atomic.temporary_path(tmp_path / "a"), tmp_path / ".a.new"
     for path in (old, new, other):
         path.touch()
@@ -71,7 +71,7 @@ def test_what_a_killed_writer_left_is_removed_when_it_is_old(tmp_path):
     assert os.listdir(tmp_path) == [other.name]
 
 
-def test_what_is_set_aside_has_a_name_of_its_own(tmp_path):
+def test_set_aside_files_have_unique_names(tmp_path):
     for number in (1, 2):
         (tmp_path / "usage.json").write_text(str(number))
         assert atomic.set_aside(tmp_path / "usage.json") == tmp_path / f"usage.json.damaged-{number}"
@@ -89,7 +89,7 @@ def edit_metrics(run):
             file.attrs["a"] = "b"
 
 
-# Writer -> names beside its file that it once wrote through.
+# Writer -> names next to its file, through which it once wrote.
 WRITERS = {
     lambda run: checkpoints.replace(run / "latest", "step-1\n"): ("latest.tmp", "latest"),
     lambda run: StartRecord(run).alive(certainly=True): ("starts.tmp", "starts.json"),
@@ -110,7 +110,7 @@ def test_no_writer_follows_a_link(write, tmp_path):
     assert victim.read_text() == "mine"
 
 
-def test_a_link_in_the_place_of_a_directory_of_ours_is_not_followed(tmp_path):
+def test_link_in_place_of_a_directory_is_not_followed(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (tmp_path / "recorder").symlink_to(elsewhere)
@@ -120,7 +120,7 @@ def test_a_link_in_the_place_of_a_directory_of_ours_is_not_followed(tmp_path):
 
 
 def lock(path):
-    """Take the lock of a directory whose lock is a pipe as old as a stale one."""
+    """Take the lock of a directory whose lock file is a pipe as old as a stale lock."""
     os.utime(path, (1, 1))
     held = RunLock()
     held.take(path.parent)
@@ -146,7 +146,7 @@ TOLERANT = {USAGE_FILE, LOCK_FILE, "state.json"}  # what is no file is set aside
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(name, tmp_path):
+def test_pipe_in_place_of_a_file_is_not_waited_for(name, tmp_path):
     os.mkfifo(tmp_path / name)
     if name in TOLERANT:
         READERS[name](tmp_path / name)
@@ -156,7 +156,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(name, tmp_path):
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES])
-def test_a_record_that_cannot_be_read_just_now_keeps_its_place(code, tmp_path, monkeypatch, capfd):
+def test_temporarily_unreadable_record_is_kept(code, tmp_path, monkeypatch, capfd):
     StartRecord(tmp_path)
     EnergyRecorder(solo(), Recipe(), None, tmp_path).note()
     ledger.record(tmp_path, ledger.SUBMITTED, job="1")
@@ -172,11 +172,11 @@ def test_a_record_that_cannot_be_read_just_now_keeps_its_place(code, tmp_path, m
         EnergyRecorder(solo(), Recipe(), None, tmp_path).note()
         assert begin._entries(tmp_path) == []
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    told = capfd.readouterr().err.splitlines()
-    assert len(told) == 3 and all(os.strerror(code) in line and "stays as it is" in line for line in told)
+    output = capfd.readouterr().err.splitlines()
+    assert len(output) == 3 and all(os.strerror(code) in line and "stays as it is" in line for line in output)
 
 
-def test_only_what_a_file_holds_is_damage(tmp_path):
+def test_only_bad_file_contents_count_as_damage(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "large").write_bytes(b"12345")
     for name in (".", "loop", "large"):
@@ -187,7 +187,7 @@ def test_only_what_a_file_holds_is_damage(tmp_path):
     assert not regular.is_damage(MemoryError()) and not regular.is_damage(OSError(errno.EMFILE, ""))
 
 
-def test_a_device_or_a_sparse_file_is_not_read_to_its_end(tmp_path):
+def test_device_or_sparse_file_is_not_read_to_its_end(tmp_path):
     with pytest.raises(StorageError, match=r"/dev/zero cannot be read: it is not a regular file"):
         toml_file.read("/dev/zero")
     with (tmp_path / "recipe.toml").open("wb") as file:
@@ -196,11 +196,11 @@ def test_a_device_or_a_sparse_file_is_not_read_to_its_end(tmp_path):
         recipes.load_stored(tmp_path / "recipe.toml")
 
 
-def test_a_file_of_the_kernel_that_claims_no_size_is_read():
+def test_kernel_file_of_size_0_is_read():
     assert regular.read("/proc/self/stat").startswith(str(os.getpid()).encode())
 
 
-def test_brackets_within_brackets_are_no_traceback(tmp_path):
+def test_deeply_nested_brackets_are_rejected(tmp_path):
     deep = tmp_path / "deep.toml"
     for text in ("a = " + "[" * 100_000, f"[{'.'.join('a' * 3000)}]\nb = 1\n"):
         deep.write_text(text)

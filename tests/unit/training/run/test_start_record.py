@@ -1,4 +1,4 @@
-"""The record of a run's starts: what it survives, and the time between failures that it gives."""
+"""The record of a run's starts: the damage it survives, and the time between failures derived from it."""
 
 import json
 
@@ -22,11 +22,11 @@ def clock():
 
 @pytest.fixture
 def begin(tmp_path, clock):
-    """``begin(launch="")``: what rank 0 of a start does first."""
+    """``begin(launch="")``: make the first call of rank 0 in a start."""
     return lambda launch="": StartRecord(tmp_path, clock, launch)
 
 
-def test_the_estimate_is_finite_and_grows_until_something_fails(begin, clock):
+def test_estimate_grows_until_a_failure(begin, clock):
     starts = begin()
     assert starts.mtbf_s == 0
     clock.now += 500
@@ -40,7 +40,7 @@ def test_the_estimate_is_finite_and_grows_until_something_fails(begin, clock):
 
 
 @pytest.mark.parametrize("end", [FINISHED, STOPPED])
-def test_an_end_by_wish_is_no_failure(begin, clock, end):
+def test_requested_end_is_no_failure(begin, clock, end):
     first = begin()
     clock.now += 60
     first.ended(end)
@@ -49,7 +49,7 @@ def test_an_end_by_wish_is_no_failure(begin, clock, end):
     assert (second.failures, second.seconds, second.before[0].end) == (0, 60, end)
 
 
-def test_what_the_others_outlived_is_noted_and_no_failure(begin, clock):
+def test_survived_deaths_are_recorded_but_are_no_failures(begin, clock):
     first = begin("one")
     clock.now += 5
     first.survived(2)
@@ -60,12 +60,12 @@ def test_what_the_others_outlived_is_noted_and_no_failure(begin, clock):
     assert begin("two").before[0].deaths == 3
 
 
-def test_an_ended_start_is_not_gone_on_with(begin):
+def test_ended_start_is_not_continued(begin):
     begin("one").ended(STOPPED)
     assert len(begin("one").before) == 1
 
 
-def test_signs_of_life_are_written_now_and_then(begin, clock, tmp_path):
+def test_signs_of_life_are_written_periodically(begin, clock, tmp_path):
     starts = begin()
     written = (tmp_path / STARTS_FILE).read_text()
     clock.now += HEARTBEAT_S - 1
@@ -76,7 +76,7 @@ def test_signs_of_life_are_written_now_and_then(begin, clock, tmp_path):
     assert json.loads((tmp_path / STARTS_FILE).read_text())[0]["seen"] == clock.now
 
 
-def test_a_clock_that_was_put_back(begin, clock):
+def test_clock_that_was_set_back_gives_no_negative_time(begin, clock):
     first = begin()
     clock.now -= 100
     first.alive()
@@ -87,14 +87,14 @@ def test_a_clock_that_was_put_back(begin, clock):
     "text",
     ["", "[1]", '{"a": 1}', '[{"began": 1}]', '[{"began": "x", "seen": 1}]', '[{"began": 1, "seen": 1, "b": 2}]'],
 )
-def test_a_damaged_record_is_begun_anew(begin, tmp_path, capsys, text):
+def test_damaged_record_is_replaced(begin, tmp_path, capsys, text):
     (tmp_path / STARTS_FILE).write_text(text)
     assert begin().before == ()
     assert "counts from this start" in capsys.readouterr().err
     assert begin().failures == 1
 
 
-def test_a_directory_that_cannot_be_written_is_told_once(tmp_path, clock, capsys):
+def test_unwritable_directory_is_reported_once(tmp_path, clock, capsys):
     starts = StartRecord(tmp_path / "gone", clock, "")
     clock.now += 60
     starts.alive()

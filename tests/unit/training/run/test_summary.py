@@ -1,4 +1,4 @@
-"""The figures that a run ends with, from what its ranks measured."""
+"""The figures at the end of a run, computed from the measurements of its ranks."""
 
 import json
 import math
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from harness import trainings
-from harness.trainings import assembled
+from harness.trainings import assemble_trainer
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.reporting.units import format_bytes
 from hpcdist.training.run.loop import SAMPLED_STEPS, RunOutcome, StepStatistics
@@ -26,86 +26,88 @@ TARGETS = 7 * 8  # of a whole step in these recipes
 
 
 def summaries(settings, outcomes):
-    """The summary of ranks that measured this; the same on all of them, and JSON."""
+    """Return the summary of ranks with these measurements. Checks that it is the same on all ranks and valid JSON."""
 
     def body(comm):
-        return summarise(comm, assembled(comm, settings), outcomes[comm.rank], Path("run"), math.nan, {})
+        return summarise(comm, assemble_trainer(comm, settings), outcomes[comm.rank], Path("run"), math.nan, {})
 
-    found = run_threads(len(outcomes), body)
-    assert all(one == found[0] for one in found)
-    json.dumps(found[0], allow_nan=False)
-    return found[0]
+    results = run_threads(len(outcomes), body)
+    assert all(one == results[0] for one in results)
+    json.dumps(results[0], allow_nan=False)
+    return results[0]
 
 
 def outcome(step_s, comm_s, sent, targets=None, loss=2.0):
-    found = RunOutcome(0, 5, None, loss)
+    result = RunOutcome(0, 5, None, loss)
     for step, seconds in enumerate(step_s):
         figures = {"communication_s": comm_s[step], "messages": sent[step], "targets": (targets or step_s)[step]}
-        found.steps.add(seconds, sent[step], shared=0.0, unknown=0.0, staleness=0, **figures)
+        result.steps.add(seconds, sent[step], shared=0.0, unknown=0.0, staleness=0, **figures)
     if not step_s and sent:
-        found.served_bytes = sent[0]
-    return found
+        result.served_bytes = sent[0]
+    return result
 
 
-def test_a_step_takes_as_long_as_its_slowest_rank(words):
+def test_step_time_is_the_time_of_the_slowest_rank(words):
     ranks = [
         outcome([9.0, 1.0, 2.0, 4.0], [8.0, 0.5, 0.5, 0.75], [5, 10, 10, 12]),
         outcome([9.5, 2.0, 1.0, 3.0], [8.0, 1.0, 0.5, 1.5], [5, 11, 10, 10]),
     ]
-    found = summaries(words, ranks)
-    assert found["step_s_median"] == 2.0 and found["training_s"] == 9.5 + 2 + 2 + 4
-    assert found["tokens_per_s"] == 3 * TARGETS / 8
-    assert found["comm_fraction"] == pytest.approx((1.75 / 7 + 3 / 6) / 2)
-    assert found["comm_fraction_median"] == (0.25 + 0.5) / 2 and found["step_s_mean"] == 8 / 3
-    assert found["bytes_sent_per_step"] == 11
-    assert not [name for name in found if name.endswith("_reason")]
+    results = summaries(words, ranks)
+    assert results["step_s_median"] == 2.0 and results["training_s"] == 9.5 + 2 + 2 + 4
+    assert results["tokens_per_s"] == 3 * TARGETS / 8
+    assert results["comm_fraction"] == pytest.approx((1.75 / 7 + 3 / 6) / 2)
+    assert results["comm_fraction_median"] == (0.25 + 0.5) / 2 and results["step_s_mean"] == 8 / 3
+    assert results["bytes_sent_per_step"] == 11
+    assert not [name for name in results if name.endswith("_reason")]
 
 
-def test_a_dedicated_server_only_waits_and_sends(words):
-    """Of its time nothing is told; of bytes, what it sent when that is the most."""
+def test_dedicated_server_counts_only_for_sent_bytes(words):
+    """Its time is not reported. Its sent bytes are reported if they are the maximum."""
     workers = [outcome([9.0, 1.0, 2.0], [8.0, 0.5, 1.0], [5, 10, 10]) for _ in range(2)]
     server = outcome([9.0, 7.0, 7.0], [9.0, 6.9, 6.9], [5, 20, 20])
-    found = summaries({**words, **SERVED}, [*workers, server])
-    assert found["comm_fraction"] == 0.5 and found["step_s_median"] == 1.5 and found["training_s"] == 12.0
-    assert found["tokens_per_s"] == 2 * TARGETS / 3
-    assert found["bytes_sent_per_step"] == 20
+    results = summaries({**words, **SERVED}, [*workers, server])
+    assert results["comm_fraction"] == 0.5 and results["step_s_median"] == 1.5 and results["training_s"] == 12.0
+    assert results["tokens_per_s"] == 2 * TARGETS / 3
+    assert results["bytes_sent_per_step"] == 20
 
 
-def test_what_is_loaded_from_memory_of_the_node_is_no_part_of_what_is_sent(words):
+def test_shared_memory_loads_do_not_count_as_sent_bytes(words):
     shared = {**words, **SERVED, "parameter_server.placement": "colocated", "parameter_server.transport": "shared"}
 
     def body(comm):
-        trainer = assembled(comm, shared)
-        trainings.results(trainer, 4)
-        found = summarise(comm, trainer, outcome([1.0] * 4, [0.5] * 4, [8.0] * 4), Path("run"), math.nan, {})
+        trainer = assemble_trainer(comm, shared)
+        trainings.run_steps(trainer, 4)
+        result = summarise(comm, trainer, outcome([1.0] * 4, [0.5] * 4, [8.0] * 4), Path("run"), math.nan, {})
         trainer.close()
-        return found, trainer.model.layout.size * 4
+        return result, trainer.model.layout.size * 4
 
-    for found, psi in run_threads(2, body):
-        assert found["bytes_sent_per_step"] == 8
-        assert found["bytes_loaded_per_step"] == pytest.approx(psi, rel=0.01), "half the gradients, half the parameters"
-        said = describe(found | {"energy_j": None, "energy_reason": "none"})
+    for result, psi in run_threads(2, body):
+        assert result["bytes_sent_per_step"] == 8
+        assert result["bytes_loaded_per_step"] == pytest.approx(psi, rel=0.01), (
+            "half the gradients, half the parameters"
+        )
+        output = describe(result | {"energy_j": None, "energy_reason": "none"})
         shared_bytes = format_bytes(round(psi))
         moved = f"8 bytes in messages, {shared_bytes} through shared memory a step"
-        assert f"communication 50.0% (median step 50.0%): {moved}" in said
+        assert f"communication 50.0% (median step 50.0%): {moved}" in output
     none = summaries({**words, **SERVED, "parameter_server.placement": "colocated"}, [outcome([1.0], [0.5], [8.0])] * 2)
     assert none["bytes_loaded_per_step"] is None
 
 
-def test_without_lock_step_every_worker_counts_its_own_steps(words):
-    """Worker 0 is quick and done after 8 s of the 23 that the other takes; both took 3 or 2 s for the first step."""
+def test_asynchronous_workers_count_their_steps_separately(words):
+    """Worker 0 finishes after 8 s of the 23 s of the other worker. Their first steps took 3 and 2 s."""
     quick = outcome([3.0, 1.0, 1.0, 1.0, 2.0], [2.0, 0.5, 0.5, 0.5, 1.0], [9, 10, 10, 10, 11], [30] * 5)
     slow = outcome([2.0, 10.0, 11.0], [1.0, 1.0, 1.1], [9, 10, 10], [26] * 3)
     server = outcome([], [], [20.0])
-    found = summaries({**words, **SERVED, "parameter_server.consistency": "asp"}, [quick, slow, server])
-    assert found["training_s"] == 23.0
-    assert found["tokens_per_s"] == (4 * 30 + 2 * 26) / (23 - 2)
-    assert found["step_s_median"] == (1.0 + 10.5) / 2 and found["step_s_mean"] == (5 + 21) / 6
-    assert found["comm_fraction"] == pytest.approx((2.5 / 5 + 2.1 / 21) / 2)
-    assert found["bytes_sent_per_step"] == 20
+    results = summaries({**words, **SERVED, "parameter_server.consistency": "asp"}, [quick, slow, server])
+    assert results["training_s"] == 23.0
+    assert results["tokens_per_s"] == (4 * 30 + 2 * 26) / (23 - 2)
+    assert results["step_s_median"] == (1.0 + 10.5) / 2 and results["step_s_mean"] == (5 + 21) / 6
+    assert results["comm_fraction"] == pytest.approx((2.5 / 5 + 2.1 / 21) / 2)
+    assert results["bytes_sent_per_step"] == 20
 
 
-def test_one_step_is_better_than_none():
+def test_single_step_is_used_if_there_are_no_others():
     one, none = StepStatistics(), StepStatistics()
     one.add(4.0, 7.0, targets=28)
     one, none = ({**steps.measured(), "served": math.nan} for steps in (one, none))
@@ -116,9 +118,9 @@ def test_one_step_is_better_than_none():
 
 
 @pytest.mark.parametrize("consistency", ["bsp", "asp"])
-def test_a_start_without_a_step_says_so(consistency, words):
+def test_start_without_a_step_reports_it(consistency, words):
     empty = [outcome([], [], [], loss=math.nan) for _ in range(3)]
-    found = summaries({**words, **SERVED, "parameter_server.consistency": consistency}, empty)
+    results = summaries({**words, **SERVED, "parameter_server.consistency": consistency}, empty)
     for figure, reason in {
         "train_loss": "train",
         "tokens_per_s": "tokens",
@@ -126,70 +128,70 @@ def test_a_start_without_a_step_says_so(consistency, words):
         "comm_fraction": "comm",
         "bytes_sent_per_step": "bytes_sent",
     }.items():
-        assert found[figure] is None and found[f"{reason}_reason"] == NO_STEP_MADE
-    assert found["training_s"] == 0
-    assert NO_STEP_MADE in describe(found | {"energy_j": None, "energy_reason": "none"})
+        assert results[figure] is None and results[f"{reason}_reason"] == NO_STEP_MADE
+    assert results["training_s"] == 0
+    assert NO_STEP_MADE in describe(results | {"energy_j": None, "energy_reason": "none"})
 
 
 @pytest.mark.parametrize(
-    ("share", "said"),
-    [(0.25, "25% of the time of reductions was not waited for"), (0.0, "hid nothing"), (-0.16, "hid nothing")],
+    ("share", "output"),
+    [(0.25, "25% of the time of reductions was hidden"), (0.0, "hid nothing"), (-0.16, "hid nothing")],
 )
-def test_what_overlap_hid_is_said_without_negative_shares(words, share, said):
-    found = summaries(words, [outcome([1.0, 1.0], [0.5, 0.5], [8.0, 8.0])] * 2)
-    lines = describe(found | {"energy_j": None, "energy_reason": "none", "communication_hidden_share": share})
-    assert said in lines and "-16%" not in lines
-    assert ("was not waited for" in lines) == (share > 0)
+def test_hidden_share_is_never_negative(words, share, output):
+    results = summaries(words, [outcome([1.0, 1.0], [0.5, 0.5], [8.0, 8.0])] * 2)
+    lines = describe(results | {"energy_j": None, "energy_reason": "none", "communication_hidden_share": share})
+    assert output in lines and "-16%" not in lines
+    assert ("was hidden" in lines) == (share > 0)
 
 
-def test_what_the_library_sends_is_not_visible(words):
+def test_bytes_of_the_library_are_not_visible(words):
     unknown = [outcome([1.0, 1.0], [0.5, 0.5], [8.0, count]) for count in (8.0, math.nan)]
-    found = summaries(words, unknown)
-    assert found["bytes_sent_per_step"] is None and found["bytes_sent_reason"] == NOT_VISIBLE
-    assert "tokens_reason" not in found and found["tokens_per_s"] == TARGETS
+    results = summaries(words, unknown)
+    assert results["bytes_sent_per_step"] is None and results["bytes_sent_reason"] == NOT_VISIBLE
+    assert "tokens_reason" not in results and results["tokens_per_s"] == TARGETS
     native = summaries({**words, "communication.algorithm": "native"}, unknown)
     assert native["bytes_sent_reason"].startswith(NOT_VISIBLE) and "set communication.algorithm" in str(native)
     checked = summaries({**words, "communication.checked": "true"}, unknown)
     assert "set communication.checked to false" in checked["bytes_sent_reason"]
 
 
-def test_it_tells_how_samples_were_shared(words):
+def test_summary_reports_the_sample_shares(words):
     done = [outcome([1.0, 1.0], [0.5, 0.5], [8.0, 8.0])] * 2
     assert summaries(words, done)["samples_by_replica"] is None
-    found = summaries({**words, "data.shares": "measured"}, done)
-    shares = found["samples_by_replica"]
+    results = summaries({**words, "data.shares": "measured"}, done)
+    shares = results["samples_by_replica"]
     assert len(shares) == 2 and max(shares) - min(shares) <= 1
-    said = f"replicas took {min(shares)} to {max(shares)} of {sum(shares)} samples in the last step"
-    assert said in describe(found | {"energy_j": None, "energy_reason": "none"})
+    output = f"replicas took {min(shares)} to {max(shares)} of {sum(shares)} samples in the last step"
+    assert output in describe(results | {"energy_j": None, "energy_reason": "none"})
 
 
-def test_the_figures_of_many_steps_are_those_of_a_sample_and_of_all_sums(words):
-    """All ranks hold the same steps of their samples, and what is added up is of every step."""
+def test_figures_of_many_steps_use_a_sample_and_exact_sums(words):
+    """All ranks sample the same steps. Sums cover every step."""
     count = 3 * SAMPLED_STEPS
     step_s = np.random.default_rng(7).exponential(1.0, (count, 2)) + 1.0
     ranks = [outcome(step_s[:, rank].tolist(), [0.5] * count, [8.0] * count) for rank in range(2)]
-    found = summaries(words, ranks)
+    results = summaries(words, ranks)
     slowest = step_s[1:].max(axis=1)
     assert [len(rank.steps.sample) for rank in ranks] == [SAMPLED_STEPS] * 2
-    pairs = {(own, other) for own, other in step_s.tolist()}
+    pairs = {(local_data, other) for local_data, other in step_s.tolist()}
     samples = zip(*([seconds for seconds, *_ in rank.steps.sample] for rank in ranks), strict=True)
     assert len(set(samples) & pairs) == SAMPLED_STEPS, "of each step, the seconds of both"
-    assert found["step_s_median"] == pytest.approx(np.median(slowest), rel=0.05)
-    assert found["tokens_per_s"] == pytest.approx(TARGETS / slowest.mean(), rel=0.02)
-    assert found["training_s"] == pytest.approx(slowest.sum(), rel=0.02)
-    assert found["comm_fraction"] == pytest.approx(np.mean(0.5 / step_s[1:].mean(axis=0)))
+    assert results["step_s_median"] == pytest.approx(np.median(slowest), rel=0.05)
+    assert results["tokens_per_s"] == pytest.approx(TARGETS / slowest.mean(), rel=0.02)
+    assert results["training_s"] == pytest.approx(slowest.sum(), rel=0.02)
+    assert results["comm_fraction"] == pytest.approx(np.mean(0.5 / step_s[1:].mean(axis=0)))
     late = sum(seconds in set(step_s[count // 2 :, 0].tolist()) for seconds, *_ in ranks[0].steps.sample)
     assert late == pytest.approx(SAMPLED_STEPS / 2, rel=0.1), "no part of the run counts more than another"
 
 
-def test_what_was_moved_is_said_by_its_kind(words):
-    """Where something is not known, of what the messages of the algorithms sent there is a mean."""
+def test_moved_bytes_are_reported_by_kind(words):
+    """If some traffic is unknown, the mean covers the messages of the algorithms."""
     ranks = [outcome([1.0], [0.5], [math.nan]) for _ in range(2)]
     for rank, messages in zip(ranks, (1000.0, 3000.0), strict=True):
         rank.steps.first |= {"messages": messages, "unknown": 2048.0}
-    found = summaries(words, ranks)
-    assert found["bytes_moved_per_step"] == {"messages": 3000, "shared": 0, "unknown": 2048}
-    for moved, said in (
+    results = summaries(words, ranks)
+    assert results["bytes_moved_per_step"] == {"messages": 3000, "shared": 0, "unknown": 2048}
+    for moved, output in (
         ((3 << 20, 0, 0), "3.0 MiB in messages"),
         ((0, 3 << 20, 0), "3.0 MiB through shared memory"),
         ((0, 0, 3 << 20), "3.0 MiB by the MPI library"),
@@ -197,16 +199,16 @@ def test_what_was_moved_is_said_by_its_kind(words):
         ((0, 0, 0), "nothing"),
     ):
         ways = dict(zip(("messages", "shared", "unknown"), moved, strict=True))
-        shown = found | {"energy_j": None, "energy_reason": "none", "bytes_moved_per_step": ways}
-        assert f"communication 50.0% (median step 50.0%): {said} a step and rank" in describe(shown).splitlines()
+        shown = results | {"energy_j": None, "energy_reason": "none", "bytes_moved_per_step": ways}
+        assert f"communication 50.0% (median step 50.0%): {output} a step and rank" in describe(shown).splitlines()
 
 
-def test_the_lines_of_a_summary_are_short_and_say_what_they_count(words):
-    """No table of algorithms, no list of sensors, no unit behind what was not measured."""
-    found = summaries(words, [outcome([1.0, 1.0], [0.5, 0.5], [8.0, 8.0])] * 2)
+def test_summary_lines_are_short_and_name_their_units(words):
+    """There is no table of algorithms, no list of sensors, and no unit after missing values."""
+    results = summaries(words, [outcome([1.0, 1.0], [0.5, 0.5], [8.0, 8.0])] * 2)
     table = "recursive_doubling<=16384,ring<=65536,node_shared"
     lacking = "no source can be read: gpu (node 0): the job computes on the CPU; cpu (node 0): no powercap"
-    shown = found | {"algorithm": table, "energy_j": None, "energy_reason": lacking}
+    shown = results | {"algorithm": table, "energy_j": None, "energy_reason": lacking}
     shown |= {"val_loss": 2.5, "entropy": {"unigram": 3.25, "bigram": 2.4, "trigram": None}, "speed_unit": "samples"}
     lines = describe(shown).splitlines()
     assert "train_loss 2.0000  val_loss 2.5000 nats (below unigram 3.250; above bigram 2.400: entropies of the" in str(
@@ -220,9 +222,9 @@ def test_the_lines_of_a_summary_are_short_and_say_what_they_count(words):
 
 
 @pytest.mark.parametrize(("kind", "unit"), [("gpt", "tokens"), ("encoder", "tokens"), ("mlp", "samples")])
-def test_a_speed_counts_what_the_model_predicts(kind, unit, words):
+def test_speed_unit_follows_the_model(kind, unit, words):
     vocabulary = {"model.mask_token": 10, "model.vocabulary": 11} if kind == "encoder" else {}
     settings = {**words, "model.kind": kind, "model.tied": "false", **vocabulary}
     if kind != "gpt":
         settings = {**settings, "data.path": words["data.path"]}
-    assert run_threads(1, lambda comm: assembled(comm, settings).speed_unit) == [unit]
+    assert run_threads(1, lambda comm: assemble_trainer(comm, settings).speed_unit) == [unit]

@@ -1,4 +1,4 @@
-"""Wishes to stop: flags set by signals and a file, decided by all ranks together."""
+"""Stop requests: flags set by signals and a file, and the common decision of all ranks."""
 
 import gc
 import os
@@ -20,7 +20,7 @@ NUMBERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 
 @pytest.fixture(autouse=True)
 def handlers():
-    """Put back the handlers that a test installs."""
+    """Restore the signal handlers that a test installs."""
     before = {number: signal.getsignal(number) for number in NUMBERS}
     yield
     for number, handler in before.items():
@@ -34,7 +34,7 @@ def handlers():
     (signal.SIGUSR1, StopReason.REQUEUE),
     (signal.SIGINT, StopReason.INTERRUPT),
 )
-def test_a_signal_becomes_a_stop_request_and_nothing_else(number, stop_request):
+def test_signal_only_sets_a_stop_request(number, stop_request):
     stop_requests = StopRequests(None)
     stop_requests.listen()
     assert agreed_reason(stop_requests.current()) is None
@@ -42,21 +42,21 @@ def test_a_signal_becomes_a_stop_request_and_nothing_else(number, stop_request):
     assert agreed_reason(stop_requests.current()) is stop_request
 
 
-def test_the_second_interrupt_does_not_wait():
+def test_second_interrupt_raises_immediately():
     StopRequests(None).listen()
     os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_stop_file_asks_for_a_requeue(tmp_path):
+def test_stop_file_requests_a_requeue(tmp_path):
     stop_requests = StopRequests(tmp_path / STOP_FILE)
     assert agreed_reason(stop_requests.current()) is None
     (tmp_path / STOP_FILE).touch()
     assert agreed_reason(stop_requests.current()) is StopReason.REQUEUE
 
 
-def test_one_rank_decides_for_all_and_an_interrupt_wins():
+def test_request_of_one_rank_counts_and_interrupts_have_priority():
     assert agreed_reason(np.array([0.0, 0.0])) is None
     assert agreed_reason(np.array([1.0, 0.0])) is StopReason.REQUEUE
     assert agreed_reason(np.array([3.0, 1.0])) is StopReason.INTERRUPT
@@ -64,7 +64,7 @@ def test_one_rank_decides_for_all_and_an_interrupt_wins():
 
 
 @pytest.mark.parametrize("text", ["", "two", "-1", "9" * 400])
-def test_a_wish_to_grow_that_is_no_number_of_ranks_is_none(tmp_path, text):
+def test_invalid_growth_request_is_ignored(tmp_path, text):
     stop_requests = StopRequests()
     grow_file = tmp_path / "grow"
     stop_requests.grow_file = grow_file
@@ -91,7 +91,7 @@ libc.pthread_mutex_lock(mutex)
 
 @pytest.mark.parametrize(("name", "code"), [("TERM", 75), ("HUP", 75), ("USR1", 75), ("INT", 130)])
 @pytest.mark.full_except("USR1-75")
-def test_a_signal_ends_a_process_that_has_nothing_to_save(name, code, tmp_path):
+def test_signal_ends_a_process_with_nothing_to_save(name, code, tmp_path):
     ended = jobs.run([sys.executable, "-c", BLOCKED, name], env={**os.environ, "HPCDIST_LAUNCH_DIR": str(tmp_path)})
     assert (ended.returncode, ended.stdout) == (code, "let go\n"), ended
     assert f"SIG{name}: nothing to save, exit code {code}" in ended.stderr
@@ -99,7 +99,7 @@ def test_a_signal_ends_a_process_that_has_nothing_to_save(name, code, tmp_path):
     assert len(list(tmp_path.glob("at-once-*"))) == 1, "the supervisor has to know"
 
 
-def test_a_signal_is_a_wish_again_once_there_is_something_to_save(tmp_path, monkeypatch):
+def test_signal_is_a_request_once_there_is_something_to_save(tmp_path, monkeypatch):
     monkeypatch.setenv("HPCDIST_LAUNCH_DIR", str(tmp_path))
     stop_requests = StopRequests()
     stop_requests.listen()
@@ -127,20 +127,20 @@ main()
 @pytest.mark.parametrize(
     ("command", "code"), [("run", 75), ("train", 75), ("plan", -signal.SIGTERM)], ids=["run", "train", "plan"]
 )
-def test_a_signal_while_a_job_is_imported(command, code):
+def test_signal_during_the_import_ends_the_process(command, code):
     source = EARLY.format(command="lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60))")
     ended = subprocess.run([sys.executable, "-c", source, command], timeout=LIMIT_S, check=False)
     assert ended.returncode == code
 
 
 @pytest.mark.parametrize(("command", "seldom"), [("train", 3), ("plan", 4)], ids=["train", "plan"])
-def test_the_start_of_a_training_seldom_looks_for_garbage(command, seldom):
+def test_garbage_collection_is_rare_during_the_start(command, seldom):
     source = EARLY.format(command="lambda: sys.exit(3 if gc.get_threshold()[0] > 10_000 else 4)")
     ended = subprocess.run([sys.executable, "-c", source, command], timeout=LIMIT_S, check=False)
     assert ended.returncode == seldom
 
 
-def test_steps_look_for_garbage_as_usual_unless_somebody_chose_otherwise():
+def test_steps_use_default_garbage_collection_unless_configured():
     try:
         garbage.collect_seldom()
         garbage.collect_as_usual()
@@ -152,7 +152,7 @@ def test_steps_look_for_garbage_as_usual_unless_somebody_chose_otherwise():
         gc.set_threshold(*garbage.USUAL)
 
 
-def test_a_signal_at_the_end_leaves_the_exit_code():
+def test_signal_at_the_end_keeps_the_exit_code():
     source = EARLY.format(command="lambda: (atexit.register(os.kill, os.getpid(), signal.SIGTERM), sys.exit(3))")
     ended = subprocess.run([sys.executable, "-c", source, "run"], timeout=LIMIT_S, check=False)
     assert ended.returncode == 3

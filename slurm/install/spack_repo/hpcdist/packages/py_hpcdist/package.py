@@ -1,4 +1,4 @@
-"""hpcdist for Spack 1.0 and later. The lists are those of setup.cfg, which a test compares."""
+"""hpcdist for Spack 1.0 and later. A test compares the lists with setup.cfg."""
 
 from pathlib import Path
 
@@ -10,13 +10,13 @@ from spack_repo.builtin.build_systems.python import PythonPackage
 class PyHpcdist(PythonPackage, CudaPackage):
     """MPI-native toolkit for distributed training: numpy or cupy, MPI, HDF5."""
 
-    # The clone that this file lies in. A copy elsewhere: `spack develop --path CLONE py-hpcdist@main`.
+    # The clone that contains this file. For a copy elsewhere: `spack develop --path CLONE py-hpcdist@main`.
     git = Path(__file__).resolve().parents[6].as_uri()
 
     license("BSD-3-Clause")
 
     version("main", branch="main")
-    version("0.2.0", branch="main")  # there is no published archive: the clone is what is built
+    version("0.2.0", branch="main")  # built from the clone, because there is no published archive
 
     variant("nvml", default=False, description="Read the energy counters of NVIDIA GPUs")
     variant("analysis", default=False, description="Plot curves, and read results with xarray")
@@ -25,7 +25,7 @@ class PyHpcdist(PythonPackage, CudaPackage):
     depends_on("py-setuptools@70.1:", type="build")
 
     depends_on("py-click@8.1:", type=("build", "run"))
-    # With or without mpi: every rank writes a file of its own. Without it nothing of HDF5 is tied to one MPI.
+    # With or without +mpi: every rank writes its own file. Without +mpi, HDF5 does not depend on one MPI.
     depends_on("py-h5py@3.11:", type=("build", "run"))
     depends_on("py-jinja2@3.1:", type=("build", "run"))
     depends_on("py-markdown-it-py@3:", type=("build", "run"))
@@ -38,7 +38,7 @@ class PyHpcdist(PythonPackage, CudaPackage):
     depends_on("py-tqdm@4.66:", type=("build", "run"))
     depends_on("py-xxhash@3.4:", type=("build", "run"))
 
-    # +cuda cuda_arch=90: cupy is built for these GPUs, hpcdist compiles its kernels when it runs.
+    # +cuda cuda_arch=90: cupy is built for these GPUs; hpcdist compiles its kernels at run time.
     depends_on("py-cupy@13.3: +cuda", when="+cuda", type=("build", "run"))
     for _arch in CudaPackage.cuda_arch_values:
         depends_on(f"py-cupy cuda_arch={_arch}", when=f"+cuda cuda_arch={_arch}", type=("build", "run"))

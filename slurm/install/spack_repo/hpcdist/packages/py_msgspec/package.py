@@ -1,4 +1,4 @@
-"""msgspec, which the builtin packages of Spack do not have."""
+"""msgspec, which is missing in the builtin packages of Spack."""
 
 from spack.package import depends_on, license, version  # noqa: A004
 from spack_repo.builtin.build_systems.python import PythonPackage
