@@ -1,7 +1,7 @@
 """MPI-native toolkit for distributed training; importing it starts neither MPI nor CUDA.
 
-The names in ``__all__`` are the public API and are imported lazily. All other modules may change between versions.
-See ``hpcdist help api``. Type checkers read ``__init__.pyi``.
+The names in ``__all__`` are the public API (``hpcdist help api``), imported lazily. All other modules may change
+between versions. Type checkers read ``__init__.pyi``.
 """
 
 import importlib

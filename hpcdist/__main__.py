@@ -12,7 +12,7 @@ STARTS_OR_TRAINS: Final = ("run", "train")
 def main() -> NoReturn:
     """Run the command line and exit with its exit code.
 
-    ``run`` and ``train`` also react to signals while modules are imported: they exit with code 75 or 130.
+    While ``run`` or ``train`` imports modules, SIGINT exits with code 130. SIGTERM, SIGHUP and SIGUSR1 exit with 75.
     """
     stops = sys.argv[1:2] and sys.argv[1] in STARTS_OR_TRAINS
     if stops:

@@ -1,7 +1,6 @@
 """Exception classes by cause, and the exit codes that scripts and Slurm test.
 
-Each message states what happened, what was expected and what to change. Invalid user input raises a ``ValueError``
-subclass; ``assert`` guards internal invariants.
+Each message states what happened, what was expected and what to change. Invalid user input raises a ``ValueError``.
 """
 
 from collections.abc import Sequence

@@ -64,10 +64,7 @@ def address(array: Any) -> int:
 
 
 def matmul(a: Array, b: Array, out: Array) -> None:
-    """Write the matrix product ``a @ b`` to ``out``.
-
-    All three are on the host or all on the GPU, with 2 or more dims.
-    """
+    """Write the matrix product ``a @ b`` to ``out``. All three are on the same device and have at least 2 dims."""
     if is_device(a):
         graphs.matmul(a, b, out)
     else:
@@ -146,9 +143,9 @@ def empty(shape: int | tuple[int, ...], dtype: np.dtype, on: str = "cpu") -> Arr
 
 
 def zeros(shape: int | tuple[int, ...], dtype: np.dtype, on: str = "cpu") -> Array:
-    """Return an array of zeros on ``on`` ("cpu" or "gpu"), aligned to a cache line.
+    """Return an array of zeros on the device ``on`` ("cpu" or "gpu"), aligned to a cache line.
 
-    The ``base`` of a host array owns its memory.
+    A host array is a view, whose ``base`` owns the memory.
     """
     if on == "gpu":
         return device.cupy().zeros(shape, dtype)

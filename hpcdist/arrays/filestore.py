@@ -1,8 +1,7 @@
 """File-backed store for states that are larger than memory.
 
-The file is unlinked when it is opened, so a killed process leaves no file. Its space is reserved at the start, so a
-full file system fails before the first step. Written pages stay in the page cache. The kernel can drop only clean
-pages, so each write starts its write-back at once (sync_file_range).
+A killed process leaves no file, and a full file system fails before the first step. Each write starts its write-back at
+once (sync_file_range), because the kernel can drop only clean pages.
 """
 
 import ctypes
@@ -34,9 +33,9 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 class FileStore(FlatStore):
     """A `FlatStore` that keeps its elements, initially zeros, in an unnamed file in ``directory``.
 
-    A file has no array views: use `read`, `write`, `add`, `blocks` and `contents`, not ``range`` or ``view``. ``array``
-    is an empty array on device ``on``. ``what`` names the stored data in error messages. Raises StorageError if there
-    is no space.
+    A file has no array views: use `read`, `write`, `add`, `blocks` and `contents`, not ``range`` or ``view``. The
+    attribute ``array`` is always empty; ``on`` is the device of this empty array. ``what`` names the stored data in
+    error messages. Raises StorageError if the file system has no space.
     """
 
     def __init__(
@@ -66,10 +65,7 @@ class FileStore(FlatStore):
         return BLOCK_BYTES // self.dtype.itemsize
 
     def range(self, elements: Range) -> Array:
-        """Return an empty array if the range ``elements`` is empty.
-
-        Other ranges have no view, as they are in a file.
-        """
+        """Return an empty array for an empty range. Use `read` for other ranges: a file has no array views."""
         assert not elements, f"{elements} lies in a file: read it"
         return self.array
 
@@ -110,10 +106,7 @@ class FileStore(FlatStore):
                 into(where, values[where.slice])
 
     def blocks(self, elements: Range) -> Iterator[Array]:
-        """Yield the values of the range ``elements`` as host arrays of up to `block` elements.
-
-        Each array is valid until the next one, which uses the same memory.
-        """
+        """Yield the range ``elements`` as host arrays of up to `block` elements. Each is overwritten by the next."""
         start = self._offset(elements) if elements else 0
         for where in cut(Range(0, elements.size), self.block):
             held = self._buffer(where.size)
@@ -186,7 +179,6 @@ class FileSlice:
 
     @property
     def dtype(self) -> np.dtype:
-        """Data type of the elements in the slice."""
         return self.store.dtype
 
     @property
@@ -229,7 +221,7 @@ def _reserved(directory: Path, nbytes: int, what: str) -> int:
 
 
 def begin_write_back(fd: int, start: int, nbytes: int) -> None:
-    """Start to write the ``nbytes`` bytes of file ``fd`` from byte ``start`` on to the disk. Needs sync_file_range."""
+    """Start to write ``nbytes`` bytes of file ``fd``, from byte ``start``, to the disk by sync_file_range."""
     if _sync_file_range is not None:
         _sync_file_range(fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), _WRITE_BACK)
 

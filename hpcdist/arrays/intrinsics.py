@@ -1,8 +1,7 @@
-"""Primitives for functions under `arrays.jit`: ordered memory access between processes, and the bits of a float32.
+"""Primitives for functions under `arrays.jit`: ordered memory access between processes, and bits of a float32.
 
-numba assumes that no other process writes a loop's memory. `store_release` and `load_acquire` are LLVM atomics: data
-written before the release is visible to a process that has read the flag with the acquire. Both are plain moves on
-x86-64, so a missing primitive fails first on ARM.
+numba assumes that no other process writes a loop's memory, so flags need the atomics `store_release` and
+`load_acquire`. Both are plain moves on x86-64: a missing primitive fails first on ARM.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""Just-in-time compilation of scalar loops by numba at the first call, with a cache on disk.
+"""Just-in-time compilation of scalar loops by numba, which only this module imports.
 
-The only importer of numba. The machine code is cached in NUMBA_CACHE_DIR or in a private directory of the user, whose
-owner and mode are checked because it holds code. One process of a node compiles a kernel; the others load it.
+One process of a node compiles a kernel at its first call. The others load the machine code from a cache on disk. The
+owner and mode of a private cache directory are checked, because it holds code.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def _private(folder: str) -> Path:
 
 
 def prepare_cache() -> bool:
-    """Create the cache directory, or else a temporary directory on this node. Return False if neither can be written.
+    """Create a writable cache directory, if necessary a temporary one on this node. Return False if that fails.
 
     Raises MissingCapabilityError if other users can access the directory.
     """
@@ -95,7 +95,6 @@ def _why_not_writable(directory: Path) -> str:
 
 
 def _copy_cache(source: Path, directory: Path) -> bool:
-    """Copy the cache ``source`` to ``directory``, which numba can write. Return False if ``directory`` exists."""
     if directory.exists():
         return False
     new = None
@@ -119,10 +118,6 @@ def _warn(text: str) -> None:
 
 @contextlib.contextmanager
 def _locked(function: Callable[..., Any], how: int) -> Iterator[None]:
-    """Context that holds a lock on the compiled-code cache of ``function``: ``how`` is fcntl.LOCK_EX or LOCK_SH.
-
-    Local.
-    """
     name = Path(os.environ["NUMBA_CACHE_DIR"]) / f"{function.__module__}.{function.__qualname__}.lock"
     with contextlib.ExitStack() as lock:
         with contextlib.suppress(OSError):  # a full disk, a file system without locks
@@ -131,7 +126,7 @@ def _locked(function: Callable[..., Any], how: int) -> Iterator[None]:
 
 
 def _compile_once(function: Callable[..., Any], dispatcher: Any) -> None:
-    """Compile ``function`` in one process per node, while the others wait. Then load the compiled code. Local."""
+    """Make ``dispatcher`` compile ``function`` in one process; other processes wait and load the code."""
     load, compile_for, here = dispatcher._cache.load_overload, dispatcher.compile, threading.local()
 
     def load_or_wait(signature: Any, context: Any) -> Any:
@@ -151,7 +146,7 @@ def _compile_once(function: Callable[..., Any], dispatcher: Any) -> None:
 
 @functools.cache
 def _digest_of_sources() -> str:
-    """Return a hash of all kernel sources. Numba alone misses a change in a kernel that another kernel calls."""
+    # Of all kernel sources: numba misses a change in a kernel that another kernel calls.
     package = Path(__file__).parents[1]
     sources = {path: path.read_bytes() for path in sorted(package.rglob("*.py"))}
     text = hashlib.blake2b(digest_size=8)
@@ -162,7 +157,7 @@ def _digest_of_sources() -> str:
 
 
 class Primitive:
-    """An instruction for compiled functions that numba does not have. ``build(numba)`` creates the numba intrinsic."""
+    """An instruction that numba lacks, for use in kernels. ``build(numba)`` creates the numba intrinsic."""
 
     def __init__(self, build: Callable[[Any], Any], doc: str) -> None:
         self.__doc__ = doc
@@ -170,7 +165,6 @@ class Primitive:
 
     @functools.cached_property
     def intrinsic(self) -> Any:
-        """The numba intrinsic of this primitive."""
         import numba
 
         return self._build(numba)
@@ -218,7 +212,7 @@ class Kernel:
         return self._compiled
 
     def inner(self, numba: Any) -> Any:
-        """Return the numba function that other kernels call. The caller must hold the lock of this module."""
+        """Return this kernel as a numba function for other kernels. The caller must hold the lock of this module."""
         if self._inner is None:
             linked = _linked(self.function, numba)
             self._inner = numba.njit(
@@ -229,7 +223,7 @@ class Kernel:
     def address(self, *types: str) -> int:
         """Return the address of the machine code for arguments of ``types``, for `intrinsics.call`.
 
-        ``types`` are numba type names; a trailing ``*`` marks a pointer. The code returns nothing.
+        ``types`` are numba type names; a trailing ``*`` marks a pointer. The machine code returns no value.
         """
         with _lock:
             if types not in self._exported:
@@ -262,11 +256,11 @@ class Kernel:
             raise
 
     def sample(self, arguments: Callable[..., tuple[Any, ...]]) -> None:
-        """Register sample arguments, for which `warm` compiles the kernel. ``arguments()`` returns them."""
+        """Make `warm` compile the kernel for sample arguments, which ``arguments()`` returns as a tuple."""
         self._samples.append(arguments)
 
     def sample_address(self, *types: str) -> None:
-        """Register the argument types ``types``, for which `warm` compiles the kernel for `address`."""
+        """Make `warm` compile the code that `address` returns for arguments of ``types`` (numba type names)."""
         self._addressed.append(types)
 
 
@@ -292,9 +286,9 @@ def jit(function: Callable[..., Any]) -> Kernel: ...
 @overload
 def jit(*, fastmath: FastMath = False) -> Callable[[Callable[..., Any]], Kernel]: ...
 def jit(function: Callable[..., Any] | None = None, *, fastmath: FastMath = False) -> Any:
-    """Decorate a scalar loop for compilation: ``@jit`` or ``@jit(fastmath=True)``. The code releases the GIL.
+    """Decorate a function for compilation by numba: ``@jit`` or ``@jit(fastmath=True)``. The code releases the GIL.
 
-    ``fastmath=True`` assumes that there are no NaNs. If NaNs must propagate, pass a set of single LLVM flags.
+    ``fastmath=True`` assumes that there are no NaNs. If NaNs must propagate, pass a set of LLVM fast-math flags.
     """
     if function is None:
         return lambda inner: Kernel(inner, fastmath)
@@ -315,10 +309,7 @@ def count() -> int:
 
 
 def warm(part: int = 0, parts: int = 1) -> Iterator[str]:
-    """Compile the kernels with numbers ``part``, ``part + parts``, ... for their sample arguments.
-
-    Yield their names.
-    """
+    """Compile kernels number ``part``, ``part + parts``, ... for their sample arguments. Yield their names."""
     for kernel in _kernels[part::parts]:
         for arguments in kernel._samples:
             kernel(*arguments())

@@ -1,7 +1,4 @@
-"""Layout of a model: named tensors at aligned offsets of one flat address space.
-
-A `Layout` holds no bytes and is the same on every rank and for every world size.
-"""
+"""Layout of a model: named tensors at aligned offsets of one flat address space, equal on every rank."""
 
 import math
 from bisect import bisect_right
@@ -21,8 +18,8 @@ class TensorSpec:
 
     ``layer`` is the number of the layer in the model. ``adapted``: weight decay and layer-wise rates apply. ``cut`` is
     the dim that tensor parallelism splits, or None. If the tensor is split, this rank holds the range ``box`` (start,
-    stop per dim) of the full shape ``whole``. ``room`` is the number of elements to reserve: the maximum over all
-    ranks.
+    stop per dim) of the full shape ``whole``. ``room`` is the number of elements to reserve in a layout: the maximum
+    size over all ranks.
 
     ``stacked``: number of tensors of one shape stacked along dim 0, such as query, key and value. ``expert``: dim 0
     counts experts, which can be distributed over ranks. Expert tensors are the last of their layer.
@@ -62,7 +59,7 @@ class TensorSpec:
     def part(self, along: Range, longest: int) -> "TensorSpec":
         """Return the spec of one rank's shard of this tensor: the range ``along`` of dim ``cut``.
 
-        ``longest`` is the longest range of all ranks, which determines the reserved elements.
+        ``longest`` is the maximum length of this range over all ranks. Every rank reserves space for this length.
         """
         assert self.cut is not None and not self.whole, f"{self.key} cannot be cut"
         shape = tuple(along.size if dim == self.cut else size for dim, size in enumerate(self.shape))
@@ -71,7 +68,7 @@ class TensorSpec:
         return replace(self, shape=shape, whole=self.shape, box=box, room=room)
 
     def of_experts(self, local_experts: Range) -> "TensorSpec":
-        """Return the spec of the range ``local_experts`` of this tensor's experts. All ranks must have equally many."""
+        """Return the spec of this tensor for a range of experts. Every rank must have the same number of experts."""
         assert self.expert, f"{self.key} has no experts"
         box = self.box or tuple((0, size) for size in self.shape)
         return replace(
@@ -98,7 +95,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Layout:
-    """Order and offsets of tensors in one flat array. ``size`` is the length of this array, padding included."""
+    """Order and offsets of tensors in one flat array, which has ``size`` elements, padding included."""
 
     segments: tuple[Segment, ...]
     size: int
@@ -142,7 +139,10 @@ class Layout:
         return units
 
     def part_of(self, layer: int, portion: str) -> Range:
-        """Return the range of ``layer``, or of its ``portion``: "dense", or "expert" for expert tensors after it."""
+        """Return the range of ``layer``, or of a portion of its tensors, in the flat array, padding included.
+
+        ``portion`` is "" for all tensors of the layer, "expert" for its expert tensors, or "dense" for the others.
+        """
         unit = self.units[layer]
         if not portion:
             return unit
@@ -155,10 +155,7 @@ class Layout:
         return [segment.range.start for segment in self.segments]
 
     def within(self, part: Range) -> list[tuple[Segment, Range]]:
-        """Return (segment, overlap) for each tensor that overlaps ``part``, a range of the flat array.
-
-        The overlap is a range of the flat array.
-        """
+        """Return (segment, overlap) pairs for the tensors that overlap the range ``part`` of the flat array."""
         # The last tensor that begins at or before the start of `part` may overlap `part`.
         first = max(0, bisect_right(self._starts, part.start) - 1)
         touched = []

@@ -1,7 +1,4 @@
-"""Measured peak performance: the flop/s of a large matrix product, and the BLAS kernels that compute it.
-
-Model flop utilisation (MFU) is reported relative to this measured peak.
-"""
+"""Measured peak flop/s of a matrix product, the reference of model flop utilisation (MFU), and the BLAS in use."""
 
 import ctypes
 import os
@@ -49,10 +46,10 @@ def _repeated(rows: Array, side: int, on: str) -> Array:
 
 
 def matmul_flops_per_s(dtype: np.dtype, on: str = "cpu", seconds: float = 0.1, side: int = 0) -> float:
-    """Measure matrix products for ``seconds`` seconds, at least 3, and return the flop/s of the fastest. Local.
+    """Return the flop/s of the fastest of several matrix products, measured for ``seconds`` seconds. Local.
 
-    A product of n x n matrices (n = ``side``) counts as 2 n^3 operations. If ranks share cores, all ranks should
-    measure at the same time.
+    At least 3 products are measured. A product of n x n matrices (n = ``side``) counts as 2 n^3 operations. If
+    ranks share cores, all ranks should measure at the same time.
     """
     product = MatrixProduct(dtype, on, side)
     product.run()  # touch the pages, start the threads
@@ -64,7 +61,7 @@ def matmul_flops_per_s(dtype: np.dtype, on: str = "cpu", seconds: float = 0.1, s
 
 
 def blas(environment: Mapping[str, str] = os.environ) -> str:
-    """Return a text about OpenBLAS: its kernel names, and the variables in ``environment`` that affect its speed."""
+    """Describe OpenBLAS in a line of text: its kernels, and the variables in ``environment`` that affect its speed."""
     names = [f"kernels {core}" for core in map(_core, _bundled()) if core]
     variables = [f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith(_VARIABLES)]
     return ", ".join([*names, *variables]) or "not known"
@@ -75,7 +72,6 @@ def _bundled() -> list[Path]:
 
 
 def _core(library: Path) -> str:
-    """Return the kernel name that the OpenBLAS ``library`` reports, or "" if it cannot report it."""
     loaded = ctypes.CDLL(str(library))
     for name in ("scipy_openblas_get_corename64_", "openblas_get_corename64_", "openblas_get_corename"):
         if hasattr(loaded, name):

@@ -54,5 +54,5 @@ class Ledger:
 
     @property
     def peak_total(self) -> int:
-        """The largest number of bytes that were alive at one time, in all categories together."""
+        """The largest total number of bytes, over all categories, that were alive at one time."""
         return self._total_peak

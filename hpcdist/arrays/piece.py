@@ -1,8 +1,4 @@
-"""Pieces: parts of a tensor, described independently of layout, padding and number of ranks.
-
-Checkpoints store pieces, and a restore requests pieces. Both convert a piece to runs: ranges that are contiguous in the
-row-major order of the whole tensor.
-"""
+"""Pieces: parts of a tensor in checkpoints and restores, independent of layout, padding and number of ranks."""
 
 import math
 from collections.abc import Iterable
@@ -35,7 +31,7 @@ class Runs:
 class Piece:
     """Elements of a tensor that this rank holds in the 1-D ``array``.
 
-    ``box`` is a region of the tensor, (start, stop) per dim, and ``flat`` the range of held elements in the box, in
+    ``box`` is a region of the tensor, (start, stop) per dim. ``flat`` is the range of held elements in this region, in
     row-major order. ``kind`` names the state: "parameters", "optimizer.m", ... ``array`` is a view of the state, or a
     `FileSlice`.
     """
@@ -58,14 +54,20 @@ class Piece:
 
     @classmethod
     def of(cls, kind: str, segment: Segment, touched: Range, array: Array) -> "Piece":
-        """Return the piece for ``touched``: elements of the tensor ``segment``, as a range of the layout's array."""
+        """Return the `Piece` for ``array``, which holds consecutive elements of the tensor ``segment``.
+
+        ``touched`` is their range in the layout's flat array. ``kind`` names the state, such as "optimizer.m".
+        """
         spec = segment.spec
         shape = spec.whole or spec.shape
         return cls(kind, spec.key, shape, spec.box or whole_box(shape), touched.shift(-segment.range.start), array)
 
     @classmethod
     def whole(cls, kind: str, tensor: str, array: Array) -> "Piece":
-        """Return the piece for a whole ``tensor``, held in a contiguous ``array`` of any shape."""
+        """Return the piece for the whole tensor named ``tensor``, held in a contiguous ``array`` of any shape.
+
+        ``kind`` names the state that the tensor belongs to: "parameters", "optimizer.m", ...
+        """
         return cls(kind, tensor, array.shape, whole_box(array.shape), Range(0, array.size), array.reshape(-1))
 
     @property
@@ -80,9 +82,10 @@ def whole_box(shape: tuple[int, ...]) -> Box:
 
 
 def runs(shape: tuple[int, ...], box: Box, flat: Range) -> Runs:
-    """Return the runs of consecutive elements of a piece in a tensor of ``shape``.
+    """Return the runs of consecutive tensor elements that a piece holds. A shard of columns has one run per row.
 
-    ``box`` and ``flat`` are the fields of the `Piece`. A shard of columns has one run per row.
+    ``shape`` is the shape of the tensor, and ``box`` is a region of the tensor. The piece holds the range ``flat`` of
+    the elements of this region, in row-major order.
     """
     extent = tuple(stop - start for start, stop in box)
     # Join trailing dims into one run as long as the box spans the whole dim.
@@ -113,7 +116,7 @@ def runs(shape: tuple[int, ...], box: Box, flat: Range) -> Runs:
 def intersect_runs(left: Runs, right: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the elements that are in the runs of both ``left`` and ``right``, as runs.
 
-    The result has three arrays: offset in the array of ``left``, offset in the array of ``right``, and size.
+    The result has three arrays: each run's offset in the array of ``left``, offset in the array of ``right``, and size.
     """
     # Both lists ascend and are disjoint: the runs of `right` that overlap run i of `left` are first[i] .. last[i] - 1.
     first = np.searchsorted(right.start + right.size, left.start, side="right")
@@ -137,9 +140,9 @@ def grouped_alike(left: tuple[int, ...], right: tuple[int, ...]) -> bool:
 
 
 def first_gap(stretches: Iterable[tuple[np.ndarray, np.ndarray]], size: int) -> int | None:
-    """Return the first element number in 0 to ``size`` - 1 that no range (start, size) in ``stretches`` covers.
+    """Return the first of the integers 0 to ``size`` - 1 that no range in ``stretches`` covers, or None.
 
-    Return None if all are covered.
+    ``stretches`` yields pairs of arrays: the starts and the sizes of ranges.
     """
     pairs = list(stretches)
     start = np.concatenate([np.zeros(0, np.int64), *(pair[0] for pair in pairs), [size]])

@@ -1,7 +1,4 @@
-"""Half-open ranges of one flat address space, and pure functions to split, intersect and align them.
-
-Buckets, shards, ring chunks, parameter-server keys and checkpoint pieces are all ranges.
-"""
+"""Half-open ranges of one flat address space, and pure functions to split, intersect and align them."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -47,10 +44,9 @@ class Range:
 
 
 def split(size: int, parts: int, itemsize: int, align_bytes: int = ALIGN_BYTES) -> list[Range]:
-    """Split the range of ``size`` elements (of ``itemsize`` bytes) into ``parts`` ranges of nearly equal size.
+    """Split ``size`` elements of ``itemsize`` bytes into ``parts`` ranges of nearly equal size.
 
-    Every boundary except the last is a multiple of ``align_bytes`` bytes. If there are not enough elements, the last
-    ranges are empty.
+    Boundaries except the last are multiples of ``align_bytes`` bytes. With too few elements, the last ranges are empty.
     """
     assert size >= 0 and parts >= 1 and itemsize >= 1 and align_bytes >= 1
     block = max(1, align_bytes // itemsize)

@@ -1,7 +1,4 @@
-"""Counter-based random numbers (Philox): a draw depends only on its logical stream, not on the partition of the work.
-
-`stream` is for the host. `philox` (compiled loops) and `philox_arrays` (numpy, cupy) draw equal words.
-"""
+"""Counter-based random numbers (Philox): a draw depends on its logical stream, not on the partition of the work."""
 
 from typing import Any, Final
 
@@ -21,10 +18,7 @@ _LOW, _HALF = np.uint64(_WORD), np.uint64(32)
 
 
 def stream(seed: int, *keys: int) -> np.random.Generator:
-    """Return a Philox4x64 random generator (Salmon et al., SC'11) for (seed, *keys).
-
-    Its numbers are identical on every rank.
-    """
+    """Return a Philox4x64 random generator (Salmon et al., SC'11) that depends only on ``seed`` and ``keys``."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, *keys])))
 
 
@@ -32,10 +26,10 @@ def stream(seed: int, *keys: int) -> np.random.Generator:
 def philox(
     words: Any, count: Any, first: Any, counter1: Any, counter2: Any, counter3: Any, key0: Any, key1: Any
 ) -> None:
-    """Write random words of Philox4x32-10 (Salmon et al., SC'11) to ``words``, uint32 (4 count,).
+    """Write random words of Philox4x32-10 (Salmon et al., SC'11) to ``words``: uint32, of shape (4 * count,).
 
-    Each of ``count`` counters gives four words. The lowest word of the counters is ``first``, ``first`` + 1, ...; the
-    other words are ``counter1`` to ``counter3``. ``key0`` and ``key1`` are the key. For compiled kernels.
+    Each of ``count`` counters gives four words. Word 0 of the counters is ``first``, ``first`` + 1, ...; words 1 to 3
+    are ``counter1`` to ``counter3``. ``key0`` and ``key1`` are the key. For compiled kernels.
     """
     # The rounds are inlined: LLVM vectorises this loop, but not a loop over calls.
     for i in range(count):
@@ -53,7 +47,10 @@ def philox(
 
 
 def philox_arrays(counter: tuple[Array | int, ...], key: tuple[int, int]) -> tuple[Array | int, ...]:
-    """Return the four random words of Philox4x32-10 for words ``counter`` and ``key``: integers or uint64 arrays."""
+    """Return the four random words that `philox` writes for one counter and key: integers or uint64 arrays.
+
+    ``counter`` holds the four words of the counter, and ``key`` the two words of the key.
+    """
     a, b, c, d = counter
     k, m = key
     for _ in range(ROUNDS):

@@ -20,8 +20,8 @@ Allocate = Callable[[int, "np.dtype[Any]"], Array]
 class FlatStore:
     """A 1-D array for parts of a flat array of tensors, whose order and offsets are in ``layout``. Padding is zero.
 
-    ``parts`` is one range of the flat array, or several ascending, disjoint ranges; None means all. The function
-    ``allocate(elements, dtype)`` can provide special memory (shared, pinned, pooled).
+    ``parts`` is one range of the flat array, or several ascending, disjoint ranges; None means the whole array. The
+    function ``allocate(elements, dtype)`` can provide special memory (shared, pinned, pooled).
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class FlatStore:
             ledger.track(self.array, category, None if allocate or on == "gpu" else self.array.base)
 
     def range(self, elements: Range) -> Array:
-        """Return a 1-D view of the range ``elements`` of the layout, which must lie within one of the ``parts``."""
+        """Return a 1-D view of the range ``elements`` of the layout, which must lie in one of the store's ``parts``."""
         if not elements:
             return self.array[:0]
         start = self._offset(elements)
@@ -59,15 +59,12 @@ class FlatStore:
         return elements.start + self._shifts[index] - self._starts[index]
 
     def view(self, key: str) -> Array:
-        """Return a view of tensor ``key`` in its shape. One of the ``parts`` must contain the whole tensor."""
+        """Return a view of tensor ``key`` in its shape. One flat range of this store must contain the whole tensor."""
         segment = self.layout.by_key[key]
         return self.range(segment.range).reshape(segment.spec.shape)
 
     def tensors(self) -> Iterator[tuple[Segment, Range]]:
-        """Yield (segment, range) for each tensor of which this store has elements, without padding.
-
-        The range is in the layout's flat array.
-        """
+        """Yield (segment, range of the flat array without padding) for each tensor that has elements in this store."""
         for part in self.parts:
             yield from self.layout.within(part)
 
@@ -103,7 +100,7 @@ class FlatStore:
                 held += values
 
     def blocks(self, elements: Range) -> Iterator[Array]:
-        """Yield the values of the range ``elements``, in blocks: here, a single view of all values."""
+        """Yield the values of the range ``elements`` block by block: in this class, a single view of all values."""
         yield self.range(elements)
 
     def contents(self, elements: Range) -> Array:
@@ -111,7 +108,7 @@ class FlatStore:
         return self.range(elements)
 
     def copy_from(self, other: "FlatStore") -> None:
-        """Copy the elements that both stores have from ``other``, which has equal layout and dtype, on any device."""
+        """Copy all elements that both stores hold from the store ``other``, which has an equal layout and dtype."""
         on = "gpu" if backend.is_device(self.array) else "cpu"
         for part in self.parts:
             for theirs in other.parts:

@@ -1,7 +1,5 @@
 """Batch jobs: job scripts, their submission to Slurm, PBS or a workstation, and requeue decisions.
 
-Starts no MPI, and is fast to import on a login node. `sites`: cluster profiles. `schedulers`: commands of Slurm and
-PBS, and jobs without a scheduler. `packaging`: modulefiles and wheelhouses. `carbon`: choice of the start time.
-`requeue`: the decision that `hpcdist jobs end` prints and the block ``again`` of slurm/templates/slurm.j2 carries out.
-Start reading with `job.BatchJob` and `submission.submit`.
+Starts no MPI, and is fast to import on a login node. `requeue` makes the decision that `hpcdist jobs end` prints and
+the block ``again`` of slurm/templates/slurm.j2 carries out. Start reading with `job.BatchJob` and `submission.submit`.
 """

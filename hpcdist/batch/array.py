@@ -64,7 +64,8 @@ class SweepJob(ArrayJob):
         _check_trials(self, self.trial_ranks)
         if self.restarts or self.survive != "none":
             raise UsageError(
-                "--restarts and --survive with --array: restarts would distort the measured times; leave them out"
+                "--restarts and --survive with --array: restarts would distort the measured times; leave both options "
+                "out"
             )
         if "\\" in str(self.run_dir):
             raise UsageError(f"--out {self.run_dir}: Slurm cannot put a task number into a path with \\; rename it")
@@ -84,18 +85,18 @@ class SweepJob(ArrayJob):
         return (MergeJob.of(self),)
 
     def log(self, folder: Path, number: str) -> Path:
-        """Return the path of the task logs of job number ``number``. Slurm replaces %a in it by the task number."""
+        """Return the path of the task logs of job ``number``. Slurm replaces %a in the path by the task number."""
         return self.run_dir / f"{number}_%a.out"
 
     @property
     def folder(self) -> str:
-        """Results directory. Each % is doubled, because Slurm reads the directory as a file name pattern."""
+        """Results directory as a Slurm file name pattern, in which each % is doubled."""
         return str(self.run_dir).replace("%", "%%")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptArrayJob(ArrayJob):
-    """Script as a job array: ``tasks`` runs in subfolders of ``run_dir``, each with its task number as HPCDIST_TASK."""
+    """Script as a job array: ``tasks`` tasks in subfolders of ``run_dir``. HPCDIST_TASK is the task number."""
 
     template: ClassVar[str] = "script_array.sbatch.j2"
     option: ClassVar[str] = "--tasks"
@@ -184,8 +185,8 @@ class ServersJob(BatchJob):
             raise UsageError("--server-partition is empty; give a name, or leave the option out")
         if self.spare_nodes or self.survive != "none":
             raise UsageError(
-                "--spare-nodes and --survive with --server-nodes: srun starts workers and servers as a single step; "
-                "use --restarts, or leave them out"
+                "--spare-nodes and --survive with --server-nodes: srun starts workers and servers as a single step, so "
+                "that lost nodes and ranks cannot be replaced; use --restarts, or leave --spare-nodes and --survive out"
             )
         for argument in self.server_sbatch_args:
             # Same checks as for sbatch_args, but server nodes may have other features, memory and QOS.

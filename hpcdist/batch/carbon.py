@@ -1,14 +1,12 @@
 """Choose the start time of a job with the least emissions, from a forecast of the grid's carbon intensity.
 
-Assumes that a job uses constant power for its whole walltime.
-
-A forecast is a CSV file with a header. Two columns are read, named by _TIME and _INTENSITY (case-insensitive):
+Assumes that a job uses constant power. A forecast is a CSV file with one column named in _TIME and one in _INTENSITY
+(case-insensitive):
 
     time,gCO2/kWh
     2026-11-22T00:00:00Z,312.5
 
-The intensity of a row holds until the time of the next row; the last row is as long as the row before. Times need a
-time zone.
+The intensity of a row holds until the time of the next row.
 """
 
 import bisect
@@ -45,10 +43,7 @@ _BEGIN: Final = {"slurm": "%Y-%m-%dT%H:%M:%S", "pbs": "%Y%m%d%H%M.%S"}  # format
 
 @dataclass(frozen=True)
 class CarbonForecast:
-    """Forecast of the carbon intensity: ``g_per_kwh[i]`` gCO2/kWh from ``times[i]`` to the next time.
-
-    The times have a time zone and increase.
-    """
+    """Carbon intensity ``g_per_kwh[i]`` (gCO2/kWh) from ``times[i]`` to ``times[i + 1]``. Times have a zone."""
 
     path: Path
     times: tuple[datetime, ...]
@@ -56,16 +51,16 @@ class CarbonForecast:
 
     @property
     def begin(self) -> datetime:
-        """Start time of the first row."""
+        """Start time of the forecast's first row."""
         return self.times[0]
 
     @property
     def end(self) -> datetime:
-        """End time of the last row, which is assumed to be as long as the row before it."""
+        """End time of the forecast's last row, which is assumed to be as long as the row before it."""
         return self.times[-1] + (self.times[-1] - self.times[-2])
 
     def covers(self, begin: datetime, end: datetime) -> bool:
-        """Return True if the forecast covers all of ``begin`` to ``end``."""
+        """Return True if the forecast covers the whole interval from ``begin`` to ``end``."""
         return self.begin <= begin and end <= self.end
 
     def mean(self, begin: datetime, duration: timedelta) -> float:
@@ -78,7 +73,7 @@ class CarbonForecast:
 
     @cached_property
     def _sums(self) -> list[Fraction]:
-        """Integrals of the intensity from the first row to the start of each row."""
+        """Integrals of the intensity from the forecast's first row to the start of each row."""
         lengths = [(later - sooner) // _US for sooner, later in itertools.pairwise(self.times)]
         rows = (Fraction(value) * length for value, length in zip(self.g_per_kwh, lengths, strict=False))
         return list(itertools.accumulate(rows, initial=Fraction(0)))
@@ -119,7 +114,10 @@ def _parsed(path: Path, lines: Iterable[list[str]]) -> CarbonForecast:
                 "rows by time, and keep only one forecast of one zone in the file"
             )
     if len(times) < 2:
-        raise ConfigurationError(f"{path} has {len(times)} rows; at least 2 are needed, to know the length of a row")
+        raise ConfigurationError(
+            f"the forecast {path} has {len(times)} rows; give at least 2 rows: the time between rows is also the "
+            "duration of the last row"
+        )
     return CarbonForecast(path, tuple(times), tuple(values))
 
 
@@ -130,7 +128,8 @@ def _column(path: Path, header: list[str], accepted: tuple[str, ...]) -> int:
         return columns[0]
     present = ", ".join(header) or "nothing"
     if columns:
-        raise ConfigurationError(f"{path} line 1: several columns match: {present}; keep only one of them")
+        same = ", ".join(header[index] for index in columns)
+        raise ConfigurationError(f"{path} line 1: {len(columns)} columns hold {accepted[0]}: {same}; keep only one")
     near = [name for name in names if nearest(name, accepted)]
     hint = f" ({near[0]!r} is similar)" if near else ""
     raise ConfigurationError(
@@ -162,8 +161,7 @@ def _intensity(where: str, text: str) -> float:
 class CarbonWindow:
     """Best start time of a job: its UTC interval, its mean carbon intensity, and the intensity for a start now.
 
-    ``now_g_per_kwh``: intensity for a start now, or None if the forecast does not cover such a job. ``why_not_now``
-    is the reason.
+    If the forecast does not cover a start now, ``now_g_per_kwh`` is None, and ``why_not_now`` is the reason.
     """
 
     begin: datetime
@@ -191,10 +189,10 @@ class CarbonWindow:
 
 
 def best_window(forecast: CarbonForecast, now: datetime, duration_s: float, deadline: datetime) -> CarbonWindow:
-    """Return the earliest window of least mean intensity, with now <= begin and begin + duration_s <= deadline.
+    """Return the earliest start with the least mean intensity, so that now <= begin and begin + duration_s <= deadline.
 
-    ``now`` and ``deadline`` have a time zone. The mean is linear in ``begin`` between row boundaries, so a minimum is
-    at the earliest or latest begin, or where one end of the window is at a row boundary. Sums are exact. Raises
+    ``now`` and ``deadline`` have a time zone. The mean is piecewise linear in the start time, so only a few candidates
+    are compared: the earliest and latest start, and starts at which the job starts or ends at a row boundary. Raises
     UsageError if the deadline is too soon, and ConfigurationError if the forecast does not cover the job.
     """
     duration = timedelta(seconds=duration_s)
@@ -226,7 +224,11 @@ def best_window(forecast: CarbonForecast, now: datetime, duration_s: float, dead
 def plan_begin(
     path: Path, deadline_text: str | None, walltime_s: int | None, now: datetime, power_w: float | None = None
 ) -> tuple[datetime, list[str]]:
-    """Return the best start time of a job, and lines of text to explain it. Raises UsageError, ConfigurationError."""
+    """Return the best start time of a job according to the forecast file ``path``, and lines of text to explain it.
+
+    `deadline_of` parses ``deadline_text``. ``power_w``: the job's power in W, to report the saving in g, or None.
+    Raises UsageError, ConfigurationError or StorageError.
+    """
     if walltime_s is None:
         raise UsageError("--carbon needs --time: the forecast is averaged over the whole job")
     if deadline_text is None:
@@ -262,16 +264,16 @@ def deadline_of(text: str, now: datetime) -> datetime:
         return now + timedelta(seconds=seconds_of(text))
     except UsageError:
         raise UsageError(
-            f"--deadline or --within {text!r}: expected a duration, e.g. 24h, 2d, 90m, 1-12:00:00 or minutes; or a "
-            "date with a time, e.g. 2026-11-24T08:00 (local) or 2026-11-24T08:00Z"
+            f"{text!r}, given as --deadline or --within, is neither a duration (24h, 2d, 90m, 1-12:00:00, or a number "
+            "of minutes) nor a date with a time (2026-11-24T08:00, which is local time, or 2026-11-24T08:00Z)"
         ) from None
 
 
 def begin_text(begin: datetime, scheduler: str = "slurm") -> str:
     """Format the time ``begin`` in whole seconds for sbatch --begin ("slurm") or qsub -a ("pbs").
 
-    Both commands use the time zone of the submitting process (TZ). If a local time occurs twice (clock change) and they
-    would use the wrong occurrence, raises ConfigurationError.
+    Both commands use the time zone of the submitting process (TZ). After a clock change, a local time can occur twice.
+    Raises ConfigurationError if the command would use the wrong occurrence.
     """
     moment = begin.replace(microsecond=0)
     local = moment.astimezone()

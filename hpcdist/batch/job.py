@@ -95,7 +95,7 @@ _OWNED_WITH_BEGIN: Final = {"--begin": "--carbon sets the start time"}
 
 @dataclass(frozen=True, kw_only=True)
 class BatchJob:
-    """Training on ``nodes`` x ``ranks_per_node`` ranks.
+    """Batch job that trains on ``nodes`` x ``ranks_per_node`` ranks.
 
     Input, one of three: ``recipe``, the text of a complete recipe, which every start trains in ``run_dir``; ``sweep``,
     the text of a self-contained sweep; or ``program``, a command line, with the environment variables ``program_keys``.
@@ -105,13 +105,16 @@ class BatchJob:
     features. ``sbatch_args`` and ``mpi_args``: additional options. ``begin``: earliest start time, with time zone.
 
     Failures: ``restarts``: maximum number of restarts within the job. ``spare_nodes``: nodes that replace lost nodes.
-    ``survive``: see `hpcdist run`. The job is number ``link`` of a chain of ``links`` jobs. ``most_fruitless``: maximum
-    number of consecutive starts without a new checkpoint (0: no limit).
+    ``survive``: the option --survive of `hpcdist run`, or "none". The job is number ``link`` of a chain of ``links``
+    jobs. ``most_fruitless``: maximum number of consecutive starts without a new checkpoint (0: no limit).
 
     Software: ``python``: interpreter that runs hpcdist. ``python_path``: folder to import hpcdist from, or None.
-    ``python_of_ranks``: interpreter on the ranks, if different. ``environment``: archive to unpack into ``local``.
-    ``data``: file or directory to copy to ``local``. ``warmup``: compile the kernels first. ``check``: check the nodes
-    first.
+    ``python_of_ranks``: interpreter on the ranks, if different. ``warmup``: compile the kernels first. ``check``: check
+    the nodes first.
+
+    Staging: ``local``: directory that the job creates on each node and removes at its end, or None. ``environment``:
+    archive of a Python environment, which the job unpacks into ``local``. ``data``: file or directory, which the job
+    copies to ``local``.
     """
 
     template: ClassVar[str | None] = None  # None: the scheduler's template of a training
@@ -234,7 +237,7 @@ class BatchJob:
 
     @property
     def followers(self) -> "tuple[BatchJob, ...]":
-        """Jobs to submit after the jobs of the chain. Each of these jobs starts when the previous job has ended."""
+        """Jobs to submit after the jobs of this chain. Each follower starts when the job before it has ended."""
         return ()
 
     def log(self, folder: Path, number: str) -> Path:

@@ -1,6 +1,6 @@
 """Ledger of a run, ``jobs.jsonl`` in the run directory: the jobs submitted for the run, their starts and ends. Local.
 
-One JSON object per line, appended with one write: {"time", "event", "job", ...}. Events and further keys:
+JSON lines {"time", "event", "job", ...} with these events and further keys:
 
     submitted  scheduler, site, name, log, script, chain
     began      restart, from, saved_ns, recipe, nodes
@@ -8,7 +8,7 @@ One JSON object per line, appended with one write: {"time", "event", "job", ...}
     cancelled  how
 
 ``saved_ns``: write time of the newest checkpoint. ``word``: requeue decision ("again" or "stop"). ``lost``: crashed
-nodes. A killed job writes no `ended`. ``$XDG_STATE_HOME/hpcdist/runs.jsonl`` lists the user's run directories.
+nodes. A killed job writes no `ended`.
 """
 
 import json
@@ -36,7 +36,7 @@ SAVE: Final = "save"
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """Entry of the ledger, the record of a run's jobs. ``time`` has a time zone."""
+    """Entry of the job ledger: one event of the batch job with id ``job``. ``time`` has a time zone."""
 
     time: datetime
     event: str
@@ -44,39 +44,39 @@ class LedgerEntry:
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def text(self, name: str) -> str:
-        """Return the value of key ``name`` if it is a string, else ""."""
+        """Return this entry's value of key ``name`` if it is a string, else ""."""
         value = self.values.get(name)
         return value if isinstance(value, str) else ""
 
     def number(self, name: str) -> int | None:
-        """Return the value of key ``name`` if it is an integer, else None."""
+        """Return this entry's value of key ``name`` if it is an integer, else None."""
         value = self.values.get(name)
         return value if type(value) is int else None
 
     def texts(self, name: str) -> list[str]:
-        """Return the strings in the list under key ``name``, or [] if the key is missing."""
+        """Return this entry's value of key ``name`` as a list of strings, or [] if the value is not a list."""
         value = self.values.get(name)
         return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
 @dataclass(frozen=True)
 class LedgerJob:
-    """All ledger entries of one job, in file order."""
+    """All entries of one batch job in the job ledger, in file order."""
 
     id: str
     entries: tuple[LedgerEntry, ...]
 
     def last(self, event: str) -> LedgerEntry | None:
-        """Return the newest entry of type ``event``, or None."""
+        """Return this job's newest entry of type ``event``, or None."""
         return next((entry for entry in reversed(self.entries) if entry.event == event), None)
 
     def text(self, name: str) -> str:
-        """Return the newest string under key ``name``, or "" if no entry has the key."""
+        """Return the newest string under key ``name`` in this job's entries, or "" if no entry has the key."""
         return next((value for entry in reversed(self.entries) if (value := entry.text(name))), "")
 
     @property
     def is_ended(self) -> bool:
-        """Whether the job has ended, without a decision to requeue it."""
+        """True if the job has ended, and its last ``ended`` entry does not request a requeue."""
         phases = [entry for entry in self.entries if entry.event in (SUBMITTED, BEGAN, ENDED)]
         return bool(phases) and phases[-1].event == ENDED and phases[-1].text("word") != AGAIN
 
@@ -93,7 +93,7 @@ class LedgerJob:
 
 
 def record(run_dir: Path, event: str, **values: Any) -> None:
-    """Append an entry of type ``event`` to the ledger of ``run_dir``. Creates both if needed. Raises StorageError."""
+    """Append an ``event`` with its ``values`` to the job ledger of ``run_dir``. Raises StorageError."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def record(run_dir: Path, event: str, **values: Any) -> None:
 
 
 def read(run_dir: Path) -> list[LedgerEntry]:
-    """Return the ledger entries of ``run_dir``, or [] without a ledger. Raises StorageError if it is unreadable."""
+    """Return all entries in the job ledger of ``run_dir``, or [] if it has none. Raises StorageError."""
     try:
         return [entry for value in regular.json_objects(run_dir / FILE_NAME) if (entry := _entry(value)) is not None]
     except OSError as error:
@@ -124,7 +124,7 @@ def jobs(entries: list[LedgerEntry]) -> dict[str, LedgerJob]:
 
 
 def later_links(jobs: Mapping[str, LedgerJob], job: str) -> list[str]:
-    """Return the ids of the jobs after ``job`` in its chain, in order."""
+    """Return the ids of the jobs that follow ``job`` in its chain of jobs, in order. ``jobs``: all jobs by id."""
     links: list[str] = []
     for other in jobs.values():
         submitted = other.last(SUBMITTED)
@@ -136,13 +136,13 @@ def later_links(jobs: Mapping[str, LedgerJob], job: str) -> list[str]:
 
 
 def registry(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the path of the registry, this user's list of run directories. The file may not exist yet."""
+    """Return the path of this user's list of run directories. The file may not exist yet."""
     home = environment.get("XDG_STATE_HOME") or os.path.join(environment.get("HOME") or "~", ".local", "state")
     return Path(home).expanduser() / "hpcdist" / REGISTRY
 
 
 def register_run(run_dir: Path, environment: Mapping[str, str] = os.environ) -> None:
-    """Add ``run_dir`` to this user's registry. Prints a warning if the registry cannot be written."""
+    """Add ``run_dir`` to this user's list of run directories. Prints a warning if the list cannot be written."""
     path, place = registry(environment), os.path.abspath(run_dir)
     try:
         if any(value.get("run_dir") == place for value in regular.json_objects(path)):
@@ -158,12 +158,15 @@ def register_run(run_dir: Path, environment: Mapping[str, str] = os.environ) -> 
 
 
 def registered_runs(environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Return the existing run directories in this user's registry, newest last. Raises StorageError."""
+    """Return the existing run directories in this user's list, newest last. Raises StorageError."""
     path = registry(environment)
     try:
         places = [value.get("run_dir") for value in regular.json_objects(path)]
     except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror or error}; give the run directories") from error
+        raise StorageError(
+            f"{path}, the list of this user's runs, cannot be read: {error.strerror or error}; name the runs instead: "
+            "hpcdist jobs COMMAND RUN_DIR"
+        ) from error
     named = dict.fromkeys(place for place in places if isinstance(place, str))
     return [Path(place) for place in named if _is_directory(place)]
 
@@ -176,13 +179,13 @@ def _is_directory(place: str) -> bool:
 
 
 def _append(path: Path, values: Mapping[str, Any]) -> None:
-    """Append one line to the file ``path`` by a single write, so that lines of concurrent processes do not mix."""
     line = json.dumps(values, separators=(", ", ": ")) + "\n"
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     try:
         end = os.fstat(fd).st_size
         if end and os.pread(fd, 1, end - 1) != b"\n":  # a crash tore the last line: start a new one
             line = "\n" + line
+        # A single write, so that lines of concurrent processes do not mix.
         if os.write(fd, line.encode()) != len(line.encode()):
             raise OSError(0, "the line was written only partially: is the disk full?")
     finally:

@@ -1,4 +1,4 @@
-"""Decide whether a job is requeued after a start has ended, and limit consecutive starts without a new checkpoint.
+"""Decide whether a job is requeued after a start, and limit consecutive starts without a new checkpoint.
 
 Three mechanisms start a job or training again:
 
@@ -6,7 +6,7 @@ Three mechanisms start a job or training again:
     the job script            by `scontrol requeue` or the next chain job, if `hpcdist jobs end` printed "again"
     Slurm                     after it declared a node of the job down
 
-`decide` uses the exit code, new checkpoints and node probes. `fruitless_starts` limits the last two mechanisms.
+`fruitless_starts` limits the last two mechanisms.
 """
 
 import os
@@ -56,8 +56,8 @@ def decide(
 ) -> RequeueVerdict:
     """Decide whether to requeue ``job``, whose start number ``restart`` ended with exit code ``code``. Local.
 
-    ``saved``: the newest checkpoint. ``lost_nodes()`` starts a process on each node of the job and returns the nodes
-    on which this fails. It takes up to a minute, so it is called only if its result matters.
+    ``entries``: the run's job ledger. ``saved``: the newest checkpoint. ``lost_nodes()`` starts a process on each node
+    and returns the nodes on which this fails. It takes up to a minute, so it is called only if its result matters.
     """
     ledger_job = ledger.jobs(entries).get(job)
     fruitless = _starts_in_vain(entries, job, saved)
@@ -88,9 +88,9 @@ def decide(
 def fruitless_starts(
     entries: Iterable[ledger.LedgerEntry], saved: NewestCheckpoint, digest: str
 ) -> list[ledger.LedgerEntry]:
-    """Return the run's latest consecutive starts that began from checkpoint ``saved`` with the recipe ``digest``.
+    """Return the ledger entries of the latest consecutive starts from checkpoint ``saved`` with an equal recipe.
 
-    Ignores cancelled jobs. Local.
+    ``digest`` is the digest of the recipe. Cancelled jobs are left out.
     """
     starts: list[ledger.LedgerEntry] = []
     entries = list(entries)
@@ -118,24 +118,18 @@ def node_count(environment: Mapping[str, str] = os.environ) -> int | None:
 
 
 def _crash_before(ledger_job: ledger.LedgerJob | None, restart: int) -> str:
-    """Return a text if a node crashed during start number ``restart`` - 1 of the job, else "".
-
-    A start whose end is not in the ledger crashed.
-    """
     entries = () if ledger_job is None else ledger_job.entries
     before = [entry for entry in entries if entry.number("restart") == restart - 1]
     ends = [entry for entry in before if entry.event == ledger.ENDED]
     if ends:
         nodes = ends[-1].texts("lost")
         return f"lost {', '.join(nodes)}" if nodes else ""
+    # A start without an ``ended`` entry has crashed.
     return "was killed" if any(entry.event == ledger.BEGAN for entry in before) else ""
 
 
 def _starts_in_vain(entries: list[ledger.LedgerEntry], job: str, saved: NewestCheckpoint) -> int:
-    """Return the number of latest starts of the run that made no checkpoint after ``saved``.
-
-    Killed starts do not count.
-    """
+    """Return the number of latest starts that made no checkpoint newer than ``saved``. Killed starts do not count."""
     ledger_job = ledger.jobs(entries).get(job)
     began = None if ledger_job is None else ledger_job.last(ledger.BEGAN)
     if began is None:

@@ -1,7 +1,6 @@
 """Render the script of a job, write it to the run directory, submit it, and record it in the ledger.
 
-Rendering is pure. Templates run in a Jinja sandbox, because site profiles may replace blocks. Every value is quoted for
-its language: bash, #SBATCH or #PBS lines. Scheduler modules are imported late, so that printing a script is fast.
+Templates run in a Jinja sandbox, because site profiles may replace blocks.
 """
 
 import fcntl
@@ -44,8 +43,7 @@ _SITE_PREFIX: Final = "of the site"  # name of the template made from a profile'
 def render(job: BatchJob, site: SiteProfile) -> str:
     """Return the text of the job script of ``job`` at ``site``.
 
-    Raises UsageError for a value that cannot be quoted in a directive. Raises ConfigurationError if a block in the site
-    profile is unknown or is invalid Jinja.
+    Raises UsageError for a value that cannot be quoted, and ConfigurationError for a block that is unknown or invalid.
     """
     job = site.complete(job)
     templates = environment()
@@ -111,11 +109,12 @@ def directive(value: object) -> str:
 
 
 def pbs(value: object) -> str:
-    """Return ``value`` unquoted, for a #PBS line. Raises UsageError for characters that would need quotes."""
+    """Return ``value`` as text for a #PBS line. Raises UsageError for characters that would need quotes."""
     text = str(value)
     if not _PLAIN.fullmatch(text):
         raise UsageError(
-            f"{text!r}: a #PBS line may only contain letters, digits and _ . , : @ % + = / -; choose other names"
+            f"the job setting {text!r} is invalid: a #PBS line may only contain letters, digits and _ . , : @ % + = / "
+            "-; choose another job name, queue, account, path or option"
         )
     return text
 
@@ -133,7 +132,7 @@ def _one_line(value: object, refused: str) -> str:
 
 
 def _memory(text: str) -> str:
-    """Convert a memory size from Slurm's format to PBS's: 200G to 200gb. Both read a plain number as MiB."""
+    """Convert a memory size from Slurm's format to PBS's, such as 200G to 200gb. A plain number is in MiB."""
     number = text.rstrip("KMGTkmgt")
     return number + (text[len(number) :].lower() or "m") + "b"
 
@@ -155,7 +154,6 @@ def _rank_python(job: BatchJob, site: SiteProfile) -> tuple[str, ...]:
 
 
 def _orders_gpus(job: BatchJob, site: SiteProfile) -> bool:
-    """Return True if the GPU order of the site profile applies: the job uses all GPUs of each node."""
     return job.gpus_of_nodes == {len(site.gpu.order)} and job.gpus_per_node > 0
 
 
@@ -177,15 +175,15 @@ class SubmittedJob:
 
 
 def chain(job: BatchJob, site: SiteProfile) -> list[tuple[BatchJob, str]]:
-    """Return pairs (job, script) to submit: the jobs of the chain of ``job``, then its follower jobs. Local."""
+    """Return (job, script) pairs to submit: all jobs of the chain that ``job`` describes, then its followers. Local."""
     links = [*(replace(job, link=number) for number in range(1, job.links + 1)), *job.followers]
     return [(link, render(link, site)) for link in links]
 
 
 def submit(links: Sequence[tuple[BatchJob, str]], site: SiteProfile, folder: Path) -> Iterator[SubmittedJob]:
-    """Submit ``links``, pairs (job, script), at ``site``. Each job starts after the previous job has ended.
+    """Submit the (job, script) pairs ``links`` at ``site``. Each job starts after the previous job has ended.
 
-    Logs go into ``folder``. Each job is recorded in the ledger and yielded before the next job is submitted, so the
+    Logs go into ``folder``. Each job is recorded in the job ledger and yielded before the next job is submitted, so the
     numbers of a partially submitted chain are available. Raises StorageError and the errors of `slurm.submit`.
     """
     if site.scheduler.kind == "slurm":
@@ -223,10 +221,7 @@ def script_with_input(job: BatchJob, text: str) -> str:
 
 @contextmanager
 def exclusive(run_dir: Path) -> Iterator[None]:
-    """Lock ``run_dir`` so that only one process submits jobs for it. Raises StorageError.
-
-    No lock is taken if the file system has no locks.
-    """
+    """Lock ``run_dir`` against submissions by other processes, if the file system has locks. Raises StorageError."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         fd = os.open(run_dir / ledger.FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)

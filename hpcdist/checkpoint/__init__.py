@@ -1,8 +1,8 @@
 """Checkpoints: one shard per writer and a manifest, saved on any number of ranks and restored on any other number.
 
-Floor 5: imports models and everything below, no other package of this floor. `format` has the files on disk, `saving`
-and `restoring` write and read them, `partner` keeps in-memory copies that survive the death of a rank, `convert`
-handles other file formats. Start with `saving.two_phase.save` and `restoring.restore.restore`. Public API: ``__all__``.
+Floor 5: imports models and everything below, no other package of this floor. `saving` and `restoring` use the files of
+`format`; `partner` keeps in-memory copies that survive the death of a rank. Start with `saving.two_phase.save` and
+`restoring.restore.restore`. Public API: ``__all__``.
 """
 
 import importlib

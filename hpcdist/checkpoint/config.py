@@ -44,7 +44,6 @@ class CheckpointConfig:
 
 
 def _options(text: str) -> list[str]:
-    """Return the words of ``text`` as a list if they look like command-line options, else []."""
     try:
         words = shlex.split(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Directory of checkpoints: names, the atomic commit, the retention rule, and the removal of old checkpoints.
+"""Directory of checkpoints: names, atomic commit, retention, and removal of old checkpoints.
 
 ``step-N.tmp`` is being written. ``step-N`` is complete. ``step-N.replaced`` is an old ``step-N`` while a new one
 replaces it. ``step-N.abandoned`` is later than the step from which the run was resumed.
@@ -42,7 +42,7 @@ class Retention:
 
     @classmethod
     def of(cls, keep: "int | Retention") -> "Retention":
-        """Return ``keep`` as a Retention. A number N means to keep the newest N checkpoints."""
+        """Return ``keep`` as a `Retention`. A number N means to keep the newest N checkpoints."""
         return keep if isinstance(keep, Retention) else cls(keep)
 
     def kept(self, losses: Mapping[int, float]) -> set[int]:
@@ -67,7 +67,7 @@ def loss_of(path: Path) -> float:
 
 
 def candidates(directory: Path) -> list[tuple[int, Path]]:
-    """Return the (step, path) of every checkpoint, also of unfinished and replaced ones, the most recent first."""
+    """Return (step, path) pairs of all checkpoints, including unfinished and replaced ones, the most recent first."""
     if not directory.is_dir():
         return []
     preference = ["", ".replaced", ".tmp"]
@@ -125,10 +125,6 @@ def replace(path: Path, text: str) -> None:
 
 
 def _prune(directory: Path, step: int, keep: Retention) -> None:
-    """Remove the checkpoints up to ``step`` that ``keep`` excludes, and rename the checkpoints after ``step``.
-
-    Later checkpoints are outdated, because the run was resumed from an earlier step. Errors go to stderr.
-    """
     directories = candidates(directory)
     complete = [(number, path) for number, path in directories if not path.suffix and number <= step]
     stay = keep.kept({number: loss_of(path) if keep.best else math.nan for number, path in complete})

@@ -1,7 +1,4 @@
-"""List the checkpoints of a run, and the tensors of a checkpoint, from names, file sizes and manifests. Local.
-
-Reads no shard. Each checkpoint is complete, unfinished, damaged, or of a newer version of hpcdist, with the reason.
-"""
+"""List the checkpoints of a run, and the tensors of a checkpoint, from names, file sizes and manifests. Local."""
 
 import math
 from collections.abc import Collection
@@ -48,7 +45,7 @@ class StoredTensor:
 class ListedCheckpoint:
     """Directory of a complete, damaged or unfinished checkpoint. ``reason`` explains why it is unusable, or is "".
 
-    The sizes of its files match the manifest if it is complete; the digests of its data were not checked.
+    A complete checkpoint has files of the sizes in its manifest. The digests of its data were not checked.
     """
 
     path: Path
@@ -73,7 +70,7 @@ class ListedCheckpoint:
 
 
 def checkpoints_directory(run_dir: Path) -> Path:
-    """Return ``run_dir/checkpoints``, or ``run_dir`` if it has checkpoints. Raises StorageError if both lack any."""
+    """Return the folder with the checkpoints, ``run_dir/checkpoints`` or ``run_dir``. Raises StorageError."""
     inside = run_dir / "checkpoints"
     if inside.is_dir():
         return inside
@@ -88,7 +85,7 @@ def list_checkpoints(run_dir: Path) -> list[ListedCheckpoint]:
 
 
 def inspect(path: Path) -> ListedCheckpoint:
-    """Return the checkpoint at ``path`` with its state, judged from the manifest and the sizes of the files."""
+    """Return the checkpoint at ``path`` with its state, determined from the manifest and the sizes of the files."""
     stem = path.name.partition(".")[0].removeprefix("step-")
     step = int(stem) if stem.isdecimal() else -1
     if path.suffix == ".tmp":
@@ -122,8 +119,7 @@ def load_parameters(path: Path) -> Manifest:
 def select(path: Path) -> Path:
     """Return ``path`` if it is a checkpoint, else the newest complete checkpoint of the run in ``path``.
 
-    If ``path`` is an unfinished ``step-N``, it is returned too. Raises StorageError if the run has no complete
-    checkpoint.
+    An unfinished ``step-N`` counts as a checkpoint. Raises StorageError if the run has no complete checkpoint.
     """
     if (path / manifest.FILE_NAME).exists() or (path.is_dir() and path.name.startswith("step-")):
         return path
@@ -134,7 +130,10 @@ def select(path: Path) -> Path:
 
 
 def stored_tensors(loaded: Manifest, kinds: Collection[str] | None = None) -> list[StoredTensor]:
-    """Return the tensors whose kind of state is in ``kinds`` (None: all), ordered by kind, layer and name."""
+    """Return the tensors in the manifest ``loaded`` whose kind of state is in ``kinds``, by kind, layer and name.
+
+    ``kinds`` None means all kinds.
+    """
     tensors = {
         (entry.kind, entry.tensor): StoredTensor(entry.kind, entry.tensor, entry.dtype, entry.shape)
         for entry in loaded.pieces
@@ -149,7 +148,7 @@ def _by_layer(name: str) -> tuple[int, str]:
 
 
 def summary(listed: ListedCheckpoint) -> dict[str, Any]:
-    """Return the step, state, sizes, and totals per kind of tensor of a checkpoint as a JSON object."""
+    """Return the step, state and sizes of a checkpoint, and totals per kind of state, as a JSON object."""
     loaded = listed.manifest
     figures: dict[str, Any] = {
         "path": str(listed.path),

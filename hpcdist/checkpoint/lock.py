@@ -1,9 +1,7 @@
 """Lock of a run directory, so that no two jobs write the same checkpoints. Local.
 
-The file ``lock`` names the host, process and job of its holder, and its own directory and inode, to detect copies. A
-thread of the holder touches it every `HEARTBEAT_S`. The lock is stale if its holder is known to be dead or is an
-earlier start of the same batch job, or if the file was not touched for `STALE_S` by the clock of the file system.
-
+The file ``lock`` names its holder, who touches the file every `HEARTBEAT_S`. The lock is stale if its holder is dead or
+is an earlier start of the same batch job, or if the file was not touched for `STALE_S` by the clock of the file system.
 A suspended process may lose its lock, so it must call `lost` before it writes or commits a checkpoint.
 """
 
@@ -63,8 +61,8 @@ class RunLock:
     def take(self, directory: Path, *, waits: bool = True, otherwise: str = "choose another --out") -> None:
         """Lock the existing ``directory``. Raises StorageError if another process holds the lock.
 
-        If it is unclear whether the holder is alive, wait to find out; if the keyword ``waits`` is false, treat it as
-        alive. The keyword ``otherwise`` is the advice in the error message.
+        If it is unclear whether the holder is alive, wait to find out, or assume so if the keyword ``waits`` is False.
+        The keyword ``otherwise`` is the advice in the error message.
         """
         path = directory / LOCK_FILE
         if path.is_dir():
@@ -118,7 +116,7 @@ class RunLock:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The entry of this process in the lock file."""
+        """The entry that this process writes to its lock file."""
         return self._own
 
     def take_over(self, directory: Path, predecessor: Mapping[str, Any] | None) -> None:
@@ -134,10 +132,6 @@ class RunLock:
         self.take(directory)
 
     def _made(self, path: Path) -> bool:
-        """Create the lock file ``path``. Return False if it already exists, else True.
-
-        Raises StorageError for other failures.
-        """
         new = atomic.temporary_path(path)
         try:
             with open(atomic.create(new), "w", encoding="utf-8") as file:
@@ -196,10 +190,7 @@ def _identity(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _entry(path: Path) -> dict[str, Any] | None:
-    """Return the lock file's entry, {} if its content is invalid, or None if it was copied from another directory.
-
-    Raises OSError if it cannot be read, ValueError if it is not JSON.
-    """
+    """Return the entry in lock file ``path``, {} if it is invalid, or None if the file is a copy."""
     entry = regular.json_value(path, MAX_BYTES)
     if not isinstance(entry, dict):
         return {}
@@ -222,7 +213,10 @@ def _description(directory: Path, holder: Mapping[str, Any], age_s: float) -> st
 
 
 def _read_holder(path: Path) -> tuple[dict[str, Any] | None, float]:
-    """Return the lock file's entry and its age in seconds. Entry {}: unreadable; None: absent or copied."""
+    """Return the entry in the lock file ``path``, and the age of the file in seconds.
+
+    The entry is {} if it cannot be read. It is None if there is no lock file, or only a copy.
+    """
     now, age_s = atomic.temporary_path(path), 0.0
     try:
         os.close(atomic.create(now))
@@ -248,16 +242,10 @@ def _is_visible(holder: Mapping[str, Any], identity: Mapping[str, Any]) -> bool:
 
 
 def _started(pid: Any) -> str:
-    """Return the start time of process ``pid`` in clock ticks since boot, or "" if it is a zombie or does not run."""
     return str(start_ticks(pid) or "") if type(pid) is int else ""
 
 
 def _remove(path: Path, holder: Mapping[str, Any] | None) -> None:
-    """Remove the stale lock file of the process ``holder``.
-
-    The file is renamed first, which only one process can do, and then read. If it turns out to be the new lock of
-    another process, it is renamed back.
-    """
     aside = path.with_name(f"{LOCK_FILE}.stale.{os.getpid()}")
     try:
         path.rename(aside)
@@ -265,6 +253,7 @@ def _remove(path: Path, holder: Mapping[str, Any] | None) -> None:
         return
     except OSError as error:
         raise StorageError(f"{path} is stale and cannot be removed: {error.strerror}") from error
+    # Only one process can rename the file. If it is the new lock of another process, rename it back.
     if _read_holder(aside)[0] != holder:
         with contextlib.suppress(FileExistsError):
             _link_new(aside, path)

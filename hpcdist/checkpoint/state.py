@@ -47,7 +47,10 @@ class Sharded:
         if (self.start is None) != (self.shape is None):
             raise UsageError("Sharded needs both start and shape, or neither if the parts are rows in rank order")
         if not getattr(self.array, "ndim", 0):
-            raise UsageError(f"Sharded needs an array with at least one dimension, got {type(self.array).__name__}")
+            raise UsageError(
+                f"Sharded needs an array with at least one dimension, got a {type(self.array).__name__} without "
+                "dimensions; for a single value, pass an array of shape (1,)"
+            )
         if self.start is not None and self.shape is not None:
             for name in ("start", "shape"):
                 object.__setattr__(self, name, _whole_numbers(name, getattr(self, name)))
@@ -75,9 +78,8 @@ def save(directory: str | Path, state: State, *, step: int | None = None, keep: 
 
     ``state`` must have the same names on all ranks. A value is an array that is equal on all ranks, a `Sharded` part of
     an array, or a JSON value (used from rank 0). ``step`` is N, by default the newest step + 1. ``keep`` is the number
-    of newest checkpoints to keep. The save is atomic. Afterwards, no other job can save in ``directory``.
-
-    Raises StorageError on all ranks if one cannot write, and UsageError for an invalid argument.
+    of newest checkpoints to keep. The save is atomic. Afterwards, no other job can save in ``directory``. Raises
+    StorageError on all ranks if one cannot write, and UsageError for an invalid argument.
     """
     keep, step = whole_number("keep", keep), None if step is None else whole_number("step", step)
     if keep < 1:
@@ -133,7 +135,6 @@ _locks: Final[dict[Path, RunLock]] = {}  # the locks of this process, held until
 
 
 def _lock(directory: Path) -> None:
-    """Lock ``directory`` against other jobs. Raises StorageError if another job holds the lock."""
     resolved = directory.resolve()
     if resolved in _locks:
         return
@@ -187,10 +188,7 @@ def _check_stored(path: Path, piece: Piece, stored: tuple[tuple[int, ...], str] 
 
 
 def _piece(comm: Communicator, name: str, value: Any, *, split_whole: bool) -> tuple[Piece, bool]:
-    """Return this rank's piece of ``value``, and True if it is a copy, else False. Collective for `Sharded` rows.
-
-    If the keyword ``split_whole`` is true, each rank gets a different part of an array that all ranks hold.
-    """
+    """Return this rank's `Piece` of ``value``, and True if it is a copy. Collective if `Sharded` has no ``start``."""
     array = value.array if isinstance(value, Sharded) else value
     if isinstance(array, np.ma.MaskedArray):
         raise UsageError(f"{name} is a masked array, which would lose its mask; save array.filled(value)")

@@ -1,11 +1,10 @@
-"""Stripe the directory of checkpoints on file systems that spread files over servers: Lustre and BeeGFS. Local.
-
-A file inherits the stripe layout of its directory. On Lustre the layout is progressive (``lfs setstripe -E``).
+"""Striping of checkpoint directories over the servers of Lustre and BeeGFS. Local.
 
     per_shard = bytes / writers
     stripes   = min(per_shard / 1 GiB, servers / writers), at least 1, and at least one for each 100 GB
 
-If the number of servers is unknown, 8 replaces servers / writers.
+If the number of servers is unknown, 8 replaces servers / writers. A file inherits the stripe layout of its directory.
+On Lustre the layout is progressive (``lfs setstripe -E``).
 """
 
 import ctypes
@@ -48,7 +47,7 @@ class MountedFileSystem:
 
 @dataclass(frozen=True)
 class StripePlan:
-    """Striping of a directory: the ``command`` to run (empty if there is nothing to do), and the reason in ``why``."""
+    """Striping of a directory: the ``command`` to run, empty if no striping is useful, and the reason ``why``."""
 
     system: MountedFileSystem
     command: tuple[str, ...]
@@ -61,10 +60,7 @@ class StripePlan:
 
 
 def file_system(path: Path, mounts: Path = MOUNTS) -> MountedFileSystem:
-    """Return the file system of ``path``, or of its nearest existing parent directory.
-
-    ``mounts`` is the mount table's path.
-    """
+    """Return the file system of ``path``, or of its nearest existing parent. ``mounts``: path of the mount table."""
     there = path.absolute()
     while not there.exists() and there != there.parent:
         there = there.parent
@@ -73,17 +69,15 @@ def file_system(path: Path, mounts: Path = MOUNTS) -> MountedFileSystem:
 
 
 def _magic(path: Path) -> int:
-    """Return the magic number of the file system of ``path`` (f_type of statfs), or 0 on failure."""
     words = (ctypes.c_long * 64)()
     try:
         failed = ctypes.CDLL(None).statfs(os.fsencode(path), words)
     except (OSError, AttributeError):
         return 0
-    return 0 if failed else int(words[0]) & 0xFFFFFFFF
+    return 0 if failed else int(words[0]) & 0xFFFFFFFF  # f_type
 
 
 def _mount_of(path: Path, mounts: Path) -> tuple[str, str]:
-    """Return mount point and type of ``path``'s file system: the last of the longest matches in the mount table."""
     best = ("", "unknown")
     try:
         lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
@@ -94,13 +88,14 @@ def _mount_of(path: Path, mounts: Path) -> tuple[str, str]:
         if len(fields) < 3:
             continue
         point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[1])
+        # The last mount at a point hides the earlier ones.
         if (path == Path(point) or Path(point) in path.parents) and len(point) >= len(best[0]):
             best = (point, fields[2])
     return best
 
 
 def stripes(nbytes: int, writers: int, servers: int | None = None) -> int:
-    """Return the number of servers over which to stripe each shard, if ``writers`` ranks write ``nbytes`` in total."""
+    """Return the number of ``servers`` over which to stripe each of ``writers`` shards of ``nbytes`` in total."""
     shard = -(-nbytes // max(1, writers))
     most = UNKNOWN_SERVERS_STRIPES if servers is None else max(1, servers // max(1, writers))
     count = max(1, min(shard // PER_STRIPE_BYTES, most), -(-shard // MAX_BYTES_PER_STRIPE))
@@ -108,10 +103,9 @@ def stripes(nbytes: int, writers: int, servers: int | None = None) -> int:
 
 
 def plan(directory: Path, nbytes: int, writers: int, options: str = "auto", mounts: Path = MOUNTS) -> StripePlan:
-    """Return the striping of ``directory`` for ``writers`` ranks that write ``nbytes`` bytes in total.
+    """Return a plan to stripe ``directory`` for ``writers`` ranks that write ``nbytes`` bytes in total.
 
-    ``options`` is the recipe key ``checkpoint.stripe``: "auto", "none", or options for the file system's striping
-    command.
+    ``options`` is the recipe key ``checkpoint.stripe``: "auto", "none", or options for the striping command.
     """
     system = file_system(directory, mounts)
     if options == "none":
@@ -155,7 +149,6 @@ def _options(begin: tuple[str, ...], count: int) -> tuple[str, ...]:
 
 
 def _servers(directory: Path) -> int | None:
-    """Return the number of Lustre object servers (OSTs) of ``directory``, or None if ``lfs`` does not report it."""
     there = next(
         (ancestor for ancestor in (directory.absolute(), *directory.absolute().parents) if ancestor.exists()), Path("/")
     )

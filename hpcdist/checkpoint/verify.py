@@ -1,7 +1,4 @@
-"""Verify every byte of a checkpoint against its digests, and prune checkpoints on request. Local.
-
-`verify` reports all damage, not only the first. Used by `hpcdist checkpoint verify` and `prune`.
-"""
+"""Verify every byte of a checkpoint against its digests, and prune checkpoints on request. Local."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -27,10 +24,7 @@ from hpcdist.reporting.units import counted
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """Result of `verify`. ``damage`` lists the file, bytes and tensor of each damaged block.
-
-    ``not_covered`` lists the bytes without a digest: damage to them cannot be detected.
-    """
+    """Result of `verify`. ``damage`` describes the damaged blocks, and ``not_covered`` the data without a digest."""
 
     path: Path
     state: str
@@ -40,7 +34,7 @@ class VerifyResult:
 
 
 def verify(path: Path) -> VerifyResult:
-    """Read and verify the whole checkpoint at ``path``. Threads read its files in parallel."""
+    """Read and verify the whole checkpoint at ``path``. The result lists all damage, not only the first."""
     listed = listing.inspect(path)
     loaded = listed.manifest
     if loaded is None:
@@ -65,7 +59,6 @@ def _not_covered(path: Path, loaded: Manifest) -> tuple[str, ...]:
 
 
 def _of_index(path: Path, loaded: Manifest) -> tuple[list[str], int]:
-    """Return the damage in the index file, and the number of bytes read. A restore does not need this file."""
     index = loaded.index
     if index is None:
         return [], 0
@@ -113,7 +106,7 @@ def _of_file(path: Path, loaded: Manifest, name: str, entries: Sequence[StoredPi
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """Checkpoints to remove (``doomed``) and to keep, the most recent first."""
+    """Checkpoints of a run to remove (``doomed``) and to keep (``kept``), the most recent first."""
 
     doomed: tuple[ListedCheckpoint, ...]
     kept: tuple[ListedCheckpoint, ...]
@@ -135,7 +128,7 @@ def exclude_jobs(run_dir: Path) -> Iterator[None]:
 
 
 def plan(run_dir: Path, rule: Retention, damaged: bool = False) -> PrunePlan:
-    """Return the checkpoints of ``run_dir`` to keep and to remove by ``rule``. ``damaged``: remove damaged ones too.
+    """Return the checkpoints of ``run_dir`` to keep and to remove by ``rule``. ``damaged``: also remove damaged ones.
 
     The newest checkpoint to keep is verified in full. Raises StorageError if no checkpoint is usable.
     """

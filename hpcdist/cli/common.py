@@ -1,7 +1,4 @@
-"""Options, arguments, value types and the lazily importing group that several commands share.
-
-`hpcdist --help` imports this module, so it imports nothing expensive.
-"""
+"""Options, arguments, value types and the lazily importing group that several commands share."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -43,7 +40,7 @@ def stacked(*options: Decorator) -> Decorator:
 
 
 class Parsed(click.ParamType):
-    """Click type that converts texts with the function ``parse``, which raises ValueError. Other values are kept."""
+    """Click type that converts strings by the function ``parse``, which raises ValueError. Other values are kept."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name, self._parse = name, parse
@@ -77,10 +74,7 @@ class LazyGroup(click.Group):
         return list(self.lazy)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return the command ``cmd_name``, or return None for an unknown name.
-
-        Raises click.UsageError if the unknown name is similar to a command; its message suggests that command.
-        """
+        """Return the command ``cmd_name``, or None. Raises click.UsageError that suggests a command of similar name."""
         if cmd_name not in self.lazy:
             near = nearest(cmd_name, self.lazy)
             if near is not None and not ctx.resilient_parsing:

@@ -171,7 +171,6 @@ def write_html(file: Path) -> None:
 
 
 def _embedded(link: re.Match[str]) -> str:
-    """Return a Markdown image with the picture's data embedded, for a link to a picture of the documentation."""
     data = base64.b64encode((DOCS / link[2]).read_bytes()).decode()
     return f"![{link[1]}](data:image/png;base64,{data})"
 
@@ -198,7 +197,6 @@ def _key(word: str) -> str:
 
 
 def _pages_with(word: str) -> list[str]:
-    """Return the pages that contain ``word`` (case-insensitive), most matches first."""
     counts = {}
     for topic in (*TOPICS, *BESIDE_FILES):
         with suppress(MissingCapabilityError):  # the files of a page may not be installed

@@ -85,23 +85,19 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _print_error(text: str) -> None:
-    """Print an error that ends this process before a job has started. `hpcdist run` repeats it after the launcher ends.
-
-    Ranks other than 0 wait GIVE_WAY_S first: rank 0 most likely prints the same error, and then the launcher ends the
-    other ranks.
-    """
     launched = environment.launch_environment()
     rank = launched.rank or 0 if launched is not None else 0
     if rank:
-        time.sleep(failfast.GIVE_WAY_S)
+        time.sleep(failfast.GIVE_WAY_S)  # rank 0 likely prints the same error, and then the launcher ends this rank
     with suppress(OSError):
+        # `hpcdist run` prints the error after the launcher has ended.
         if launched is not None and failfast.write_for_launcher(rank, text):
             return
     click.echo(text, nl=False, err=True)
 
 
 def _colour() -> bool | None:
-    """Return the value of click's colour setting: False to disable colours, None to colour only on a terminal."""
+    """Return click's colour setting: False for no colours, None for colours on a terminal only."""
     launched = environment.launch_environment()
     is_unknown_launcher = launched is not None and launched.size > 1 and exit_file.LAUNCH_DIR not in os.environ
     return False if is_unknown_launcher or os.environ.get("NO_COLOR") else None

@@ -1,9 +1,4 @@
-"""`hpcdist run`: start one command on N ranks, on a workstation or inside a batch job.
-
-It selects a launcher (mpirun, srun and others), checks the command before any rank starts, and restarts failed
-trainings (--restarts) from the newest checkpoint without lost nodes. At the end it prints the first failure of a rank.
-It also lists the complete checkpoints of a run, without MPI.
-"""
+"""`hpcdist run`: start one command on N ranks, on a workstation or inside a batch job."""
 
 import json
 import os
@@ -152,8 +147,7 @@ def command(
 class _Launch:
     """Settings that all starts of one `hpcdist run` share.
 
-    ``program`` are the words that run hpcdist (empty for a ``script``). ``options`` are options of the launcher.
-    ``typed`` is the command line of `hpcdist run`.
+    ``program`` are the words that run hpcdist, none for a ``script``. ``typed`` is the command line of `hpcdist run`.
     """
 
     starter: launchers.Starter
@@ -170,7 +164,6 @@ class _Launch:
         return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in self.settings.items()), shlex.join(words)])
 
     def run(self, command: Sequence[str], run_dir: Path | None, most_restarts: int) -> int:
-        """Run ``command``, restart it up to ``most_restarts`` times, and return its exit code."""
         if unbound := self.starter.unbound(self.options):
             click.echo(f"hpcdist run: ranks are not bound to cores: {unbound}", err=True)
         with supervisor.signals_held() as mask:
@@ -205,11 +198,10 @@ class _Launch:
         *,
         repeated: bool = False,
     ) -> supervisor.LaunchOutcome:
-        """Run ``command`` once, print its first failure, and return its exit code.
+        """Run ``command`` once, print its first failure, and return its outcome.
 
-        ``where`` lists launcher options that select nodes in a restart; it is None in the first start. If the keyword
-        ``repeated`` is true, a restart may follow; the command to resume by hand is then printed only if the exit code
-        is final.
+        ``where``: launcher options that select nodes in a restart. If a restart may follow (``repeated``), the command
+        to resume by hand is printed only if the exit code is final.
         """
         began_ns = time.time_ns()
         with _launch_dir() as folder:
@@ -257,9 +249,9 @@ class _Launch:
 
 @contextmanager
 def _launch_dir() -> Iterator[str]:
-    """Context manager for a temporary directory of one start. A file in it identifies the process that owns it."""
     # Ignore cleanup errors: a process that is being killed may still write there.
     with tempfile.TemporaryDirectory(prefix=_LAUNCH_PREFIX, ignore_cleanup_errors=True) as folder:
+        # `_remove_abandoned` reads this file.
         (Path(folder) / _OWNER_FILE).write_text(json.dumps(RunLock().identity), encoding="utf-8")
         try:
             yield folder
@@ -268,7 +260,6 @@ def _launch_dir() -> Iterator[str]:
 
 
 def _remove_abandoned() -> None:
-    """Remove this user's launch directories whose `hpcdist run` has died, and their shared-memory segments."""
     identity = RunLock().identity
     for folder in Path(tempfile.gettempdir()).glob(f"{_LAUNCH_PREFIX}*"):
         try:
@@ -327,10 +318,6 @@ def _check_survival(name: str, survive: str | None, spares: int | None) -> None:
 
 
 def _run_dir(command: Sequence[str], script: bool, out_option: Path | None, resume: str | None) -> Path | None:
-    """Return the run directory: ``out_option`` for a script, else the option --out of `hpcdist train` in ``command``.
-
-    Raises UsageError if --out is missing or misplaced.
-    """
     if script:
         if out_option is None:
             raise UsageError("--restarts and --resume need the directory of the checkpoints; add --out DIR")
@@ -377,7 +364,6 @@ def check_training(
 
 
 def _typed_command(script_words: int) -> list[str]:
-    """Return the command line of this process as typed, with `--` before the words of a script."""
     words = [Path(sys.argv[0]).name.replace("__main__.py", "hpcdist"), *sys.argv[1:]]
     begin = len(words) - script_words
     if script_words and "--" not in words[begin - 1 : begin]:  # click removes the `--`
@@ -386,7 +372,7 @@ def _typed_command(script_words: int) -> list[str]:
 
 
 def _terminal_environment() -> dict[str, str]:
-    """Return environment variables that describe the real terminal, because the ranks see a pseudo-terminal."""
+    # The ranks see a pseudo-terminal instead of the real terminal.
     variables = {} if sys.stdout.isatty() else {"NO_COLOR": "1"}
     if sys.stderr.isatty():
         with suppress(OSError):
@@ -396,7 +382,6 @@ def _terminal_environment() -> dict[str, str]:
 
 
 def _print_resume_command(run_dir: Path, words: Sequence[str], script: bool = False) -> None:
-    """Print a failed training's newest checkpoint, and the commands to resume it and to analyse a hang."""
     newest = next(iter(checkpoints(run_dir)), None)
     where = f"the newest checkpoint is {run_dir / 'checkpoints' / newest}" if newest else "there is no checkpoint yet"
     typed = shlex.join(exit_file.resume_command(words, run_dir, script=script))
@@ -417,7 +402,6 @@ def checkpoints(run_dir: Path) -> dict[str, int]:
 
 
 def _show_first_failure(folder: Path, run_dir: str, began_ns: int) -> None:
-    """Print each distinct failure of the ranks once, after the launcher's output. The earliest failure comes last."""
     written_ns = {path: path.stat().st_mtime_ns for path in folder.glob("rank-*.txt")}
     if run_dir:  # ranks on other hosts write their failure next to their recorder file
         recorded_ns = {path: path.stat().st_mtime_ns for path in (Path(run_dir) / "recorder").glob("rank-*.failed")}
@@ -429,7 +413,7 @@ def _show_first_failure(folder: Path, run_dir: str, began_ns: int) -> None:
         for path in failures:
             text = path.read_text()
             alike.setdefault(re.sub(r"^\[rank \d+\] (rank \d+)?", "", text, flags=re.MULTILINE), []).append(text)
-        for texts in reversed(alike.values()):
+        for texts in reversed(alike.values()):  # the earliest failure comes last
             which = f"the first failure{others}" if texts is next(iter(alike.values())) else "another failure"
             same = f", and {len(texts) - 1} more like it" if len(texts) > 1 else ""
             click.echo(f"\nhpcdist run: {which}{same}:\n{texts[0]}", err=True)

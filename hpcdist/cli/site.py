@@ -1,8 +1,4 @@
-"""`hpcdist site`: show site profiles; write modulefiles, wheelhouses and monitoring files. Runs on login nodes.
-
-`list` and `show` print profiles. `modulefile` writes files for MODULEPATH. `wheelhouse` downloads hpcdist and its
-dependencies for a machine without a network. `monitoring` writes the files for Prometheus and Grafana.
-"""
+"""`hpcdist site`: show site profiles; write modulefiles, wheelhouses and monitoring files. Runs on login nodes."""
 
 import json
 from pathlib import Path
@@ -63,8 +59,10 @@ def modulefile(
 ) -> None:
     """Write modulefiles for an installation of hpcdist: HPCDIST_ROOT, PATH, MPI module, bash completion and help.
 
-    By default PATH gets a folder with only the command hpcdist. With --environment PATH gets all commands of the
-    environment, which then take precedence over commands of the same name. Prints the paths of the files.
+    --kind selects the module system. With --in-place the modulefile locates hpcdist relative to itself. --setenv adds
+    environment variables. By default PATH gets a folder with only the command hpcdist. With --environment PATH gets all
+    commands of the environment, which then take precedence over commands of the same name. Prints the modulefiles, or
+    with --output the paths of the written files.
     """
     from hpcdist import __version__
     from hpcdist.batch.packaging import modulefile

@@ -1,7 +1,4 @@
-"""Commands of one training: `hpcdist train`, `grow`, `evaluate`, `sample`, and `hpcdist config show` for recipes.
-
-Training modules are imported late, so that --help is fast.
-"""
+"""Commands of one training: `hpcdist train`, `grow`, `evaluate`, `sample`, and `hpcdist config show` for recipes."""
 
 import json
 import os
@@ -113,10 +110,14 @@ def check_can_grow(run_dir: Path) -> None:
     try:
         starts = start_record.read_starts(record)
     except (OSError, ValueError) as error:
-        raise StorageError(f"{record} cannot be read, so it is unknown if the training can grow: {error}") from error
+        raise StorageError(
+            f"{record} cannot be read, so it is unknown if the training accepts more ranks: {error}; stop the training "
+            f"(touch {run_dir}/stop), and restart it with more ranks"
+        ) from error
     if not starts or starts[-1].end or not (run_dir / LOCK_FILE).exists():
         raise ConfigurationError(
-            f"no training runs in {run_dir} now; start it with more ranks: hpcdist run -n RANKS train ... --resume auto"
+            f"no training runs in {run_dir} now, so no ranks can join it; resume the run with more ranks than before: "
+            "hpcdist run -n RANKS train ... --resume auto"
         )
     if not starts[-1].survives:
         raise ConfigurationError(

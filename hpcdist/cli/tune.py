@@ -62,7 +62,6 @@ def tune(show: bool, clear: bool, as_json: bool, **measured: Any) -> None:
 
 
 def _show_cache(clear: bool, as_json: bool) -> None:
-    """Print the stored tuning results, or remove them if ``clear``. Of several ranks, only rank 0 does so."""
     from hpcdist.collectives.tuning import cache
     from hpcdist.comm.launch.environment import launch_environment
 
@@ -207,7 +206,6 @@ def _compile_kernel(number: int, count: int) -> None:
 
 
 def _import_kernels() -> None:
-    """Import every module that may contain kernels. Kernels register themselves with `arrays.jit` on import."""
     import importlib
     import pkgutil
 
@@ -216,4 +214,4 @@ def _import_kernels() -> None:
     for package in KERNEL_PACKAGES:
         path = [str(Path(folder, *package.split("."))) for folder in hpcdist.__path__]
         for module in pkgutil.walk_packages(path, f"hpcdist.{package}."):
-            importlib.import_module(module.name)
+            importlib.import_module(module.name)  # registers its kernels with `arrays.jit`

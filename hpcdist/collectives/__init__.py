@@ -1,7 +1,6 @@
 """Collective operations for strategies: allreduce, reduce-scatter, all-gather, broadcast and all-to-all.
 
-Floor 2: imports comm, arrays and errors. Begin with `allreduce` and `Sharding`. The functions for users are in `arrays`
-and exported by `hpcdist`.
+Floor 2: imports comm, arrays and errors. Begin with `allreduce` and `Sharding`. Functions for users are in `arrays`.
 
 Costs in docstrings are for n bytes on p ranks: α is the latency of a message in s, β the transfer time in s/byte, γ the
 reduction time in s/byte.
@@ -59,10 +58,7 @@ __all__ = [
 
 
 def release(comm: Communicator) -> None:
-    """Free this thread's scratch memory, and the memory that collectives share for ``comm``. Collective.
-
-    Later collectives allocate the memory again.
-    """
+    """Free this thread's scratch memory and the shared memory of ``comm``, which later calls reallocate. Collective."""
     flow.release(comm)
     shared_memory.release(comm)
     staging.release(comm)

@@ -1,8 +1,8 @@
 """Collective operations for users, on arrays of any shape: `hpcdist.allreduce` and others.
 
-The algorithm is chosen by measurement: the first call for a dtype measures for about a second on all ranks, and the
-result is cached for later starts on the same machines. `hpcdist tune` measures in advance. HPCDIST_TUNING=off uses the
-MPI library's algorithms. All ranks of ``comm`` must call each function, with arrays of the same dtype.
+The first call for a dtype measures the algorithms for about a second on all ranks, and the result is cached for later
+starts on the same machines. `hpcdist tune` measures in advance. HPCDIST_TUNING=off uses the MPI library's algorithms.
+Arrays must have the same dtype on all ranks.
 """
 
 import functools
@@ -91,7 +91,7 @@ def _reduced_number(comm: Communicator, number: int | float, op: str) -> int | f
 def reduce_scatter(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Array:
     """Return this rank's rows of the reduction of ``array`` over all ranks. Collective over ``comm``.
 
-    ``array`` (n, ...) has the same shape on all ranks and is not changed. Its n rows are split as by
+    ``array``, of shape (n, ...), has the same shape on all ranks and is not changed. Its n rows are split as by
     `numpy.array_split`. ``op`` is as in `allreduce`. Raises UsageError for a 0-d array or an invalid op, and
     BufferHandoverError for an unsupported dtype.
     """
@@ -110,8 +110,8 @@ def reduce_scatter(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Ar
 def all_gather(array: Array, *, comm: AnyComm = None) -> Array:
     """Return the rows of all ranks' arrays, concatenated in rank order. Collective over ``comm``.
 
-    ``array`` is (n, ...). The number of rows n may differ between ranks; the other dims and the dtype must be equal.
-    Raises UsageError for a 0-d array or unequal dims, and BufferHandoverError for an unsupported dtype.
+    ``array`` is of shape (n, ...). The number of rows n may differ between ranks; the other dims and the dtype must be
+    equal. Raises UsageError for a 0-d array or unequal dims, and BufferHandoverError for an unsupported dtype.
     """
     where = communicator_of(comm)
     array = _accept(where, array, "all_gather")
@@ -119,8 +119,8 @@ def all_gather(array: Array, *, comm: AnyComm = None) -> Array:
     counts, fingerprints = gather_counts(where, np.array([array.shape[0], fingerprint], np.int64)).T
     if len(set(fingerprints.tolist())) > 1:
         raise UsageError(
-            f"the arrays of all_gather differ in dtype or in more than their rows between the ranks; rank {where.rank} "
-            f"has {array.dtype} of shape {array.shape}"
+            "the arrays of all_gather may differ between the ranks only in their number of rows; rank "
+            f"{where.rank} has {array.dtype} of shape {array.shape}; use the same dtype and row shape on every rank"
         )
     shares = consecutive((counts * _row_size(array)).tolist())
     result: Array = backend.namespace(array).empty((int(counts.sum()), *array.shape[1:]), array.dtype)
@@ -151,13 +151,16 @@ def all_to_all(parts: Sequence[Array], *, comm: AnyComm = None) -> list[Array]:
     where = communicator_of(comm)
     if not hasattr(parts, "__len__") or getattr(parts, "ndim", 1) == 0 or len(parts) != where.size:
         count = len(parts) if getattr(parts, "ndim", 1) and hasattr(parts, "__len__") else "no"
-        raise UsageError(f"all_to_all got {count} parts for {where.size} ranks; give one for each rank")
+        raise UsageError(f"all_to_all got {count} arrays for {where.size} ranks; give one array for each rank")
     if isinstance(parts, np.ndarray):
         parts = _accept(where, parts, "all_to_all")
     parts = [_accept(where, part, "all_to_all") for part in parts]
     shapes = {(part.shape[1:], part.dtype) for part in parts}
     if len(shapes) > 1:
-        raise UsageError(f"the parts of all_to_all differ in more than their rows: {sorted(map(str, shapes))}")
+        raise UsageError(
+            "the arrays to send by all_to_all may differ only in their number of rows, but have the row shapes and "
+            f"dtypes {sorted(map(str, shapes))}; use the same row shape and dtype for all"
+        )
     rows = gather_counts(where, np.array([len(part) for part in parts], np.int64))  # (from, to)
     sizes = rows * _row_size(parts[0])
     sent, received = (consecutive(counts.tolist()) for counts in (sizes[where.rank], sizes[:, where.rank]))
@@ -173,7 +176,7 @@ def all_to_all(parts: Sequence[Array], *, comm: AnyComm = None) -> list[Array]:
 
 
 def _accept(comm: Communicator, array: Any, name: str, op: str = "sum", *, in_place: bool = False) -> Array:
-    """Return ``array`` as a numpy or cupy array for the call ``name``. In checked mode, an error reaches all ranks."""
+    """Return ``array`` as a numpy or cupy array. In checked mode, notify the other ranks of an error."""
     try:
         if op not in OPS:
             raise UsageError(f"op = {op!r} is unknown; choose {', '.join(OPS)}")
@@ -199,7 +202,7 @@ def _accepted(array: Any, name: str, in_place: bool) -> Array:
     if isinstance(array, np.ndarray):
         array = np.asarray(array)  # a numpy.matrix would stay 2-D when flattened
     if fault := fault_in(array.dtype):
-        raise BufferHandoverError(f"{name}: {fault}")
+        raise BufferHandoverError(f"{name} cannot communicate this array: {fault}")
     if in_place and isinstance(array, np.ndarray):
         if not array.flags.writeable:
             raise BufferHandoverError(f"{name} works in place, and the array is read-only; pass array.copy()")
@@ -226,7 +229,6 @@ def _row_size(array: Array) -> int:
 
 
 def _on_flat(array: Array, run: Callable[[Array], object], changes: bool) -> None:
-    """Call ``run`` on ``array`` as a flat contiguous buffer, copied if needed. If ``changes``, copy the result back."""
     if array.flags.c_contiguous:
         if getattr(array.flags, "aligned", True):
             run(array.reshape(-1))
@@ -240,10 +242,7 @@ def _on_flat(array: Array, run: Callable[[Array], object], changes: bool) -> Non
 
 
 def algorithm_for(comm: Communicator, buffer: Array) -> str:
-    """Return the selected allreduce algorithms for ``buffer``, as text for `parse_algorithm`.
-
-    Collective at the first call for its dtype and device.
-    """
+    """Return the text of an `AlgorithmTable` for ``buffer``. Collective at the first call for its dtype and device."""
     return _selected(comm, buffer, autotune.ALLREDUCE_KIND)
 
 

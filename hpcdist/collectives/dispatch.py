@@ -1,8 +1,7 @@
-"""Dispatch of an allreduce by algorithm name or by a table of sizes: checks, 16-bit floats, scale, event recording.
+"""Dispatch of an allreduce by algorithm name or by a table of buffer sizes.
 
 Everything that depends only on algorithm, op and dtype is cached per communicator, since this layer would dominate the
-time of an 8-byte allreduce. An `AlgorithmTable` selects the algorithm by the buffer size. Its text form, which is a
-valid algorithm name,
+time of an 8-byte allreduce. The text form of an `AlgorithmTable` is a valid algorithm name:
 
     recursive_doubling<=4096,native<=262144,node_shared
 
@@ -68,10 +67,7 @@ class AlgorithmTable:
 
     @classmethod
     def of(cls, rows: list[tuple[int, str]]) -> "AlgorithmTable":
-        """Return the table that ``rows`` describe: (largest buffer size in bytes, algorithm name), ascending.
-
-        The last algorithm has no size limit.
-        """
+        """Return the table of ``rows``: (largest size in bytes, algorithm name), ascending. The last size is unused."""
         run_ends = [row for row, after in zip(rows, rows[1:], strict=False) if row[1] != after[1]]
         return cls((*(name for _, name in run_ends), rows[-1][1]), tuple(limit for limit, _ in run_ends))
 

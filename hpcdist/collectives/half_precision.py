@@ -1,11 +1,8 @@
 """16-bit floats: conversion to and from float32, and an allreduce that rounds only once.
 
-`widened_allreduce` reduces a float32 copy, for algorithms that send partial sums: a 16-bit ring would round p-1 times.
-Widening is exact. Rounding is to nearest, ties to even; overflow gives infinity, underflow gives subnormals or zero,
-and a NaN keeps its sign and the leading bits of its payload.
-
-A bfloat16 is the upper half of a float32. A float16 has 5 exponent bits (bias 15) and 10 fraction bits: its bits,
-shifted to the fields of a float32, read 2^112 too small.
+An algorithm that sends 16-bit partial sums, such as a ring, would round p-1 times. Widening is exact. Rounding is to
+nearest, ties to even; overflow gives infinity, underflow gives subnormals or zero, and a NaN keeps its sign and the
+leading bits of its payload.
 """
 
 from typing import Any, Final
@@ -137,7 +134,7 @@ for _loop in (widen_float16, widen_bfloat16, round_float16, round_bfloat16):
 def widened_allreduce(
     algorithm: AllreduceFunction, comm: Communicator, buffer: Array, op: str = "sum", *, scale: float = 1.0
 ) -> None:
-    """Reduce a 16-bit ``buffer`` in place: run ``algorithm`` on a float32 copy, scale, and round once. Collective."""
+    """Reduce a 16-bit ``buffer`` in place in float32, multiply by the keyword ``scale``, and round once. Collective."""
     wide = scratch("widened", buffer.size, accumulation_dtype(buffer.dtype), buffer)
     widen(buffer, wide)
     algorithm(comm, wide, op)

@@ -1,7 +1,7 @@
 """Reduction operators and buffer checks of all algorithms, and the MPI library's allreduce.
 
-Operators are ufuncs of numpy or cupy. If several ranks compute the same element, all must pass the operands in the same
-order: the sign of a zero and the payload of a NaN depend on it.
+If several ranks compute the same element, all must pass the operands in the same order: the sign of a zero and the
+payload of a NaN depend on it.
 """
 
 from collections.abc import Callable

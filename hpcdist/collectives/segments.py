@@ -1,8 +1,6 @@
 """Scratch buffers of the algorithms, segments of a buffer, and receives posted in advance.
 
-Scratch buffers are reused between calls, because fresh arrays would cause page faults. Each thread has its own scratch
-buffers. Pipelined algorithms split a buffer into segments: while one segment is reduced or forwarded, the next are in
-flight. Sender and receiver split the same ranges alike.
+Each thread reuses its scratch buffers between calls, because fresh arrays would cause page faults.
 """
 
 import threading
@@ -37,8 +35,8 @@ _here = _Workspace()
 def scratch(name: str, size: int, dtype: np.dtype, like: Array) -> Array:
     """Return a scratch buffer of ``size`` uninitialised elements, on the device of the array ``like``. Local.
 
-    The next call with the same ``name`` in this thread returns the same memory. So buffers in use at the same time need
-    different names.
+    The next call with the same ``name`` in this thread returns the same memory: buffers in use together need different
+    names.
     """
     return scratch_in(_here.arrays, name, size, dtype, like)
 
@@ -54,12 +52,12 @@ def scratch_in(buffers: Buffers, name: str, size: int, dtype: np.dtype, like: Ar
 
 
 def count_in_ledger(array: Array) -> Array:
-    """Count ``array`` in this thread's memory ledger, if the thread has one, and return ``array``. Local."""
+    """Add the size of ``array`` to this thread's memory ledger, if it has one, and return ``array``. Local."""
     return array if _here.ledger is None else _here.ledger.track(array, "communication")
 
 
 def account(ledger: Ledger | None) -> None:
-    """Count this thread's current and future scratch buffers in the memory ``ledger``. None stops counting. Local."""
+    """Count this thread's current and future scratch buffers in ``ledger``. None stops counting. Local."""
     if ledger is not None and ledger is not _here.ledger:
         for array in _here.arrays.values():
             ledger.track(array, "communication")
@@ -79,16 +77,16 @@ def release() -> None:
 
 
 def check_ranges(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> None:
-    """Raise UsageError unless ``ranges`` has one range per rank, each inside ``buffer``. Local."""
+    """Raise UsageError unless ``ranges`` has one range per rank of ``comm``, each inside ``buffer``. Local."""
     if len(ranges) != comm.size or any(part.stop > buffer.size for part in ranges):
         raise UsageError(
-            f"a collective of {comm.size} ranks over {buffer.size} elements needs one range inside them for each rank, "
-            f"got {[(part.start, part.stop) for part in ranges]}"
+            f"a collective of {comm.size} ranks over a buffer of {buffer.size} elements needs one range of the buffer "
+            f"for each rank, got the ranges {[(part.start, part.stop) for part in ranges]}"
         )
 
 
 def gather_counts(comm: Communicator, row: np.ndarray) -> np.ndarray:
-    """Return the int64 array ``row`` of each rank, stacked as (ranks, ...). Collective over ``comm``."""
+    """Gather the int64 array ``row`` of each rank. Return them stacked, of shape (ranks, ...). Collective."""
     gathered = np.empty((comm.size, *row.shape), np.int64)
     gathered[comm.rank] = row
     comm.all_gather(gathered.reshape(-1), [Range(row.size * rank, row.size * (rank + 1)) for rank in range(comm.size)])
@@ -104,7 +102,8 @@ def check_segment(segment_bytes: int) -> None:
 def cut_evenly(part: Range, itemsize: int, segment_bytes: int) -> list[Range]:
     """Split the range ``part`` into the fewest balanced pieces of about ``segment_bytes`` bytes, aligned to 64 bytes.
 
-    A piece may be up to 64 bytes longer than ``segment_bytes``. An empty range has no pieces.
+    ``part`` counts elements of ``itemsize`` bytes. A piece may be up to 64 bytes longer than ``segment_bytes``. An
+    empty range has no pieces.
     """
     count = -(-part.size * itemsize // segment_bytes)
     return [piece.shift(part.start) for piece in split(part.size, count, itemsize) if piece] if count else []
@@ -124,7 +123,7 @@ def join(ranges: Iterable[Range]) -> list[Range]:
 def slots(name: str, pieces: Sequence[Range], dtype: np.dtype, like: Array) -> list[Array]:
     """Return a scratch buffer for each of the ranges ``pieces``, for use as targets of `PostedReceives`. Local.
 
-    Piece i uses the same memory as piece i - AHEAD.
+    Piece i uses the same memory as piece i - AHEAD. For ``name``, ``dtype`` and ``like`` see `scratch`.
     """
     longest = max((piece.size for piece in pieces), default=0)
     memory = scratch(name, AHEAD * longest, dtype, like)
@@ -133,7 +132,7 @@ def slots(name: str, pieces: Sequence[Range], dtype: np.dtype, like: Array) -> l
 
 
 class PostedReceives:
-    """Receives messages from ``source`` into ``targets``, in order. Up to AHEAD receives are posted in advance."""
+    """Receives of messages from rank ``source``, up to AHEAD in advance: message i goes into array ``targets[i]``."""
 
     def __init__(self, comm: Communicator, source: int, targets: Sequence[Array], tag: int = 0) -> None:
         self._comm, self._source, self._targets, self._tag = comm, source, targets, tag
@@ -147,7 +146,7 @@ class PostedReceives:
             self._posted.append(self._comm.irecv(target, self._source, self._tag))
 
     def take(self) -> Array:
-        """Wait for the next message. Return its target, which is valid until the next call. Local."""
+        """Wait for message number i, the next one. Return ``targets[i]``, valid until the next call. Local."""
         # With targets from `slots`, the receive posted here reuses the memory that the previous call returned.
         self._post()
         self._posted.popleft().wait()

@@ -9,9 +9,7 @@ Shares are in rank order, except for hierarchical. Costs are per half of an allr
     hierarchical  inside nodes (m-1) α + (m-1)/m n β, between nodes (k-1) α + (k-1)/k (n/m) β
     nccl          NCCL, between GPUs
 
-Hierarchical, with m ranks on each of k nodes: a reduce-scatter inside the node leaves chunk i of m on local rank i; a
-reduce-scatter between the local ranks i of all nodes leaves sub-chunk j of k on node j. The all-gather reverses both
-steps (2D torus: H. Mikami et al., arXiv:1811.05233, 2018).
+Hierarchical is the 2D torus of H. Mikami et al., arXiv:1811.05233 (2018), with m ranks on each of k nodes.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,8 +45,8 @@ class ReduceScatterFunction(Protocol):
     ) -> None:
         """Reduce ``buffer`` by ``op`` in place, or into ``result``. Either all ranks or no rank must pass ``result``.
 
-        ``result`` has the size of this rank's share. If it is passed, ``buffer`` is not changed, unless ``result`` is a
-        view of ``buffer``.
+        Each rank gets only its share of the result: in ``buffer[shares[rank]]``, or in ``result``, which has the size
+        of this share. If ``result`` is passed, ``buffer`` is not changed, unless ``result`` is a view of it.
         """
 
 
@@ -112,10 +110,7 @@ def _node_shared_all_gather(comm: Communicator, buffer: Array, shares: Sequence[
 
 
 def _nested(comm: Communicator, size: int, itemsize: int) -> list[Range]:
-    """Return the range of each rank's share of a buffer of ``size`` elements. Collective.
-
-    The buffer is split into one chunk per local rank, and each chunk into one share per node.
-    """
+    """Return each rank's range of ``size`` elements, split by local rank, then by node. Collective."""
     nodes = comm.nodes()
     if not nodes.uniform:
         return _in_rank_order(comm, size, itemsize)
@@ -151,9 +146,9 @@ def _columns(comm: Communicator) -> list[list[int]]:
 
 
 def _levels(comm: Communicator, shares: Sequence[Range]) -> tuple[list[Range], list[Range]]:
-    """Return the chunk of each local rank of this node, and the shares inside this rank's chunk. Local.
+    """Return the chunk of each local rank, and each node's share of this rank's chunk.
 
-    Raises UsageError, on every rank, unless the shares of all ranks with the same local rank are consecutive.
+    A chunk joins the ``shares`` of the ranks with the same local rank on all nodes.
     """
     columns = _columns(comm) if len(shares) == comm.size else []
     parts = [[shares[rank] for rank in column] for column in columns]
@@ -190,7 +185,7 @@ def _watched(
     reduce_scatter: Callable[[Communicator, Array, Sequence[Range], str], None],
     all_gather: AllGatherFunction,
 ) -> Sharding:
-    """Return a `Sharding` that checks arguments and records each call as one event, for the watchdog. Local."""
+    """Return a `Sharding` that checks arguments and records calls as algorithm ``name``."""
 
     def watched_reduce_scatter(
         comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum", result: Array | None = None

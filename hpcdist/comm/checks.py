@@ -1,12 +1,10 @@
 """Checks before a collective: of the local arguments, and in checked mode of the calls of all ranks.
 
 In checked mode (``communication.checked``, or HPCDIST_CHECK_COLLECTIVES=1) ranks compare their calls before each
-collective, because calls with different sizes, dtypes or algorithms hang or give wrong numbers. For p ranks this costs:
+collective, because different calls hang or give wrong numbers. For p ranks this costs:
 
     one native all-gather of 1024 p bytes per call, and per collective of the communicator that the algorithm uses
     another of 16 p bytes per rank for an all-to-all, whose parts differ by rank
-
-A rank that refuses its call informs the other ranks.
 """
 
 import contextlib
@@ -37,7 +35,7 @@ def is_plain(buffer: Array) -> bool:
 
 
 def check_tiling(buffer: Array, ranges: Sequence[Range], ranks: int) -> None:
-    """Raise CommunicationError unless ``ranges``, one for each of ``ranks`` ranks, cover ``buffer`` in order. Local."""
+    """Raise CommunicationError unless the ``ranges`` of the ``ranks`` ranks tile ``buffer`` in rank order. Local."""
     ends = [0, *(part.stop for part in ranges)]
     starts = [*(part.start for part in ranges), buffer.size]
     if len(ranges) != ranks or ends != starts:
@@ -48,10 +46,7 @@ def check_tiling(buffer: Array, ranges: Sequence[Range], ranks: int) -> None:
 
 
 def check_reduction(buffer: Array, op: str) -> None:
-    """Raise UsageError if the reduction ``op`` is unknown.
-
-    Raises BufferHandoverError for 16-bit floats, because MPI would round every partial sum. Local.
-    """
+    """Raise UsageError for an unknown ``op``, or BufferHandoverError for 16-bit floats (MPI rounds each sum). Local."""
     if op not in REDUCTIONS:
         raise UsageError(f"reduction {op!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
     if is_16bit_float(np.dtype(buffer.dtype)):
@@ -74,7 +69,7 @@ Move: TypeAlias = Callable[[Request], None]  # progresses other operations while
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """Description of one rank's collective call, to compare between ranks. ``extra`` describes further arguments."""
+    """A collective call of a rank. ``count``: number of elements. ``extra``: further arguments to compare."""
 
     operation: str
     algorithm: str
@@ -95,9 +90,10 @@ class CollectiveCall:
 def describe_call(
     operation: str, algorithm: str, buffer: Array, reduction: str = "", extra: str = ""
 ) -> CollectiveCall:
-    """Return the description of a collective call. ``buffer`` may be any, even invalid, object. Local.
+    """Return the description of a collective call, to compare it between ranks. ``buffer`` may be any object. Local.
 
-    ``extra`` describes further arguments.
+    ``reduction`` is "" for an operation that does not reduce. ``extra`` describes further arguments that must be
+    equal on all ranks.
     """
     count, dtype = getattr(buffer, "size", "?"), getattr(buffer, "dtype", None)
     name = type(buffer).__name__ if dtype is None else name_of(dtype)
@@ -105,16 +101,19 @@ def describe_call(
 
 
 def compare_native(comm: Communicator, operation: str, buffer: Array, reduction: str = "", extra: str = "") -> None:
-    """Check that all ranks pass equal arguments to a collective that MPI executes. Collective over ``comm``."""
+    """Check that all ranks pass equal arguments to a collective that MPI executes. Collective over ``comm``.
+
+    Raises CommunicationError on every rank if they differ. For the arguments see `describe_call`.
+    """
     if comm.size > 1 and not comm.is_comparing:
         compare_calls(comm, describe_call(operation, NATIVE_ALGORITHM, buffer, reduction, extra))
 
 
 def compare_calls(comm: Communicator, call: CollectiveCall, move: Move | None = None) -> None:
-    """Raise CommunicationError on every rank unless all ranks pass an equal ``call``. Collective.
+    """Raise CommunicationError on every rank unless all ranks of ``comm`` pass an equal ``call``. Collective.
 
-    ``move`` is called repeatedly until all ranks have arrived. It must progress this rank's earlier operations, because
-    other ranks may still wait for them.
+    ``move(request)`` is called repeatedly until ``request``, the exchange of the calls, is complete. It must progress
+    this rank's earlier operations, because other ranks may still wait for them. Without earlier operations, pass None.
     """
     everybody = _exchange_calls(comm, call, move)
     if any(other != everybody[0][0] for other, _ in everybody):
@@ -122,9 +121,10 @@ def compare_calls(comm: Communicator, call: CollectiveCall, move: Move | None = 
 
 
 def announce_refusal(comm: Communicator, call: CollectiveCall, error: HpcdistError, move: Move | None = None) -> None:
-    """Tell all ranks that this rank refuses ``call`` because of ``error``. Collective.
+    """Inform all other ranks of ``comm`` that this rank raises ``error`` instead of making ``call``. Collective.
 
-    Outside checked mode, this function does nothing.
+    The other ranks call `compare_calls`, which then raises CommunicationError. This function does nothing if
+    ``comm.checked`` is False. For ``move`` see `compare_calls`.
     """
     if comm.checked and comm.size > 1:
         _exchange_calls(
@@ -133,7 +133,10 @@ def announce_refusal(comm: Communicator, call: CollectiveCall, error: HpcdistErr
 
 
 def with_comparison(function: Callable[..., None], algorithm: str) -> Callable[..., None]:
-    """Return a version of the allreduce ``function`` that first checks that all ranks make the same call. Local."""
+    """Return a version of the allreduce ``function`` that first checks that all ranks make the same call. Local.
+
+    ``algorithm`` is the name of the algorithm in error messages.
+    """
 
     def compare_then_run(comm: Communicator, buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
         times = "" if scale == 1.0 else f"times {float(scale)!r}"
@@ -152,7 +155,7 @@ def ranges_fingerprint(shares: Sequence[Range]) -> str:
 
 
 def call_site() -> str:
-    """Return "file:line" of the code that requested the current collective, outside collectives/ and comm/. Local."""
+    """Return "file:line" of the code outside hpcdist/collectives and hpcdist/comm that called the collective. Local."""
     site = events.attributed.get(get_ident()) or events.call_site(sys._getframe(1), _INTERNAL)
     return "an unknown place" if site is None else f"{site.code.co_filename}:{site.line}"
 

@@ -99,9 +99,9 @@ class CommunicationConfig:
 
 
 def fault_in_table(text: str, names: Sequence[str]) -> str:
-    """Return the fault in the algorithm setting ``text``, or "" if it is valid. Local.
+    """Return the fault in ``text``, which selects algorithms, or "" if it is valid. Local.
 
-    Valid are one of ``names``, and a table by buffer size "NAME<=BYTES,...,NAME".
+    ``text`` is one of ``names``, or a table of names by buffer size: "NAME<=BYTES,...,NAME".
     """
     rows, before = text.split(","), -1
     for number, row in enumerate(rows, 1):

@@ -1,7 +1,4 @@
-"""Event sink that receives every operation of a communicator, and the base class that holds the sink.
-
-The flight recorder, the timing of operations and the traffic counters are sinks (see `comm.record`).
-"""
+"""Event sink that receives every operation of a communicator, and the base class that holds the sink."""
 
 from threading import get_ident
 from types import CodeType, FrameType
@@ -11,7 +8,7 @@ UNKNOWN_BYTES: Final = -1  # the MPI library chose the algorithm, so the volume 
 
 
 class CallSite(NamedTuple):
-    """Line of code that requested an operation. The operation may be executed later, or by another thread."""
+    """Line of code that requested an operation, which may be executed later or by another thread."""
 
     code: CodeType
     instruction: int
@@ -19,7 +16,7 @@ class CallSite(NamedTuple):
 
 
 def call_site(frame: FrameType | None, outside: tuple[str, ...]) -> CallSite | None:
-    """Return the innermost line in the call stack of ``frame`` whose file is not under ``outside``, or None."""
+    """Return the innermost line in the call stack of ``frame`` with a file outside the folders ``outside``, or None."""
     while frame is not None and frame.f_code.co_filename.startswith(outside):
         frame = frame.f_back
     return None if frame is None else CallSite(frame.f_code, frame.f_lasti, frame.f_lineno)
@@ -29,10 +26,7 @@ attributed: Final[dict[int, CallSite]] = {}  # by thread: the call site of its o
 
 
 def attribute(site: CallSite | None) -> None:
-    """Record ``site`` as the calling line of all later operations of this thread. Local.
-
-    None restores the default: the actual calling line.
-    """
+    """Record ``site`` as the calling line of this thread's later operations. None restores the actual line. Local."""
     attributed.pop(get_ident(), None)
     if site is not None:
         attributed[get_ident()] = site
@@ -47,7 +41,8 @@ class EventSink:
     def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
         """Record the start of operation ``op`` on ``count`` elements. Return a token to pass to `end`.
 
-        ``sent_bytes`` is the volume of this rank's messages, or `UNKNOWN_BYTES`. ``peer`` is the other rank, or -1.
+        ``comm`` is the communicator's name. ``sent_bytes`` is the number of bytes that this rank sends, or
+        `UNKNOWN_BYTES`. ``peer`` is the other rank, or -1.
         """
         return 0
 
@@ -59,7 +54,7 @@ NULL_SINK: Final = EventSink()
 
 
 class Observable:
-    """Base class of `endpoint.Endpoint`: holds a communicator's event sink, checked mode, and a cache for callers."""
+    """Base class of `endpoint.Endpoint`: holds a communicator's event sink, and whether its calls are checked."""
 
     def __init__(self) -> None:
         self._sink_cell: list[EventSink] = [NULL_SINK]  # shared with all communicators derived from this one
@@ -77,7 +72,7 @@ class Observable:
         self._sink_cell[0] = sink
 
     def observe_like(self, other: "Observable") -> None:
-        """Share the event sink of ``other``, including later replacements, and copy its checked mode. Local."""
+        """Share the event sink of ``other``, including later replacements, and copy the property `checked`. Local."""
         self._sink_cell = other._sink_cell
         self.checked = other.checked
 

@@ -1,12 +1,8 @@
 """Hand-over of buffers to the message layer: contiguity, dtype, stream order and staging.
 
-mpi4py neither synchronises streams nor checks layouts. For a buffer on a GPU:
-
-- Before a send, the host waits for an event recorded on the current stream.
-- If the message layer takes device pointers for the operation (see `mpi.cuda_aware`), the host also waits for this
-  event before the layer writes.
-- Otherwise data goes through pinned memory. The copy to the host waits for the event on a separate stream. The copy
-  back runs on the current stream.
+mpi4py neither synchronises streams nor checks layouts. Before MPI reads or writes GPU memory, the host waits for an
+event recorded on the current stream. Data goes through pinned memory if MPI does not take device pointers (see
+`mpi.cuda_aware`): the copy to the host waits on a separate stream, and the copy back runs on the current stream.
 """
 
 from collections.abc import Callable, Collection
@@ -44,10 +40,7 @@ class Handover:
         return MESSAGES in self.pointers
 
     def outgoing(self, buffer: Array, operation: str = MESSAGES) -> Array:
-        """Return memory with the data of ``buffer`` that MPI can send. 16-bit floats are viewed as uint16.
-
-        A GPU buffer is copied to the host if ``operation`` does not accept device pointers.
-        """
+        """Return an array from which ``operation`` of MPI sends ``buffer``'s data. 16-bit floats appear as uint16."""
         _check(buffer)
         if backend.is_device(buffer):
             if operation in self.pointers:
@@ -57,9 +50,10 @@ class Handover:
         return _bits(buffer)
 
     def incoming(self, buffer: Array, operation: str = MESSAGES) -> tuple[Array, Callable[[], None] | None]:
-        """Return memory into which MPI can receive, and a function to call after the data has arrived, or None.
+        """Return an array into which MPI can receive, and a function to call after the data has arrived.
 
-        The function copies the data to ``buffer``. It is None if MPI receives directly into ``buffer``.
+        The function copies the data to ``buffer``. It is None if MPI receives directly into ``buffer``. ``operation``
+        is one of `OPERATIONS`.
         """
         _check(buffer)
         if isinstance(buffer, np.ndarray):
@@ -75,10 +69,9 @@ class Handover:
         return _bits(buffer), None
 
     def both(self, buffer: Array, operation: str = "") -> tuple[Array, Callable[[], None] | None]:
-        """Return memory with the buffer's data for an in-place operation, and a function to call afterwards, or None.
+        """Return an array with ``buffer``'s data for an in-place MPI ``operation``, and a function to call afterwards.
 
-        GPU buffers are staged if ``operation`` does not accept device pointers. Then the function copies the result to
-        ``buffer``.
+        The function copies the result to ``buffer``. It is None if MPI works directly on ``buffer``.
         """
         message, finish = self.incoming(buffer, operation)
         # A `finish` means that `message` is a pinned block that must be filled; `view` reverts `_bits` for the copy.
@@ -102,5 +95,5 @@ def _check(buffer: Array) -> None:
 
 
 def _bits(buffer: Array) -> Array:
-    """Return ``buffer``, with 16-bit floats viewed as uint16, because most MPI libraries do not support them."""
+    # Most MPI libraries do not support 16-bit floats.
     return buffer.view(np.uint16) if is_16bit_float(buffer.dtype) else buffer

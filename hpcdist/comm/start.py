@@ -1,7 +1,6 @@
 """Start and end of a job: MPI_Init with the thread level, checks of the world, and the common end of all ranks.
 
-Entry points call `start` once and get a `Session` with the world communicator, this rank's placement, recorder and
-watchdog. A session can leave the job or continue without dead ranks. Importing this module starts nothing.
+Entry points call `start` once and get a `Session`.
 """
 
 import contextlib
@@ -55,7 +54,7 @@ class Session:
     def record(self, directory: Path, deadline_s: float, *, spans: bool = False) -> None:
         """Record operations in ``directory``, each with a deadline of ``deadline_s`` seconds. Collective.
 
-        If ``spans`` is True, also record named time intervals.
+        If the keyword ``spans`` is True, also record named time intervals.
         """
         folder = directory / "recorder"
         try:
@@ -78,8 +77,8 @@ class Session:
     def stop_recording(self) -> None:
         """Stop recording: close the files that `record` opened, and remove the deadlines of operations. Local.
 
-        If the job survives rank failures, either `record` must be called again or the job must end within the deadline
-        of a first step.
+        In a job that survives rank failures, this rank must then call `record` or exit within the deadline of an
+        operation in the first step. Otherwise this rank ends the job.
         """
         if self.watchdog is not None and self.recorder is not None:
             if self.outlives:
@@ -104,9 +103,9 @@ class Session:
         return session
 
     def speak_as_one(self) -> None:
-        """From now on, print an error that all ranks raise only once. Local.
+        """From now on, if all ranks raise an equal error, print it only once, and not once per rank. Local.
 
-        With ULFM, a rank failure then ends only the thread that detects it.
+        In a job that survives rank failures, an uncaught error due to a rank failure then ends only its thread.
         """
         if self.comm.size > 1:
             failfast.set_agreement(functools.partial(all_agree, self.comm), self.withdraw)
@@ -114,11 +113,10 @@ class Session:
             failfast.set_survivable(is_rank_failure)
 
     def leave(self, code: int) -> NoReturn:
-        """End all ranks with exit code ``code``, on which they have agreed before. Collective.
+        """End all ranks with exit code ``code``. All ranks must pass the same code. Collective.
 
-        The launcher kills the other ranks at the first non-zero exit. So every rank first flushes its output and
-        finalises MPI. In a job that survives rank failures, an ULFM agreement replaces the barrier. `hpcdist run`
-        receives the code.
+        Every rank first waits for all other ranks, because the launcher would kill unfinished ranks at the first
+        non-zero exit. In a job that survives rank failures, MPI is not finalised.
         """
         if self.outlives:
             self.comm.agree(True)
@@ -156,10 +154,11 @@ def start(
 ) -> Session:
     """Start MPI if a launcher announced a world, otherwise a world of only this process. Collective.
 
-    If ``checked`` is True, or HPCDIST_CHECK_COLLECTIVES=1 on any rank, ranks compare their calls before each
-    collective. If MPI has not started after STARTING_S seconds, the job ends. After the start, an uncaught exception or
-    a non-zero SystemExit ends the job. Raises ConfigurationError if MPI's world or local ranks differ from the
-    launcher's. ``examined`` skips the check of local ranks.
+    ``device`` is "cpu" or "gpu". ``ranks_per_node`` divides the ranks into nodes of so many consecutive ranks. With
+    None, a node is a host. If ``checked`` is True, or HPCDIST_CHECK_COLLECTIVES=1 on any rank, ranks compare their
+    calls before each collective. If MPI has not started after STARTING_S seconds, the job ends. After the start, an
+    uncaught exception or a non-zero SystemExit ends the job. Raises ConfigurationError if MPI's world or local ranks
+    differ from the launcher's. If ``examined`` is True, local ranks are not checked.
     """
     refuse_worker()
     standard_streams.protect()
@@ -227,9 +226,9 @@ def refuse_worker() -> None:
 
 
 def fail_alike(*, launched: bool = False) -> None:
-    """From now on, end this process with its exit code at an exception before `start`. Local.
+    """From now on, report an uncaught exception and end this process with the exception's exit code. Local.
 
-    If ``launched`` is True, do this only in a process that a launcher started.
+    Call this before `start`. If the keyword ``launched`` is True, do this only in a process that a launcher started.
     """
     launch = environment.launch_environment()
     if not failfast.is_installed() and not (launched and launch is None):
@@ -279,7 +278,7 @@ def outlives(comm: Communicator) -> bool:
 
 
 def library(mpi: Any) -> str:
-    """Return the first line of the MPI library's version string. Local."""
+    """Return the first line of the MPI library's version string. ``mpi`` is the module mpi4py.MPI. Local."""
     text: str = mpi.Get_library_version()
     return text.split("\n")[0].strip("\x00 ")
 
@@ -299,7 +298,10 @@ def start_alone() -> Session:
 
 
 def check_world(launch: environment.LaunchEnvironment, size: int, library: str) -> None:
-    """Raise ConfigurationError if MPI's world ``size`` differs from the launcher's announcement. Local."""
+    """Raise ConfigurationError if MPI's world ``size`` differs from ``launch``, the launcher's announcement. Local.
+
+    ``library`` is the version string of the MPI library, for the message.
+    """
     if size != launch.size:
         raise ConfigurationError(
             f"{launch.launcher} announced {launch.size} ranks, but MPI ({library}) sees a world of {size}: the "
@@ -321,7 +323,7 @@ def _refuse_unknown_launcher(launch: environment.LaunchEnvironment | None) -> No
 def announce_pid(name: object) -> None:
     """Write this rank's process id to the file pid-``name``, so that `hpcdist run` can send signals. Local.
 
-    Does nothing if ``name`` is None.
+    ``name`` is unique in the job, such as the rank. Does nothing if ``name`` is None, or without `hpcdist run`.
     """
     folder = os.environ.get(exit_file.LAUNCH_DIR)
     if folder and name is not None:
@@ -333,8 +335,8 @@ def announce_pid(name: object) -> None:
 def import_mpi() -> Any:
     """Import mpi4py.MPI, which initialises MPI. Requests THREAD_MULTIPLE, but also accepts a lower level.
 
-    A job that survives rank failures requests only THREAD_SERIALIZED. With THREAD_MULTIPLE, Open MPI 5 may deadlock if
-    a thread detects a dead rank while it sends over TCP.
+    A job that survives rank failures requests THREAD_SERIALIZED, because with THREAD_MULTIPLE Open MPI 5 may deadlock
+    if a thread detects a dead rank while it sends over TCP.
     """
     environment.provide_home()
     listeners.exclude_tcp()

@@ -1,9 +1,7 @@
 """One-sided memory windows: put, get and flush (MPI-3 passive target RMA).
 
-The target takes no part in a transfer and is not notified. The origin puts, flushes, and sends a message. After
-receiving this message and calling `sync`, the target may read. Two ranks must never access the same bytes without such
-a message between them. `mpi.communicator.MpiCommunicator` passes mpi4py in. Ranks that are threads use
-`DeferredWindow`, which moves nothing before the flush, so that a missing flush fails there, too.
+The target is not notified of a transfer. The origin puts, flushes, and sends a message. After receiving this message
+and calling `sync`, the target may read. Two ranks must never access the same bytes without such a message between them.
 """
 
 from collections.abc import Callable
@@ -20,7 +18,7 @@ _MAGIC: Final = 0x6870_6364_0000_0000
 
 
 class Window(Protocol):
-    """One-sided access to the ``memory`` of other ranks: a block on each rank, possibly of 0 bytes.
+    """One-sided access to the ``memory`` of other ranks, which may have 0 bytes on some ranks.
 
     All methods except `close` are local. Until `flush`, do not change the buffer of a put, and do not read the buffer
     of a get.
@@ -45,7 +43,7 @@ class Window(Protocol):
 
 
 class ObservedWindow:
-    """Window that checks and records each put and get of ``transfers``. Their bytes count as sent bytes."""
+    """Wrapper of the window ``transfers`` that checks the bounds of each put and get, and records its bytes as sent."""
 
     def __init__(self, transfers: Window, name: str, sizes: list[int], events: Callable[[], EventSink]) -> None:
         self._transfers, self._name, self._sizes, self._events = transfers, name, sizes, events
@@ -76,7 +74,6 @@ class ObservedWindow:
         self._transfers.close()
 
     def _checked(self, buffer: np.ndarray, peer: int, at_bytes: int) -> np.ndarray:
-        """Return ``buffer`` as bytes. Raises an error if it does not fit in rank ``peer``'s memory at ``at_bytes``."""
         if not isinstance(buffer, np.ndarray) or buffer.ndim != 1 or not buffer.flags.c_contiguous:
             raise UsageError(
                 f"a window takes 1-D contiguous arrays on the host, got {type(buffer).__name__} of shape "
@@ -129,7 +126,10 @@ class MpiTransfers:
 
 
 class DeferredWindow:
-    """Window over memory that all ranks can access, such as the memory of threads. `flush` copies the data."""
+    """Window over memory that all ranks can access, such as the memory of threads. `flush` copies the data.
+
+    Nothing is copied before `flush`, so that a missing flush fails in tests, too.
+    """
 
     def __init__(self, views: list[np.ndarray], rank: int) -> None:
         self._views = views

@@ -1,9 +1,8 @@
 """Compressors to 16-bit floats: half the bytes, rounded to nearest, ties to even.
 
-Values out of range become the largest finite value, because an infinity would make error feedback infinite too.
-
-The error of a value v is at most |v| / 2^11 (float16 from 2^-14 on, 2^-25 below) or |v| / 2^8 (bfloat16, half of 2^-133
-below 2^-126). Payloads may be summed.
+Values out of range become the largest finite value, because an infinity would make error feedback infinite too. The
+error of a value v is at most |v| / 2^11 (float16 from 2^-14 on, 2^-25 below) or |v| / 2^8 (bfloat16, half of 2^-133
+below 2^-126).
 """
 
 from dataclasses import dataclass

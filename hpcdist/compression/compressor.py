@@ -2,16 +2,16 @@
 
 A payload is a 1-D uint8 array with everything that the receiver needs except the number of values. It starts at a
 multiple of `ALIGNMENT` bytes. All methods are local. Results on numpy and cupy are equal to the bit. Values must be
-finite: check with `is_finite` first, because signs and codes hide NaN and infinity.
+finite (see `is_finite`), because signs and codes hide NaN and infinity.
 
-`ErrorFeedback` (Seide et al. 2014; Karimireddy et al., arXiv:1901.09847) adds the compression error of a gradient to
-the next gradient. With a compressor C, its decoder D, a gradient g and a residual e, initially 0:
+`ErrorFeedback` (Seide et al. 2014; Karimireddy et al., arXiv:1901.09847), with a compressor C, its decoder D, a
+gradient g and a residual e, initially 0:
 
     p = g + e;  send C(p);  e <- p - D(C(p))
 
-So the sum of the sent values equals the sum of all gradients minus the last e. Residuals are stored by tensor, so
-bucket boundaries may change. They take 4 bytes per element, or 8 with rollback. Pass unscaled gradients, so that a new
-loss scale has no effect.
+The sum of the sent values equals the sum of all gradients minus the last e. Residuals are stored by tensor, so bucket
+boundaries may change. They take 4 bytes per element, or 8 with rollback. Pass unscaled gradients, so that a new loss
+scale has no effect.
 """
 
 from abc import ABC, abstractmethod
@@ -34,7 +34,7 @@ _INFINITE: Final = np.uint32(0x7F80_0000)
 
 
 def is_finite(values: Array) -> bool:
-    """Return True if the float32 ``values`` (n,) contain no NaN and no infinity. Local. Waits for a GPU."""
+    """Return True if the float32 array ``values`` contains no NaN and no infinity. Local. Waits for a GPU."""
     if is_device(values):
         return bool(namespace(values).isfinite(values).all())
     return bool(_largest(values.view(np.uint32)) < _INFINITE)
@@ -97,26 +97,30 @@ class Compressor(ABC):
         """Return the payload size in bytes for ``n`` values, or an upper bound if the size depends on the values."""
 
     def encode(self, values: Array, payload: Array, key: RandomKey) -> None:
-        """Compress the float32 ``values`` (n,) into ``payload`` (payload_bytes(n),). ``values`` do not change."""
+        """Compress the float32 array ``values``, of shape (n,), into ``payload``. ``values`` do not change.
+
+        ``payload`` is a uint8 array of shape (payload_bytes(n),). A random compressor draws from the random stream
+        ``key``, which must differ in every call.
+        """
         self.check(values, payload)
         if values.size:
             self._encode(values, payload, key)
 
     def decode(self, payload: Array, out: Array) -> None:
-        """Decompress ``payload`` into the float32 ``out`` (n,), with the n of `encode`."""
+        """Decompress ``payload`` into the float32 array ``out``, of the same shape as the ``values`` of `encode`."""
         self.check(out, payload)
         if out.size:
             self._decode(payload, out)
 
     def add(self, payload: Array, out: Array, factor: float = 1.0) -> None:
-        """Add ``factor`` times the decoded ``payload`` to the float32 ``out`` (n,). Each value is rounded only once."""
+        """Add ``factor`` times the decoded ``payload`` to the float32 array ``out``. Each value is rounded once."""
         self.check(out, payload)
         if out.size:
             self._add(payload, out, np.float32(factor))
 
     @abstractmethod
     def _encode(self, values: Array, payload: Array, key: RandomKey) -> None:
-        """Compress ``values`` (at least one) into ``payload``. Called by `encode`, which handles empty arrays."""
+        """Compress ``values`` (at least one) into ``payload`` with the random stream ``key``. Called by `encode`."""
 
     @abstractmethod
     def _decode(self, payload: Array, out: Array) -> None:
@@ -127,7 +131,7 @@ class Compressor(ABC):
         """Add ``factor`` times the decoded ``payload`` to ``out`` (at least one value). Called by `add`."""
 
     def poison(self, payload: Array, key: RandomKey) -> None:
-        """Write a payload that decodes to NaN, so that all ranks notice that values of this rank are not finite."""
+        """Write a payload that decodes to NaN, to tell all ranks that values are not finite. ``key``: see `encode`."""
         payload[...] = 0xFF  # every scale and float becomes NaN
 
     def summable(self, payload: Array) -> Array:
@@ -156,7 +160,7 @@ class Compressor(ABC):
 
 
 class DenseCompressor(Compressor):
-    """Base class of compressors that encode each value separately (host: a loop, GPU: array operations)."""
+    """Base class of compressors that encode each value separately."""
 
     def _decode(self, payload: Array, out: Array) -> None:
         if is_device(out):
@@ -176,7 +180,7 @@ class DenseCompressor(Compressor):
 
     @abstractmethod
     def _decode_on_host(self, payload: Array, out: Array, factor: np.float32 | None = None) -> None:
-        """Write the decoded ``payload`` to ``out``. If ``factor`` is given, add ``factor`` times the decoded values."""
+        """Write the decoded ``payload`` to ``out``. With ``factor``, add ``factor`` times the values instead."""
 
 
 def align(offset_bytes: int) -> int:
@@ -217,9 +221,10 @@ class ErrorFeedback:
         self._open: list[Range] = []
 
     def encode(self, where: Range, gradient: Array, compressor: Compressor, payload: Array, key: RandomKey) -> None:
-        """Compress the sum of ``gradient`` (where.size,) and the residual of range ``where`` into ``payload``.
+        """Compress the sum of ``gradient`` and the residual of range ``where`` into ``payload``.
 
-        The compression error becomes the new residual of the range.
+        ``gradient`` has shape (where.size,). The compression error becomes the new residual of the range. ``key`` is
+        the random stream of ``compressor``.
         """
         compensated = self.compensate(where, gradient)
         compressor.encode(compensated, payload, key)

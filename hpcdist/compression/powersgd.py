@@ -7,12 +7,9 @@ equal on all ranks:
     P = M Q       mean of P over the ranks      P <- orthonormal columns      (Algorithm 1)
     Q = M^T P     mean of Q over the ranks      M is replaced by P Q^T
 
-The two means are allreduces of r a and r b float32 values: 4 r (a + b) bytes instead of 4 a b. Vectors, and matrices
-that would shrink by less than ``least_saving``, are sent uncompressed. Error feedback sets e <- M - P Q^T with the mean
-Q, so that no part of the mean gradient is lost. Shards cannot be compressed alone.
-
-P is orthonormalised by modified Gram-Schmidt in float64, in the same order on every CPU, so P is equal on all ranks. A
-column that depends on earlier columns becomes 0.
+The two means are allreduces of 4 r (a + b) bytes in total instead of 4 a b. Error feedback sets e <- M - P Q^T with the
+mean Q, so that no part of the mean gradient is lost. Shards cannot be compressed alone. P is orthonormalised by
+modified Gram-Schmidt in float64, in the same order on every CPU, so P is equal on all ranks.
 """
 
 import math
@@ -32,7 +29,7 @@ _DEPENDENT: Final = 1e-9  # a column's remainder below this share of its norm is
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return (rows, columns) of a tensor as a matrix: ``shape`` split into two such that rows + columns is smallest."""
+    """Return (rows, columns) of a tensor as a matrix: the split of ``shape`` with the smallest rows + columns."""
     splits = [(math.prod(shape[:dim]), math.prod(shape[dim:])) for dim in range(1, len(shape))]
     return min(splits, key=sum, default=(math.prod(shape), 1))
 
@@ -53,7 +50,10 @@ def rank_of(shape: Sequence[int], rank: int, least_saving: float = 1.0) -> int:
 
 
 def round_elements(shape: Sequence[int], rank: int, least_saving: float = 1.0) -> tuple[int, int]:
-    """Return two numbers of float32 values to send: in round 1 P or the whole tensor, in round 2 Q (or 0)."""
+    """Return the numbers of float32 values in a step's two allreduces: the sizes of the factors P and Q.
+
+    For a tensor that is sent uncompressed (see `rank_of`), these are the size of the tensor, and 0.
+    """
     clamped = rank_of(shape, rank, least_saving)
     rows, columns = matrix_shape(shape)
     return (clamped * rows, clamped * columns) if clamped else (rows * columns, 0)
@@ -68,17 +68,20 @@ def wire_bytes(shapes: Iterable[Sequence[int]], rank: int, least_saving: float =
 
 
 class PowerSgd:
-    """State of PowerSGD for one matrix M: the factor Q of the last step, float32 (columns, rank). Methods are local.
+    """State of PowerSGD for one matrix M: the factor Q of the last step. Methods are local.
 
-    A step calls `project`, then `orthogonalise` after the first allreduce, `project_back`, and `reconstruct` after the
-    second allreduce. ``matrix`` is 1-D float32: gradient plus residual.
+    Q is float32 of shape (columns, rank). A step calls `project`, then `orthogonalise` after the first allreduce,
+    `project_back`, and `reconstruct` after the second allreduce. ``matrix`` is M, gradient plus residual, as a 1-D
+    float32 array.
     """
 
     def __init__(self, shape: Sequence[int], rank: int, *, seed: int, tensor: int, on: str = "cpu") -> None:
         self.rows, self.columns = matrix_shape(shape)
         if not 1 <= rank <= min(self.rows, self.columns):
             raise UsageError(
-                f"rank {rank} for a matrix of {self.rows} x {self.columns}; pass the result of rank_of, if it is not 0"
+                f"PowerSGD: rank {rank} for a {self.rows} x {self.columns} matrix, expected 1 to "
+                f"{min(self.rows, self.columns)}; pass the result of rank_of. If rank_of returns 0, send the tensor "
+                "uncompressed"
             )
         self.rank = rank
         drawn = stream(seed, _DOMAIN, tensor).standard_normal((self.columns, rank), np.float32)
@@ -86,7 +89,7 @@ class PowerSgd:
         self.query: Array = self._first.copy()
 
     def project(self, matrix: Array, p: Array) -> None:
-        """Write M Q to ``p`` (rows * rank,). The caller averages ``p`` over the ranks in the first allreduce."""
+        """Write M Q to ``p``, of shape (rows * rank,). The caller averages ``p`` in the first allreduce."""
         # Orthonormal too: Q has the scale of the gradient, and M Q would have the square of this scale.
         orthogonalise(self.query)
         alive = (self.query * self.query).sum(axis=0) > 0  # (rank,)
@@ -95,16 +98,16 @@ class PowerSgd:
             namespace(p).matmul(self._matrix(matrix), self.query, out=self._p(p))
 
     def orthogonalise(self, p: Array) -> None:
-        """Make the columns of the averaged ``p`` orthonormal. A column that depends on earlier columns becomes 0."""
+        """Make the columns of the averaged ``p`` orthonormal, in place."""
         orthogonalise(self._p(p))
 
     def project_back(self, matrix: Array, p: Array, q: Array) -> None:
-        """Write M^T P to ``q`` (columns * rank,). The caller averages ``q`` over the ranks in the second allreduce."""
+        """Write M^T P to ``q``, of shape (columns * rank,). The caller averages ``q`` in the second allreduce."""
         with np.errstate(all="ignore"):
             namespace(q).matmul(self._matrix(matrix).T, self._p(p), out=self._q(q))
 
     def reconstruct(self, p: Array, q: Array, out: Array) -> None:
-        """Write the decompressed matrix P Q^T to ``out`` (n,). Keep the averaged ``q`` for the next step."""
+        """Write the decompressed matrix P Q^T to the 1-D ``out``. Keep the averaged ``q`` for the next step."""
         self.query[...] = self._q(q)
         with np.errstate(all="ignore"):
             namespace(out).matmul(self._p(p), self.query.T, out=self._matrix(out))

@@ -1,8 +1,7 @@
 """Energy of a run: counters of GPUs and processors, read by one rank of each node, attributed to phases.
 
-Floor 5: imports comm, hdf5, reporting and errors, no other package of this floor. `sources` are the sensors, `monitor`
-reads them during a job, `accounts` evaluates samples, `power_limits` changes limits temporarily, and `report` merges
-the nodes' joules. Begin with `monitor.monitor.EnergyMonitor` and `report.merge`. ``__all__`` is the public API.
+Floor 5: imports only packages of lower floors. `monitor` reads the `sources` during a job, `accounts` evaluates
+samples, and `power_limits` changes device limits. Begin with `monitor.monitor.EnergyMonitor` and `report.merge`.
 """
 
 import importlib

@@ -17,17 +17,18 @@ class EnergyConfig:
     """Section ``[energy]``: the energy sources, the sampling intervals, and the price of energy.
 
     ``sources`` is "auto" (all readable counters), "nvml" (NVIDIA GPUs), "rapl" (processors and memory), "cray" (Cray
-    nodes), "none", or "declared": a model with ``cpu_tdp_w`` watts for a node's busy processors, ``gpu_tdp_w`` per busy
-    GPU (0: no GPUs), and ``idle_fraction`` of these watts if idle. One rank per node stores samples every
-    ``interval_s`` seconds: at 0.1 s, up to 70 MB per day and source. ``powercap`` and ``pm_counters`` are the
-    directories of RAPL and Cray counters. ``utilisation_s`` is the interval of utilisation samples (0: none).
+    nodes), "declared" (a model), or "none". The model assumes ``cpu_tdp_w`` watts for a node's busy processors,
+    ``gpu_tdp_w`` watts per busy GPU (0: no GPUs), and ``idle_fraction`` of these watts if idle. One rank per node
+    stores samples every ``interval_s`` seconds: at 0.1 s, up to 70 MB per day and source. ``powercap`` and
+    ``pm_counters`` are the directories of RAPL and Cray counters. ``utilisation_s`` is the interval of utilisation
+    samples (0: none).
 
     ``sensor_window_s``: seconds that a GPU's sensor measures before each update of its counter (0: the known value of
-    the GPU model). ``shift`` delays some steps, so that such a sensor sees all parts of a step. It needs ranks that
-    step together.
+    the GPU model). Some sensors measure only part of the time. If ``shift`` is True, rank 0 delays some training steps,
+    so that such a sensor sees all parts of a step. This requires synchronous training: the other ranks wait for rank 0.
 
     Cooling and losses of the site use ``pue`` - 1 times the energy of its nodes. Emissions need ``carbon_g_per_kwh``,
-    ``carbon_source`` and ``carbon_date``. ``price_per_kwh`` is in ``currency``.
+    and ``carbon_source`` and ``carbon_date``, the origin and date of this number. ``price_per_kwh`` is in ``currency``.
     """
 
     sources: str = "auto"
@@ -51,7 +52,7 @@ class EnergyConfig:
         check_section(RULES, "energy", self)
 
     def wants(self, source: str) -> bool:
-        """Return True if ``sources`` selects ``source`` ("nvml", "rapl", "cray"). "auto" selects only counters."""
+        """Return True if energy.sources is ``source``, or "auto", which selects all sources except "declared"."""
         return self.sources == source or (self.sources == "auto" and source != "declared")
 
 

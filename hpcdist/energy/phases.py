@@ -1,7 +1,4 @@
-"""Energy of the phases of any program: `window`, `usage` and `configure`, as exported by `hpcdist.energy`.
-
-They use one `EnergyMonitor` over all ranks of the job.
-"""
+"""Energy of the phases of any program: `window`, `usage` and `configure`, as exported by `hpcdist.energy`."""
 
 import math
 import os
@@ -23,7 +20,7 @@ _entered: Final[dict[str, None]] = {}  # phases that this rank has entered
 
 
 def configure(**keys: Any) -> None:
-    """Open the energy sensors with recipe keys of ``[energy]`` as arguments, before the first `window`. Collective.
+    """Configure and open the energy sensors, before the first `window`. ``keys`` are keys of ``[energy]``. Collective.
 
     ``configure(sources="declared", cpu_tdp_w=280.0)`` estimates the energy with a model. Environment variables of rank
     0, such as HPCDIST_SET__ENERGY__SOURCES, override the arguments. Raises UsageError after the first window or for an
@@ -63,10 +60,10 @@ def _settings(environment: Mapping[str, str]) -> dict[str, Any]:
 
 @contextmanager
 def window(phase: str) -> Iterator[None]:
-    """Attribute the energy that this job uses in the block to ``phase``, without the energy of nested windows.
+    """Attribute the energy that this job uses in the ``with`` block to ``phase``, without the energy of nested windows.
 
-    The first window of a program opens the sensors (collective). Later windows are local. Every rank should enter the
-    same windows: a node's first rank divides the joules of the whole node.
+    The first window of a program opens the sensors, and is collective over all ranks. Later windows are local. Every
+    rank should enter the same windows: the windows of a node's first rank divide the joules of the whole node.
     """
     if not _monitors:
         configure()
@@ -76,12 +73,16 @@ def window(phase: str) -> Iterator[None]:
 
 
 def usage() -> dict[str, Any]:
-    """Return the joules that the job has used, as a dict. Collective.
+    """Return the energy that the job has used in all `window` blocks so far, as a dict. Collective over all ranks.
 
-    ``energy_j`` is the total; ``phases`` has ``joules``, ``seconds`` and ``windows`` by phase. Unknown joules are NaN
-    with a ``reason``. ``not_included`` lists unmeasured kinds of energy; ``label`` marks estimates of a model. The
-    joules of a phase are the joules of each whole node while its first rank was in the phase, or NaN if no first rank
-    entered it.
+    Keys, among others:
+
+    - ``energy_j``: total joules. NaN if unknown: then ``reason`` has the reason.
+    - ``phases``: for each phase, ``joules``, ``seconds``, ``windows`` (number of `window` blocks) and ``reason``.
+    - ``not_included``: the kinds of energy that are not measured, with reasons.
+    - ``label``: "declared model, not measured" if the joules are estimates from declared watts, else "".
+
+    If no node's first rank has entered a phase, the joules of this phase are NaN.
     """
     if not _monitors:
         configure()

@@ -1,8 +1,7 @@
-"""Report of a job's joules, merged from the counts of its nodes. Pure: no sensor, no message.
+"""Report of a job's joules, merged from the counts of its nodes. Pure.
 
-A kind (gpu, cpu, dram) is part of the total if every node measured it. If only some nodes did, or if the job needs an
-unmeasured kind, the total is NaN, with the reason. If every node has a counter of the whole node (kind "node"), that
-counter is the total.
+The total is NaN if a node lacks a kind (gpu, cpu, dram) that another node measured or that the job needs. If every node
+has a counter of the whole node (kind "node"), that counter is the total.
 """
 
 import math
@@ -28,10 +27,12 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 @dataclass(frozen=True)
 class SourceResult:
-    """Energy result of one source. ``trouble`` describes failed reads.
+    """Properties of one energy source, and its failed reads.
 
-    ``note`` has a limitation of the source (shared by ranks, MIG mode, integrated power). ``declared``: a model
-    estimated the joules.
+    - ``update_s``: seconds between two updates of the counter, NaN if unknown.
+    - ``trouble``: description of the source's failures, "" if it had no failure.
+    - ``note``: limitation of the source, such as ranks that share it, MIG mode or integrated power.
+    - ``declared``: True if the joules are estimates from declared watts.
     """
 
     name: str
@@ -45,9 +46,14 @@ class SourceResult:
 
 @dataclass(frozen=True)
 class NodeContribution:
-    """Energy that one node measured. ``phases`` is as in `PhaseWindows.phases`, ``totals_mj`` is by source.
+    """Energy that one node measured, as input of `merge`.
 
-    The sampler used ``sampler_s`` seconds of processor time in ``sampled_s`` seconds. NaN if not measured.
+    - ``phases``: result of `PhaseWindows.phases` on this node.
+    - ``totals_mj``: energy of each source in all windows in mJ, NaN if unknown.
+    - ``missing``: for each kind of energy that is not measured completely, the reason.
+    - ``needed``: kinds of energy without which the job's total would be too small.
+    - ``unused``: kinds of energy that no rank of the node uses.
+    - ``sampler_s``: processor seconds that the sampler used in ``sampled_s`` seconds. Both are NaN if not measured.
     """
 
     node: int
@@ -62,12 +68,18 @@ class NodeContribution:
 
 
 def merge(nodes: Sequence[NodeContribution], earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Merge ``nodes`` into the energy report of a job. ``earlier`` is the `state` of previous starts of this run.
+    """Return the energy report of a job, merged from the contributions of its ``nodes``.
 
-    Keys: ``energy_j`` (NaN if unknown, see ``reason``), ``by_kind``, ``phases`` (joules, seconds of the slowest node,
-    windows, reason), ``sources``, ``parts`` (kinds included in ``energy_j``), ``not_included`` (kinds not measured),
-    ``label`` (`DECLARED` if a model is included, else ""), ``sampler_share`` (largest fraction of a processor used by
-    sampling).
+    ``earlier`` is the `state` of previous starts of this run, or None. The report is a dict with these keys:
+
+    - ``energy_j``: total joules. NaN if unknown: then ``reason`` has the reason.
+    - ``by_kind``: joules of each kind of energy in the total.
+    - ``phases``: for each phase, ``joules``, ``seconds`` and ``windows`` (largest of the nodes), and ``reason``.
+    - ``sources``: one row for each source of each node.
+    - ``parts``: joules of kinds that a counter of the whole node includes, if this counter is the total.
+    - ``not_included``: kinds of energy that are not measured, with reasons.
+    - ``label``: `DECLARED` if some joules are estimates from the watts declared in ``[energy]``, else "".
+    - ``sampler_share``: fraction of a processor that sampling used, on the node with the largest fraction.
     """
     kinds = counted(nodes)
     troubles = [*_missing(nodes, kinds), *_mismatch(kinds, earlier)]
@@ -120,7 +132,7 @@ def _sampler_share(nodes: Sequence[NodeContribution]) -> float:
 
 
 class PhaseState(msgspec.Struct):
-    """Joules and seconds of one phase, as saved in a checkpoint."""
+    """Seconds, number of windows and joules of one phase, as saved in a checkpoint. ``joules`` None: unknown."""
 
     seconds: Amount
     windows: Count
@@ -128,7 +140,7 @@ class PhaseState(msgspec.Struct):
 
 
 class EnergyState(msgspec.Struct):
-    """Part of an energy report that a checkpoint stores, as restored from it."""
+    """Energy report of the previous starts of a run, as restored from a checkpoint. See `merge` for the fields."""
 
     by_kind: dict[str, Amount | None]
     phases: dict[str, PhaseState]
@@ -213,10 +225,6 @@ def _phase(
 
 
 def _doubts(node: NodeContribution, source: SourceResult, mj: float, shortest_s: float, phase: str) -> list[str]:
-    """Return the reasons why the energy ``mj`` of ``source`` in ``phase`` is unreliable.
-
-    ``shortest_s`` is the length of the phase's shortest window; a counter needs several updates in each window.
-    """
     at = f"node {node.node}, {source.name}"
     if math.isnan(mj):
         return [f"node {node.node}, {source.trouble or f'{source.name}: a read failed'}"]
@@ -257,7 +265,6 @@ def _row(node: NodeContribution, index: int, source: SourceResult, kinds: Sequen
 
 
 def _joined(reasons: Sequence[str]) -> str | None:
-    """Join the first few ``reasons`` to one text, without repetitions. Return None if there are none."""
     before = [reason for reason in reasons if reason.startswith(EARLIER_START)]
     current = [reason for reason in dict.fromkeys(reasons) if reason not in before]
     if before == [EARLIER_START + "; ".join(current)]:

@@ -1,9 +1,8 @@
 """Tables of columns, fast creation of datasets, and checks of the filters that a dataset needs.
 
-A table is a group with one extendible dataset per `Column`, joined by dimension scales. `DatasetMaker` creates datasets
-and attributes 10x faster than h5py, because it creates types, spaces and property lists once per file. Strings are
-UTF-8 of variable length, numbers int64. `check_filters` names the package of each filter that this Python cannot
-decode, mostly hdf5plugin.
+A table is a group with one extendible dataset per `Column`, joined by dimension scales. `DatasetMaker` is 10x faster
+than h5py, because it creates types, spaces and property lists once per file. In attributes, strings are UTF-8 of
+variable length, and numbers are int64.
 """
 
 import importlib
@@ -45,10 +44,9 @@ def create(
     width: int = 0,
     attributes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Create table ``name`` with the columns ``described``.
+    """Create table ``name`` with the columns ``described``. The first column becomes the dimension scale of the rows.
 
-    The first column is the dimension scale of the rows. ``second`` is the name of the scale for the second dimension of
-    wide (2-D) columns.
+    ``second`` is the name of the scale for the second dimension of wide (2-D) columns.
     """
     group = file.create_group(name)
     group.attrs.update({"columns": [column.name for column in described], "second": second, **(attributes or {})})
@@ -80,10 +78,7 @@ def _dataset(group: h5py.Group, column: Column, width: int) -> None:
 
 
 def extend(file: h5py.File, name: str, rows: Mapping[str, np.ndarray]) -> None:
-    """Append ``rows`` to table ``name``: one array per column, all of equal length.
-
-    A wide column may have another width than before.
-    """
+    """Append ``rows`` to table ``name``: one array per column, of equal length. Wide columns may change their width."""
     group = file[name]
     for column, dataset in columns(file, name).items():
         values = rows[column]
@@ -122,7 +117,7 @@ def read(file: h5py.File, name: str, most_rows: int | None = None) -> dict[str, 
 
 
 def columns(file: h5py.File, name: str) -> dict[str, h5py.Dataset]:
-    """Return the columns of table ``name``. Raises ValueError if a shape is too large for the file (damage)."""
+    """Return the datasets of the columns of table ``name``. Raises ValueError for shapes too large for the file."""
     group, size = file[name], file.id.get_filesize()
     datasets = {str(column): group[column] for column in group.attrs["columns"]}
     for column, dataset in datasets.items():
@@ -136,7 +131,7 @@ Region = tuple[Box, str, str, Sequence[int], Box]  # box in the whole; file, dat
 
 
 class DatasetMaker:
-    """Creator of datasets in the open ``file``, and of the groups in the names of these datasets."""
+    """Creator of datasets, and of their parent groups, in the open ``file``."""
 
     def __init__(self, file: h5py.File) -> None:
         self._file = file
@@ -155,7 +150,7 @@ class DatasetMaker:
         self._text_in_memory = h5t.py_create(self._text)
 
     def contiguous(self, name: str, shape: Sequence[int], dtype: np.dtype, attributes: Mapping[str, Any]) -> int:
-        """Create a dataset with allocated but unwritten elements. Return their byte offset in the file."""
+        """Create a dataset with allocated but unwritten elements. Return their first byte's offset in the file."""
         dataset = h5d.create(
             self._file.id, name.encode(), self._type(dtype), self._space(shape), self._contiguous, self._links
         )
@@ -246,7 +241,9 @@ def check_filters(dataset: h5py.Dataset) -> None:
     )
     if code in FILTER_NAMES and problem:
         raise MissingCapabilityError(f"{what}, for which {sys.executable} needs the module {FILTER_PACKAGE}: {problem}")
-    raise MissingCapabilityError(f"{what}, which is unknown; set HDF5_PLUGIN_PATH to the folder of its plugin")
+    raise MissingCapabilityError(
+        f"{what}, but no HDF5 plugin for this filter was found; set HDF5_PLUGIN_PATH to the folder of the plugin"
+    )
 
 
 def _missing_filters(dataset: h5py.Dataset) -> dict[int, str]:

@@ -97,7 +97,7 @@ def open_read(path: str | os.PathLike[str], schema: str | None = None, version: 
 
 
 def is_dataset(entry: Any) -> bool:
-    """Return True if ``entry`` of a file is a dataset, not a group or a named type."""
+    """Return True if ``entry``, an HDF5 object, is a dataset and not a group or a named type."""
     return isinstance(entry, h5py.Dataset)
 
 
@@ -139,7 +139,7 @@ def offset_in_file(dataset: h5py.Dataset) -> int | None:
 
 
 def storage_of(dataset: h5py.Dataset) -> tuple[dict[Path, int], bool]:
-    """Return {file: minimum size in bytes} of the files with elements of ``dataset``, and True if the dict is complete.
+    """Return the files with elements of ``dataset`` and their minimum sizes in bytes, and True if none is left out.
 
     Raises StorageError for missing or truncated files and missing source datasets, for which HDF5 would silently return
     zeros or fill values. Raises MissingCapabilityError for a missing filter.
@@ -168,11 +168,7 @@ _Place = tuple[Path, str]  # a file, and the name of a dataset in the file
 
 
 def _add_storage(dataset: h5py.Dataset, sizes: dict[Path, int], seen: set[_Place], outer: tuple[_Place, ...]) -> bool:
-    """Add the files of ``dataset`` with their minimum sizes to ``sizes``. Return True if these are all its files.
-
-    Files named by a pattern are left out. Skips the source datasets in ``seen``. ``outer`` holds the virtual datasets
-    that contain ``dataset``, to detect cycles.
-    """
+    """Add the files of ``dataset`` and their minimum sizes to ``sizes``. Return True if these are all of its files."""
     datasets.check_filters(dataset)
     holder, complete = Path(dataset.file.filename), dataset.file.driver == "sec2"
     location = holder.resolve(), str(dataset.name)
@@ -204,11 +200,7 @@ def _add_storage(dataset: h5py.Dataset, sizes: dict[Path, int], seen: set[_Place
 
 
 def _external_path(origin: Path, name: str, variable: str, folder: Path) -> Path:
-    """Return the path that HDF5 opens for ``name``, a file name stored in the file ``origin``.
-
-    HDF5 first tries the folder in environment variable ``variable``, then ``folder``.
-    """
-    # HDF5's search order: the prefix, `folder`, the name itself, then the directory of `origin`.
+    # HDF5's search order: the prefix in `variable`, `folder`, the name itself, then the directory of `origin`.
     prefix = os.environ.get(variable, "").replace("${ORIGIN}", str(origin.resolve().parent))
     candidates = [Path(prefix) / name] if prefix else []
     candidates += [folder / name, Path(name), origin.parent / Path(name).name]
@@ -273,7 +265,7 @@ def check_place(path: str | os.PathLike[str]) -> None:
     """Raise StorageError if no new file can be written at ``path``. Writes and removes a test file."""
     path = Path(path)
     if path.exists():
-        raise StorageError(f"{path}: exists already; remove it, or choose another --output")
+        raise StorageError(f"{path}: exists already; remove the file, or choose another --output")
     try:
         with edit(path, "hpcdist.probe", 1):
             pass
@@ -290,7 +282,7 @@ def _edited(path: Path, overlay: Overlay, created: bool) -> h5py.File:
 
 
 def storable(array: np.ndarray) -> np.ndarray:
-    """Return ``array`` in a dtype that HDF5 supports: bfloat16 as uint16 bits. Contiguous arrays are not copied."""
+    """Return ``array`` in a dtype of HDF5: bfloat16 as uint16 of equal bits. Contiguous arrays are not copied."""
     array = np.ascontiguousarray(array)
     return array.view(np.uint16) if array.dtype == BFLOAT16 else array
 
@@ -306,10 +298,14 @@ def write_contiguous(
     opens: Callable[[Path], Overlay] = Overlay.created,
     outside: xxhash.xxh3_128 | None = None,
 ) -> dict[str, int]:
-    """Write a new file of contiguous datasets, fsync it, and return the byte offset of each dataset.
+    """Write ``datasets`` to a new HDF5 file as contiguous datasets. Return the byte offset of each dataset, by name.
 
-    ``opens`` creates the overlay for the file. ``outside`` is a hash object. It is updated with all bytes outside of
-    the datasets, in file order. Raises StorageError, and then leaves no file.
+    Syncs the file to the disk. Raises StorageError if ``path`` exists or a write fails. A failed write leaves no file.
+
+    - ``attributes``: root attributes, in addition to the keywords ``schema`` and ``version``.
+    - ``dataset_attributes``: attributes of datasets, by name of the dataset.
+    - The keyword ``opens``: function that creates the file at a path and returns it as an `Overlay`.
+    - The keyword ``outside``: hash object, which gets all bytes outside of the datasets, in file order.
     """
     path = Path(path)
     try:
@@ -333,7 +329,7 @@ def write_contiguous(
                 _write_bytes(overlay, array, offsets[name])
             overlay.fsync()
     except FileExistsError as error:
-        raise StorageError(f"{path}: exists already") from error
+        raise StorageError(f"{path}: exists already; remove the file, or choose another path") from error
     except StorageError:  # raised by `Blocks` if the source cannot be read
         atomic.discard(path)
         raise

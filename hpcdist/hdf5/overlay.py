@@ -2,7 +2,7 @@
 
 libhdf5 crashes at exit after a failed write. So plain system calls commit the overlay: first the pages that extend the
 file, then a journal of the pages that change in place, then these pages. A full disk is detected before any existing
-byte changes. The next writer completes the commit of a killed writer; until then readers read through the journal.
+byte changes.
 """
 
 import io
@@ -47,9 +47,9 @@ def journal_of(path: Path) -> Path:
 
 
 def encode_journal(size: int, pages: Mapping[int, bytes | bytearray], before: Mapping[int, bytes]) -> bytes:
-    """Return the journal of a commit that sets the file to ``size`` bytes and replaces ``pages`` (by page number).
+    """Return the journal of a commit that sets the file to ``size`` bytes and replaces ``pages``.
 
-    ``before`` holds the content of these pages on the disk before the commit.
+    ``pages`` maps page numbers to new contents. ``before`` maps the same numbers to the contents on the disk.
     """
     numbers = sorted(pages)
     digests = [xxhash.xxh3_64_intdigest(before[number]) for number in numbers]
@@ -61,8 +61,7 @@ def encode_journal(size: int, pages: Mapping[int, bytes | bytearray], before: Ma
 def read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
     """Return ``(size, pages)`` that the unfinished commit of the file ``path`` writes, or None without such a commit.
 
-    Ignores an incomplete journal, whose commit has not changed the file yet, and a journal of an earlier file at
-    ``path``.
+    Ignores an incomplete journal, whose commit has changed nothing yet, and a journal of an earlier file at ``path``.
     """
     try:
         # A journal holds pages of the file and a few bytes per page; reject anything longer, and special files.
@@ -90,7 +89,7 @@ class Overlay(io.RawIOBase):
     """File object over the file ``path`` for h5py's fileobj driver. Changes reach the disk only at `commit`.
 
     If ``create`` is True, the file is created, and must not exist. The constructor also finishes a commit that a killed
-    writer left unfinished. After an exception, only call `close`.
+    writer left unfinished. After an exception, call only `close`.
     """
 
     def __init__(self, path: Path, *, create: bool = False, read_only: bool = False) -> None:
@@ -113,10 +112,7 @@ class Overlay(io.RawIOBase):
 
     @classmethod
     def reading(cls, path: Path) -> Self:
-        """Open the file ``path`` for reading. The disk stays unchanged.
-
-        If the journal has an unfinished commit, the reader sees its changes.
-        """
+        """Open the file ``path`` for reading, with the changes of an unfinished commit. The disk stays unchanged."""
         return cls(path, read_only=True)
 
     def _recover(self, read_only: bool) -> None:

@@ -1,4 +1,4 @@
-"""Declaration of a metrics table: columns with types, units and meanings; created at the first append.
+"""Declaration of a metrics table: columns with types, units and meanings. The first append creates the table.
 
 The owner of a table declares a constant, and callers append rows by column name:
 
@@ -40,8 +40,8 @@ class MetricsTable:
     def append(self, file: h5py.File, /, **values: Any) -> None:
         """Append rows to the table in the open ``file``. Local. Does nothing for 0 rows.
 
-        Pass every column: an array (n,), an array (n, width) for a wide column, or one value for all rows. Texts longer
-        than their column are truncated.
+        Pass every column: an array with one element per row, an array of shape (rows, width) for a wide column, or one
+        value for all rows. Texts longer than their column are truncated.
         """
         rows = {column.name: _array(values[column.name], np.dtype(column.dtype)) for column in self.columns}
         count = max((len(row) for row in rows.values() if row.ndim), default=1)
@@ -64,9 +64,9 @@ class MetricsTable:
 
 
 def spread_blocks(rows: int, chunk: int, most: int) -> list[tuple[int, int]]:
-    """Return evenly spread blocks (start, stop) of rows, together about ``most`` of the ``rows`` rows of a table.
+    """Return evenly spread row ranges (start, stop) with together about ``most`` of the ``rows`` rows of a table.
 
-    Blocks consist of whole chunks of ``chunk`` rows. They include the first and the last chunk.
+    A range consists of whole chunks of ``chunk`` rows. The ranges include the first and the last chunk.
     """
     if rows <= most:
         return [(0, rows)] if rows else []
@@ -78,7 +78,7 @@ def spread_blocks(rows: int, chunk: int, most: int) -> list[tuple[int, int]]:
 
 
 def read_spread(file: h5py.File, name: str, columns: Sequence[str], most: int) -> tuple[dict[str, np.ndarray], bool]:
-    """Return about ``most`` evenly spread rows of ``columns`` of table ``name``, and True if these are all rows."""
+    """Return about ``most`` evenly spread rows of ``columns`` of table ``name``, and True if no row is left out."""
     if name not in file or not file[f"{name}/{columns[0]}"].shape[0]:
         return {}, True
     datasets_of = {column: file[f"{name}/{column}"] for column in columns}
@@ -103,5 +103,5 @@ def _cut(text: str, most: int) -> bytes:
 
 
 def texts(values: np.ndarray) -> list[str]:
-    """Return ``values``, the byte strings (n,) of a column, as a list of str."""
+    """Return the byte strings ``values`` of a column as a list of str."""
     return [value.decode(errors="replace") for value in values.tolist()]

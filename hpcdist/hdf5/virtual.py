@@ -1,7 +1,7 @@
-"""Virtual datasets (VDS): whole tensors composed of parts in other files, for h5ls, h5dump, h5py and viewers.
+"""Virtual datasets (VDS): whole tensors composed of datasets in other files, for h5ls, h5dump, h5py and viewers.
 
-HDF5 silently shows the fill value for a missing file. So the fill value is conspicuous: NaN for floats, the minimum
-for signed and the maximum for unsigned integers.
+HDF5 silently shows the fill value for a missing file. So the fill value is conspicuous: NaN for floats, the minimum for
+signed and the maximum for unsigned integers.
 """
 
 import math
@@ -23,10 +23,10 @@ from hpcdist.reporting import atomic
 
 @dataclass(frozen=True)
 class VirtualSource:
-    """Source of a virtual dataset: a dataset of another file.
+    """Source of a virtual dataset: a dataset of another file, which fills some elements of a rectangular box.
 
-    Its elements fill a part of ``box``, a box in the virtual dataset. ``flat`` is this part: (start, stop) in row-major
-    order of the box.
+    ``box`` is in the virtual dataset. ``flat`` is the (start, stop) of the filled elements in row-major order of the
+    box.
     """
 
     file: str  # relative to the directory of the virtual dataset's file
@@ -38,7 +38,7 @@ class VirtualSource:
 
 @dataclass(frozen=True)
 class VirtualDataset:
-    """Virtual dataset and its sources ``parts``."""
+    """Virtual dataset whose elements come from the sources ``parts``."""
 
     shape: tuple[int, ...]
     dtype: np.dtype

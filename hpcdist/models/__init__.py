@@ -1,8 +1,7 @@
 """Models: lists of stages with explicit forward and backward. Pure functions on arrays, without ranks or messages.
 
-Floor 3: imports arrays and errors only. `layers`, `attention` and `experts` compute; `runtime` holds activations,
-recomputes and splits a backward; `counts` has parameters, FLOPs and memory in closed form; `cuda` has the kernel
-sources. `config` stays light. Start with `build` and `model.Model`.
+Floor 3: imports only packages of lower floors. `layers`, `attention` and `experts` compute, `runtime` holds
+activations, and `counts` computes parameters, FLOPs and memory. Start with `build` and `model.Model`.
 """
 
 from typing import TYPE_CHECKING

@@ -1,9 +1,7 @@
 """Classifiers: a multi-layer perceptron, and a small convolutional network (channels last).
 
-mlp: hidden layers of equal width, then a linear head.
-convnet: layers 0..L-1 are 3 x 3 convolutions (as in He et al. 2016), each followed by a norm over the channels of a
-pixel and an activation; layer L takes the mean over all pixels and is linear. Gradients do not depend on the split of a
-batch, because the norm uses one sample only.
+A convnet has 3 x 3 convolutions (as in He et al. 2016), each followed by a norm over the channels of a pixel and an
+activation. Gradients do not depend on the split of a batch, because a norm uses one sample only.
 """
 
 import math
@@ -64,7 +62,7 @@ class Dense(DeclaredStage):
         super().__init__(layer, (weight, TensorSpec(layer, "linear.bias", (outputs,), False)), (outputs,))
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw the weight so that layers preserve the variance (He et al. 2015). Set the bias to zero."""
+        """Draw the weight from ``rng_of(spec)``, so that variances are kept (He et al. 2015). Set the bias to 0."""
         weight = self._specs[0]
         gain = 2.0 if self.activation else 1.0
         draws = rng_of(weight).standard_normal(weight.shape)
@@ -72,7 +70,7 @@ class Dense(DeclaredStage):
         parameters["linear.bias"][...] = 0
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return (batch, outputs) for x (batch, inputs). Integers in x are scaled, see `as_fractions`."""
+        """Return the output of shape (batch, outputs) for x of shape (batch, inputs). Integers are scaled."""
         x = as_fractions(x, parameters["linear.weight"].dtype, saved)
         y = operations.linear_column.forward(parameters, "linear", x, saved)
         if self.activation:
@@ -93,8 +91,8 @@ class Dense(DeclaredStage):
 def convnet_stages(config: ModelConfig, height: int, width: int, channels: int, classes: int) -> tuple[Stage, ...]:
     """Return the stages of a convnet: ``config.layers`` convolutions, and a head that outputs ``classes`` logits.
 
-    Pictures are (height, width, channels). Layers 3, 5, 7, ... double the channels and halve the resolution if it is
-    above 1.
+    Pictures have the shape (height, width, channels). Layers 3, 5, 7, ... double the channels and halve the resolution
+    if it is above 1.
     """
     if min(height, width, channels, classes) < 1:
         raise ConfigurationError(
@@ -132,7 +130,7 @@ class Convolution(DeclaredStage):
         return samples, *self.picture
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw the weight so that layers preserve the variance (He et al. 2015). Set norm scales to 1, biases to 0."""
+        """Draw the weight from ``rng_of(spec)``, as He et al. 2015. Set the norm scales to 1 and the biases to 0."""
         for spec in self._specs:
             if spec.adapted:
                 draw_normal(parameters, spec, rng_of, math.sqrt(2.0 * spec.shape[0] / spec.size))
@@ -140,10 +138,10 @@ class Convolution(DeclaredStage):
                 parameters[spec.name][...] = 1 if spec.name.endswith(".scale") else 0
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return (batch, height, width, outputs) for x (batch, height, width, inputs).
+        """Return the output of shape (batch, height, width, outputs) for x of shape (batch, height, width, inputs).
 
-        The first layer also accepts flat rows (batch, height * width * inputs) and integers; see `as_fractions`. Raises
-        UsageError for pictures of another size.
+        The first layer also accepts integers (see `as_fractions`) and x of shape (batch, height * width * inputs).
+        Raises UsageError for pictures of another size.
         """
         if self.layer == 0:
             if x[0:1].size != math.prod(self.picture) and len(x):

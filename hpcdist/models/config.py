@@ -124,12 +124,12 @@ class ModelConfig:
 
     @property
     def kv_width(self) -> int:
-        """Number of columns that the keys of a token have; its values have equally many."""
+        """Number of columns of a token's keys in all heads. Its values have equally many columns."""
         return (self.kv_heads or self.heads) * self.hidden // self.heads
 
     @property
     def mask(self) -> int:
-        """Token that replaces masked tokens in an encoder."""
+        """Id of the token that replaces masked tokens in an encoder."""
         return self.vocabulary - 1 if self.mask_token < 0 else self.mask_token
 
     def __post_init__(self) -> None:

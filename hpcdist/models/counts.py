@@ -1,18 +1,19 @@
 """Parameters, FLOPs and activation memory of a model in closed form, from its configuration.
 
-FLOPs are 2 per multiply-add of the matrix products, for a sample of s tokens. Not counted: norms, activations,
-embeddings, the loss, recomputation, and scores that a causal mask hides:
+FLOPs are 2 per multiply-add of the matrix products. Not counted: norms, activations, embeddings, the loss,
+recomputation, and scores that a causal mask hides. For a sample of s tokens, width h, k columns of keys, feed-forward
+width f, m of E experts per token, v tokens in the vocabulary, and L blocks:
 
     linear (i to o)     2 i o per token forward; the same for each of the two gradients
-    attention           4 h P forward, 8 h P backward, with P pairs of tokens: s^2, or s (s + 1) / 2 if causal, minus
+    attention           4 h P forward, 8 h P backward, with P query-key pairs: s^2, or s (s + 1) / 2 if causal, minus
                         (s - w) (s - w + 1) / 2 with a window w < s; for packed samples, the sum over documents
-    block of width h    linears h -> h + 2 k (k columns of keys), h -> h, and a feed-forward of width f
+    block               linears h -> h + 2 k and h -> h, and a feed-forward of width f
     experts             the m experts of a token, the shared ones, and the router h -> E
     gpt, encoder        L blocks, and the head h -> v
-    convolution         a linear 9 c -> o for every output pixel
+    convolution         a linear 9 c -> o for every output pixel, from c to o channels
 
 Memory is the size of `hpcdist.models.runtime.arena`: activations kept for backward, and the largest scratch of each
-name. In numbers per sample, with a heads, f' = 2 f for "swiglu" (else f), and n = 2 statistics per row (1 for "rms"):
+name. In numbers per sample, with f' = 2 f for "swiglu" (else f), a heads, and n = 2 statistics per row (1 for "rms"):
 
     block               kept s (5 h + (h + 2 k) + f' + f + 2 a + 2 n), scratch s (max(f, h) + h + 2 k + a)
     experts             instead of f' + f: kept s (h + m (2 h + f' + f + 3) + E), scratch s (m (f + h + 1) + h), plus
@@ -38,7 +39,7 @@ from hpcdist.models.runtime.arena import MAX_WASTE
 
 
 class KeptArray(NamedTuple):
-    """Array kept from forward to backward, with ``size`` elements per sample. See `Scratch` for ``cut``, ``whole``."""
+    """Array kept from forward to backward, with ``size`` elements per sample. ``cut``, ``whole``: see `Scratch`."""
 
     size: int
     cut: bool = False
@@ -46,7 +47,7 @@ class KeptArray(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Scratch memory that stages share: ``each`` elements per sample, at most ``most`` in total (0: no limit).
+    """Scratch memory that stages share: ``each`` elements per sample, in total at most ``most`` (0: no limit).
 
     ``cut``: tensor parallelism divides this memory. ``whole``: no kind of parallelism divides it.
     """
@@ -65,8 +66,8 @@ class Scratch(NamedTuple):
 class UnitCounts:
     """Number of parameters of one stage, and its FLOPs and elements of activation memory per sample.
 
-    ``kept`` lists arrays kept for the backward pass, in the order of allocation. ``scratch`` maps the names of scratch
-    arrays to their sizes.
+    ``kept`` lists the arrays kept for the backward pass, in the order of allocation. ``scratch`` maps the names of
+    scratch arrays to their sizes. Stages share arrays of equal names.
     """
 
     parameters: int
@@ -78,12 +79,11 @@ class UnitCounts:
 
     @property
     def forward(self) -> int:
-        """FLOPs of the forward pass per sample."""
         return self.linear + self.attention
 
     @property
     def backward(self) -> int:
-        """FLOPs of the backward pass per sample. Attention needs four matrix products here, and two in the forward."""
+        """FLOPs of the backward pass per sample. Attention has four matrix products here, two in the forward."""
         return (1 if self.first else 2) * self.linear + 2 * self.attention
 
 
@@ -94,7 +94,7 @@ def attention_pairs(context: int, *, causal: bool, window: int = 0) -> int:
 
 
 class DocumentPairs(NamedTuple):
-    """Mean numbers of query-key pairs of a sample within documents: computed (``every``) and visible (``seen``)."""
+    """Mean numbers of query-key pairs of a sample within documents: all pairs (``every``), visible pairs (``seen``)."""
 
     every: float
     seen: float
@@ -130,7 +130,7 @@ def head_counts(config: ModelConfig, context: int) -> UnitCounts:
 def block_counts(config: ModelConfig, context: int, documents: DocumentPairs | None = None) -> UnitCounts:
     """Return FLOPs, parameters and memory of a transformer block.
 
-    ``documents``: query-key pairs in packed documents.
+    ``documents`` has the mean numbers of query-key pairs of a packed sample, or is None if samples are not packed.
     """
     pairs = attention_pairs(context, causal=config.kind == "gpt", window=config.window)
     hidden, wide = config.hidden, config.hidden + 2 * config.kv_width
@@ -179,7 +179,7 @@ def _feed_forward(config: ModelConfig, context: int, inner: int) -> UnitCounts:
 
 
 def expert_rows(config: ModelConfig, context: int) -> int:
-    """Return the largest number of token rows that all experts together process for a sample, without dropped rows."""
+    """Return the largest possible number of a sample's token rows in all experts together, dropped rows excluded."""
     return min(context * config.experts_per_token, config.experts * capacity(config, context))
 
 
@@ -217,10 +217,10 @@ def routed_flops(config: ModelConfig, context: int) -> int:
 
 
 def _tile_scores(config: ModelConfig, context: int) -> dict[str, Scratch]:
-    """Return the sizes of attention's scratch arrays, by name. A tile has whole samples, or heads of one sample."""
     short, long = min(QUERY_BLOCK, context), min(LONG, context)
     shared = config.kv_heads or config.heads
     per_sample = config.heads * short * long
+    # A tile has whole samples, or heads of one sample.
     at_a_time = (
         TILE // per_sample * per_sample or min(shared, max(1, TILE * shared // per_sample)) * per_sample // shared
     )
@@ -234,7 +234,7 @@ def _tile_scores(config: ModelConfig, context: int) -> dict[str, Scratch]:
 
 
 def norm_statistics(config: ModelConfig) -> int:
-    """Return 1 for the norm "rms", else 2: the number of its parameter vectors, and of statistics saved per row."""
+    """Return the number of a norm's parameter vectors, equal to its statistics per row: 1 for "rms", else 2."""
     return 1 if config.norm == "rms" else 2
 
 
@@ -256,10 +256,9 @@ def dense_counts(config: ModelConfig, inputs: int, outputs: int, *, first: bool,
 def convolution_counts(
     before: tuple[int, int, int], after: tuple[int, int, int], statistics: int, *, first: bool
 ) -> UnitCounts:
-    """Return FLOPs, parameters and memory of a convolution and its norm.
+    """Return FLOPs, parameters and memory of a convolution and its norm, which has ``statistics`` parameter vectors.
 
-    ``before`` and ``after`` are the shapes (height, width, channels) of its input and output pictures. The norm has
-    ``statistics`` parameter vectors.
+    ``before`` and ``after`` are the shapes (height, width, channels) of its input and output pictures.
     """
     pixels, weight = after[0] * after[1], SIZE * SIZE * before[2] * after[2]
     row = SIZE * SIZE * before[2] * pixels  # of unfolded neighbourhoods
@@ -306,12 +305,11 @@ class Counts:
 
     @property
     def backward_flops(self) -> int:
-        """FLOPs of the backward pass per sample."""
         return sum(unit.backward for unit in self.units)
 
     @property
     def flops(self) -> int:
-        """FLOPs of a training step per sample, without recomputation. The MFU uses this number."""
+        """FLOPs of a training step per sample, without recomputation, as used for the MFU."""
         return self.forward_flops + self.backward_flops
 
     def activation_bytes(self, samples: int, *, recompute: bool = False, itemsize: int = 4) -> int:
@@ -328,9 +326,10 @@ class Counts:
 
 
 def peak_with_recomputation(units: tuple[UnitCounts, ...]) -> int:
-    """Return the peak number of elements per sample of the stages ``units`` if all but the first and last recompute.
+    """Return the peak number of kept elements per sample, if all stages but the first and last recompute.
 
-    As in `Arena`, a freed block can serve a request of 1 / `MAX_WASTE` to `MAX_WASTE` times the block's size.
+    ``units`` are the counts of the stages, in order. As in `Arena`, freed memory can be reused for an array that is up
+    to `MAX_WASTE` times larger or smaller.
     """
     free: list[int] = []
     total = 0
@@ -360,7 +359,7 @@ def peak_with_recomputation(units: tuple[UnitCounts, ...]) -> int:
 
 
 class InputSizes(TypedDict, total=False):
-    """Sizes of a sample: ``context`` for text, ``features`` for table rows, the others for pictures. 0: not used."""
+    """Sizes of a sample: ``context`` for text, ``features`` for table rows, other keys for pictures. 0: not used."""
 
     context: int
     features: int
@@ -371,7 +370,7 @@ class InputSizes(TypedDict, total=False):
 
 
 def counts(config: ModelConfig, *, documents: DocumentPairs | None = None, **sizes: Unpack[InputSizes]) -> Counts:
-    """Return parameters, FLOPs and memory of the model that ``config`` describes, for the given sample sizes."""
+    """Return parameters, FLOPs and memory of the model ``config``, for sample sizes in keywords (see `InputSizes`)."""
     if config.kind == "mlp":
         return Counts(units=_mlp(config, sizes.get("features", 0), sizes.get("classes", 0)))
     if config.kind == "convnet":

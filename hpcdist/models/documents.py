@@ -1,7 +1,6 @@
 """Packed documents: their boundaries in a sample, and the position of each token in its document.
 
-Attention stays within a document, and positions count from its first token. A packed micro-batch is `PackedTokens`; a
-model derives `Documents` from it, which operations read from ``Saved.documents``.
+Attention stays within a document. Operations read the `Documents` of a micro-batch from ``Saved.documents``.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +17,8 @@ from hpcdist.errors import DataError
 class PackedTokens(ArrayGroup):
     """Micro-batch of packed documents: tokens, their positions in documents, and numbers of tokens before the padding.
 
-    Tokens (samples, context) are on the compute device. Positions (samples, context) and numbers of tokens (samples,)
-    are on the host.
+    Tokens, of shape (samples, context), are on the compute device. Positions, of the same shape, and numbers of tokens,
+    of shape (samples,), are on the host.
     """
 
     @classmethod
@@ -36,9 +35,9 @@ class PackedTokens(ArrayGroup):
 class Documents:
     """Positions of the documents in the samples of a micro-batch. Local.
 
-    ``whole`` (samples, context) has the position of every token in its document, on the host. ``places`` (samples,
-    local tokens) has these positions for this rank's tokens, on the compute device. ``filled`` (samples,) has the
-    number of tokens before the padding.
+    ``whole``, of shape (samples, context), has the position of every token in its document, on the host. ``places``, of
+    shape (samples, local tokens), has these positions for this rank's tokens, on the compute device. ``filled`` has the
+    number of tokens of each sample before the padding.
     """
 
     whole: np.ndarray
@@ -47,7 +46,7 @@ class Documents:
 
     @cached_property
     def borders(self) -> list[list[int]]:
-        """For each sample, the positions at which its documents start, followed by the sample's length."""
+        """List, for each sample, of the positions at which its documents start, followed by the sample's length."""
         context = self.whole.shape[1]
         return [[*np.flatnonzero(row == 0).tolist(), context] for row in self.whole]
 
@@ -57,17 +56,16 @@ class Documents:
         return int(self.whole.max(initial=0)) + 1
 
     def spans(self, sample: int, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
-        """Return the row range [first, end) of each document of ``sample`` in an array.
+        """Return the range [first, end) of each document of sample number ``sample`` in this rank's token rows.
 
-        ``sample`` is the sample's index. The array has only the tokens in ``pieces``. A piece is (first row, end row,
-        token position of the first row).
+        ``pieces`` lists this rank's ranges of consecutive tokens: (first row, end row, position of the first token).
         """
         rows = [_row(place, pieces) for place in self.borders[sample]]
         return list(zip(rows, rows[1:], strict=False))
 
     @cached_property
     def ranges(self) -> Array:
-        """For each token, the range [first, end) of the keys in its document: int64 (samples, context, 2)."""
+        """Range [first, end) of the keys in each token's document: an int64 array of shape (samples, context, 2)."""
         ranges = np.empty((*self.whole.shape, 2), np.int64)
         for row, borders in zip(ranges, self.borders, strict=True):
             sizes = np.diff(borders)
@@ -76,15 +74,15 @@ class Documents:
 
 
 def _row(position: int, pieces: Sequence[tuple[int, int, int]]) -> int:
-    """Return the number of rows in ``pieces`` whose token is before ``position`` in the sample."""
+    """Return the number of rows of ``pieces`` whose tokens are before ``position``."""
     return sum(min(max(position - first, 0), end - start) for start, end, first in pieces)
 
 
 def unpacked(x: Array, cut: Callable[[Array], Array] = lambda samples: samples) -> tuple[Array, Documents | None]:
     """Return the tokens of the micro-batch ``x``, and its `Documents` (None if samples are not packed).
 
-    ``cut(array)`` returns this rank's tokens of an array (samples, context). Raises DataError if a sample does not
-    start with a document.
+    ``cut(array)`` returns this rank's tokens of an array of shape (samples, context). Raises DataError if a sample does
+    not start with a document.
     """
     if not isinstance(x, PackedTokens):
         return cut(x), None

@@ -1,8 +1,7 @@
-"""Import of models made by a user's function, and the seal of the file with the function.
+"""Import of models made by a user's function, and the seal (a keyed hash) of the file with this function.
 
-Building the model of a recipe runs code. So a training seals the file of its factory: a digest of path and content,
-keyed with 32 random bytes that only this user can read. A later command runs the factory without a question only if the
-seal matches. Modules that the file imports are not sealed.
+Building the model of a recipe runs the user's code. So a command runs the function without a question only if the file
+has the seal that was stored during the training. Imported modules are not sealed.
 """
 
 import contextlib
@@ -31,7 +30,7 @@ _KEY_BYTES: Final = 32
 def make(config: ModelConfig, dtype: str, inputs: Mapping[str, int]) -> Model:
     """Call the model factory ``config.factory`` with the data sizes ``inputs``, and return its model. Local.
 
-    Raises ConfigurationError if this function does not exist, or if it does not return a model of ``dtype``.
+    Raises ConfigurationError if the factory does not exist, or if it does not return a model of ``dtype``.
     """
     if config.kind == "given":
         raise ConfigurationError(
@@ -54,7 +53,10 @@ def make(config: ModelConfig, dtype: str, inputs: Mapping[str, int]) -> Model:
 
 
 def seal(factory: str) -> str:
-    """Return a keyed hash of the file that ``factory`` names, or "" without a file or key. Does not execute it."""
+    """Return a keyed hash of the path and content of the file that ``factory`` names, or "" without a file or key.
+
+    The file is not executed.
+    """
     try:
         path = _file_of(factory)
         key = _key(_state_folder())
@@ -67,13 +69,12 @@ def seal(factory: str) -> str:
 
 
 def is_sealed(factory: str, stored: object) -> bool:
-    """Return True if ``stored``, a result of `seal` from a checkpoint, equals `seal` (factory) now. Local."""
+    """Return True if ``stored``, a result of `seal` from a checkpoint, is still the seal of ``factory``. Local."""
     now = seal(factory)
     return bool(now) and isinstance(stored, str) and hmac.compare_digest(now.encode(), stored.encode())
 
 
 def _file_of(factory: str) -> Path | None:
-    """Return the absolute path of the file that ``factory`` names, or None if there is no such file."""
     module = factory.rpartition(":")[0]
     if module.endswith(".py"):
         return Path(module).resolve()
@@ -94,10 +95,6 @@ def _state_folder() -> Path:
 
 
 def _key(folder: Path) -> bytes:
-    """Return this user's secret key from a file in ``folder``, which is created at first use.
-
-    Return b"" if other users can read the file. Raises OSError if the file cannot be used.
-    """
     path = folder / KEY_FILE
     if not path.exists():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -118,11 +115,6 @@ def _key(folder: Path) -> bytes:
 
 @contextlib.contextmanager
 def _siblings(named: str) -> Iterator[None]:
-    """Context that puts the directory of the factory file ``named`` first on `sys.path`, and last on exit.
-
-    In last position, imports in a forward pass still find the directory, but the user's modules cannot replace modules
-    that hpcdist imports later.
-    """
     file = Path(named.rpartition(":")[0])
     if file.suffix != ".py" or not file.is_file():
         yield
@@ -134,7 +126,7 @@ def _siblings(named: str) -> Iterator[None]:
     finally:
         sys.path.remove(folder)
         if folder not in sys.path:
-            sys.path.append(folder)
+            sys.path.append(folder)  # last: the user's modules must not replace modules that hpcdist imports later
 
 
 def _call(config: ModelConfig, inputs: Mapping[str, int]) -> Any:

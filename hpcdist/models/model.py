@@ -1,10 +1,6 @@
-"""Model: its stages, its tensor layout, and the views of its tensors in a store.
+"""Model: stages, tensor layout, and views of the tensors in a store.
 
-`LOCAL` is the table of operations on one rank; strategies replace entries (`dataclasses.replace`). `Model` runs forward
-and backward of all stages on one rank; strategies run single stages.
-
-Skip connections: a stage lists the indices of earlier stages in ``takes``. It finds their outputs in its
-`hpcdist.models.stage.Saved` as "skip.INDEX" (read-only), and stores their gradients as "skip.INDEX.gradient".
+Strategies run single stages, and replace operations of the table `LOCAL` with `dataclasses.replace`.
 """
 
 import copy
@@ -47,7 +43,11 @@ LOCAL: Final = Operations(
 
 
 class SkipConnections:
-    """Outputs and gradients of a micro-batch's skip connections, given as pairs (stage, later stage). Local."""
+    """Outputs and gradients of a micro-batch's skip connections, given as ``pairs`` (stage, later stage). Local.
+
+    A stage lists the indices of earlier stages in ``takes``. It reads their outputs from its
+    `hpcdist.models.stage.Saved` as "skip.INDEX", and stores their gradients as "skip.INDEX.gradient".
+    """
 
     def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._into: dict[int, list[int]] = defaultdict(list)
@@ -58,7 +58,7 @@ class SkipConnections:
         self._gradients: dict[int, list[Array]] = defaultdict(list)
 
     def bring(self, unit: int, saved: Saved) -> None:
-        """Store the skip inputs of stage ``unit`` in ``saved``, before its forward pass. ``unit`` is its index."""
+        """Before the forward pass of stage ``unit``, store its inputs from skip connections in ``saved``."""
         for source in self._into.get(unit, ()):
             saved.keep(f"skip.{source}", self._values[source])
 
@@ -68,7 +68,7 @@ class SkipConnections:
             self._values[unit] = y.copy() if copy else y
 
     def send_back(self, unit: int, saved: Saved) -> None:
-        """Copy the gradients of skip inputs that the backward pass of stage ``unit`` left in ``saved``, for `add`."""
+        """After the backward pass of stage ``unit``, take the gradients of its skip connections from ``saved``."""
         for source in self._into.get(unit, ()):
             self._gradients[source].append(saved[f"skip.{source}.gradient"].copy())
 
@@ -84,10 +84,10 @@ StoreOf: TypeAlias = Callable[[int], FlatStore]  # layer -> the store with its t
 
 
 class Model:
-    """Trainable model: stages in the order of their layers, and a loss. The caller allocates parameters and gradients.
+    """Trainable model: stages in layer order, and a loss. The caller allocates the parameters and gradients.
 
-    ``seeded``: the initial values depend only on the seed; otherwise rank 0's values are used. ``on``: "cpu", "gpu", or
-    None for the device of the parameters.
+    ``seeded`` True: the initial values depend only on the seed. False: all ranks use rank 0's values. ``on`` is the
+    device: "cpu", "gpu", or None for the device of the parameters.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Model:
         self.watch: Any = None  # checker for bad values in the communication of stages
 
     def predicting(self, targets: float) -> "Model":
-        """Return a copy of the model for samples that have ``targets`` targets on average. Local."""
+        """Return a copy of the model for samples with a mean of ``targets`` loss targets. Local."""
         other = copy.copy(self)
         other.tokens_per_sample = targets
         return other
@@ -125,7 +125,7 @@ class Model:
 
     @cached_property
     def needs(self) -> dict[int, list[int]]:
-        """For each stage, the indices of the stages that own its parameters: itself, and owners of tied tensors."""
+        """For each stage, the indices of the stages that own its parameters: itself, and owners of its tied tensors."""
         unit_of = {stage.layer: unit for unit, stage in enumerate(self.stages)}
         owners = [[unit_of[self.layout.by_key[key].spec.layer] for key in stage.tied.values()] for stage in self.stages]
         return {unit: sorted({unit, *owners[unit]}) for unit in unit_of.values()}
@@ -136,17 +136,14 @@ class Model:
         return tuple((source, unit) for unit, stage in enumerate(self.stages) for source in getattr(stage, "takes", ()))
 
     def bind_stage(self, unit: int, store_of: StoreOf) -> Parameters:
-        """Return the parameters of stage number ``unit``, including tied tensors, as views.
-
-        ``store_of(layer)`` returns the store with the parameters of ``layer``.
-        """
+        """Return views of the parameters of stage ``unit``, tied ones included, in the stores ``store_of(layer)``."""
         return _views(self.stages[unit], self._stores(store_of))
 
     def bind_stage_gradients(self, unit: int, store_of: StoreOf, written: set[str]) -> "BoundGradients":
-        """Return the gradients of stage number ``unit`` as views.
+        """Return views of stage ``unit``'s gradients. ``store_of(layer)`` returns the gradient store of a layer.
 
-        ``store_of(layer)`` returns the gradient store of ``layer``. ``written`` collects the tensors already written in
-        this step; all stages of a rank must pass the same set.
+        ``written`` is a set of the keys of tensors whose gradients this step has already written. Later gradients of
+        such a tensor are added. Pass the same set for all stages of a rank.
         """
         return BoundGradients(self.stages[unit], _views(self.stages[unit], self._stores(store_of)), written)
 
@@ -155,7 +152,7 @@ class Model:
         return [self.bind_stage(unit, lambda layer: store) for unit in range(len(self.stages))]
 
     def bind_gradients(self, store: FlatStore) -> list["BoundGradients"]:
-        """Return the gradients of each stage as views of ``store``. The stages share one set of written tensors."""
+        """Return the gradients of each stage as views of ``store``, which must contain all tensors."""
         written: set[str] = set()
         return [self.bind_stage_gradients(unit, lambda layer: store, written) for unit in range(len(self.stages))]
 
@@ -183,10 +180,7 @@ class Model:
     def forward(
         self, parameters: Sequence[Parameters], x: Array, arena: Arena, microbatch: int = 0, draw: Draw | None = None
     ) -> Array:
-        """Run all stages, save activations for the backward pass, and return the logits (batch..., classes).
-
-        If ``draw`` is None, there is no dropout.
-        """
+        """Run all stages, save activations, and return the logits, classes last. ``draw`` None disables dropout."""
         skips = SkipConnections(self.skips)
         x, documents = unpacked(x)
         for unit, (stage, views) in enumerate(zip(self.stages, parameters, strict=True)):
@@ -207,7 +201,7 @@ class Model:
     ) -> None:
         """Run the backward pass of all stages after `forward` and ``loss.forward``. Release their activations.
 
-        The gradients are of ``scale`` times the summed loss. See `Gradients` for the calls before and after a step.
+        The gradients are for ``scale`` times the summed loss. `Gradients` has methods to call before and after a step.
         """
         last = arena.saved(self.stages[-1].layer, microbatch)
         d: Array | None = self.loss.backward(scale, self.operations, last)
@@ -273,24 +267,27 @@ LOSS_WEIGHT: Final = "loss.weight"  # the name in `Saved` of the weight of a mic
 class Loss:
     """Cross entropy of the logits of the last stage, summed over samples and tokens.
 
-    If a subclass sets ``weighs`` to True, `forward` saves the float32 weight of the micro-batch as `LOSS_WEIGHT`. The
-    mean loss is the sum of losses divided by the float64 sum of weights.
+    If a subclass sets ``weighs`` to True, its `forward` saves the float32 loss weight of the micro-batch as
+    `LOSS_WEIGHT`. The mean loss is the sum of losses divided by the float64 sum of weights.
     """
 
     weighs: bool = False
 
     def forward(self, logits: Array, targets: Array, operations: Operations, saved: Saved) -> Scalar:
-        """Return the summed loss in nats, as float64. Overwrites ``logits`` (batch..., classes)."""
+        """Return the summed loss in nats, as float64. Overwrites ``logits``, an array whose last axis is the class."""
         saved.keep("loss.shape", logits.shape)
         return operations.cross_entropy.forward(logits.reshape(-1, logits.shape[-1]), targets, saved)
 
     def backward(self, scale: float, operations: Operations, saved: Saved) -> Array:
-        """Return the gradient of ``scale`` times the summed loss. It has the shape and memory of the logits."""
+        """Return the gradient of ``scale`` times the summed loss, in the memory of the logits kept in ``saved``."""
         return operations.cross_entropy.backward(scale, saved).reshape(saved["loss.shape"])
 
 
 class BoundGradients:
-    """`hpcdist.models.stage.Gradients` in views of a store. A tied name maps to the tensor in the owner's layer."""
+    """Gradients of one stage as views of a gradient store. It implements `hpcdist.models.stage.Gradients`.
+
+    The name of a tied tensor maps to the gradient of the tensor in the layer that owns it.
+    """
 
     def __init__(self, stage: Stage, views: Parameters, written: set[str]) -> None:
         self._views = views
@@ -305,11 +302,11 @@ class BoundGradients:
 
     @property
     def written(self) -> frozenset[str]:
-        """Keys of the stage's tensors that this step has already written, so that `into` adds to them."""
+        """Keys of the stage's tensors whose gradients this step has already written. The method `into` adds to them."""
         return frozenset(self._written.intersection(self._keys.values()))
 
     def wrote(self, keys: frozenset[str]) -> None:
-        """Mark the tensors ``keys`` as already written in this step."""
+        """Mark the gradients of the tensors ``keys`` as written in this step, so that later gradients are added."""
         self._written.update(keys)
 
     def into(self, name: str) -> tuple[Array, bool]:

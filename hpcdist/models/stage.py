@@ -1,7 +1,6 @@
 """Protocols of a stage, its operations, its gradients and its saved activations; the tensors that stages declare.
 
-Operations with tensors take the whole mapping and a name prefix, so that a replacement may use other shapes. Rules for
-stages and operations, so that no buffer is copied:
+Rules for stages and operations, so that no buffer is copied:
 - A forward returns an array that `Saved` owns, valid until that `Saved` is released.
 - An operation's backward does not change ``dy``, and may overwrite the data that its forward saved.
 - A stage's backward may overwrite ``dy`` and may return it as ``dx``.
@@ -28,7 +27,7 @@ StreamOf: TypeAlias = Callable[[TensorSpec], np.random.Generator]
 class Draw:
     """Values that determine the dropout masks of a micro-batch: seed, step, and index of its first sample in the batch.
 
-    ``words`` (2,), int64 on a GPU, contains ``first_sample`` and ``step`` for the kernels of a CUDA graph.
+    ``words``: ``first_sample`` and ``step`` in an int64 GPU array of shape (2,), which CUDA graphs read.
     """
 
     seed: int
@@ -38,19 +37,16 @@ class Draw:
 
 
 class Gradients(Protocol):
-    """Gradient arrays of one stage. Its backward passes write or add to them."""
+    """Gradient arrays of one stage. The first gradient of a step overwrites an array, later gradients are added."""
 
     def into(self, name: str) -> tuple[Array, bool]:
-        """Return (array for the gradient of tensor ``name``, add).
-
-        ``add`` False: overwrite the array, as in the first write of a step. True: add to it.
-        """
+        """Return the gradient array of tensor ``name``, and True to add to the array, or False to overwrite it."""
 
     def begin_step(self) -> None:
-        """Mark every tensor of the stage as unwritten. Call it on all stages before the first backward of a step."""
+        """Mark all gradients of the stage as unwritten. Call it on all stages before the first backward of a step."""
 
     def finish(self) -> None:
-        """Set the gradients that no backward pass of this step wrote to zero."""
+        """Zero every gradient array that no backward pass of this step has written."""
 
 
 class Saved(Protocol):
@@ -60,9 +56,7 @@ class Saved(Protocol):
     draw: Draw | None  # key of the dropout masks; None: no dropout, as in an evaluation
     documents: Documents | None  # of packed samples; None: not packed
     scale: float  # factor of the summed loss in the gradient
-    deferred: dict[
-        str, str
-    ]  # tensor prefix -> operation whose weight gradient is deferred: see `models.runtime.split_backward`
+    deferred: dict[str, str]  # tensor prefix -> operation with a deferred weight gradient; see `runtime.split_backward`
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return an uninitialised array that is stored under ``name`` until `release`."""
@@ -77,47 +71,41 @@ class Saved(Protocol):
         """Return an uninitialised array. The next call with the same ``name``, by any stage, reuses this memory."""
 
     def within(self) -> "Saved":
-        """Return a new `Saved` with its own memory, for the same stage, draw and documents. The caller releases it."""
+        """Return an empty `Saved` with the same layer, draw, documents and scale. The caller must release it."""
 
     def owns(self, array: Array) -> bool:
-        """Return True if ``array`` is in memory that `empty` of this object returned."""
+        """Return True if ``array`` is in memory that the method `empty` of this object returned."""
 
     def hold(self, name: str) -> None:
-        """Keep the entry ``name`` when `narrow` frees the others. Its memory then lives until `release`."""
+        """Exempt the array stored under ``name`` from `narrow`. It then lives until `release`."""
 
     def narrow(self) -> None:
-        """Free all entries except those passed to `hold`."""
+        """Free all stored arrays and objects, except the names that were passed to `hold`."""
 
     def release(self) -> None:
-        """Free all memory. Call it after the backward pass, or when the output is no longer needed."""
+        """Free all stored arrays and objects, after the backward pass or when the output is no longer needed."""
 
 
 class LinearOperation(Protocol):
-    """Interface of linear layers ``y = x weight^T + bias`` over the last dimension; ``PREFIX.bias`` is optional."""
+    """Interface of linear layers y = x weight^T + bias. Tensors: ``PREFIX.weight`` and, optionally, ``PREFIX.bias``."""
 
     @property
     def weight_reads(self) -> tuple[str, ...]:
         """Names of the saved arrays that `backward_weight` needs, without the prefix ``PREFIX.``."""
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
-        """Return y (..., outputs) for x (..., inputs). If ``biased`` is False, the caller adds the bias."""
+        """Return y, of shape (..., outputs), for x of shape (..., inputs). Add no bias if ``biased`` is False."""
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Write or add the weight gradients. Return dx, in scratch that the next backward of a linear layer overwrites.
-
-        Equal to `backward_input` followed by `backward_weight`.
-        """
+        """Compute all gradients. Return the input gradient dx, in scratch that the next linear backward reuses."""
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Return the input gradient dx like `backward`, but compute no weight gradients. Includes communication."""
+        """Return the input gradient dx as `backward` does, without weight gradients. Includes all communication."""
 
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
-        """Write or add the gradients of weight and bias.
-
-        Local. May be called later, as it needs no parameter values.
-        """
+        """Compute the weight and bias gradients; see `Gradients.into`. Local. The parameters may already be freed."""
 
 
 class EmbeddingOperation(Protocol):
@@ -128,17 +116,17 @@ class EmbeddingOperation(Protocol):
         """Names of the saved arrays that `backward` needs, without the prefix ``PREFIX.``."""
 
     def forward(self, parameters: Parameters, prefix: str, tokens: Array, saved: Saved) -> Array:
-        """Return y (..., hidden) for integer tokens (...). Raises DataError if a token is not a row of the table."""
+        """Return y, of shape (..., hidden), for integer tokens of shape (...). Raises DataError for invalid tokens."""
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
-        """Add each row of dy to the row of the table's gradient that belongs to its token."""
+        """Add each token's row of dy to the token's row in the gradient of the embedding table ``PREFIX.weight``."""
 
 
 class PositionsOperation(Protocol):
     """Interface of learned position embeddings: rows of a table by token position."""
 
     def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
-        """Add the rows of the first ``context`` positions to y (batch, context, hidden) in place. Return y."""
+        """Add the table's first ``context`` rows to each sample of y, of shape (batch, context, hidden). Return y."""
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
         """Add dy, summed over samples, to the gradient of the position table."""
@@ -148,7 +136,7 @@ class RotaryOperation(Protocol):
     """Interface of rotary position encodings of query and key heads; see `hpcdist.models.layers.embedding`."""
 
     def forward(self, x: Array, head_size: int, rotated: int, saved: Saved) -> Array:
-        """Rotate the heads in columns [0, rotated) of x (batch, context, columns) in place. Return x."""
+        """Rotate the heads in columns [0, rotated) of x, of shape (batch, context, columns), in place. Return x."""
 
     def backward(self, dx: Array, head_size: int, rotated: int, saved: Saved) -> Array:
         """Rotate columns [0, rotated) of the gradient dx back in place, and return dx. Needs no saved values."""
@@ -166,15 +154,15 @@ class NormOperation(Protocol):
         kind: str = "layer",
         residual: Array | None = None,
     ) -> Array:
-        """Add ``residual``, if any, to x in place, then return the normalised x. x must not change until backward."""
+        """Add ``residual``, if any, to x in place, then return the normalised x. x must not change until backward.
+
+        ``kind``: "layer" with the parameters ``PREFIX.scale`` and ``PREFIX.bias``, or "rms" with ``PREFIX.scale`` only.
+        """
 
     def backward(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved, residual: Array | None
     ) -> Array:
-        """Return the input gradient dx in scratch memory.
-
-        If there is a ``residual`` gradient, add dx to it in place and return ``residual`` instead.
-        """
+        """Return dx in scratch memory. With a ``residual`` gradient, add dx to it in place and return ``residual``."""
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -191,12 +179,12 @@ class AttentionOperation(Protocol):
     """Interface of multi-head attention that does not store an array of size context x context."""
 
     def forward(self, qkv: Array, head_size: int, saved: Saved, **options: Unpack[AttentionOptions]) -> Array:
-        """Return the attention (batch, context, width) for qkv (batch, context, 3 width): query, key, value."""
+        """Return the attention, of shape (batch, context, width), for qkv of shape (batch, context, 3 width)."""
 
     def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
-        """Return the gradient of qkv, or of (queries, kv), for the output gradient dy.
+        """Return the gradient of qkv, or a pair, the gradients of queries and kv, if `forward` got the option ``kv``.
 
-        The result is in scratch memory or, if ``keep`` is true, in memory of ``saved``.
+        If the keyword ``keep`` is true, ``saved`` stores the result. Otherwise the result is in scratch memory.
         """
 
 
@@ -208,8 +196,8 @@ class ActivationOperation(Protocol):
     ) -> Array:
         """Add ``bias`` to x in place, then return the activation ``kind`` of x: "gelu" (tanh form), "relu" or "swiglu".
 
-        x must not change until the backward pass. "swiglu" maps x (..., 2 w), gates before values, to (..., w).
-        ``name`` must be unique in a stage.
+        x must not change until the backward pass. "swiglu" maps x of shape (..., 2 w), gates before values, to
+        shape (..., w). ``name``, for the saved arrays, must be unique in a stage.
         """
 
     def backward(self, dy: Array, saved: Saved, *, name: str = "activation") -> Array:
@@ -220,20 +208,20 @@ class DropoutOperation(Protocol):
     """Interface of dropout. ``saved.draw`` and ``saved.layer`` determine the masks; see `models.layers.dropout`."""
 
     def forward(self, x: Array, rate: float, site: int, saved: Saved) -> Array:
-        """Set elements of x (samples, ..., columns) to 0 with probability ``rate``, in place. Return x."""
+        """Set elements of x, of shape (samples, ..., columns), to 0 with probability ``rate``, in place. Return x.
+
+        ``site`` is the number of this use of dropout in its layer: a constant of `models.layers.dropout`.
+        """
 
     def backward(self, dy: Array, rate: float, site: int, saved: Saved) -> Array:
-        """Return the input gradient, in scratch memory that the next dropout backward overwrites.
-
-        Without dropout, return dy itself.
-        """
+        """Return dx in scratch that the next call overwrites, or dy itself without dropout. ``site``: see `forward`."""
 
 
 class CrossEntropyOperation(Protocol):
     """Interface of the cross-entropy loss: softmax and negative log likelihood."""
 
     def forward(self, logits: Array, targets: Array, saved: Saved) -> Scalar:
-        """Return the loss in nats, summed over all targets except -1. Overwrites logits (tokens, classes)."""
+        """Return the loss in nats, summed over all targets except -1. Overwrites logits, of shape (tokens, classes)."""
 
     def backward(self, scale: float, saved: Saved) -> Array:
         """Return the gradient of the logits, (softmax - onehot) * scale. It overwrites the logits."""
@@ -253,23 +241,23 @@ class ExpertsOperation(Protocol):
     def begin(
         self, parameters: Parameters, x: Array, activation: ActivationOperation, saved: Saved
     ) -> Callable[[], Array]:
-        """Start the forward pass of x (batch, context, hidden). Return a function that finishes it and returns y.
+        """Start the forward pass of x, of shape (batch, context, hidden). Return a function that ends it and returns y.
 
-        x must not change until then. Work between the two calls overlaps with the transfer of tokens to their experts.
+        x must not change until that function returns. Work before its call overlaps the transfer of tokens to experts.
         """
 
     def begin_backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, activation: ActivationOperation, saved: Saved
     ) -> Callable[[], Array]:
-        """Start the backward pass for the output gradient dy.
+        """Start the backward pass for the output gradient dy. Return a function that finishes it and returns dx.
 
-        Return a function that finishes it, writes or adds the gradients, and returns the input gradient dx.
+        `Gradients.into` decides if the parameter gradients are written or added.
         """
 
 
 @dataclass(frozen=True)
 class Operations:
-    """Implementations of a model's operations. ``linear_column``: sharded by outputs. ``linear_row``: by inputs."""
+    """Implementations of a model's operations. ``linear_column`` shards outputs, ``linear_row`` shards inputs."""
 
     linear_column: LinearOperation
     linear_row: LinearOperation
@@ -285,19 +273,22 @@ class Operations:
 
 
 class Stage(Protocol):
-    """A part of a model, such as a layer. Strategies place whole stages on ranks, and gather and free their tensors."""
+    """A part of a model, such as a layer. Strategies place whole stages on ranks."""
 
     layer: int
     tied: dict[str, str]  # local name -> key of a tensor that another layer owns
 
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """Return the tensors that this stage owns, in the order of the layout."""
+        """Return the specs of the tensors that this stage owns, in the order of the flat parameter layout."""
 
     def output_shape(self, samples: int) -> tuple[int, ...]:
         """Return the output shape for ``samples`` samples of full length."""
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Write the initial values of this stage's tensors. Random values are drawn in float64 and rounded once."""
+        """Write the initial values of this stage's tensors to ``parameters``.
+
+        ``rng_of(spec)`` is the random generator of a tensor. Random values are drawn in float64 and rounded once.
+        """
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
         """Return the output of the stage for the input x, and save activations in ``saved``."""
@@ -305,7 +296,10 @@ class Stage(Protocol):
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array | None:
-        """Write or add the gradients. Return the gradient of the input, or None if the input is data."""
+        """Return the gradient of the stage's input, or None if the input is data. dy is the gradient of the output.
+
+        The parameter gradients go to the arrays of `Gradients.into`.
+        """
 
 
 class MixedStage(Stage, Protocol):
@@ -317,7 +311,7 @@ class MixedStage(Stage, Protocol):
     def attend_backward(
         self, parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved
     ) -> None:
-        """Take part in `backward` as a rank without samples; write or add local experts' gradients. Collective."""
+        """Take part in `backward` as a rank without samples. Compute the gradients of the local experts. Collective."""
 
 
 class DeclaredStage:
@@ -339,14 +333,14 @@ class DeclaredStage:
         return samples, *self._output
 
     def with_tokens(self, tokens: int) -> Self:
-        """Return a copy of the stage whose output has ``tokens`` rows per sample."""
+        """Return a copy of this stage with outputs of ``tokens`` tokens per sample."""
         other = copy.copy(self)
         other._output = (tokens, *self._output[1:])
         return other
 
 
 class WrappedStage:
-    """Base class of stages that wrap another stage, ``inner``, and declare the tensors ``specs`` instead of its own."""
+    """Base class of stages that wrap a stage ``inner`` and declare ``specs`` instead of the tensors of ``inner``."""
 
     def __init__(self, inner: Stage, specs: Iterable[TensorSpec]) -> None:
         self.inner, self.layer, self.tied = inner, inner.layer, inner.tied
@@ -379,7 +373,7 @@ class WrappedStage:
 
 
 def draw_normal(parameters: Parameters, spec: TensorSpec, rng_of: StreamOf, deviation: float) -> None:
-    """Initialise the tensor ``spec`` with normal random numbers of standard deviation ``deviation``, in float64."""
+    """Set tensor ``spec`` in ``parameters`` to normal random numbers from ``rng_of(spec)``, times ``deviation``."""
     parameters[spec.name][...] = rng_of(spec).standard_normal(spec.shape) * deviation
 
 
@@ -392,7 +386,7 @@ def norm_specs(layer: int, name: str, width: int, kind: str) -> tuple[TensorSpec
 def column_specs(layer: int, name: str, inputs: int, *outputs: int, bias: bool = True) -> tuple[TensorSpec, ...]:
     """Return the specs of weight and bias of a linear layer that tensor parallelism shards by outputs.
 
-    ``*outputs`` is (width,), or (n, width) for n stacked layers. Tensor parallelism divides the width.
+    ``*outputs``: the width, or n and the width for n stacked layers.
     """
     last = len(outputs) - 1
     stacked = outputs[0] if last else 1

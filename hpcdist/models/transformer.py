@@ -1,8 +1,8 @@
 """Transformers: the decoder-only GPT (Radford et al. 2019) and the masked encoder (Devlin et al. 2018).
 
-GPT: learned positions, pre-norm blocks, tanh GELU, causal attention. Layer 0 embeds, layers 1..L are blocks, layer
-L + 1 is the last norm and the head. Activations are (batch, context, hidden). Encoder: the same stages without a causal
-mask. A sample has `masked_predictions` targets; its other targets are `hpcdist.models.stage.IGNORED`.
+Layer 0 embeds, layers 1..L are blocks, layer L + 1 is the last norm and the head. Activations are (batch, context,
+hidden). The encoder has no causal mask. Its samples have `masked_predictions` targets; all other targets are
+`hpcdist.models.stage.IGNORED`.
 """
 
 import math
@@ -63,7 +63,10 @@ class TokenEmbedding(DeclaredStage):
             draw_normal(parameters, spec, rng_of, INITIAL_DEVIATION)
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return (batch, context, hidden) for integer tokens x (batch, context). x must fit the position table."""
+        """Return embeddings of shape (batch, context, hidden) for integer tokens x of shape (batch, context).
+
+        Raises UsageError if samples have more tokens than the model has learned positions.
+        """
         context = x.shape[1]
         if self.learned and context > self.context:
             raise UsageError(
@@ -129,7 +132,7 @@ class TransformerBlock(DeclaredStage):
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array:
-        """Write or add the gradients. Return dx in the memory of dy, to which each branch's gradient is added."""
+        """Compute the parameter gradients. Add the input gradient of each branch to dy in place, and return dy."""
         branch = operations.dropout.backward(dy, self.dropout, DOWN, saved)
         d = self._feed_forward_backward(parameters, gradients, branch, operations, saved)
         dy = operations.norm.backward(parameters, gradients, "norm2", d, saved, residual=dy)
@@ -154,15 +157,12 @@ class TransformerBlock(DeclaredStage):
         return namespace(scale).empty(self.output_shape(0), scale.dtype)
 
     def _feed_forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return the output of the dense feed-forward or of the experts, for the normalised input x.
-
-        The shared experts compute while tokens are sent to experts on other ranks.
-        """
         mixture, shared = None, "shared." if self.mixed else ""
         if operations.experts is not None and self.mixed:
             mixture = operations.experts.begin(parameters, x, operations.activation, saved)
             if not self.shared:
                 return mixture()
+        # Shared experts compute while tokens are sent to the experts of other ranks.
         wide = operations.linear_column.forward(parameters, f"{shared}up", x, saved, biased=False)
         bias = parameters.get(f"{shared}up.bias")
         active = operations.activation.forward(
@@ -226,7 +226,6 @@ class TransformerBlock(DeclaredStage):
 
 
 def _feed_forward_specs(layer: int, config: ModelConfig) -> Iterator[TensorSpec]:
-    """Yield the tensor specs of a block's feed-forward. Expert tensors, stacked along their first dim, come last."""
     hidden, bias = config.hidden, config.bias
     gated = (2,) if config.activation == "swiglu" else ()  # gates, then values
     if not config.experts:
@@ -249,7 +248,7 @@ def _feed_forward_specs(layer: int, config: ModelConfig) -> Iterator[TensorSpec]
 
 
 class LanguageModelHead(DeclaredStage):
-    """Last stage of a transformer: a norm, and the output matrix to logits, which may be the token embedding."""
+    """Last stage of a transformer: a norm and the output matrix, which may be tied to the token embedding."""
 
     def __init__(self, config: ModelConfig, context: int) -> None:
         self.norm, layer = config.norm, config.layers + 1

@@ -28,11 +28,11 @@ class AdamMomentSlots(SegmentWise):
 
 
 class AdamW(AdamMomentSlots, ElementWise):
-    """AdamW: Loshchilov & Hutter 2019 (arXiv:1711.05101), Algorithm 2, over Kingma & Ba 2015, Algorithm 1.
+    """AdamW: Loshchilov & Hutter 2019 (arXiv:1711.05101), Algorithm 2, with the moments of Kingma & Ba 2015.
 
     u = m^ / (sqrt(v^) + epsilon) + weight_decay w;  w -= rate u. m^ and v^ are the moments m and v, bias-corrected for
     the number of applied updates if ``bias_correction`` is true. Weight decay is multiplied by the learning rate
-    ``rate``, as in PyTorch, and applies only to ``adapted`` tensors.
+    ``rate``, as in PyTorch. By default, tensors whose `TensorSpec.adapted` is false, such as biases, do not decay.
     """
 
     def _step(
@@ -63,8 +63,8 @@ class Lamb(AdamMomentSlots, LayerWise):
     weight decay. Norms are over the whole tensor on all ranks. The function phi of the paper is the identity.
 
     - r is clipped to ``trust_ratio_min`` and ``trust_ratio_max`` if they are not 0. DeepSpeed uses 0.01 and 10.
-    - r is 1, regardless of these bounds, if a norm is 0 or the tensor is not adapted. Tensors that are not adapted do
-      not decay. Without an upper bound, r above 1e30 becomes 1.
+    - r is 1, regardless of these bounds, if a norm is 0. Without an upper bound, r above 1e30 becomes 1.
+    - For tensors whose `TensorSpec.adapted` is false, such as biases, r is 1. By default they do not decay.
     - ``normalize_gradient`` first divides the whole gradient by its norm, as in NVLAMB (NVIDIA 2019).
     """
 

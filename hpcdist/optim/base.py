@@ -1,8 +1,7 @@
 """Base classes of the optimizers: state on the owned ranges, elementwise steps, layer-wise steps.
 
-`ElementWise` (AdamW, SGD) updates in one pass over memory. `LayerWise` (LAMB, LARS) needs norms of whole tensors: two
-phases, with a sum over the owners between them. Query, key and value of a block are one tensor (3, h, h) with one
-layer-wise ratio; published references of LARS and LAMB use three ratios.
+Query, key and value of a block are one tensor (3, h, h) with one layer-wise ratio. Published references of LARS and
+LAMB use three ratios.
 """
 
 from abc import ABC, abstractmethod
@@ -76,25 +75,22 @@ class SegmentWise(ABC):
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the current update, which `begin_step` started. Before it: of the first update."""
+        """Learning rate of the last update that `begin_step` started, or of the first update if none was started."""
         return self._factor * rates.learning_rate(self.config, max(1, self.count), self._total_steps)
 
     def begin_step(self, factor: float = 1.0) -> None:
-        """Start the next update, with ``factor`` times the scheduled learning rate.
-
-        Do not call this to skip an update.
-        """
+        """Start the next update, with ``factor`` times the scheduled rate. To skip an update, do not call this."""
         self.count += 1
         self._factor = factor
         self._norms.clear()
 
     @abstractmethod
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """First phase of an update of the elements ``piece``. The mean gradient is ``scale`` times ``gradient``.
+        """Run the first phase of an update, for the flat range ``piece``. ``master`` are the weights.
 
-        If ``needs_norms`` is true, ``gradient`` afterwards contains the direction u. Otherwise ``gradient`` must not
-        change until `apply`. Call this once per update for each owned element; pieces may split tensors. ``scale`` must
-        be equal for all pieces of an update.
+        The mean gradient is ``scale`` times ``gradient``, and ``scale`` must be equal for all pieces of an update. If
+        ``needs_norms`` is true, ``gradient`` afterwards contains the update direction u. Otherwise ``gradient`` must
+        not change until `apply`. Call this once per update for each owned element. Pieces may split tensors.
         """
 
     def sum_exactly(self) -> None:
@@ -102,11 +98,10 @@ class SegmentWise(ABC):
         self._norms = ExactNorms(len(self.layout.segments))
 
     def partial_norms(self) -> np.ndarray:  # (segments, 2) or (segments, 2, exact.SLOTS)
-        """Return sum(w^2) and sum(u^2) over this rank's pieces, for each tensor, in float64 on the host.
+        """Return sum(w^2) and sum(u^2) over this rank's elements, for each tensor, in float64 on the host.
 
-        w are the weights, u the directions. The caller sums the results over the ranks that share the tensors. After
-        `sum_exactly`, the results are accumulators of `hpcdist.optim.update.exact`, which are to be rounded after
-        the sum over ranks.
+        w are weights, u update directions. The caller sums the results over the ranks that share the tensors. After
+        `sum_exactly`, the results are accumulators of `hpcdist.optim.update.exact`, to be rounded after the sum.
         """
         return to_host(self._norms.sums()).copy()
 
@@ -114,7 +109,7 @@ class SegmentWise(ABC):
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
-        """Second phase of an update: change the ``master`` weights in the elements ``piece``.
+        """Run the second phase of an update: change the weights ``master`` in the flat range ``piece``.
 
         ``direction`` is the buffer that was passed to `direction` as ``gradient``; afterwards its values are undefined.
         Write the rounded weights to ``working``, if given. ``norms`` are the `partial_norms` summed over ranks; None
@@ -126,15 +121,12 @@ class SegmentWise(ABC):
         return {"count": self.count}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Restore the result of `state`. The caller restores the values of ``slots``."""
+        """Restore a dict that the method `state` returned. The caller restores the values of ``slots``."""
         self.count = int(state["count"])
 
     @abstractmethod
     def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
-        """Replace the gradient of elements of one tensor by the direction u, and update the slots.
-
-        ``where`` is the range of the elements, ``decay`` the tensor's weight decay.
-        """
+        """Replace one tensor's ``gradient`` by the direction for ``scale * gradient``. Update the optimizer state."""
 
     def _tensors(self, piece: Range) -> Iterator[tuple[int, TensorSpec, Range]]:
         for segment, where in self.layout.within(piece):
@@ -189,22 +181,22 @@ BLOCK: Final = 1 << 16  # elements per block: gradient, weights and slots fit in
 
 
 class ElementWise(SegmentWise):
-    """Base class of optimizers that update each element separately. `apply` changes the slots and the weights.
+    """Base class of optimizers that update each element separately, such as AdamW and SGD.
 
-    `direction` only stores the scale. If weights change between the two calls, as in gossip, call `direct_before`
-    first. Gradients may be 16-bit floats with float32 weights; on the host, the buffer ``wide`` then gets the gradient
-    as float32, block by block.
+    - `apply` computes the step and updates the optimizer state and the weights. `direction` only stores ``scale``.
+    - If the weights change between `direction` and `apply`, as in gossip, call `direct_before` before the first update.
+    - On the host, 16-bit gradients of float32 weights need the float32 buffer ``wide`` for one block of the gradient.
     """
 
     wide: Array | None = None  # float32 scratch buffer of one block
     _before = False
 
     def direct_before(self) -> None:
-        """From the next update on, let `direction` compute the step from the weights passed to `direction`."""
+        """From the next update on, compute the step in `direction`, from the weights at that time, not in `apply`."""
         self._before = True
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Store ``scale``, equal for all pieces of an update. ``gradient`` must not change until `apply`."""
+        """Store ``scale`` for `apply`. After `direct_before`, also replace ``gradient`` by the update direction."""
         self._scale = scale
         if self._before:
             assert master.dtype == self.dtype == gradient.dtype, "direct_before needs gradients in the master dtype"
@@ -234,7 +226,6 @@ class ElementWise(SegmentWise):
                 self._step(block, master.range(block), gradient, rate, decay, copy)
 
     def _blocks(self, where: Range, direction: FlatStore, working: FlatStore | None) -> Iterable[Range]:
-        """Return the ranges to update one after another: the range ``where``, or blocks of it that fit in the cache."""
         if direction.dtype != self.dtype:
             return cut(where, self._scratch(direction).size)
         return (where,) if working is None else cut(where, BLOCK)
@@ -250,8 +241,8 @@ class ElementWise(SegmentWise):
     def _scratch(self, direction: FlatStore) -> Array:
         if self.wide is None or self.dtype != np.float32 or not is_16bit_float(direction.dtype):
             raise UsageError(
-                f"a gradient in {direction.dtype} needs other master weights than {self.dtype}: 16-bit gradients need "
-                "float32 weights and a buffer to widen them, see hpcdist.optim.master_weights.MasterWeights"
+                f"{direction.dtype} gradients cannot update {self.dtype} master weights: 16-bit gradients need float32 "
+                "master weights and a buffer to widen the gradients; use hpcdist.optim.master_weights.MasterWeights"
             )
         return self.wide
 
@@ -259,14 +250,14 @@ class ElementWise(SegmentWise):
     def _step(
         self, where: Range, weights: Array, gradient: Array, rate: float, decay: Decay, working: Array | None
     ) -> None:
-        """Update weights, slots and the rounded copy ``working`` in the range ``where``. May overwrite the gradient."""
+        """Update weights, optimizer state and the rounded copy ``working`` in ``where``. May overwrite ``gradient``."""
 
 
 NORM_BLOCK: Final = 1 << 16  # elements per block: a direction is still in cache when its squares are summed
 
 
 class LayerWise(SegmentWise):
-    """Base class of layer-wise optimizers. Phase 1 computes directions and their norms, phase 2 updates the weights."""
+    """Base class of layer-wise optimizers, such as LAMB and LARS. `direction` also computes weight and step norms."""
 
     needs_norms: ClassVar[bool] = True
     _rates: kernels.TensorOptions | None = None  # decays and rates of the current update, on a GPU
@@ -278,9 +269,9 @@ class LayerWise(SegmentWise):
     def direction(
         self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0, into: FlatStore | None = None
     ) -> None:
-        """Replace the gradient on ``piece`` by the direction u of ``scale * gradient``, and update the slots.
+        """Write the update direction of the flat range ``piece`` to ``into``, or over ``gradient`` if ``into`` is None.
 
-        If ``into``, a store of the master dtype, is passed, u is written to ``into`` and the gradient is not changed.
+        ``master`` are the weights. The mean gradient is ``scale`` times ``gradient``. A direction has the master dtype.
         """
         step = gradient if into is None else into
         assert master.dtype == self.dtype == step.dtype, "directions must have the master dtype"
@@ -323,13 +314,11 @@ class LayerWise(SegmentWise):
                     kernels.round_into(weights, working.range(block))
 
     def _rate_of(self, index: int, spec: TensorSpec, common_rate: float, norms: np.ndarray) -> float:
-        """Return the tensor's learning rate: ``common_rate`` times its group's factor and, if adapted, trust ratio."""
         weight_norm, step_norm = (norms[index] ** 0.5).tolist()
         ratio = self._ratio(weight_norm, step_norm, self._decay(spec)) if spec.adapted else 1.0
         return common_rate * self._rate_factor(spec) * ratio
 
     def _rates_on_gpu(self, piece: Range, norms: np.ndarray) -> kernels.TensorOptions:
-        """Return the weight decay and learning rate of every tensor for a GPU kernel. Made once per update."""
         if self._rates is None:
             common_rate = self.learning_rate
             table = [
@@ -356,9 +345,9 @@ class LayerWise(SegmentWise):
         scale: float,
         tensors: kernels.TensorOptions,
     ) -> None:
-        """Write the directions of all tensors in the range ``where`` to ``step``, on a GPU.
+        """Write update directions to ``step``, and add squares of weights and directions to ``partial``, on a GPU.
 
-        Add the squares of weights and directions to the sums ``partial``.
+        The arrays have the elements of the flat range ``where``.
         """
 
     def _update(self, where: Range, weights: Array, step: Array, rate: float, decay: float) -> None:
@@ -367,15 +356,12 @@ class LayerWise(SegmentWise):
     def _update_all(
         self, where: Range, weights: Array, step: Array, tensors: kernels.TensorOptions, working: Array | None
     ) -> None:
-        """Update the weights of all tensors in the range ``where`` on a GPU.
-
-        Write them rounded to ``working``, if given.
-        """
+        """Update ``weights``, the elements of the flat range ``where``, by the directions ``step``, on a GPU."""
         kernels.launch_update("descend", weights, step, (), working, tensors)
 
 
 class WrappedOptimizer(ABC):
-    """Base class of optimizers that wrap an optimizer ``inner``: they change its weights, gradients or state first."""
+    """Base class of optimizers that wrap an optimizer ``inner`` and pass it other weights, gradients or state."""
 
     def __init__(self, inner: SegmentWise) -> None:
         self._inner, self.parts, self.slots = inner, inner.parts, inner.slots
@@ -397,13 +383,13 @@ class WrappedOptimizer(ABC):
 
     @abstractmethod
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """First phase of an update of the elements ``piece``, as in `SegmentWise.direction`."""
+        """Prepare the update of the flat range ``piece`` for `apply`, as `SegmentWise.direction` does."""
 
     @abstractmethod
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
-        """Second phase: update the ``master`` weights in the elements ``piece``, as in `SegmentWise.apply`."""
+        """Update the weights ``master`` in the flat range ``piece``, as `SegmentWise.apply` does."""
 
     def sum_exactly(self) -> None:
         self._inner.sum_exactly()

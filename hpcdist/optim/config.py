@@ -35,7 +35,10 @@ class ParameterGroup:
 
     @classmethod
     def of(cls, text: str) -> "ParameterGroup":
-        """Parse a group from ``text``: patterns, a colon, options ``name=value``. ConfigurationError if invalid."""
+        """Parse a parameter group: patterns of tensor names, a colon, and options ``name=value``.
+
+        Raises ConfigurationError if ``text`` is invalid.
+        """
         names, _, options = text.rpartition(":")
         values: dict[str, float] = {}
         try:

@@ -1,8 +1,8 @@
 """Master weights: an optimizer in float32 for parameters and gradients in 16-bit floats.
 
-Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740, section 3.1: an update is often smaller than half a
-unit in the last place of a 16-bit weight, and would be lost. So a float32 master is updated and rounded to the working
-copy. Adam takes 12 bytes per parameter: 4 for the master, 8 for the moments (arXiv:1910.02054).
+Updates below half a unit in the last place of a 16-bit weight would be lost (arXiv:1710.03740, section 3.1), so a
+float32 master is updated and rounded. Adam takes 12 bytes per parameter: 4 for the master, 8 for the moments
+(arXiv:1910.02054).
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ from hpcdist.optim.update import kernels
 
 
 class MasterWeights(WrappedOptimizer):
-    """Optimizer for 16-bit parameters. It applies ``inner`` to float32 master ``weights`` and rounds these to 16 bits.
+    """Optimizer for 16-bit parameters. It applies ``inner`` to float32 ``weights``, and rounds these to 16 bits.
 
-    Its methods get the 16-bit working copy as the argument ``master``, and 16-bit gradients. If ``inner`` is
-    layer-wise, directions are stored in float32, which takes 4 more bytes per owned parameter.
+    The argument ``master`` of its methods is the 16-bit copy of the weights. Gradients are 16-bit too. If ``inner`` is
+    layer-wise, update directions are stored in float32, which takes 4 more bytes per owned parameter.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class MasterWeights(WrappedOptimizer):
             self._wide = FlatStore(layout, dtype, parts, on=on, category="gradients", ledger=ledger)
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Compute the direction of the elements ``piece`` in float32 if norms are needed, else only store ``scale``."""
+        """Prepare the update of the flat range ``piece``, with the 16-bit ``gradient``. ``master`` is not used."""
         if isinstance(self._inner, LayerWise):
             self._inner.direction(piece, self.weights, gradient, scale, self._wide)
         else:
@@ -53,18 +53,21 @@ class MasterWeights(WrappedOptimizer):
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
-        """Update the float32 master weights of the elements ``piece``. Round them to ``master``, the 16-bit copy."""
+        """Update the float32 weights in the flat range ``piece``, and round them into the 16-bit ``master``.
+
+        ``norms`` are the `partial_norms`, summed over ranks. ``working`` is not used.
+        """
         steps = direction if self._wide is None else self._wide
         self._inner.apply(piece, self.weights, steps, master, norms)
 
     def round_into(self, working: FlatStore) -> None:
-        """Round this rank's master weights into the 16-bit copy ``working``."""
+        """Write this rank's float32 weights to ``working``, rounded to the 16-bit dtype of ``working``."""
         for part in self.parts:
             kernels.round_into(self.weights.range(part), working.range(part))
 
 
 def rounded(store: FlatStore, dtype: np.dtype) -> FlatStore:
-    """Return a host array with the values of the float32 ``store``, rounded to the 16-bit ``dtype``."""
+    """Return a host store with the values of the float32 ``store``, rounded to the 16-bit ``dtype``."""
     copy = FlatStore(store.layout, dtype, store.parts)
     kernels.round_into(store.array, copy.array)
     return copy

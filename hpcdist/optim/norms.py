@@ -1,8 +1,7 @@
 """Gradient norms: clipping by the global norm, and norms of tensors for layer-wise rates.
 
-Clipping is Algorithm 1 of Pascanu, Mikolov & Bengio 2013 (arXiv:1211.5063). The norm of a sharded gradient needs one
-reduced scalar, or one reduced accumulator of `hpcdist.optim.update.exact` if its bits must not depend on the partition.
-Consecutive blocks of a tensor give the same bits as the whole tensor.
+Clipping is Algorithm 1 of Pascanu, Mikolov & Bengio 2013 (arXiv:1211.5063). If the bits of a norm must not depend on
+the partition, reduce accumulators of `hpcdist.optim.update.exact` instead of scalars.
 """
 
 import math
@@ -23,7 +22,7 @@ from hpcdist.optim.update import exact, kernels
 
 
 def sum_of_block_squares(blocks: Iterable[Array]) -> float:
-    """Return the sum of squares of the host arrays ``blocks``, bitwise as `kernels.sum_of_squares` of all elements."""
+    """Return the sum of squares of host arrays, bitwise equal to `kernels.sum_of_squares` of their concatenation."""
     sums, seen = np.zeros(kernels.LANES), 0
     for block in blocks:
         kernels.add_squares(block, sums, seen % kernels.LANES)
@@ -32,7 +31,7 @@ def sum_of_block_squares(blocks: Iterable[Array]) -> float:
 
 
 class Norms:
-    """Sums of squares of weights w and directions u, for each of ``count`` tensors, on the host. `clear` resets them.
+    """Sums of squares of the weights and of the update directions of each of ``count`` tensors, on the host.
 
     Adding a tensor in consecutive pieces gives the same bits as adding it at once.
     """
@@ -48,7 +47,10 @@ class Norms:
         self._sums[...] = 0.0
 
     def add(self, tensor: int, where: Range, weights: Array, step: Array) -> None:
-        """Add the squares of ``weights`` and ``step``, the values of tensor number ``tensor`` in range ``where``."""
+        """Add the squares of ``weights`` and of directions ``step`` to the sums of tensor number ``tensor``.
+
+        Both arrays have the elements of the flat range ``where``.
+        """
         if (tensor, where.start) != (self._tensor, self._stretch.stop):
             self._close()
             self._tensor, self._stretch = tensor, Range(where.start, where.start)
@@ -59,7 +61,7 @@ class Norms:
         self._stretch = Range(self._stretch.start, where.stop)
 
     def sums(self) -> np.ndarray:  # (tensors, 2)
-        """Return the sums of squares (tensors, 2): column 0 for weights, column 1 for directions."""
+        """Return the sums, of shape (tensors, 2): squares of the weights in column 0, of the directions in column 1."""
         self._close()
         return self._sums
 
@@ -70,7 +72,7 @@ class Norms:
 
 
 class GpuNorms:
-    """Sums of squares as in `Norms`, but on a GPU: the direction kernels add the squares to ``partial``."""
+    """Sums of squares as in `Norms`, on a GPU. Kernels that compute update directions add squares to ``partial``."""
 
     def __init__(self, size: int, tensors: kernels.TensorOptions) -> None:
         self.partial, self._tensors = kernels.partial_sums(size, len(tensors.bounds)), tensors
@@ -106,10 +108,10 @@ _WIDEN = 1 << 14  # 16-bit elements to widen at a time: 64 KiB of float32 fit in
 def sum_of_squares(
     store: FlatStore, parts: Range | Sequence[Range] | None = None, watched: Sequence[Range] = ()
 ) -> float:
-    """Return the float64 sum of squares of the elements in ``parts`` of ``store`` (None: of all), without padding.
+    """Return the float64 sum of squares of ``store`` in the flat ranges ``parts`` (None: all), without padding.
 
-    ``watched`` are ranges whose squares are not added, but a NaN or infinity in them makes the sum NaN. Only for a
-    float64 store can the sum overflow. On a GPU, the host waits once for the result.
+    ``watched`` are ranges whose squares are not added, but a NaN or infinity in them makes the sum NaN. The sum
+    can overflow only for a float64 store. On a GPU, the host waits once for the result.
     """
     ranges = store.parts if parts is None else (parts,) if isinstance(parts, Range) else parts
     total = _squares(store, ranges)
@@ -136,7 +138,6 @@ def _squares(store: FlatStore, ranges: Sequence[Range]) -> Any:
 
 
 def _joined(layout: Layout, part: Range) -> list[Range]:
-    """Return the ranges of the tensors that overlap ``part``. Adjacent ranges are joined into one."""
     joined: list[Range] = []
     for _, where in layout.within(part):
         if joined and joined[-1].stop == where.start:
@@ -157,10 +158,9 @@ def _squares_of_halves(values: np.ndarray) -> Any:
 
 
 def exact_squares(store: FlatStore, parts: Sequence[Range]) -> np.ndarray:  # (exact.SLOTS,)
-    """Return the exact sum of squares of the elements in ``parts`` of a host ``store``, without padding.
+    """Return the exact sum of squares of the flat ranges ``parts`` of a host ``store``, as an accumulator of `exact`.
 
-    The result is an accumulator of `hpcdist.optim.update.exact`. If an element is not finite, the rounded sum is not
-    finite either.
+    Padding is left out. If an element is not finite, `exact.rounded` of the result is not finite either.
     """
     digits = exact.zeros()
     for _, where in chain.from_iterable(map(store.layout.within, parts)):
@@ -173,7 +173,8 @@ def clip_scale(norm_squared: float, limit: float, *, normalize: bool = False) ->
     """Return the factor that clips a gradient to the norm ``limit``: 1 if its norm is smaller, or if ``limit`` is 0.
 
     ``norm_squared`` is the gradient's squared norm, over all ranks. If ``normalize`` is true, the factor is min(1,
-    limit) / norm, or 1 for a norm below 1e-30. Raises NonFiniteError if the norm is NaN or infinite.
+    limit) / norm, or 1 / norm for ``limit`` 0. It is 1 for a norm of at most 1e-30. Raises NonFiniteError if the norm
+    is NaN or infinite.
     """
     if not math.isfinite(norm_squared):
         raise NonFiniteError(
@@ -187,10 +188,7 @@ def clip_scale(norm_squared: float, limit: float, *, normalize: bool = False) ->
 
 
 def first_nonfinite(store: FlatStore, part: Range | None = None) -> str | None:
-    """Return the name of the first tensor with a NaN or infinity, or None if all elements are finite.
-
-    ``part``: search only this range of the flat parameter vector.
-    """
+    """Return the name of the first tensor with a NaN or infinity, or None. ``part``: only search this flat range."""
     for segment, where in store.tensors() if part is None else store.layout.within(part):
         if not all(bool(namespace(values).isfinite(values).all()) for values in store.blocks(where)):
             return segment.key

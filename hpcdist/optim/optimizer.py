@@ -2,8 +2,7 @@
 
     begin_step  ->  direction(piece)...  ->  partial_norms  -> (the caller sums them) ->  apply(piece)...
 
-The result is equal for every partition, up to the summation order of the norms, or bitwise with exact norms. Without
-norms, `direction` only stores the scale, and `apply` updates in one pass over memory.
+The result is equal for every partition, up to the summation order of the norms, or bitwise with exact norms.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,11 +34,11 @@ def build(
     on: str = "cpu",
     make_slot: Callable[[str], FlatStore] | None = None,
 ) -> SegmentWise:
-    """Build the optimizer that ``config`` names, for the ranges ``parts`` of the flat parameter vector.
+    """Build the optimizer ``config.name`` for the ranges ``parts`` of the flat parameter vector.
 
-    ``dtype`` of the master weights must be float32 or float64 (otherwise UsageError). ``total_steps`` is the length of
-    the learning-rate schedule. The optimizer state starts at zero. It is in the stores that ``make_slot(name)``
-    returns, if given, or else on the device ``on``, "cpu" or "gpu".
+    ``dtype``: dtype of the master weights, float32 or float64 (otherwise UsageError). ``total_steps``: length of the
+    learning-rate schedule. The optimizer state starts at zero. ``make_slot(name)``, if given, returns the store of a
+    state vector such as "m". By default, the state is on the device ``on``, "cpu" or "gpu".
     """
     return OPTIMIZERS[config.name](
         config, layout, parts, dtype, ledger=ledger, total_steps=total_steps, on=on, make_slot=make_slot

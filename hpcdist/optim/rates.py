@@ -1,26 +1,13 @@
-"""Learning rate of each update: warm-up, decay, and scaling to the batch size. Imports only the errors.
+"""Learning rate of each update (warm-up, decay, scaling to the batch size), and gradient noise scale.
 
-The warm-up is linear (Goyal et al. 2017, arXiv:1706.02677, section 2.2). A cosine (equation 5 of SGDR, Loshchilov &
-Hutter 2017, arXiv:1608.03983, without restarts), polynomial or constant decay follows. Updates count from 1, without
-skipped ones. A rate for b samples is scaled to B = k b samples:
+The warm-up is linear (Goyal et al. 2017, arXiv:1706.02677, section 2.2). A cosine (equation 5 of arXiv:1608.03983,
+without restarts), polynomial or constant decay follows. A rate for b samples is scaled to B = k b samples:
 
     linear   k rate         sgd and lars (Goyal et al. 2017, section 2.1)
-    sqrt     sqrt(k) rate   adamw and lamb (Malladi et al. 2022, arXiv:2205.10287)
+    sqrt     sqrt(k) rate   adamw and lamb (arXiv:2205.10287)
 
-A warm-up over N samples takes N / B updates: update t has min(1, t B / N) of the peak. If the batch grows (S. L. Smith
-et al., arXiv:1711.00489), each rate is scaled to the batch of its update.
-
-Gradient noise scale (McCandlish et al., arXiv:1812.06162, appendix A.1): the mean gradient g_B of B samples is the true
-gradient G plus noise of covariance Sigma / B. Two batch sizes b < B give unbiased estimates:
-
-    tr(Sigma) = (|g_b|^2 - |g_B|^2) / (1/b - 1/B)
-    |G|^2     = |g_B|^2 - tr(Sigma) / B
-
-The noise scale is B_simple = tr(Sigma) / |G|^2 in samples. If the Hessian is a multiple of the identity, a run with B
-samples per step takes 1 + B_simple / B times the smallest number of steps, and 1 + B / B_simple times the smallest
-number of samples (section 2.2). For several batches of b_r samples with weights w_r, sum(w_r) = 1, use
-1/b = sum(w_r / b_r) and |g_b|^2 = sum(w_r |g_r|^2). Numerator and denominator are averaged over steps before the
-division.
+A warm-up over N samples takes N / B updates: update t has min(1, t B / N) of the peak. If the batch grows
+(arXiv:1711.00489), each rate is scaled to the batch of its update.
 """
 
 import math
@@ -35,10 +22,10 @@ from hpcdist.optim.config import OptimizerConfig, Scaling
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Number of samples per step, which can grow during the run.
+    """Number of samples per step, which can grow in stages during the run.
 
-    ``stages`` are pairs (number of samples of the run at the stage's end, samples per step). After the last stage, a
-    step has ``final`` samples.
+    ``stages``: (end, samples per step) of each stage. The end is in samples since the start of the run.
+    ``final``: samples per step after the last stage.
     """
 
     final: int
@@ -56,7 +43,7 @@ class BatchSchedule:
         return samples + self.final * max(0, step - after)
 
     def steps_for(self, samples: int) -> float:
-        """Return the number of steps that the first ``samples`` samples of the run take. It may be a fraction."""
+        """Return the number of steps for the first ``samples`` samples of the run, as a float, without rounding."""
         start = 0
         for end, size in self.stages:
             if samples <= end:
@@ -66,11 +53,11 @@ class BatchSchedule:
 
     @property
     def sizes(self) -> list[int]:
-        """Number of samples per step of each stage, and then of the final steps."""
+        """Numbers of samples per step: one for each stage in ``stages``, followed by ``final``."""
         return [*(size for _, size in self.stages), self.final]
 
     def _steps(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (first step, end step, samples per step) for each stage before the final steps."""
+        """Yield (first step, exclusive end step, samples per step) for each stage."""
         start = first = 0
         for end, size in self.stages:
             last = first + (end - start) // size
@@ -83,14 +70,18 @@ class BatchSchedule:
 
 
 def staged_batches(final: int, warmup: Sequence[int]) -> BatchSchedule:
-    """Return the batch schedule of a recipe with the global batch ``final`` and the stages ``warmup``.
+    """Return the schedule of a batch that grows, in warm-up stages, to ``final`` samples per step.
 
-    ``warmup`` has two numbers per stage: number of samples of the run at its end, and samples per step. Raises
-    ConfigurationError unless both numbers increase and every stage is a whole number of steps.
+    ``warmup`` has two numbers per stage: its end, in samples since the start of the run, and its samples per step.
+    Raises ConfigurationError unless both increase, ``final`` is the largest size, and every stage is a whole number of
+    steps.
     """
     setting = f"run.batch_warmup = {list(warmup)}"
     if len(warmup) % 2:
-        raise ConfigurationError(f"{setting}; it must have two numbers per stage: sample at its end, samples per step")
+        raise ConfigurationError(
+            f"{setting} has an odd length, {len(warmup)}; expected two numbers per warm-up stage: the samples of the "
+            "run until the stage ends, and the samples per step"
+        )
     stages = tuple(zip(warmup[::2], warmup[1::2], strict=True))
     for (start, _), (end, size) in pairwise([(0, 0), *stages]):
         if size < 1 or end <= start:
@@ -107,8 +98,8 @@ def staged_batches(final: int, warmup: Sequence[int]) -> BatchSchedule:
     for smaller, larger in pairwise([*(size for _, size in stages), final]):
         if smaller >= larger:
             raise ConfigurationError(
-                f"{setting} with run.global_batch = {final}: after steps of {smaller} samples come steps of {larger}; "
-                "each stage must have larger steps than the one before, and run.global_batch the largest"
+                f"{setting} with run.global_batch = {final}: the samples per step must increase from stage to stage, "
+                f"up to run.global_batch, but {larger} comes after {smaller}"
             )
     return BatchSchedule(final, stages)
 
@@ -118,28 +109,44 @@ SMOOTHING: Final = 0.98  # weight of earlier measurements in the mean: about 50 
 
 @dataclass(frozen=True)
 class NoiseEstimate:
-    """Estimate of gradient noise: squared norm of the true gradient, and trace of the covariance of one sample."""
+    """Estimate of gradient noise: squared norm of the true gradient, and trace of the sample gradients' covariance."""
 
     gradient_squared: float
     trace: float
 
     @property
     def noise_scale(self) -> float:
-        """Gradient noise scale in samples, or NaN if the estimated squared gradient is not positive."""
+        """Gradient noise scale B_simple = trace / gradient_squared in samples, or NaN if the divisor is not positive.
+
+        If the Hessian is a multiple of the identity, a run with B samples per step takes 1 + B_simple / B times the
+        smallest number of steps, and 1 + B / B_simple times the smallest number of samples (arXiv:1812.06162, section
+        2.2).
+        """
         return self.trace / self.gradient_squared if self.gradient_squared > 0.0 else math.nan
 
 
 def estimate_noise(small_squared: float, inverse_small: float, big_squared: float, big: int) -> NoiseEstimate:
-    """Estimate the noise of gradients from the squared norms of two mean gradients.
+    """Estimate |G|^2 of the true gradient and tr(Sigma) of the noise, from mean gradients of two batch sizes.
 
-    ``small_squared`` is over 1 / ``inverse_small`` samples, and ``big_squared`` over ``big`` samples.
+    ``small_squared`` is |g_b|^2 for b = 1 / ``inverse_small`` samples, ``big_squared`` is |g_B|^2 for B = ``big``. The
+    mean gradient g_B of B samples is the true gradient G plus noise of covariance Sigma / B. Two batch sizes b < B give
+    unbiased estimates (McCandlish et al., arXiv:1812.06162, appendix A.1):
+
+        tr(Sigma) = (|g_b|^2 - |g_B|^2) / (1/b - 1/B)
+        |G|^2     = |g_B|^2 - tr(Sigma) / B
+
+    For several batches of b_r samples with weights w_r, sum(w_r) = 1, use 1/b = sum(w_r / b_r) and
+    |g_b|^2 = sum(w_r |g_r|^2).
     """
     trace = (small_squared - big_squared) / (inverse_small - 1.0 / big)
     return NoiseEstimate(big_squared - trace / big, trace)
 
 
 class SmoothedNoise:
-    """Exponential moving average of noise estimates over steps, corrected for the start value 0."""
+    """Exponential moving average of noise estimates over steps, corrected for the start value 0.
+
+    Numerator and denominator of the noise scale are averaged before the division.
+    """
 
     def __init__(self) -> None:
         self._weight = self._gradient_squared = self._trace = 0.0
@@ -153,7 +160,7 @@ class SmoothedNoise:
 
     @property
     def mean(self) -> NoiseEstimate:
-        """Moving average of the noise estimates. NaN before the first estimate."""
+        """Moving average of the gradient noise estimates. Its fields are NaN before the first estimate."""
         if not self._weight:
             return NoiseEstimate(math.nan, math.nan)
         return NoiseEstimate(self._gradient_squared / self._weight, self._trace / self._weight)
@@ -163,7 +170,7 @@ class SmoothedNoise:
         return {"weight": self._weight, "gradient_squared": self._gradient_squared, "trace": self._trace}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Restore the result of `state`; an empty ``state`` resets the averages."""
+        """Restore averages that the method `state` returned. An empty argument ``state`` resets them."""
         self._weight = float(state.get("weight", 0.0))
         self._gradient_squared, self._trace = float(state.get("gradient_squared", 0)), float(state.get("trace", 0))
 
@@ -178,7 +185,7 @@ RULES: Final[dict[Scaling, Callable[[float], float]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class StagedOptimizerConfig(OptimizerConfig):
-    """Optimizer settings for a run whose batch size grows in stages. `resolve_rate` makes them.
+    """Optimizer settings from `resolve_rate` for a run whose batch size grows in stages.
 
     The learning rate is for the final batch size; ``rule`` scales it to the batch sizes of earlier stages.
     ``ramp_samples`` is the length of the learning-rate warm-up in samples, or 0 if it is given in updates.
@@ -189,10 +196,7 @@ class StagedOptimizerConfig(OptimizerConfig):
     ramp_samples: int
 
     def growth(self, update: int) -> float:
-        """Return the factor by which the peak learning rate is multiplied in ``update``, for its batch size.
-
-        ``update`` is the update's number, from 1. At the final batch size the factor is 1.
-        """
+        """Return the factor of the peak learning rate for the batch size of update ``update``, counted from 1."""
         return RULES[self.rule](self.batches.size(update - 1) / self.batches.final)
 
     def ramp(self, update: int) -> float:
@@ -203,7 +207,11 @@ class StagedOptimizerConfig(OptimizerConfig):
 
 
 def resolve_rate(config: OptimizerConfig, batches: BatchSchedule) -> OptimizerConfig:
-    """Return ``config`` with its peak rate scaled to the batch sizes ``batches``, and its warm-up in updates. Local."""
+    """Return ``config`` with the peak learning rate of the run's batch size, and with a warm-up in updates. Local.
+
+    The peak is scaled from ``config.base_batch`` to ``batches.final`` samples per step. A warm-up in samples is
+    converted to updates. If the batch schedule ``batches`` has growth stages, the result is a `StagedOptimizerConfig`.
+    """
     growth = batches.final / config.base_batch if config.base_batch else 1.0
     warmup = batches.steps_for(config.warmup_samples) if config.warmup_samples else config.warmup_steps
     rate = config.learning_rate * RULES[config.scaling](growth)
@@ -241,8 +249,8 @@ SHAPES: Final[dict[str, Callable[[float, float], float]]] = {
 def learning_rate(config: OptimizerConfig, update: int, total_steps: int) -> float:
     """Return the learning rate of update number ``update`` (the first is 1) in a run of ``total_steps`` steps.
 
-    The rate reaches its peak at update ``warmup_steps``, which may be a fraction, and its final value at
-    ``total_steps``. ``config`` must come from `resolve_rate`.
+    The rate reaches its peak at update ``config.warmup_steps``, which need not be an integer. It reaches its final
+    value at update ``total_steps``. ``config`` must come from `resolve_rate`.
     """
     assert not (config.base_batch or config.warmup_samples), "call resolve_rate first"
     peak, ramp = config.learning_rate, update / config.warmup_steps if config.warmup_steps else 1.0

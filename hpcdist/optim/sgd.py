@@ -14,7 +14,8 @@ class Sgd(ElementWise):
     """SGD with the heavy ball (Polyak 1964) or Nesterov's momentum, as in Sutskever et al. 2013, section 2.
 
     As in `torch.optim.SGD` without dampening: g += weight_decay w;  v = momentum v + g;  step = v, or g + momentum v
-    with Nesterov;  w -= rate step. Weight decay applies only to ``adapted`` tensors.
+    with Nesterov;  w -= rate step. Without parameter groups, weight decay applies only to tensors whose
+    `TensorSpec.adapted` is True.
     """
 
     slot_names: ClassVar[tuple[str, ...]] = ("momentum",)
@@ -65,9 +66,9 @@ class Lars(LayerWise):
     v = momentum c v + rate local (g + weight_decay w);  w -= v.
 
     The momentum correction c = rate / (rate of the previous update) rescales earlier gradients to the current rate
-    (Goyal et al. 2017, arXiv:1706.02677, section 3, remark 2). The paper has c = 1: ``momentum_correction`` = false. If
-    a norm is 0 or the tensor is not adapted, local is 1. Tensors that are not adapted do not decay. g is the gradient
-    after clipping.
+    (Goyal et al. 2017, arXiv:1706.02677, section 3, remark 2). The LARS paper has c = 1: ``momentum_correction`` =
+    false. If a norm is 0 or the tensor's `TensorSpec.adapted` is False, local is 1. Without parameter groups, tensors
+    with ``adapted`` = False do not decay. g is the gradient after clipping, v the velocity.
     """
 
     slot_names: ClassVar[tuple[str, ...]] = ("momentum",)
@@ -76,7 +77,6 @@ class Lars(LayerWise):
     _correction = 1.0
 
     def begin_step(self, factor: float = 1.0) -> None:
-        """Start an update, and compute the momentum correction from the learning rate of the previous update."""
         super().begin_step(factor)
         before, self._rate = self._rate, self.learning_rate
         # After a rate of 0 a corrected velocity is 0.
@@ -87,7 +87,7 @@ class Lars(LayerWise):
         return {**super().state(), "rate": self._rate}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Restore the result of `state`. If ``state`` has no learning rate, use the rate of the schedule."""
+        """Restore a result of the method `state`. If the argument ``state`` has no rate, use the scheduled rate."""
         super().restore(state)
         self._factor = 1.0
         self._rate = float(state.get("rate", self.learning_rate if self.count else 0.0))

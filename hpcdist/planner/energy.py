@@ -1,15 +1,15 @@
 """Energy of a step: power of devices by phase, hosts and network, plus cooling.
 
-A device draws idle power + utilisation * (peak power - idle power). The utilisation depends on the phase:
+A device draws idle power + utilisation * (peak power - idle power). Hosts and switches draw constant power.
+Utilisation:
 
     computing   COMPUTE_FLOOR + (1 - COMPUTE_FLOOR) * reached share of the peak FLOP rate
-    update      MEMORY_UTILISATION: elementwise kernels; also the term "unproven"
-    messages    MESSAGE_UTILISATION: exposed messages
+    update      MEMORY_UTILISATION, also for the term "unproven"
+    messages    MESSAGE_UTILISATION, only exposed messages
     waiting     WAITING_UTILISATION: pipeline bubble, input, checkpoints and restarts
 
 COMPUTE_FLOOR is fitted to eight H100 at 45 % of peak, which draw with their host 76 % of 10.2 kW (arXiv:2506.14551).
-The other three values are assumptions, consistent with arXiv:2308.12908. Overlapped messages are not counted again.
-Processors and switches draw constant power, and unused devices of a node draw idle power.
+The other values are assumptions, consistent with arXiv:2308.12908.
 """
 
 from typing import Final
@@ -35,7 +35,7 @@ def energy(timing: TimeEstimate, layout: ParallelLayout, cluster: Cluster, peak_
     """Return the energy of one step in joules, by consumer, for all nodes of ``layout``. ``timing``: step time by term.
 
     ``peak_share``: fraction of the peak FLOP rate that the devices reach while they compute. ``device_w`` of the result
-    is a worker's mean power.
+    is the mean power of a device that is no parameter server.
     """
     device, nodes, step_s = cluster.device, nodes_of(layout, cluster), timing.step_s
     worker_j = 0.0
@@ -60,7 +60,7 @@ def energy(timing: TimeEstimate, layout: ParallelLayout, cluster: Cluster, peak_
 
 
 def utilisation(term: str, peak_share: float) -> float:
-    """Return the assumed utilisation (0 to 1) of a device in a ``term`` of the step time, such as "forward"."""
+    """Return the assumed device utilisation, from 0 to 1, in a time term such as "forward". See `energy`."""
     if term in COMPUTING:
         return COMPUTE_FLOOR + (1 - COMPUTE_FLOOR) * min(1.0, max(0.0, peak_share))
     if term in ("update", UNPROVEN):

@@ -8,7 +8,7 @@ from hpcdist.planner.layout import ParallelLayout
 
 UNPROVEN: Final = "unproven"  # a term of `TimeEstimate`
 CORRECTION: Final = "correction"  # a term of `TimeEstimate`
-# Published / modelled step time with ZeRO-3: minimum, median, maximum (see `hpcdist.planner.time.exchange`).
+# Published / modelled step time with ZeRO-3 in the six rows of arXiv:2104.04473, table 2: minimum, median, maximum.
 ZERO3_RATIOS: Final = (1.26, 1.5, 1.92)
 
 
@@ -45,15 +45,17 @@ class MemoryEstimate:
 class TimeEstimate:
     """Seconds of a step on the critical path, by term. The terms add up to ``step_s``.
 
-    Computation: "forward", "backward", "recompute", and "update" (optimizer). Exposed communication: "tensor",
-    "context" and "expert" (messages on these axes), "pipeline", "data" (exchange of gradients and parameters), "rows"
-    (allreduce over the tensor ranks of gradients of replicated parameters with sequence parallelism). Other terms:
-    "bubble" (pipeline idle time), "input" (reading samples), "correction" (median excess of published ZeRO-3 steps,
-    `ZERO3_RATIOS`), "unproven" (time added to reach ``least_s``, the step time at the best published MFU).
+    Computation terms: "forward", "backward", "recompute", "update" (optimizer).
+    Exposed communication terms: "tensor", "context", "expert" and "pipeline" (messages on these axes), "data"
+    (exchange of gradients and parameters), "rows" (with sequence parallelism: allreduce of the gradients of replicated
+    parameters over the tensor ranks).
+    "bubble": pipeline idle time. "input": reading samples.
+    "correction": for ZeRO-3, time added because published steps were slower than the formulas (`ZERO3_RATIOS`).
+    "unproven": time added so that the MFU is not above the best published MFU.
 
-    ``hidden_s``: time of messages that overlap computation. ``bytes``: bytes that a device sends per step, by axis.
-    ``algorithms``: by axis, the algorithm of the collective with the most bytes. ``bucket_bytes``: gradient bytes per
-    allreduce on the data axis, or 0 without allreduce.
+    ``least_s``: step time at the best published MFU. ``hidden_s``: time of messages that overlap computation.
+    ``bytes``: bytes that a device sends per step, by axis. ``algorithms``: by axis, the algorithm of the collective
+    with the most bytes. ``bucket_bytes``: gradient bytes per allreduce on the data axis, or 0 without allreduce.
     """
 
     terms: Mapping[str, float]
@@ -72,7 +74,7 @@ class TimeEstimate:
 
     @property
     def modelled_s(self) -> float:
-        """Seconds of a step according to the formulas, without the terms "correction" and "unproven"."""
+        """Seconds of a step by the formulas alone, without the terms "correction" and "unproven"."""
         return sum(seconds for name, seconds in self.terms.items() if name not in (CORRECTION, UNPROVEN))
 
 
@@ -151,7 +153,7 @@ class PlanEstimate:
 
     @property
     def is_capped(self) -> bool:
-        """Whether the planned MFU was reduced to the best published MFU of such devices."""
+        """Whether the planned MFU was reduced to the best published MFU on devices of this type."""
         return UNPROVEN in self.timing.terms
 
     @property

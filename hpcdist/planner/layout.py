@@ -1,7 +1,4 @@
-"""Layout of a training over devices: parallel degrees, sharding, micro-batches and schedule. Imports nothing.
-
-The tuples are the allowed values of fields. `LAYOUT_FIELDS` maps options of `hpcdist plan` to fields.
-"""
+"""Layout of a training over devices: parallel degrees, sharding, micro-batches and schedule. Imports nothing."""
 
 from dataclasses import dataclass, fields
 from typing import Any

@@ -1,9 +1,7 @@
 """Plan one layout: combine memory, time, FLOPs, energy and the expected course of a run.
 
-This module adds the flags on the reliability of an estimate, and the largest MFU that measurements support
-(`CHECKED_MFU`). `run` models checkpoints, failures and restarts. Nodes fail independently. A checkpoint stops training.
-A failure costs the work since the last checkpoint, plus a restart. The checkpoint interval and the slowdown are Daly's,
-in whole steps.
+Nodes fail independently. A checkpoint stops training. A failure costs the work since the last checkpoint, plus a
+restart. The checkpoint interval and the slowdown are Daly's, in whole steps.
 """
 
 import math
@@ -36,9 +34,7 @@ from hpcdist.planner.time.step import MicrobatchFlow, timing
 from hpcdist.strategies.core import daly_interval
 
 ENDLESS: Final = 1000.0  # wall time / work above which a run counts as endless
-CHECKED_MFU: Final = (
-    0.57  # best MFU of the published trainings that validate the planner (benchmarks/planner/published)
-)
+CHECKED_MFU: Final = 0.57  # best MFU of the published trainings in benchmarks/planner/published
 FULL: Final = 0.95  # memory use above which a plan warns
 HIDDEN: Final = 0.05  # overlapped share of a step above which a plan warns
 LONG_CONTEXT: Final = 8192  # tokens; above, published results without FlashAttention are not representative
@@ -57,10 +53,11 @@ def plan(
 ) -> PlanEstimate:
     """Return the time, memory and energy estimate of ``steps`` steps of ``global_batch`` samples. Local.
 
-    ``simulate``: simulate the pipeline schedule instead of using a closed formula. Check first that the layout is
-    possible, with `hpcdist.planner.limits.checks`; a layout that exceeds the memory also gets an estimate. Gradient
-    buckets are enlarged only within ``limit_bytes`` (0: the device memory). ``flow``: see
-    `hpcdist.planner.time.step.timing`. Raises ConfigurationError if the device has no peak FLOP rate for the precision.
+    The keyword ``simulate``: simulate the pipeline schedule instead of using a closed formula. Check first that the
+    layout is possible, with `hpcdist.planner.limits.checks`; a layout that exceeds the memory also gets an estimate.
+    Gradient buckets are enlarged only within the keyword ``limit_bytes`` (0: the device memory). The keyword ``flow``:
+    see `hpcdist.planner.time.step.timing`. Raises ConfigurationError if the device has no peak FLOP rate for the
+    precision.
     """
     footprint = memory(description, layout, cluster, global_batch)
     spare_bytes = max(0.0, (limit_bytes or footprint.limit_bytes) - footprint.bytes)
@@ -107,14 +104,13 @@ def _step_range_s(
 
 
 def _corrected(times: TimeEstimate, layout: ParallelLayout, cluster: Cluster) -> TimeEstimate:
-    """Return the step time ``times``. ZeRO-3 on an uncalibrated cluster adds the median excess of published steps."""
     if not errors_known(layout, cluster):
         return times
     return replace(times, terms={**times.terms, CORRECTION: (ZERO3_RATIOS[1] - 1) * times.modelled_s})
 
 
 def least_s(work_: FlopEstimate, layout: ParallelLayout, cluster: Cluster) -> float:
-    """Return the step time in s at the MFU limit of ``cluster``, or 0 without such a limit. ``work_``: step FLOPs."""
+    """Return the step time in s at the MFU limit `Cluster.most_mfu`, or 0 without a limit. ``work_``: step FLOPs."""
     if not cluster.most_mfu:
         return 0.0
     peak_flops = (layout.devices - layout.servers) * peak_of(cluster, layout)
@@ -167,7 +163,6 @@ def _narrow(footprint: MemoryEstimate, times: TimeEstimate, layout: ParallelLayo
 
 
 def _all_pairs(description: ModelDescription, layout: ParallelLayout) -> tuple[str, ...]:
-    """Return a warning if stored attention scores are most of the memory of a "megatron" layout, else ()."""
     is_long = description.tokens >= LONG_CONTEXT and description.shape is not None
     if layout.implementation != "megatron" or not (is_long or is_mostly_scores(description, layout)):
         return ()
@@ -209,17 +204,18 @@ def _errors(times: TimeEstimate, layout: ParallelLayout, cluster: Cluster, model
 
 
 def errors_known(layout: ParallelLayout, cluster: Cluster) -> bool:
-    """Return True for a layout whose published steps are slower than estimates: ZeRO-3 on an uncalibrated cluster."""
+    """Return True if `ZERO3_RATIOS` (published / modelled step time) apply: ZeRO-3 on an uncalibrated ``cluster``."""
     return layout.strategy == "zero3" and layout.data * layout.context > 1 and not cluster.calibrated
 
 
 def run(
     steps: int, step_s: float, energy: StepEnergy, checkpoint_bytes: float, layout: ParallelLayout, cluster: Cluster
 ) -> RunEstimate:
-    """Return the expected time, energy and price of a run. Each of ``steps`` steps takes ``step_s`` and ``energy``.
+    """Return the expected time, energy and price of a run of ``steps`` steps, with checkpoints and failures.
 
-    A short run saves once, at its end. If failures make the wall time exceed `ENDLESS` times the working time, times
-    and derived values are infinite. Raises UsageError if steps < 1.
+    ``step_s``, ``energy``: time and energy of one step. A short run saves once, at its end. If failures make the wall
+    time exceed `ENDLESS` times the working time, times and derived values are infinite. Raises UsageError if
+    steps < 1.
     """
     if steps < 1:
         raise UsageError(f"run.steps must be at least 1, got {steps}")
@@ -262,7 +258,7 @@ def mtbf_s(layout: ParallelLayout, cluster: Cluster) -> float:
 
 
 def save_s(checkpoint_bytes: float, layout: ParallelLayout, cluster: Cluster) -> float:
-    """Return the time in s to write a checkpoint, of which all nodes of ``layout`` write equal shares."""
+    """Return the time in s to write a checkpoint from all nodes of ``layout`` in parallel."""
     storage, nodes = cluster.storage, nodes_of(layout, cluster)
     return checkpoint_bytes / min(storage.write_bytes_per_s, nodes * storage.node_write_bytes_per_s)
 
@@ -281,7 +277,6 @@ def _joules(wall_s: float, waiting_s: float, computing_w: float, waiting_power_w
 
 
 def _price(wall_s: float, joules: float | None, layout: ParallelLayout, cluster: Cluster) -> float | None:
-    """Return the price of a run: device hours during ``wall_s``, plus electricity. None if unknown."""
     site = cluster.site
     if site.device_hour_price is None and site.kwh_price is None:
         return None

@@ -1,7 +1,7 @@
 """Atomic replacement of files: a reader sees the old content or the new content, never a part of it.
 
-New content is written to a temporary file with a random name (``O_EXCL``) in the target's directory, then renamed. A
-symbolic link at the target path is replaced, never followed. `sweep` removes temporary files of killed writers.
+New content is written to a temporary file in the target's directory, then renamed. A symbolic link is replaced,
+never followed.
 """
 
 import os
@@ -33,8 +33,8 @@ def create(path: Path, mode: int = 0o666) -> int:
 def replacing(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterator[BinaryIO]:
     """Yield a new binary file that replaces ``path`` after the block, unless the block raises. Raises OSError.
 
-    If ``durable`` is True, the file and its directory are synced to disk, so that the new content survives a failure of
-    the machine.
+    If the keyword ``durable`` is True, the file and then its directory are synced to disk (fsync), so that the new
+    content survives a failure of the machine.
     """
     new = temporary_path(path)
     descriptor = create(new, mode)
@@ -61,7 +61,7 @@ def write(path: Path, content: str | bytes, *, mode: int = 0o666, durable: bool 
 def save(path: Path, content: str | bytes, cure: str = "", *, parents: bool = False) -> None:
     """Replace the file ``path`` atomically. Raises StorageError whose message ends with ``cure``.
 
-    If ``parents`` is True, first create its directory.
+    If ``parents`` is True, first create the directory of ``path``.
     """
     try:
         if parents:
@@ -100,8 +100,7 @@ def own_directory(path: Path) -> None:
 def sweep(directory: Path, older_s: float = LEFT_S, of: str = "") -> None:
     """Remove temporary files in ``directory`` that are at least ``older_s`` seconds old. Ignores failures.
 
-    If the file name ``of`` is given, remove only the temporary files that were to replace this file. Pass ``older_s=0``
-    only if no other process writes such files.
+    ``of``: remove only temporary files for this file name. Pass ``older_s=0`` only if no other process writes there.
     """
     prefix = f".{of}." if of else "."
     with suppress(OSError):

@@ -49,10 +49,10 @@ def _folded(prefix: str, digits: list[str]) -> list[str]:
 
 
 def group_texts(labels: Sequence[str], texts: Sequence[str]) -> str:
-    """Join the distinct ``texts``, most frequent first, each after the host names (``labels``) that have it.
+    """Join the texts of several hosts as in "n[1-2]: 4 GPUs; n3: 2 GPUs", with the most frequent text first.
 
-    Host names are folded. If all labels have the same text, return this text alone. Empty texts are left out. If there
-    are more than `MOST_GROUPS` distinct texts, the rest is replaced by the number of labels that have them.
+    ``labels``: host names. ``texts``: text of each host. If all hosts have the same text, return only this text. Empty
+    texts are left out. Hosts whose text is not among the `MOST_GROUPS` most frequent are only counted.
     """
     groups: dict[str, list[str]] = {}
     for label, text in zip(labels, texts, strict=True):

@@ -24,14 +24,14 @@ SYNONYMS: Final = {
 
 
 def synonym(name: str) -> str:
-    """Return the hpcdist name of a key or value that other tools call ``name``, or "" if ``name`` is not listed."""
+    """Return the hpcdist name of ``name``, a setting of other tools such as "lr", or "" if it is not known."""
     return SYNONYMS.get(name.lower().replace("-", "_"), "")
 
 
 def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the candidate that other tools call ``name``, else the most similar candidate, or None.
+    """Return the `synonym` of ``name`` if it is in ``candidates``, else the most similar candidate.
 
-    A candidate with a similarity below ``cutoff``, from 0 to 1, is not returned.
+    Return None if no candidate is similar enough. ``cutoff``: lowest similarity, from 0 to 1.
     """
     from difflib import get_close_matches  # late: needed only for errors
 
@@ -41,7 +41,10 @@ def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | 
 
 
 def suggestion(name: str, candidates: Iterable[str], more: str = "", prefix: str = "") -> str:
-    """Return a hint for an unknown ``name``: ``prefix`` + the nearest candidate, else all candidates, then ``more``."""
+    """Return a hint for an unknown ``name``: the nearest candidate or, if none is near, the list of all candidates.
+
+    ``prefix`` is put before the nearest candidate, ``more`` after the list.
+    """
     names = list(candidates)
     near = nearest(name, names)
     if near is not None:

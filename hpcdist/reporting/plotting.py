@@ -1,7 +1,6 @@
 """Plots with matplotlib, which is imported late: checks before the computation, saving, and Gantt charts.
 
-Call `check_plot` before the work for a plot, and `save` after it. `draw_gantt` draws the activity of rows (ranks,
-stages) over time. Choose colours that differ in brightness as well as in hue, so that greyscale prints stay readable.
+Choose colours that differ in brightness, so that greyscale prints stay readable.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,9 +24,10 @@ def require_matplotlib() -> Any:
 
 
 def check_plot(file: Path) -> Any:
-    """Return the module ``matplotlib.figure`` after checking that matplotlib can write ``file``.
+    """Check that a plot can be saved as ``file``, and return the module ``matplotlib.figure``.
 
-    Raises MissingCapabilityError, UsageError, StorageError.
+    Raises MissingCapabilityError without matplotlib, UsageError for an unsupported suffix, and StorageError if ``file``
+    cannot be written.
     """
     figure = require_matplotlib()
     formats = figure.Figure().canvas.get_supported_filetypes()
@@ -49,7 +49,7 @@ def save(figure: Any, file: str | Path) -> None:
 
 @contextmanager
 def drawing(file: Path, width: float, height: float) -> Iterator[Any]:
-    """Yield a new figure of ``width`` x ``height`` inches; save it as ``file`` after the block. See `check_plot`."""
+    """Yield a new figure of ``width`` x ``height`` inches. After the ``with`` block, save it as ``file``."""
     figure = check_plot(file).Figure(figsize=(width, height), layout="constrained")
     yield figure
     save(figure, file)
@@ -66,7 +66,7 @@ class GanttBar(NamedTuple):
 
 
 class GanttStyle(NamedTuple):
-    """Style of one kind of bar. A bar spans ``low`` to ``low + height``, in rows; 0 is the middle of the bar's row."""
+    """Style of one kind of bar. Bars begin ``low`` rows from the middle of their row and are ``height`` rows high."""
 
     colour: str
     low: float = -0.38
@@ -83,10 +83,10 @@ def draw_gantt(
     character: float = 0.0,
     font: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Draw ``bars``, later bars over earlier bars. Return the kinds of the drawn bars, in the order of ``styles``.
+    """Draw ``bars`` on ``axes``, later bars on top. Return the kinds of the drawn bars, in the order of ``styles``.
 
-    ``styles`` maps each kind to its style. ``character`` is the width of one label character, in units of the time
-    axis. 0 draws no labels.
+    ``styles`` maps each bar's ``kind`` to its style. The keyword ``character``: width of one label character, in units
+    of the time axis; 0 draws no labels.
     """
     spans: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for bar in bars:
@@ -105,7 +105,7 @@ def draw_gantt(
 
 
 def label_rows(axes: Any, rows: Sequence[str], most: int | None = None) -> None:
-    """Set the y axis of a Gantt chart: the first row at the top, with names for at most ``most`` evenly chosen rows."""
+    """Set up the y axis of a Gantt chart: the first row at the top, with at most ``most`` of the names ``rows``."""
     count = len(rows)
     shown = count if most is None else min(count, most)
     named = [position * (count - 1) // max(1, shown - 1) for position in range(shown)]
@@ -122,6 +122,6 @@ def kind_handles(kinds: Iterable[str], styles: Mapping[str, GanttStyle], meaning
 
 
 def readable_on(colour: str) -> str:
-    """Return "black" or "white": the readable text colour on ``colour``, by its luma (weights of ITU-R BT.601)."""
+    """Return "black" or "white", whichever is readable on background ``colour`` (#rrggbb), by luma of ITU-R BT.601."""
     red, green, blue = (int(colour[offset : offset + 2], 16) for offset in (1, 3, 5))
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "white"

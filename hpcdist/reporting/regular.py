@@ -1,7 +1,6 @@
 """Guarded reading of small regular files (settings, records, figures): whole, up to a size limit.
 
-Reading a pipe can block, a device is endless, and a sparse file of a terabyte takes no room on disk. So files are
-opened without blocking, checked to be regular, and read up to a limit.
+Reading a pipe can block, a device is endless, and a sparse file of a terabyte takes no room on disk.
 """
 
 import errno
@@ -32,11 +31,11 @@ MOST_BYTES: Final = 16 << 20  # more than any settings, record or figure file ne
 
 
 class DamagedFileError(StorageError):
-    """The content of a file is damaged or foreign. A retry will not help."""
+    """The content of a file is damaged or has another format. A retry will not help."""
 
 
 def is_damage(error: BaseException) -> bool:
-    """Return True if a read ``error`` is due to the file's content or type, False if to the system or permissions."""
+    """Return True if the content or type of the file caused the read ``error``, not the system or permissions."""
     if isinstance(error, OSError):
         return error.errno is None or error.errno in _FILE_ERRORS
     return not isinstance(error, MemoryError)
@@ -45,8 +44,8 @@ def is_damage(error: BaseException) -> bool:
 def set_aside_damaged(path: Path, error: BaseException) -> tuple[bool, str]:
     """Rename the record file ``path`` if the read ``error`` shows that its content is damaged (see `is_damage`).
 
-    Return a pair: True if a new record may be written to ``path``, and text for the end of a message that says what
-    happened to the old file.
+    Return a pair: True if a new record may be written to ``path``, and the end of a warning about the old file. For
+    example, the caller writes "PATH cannot be read" and appends the returned "; it is now NAME".
     """
     if not is_damage(error):
         return False, "; it stays as it is, and this start is not in it"
@@ -56,9 +55,10 @@ def set_aside_damaged(path: Path, error: BaseException) -> tuple[bool, str]:
 
 @contextmanager
 def damage(path: str | os.PathLike[str], what: str = "is damaged") -> Iterator[None]:
-    """Context manager that converts errors of reading the file ``path`` to DamagedFileError with the text ``what``.
+    """Convert errors of a ``with`` block that reads the file ``path`` to DamagedFileError.
 
-    Errors of the system become a StorageError that is not a DamagedFileError (see `is_damage`).
+    Errors of the operating system become a plain StorageError (see `is_damage`). ``what``: text of the message after
+    the path.
     """
     try:
         yield
@@ -96,19 +96,19 @@ def read(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
-    """Return the UTF-8 text of the file ``path``. Raises OSError, and UnicodeDecodeError."""
+    """Return the UTF-8 text of the regular file ``path``. Raises OSError like `read`, and UnicodeDecodeError."""
     return read(path, most_bytes).decode()
 
 
 def toml(path: str | os.PathLike[str], most_bytes: int = 1 << 20) -> dict[str, Any]:
-    """Parse the TOML file ``path``. Raises OSError, and ValueError if it is not TOML."""
+    """Parse the TOML file ``path``. Raises OSError like `read`, and ValueError if the file is not TOML."""
     return toml_of(text(path, most_bytes))
 
 
 def settings(path: Path, what: str) -> dict[str, Any]:
     """Parse a user's TOML file at ``path``. ``what`` names the file in error messages.
 
-    Raises StorageError if it cannot be read, and ConfigurationError if it is not TOML.
+    Raises StorageError if the file cannot be read, and ConfigurationError if its content is not TOML.
     """
     try:
         return toml(path)
@@ -140,7 +140,7 @@ def toml_of(written: str) -> dict[str, Any]:
 
 
 def json_value(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any:
-    """Parse the JSON file ``path``. Raises OSError, and ValueError if it is not JSON."""
+    """Parse the JSON file ``path``. Raises OSError like `read`, and ValueError if the file is not JSON."""
     try:
         return json.loads(read(path, most_bytes))
     except RecursionError:
@@ -148,7 +148,7 @@ def json_value(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> An
 
 
 def json_or_none(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any:
-    """Parse the JSON file ``path``, or return None if it cannot be read or is not JSON."""
+    """Parse the JSON file ``path``, or return None if it is unreadable, not JSON, or above ``most_bytes`` bytes."""
     try:
         return json_value(path, most_bytes)
     except (OSError, ValueError):
@@ -156,7 +156,7 @@ def json_or_none(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> 
 
 
 def json_objects(path: str | os.PathLike[str], most_bytes: int = 64 << 20) -> Iterator[dict[str, Any]]:
-    """Yield the JSON object of each line of a file. Skips other lines; a missing file has none. Raises OSError."""
+    """Yield the JSON object on each line of ``path``; skip other lines. A missing file has no lines. Raises OSError."""
     try:
         lines = read(path, most_bytes).split(b"\n")
     except (FileNotFoundError, NotADirectoryError):
@@ -169,10 +169,10 @@ def json_objects(path: str | os.PathLike[str], most_bytes: int = 64 << 20) -> It
 
 
 def save_all(files: Mapping[Path, str], *, force: bool) -> None:
-    """Write each of ``files`` (path -> text), and create the directories of the files.
+    """Write the text files in ``files``, a mapping from path to text, and create their directories.
 
-    Raises UsageError, before any write, if a file exists with another content and ``force`` is False. Raises
-    StorageError if a file cannot be read or written.
+    Raises UsageError, before any write, if a file exists with different content and the keyword ``force`` is False.
+    Raises StorageError if a file cannot be read or written.
     """
     try:
         differing = [str(path) for path, text in files.items() if path.exists() and read(path) != text.encode()]

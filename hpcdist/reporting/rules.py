@@ -1,8 +1,7 @@
 """Rules between keys of a configuration: a table of `Rule` objects, one evaluation, one form of message.
 
-A configuration section checks the rules between its keys when it is created (`check_section`). The rules between
-sections are in `hpcdist.strategies.rules`. The recipe, the planner and `--survive` evaluate them with the values they
-have: `refusals` skips a rule if a key has no value. Begin with `rule`, which parses a rule from text.
+`check_section` checks the rules of a configuration section. The rules between sections are in
+`hpcdist.strategies.rules`. Begin with `rule`, which parses a rule from text.
 """
 
 import math
@@ -32,7 +31,7 @@ def written(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Condition:
-    """Condition on the value of a key. ``cure`` returns the setting that a message proposes to the user.
+    """Condition on the value of a configuration key. ``cure(key, value)`` returns the setting that a message proposes.
 
     ``sign`` and ``values`` are the operator and operands of this condition in the notation of `rule`. ``sign`` is None
     if the notation cannot express the condition.
@@ -46,15 +45,17 @@ class Condition:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule against a combination of settings: it is broken if the values of the keys satisfy all ``conditions``.
+    """A forbidden combination of settings. Settings break the rule if they satisfy all of its conditions.
 
-    The message quotes the keys of ``conditions`` with their values, then ``why`` (a reason, `NO_EFFECT` or `UNBUILT`)
-    and ``cure``, or if that is empty, the settings that conditions propose. Both are format strings or functions of the
-    quoted values. Conditions in ``given`` must also hold, but are not quoted. If there is a function ``relation``, it
-    must also be true for the quoted values.
+    ``conditions``: condition on each key. The error message shows these keys with their values.
+    ``given``: further conditions on keys, which the message does not show.
+    ``relation``: optional function of the values of ``conditions``. The rule is broken only if it also returns true.
+    ``why``: text that follows the keys in the message: a reason, `NO_EFFECT` or `UNBUILT`.
+    ``cure``: text at the end of the message. If it is empty, the message ends with the results of `Condition.cure`.
 
-    Keys are ``section.name`` or options (``--survive``). A key without a dot is derived: its value is the text to
-    quote, or a count whose noun is the key.
+    ``why`` and ``cure`` are format strings or functions of the values of ``conditions``. A key is a setting
+    ``section.name``, an option (``--survive``), or a name without a dot for a value derived from settings. The message
+    shows a derived text as it is, and a derived number with the key as its noun ("2 ranks").
     """
 
     conditions: Mapping[str, Condition]
@@ -64,7 +65,7 @@ class Rule:
     relation: Callable[..., object] | None = None
 
     def refusal(self, values: Values) -> str:
-        """Return the error message if ``values`` break this rule, else "". ``values`` must have all its keys."""
+        """Return the error message if ``values``, which must have all keys of this rule, break it, else ""."""
         for conditions in (self.conditions, self.given):
             for key, condition in conditions.items():  # no generator: a search evaluates this thousands of times
                 if not condition.matches(values[key]):
@@ -109,10 +110,13 @@ def rule(
 ) -> Rule:
     """Parse a rule from ``terms``, conditions joined by " with ". The message omits conditions after " where ".
 
-    The other arguments are as in `Rule`. A condition is KEY (switched on: not in `OFF`), KEY? (any value), KEY= (an
-    empty text or list), KEY=A|B (A or B), KEY=A|B->C (the message proposes C), KEY!=A|B (neither A nor B), KEY>1 or
-    KEY<1. For keys with several values: KEY~A|B (A or B is among them), KEY!~A|B. {NAME} in ``terms`` stands for
-    ``sets[NAME]``.
+    The other arguments are as in `Rule`. {NAME} in ``terms`` stands for the values of the keyword NAME, joined by "|".
+    Conditions on the value of KEY:
+
+    KEY: switched on (not in `OFF`). KEY?: any value. KEY=: an empty text or list.
+    KEY=A|B: A or B. KEY=A|B->C: A or B; the message proposes C. KEY!=A|B: neither A nor B.
+    KEY>1, KEY<1: more or less than 1.
+    KEY~A|B: a list that contains A or B. KEY!~A|B: a list that contains neither.
     """
     quoted, _, given = terms.format(**{name: "|".join(values) for name, values in sets.items()}).partition(" where ")
     conditions, others = (dict(map(_condition, part.split(" with "))) if part else {} for part in (quoted, given))
@@ -120,7 +124,7 @@ def rule(
 
 
 def each_of(form: str, why: Text, *terms: str, cure: Text = "") -> Iterator[Rule]:
-    """Yield one rule with reason ``why`` for each text in ``terms``. Its terms are ``form`` with * replaced by it."""
+    """Yield one `rule` for each of ``terms``: the condition is ``form`` with * replaced by the term."""
     for term in terms:
         yield rule(form.replace("*", term), why, cure)
 
@@ -165,7 +169,10 @@ def other_than(*values: Any) -> Condition:
 
 
 def no_effect(key: str, default: Any, other: str, needed: Iterable[Any], cure: Text = "") -> Rule:
-    """Return the rule that ``key`` must keep its ``default`` unless the value of key ``other`` is one of ``needed``."""
+    """Return the rule that ``key`` must keep its ``default`` unless the value of key ``other`` is one of ``needed``.
+
+    ``cure``: advice at the end of the message (see `Rule`).
+    """
     return Rule({key: other_than(default), other: other_than(*needed)}, NO_EFFECT, cure)
 
 
@@ -217,10 +224,10 @@ def check(rules: Iterable[Rule], values: Values) -> None:
 
 
 def section_values(name: str, section: Any) -> dict[str, Any]:
-    """Return the fields of a section (a dataclass), keyed by ``name.field``."""
+    """Return the fields of the dataclass ``section`` as a dict from "<section name>.<field name>" to value."""
     return {f"{name}.{key}": value for key, value in vars(section).items()}
 
 
 def check_section(rules: Iterable[Rule], name: str, section: Any, **derived: Any) -> None:
-    """Raise ConfigurationError for the first of ``rules`` that the section's fields and ``derived`` values break."""
+    """Raise ConfigurationError for the first of ``rules`` that the section ``name`` or ``derived`` values break."""
     check(rules, section_values(name, section) | derived)

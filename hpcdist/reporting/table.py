@@ -1,7 +1,6 @@
 """Text tables with aligned columns, or in Markdown. A missing figure is a dash.
 
-A table is a list of rows of texts, the head first (`rows_of` builds it from records). `aligned` and `markdown` format
-it, and `spaced` puts an empty line between groups of rows.
+A table is a list of rows of texts, the head first.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -18,7 +17,7 @@ def text_of(value: float | None, form: str, unit: float = 1.0) -> str:
 
 
 def rows_of(columns: Columns[Record], records: Iterable[Record]) -> list[list[str]]:
-    """Return the row of column titles, then one row of cells per record. Columns are pairs (title, cell function)."""
+    """Return a row of titles, then one row per record. ``columns``: pairs (title, function from record to cell)."""
     return [[title for title, _ in columns], *([text(record) for _, text in columns] for record in records)]
 
 
@@ -34,9 +33,9 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
 
 
 def spaced(lines: Sequence[str], groups: Sequence[object]) -> list[str]:
-    """Return the table ``lines`` with an empty line between groups of rows. The first line is the head.
+    """Return the lines of a text table with an empty line between groups of rows. ``lines[0]`` is the head.
 
-    ``groups`` has one key per row; a new key begins a group.
+    ``groups`` has a value for each row after the head. Adjacent rows with equal values form a group.
     """
     shown = [lines[0]]
     for at, line in enumerate(lines[1:]):
@@ -47,7 +46,7 @@ def spaced(lines: Sequence[str], groups: Sequence[object]) -> list[str]:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format rows, the first of which is the head, as a Markdown table. Only the outer columns are left-aligned."""
+    """Format ``rows``, the head first, as lines of a Markdown table. The first and last column are left-aligned."""
     head, *body = rows
     marks = ["---", *["---:"] * (len(head) - 2), "---"]
     escaped = [[cell.replace("|", "\\|") for cell in row] for row in body]

@@ -20,7 +20,6 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     """
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Return True if a template may read ``value``, which is attribute ``attr`` of ``obj``."""
         of_path = isinstance(obj, PurePath) or (isinstance(obj, type) and issubclass(obj, PurePath))
         return super().is_safe_attribute(obj, attr, value) and not (of_path and callable(value))
 
@@ -28,9 +27,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 def templates(
     folder: Path, filters: Mapping[str, Callable[..., Any]], *, html: bool = False, lstrip_blocks: bool = True
 ) -> Templates:
-    """Return an environment that loads templates from ``folder``. If ``html`` is True, it escapes inserted values.
+    """Return a Jinja environment for the templates in ``folder``. If ``html`` is true, it escapes inserted values.
 
-    Otherwise templates must escape values with the functions in ``filters``.
+    ``filters``: functions that templates can call, by name. If ``html`` is false, templates must escape with them.
     """
     environment = TemplateSandbox(
         loader=jinja2.FileSystemLoader(folder),
@@ -45,7 +44,7 @@ def templates(
 
 
 def extended(existing: Templates, name: str, base: str, text: str) -> Templates:
-    """Return ``existing`` plus a template ``name`` that extends template ``base`` with the blocks in ``text``."""
+    """Return the environment ``existing`` plus a template ``name``: template ``base`` with the blocks in ``text``."""
     assert existing.loader is not None
     over = jinja2.DictLoader({name: f'{{% extends "{base}" %}}\n{text}'})
     return existing.overlay(loader=jinja2.ChoiceLoader([over, existing.loader]))

@@ -1,7 +1,6 @@
 """User cache: small JSON files in ``$XDG_CACHE_HOME`` that keep measurements for later starts.
 
-Cached content decides how a job runs. So a file is rejected if it is not regular, writable by another user, or too
-large. Files are replaced atomically, and only their owner can write them.
+Cached content decides how a job runs, so files that another user can write are rejected.
 """
 
 import hashlib
@@ -27,7 +26,7 @@ JOB_SETTINGS: Final = ("OMPI_MCA_btl_sm_backing_directory",)
 
 
 def mpi_settings(environment: Mapping[str, str], *more: str) -> dict[str, str]:
-    """Return the environment variables that change MPI's behaviour, and any that start with a prefix in ``more``."""
+    """Return the variables of ``environment`` that change how MPI sends messages or have a prefix in ``more``."""
     begin = (*MPI_SETTINGS, *more)
     return {
         name: text for name, text in sorted(environment.items()) if name.startswith(begin) and name not in JOB_SETTINGS
@@ -35,7 +34,10 @@ def mpi_settings(environment: Mapping[str, str], *more: str) -> dict[str, str]:
 
 
 def directory(kind: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Return ``$XDG_CACHE_HOME/hpcdist/<kind>``, or ``~/.cache/hpcdist/<kind>``. Raises StorageError without a home."""
+    """Return the cache directory ``$XDG_CACHE_HOME/hpcdist/<kind>``, by default ``~/.cache/hpcdist/<kind>``.
+
+    Raises StorageError if the home directory is unknown.
+    """
     base = environment.get("XDG_CACHE_HOME", "")
     try:
         return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "hpcdist" / kind
@@ -46,7 +48,7 @@ def directory(kind: str, environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def digest(key: Mapping[str, Any]) -> str:
-    """Return a hash of ``key`` for use in a file name. The hash is the same in every process."""
+    """Return a hash of the mapping ``key`` for use in a file name. The hash is the same in every process."""
     return hashlib.blake2b(json.dumps(dict(key), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -56,11 +58,20 @@ def read(path: Path) -> str:
     with open(descriptor, "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError("the file is not a regular file, but a directory or special file; remove it")
+            raise ValueError(
+                "the cache or state file of hpcdist is not a regular file, but a directory or special file; remove the "
+                "directory or file"
+            )
         if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:
-            raise ValueError("another user could have written the file; remove it, or others' write permission on it")
+            raise ValueError(
+                f"another user could have written the cache or state file of hpcdist (owner {status.st_uid}, mode "
+                f"{stat.S_IMODE(status.st_mode):o}); remove the file, or run `chmod go-w` on your own file"
+            )
         if status.st_size > LARGEST_BYTES:
-            raise ValueError(f"the file has {status.st_size} bytes; expected at most {LARGEST_BYTES}")
+            raise ValueError(
+                f"the cache or state file of hpcdist has {status.st_size} bytes, expected at most {LARGEST_BYTES}; "
+                "remove the file"
+            )
         return file.read(LARGEST_BYTES).decode()
 
 

@@ -1,7 +1,6 @@
 """Strategies of distributed training: they turn gradients into the next parameters.
 
-Floor 4: may import collectives, models, optim, compression, adapters and lower floors; nothing of checkpoint, planner,
-training or cli. A strategy is an exchange (`core.exchange.Exchange`); a step is a list of operations
-(`schedule.operations`) that `schedule.executor` runs and `schedule.verify` proves. Begin with
-`allreduce.AllreduceExchange`, the smallest strategy, and `build.build_executor`.
+Floor 4: imports nothing of checkpoint, planner, training or cli. A strategy is an exchange (`core.exchange.Exchange`);
+a step is a list of operations (`schedule.operations`) that `schedule.executor` runs and `schedule.verify` proves. Begin
+with `allreduce.AllreduceExchange` and `build.build_executor`.
 """

@@ -79,12 +79,12 @@ RULES: Final = (
 
 
 def exchanges_heads(ranks: int, heads: int, shared: int) -> bool:
-    """Return True if ``ranks`` can divide ``heads`` query and ``shared`` key heads for all-to-all attention."""
+    """Return True if ``ranks`` ranks can divide ``heads`` query and ``shared`` key heads in all-to-all attention."""
     return heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
 
 
 def resolve_context_method(method: str, ranks: int, heads: int, shared: int, *, ring: bool = True) -> str:
-    """Return the attention ``method``; "auto" gives "ring" or "all_to_all", depending on which sends fewer bytes.
+    """Return the attention ``method``; "auto" becomes "ring" or "all_to_all", whichever sends fewer bytes.
 
     ``heads`` and ``shared`` count query and key heads. If ``ring`` is false (16 bits on a GPU), "auto" is "all_to_all".
     With c ranks, a layer sends 6 (c - 1) / c times the size of a sample's keys by "ring", and about
@@ -101,19 +101,19 @@ def resolve_context_method(method: str, ranks: int, heads: int, shared: int, *, 
 class ParallelConfig:
     """Section ``[parallel]``: the layout of the work over the ranks.
 
-    The product of the axis degrees is the number of ranks; ``data = 0`` is derived from it. ``schedule``: order of the
-    passes (``auto``: 1f1b in a pipeline, else sequential). ``chunks``: number of model parts per pipeline rank.
-    ``microbatches`` without a pipeline is gradient accumulation. ``recompute``: recompute activations in the backward
-    pass. A pipeline then keeps only a micro-batch's input. If each backward pass directly follows its forward pass, the
-    input and output of each layer are kept.
+    The product of the axis degrees is the number of ranks. ``data = 0`` computes the data degree from the others.
+    ``schedule``: order of the passes (``auto``: 1f1b in a pipeline, else sequential). ``chunks``: number of model parts
+    per pipeline rank. ``microbatches`` without a pipeline is gradient accumulation. ``recompute``: recompute
+    activations in the backward pass. A pipeline then keeps only a micro-batch's input. If each backward pass directly
+    follows its forward pass, the input and output of each layer are kept.
 
     ``tensor`` ranks compute each layer together; ``sequence_parallel`` divides the activations between matrix products
     by tokens. ``context`` ranks divide the tokens of each sample. Each group of ``expert`` consecutive replicas divides
     the experts of each block.
 
-    ``partition`` minimises the parameters, operations or measured seconds of the slowest pipeline rank, and
-    ``stage_units`` sets the units per chunk. ``stage_memory_bytes``: one memory limit for all ranks or one per rank; 0
-    means no limit.
+    ``partition``: what to minimise on the slowest pipeline rank: parameters, operations or measured seconds.
+    ``stage_units``: fixed numbers of model units per chunk. ``stage_memory_bytes``: one memory limit for all ranks or
+    one per rank; 0 means no limit.
     """
 
     data: int = 0

@@ -1,7 +1,6 @@
 """Rules between sections of a recipe: which keys do not go together, why, and how to change them.
 
-`check` raises for the first violated rule; see `hpcdist.reporting.rules.rule` for the notation. Rules within one
-section are in its module. Imports ``config`` modules only.
+See `hpcdist.reporting.rules.rule` for the notation.
 
 `derived` adds keys: "own steps" (the value by which replicas do not make each step together), "asynchronous workers"
 (such a value of a parameter server), "whole parameters" and "whole gradients" (the values by which ZeRO does not shard

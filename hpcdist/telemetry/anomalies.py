@@ -35,7 +35,7 @@ _MAD: Final = 1.4826  # standard deviation over median absolute deviation of a n
 
 @dataclass(frozen=True)
 class Anomaly:
-    """Anomaly that began in ``step``: a figure has ``value``, but ``reference`` is usual. ``text`` is for users."""
+    """Anomaly that began in ``step``: a quantity is ``value``, but usually ``reference``. ``text`` is for users."""
 
     kind: str
     step: int
@@ -47,8 +47,9 @@ class Anomaly:
 class Anomalies:
     """Detector of anomalies in the steps of one start of a run. The steps must be passed in order.
 
-    ``loss_spike`` is the height of a spike above the median loss, in robust standard deviations. ``throughput_drop`` is
-    the lost fraction of the usual speed. 0 disables a check. ``unit`` is "tokens" or "samples".
+    ``loss_spike`` is the least height of a spike above the median loss, in robust standard deviations.
+    ``throughput_drop`` is the least fraction of the usual speed that is lost in a drop. 0 disables a check. ``unit`` is
+    "tokens" or "samples".
     """
 
     def __init__(self, *, loss_spike: float = 5.0, throughput_drop: float = 0.5, unit: str = "tokens") -> None:
@@ -71,8 +72,7 @@ class Anomalies:
     ) -> list[Anomaly]:
         """Return the anomalies that begin in ``step``.
 
-        ``tokens``: number of its tokens; ``figures``: as in `DerivedFigures`.
-
+        ``tokens`` is the number of tokens of the step. ``figures`` are the figures of the step from `DerivedFigures`.
         The keyword ``skipped`` means that the step made no update. The keyword ``held_up`` means that the step includes
         a checkpoint or validation; its speed is then ignored.
         """
@@ -94,7 +94,7 @@ class Anomalies:
 
 
 class _RollingBaseline:
-    """Median and robust standard deviation of the last values; recomputed once per tenth of their number."""
+    """Median and robust standard deviation of the last `WINDOW` values, or NaN with fewer than `MIN_STEPS` values."""
 
     def __init__(self) -> None:
         self.values: deque[float] = deque(maxlen=WINDOW)
@@ -102,21 +102,19 @@ class _RollingBaseline:
         self._since = 0
 
     def add(self, value: float) -> None:
-        """Add a finite value."""
         self.values.append(value)
         self._since += 1
         if len(self.values) >= MIN_STEPS and (self._since >= WINDOW // 10 or math.isnan(self.median)):
             self.refresh()
 
     def refresh(self) -> None:
-        """Recompute the median and the deviation. Needs at least `MIN_STEPS` values."""
         median = self.median = statistics.median(self.values)  # faster than an array for few values
         self.deviation = _MAD * statistics.median([abs(value - median) for value in self.values])
         self._since = 0
 
 
 class _Spikes:
-    """Detector of values far above the baseline. Reports only the first of several consecutive spikes."""
+    """Detector of values far above the usual median. Reports only the first of several consecutive spikes."""
 
     def __init__(self, kind: str, what: str, deviations: float, rise: float) -> None:
         self._kind, self._what, self._deviations, self._rise = kind, what, deviations, rise
@@ -151,7 +149,7 @@ class _Spikes:
 
 
 class _Speeds:
-    """Detector of blocks (consecutive steps) that are much slower than earlier blocks, or that wait long for data."""
+    """Detector of blocks of steps that are slower than earlier ones by the fraction ``drop``, or wait long for data."""
 
     def __init__(self, drop: float, unit: str) -> None:
         self._drop, self._unit = drop, unit
@@ -177,7 +175,6 @@ class _Speeds:
         return [anomaly for anomaly in candidates if anomaly is not None]
 
     def _is_new(self, kind: str, is_odd: bool) -> bool:
-        """Return True if an anomaly of ``kind`` begins: this block has it (``is_odd``), but the last blocks did not."""
         calm = self._calm[kind]
         self._calm[kind] = 0 if is_odd else calm + 1
         return is_odd and calm >= MIN_BLOCKS
@@ -206,7 +203,7 @@ class _Speeds:
 
 
 class _Stragglers:
-    """Detector of a rank that for `BLOCK_S` computes longer than other ranks, by the ratio in `DerivedFigures`."""
+    """Detector of a rank that, for `BLOCK_S` seconds, computes over `STRAGGLER` times as long as the median rank."""
 
     def __init__(self) -> None:
         self._rank, self._since_s = -1, 0.0  # the slow rank, and the time since when it is slow

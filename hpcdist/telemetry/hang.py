@@ -1,8 +1,7 @@
 """Diagnosis of a hang or a death: the rank that left the common path first, with operation and source line.
 
-Reads only the files of the flight recorder, during the hang or later. Members of a communicator call its collectives in
-the same order, so calls are aligned by their number: `first_mismatch` finds the first number with different calls.
-Other ranks wait for the member with the smallest number. `hpcdist hang` calls `load` and `analyse`.
+Reads only the files of the flight recorder. Members of a communicator call its collectives in the same order, so calls
+are aligned by their number.
 """
 
 import re
@@ -29,7 +28,15 @@ _SITE: Final = re.compile(r"(?P<file>.*?):(?P<line>\d+) \((?P<function>.*?)\)")
 class Finding:
     """A problem found in the recorded operations of a run, with the ranks that caused it.
 
-    Kinds: skipped, mismatch, raised, stopped, killed, absent, deadlock, waiting, missing, damaged.
+    ``kind`` is one of:
+        skipped: skipped an operation, or took another branch
+        mismatch: called the same collective with other arguments
+        raised, killed: raised an exception, or was killed
+        stopped: stopped, or silent for long
+        absent: did not reach an operation in which other ranks wait
+        deadlock: wait for each other
+        waiting: wait, with no known cause
+        missing, damaged: no record, or an unreadable record
     """
 
     kind: str
@@ -91,7 +98,6 @@ def _blamed_half_first(
 
 
 def _jumped(event: RecordedEvent, over: RecordedEvent) -> bool:
-    """Return True if ``event`` was called further down in the same function than the skipped call ``over``."""
     mine, other = _SITE.match(event.site), _SITE.match(over.site)
     if mine is None or other is None or mine["file"] != other["file"] or mine["function"] != other["function"]:
         return False
@@ -114,7 +120,16 @@ SYMPTOMS: Final = ("CommunicationError", "DeadlineError", "mpi4py")  # errors mo
 
 @dataclass(frozen=True)
 class RankState:
-    """State of a rank: running, finished, raised, deadline, stopped, silent, killed, or ended by another rank."""
+    """State of a rank in a run that hangs or has ended.
+
+    ``state`` is one of:
+        running: its process runs
+        finished, raised, deadline: it ended normally, by an exception, or because an operation missed its deadline
+        stopped: its process is stopped now, for example by SIGSTOP
+        silent: its heartbeats ended long before the job
+        killed: its process ended without a message
+        ended: it was ended because of another rank's failure
+    """
 
     rank: int
     state: str
@@ -165,7 +180,11 @@ def analyse(
     now_ns: int | None = None,
     damaged: Mapping[int, str] | None = None,
 ) -> HangReport:
-    """Diagnose a run from its ``records``. In a running job, an operation open for ``patience_s`` counts as waiting."""
+    """Diagnose a run from its ``records``. In a running job, an operation open for ``patience_s`` counts as waiting.
+
+    ``now_ns`` is the current time, by default from the clock. ``damaged`` has the ranks with unreadable files and the
+    reasons, as `load` stores them.
+    """
     now = time.time_ns() if now_ns is None else now_ns
     world = records[0].world
     records = _until_first_deadline(records)
@@ -193,10 +212,7 @@ def analyse(
 
 
 def _until_first_deadline(records: Sequence[RankRecord]) -> list[RankRecord]:
-    """Return the records without entries after the first missed deadline.
-
-    Later entries mislead, because the end of the job wakes stopped ranks.
-    """
+    # Later events mislead: the end of the job wakes stopped ranks.
     cut = min((record.notes["deadline"].time_ns for record in records if "deadline" in record.notes), default=None)
     if cut is None:
         return list(records)
@@ -230,10 +246,7 @@ def _states(records: Sequence[RankRecord], now: int) -> dict[int, str]:
 
 
 def _process(record: RankRecord, now: int) -> str:
-    """Return the state letter of the rank's process from /proc.
-
-    On another host: "?" if its heartbeat is recent, else "".
-    """
+    """Return the process state letter. On another host: "?" if the rank's heartbeat is recent, else an empty string."""
     state = record.process_state()
     if state is None:
         return "?" if record.next_beat_ns and now - record.last_sign_ns <= _late_ns(record) else ""
@@ -245,7 +258,10 @@ def _late_ns(record: RankRecord) -> int:
 
 
 def _end(record: RankRecord, end: int, first_note: int | None) -> str:
-    """Return the state of a rank that wrote no final note: silent, ended (by another rank's failure), or killed."""
+    """Return the state of a rank that wrote no final note: silent, ended (by another rank's failure), or killed.
+
+    ``end``: end of the job in ns, or now. ``first_note``: time of the first failure note of any rank in ns, or None.
+    """
     frozen = record.notes.get("frozen")
     if frozen is not None and first_note is not None and frozen.time_ns > first_note:
         return "silent"  # it woke up when the job was ended
@@ -302,8 +318,9 @@ def _dead(records: Sequence[RankRecord], states: dict[int, str], suspects: "Wait
 class WaitGraph:
     """Graph of ranks that wait for other ranks.
 
-    ``waits`` maps each rank to the ranks it waits for, with the operation. ``culprits`` maps a rank that others wait
-    for, but that waits for no rank itself, to the first operation it did not reach.
+    ``waits`` maps each waiting rank to a dict: awaited rank -> operation. ``culprits`` maps a rank that others wait
+    for, but that waits for no rank itself, to the first operation it did not reach. A live rank counts as waiting after
+    ``patience_s`` seconds in one operation.
     """
 
     def __init__(self, records: Sequence[RankRecord], states: dict[int, str], patience_s: float, now: int) -> None:
@@ -343,20 +360,17 @@ class WaitGraph:
         return [members[event.peer]] if 0 <= event.peer < len(members) and members[event.peer] != record.rank else []
 
     def _behind(self, rank: int, event: RecordedEvent) -> bool:
-        """Return True if ``rank`` has not called the operation ``event``.
-
-        Calls lost from its ring buffer count as made.
-        """
         record = self.records.get(rank)
         if record is None:
             return True
         reached = self._reached.get((rank, event.comm))
         if reached is None and len(record.events) >= record.capacity:
+            # Calls lost from the ring buffer count as made.
             return False
         return (reached or 0) < event.sequence
 
     def absent(self) -> list[Finding]:
-        """Return the living or finished ranks that did not reach an operation in which other ranks wait."""
+        """Return findings about living or finished ranks that did not reach an operation in which other ranks wait."""
         findings: dict[RecordedEvent, list[int]] = defaultdict(list)
         for rank, event in self.culprits.items():
             if self.states.get(rank) in ("running", "finished", "ended", "deadline"):
@@ -379,7 +393,7 @@ class WaitGraph:
         return f"{text}: after {last} it {busy}; its stacks, if it could write them, are in {record.path.stem}.stacks"
 
     def unexplained(self) -> list[Finding]:
-        """Return the ranks that wait in an operation or missed a deadline, if no other finding explains the hang."""
+        """Return findings about ranks that wait in an operation or missed a deadline, without a known cause."""
         findings = []
         for rank, record in sorted(self.records.items()):
             late = self.states[rank] == "deadline"
@@ -397,12 +411,11 @@ class WaitGraph:
         return findings
 
     def _is_explained(self, circle: Sequence[int]) -> bool:
-        """Return True if a rank that stopped, or died before the others, explains why the ranks in ``circle`` wait."""
         dead = {self.states[rank] for rank in circle} & {"stopped", "silent", "killed"}
         return "stopped" in dead or (bool(dead) and any(self.states[rank] not in dead for rank in circle))
 
     def deadlock(self) -> list[Finding]:
-        """Return a circle of ranks that wait for each other, unless a rank outside of the circle causes the wait."""
+        """Return a list with a finding about a circle of waiting ranks that no stopped or dead rank explains, or []."""
         if self.culprits:
             return []
         for first in sorted(self.waits):

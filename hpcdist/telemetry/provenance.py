@@ -80,10 +80,7 @@ def job_number(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def job_owner(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return user, account, partition and QOS of the job, or "" if unknown. Outside of a job, return only the user.
-
-    Local.
-    """
+    """Return user, account, partition and QOS of the job, "" if unknown; outside of a job, only the user. Local."""
     owner = {label: _first_set(names, environment) for label, names in OWNER_VARIABLES.items()}
     if not owner["user"]:
         try:

@@ -3,7 +3,7 @@
     import hpcdist.torch
     torch.distributed.init_process_group("hpcdist")
 
-Between floors 6 and 7. Begin with `group.Group` and `calls`. `Options` are the ``pg_options`` of a group.
+Between floors 6 and 7. Begin with `group.Group` and `calls`.
 """
 
 from datetime import timedelta
@@ -57,7 +57,7 @@ def _create(backend: Any, options: Any) -> Group:
 def monitored_barrier(group: Any = None, timeout_s: float = 300.0, wait_all_ranks: bool = False) -> None:
     """Wait until all ranks of ``group`` have called this, as with gloo's `monitored_barrier`. Collective.
 
-    Raises DeadlineError after ``timeout_s`` seconds. Rank 0's message names one missing rank, or all of them if
+    Raises DeadlineError after ``timeout_s`` seconds. Rank 0's error names one missing rank, or all if
     ``wait_all_ranks``.
     """
     asked: Any = group or dist.group.WORLD
@@ -70,7 +70,7 @@ dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", 
 
 
 class _Name:
-    """Backend name, which PyTorch reads before the rendezvous. Reading it in a worker process raises: it would hang."""
+    """Backend name that raises UsageError in a child process of a rank, where PyTorch's rendezvous would hang."""
 
     def __get__(self, instance: Any, owner: Any) -> str:
         refuse_worker()

@@ -1,8 +1,7 @@
 """Tensors as buffers for communication: 1-D, contiguous, of a dtype that numpy and MPI support.
 
-A contiguous tensor is used in place; any other is copied, and `Buffer.finish` copies the result back. Bools and 8-bit
-floats are sent as bytes, complex numbers as pairs of floats. GPU tensors are accessed on the current stream, the
-operation's stream (`streams`).
+Bools and 8-bit floats are sent as bytes, complex numbers as pairs of floats. GPU tensors are accessed on the
+operation's stream.
 """
 
 import ctypes
@@ -33,7 +32,7 @@ _SEEN_AS: Final = {
 
 
 class Buffer:
-    """Array over the memory of a PyTorch ``tensor``, or over a contiguous copy if the tensor is not contiguous.
+    """Array over the memory of a PyTorch ``tensor``, or over a copy if ``copy`` is true or it is not contiguous.
 
     Raises BufferHandoverError for a sparse or quantised tensor, or a device other than CPU and CUDA.
     """
@@ -72,7 +71,6 @@ class Buffer:
 
     @property
     def device(self) -> torch.device:
-        """Device of the tensor."""
         return self._tensor.device
 
     def finish(self) -> None:
@@ -84,9 +82,10 @@ class Buffer:
 
 
 def coalesced_inputs(inputs: Sequence[torch.Tensor], *outputs: Sequence[torch.Tensor]) -> list[Buffer]:
-    """Return a buffer of each tensor in ``inputs`` of a coalesced call, which writes input i to item i of the outputs.
+    """Return a buffer of each tensor in ``inputs`` of a coalesced call. Local.
 
-    Inputs are copied if tensors with different i overlap in memory: an output must not overwrite a later input. Local.
+    The call reads input i, then writes item i of each list in ``outputs``, for each i in order. All inputs are copied
+    if tensors of different indices, inputs or outputs, overlap in memory.
     """
     copy = len(inputs) > 1 and _do_overlap(inputs, *outputs)
     return [Buffer(tensor, copy) for tensor in inputs]
@@ -124,7 +123,7 @@ def array_of(memory: torch.Tensor) -> Array:
 
 
 def devices_of(arguments: Iterable[Iterable[Any]]) -> set[torch.device]:
-    """Return the devices of all buffers in ``arguments``, which may be buffers, lists of buffers or other values."""
+    """Return the devices of the buffers in ``arguments``: tuples of buffers, lists of buffers and other values."""
     values = (value for argument in arguments for value in argument)
     parts = (part for value in values for part in (value if isinstance(value, list) else (value,)))
     return {part.device for part in parts if isinstance(part, Buffer)}

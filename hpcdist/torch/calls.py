@@ -1,7 +1,6 @@
 """Collective operations on `Buffer` objects, by the algorithms of `hpcdist.collectives`.
 
-All functions are collective over ``comm``; sizes are equal on all ranks unless stated otherwise. Measurements choose
-the algorithm (`hpcdist.collectives.arrays`).
+All functions are collective over ``comm``; sizes are equal on all ranks unless stated otherwise.
 """
 
 import time
@@ -56,10 +55,7 @@ def broadcast(comm: Communicator, buffer: Buffer, root: int) -> None:
 
 
 def reduce(comm: Communicator, buffer: Buffer, how: Reduction, root: int, algorithm: str) -> None:
-    """Reduce all ranks' buffers by the `Reduction` ``how`` into the buffer of rank ``root``. Collective.
-
-    Other ranks' buffers do not change.
-    """
+    """Reduce the buffers of all ranks by the `Reduction` ``how`` into the buffer of rank ``root`` only. Collective."""
     if comm.rank == root:
         allreduce(comm, buffer, how, algorithm)
     elif buffer.array.size:
@@ -92,10 +88,7 @@ def all_gather_list(comm: Communicator, outputs: Sequence[Buffer], source: Buffe
 
 
 def reduce_scatter(comm: Communicator, output: Buffer, source: Buffer, how: Reduction) -> None:
-    """Reduce ``source`` over all ranks by the `Reduction` ``how``. Collective.
-
-    Each rank's ``output`` gets its equal chunk of the result.
-    """
+    """Reduce ``source`` over all ranks by ``how``; rank r's ``output`` gets the r-th of equal chunks. Collective."""
     addend = source.array
     if how.factor is not None:
         addend = scratch("torch addend", source.array.size, source.array.dtype, source.array)
@@ -104,10 +97,7 @@ def reduce_scatter(comm: Communicator, output: Buffer, source: Buffer, how: Redu
 
 
 def reduce_scatter_list(comm: Communicator, output: Buffer, parts: Sequence[Buffer], how: Reduction) -> None:
-    """Reduce ``parts[r]`` of all ranks by the `Reduction` ``how`` into ``output`` of rank r, for each r. Collective.
-
-    Part sizes may differ.
-    """
+    """Reduce ``parts[r]`` of all ranks by ``how`` into ``output`` of each rank r; part sizes may differ. Collective."""
     shares = ranges([part.array.size for part in parts])
     addend = scratch("torch addend", shares[-1].stop, output.array.dtype, output.array)
     for part, share in zip(parts, shares, strict=True):
@@ -130,7 +120,7 @@ def _reduce_scatter(comm: Communicator, output: Buffer, addend: Array, shares: l
 
 
 def all_to_all(comm: Communicator, source: Buffer, target: Buffer, sent: list[Range], received: list[Range]) -> None:
-    """Send range ``sent[r]`` of ``source`` to rank r, and receive range ``received[r]`` of ``target``. Collective."""
+    """Send range ``sent[r]`` of ``source`` to rank r, and receive ``received[r]`` of ``target`` from it. Collective."""
     exchange.all_to_all(comm, source.array, target.array, sent, received)
     target.finish()
 

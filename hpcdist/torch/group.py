@@ -1,7 +1,7 @@
 """PyTorch process group over a communicator of hpcdist: all operations of `torch.distributed`.
 
-`Group` takes the arguments that PyTorch passes to a backend. `calls` implements the operations on buffers, and
-`work.OperationQueue` orders them. A group has two communicators, so that collectives never match the user's messages.
+`calls` implements the operations, and `work.OperationQueue` orders them. A group has two communicators, so that
+collectives never match the user's messages.
 """
 
 import os
@@ -52,8 +52,8 @@ class Options:
 class Group(_ProcessGroup):
     """PyTorch process group of the ranks of ``comm``. Construction is collective.
 
-    `shutdown` frees ``comm`` and calls ``at_end``. ``limit(name, timeout)`` is called to set the deadline of the
-    communicator ``name``.
+    ``limit(name, timeout)`` sets the deadline of the communicator ``name``. `shutdown` frees ``comm`` and calls
+    ``at_end``.
     """
 
     def __init__(
@@ -87,11 +87,7 @@ class Group(_ProcessGroup):
         opts: Any,
         gpu_streams: Streams | None = None,
     ) -> Work:
-        """Queue the operation ``run`` and return its handle; if ``opts`` asks for a synchronous call, wait for its end.
-
-        The flight recorder shows the operation as ``name``. If a synchronous call has ``gpu_streams``, the current
-        stream, not the host, waits for the GPU.
-        """
+        """Queue ``run``, which writes the tensors ``result``. Wait for it if ``opts`` asks for a synchronous call."""
         self._check_lives()
         work = CollectiveWork(self._queue, run, result, call_site(sys._getframe(1), OUTSIDE), gpu_streams, name)
         work.timeout = max(getattr(opts, "timeout", NO_TIMEOUT), NO_TIMEOUT)  # negative if not set
@@ -103,6 +99,7 @@ class Group(_ProcessGroup):
             else:
                 self._queue.run(work)
             if gpu_streams is not None:
+                # The host waited until the operation was enqueued; the current CUDA stream waits until it ends.
                 work.hold_back()
         return self._entered(work)
 
@@ -119,7 +116,6 @@ class Group(_ProcessGroup):
         return self._run(name, run, result, opts, gpu_streams)
 
     def _streams_for(self, devices: set[torch.device]) -> Streams | None:
-        """Return CUDA streams for the tensors' ``devices``, or None on the CPU. Raises UsageError for two devices."""
         if len(devices) > 1:
             raise UsageError(
                 f"the tensors of one operation are on {' and '.join(sorted(map(str, devices)))}; move them to one GPU"
@@ -214,7 +210,7 @@ class Group(_ProcessGroup):
         return self._run_each(calls.reduce_scatter_list, each, outputs, opts)
 
     def reduce_scatter_single(self, output: Any, tensor: Any, opts: Any = None, *_: Any) -> Work:
-        """Reduce ``tensor`` over all ranks, and write this rank's equal chunk to ``output``. Collective."""
+        """Reduce ``tensor`` over all ranks, and write the r-th of equal chunks to ``output`` of rank r. Collective."""
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -286,10 +282,7 @@ class Group(_ProcessGroup):
         return self._run("barrier", run, [], opts, self._streams)
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
-        """Wait until all ranks have called this. Collective. Raises DeadlineError after ``timeout``.
-
-        Rank 0's message names one missing rank, or all of them if ``wait_all_ranks``.
-        """
+        """Wait for all ranks; see `calls.monitored_barrier`. Collective. Raises DeadlineError after ``timeout``."""
         seconds = timeout.total_seconds()
         self._queue.run(
             CollectiveWork(self._queue, lambda: calls.monitored_barrier(self.comm, seconds, wait_all_ranks), [])
@@ -399,7 +392,7 @@ class Group(_ProcessGroup):
         return  # the recorder numbers operations
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the deadline of operations: one that takes longer than ``timeout`` ends the job. Local."""
+        """Set the deadline of operations: an operation that takes longer than ``timeout`` ends the job. Local."""
         self._limit(self.comm.name, timeout)
 
     _set_default_timeout = set_timeout

@@ -1,8 +1,4 @@
-"""Setup of a PyTorch program under MPI: environment variables, communicator, event recorder and DataLoader workers.
-
-`torch.distributed` reads rank and size from environment variables, as set by torchrun. Here they are set from MPI, with
-rank 0's address for the store of groups of other backends. Existing values must match MPI.
-"""
+"""Setup of a PyTorch program under MPI: environment variables, communicator, event recorder and DataLoader workers."""
 
 import multiprocessing
 import os
@@ -57,10 +53,10 @@ def start() -> World:
 
 
 def _has_gpu() -> bool:
-    """Return True if PyTorch sees a GPU and cupy works. Without cupy, tensors on a GPU cannot be communicated."""
     try:
         return torch.cuda.is_available() and device.count() > 0
     except MissingCapabilityError:
+        # Without cupy, tensors on a GPU cannot be communicated.
         return False
 
 

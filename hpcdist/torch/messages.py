@@ -1,7 +1,6 @@
-"""Point-to-point messages of a process group: send, receive, and receive from any rank.
+"""Point-to-point messages of a process group.
 
-MPI moves large messages only inside MPI calls. So a thread polls the messages in flight about 1000 times a second, if
-MPI allows a second thread; a thread that waits for a message polls continuously.
+MPI moves large messages only inside MPI calls, so a thread polls the messages in flight if MPI allows a second thread.
 """
 
 import threading
@@ -116,7 +115,7 @@ class MessageWork(Work):
 
 
 class Mailbox:
-    """Point-to-point messages of one group, on a communicator of their own. ``has_thread``: a thread polls them."""
+    """Point-to-point messages of one process group, on a separate communicator. ``has_thread``: a thread polls them."""
 
     def __init__(self, comm: Communicator, has_thread: bool) -> None:
         self.comm, self.has_thread, self.name = comm, has_thread, comm.name
@@ -127,7 +126,7 @@ class Mailbox:
         self._is_awake = False
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, streams: Streams | None) -> MessageWork:
-        """Start sending ``tensor`` to rank ``peer``; return the handle. Local."""
+        """Start sending ``tensor`` to rank ``peer``; ``streams`` as in `receive`. Return the handle. Local."""
         buffer = Buffer(tensor)
 
         def begin() -> Pending:
@@ -136,7 +135,10 @@ class Mailbox:
         return self._post(MessageWork(self, begin, tensor, lambda: None, peer, streams))
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int, streams: Streams | None) -> MessageWork:
-        """Start receiving ``tensor`` from rank ``peer`` (ANY: from any rank); return the handle. Local."""
+        """Start receiving ``tensor`` from rank ``peer`` (ANY: from any rank). Return the handle. Local.
+
+        ``streams`` are the CUDA streams of the tensor's GPU, or None for a host tensor.
+        """
         buffer = Buffer(tensor)
 
         def begin() -> Pending:

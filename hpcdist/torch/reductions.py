@@ -1,7 +1,7 @@
 """Reductions with PyTorch's operations.
 
-Sums, maxima and minima use `hpcdist.collectives.dispatch`. Products and bit operations are rare: each rank receives its
-chunk from all ranks, reduces the chunk in rank order, and sends it to all ranks, which costs, for n bytes on p ranks,
+Sums, maxima and minima use `hpcdist.collectives.dispatch`. For products and bit operations, each rank reduces its chunk
+in rank order. Their cost for n bytes on p ranks is
 
     2 (p-1) α + 2 (p-1)/p n β + (p-1)/p n γ
 """
@@ -41,8 +41,8 @@ _ON_BOOLS: Final = {  # on bool tensors, as bytes 0 and 1
 class Reduction:
     """A PyTorch reduction (ReduceOp) for tensors of one dtype, expressed by hpcdist's reductions.
 
-    ``op`` is the hpcdist name of the reduction; if it is "", ``function`` names a numpy ufunc. ``average``: divide the
-    sum by the number of ranks. If ``factor`` is set, the values are multiplied by it before they are summed.
+    ``op`` is the hpcdist name of the reduction, or "" if it is the numpy ufunc named ``function``. If ``average``, the
+    sum is divided by the number of ranks. If ``factor`` is set, the values are multiplied by it before they are summed.
     """
 
     op: str
@@ -88,7 +88,7 @@ def allreduce(comm: Communicator, buffer: Array, function: str) -> None:
 
 
 def premultiply(buffer: Array, how: Reduction) -> None:
-    """Multiply ``buffer`` in place by the factor of PREMUL_SUM; do nothing for other reductions. Local."""
+    """Multiply ``buffer`` in place by the factor of the reduction ``how``, if it has a factor (PREMUL_SUM). Local."""
     if how.factor is not None:
         factor = how.factor
         if isinstance(factor, torch.Tensor):
@@ -103,7 +103,7 @@ def premultiply(buffer: Array, how: Reduction) -> None:
 
 
 def divide_integers(buffer: Array, how: Reduction, ranks: int) -> None:
-    """For AVG of integers, divide the sums in ``buffer`` by the number of ranks, rounding toward zero. Local."""
+    """If ``how`` is AVG, divide the integer sums in ``buffer`` by the number of ranks, rounding toward zero. Local."""
     if how.average and buffer.dtype.kind in "iu":
         xp = namespace(buffer)
         whole = xp.abs(buffer) // ranks if buffer.dtype.kind == "i" else buffer // ranks
@@ -111,7 +111,10 @@ def divide_integers(buffer: Array, how: Reduction, ranks: int) -> None:
 
 
 def reduce_chunk(comm: Communicator, buffer: Array, chunks: list[Range], function: str, result: Array) -> None:
-    """Reduce this rank's chunk of ``buffer`` over all ranks into ``result``, which may be that chunk. Collective."""
+    """Reduce ``buffer`` over all ranks, and write this rank's chunk of the result to ``result``. Collective.
+
+    ``chunks`` has the range of each rank's chunk. ``function`` names a numpy ufunc. ``result`` may overlap ``buffer``.
+    """
     chunk = chunks[comm.rank]
     rows = scratch("torch reduction", comm.size * chunk.size, buffer.dtype, buffer)
     received = [Range(rank * chunk.size, (rank + 1) * chunk.size) for rank in range(comm.size)]

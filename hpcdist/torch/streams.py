@@ -3,8 +3,8 @@
     program's stream        kernels -> mark                         hold_back -> kernels that use the result
     communication stream                   wait -> operation -> mark
 
-With NCCL and a thread in the group, the host does not wait; else the thread that runs the operation waits. Each such
-thread has its own communication stream for PyTorch and cupy, so that scratch and pinned blocks are used in one order.
+With NCCL and a thread in the group, the host does not wait; else the thread that runs the operation waits. Each thread
+has its own communication stream, so that scratch and pinned blocks are used in one order.
 """
 
 import threading
@@ -23,7 +23,7 @@ HAS_GPU: Final = cuda.is_available()
 
 
 class _CommunicationStream:
-    """One CUDA stream, as objects of cupy and of PyTorch. After its thread ends, another thread can reuse it."""
+    """A thread's CUDA stream, as a cupy and a PyTorch object. After the thread ends, another thread can reuse it."""
 
     def __init__(self, device: torch.device) -> None:
         self._free = _free[device]
@@ -77,7 +77,7 @@ class Streams:
 
     @contextmanager
     def communicating(self, *marks: cuda.Event | None) -> Iterator[None]:
-        """Context in which this thread's communication stream is current, and first waits for events ``marks``."""
+        """Context manager: this thread's communication stream waits for the events ``marks``, then becomes current."""
         with cuda.device(self.device):
             stream = _here.streams.get(self.device)
             if stream is None:

@@ -1,10 +1,8 @@
-"""Ordered operations of a process group: `OperationQueue` runs operations, and `Work` is the handle of an operation.
+"""Ordered operations of a process group, and their handles.
 
-All ranks must start operations in the same order. An asynchronous operation runs after all earlier operations, in the
-queue's thread or in a thread that waits for it. The queue's thread needs MPI_THREAD_MULTIPLE.
-
-For the host, an operation on GPU tensors is done once enqueued; `wait` then makes the current stream wait (`streams`).
-Work in flight in NCCL is an open event of the recorder, so that its deadline applies.
+All ranks must start operations in the same order. An operation runs after all earlier operations, in the queue's thread
+(needs MPI_THREAD_MULTIPLE) or in a thread that waits for it. For the host, an operation on GPU tensors is done once it
+is enqueued; `wait` then makes the current stream wait.
 """
 
 import threading
@@ -39,15 +37,13 @@ LOOK_S: Final = 0.001  # polling interval for NCCL work
 class _Failed:
     """Value of a future whose operation failed with ``error``. Reading the value raises ``error``.
 
-    Python cannot give C++ a future that has an error. DDP's reducer in C++ extracts tensors by pickling the value, and
-    pickling this object raises the error.
+    Python cannot give C++ a future with an error. DDP's reducer reads the value by pickling it, which raises the error.
     """
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
 
     def result(self) -> NoReturn:
-        """Raise the error. Called by `torch.futures.Future`."""
         raise self._error
 
     def __reduce__(self) -> NoReturn:
@@ -95,7 +91,7 @@ class Work(dist.Work):
         return self.done or ended.wait(seconds)  # read `done` after setting `_ended`: `end` uses the opposite order
 
     def settle(self) -> None:
-        """Set the value of the operation's future, if one was requested. Its callbacks may start operations."""
+        """Set the value of the operation's future, if requested. The future's callbacks may start operations."""
         if self._unsettled is None:
             return
         with _guard:
@@ -159,9 +155,9 @@ class Work(dist.Work):
 
 
 class CollectiveWork(Work):
-    """Handle of the collective ``run`` in ``queue``. Flight records show ``name`` and ``site``, the caller's line.
+    """Handle of a queued collective, which calls ``run``. Flight records show ``name`` and ``site``, the caller's line.
 
-    If ``streams`` is set, the collective starts after the work that is on the current CUDA stream when this is created.
+    If ``streams`` is set, the collective starts after the work that is on the current CUDA stream at its creation.
     """
 
     def __init__(
@@ -253,7 +249,7 @@ class BatchWork(Work):
 
 
 class OperationQueue:
-    """Queue of the collectives of group ``name``, which run in order. ``events()`` returns the flight recorder.
+    """Queue of the collectives of process group ``name``, which run in order. ``events()`` returns the flight recorder.
 
     If ``has_thread``, the first asynchronous operation starts a thread that runs queued operations. The first NCCL
     operation starts a thread that detects the end of NCCL operations on the GPU. `close` ends both threads.
@@ -272,7 +268,7 @@ class OperationQueue:
         self._watcher: threading.Thread | None = None
 
     def run(self, work: CollectiveWork) -> CollectiveWork:
-        """Run ``work`` after all queued operations, and return it. It has ended on return."""
+        """Run ``work`` after all queued operations, and return it after it has ended."""
         if self._runner == threading.get_ident():
             self._perform(work)  # called by a callback of an operation: runs directly after this operation
             return work
@@ -281,7 +277,7 @@ class OperationQueue:
         return work
 
     def start(self, work: CollectiveWork) -> CollectiveWork:
-        """Queue ``work``; the queue's thread or a waiting thread will run it."""
+        """Queue ``work`` and return it. The queue's thread or a waiting thread will run it."""
         if self._runner == threading.get_ident():
             return self.run(work)
         self._waiting.append(work)
@@ -290,7 +286,7 @@ class OperationQueue:
         return work
 
     def watch(self, end_event: cuda.Event) -> None:
-        """Record an operation that ends with ``end_event`` on the GPU, so that the watchdog notices a hang."""
+        """Record an NCCL operation until ``end_event`` completes on the GPU, so that the watchdog notices a hang."""
         token = self._events().begin(self.name, "nccl", "uint8", 0, 0, -1, 0)
         self._computing.put((end_event, token))
         if self._watcher is None:
@@ -316,10 +312,10 @@ class OperationQueue:
         self._calls.put(True)
 
     def complete(self, work: CollectiveWork, timeout: timedelta) -> None:
-        """Return after ``work`` has ended.
+        """Wait until ``work`` has ended. Raises DeadlineError after ``timeout``; a ``timeout`` of 0 means no limit.
 
-        Without ``timeout``, this thread runs queued operations up to ``work``. With ``timeout``, the queue's thread
-        runs ``work``, because MPI calls cannot be interrupted. Raises DeadlineError after ``timeout``.
+        Without a limit, this thread runs the queued operations up to ``work``. With a limit, it leaves them to the
+        queue's thread, because a blocking MPI call cannot be interrupted.
         """
         if self._runner == threading.get_ident():
             while not work.done:
@@ -397,7 +393,7 @@ _ProcessGroup: Any = dist.ProcessGroup  # untyped in PyTorch
 
 
 class _Holder(_ProcessGroup):
-    """Dummy process group that keeps ``work`` alive: C++ wraps the result of `barrier` in an object that holds it."""
+    """Dummy process group whose `barrier` returns ``work``: PyTorch's C++ wrapper of the result keeps it alive."""
 
     def __init__(self, work: Work) -> None:
         super().__init__(0, 1)
@@ -417,7 +413,7 @@ def _boxed(work: Work) -> Any:
 
 
 def install() -> None:
-    """Patch PyTorch's C++ bindings that store a `Work`, so that they also keep it alive. Local."""
+    """Patch PyTorch's C++ bindings that store a `Work`, so that they also keep the Python object alive. Local."""
     for owner, name in STORES:
         if hasattr(owner, name):  # may be missing in later PyTorch versions
             setattr(owner, name, _with_holders(getattr(owner, name)))

@@ -1,7 +1,7 @@
 """Load a trained model for evaluation and sampling: only its parameters, on any number of ranks.
 
 Each rank reads its share of the parameters, and all ranks gather the rest. The flight recorder writes to a separate
-folder, which is kept if the evaluation fails. Called by `hpcdist evaluate` and `hpcdist sample`.
+folder, which is kept if the evaluation fails.
 """
 
 import codecs
@@ -54,10 +54,11 @@ def generate(
     top_k: int,
     seed: int,
 ) -> Iterator[int]:
-    """Yield ``count`` tokens that continue ``prompt`` (tokens,). The model sees the last ``context`` tokens. Local.
+    """Yield ``count`` tokens that continue the tokens ``prompt``. The model sees the last ``context`` tokens. Local.
 
-    ``logits_of`` maps tokens (1, length) to logits (1, length, vocabulary), both on the host. ``temperature`` 0 selects
-    the most likely token. ``top_k``: draw only from the k most likely tokens (0: from all tokens).
+    ``logits_of`` maps tokens, of shape (1, length), to logits, of shape (1, length, vocabulary), both on the host.
+    ``temperature`` 0 selects the most likely token. ``top_k``: draw only from the k most likely tokens (0: from all
+    tokens).
     """
     draw = rng.stream(seed)
     window = list(prompt[-context:])
@@ -150,12 +151,17 @@ def load(comm: Communicator, path: Path, recipe: Recipe, trust: bool = False) ->
 def _loaded(comm: Communicator, path: Path, checkpoint: Path | None, recipe: Recipe, trust: bool) -> TrainedModel:
     """Restore the model of ``checkpoint``. Collective: if the checkpoint is damaged, all ranks raise `DamagedError`."""
     if checkpoint is None:
-        raise StorageError(f"{path} holds no valid checkpoint; train it first (a run saves a checkpoint at its end)")
+        raise StorageError(
+            f"{path} holds no valid checkpoint; finish the training in this run directory first (a training saves a "
+            "checkpoint at its end)"
+        )
     stored = on_first_rank(comm, lambda: listing.load_parameters(checkpoint))
     scalars = scalars_of(checkpoint, stored)
     lacking = [name for name in ("steps", "data") if name not in scalars]
     if lacking:
-        raise StorageError(f"{checkpoint} has no {', '.join(lacking)}: it was not written by a training of hpcdist")
+        raise StorageError(
+            f"{checkpoint} does not store {', '.join(lacking)}: the checkpoint is not from a training of hpcdist"
+        )
     if recipe.model.kind == "import" and not trust:
         _check_factory(comm, path, recipe.model.factory, stored.about.get("factory"))
     model = models.build(recipe.model, recipe.precision.computes, **_inputs(checkpoint, recipe, scalars))
@@ -176,7 +182,7 @@ def _loaded(comm: Communicator, path: Path, checkpoint: Path | None, recipe: Rec
 
 
 def _check_factory(comm: Communicator, path: Path, named: str, seal: object) -> None:
-    """Raise UsageError if the code of model factory ``named`` changed since training (hash ``seal``). Collective."""
+    """Raise UsageError if model factory ``named`` no longer has the hash ``seal`` from its training. Collective."""
     if not comm.broadcast_object(factory.is_sealed(named, seal) if comm.rank == 0 else None):
         why = (
             "is not the file that this user trained it with"
@@ -190,13 +196,16 @@ def _check_factory(comm: Communicator, path: Path, named: str, seal: object) -> 
 
 
 def _inputs(path: Path, recipe: Recipe, scalars: Mapping[str, Any]) -> dict[str, int]:
-    """Return the model inputs from ``scalars`` of a checkpoint. Old checkpoints have none: use ``recipe``. Local."""
     stored = scalars.get("model_inputs")
+    # Old checkpoints have no model_inputs.
     if recipe.model.kind in TRANSFORMERS or stored is None:
         return {"context": recipe.data.context}
     inputs = usable_inputs(stored)
     if not inputs:
-        raise StorageError(f"{path} is not valid: its scalar model_inputs is {str(stored)[:80]}; expected integers")
+        raise StorageError(
+            f"{path} is not valid: the entry model_inputs of the manifest is {str(stored)[:80]}; expected a dict of "
+            "positive integers. Restore the checkpoint from a copy, or delete it"
+        )
     return inputs
 
 
@@ -238,7 +247,7 @@ class InspectionSession:
         self.session.record(self._records, communication.deadline_s)
 
     def load(self, trust: bool = False) -> TrainedModel:
-        """Return the model of the run from its newest valid checkpoint; see `load`. Collective."""
+        """Load the newest intact model. ``trust``: accept a model factory file changed since training. Collective."""
         return load(self.session.comm, self.path, self.recipe, trust)
 
     def __enter__(self) -> Self:
@@ -254,7 +263,7 @@ class InspectionSession:
 
 
 def _folder_for_records(comm: Communicator, path: Path) -> Path:
-    """Create and return a folder for flight records in ``path``, or if not writable, a temporary one. Collective."""
+    """Create and return a flight-record folder in ``path``, or if that fails, a temporary one. Collective."""
     name = None
     if comm.rank == 0:
         try:

@@ -1,8 +1,4 @@
-"""Run directory: one directory, one recipe, one run.
-
-Rank 0 creates or reopens the directory, rejects the recipe of another run, takes the lock, archives earlier recipes
-(recipe-1.toml, ...), and selects the checkpoint to resume from. All ranks raise the same error.
-"""
+"""Run directory: one directory, one recipe, one run. Earlier recipes are archived as recipe-1.toml, ..."""
 
 import re
 from dataclasses import dataclass
@@ -126,7 +122,6 @@ def _archive_recipe(stored: Path) -> None:
 
 
 def _has_begun(path: Path) -> bool:
-    """Return True if a run in ``path`` has written metrics or a checkpoint."""
     return (path / METRICS_FILE).exists() or (path / "checkpoints").exists()
 
 

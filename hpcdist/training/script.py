@@ -7,8 +7,7 @@
             inputs, targets = batch(step)  # all samples of the step
             loss = training.step(inputs[training.share], targets[training.share])
 
-Every recipe key can be used: strategy, pipeline, optimizer, compression, checkpoints, energy, telemetry. `hpcdist
-report`, `trace` and `checkpoint` read the run directory.
+Recipe keys set strategy, pipeline, optimizer, compression, checkpoints, energy and telemetry.
 """
 
 import atexit
@@ -183,8 +182,8 @@ class Training:
         if self._ended or self._done >= self.recipe.run.steps:
             self.close()
             raise UsageError(
-                f"all run.steps = {self.recipe.run.steps} steps are done and saved in {self.path} (steps before a "
-                "resume count); loop over `training.steps`, which yields the remaining steps, or increase run.steps"
+                f"all run.steps = {self.recipe.run.steps} steps are done and saved in {self.path}, including the steps "
+                "before a resume; loop over `training.steps`, which yields the remaining steps, or increase run.steps"
             )
         x, y, expected = *self._adopted(inputs, targets), self._share().size
         if not len(x) == len(y) == expected:
@@ -266,7 +265,6 @@ class Training:
                 self._job.lock.release()
 
     def _forgotten(self) -> None:
-        """At exit, print a warning if the script has not closed the training."""
         if not self._ended and self.rank == 0 and self._pid == os.getpid():  # not in a forked child
             print(
                 f"hpcdist: {self._done - self._trainer.first_step} steps were made in {self.path}, but the last "
@@ -279,10 +277,6 @@ class Training:
         return own_samples(self.recipe, self._trainer.data_axis, self._done, self._trainer.shares)
 
     def _adopted(self, inputs: Any, targets: Any) -> MicroBatch:
-        """Return the script's batch as arrays. Local.
-
-        Raises UsageError if the script passes several arrays but the model takes only one.
-        """
         x, y = backend.as_array(inputs), backend.as_array(targets)
         for arrays, taker, what in ((x, self._model.stages[0], "input"), (y, self._model.loss, "target")):
             if isinstance(arrays, backend.ArrayGroup) and not getattr(taker, "takes_several", False):
@@ -293,7 +287,10 @@ class Training:
         return x, y
 
     def _compare(self, what: str, x: Array, y: Array, before: int, number: int) -> None:
-        """If a check is due, raise DataError if batches differ between the replica's ranks. Collective over them."""
+        """If a check is due, compare the batches of each replica's ranks; raise DataError if they differ. Collective.
+
+        ``before`` counts earlier batches. ``number`` is the number of the step or evaluation.
+        """
         trainer, every = self._trainer, self.recipe.run.sentinel_every_steps
         if trainer.grid.size == trainer.grid.data:
             return
@@ -327,7 +324,6 @@ class ReplicaSampler:
 
 
 def _where(out: str | os.PathLike[str] | None, resume: str, environment: Mapping[str, str]) -> tuple[Any, str]:
-    """Return (run directory, resume mode). The launcher's environment variables override ``out`` and ``resume``."""
     resumed = environment.get(RESUME)
     out, resume = environment.get(RUN_DIR) or out, resumed or resume
     if resume not in ("auto", "never"):
@@ -343,7 +339,6 @@ def _where(out: str | os.PathLike[str] | None, resume: str, environment: Mapping
 
 
 def _recipe_of(recipe: Mapping[str, Any] | str | os.PathLike[str] | None, model: Model) -> recipes.Recipe:
-    """Return the checked recipe from a file or from keys. A setting that follows from ``model`` is a default. Local."""
     fixed = settings.Settings({"model.kind": KIND}, {"model.kind": "the script's model"})
     if not isinstance(recipe, Mapping):
         return _checked(recipes.load(recipe, fixed).recipe)
@@ -358,10 +353,6 @@ def _recipe_of(recipe: Mapping[str, Any] | str | os.PathLike[str] | None, model:
 
 
 def _checked(recipe: recipes.Recipe) -> recipes.Recipe:
-    """Check a script's ``recipe``, and return it without a validation split, because the script validates.
-
-    Raises ConfigurationError for data keys, because the script provides the data, and for workers without lock-step.
-    """
     defaults = recipes.defaults()
     for section, allowed in ((recipe.data, ("shares",)), (recipe.run, tuple(vars(recipe.run).keys() - {SAMPLES}))):
         name = "data" if section is recipe.data else "run"
@@ -377,4 +368,5 @@ def _checked(recipe: recipes.Recipe) -> recipes.Recipe:
             "set parameter_server.consistency = 'bsp' without backup workers, or use `hpcdist train` with "
             "model.kind = 'import'"
         )
+    # The script validates.
     return replace(recipe, data=replace(recipe.data, validation_fraction=0.0))

@@ -22,7 +22,7 @@ MARGIN_S: Final = 60.0
 
 
 class _Watch:
-    """Stop requests of this process. It also measures the longest time between two calls of `counts`."""
+    """This process's stop requests, and its longest iteration: the time from one call of `counts` to the next."""
 
     def __init__(self) -> None:
         folder = os.environ.get(RUN_DIR)
@@ -32,10 +32,6 @@ class _Watch:
         self.longest_s, self.last = 0.0, time.monotonic()
 
     def counts(self, margin_s: float) -> np.ndarray:
-        """Return this rank's stop requests, 1 or 0 for each `StopReason`. Local.
-
-        The rank also requests a stop if the job might end within the longest iteration plus ``margin_s``.
-        """
         now = time.monotonic()
         self.longest_s, self.last = max(self.longest_s, now - self.last), now
         counts = self.requests.current()

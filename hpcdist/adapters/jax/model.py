@@ -1,11 +1,8 @@
 """Models that are pure functions of JAX, trained by every strategy. The page your-model has an example.
 
-A pipeline splits between stages, and ZeRO-3 gathers and frees stages. Forward and backward of a stage are compiled
-separately (`hpcdist.adapters.jax.stage`) for each number of samples in a micro-batch: changing batch sizes cost a
-compilation each. Gradients, outputs and input gradients are copied once from JAX; see `WrappedModel.traffic`.
-
-A stage ``(params, x, keys) -> y`` also gets a random key for each sample, or None in an evaluation. The key depends on
-(seed, step, layer, index of the sample in the batch), so the result does not depend on the partition of the work.
+Each new number of samples in a micro-batch costs a compilation. A stage ``(params, x, keys) -> y`` also gets a random
+key for each sample, or None in an evaluation. The key depends on (seed, step, layer, index of the sample in the batch),
+but not on the partition of the work.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,8 +32,9 @@ from hpcdist.models.stage import Operations, Saved
 class JaxLoss(Loss):
     """Loss that the user's function ``call(y, targets)`` computes from the last stage's output ``y`` and the targets.
 
-    ``call`` returns (sum, weight), losses (samples, ...), or their mean. ``output``: shape and dtype of ``y`` for one
-    sample. ``example``: targets to test ``call`` with. Raises UsageError for a mean whose divisor depends on the data.
+    ``call`` returns (sum, weight), losses of shape (samples, ...), or their mean. ``output``: shape and dtype of ``y``
+    for one sample. ``example``: targets to test ``call`` with. Raises UsageError for a mean whose
+    divisor depends on the data.
     """
 
     def __init__(
@@ -123,7 +121,10 @@ class JaxLoss(Loss):
             self.weighs = True
             losses, weight = losses
             if losses.shape != () or weight.shape != ():
-                raise UsageError(f"the loss is a pair of shapes {losses.shape} and {weight.shape}; return two numbers")
+                raise UsageError(
+                    f"the loss is a pair (sum, weight) with the shapes {losses.shape} and {weight.shape}; return two "
+                    "scalars, with shape ()"
+                )
         if not hasattr(losses, "dtype") or not np.issubdtype(losses.dtype, np.floating):
             raise UsageError(f"the loss is {losses}; return losses (samples, ...), their mean, or (sum, weight)")
         return tuple(losses.shape)
@@ -181,7 +182,7 @@ class WrappedModel(Model):
     given: Sequence[tuple[int, ParameterLeaves]]  # for each function: its stage, and its parameter leaves
 
     def trees(self, values: Mapping[str, Array]) -> list[Any]:
-        """Return the params as one pytree for each user function, with the arrays of ``values`` as leaves. Local.
+        """Return a list of one params pytree per user function, with the arrays of ``values`` as leaves. Local.
 
         ``values`` maps tensor names ``LAYER.NAME`` to arrays. Host arrays are not copied.
         """
@@ -205,14 +206,14 @@ def wrap(
     """Return a model that trains the functions ``stages``: pure functions (params, x) -> y of whole micro-batches.
 
     ``params`` has one entry per stage: a pytree, or a function without arguments that creates the pytree. The leaves
-    are float32 or float64 arrays. A function without params joins the previous stage. ``loss(y, targets)`` returns
-    losses (samples, ...), their mean as a number, or (sum, weight) as two numbers.
+    are float32 or float64 arrays. A function without params joins the stage before it. ``loss(y, targets)`` returns
+    losses of shape (samples, ...), their mean as a number, or (sum, weight) as two numbers.
 
     Keyword arguments: ``example`` is a batch (inputs, targets) of arrays or `jax.ShapeDtypeStruct`. ``tied`` maps a
     tensor ``LAYER.NAME`` to the tensor of an earlier stage that it shares, as in {"3.head": "0.table"}; NAME is the
     pytree path with dots. ``keep`` selects the values to keep from forward to backward: "products", "everything" or
     "nothing" (`hpcdist.adapters.jax.stage`). ``adapted(name, leaf)`` returns True if weight decay and layer-wise rates
-    apply to the leaf; the default is at least two dims.
+    apply to the leaf. By default they apply to leaves with at least two dims.
 
     Raises UsageError and ConfigurationError for models that cannot be trained.
     """

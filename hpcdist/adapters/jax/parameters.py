@@ -1,7 +1,7 @@
 """Checks of the parameter pytrees of a JAX model, and arrays shared with JAX or copied from it.
 
-JAX arrays are immutable and in memory of JAX, so gradients and outputs are copied out once. Input memory that is
-aligned to a cache line is shared with JAX; other memory is copied. The caller waits for JAX before changing it.
+JAX arrays are immutable, so gradients and outputs are copied out once. Input memory that is aligned to a cache line is
+shared with JAX; other memory is copied. The caller waits for JAX before it changes shared memory.
 """
 
 import functools
@@ -37,7 +37,7 @@ def submodule(name: str) -> ModuleType:
 
 @dataclass
 class JaxTraffic:
-    """Numbers of tensors, and of their bytes, that hpcdist shared with JAX or copied to or from it.
+    """Counts of tensors and bytes that hpcdist shared with JAX, or copied to or from JAX.
 
     ``seen``: shared without a copy. ``copied_in``: copied to JAX. ``copied_out``: copied back from JAX.
     """
@@ -72,7 +72,7 @@ class JaxTraffic:
         return value
 
     def take(self, values: Any, into: Array, *, add: bool = False) -> None:
-        """Copy the JAX array ``values`` to the array ``into``, or if ``add``, add it. Return when this is done."""
+        """Copy the JAX array ``values`` to the array ``into``, or add it to ``into`` if ``add``. Waits for the copy."""
         on_device = is_device(into)
         source = device.cupy().from_dlpack(values) if on_device else np.asarray(values)
         if add:
@@ -87,7 +87,7 @@ class JaxTraffic:
 
 
 def repeat_samples(rows: np.ndarray, samples: int) -> np.ndarray:
-    """Return ``samples`` rows: the rows of ``rows`` in order, repeated from the first row as often as needed."""
+    """Return an array of ``samples`` samples: the samples of the array ``rows``, repeated in order."""
     return np.resize(rows, (samples, *rows.shape[1:]))
 
 
@@ -170,8 +170,8 @@ def _initial_value(create: Callable[[], Any], tree: Any, where: str) -> Sequence
 def group_by_stage(leaves: Sequence[ParameterLeaves]) -> list[list[int]]:
     """Assign the user functions to stages. Return, for each stage, the indices of its functions.
 
-    ``leaves`` has the parameter leaves of each function. A function without params joins the previous stage, or the
-    first stage if none precedes. Raises UsageError if no function has params.
+    ``leaves`` holds the parameter leaves of each function. A function without params joins the previous stage, or
+    the first stage if none precedes. Raises UsageError if no function has params.
     """
     groups: list[list[int]] = []
     leading: list[int] = []
@@ -189,7 +189,7 @@ def group_by_stage(leaves: Sequence[ParameterLeaves]) -> list[list[int]]:
 
 
 def common_dtype(leaves: Sequence[ParameterLeaves]) -> np.dtype:
-    """Return the dtype that all leaves have. Raises ConfigurationError for mixed or unsupported dtypes."""
+    """Return the dtype of all parameter leaves. Raises ConfigurationError for mixed or unsupported dtypes."""
     pairs = [
         (f"{name} in the params of stage {number}", np.dtype(leaf.dtype))
         for number, group in enumerate(leaves)
@@ -213,7 +213,7 @@ def common_dtype(leaves: Sequence[ParameterLeaves]) -> np.dtype:
 
 
 def platform_of(leaves: Sequence[ParameterLeaves]) -> str | None:
-    """Return the platform that holds the leaves, "cpu" or "gpu", or None if no leaf is a JAX array."""
+    """Return the platform that holds the parameter leaves, "cpu" or "gpu", or None if no leaf is a JAX array."""
     platforms = {
         device.platform
         for group in leaves
@@ -232,10 +232,10 @@ def platform_of(leaves: Sequence[ParameterLeaves]) -> str | None:
 
 
 def check_ties(tied: Mapping[str, str], layers: Sequence[ParameterLeaves]) -> list[dict[str, str]]:
-    """Check the ties of tensors. Return, for each layer, {name of a tied tensor: ``LAYER.NAME`` of its owner}.
+    """Check shared tensors. Return, for each layer, a dict from tied tensor names to the owners' ``LAYER.NAME``.
 
-    ``tied`` maps ``LAYER.NAME`` of a tied tensor to its owner in an earlier layer. Raises UsageError for invalid ties,
-    and if two layers contain the same array without a tie.
+    ``tied`` maps ``LAYER.NAME`` of a tied tensor to its owner in an earlier layer. ``layers`` holds the leaves of each
+    layer. Raises UsageError for invalid ties, and if two layers contain the same array without a tie.
     """
     shapes = {
         f"{layer}.{name}": shape
@@ -259,7 +259,10 @@ def check_ties(tied: Mapping[str, str], layers: Sequence[ParameterLeaves]) -> li
         ties[layer][name] = owner
     for stage, group in enumerate(layers):
         if len(ties[stage]) == len(group.names):
-            raise UsageError(f"all tensors of stage {stage} are tied; merge its function with another stage's function")
+            raise UsageError(
+                f"all tensors of stage {stage} are tied to earlier stages, but a stage needs at least one untied "
+                "tensor; merge this stage's function with another stage's function"
+            )
     _check_objects(layers, ties)
     return ties
 

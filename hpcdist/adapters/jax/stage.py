@@ -1,7 +1,7 @@
-"""JAX function as a stage of a model: forward and backward as two compiled functions, and their residuals.
+"""JAX function as a stage of a model: compiled forward and backward, and their residuals.
 
-Residuals are the arrays of a ``jax.vjp`` function. A stage keeps only residuals that depend on its input. Parameters
-are passed to the backward again, so they may be freed between the passes (ZeRO-3). ``keep`` selects the kept residuals:
+A stage keeps the residuals of ``jax.vjp`` that depend on its input. Parameters are not kept, so ZeRO-3 may free them
+between the passes. ``keep`` selects the kept residuals:
 
     products    results of matrix products and convolutions, except batched products (such as attention scores)
     everything  all residuals
@@ -29,7 +29,7 @@ Compute = Callable[[Sequence[Any], Any, Any], Any]
 
 @dataclass(frozen=True)
 class CompiledPasses:
-    """Compiled forward and backward of a stage for one input shape. ``unused``: indices of leaves without gradient."""
+    """Compiled forward and backward of a stage for one input shape. ``unused``: indices of params without gradient."""
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
@@ -40,9 +40,10 @@ class CompiledPasses:
 def compile_passes(
     compute: Compute, leaves: Sequence[Any], x: Any, draw: Any, *, input_gradient: bool, keep: str
 ) -> CompiledPasses:
-    """Compile the forward and backward of ``compute`` for the shapes of ``leaves``, ``x`` and the random keys ``draw``.
+    """Compile the forward and backward of the function ``compute(leaves, x, draw)`` for one set of shapes.
 
-    The shapes are given as `jax.ShapeDtypeStruct`. ``input_gradient``: the backward also returns the gradient of x.
+    The parameter ``leaves``, the input ``x`` and the random seed words ``draw`` are given as `jax.ShapeDtypeStruct`.
+    ``input_gradient``: the backward also returns the gradient of x.
     """
     jax = library()
     policies = jax.checkpoint_policies
@@ -102,7 +103,7 @@ def _is_product(primitive: Any, *_: Any, **parameters: Any) -> bool:
 
 
 def _input_residuals(closed: Any, leaves: int) -> list[int]:
-    """Return the indices of the values saved for the backward pass that depend on ``x`` but are not ``x`` itself."""
+    """Return the indices of the residuals that depend on input number ``leaves`` of ``closed``, except this input."""
     x = closed.jaxpr.invars[leaves]
     # A residual that occurs twice is kept twice; jit gives both the same memory.
     outputs = enumerate(closed.jaxpr.outvars[1:])
@@ -110,7 +111,6 @@ def _input_residuals(closed: Any, leaves: int) -> list[int]:
 
 
 def _uses(closed: Any, output: int) -> list[bool]:
-    """Return, for each input of the traced function ``closed``, True if its output number ``output`` needs it."""
     selected = [index == output for index in range(len(closed.jaxpr.outvars))]
     _, used = submodule("interpreters.partial_eval").dce_jaxpr(closed.jaxpr, selected)
     return list(used)
@@ -129,7 +129,10 @@ class StageFunction:
 
     @classmethod
     def of(cls, call: Callable[..., Any], tree: Any, where: str) -> "StageFunction":
-        """Wrap the user function ``call``. Raises UsageError, naming ``where``, unless it takes 2 or 3 arguments."""
+        """Wrap the user function ``call``. Raises UsageError unless it takes 2 or 3 arguments.
+
+        ``tree`` is the pytree structure of the params. ``where`` names the function in the error message.
+        """
         if not callable(call):
             raise UsageError(f"{where} is a {type(call).__name__}; give a function (params, x) -> y")
         required = [
@@ -168,7 +171,7 @@ class FunctionChain:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Key for the cache of compiled functions. Two chains of equal functions have equal keys."""
+        """Cache key for the compiled functions. Two chains of equal functions have equal keys."""
         return tuple((id(function.call), function.tree) for function in self.functions)
 
     def __str__(self) -> str:
@@ -178,7 +181,7 @@ class FunctionChain:
 
 
 def _keys(draw: Any, index: int, samples: int) -> Any:
-    """Return one random key per sample, or None if ``draw`` is None. Keys depend on the step, layer and function."""
+    """Return one random key per sample, or None if ``draw`` (from `_words`) is None."""
     if draw is None:
         return None
     random = library().random
@@ -195,7 +198,7 @@ Adapted: TypeAlias = Callable[[str, Any], bool]
 
 @dataclass(frozen=True)
 class SharedContext:
-    """Settings, and the cache ``passes`` of compiled functions, that all stages of a model share."""
+    """Settings that all stages of a model share, and ``passes``, their common cache of compiled functions."""
 
     computes: np.dtype
     keep: str
@@ -247,7 +250,7 @@ class JaxStage:
         return repeat_samples(rows, samples)
 
     def kept_bytes(self, samples: int) -> int:
-        """Return the bytes that JAX keeps for the backward pass of ``samples`` samples, without input and output."""
+        """Return the bytes of residuals kept for the backward pass of ``samples`` samples, without input and output."""
         return self.passes(samples).kept_bytes
 
     def unused(self, samples: int) -> list[str]:
@@ -257,8 +260,7 @@ class JaxStage:
     def passes(self, samples: int, *, draws: bool = True) -> CompiledPasses:
         """Return the compiled forward and backward for ``samples`` samples.
 
-        ``draws`` True: functions that take random keys get them. An evaluation passes False. Raises UsageError if the
-        output is invalid.
+        ``draws`` False, for an evaluation: functions get no random keys. Raises UsageError if the output is invalid.
         """
         drawn = draws and self.chain.keyed
         key = (self.chain.key, self._leaves.shapes, self._sample, self._dtype, self.layer > 0, samples, drawn)
@@ -281,7 +283,7 @@ class JaxStage:
                 parameters[name][...] = np.asarray(value)
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return the output (samples, ...). Raises DataError if samples differ from the example in shape or dtype."""
+        """Return the stage's output for input ``x``. Raises DataError if shape or dtype differ from the example."""
         if x.shape[1:] != self._sample or jax_dtype(x.dtype) != self._dtype:
             raise DataError(
                 f"{self} got samples of shape {x.shape[1:]} and type {x.dtype}, but the example had {self._sample} and "
@@ -300,7 +302,7 @@ class JaxStage:
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array | None:
-        """Write or add the gradients. Return the input gradient, or None in the first stage."""
+        """Compute the gradients of the stage from ``dy``. Return the input gradient, or None in the first stage."""
         passes = self.passes(len(dy), draws=saved.draw is not None)
         leaves, x, draw = self._bring(parameters), saved["jax.x"], self._draw(saved)
         leaf_gradients, dx = passes.backward(leaves, x, draw, saved["jax.kept"], self._traffic.bring(dy))
@@ -353,5 +355,4 @@ class JaxStage:
 
 
 def _words(draw: Draw, layer: int) -> Iterator[int]:
-    """Yield the 32-bit integers from which the random keys of ``layer`` are made; last, the first sample's index."""
     return (word & 0xFFFFFFFF for word in (draw.seed, draw.seed >> 32, draw.step, layer, draw.first_sample))

@@ -1,7 +1,6 @@
 """PyTorch modules as models of hpcdist: parameters stay `torch.nn.Parameter` objects, in memory of the run.
 
-Floor 3.5, inside adapters: imports models, arrays and errors; torch is imported at the first use. `attention` serves
-modules with context parallelism. Begin with `model.wrap` and `model.recipe_of`, which translates a PyTorch optimizer.
+Begin with `model.wrap` and `model.recipe_of`, which translates a PyTorch optimizer.
 """
 
 from hpcdist.adapters.torch.attention import context_attention, context_positions

@@ -67,7 +67,7 @@ def array_of(tensor: "torch.Tensor") -> Array:
 
 
 def as_computable(array: Array | ArrayGroup, dtype: "torch.dtype") -> Any:
-    """Return ``array`` as a tensor: integers become int64, floats ``dtype``, bools stay. Copies only to convert."""
+    """Return ``array`` as a tensor: integers as int64, floats as ``dtype``, bools as bools. Copies only to convert."""
     if isinstance(array, ArrayGroup):
         return array.map(lambda member: as_computable(member, dtype))
     if np.issubdtype(array.dtype, np.integer):
@@ -91,7 +91,7 @@ def share_stream(array: Array) -> Iterator[None]:
 
 
 def flop_counter() -> Any:
-    """Return a PyTorch context that counts FLOPs of matrix products. ``get_total_flops()`` returns the number."""
+    """Return a PyTorch context manager that counts FLOPs of matrix products. Read them by ``get_total_flops()``."""
 
     def attention(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *_: Any, **__: Any) -> int:
         return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])  # scores, and weighted sums of values
@@ -103,10 +103,7 @@ def flop_counter() -> Any:
 
 @contextlib.contextmanager
 def restored_random(devices: "Sequence[torch.device]") -> Iterator[None]:
-    """Context that restores, on exit, the states of the random generators of the CPU and of ``devices``.
-
-    Only this thread may draw random numbers in the context.
-    """
+    """Restore the random states of the CPU and ``devices`` on exit. Only this thread may draw random numbers inside."""
     with _GENERATORS, library().random.fork_rng(devices):
         yield
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class SampleCut:
-    """The tokens of each sample on this rank, and the attention operation over the ranks of the context axis.
+    """This rank's tokens of each sample, and the attention operation over the ranks of the context axis.
 
-    ``places`` are the positions of this rank's tokens among the ``whole`` tokens of a sample. ``calls`` counts the
+    ``places`` are the positions of this rank's tokens in a sample of ``whole`` tokens. ``calls`` counts the
     attention operations of all stages since this object was made.
     """
 
@@ -35,7 +35,7 @@ class SampleCut:
         self._arena, self._free, self._made = Arena(), list[Saved](), 0
 
     def take(self) -> Saved:
-        """Return a `Saved` for one attention operation. The caller must pass it to `back` after use."""
+        """Return a `Saved` to store the activations of one attention operation. Pass it to `back` after use."""
         if not self._free:
             self._free.append(self._arena.saved(0, self._made))
             self._made += 1
@@ -62,7 +62,7 @@ CURRENT: ContextVar[SampleCut | None] = ContextVar("current", default=None)  # f
 
 
 def context_positions(tokens: int, device: "torch.device | str | None" = None) -> "torch.Tensor":
-    """Return the positions (tokens,), int64, of this rank's tokens in each sample. Local.
+    """Return the positions of this rank's tokens in each sample, as int64 of shape (tokens,). Local.
 
     Without context parallelism, these are 0 to ``tokens - 1``. With it, ``tokens`` must be the number of tokens per
     sample on this rank, otherwise UsageError is raised.
@@ -89,12 +89,12 @@ def context_attention(
     enable_gqa: bool = False,
     window: int = 0,
 ) -> "torch.Tensor":
-    """Return attention (samples, heads, tokens, size) of this rank's queries over the tokens of all context ranks.
+    """Return the attention of this rank's queries over the tokens of all context ranks.
 
-    All ranks of the context axis must call the forward and the backward pass together. ``enable_gqa`` allows fewer
-    heads in ``key`` and ``value``. ``window`` is the number of keys that a causal query sees; 0 means all earlier keys.
-    Raises UsageError for a window without ``is_causal``. With context parallelism, it is also raised for masks, for
-    dropout, and for shapes that do not match.
+    ``query``, ``key``, ``value`` and the result have the shape (samples, heads, tokens, size). All ranks of the context
+    axis must call the forward and the backward pass together. ``enable_gqa`` allows fewer heads in ``key`` and
+    ``value``. ``window`` is the number of keys that a causal query sees; 0 means all earlier keys. Raises UsageError
+    for a window without ``is_causal``, and with context parallelism also for masks, dropout and mismatched shapes.
     """
     pytorch, cut = library(), CURRENT.get()
     if window < 0 or (window and (not is_causal or attn_mask is not None)):
@@ -113,8 +113,8 @@ def context_attention(
     if attn_mask is not None or dropout_p:
         fault = "attn_mask" if attn_mask is not None else f"dropout_p = {dropout_p}"
         raise UsageError(
-            f"context_attention got {fault}: parallel.context supports only a causal mask, with or without a window, "
-            "or no mask, and no dropout of attention; use is_causal and window, and dropout_p = 0"
+            f"context_attention got {fault}: parallel.context above 1 supports neither attn_mask nor dropout_p; use "
+            "is_causal or window instead of a mask, and dropout_p = 0"
         )
     batch, heads, tokens, size = query.shape if query.dim() == key.dim() == 4 else (0, 0, 0, 0)
     shared = key.shape[1]
@@ -168,11 +168,10 @@ def _function() -> Any:
 
 
 def _rows(x: "torch.Tensor") -> "torch.Tensor":
-    """Return ``x`` (samples, heads, tokens, size) as a contiguous tensor (samples, tokens, heads * size)."""
+    """Return ``x``, of shape (samples, heads, tokens, size), as contiguous (samples, tokens, heads * size)."""
     return x.detach().transpose(1, 2).reshape(x.shape[0], x.shape[2], -1).contiguous()
 
 
 def _heads(rows: "torch.Tensor", size: int) -> "torch.Tensor":
-    """Return a copy of ``rows`` (samples, tokens, heads * size) as (samples, heads, tokens, size)."""
     samples, tokens, columns = rows.shape
     return rows.reshape(samples, tokens, columns // size, size).transpose(1, 2).clone()

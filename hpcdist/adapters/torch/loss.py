@@ -1,8 +1,7 @@
 """A user's PyTorch loss function as the loss of a model.
 
-The loss of a step is the sum of the losses of all micro-batches divided by the sum of their weights, so that it does
-not depend on the number of ranks and micro-batches. A function returns (sum, weight), or a mean whose weight
-`mean_weight` finds in PyTorch's graph of the loss.
+The loss of a step is the sum of the losses of all micro-batches divided by the sum of their weights, so it does not
+depend on the number of ranks and micro-batches. `mean_weight` finds the weight of a mean loss in PyTorch's graph.
 """
 
 import copy
@@ -58,7 +57,7 @@ class TorchLoss(Loss):
         self._cut: SampleCut | None = None
 
     def in_context(self, cut: SampleCut) -> "TorchLoss":
-        """Return a copy of this loss for the tokens of this rank, which ``cut`` describes.
+        """Return a copy of this loss for only the tokens of this rank, which the `SampleCut` ``cut`` describes.
 
         Raises ConfigurationError unless the loss has one prediction per token.
         """
@@ -106,7 +105,7 @@ class TorchLoss(Loss):
             return array_of(outputs.grad)
 
     def _compare_halves(self, outputs: "torch.Tensor", targets: Inputs) -> None:
-        """Raise UsageError if the losses of a batch and its two halves contradict the reduction passed to `wrap`."""
+        """Raise UsageError if the losses of a batch and of its two halves contradict the reduction passed to `wrap`."""
         half, count = len(outputs) // 2, len(outputs)
         devices = [outputs.device] if outputs.is_cuda else []
         random = library().get_rng_state if not devices else library().cuda.get_rng_state
@@ -134,7 +133,7 @@ class TorchLoss(Loss):
         return self._recorded(outputs.detach(), targets)[0].detach()
 
     def _recorded(self, outputs: "torch.Tensor", targets: Inputs) -> "tuple[torch.Tensor, int | torch.Tensor]":
-        """Return the loss summed over ``outputs``, with its autograd graph, and its weight (tensor or number)."""
+        """Return the summed loss, with its autograd graph, and its weight."""
         outputs.requires_grad_()
         with library().enable_grad():
             result = self._function(outputs, targets.given if isinstance(targets, ArrayGroup) else targets)
@@ -198,7 +197,7 @@ _SELECT: Final = ("Index", "MaskedSelect", "IndexSelect", "Take")  # nodes whose
 
 
 def mean_weight(node: Any, predictions: int) -> "float | torch.Tensor":
-    """Return the fraction of the targets that a mean loss counts, such as 0.9 if it ignores a tenth.
+    """Return the fraction of the targets that a mean loss counts, such as 0.9 if the loss ignores 10 % of them.
 
     ``node`` is the last node of the loss's autograd graph; ``predictions`` is the number of targets. A target with a
     class weight counts as this weight. Raises UsageError if the graph does not show the weight of each sample.
@@ -250,7 +249,7 @@ def _inputs(node: Any) -> list[Any]:
 
 
 def _terms(node: Any, reduction: int) -> int | None:
-    """Return the number of terms if ``node`` is a mean (``reduction`` 1) or a sum (2). Return None for other nodes."""
+    """Return the number of terms of a mean (``reduction`` 1) or sum (2), or None for any other ``node``."""
     kind = _kind(node)
     if kind == {1: "Mean", 2: "Sum"}[reduction]:
         return math.prod(node._saved_self_sym_sizes)
@@ -260,7 +259,7 @@ def _terms(node: Any, reduction: int) -> int | None:
 
 
 def _counted(node: Any) -> "int | torch.Tensor":
-    """Return the total weight of the targets of the cross-entropy ``node``: their number if each has weight 1."""
+    """Return the total weight of the targets that the cross-entropy ``node`` does not ignore."""
     targets, weights = node._saved_target, node._saved_weight
     ignored = (node._saved_ignore_index + (1 << 63)) % (1 << 64) - (1 << 63)  # PyTorch returns it as unsigned
     counts = targets != ignored
@@ -273,10 +272,7 @@ def _counted(node: Any) -> "int | torch.Tensor":
 
 
 def _selects(node: Any) -> bool:
-    """Return True if the data determines how many elements the mean or sum ``node`` adds.
-
-    Raises UsageError for nested means.
-    """
+    """Return True if the number of terms of ``node`` depends on the data. Raises UsageError for nested means."""
     selects = False
     for operation in _before(node):
         kind = _kind(operation)

@@ -2,9 +2,8 @@
 
     model = wrap(nn.Sequential(embed, *blocks, head), loss=cross_entropy, example=x)
 
-The `torch.nn.Parameter` objects of the modules are placed in the memory of the run: forwards copy no values, and
-optimizer, exchange and checkpoints use the same bytes. Each gradient is written to the run's memory once, which
-``parameter.grad`` refers to afterwards. `recipe_of` translates a PyTorch optimizer to recipe keys.
+Parameters and gradients are in the memory of the run, so forwards copy no values. Each gradient is written once, and
+``parameter.grad`` refers to it.
 """
 
 import glob
@@ -39,9 +38,9 @@ def recipe_of(optimizer: "torch.optim.Optimizer") -> dict[str, Any]:
     """Return the recipe keys that make `Training` apply the same updates as the PyTorch ``optimizer``. Local.
 
     Supports AdamW, Adam without weight decay, SGD, and RMSprop without momentum and weight decay (as adamw with
-    beta1 = 0 and no bias correction), with a constant learning rate and without clipping. Recipe keys that are given
-    explicitly override the returned values. Parameter groups may differ in learning rate and weight decay. Raises
-    ConfigurationError for other optimizers and settings.
+    beta1 = 0 and no bias correction), with a constant learning rate and without clipping. Explicit recipe keys override
+    the returned values. Parameter groups may differ in learning rate and weight decay. Raises ConfigurationError for
+    other optimizers and settings.
     """
     kind, groups = type(optimizer).__name__, optimizer.param_groups
     if kind not in KINDS:
@@ -125,19 +124,16 @@ def _assigned(groups: Sequence[Mapping[str, Any]], model: Model) -> dict[str, Ma
 
 
 def _written(settings: Mapping[str, Setting]) -> list[str]:
-    """Return texts for ``optimizer.groups`` from ``settings``: tensor name -> (weight decay, rate factor).
-
-    A pattern such as ``*.bias`` is used if all tensors with this last name have equal settings. ``?`` replaces spaces
-    in patterns.
-    """
+    """Format ``settings``, tensor name -> (weight decay, rate factor), for the recipe key ``optimizer.groups``."""
     by_end: dict[str, set[Setting]] = {}
     for key, setting in settings.items():
         by_end.setdefault(key.rpartition(".")[2], set()).add(setting)
     patterns: dict[Setting, dict[str, None]] = {}
     for key, setting in settings.items():
         end = key.rpartition(".")[2]
+        # *.bias if all tensors with this last name have equal settings
         pattern = glob.escape(key) if len(by_end[end]) > 1 else "*." + glob.escape(end)
-        patterns.setdefault(setting, {})[re.sub(r"\s", "?", pattern)] = None
+        patterns.setdefault(setting, {})[re.sub(r"\s", "?", pattern)] = None  # spaces separate names
     texts = []
     for (decay, factor), names in patterns.items():
         options = [] if decay is None else [f"weight_decay={decay!r}"]
@@ -155,12 +151,12 @@ def load(module_or_stages: Any, parameters: Mapping[str, np.ndarray]) -> None:
     """
     torch, remaining = library(), dict(parameters)
     other = "these are parameters of other modules"
-    same = f"{other}; pass the module, or list of stages, that was passed to wrap"
+    cure = "pass the module, or list of stages, that was passed to wrap"
     for layer, cut in enumerate(stages_of(module_or_stages)):
         for name, parameter in cut.own.items():
             values = remaining.pop(f"{layer}.{name}", None)
             if values is None:
-                raise UsageError(f"the parameters lack the tensor {layer}.{name}: {same}")
+                raise UsageError(f"the parameters lack the tensor {layer}.{name}: {other}; {cure}")
             if parameter.numel() and tuple(parameter.shape) != values.shape:
                 raise UsageError(
                     f"{layer}.{name} has shape {values.shape}, but {tuple(parameter.shape)} in the module: {other}"
@@ -168,7 +164,7 @@ def load(module_or_stages: Any, parameters: Mapping[str, np.ndarray]) -> None:
             parameter.data = torch.tensor(values, dtype=parameter.dtype, device=parameter.device)
             parameter.grad = None
     if remaining:
-        raise UsageError(f"no module has the tensor {next(iter(remaining))}: {same}")
+        raise UsageError(f"the parameters contain the tensor {next(iter(remaining))}, which no module has; {cure}")
 
 
 Adapted = Callable[[str, "torch.nn.Parameter"], bool]
@@ -186,15 +182,15 @@ def wrap(
     """Return ``module_or_stages`` as a model that every strategy can train. Local.
 
     - The children of an ``nn.Sequential``, or the modules of a list, are stages. Any other module is one stage. A stage
-      takes one tensor (samples, ...) and returns one tensor of the parameters' dtype. Pipelines split the model between
-      stages, and ZeRO-3 gathers one stage at a time. A module without new parameters joins the previous stage.
+      takes one tensor of shape (samples, ...) and returns one of the parameters' dtype. Pipelines split the model
+      between stages, and ZeRO-3 gathers one stage at a time. A module without new parameters joins the previous stage.
     - ``loss(outputs, targets)`` returns (sum, weight): the summed loss and the number of targets that count.
       Alternatively it returns one number: the mean or sum over the samples, as declared by the keyword ``reduction``.
       "mean" needs a weight that is visible in PyTorch's graph.
-    - The keyword ``example``, an input (samples, ...) as tensor or array, determines the shapes between stages, which
-      pipelines need. ``parallel.partition = "measured"`` runs the loss on a tuple (input, targets), with integer zeros
-      for missing targets.
-    - A tuple or dict of inputs becomes the arguments of the first module.
+    - The keyword ``example`` is an input, as tensor or array, or a tuple (input, targets). It determines
+      the shapes between stages, which pipelines need. To measure the loss, ``parallel.partition = "measured"`` uses the
+      targets of the example, or integer zeros if the example has no targets.
+    - If a batch has a tuple or dict of inputs, the inputs become the arguments of the first module.
     - The keyword ``adapted(name, parameter)`` returns True if weight decay and layer-wise rates apply to the parameter.
       By default they apply to parameters with at least two dims.
 

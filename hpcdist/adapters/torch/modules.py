@@ -1,7 +1,6 @@
 """Modules of a user: stages and tensors, checked before training, and bound to the memory of the run.
 
-The memory of the user's `torch.nn.Parameter` objects becomes views of the run's stores, which may be freed and gathered
-elsewhere between forward and backward. So a graph saves only the name and the view of a parameter for its backward.
+The parameters become views of the run's stores, which may be freed between forward and backward.
 """
 
 import contextlib
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
 class StageModules:
     """Modules of one stage, in the order of execution, each with its qualified name ("" if unnamed).
 
-    ``own`` maps names to the stage's parameters. ``tied`` maps names to (layer, name) of an earlier stage's parameters.
-    ``modes`` maps each nested module to True if a step runs it in training mode.
+    ``own`` maps names to the stage's parameters. ``tied`` maps names of shared parameters to their (layer, name) in an
+    earlier stage. ``modes`` maps each nested module to True if a step runs it in training mode.
     """
 
     modules: list[tuple[str, "torch.nn.Module"]]
@@ -39,7 +38,10 @@ class StageModules:
             yield from module.modules()
 
     def set_modes(self, modes: Mapping["torch.nn.Module", bool]) -> None:
-        """Set each module's training mode as in ``modes`` (module -> True). Calls `train`, which users may override."""
+        """Set the mode of all modules of the stage: True is training mode, False is evaluation mode.
+
+        If a mode changes, this calls the method `train` of the stage's top-level modules, which users may override.
+        """
         if any(module.training != training for module, training in modes.items()):
             for _, module in self.modules:
                 module.train(modes[module])
@@ -68,7 +70,7 @@ def stages_of(module_or_stages: Any) -> list[StageModules]:
     """Return the stages of a module or sequence of modules.
 
     The children of an ``nn.Sequential`` and the modules of a list or tuple are stages. Any other module is one stage. A
-    module without new tensors joins the previous stage, or the first stage if none precedes. Raises UsageError for
+    module without new parameters joins the previous stage, or the first stage if none precedes. Raises UsageError for
     other types.
     """
     modules = _modules(module_or_stages)
@@ -245,10 +247,7 @@ class ParameterBinding:
         return {name: self._initial[id(parameter)].cpu().numpy() for name, parameter in cut.own.items()}
 
     def settle(self, step: int) -> None:
-        """From step 2 on, free the initial values, and the parameters of stages that run on other ranks.
-
-        ``step`` is the number of the current step.
-        """
+        """Free all initial values, and parameters of other ranks' stages. Do nothing in step 1, which binds stages."""
         if step > 1 and self._initial is not None:
             self._initial = None
             held = {id(p) for bound in self._bound.values() if bound.views for p in bound.parameters.values()}
@@ -258,7 +257,7 @@ class ParameterBinding:
                         parameter.data = parameter.new_empty(0)
 
     def bind(self, cut: StageModules, views: Parameters, same_device: Array) -> None:
-        """Move the parameters of stage ``cut`` into the arrays ``views``.
+        """Move the parameters of stage ``cut`` into the arrays ``views``, which are keyed by parameter name.
 
         Raises ConfigurationError if the modules are on another device than the array ``same_device``.
         """
@@ -270,11 +269,11 @@ class ParameterBinding:
             if parameter.data_ptr() != tensor.data_ptr():  # another stage or the user has changed the memory
                 parameter.data = tensor
 
-    def _look_at(self, bound: _StageTensors, views: Parameters, beside: Array) -> None:
-        if is_device(beside) != (self.device.type == "cuda"):
+    def _look_at(self, bound: _StageTensors, views: Parameters, array: Array) -> None:
+        if is_device(array) != (self.device.type == "cuda"):
             raise ConfigurationError(
-                f"the modules are on {self.device}, the run computes on {'gpu' if is_device(beside) else 'cpu'}; move "
-                f"them there with module.to({'cuda' if is_device(beside) else 'cpu'!r}), or change run.device"
+                f"the modules are on {self.device}, the run computes on {'gpu' if is_device(array) else 'cpu'}; move "
+                f"them there with module.to({'cuda' if is_device(array) else 'cpu'!r}), or change run.device"
             )
         bound.tensors = {name: tensor_of(views[name]) for name in bound.parameters}
         bound.starts = {
@@ -283,7 +282,7 @@ class ParameterBinding:
         bound.views = views
 
     def has(self, cut: StageModules) -> bool:
-        """Return True if the parameters of stage ``cut`` are in the run's memory, or were freed by the run."""
+        """Return True if the run holds parameters of stage ``cut`` in its memory, or has freed them."""
         bound = self._bound[id(cut)]
         run_memory = {tensor.data_ptr() for tensor in bound.tensors.values()}
         freed = self._initial is None
@@ -324,7 +323,10 @@ class ParameterBinding:
 
     @contextlib.contextmanager
     def collect(self, cut: StageModules, gradients: Gradients) -> Iterator[set[str]]:
-        """Context in which the backward pass of stage ``cut`` writes ``gradients``. Yields names already written."""
+        """Context in which a backward pass of stage ``cut`` writes to ``gradients``.
+
+        Yields a set, to which the name of each parameter is added when its gradient is written.
+        """
         bound = self._bound[id(cut)]
         for parameter in bound.parameters.values():
             parameter.grad = None  # the first gradient is written, not added to an old gradient

@@ -1,8 +1,4 @@
-"""User modules as a `hpcdist.models.stage.Stage`.
-
-Parameters and gradients are in the memory of the run. Forward keeps PyTorch's graph; backward runs the graph and writes
-each gradient to the run's memory.
-"""
+"""User modules as a `hpcdist.models.stage.Stage`: forward keeps PyTorch's graph, and backward runs the graph."""
 
 import copy
 import inspect
@@ -61,7 +57,7 @@ class TorchStage:
         self.forward_flops: float | None = None  # of products, per sample; None without an example
 
     def in_context(self, cut: SampleCut) -> "TorchStage":
-        """Return a copy of this stage for the tokens of this rank, which ``cut`` describes.
+        """Return a copy of this stage for only the tokens of this rank, which the `SampleCut` ``cut`` describes.
 
         Raises ConfigurationError unless the output has one row per token.
         """
@@ -116,7 +112,7 @@ class TorchStage:
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array | None:
-        """Write or add all gradients, weight gradients included, in this call. Return the input gradient."""
+        """Return the input gradient, or None in layer 0. Raises UsageError if input or parameters get no gradient."""
         self.binding.bind(self.cut, parameters, dy)
         with share_stream(dy):
             x, y = saved["torch.run"]
@@ -142,7 +138,7 @@ class TorchStage:
             return array_of(x.grad)
 
     def guard(self, why: str) -> None:
-        """Make calls of the modules outside of a step raise UsageError with the text ``why``, during a run."""
+        """Make calls of this stage's modules outside of a step raise UsageError with the text ``why`` during a run."""
 
         def check(module: "torch.nn.Module", inputs: object) -> None:
             if not self._inside and self.binding.has(self.cut):
@@ -152,7 +148,7 @@ class TorchStage:
             module.register_forward_pre_hook(check)
 
     def trace(self, x: "Inputs") -> "torch.Tensor":
-        """Return the output for ``x``. Records the output shape and the number of floating-point operations."""
+        """Return the output for the example input ``x``. Record its shape and its FLOP count."""
         with flop_counter() as counter:
             y = self._evaluated(x)
         self._example, self.forward_flops = x, counter.get_total_flops() / len(x)
@@ -223,12 +219,11 @@ class TorchStage:
             raise
 
     def _checked(self, y: "torch.Tensor", x: "Inputs") -> "torch.Tensor":
-        """Check the output ``y`` and return it, as a copy if it shares memory with the input ``x`` or a parameter."""
         expected = y.shape[1:] if self._output is None else self._output
         if y.dim() == 0 or tuple(y.shape) != (len(x), *expected):
             raise UsageError(
                 f"stage {self.layer}, {self.name}, returns {tuple(y.shape)} for {len(x)} samples, expected "
-                f"{(len(x), *expected)}: the first dim must be the samples, and the other dims must not change"
+                f"{(len(x), *expected)}: the first dim must be the samples, and the others must be equal in all calls"
             )
         if y.dtype != self.binding.dtype:
             raise UsageError(

@@ -1,7 +1,4 @@
-"""Access to cupy: device arrays, streams, events, pinned memory, NCCL, and the choice of a GPU.
-
-The only importer of cupy, which is imported at the first use.
-"""
+"""Access to cupy, which only this module imports: streams, events, pinned memory, NCCL, and the choice of a GPU."""
 
 import functools
 import importlib
@@ -105,10 +102,7 @@ def index() -> int:
 
 
 def bus_id() -> str:
-    """Return the PCI address of the current GPU.
-
-    All processes of a node see the same address, unlike the CUDA index.
-    """
+    """Return the PCI address of the current GPU: equal in all processes of a node, unlike the CUDA index."""
     runtime = cupy().cuda.runtime
     return str(runtime.deviceGetPCIBusId(runtime.getDevice()))
 
@@ -129,7 +123,7 @@ def new_stream() -> Any:
 
 
 class Event:
-    """A CUDA event recorded in a stream. When this object is deleted, its CUDA event can be used again."""
+    """A CUDA event recorded in a stream. Deleting this object returns the CUDA event to a pool for `record`."""
 
     def __init__(self, event: Any) -> None:
         self._event = event
@@ -182,5 +176,5 @@ def pinned(nbytes: int) -> Any:
 
 
 def to_host_on(stream: Any, source: Any, target: np.ndarray) -> None:
-    """Start to copy ``source`` to the host array ``target`` on ``stream``. Read ``target`` only after a later event."""
+    """Queue a copy of the GPU array ``source`` to the host array ``target`` on ``stream``, without waiting for it."""
     source.get(stream=stream, out=target, blocking=False)

@@ -1,7 +1,7 @@
 """CUDA graphs: capture the kernels of a call once, and launch them together from then on.
 
-cupy refuses to call cuBLAS during a capture, although cuBLAS supports it. So `matmul` calls cuBLAS directly during a
-capture, with cupy's choice of layouts, types and algorithm, and with a preallocated workspace.
+cupy refuses to call cuBLAS during a capture, so `matmul` then calls cuBLAS directly, with cupy's choice of layouts,
+types and algorithm. cuBLAS itself supports captures.
 """
 
 import ctypes
@@ -57,9 +57,9 @@ class Cublas:
         self._call("cublasSetWorkspace_v2", self._handle, workspace, ctypes.c_size_t(WORKSPACE_BYTES))
 
     def multiply(self, sizes: tuple[int, int, int], a: Matrices, b: Matrices, out: Matrices, count: int) -> None:
-        """Write the ``count`` matrix products of ``a`` (m, k) and ``b`` (k, n) to ``out``, in row-major order.
+        """Write the products of ``count`` pairs of matrices in ``a`` and ``b`` to ``out``, in row-major order.
 
-        ``sizes`` are (m, n, k).
+        ``sizes`` is (m, n, k): matrices have the shape (m, k) in ``a``, (k, n) in ``b`` and (m, n) in ``out``.
         """
         (m, n, k), name = sizes, np.dtype(out.array.dtype).name
         number = ctypes.c_double if name == "float64" else ctypes.c_float
@@ -92,10 +92,7 @@ def _loaded(library: str) -> str:
 
 
 class GraphRecorder:
-    """Records the GPU kernels that a Python call launches, as a CUDA graph.
-
-    All graphs of a recorder share one private memory pool. Therefore launch all of them on the same stream.
-    """
+    """Records a call's GPU kernels as a CUDA graph. All graphs share one memory pool: launch them on one stream."""
 
     def __init__(self) -> None:
         self._stream, self._pool = device.new_stream(), device.cupy().cuda.MemoryPool()
@@ -178,7 +175,6 @@ def matmul(a: Any, b: Any, out: Any) -> None:
 
 
 def _matrix(xp: Any, array: Any) -> Matrices:
-    """Describe the 2-D ``array`` as `Matrices`, or a copy of it if neither its rows nor its columns are contiguous."""
     (rows, columns), (down, across), size = array.shape, array.strides, array.itemsize
     if across == size and down % size == 0:
         return Matrices(array, max(down // size, columns))

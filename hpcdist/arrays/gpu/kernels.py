@@ -1,8 +1,4 @@
-"""CUDA kernels from C++ source files: compiled at the first use by cupy (NVRTC), which caches the machine code on disk.
-
-Arguments are checked at each launch: arrays must be contiguous GPU memory, an int is passed as ``long long``, and a
-float in the type in which the kernel computes.
-"""
+"""CUDA kernels from C++ files: compiled at the first use by cupy (NVRTC), which caches the machine code on disk."""
 
 import functools
 from collections.abc import Mapping
@@ -36,7 +32,7 @@ class KernelSource:
         return name_of(dtype) in self._dtypes
 
     def code(self, **types: Any) -> str:
-        """Return the source text to compile, in which the macros ``types`` are defined, such as REAL=np.float32."""
+        """Return the source text to compile. The keywords ``types`` define macros, such as REAL=np.float32."""
         lines = [f"#define {macro} {self._named(dtype)}\n" for macro, dtype in sorted(types.items())]
         # The macros come first, although the types are structs of COMMON: macros are expanded at their use.
         return "".join(lines) + COMMON.read_text() + self.path.read_text()
@@ -51,10 +47,11 @@ class KernelSource:
         return _TYPES[name_of(dtype)]
 
     def launch(self, name: str, grid: Size, block: Size, *args: Any, **types: Any) -> None:
-        """Launch kernel ``name`` on the current stream: ``grid`` blocks of ``block`` threads each, or none if 0.
+        """Launch the kernel ``name`` on the current stream, with ``grid`` blocks of ``block`` threads each.
 
-        ``types`` are the macros of the source file, dtypes or ints. Floats in ``args`` are passed in the dtype in which
-        values of the dtype REAL (a macro) are summed.
+        Nothing is launched if a dim of ``grid`` is 0. ``args`` are contiguous GPU arrays, ints (passed as
+        ``long long``) or floats (passed as float32 if REAL is a 16-bit float, else as REAL). The keywords ``types``
+        define macros of the source file, as dtypes or ints; REAL, the dtype of the elements, is required.
         """
         blocks, threads = _three_dims(grid), _three_dims(block)
         if not all(blocks):
@@ -65,15 +62,15 @@ class KernelSource:
 
 
 def elementwise(n: int, width: int = 1, threads: int = 256) -> tuple[int, int]:
-    """Return (blocks, threads) to launch a kernel for ``n`` elements, of which each thread handles ``width``.
+    """Return (blocks, threads per block) to launch a kernel for ``n`` elements, ``width`` elements per thread.
 
-    Kernels must loop if the grid is too small.
+    The number of blocks is limited, so each thread must loop over elements.
     """
     return min(-(-n // (width * threads)), 1 << 20), threads
 
 
 def threads_for(elements: int, most: int = 1024) -> int:
-    """Return the number of threads for a row of ``elements``: a multiple of the warp size, at most ``most``."""
+    """Return the threads per block for a row of ``elements``: a multiple of the warp size, at most ``most``."""
     return min(max(-(-elements // WARP), 1) * WARP, most)
 
 

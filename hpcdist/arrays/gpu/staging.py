@@ -1,9 +1,7 @@
 """Pinned host memory, and copies between pinned memory, a GPU, pageable memory and files.
 
-Pinned blocks are pooled by size (powers of two), since message layers cache registrations by address. If pinning is
-refused, blocks are pageable and slower. A copy to the host waits only for an event of the producing stream. A copy to
-the device runs on the consumer's stream; its block returns to the pool after the copy. Long copies of pageable memory
-are double-buffered.
+Pinned blocks are pooled by size, since message layers cache registrations by address. If pinning is refused, blocks are
+pageable and slower. A copy to the device runs on the current stream; its block returns to the pool after the copy.
 """
 
 import threading
@@ -38,7 +36,7 @@ class _Pool:
         self.refusal = ""
 
     def lease(self, nbytes: int) -> np.ndarray:
-        """Return ``nbytes`` bytes of host memory, which return to the pool when no view of them is left."""
+        """Return host memory that goes back to the pool when no array refers to it."""
         size = max(SMALLEST_BYTES, 1 << max(0, nbytes - 1).bit_length())  # the next power of two
         with self._lock:
             blocks = self._free.get(size)
@@ -72,7 +70,7 @@ class _Pool:
 
 
 class _Local(threading.local):
-    """State of one thread: its copy stream, and the arrays that its copies in flight still read."""
+    """One thread's copy stream, and the arrays that its copies in flight read."""
 
     def __init__(self) -> None:
         self.stream: Any = None
@@ -87,7 +85,7 @@ _per_thread = _Local()
 
 
 def lease(size: int, dtype: np.dtype) -> np.ndarray:
-    """Return ``size`` uninitialised elements of pinned memory, which become free when no view is left. Local."""
+    """Return an uninitialised array of ``size`` elements in pinned memory, freed when no array refers to it. Local."""
     _drop_finished_copies()
     return _pool.lease(size * dtype.itemsize).view(dtype)
 
@@ -100,8 +98,8 @@ def refusal() -> str:
 def begin_to_host(source: Array, target: np.ndarray, produced: Event | None = None) -> Event:
     """Start to copy the GPU array ``source`` to the host array ``target``. Return an event. Local.
 
-    ``target`` can be read after the returned event. ``produced`` is an event after the kernels that write ``source``;
-    if None, it is recorded now.
+    ``target`` can be read after the returned event. The copy waits for the event ``produced``, recorded after the
+    kernels that write ``source``. If None, it is recorded now.
     """
     if _per_thread.stream is None:
         _per_thread.stream = device.new_stream()
@@ -123,10 +121,7 @@ def to_host(source: Array) -> np.ndarray:
 
 
 def to_device(source: np.ndarray, target: Any) -> Event:
-    """Start to copy the host array ``source`` to the GPU array ``target``. Local.
-
-    Return an event. ``source`` may change only after this event.
-    """
+    """Start to copy ``source`` to the GPU array ``target``. Change ``source`` only after the returned event. Local."""
     target.set(source)
     event = device.record()
     _per_thread.busy.append((event, source))  # the reference keeps the leased block out of the pool
@@ -150,10 +145,7 @@ def _drop_finished_copies() -> None:
 
 
 def account(ledger: Ledger | None) -> None:
-    """From this call on, count in ``ledger`` the pinned blocks that this thread allocates. Local.
-
-    If ``ledger`` is None, stop counting.
-    """
+    """Count this thread's new pinned bytes in the memory counter ``ledger`` from now on; None stops counting."""
     _per_thread.ledger = ledger
 
 
@@ -174,7 +166,7 @@ BlockCopy = Callable[[Range, np.ndarray], None]  # (range of the array, host blo
 def to_device_in_blocks(target: Array, fill: BlockCopy) -> None:
     """Fill the 1-D GPU array ``target`` block by block. Local.
 
-    ``fill(range, block)`` must write the elements ``range`` of ``target`` to the host array ``block``.
+    ``fill(range, block)`` must fill the host array ``block`` with the values for the elements ``range`` of ``target``.
     """
     in_flight: list[Event] = []
     for where in cut(Range(0, target.size), BLOCK_BYTES // target.dtype.itemsize):
@@ -186,9 +178,9 @@ def to_device_in_blocks(target: Array, fill: BlockCopy) -> None:
 
 
 def to_host_in_blocks(source: Array, take: BlockCopy) -> None:
-    """Copy the 1-D GPU array ``source`` block by block. Local.
+    """Copy the 1-D GPU array ``source`` to the host block by block. Local.
 
-    ``take(range, block)`` must use the host array ``block``, the elements ``range``, before it returns.
+    ``take(range, block)`` gets the elements ``range`` as the host array ``block``. It must not keep ``block``.
     """
     produced = device.record()
     arriving: tuple[Range, np.ndarray, Event] | None = None

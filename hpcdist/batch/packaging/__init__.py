@@ -1,4 +1,4 @@
 """Packaging for sites: modulefiles and wheelhouses. Needs no MPI.
 
-Used by `hpcdist site`. Start reading with `modulefile.render` and `wheelhouse.collect`.
+Start reading with `modulefile.render` and `wheelhouse.collect`.
 """

@@ -1,8 +1,4 @@
-"""Modulefiles for Environment Modules (Tcl) and Lmod (Lua), rendered from modulefiles/hpcdist.toml.
-
-Rendering is pure, and quotes every value for its language. `find_installation` does not start the Python of the
-installation.
-"""
+"""Modulefiles for Environment Modules (Tcl) and Lmod (Lua), rendered from modulefiles/hpcdist.toml."""
 
 import os
 import re
@@ -44,7 +40,7 @@ class Installation:
     python_path: bool  # True if Python finds the package only with PYTHONPATH=`home`
 
     def check_alone(self) -> None:
-        """Raise ConfigurationError if libexec has no command hpcdist (it is missing before version 0.2.0)."""
+        """Raise ConfigurationError if the folder libexec has no command hpcdist, as before version 0.2.0."""
         alone = self.home / "hpcdist" / "libexec" / "hpcdist"
         if not os.access(alone, os.X_OK):
             raise ConfigurationError(
@@ -62,8 +58,8 @@ def running_installation() -> Path:
 def find_installation(prefix: Path) -> Installation:
     """Find hpcdist in ``prefix``: a virtual environment, a `pip install --target` folder, or a clone.
 
-    Raises UsageError for characters that PATH cannot contain. Raises ConfigurationError if there is no installation, or
-    more than one.
+    Raises UsageError for characters that PATH cannot contain, and ConfigurationError unless ``prefix`` has exactly one
+    installation.
     """
     prefix = Path(os.path.abspath(prefix))
     _check_text(prefix)
@@ -85,7 +81,6 @@ def _package(home: Path) -> Path:
 
 
 def _in_environment(prefix: Path) -> Path:
-    """Return the site-packages folder of the Python environment ``prefix`` that contains hpcdist."""
     try:
         candidates = [place for pattern in _PACKAGES for place in sorted(prefix.glob(pattern))]
     except OSError:
@@ -116,10 +111,13 @@ def _version(home: Path) -> str:
 
 
 def _check_text(prefix: Path) -> None:
-    """Raise UsageError for characters that PATH cannot contain, or that Lmod cannot quote in Tcl modulefiles."""
     text = str(prefix)
+    # PATH cannot contain these characters, or Lmod cannot quote them in Tcl modulefiles.
     if not text.isprintable() or set(text) & set(':"\\'):
-        raise UsageError(f'--prefix {text!r}: a path with : " \\ or control characters cannot be on PATH; move it')
+        raise UsageError(
+            f'--prefix {text!r} contains : " \\ or a control character, which a path in PATH cannot contain; install '
+            "hpcdist in another directory"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,9 +157,9 @@ def render(kind: str, chosen: Modulefile) -> str:
 
 
 def write(folder: Path, version: str, texts: Mapping[str, str], *, force: bool) -> list[Path]:
-    """Write the modulefiles ``texts`` (by type) and return their paths.
+    """Write modulefiles of hpcdist ``version`` below ``folder`` and return their paths.
 
-    Raises UsageError if an existing file differs, unless ``force``.
+    ``texts`` maps each type of modulefile to its text. Raises UsageError if an existing file differs, unless ``force``.
     """
     paths = {folder / NAME / f"{version}{KINDS[kind]}": text for kind, text in texts.items()}
     regular.save_all(paths, force=force)
@@ -183,7 +181,7 @@ def lua(value: object) -> str:
 
 
 def tcl(value: object) -> str:
-    """Return ``value`` as one word of Tcl. Line breaks are kept if the text can be quoted by braces."""
+    """Return ``value`` quoted as one word of Tcl. Line breaks are kept if the text can be quoted by braces."""
     text = str(value)
     if "\n" in text and _lines_are_printable(text) and _fits_braces(text):
         return f"{{{text}}}"
@@ -200,7 +198,7 @@ def _lines_are_printable(text: str) -> bool:
 
 
 def _fits_braces(text: str) -> bool:
-    """Return True if Tcl reads ``text`` in braces unchanged: its braces match, and no backslash is special."""
+    """Return True if Tcl reads ``text`` in braces unchanged."""
     depth = 0
     for letter in text:
         depth += {"{": 1, "}": -1}.get(letter, 0)

@@ -1,6 +1,6 @@
 """Wheelhouse: wheels of hpcdist and its requirements with SHA-256 hashes, for machines without a network. No MPI.
 
-pip downloads and installs. This module adds hpcdist's wheel, platform tags and hashes. Naming: PEP 427, 503, 600.
+The names of the wheels follow PEP 427, 503 and 600.
 """
 
 import email.parser
@@ -39,7 +39,7 @@ _ALIASES: Final = {5: "manylinux1", 12: "manylinux2010", 17: "manylinux2014"}
 
 @dataclass(frozen=True)
 class Wheel:
-    """Name and version of a wheel file. `named` fills only these fields; `read` also reads the wheel's metadata."""
+    """Name, version and metadata of a wheel file. `named` leaves the metadata empty; `read` fills all fields."""
 
     path: Path
     name: str  # normalised: lower case, with hyphens
@@ -49,7 +49,7 @@ class Wheel:
 
     @classmethod
     def named(cls, path: Path) -> "Wheel":
-        """Return the wheel's name and version from the file name of ``path``. Raises UsageError for other names."""
+        """Return the wheel at ``path``, with name and version from its file name. Raises UsageError for a bad name."""
         parts = path.name.removesuffix(".whl").split("-")
         if path.suffix != ".whl" or len(parts) not in (5, 6):
             raise UsageError(f"{path} is not a wheel: expected a name like hpcdist-0.2.0-py3-none-any.whl")
@@ -83,9 +83,9 @@ class Wheel:
 
 
 def compatible_tags(platform: str) -> tuple[str, ...]:
-    """Return every tag that a machine of ``platform`` accepts, newest first: manylinux_2_28, 2_27, ..., 2_17, 2014.
+    """Return the wheel platform tags that ``platform`` accepts, newest first: manylinux_2_28, 2_27, ..., 2_17, 2014.
 
-    pip matches tags literally, so older compatible tags must be listed. Raises UsageError.
+    pip matches tags literally, so older compatible tags must be listed. Raises UsageError for an unknown platform.
     """
     match = _PLATFORM.fullmatch(platform)
     if match is None:
@@ -141,10 +141,11 @@ class CollectedWheels:
 
 
 def collect(order: WheelhouseOrder) -> CollectedWheels:
-    """Create the wheelhouse ``order.output`` atomically. Needs pip and a network.
+    """Create the wheelhouse, a folder of wheels, at ``order.output`` atomically. Needs pip and a network.
 
-    Raises UsageError for a non-empty folder, an unknown extra, or a missing clone; MissingCapabilityError if pip fails;
-    StorageError if the folder cannot be written.
+    If ``order.wheel`` is None, hpcdist's wheel is built from a git clone of hpcdist: the folder of the running hpcdist
+    or the current directory. Raises UsageError if neither is a clone, if the output folder is not empty, or for an
+    unknown extra. Raises MissingCapabilityError if pip fails, and StorageError if the folder cannot be written.
     """
     _check(order)
     try:
@@ -200,7 +201,6 @@ def _fill(folder: Path, order: WheelhouseOrder) -> None:
 
 
 def _requirements(listed: list[Path], order: WheelhouseOrder) -> str:
-    """Return the lines of a requirements file for pip's --require-hashes. Build requirements of mpi4py are left out."""
     lines = [
         f"# hpcdist {hpcdist.__version__}{' with ' + ', '.join(order.extras) if order.extras else ''}",
         f"# python {order.python}",
@@ -247,7 +247,6 @@ def _is_clone(place: Path) -> bool:
 
 
 def _pip(*words: str) -> None:
-    """Run pip of this Python. Raises MissingCapabilityError with the last error lines of pip."""
     command = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "--no-input", *words]
     # Jobs of hpcdist set PYTHONPATH, which must not shadow modules that pip imports.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

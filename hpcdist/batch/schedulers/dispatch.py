@@ -1,4 +1,4 @@
-"""Query and cancel jobs of any scheduler, selected by the form of the job id. Local: runs scheduler commands."""
+"""Query and cancel jobs of any scheduler, selected by the form of the job id. Local."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -24,23 +24,22 @@ def is_id(text: str) -> bool:
 
 
 def scheduler_of(job: str) -> str:
-    """Return the scheduler (SLURM, PBS or LOCAL) of ``job``, which the form of the job id shows."""
+    """Return the scheduler of the job with id ``job``: SLURM, PBS or LOCAL, determined by the form of the id."""
     if job.startswith(local.PREFIX):
         return LOCAL
     return PBS if "." in job or "[" in job else SLURM
 
 
 def states(jobs: Iterable[str]) -> dict[str, JobState]:
-    """Return one state for each of ``jobs``; see `states_of_parts`. Never raises.
+    """Return one state for each id in ``jobs``. Never raises: if the scheduler does not answer, the state is UNKNOWN.
 
-    A job with several tasks or components has the state of one of them: a running one, else a waiting one, else a
-    failed one.
+    A job with several tasks or components gets the state of one of them: preferably running, then waiting, then failed.
     """
     return {job: _combined_state(job, parts) for job, parts in states_of_parts(jobs).items()}
 
 
 def states_of_parts(jobs: Iterable[str]) -> dict[str, list[JobState]]:
-    """Return the states of each of ``jobs``: a single state, or one per array task (123_4) or component (123+1).
+    """Return a list of states for each id in ``jobs``: one, or one per array task (123_4) or component (123+1).
 
     GONE: the scheduler no longer knows the job. UNKNOWN: the scheduler does not answer. Both states have a reason.
     """
@@ -54,7 +53,7 @@ def states_of_parts(jobs: Iterable[str]) -> dict[str, list[JobState]]:
 
 
 def accounts(jobs: Sequence[str]) -> tuple[list[JobState], str]:
-    """Return the states of all starts of ``jobs`` in Slurm's accounting, and the reason if there are none, or ""."""
+    """Return one state per start of ``jobs`` from Slurm accounting, and the reason if there are no states, else ""."""
     slurm_jobs = [job for job in jobs if scheduler_of(job) == SLURM]
     if not slurm_jobs:
         return [], f"hpcdist reads only Slurm accounting, and {', '.join(jobs)} is not a Slurm job"
@@ -109,7 +108,7 @@ def _states_of_job(job: str, states: Iterable[JobState]) -> list[JobState]:
 
 
 def _waits_in(task: str, array: str) -> bool:
-    """Return True if the array task ``task``, as 9_3, is among the waiting tasks ``array``, as 9_[1-5,7%2]."""
+    """Return True if ``task``, such as 9_3, is one of the waiting tasks ``array``, such as 9_[1-5,7%2]."""
     array_id, _, number = task.partition("_")
     rest = array.removeprefix(array_id + "_[")
     if not number or rest == array:

@@ -1,4 +1,4 @@
-"""Jobs without a scheduler: scripts that run in the background and can be queried and cancelled.
+"""Jobs without a scheduler: background scripts that can be queried and cancelled.
 
 A job is a folder in ``$XDG_STATE_HOME/hpcdist/local``, named by its id:
 
@@ -90,13 +90,9 @@ def submit(script: str, log: Path, begin: datetime | None = None) -> str:
 
 
 def _start(line: list[str], new: Path, log_fd: int) -> str:
-    """Start the supervising shell of the job in folder ``new``, rename the folder to the job id, and return the id.
-
-    The shell must start before the rename, because the id contains its process id. The shell reads the final name from
-    a pipe, and closes a second pipe when the job can be cancelled.
-    """
-    name_reader, name_writer = os.pipe()
-    ready_reader, ready_writer = os.pipe()
+    """Start the supervising shell of the job in folder ``new``, rename the folder to the job id, and return the id."""
+    name_reader, name_writer = os.pipe()  # the shell's final folder name, which contains its process id
+    ready_reader, ready_writer = os.pipe()  # the shell closes it when the job can be cancelled
     try:
         ends = ((name_reader, 0), (log_fd, 1), (log_fd, 2), (ready_writer, 3))
         try:
@@ -189,13 +185,12 @@ def _home() -> Path:
 
 
 def _pid_and_start(job: str) -> tuple[int, int]:
-    """Return the process id and the start time that the job id ``job`` contains, or (0, 0) for any other text."""
     match = _ID.fullmatch(job)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """Return the state and start time (ticks since boot) of process ``pid``, or ("X", 0) if it does not exist."""
+    """Return the state of process ``pid``, and its start time in clock ticks since boot."""
     try:
         fields = process_fields(pid)
     except OSError:

@@ -1,6 +1,6 @@
 """PBS Pro and OpenPBS: submit, cancel and query jobs by qsub, qdel and qstat.
 
-Written from the OpenPBS sources and tested with mock commands only, never with a real PBS.
+Written from the OpenPBS sources, and tested with mock commands only.
 """
 
 import json
@@ -129,7 +129,6 @@ def _state(job: str, record: Mapping[str, Any]) -> JobState:
 
 
 def _log(job: str, record: Mapping[str, Any]) -> str:
-    """Return the path of the log that the job script writes, or "" if it is missing. The log of PBS itself is empty."""
     variables = record.get("Variable_List", {})
     folder = variables.get("PBS_O_WORKDIR", "") if isinstance(variables, dict) else ""
     path = Path(str(folder)) / f"hpcdist-{job}.out"
@@ -164,7 +163,6 @@ def _seconds(value: object) -> float | None:
 
 
 def _utc(value: object) -> str:
-    """Convert a local time in the format of C's ctime to ISO UTC. Returns "" if ``value`` has another format."""
     try:
         local = datetime.strptime(str(value), "%a %b %d %H:%M:%S %Y")
     except ValueError:

@@ -1,4 +1,4 @@
 """Site profiles: how the jobs of a cluster are submitted and started, and the resources of its nodes.
 
-Fast to import on login nodes. Start reading with `profile.SiteProfile` and `search.load`.
+Start reading with `profile.SiteProfile` and `search.load`.
 """

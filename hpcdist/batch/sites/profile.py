@@ -1,6 +1,6 @@
 """Site profile: how jobs of a site are requested and started, its node resources, and its file systems.
 
-A profile is a TOML file with the tables below; slurm/README.md describes every field.
+A profile is a TOML file. slurm/README.md describes every field.
 """
 
 import os
@@ -32,7 +32,7 @@ _MODULE: Final = re.compile(r"[A-Za-z0-9_./+@=:-]+", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class SiteScheduler:
-    """``[scheduler]``: the scheduler, and defaults for jobs that do not set ``partition``, ``qos`` and so on.
+    """Section ``[scheduler]``: the scheduler, and defaults for jobs that do not set ``partition``, ``qos`` and so on.
 
     ``kind`` "none": without a scheduler, jobs run on this machine. ``options``: added to every job. ``requeue``: jobs
     may be requeued. ``account_suffix``: appended to every account.
@@ -66,7 +66,7 @@ class SiteScheduler:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteLauncher:
-    """``[launcher]``: launcher of the ranks, MPI implementation, and process management interface ``pmi`` of srun."""
+    """Section ``[launcher]``: launcher of the ranks, MPI implementation, and process management interface ``pmi``."""
 
     kind: str = "mpirun"
     mpi: str = "openmpi"
@@ -88,7 +88,7 @@ class SiteLauncher:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteEnvironment:
-    """``[environment]``: a job removes modules (``purge``), sources ``init``, loads modules, exports ``variables``."""
+    """Section ``[environment]``: modules to purge and load, ``init`` files to source, and ``variables`` to export."""
 
     init: str = ""
     purge: bool = False
@@ -104,7 +104,7 @@ class SiteEnvironment:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteGpus:
-    """``[gpu]``: GPUs per node (0: unknown), the option to request GPUs, and the assignment of GPUs to ranks.
+    """Section ``[gpu]``: GPUs per node (0: unknown), the option to request GPUs, and the assignment of GPUs to ranks.
 
     ``bind``: value of --gpu-bind. "none" lets each rank see all GPUs of its node. ``order``: GPU number for each local
     rank. ``variables``: exported only in jobs with GPUs. ``unsupported``: reason to refuse jobs with GPUs.
@@ -143,7 +143,7 @@ class StorageRoot:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteStorage:
-    """``[storage]``: shared directories ``roots``, directories ``private`` to each node, and node-local storage.
+    """Section ``[storage]``: shared directories ``roots``, directories ``private`` to a node, and node-local storage.
 
     If no roots are listed, all directories except ``private`` are shared. ``sbcast``: Slurm broadcasts the environment
     archive to the nodes.
@@ -174,7 +174,7 @@ class SiteLimits:
     mem_per_node: str = ""
 
     def over(self, general: "SiteLimits") -> "SiteLimits":
-        """Return a copy of these limits. Values that are unknown here are taken from ``general``, e.g. the site's."""
+        """Return a copy of these limits. Unknown values are taken from ``general``, such as the limits of the site."""
         limits = {item.name: value for item in fields(self) if (value := getattr(self, item.name)) != item.default}
         return replace(general, **limits)
 
@@ -193,7 +193,7 @@ class SiteLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteContainer:
-    """``[container]``: the ``runtime`` that executes Python in an ``image``; an empty ``image`` means no container."""
+    """Section ``[container]``: ``runtime`` that executes Python in an ``image``. An empty ``image``: no container."""
 
     image: str = ""
     runtime: tuple[str, ...] = ("apptainer", "exec", "--nv")
@@ -202,10 +202,10 @@ class SiteContainer:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteProfile:
-    """Site profile, read from the file ``origin``.
+    """Settings of a cluster for batch jobs, read from the file ``origin``.
 
     ``recipe``: defaults of recipe keys. ``blocks``: Jinja text to replace blocks of the job script templates.
-    ``proven``: text on the tested features of the profile. ``cluster``: cluster name or file for `hpcdist plan`.
+    ``proven``: text on the tested features. ``cluster``: cluster name or file for `hpcdist plan`.
     """
 
     name: str = ""
@@ -238,7 +238,7 @@ class SiteProfile:
             )
 
     def complete(self, job: BatchJob) -> BatchJob:
-        """Return ``job`` with this site's defaults for options that neither the job nor its --sbatch-arg sets."""
+        """Return ``job`` with this site's defaults for options that are not set by the job or its ``sbatch_args``."""
         options = [argument.partition("=")[0] for argument in job.sbatch_args]
         changes: dict[str, Any] = {}
         for name in ("partition", *RESOURCES):

@@ -1,8 +1,6 @@
 """Find and read site profiles, and check a job against the profile of its site.
 
-A profile is found by name in the folders of the user, the machine and hpcdist, or is given as a file. A profile with
-``based_on`` overrides tables of another profile, key by key. Jobs are checked for partitions, limits, memory, GPUs and
-launcher; paths are checked for visibility on the nodes.
+A profile with ``based_on`` overrides tables of another profile, key by key.
 """
 
 import dataclasses
@@ -65,7 +63,7 @@ def check(job: BatchJob, site: SiteProfile) -> None:
     if limits.cores_per_node and cores > limits.cores_per_node:
         raise ConfigurationError(
             f"--ranks-per-node {job.ranks_per_node} x --cpus-per-task {job.cpus_per_task} = {cores} cores, but a node "
-            f"of {place} has {limits.cores_per_node}; reduce one of them"
+            f"of {place} has {limits.cores_per_node}; reduce one of the two options"
         )
     kind = site.launcher.kind
     if job.survive != "none" and (kind, site.launcher.mpi) != ("mpirun", "openmpi"):
@@ -76,7 +74,7 @@ def check(job: BatchJob, site: SiteProfile) -> None:
     if job.spare_nodes and kind not in LAUNCHERS_WITH_SPARES:
         raise ConfigurationError(
             f"--spare-nodes {job.spare_nodes}: {kind}, the launcher of the site {site.name}, uses all nodes of a job; "
-            "leave it out"
+            "leave --spare-nodes out"
         )
 
 
@@ -84,8 +82,8 @@ def _check_scheduler(job: BatchJob, site: SiteProfile) -> None:
     kind = site.scheduler.kind
     if job.sbatch_args and kind != "slurm":
         raise ConfigurationError(
-            f"--sbatch-arg {job.sbatch_args[0]}: the site {site.name} has no sbatch; set scheduler.options in its "
-            "profile, or leave it out"
+            f"--sbatch-arg {job.sbatch_args[0]}: the site {site.name} has no sbatch (its scheduler is {kind!r}); leave "
+            "--sbatch-arg out, and set scheduler.options in the site profile instead"
         )
     for option, text in {"--qos": job.qos, "--constraint": job.constraint}.items():
         if text is not None and kind == "pbs":
@@ -109,12 +107,15 @@ def _check_scheduler(job: BatchJob, site: SiteProfile) -> None:
         if value is not None:
             raise ConfigurationError(
                 f"{option} {value}: the site {site.name} has no scheduler, and the job runs until all steps are "
-                "done; leave it out"
+                f"done; leave {option} out"
             )
 
 
 def limits_of_job(job: BatchJob, site: SiteProfile) -> tuple[SiteLimits, str]:
-    """Return the limits for ``job``, and the name of their source. Raises ConfigurationError (unknown partition)."""
+    """Return the limits for ``job``, and the site, partition or QOS that sets them, as text for error messages.
+
+    Raises ConfigurationError for an unknown partition.
+    """
     limits, place = site.limits, f"the site {site.name}"
     if site.partitions and job.partition is not None:
         if job.partition not in site.partitions:
@@ -213,7 +214,7 @@ def load(named: str, environment: Mapping[str, str] = os.environ) -> SiteProfile
 
 
 def load_selected(named: str | None, environment: Mapping[str, str] = os.environ) -> SiteProfile:
-    """Return the profile ``named``, else the profile $HPCDIST_SITE, else a generic one for the commands on PATH."""
+    """Return the profile ``named``, or else $HPCDIST_SITE, or else a generic profile chosen by the commands on PATH."""
     named = named or environment.get(VARIABLE)
     if named:
         return load(named, environment)
@@ -255,7 +256,7 @@ def _load_tables(path: Path, environment: Mapping[str, str], above: tuple[Path, 
 
 
 def _base(named: str, path: Path, environment: Mapping[str, str]) -> Path:
-    """Return the path of the base profile ``named`` of profile ``path``. It may share its name in a later folder."""
+    """Return the path of the base ``named`` that the profile at ``path`` extends; ``path`` if it is not found."""
     if os.sep in named or named.endswith(".toml"):
         return path.parent / Path(named).expanduser()
     if named == path.stem:

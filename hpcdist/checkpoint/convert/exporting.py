@@ -28,7 +28,7 @@ from hpcdist.reporting import atomic
 
 @dataclass(frozen=True)
 class _FileRegion:
-    """Region of an output file, from byte ``offset`` on, that holds one tensor. Used as the store of a `FileSlice`."""
+    """Region of an output file that holds one tensor, as the store of a `FileSlice`."""
 
     fd: int
     offset: int
@@ -44,19 +44,13 @@ def key_of(tensor: StoredTensor) -> str:
 
 
 def export_metadata(loaded: Manifest) -> str:
-    """Return the step, scalars and kinds of state in the manifest ``loaded`` as JSON text.
-
-    A later import needs this text.
-    """
+    """Return the step, scalars and kinds of state in the manifest ``loaded`` as JSON text, for a later import."""
     kinds = sorted({entry.kind for entry in loaded.pieces})
     return json.dumps({"step": loaded.step, "scalars": loaded.scalars, "kinds": kinds})
 
 
 def tensors_to_export(loaded: Manifest, optimizer: bool) -> list[StoredTensor]:
-    """Return the parameters in the manifest ``loaded``, or all its tensors if ``optimizer`` is true.
-
-    Raises UsageError if there are no such tensors.
-    """
+    """Return the parameters in ``loaded``, or all tensors if ``optimizer``. Raises UsageError without such tensors."""
     tensors = stored_tensors(loaded, None if optimizer else {PARAMETERS})
     if not tensors:
         raise UsageError("this checkpoint has no parameters; add --optimizer to export its other tensors")

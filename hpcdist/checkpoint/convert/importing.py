@@ -1,7 +1,6 @@
 """Import a file of another format as the only checkpoint of a run, block by block. Local.
 
-The file may be hostile. No pickled code is run (``weights_only``), described tensors are checked against the file size,
-and every exception of a library becomes a StorageError.
+The file may be hostile: no pickled code is run, and tensors are checked against the file size.
 """
 
 import json
@@ -41,7 +40,7 @@ _READERS: Final[dict[str, Callable[[Path], SafetensorsReader | TorchReader]]] = 
 
 
 def format_of(path: Path) -> tuple[str, Path]:
-    """Return the file format of ``path`` and the file to open: in a directory, its index file or its only data file.
+    """Return the file format of ``path`` and the file to open: for a directory, its index file or its only data file.
 
     Raises StorageError if there is no such file, and UsageError if the format is unknown.
     """
@@ -117,7 +116,7 @@ def _file_bytes(path: Path) -> int:
 
 @dataclass(frozen=True)
 class _ForeignTensor:
-    """Tensor number ``index`` of a `ForeignFile`, which reads it on demand. Used as the store of a `FileSlice`."""
+    """Tensor number ``index`` of a `ForeignFile`, as the store of a `FileSlice`."""
 
     source: ForeignFile
     index: int
@@ -128,7 +127,6 @@ class _ForeignTensor:
 
 
 def _contents_problem(tensors: Sequence[StoredTensor], file_bytes: int) -> str:
-    """Return the reason why a checkpoint cannot store ``tensors``, as a clause for an error message, or ""."""
     names_bytes = sum(len(tensor.name) for tensor in tensors)
     if len(tensors) > MAX_TENSORS or names_bytes > MAX_NAMES_BYTES:
         return (
@@ -161,7 +159,6 @@ def _contents_problem(tensors: Sequence[StoredTensor], file_bytes: int) -> str:
 
 
 def _metadata(text: str) -> Mapping[str, Any]:
-    """Return the metadata in ``text`` if hpcdist exported the file (see `exporting.export_metadata`), else {}."""
     try:
         metadata = json.loads(text) if text else {}
     except (ValueError, RecursionError):

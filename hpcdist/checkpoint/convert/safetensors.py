@@ -1,7 +1,7 @@
 """Safetensors format: an 8-byte header length, a JSON header, and the bytes of the tensors without gaps.
 
 https://github.com/huggingface/safetensors. The library's numpy functions read whole files and lack bfloat16. A model of
-several files has a ``model.safetensors.index.json`` that maps tensor names to files.
+several files has a ``model.safetensors.index.json``, which maps tensor names to files.
 """
 
 import json
@@ -41,7 +41,7 @@ DTYPES: Final = {code: name for name, code in _CODES.items()}
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Location of a tensor in a file: name, dtype, shape, and ``start``, the byte offset from the start of the file."""
+    """Location of a tensor in a file: dtype, shape, ``start`` (byte offset in the file) and size in bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -54,8 +54,8 @@ def write(
 ) -> list[Path]:
     """Write ``tensors`` of ``checkpoint`` to the file ``out``, or to several files of at most ``shard_bytes`` bytes.
 
-    Several files are named ``out``-00001-of-00003 etc. and get an index file. Returns the written paths; the path of
-    the index comes last.
+    ``loaded`` is the manifest of the checkpoint. Several files are named ``out``-00001-of-00003 etc. and get an index
+    file. Returns the paths, the index last.
     """
     groups = split_into_files(tensors, shard_bytes)
     stem = out.name.removesuffix(SUFFIX)
@@ -120,7 +120,7 @@ def header(
 
 
 def read_header(fd: int) -> tuple[dict[str, TensorLocation], dict[str, str]]:
-    """Return the location of each tensor in the open file, and the metadata. Raises ValueError if the header is bad."""
+    """Return the location of each tensor in the open file, and the metadata. Raises ValueError for a bad header."""
     size = os.fstat(fd).st_size
     length = int.from_bytes(pread_all(fd, 8, 0), "little")
     if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
@@ -195,7 +195,6 @@ class SafetensorsReader:
 
 
 def _files_of(path: Path) -> list[Path]:
-    """Return [``path``], or the files that the index ``path`` lists. Raises ValueError for other directories."""
     if not path.name.endswith(INDEX_SUFFIX):
         return [path]
     index = regular.json_value(path, MAX_HEADER_BYTES)

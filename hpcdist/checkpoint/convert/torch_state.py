@@ -1,8 +1,7 @@
 """PyTorch state dicts (``torch.save``): write them from a checkpoint, read them with ``weights_only``.
 
-A file with parameters only is a dict for ``load_state_dict``. Names of a user's own modules have no layer prefix. With
-the optimizer state, the file is a dict of dicts by kind (``parameters``, ``optimizer.m``, ...), plus ``hpcdist``, the
-metadata of `exporting.export_metadata`. torch is imported on first use.
+A file with parameters only is a dict for ``load_state_dict``. With the optimizer state, the file is a dict of dicts by
+kind (``parameters``, ``optimizer.m``, ...), plus ``hpcdist``, the metadata of `exporting.export_metadata`.
 """
 
 import os
@@ -42,10 +41,10 @@ def import_torch() -> ModuleType:
 
 
 def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], out: Path, nested: bool) -> list[Path]:
-    """Write ``tensors`` of ``checkpoint`` to the file ``out`` with ``torch.save``.
+    """Write ``tensors`` of ``checkpoint`` to the file ``out`` with ``torch.save``. Tensors need not fit into memory.
 
-    ``nested``: write a dict with one dict of tensors per kind of state (parameters, moments, ...). The tensors need not
-    fit into memory. Raises StorageError; in that case ``out`` does not exist.
+    ``loaded`` is the manifest of the checkpoint. ``nested``: write one dict of tensors per kind of state. Raises
+    StorageError; in that case ``out`` does not exist.
     """
     module = import_torch()
     offsets, position = [], 0
@@ -80,7 +79,8 @@ def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], o
 def module_names(loaded: Manifest, tensors: Sequence[StoredTensor]) -> dict[str, tuple[str, ...]]:
     """Return the names that ``tensors`` have in the user's PyTorch modules. A tied tensor has several names.
 
-    Returns {} for a model of hpcdist, and if two names would be equal without their layer prefix.
+    ``loaded`` is the checkpoint's manifest. Returns {} for a model of hpcdist, and if two names would be equal without
+    their layer prefix.
     """
     recipe, tied = loaded.about.get("recipe"), loaded.about.get("tied")
     if not isinstance(recipe, dict) or recipe.get("model.kind") not in FOREIGN:
@@ -128,10 +128,7 @@ class TorchReader:
         self._flat: tuple[int, np.ndarray | None] = (-1, None)
 
     def read(self, index: int, part: Range, out: np.ndarray) -> None:
-        """Fill ``out`` with the elements in the range ``part`` of tensor number ``index``.
-
-        The last tensor read stays cached.
-        """
+        """Fill ``out`` with element range ``part`` of tensor number ``index``. The last tensor read stays cached."""
         number, flat = self._flat
         if number != index or flat is None:
             flat = self._values[index].contiguous().reshape(-1).view(self._module.uint8).numpy()
@@ -145,25 +142,37 @@ class TorchReader:
 
 
 def _check_records(path: Path) -> None:
-    """Raise ValueError if reading the file could take more memory than its size. ``torch.save`` writes no such file."""
     if not zipfile.is_zipfile(path):
-        raise ValueError("it is damaged or not from torch.save; files from before PyTorch 1.6 must be saved again")
+        raise ValueError(
+            "the PyTorch file is damaged or not from torch.save; if PyTorch before version 1.6 wrote the file, convert "
+            "the file with torch.load and torch.save of a newer PyTorch"
+        )
     with zipfile.ZipFile(path) as archive:
         records = archive.infolist()
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
-        raise ValueError("it has compressed records, expected only uncompressed records as torch.save writes them")
+        raise ValueError(
+            "the PyTorch file has compressed records, expected uncompressed records as torch.save writes them"
+        )
     nbytes, size = sum(record.file_size for record in records), path.stat().st_size
-    if nbytes > size:
-        raise ValueError(f"its records have {nbytes} bytes according to its index, but the file has only {size} bytes")
+    if nbytes > size:  # reading must not take more memory than the file's size
+        raise ValueError(
+            f"the records of the PyTorch file have {nbytes} bytes according to its zip index, but the file has only "
+            f"{size} bytes; save the file again with torch.save"
+        )
     pickled = max((record.file_size for record in records if record.filename.endswith("data.pkl")), default=0)
     if pickled > MAX_PICKLE_BYTES:
-        raise ValueError(f"names and shapes take {pickled} bytes, expected at most {MAX_PICKLE_BYTES}: is it a model?")
+        raise ValueError(
+            f"the names, shapes and other pickled data of the PyTorch file take {pickled} bytes, expected at most "
+            f"{MAX_PICKLE_BYTES}; save only a state dict of tensors"
+        )
 
 
 def _groups_of(module: ModuleType, state: Any) -> tuple[dict[Any, Mapping[Any, Any]], str, list[str]]:
-    """Return (tensors in ``state`` by kind of state, metadata that hpcdist wrote, names of all other entries)."""
+    """Return the tensors in ``state`` by kind of state, hpcdist's metadata, and the names of other entries."""
     if not isinstance(state, Mapping):
-        raise ValueError(f"it holds a {type(state).__name__}, expected a dict of tensors")
+        raise ValueError(
+            f"the PyTorch file holds a {type(state).__name__}, expected a dict of tensors; save model.state_dict()"
+        )
     metadata = state.get(METADATA_KEY)
     if isinstance(metadata, str):
         groups = {kind: group for kind, group in state.items() if isinstance(group, Mapping)}
@@ -173,7 +182,10 @@ def _groups_of(module: ModuleType, state: Any) -> tuple[dict[Any, Mapping[Any, A
     within = [name for name in WRAPPERS if isinstance(state.get(name), Mapping)]
     if not within:
         held = ", ".join(str(name)[:40] for name in list(state)[:8])
-        raise ValueError(f"expected tensors or one of the keys {', '.join(WRAPPERS)}; its keys are {held or 'none'}")
+        raise ValueError(
+            f"the dict in the PyTorch file has no tensors and no dict under one of the keys {', '.join(WRAPPERS)}; the "
+            f"keys of the dict are {held or 'none'}"
+        )
     return {PARAMETERS: state[within[0]]}, "", [str(name) for name in state if name != within[0]]
 
 

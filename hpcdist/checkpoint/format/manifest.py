@@ -1,10 +1,7 @@
 """Manifest of a checkpoint: maps elements of tensors to bytes of files, with digests.
 
 A restore needs only the manifest and verified byte ranges of the shards. It does not use libhdf5, which can crash on
-damaged files.
-
-`load` calls `inconsistency` because a manifest may be hostile: boxes must be inside their tensors, flat ranges inside
-their boxes, bytes inside the shards without overlap, and sizes below 2^60.
+damaged files. `load` checks all values, because a manifest may be hostile.
 """
 
 import json
@@ -52,14 +49,14 @@ _DECODER: Final = json.JSONDecoder(object_pairs_hook=lambda pairs: unique_keys(p
 
 
 class NewerVersionError(StorageError):
-    """A later version of hpcdist wrote the manifest. It is not damaged, and this version must not replace it."""
+    """Error for a manifest of a later hpcdist version. This version must not replace it."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Description of a piece without its data: the range ``flat`` of the row-major elements of ``box``.
+    """Description of a piece (a stored part of a tensor) without its data.
 
-    ``box`` has (start, stop) for each axis of the tensor.
+    The piece has the range ``flat`` of the row-major elements of ``box``, a tensor region: (start, stop) for each axis.
     """
 
     kind: str
@@ -77,15 +74,15 @@ class Slot:
 
     @property
     def nbytes(self) -> int:
-        """Size of the piece in bytes."""
+        """Size of the tensor piece in bytes."""
         return (self.flat[1] - self.flat[0]) * dtype_of(self.dtype).itemsize
 
     def blocks(self) -> list[int]:
-        """Return the sizes in bytes of the blocks in which the piece is stored."""
+        """Return the sizes in bytes of the blocks in which the tensor piece is stored."""
         return [min(BLOCK_BYTES, self.nbytes - start) for start in range(0, self.nbytes, BLOCK_BYTES)]
 
     def stored_shape(self) -> tuple[int, ...]:
-        """Return the shape of the piece's HDF5 dataset: the shape of ``box``, or 1-D for only a part of the box."""
+        """Return the piece's HDF5 dataset shape: the shape of its tensor region, or 1-D for a part of this region."""
         # ``flat`` counts within the box: the elements have the shape of the box only if ``flat`` covers it.
         extent = tuple(stop - start for start, stop in self.box)
         if Range(*self.flat) != Range(0, math.prod(extent)):
@@ -95,7 +92,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class StoredPiece(Slot):
-    """Piece stored from byte ``offset`` of ``file``. ``digests`` holds the xxh3-128 digest of each of its blocks."""
+    """Tensor piece at byte ``offset`` of ``file``. ``digests`` has the xxh3-128 digest of each of its 16 MiB blocks."""
 
     file: str
     dataset: str
@@ -123,7 +120,7 @@ class IndexFile:
 
 @dataclass(frozen=True)
 class _Header:
-    """Schema and version of a manifest. They decide whether this version can read its other fields."""
+    """Manifest fields that decide if this version of hpcdist can read the others."""
 
     schema: str
     version: int
@@ -131,7 +128,7 @@ class _Header:
 
 @dataclass(frozen=True, kw_only=True)
 class _Shards(_Header):
-    """Fields of a manifest that have a fixed type. `Manifest` adds the fields that hold any JSON value."""
+    """Manifest fields of a fixed type. `Manifest` adds the fields that hold arbitrary JSON values."""
 
     step: int
     world: int
@@ -148,9 +145,10 @@ class _Shards(_Header):
 class Manifest(_Shards):
     """Content of ``manifest.json``.
 
-    ``files`` maps each shard to its size in bytes. ``about`` describes the run that saved the state. ``outside`` has,
-    per shard, a digest of the bytes that belong to no piece. ``unused`` lists pieces in the shards that only earlier
-    checkpoints need. Both may be missing in old files.
+    ``pieces`` describes the stored parts of tensors, and ``files`` maps each shard to its size in bytes. ``about``
+    describes the run that saved the state. ``outside`` maps each shard to a digest of all its bytes that hold no tensor
+    data. ``unused`` describes tensor pieces in these shards that only earlier checkpoints need. Manifests of older
+    versions may lack ``outside`` and ``unused``.
     """
 
     scalars: dict[str, Any]
@@ -221,7 +219,6 @@ def _overlap(manifest: Manifest) -> str:
 
 
 def _short(value: object) -> str:
-    """Return ``value`` as short ASCII text for a message, safe for a terminal."""
     if isinstance(value, int) and abs(value) > 1 << 70:
         return "a number of more than 70 bits"
     if isinstance(value, tuple):
@@ -240,7 +237,8 @@ def build(
 ) -> Manifest:
     """Return the manifest of a checkpoint. Raises StorageError if the pieces do not cover every tensor.
 
-    ``world`` is the number of ranks. ``files`` maps each shard to its size in bytes.
+    ``world`` is the number of ranks. ``scalars`` holds the non-tensor state. ``files`` maps each shard to its size in
+    bytes. ``about`` describes the run.
     """
     entries = tuple(sorted(pieces, key=lambda e: (e.kind, e.tensor, e.box, e.flat)))
     by_tensor: dict[tuple[str, str, tuple[int, ...], str], list[StoredPiece]] = {}
@@ -290,7 +288,7 @@ def seal(body: dict[str, Any]) -> str:
 
 
 def digest_of(body: dict[str, Any]) -> str:
-    """Return the digest of ``body``, the manifest's text before the digest is added."""
+    """Return the digest of ``body``, the content of a manifest without its digest."""
     return xxhash.xxh3_128_hexdigest(_canonical(body).encode())
 
 
@@ -336,14 +334,13 @@ def _read(path: Path) -> bytes:
         size = os.fstat(fd).st_size
         most = MAX_BYTES if size <= MIN_LIMIT_BYTES else min(MAX_BYTES, MIN_LIMIT_BYTES + 2 * _shard_bytes(path.parent))
         if size > most:
-            raise OSError(f"it has {size} bytes; expected at most {most} for shards of this size")
+            raise OSError(f"the manifest has {size} bytes; expected at most {most} for the size of the shards")
         return pread_all(fd, size, 0)
     finally:
         os.close(fd)
 
 
 def _shard_bytes(directory: Path) -> int:
-    """Return the total bytes of all shards. It limits a manifest's size: both grow with the number of pieces."""
     return sum(path.stat().st_size for pattern in ("*.h5", "*/*.h5") for path in directory.glob(pattern))
 
 
@@ -351,7 +348,10 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return ``pairs`` as a dict. Raises ValueError for a repeated key."""
     entries = dict(pairs)
     if len(entries) < len(pairs):
-        raise ValueError("an object has the same key twice")
+        raise ValueError(
+            f"a JSON object of the checkpoint file has {len(pairs)} keys, but only {len(entries)} different keys (the "
+            f"first key is {pairs[0][0][:80]!r}); restore the file from a copy"
+        )
     return entries
 
 
@@ -371,7 +371,7 @@ def _parse_sealed(path: Path, data: bytes, end: int, digest: str) -> Manifest:
     # Only typed fields lie between the two. Quotes within a string are escaped, so the first match is the key.
     stop = data.find(_SCALARS, start)
     if stop < 0:
-        raise ValueError("it lacks the field scalars")
+        raise ValueError("the manifest lacks the field scalars; restore the manifest from a copy")
     scalars, end = _value(data, stop + len(_SCALARS))
     # The text without its free-form values; the empty key takes the comma that follows "about".
     typed = b"".join((b'{"": 0', memoryview(data)[start : stop + 1], memoryview(data)[end:]))
@@ -387,7 +387,6 @@ def _parse_sealed(path: Path, data: bytes, end: int, digest: str) -> Manifest:
 
 
 def _value(data: bytes, start: int) -> tuple[Any, int]:
-    """Return the JSON value that starts at byte ``start`` of ``data``, and the offset of its end. Raises ValueError."""
     text = data[start : start + MAX_FREE_FORM_BYTES + 1].decode("ascii", "replace")  # `json.dumps` writes ASCII
     try:
         value, size = _DECODER.raw_decode(text)
@@ -397,9 +396,12 @@ def _value(data: bytes, start: int) -> tuple[Any, int]:
 
 
 def _parse_free_form(path: Path, data: bytes) -> Manifest:
-    """Return the manifest in ``data``, a text of limited size that a user or another version of hpcdist wrote."""
+    """Return the manifest in ``data``, which a user or another version of hpcdist wrote."""
     if len(data) > MIN_LIMIT_BYTES:
-        raise ValueError(f"its layout is not from this version, and {len(data)} bytes are too many for another one")
+        raise ValueError(
+            f"the manifest does not end with a digest and has {len(data)} bytes; expected at most {MIN_LIMIT_BYTES} "
+            "bytes for a manifest without a digest. Restore the manifest from a copy, or update hpcdist"
+        )
     body = json.loads(data, object_pairs_hook=unique_keys)
     if not isinstance(body, dict):
         raise StorageError(f"{path} is not a manifest of {SCHEMA}")

@@ -1,8 +1,7 @@
 """Shards of a checkpoint, HDF5 files with the pieces of one writer: write, index, and read verified. Local.
 
-`BlockReader` reads without libhdf5, through a small buffer that stays in the cache of a core: pread, digest, copy.
-
-The index ``index.h5`` shows every tensor whole, by virtual datasets, for other tools. A restore does not need it.
+`BlockReader` reads without libhdf5, through a small buffer that stays in the cache of a core. The index ``index.h5``
+shows every tensor whole, by virtual datasets, for other tools. A restore does not need the index.
 """
 
 import os
@@ -80,10 +79,10 @@ class BlockReader:
         self._open.clear()
 
     def read(self, entry: StoredPiece, block: int, take: BlockConsumer | None = None) -> int:
-        """Read block number ``block`` of ``entry``, pass its elements to ``take``, and return its size in bytes.
+        """Read block number ``block`` of piece ``entry``, pass its elements to ``take``, and return its size in bytes.
 
-        ``take`` must copy the elements of each call. Raises DamagedError, which names file and tensor, if the digest
-        does not match; the caller must then discard the elements.
+        ``take`` is called several times and must copy the elements. If the digest does not match, raises DamagedError,
+        which names file and tensor. The caller must then discard the elements.
         """
         offset = block * BLOCK_BYTES
         count = min(BLOCK_BYTES, entry.nbytes - offset)
@@ -109,7 +108,10 @@ class BlockReader:
         return count, digest.hexdigest()
 
     def _pass(self, entry: StoredPiece, offset: int, count: int, take: BlockConsumer | None) -> tuple[int, str]:
-        """Read ``count`` bytes of ``entry``, pass them to ``take``, and return the bytes read and their digest."""
+        """Read ``count`` bytes from byte ``offset`` of the stored tensor piece ``entry``, and pass them to ``take``.
+
+        Returns the number of bytes read and their digest, which is "" if the file is too short.
+        """
         fd, digest = self._fd(entry.file), xxhash.xxh3_128()
         elements = self._memory.view(dtype_of(entry.dtype))  # the same buffer as ``view``, as elements
         itemsize, view = elements.itemsize, self._memory.data
@@ -161,16 +163,16 @@ def size_mismatch(directory: Path, manifest: Manifest) -> str:
 
 
 def block_digests(blocks: Iterator[np.ndarray]) -> tuple[str, ...]:
-    """Return the digest of each of ``blocks``."""
+    """Return the xxh3-128 digest of each byte array in ``blocks``."""
     return tuple(xxhash.xxh3_128_hexdigest(block.data) for block in blocks)
 
 
 @dataclass(frozen=True)
 class WrittenShards:
-    """Shards of one writer.
+    """Shards of one writer. ``files``: their sizes. ``outside``: digests of their bytes that hold no tensor data.
 
-    ``files`` has their sizes. ``outside`` has digests of their bytes that belong to no piece. ``unused`` lists pieces
-    in hard-linked shards that only earlier checkpoints need.
+    ``entries`` lists the tensor pieces of this checkpoint, and ``unused`` the pieces in hard-linked shards that only
+    earlier checkpoints need.
     """
 
     files: dict[str, int] = field(default_factory=dict)
@@ -181,7 +183,7 @@ class WrittenShards:
 
 @dataclass
 class _StoredPieceBlocks:
-    """A piece with the methods of `hpcdist.hdf5.files.Blocks`. ``digests`` is complete after the piece is written."""
+    """Tensor piece as `hpcdist.hdf5.files.Blocks`. ``digests`` is complete after the write."""
 
     slot: Slot
     source: BlockSource
@@ -196,7 +198,6 @@ class _StoredPieceBlocks:
         return storable(np.empty(0, dtype_of(self.slot.dtype))).dtype
 
     def blocks(self, offset: int) -> Iterator[np.ndarray]:
-        """Yield the bytes of the piece in consecutive arrays. They end at multiples of PART_BYTES in the file."""
         for block in self.source():
             digest = xxhash.xxh3_128()
             start = 0
@@ -217,10 +218,10 @@ def write(
     about: Mapping[str, Any],
     opens: Callable[[Path], Overlay] = Overlay.created,
 ) -> WrittenShards:
-    """Write the pieces ``slots`` to the shard file ``name``, from one source of bytes per slot. Raises StorageError.
+    """Write tensor pieces to the shard file ``name``, from one source of bytes per piece. Raises StorageError.
 
-    Each source is read once, in the order of the slots. ``about`` holds attributes of the file. ``opens(path)`` creates
-    the file.
+    ``slots`` describes the pieces. Each source is read once, in the order of the slots. ``about`` holds attributes of
+    the file. ``opens(path)`` creates the file.
     """
     datasets = {
         dataset: _StoredPieceBlocks(slot, source)
@@ -247,10 +248,7 @@ def write(
 
 
 def write_index(directory: Path, entries: Iterable[StoredPiece], step: int) -> IndexFile | None:
-    """Write the index file of the pieces ``entries`` and return its description.
-
-    If the write fails, print a warning to stderr and return None.
-    """
+    """Write the index file of ``entries`` and return its `IndexFile`. If this fails, warn on stderr and return None."""
     pieces = [entry for entry in entries if entry.nbytes]
     if len(pieces) > MAX_INDEX_PIECES:
         return None

@@ -1,8 +1,4 @@
-"""Layout of a shard: dataset names, and sources of the bytes of each piece.
-
-A `BlockSource` yields a piece in blocks from host memory, GPU memory, a file or another rank. It fetches the next block
-while one is used.
-"""
+"""Layout of a shard: dataset names, and sources of the bytes of each piece in blocks."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +15,7 @@ from hpcdist.comm.communicator import Communicator
 
 
 def dataset_names(slots: Sequence[Slot]) -> list[str]:
-    """Return each slot's HDF5 dataset name in a shard.
-
-    The names of a tensor's second and later pieces end with an offset.
-    """
+    """Return the dataset names of the tensor pieces ``slots``. Names of a tensor's later pieces end with an offset."""
     datasets: dict[str, None] = {}
     for slot in slots:
         name = f"{slot.kind}/{slot.tensor}"
@@ -37,9 +30,9 @@ def dataset_names(slots: Sequence[Slot]) -> list[str]:
 
 
 def first_holders(groups: Sequence[Sequence[Slot]]) -> list[list[bool]]:
-    """Return a flag for each slot of each rank: True if no lower rank has the same piece, so this rank writes it.
+    """Return a flag for each tensor piece of each rank: True if the rank writes it, as no lower rank has the piece.
 
-    ``groups`` lists the slots of each rank.
+    ``groups[r]`` lists the pieces of rank r, as slots.
     """
     seen: set[Slot] = set()
     flags = []
@@ -78,14 +71,13 @@ def _of_file(source: FileSlice) -> Iterator[np.ndarray]:
 
 
 def _of_device(array: Any) -> Iterator[np.ndarray]:
-    """Yield blocks of a GPU array, copied to the host. The next block is copied while the caller uses this one."""
     # The copies run on another stream, so they must wait for the kernels that produced the array.
     produced = device.record()
     arriving: deque[tuple[np.ndarray, Any]] = deque()
     for part in _cuts(array.size, array.dtype):
         block = staging.lease(part.size, array.dtype)
         arriving.append((block, staging.begin_to_host(array[part.slice], block, produced)))
-        if len(arriving) == 2:
+        if len(arriving) == 2:  # the next block is copied while the caller uses this one
             yield _wait_for_copy(arriving.popleft())
     while arriving:
         yield _wait_for_copy(arriving.popleft())
@@ -98,10 +90,7 @@ def _wait_for_copy(copy: tuple[np.ndarray, Any]) -> np.ndarray:
 
 
 class IncomingBlocks:
-    """Receives blocks from the rank ``peer``. ``sizes`` lists their sizes in bytes.
-
-    Of two buffers, one receives a block while the caller uses the other.
-    """
+    """Double-buffered receiver of byte blocks from the rank ``peer``. ``sizes`` lists their sizes in bytes."""
 
     def __init__(self, comm: Communicator, peer: int, sizes: Sequence[int]) -> None:
         self._comm, self._peer, self._sizes = comm, peer, deque(sizes)
@@ -111,7 +100,7 @@ class IncomingBlocks:
         self._used: np.ndarray | None = None
 
     def blocks(self, count: int) -> Iterator[np.ndarray]:
-        """Yield the next ``count`` blocks. A block is valid until the next one is requested."""
+        """Yield the next ``count`` byte blocks from the peer rank. A block is valid until the next one is requested."""
         for _ in range(count):
             yield self._next()
 
@@ -134,10 +123,10 @@ class IncomingBlocks:
 
 
 def send_blocks(comm: Communicator, peer: int, arrays: Sequence[Any], sizes: Sequence[int]) -> str:
-    """Send the blocks of ``arrays`` to the rank ``peer``. ``sizes`` lists the blocks' sizes in bytes.
+    """Send the bytes of ``arrays`` in blocks to the rank ``peer``. ``sizes`` lists the blocks' sizes in bytes.
 
-    Returns the error message of a failed file read, or "". After a read error, zeros are sent, because the peer has
-    posted receives for the blocks.
+    An array may be a `FileSlice`. If reading its file fails, sends zeros for the remaining blocks, because the peer has
+    posted receives. Returns the error message, or "".
     """
     sent, error = 0, ""
     try:

@@ -36,15 +36,12 @@ _Move = tuple[int, slice, np.ndarray]
 
 
 def signature(pieces: Sequence[Piece]) -> list[tuple[Any, ...]]:
-    """Return a value that is equal for two lists of pieces with the same names, ranges and dtypes.
-
-    It is cheap enough for every step.
-    """
+    """Return a value that is equal for two lists of tensor pieces with the same names, shapes, ranges and dtypes."""
     return [(p.kind, p.tensor, p.flat, p.box, p.global_shape, p.array.dtype) for p in pieces]
 
 
 class CopyLayout:
-    """Layout of a memory copy of ``pieces``: the byte range of each piece, and the pieces' descriptions as JSON."""
+    """Layout of a memory copy of tensor ``pieces``: each piece's byte range, and the pieces' descriptions as JSON."""
 
     def __init__(self, pieces: Sequence[Piece], scalars: bytes) -> None:
         self.signature = signature(pieces)
@@ -55,7 +52,7 @@ class CopyLayout:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Sizes in bytes of the three sections of a copy: pieces, space for scalars, and names (JSON descriptions)."""
+        """Sizes in bytes of a copy's sections: tensor pieces, space for scalars, names (the pieces' descriptions)."""
         return self._nbytes, self.room, len(self.text)
 
     @property
@@ -89,25 +86,25 @@ class MemoryCopy:
     def lay_out(self, nbytes: int, room: int, names: int) -> None:
         """Write the sizes of the three sections to the header, and mark the copy as incomplete.
 
-        The sections hold pieces (``nbytes`` bytes), scalars (``room`` bytes) and names (``names`` bytes).
+        The sections hold tensor pieces (``nbytes`` bytes), scalars (``room`` bytes) and names (``names`` bytes).
         """
         self._laid_out = nbytes, room, names
         self._head[_STEP] = 0
         self._head[_NBYTES : _NAMES + 1] = self._laid_out
 
     def prepare(self, names: CopyLayout, pieces: Sequence[Piece]) -> None:
-        """Prepare the memory for copies of ``pieces``. ``names`` is the layout of these pieces."""
+        """Prepare the memory for copies of this rank's tensor ``pieces``, whose `CopyLayout` is ``names``."""
         self.lay_out(*names.sizes)
         self._moves = list(_moves(names, pieces, self.data))
 
     def front(self, names: bool) -> np.ndarray:
-        """Return the bytes before the pieces' data, from header to scalars. ``names``: include the names section."""
+        """Return a view of the bytes before the tensor data: header to scalars and, if ``names``, the names section."""
         nbytes, room, _ = self._sizes()
         return self.memory[: _front(*self._sizes()) if names else _texts(nbytes) + room]
 
     @property
     def data(self) -> np.ndarray:
-        """The part of the memory that holds the bytes of all pieces."""
+        """View of the memory that holds the bytes of all tensor pieces of the copied rank."""
         start = _front(*self._sizes())
         return self.memory[start : start + int(self._head[_NBYTES])]
 
@@ -115,7 +112,7 @@ class MemoryCopy:
         return int(self._head[_NBYTES]), int(self._head[_ROOM]), int(self._head[_NAMES])
 
     def fill(self, pieces: Sequence[Piece]) -> Iterator[int]:
-        """Copy ``pieces`` to `data` and digest each block. After each block, yield the number of bytes copied."""
+        """Copy tensor ``pieces`` to `data` and digest each block. After each block, yield the bytes copied so far."""
         data, digests = self.data, self._digests()
         arrays = [piece.array for piece in pieces]
         for index, block in enumerate(cut(Range(0, data.size), BLOCK_BYTES)):
@@ -129,10 +126,10 @@ class MemoryCopy:
             yield block.stop
 
     def tell(self, names: CopyLayout, scalars: bytes, step: int) -> None:
-        """Write the scalars, the piece descriptions of the layout ``names``, and a digest of both for ``step``.
+        """Write the scalars and the descriptions of the tensor pieces to this copy, with a digest of both and ``step``.
 
-        `finish` must be called to complete the copy. The whole header and both sections are written again, so that
-        earlier damage cannot get a matching digest.
+        ``names`` is the `CopyLayout` of the pieces. ``scalars`` is JSON text. The copy is complete only after `finish`.
+        Both sections are always rewritten: a new digest must not cover earlier damage.
         """
         start = _texts(names.sizes[0])
         self._head[_SCALARS] = len(scalars)
@@ -157,7 +154,7 @@ class MemoryCopy:
         return scalars
 
     def pieces(self) -> list[Piece]:
-        """Return the copied pieces as views of the memory, without copying them."""
+        """Return the copied tensor pieces as views of the memory, without copying them."""
         slots, data = self._slots(), self.data
         return [
             Piece(s.kind, s.tensor, s.shape, s.box, Range(*s.flat), data[where.slice].view(dtype_of(s.dtype)))
@@ -181,7 +178,7 @@ class MemoryCopy:
         return self.memory[_HEAD : _HEAD + count * _DIGEST].reshape(count, _DIGEST)
 
     def _is_sound(self) -> bool:
-        """Return True if the section sizes in the header fit the memory, so that no read goes beyond its end."""
+        # No read may go beyond the end of the memory.
         sizes = self._sizes()
         within = all(0 <= size <= self.memory.size for size in (*sizes, int(self._head[_SCALARS])))
         return within and self._head[_SCALARS] <= self._head[_ROOM] and memory_bytes(*sizes) <= self.memory.size
@@ -201,7 +198,7 @@ def _blocks(nbytes: int) -> int:
 
 
 def _texts(nbytes: int) -> int:
-    """Return the byte offset of the scalars section in a copy whose pieces take ``nbytes`` bytes."""
+    """Return the byte offset of the scalars section in a copy whose tensor pieces take ``nbytes`` bytes."""
     return _HEAD + _DIGEST * _blocks(nbytes)
 
 
@@ -210,7 +207,7 @@ def _front(nbytes: int, room: int, names: int) -> int:
 
 
 def memory_bytes(nbytes: int, room: int, names: int) -> int:
-    """Return the total bytes of a copy. The arguments are the bytes of its pieces, scalars and names. Local."""
+    """Return the total bytes of a copy. The arguments are the bytes of its tensors, scalars and names. Local."""
     return _front(nbytes, room, names) + nbytes
 
 
@@ -224,7 +221,10 @@ def _digest(data: np.ndarray) -> bytes:
 
 
 def _moves(names: CopyLayout, pieces: Sequence[Piece], data: np.ndarray) -> Iterator[list[_Move]]:
-    """Yield, for each block of ``data``, the copies that fill it: (piece number, range of elements, target view)."""
+    """Yield, for each block of BLOCK_BYTES of ``data``, a list of the copies from ``pieces`` that fill the block.
+
+    A copy is (index of a piece, slice of its elements, target view).
+    """
     number = 0  # of the first piece that ends after the start of the block
     for block in cut(Range(0, data.size), BLOCK_BYTES):
         moves: list[_Move] = []

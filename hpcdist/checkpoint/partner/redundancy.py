@@ -1,7 +1,7 @@
 """Partner redundancy: copies of each rank's state, in its memory and a partner's, that survive the death of a rank.
 
-Two generations of copies alternate: the older one is overwritten only when all ranks have completed the newer one. With
-S bytes per rank:
+Two generations of copies alternate: the older is overwritten only when all ranks have completed the newer. With S bytes
+per rank:
 
     one node        The copy is in shared memory. Nothing is sent; 2 S are kept.
     several nodes   The partner is on another node. Each rank sends and receives S in messages of 16 MiB and keeps 4 S.
@@ -33,8 +33,7 @@ MESSAGE_BYTES: Final = 16 << 20  # a multiple of the digested blocks
 def partner_ranks(members: Sequence[Sequence[int]]) -> list[int]:
     """Return, for each rank, the partner rank that keeps a copy of its state, on another node if possible. Local.
 
-    ``members`` lists the ranks of each node. Each rank keeps the copy of one other rank, on the same node only if a
-    node has more than half of all ranks.
+    ``members`` lists the ranks of each node. Each rank keeps the copy of one other rank.
     """
     nodes = sorted(members, key=len, reverse=True)
     order = [rank for node in nodes for rank in node]
@@ -54,10 +53,7 @@ def partner_ranks(members: Sequence[Sequence[int]]) -> list[int]:
 
 @dataclass
 class CopyGeneration:
-    """Copies of all ranks' state after one step, as far as this rank can read them.
-
-    ``of`` maps an owner rank to the readable copy of its state.
-    """
+    """Ranks' states after one step, as copies that this rank can read. ``of`` maps a rank to the copy of its state."""
 
     names: CopyLayout | None = None  # of this rank's pieces
     of: dict[int, MemoryCopy] = field(default_factory=dict)
@@ -68,13 +64,13 @@ class CopyGeneration:
         return self.of[owner].step if owner in self.of else INCOMPLETE
 
     def takes(self, pieces: Sequence[Piece], scalars: bytes) -> bool:
-        """Return True if copies of ``pieces`` and ``scalars`` fit the present memory: same pieces, enough space."""
+        """Return True if the allocated memory can hold copies of ``pieces`` and ``scalars`` (encoded as JSON)."""
         names = self.names
         return names is not None and len(scalars) <= names.room and signature(pieces) == names.signature
 
 
 class HeldCopies:
-    """All copies that rank ``rank`` of ``size`` can read. They outlive a failed communicator. Methods are local."""
+    """State copies that this rank (``rank`` of ``size``) can read after its communicator failed. Methods are local."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -113,7 +109,7 @@ class PartnerStore:
         self._keepers: list[int] = []
 
     def keep(self, step: int, pieces: Sequence[Piece], scalars: Mapping[str, Any]) -> None:
-        """Copy this rank's ``pieces`` and ``scalars`` (JSON values) after ``step``, here and on the partner rank.
+        """Copy this rank's ``pieces`` and JSON ``scalars`` after ``step`` to local memory and to the partner rank.
 
         Collective. The pieces may change after the call. If an error is raised, the previous copies are still complete.
         """
@@ -137,12 +133,12 @@ class PartnerStore:
             self._send(target, step, pieces, encoded, anew=bool(changed[0]))
 
     def checked(self) -> str:
-        """Verify all copies in this rank's memory. Return a message about damage, or "". Local. Not during `keep`."""
+        """Verify all copies in this rank's memory. Return a damage message, or "". Local. Do not call during `keep`."""
         damages = ((owner, copy, copy.damage()) for owner, copy in self.copies.kept())
         return "; ".join(_damage_report(owner, copy.step, damage) for owner, copy, damage in damages if damage)
 
     def _prepare(self, target: CopyGeneration, pieces: Sequence[Piece], names: CopyLayout) -> None:
-        """Allocate the memory of the copies in ``target``, and lay out this rank's copy. Collective."""
+        """Allocate memory for all state copies of ``target``, and lay out this rank's copy. Collective."""
         comm, nodes = self._comm, self._comm.nodes()
         target.of.clear()  # free the old memory first
         target.names, target.shared = names, False
@@ -163,7 +159,10 @@ class PartnerStore:
                 self._ledger.track(copy.memory, "buddy_copies" if rank == comm.rank else "partner_copies")
 
     def _send(self, target: CopyGeneration, step: int, pieces: Sequence[Piece], encoded: bytes, *, anew: bool) -> None:
-        """Fill this rank's copy, and send it to its partner in blocks, while other copies arrive. Collective."""
+        """Copy this rank's state to ``target`` and to its partner, and receive other ranks' copies. Collective.
+
+        ``encoded``: the scalars as JSON. ``anew``: also send the names section.
+        """
         comm, local_copy, names = self._comm, target.of[self._comm.rank], target.names
         assert names is not None
         requests = []
@@ -191,7 +190,7 @@ class PartnerStore:
 
 @dataclass(frozen=True)
 class RecoveredState:
-    """State after ``step``. ``held`` are the pieces that this rank restores; each piece is on exactly one rank."""
+    """Recovered state after ``step``. ``held``: tensor pieces that this rank, and no other rank, provides."""
 
     step: int
     scalars: dict[str, Any]
@@ -199,7 +198,7 @@ class RecoveredState:
 
 
 def recover(comm: Communicator, old_rank: int | None, copies: HeldCopies | None) -> RecoveredState | None:
-    """Return the newest state of which every old rank has an intact copy, or None. Collective over ``comm``.
+    """Return the newest state for which intact copies of all its data exist, or None. Collective over ``comm``.
 
     Damaged copies are reported on stderr. All ranks get the same step and scalars. The pieces are views of the copies.
 
@@ -228,9 +227,9 @@ def recover(comm: Communicator, old_rank: int | None, copies: HeldCopies | None)
 def _holders(
     gathered: Sequence[tuple[int, int, list[tuple[int, int, bool]]] | None],
 ) -> dict[tuple[int, int], list[int]]:
-    """Return the ranks that hold a copy for each (step, owner rank). The owner itself comes first.
+    """Return a dict: (step, owner rank) -> ranks that hold a copy of the owner's state, with the owner first.
 
-    ``gathered`` has one entry per rank: (old rank, old size, result of `HeldCopies.held`), or None for a new process.
+    ``gathered`` has (old rank, old size, result of `HeldCopies.held`) per rank, or None for a new process.
     """
     reports = {report[0]: (rank, report) for rank, report in enumerate(gathered) if report is not None}
     holders: dict[tuple[int, int], list[int]] = {}
@@ -246,9 +245,9 @@ def _holders(
 
 
 def _sound_holders(comm: Communicator, copies: HeldCopies | None, step: int, holders: list[list[int]]) -> list[int]:
-    """Return, for each owner, a rank that holds an intact copy, or [] if an owner has no intact copy. Collective.
+    """Return a rank with an intact copy of the state for each old rank, or [] if a state has no such copy. Collective.
 
-    In each round, the first holder of every copy verifies it. If the copy is damaged, the next holder is tried.
+    ``holders[r]`` lists the ranks with a copy of the state of rank r of the failed communicator.
     """
     verified: set[int] = set()
     while all(holders):

@@ -1,7 +1,6 @@
 """Move elements between arrays: within a rank, and between ranks in messages of bounded size.
 
-All data from one rank to another is a stream of messages, several of them in flight. Long runs are sent and received in
-place; short runs are packed. Arrays are on the host, on a GPU, or a `FileSlice`.
+Each pair of ranks has several messages in flight. Long runs are sent and received in place; short runs are packed.
 """
 
 from collections import deque
@@ -33,7 +32,7 @@ _PendingMessage = tuple[Request, int, Callable[[], None]]
 
 @dataclass(frozen=True)
 class ElementRuns:
-    """Runs of elements of ``array``: run i has ``size[i]`` elements from index ``start[i]`` on (ascending)."""
+    """Ascending runs of consecutive elements of ``array``: run i has ``size[i]`` elements from index ``start[i]``."""
 
     array: Any  # 1-D on the host or a GPU, or a `FileSlice`
     start: np.ndarray
@@ -45,13 +44,13 @@ class ElementRuns:
 
     @property
     def is_one(self) -> bool:
-        """True if there is only one run, so that the elements are one contiguous block of memory."""
+        """True if these elements are one contiguous block of memory: a single run of consecutive elements."""
         return self.size.size == 1 and not isinstance(self.array, FileSlice)
 
     def part(self, where: Range) -> "ElementRuns":
-        """Return the runs of a part of the elements.
+        """Return these element runs, reduced to the elements whose numbers are in ``where``, a non-empty range.
 
-        ``where``: non-empty range of element numbers. The elements of all runs are numbered in order, from 0 on.
+        The elements of all runs are numbered consecutively from 0, in the order of the runs.
         """
         ends = np.cumsum(self.size)
         first = int(np.searchsorted(ends, where.start, "right"))
@@ -66,12 +65,12 @@ class ElementRuns:
         return ElementRuns(self.array, start, size)
 
     def memory(self) -> Any:
-        """Return the elements' memory as a view of bytes. There must be only one run (`is_one`)."""
+        """Return the elements' memory as a view of bytes. The elements must be one contiguous block (`is_one`)."""
         start = int(self.start[0])
         return self.array[start : start + int(self.size[0])].view(np.uint8)
 
     def gather(self, out: np.ndarray) -> None:
-        """Copy the elements of all runs into the contiguous host array ``out``."""
+        """Copy these elements of ``self.array``, in ascending order, to the contiguous host array ``out``."""
         if isinstance(self.array, np.ndarray):
             _gather(self.array, self.start, self.size, out)
             return
@@ -84,7 +83,7 @@ class ElementRuns:
             done += count
 
     def scatter(self, values: np.ndarray) -> None:
-        """Copy the host array ``values`` to the elements of the runs."""
+        """Copy the contiguous host array ``values`` to these elements of ``self.array``, in ascending order."""
         if isinstance(self.array, np.ndarray):
             _scatter(self.array, self.start, self.size, values)
             return
@@ -101,10 +100,7 @@ class ElementRuns:
             done += count
 
     def _hulls(self, longest: int) -> Iterator[tuple[slice, Range]]:
-        """Yield pairs: a slice of neighbouring runs, and the range of the array from the first to the last of them.
-
-        A range has at most ``longest`` elements if possible.
-        """
+        """Yield (slice of run indices, range) for neighbouring runs. Only a single run may exceed ``longest``."""
         ends, first = self.start + self.size, 0
         while first < ends.size:
             last = max(first + 1, int(np.searchsorted(ends, self.start[first] + longest, "right")))
@@ -152,11 +148,8 @@ def _write(array: Any, where: Range, values: np.ndarray) -> None:
 
 
 def _messages(lines: Sequence[ElementRuns], longest: int) -> Iterator[list[tuple[int, Range]]]:
-    """Yield messages of at most ``longest`` bytes with the elements of ``lines``.
-
-    A message is a list of pairs: an index in ``lines``, and a range of this entry's elements. Sender and receiver
-    compute the same messages.
-    """
+    """Yield messages: lists of (index in ``lines``, range of element numbers) of at most ``longest`` bytes in total."""
+    # Sender and receiver must compute the same messages.
     message: list[tuple[int, Range]] = []
     room = longest
     for number, line in enumerate(lines):
@@ -177,7 +170,6 @@ def _messages(lines: Sequence[ElementRuns], longest: int) -> Iterator[list[tuple
 
 
 def _packed(lines: Sequence[ElementRuns]) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return one host buffer for the elements of all ``lines``, and a view of it, of the right dtype, for each line."""
     views, start = [], 0
     memory = np.empty(sum(line.count * line.array.dtype.itemsize for line in lines), np.uint8)
     for line in lines:
@@ -213,7 +205,7 @@ def _scattered(parts: Sequence[ElementRuns], views: Sequence[np.ndarray]) -> Non
 
 
 class _Stream:
-    """Messages in one direction between this rank and a peer. About ``window`` bytes at most are in flight."""
+    """Messages in one direction between this rank and a peer. At most about ``window`` bytes are in flight."""
 
     def __init__(self, messages: Iterator[_PendingMessage], window: int) -> None:
         self._messages, self._window, self._nbytes = messages, window, 0
@@ -237,8 +229,8 @@ def exchange(
 ) -> int:
     """Send each rank its ``outgoing`` elements, and receive the ``incoming`` elements. Collective.
 
-    Both lists have one entry per rank. Sender and receiver must list the same elements in the same order. Returns the
-    number of bytes received.
+    Item r of both lists has the `ElementRuns` for rank r. Sender and receiver must list the same elements in the same
+    order. Returns the number of bytes received.
     """
     window = min(WINDOW_BYTES, max(MIN_MESSAGE_BYTES, TOTAL_WINDOW_BYTES // comm.size))
     longest = window // MESSAGE_PART
@@ -255,8 +247,7 @@ def exchange(
 def copy(source: Any, target: Any, at: np.ndarray, to: np.ndarray, size: np.ndarray) -> None:
     """Copy runs of elements from ``source`` to ``target``. Local.
 
-    Run i has ``size[i]`` elements, from index ``at[i]`` of ``source`` to index ``to[i]`` of ``target``. Short runs,
-    files, and copies between host and GPU use host buffers.
+    Run i has ``size[i]`` elements, from index ``at[i]`` of ``source`` to index ``to[i]`` of ``target``.
     """
     count = int(size.sum())
     memory = not isinstance(source, FileSlice) and not isinstance(target, FileSlice)

@@ -1,9 +1,8 @@
 """Reshard a state in memory: each rank receives its requested pieces from the ranks that hold them, with any sharding.
 
-announce   all ranks gather the descriptions of all pieces: 8 (3 + 2 d) bytes for a tensor of d dimensions
-cover      each rank chooses holders: itself first, then other ranks in equal shares
-ask        all ranks agree that nothing is missing, and send their requests
-move       messages of 4 MiB, at most 16 MiB in flight per pair of ranks and 128 MiB per direction
+All ranks gather the descriptions of all pieces: 8 (3 + 2 d) bytes for a tensor of d dimensions. A rank uses its own
+elements first, then elements of other ranks in equal shares. Messages have 4 MiB. At most 16 MiB are in flight per pair
+of ranks, and 128 MiB per direction.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -25,7 +24,7 @@ SHARE_BYTES: Final = 256 << 10  # smaller requests are not divided among holders
 
 @dataclass(frozen=True)
 class PieceOffer:
-    """Description of a piece that ``rank`` holds and can send. ``number`` is its index in that rank's list."""
+    """Description of a tensor piece that ``rank`` can send. ``number`` is its index in the rank's list of pieces."""
 
     rank: int
     number: int
@@ -51,9 +50,9 @@ class CopyRuns:
     size: np.ndarray
 
     def covers(self, start: np.ndarray) -> np.ndarray:
-        """Return a bool for each interval of the requested array: True if a run contains the interval.
+        """Return a bool array: True for each interval of the requested array that one of these runs contains.
 
-        ``start``: first index of each interval. No interval may cross a run's end.
+        ``start`` holds the first index of each interval, which must be inside one run or outside of all runs.
         """
         if not self.to.size:
             return np.zeros(start.size, bool)
@@ -75,7 +74,7 @@ class CopyRuns:
 
 
 class GapError(Exception):
-    """No rank holds the element with index ``element`` of the tensor."""
+    """Error: no rank holds the tensor element with the index ``element``."""
 
     def __init__(self, element: int) -> None:
         super().__init__(element)
@@ -83,11 +82,11 @@ class GapError(Exception):
 
 
 def cover(piece: Piece, offers: Sequence[PieceOffer], rank: int, loads: list[int]) -> list[tuple[PieceOffer, CopyRuns]]:
-    """Choose runs of ``offers`` that cover each element of ``piece`` exactly once. Local. Raises `GapError`.
+    """Return the element runs to copy from ``offers``, the held tensor pieces, to fill the requested ``piece``. Local.
 
-    Offers of ``rank`` itself are preferred. Elements that several other ranks offer are divided equally among them.
-    Small pieces come from the rank with the smallest load. ``loads`` counts the bytes taken from each rank and is
-    updated.
+    Offers of this ``rank`` are preferred. Elements that several other ranks offer are divided among them; small pieces
+    come from the least loaded rank. ``loads`` counts the bytes taken from each rank and is updated. Raises `GapError`
+    if an element is in no offer.
     """
     mine = runs(piece.global_shape, piece.box, piece.flat)
     itemsize = piece.array.dtype.itemsize
@@ -135,11 +134,11 @@ def cover(piece: Piece, offers: Sequence[PieceOffer], rank: int, loads: list[int
 def _divided(
     covers: np.ndarray, ranks: Sequence[int], size: np.ndarray, itemsize: int, loads: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Divide intervals among the offers that hold them. Interval i has ``size[i]`` elements of ``itemsize`` bytes.
+    """Divide requested intervals among the offers, the tensor pieces that other ranks hold.
 
-    ``covers[o, i]`` is True if offer o, of rank ``ranks[o]``, holds interval i. ``loads`` has the bytes already taken
-    from each rank. Returns four arrays with one entry per part: the offer, the interval, the part's first element in
-    the interval, and its number of elements.
+    ``covers[o, i]`` is True if offer o, of rank ``ranks[o]``, holds interval i, of ``size[i]`` elements. ``loads`` has
+    the bytes already taken from each rank. Returns four arrays with one item per part of an interval: index of the
+    offer, index of the interval, first element in the interval, and number of elements.
     """
     patterns, belongs = np.unique(covers, axis=1, return_inverse=True)
     parts = []
@@ -161,10 +160,7 @@ def _divided(
 
 
 def _element(mine: Runs, local: int) -> int:
-    """Return the index in the whole tensor of element ``local`` of a piece.
-
-    ``mine`` are the piece's ranges of the tensor.
-    """
+    """Return the index in the whole tensor of element ``local`` of a piece with the runs ``mine``."""
     run = int(np.searchsorted(mine.local, local, "right")) - 1
     return int(mine.start[run]) + local - int(mine.local[run])
 
@@ -174,7 +170,7 @@ Offers = dict[tuple[str, str], list[PieceOffer]]  # by kind and tensor
 
 @dataclass(frozen=True)
 class _Transfer:
-    """Elements to copy to this rank. ``number``: the sender's piece. ``wanted``: this rank's piece (list indices)."""
+    """Elements to copy from the sender's held piece ``number`` to this rank's requested piece ``wanted``."""
 
     number: int
     wanted: int
@@ -182,7 +178,7 @@ class _Transfer:
 
 
 def reshard(comm: Communicator, held: Sequence[Piece], pieces: Sequence[Piece], optional: Collection[str] = ()) -> int:
-    """Fill the arrays of ``pieces`` from the pieces ``held`` on any rank. Return the bytes received. Collective.
+    """Fill the arrays of ``pieces`` from the tensor pieces ``held`` on any rank. Return the bytes received. Collective.
 
     Kinds of state in ``optional`` are left unchanged if no rank holds them. A held and a requested piece may share
     memory if they have the same elements. Raises StorageError on all ranks, before any change, if a requested element
@@ -216,10 +212,10 @@ def _agree_on_counts(comm: Communicator, problem: str, counts: list[int]) -> lis
 
 
 def _announcement(held: Sequence[Piece]) -> tuple[list[tuple[Any, ...]], np.ndarray]:
-    """Return (names, numbers), which describe the pieces ``held`` to other ranks.
+    """Encode the tensor pieces ``held`` as (distinct names, numbers).
 
-    ``names`` lists each combination of kind, tensor, dtype and shape once. ``numbers`` has one row per piece: the index
-    of its name, the start and stop of its box in each dimension, and the start and stop of its range.
+    The numbers of a piece: index of its name, (start, stop) of its region in each dimension, and (start, stop) of its
+    elements in this region.
     """
     heads: dict[tuple[Any, ...], int] = {}
     numbers: list[int] = []
@@ -251,7 +247,7 @@ def _gather_offers(comm: Communicator, held: Sequence[Piece]) -> Offers:
 def _choose_offers(
     comm: Communicator, offers: Offers, requested: Sequence[Piece], optional: Collection[str]
 ) -> tuple[list[list[_Transfer]], str]:
-    """Return the elements that each rank must send to this rank, and an error message or ""."""
+    """Return the elements to get from each rank, and an error message or "". Kinds in ``optional`` may be absent."""
     absent = set(optional) - {kind for kind, _ in offers}
     parts: list[list[_Transfer]] = [[] for _ in range(comm.size)]
     loads = [0] * comm.size
@@ -282,7 +278,6 @@ def _mismatch(piece: Piece, offers: Sequence[PieceOffer]) -> str:
 
 
 def _encode_request(parts: Sequence[_Transfer]) -> np.ndarray:
-    """Return the requested ``parts`` as int64 numbers. For each: piece index, number of runs, run starts, run sizes."""
     numbers = [np.zeros(0, np.int64)]
     for part in parts:
         at, size = part.stretches.at, part.stretches.size

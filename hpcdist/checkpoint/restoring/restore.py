@@ -1,8 +1,4 @@
-"""Restore a checkpoint on any number of ranks: each rank reads only the stored blocks that its pieces overlap.
-
-Arrays in host memory are filled directly, files and GPU arrays in blocks. If bytes of the newest checkpoint are
-damaged, `from_newest_intact` uses the one before, on all ranks.
-"""
+"""Restore a checkpoint on any number of ranks: each rank reads only the stored blocks that its pieces overlap."""
 
 import gc
 import sys
@@ -60,7 +56,7 @@ def _check_entries(directory: Path, piece: Piece, entries: list[StoredPiece]) ->
 def _fill_in_blocks(
     directory: Path, piece: Piece, target: FileSlice, entries: list[StoredPiece], reader: BlockReader
 ) -> None:
-    """Fill a piece whose array is in a file. Reads each stored block once, or up to twice if the sharding changed."""
+    # Each stored block is read once, or up to twice if the sharding changed.
     longest = BLOCK_BYTES // target.dtype.itemsize
     memory = np.empty(min(longest, piece.flat.size), target.dtype)
     for part in cut(Range(0, piece.flat.size), longest):
@@ -101,10 +97,7 @@ def _collect(directory: Path, piece: Piece, entries: list[StoredPiece], out: np.
 def _copy(
     reader: BlockReader, entry: StoredPiece, out: np.ndarray, stretches: tuple[np.ndarray, np.ndarray, np.ndarray]
 ) -> None:
-    """Copy runs of elements of ``entry`` to ``out``. Reads each block at most once.
-
-    ``stretches`` holds three arrays: for each run, its index in ``out``, its index in the entry, and its size.
-    """
+    """Copy ranges of the stored piece ``entry`` to ``out``. ``stretches``: starts in ``out`` and ``entry``, sizes."""
     to, at, size = stretches
     per_block = BLOCK_BYTES // dtype_of(entry.dtype).itemsize
     # First and last block of each run; in a set, since short runs share blocks.
@@ -116,10 +109,7 @@ def _copy(
 
 
 def _run(out: np.ndarray, to: int, at: int, size: int) -> BlockConsumer:
-    """Return a `BlockConsumer` that copies one run of an entry to ``out``.
-
-    The run has ``size`` elements, from index ``at`` of the entry to index ``to`` of ``out``.
-    """
+    """Return a consumer that copies elements ``at:at + size`` of a stored piece to ``out[to:]``."""
     shift, low, high = to - at, at, at + size
 
     def take(first: int, elements: np.ndarray) -> None:
@@ -134,10 +124,7 @@ def _run(out: np.ndarray, to: int, at: int, size: int) -> BlockConsumer:
 
 
 def _runs(out: np.ndarray, to: np.ndarray, at: np.ndarray, size: np.ndarray) -> BlockConsumer:
-    """Return a `BlockConsumer` that copies many disjoint runs of an entry to ``out``.
-
-    Run i has ``size[i]`` elements, from index ``at[i]`` (ascending) of the entry to index ``to[i]`` of ``out``.
-    """
+    """Return the consumer of `_run` for many disjoint ranges, with ascending ``at``."""
     ends = at + size
 
     def take(first: int, elements: np.ndarray) -> None:
@@ -158,7 +145,7 @@ Result = TypeVar("Result")
 
 
 def newest_complete(run_dir: str | Path, comm: Communicator | None = None, but: Collection[Path] = ()) -> Path | None:
-    """Return the newest usable checkpoint in ``run_dir/checkpoints``, or None. Collective over ``comm`` (None: local).
+    """Return the newest usable checkpoint in ``run_dir/checkpoints``, or None. Collective; local if ``comm`` is None.
 
     A usable checkpoint has a valid manifest and files of the right sizes. Paths in ``but`` are left out. Rank 0 reports
     skipped checkpoints on stderr. Raises StorageError if a later version of hpcdist wrote a checkpoint.
@@ -234,7 +221,7 @@ def restore_together(
 
 
 def on_first_rank(comm: Communicator, read: Callable[[], Result]) -> Result:
-    """Call ``read`` on rank 0 and return its result on all ranks. All ranks raise its HpcdistError. Collective."""
+    """Call ``read`` on rank 0. Return its result, or raise its HpcdistError, on all ranks. Collective."""
     verdict: Result | HpcdistError | None = None
     if comm.rank == 0:
         try:
@@ -261,7 +248,7 @@ def restore(directory: str | Path, pieces: Iterable[Piece], optional: Collection
 
 @dataclass(frozen=True)
 class _PackedEntries:
-    """Stored pieces of a manifest, encoded separately per tensor. A rank decodes only the tensors that it restores."""
+    """Tensor pieces of a manifest, encoded separately per tensor. A rank decodes only the tensors it restores."""
 
     scalars: dict[str, Any]
     kinds: frozenset[str]

@@ -1,12 +1,11 @@
 """Save in the background: a snapshot at a step boundary, written by a thread that sends no messages.
 
     begin     writers copy the pieces into a snapshot
-    writing   each writer's thread writes its shard; in every step, the ranks sum the number of unfinished writers
-    gather    when all writers have finished, rank 0 gets the entries of their shards
+    writing   each writer's thread writes its shard
+    gather    rank 0 gets the entries of all shards
     commit    rank 0's thread writes index and manifest and renames the directory
 
-At most one checkpoint is in progress. An error on one rank is raised on all ranks at a later step boundary. Cost: one
-copy of the state per save, and memory for a second state, or an unnamed file in ``local_directory``.
+Cost: one copy of the state per save, and memory for a second state, or an unnamed file in ``local_directory``.
 """
 
 import os
@@ -38,7 +37,7 @@ from hpcdist.hdf5.overlay import pwrite_all
 
 
 class SnapshotMemory:
-    """Memory for a snapshot of the data that this rank writes. It is pinned if the data is on a GPU."""
+    """Host memory for a snapshot of the tensor data that this rank writes. Pinned if the data is on a GPU."""
 
     def __init__(self, ledger: Ledger | None = None) -> None:
         self._ledger = ledger
@@ -50,9 +49,10 @@ class SnapshotMemory:
         return self._memory.nbytes
 
     def fill(self, delivery: GroupGather) -> list[BlockSource]:
-        """Copy the pieces of ``delivery``, and return one source of bytes per copy. The state may change afterwards.
+        """Copy the tensor pieces of ``delivery`` to memory. Return, for each piece, a function that yields its bytes.
 
-        Called on the writer of a group, while the other ranks of the group call `GroupGather.bring`.
+        ``delivery`` gathers the pieces of a `WriterGroup` of ranks on this rank. The other ranks of the group call
+        `GroupGather.bring`. The caller may change the pieces after this call.
         """
         sizes = [slot.nbytes for slot in delivery.slots]
         self._reserve(sum(align_up(size, ALIGN_BYTES) for size in sizes), delivery.arrays)
@@ -85,7 +85,7 @@ def _pinned(nbytes: int) -> np.ndarray:
 
 
 def _copy(array: Any, buffer: np.ndarray) -> Any:
-    """Copy ``array`` into the host ``buffer``. For a GPU array, return the event that marks the end of the copy."""
+    """Copy ``array`` to ``buffer``. For a GPU array, return the event that marks the end of the copy."""
     if isinstance(array, np.ndarray):
         buffer.view(array.dtype)[...] = array
     elif isinstance(array, FileSlice):
@@ -110,7 +110,11 @@ class SnapshotFile:
         self._fd = -1
 
     def fill(self, delivery: GroupGather) -> list[BlockSource]:
-        """Write the pieces of ``delivery`` to the file, like `SnapshotMemory.fill`. Raises StorageError."""
+        """Copy the tensor pieces of ``delivery`` to a local file. Return a function per piece that reads it back.
+
+        ``delivery`` gathers the pieces of a `WriterGroup` on this rank. The caller may change the pieces after this
+        call. Raises StorageError if the file cannot be written.
+        """
         try:
             self._reserve(sum(slot.nbytes for slot in delivery.slots))
             sources: list[BlockSource] = []
@@ -198,10 +202,7 @@ class BackgroundCheckpoints:
         return self._phase is not SavePhase.IDLE
 
     def numbers(self) -> np.ndarray:
-        """Return two numbers: 1 if this rank is still writing, else 0; and 1 if it failed, else 0.
-
-        `settle` needs their sums over all ranks. Local.
-        """
+        """Return two flags of this rank: still writing, failed. `settle` needs their sums over all ranks. Local."""
         if self._task is not None and self._task.is_alive():
             return np.array([1.0, 0.0])
         outcome = self._own if self._task is None else self._task.outcome
@@ -210,7 +211,7 @@ class BackgroundCheckpoints:
     def begin(self, plan: SavePlan, pieces: Sequence[Piece], writers: str) -> None:
         """Finish the checkpoint in progress, then start the checkpoint ``plan``. Raises StorageError on all ranks.
 
-        The pieces may change when the call returns.
+        The caller may change this rank's tensor ``pieces`` after the call. ``writers``: recipe key checkpoint.writers.
         """
         self.finish()
         group = group_of(self._comm, writers)
@@ -229,18 +230,15 @@ class BackgroundCheckpoints:
         self._task = WriterThread(lambda: two_phase.write(plan, group, slots, sources, self._incremental))
 
     def goes_on(self, sums: np.ndarray) -> bool:
-        """Return True if `settle` would advance: a checkpoint is in progress, and no rank writes or one has failed.
-
-        ``sums``: sums of `numbers` over all ranks. Local.
-        """
+        """Return True if `settle` would advance the checkpoint. ``sums``: sum of `numbers` over all ranks. Local."""
         working, failed = sums.tolist()
         return self.is_busy and bool(failed or not working)
 
     def settle(self, sums: np.ndarray) -> Path | None:
-        """Advance the checkpoint to its next phase if no rank is still writing. ``sums``: as in `goes_on`.
+        """Advance the checkpoint in progress to its next phase if no rank is still writing, or if a rank has failed.
 
-        Returns the path of a checkpoint that this call completed, else None. Raises StorageError on all ranks if a rank
-        has failed.
+        ``sums`` is the sum of `numbers` over all ranks. Returns the path of a checkpoint that this call completed, else
+        None. Raises StorageError on all ranks if a rank has failed.
         """
         return self._go_on() if self.goes_on(sums) else None
 
@@ -252,10 +250,7 @@ class BackgroundCheckpoints:
         return path
 
     def abandon(self) -> None:
-        """Give up the checkpoint in progress after a rank died. Wait for the writer thread; ignore its errors.
-
-        Local.
-        """
+        """Give up the checkpoint in progress after a rank died: join the writer thread, ignore its errors. Local."""
         self._joined()
         self._phase = SavePhase.IDLE
 

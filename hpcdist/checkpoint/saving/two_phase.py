@@ -1,13 +1,9 @@
-"""Save in two phases: writers write their shards, all ranks agree, and rank 0 commits the checkpoint.
+"""Save in two phases: writers write shards into ``step-N.tmp``, and rank 0 renames it to ``step-N`` if all succeeded.
 
 The first rank of each group writes one shard. ``writers`` sets the groups: "rank", every rank; "node", the ranks of a
-node; a number k, k groups of neighbouring ranks. Ranks send their bytes in blocks of 16 MiB; a writer holds two blocks.
-
-    phase 1   every writer writes its shard into ``step-N.tmp`` and syncs it
-    vote      rank 0 gathers the entries or the error of each writer
-    phase 2   rank 0 writes the manifest and renames ``step-N.tmp`` to ``step-N``, or removes it
-
-`IncrementalWriter` saves only pieces whose digests have changed since the last checkpoint, and hard-links older shards.
+node; a number k, k groups of neighbouring ranks. A writer holds two blocks of 16 MiB. Every writer syncs its shard
+before rank 0 gathers the outcomes. Rank 0 writes the manifest before the rename, and removes ``step-N.tmp`` after an
+error.
 """
 
 import os
@@ -40,9 +36,9 @@ MAX_UNUSED_RATIO: Final = 8
 
 @dataclass
 class IncrementalWriter:
-    """Writer that hard-links unchanged data.
+    """Writer of changed tensor pieces. For unchanged pieces, it hard-links shards of the last checkpoint.
 
-    ``entries`` are its pieces in the last checkpoint, whose path is ``directory``.
+    ``entries`` describes this rank's tensor pieces in the last checkpoint, whose path is ``directory``.
     """
 
     directory: Path | None = None
@@ -59,10 +55,11 @@ class IncrementalWriter:
         about: Mapping[str, Any],
         opens: Callable[[Path], Overlay] = Overlay.created,
     ) -> WrittenShards:
-        """Write changed pieces to the shard ``name``, and hard-link shards with unchanged pieces. Raises StorageError.
+        """Write pieces changed since the last checkpoint to shard ``name``. Hard-link shards with unchanged pieces.
 
-        Local. ``directories``: temporary and final directory of the checkpoint. ``sources``: one source of bytes per
-        slot. ``about``: attributes of the file. ``opens(path)`` creates the file.
+        Local. ``directories``: temporary and final directory of the checkpoint. ``slots``: descriptions of all tensor
+        pieces. ``sources``: one source of bytes per piece. ``about``: attributes of the file. ``opens(path)`` creates
+        the file. Raises StorageError.
         """
         temporary, final = directories
         shards, linked = self._link(temporary, self._unchanged(slots, sources))
@@ -91,10 +88,7 @@ class IncrementalWriter:
         return same
 
     def _link(self, temporary: Path, same: dict[Slot, StoredPiece]) -> tuple[WrittenShards, dict[Slot, StoredPiece]]:
-        """Hard-link the shards that hold the unchanged pieces ``same`` into the directory ``temporary``.
-
-        Returns the linked shards and the pieces in them. Pieces of ``same`` that are not returned must be written.
-        """
+        """Hard-link shards into ``temporary``. Return these shards and their pieces. Other pieces must be written."""
         files: dict[str, int] = {}
         outside: dict[str, str] = {}
         unused: list[StoredPiece] = []
@@ -129,7 +123,7 @@ class IncrementalWriter:
 
 @dataclass(frozen=True)
 class WriterGroup:
-    """Ranks that write one shard: group ``index`` of ``count``. Its first rank writes. ``comm`` None: a single rank."""
+    """Group ``index`` of ``count``: ranks whose first rank writes a shard for all. ``comm`` is None for one rank."""
 
     comm: Communicator | None
     index: int
@@ -142,7 +136,10 @@ class WriterGroup:
 
 
 def group_of(comm: Communicator, writers: str) -> WriterGroup:
-    """Return this rank's group for ``writers``, the recipe key checkpoint.writers. Collective at the first call."""
+    """Return this rank's group of ranks that together write one shard. Collective at the first call.
+
+    ``writers`` is the recipe key checkpoint.writers: "rank", "node" or the number of groups.
+    """
     count = comm.size
     if writers.isdecimal():
         count = min(count, int(writers))
@@ -161,10 +158,10 @@ def group_of(comm: Communicator, writers: str) -> WriterGroup:
 
 
 class GroupGather:
-    """Sends the pieces of a group of ranks to the rank that writes them. The constructor is collective over the group.
+    """Gather of a `WriterGroup`'s tensor pieces on its writer rank. The constructor is collective over the group.
 
     The writer must use each of `sources` once, in order, and then call `end`, even after an error. The other ranks call
-    `bring`. `slots` describes the pieces of the shard.
+    `bring`.
     """
 
     def __init__(self, group: WriterGroup, pieces: Sequence[Piece]) -> None:
@@ -183,11 +180,11 @@ class GroupGather:
 
     @property
     def slots(self) -> list[Slot]:
-        """Descriptions of the pieces in the group's shard."""
+        """Descriptions of the tensor pieces in the group's shard, ordered by the rank that holds them."""
         return [slot for slots in self._slots for slot in slots]
 
     def sources(self) -> list[BlockSource]:
-        """Return a source of bytes for each slot: the writer's pieces, then the other ranks' pieces in rank order."""
+        """Return, for each tensor piece in `slots`, a function that yields the bytes of the piece in blocks."""
         local_sources: list[BlockSource] = [partial(blocks_of, array) for array in self.arrays]
         theirs = [(rank, slot) for rank, slots in enumerate(self._slots[1:], start=1) for slot in slots]
         return local_sources + [partial(self._sent, rank, len(slot.blocks())) for rank, slot in theirs]
@@ -196,10 +193,9 @@ class GroupGather:
         return self._arriving(rank).blocks(count)
 
     def _arriving(self, rank: int) -> IncomingBlocks:
-        """Return the blocks arriving from ``rank``, after receiving and discarding remaining blocks of lower ranks."""
         while self._incoming is None or self._from < rank:
             if self._incoming is not None:
-                self._incoming.drain()
+                self._incoming.drain()  # discards the rest of a lower rank
             assert self._group.comm is not None
             self._from += 1
             sizes = [size for slot in self._slots[self._from] for size in slot.blocks()]
@@ -207,14 +203,14 @@ class GroupGather:
         return self._incoming
 
     def bring(self) -> str:
-        """Send this rank's pieces to the writer. Return an error message, or ""."""
+        """Send this rank's tensor pieces to the writer rank of its group. Return an error message, or ""."""
         assert self._group.comm is not None
         rank = self._group.comm.rank
         sizes = [size for slot in self._slots[rank] for size in slot.blocks()]
         return send_blocks(self._group.comm, 0, self.arrays, sizes)
 
     def end(self) -> None:
-        """On the writer, receive all remaining blocks, so that all sends of the group complete."""
+        """On the writer, receive and discard all remaining tensor data, so that `bring` completes on other ranks."""
         if len(self._slots) > 1:
             self._arriving(len(self._slots) - 1).drain()
 
@@ -298,7 +294,10 @@ def save_planned(
 
 
 def prepare(plan: SavePlan, group: WriterGroup, comm: Communicator) -> None:
-    """Create the temporary directory of the checkpoint. Collective. Raises StorageError on all ranks."""
+    """Create the temporary directory of the checkpoint. Collective over ``comm``. Raises StorageError on all ranks.
+
+    ``group`` is this rank's writer group, the ranks of ``comm`` that write one shard.
+    """
     error = lost(plan.directory.parent) if comm.rank == 0 else ""
     if comm.rank == 0 and not error:
         try:
@@ -315,9 +314,10 @@ def write(
     sources: Sequence[BlockSource],
     incremental: IncrementalWriter | None = None,
 ) -> ShardOutcome:
-    """Write the shard of ``group``, or only its changed pieces if ``incremental`` is given.
+    """Write one shard of a checkpoint: the tensor pieces of the ranks in ``group``. Return a `ShardOutcome`. Local.
 
-    Return the outcome, which has the message of an error. Local.
+    ``plan`` holds the step and the directories. ``slots`` describes the pieces. ``sources`` has a function per piece
+    that yields its bytes. With ``incremental``, only changed pieces are written.
     """
     name = shard.file_name(group.index, group.count)
     about = {"step": plan.step, "rank": group.index}
@@ -332,7 +332,7 @@ def write(
 
 
 def gather(comm: Communicator, outcome: ShardOutcome) -> list[ShardOutcome]:
-    """Return every rank's outcome on rank 0. On the other ranks, the result has only the errors. Collective."""
+    """Return the `ShardOutcome` of every rank on rank 0. Other ranks get only the errors of all ranks. Collective."""
     data = np.frombuffer(bytearray(msgspec.msgpack.encode(outcome)), np.uint8)
     gathered: list[tuple[str, int]] = comm.allgather_object((outcome.error, data.size))
     if comm.rank:
@@ -354,9 +354,10 @@ def agree(comm: Communicator, error: str) -> None:
 
 
 def commit(plan: SavePlan, outcomes: Sequence[ShardOutcome]) -> str:
-    """Commit the checkpoint. If that fails, remove the unfinished checkpoint. Return an error message, or "". Local.
+    """Commit the checkpoint if all ``outcomes`` (one per rank) have no error. Return an error message, or "". Local.
 
-    If another job has taken over the directory, nothing in it is changed.
+    After an error, removes the unfinished checkpoint. If another job has taken over the directory, nothing in it is
+    changed.
     """
     taken = lost(plan.directory.parent)
     if taken:

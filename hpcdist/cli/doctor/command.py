@@ -95,7 +95,7 @@ def _examine_machine() -> list[Check]:
 
 
 def _examine_world(launched: environment.LaunchEnvironment, as_json: bool) -> int:
-    """Run the checks as one rank of a job that a launcher started. Rank 0 prints them. Collective over the world."""
+    """Run and print the checks as one rank of a launched job. Collective over the world."""
     from hpcdist.comm import start
     from hpcdist.comm.doctor import mpi_library
     from hpcdist.comm.failure import failfast
@@ -132,10 +132,6 @@ def _placement(rows: list[tuple[str, int, tuple[int, ...], int]]) -> Check:
 
 
 def _ports(addresses: list[list[str]], hosts: int) -> Check:
-    """Return a check that lists the TCP ``addresses`` on which each rank listens.
-
-    The check warns if all ranks are on one host (``hosts`` is 1), but an address can be reached from other hosts.
-    """
     shown = "; ".join(f"rank {rank}: {', '.join(ports)}" for rank, ports in enumerate(addresses) if ports)
     is_open = any(not listeners.is_loopback(port) for ports in addresses for port in ports)
     if is_open and hosts == 1:
@@ -247,7 +243,6 @@ def _variables() -> Check:
 
 
 def _launched() -> list[Check]:
-    """Start two ranks that run `hpcdist doctor`, and return the results of their checks."""
     line = [sys.executable, "-P", "-m", "hpcdist", "run", "-n", "2", "--grace", "2", "doctor", "--json"]
     try:
         process = subprocess.run(line, capture_output=True, text=True, timeout=LAUNCH_LIMIT_S, check=False)

@@ -1,7 +1,4 @@
-"""`hpcdist doctor --job`: the ranks of a batch job check their nodes before the training starts. Needs MPI.
-
-Checks: packages, volumes, binding, clocks, remaining walltime, and the resources that the scheduler granted.
-"""
+"""`hpcdist doctor --job`: the ranks of a batch job check their nodes before the training starts. Needs MPI."""
 
 import math
 import os
@@ -26,13 +23,12 @@ if TYPE_CHECKING:
 
 REPORTING_S: Final = 180.0  # time limit for rank 0, which may query a busy scheduler
 UNLIMITED_S: Final = 366 * 86400.0  # Slurm gives a far-away end time to jobs without a limit
-# Name prefix of the temporary lock files. If a rank is killed before it removes its file, the training must not take
-# the directory as locked by another run.
+# Prefix of temporary lock files. The training must not take the file of a killed rank for the lock of another run.
 DOCTOR_PREFIX: Final = f"{LOCK_FILE}.doctor"
 
 
 def examine(out: Path | None, device: str, as_json: bool, recipe: Path | None = None) -> int:
-    """Check the nodes of the job. Rank 0 prints the checks; all ranks exit with the same exit code. Collective."""
+    """Check the nodes of the job. Rank 0 prints the checks; all ranks return the same exit code. Collective."""
     launched = launch_environment.launch_environment()
     gpus = facts.gpu_facts(launched, device)
     try:
@@ -135,7 +131,6 @@ def _world_failure(
     error: HpcdistError,
     environment: Mapping[str, str] = os.environ,
 ) -> Check:
-    """Print the reason why MPI did not start the ranks that the launcher announced, and what to change."""
     cure = (
         "start the job with the mpirun of the MPI that mpi4py loads: `hpcdist doctor` shows both, `hpcdist run` does it"
     )

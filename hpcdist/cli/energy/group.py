@@ -90,7 +90,7 @@ def watch(
 
 
 class _Display:
-    """Printer of a status text that changes. On a terminal, it overwrites one line; elsewhere, it prints a new line."""
+    """Prints a changing status text: over the same line on a terminal, else on a new line."""
 
     def __init__(self, *, to_stderr: bool, quiet: bool) -> None:
         self._err, self._quiet = to_stderr, quiet
@@ -124,7 +124,6 @@ class _Display:
 
 
 def _watch_for(watch: "EnergyWatch", seconds: float | None, screen: _Display) -> int:
-    """Show the power for ``seconds``, or until a signal. If ``seconds`` is None, a signal is not an error."""
     with _signals() as caught:
         limit = math.inf if seconds is None else time.monotonic() + seconds
         _refresh(watch, screen, lambda: time.monotonic() >= limit or bool(caught), limit)
@@ -161,7 +160,6 @@ def _watch_command(watch: "EnergyWatch", arguments: Sequence[str], seconds: floa
 
 
 def _refresh(watch: "EnergyWatch", screen: _Display, over: Callable[[], bool], limit: float) -> None:
-    """Print the power once a second until ``over()`` is true or the monotonic clock shows ``limit`` (in seconds)."""
     next_s = time.monotonic() + REFRESH_S
     while not over():
         now_s = time.monotonic()
@@ -173,7 +171,6 @@ def _refresh(watch: "EnergyWatch", screen: _Display, over: Callable[[], bool], l
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Context manager that records SIGINT and SIGTERM instead of exiting, so that results are still printed."""
     caught: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _: caught.append(number))

@@ -1,7 +1,4 @@
-"""`hpcdist energy report`: print the joules of a run by phase, source and start, with cost and emissions.
-
-`hpcdist.training.use_cases.energy_figures` computes the figures. It is imported late: it loads numpy and h5py.
-"""
+"""`hpcdist energy report`: print the joules of a run by phase, source and start, with cost and emissions."""
 
 import json
 import math

@@ -1,7 +1,6 @@
 """`hpcdist jobs begin` and `end`: decide for a job script whether to train, and whether to requeue the job.
 
-Both run on the first node of a job, without MPI, and print one word on stdout (`begin`: go or done; `end`: again, stop
-or cancelled) and the reason on stderr. `hpcdist.batch.requeue` contains the rules.
+Both run on the first node of a job, without MPI. `hpcdist.batch.requeue` contains the rules.
 """
 
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ _RESTART = click.option("--restart", type=click.IntRange(min=0), default=0, help
 
 
 def newest_checkpoint(run_dir: Path) -> NewestCheckpoint:
-    """Return the directory of the newest complete checkpoint of the run in ``run_dir``. Local."""
+    """Return name and write time of the newest complete checkpoint of the run in ``run_dir``. Local."""
     from hpcdist.cli.run import checkpoints
 
     return next((NewestCheckpoint(*item) for item in checkpoints(run_dir).items()), NewestCheckpoint())
@@ -91,7 +90,6 @@ def begin(
 
 
 def _entries(run_dir: Path) -> list[ledger.LedgerEntry]:
-    """Return the ledger entries of ``run_dir``. If the ledger is unreadable, print a warning and return []."""
     try:
         return ledger.read(run_dir)
     except StorageError as error:
@@ -131,10 +129,7 @@ def _has_ended_well(run_dir: Path, entries: list[ledger.LedgerEntry]) -> bool:
 
 
 def _forget_stop(run_dir: Path, job: str) -> None:
-    """Remove the run's stop file if `hpcdist jobs cancel` wrote it for a job other than ``job``.
-
-    A stop file that names no job is kept.
-    """
+    """Remove the stop file that `hpcdist jobs cancel` wrote for another job. A stop file without a job is kept."""
     path = run_dir / STOP_FILE
     try:
         if regular.read(path, 4096).decode(errors="replace").split() not in ([], [job]):
@@ -152,13 +147,18 @@ def _forget_stop(run_dir: Path, job: str) -> None:
 @click.option("--code", type=int, required=True, help="Exit code of the training.")
 @click.option("--preempted", is_flag=True, help="The scheduler has announced that it preempts this job.")
 def end(run_dir: Path, job: str, restart: int, code: int, preempted: bool) -> None:
-    """Record the end of a job's start in the ledger of RUN_DIR. Print `again`, `stop` or `cancelled`.
+    r"""Record in the ledger of RUN_DIR that one start of a job has ended. Print `again`, `stop` or `cancelled`.
 
-    `again` (requeue the job) is printed in three cases. The training stopped in order to continue (exit code 75) and
-    this start made a new checkpoint, or had no time to save (accepted once). The training failed and a node no longer
-    answers, or the previous start lost a node or was killed. The job was preempted before its training ended.
+    `again` means that the job should be requeued. It is printed in these cases:
 
-    `cancelled` is printed if `jobs cancel` stopped the training. `stop` is printed in all other cases.
+    \b
+    - The training stopped to be continued (exit code 75), and this start saved a new checkpoint.
+    - It stopped with 75 before it could save. This is accepted for one start only.
+    - The training failed, and a node no longer answers.
+    - The training failed, and the previous start of the job lost a node or was killed.
+    - The job was preempted before its training ended.
+
+    `cancelled` is printed if `hpcdist jobs cancel` stopped the training. `stop` is printed in all other cases.
     """
     saved = newest_checkpoint(run_dir)
     entries: list[ledger.LedgerEntry] = []

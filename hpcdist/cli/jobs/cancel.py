@@ -18,7 +18,7 @@ from hpcdist.reporting import atomic
 
 @dataclass(frozen=True)
 class CancelRequest:
-    """A job to cancel, and how: ``parts`` are its array tasks or components to cancel."""
+    """Request to cancel ``job``. ``parts`` are the states of the array tasks or components to cancel."""
 
     job: LocatedJob
     how: str  # "pending", "now", "save" or "over"
@@ -37,9 +37,9 @@ class CancelRequest:
 def cancel(words: tuple[str, ...], saves: bool) -> None:
     """Cancel jobs, named by job number or by the run directory that they train.
 
-    A pending job leaves the queue. A running job saves after the current step, ends with exit code 0, and is not
-    requeued. Later jobs of its chain leave the queue first. With --now a running job is ended at once; work since the
-    newest checkpoint is lost.
+    A pending job leaves the queue. By default (--save) a running job saves after the current step, ends with exit
+    code 0, and is not requeued. Later jobs of its chain leave the queue first. With --now a running job is ended at
+    once; work since the newest checkpoint is lost.
     """
     named = lookup.jobs_named(words)
     live = [job for job in named if job.id in words or job.entered is None or not job.entered.is_ended]
@@ -62,11 +62,6 @@ def _with_later_links(jobs: Sequence[LocatedJob]) -> list[LocatedJob]:
 
 
 def _request(job: LocatedJob, parts: Sequence[JobState], saves: bool) -> CancelRequest:
-    """Return the request to cancel ``parts`` of ``job``. ``saves``: the job saves a checkpoint before it ends.
-
-    Raises UsageError if a running job cannot be asked to save, MissingCapabilityError if the state of a part is
-    unknown.
-    """
     unknown = [part for part in parts if part.state == SchedulerState.UNKNOWN]
     if unknown:
         raise MissingCapabilityError(f"job {job.id} cannot be cancelled: {printable(unknown[0].reason)}")
@@ -89,10 +84,7 @@ def _request(job: LocatedJob, parts: Sequence[JobState], saves: bool) -> CancelR
 
 
 def _check_is_ours(job: LocatedJob, parts: Sequence[JobState]) -> None:
-    """Raise UsageError if the scheduler's job with this number is a different job than ``job``, going by the names.
-
-    This happens if clusters with separate job numbers share a home directory.
-    """
+    # Clusters with separate job numbers may share a home directory.
     ours = job.text("name").partition("\n")[0].strip()
     names = {part.name.strip() for part in parts} - {""}
     if dispatch.scheduler_of(job.id) == dispatch.SLURM and ours and names and ours not in names:

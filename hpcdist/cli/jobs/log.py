@@ -54,7 +54,7 @@ def log(word: str, lines: int, follow: bool) -> None:
 
 
 def log_path(job: LocatedJob) -> Path:
-    """Return the path of the log of ``job``, from its ledger or the scheduler.
+    """Return the path of the log of ``job``, from the run's job records or the scheduler.
 
     Raises UsageError for a whole array, which has several logs, and ConfigurationError if no log is known.
     """
@@ -73,7 +73,6 @@ def log_path(job: LocatedJob) -> Path:
 
 
 def _tail_offset(file: BinaryIO, lines: int) -> int:
-    """Return the byte offset where the last ``lines`` lines of ``file`` begin. If ``lines`` is 0, return 0."""
     end = file.seek(0, os.SEEK_END)
     if lines == 0 or end == 0:
         return 0
@@ -105,7 +104,7 @@ def _wait_for(path: Path, job: LocatedJob) -> None:
 
 
 def _poll(job: LocatedJob) -> Iterator[None]:
-    """Yield at intervals of POLL_S seconds while ``job`` runs, and once after it has ended, to read its last output."""
+    """Yield every POLL_S seconds while ``job`` runs, and once after it has ended, to read its last output."""
     queried_s = -math.inf
     while True:
         over = False

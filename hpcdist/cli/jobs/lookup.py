@@ -1,7 +1,6 @@
 """Find jobs by the words of a command line (job number or run directory), and print their texts safely.
 
-A run directory selects its jobs by its ledger; a job number may also be known to the scheduler only. The module also
-has the arguments, tables and formats that all `hpcdist jobs` commands share.
+A run directory selects its jobs by its ledger; a job number may also be known to the scheduler only.
 """
 
 import os
@@ -27,7 +26,7 @@ _LONG_AGO: Final = datetime.min.replace(tzinfo=UTC)
 
 @dataclass(frozen=True)
 class LocatedJob:
-    """A job, and its ledger data ``entered`` (None if no run in this user's registry contains the job).
+    """A batch job. ``entered`` is its data in the job ledger of its run directory, or None if no ledger contains it.
 
     ``later`` lists the numbers of jobs in the same chain that wait for this job to end.
     """
@@ -38,18 +37,18 @@ class LocatedJob:
     later: tuple[str, ...] = ()
 
     def text(self, name: str) -> str:
-        """Return the text of the ledger field ``name``, or "" if it is not set."""
+        """Return the text of the field ``name`` in the job ledger, or "" if it is not set."""
         return "" if self.entered is None else self.entered.text(name)
 
     def log(self, part: str) -> str:
-        """Return the log path of this job, or of array task ``part``. For a whole array, it contains TASK_PATTERN."""
+        """Return the log path of the job or its array task ``part``. A whole array has TASK_PATTERN in the path."""
         folder, name = os.path.split(self.text("log"))
         task = part.partition("_")[2]
         return os.path.join(folder, name.replace(TASK_PATTERN, task) if task.isdecimal() else name)
 
 
 def all_jobs() -> list[LocatedJob]:
-    """Return the jobs of all runs in this user's registry. An unreadable ledger is skipped with a warning."""
+    """Return the jobs of this user's registered runs. A run with an unreadable ledger is skipped, with a warning."""
     return [job for run_dir in ledger.registered_runs() for job in _of_run(run_dir)]
 
 
@@ -71,11 +70,11 @@ def job_named(word: str) -> LocatedJob:
 
 
 def _by_number(job: str, everything: Sequence[LocatedJob]) -> LocatedJob:
-    """Return the newest registered job with number ``job``. Numbers can repeat if clusters share a home directory."""
     whole = job.partition("_")[0].partition("+")[0]
     matches = [candidate for candidate in everything if candidate.id in (job, whole) and candidate.entered is not None]
     if not matches:
         return LocatedJob(job)
+    # Job numbers can repeat if clusters share a home directory.
     newest = max(
         matches,
         key=lambda candidate: (

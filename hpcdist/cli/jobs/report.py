@@ -1,8 +1,7 @@
 """`hpcdist jobs report`: steps, time, restarts, energy and lost work of jobs.
 
-Data sources: Slurm accounting and the ledger of the run. A start of a job is a `began` entry of the ledger. During a
-start the training may start several times (`hpcdist run --restarts`); ``starts.json`` records these. A failed training
-loses the work since its last checkpoint. If that checkpoint was removed, the reported loss is an upper bound.
+A start of a job is a `began` entry of the ledger of the run. During a start the training may start several times
+(`hpcdist run --restarts`); ``starts.json`` records these.
 """
 
 import json
@@ -52,7 +51,7 @@ class JobStart:
 
 
 class StartWindow(NamedTuple):
-    """Time from one start of a job to the run's next start. ``place``: index of the start's entry in the ledger."""
+    """Time from one start of a job to the run's next start. ``place`` is the first start's index in the job ledger."""
 
     place: int
     job: str
@@ -60,12 +59,12 @@ class StartWindow(NamedTuple):
     last: datetime
 
     def has(self, training: "StartEntry") -> bool:
-        """Return True if the training start ``training`` began in this window."""
+        """Return True if ``training``, an entry of ``starts.json``, began within this window of time."""
         return self.first - CLOCK_SLACK <= _utc(training.began) < self.last
 
 
 def start_windows(entries: Sequence[ledger.LedgerEntry]) -> list[StartWindow]:
-    """Return a time window for each start of a job in the ledger."""
+    """Return one time window for each start of a job in the ledger ``entries``."""
     started = [(place, entry) for place, entry in enumerate(entries) if entry.event == ledger.BEGAN]
     ends = [*(entry.time for _, entry in started[1:]), _END_OF_TIME]
     return [StartWindow(place, entry.job, entry.time, end) for (place, entry), end in zip(started, ends, strict=False)]
@@ -77,11 +76,7 @@ def _job_start(
     live: dict[str, JobState],
     trainings: Sequence["StartEntry"],
 ) -> JobStart:
-    """Return the data of the job start in ``window``.
-
-    A killed start has no `ended` entry. If it is the job's last start, its duration comes from ``live``, the state of
-    the job in the scheduler. Otherwise the last heartbeat of its ``trainings`` gives a lower bound.
-    """
+    """Return duration and result of the job start that begins ``window``. ``live`` maps a job number to its state."""
     entry, state = entries[window.place], live.get(window.job)
     later = [other for other in entries[window.place + 1 :] if other.job == window.job]
     ending = next((other for other in later if other.event in (ledger.BEGAN, ledger.ENDED)), None)
@@ -92,7 +87,7 @@ def _job_start(
     elif ending is None and state is not None and state.elapsed_s is not None:
         elapsed_s = state.elapsed_s
     else:
-        elapsed_s = (max(seen) - entry.time).total_seconds() if seen else None
+        elapsed_s = (max(seen) - entry.time).total_seconds() if seen else None  # lower bound: the last heartbeat
     return JobStart(
         job=entry.job,
         elapsed_s=None if elapsed_s is None else max(0.0, elapsed_s),
@@ -104,7 +99,10 @@ def _job_start(
 
 
 def save_times(run_dir: Path, entries: Sequence[ledger.LedgerEntry]) -> list[datetime]:
-    """Return the times at which checkpoints were written, from existing checkpoints and the ledger. Local."""
+    """Return the sorted times at which checkpoints of the run were written. Local.
+
+    A time comes from a checkpoint in ``run_dir``, or from one of ``entries``, the records of the run's batch jobs.
+    """
     from hpcdist.cli.run import checkpoints
 
     mentioned = [ns for entry in entries if 0 < (ns := entry.number("saved_ns") or 0) < _LATEST_S * 10**9]
@@ -114,7 +112,8 @@ def save_times(run_dir: Path, entries: Sequence[ledger.LedgerEntry]) -> list[dat
 def lost_s(trainings: Sequence["StartEntry"], within: Sequence[StartWindow], saved: Sequence[datetime]) -> float:
     """Return the seconds of work that failed training starts lost: from the last checkpoint to the last heartbeat.
 
-    Only starts that began in one of the windows ``within`` count. ``saved`` are the times of the checkpoints.
+    Only starts that began in one of the windows ``within`` count. ``saved`` are the times of the checkpoints. The loss
+    is an upper bound if checkpoints were removed.
     """
     seconds = 0.0
     for training in trainings:
@@ -126,7 +125,7 @@ def lost_s(trainings: Sequence["StartEntry"], within: Sequence[StartWindow], sav
 
 
 def is_running(entries: Sequence[ledger.LedgerEntry]) -> bool:
-    """Return True if the ledger has no `ended` entry for the newest start of the run."""
+    """Return True if the run's job ledger has no `ended` entry for its newest start."""
     last = next((entry for entry in reversed(entries) if entry.event in (ledger.BEGAN, ledger.ENDED)), None)
     return last is not None and last.event == ledger.BEGAN
 
@@ -154,7 +153,10 @@ def report(word: str, as_json: bool) -> None:
 
 
 def account(jobs: Sequence[LocatedJob]) -> dict[str, Any]:
-    """Return the figures for ``jobs``: all jobs of a run, or one job. Raises ConfigurationError if no job is known."""
+    """Return the report on ``jobs`` (all jobs of a run, or one job) as the object that `report` --json prints.
+
+    Raises ConfigurationError if no job is known.
+    """
     ids = [job.id for job in jobs]
     by_scheduler = dispatch.states(ids)
     states = {job.id: by_ledger(job, by_scheduler[job.id]) for job in jobs}
@@ -205,10 +207,7 @@ def _starts(begun: Sequence[JobStart], rows: Sequence[JobState], states: dict[st
 
 
 def _time(begun: Sequence[JobStart], rows: Sequence[JobState], states: dict[str, JobState]) -> dict[str, Any]:
-    """Return the total time and node hours of the starts ``begun``: from accounting, the ledger or the queue.
-
-    The first of these that knows all starts is used.
-    """
+    """Return elapsed time and node hours from the first complete source: accounting, the ledger, or the queue."""
     # Components of a heterogeneous job (7+0, 7+1) are on different nodes at the same time.
     accounts = [((row.id.partition("+")[0], row.restarts), row.elapsed_s, row.nodes) for row in rows]
     by_ledger = [(number, entry.elapsed_s, entry.nodes) for number, entry in enumerate(begun)]
@@ -251,10 +250,9 @@ def _energy(
 
 
 def _trainings(run_dir: Path) -> "list[StartEntry]":
-    """Return the starts in ``starts.json`` that have plausible times, since a user may have edited the file."""
     from hpcdist.training.run import start_record
 
-    starts = start_record.known_starts(run_dir)
+    starts = start_record.known_starts(run_dir)  # a user may have edited the times
     return [start for start in starts if 0 <= start.began < _LATEST_S and 0 <= start.seen < _LATEST_S]
 
 
@@ -277,7 +275,7 @@ def _lost(
 
 
 def text(figures: dict[str, Any]) -> list[str]:
-    """Return the figures as lines of text."""
+    """Return ``figures``, the result of `account`, as lines of text."""
     lines = []
     for job in figures["jobs"]:
         code = "" if job["exit_code"] is None else f", exit code {job['exit_code']}"

@@ -1,8 +1,4 @@
-"""`hpcdist plan calibrate`: write a cluster file from measurements of this machine.
-
-One process measures a device. The ranks of a launcher also measure their links. Values that are not measured (storage,
-failures, power, prices) come from an existing cluster.
-"""
+"""`hpcdist plan calibrate`: write a cluster file from measurements of this machine."""
 
 import functools
 from pathlib import Path
@@ -73,10 +69,13 @@ def command(
     nodes, and the collectives of training. The file records the measured range and the fit error of each number.
     `hpcdist plan` marks values outside the measured range.
 
+    Values that are not measured, such as prices, come from the cluster --from. --name names the new cluster. --points
+    also writes the measurements to a file, in which --anonymous omits host names.
+
     Measure on an idle machine. A warning is printed, and stored in the file, if the machine is busy.
 
-    Exit code 0: the file is written. 2: usage. 74: a file cannot be written. 78: --from cannot be read. If no cluster
-    can be fitted (2 or 78), the measurements are still written.
+    Exit code 0: the file is written. 2: usage. 74: a file cannot be written. 78: the cluster --from cannot be read. If
+    no cluster can be fitted (2 or 78), the measurements are still written.
     """
     from hpcdist.bench import output_file
     from hpcdist.bench.calibrate import run
@@ -117,10 +116,12 @@ def command(
 def written(
     measured: "CalibrationPoints", output: Path, points: Path | None, base: str, name: str, origin: "Mapping[str, Any]"
 ) -> None:
-    """Write the measurements to ``points``, then the cluster fitted to them to ``output``. Local.
+    """Write the measurements to ``points``. Then fit a cluster to them, and write the cluster to ``output``. Local.
 
-    If no cluster can be fitted, the measurements are written next to ``output`` even if ``points`` is None. In that
-    case, a UsageError or ConfigurationError has the path of the measurements. Raises StorageError.
+    ``base`` is the cluster (name or file) for values that are not measured. ``name`` is the name of the new cluster.
+    ``origin`` is stored with the measurements. If no cluster can be fitted, the measurements are written next to
+    ``output`` even if ``points`` is None. In that case, a UsageError or ConfigurationError has the path of the
+    measurements. Raises StorageError.
     """
     import tomllib
 
@@ -194,10 +195,6 @@ def step(point: "ModelPoint") -> Any:
 
 
 def _series(points: "CalibrationPoints") -> Any:
-    """Yield series of measured times by message size.
-
-    There is one series per network level for messages, and one per collective operation, algorithm and network level.
-    """
     from hpcdist.planner.calibrate.cluster_fit import MESSAGE, TimingSeries
 
     by_series: dict[tuple[Any, ...], list[Any]] = {}

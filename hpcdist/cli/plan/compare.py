@@ -54,9 +54,10 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Plan RECIPE, or a model in numbers, once for each --layout and --cluster, and print all plans in a table.
+    """Plan a model once for each --layout and --cluster, and print all plans in a table.
 
-    Layout options given outside of --layout apply to every --layout that does not set them.
+    The model comes from RECIPE, from --model, or from options such as --layers and --hidden. Layout options given
+    outside of --layout apply to every --layout that does not set them.
     """
     from hpcdist.training.use_cases.plan_subject import read_cluster, subject_from_options, with_published_kernels
 
@@ -77,12 +78,10 @@ def command(
 
 
 class _ComparedPlan(NamedTuple):
-    """Plan of one layout on one cluster. ``answer`` is the estimate, or the reason why no plan is possible."""
-
     subject: "PlanSubject"
     cluster: "Cluster"
     layout_text: str  # value of --layout
-    answer: "PlanEstimate | str"
+    answer: "PlanEstimate | str"  # the estimate, or the reason why no plan is possible
 
 
 def _plan(subject: "PlanSubject", on: "Cluster", text: str) -> _ComparedPlan:
@@ -106,7 +105,6 @@ def _jsonable(plan: _ComparedPlan) -> dict[str, Any]:
 
 
 def _report_text(plans: list[_ComparedPlan]) -> str:
-    """Return a text about ``plans``: a table of the possible ones, the impossible ones with reasons, and caveats."""
     from hpcdist.planner.report.quantities import wrapped
     from hpcdist.planner.report.table import by_row, capped_rows, comparison_table
 

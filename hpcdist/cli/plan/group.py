@@ -1,8 +1,4 @@
-"""The group `hpcdist plan`: memory, time, energy and failures of one layout; lists of clusters and models.
-
-Needs no MPI and no GPU. If the first word names a command of the group (search, compare, clusters, models, calibrate),
-that command runs; any other word is a recipe. Exit code 1: the training does not fit into memory.
-"""
+"""The group `hpcdist plan`: memory, time, energy and failures of one layout; lists of clusters and models."""
 
 import dataclasses
 import json
@@ -40,7 +36,7 @@ if TYPE_CHECKING:
 def clusters(named: str | None, as_json: bool) -> None:
     """List the clusters that come with hpcdist, or print one as TOML, for example as a template for your cluster.
 
-    If a FILE is given, it is also checked.
+    The argument is the name of a listed cluster, or a cluster file, which is also checked.
     """
     from hpcdist.planner.cluster import toml_file
 
@@ -183,8 +179,7 @@ def command(
 def draw_plot(answer: "PlanEstimate", subject: "PlanSubject", cluster: "Cluster", file: Path) -> None:
     """Draw the memory use and the step timeline of the plan ``answer`` to ``file``.
 
-    Raises MissingCapabilityError without matplotlib, StorageError if the file cannot be written, UsageError for a
-    format that is not supported.
+    Raises MissingCapabilityError without matplotlib, StorageError if writing fails, UsageError for an unknown format.
     """
     from hpcdist.planner.report import plot
     from hpcdist.planner.report.plot import timeline

@@ -1,7 +1,6 @@
 """Options of `hpcdist plan` for the model, the layout and the cluster, as tables.
 
-All options default to None, so that a command sees which options were given. They set the fields in
-`hpcdist.planner.layout.LAYOUT_FIELDS` and `hpcdist.training.use_cases.plan_subject`.
+All options default to None, so that a command sees which options were given.
 """
 
 import importlib
@@ -203,11 +202,6 @@ FOUND: Final = ("data", "servers")  # results of a search: a search rejects thes
 
 
 def _complete_names(module: str) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
-    """Return a function for shell completion. It offers the names that ``names()`` of the planner ``module`` returns.
-
-    If no name matches the typed text, it offers files.
-    """
-
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         choices = importlib.import_module(f"hpcdist.planner.{module}").names()
         names = [CompletionItem(name) for name in choices if name.startswith(incomplete)]

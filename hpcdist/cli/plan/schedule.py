@@ -16,7 +16,6 @@ if TYPE_CHECKING:  # late at run time: --help must not load numpy
 
 
 def _costs(text: str) -> tuple[float, float, float]:
-    """Parse "F,I,W": seconds of the forward, input-gradient and weight-gradient passes. Raises ValueError."""
     try:
         forward, inputs, weights = (float(part) for part in text.split(","))
     except ValueError:

@@ -1,7 +1,4 @@
-"""`hpcdist plan search`: find and explain the best layouts for a number of devices.
-
-Also prints the `hpcdist plan` command that plans the best layout again.
-"""
+"""`hpcdist plan search`: find and explain the best layouts for a number of devices."""
 
 import dataclasses
 import json
@@ -155,8 +152,8 @@ def _memory_bytes(size_text: str, cluster: "Cluster") -> float:
     except ConfigurationError as error:
         raise UsageError(f"--memory {error}") from error
     if not 0 < limit <= cluster.device.memory_bytes:
-        size = f"{cluster.device.memory_bytes:,.0f} bytes of a device of {cluster.name}"
-        raise UsageError(f"--memory {size_text} must be above 0 and at most the {size}; change it or leave it out")
+        size = f"{cluster.device.memory_bytes:,.0f} bytes, the memory of a device of {cluster.name}"
+        raise UsageError(f"--memory {size_text} must be above 0 and at most {size}; change it or leave it out")
     return limit
 
 
@@ -201,9 +198,9 @@ def replan_command(
     *,
     simulate: bool,
 ) -> str:
-    """Return the `hpcdist plan` command line that plans ``layout``, one result of a search.
+    """Return the `hpcdist plan` command line for ``layout``, a result of a search that varied the layout ``base``.
 
-    ``base`` is the layout before the search varied it.
+    ``path`` (the recipe), ``overrides`` and ``options`` are the arguments of the search command.
     """
     from hpcdist.cli.plan.group import command
 
@@ -222,7 +219,6 @@ def replan_command(
 
 
 def _changed_options(base: "ParallelLayout", layout: "ParallelLayout") -> dict[str, Any]:
-    """Return the options that turn ``base`` into ``layout``. The data degree and micro-batch are always included."""
     values: dict[str, Any] = {"data": layout.data, "microbatch": layout.microbatch}
     for name in _LAYOUT_FIELDS:
         if layout.pipeline == 1 and name in ("schedule", "chunks"):

@@ -115,7 +115,9 @@ def _warn_of_import(imported: "ImportedCheckpoint") -> None:
 def stripe(directory: Path, nbytes: int, writers: int, wish: str, plan_only: bool, as_json: bool) -> int:
     """Stripe DIR for checkpoints of a given size, with lfs setstripe on Lustre or BeeGFS's own tool.
 
-    The striping applies to files created in DIR later. On other file systems the settings for Lustre are printed.
+    The stripe count is computed for --bytes bytes that --writers ranks write together. --set replaces the computed
+    options. --plan prints the command without running it. The striping applies to files created in DIR later. On other
+    file systems the settings for Lustre are printed.
 
     Exit code 0: success, or nothing to do. 74: the striping tool failed.
     """

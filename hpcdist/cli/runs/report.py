@@ -1,8 +1,4 @@
-"""`hpcdist report`: print, plot, or write as an HTML page the results of a run or a benchmark.
-
-The page combines metrics, recipe, energy, checkpoints and a text sample, which a child process generates in at most
-SAMPLE_LIMIT_S. Numpy, h5py and matplotlib are imported late.
-"""
+"""`hpcdist report`: print, plot, or write as an HTML page the results of a run or a benchmark."""
 
 import json
 import subprocess
@@ -34,7 +30,7 @@ _PLACE_HINT: Final = "give the directory of a training (its --out), or a results
 
 
 def write_page(run_dir: Path, file: Path, *, sample: bool, prompt: str) -> None:
-    """Write the run's HTML page to ``file``. If ``sample``, it has text that the model generates after ``prompt``."""
+    """Write the HTML page of the run in ``run_dir`` to ``file``. For the keywords see `page_context`."""
     from hpcdist.reporting import plotting
     from hpcdist.telemetry.page import document
 
@@ -43,9 +39,9 @@ def write_page(run_dir: Path, file: Path, *, sample: bool, prompt: str) -> None:
 
 
 def page_context(run_dir: Path, *, sample: bool, prompt: str) -> "ExternalData":
-    """Return the page's data on recipe, checkpoints and model. Unreadable data is replaced by the reason.
+    """Return the data for a run's HTML page. Data that cannot be read is replaced by the reason.
 
-    If ``sample``, the data includes text that the model generates from ``prompt``.
+    If the keyword ``sample`` is True, the data has text that the model generates after the keyword ``prompt``.
     """
     from hpcdist.telemetry.page.run_data import NO_CHECKPOINT, NOT_ASKED, ExternalData, TextSample
 
@@ -79,7 +75,6 @@ def _settings(run_dir: Path) -> "tuple[list[RecipeSetting], str, int | None]":
 
 
 def _costs(run_dir: Path) -> "Callable[[float, float], Mapping[str, Any]]":
-    """Return a function of (joules, seconds) that returns kWh, emissions and cost with the run's settings."""
     from hpcdist.energy.accounts import energy_metrics
     from hpcdist.energy.config import EnergyConfig
     from hpcdist.training.observe.energy import carbon_intensity
@@ -259,7 +254,10 @@ def _report_collectives(path: Path, plot: Path | None, as_json: bool, markdown: 
     from hpcdist.bench.collectives import results
 
     if markdown:
-        raise UsageError(f"--markdown needs the results of a sweep, but {path} has collectives; leave --markdown out")
+        raise UsageError(
+            f"--markdown supports only results of a sweep, but {path} holds measurements of collectives; leave "
+            "--markdown out"
+        )
     measured = results.read(path)
     table = reports.rows(measured.configurations)
     if as_json:

@@ -1,8 +1,4 @@
-"""`hpcdist submit`: submit the training of a recipe as a batch job, or print its job script.
-
-Loads neither MPI nor HDF5. If the cluster is known, it prints an estimate of the planner; a failed estimate does not
-prevent the submission.
-"""
+"""`hpcdist submit`: submit the training of a recipe as a batch job, or print its job script."""
 
 import math
 from dataclasses import replace
@@ -28,7 +24,7 @@ PROGRAM: Final = "hpcdist.program"  # key in click's context.meta of the words a
 def estimate_lines(planned: "PlannedJob", cluster: str | None) -> list[str]:
     """Return lines of text with the planner's estimate for the job, or with the reason why there is no estimate.
 
-    Return [] if neither ``cluster`` nor the site names a cluster. Never raises. Local.
+    Return [] if neither ``cluster`` nor the site profile names a cluster to estimate for. Never raises. Local.
     """
     if planned.recipe is None:
         return [f"no estimate: --cluster {cluster} only works for the training of one recipe"] if cluster else []
@@ -65,11 +61,7 @@ def _estimate_lines(job: "BatchJob", recipe: "Recipe", named: str) -> list[str]:
 
 
 def _part_of_nodes(cluster: "Cluster", devices: int) -> "Cluster":
-    """Return ``cluster`` with only the ``devices`` that a job uses on each node. Unchanged if the job uses all of them.
-
-    Other jobs use the other devices. Links within a node connect only the job's devices, and the job gets a
-    proportional part of the host's power and memory.
-    """
+    """Return ``cluster`` reduced to the ``devices`` that a job uses on each node, and their share of the host."""
     node = cluster.node
     if devices >= node.devices:
         return cluster

@@ -1,7 +1,4 @@
-"""Jobs of `hpcdist submit` other than one training: --array, --bench, --server-nodes, and programs.
-
-An array runs one trial per task, and a second job merges the results. Options of one kind are refused for other kinds.
-"""
+"""Jobs of `hpcdist submit` other than one training: --array, --bench, --server-nodes, and programs."""
 
 import hashlib
 import os
@@ -98,7 +95,7 @@ def _program(
         raise UsageError(f"--set {overrides[0]} has no effect on a program: export HPCDIST_SET__SECTION__KEY instead")
     for name in (*_KIND_OPTIONS, *_OWNER_OPTION, "stage_data"):
         if options[name] and name != "at_most":
-            raise UsageError(f"{_flag(name)} is for recipes, not for {program[0]}; leave it out")
+            raise UsageError(f"{_flag(name)} is for recipes, not for {program[0]}; leave {_flag(name)} out")
     if options["at_most"] and not options["tasks"]:
         raise UsageError("--at-most needs --tasks; add --tasks, or leave both out")
     if not options["tasks"]:
@@ -127,17 +124,19 @@ def _refuse_what_trainings_have(
     recipe: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any], flag: str
 ) -> None:
     if recipe is not None or overrides:
-        raise UsageError(f"{flag} excludes {recipe or '--set'}: it does not train one recipe; set keys in a sweep file")
+        raise UsageError(
+            f"{flag} excludes {recipe or '--set'}, because {flag} does not train one recipe; set the recipe keys in a "
+            "sweep file"
+        )
     for name in ("stage_data", "environment", "warmup", "spare_nodes"):
         if options[name]:
             word = {"environment": "stage_environment"}.get(name, name)
-            raise UsageError(f"{_flag(word)} works only for trainings, not with {flag}; leave it out")
+            raise UsageError(f"{_flag(word)} works only for trainings, not with {flag}; leave {_flag(word)} out")
     if options["most_fruitless"] != BatchJob.most_fruitless:
-        raise UsageError(f"--most-fruitless works only for trainings, not with {flag}; leave it out")
+        raise UsageError(f"--most-fruitless works only for trainings, not with {flag}; leave --most-fruitless out")
 
 
 def _sweep(path: Path, site: "SiteProfile", options: Mapping[str, Any]) -> "tuple[Sweep, list[SweepTrial], str]":
-    """Return the sweep in file ``path``, its trials with the site's defaults, and the sweep's text with all values."""
     from hpcdist.batch.sites import search
     from hpcdist.bench.sweep import definition
     from hpcdist.cli.bench.trials import SweepRecipes
@@ -218,7 +217,6 @@ def _suite(named: str) -> str:
 
 
 def _arguments(suite: str, text: str) -> tuple[str, ...]:
-    """Split the text of --bench-args into words. Raises UsageError for options that `hpcdist bench` would reject."""
     from click.core import ParameterSource
 
     from hpcdist.cli.bench import group
@@ -277,7 +275,7 @@ def _check_servers(job: "ServersJob") -> None:
         if value != expected:
             raise ConfigurationError(
                 f"{section}.{name} = {value!r} with --server-nodes {job.server_nodes} x {job.server_ranks_per_node}: "
-                f"ranks on server nodes are dedicated servers; set it to {expected!r}, or leave "
+                f"ranks on server nodes are dedicated servers; set {section}.{name} to {expected!r}, or leave "
                 "--server-nodes out"
             )
 

@@ -4,15 +4,11 @@
     bruck         at most ceil(log2 p) (α + n/2 β)            equal block sizes; n more bytes of scratch
     native        MPI library
     hierarchical  see `hpcdist.collectives.algorithms.hierarchical_all_to_all`
+    allreduce     2 (p-1) α + 2 (p-1)/p n β + (p-1)/p n γ
 
-Bruck's algorithm sends a block once for each set bit of its distance, with all blocks that have this bit set (J. Bruck
-et al., IEEE Trans. Parallel Distrib. Syst. 8 (1997) 1143-1156).
+In the allreduce, every rank sums one chunk of all ranks in rank order, and sends the sum to all.
 
-In the allreduce, every rank sums one chunk of all ranks in rank order, and sends the sum to all:
-
-    2 (p-1) α + 2 (p-1)/p n β + (p-1)/p n γ
-
-16-bit floats are sent as 16 bits, summed in float32 and rounded once.
+Bruck's algorithm: J. Bruck et al., IEEE Trans. Parallel Distrib. Syst. 8 (1997) 1143-1156.
 """
 
 from collections.abc import Callable, Sequence
@@ -83,12 +79,11 @@ def _compare_parts(comm: Communicator, send_ranges: Sequence[Range], receive_ran
 def pairwise_all_to_all(
     comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
 ) -> None:
-    """Exchange blocks pairwise: in step k = 1 to p - 1, rank r of p sends to rank r + k and receives from rank r - k.
+    """Exchange blocks in steps k = 1 to p - 1: rank r sends to rank (r + k) mod p and receives from rank (r - k) mod p.
 
     Collective over ``comm``.
     """
     receive[receive_ranges[comm.rank].slice] = send[send_ranges[comm.rank].slice]
-    # At every distance the messages are a permutation of the ranks: each rank sends and receives one message.
     for distance in range(1, comm.size):
         to, source = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size
         comm.sendrecv(send[send_ranges[to].slice], to, receive[receive_ranges[source].slice], source)
@@ -99,8 +94,8 @@ def bruck_all_to_all(
 ) -> None:
     """Exchange blocks by Bruck's algorithm. Collective over ``comm``.
 
-    In step b = 0, 1, ..., each rank sends a block to the rank 2^b ahead if bit b of the block's distance to its
-    receiver is set.
+    In step b = 0, 1, ..., rank r sends to rank (r + 2^b) mod p all blocks whose distance to their receiver, in ranks,
+    has bit b set.
     """
     block = _block(send_ranges, receive_ranges)
     # Row i is the block with i ranks to go. In step b, rows with bit b in their number move 2^b ranks ahead and keep
@@ -165,7 +160,7 @@ def _check(
 
 
 def all_to_all_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Reduce ``buffer``, in any supported dtype, in place with equal bits on every rank. Collective over ``comm``."""
+    """Reduce ``buffer`` in place by an all-to-all and an all-gather, with equal bits on every rank. Collective."""
     chunks = split(buffer.size, comm.size, buffer.itemsize)
     all_to_all_reduce_scatter(comm, buffer, chunks, op)
     all_gather(comm, buffer, chunks)
@@ -184,7 +179,7 @@ def all_to_all_reduce_scatter(comm: Communicator, buffer: Array, shares: Sequenc
 
 
 def reduce_rows(rows: list[Array], result: Array, op: str) -> None:
-    """Reduce ``rows`` (one per rank) in rank order, in the accumulation dtype. Round once into ``result``. Local."""
+    """Reduce ``rows``, an array per rank, in rank order in the accumulation dtype. Round ``result`` once. Local."""
     wide = accumulation_dtype(result.dtype)
     total = scratch("all to all total", result.size, wide, result)
     combine = ufunc(total, op)

@@ -5,8 +5,7 @@
     chain               (p-2 + n/b) (α + b β)              in segments of b bytes
     native              MPI library
 
-Scatter and all-gather: M. Barnett, L. Shuler, R. van de Geijn et al., "Interprocessor collective communication library
-(InterCom)", SHPCC 1994.
+Scatter and all-gather: M. Barnett et al., "Interprocessor collective communication library (InterCom)", SHPCC 1994.
 """
 
 from collections.abc import Callable

@@ -6,9 +6,9 @@ J. L. Träff, arXiv:2410.14234 (2024). With equal blocks:
     all_gather            ceil(log2 p) α + (p-1)/p n β
     circulant_allreduce 2 ceil(log2 p) α + 2 (p-1)/p n β + (p-1)/p n γ
 
-For rank r, number i means block (r + i) mod p. Rank r begins with s = p partial sums and halves them in every round:
-with h = ceil(s / 2), it sends sums h..s-1 to rank r + h, where they are 0..s-h-1, and adds the sums from rank r - h.
-The all-gather reverses the rounds. Each element is summed on one rank, so all ranks get the same bits.
+Rank r numbers the blocks from its own block: its number i is block (r + i) mod p. It begins with s = p partial sums.
+In every round, with h = ceil(s / 2), it sends sums h..s-1 to rank r + h, which numbers them 0..s-h-1. It adds the sums
+from rank r - h to its sums, and keeps h sums.
 """
 
 from collections.abc import Sequence
@@ -58,11 +58,7 @@ def _from_own(comm: Communicator, ranges: Sequence[Range]) -> list[Range]:
 
 
 def _rounds(size: int) -> list[tuple[int, int]]:
-    """Return, for each round, a rank's number of partial sums before and after the round.
-
-    The first round begins with ``size`` partial sums. Each round halves the number, rounded up.
-    """
-    rounds = []
+    rounds = []  # numbers of partial sums (before, after) each round
     while size > 1:
         rounds.append((size, -(-size // 2)))
         size = rounds[-1][1]

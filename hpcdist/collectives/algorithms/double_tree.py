@@ -5,12 +5,8 @@ P. Sanders, J. Speck, J. L. Träff, Parallel Computing 35 (2009) 581-594. With s
     about (4 log2(p) + n/b) (α + b β + b γ)
 
 The inner nodes of the first tree are the even ranks, and of the second tree the odd ranks (and rank 0 if p is odd). A
-rank sends half of the buffer to its parent and to each child in both trees:
-
-    (parents + children) n/2    at most 2 n, and on average 2 (p-1)/p n as in a ring
-
-A schedule with one tick per edge pipelines the segments. A step waits only for steps with an earlier tick, or for
-upward steps with the same tick, so there is no deadlock. The root's bits are copied to all ranks.
+rank sends at most 2 n bytes, and on average 2 (p-1)/p n as in a ring. A step waits only for steps with an earlier tick
+(see `_Lane.turns`), or for upward steps with the same tick, so there is no deadlock.
 """
 
 from collections.abc import Sequence
@@ -74,12 +70,10 @@ def trees(size: int) -> tuple[tuple[TreePosition, TreePosition], ...]:
 
 
 def _place(rank: int, size: int) -> TreePosition:
-    """Return the position of ``rank`` in a binary tree of ``size`` ranks. The root is rank 0.
+    """Return the position of ``rank`` in a binary tree. The root is rank 0; below it, in-order ranks are ascending.
 
-    Below the root, ranks 1 to size - 1 are in in-order. Odd ranks are leaves. A rank with t trailing zero bits has
-    children with t - 1 trailing zero bits, or with fewer at the end of the tree.
+    A rank with t trailing zero bits has children with t - 1, or with fewer at the end of the tree.
     """
-    # The number of trailing zero bits is the height above the leaves; number 0 is the root.
     zeros = (rank & -rank).bit_length() - 1 if rank else size.bit_length()
     below = [rank - (1 << (zeros - 1))] if rank and zeros else []
     above = [rank + (1 << power) for power in range(zeros - 1, -1, -1) if rank + (1 << power) < size]
@@ -121,10 +115,9 @@ class _Lane:
         self.sends_down: list[Request] = []  # to the children
 
     def turns(self) -> list[tuple[int, bool, int, int]]:
-        """Return the steps of this rank in order, as (tick, is downward, tree, segment).
+        """Return this rank's steps as (tick, is downward, tree, segment).
 
-        Segment s is complete at the root at tick s. A rank at depth d sends its sum of segment s up at tick s - d, and
-        receives the result at tick s + d.
+        The root has the sum of segment s at tick s. A rank at depth d sends at tick s - d and receives at tick s + d.
         """
         count, depth = len(self.segments), self.place.depth
         turns = [(segment - depth, False, self.index, segment) for segment in range(count)]
@@ -133,10 +126,6 @@ class _Lane:
         return turns
 
     def reduce_up(self, segment: int) -> None:
-        """Add the children's partial sums of ``segment``.
-
-        Send the sum to the parent; the root sends it down to its children.
-        """
         total = self.segments[segment]
         for inbox in self.inboxes:
             self.combine(inbox.take(), total, total)
@@ -146,7 +135,6 @@ class _Lane:
             self.sends_up.append(self.comm.isend(total, self.place.parent, self.up))
 
     def hand_down(self, segment: int) -> None:
-        """Receive the result of ``segment`` from the parent and send it to the children."""
         assert self.place.parent is not None
         # Post receives for this and the next segment, once their partial sums have been sent from the same memory.
         for ahead in range(len(self.receives_down), min(segment + 2, len(self.segments))):
@@ -159,6 +147,5 @@ class _Lane:
         self.sends_down += [self.comm.isend(result, child, self.down) for child in self.place.children]
 
     def finish(self) -> None:
-        """Wait for all sends, after which the caller may use the buffer."""
         wait_all(self.sends_up)
         wait_all(self.sends_down)

@@ -9,8 +9,8 @@ chunks of the buffer then receives its chunk of every node, finishes the tree, a
 
     (k + 1) (p-1) α + (k + 1) (p-1)/p n β + (k p - 1)/p n γ
 
-k is 1 if L/p is a power of two, else k <= 2 log2(L/p) + 1. `FixedTree.reduce_scatter` stops at the owners: k (p-1)/p n
-bytes. If d chunks make up the buffer and p/d ranks own each chunk: k (p-1)/d n bytes.
+k is 1 if L/p is a power of two, else k <= 2 log2(L/p) + 1. `FixedTree.reduce_scatter` sends k (p-1)/p n bytes, or k
+(p-1)/d n bytes if p/d ranks own each of d chunks.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,10 +34,7 @@ from hpcdist.errors import HpcdistError, UsageError
 
 
 def shards_of(shards: int, size: int) -> list[Range]:
-    """Split the shard numbers 0 to ``shards`` - 1 into one range for each of ``size`` ranks.
-
-    The ranges are of equal size, but the first ranks may get one shard more.
-    """
+    """Split the shards 0 to ``shards`` - 1 into ``size`` ranges. The first ranges may have one shard more."""
     return split(shards, size, itemsize=1, align_bytes=1)
 
 
@@ -49,10 +46,7 @@ def halves(node: Range) -> tuple[Range, Range]:
 
 
 def nodes_within(shards: int, part: Range) -> list[Range]:
-    """Return the largest nodes (ranges of shards) that together are the range ``part``.
-
-    The tree has ``shards`` shards.
-    """
+    """Return the fewest nodes, in a tree over ``shards`` shards, that together cover exactly the shards in ``part``."""
 
     def walk(node: Range) -> list[Range]:
         common = node.intersect(part)
@@ -84,7 +78,7 @@ class _Partial:
 
 
 class FixedTree:
-    """Reduces one buffer per logical shard over the ranks of ``comm``. A fixed tree sets the summation order.
+    """Reduction of one buffer per logical shard over the ranks of ``comm``. A fixed tree sets the summation order.
 
     Rank r calls `add` for each of its shards ``shards_of(shards, comm.size)[r]``, in ascending order. Then it calls
     `reduce` or `reduce_scatter`, after which it may start again. All buffers have the same size and dtype. 16-bit
@@ -108,7 +102,8 @@ class FixedTree:
     def add(self, shard: int, addend: Array, *, copy: bool = True) -> None:
         """Add ``addend``, the buffer of shard ``shard``. The caller may change the buffer afterwards. Local.
 
-        If ``copy`` is False, the buffer must not change until `reduce`, which may overwrite it. This saves one copy.
+        If the keyword ``copy`` is False, the buffer must not change until `reduce`, which may overwrite it. This saves
+        one copy.
         """
         check_buffer(addend)
         self._check_turn(shard in self._own and shard == self._next, f"shard {shard} is added")
@@ -128,7 +123,7 @@ class FixedTree:
         self._partials.append(partial)
 
     def reduce(self, buffer: Array) -> None:
-        """Overwrite ``buffer`` (may be the last addend) with the result, with equal bits on all ranks. Collective."""
+        """Write the result, equal on all ranks, to ``buffer``, which may be the array of the last `add`. Collective."""
         chunks = split(buffer.size, self._comm.size, buffer.itemsize)
         self._run("allreduce", buffer, chunks, lambda: all_gather(self._comm, buffer, chunks))
 
@@ -168,10 +163,7 @@ class FixedTree:
         comm.events.end(token)
 
     def _rows(self, chunks: Sequence[Range]) -> dict[int, Array]:
-        """Return this rank's chunk of every partial sum, as {first shard of the sum: chunk}.
-
-        The partial sums come from all ranks. The caller may overwrite the chunks.
-        """
+        """Return this rank's chunk of every rank's partial sums, by first shard. The caller may overwrite them."""
         comm, share = self._comm, chunks[self._comm.rank]
         rows = {partial.node.start: partial.total[share.slice] for partial in self._partials}
         nothing = Range(0, 0)
@@ -190,10 +182,7 @@ class FixedTree:
         return rows
 
     def _finish(self, node: Range, rows: dict[int, Array], out: Array | None) -> Array:
-        """Return the sum at tree node ``node``. ``rows`` is {first shard of a partial sum: partial sum}.
-
-        A sum computed here is written to ``out``, or over one of ``rows`` if ``out`` is None.
-        """
+        """Return the sum of the shards in ``node``, in ``out``, or over one of ``rows`` if ``out`` is None."""
         if node in self._brought:
             return rows[node.start]
         left, right = (self._finish(half, rows, None) for half in halves(node))
@@ -229,7 +218,10 @@ class FixedTree:
     def _check_size(self, size: int) -> None:
         held = [partial.total.size for partial in self._partials] + [array.size for array in self._free]
         if held and held[0] != size:
-            raise UsageError(f"a buffer of {size} elements does not fit a tree of {held[0]}; make a tree for each size")
+            raise UsageError(
+                f"got a buffer of {size} elements, but this FixedTree sums buffers of {held[0]} elements; make a "
+                "FixedTree for each buffer size"
+            )
 
 
 def _as(dtype: "np.dtype[Any]", values: Array) -> Array:

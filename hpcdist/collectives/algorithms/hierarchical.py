@@ -6,9 +6,7 @@ With m ranks on each of k nodes, local rank i of every node reduces part i of m 
     between  2 (k-1) α + 2 (k-1)/k (n/m) β + (k-1)/k (n/m) γ          (k = 2: α and n/m γ instead)
 
 This is the 2D torus of H. Mikami et al., arXiv:1811.05233 (2018). If nodes have unequal numbers of ranks, m is the
-smallest number, and the other ranks only help inside their node. While segments are on the wire, the node sums the next
-segments. Two nodes exchange their sums; more nodes form a ring. The order of all sums depends only on the sizes, and
-all ranks get the same bits.
+smallest number, and the other ranks only help inside their node. The order of all sums depends only on the sizes.
 """
 
 from collections import deque
@@ -41,10 +39,11 @@ def hierarchical_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -
 
 
 def hierarchical(intra: Communicator, inter: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Reduce ``buffer`` in place over a grid of ranks: ``intra`` is this rank's row, ``inter`` its column. Collective.
+    """Reduce ``buffer`` in place over a grid of ranks: first in each row, then between the rows. Collective.
 
-    Every row (usually a node) has the same number of ranks. A column joins the ranks with the same number in all rows,
-    in the order of the rows. Memory is kept for ``intra`` until `collectives.release`.
+    ``intra`` is the communicator of this rank's row, usually a node. ``inter`` is the communicator of its column. Every
+    row has the same number of ranks. A column joins the ranks with the same local rank in all rows, in the order of the
+    rows. Shared memory of ``intra`` is kept for later calls, until ``collectives.release(intra)``.
     """
     combiner(buffer, op)
     place = _Place(intra, inter, inter.rank, inter.size, intra.size, tuple(range(inter.size)))
@@ -53,10 +52,11 @@ def hierarchical(intra: Communicator, inter: Communicator, buffer: Array, op: st
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Position of this rank: node ``index`` of ``count``. Ranks 0 to ``streams`` - 1 of a node send to other nodes.
+    """Position of this rank: on node ``index`` of ``count``.
 
-    ``ranks`` holds, for each node, the rank in ``inter`` that handles the same part of the buffer. It is empty if this
-    rank sends nothing to other nodes.
+    ``intra`` has the ranks of this node; ``inter`` carries messages to other nodes, from the first ``streams`` ranks of
+    each node. ``ranks`` has, for each node, the rank in ``inter`` with this rank's part of the buffer, or is empty if
+    this rank sends nothing.
     """
 
     intra: Communicator
@@ -67,10 +67,6 @@ class _Place:
     ranks: tuple[int, ...]
 
     def peer(self, distance: int) -> int:
-        """Return the ``inter`` rank on the node ``distance`` ahead in the ring of nodes.
-
-        Returns -1 if this rank sends nothing to other nodes.
-        """
         return -1 if not self.ranks else self.ranks[(self.index + distance) % self.count]
 
 
@@ -103,7 +99,6 @@ def _reduce(place: _Place, buffer: Array, op: str) -> None:
 
 
 def _exchange(wire: "_Wire", segments: Sequence[Range]) -> None:
-    """Reduce over two nodes. For every segment, each node sends its sum to the other node and adds both sums."""
     node, first = wire.node, wire.place.index == 0
     # A segment is sent AHEAD steps before the other node's sum of this segment is waited for.
     for step in range(len(segments) + AHEAD):
@@ -120,11 +115,10 @@ def _exchange(wire: "_Wire", segments: Sequence[Range]) -> None:
 
 
 def _ring(wire: "_Wire", turns: Sequence[Sequence[Range]]) -> None:
-    """Reduce over a ring of k nodes: each chunk's sum goes round the ring once, then its total goes round once.
+    """Reduce over a ring of k nodes: each chunk's partial sum goes around the ring once, then its total does.
 
-    ``turns`` holds the segments of each chunk, in the order in which this node sends them. In step h, this node
-    receives the chunk ``turns[h + 1]`` (modulo k): a partial sum if h < k - 1, else a total. In step h + 1, it sends
-    this chunk on.
+    ``turns[i]`` lists the segments of the i-th of k chunks that this node sends. Step h sends ``turns[h]`` and receives
+    ``turns[h + 1]`` (indices modulo k): partial sums if h < k - 1, else totals.
     """
     node, nodes = wire.node, wire.place.count
     expected = [(hop, segment) for hop in range(2 * nodes - 2) for segment in turns[(hop + 1) % nodes]]
@@ -165,7 +159,6 @@ class _Wire:
         self._taken = 0
 
     def send(self, segment: Range, distance: int) -> None:
-        """Send this rank's part of ``segment`` to the node ``distance`` ahead, after all earlier sends. Local."""
         self._ready.append((self.node.own(segment), self.place.peer(distance)))
         self._begin_sends()
 
@@ -175,11 +168,6 @@ class _Wire:
             self._sends.append(self.place.inter.isend(part, peer) if part.size else None)
 
     def receive(self, segment: Range, distance: int, *, into_place: bool = False) -> None:
-        """Start to receive this rank's part of ``segment`` from the node ``distance`` ahead. Local.
-
-        If the keyword ``into_place`` is true, the data overwrites this part of the buffer; otherwise it goes to a
-        scratch slot.
-        """
         part = self.node.own(segment)
         if not part.size:
             self._arrivals.append(None)
@@ -190,7 +178,6 @@ class _Wire:
         self._arrivals.append((self.place.inter.irecv(part, self.place.peer(distance)), part))
 
     def complete(self) -> Array | None:
-        """Wait for the oldest receive and the oldest send. Return the received data, or None if it is empty. Local."""
         arrival, send = self._arrivals.popleft(), self._sends.popleft()
         if arrival is not None:
             arrival[0].wait()

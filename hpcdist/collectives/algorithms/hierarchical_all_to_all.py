@@ -1,8 +1,7 @@
-"""Hierarchical all-to-all of uneven parts: one message each way between two nodes, and exchanges inside nodes.
+"""Hierarchical all-to-all of uneven parts, with one message each way between two nodes.
 
-For each pair of nodes, one rank of each node is the gateway; the local ranks take turns. The gateway collects the parts
-of its node for the other node, sends them in one message, and distributes the received parts. On N nodes of m ranks, p
-in all, with n bytes each, a rank sends
+For each pair of nodes, one rank of each node (the local ranks take turns) is the gateway, which sends all parts of its
+node for the other node. On N nodes of m ranks, p in all, with n bytes each, a rank sends
 
     (N-1)/m messages of about m n/N bytes between nodes, instead of p - m messages of n/p bytes
     inside the node: two exchanges of (N-1)/N n bytes, and one of n/N
@@ -24,7 +23,10 @@ Parts = list[list[Array]]  # one list per rank of a node
 def hierarchical_all_to_all(
     comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
 ) -> None:
-    """Exchange blocks. Blocks for another node go through a gateway rank, one per pair of nodes. Collective."""
+    """Send ``send[send_ranges[r]]`` to each rank r, and receive ``receive[receive_ranges[r]]`` from it. Collective.
+
+    Parts for another node go through a gateway rank, one per pair of nodes.
+    """
     nodes = comm.nodes()
     here = nodes.members[nodes.index]
     own_ranges = [send_ranges[rank] for rank in here], [receive_ranges[rank] for rank in here]
@@ -52,9 +54,10 @@ def hierarchical_all_to_all(
 def _between(
     comm: Communicator, nodes: Nodes, mine: list[int], brought: Parts, sizes: np.ndarray, like: Array
 ) -> Parts:
-    """Exchange parts with the nodes numbered ``mine``, for which this rank is the gateway.
+    """Exchange parts with each node in ``mine``, for which this rank is gateway. Return the received parts.
 
-    ``brought`` holds the parts from each local rank. Return the received parts by local rank.
+    ``brought[i]`` lists the parts that local rank i sends, and item i of the result the parts for local rank i.
+    ``sizes`` comes from `gather_sizes`.
     """
     arrived: Parts = [[] for _ in brought]
     requests, first, opened = [], 0, []
@@ -77,13 +80,13 @@ def _between(
 
 
 def gather_sizes(comm: Communicator, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]) -> np.ndarray:
-    """Return all ranks' block sizes as an array (rank, sent or received, peer). Collective over ``comm``."""
+    """Return the sizes of all ranks' parts, of shape (ranks, 2, ranks): to and from each rank. Collective."""
     local_sizes = [[part.size for part in ranges] for ranges in (send_ranges, receive_ranges)]
     return gather_counts(comm, np.array(local_sizes, np.int64))
 
 
 def _exchange(intra: Communicator, name: str, parts: Parts, expected: list[list[int]], like: Array) -> Parts:
-    """Send ``parts[i]`` to rank i of the node. Return the received parts, of the sizes ``expected``. Collective."""
+    """Send ``parts[i]`` to local rank i. Return the arrays from each local rank, of sizes ``expected``. Collective."""
     flat, lengths = [part for row in parts for part in row], [size for row in expected for size in row]
     send = scratch(f"{name} out", sum(part.size for part in flat), like.dtype, like)
     _views(send, [part.size for part in flat], flat)

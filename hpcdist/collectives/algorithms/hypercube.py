@@ -1,22 +1,16 @@
 """Recursive doubling and Rabenseifner's algorithm: ranks paired by the bits of their number.
 
-With p ranks and n bytes, for p a power of two:
+For p a power of two:
 
     recursive doubling   log2(p) (α + n β + n γ)
     Rabenseifner         2 log2(p) α + 2 (p-1)/p n β + (p-1)/p n γ
 
 R. Thakur, R. Rabenseifner, W. Gropp, Int. J. High Perform. Comput. Appl. 19 (2005) 49-66; R. Rabenseifner, ICCS 2004,
-LNCS 3036.
-
-In step k of recursive doubling, every rank exchanges its whole partial sum with the rank that differs in bit k. Both
-pass the operand of the lower half first, so they compute the same bits. Rabenseifner's algorithm is a reduce-scatter by
-recursive halving, then an all-gather by recursive doubling.
+LNCS 3036. Rabenseifner's algorithm is a reduce-scatter by recursive halving, then an all-gather by recursive doubling.
 
 If p is not a power of two, let q be the largest power of two below p: the first 2 (p-q) ranks form pairs, and each pair
-is one of q vertices. For a short buffer, the odd rank of a pair sums both buffers, and returns the result at the end (2
-α + 2 n β + n γ more). For a long buffer, each rank of a pair sums one half. In the first halving, one of these halves
-goes to the partner vertex, and in the last doubling it comes back. Then the pair exchanges halves (2 α + n β + n/2 γ
-more).
+is one of q vertices. For a short buffer, the odd rank of a pair sums both buffers (2 α + 2 n β + n γ more). For a long
+buffer, each rank of a pair sums one half (2 α + n β + n/2 γ more).
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +26,11 @@ from hpcdist.comm.communicator import Communicator
 
 @dataclass(frozen=True, slots=True)
 class Hypercube:
-    """The 2^k ranks (vertices) that take part in an algorithm. ``rank`` is this rank's vertex number, None outside."""
+    """The 2^k ranks (vertices) that take part in an algorithm, out of all ranks of a communicator.
+
+    ``size`` is 2^k. ``rank`` is this rank's vertex number, or None if it does not take part. ``pairs`` is the number of
+    pairs of ranks of which only one rank takes part.
+    """
 
     size: int
     rank: int | None
@@ -59,7 +57,10 @@ class Hypercube:
 
 
 def fold(comm: Communicator, buffer: Array, combine: Combine) -> Hypercube:
-    """Reduce the buffers of ranks outside the hypercube into buffers inside. Return the hypercube. Collective."""
+    """Reduce the buffers of ranks outside the hypercube into buffers of ranks inside it. Return the hypercube.
+
+    Collective over ``comm``.
+    """
     cube = Hypercube.of(comm)
     if cube.is_paired(comm):
         if cube.rank is None:
@@ -112,8 +113,9 @@ def rabenseifner_allreduce(
 ) -> None:
     """Reduce ``buffer`` in place by Rabenseifner's algorithm, with equal bits on every rank. Collective over ``comm``.
 
-    If the number of ranks is not a power of two, pairs of ranks share the sum of a buffer of at least ``halves_bytes``
-    bytes. For a shorter buffer, one rank of each pair is idle.
+    If the number of ranks is not a power of two, some ranks form pairs. For a buffer of at least ``halves_bytes``
+    bytes, each rank of a pair sums one half of the buffer. For a shorter buffer, one rank of each pair sums the whole
+    buffer.
     """
     combine = combiner(buffer, op)
     if comm.size & (comm.size - 1) and buffer.nbytes >= halves_bytes:
@@ -162,23 +164,19 @@ class _Place:
 
     @property
     def kept(self) -> int:
-        """Index (0 or 1) of the half of the buffer that this vertex keeps in the first halving.
-
-        The partner vertex keeps the other half.
-        """
+        """Index (0 or 1) of the buffer half that this rank's vertex keeps in the first halving."""
         return self._kept_by(self.vertex)
 
     @property
     def goes_on(self) -> bool:
-        """True if this rank, and not the other rank of its pair, takes part in the steps after the first halving."""
+        """True if this rank, not the other rank of its pair, takes part after the first halving."""
         return self.held in (None, self.kept)
 
     def across(self, half: int) -> int:
-        """Return the rank of the partner vertex's pair that has half ``half`` (0 or 1) of the buffer."""
+        """Return the rank of the partner vertex, a single rank or a pair, that has ``half`` (0 or 1) of the buffer."""
         return self._answers(self.vertex ^ (self.cube.size // 2), half)
 
     def rank_of(self, vertex: int) -> int:
-        """Return the rank that takes part for the vertex number ``vertex`` in the steps after the first halving."""
         return self._answers(vertex, self._kept_by(vertex))
 
     def _kept_by(self, vertex: int) -> int:
@@ -191,9 +189,9 @@ class _Place:
 
 
 def _first_halving(comm: Communicator, place: _Place, buffer: Array, arrival: Array, combine: Combine) -> None:
-    """Reduce ``buffer`` over each pair of ranks, then with the partner vertex. ``arrival`` is a scratch buffer.
+    """Reduce ``buffer`` over this rank's pair, then over its vertex and the partner vertex.
 
-    ``place`` says which half of ``buffer`` this vertex keeps. Afterwards this half holds the sum over both vertices.
+    Afterwards the ranks with ``place.goes_on`` have the sum of the half ``place.kept``. ``arrival`` is scratch memory.
     """
     first, second = (buffer[half.slice] for half in place.halves)
     target, outgoing = (second, first) if place.kept else (first, second)
@@ -215,7 +213,6 @@ def _first_halving(comm: Communicator, place: _Place, buffer: Array, arrival: Ar
 
 
 def _last_doubling(comm: Communicator, place: _Place, buffer: Array) -> None:
-    """Exchange finished halves of ``buffer`` with the partner vertex, then between the two ranks of each pair."""
     first, second = (buffer[half.slice] for half in place.halves)
     finished, missing = (second, first) if place.kept else (first, second)
     if place.held is None:
@@ -230,7 +227,7 @@ def _last_doubling(comm: Communicator, place: _Place, buffer: Array) -> None:
 
 
 def _window(chunks: Sequence[Range], vertex: int, width: int) -> slice:
-    """Return the elements of the aligned block of ``width`` chunks (a power of two) that contains chunk ``vertex``."""
+    """Return the buffer slice of the aligned group of ``width`` chunks (a power of two) with chunk ``vertex``."""
     first = vertex & -width  # clear the low bits
     return slice(chunks[first].start, chunks[first + width - 1].stop)
 
@@ -245,10 +242,7 @@ def _reduce_scatter(
     chunks: Sequence[Range],
     combine: Combine,
 ) -> None:
-    """Reduce-scatter: halve the window of 2 ``width`` chunks until one reduced chunk is left.
-
-    In each step, this rank sends half of its window to a partner and reduces the other half.
-    """
+    """Reduce-scatter over 2 ``width`` vertices by recursive halving. ``chunks`` has a buffer range per vertex."""
     while width:
         partner = vertex ^ width  # has the other half of the aligned window of 2 width chunks
         target, outgoing = buffer[_window(chunks, vertex, width)], buffer[_window(chunks, partner, width)]
@@ -261,7 +255,6 @@ def _reduce_scatter(
 def _all_gather(
     comm: Communicator, vertex: int, rank_of: Callable[[int], int], last: int, buffer: Array, chunks: Sequence[Range]
 ) -> None:
-    """Double the window of finished chunks repeatedly, by exchanges with partners, until it has ``last`` chunks."""
     width = 1
     while width < last:
         partner = vertex ^ width

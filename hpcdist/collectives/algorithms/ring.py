@@ -10,8 +10,7 @@ P. Patarasuk and X. Yuan, J. Parallel Distrib. Comput. 69 (2009) 117-124. With c
 neighbours are separate. Chunks longer than ``segment_bytes`` are pipelined in m segments: γ overlaps with β, and α
 becomes m α, mostly hidden. The result depends only on p, size and direction.
 
-In `reduce_to_leader` and `broadcast_from_leader` one rank represents its node. With n bytes on m ranks, each costs
-(m-1) α + (m-1)/m n β + α + (m-1)/m n β.
+`reduce_to_leader` and `broadcast_from_leader` each cost m α + 2 (m-1)/m n β on the m ranks of a node.
 """
 
 from collections.abc import Sequence
@@ -115,18 +114,14 @@ def all_gather(
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """One direction around the ring, and the chunks, one per rank, that move in this direction."""
-
     comm: Communicator
     direction: int
-    chunks: Sequence[Range]
+    chunks: Sequence[Range]  # a range of the buffer per rank
 
     def neighbour(self, distance: int) -> int:
-        """Return the rank ``distance`` steps ahead of this rank in this direction."""
         return (self.comm.rank + self.direction * distance) % self.comm.size
 
     def behind(self, distance: int) -> Range:
-        """Return the chunk of the rank that is ``distance`` steps before this rank in this direction."""
         return self.chunks[self.neighbour(-distance)]
 
 
@@ -152,10 +147,9 @@ def _pass_on(comm: Communicator, lanes: Sequence[_Lane], outgoing: Sequence[Arra
 
 
 def _in_segments(buffer: Array, lanes: Sequence[_Lane], segment_bytes: int) -> bool:
-    """Return True if chunks must be split into segments for forwarding. False with two ranks, which forward nothing."""
     check_segment(segment_bytes)
     return (
-        lanes[0].comm.size > 2
+        lanes[0].comm.size > 2  # two ranks forward nothing
         and max(chunk.size for lane in lanes for chunk in lane.chunks) * buffer.itemsize > segment_bytes
     )
 
@@ -198,7 +192,7 @@ LEADER: Final = 0
 
 
 def reduce_to_leader(intra: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Reduce ``buffer`` in place to rank 0. On other ranks it is then undefined. Collective over ``intra``."""
+    """Reduce ``buffer`` in place to rank 0. On other ranks, ``buffer`` is then undefined. Collective over ``intra``."""
     chunks = split(buffer.size, intra.size, buffer.itemsize)
     reduce_scatter(intra, buffer, chunks, op)
     _gather(intra, buffer, chunks)

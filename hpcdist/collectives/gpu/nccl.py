@@ -1,11 +1,7 @@
 """NCCL collectives on GPU buffers.
 
-The first call on a communicator creates an NCCL communicator. Calls run on the current stream. The host waits for each
-call, so that the watchdog can name a rank that skipped it; inside `enqueuing`, the caller waits instead.
-
-NCCL computes each element on one rank, so all ranks get the same bits. Shares may differ in size: each half of an
-allreduce is a group of p reductions or broadcasts. 16-bit floats are exchanged by a group of sends and receives; the
-owner of a share sums in float32 and rounds once.
+Calls run on the current stream. The host waits for each call, so that the watchdog can name a rank that skipped it;
+inside `enqueuing`, the caller waits instead. Shares may differ in size.
 """
 
 import os
@@ -79,9 +75,9 @@ def reduce_scatter(comm: Communicator, buffer: Array, ranges: Sequence[Range], o
 
 
 def _exchange_and_reduce(comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str) -> None:
-    """Reduce ``buffer`` by an exchange and cupy kernels so that ``buffer[ranges[rank]]`` is the result. Collective.
+    """Reduce to ``buffer[ranges[rank]]`` by an exchange and cupy kernels. Collective.
 
-    Used for 16-bit floats, which NCCL rounds repeatedly, and for max and min, where NCCL loses NaNs.
+    NCCL rounds 16-bit floats repeatedly, and loses NaNs in max and min.
     """
     check_buffer(buffer)
     check_op(op)
@@ -130,7 +126,7 @@ def _prepared(comm: Communicator, buffer: Array) -> tuple[Any, Any, int, int]:
 
 @contextmanager
 def enqueuing(allowed: bool = True) -> Iterator[None]:
-    """In this context, NCCL calls of this thread return once enqueued. If ``allowed`` is false, they wait. Local."""
+    """Context manager: NCCL calls of this thread return once enqueued. If ``allowed`` is False, they wait. Local."""
     before = _here.enqueued
     _here.enqueued = 0 if allowed else None
     try:

@@ -1,14 +1,13 @@
 """Peer-memory allreduce between the GPUs of a node, or between ranks that share a GPU, by CUDA IPC handles.
 
-A rank copies its buffer to exchange memory that the other ranks map, sums one slice over all ranks, and copies the
-other slices of the result back. The cost per piece, with μ the time to read and write a byte of device or peer memory,
-is
+Ranks exchange pieces of the buffer through memory that the other ranks map. The cost per piece, with μ the time to read
+and write a byte of device or peer memory, is
 
     2 (α log2(p)) + n μ (copy in) + n μ (sum p slices of n/p) + n μ (copy out)
 
 The host runs two barriers per piece, each after this rank's kernels. Two halves of the memory alternate: the first
-barrier of the next piece ensures that every rank has finished copying from a half. Each slice is summed in rank order
-by one rank, so all ranks get the same bits.
+barrier of the next piece ensures that every rank has finished copying from a half. One rank sums each slice in rank
+order, so all ranks get the same bits.
 """
 
 import os
@@ -45,7 +44,7 @@ class _Opened: ...
 
 
 class IpcMapping:
-    """GPU memory of another rank. ``array`` (bytes) is valid until `close`, or as long as this object exists."""
+    """GPU memory of another rank. ``array`` holds its bytes, until `close` or the end of this object."""
 
     def __init__(self, pointer: int, nbytes: int, opened: bool) -> None:
         cuda, owner = device.cupy().cuda, _Opened()
@@ -68,7 +67,7 @@ def _unmap(cuda: Any, pointer: int) -> None:
 
 
 def process_identity() -> str:
-    """Return an id of this process, unique on its node. A process need not map its own memory."""
+    """Return an id of this process, unique on its node, so that `open_handle` recognises memory of this process."""
     return str(os.getpid())
 
 
@@ -89,9 +88,14 @@ def export(array: Array) -> IpcHandle:
     cuda = device.cupy().cuda
     memory: Any = getattr(array.data, "mem", None)
     if isinstance(memory, cuda.MemoryAsync):
-        raise MissingCapabilityError("memory of cudaMallocAsync cannot be shared between processes; use cupy's pool")
+        raise MissingCapabilityError(
+            "memory of cudaMallocAsync cannot be shared between processes; use an array from peer_memory.allocate"
+        )
     if not isinstance(memory, cuda.Memory) or array.data.ptr != memory.ptr:  # type: ignore[attr-defined]
-        raise MissingCapabilityError("only a whole allocation of cudaMalloc can be shared, not a part of a pool")
+        raise MissingCapabilityError(
+            "this GPU array is a part of a pool or of a larger allocation; only a whole cudaMalloc allocation can be "
+            "shared between processes: use an array from peer_memory.allocate"
+        )
     try:
         handle = cuda.runtime.ipcGetMemHandle(memory.ptr)
     except cuda.runtime.CUDARuntimeError as error:
@@ -123,7 +127,7 @@ PIECE_BYTES: Final = 32 << 20  # per rank and half; large compared with two barr
 
 @dataclass
 class _Exchange:
-    """GPU memory that all ranks can access, in two halves. ``refusal``: reason for the lack of such memory, or ""."""
+    """Two halves of GPU memory that all ranks can access. ``refusal`` is the reason why no rank has it, or ""."""
 
     own: Array | None
     mappings: list[IpcMapping | None]
@@ -132,11 +136,7 @@ class _Exchange:
     turn: int = 0
 
     def next_half(self, rank: int) -> list[Array]:
-        """Return one of the two halves of each rank's memory, as bytes, for the next piece of a buffer.
-
-        Calls return the two halves in turn. ``rank`` is this rank.
-        """
-        # Alternate: ranks may still copy results of the last piece from the other half.
+        # Ranks may still copy results of the last piece from the other half.
         self.turn ^= 1
         start = self.turn * self.half_bytes
         assert self.own is not None
@@ -207,7 +207,7 @@ def _reduce_piece(comm: Communicator, data: Array, views: list[Array], combine: 
 
 
 def _exchange_of(comm: Communicator, nbytes: int) -> _Exchange:
-    """Return exchange memory with halves of at least ``nbytes`` bytes. Collective if it is created or enlarged."""
+    """Return GPU memory shared by all ranks, two halves of at least ``nbytes`` bytes. Collective if it is too small."""
     exchange = _exchanges.get(comm)
     if exchange is None or (not exchange.refusal and exchange.half_bytes < nbytes):
         release(comm)
@@ -216,7 +216,7 @@ def _exchange_of(comm: Communicator, nbytes: int) -> _Exchange:
 
 
 def _open(comm: Communicator, nbytes: int) -> _Exchange:
-    """Allocate memory on each rank and map it on all others. Either all ranks succeed or none. Collective."""
+    """Allocate and map two halves of ``nbytes`` bytes per rank, on all ranks or on no rank. Collective."""
     half_bytes = -(-nbytes // UNIT_BYTES) * UNIT_BYTES
     memory: Array | None = None
     answer: IpcHandle | str

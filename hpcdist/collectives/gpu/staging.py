@@ -1,17 +1,14 @@
 """Route of an allreduce on a GPU buffer, and staging through pinned host memory.
 
-The route depends on the algorithm and on probes of the system:
+Routes by algorithm:
 
     nccl          NCCL
     node_shared   kernels that read peer GPU memory (`peer_memory`), if IPC handles can be opened
     others        device pointers passed to MPI, if the probe of `comm.mpi.cuda_aware` succeeded
-    otherwise     the host algorithm on pinned memory, in segments (pageable memory if pinning is refused)
+    otherwise     the host algorithm on pinned memory, in segments
 
-A staged segment is copied to pinned memory on another stream, reduced, and copied back on the current stream:
-
-    device -> host   0 1 2 3 . .            n bytes, link bandwidth B, time T of the algorithm, k segments:
-    reduce           . 0 1 2 3 .            about  max(n/B, T) + 2 n/(k B)  instead of  2 n/B + T
-    host -> device   . . 0 1 2 3
+Copies of staged segments overlap with the reduction. With n bytes, link bandwidth B, time T of the algorithm and k
+segments, staging takes about max(n/B, T) + 2 n/(k B) instead of 2 n/B + T.
 """
 
 import functools
@@ -62,7 +59,7 @@ def _fill(source: Array, block: np.ndarray, after: Event) -> Event:
 def staged_reduce_scatter(
     function: ReduceScatter, comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum"
 ) -> None:
-    """Reduce-scatter a GPU ``buffer`` by calling ``function`` on a pinned copy. Collective over ``comm``."""
+    """Reduce-scatter a GPU ``buffer`` to ``shares``, a range per rank, by ``function`` on a pinned copy. Collective."""
     host = staging.to_host(buffer)
     function(comm, host, shares, op)
     share = shares[comm.rank]
@@ -71,7 +68,7 @@ def staged_reduce_scatter(
 
 
 def staged_all_gather(function: AllGather, comm: Communicator, buffer: Array, shares: Sequence[Range]) -> None:
-    """All-gather a GPU ``buffer`` by calling ``function`` on a copy in pinned memory. Collective over ``comm``."""
+    """All-gather ``shares``, a range of a GPU ``buffer`` per rank, by ``function`` on a pinned copy. Collective."""
     host = staging.lease(buffer.size, buffer.dtype)
     share = shares[comm.rank]
     if share:

@@ -1,15 +1,8 @@
 """Pipelined sums and all-gathers of segments inside a node, without a barrier for each segment.
 
-Every rank owns a part of each segment:
-
-    sum_next   sum this rank's part of the next segment over the ranks of the node, in rank order
-    spread     send this rank's part of a segment to all ranks, and receive their parts
-
-`NodeFlow` sends messages: on m ranks with s bytes per segment, (m-1) messages of s/m bytes each way.
-
-`SharedFlow` uses shared memory: it writes and reads (m-1)/m s for the addends, and writes s/m and reads (m-1)/m s for
-the totals. A rank writes the addends or the total of a segment and raises a counter. Slot g of SLOTS is reused when
-every rank has raised its counter past g. After an interrupted call, later calls are rejected.
+`NodeFlow` sends messages: on m ranks with s bytes per segment, (m-1) messages of s/m bytes each way. `SharedFlow` uses
+shared memory: it writes and reads (m-1)/m s for the addends, and writes s/m and reads (m-1)/m s for the totals. Slot g
+of SLOTS is reused when every rank has raised its counter past g.
 """
 
 import time
@@ -37,8 +30,8 @@ ADDENDS, TOTALS = 1, 2  # tags
 class NodeFlow:
     """Reduction of ``buffer`` in segments over the ranks of a node, by messages. Collective over ``intra``.
 
-    All ranks must make the same calls in the same order. ``order`` lists the segments in the order in which they are
-    summed. The first ``owners`` ranks each sum a part of every segment.
+    All ranks must make the same calls in the same order. ``order`` lists the segments (ranges of the buffer) in the
+    order in which they are summed. The first ``owners`` ranks each own a part of every segment, which they sum.
     """
 
     def __init__(self, intra: Communicator, owners: int, buffer: Array, op: str, order: Sequence[Range]) -> None:
@@ -63,12 +56,12 @@ class NodeFlow:
         return parts[rank]
 
     def part(self, segment: Range, rank: int) -> Array:
-        """Return the part of the buffer in ``segment`` that ``rank`` owns. Local."""
+        """Return a view of the elements of `buffer` that ``rank`` owns in the range ``segment``. Local."""
         part: Array = self.buffer[self.within(segment, rank).shift(segment.start).slice]
         return part
 
     def own(self, segment: Range) -> Array:
-        """Return the part of the buffer in ``segment`` that this rank owns. Local."""
+        """Return a view of the elements of `buffer` that this rank owns in the range ``segment``. Local."""
         return self.part(segment, self._intra.rank)
 
     def _begin_next(self) -> None:
@@ -99,7 +92,7 @@ class NodeFlow:
         self.add(rows, local_part)
 
     def add(self, rows: Sequence[Array], local_part: Array) -> None:
-        """Reduce ``rows``, one per rank, into ``local_part``, which is one of them. Row 0 may be overwritten. Local."""
+        """Reduce ``rows``, one per rank, into ``local_part``, which is one of the rows. May overwrite row 0. Local."""
         # Row 0 accumulates, since ``local_part`` is an operand; the last sum goes to ``local_part``. In shared
         # memory row 0 is in the slot of rank 0, in the part that only this rank reads.
         total = rows[0]
@@ -142,7 +135,10 @@ MOST_OWNERS: Final = 8  # the memory of a node grows quadratically: 160 MiB for 
 
 @jit
 def is_reached(lines: Any, word: int, number: int, spins: int) -> bool:
-    """Return True if counter ``word`` in each rank's line reaches ``number`` within ``spins`` polls in total."""
+    """Return True if counter ``word`` of every rank reaches ``number`` within ``spins`` polls in total.
+
+    ``lines`` holds the address of each rank's line of counters.
+    """
     for rank in range(lines.size):
         # Acquire: data written before the release store in `raise_to` is visible once the number is.
         while load_acquire(lines[rank] + 8 * word) < number:
@@ -155,7 +151,10 @@ def is_reached(lines: Any, word: int, number: int, spins: int) -> bool:
 
 @jit
 def raise_to(line: int, word: int, number: int) -> None:
-    """Set counter ``word`` of ``line`` to ``number`` by a release store. Its readers also see all earlier writes."""
+    """Set counter ``word`` of the line of counters at address ``line`` to ``number`` by a release store.
+
+    A rank that reads the counter also sees all earlier writes of this rank.
+    """
     store_release(line + 8 * word, number)
 
 
@@ -194,7 +193,7 @@ class Counters:
 
 
 class FlowMemory(Counters):
-    """Shared memory for the `SharedFlow` objects of ``intra``. It is kept between calls. Collective over ``intra``."""
+    """Shared memory for the `SharedFlow` objects of ``intra``, reused by later calls. Collective over ``intra``."""
 
     def __init__(self, intra: Communicator, segment_bytes: int, part_bytes: int) -> None:
         super().__init__(intra, SLOTS * (segment_bytes + part_bytes))
@@ -203,13 +202,16 @@ class FlowMemory(Counters):
         self.is_busy = False  # True during a call, and after an aborted call
 
     def addends(self, rank: int, number: int) -> np.ndarray:
-        """Return ``rank``'s slot with the addends of segment ``number`` for the other ranks, as bytes."""
+        """Return the slot in the memory of ``rank`` for its data of segment ``number``, as bytes.
+
+        The other ranks read this data to sum their parts of the segment. Segments are numbered over all calls.
+        """
         # Memory of a rank: a line of counters, SLOTS slots for addends, SLOTS slots for totals.
         start = LINE_BYTES + number % SLOTS * self.segment_bytes
         return self.block.views[rank][start : start + self.segment_bytes]
 
     def total(self, rank: int, number: int) -> np.ndarray:
-        """Return ``rank``'s slot with its part of the total of segment ``number``, as bytes."""
+        """Return the slot, as bytes, in the memory of ``rank`` for the sums that it owns in segment ``number``."""
         start = LINE_BYTES + SLOTS * self.segment_bytes + number % SLOTS * self.part_bytes
         return self.block.views[rank][start : start + self.part_bytes]
 

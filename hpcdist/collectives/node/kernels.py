@@ -1,8 +1,8 @@
 """Compiled reduction kernels over memory at several addresses, for every dtype and op.
 
-Arrays hold one address (an integer) per rank. Operands are combined in rank order in all code paths, so all paths
-give the same bits. 16-bit floats, stored as uint16, are summed in float32 and rounded once. `address_of` returns the
-machine code for a dtype; all dtypes have one signature, so callers are compiled only once.
+Arrays hold one address (an integer) per rank. Operands are combined in rank order in all code paths, so all paths give
+the same bits. 16-bit floats, stored as uint16, are summed in float32 and rounded once. The code of all dtypes has one
+signature, so callers are compiled only once.
 """
 
 from typing import Any, Final
@@ -43,7 +43,10 @@ def combine(op: int, left: Any, right: Any, out: Any) -> None:
 
 @jit
 def combine_into(op: int, right: Any, out: Any) -> None:
-    """Reduce ``right`` into ``out``. With one array for two arguments, `combine` would not be vectorised."""
+    """Reduce ``right`` elementwise into ``out`` by ``op``.
+
+    The compiler vectorises this loop, but not `combine` with ``out`` as both operand and result.
+    """
     if op == SUM:
         for i in range(out.size):
             out[i] += right[i]
@@ -165,7 +168,7 @@ def scaled(block: Any, scale: Any) -> None:
 
 @jit
 def reduce_into_all(buffers: Any, size: int, scale: Any, like: Any) -> None:
-    """Write the sum of ``size`` elements at 2 to 4 addresses, times ``scale``, back to all these addresses.
+    """Write the sum of ``size`` elements at the 2 to 4 addresses ``buffers``, times ``scale``, back to all of them.
 
     ``like`` is an array of the elements' dtype.
     """
@@ -182,9 +185,9 @@ def reduce_into_all(buffers: Any, size: int, scale: Any, like: Any) -> None:
 
 @jit
 def reduce_into_one(buffers: Any, output: int, size: int, scale: Any, like: Any) -> None:
-    """Write the sum of ``size`` elements at 2 to 4 addresses, times ``scale``, to address ``output``.
+    """Write the sum of ``size`` elements at the 2 to 4 addresses ``buffers``, times ``scale``, to ``output``.
 
-    ``like`` is an array of the elements' dtype.
+    ``output`` is an address. ``like`` is an array of the elements' dtype.
     """
     a, b, out = array_at(buffers[0], size, like), array_at(buffers[1], size, like), array_at(output, size, like)
     if buffers.size == 2:
@@ -210,10 +213,11 @@ def is_among(address: int, addresses: Any) -> bool:
 def reduce_at(
     inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any
 ) -> None:
-    """Reduce ``nbytes`` bytes at each of ``ranks`` addresses, times ``scale``. Write them to ``copies`` addresses.
+    """Reduce the data at ``ranks`` addresses, multiply by ``scale``, and write the result to ``copies`` addresses.
 
-    ``inputs_at`` is the address of the array of input addresses, and ``outputs_at`` of the array of output addresses.
-    Both may be the same array. ``pointer`` is the address of a scratch buffer of BLOCK elements of the dtype.
+    There are ``nbytes`` bytes at each address. ``inputs_at`` is the address of the array of input addresses, and
+    ``outputs_at`` of the array of output addresses. Both may be the same array. ``op`` is SUM, MAX or MIN. ``pointer``
+    is the address of a scratch buffer of BLOCK elements of the dtype.
     """
     total = array_behind(pointer, BLOCK)
     size = nbytes // total.itemsize
@@ -243,7 +247,12 @@ def reduce_halves_at(
     inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any,
     is_bfloat16: bool,
 ) -> None:  # fmt: skip
-    """Reduce float16 or bfloat16 like `reduce_at`. Scratch ``pointer`` has room for 2 BLOCK float32 values."""
+    """Reduce 16-bit floats at ``ranks`` addresses, multiply by ``scale``, and write the result to ``copies`` addresses.
+
+    The floats are bfloat16 if ``is_bfloat16``, else float16. There are ``nbytes`` bytes at each address. ``inputs_at``
+    is the address of the array of input addresses, and ``outputs_at`` of the array of output addresses. ``op`` is SUM,
+    MAX or MIN. ``pointer`` is the address of a scratch buffer of 2 BLOCK float32 values.
+    """
     blocks, halves, words = array_behind(pointer, 2 * BLOCK), np.empty(0, np.uint16), np.empty(0, np.int64)
     inputs, outputs = array_at(inputs_at, ranks, words), array_at(outputs_at, copies, words)
     blocks[0] = scale
@@ -274,7 +283,10 @@ def reduce_halves_at(
 def reduce_float16_at(
     inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any
 ) -> None:
-    """Reduce float16 elements like `reduce_at`."""
+    """Reduce float16 data at ``ranks`` addresses, multiply by ``scale``, and write the result to ``copies`` addresses.
+
+    For the other arguments see `reduce_halves_at`.
+    """
     reduce_halves_at(inputs_at, ranks, outputs_at, copies, nbytes, op, scale, pointer, False)
 
 
@@ -282,7 +294,10 @@ def reduce_float16_at(
 def reduce_bfloat16_at(
     inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any
 ) -> None:
-    """Reduce bfloat16 elements like `reduce_at`."""
+    """Reduce bfloat16 data at ``ranks`` addresses, multiply by ``scale``, and write the result to ``copies`` addresses.
+
+    For the other arguments see `reduce_halves_at`.
+    """
     reduce_halves_at(inputs_at, ranks, outputs_at, copies, nbytes, op, scale, pointer, True)
 
 

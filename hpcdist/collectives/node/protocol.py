@@ -1,10 +1,10 @@
 """Lock-free protocol of a collective through shared memory: layout, flags, and the order of accesses.
 
-The loops are compiled and run without the GIL. Each rank owns memory that all ranks can read:
+The loops run without the GIL. Each rank owns memory that all ranks can read, with parts that are used alternately:
 
-    a line of flags   progress counters, and the records of two calls; used alternately
-    two slots         the whole of a small buffer; used alternately
-    two halves        of a staging area: row q holds elements that rank q owns; used alternately
+    a line of flags   progress counters, and the records of two calls
+    two slots         the whole of a small buffer
+    two halves        of a staging area: row q holds elements that rank q owns
 
 A call begins with a barrier, in which every rank writes the record of its call and compares all records. Then
 
@@ -15,9 +15,6 @@ A call begins with a barrier, in which every rank writes the record of its call 
 The slot and the record of call e are written after the barrier of call e-1; all ranks have then left call e-2. Piece k
 reuses the half of piece k-2: the rows of other ranks are written after all ranks have finished piece k-2, and this
 rank's row after all ranks have staged piece k.
-
-The loop returns WAITING after a while, so that Python can handle signals. ``bounds`` (2, ranks) are the first and last
-byte of each rank's range.
 """
 
 from typing import Any, Final
@@ -75,15 +72,15 @@ REDUCE_PIECE: Final = 4
 FETCH_PIECE: Final = 5
 
 DONE: Final = 0  # return values of the loop
-WAITING: Final = 1
+WAITING: Final = 1  # after a limited wait, so that Python can handle signals
 DIFFERENT: Final = 2
 
 
 @jit
 def has_reached(address: int, value: int, spins: int, yields: int) -> bool:
-    """Wait until the counter at ``address`` reaches ``value``.
+    """Wait until the counter at ``address`` reaches ``value``. Return False if this takes too many polls.
 
-    Return False if ``spins`` polls, and ``yields`` more that yield the core, were not enough.
+    There are ``spins`` polls, then ``yields`` polls that yield the core.
     """
     # First spin (fastest), then yield the core to other ranks, then return to Python, which detects dead ranks.
     left = spins
@@ -101,7 +98,10 @@ def has_reached(address: int, value: int, spins: int, yields: int) -> bool:
 
 @jit
 def all_reached(flags: Any, word: int, value: int, spins: int, yields: int) -> bool:
-    """Wait until counter ``word`` of every rank reaches ``value``. Return False if a rank takes too long."""
+    """Wait until counter ``word`` of every rank reaches ``value``. Return False if a rank takes too long.
+
+    ``flags`` holds the address of each rank's line of counters. For ``spins`` and ``yields`` see `has_reached`.
+    """
     for rank in range(flags.size):  # noqa: SIM110 - numba compiles no generators
         if not has_reached(flags[rank] + 8 * word, value, spins, yields):
             return False
@@ -110,16 +110,22 @@ def all_reached(flags: Any, word: int, value: int, spins: int, yields: int) -> b
 
 @jit
 def reduce_to(inputs: Any, outputs: Any, nbytes: int, plan: Any, scale: float) -> None:
-    """Reduce ``nbytes`` bytes at all ``inputs`` addresses, and write the result to each ``outputs`` address."""
+    """Reduce ``nbytes`` bytes at all ``inputs`` addresses, and write the result to each ``outputs`` address.
+
+    ``plan`` holds the constants of the call, such as the reduction code. The result is multiplied by ``scale``.
+    """
     first, second = inputs.ctypes.data, outputs.ctypes.data
     call(plan[CODE], (first, inputs.size, second, outputs.size, nbytes, plan[OP], scale, plan[BLOCKS]))
 
 
 @jit
 def stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: Any, data: int) -> None:
-    """Copy piece number ``piece`` of each other rank's range from the buffer to this rank's staging ``area``.
+    """Copy this rank's data for one piece of each other rank's range to this rank's staging area.
 
-    Each rank has a row of ``row`` bytes.
+    Each rank reduces one range of the buffer, in pieces. ``piece`` is the number of the piece in each range. ``data``
+    is the address of this rank's buffer, and ``area`` of its staging area. Row q of the area, of ``row`` bytes, is for
+    the range of rank q. ``bounds``, of shape (2, ranks), holds the first byte and the end of each range. ``rank`` is
+    this rank. Nothing is copied unless ``mode`` has the bit REDUCE.
     """
     # This rank's row is not staged: this rank reads its operand from the buffer and writes the result to that row.
     if mode & REDUCE:
@@ -134,9 +140,15 @@ def stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: A
 def reduce_piece(
     piece: int, areas: Any, bounds: Any, data: int, target: int, scratch: Any, plan: Any, scale: float
 ) -> None:
-    """Reduce piece number ``piece`` of this rank's range, from its row in all staging ``areas`` and from its own data.
+    """Reduce one piece of this rank's range: its addends are in all staging areas and in this rank's buffer.
 
-    Write the result to this rank's area and to the array at address ``target``.
+    ``piece`` is the number of the piece in the range. ``areas`` holds the address of each rank's staging area. Row q of
+    an area is for the range of rank q. ``bounds``, of shape (2, ranks), holds the first byte and the end of each range.
+    ``data`` is the address of this rank's buffer. ``scratch`` holds ranks + 2 integers. ``plan`` holds the constants of
+    the call.
+
+    The result times ``scale`` is written to the array at address ``target`` and, in an allreduce, to this rank's row of
+    its own area. In an all-gather, the piece is instead copied from ``target`` to this row.
     """
     mode, rank, row = plan[MODE], plan[RANK], plan[ROW]
     first = bounds[0, rank] + piece * row
@@ -155,9 +167,11 @@ def reduce_piece(
 
 @jit
 def fetch_piece(rank: int, piece: int, row: int, areas: Any, bounds: Any, data: int) -> None:
-    """Copy piece number ``piece`` of the other ranks' reduced ranges to this rank's buffer at address ``data``.
+    """Copy one reduced piece of each other rank's range from the staging area of that rank to this rank's buffer.
 
-    ``areas`` holds the addresses of all ranks' staging areas.
+    ``piece`` is the number of the piece in each range. ``areas`` holds the address of each rank's staging area, in
+    which row q, of ``row`` bytes, is for the range of rank q. ``bounds``, of shape (2, ranks), holds the first byte and
+    the end of each range. ``data`` is the address of this rank's buffer. ``rank`` is this rank.
     """
     for other in range(areas.size):
         first = bounds[0, other] + piece * row
@@ -170,7 +184,9 @@ def fetch_piece(rank: int, piece: int, row: int, areas: Any, bounds: Any, data: 
 def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, plan: Any, scale: float) -> int:
     """Continue a call that uses the staging area, from the point in ``state``.
 
-    Return DONE, or WAITING if a rank is late.
+    Return DONE, or WAITING if a rank is late. ``flags`` holds the address of each rank's line of counters. ``staging``,
+    of shape (2, ranks), holds the addresses of the two halves of each rank's staging area. ``data`` is the address of
+    this rank's buffer. For the other arguments see `start_call`.
     """
     mode, rank, row, spins, yields = plan[MODE], plan[RANK], plan[ROW], plan[SPINS], plan[YIELDS]
     if state[STAGE] == FIRST_PIECE and plan[PIECES] > 0:
@@ -203,9 +219,9 @@ def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, pla
 
 @jit
 def record_call(line: int, parity: int, record: Any) -> None:
-    """Copy ``record``, the description of this rank's call, to slot ``parity`` (0 or 1) of its counter ``line``.
+    """Copy ``record``, the description of this rank's call, to this rank's line of counters for the other ranks.
 
-    Other ranks read it there.
+    ``line`` is the address of the line. ``parity``, the number of the call modulo 2, selects one of two slots in it.
     """
     words = array_at(line, RECORDS + 2 * RECORD_WORDS, record)
     for word in range(record.size):
@@ -214,7 +230,11 @@ def record_call(line: int, parity: int, record: Any) -> None:
 
 @jit
 def calls_match(flags: Any, parity: int, record: Any) -> bool:
-    """Return True if all ranks' slots ``parity`` (0 or 1) describe the call in ``record``. Addresses may differ."""
+    """Return True if all ranks have recorded the same call as ``record``. The addresses of buffers may differ.
+
+    ``flags`` holds the address of each rank's line of counters, with two slots for records. ``parity``, the number of
+    the call modulo 2, selects the slot to compare.
+    """
     for rank in range(flags.size):
         words = array_at(flags[rank], RECORDS + 2 * RECORD_WORDS, record)
         for word in range(COMPARED):
@@ -225,7 +245,11 @@ def calls_match(flags: Any, parity: int, record: Any) -> bool:
 
 @jit
 def all_in_regions(flags: Any, parity: int, record: Any) -> bool:
-    """Return True if the buffers of all ranks, described in slots ``parity``, have one offset in one shared region."""
+    """Return True if the buffers of all ranks are in one shared region, at the same offset in each rank's part.
+
+    ``record`` describes this rank's call and buffer. ``flags`` holds the address of each rank's line of counters, with
+    two slots for such records. ``parity``, the number of the call modulo 2, selects the slot to compare.
+    """
     for rank in range(flags.size):
         words = array_at(flags[rank], RECORDS + 2 * RECORD_WORDS, record)
         for word in range(REGION, OFFSET + 1):
@@ -238,8 +262,9 @@ def all_in_regions(flags: Any, parity: int, record: Any) -> bool:
 def find_region(regions: Any, address: int, nbytes: int, record: Any) -> None:
     """Write to ``record`` the number of the shared region that contains this rank's buffer, and the offset in it.
 
-    The number is -1 for private memory. ``regions`` has a row per shared region: first and end address of this rank's
-    part, then the address at which each rank's part is mapped here.
+    ``address`` and ``nbytes`` describe the buffer. The number is -1 for private memory. ``regions`` has a row per
+    shared region: first and end address of this rank's part, then the address at which this process maps each rank's
+    part.
     """
     record[REGION], record[OFFSET] = -1, 0
     for row in range(regions.shape[0]):
@@ -249,9 +274,15 @@ def find_region(regions: Any, address: int, nbytes: int, record: Any) -> None:
 
 @jit
 def reduce_in_regions(buffers: Any, bounds: Any, target: int, scratch: Any, plan: Any, scale: float) -> None:
-    """Reduce this rank's range of all ``buffers``, which are in shared memory.
+    """Reduce this rank's range of all ``buffers``, or gather the other ranks' ranges, in shared memory.
 
-    For an all-gather, instead copy each other rank's range from its buffer to this rank's buffer.
+    ``buffers`` holds the address of each rank's buffer. ``bounds``, of shape (2, ranks), holds the first byte and the
+    end of each rank's range. ``scratch`` holds at least one integer. ``plan`` holds the constants of the call.
+    ``plan[MODE]`` selects the operation:
+
+    - allreduce: this rank's range is reduced, multiplied by ``scale`` and written to all buffers.
+    - reduce-scatter: the same result is written only to the array at address ``target``.
+    - all-gather: each other rank's range is copied from its buffer to this rank's buffer.
     """
     mode, rank = plan[MODE], plan[RANK]
     offset, nbytes = bounds[0, rank], bounds[1, rank] - bounds[0, rank]
@@ -272,7 +303,16 @@ def reduce_in_regions(buffers: Any, bounds: Any, target: int, scratch: Any, plan
 def barrier(
     state: Any, flags: Any, slots: Any, regions: Any, bounds: Any, data: int, nbytes: int, plan: Any, scale: float
 ) -> int:
-    """Check that all ranks have begun equal calls. Then finish a small call, or set the next stage in ``state``."""
+    """Wait until all ranks have begun this call, and check that their calls are equal.
+
+    A small allreduce is then finished. For all other calls, ``state[STAGE]`` is set to the stage in which `advance`
+    continues. Return DONE, WAITING (a rank is late, or a stage follows), or DIFFERENT if the ranks made different
+    calls.
+
+    ``flags`` holds the address of each rank's line of counters. ``slots``, of shape (2, ranks), holds the addresses of
+    each rank's two slots for small buffers. ``data`` and ``nbytes`` are address and size of this rank's buffer. For the
+    other arguments see `start_call`.
+    """
     rank, number = plan[RANK], state[CALL]
     parity, record = number % 2, state[OWN_RECORD:SCRATCH]
     if not all_reached(flags, ARRIVED, number, plan[SPINS], plan[YIELDS]):
@@ -298,9 +338,9 @@ def barrier(
 
 @jit
 def advance(state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale: float, buffer: Any) -> int:
-    """Continue the call that `start_call` started.
+    """Continue a call of `start_call`, with the arguments that are described there. Return DONE, WAITING or DIFFERENT.
 
-    Return DONE, WAITING if a rank is late, or DIFFERENT if the ranks made different calls.
+    WAITING: a rank is late; call again. DIFFERENT: the ranks made different calls.
     """
     flags, data, status = places[0], buffer.ctypes.data, DONE
     if state[STAGE] == MEET:
@@ -316,10 +356,16 @@ def advance(state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale
 def start_call(
     state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale: float, buffer: Any, target: int
 ) -> int:
-    """Start a call of a collective. Then continue it, and return a status, like `advance`.
+    """Start a call of a collective, then continue it like `advance`. Return DONE, WAITING or DIFFERENT.
 
-    ``places`` (5, ranks) holds addresses for each rank: its line of counters, two slots for small buffers, and two
-    halves of the staging area. ``buffer`` is a byte array. ``target`` is the address of the shared result array, or 0.
+    - ``state``: words of the state of this rank's calls. It is kept between calls.
+    - ``places``, of shape (5, ranks): addresses for each rank: its line of counters, its two slots for small buffers,
+      and the two halves of its staging area.
+    - ``regions``: one row per shared region, as in `find_region`.
+    - ``bounds``, of shape (2, ranks): first byte and end of each rank's range of the buffer.
+    - ``plan``: constants of the call, such as mode, rank and sizes.
+    - ``scale``: factor of the result.
+    - ``buffer``: this rank's buffer, as bytes. ``target``: address of the shared result array, or 0.
     """
     state[CALL] += 1
     state[STAGE], state[PIECE] = MEET, 0

@@ -43,9 +43,9 @@ class PublishedMemory:
         self.head = [view[view.size - 8 * numbers :].view(np.int64) for view in self._counters.block.views]
 
     def grow(self, sizes: Mapping[str, int]) -> None:
-        """Enlarge the named arrays to at least ``sizes`` bytes, equal on all ranks. Their data is lost. Collective.
+        """Enlarge each named array to ``sizes[name]`` bytes or more. Its data is lost. Collective.
 
-        Raises MissingCapabilityError if the memory cannot be shared.
+        All ranks pass equal sizes. Raises MissingCapabilityError if the memory cannot be shared.
         """
         short = {name: size for name, size in sizes.items() if size > self._sizes.get(name, 0)}
         if not short:

@@ -1,13 +1,10 @@
 """Shared-memory allreduce, reduce-scatter and all-gather between the ranks of a node.
 
-Costs for n bytes on p ranks; 1/μ is the memory bandwidth of a rank, and σ is the time until a flag is seen:
+Costs, where 1/μ is the memory bandwidth of a rank, and σ is the time until a flag is seen:
 
     buffers from `allocate`     2 σ + 2 n μ             the owner of a range reads and writes the range p times
     any other buffer            2 σ per piece + 2 n μ, and as much cache traffic for the copies in and out
     small buffers               σ + p n μ               every rank sums everything
-
-All code paths sum in rank order, so all ranks get the same bits. The first call allocates the `NodeMemory` of a
-communicator, and `release` frees it.
 """
 
 import os
@@ -53,7 +50,7 @@ def slot_bytes(ranks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Arguments of the compiled loops, cached for equal calls. ``bounds`` (2, ranks): byte range of each rank."""
+    """Cached arguments of the compiled loops: constants ``words``, and byte ranges ``bounds``, of shape (2, ranks)."""
 
     words: np.ndarray
     bounds: np.ndarray
@@ -99,14 +96,11 @@ class NodeMemory:
         return block.views[0]
 
     def is_common(self, address: int, nbytes: int) -> bool:
-        """Return True if the memory at ``address`` was returned by `common`. Local."""
+        """Return True if the ``nbytes`` bytes at ``address`` are inside a block that `common` returned. Local."""
         return any(first <= address and address + nbytes <= first + size for first, size in self._common)
 
     def region(self, comm: Communicator, nbytes: int) -> np.ndarray:
-        """Return ``nbytes`` bytes of memory for this rank.
-
-        All ranks can access the memory; it is private if sharing fails. Collective.
-        """
+        """Return ``nbytes`` bytes for this rank, accessible to all ranks, or private if sharing fails. Collective."""
         block = comm.shared(nbytes)
         local_bytes = block.views[self._rank]
         if block.is_shared:
@@ -122,8 +116,9 @@ class NodeMemory:
     ) -> bool:
         """Run a collective on ``buffer``. Return False if the ranks made different calls. Collective.
 
-        ``mode`` is REDUCE, GATHER, or both. ``ranges`` is one range per rank; None means balanced ranges. ``target`` is
-        the address of a shared result array, or 0.
+        ``mode`` combines the flags REDUCE, GATHER, and ELSEWHERE if all ranks share one result array. ``ranges`` has
+        the range that each rank reduces or contributes; None means balanced ranges. Reduced elements are multiplied by
+        ``scale``. ``target`` is the address of the result array, or 0 for ``buffer``.
         """
         if self._given_up is not None:
             raise CommunicationError(
@@ -211,8 +206,8 @@ def node_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum", *,
     """Reduce ``buffer`` times ``scale`` in place to the same bits on every rank. Collective over ``comm``, on one node.
 
     16-bit floats are summed in float32 and rounded once. Raises UsageError if the ranks are on several nodes,
-    MissingCapabilityError if memory cannot be shared, and CommunicationError if the buffers differ or a rank has died
-    (in the first call, an exception of the MPI library).
+    MissingCapabilityError if memory cannot be shared, and CommunicationError if the buffers differ or a rank has died.
+    If a rank dies in the first call, the MPI library raises its own exception.
     """
     check_buffer(buffer)
     check_op(op)
@@ -261,8 +256,8 @@ def reduce_scatter(
     """Reduce ``buffer`` so that ``buffer[ranges[rank]]`` is the result. Collective over ``comm``, on one node.
 
     ``ranges`` holds one range per rank, without overlaps, and is equal on every rank. If ``result`` is a host array of
-    the size of this rank's range, it gets the sum, and ``buffer`` is not changed. If it is None, the rest of ``buffer``
-    is undefined.
+    the size of this rank's range, the sum is written to ``result``, and ``buffer`` is not changed. If ``result`` is
+    None, the rest of ``buffer`` is undefined.
     """
     check_buffer(buffer)
     check_op(op)

@@ -1,14 +1,8 @@
 """Progress engines of nonblocking collectives, by a thread or by polling.
 
-MPI guarantees progress only inside MPI calls, so an engine has to make such calls (ompi#8436, mpich#6836):
-
-- "thread": one thread runs any blocking algorithm, in the order of the calls. It needs MPI_THREAD_MULTIPLE and a free
-  core.
-- "poll": progress happens only in `progress`, `Handle.test` and `Handle.wait`. Only the algorithms in
-  `progress.RESUMABLE` are available.
-
-All ranks must start the operations of an engine in the same order. Until `Handle.wait` (or a true `Handle.test`),
-nobody else may read or write the buffer.
+MPI guarantees progress only inside MPI calls, so an engine has to make such calls (ompi#8436, mpich#6836). All ranks
+must start the operations of an engine in the same order. Until `Handle.wait` (or a true `Handle.test`), nobody else may
+read or write the buffer.
 """
 
 import queue
@@ -56,7 +50,6 @@ class _Operation:
         self._over = False
 
     def advance(self) -> bool:
-        """Advance each lane (sequence of messages) without waiting. Return True if all lanes are complete. Local."""
         lanes = []
         for lane, pending in self._lanes:
             following: Sequence[Request] | None = pending
@@ -72,7 +65,6 @@ class _Operation:
         return self._over
 
     def waits_for(self) -> list[list[Request]]:
-        """Return the incomplete requests of each lane. Local."""
         return [[request for request in pending if not request.test()] for _, pending in self._lanes]
 
     def wait(self) -> None:
@@ -88,9 +80,9 @@ class _Operation:
 class PollEngine(ProgressEngine):
     """Progress engine that makes progress only in calls of `progress`, `Handle.test` and `Handle.wait`.
 
-    If an operation fails, all operations stop, because the ranks may have made different progress. The algorithm "ring"
-    gives the same bits as the blocking ring. "native" gives the same bits as MPI_Iallreduce, which may differ from
-    MPI_Allreduce.
+    It runs the algorithms in `progress.RESUMABLE`. If an operation fails, all operations stop, because the ranks may
+    have made different progress. The algorithm "ring" gives the same bits as the blocking ring. "native" gives the same
+    bits as MPI_Iallreduce, which may differ from MPI_Allreduce.
     """
 
     algorithms: ClassVar = {operation: tuple(known) for operation, known in RESUMABLE.items()}
@@ -106,8 +98,8 @@ class PollEngine(ProgressEngine):
         self._check()
         if task.operation == REDUCE_SCATTER and is_16bit_float(task.buffer.dtype):
             raise MissingCapabilityError(
-                f"a reduce-scatter of {name_of(task.buffer.dtype)} cannot be polled, because it is one all-to-all; set "
-                "communication.overlap = 'thread', or 'none'"
+                f"a reduce-scatter of {name_of(task.buffer.dtype)} cannot be polled: it is a single blocking "
+                "all-to-all, without steps to advance between polls; set communication.overlap = 'thread' or 'none'"
             )
         if self.own.checked:
             with self._in_step():
@@ -176,7 +168,8 @@ class PollEngine(ProgressEngine):
     def _check(self) -> None:
         if self._failed is not None:
             raise CommunicationError(
-                f"a nonblocking collective failed before ({self._failed!r}), so all operations of this engine stopped"
+                f"a nonblocking collective failed before ({self._failed!r}), so this progress engine runs no more "
+                "collectives; fix the cause of the first failure"
             ) from self._failed
 
     def _finish(self) -> None:
@@ -204,14 +197,11 @@ class _Job:
         self._error: BaseException | None = None
 
     def run(self, before: BaseException | None) -> BaseException | None:
-        """Run this job, unless an earlier job failed. ``before`` is the error of that job, or None.
-
-        Return the error of the first job that failed, or None.
-        """
         try:
             if before is not None:
                 raise CommunicationError(
-                    f"not started, since an earlier nonblocking collective failed ({before!r})"
+                    f"this nonblocking collective was not started, because an earlier one failed ({before!r}); fix the "
+                    "cause of the first failure"
                 ) from before
             self._call()
             self._ended()
@@ -254,7 +244,7 @@ def _end(jobs: "queue.SimpleQueue[_Job | None]", thread: threading.Thread, limit
 
 
 class ThreadEngine(ProgressEngine):
-    """Progress engine that runs all operations in one thread, in the order of their start.
+    """Progress engine that runs all operations in one thread, in the order of their start. It needs a free core.
 
     Raises MissingCapabilityError without MPI_THREAD_MULTIPLE. The thread ends at `close`, when the engine is
     garbage-collected, or when the process ends.
@@ -269,7 +259,8 @@ class ThreadEngine(ProgressEngine):
     def __init__(self, comm: Communicator) -> None:
         if not comm.supports("thread_multiple"):
             raise MissingCapabilityError(
-                "a progress thread needs MPI_THREAD_MULTIPLE, and the MPI library gives less (see `hpcdist doctor`); "
+                "a progress thread needs MPI_THREAD_MULTIPLE, which the MPI library does not provide (see `hpcdist "
+                "doctor`); "
                 "set communication.overlap = 'poll', or 'none'"
             )
         super().__init__(comm, "background")
@@ -292,8 +283,8 @@ class ThreadEngine(ProgressEngine):
     def _start(self, task: Task, ended: Callable[[], None]) -> Handle:
         if backend.is_device(task.buffer):
             raise BufferHandoverError(
-                "a progress thread takes host memory: the streams of a GPU belong to the thread that computes; "
-                "use the progress 'poll', or a blocking collective"
+                "the buffer is on a GPU, but a progress thread accepts only host buffers: the streams of a GPU belong "
+                "to the computing thread; use the progress 'poll', or a blocking collective"
             )
         comm = self.own
         return self._put(lambda: _run_blocking(comm, task), ended)

@@ -1,12 +1,11 @@
 """Base class of the progress engines of nonblocking collectives, and collectives that run in steps.
 
-For polling, an algorithm is a function that returns lanes: independent generators that yield the requests they wait
-for. Each lane of a ring handles a part of each rank's chunk. Costs on p ranks with n bytes in s lanes:
+An algorithm for polling consists of lanes, see `ring_lanes`. Each lane of a ring handles a part of each rank's chunk.
+Costs in s lanes:
 
-    allreduce, native            one MPI_Iallreduce
-    allreduce, segmented ring    2 (p-1) steps: 2 s (p-1) α + 2 (p-1)/p n β + (p-1)/p n γ
-    reduce_scatter, ring         p-1 steps: s (p-1) α + (p-1)/p n β + (p-1)/p n γ
-    all_gather, ring             p-1 steps: s (p-1) α + (p-1)/p n β
+    allreduce        2 (p-1) steps: 2 s (p-1) α + 2 (p-1)/p n β + (p-1)/p n γ
+    reduce_scatter   p-1 steps: s (p-1) α + (p-1)/p n β + (p-1)/p n γ
+    all_gather       p-1 steps: s (p-1) α + (p-1)/p n β
 """
 
 import math
@@ -54,7 +53,7 @@ class Task:
 
 
 def native_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return one lane (generator of requests to wait for) that calls MPI_Iallreduce. Collective over ``comm``."""
+    """Return the single lane (see `ring_lanes`) of an allreduce of ``task.buffer`` by MPI_Iallreduce. Collective."""
 
     def lane() -> Lane:
         yield [comm.iallreduce(task.buffer, task.op)]
@@ -63,7 +62,12 @@ def native_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -
 
 
 def ring_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return the lanes (generators of requests) of a ring allreduce, one per segment. All ranks finish all lanes."""
+    """Return the lanes of a ring allreduce, one lane per segment of the buffer of ``task``.
+
+    A lane is a generator of lists of requests. The caller resumes the lane when a list is complete, until the lane
+    ends. All ranks of ``comm`` must run all lanes to their end; otherwise other ranks wait for ever. ``scratch(n)``
+    returns a buffer of n elements. ``tags()`` returns an unused tag, equal on all ranks.
+    """
     buffer, combine = task.buffer, combiner(task.buffer, task.op)
 
     def lane(chunks: Sequence[Range], arrival: Array, tag: int) -> Lane:
@@ -76,7 +80,7 @@ def ring_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> 
 
 
 def ring_reduce_scatter_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return the lanes (generators of requests) of a ring reduce-scatter; only this rank's share gets a result."""
+    """Return the lanes (see `ring_lanes`) of a ring reduce-scatter to ``task.shares``, one buffer range per rank."""
     buffer, combine = task.buffer, combiner(task.buffer, task.op)
     segments = _segments(task.shares, buffer.itemsize)
     return [
@@ -86,7 +90,7 @@ def ring_reduce_scatter_lanes(comm: Communicator, task: Task, scratch: Scratch, 
 
 
 def ring_all_gather_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return the lanes (generators of requests) of a ring all-gather of the shares of ``task``."""
+    """Return the lanes (see `ring_lanes`) of a ring all-gather of ``task.shares``, one buffer range per rank."""
     segments = _segments(task.shares, task.buffer.itemsize)
     return [_all_gather(comm, task.buffer, chunks, tags()) for chunks in segments]
 
@@ -149,11 +153,11 @@ class Handle(Protocol):
 
 
 class ProgressEngine(ABC):
-    """Runs nonblocking collectives on ``own``, a duplicate of ``comm``. The construction is collective.
+    """Base class of engines that run nonblocking collectives on a duplicate of ``comm``. Construction is collective.
 
-    As a context manager, it closes the engine at a normal exit. At an exception, it stops without waiting for other
-    ranks. Shared memory for operations must be allocated over ``own``. ``algorithms`` lists the supported algorithms by
-    operation.
+    ``own`` is the duplicate, with the name ``label``. Shared memory for operations must be allocated over ``own``.
+    ``algorithms`` lists the supported algorithms by operation. A ``with`` block closes the engine at its normal end. At
+    an exception, the block stops the engine without waiting for other ranks.
     """
 
     algorithms: ClassVar[Mapping[str, tuple[str, ...]]]
@@ -178,16 +182,16 @@ class ProgressEngine(ABC):
     ) -> Handle:
         """Start to reduce ``buffer`` in place; only ``buffer[shares[rank]]`` of the result is defined. Collective.
 
-        ``shares`` must come from the same algorithm in `hpcdist.collectives.SHARDED`. Raises the errors of this
-        algorithm.
+        ``shares`` must be a result of ``hpcdist.collectives.SHARDED[algorithm].shares``. Raises the errors of this
+        algorithm's ``reduce_scatter``.
         """
         return self._begin(Task(REDUCE_SCATTER, buffer, algorithm, op, tuple(shares)))
 
     def iall_gather(self, buffer: Array, shares: Sequence[Range], algorithm: str = "native") -> Handle:
         """Start to fill ``buffer`` in place: each rank contributes ``buffer[shares[rank]]``. Collective.
 
-        ``shares`` must come from the same algorithm in `hpcdist.collectives.SHARDED`. Raises the errors of this
-        algorithm.
+        ``shares`` must be a result of ``hpcdist.collectives.SHARDED[algorithm].shares``. Raises the errors of this
+        algorithm's ``all_gather``.
         """
         return self._begin(Task(ALL_GATHER, buffer, algorithm, "", tuple(shares)))
 

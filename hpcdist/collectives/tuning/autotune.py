@@ -1,9 +1,7 @@
 """Autotuner of the allreduce: a cost model proposes candidates, a tournament selects, and a cache stores the result.
 
-The largest size is measured first, then the others in ascending order. Each size gets an equal share of the remaining
-budget; sizes beyond the budget are left out. Another algorithm replaces the MPI library's only if clearly faster in the
-same tournament. A `Tournament` compares the median time, on the slowest rank, over several rounds in random order. All
-ranks decide by the same maxima over ranks, so they make the same calls.
+The largest size is measured first. Each size gets an equal share of the remaining budget; sizes beyond the budget are
+left out. All ranks decide by the same times, so they make the same calls.
 """
 
 import statistics
@@ -39,7 +37,12 @@ MOST_REPEATS: Final = 8
 
 
 class Tournament:
-    """Timed comparison of candidate algorithms on ``comm``. All ranks of ``everyone`` get the same times."""
+    """Timed comparison of candidate algorithms on ``comm``.
+
+    ``everyone`` is a communicator of ``comm`` and all other groups that run the same comparison at the same time. Times
+    are maxima over all ranks of ``everyone``. A candidate is a function that calls the algorithm once. ``clock()``
+    returns seconds.
+    """
 
     def __init__(
         self, comm: Communicator, everyone: Communicator, candidates: Mapping[str, Candidate], clock: Clock
@@ -50,10 +53,10 @@ class Tournament:
         self._began = clock()
 
     def run(self, share_s: float, protected: str) -> dict[str, float]:
-        """Return the median time of each candidate, measured in about ``share_s`` seconds. Collective.
+        """Return the median seconds of each candidate by name, measured in about ``share_s`` seconds in total.
 
-        Each candidate's first call does not count towards ``share_s``. Candidates that are clearly too slow are left
-        out, except ``protected``. Candidates that cannot run on this communicator are also left out.
+        Each candidate's first call does not count. Candidates that cannot run on ``comm`` are left out. Clearly too
+        slow candidates are left out, too, except the candidate named ``protected``. Collective over ``everyone``.
         """
         start_s = self.clock()
         self._drop_refusals()
@@ -92,9 +95,9 @@ class Tournament:
         }
 
     def _round(self, repeats: Mapping[str, int], turn: int) -> tuple[dict[str, float], float]:
-        """Time each candidate ``repeats[name]`` times, in a random order seeded by ``turn``.
+        """Time each candidate ``repeats[name]`` times, in random order. Collective.
 
-        Returns (seconds per call by candidate, seconds since the start of the timing), each the maximum over all ranks.
+        Returns (seconds per call by candidate, seconds since the start of the timing), maxima over all ranks.
         """
         names = list(self.candidates)
         seconds = np.zeros(len(names) + 1)
@@ -131,7 +134,12 @@ Allocator = Callable[[int], Array]  # number of elements -> memory of the kind t
 
 @dataclass(frozen=True, kw_only=True)
 class TuningRequest:
-    """Description of the buffers to tune for. ``allocate`` returns zeroed memory; None uses normal memory."""
+    """Description of the buffers to tune for.
+
+    ``buffer`` is "host" or "device". ``kind`` is ALLREDUCE_KIND, or SHARDED_KIND for a reduce-scatter and an
+    all-gather. ``allocate(n)`` returns n zeroed elements; None uses normal memory. ``budget_s`` limits the measuring
+    time.
+    """
 
     max_bytes: int
     dtype: np.dtype
@@ -161,9 +169,10 @@ def select(
 ) -> Tuning:
     """Return the fastest algorithms for reductions over ``comm``, the same on all ranks. Collective over ``everyone``.
 
-    ``everyone`` consists of groups of equal size, one of which is ``comm``. All groups measure at the same time. If
-    ``cached`` is True, a stored result for the same ranks, machines and software is used, unless ``renewed`` is True or
-    the result was measured on a busy machine that is idle now. ``announce`` is called before a measurement.
+    ``everyone`` consists of groups of equal size, one of which is ``comm``; all groups measure at the same time.
+    ``library`` is the MPI library's version text. If the keyword ``cached`` is True, a stored result for the same
+    ranks, machines and software is used. It is measured again if the keyword ``renewed`` is True, or if the machine was
+    busy then and is idle now. The keyword ``announce`` is a function to call before a measurement.
     """
     start_s = clock()
     if slowest_rank(everyone, comm.size) == 1:
@@ -223,11 +232,7 @@ def differs_on(nodes: int, name: str) -> bool:
 
 
 def _limits(rows: list[TuningRow], kind: str) -> list[tuple[int, str]]:
-    """Return (largest buffer size, fastest algorithm) for each of ``rows``, the results at the measured sizes.
-
-    A largest size is a power of two between two measured sizes; the last is 0. For an allreduce, a first entry selects
-    the MPI library for sizes far below the smallest measured size.
-    """
+    """Return rows for `AlgorithmTable.of`: (largest bytes, fastest algorithm). The last size is 0: no limit."""
     between = [_halfway(row.nbytes, after.nbytes) for row, after in zip(rows, rows[1:], strict=False)]
     limits = [(limit, row.chosen) for limit, row in zip([*between, 0], rows, strict=True)]
     below = rows[0].nbytes // FACTOR
@@ -235,8 +240,7 @@ def _limits(rows: list[TuningRow], kind: str) -> list[tuple[int, str]]:
 
 
 def _halfway(low: int, high: int) -> int:
-    """Return the largest power of two up to the geometric mean of ``low`` and ``high``, at least ``low``. Local."""
-    return max(low, 1 << (isqrt(low * high).bit_length() - 1))
+    return max(low, 1 << (isqrt(low * high).bit_length() - 1))  # geometric mean, down to a power of two
 
 
 def _sharded(
@@ -285,7 +289,8 @@ def sizes(max_bytes: int) -> list[int]:
 def choose(measured: Mapping[str, float], before: str | None) -> str:
     """Return the fastest algorithm in ``measured`` (seconds by name). Local.
 
-    Among algorithms that are about as fast, prefer the MPI library's, or else ``before``, the previous choice.
+    Among algorithms of about equal speed, prefer the MPI library's algorithm, or else ``before``, the algorithm chosen
+    at the next smaller size, if any.
     """
     best = min(measured, key=measured.__getitem__)
     for steady in (before, NATIVE):
@@ -301,14 +306,14 @@ def _on_gpus(comm: Communicator, everyone: Communicator) -> list[str]:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Predicts the times of allreduce algorithms by cost formulas, from the measured costs of this machine."""
+    """Predictor of allreduce times for buffers of ``dtype``. ``machine``: measured costs of messages and sums."""
 
     topology: Topology
     machine: MachineCosts
     dtype: np.dtype
 
     def predicted(self, nbytes: int) -> dict[str, float]:
-        """Return the predicted seconds of each algorithm that has a cost formula. Local."""
+        """Return the predicted seconds of each algorithm with a cost formula, for ``nbytes`` bytes to reduce. Local."""
         wide = nbytes * accumulation_dtype(self.dtype).itemsize // self.dtype.itemsize
         sent = {name: nbytes if name == "all_to_all" and is_16bit_float(self.dtype) else wide for name in FORMULAS}
         return {
@@ -319,7 +324,11 @@ class CostModel:
 
 
 class SizeSweep:
-    """Measures algorithms by buffer size within a time budget. Methods are collective unless marked local."""
+    """Measurements of allreduce algorithms at several sizes of ``buffer``, within ``budget_s`` seconds.
+
+    For ``comm``, ``everyone``, ``clock`` see `Tournament`. Methods are collective over ``everyone`` unless marked
+    local.
+    """
 
     def __init__(
         self, comm: Communicator, everyone: Communicator, buffer: Array, model: CostModel, budget_s: float, clock: Clock
@@ -331,13 +340,13 @@ class SizeSweep:
         self._latest: dict[str, tuple[int, float]] = {}  # algorithm -> (size, time) of its last tournament
 
     def measure(self, nbytes: list[int]) -> None:
-        """Run a tournament at each size, with an equal share of the remaining budget."""
+        """Run a tournament at each size in ``nbytes``, in this order, with an equal share of the remaining budget."""
         for index, size in enumerate(nbytes):
             share_s = (self.budget_s * (1 - RESERVE) - self._spent_s()) / (len(nbytes) - index)
             self._compare(size, self._candidates(size), share_s)
 
     def measure_between(self) -> None:
-        """For neighbouring sizes with different fastest algorithms, compare these at a size between the two sizes."""
+        """Compare the fastest algorithms of two neighbouring sizes at a size between them, if the algorithms differ."""
         rows = self.rows()
         pairs = [(a, b) for a, b in zip(rows, rows[1:], strict=False) if a.chosen != b.chosen]
         for index, (low, high) in enumerate(pairs):

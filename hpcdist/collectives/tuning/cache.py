@@ -1,8 +1,8 @@
 """Cache of measured selections: one JSON file per set of ranks, machines and kind of buffer.
 
 The file name is a hash of the key: ranks by node, processors, fabric, MPI library and settings, kind and dtype of the
-buffer. A file is ignored, with a reported reason, if it does not match, was measured on a busy machine that is idle
-now, is unreadable, or could have been written by another user. No error in this module ends a job.
+buffer. A file is ignored if its key does not match, or if it was measured on a busy machine that is idle now, is
+unreadable, or could have been written by another user. No error in this module ends a job.
 """
 
 import datetime
@@ -39,10 +39,10 @@ class TuningRow:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Selected algorithms and how they were measured. ``source``: "measured", "cache", or "default" (only one rank).
+    """Result of a tuning: ``text`` names the selected algorithms.
 
-    ``seconds`` is the duration of the measurement. ``load`` is the `load_per_processor` of the busiest node before the
-    measurement.
+    ``source`` is "measured", "cache", or, for one rank, "default". ``seconds`` is the duration of the measurement.
+    ``load`` is the `load_per_processor` of the busiest node before the measurement.
     """
 
     text: str
@@ -84,7 +84,11 @@ def key(
     buffer: str,
     max_bytes: int,
 ) -> dict[str, Any]:
-    """Return the cache key of a tuning result. Its "software" holds package versions. Collective over ``everyone``."""
+    """Return the cache key of a tuning result for the operation ``kind``. Collective over ``everyone``.
+
+    ``library`` is the MPI library's version string. ``buffer`` names the memory of the buffers, such as "host".
+    ``max_bytes`` is the largest buffer size.
+    """
     hosts = sorted(set(everyone.allgather_object(_host())))
     settings = user_cache.mpi_settings(os.environ, "HPCDIST_CUDA_AWARE")
     return {
@@ -111,7 +115,7 @@ def _host() -> str:
 
 
 def path_of(query: Mapping[str, Any]) -> Path:
-    """Return the path of the cache file for ``query``, a key. Local. Raises StorageError as `directory` does."""
+    """Return the path of the cache file for the cache key ``query``. Local. Raises StorageError as `directory` does."""
     fixed = {name: value for name, value in query.items() if name != "software" and name not in _largest_size(query)}
     return directory() / f"{query['kind']}-{user_cache.digest(fixed)}.json"
 
@@ -121,7 +125,7 @@ def _largest_size(job_key: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read(query: Mapping[str, Any], load_now: float) -> tuple[Tuning | None, str]:
-    """Return (cached result for the key ``query`` or None, reason why an existing file is ignored or ""). Local.
+    """Return the cached result for the cache key ``query`` or None, and the reason why a file is ignored or "". Local.
 
     ``load_now`` is the current `load_per_processor` of the busiest node.
     """
@@ -155,16 +159,19 @@ def read(query: Mapping[str, Any], load_now: float) -> tuple[Tuning | None, str]
 
 
 def load(path: Path) -> tuple[dict[str, Any], Tuning]:
-    """Return the key and the tuning result in file ``path``. Raises OSError, or ValueError for invalid files. Local."""
+    """Return the cache key and the tuning result in file ``path``. Raises OSError, or ValueError if invalid. Local."""
     try:
         content = json.loads(user_cache.read(path))
         if content["format"] != FORMAT:
-            raise ValueError(f"the file format is {content['format']}, but this version reads only {FORMAT}")
+            raise ValueError(
+                f"the tuning cache file has format {content['format']}, but this version of hpcdist reads only format "
+                f"{FORMAT}; remove the file"
+            )
         return dict(content["key"]), _tuning(content)
     except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, UnicodeError) as error:
-        raise ValueError(f"the file is damaged ({type(error).__name__})") from error
+        raise ValueError(f"the tuning cache file is damaged ({type(error).__name__}); remove the file") from error
     except json.JSONDecodeError as error:
-        raise ValueError("the file is damaged (not valid JSON)") from error
+        raise ValueError("the tuning cache file is damaged (not valid JSON); remove the file") from error
 
 
 def _tuning(content: Mapping[str, Any]) -> Tuning:
@@ -192,7 +199,7 @@ def _seconds(times: Mapping[str, Any]) -> dict[str, float]:
 
 
 def content_of(tuning: Tuning, job_key: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a cache file, as JSON data that `load` reads. Local."""
+    """Return the content of a cache file for ``tuning`` and the cache key ``job_key``, as JSON data. Local."""
     machine = tuning.machine
     return {
         "format": FORMAT,
@@ -215,7 +222,7 @@ def content_of(tuning: Tuning, job_key: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save(tuning: Tuning, job_key: Mapping[str, Any]) -> Tuning:
-    """Write ``tuning`` to the cache and return it. If this fails, its note has the reason. Local."""
+    """Write ``tuning`` to the cache under ``job_key``. Return it, with the error in ``note`` if this fails. Local."""
     try:
         user_cache.write(path_of(job_key), content_of(tuning, job_key))
     except OSError as error:

@@ -6,8 +6,7 @@ The predicted time, along the path of the busiest rank, is
 
 Link classes: "node" is inside a node with all pairs of ranks active; "wire" is between nodes with one message each way
 at a time per node; "crowded" is between nodes with all ranks sending (R. Thakur et al., Int. J. High Perform. Comput.
-Appl. 19 (2005) 49-66). The model only selects the algorithms worth measuring. `measure_machine` times messages over
-each link class, and a few sums, on all ranks concurrently.
+Appl. 19 (2005) 49-66). The model only selects the algorithms worth measuring.
 """
 
 import time
@@ -44,15 +43,14 @@ class Topology:
 
     @property
     def nodes(self) -> int:
-        """Number of nodes."""
         return len(self.ranks_per_node)
 
     def neighbours(self) -> str:
-        """Return the slowest link class between neighbours in a ring of ranks. Each node uses one network link only."""
+        """Return the slowest link class in a ring of all ranks: NODE if there is one node, else WIRE."""
         return NODE if self.nodes == 1 else WIRE
 
     def across(self, distance: int) -> str:
-        """Return the link class between ranks r and r XOR ``distance`` if all pairs communicate at the same time."""
+        """Return the slowest link class, NODE or CROWDED, if all ranks r and r XOR ``distance`` exchange at once."""
         inside = all(ranks % (2 * distance) == 0 for ranks in self.ranks_per_node)
         return NODE if self.nodes == 1 or inside else CROWDED
 
@@ -67,7 +65,7 @@ class LinkParameters:
 
 @dataclass(frozen=True, slots=True)
 class MachineCosts:
-    """Costs of messages by link class, and of summing a byte. Contains only link classes that the topology has."""
+    """Message costs of each link class of a topology, and the seconds to sum one byte."""
 
     links: dict[str, LinkParameters]
     reduce_s_per_byte: float
@@ -84,7 +82,7 @@ class LinkTraffic:
 
 @dataclass(frozen=True, slots=True)
 class AllreduceCost:
-    """Cost of an allreduce: messages and sums of the busiest rank. A simultaneous send and receive are one message."""
+    """Messages of an allreduce's busiest rank, and bytes it sums. A simultaneous send and receive are one message."""
 
     parts: tuple[LinkTraffic, ...]
     reduced_bytes: float
@@ -117,7 +115,7 @@ def ring_cost(topology: Topology, nbytes: float) -> AllreduceCost:
 
 
 def all_to_all_cost(topology: Topology, nbytes: float) -> AllreduceCost:
-    """Return the cost of an allreduce that sends chunks directly to their owners, then all-gathers in a ring."""
+    """Return the cost of an all-to-all reduce-scatter, followed by an all-gather in a ring."""
     p, widest = topology.ranks, max(topology.ranks_per_node)
     chunk = nbytes / p
     inside, outside = widest - 1, p - widest
@@ -192,7 +190,7 @@ SHORT_TIMES, LONG_TIMES, SUM_TIMES = 30, 4, 5
 def measure_machine(
     comm: Communicator, everyone: Communicator, topology: Topology, like: Array, clock: Clock = time.perf_counter
 ) -> MachineCosts:
-    """Return the costs of messages and sums on ``comm``, equal on all ranks of ``everyone``. Collective over both.
+    """Measure the costs of messages on ``comm`` and of sums, as maxima over ``everyone``. Collective over both.
 
     ``topology`` selects the link classes to measure, and must be equal on all ranks. ``like`` is an array on the device
     of the buffers to reduce.
@@ -210,16 +208,16 @@ def measure_machine(
 
 
 def slowest_rank(everyone: Communicator, *seconds: float) -> float:
-    """Return the maximum of ``seconds``, over all arguments and all ranks. Collective over ``everyone``."""
+    """Return the maximum of the times ``*seconds`` over the ranks of ``everyone``. Collective over ``everyone``."""
     longest = np.array([max(seconds)])
     everyone.allreduce(longest, "max")
     return float(longest[0])
 
 
 def _link(comm: Communicator | None, everyone: Communicator, on: str, clock: Clock) -> LinkParameters:
-    """Return the message costs between ranks 2i and 2i + 1 of ``comm``, all pairs at once.
+    """Return the message costs if all pairs of ranks 2i and 2i + 1 of ``comm`` exchange data at the same time.
 
-    If ``comm`` is None, this rank takes no part. The messages are in the memory ``on``: "cpu" or "gpu".
+    ``comm`` is None on ranks that send no messages. Collective over ``everyone``.
     """
     partner = None if comm is None else comm.rank ^ 1
     if comm is None or partner is None or partner >= comm.size:

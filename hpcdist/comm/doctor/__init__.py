@@ -1,5 +1,5 @@
 """Diagnosis of an MPI installation and of a batch job, for `hpcdist doctor`.
 
-Part of comm (floor 1). Each rank reads its `facts`, `gather` sends them to rank 0, and the checks are pure functions
-of the gathered rows. Begin with `mpi_library.check_library_and_launcher` and `gather.gather`.
+Each rank reads its `facts`, `gather` sends them to rank 0, and the checks are pure functions of the gathered rows.
+Begin with `mpi_library.check_library_and_launcher` and `gather.gather`.
 """

@@ -1,7 +1,6 @@
 """Checks of the bindings of each node's ranks: GPUs, cores, memory domains, and local ranks.
 
-Every lint gets the rows of one node and returns its fault without rank numbers, so that a fault of all nodes is
-reported once.
+Faults are described without rank numbers, so that a fault of all nodes is reported once.
 """
 
 from collections import Counter
@@ -21,10 +20,7 @@ NO_GPU: Final = "ask for GPUs (--gpus-per-node) and install hpcdist[cuda12x] (or
 
 
 def check_local_ranks(table: RankTable) -> Check:
-    """Check that the local ranks on each node are 0 .. n - 1, both those from the launcher and those from Slurm.
-
-    Local ranks select GPUs.
-    """
+    """Check in ``table`` (facts of all ranks) that launcher and Slurm number each node's local ranks 0 .. n - 1."""
     name = "local ranks"
     lints = (
         Lint(
@@ -43,10 +39,6 @@ def check_local_ranks(table: RankTable) -> Check:
 
 
 def _numbering(numbers: Sequence[int | None], who: str) -> str:
-    """Return the fault in ``numbers``, the local ranks of a node, or "" if they are 0 .. n - 1.
-
-    ``who`` names the program that assigned the local ranks.
-    """
     announced = [number for number in numbers if number is not None]
     if len(announced) < len(numbers) or is_permutation(announced):
         return ""
@@ -56,8 +48,8 @@ def _numbering(numbers: Sequence[int | None], who: str) -> str:
 def check_gpus(table: RankTable, device_kind: str, held: bool) -> Check:
     """Check that each rank has its own GPU and sees the GPUs of the other ranks on its node.
 
-    ``device_kind`` is the recipe's "gpu" or "cpu", or "" without a recipe. ``held`` is True if the scheduler allocated
-    GPUs to the job.
+    ``table`` holds facts of all ranks. ``device_kind`` is "gpu" or "cpu", from the recipe, or "" without a recipe.
+    ``held`` is True if the scheduler allocated GPUs to the job.
     """
     name = "GPUs"
     if device_kind == "cpu" or not any(row.facts.gpu.count for row in table.rows):
@@ -110,9 +102,9 @@ def _own_gpus(rows: list[RankRow]) -> str:
 
 
 def check_cores(table: RankTable, scheduler: str = "") -> Check:
-    """Check that the ranks of a node have disjoint cores, as many as requested.
+    """Check in ``table`` (facts of all ranks) that ranks have disjoint cores, as many as requested.
 
-    Without a ``scheduler``, ranks need not be bound to cores.
+    If ``scheduler`` is "" (no scheduler), ranks may be unbound.
     """
     name = "cores"
     of = {rows[0].node: machine for rows, machine in zip(table.nodes, table.machines, strict=True)}

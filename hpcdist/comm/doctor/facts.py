@@ -48,7 +48,7 @@ _PLUGINS_LIMIT_S: Final = 10.0
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """GPUs of a rank: the number of visible GPUs, and the name of its chosen GPU or the reason why it has no GPU."""
+    """GPUs that a rank sees, and the name of its chosen GPU or the reason why it has no GPU."""
 
     visible: str | None
     count: int
@@ -70,10 +70,10 @@ class Volume:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """Hardware, software, settings and volumes of a node. ``numa`` lists the cores of each NUMA domain, if known.
+    """Hardware, software versions, environment variables and volumes of a node.
 
-    ``hardware_threads`` lists the logical processors of each physical core that has several. In the other fields and in
-    this package, a "core" means one logical processor.
+    ``numa`` lists the cores of each NUMA domain, if known. ``hardware_threads`` lists the logical processors of each
+    physical core that has several. In all other fields and in this package, a "core" means one logical processor.
     """
 
     processor: str
@@ -127,7 +127,7 @@ def rank_facts(
 
 
 def gpu_facts(launch: LaunchEnvironment | None, kind: str, environment: Mapping[str, str] = os.environ) -> GpuFacts:
-    """Choose this rank's GPU before MPI starts. Return the GPU, or the reason for no GPU (such as ``kind`` "cpu")."""
+    """Choose this rank's GPU, or no GPU if ``kind`` is "cpu". Return its facts. Call this before MPI starts."""
     visible = environment.get(VISIBLE)
     if kind == "cpu":
         return GpuFacts(visible, 0, "", "the device is the CPU")
@@ -145,7 +145,7 @@ def gpu_facts(launch: LaunchEnvironment | None, kind: str, environment: Mapping[
 def node_facts(
     library: str, volumes: tuple[Volume, ...], environment: Mapping[str, str] = os.environ, numa: Path = NUMA
 ) -> NodeFacts:
-    """Return the facts of this node. ``library`` is the version of the MPI library; ``numa`` is a sysfs directory."""
+    """Return the facts of this node, for the MPI library version ``library``. ``numa`` is a sysfs directory."""
     software = {"hpcdist": f"{hpcdist.__version__}, sources {source_digest()}", "Python": platform.python_version()}
     software |= {name: version for name in PACKAGES if (version := package_version(name))}
     settings = {
@@ -160,7 +160,10 @@ def node_facts(
 
 
 def volume_facts(role: str, path: Path, kind: str) -> Volume:
-    """Return the free space at ``path``, or at its nearest existing parent. ``role`` names ``path`` in the report."""
+    """Return the `Volume` of ``path``, with the free space at ``path`` or its nearest existing parent.
+
+    ``role`` is the use of the directory, such as "run directory". ``kind`` is the file system type.
+    """
     existing = path.absolute()
     try:
         while not existing.exists() and existing != existing.parent:
@@ -196,7 +199,7 @@ def source_digest(package: Path = Path(hpcdist.__file__).parent) -> str:
 def scheduler_request(
     launch: LaunchEnvironment | None, environment: Mapping[str, str] = os.environ
 ) -> SchedulerRequest:
-    """Return the resources that this job requested from its scheduler, read from rank 0's environment variables."""
+    """Return the resources requested from the scheduler. ``launch``: the launcher's announcement. Call on rank 0."""
     if "SLURM_JOB_ID" in environment:
         gpus = any(name in environment for name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE"))
         if "SLURM_HET_SIZE" in environment:  # the variables describe only the first component
@@ -236,5 +239,4 @@ def plugin_versions(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def _once(path: str) -> str:
-    """Return the search path ``path`` without repeated folders. Nested launchers may each add the same folder."""
-    return os.pathsep.join(dict.fromkeys(filter(None, path.split(os.pathsep))))
+    return os.pathsep.join(dict.fromkeys(filter(None, path.split(os.pathsep))))  # nested launchers repeat folders

@@ -1,7 +1,6 @@
 """Communication of `hpcdist doctor --job`: test messages, clocks, the run directory, and all rows to rank 0.
 
-Every rank makes the same calls in the same order, and sends its findings in its row. A rank that gets no answer ends
-the job (`StageDeadline`) and names the neighbours that it waited for.
+A rank that gets no answer ends the job (`StageDeadline`) and names the neighbours that it waited for.
 """
 
 import os
@@ -35,7 +34,7 @@ _TAG: Final = 4711
 
 @dataclass(frozen=True)
 class Gathered:
-    """Facts of all ranks, on rank 0. ``failure`` is rank 0's error of writing to the run directory, or ""."""
+    """Facts of all ranks, on rank 0. ``failure`` is rank 0's error when it wrote to the run directory, or ""."""
 
     table: RankTable
     offsets: tuple[ClockOffset, ...]
@@ -43,9 +42,9 @@ class Gathered:
 
 
 class StageDeadline:
-    """Time limit for each stage of a job examination. A stage longer than ``limit_s`` seconds ends the job. Local.
+    """Time limit of ``limit_s`` seconds for each stage of a job examination. Methods are local.
 
-    On a timeout, ``fail`` is called with the error in a separate thread. ``where`` names this rank in the error.
+    On a timeout, a separate thread calls ``fail(error)``, which ends the job. ``where`` names this rank in the error.
     """
 
     def __init__(
@@ -55,10 +54,7 @@ class StageDeadline:
         self._timer: threading.Timer | None = None
 
     def stage(self, what: str, limit_s: float | None = None) -> None:
-        """End the current stage and start the next, which ``what`` describes in the timeout error.
-
-        ``limit_s`` is the time limit of the next stage; None means the default.
-        """
+        """Start the next stage of the examination, shown in errors as ``what``. ``limit_s`` None: the default limit."""
         self.stop()
         limit_s = self._limit_s if limit_s is None else limit_s
         text = f"{self._where}: {what} did not end within {limit_s:g} s; a rank, or the network to it, does not answer"
@@ -67,7 +63,7 @@ class StageDeadline:
         self._timer.start()
 
     def stop(self) -> None:
-        """End the last stage, so that no time limit remains."""
+        """Cancel the time limit of the examination's current stage."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -82,10 +78,11 @@ def gather(
     clock: Callable[[], float] = time.time,
     look_s: float = LOOK_S,
 ) -> Gathered | None:
-    """Return the facts of all ranks on rank 0, and None on other ranks. Collective over ``comm``.
+    """Return the ``facts`` of all ranks on rank 0, and None on other ranks. Collective over ``comm``.
 
-    One rank of each node calls ``describe``. This rank waits up to ``look_s`` seconds for a probe file, which rank 0
-    creates in ``directory`` with the name prefix ``prefix``. ``stage`` is called with a description before each stage.
+    One rank per node calls ``describe()`` for the facts of the node. It also waits up to ``look_s`` seconds for a probe
+    file, which rank 0 creates in ``directory`` with the name prefix ``prefix``. ``stage(text)`` is called before each
+    stage, with a description of the stage.
     """
     stage("finding out which ranks share a node")
     nodes = comm.nodes()
@@ -113,7 +110,10 @@ def gather(
 
 
 def greet(comm: Communicator, nodes: Nodes, stage: Callable[[str], None]) -> Greeting:
-    """Send test messages around a ring in each node and a ring of nodes, then allreduce. Collective over ``comm``."""
+    """Test a ring of messages in each node, a ring across nodes and an allreduce. Return the results. Collective.
+
+    ``stage(text)`` is called before each of these three tests, with a description of the test.
+    """
     local_rank = nodes.intra.rank
     stage(f"messages inside the node with {_neighbours(nodes.members[nodes.index], comm.rank)}")
     inside, inside_s = _ring(nodes.intra)
@@ -139,7 +139,7 @@ def _neighbours(ring: Sequence[int], rank: int) -> str:
 
 
 def _ring(comm: Communicator) -> tuple[bool, float | None]:
-    """Send test messages around a ring. Return (True if all data arrived intact, median seconds per small message)."""
+    """Return (True if all messages around a ring arrived intact, median seconds per small message)."""
     if comm.size == 1:
         return True, None
     to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -156,10 +156,7 @@ def _ring(comm: Communicator) -> tuple[bool, float | None]:
 
 
 def compare_clocks(leaders: Communicator, clock: Callable[[], float] = time.time) -> tuple[ClockOffset, ...]:
-    """Return the offset of each node's ``clock`` to the first node's, on rank 0. Collective over ``leaders``.
-
-    ``leaders`` has one rank per node.
-    """
+    """Return each node's clock offset to node 0 on rank 0, else (). ``leaders`` has one rank per node. Collective."""
     readings = clock_offsets.measure_offsets(leaders, lambda: round(clock() * 1e9))
     return tuple(ClockOffset(reading.offset_ns / 1e9, reading.bound_ns / 1e9) for reading in readings)
 

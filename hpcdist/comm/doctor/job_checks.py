@@ -1,8 +1,4 @@
-"""Job checks of the table of all ranks' facts: size, messages, and differences between nodes.
-
-Software, processors, settings, clocks and directories are compared, and the free space of each node is checked. The
-checks are functions of gathered rows and send no messages.
-"""
+"""Job checks of the table of all ranks' facts: size, messages, free space, and differences between nodes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +15,11 @@ US: Final = 1e6
 
 @dataclass(frozen=True)
 class Greeting:
-    """Result of a rank's test messages: True if all data arrived unchanged, and seconds per message (None: no peer)."""
+    """Result of a rank's test messages. ``arrived`` is True if all data arrived unchanged.
+
+    ``inside_s`` is the time of a message inside the node, and ``across_s`` of a message to another node. Each is None
+    if there is no such peer. ``reduced_s`` is the time of an allreduce of 8 bytes.
+    """
 
     arrived: bool
     inside_s: float | None
@@ -29,9 +29,10 @@ class Greeting:
 
 @dataclass(frozen=True)
 class RankRow:
-    """Facts of a rank. One rank per node also has ``machine``, the facts of the node, and ``unseen``.
+    """Facts of a rank, and ``greeting``, the result of its test messages.
 
-    ``unseen`` is the reason why this node does not see the run directory, or "".
+    One rank per node also has ``machine``, the facts of the node, and ``unseen``, the reason why the node does not see
+    the run directory, or "".
     """
 
     node: int
@@ -50,7 +51,7 @@ class RankTable:
 
     @cached_property
     def nodes(self) -> list[list[RankRow]]:
-        """The rows of each node, sorted by local rank."""
+        """The rows of all ranks: one list per node, in node order. Each list is sorted by local rank."""
         rows_of: dict[int, list[RankRow]] = {}
         for row in self.rows:
             rows_of.setdefault(row.node, []).append(row)
@@ -76,7 +77,7 @@ class RankTable:
 
 @dataclass(frozen=True)
 class Lint:
-    """A check of each node: ``look`` returns the fault in a node's rows or "". ``cure`` is the remedy to print."""
+    """A check of a node: ``look(rows)`` returns the fault in the node's list of `RankRow`, or ""."""
 
     look: Callable[[list[RankRow]], str]
     status: str
@@ -84,7 +85,7 @@ class Lint:
 
 
 def apply_lints(table: RankTable, name: str, lints: Sequence[Lint]) -> Check | None:
-    """Return the result of the first lint that finds a fault on any node, or None. The result is called ``name``."""
+    """Return a `Check` named ``name`` for the first of ``lints`` that finds a fault in ``table``, or None."""
     for lint in lints:
         texts = [lint.look(rows) for rows in table.nodes]
         if any(texts):
@@ -93,7 +94,7 @@ def apply_lints(table: RankTable, name: str, lints: Sequence[Lint]) -> Check | N
 
 
 def check_size(table: RankTable, asked: SchedulerRequest) -> Check:
-    """Check that the job has at least as many ranks and nodes as were requested from the scheduler (``asked``)."""
+    """Check that ``table`` (facts of all ranks) has at least the ranks and nodes in the request ``asked``."""
     ranks, nodes = len(table.rows), len(table.nodes)
     counts = sorted({len(rows) for rows in table.nodes})
     each = f"{counts[0]} to {counts[-1]} on a node" if len(counts) > 1 else f"{counts[0]} on each"
@@ -117,7 +118,7 @@ def check_size(table: RankTable, asked: SchedulerRequest) -> Check:
 
 
 def check_messages(table: RankTable) -> Check:
-    """Check that all test messages between ranks arrived unchanged, and report their times."""
+    """Check in ``table`` (facts of all ranks) that all test messages arrived unchanged, and report their times."""
     wrong = [rank for rank, row in enumerate(table.rows) if not row.greeting.arrived]
     if wrong:
         shown = ", ".join(map(str, wrong[:8])) + (", ..." if len(wrong) > 8 else "")
@@ -159,19 +160,22 @@ _MUST_AGREE: Final = ("hpcdist", "MPI")  # a difference in other packages is onl
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """Clock offset of a node relative to the first node, and the bound of its measurement error, both in seconds."""
+    """Clock offset of a node relative to the first node's clock, and the bound of its measurement error, in seconds."""
 
     offset_s: float
     bound_s: float
 
     @property
     def certain_s(self) -> float:
-        """The smallest absolute offset that is possible, given the bound of the measurement error."""
+        """Lower bound of the absolute clock offset in seconds: the measured value minus its error, at least 0."""
         return max(0.0, abs(self.offset_s) - self.bound_s)
 
 
 def check_clocks(table: RankTable, offsets: Sequence[ClockOffset], limit_s: float = SKEW_S) -> Check:
-    """Check that node clocks agree within ``limit_s`` seconds. ``offsets`` has one entry per node; the first is 0."""
+    """Check that node clocks agree within ``limit_s`` seconds. ``table`` (facts of all ranks) names the nodes.
+
+    ``offsets`` holds each node's clock offset to the first node.
+    """
     name = "clocks"
     if len(offsets) < 2:
         return Check(name, OK, "one node")
@@ -192,7 +196,10 @@ def _ahead(offset: ClockOffset) -> str:
 
 
 def check_directory(table: RankTable, path: str, failure: str) -> Check:
-    """Check that all nodes see the run directory ``path``. ``failure`` is rank 0's error of writing there, or ""."""
+    """Check in ``table`` (facts of all ranks) that all nodes see the run directory ``path``.
+
+    ``failure`` is rank 0's error when it wrote there, or "".
+    """
     name, count = RUN_DIRECTORY, len(table.nodes)
     if failure:
         return Check(name, FAIL, f"{path}: {failure}", "choose another --out, which this user may write, or free space")
@@ -210,7 +217,7 @@ def check_directory(table: RankTable, path: str, failure: str) -> Check:
 
 
 def check_space(table: RankTable) -> Check:
-    """Check each node's free space in the run directory, the node-local folder and /dev/shm."""
+    """Check in ``table`` (facts of all ranks) each node's free space: run directory, node-local folder, /dev/shm."""
     name = "free space"
     volumes = [machine.volumes for machine in table.machines]
     texts = ["; ".join(filter(None, map(_short_of, node_volumes))) for node_volumes in volumes]
@@ -241,7 +248,7 @@ def _short_of(volume: Volume) -> str:
 
 
 def check_software(table: RankTable) -> Check:
-    """Check that all nodes load the same versions of hpcdist, Python, packages and MPI."""
+    """Check in ``table`` (facts of all ranks) that nodes have equal versions of hpcdist, Python, packages and MPI."""
     by_node = [machine.software for machine in table.machines]
     names = list(dict.fromkeys(name for software in by_node for name in software))
     differing = [name for name in names if len({software.get(name) for software in by_node}) > 1]
@@ -253,7 +260,7 @@ def check_software(table: RankTable) -> Check:
 
 
 def check_processors(table: RankTable) -> Check:
-    """Check that all nodes have one processor model. Otherwise the slowest sets the pace, and rounding may differ."""
+    """Check in ``table`` (facts of all ranks) that all nodes have one processor model. If not, rounding may differ."""
     texts = [f"{machine.processor}, {counted(machine.cores, 'core')}" for machine in table.machines]
     if len(set(texts)) == 1:
         return Check("processors", OK, texts[0])
@@ -262,7 +269,7 @@ def check_processors(table: RankTable) -> Check:
 
 
 def check_settings(table: RankTable) -> Check:
-    """Check that the environment variables that affect hpcdist have the same values on all nodes."""
+    """Check in ``table`` (facts of all ranks) that environment variables of hpcdist are equal on all nodes."""
     by_node = [machine.settings for machine in table.machines]
     names = sorted({name for settings in by_node for name in settings})
     differing = [name for name in names if len({settings.get(name) for settings in by_node}) > 1]

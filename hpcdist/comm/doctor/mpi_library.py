@@ -1,7 +1,6 @@
 """MPI library checks: the library that mpi4py loads, the vendor of the launcher, and their match.
 
-Nothing here initialises MPI, because MPI_Init may abort on a login node. A child process loads and queries the library.
-`check_world` is for ranks of a started job.
+MPI_Init may abort on a login node, so nothing here initialises MPI: a child process queries the library.
 """
 
 import json
@@ -114,10 +113,7 @@ def check_library_and_launcher(environment: Mapping[str, str] = os.environ) -> l
 
 
 def check_launcher_match(loaded: MpiLibrary, started: mpirun.Launcher) -> Check:
-    """Check that the launcher ``started`` and the library ``loaded`` belong to one MPI.
-
-    Otherwise N ranks would start as N separate worlds.
-    """
+    """Check that the launcher and the library belong to one MPI. Otherwise N ranks would start as N separate worlds."""
     pairing = f"{started.vendor} {started.version} starts ranks that load {loaded.vendor} {loaded.version}"
     compatible = {mpirun.MPICH, mpirun.INTEL_MPI}  # they share a binary interface and a process manager
     if "unknown" in (loaded.vendor, started.vendor):
@@ -156,7 +152,7 @@ def check_device_pointers(environment: Mapping[str, str] = os.environ) -> Check:
 
 
 def check_world(comm: Communicator, launch: LaunchEnvironment, library_text: str) -> list[Check]:
-    """Check the size of the started MPI world, an allreduce, and MPI's thread level. Collective over ``comm``."""
+    """Check an allreduce and the thread level of the started MPI world ``comm``, and report its size. Collective."""
     total = np.ones(1)
     comm.allreduce(total)
     nodes = comm.nodes()
@@ -172,5 +168,5 @@ def check_world(comm: Communicator, launch: LaunchEnvironment, library_text: str
 
 
 def short_version(library_text: str) -> str:
-    """Return the first part of an MPI version string, without details of its package build."""
+    """Return the MPI version string ``library_text`` without the details of the package build."""
     return " ".join(library_text.split(", package")[0].split())

@@ -36,7 +36,7 @@ MEMORY_CURE: Final = (
 
 
 def at_exit(function: Callable[..., object], *arguments: object) -> None:
-    """Call ``function(*arguments)`` at the normal end of this process, but not of forked children. Local."""
+    """Register ``function(*arguments)`` for the normal end of this process, but not of its forked children. Local."""
     atexit.register(_call_in, os.getpid(), function, *arguments)
 
 
@@ -44,10 +44,7 @@ _settles: Final[list[Callable[[], object]]] = []
 
 
 def before_finalize(function: Callable[[], object]) -> None:
-    """Register ``function()`` to be called before MPI is finalised, e.g. to stop communicating threads. Local.
-
-    The function may be called twice.
-    """
+    """Register ``function`` to be called once or twice before MPI is finalised, e.g. to stop threads. Local."""
     _settles.append(function)
     at_exit(function)
 
@@ -64,7 +61,7 @@ def _call_in(pid: int, function: Callable[..., object], *arguments: object) -> N
 
 
 def error_lines(error: BaseException) -> list[str]:
-    """Return the lines to print for ``error``: only its message if it is meant for users, else its traceback."""
+    """Return the lines to print for ``error``: only the message of a user error, else the traceback."""
     if isinstance(error, USER_ERRORS):
         return [f"{type(error).__name__}: {error}"]
     if isinstance(error, MemoryError):
@@ -80,7 +77,7 @@ def error_lines(error: BaseException) -> list[str]:
 
 
 def error_summary(error: BaseException, thread: str | None) -> str:
-    """Return one line of text: the exception ``error``, the innermost line of its traceback, and ``thread``'s name."""
+    """Return one line: the exception, the innermost line of its traceback, and the thread's name ``thread``, if any."""
     frames = traceback.extract_tb(error.__traceback__)
     where = getattr(error, "site", "")
     if frames:
@@ -100,18 +97,18 @@ def exit_code(error: BaseException) -> int:
 
 
 class AgreedExit(SystemExit):
-    """Exit with a code that all ranks have agreed on, after MPI_Finalize, so that no rank needs to abort."""
+    """SystemExit with a code on which all ranks agreed. Raised after MPI_Finalize, so that no rank needs to abort."""
 
 
 class Exit(SystemExit):
-    """SystemExit that `sys.exit` raises in a job. Calls ``at_end`` if no code catches it before Python ends."""
+    """SystemExit that the result of `exit_function` raises. Calls ``at_end`` if no code catches it."""
 
     site = ""  # call site of `sys.exit`
     at_end: Callable[["Exit"], None]
 
     @property
     def code(self) -> Any:
-        """The argument of `sys.exit`. If Python reads it because the program ends, ``at_end`` is called."""
+        """The argument of `sys.exit`. Calls ``at_end`` if the interpreter reads ``code`` at the end of the program."""
         code = _code_of.__get__(self)
         try:
             sys._getframe(1)

@@ -1,8 +1,6 @@
 """Fail-fast: a failed rank prints its traceback and ends the job with its exit code.
 
-`comm.start` installs this. Without it, the other ranks would wait in a collective for ever, and MPI would print its
-error over the traceback. Errors with a complete message (`USER_ERRORS`) are printed without a traceback. A failure of
-all ranks is printed once.
+`comm.start` installs it. Without it, the other ranks would wait in a collective for ever.
 """
 
 import atexit
@@ -75,7 +73,8 @@ _installed: _Installed | None = None  # one per process, as sys.excepthook is
 def install(abort: Callable[[int], None], rank: int, title: Callable[[str], None] | None = None) -> None:
     """From now on, end the job by ``abort(code)`` at any uncaught exception. Local.
 
-    ``title(text)`` sets MPI's abort message.
+    ``code`` is the exit code of the exception. ``rank`` is this process's rank in reports. ``title(text)`` sets MPI's
+    abort message; None leaves the message unchanged.
     """
     global _installed
     hooks = (sys.excepthook, threading.excepthook, sys.exit) if _installed is None else _installed.hooks
@@ -90,7 +89,7 @@ def install(abort: Callable[[int], None], rank: int, title: Callable[[str], None
 
 
 def set_rank(rank: int) -> None:
-    """Report failures as ``rank`` from now on. Call `set_agreement` again afterwards, because this undoes it. Local."""
+    """Report failures as rank ``rank`` from now on. This removes the function that `set_agreement` installed. Local."""
     assert _installed is not None, "install comes first"
     _installed.end_label()
     _installed.rank, _installed.all_agree, _installed.withdraw = rank, None, None
@@ -109,10 +108,7 @@ def answer_requests_for_stacks() -> None:
 
 
 def _label_stacks(rank: int) -> Callable[[], None]:
-    """Make printed stacks show ``rank`` and the host name. Return a function that undoes this.
-
-    An extra thread waits in code whose file name contains both.
-    """
+    """Show ``rank``, the host name and the process id in later stack dumps. Return a function that undoes this."""
     end = threading.Event()
     code = compile("wait()", f"<rank {rank} on {socket.gethostname()}, process {os.getpid()}>", "exec")
     threading.Thread(target=exec, args=(code, {"wait": end.wait}), name="label of stacks", daemon=True).start()
@@ -139,7 +135,7 @@ os.register_at_fork(after_in_child=_restore)
 
 
 def set_agreement(all_agree: Callable[..., bool], withdraw: Callable[[], None]) -> None:
-    """Install the collective function with which ranks agree before they end. Local.
+    """Install ``all_agree``, a collective function that checks if all ranks end alike. Local.
 
     ``all_agree(text, seconds)`` returns True if all ranks pass the same ``text`` within ``seconds``. If all ranks raise
     an equal exception, it is printed only once. If only some ranks call `sys.exit`, the job ends. After an agreement,
@@ -150,9 +146,9 @@ def set_agreement(all_agree: Callable[..., bool], withdraw: Callable[[], None]) 
 
 
 def set_survivable(is_survivable: Callable[[BaseException], bool]) -> None:
-    """Let errors for which ``is_survivable(error)`` is True end only the raising thread, without output. Local.
+    """From now on, let a survivable error end only the thread that raises it, without output. Local.
 
-    No later exit finalises MPI.
+    ``is_survivable(error)`` returns True for such an error. Later exits of this process do not finalise MPI.
     """
     assert _installed is not None, "install comes first"
     _installed.is_survivable = is_survivable
@@ -161,7 +157,7 @@ def set_survivable(is_survivable: Callable[[BaseException], bool]) -> None:
 def set_recovery_limit(limit_s: float | None) -> None:
     """End the job after ``limit_s`` seconds, unless this function is called again before. Local.
 
-    Each call replaces the limit; None removes it.
+    None removes the limit. Without `install`, this function does nothing.
     """
     if _installed is None:
         return
@@ -180,7 +176,7 @@ def _recovery_timed_out(limit_s: float) -> None:
 
 
 def attach(recorder: "Recorder") -> None:
-    """Register ``recorder`` to get the note "raised" or "finished" when this process ends. Local."""
+    """Register the flight ``recorder`` to which this process writes "raised" or "finished" when it ends. Local."""
     assert _installed is not None, "install comes first"
     _installed.recorder = recorder
     atexit.register(note_end)  # runs before MPI_Finalize, which may wait for other ranks
@@ -208,7 +204,7 @@ def guarded(main: Callable[[], int | None]) -> int:
     """Call ``main()`` and return its exit code. A non-zero code or any exception ends the whole job. Local.
 
     The entry point of a job calls this, because an excepthook does not receive SystemExit. An exit on which all ranks
-    agreed (see `agreed_exit`) does not abort the job. Without `install`, exceptions propagate to the caller.
+    agreed (see `agreed_exit`) does not abort the job. Without `install`, exceptions propagate.
     """
     try:
         code = main() or 0
@@ -251,20 +247,16 @@ def _fail_together(state: _Installed, error: BaseException) -> None:
 
 
 def _release_frames(error: BaseException) -> None:
-    """Free local variables in the tracebacks of ``error`` and its causes. Otherwise libhdf5 may crash at exit."""
     link: BaseException | None = error
     seen: set[int] = set()
     while link is not None and id(link) not in seen:
         seen.add(id(link))
-        traceback.clear_frames(link.__traceback__)
+        traceback.clear_frames(link.__traceback__)  # local variables may crash libhdf5 at exit
         link = link.__cause__ or link.__context__
 
 
 def _leave_together_or_fail(leaving: Exit) -> None:
-    """Return if all ranks exit with the code of ``leaving`` within EXIT_S seconds, or if it means an early stop.
-
-    Otherwise end the job.
-    """
+    """Return if this rank may exit with ``leaving``, the SystemExit that no code caught. Otherwise end the job."""
     state, code = _installed, exit_code(leaving)
     if state is None or state.all_agree is None or code in (0, REQUEUE, INTERRUPTED):
         return
@@ -294,7 +286,11 @@ def agreed_exit(code: int) -> NoReturn:
 
 
 def fail(error: BaseException, thread: str | None = None, headline: str = "") -> NoReturn:
-    """Report ``error`` and end the job with its exit code. If several threads fail, only the first reports. Local."""
+    """Report ``error`` and end the job with the exit code of ``error``. Local.
+
+    ``thread`` is the name of the thread that failed, or None for the main thread. ``headline`` replaces the first line
+    of the report, unless it is "". If several threads fail, only the first reports its error.
+    """
     assert _installed is not None, "install comes first"
     state = _installed
     state.failing.acquire()  # never released: the process ends here
@@ -318,7 +314,7 @@ def fail(error: BaseException, thread: str | None = None, headline: str = "") ->
 
 
 def _is_symptom(error: BaseException) -> bool:
-    """Return True if an error of this type usually results from the failure of another rank. Local."""
+    """Return True if an error of this type usually results from the failure of another rank."""
     return isinstance(error, CommunicationError) or type(error).__module__.startswith("mpi4py")
 
 
@@ -339,11 +335,13 @@ def _report(state: _Installed, error: BaseException, code: int, thread: str | No
 
 
 def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> str:
-    """Write ``text``, tagged with the rank, to stderr in one piece, and to a file that `hpcdist run` prints last.
+    """Report a failure of rank ``rank``: the line ``headline``, then ``text``. Each line is tagged with the rank.
 
-    If ``alone`` is True and `hpcdist run` will print the text, it is not written to stderr. For other launchers, this
-    also writes a copy to a second file, and waits up to READ_S seconds until the launcher has read stderr. Returns the
-    path of the copy, or "" without a copy.
+    - Under `hpcdist run`: to a file that `hpcdist run` prints at its end, and to stderr unless ``alone`` is True.
+    - Under another launcher: to stderr and to a copy in a file. Waits up to READ_S seconds until stderr is read.
+    - Without a launcher: to stderr.
+
+    Returns the path of the copy, or "" if there is no copy.
     """
     rule = "=" * 100
     tagged = "".join(f"[rank {rank}] {line}\n" for line in [rule, headline, *text.rstrip("\n").split("\n"), rule])
@@ -388,7 +386,6 @@ def _write_streams(text: str) -> None:
 
 
 def _keep_text(rank: int, text: str) -> str:
-    """Write ``text`` to a file, next to the flight recorder's file if there is one. Return the path. Raises OSError."""
     recorder = _installed.recorder if _installed is not None else None
     if recorder is None:
         file, path = tempfile.mkstemp(prefix=f"hpcdist-rank-{rank}-failed-", suffix=".txt")
@@ -401,7 +398,6 @@ def _keep_text(rank: int, text: str) -> str:
 
 
 def _unread() -> int:
-    """Return the number of unread bytes in the pipe of this process's stderr, or 0 if stderr is not a pipe."""
     try:
         if stat.S_ISFIFO(os.fstat(STDERR).st_mode):
             unread: int = struct.unpack("i", fcntl.ioctl(STDERR, termios.FIONREAD, b"\0" * 4))[0]
@@ -412,7 +408,7 @@ def _unread() -> int:
 
 
 def write_for_launcher(rank: int, text: str) -> bool:
-    """Write ``text`` to a file that `hpcdist run` prints last. Return False under another launcher. Raises OSError."""
+    """Write ``text`` for `hpcdist run` to print at its end. Return False without `hpcdist run`. Raises OSError."""
     folder = os.environ.get(FAILURE_DIR)
     if not folder:
         return False

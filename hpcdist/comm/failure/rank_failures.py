@@ -1,9 +1,4 @@
-"""Rank failures: fault-tolerant communicators (ULFM), detection of failed ranks, and agreement with a time limit.
-
-`FaultTolerant` is the part of a communicator that survives rank failures: revoke, agree, shrink, and grow. `all_agree`
-finds out whether all ranks fail alike, so that the job reports one failure. It sends messages to rank 0 with a time
-limit, because a collective could wait for ever for ranks that do not fail.
-"""
+"""Rank failures: fault-tolerant communicators (ULFM), detection of failed ranks, and agreement with a time limit."""
 
 import contextlib
 import hashlib
@@ -78,7 +73,7 @@ class FaultTolerant(Observable, ABC):
         return self._passed_on(self._recorded("shrink", self._shrink, label))
 
     def grow(self, count: int, arguments: Sequence[str], environment: Mapping[str, str], label: str) -> Self:
-        """Return a communicator of these ranks and ``count`` new processes (see `spawn.spawn`). Collective."""
+        """Return a communicator of the present ranks and ``count`` new processes, see `spawn.spawn`. Collective."""
         self._check_survivable("grow")
         return self._passed_on(self._recorded("grow", self._grow, count, arguments, environment, label))
 
@@ -193,8 +188,7 @@ _DIGEST_BYTES: Final = 16
 def all_agree(comm: Communicator, text: str, patience_s: float = AGREEMENT_PATIENCE_S) -> bool:
     """Return True if every rank of ``comm`` calls this with the same ``text`` within about ``patience_s`` seconds.
 
-    If some ranks do not call this function, the other ranks get False. Their messages then stay in flight, so they must
-    leave the job.
+    If some ranks do not call this, the other ranks get False and must leave the job, because messages stay in flight.
     """
     local_digest = np.frombuffer(
         hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES).digest(), np.uint8
@@ -216,8 +210,8 @@ def all_agree(comm: Communicator, text: str, patience_s: float = AGREEMENT_PATIE
 def barrier_with_deadline(comm: Communicator, what: str, patience_s: float) -> None:
     """Wait until every rank of ``comm`` has called this. Slow, because all ranks send to rank 0. Collective.
 
-    Raises DeadlineError on ranks that have waited for ``patience_s`` seconds. The error names the operation ``what``
-    and the missing ranks. Messages then stay in flight, so the job must end.
+    After ``patience_s`` seconds, raises DeadlineError, which names the operation ``what`` and the missing ranks.
+    Messages then stay in flight, so the job must end.
     """
     here, absent = np.zeros(1, np.uint8), np.zeros(comm.size, np.uint8)
     others = range(1, comm.size)

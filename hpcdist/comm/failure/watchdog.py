@@ -21,7 +21,7 @@ NS: Final = 1_000_000_000
 
 
 class Watchdog:
-    """Thread that enforces a deadline of ``deadline_s`` seconds on each operation in ``recorder``.
+    """Thread that enforces a deadline of ``deadline_s`` seconds on each operation that ``recorder`` records.
 
     Between `relax` and `tighten` the deadline is ``first_step_factor`` times longer, for the first step. When an
     operation exceeds its deadline, this rank writes its stacks to ``rank-N.stacks`` next to its recorder file, and

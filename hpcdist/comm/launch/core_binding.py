@@ -48,8 +48,8 @@ class NodeCores:
 class CoreBinding:
     """Binding of ranks to cores: ``cores`` is the number of cores per rank, or None if ranks are not bound.
 
-    ``reason`` is the reason why ranks are not bound. It is "" if the only rank of a node may use all cores of the job
-    on this node, so that no binding is necessary.
+    ``reason`` is the reason why ranks are not bound. It is "" if no binding is necessary, because the only
+    rank of a node may use all cores of the job there.
     """
 
     ranks_per_node: int | None
@@ -58,7 +58,7 @@ class CoreBinding:
 
 
 def ranks_per_node(ranks: int, requested: int | None, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the ranks per node: ``requested`` if it is set, else Slurm's tasks per node, or None if unknown."""
+    """Return the ranks per node of a job of ``ranks`` ranks: ``requested``, or else from Slurm, or None if unknown."""
     if requested is not None:
         return requested
     tasks = expand_repeated(environment.get("SLURM_TASKS_PER_NODE", ""))
@@ -76,7 +76,7 @@ def cpus_per_task(per_node: int | None, environment: Mapping[str, str] = os.envi
 
 
 def whole_node_step(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variable with which srun gives mpirun's daemons all CPUs of the job, or {} if it is not needed."""
+    """Return the environment variable that lets srun give mpirun's daemons all CPUs of the job, or {} if not needed."""
     job_cpus = _job_cpus(environment)
     return {STEP: str(min(job_cpus))} if job_cpus and STEP in environment else {}
 
@@ -89,9 +89,10 @@ def bind_ranks(
     *,
     apart: bool = True,
 ) -> CoreBinding:
-    """Return the binding of each rank to ``requested`` cores, by default to an equal share of the cores of ``node``.
+    """Return the binding of a node's ``per_node`` ranks to ``requested`` cores each.
 
-    If ``apart`` is True, no rank has cores in two sockets.
+    ``requested`` None gives each rank an equal share of the cores of ``node``. If ``apart`` is True, no rank has
+    cores in two sockets.
     """
     if per_node is None:
         return CoreBinding(None, None, "the number of ranks per node is unknown; set --ranks-per-node")
@@ -160,7 +161,7 @@ def _job_cpus(environment: Mapping[str, str]) -> list[int]:
 
 
 def expand_repeated(text: str) -> list[int]:
-    """Expand a repeated list of Slurm: "4(x2),8" becomes [4, 4, 8]. Returns [] if ``text`` is no valid list."""
+    """Expand a Slurm list with repeat counts: "4(x2),8" becomes [4, 4, 8]. Returns [] if ``text`` is invalid."""
     numbers: list[int] = []
     for part in text.split(","):
         match = _REPEATED.fullmatch(part.strip())
@@ -195,12 +196,12 @@ def _online(system: Path) -> tuple[int, ...]:
 
 
 def hardware_threads(system: Path = SYSTEM) -> tuple[tuple[int, ...], ...]:
-    """Return the processors of each core that has several, or () if unknown. ``system`` is a sysfs directory."""
+    """Return the logical processors of each core that has several, or () if unknown. ``system``: a sysfs directory."""
     return tuple(core for core in _cores(_online(system), system).values() if len(core) > 1)
 
 
 def _cores(processors: Iterable[int], system: Path) -> dict[int, tuple[int, ...]]:
-    """Return ``processors`` grouped by core. Each key is the lowest processor of a core, in ``processors`` or not."""
+    """Group ``processors`` by core. Each key is the core's lowest processor, even if not in ``processors``."""
     by_first: dict[int, list[int]] = {}
     for processor in sorted(processors):
         first = processor
@@ -215,9 +216,8 @@ def _cores(processors: Iterable[int], system: Path) -> dict[int, tuple[int, ...]
 
 
 def _allowed(usable: set[int], system: Path) -> set[int]:
-    """Return the processors that the control group allows, also outside of ``usable``, this process's affinity."""
     try:
-        os.sched_setaffinity(0, _online(system))  # the kernel reduces the mask to the processors allowed
+        os.sched_setaffinity(0, _online(system))  # the kernel removes processors that the control group forbids
     except OSError:
         return set()
     try:

@@ -1,8 +1,6 @@
 """Environment of a rank: launcher variables, the Python to run on ranks, and the processes of this host.
 
-`launch_environment` reads size, rank and local rank from the environment, before or without MPI: to choose a GPU before
-MPI_Init, and to detect a run that fell apart into singletons. `interpreter_words` and `python_path_variables` give the
-command and variables of ranks. The rest reads /proc: boot id, process tree, and variables of processes.
+Launcher variables are read before MPI starts, to choose a GPU and to detect a run that fell apart into singletons.
 """
 
 import os
@@ -24,7 +22,7 @@ BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str:
-    """Return the running kernel's boot id, which is the same for all its processes, or else the host name. Local."""
+    """Return the running kernel's boot id, equal for all processes on this kernel, or else the host name. Local."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:
@@ -32,10 +30,7 @@ def boot_id() -> str:
 
 
 def process_fields(pid: int) -> list[str]:
-    """Return the fields of /proc/``pid``/stat after the process name: field 3 (state) and all later fields.
-
-    Raises OSError if the process has ended.
-    """
+    """Return the fields of /proc/``pid``/stat from field 3 (state) on. Raises OSError if the process has ended."""
     # "pid (name) state ppid ...": the name may contain anything, so split after the last bracket.
     return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
@@ -104,7 +99,7 @@ def _split_words(option: str, text: str, example: str) -> list[str]:
 
 
 def interpreter_words(python: str | None) -> list[str]:
-    """Return the command ``python`` that runs Python on the ranks, as words. Default: this Python executable."""
+    """Return the command that runs Python on the ranks, as words: ``python``, or for None this Python executable."""
     chosen = [sys.executable] if python is None else _split_words("--python", python, "apptainer exec my.sif python3")
     if not chosen:
         raise UsageError("--python is empty; name what runs Python on the ranks, e.g. --python /local/env/bin/python")
@@ -196,19 +191,19 @@ def drop_empty(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def started_by_srun(size: int, rank: int | None, environment: Mapping[str, str]) -> bool:
-    """Return True if srun started this ``rank`` of ``size`` ranks directly, not through a daemon. Local."""
+    """Return True if srun started this ``rank`` of ``size`` ranks directly, not through mpirun's daemon. Local."""
     announced = (integer_variable(environment, "SLURM_STEP_NUM_TASKS"), integer_variable(environment, "SLURM_PROCID"))
     return inside_srun(environment) and announced == (size, rank)
 
 
 def inside_srun(environment: Mapping[str, str]) -> bool:
-    """Return True if srun started this process, or the daemon that started it. Local."""
+    """Return True if srun started this process, directly or through mpirun's daemon. Local."""
     # srun numbers its steps; in the batch script SLURM_STEP_ID is absent or names the batch step.
     step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
     return step.isdigit() and int(step) < 0xFFFFFFF0 and "SLURM_PROCID" in environment
 
 
 def integer_variable(environment: Mapping[str, str], name: str) -> int | None:
-    """Return the whole number in the variable ``name``, or None if it has no whole number."""
+    """Return the value of the variable ``name`` as a non-negative integer, or None if it is no such number."""
     text = environment.get(name, "")
     return int(text) if text.isascii() and text.isdigit() else None

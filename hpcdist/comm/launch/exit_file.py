@@ -1,10 +1,8 @@
 """Exit code of a job, written to a file by its ranks, and the signals that end it before its first step.
 
-Open MPI's mpirun returns 0 after it has lost a node, and with ULFM also if all ranks were killed. So the ranks write
-their agreed exit code into the directory of `hpcdist run`, which trusts that file.
-
-Before the first step there is nothing to save: a signal to stop ends the process at once, with the exit code for a
-requeue.
+Open MPI's mpirun returns 0 after it has lost a node, and with ULFM also if all ranks were killed. So `hpcdist run`
+trusts the exit code in this file. Before the first step there is nothing to save, so a stop signal ends the process at
+once.
 """
 
 import os
@@ -50,8 +48,7 @@ _starting = False  # before the first step: set by `leave_at_signals`, reset by 
 def write_exit_code(code: int) -> None:
     """Write the job's exit ``code`` to a file for `hpcdist run`. This is the last action of a rank. Local.
 
-    Every rank should call this, because the directory of this file exists only on the launcher's host. The first
-    written code counts.
+    Every rank should call this, because only the launcher's host has the directory. The first written code counts.
     """
     folder = os.environ.get(LAUNCH_DIR)
     if folder:
@@ -130,7 +127,7 @@ def ignore_signals() -> None:
 
 
 class ImmediateExit:
-    """While switched on, ends this process at the first stop signal, even if the main thread is blocked. Local.
+    """Exit of this process at the first stop signal while switched on, even if the main thread is blocked. Local.
 
     A Python signal handler would wait for MPI. So the interpreter's C handler writes a byte to a pipe (set_wakeup_fd),
     which wakes a thread of this object. If C code holds the GIL, as in MPI_Init, `hpcdist run` ends the process,
@@ -212,10 +209,7 @@ def announce_run(run_dir: Path) -> None:
 
 
 def announce_completion(how_to_go_on: str) -> bool:
-    """Report to `hpcdist run` that a training ended regularly, and how to resume it. Call on rank 0.
-
-    Returns True if the report was written.
-    """
+    """Report to `hpcdist run` that a training ended, and how to resume it. Return True if written. Call on rank 0."""
     return _write_note(STOPPED_FILE, how_to_go_on) and _write_note(RUN_FILE, "")
 
 
@@ -229,9 +223,9 @@ def _write_note(name: str, text: str) -> bool:
 
 
 def read_announcements(folder: Path) -> tuple[str, str]:
-    """Return (run directory of a training, instructions to resume it) as announced in ``folder``.
+    """Return (run directory of a training, instructions to resume it) from ``folder``. A missing text is "".
 
-    A text that was not announced is "". The run directory is also "" if the training has ended regularly.
+    The run directory is also "" if the training has ended regularly.
     """
     texts = ["", ""]
     for index, name in enumerate((RUN_FILE, STOPPED_FILE)):

@@ -1,8 +1,6 @@
 """Guard of a job: a process that ends the launcher's processes if the supervisor itself is killed.
 
-The launcher then gets SIGTERM by PR_SET_PDEATHSIG. That is not enough: Open MPI's mpirun that gets SIGTERM while it
-starts ranks leaves them waiting in MPI_Init for ever. In a list of processes the guard looks like a second
-`hpcdist run`, so it passes signals on to the supervisor. `end_with_launcher` is for ranks that mpirun started directly.
+PR_SET_PDEATHSIG is not enough: Open MPI's mpirun that gets SIGTERM while it starts ranks leaves them in MPI_Init.
 """
 
 import os
@@ -32,7 +30,8 @@ class Guard:
     """Forked process that ends the job's processes if the supervisor, which creates this object, is killed.
 
     The supervisor must be single-threaded. The guard finds the job's processes by ``launch_dir`` in their environment.
-    The guard also forwards the signals ``passed``, which the supervisor has blocked, to the supervisor.
+    The guard looks like a second `hpcdist run` in a list of processes. So it forwards the signals ``passed`` to the
+    supervisor, which must have blocked them.
     """
 
     def __init__(self, launch_dir: Path, passed: Collection[signal.Signals] = ()) -> None:
@@ -53,9 +52,9 @@ class Guard:
 
 
 def _watch(held: int, launch_dir: Path, supervisor: int, passed: Collection[signal.Signals]) -> NoReturn:
-    """Wait until process ``supervisor`` ends, then exit. If it was killed, first end the processes of its job.
+    """Wait until process ``supervisor`` ends. If it was killed, end the job's processes.
 
-    ``held`` is a pipe from the supervisor. Signals ``passed`` are forwarded to it.
+    ``held`` is the read end of a pipe whose write end only the supervisor holds.
     """
     try:
         os.setsid()
@@ -77,8 +76,6 @@ def _watch(held: int, launch_dir: Path, supervisor: int, passed: Collection[sign
 
 
 def _pass_to(supervisor: int, passed: Collection[signal.Signals]) -> None:
-    """Forward the signals ``passed`` to process ``supervisor`` as long as it is the parent of this process."""
-
     def forward(number: int, _: object) -> None:
         time.sleep(PASSING_S)
         if os.getppid() == supervisor:
@@ -100,10 +97,7 @@ def _end(launch_dir: Path) -> None:
 
 
 def end_with_launcher() -> None:
-    """Let this rank end when its mpirun is killed. Local.
-
-    `hpcdist run` and slurmstepd already do this for the ranks that they start.
-    """
+    """Let this rank end when its mpirun is killed. Ranks of `hpcdist run` already do this. Local."""
     if LAUNCH_DIR in os.environ:
         return
     launcher = _launcher_of(os.getpid())

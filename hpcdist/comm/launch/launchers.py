@@ -1,7 +1,6 @@
 """Launchers and their command lines: one `LauncherKind` with options per launcher, and the starters that use it.
 
-The options of mpirun are in `mpirun`, because they differ between MPI libraries. The other launchers belong to a site:
-srun (Slurm), mpiexec (PALS of HPE Cray, under PBS), ibrun (TACC) and flux. Nothing is started here.
+Launchers of a site are srun (Slurm), mpiexec (PALS of HPE Cray, under PBS), ibrun (TACC) and flux. See also `mpirun`.
 """
 
 import os
@@ -24,7 +23,7 @@ _USER = {number: number for number in (signal.SIGUSR1, signal.SIGUSR2)}
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """Requested layout of a job. None means that the launcher decides. ``pmi`` is the PMI type for the ranks."""
+    """Requested ranks, cores and PMI type of a job. None means that the launcher decides."""
 
     ranks: int
     ranks_per_node: int | None = None
@@ -39,7 +38,7 @@ class LaunchRequest:
 
 @dataclass(frozen=True)
 class LauncherKind:
-    """Command line of one kind of launcher. Each option has {placeholders}; () means an unsupported option.
+    """Command-line options of one kind of launcher, with {placeholders}. () means an unsupported option.
 
     ``forwards`` maps each signal for ranks on other hosts to the signal that the launcher must get. ``keeps_codes`` is
     True if the launcher returns the exit code of the failed rank. ``teardown_s`` is the time that the launcher may need
@@ -137,10 +136,9 @@ def kind_named(name: str, environment: Mapping[str, str] = os.environ) -> Launch
 
 
 def restart_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environment`` for a restart in the same Slurm job, so that srun steps may share cores and memory.
+    """Return a copy of ``environment`` for a restart in the same Slurm job: srun steps may share cores and memory.
 
-    After a node crash the old step keeps its cores and memory. Without sharing, a new srun would wait until Slurm
-    declares the node down.
+    After a node crash the old step keeps its cores and memory until Slurm declares the node down.
     """
     kept = {name: value for name, value in environment.items() if name not in _MEMORY}
     return kept | {"SLURM_OVERLAP": "1", "SLURM_MEM_PER_NODE": "0"}
@@ -153,7 +151,7 @@ def _suggestion(name: str, names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Starter:
-    """Builder of the command line of launcher ``kind`` for a job with this ``layout``. For mpirun: `MpirunStarter`."""
+    """Builder of command lines of launcher ``kind`` for the `LaunchRequest` ``layout``. For mpirun: `MpirunStarter`."""
 
     kind: LauncherKind
     layout: LaunchRequest
@@ -183,13 +181,13 @@ class Starter:
         return [word.format_map(fields) for word in words]
 
     def session(self, folder: Path, options: Sequence[str]) -> dict[str, str]:
-        """Return environment variables for the launcher only, not for ranks. It may keep its files in ``folder``."""
+        """Return environment variables for the launcher only. The launcher may keep its files in ``folder``."""
         return {}
 
     def without(self, lost: Sequence[str], left: Sequence[str]) -> list[str]:
         """Return launcher options to start ranks only on the remaining nodes ``left``, not on the nodes ``lost``.
 
-        May raise MissingCapabilityError.
+        Raises MissingCapabilityError if the launcher cannot exclude nodes.
         """
         if not self.kind.without:
             raise MissingCapabilityError(
@@ -258,7 +256,7 @@ class MpirunStarter(Starter):
 def choose_starter(
     kind: LauncherKind, layout: LaunchRequest, survive: str | None, environment: Mapping[str, str] = os.environ
 ) -> Starter:
-    """Return the starter of launcher ``kind`` for ``layout``. Raises an error for unsupported combinations."""
+    """Return the starter of launcher ``kind`` for ``layout`` and the option --survive. Raises if unsupported."""
     _refuse(kind, layout, survive)
     if kind is MPIRUN:
         return _mpirun(mpirun.find(environment), layout, survive is not None, environment)

@@ -1,7 +1,4 @@
-"""Listening TCP sockets of a process: list them, and restrict them to the loopback interface. Linux only.
-
-This module starts no MPI.
-"""
+"""Listening TCP sockets of a process: list them, and restrict them to the loopback interface. Linux only."""
 
 import ipaddress
 import os

@@ -1,7 +1,6 @@
 """The mpirun of this environment: its vendor, and the options and variables with which it starts ranks here.
 
-The mpirun next to this Python comes first, because the mpirun on PATH may belong to another MPI, which would start N
-singletons. This module starts no MPI.
+The mpirun next to this Python comes first: the mpirun on PATH may belong to another MPI and would start N singletons.
 """
 
 import os
@@ -79,7 +78,7 @@ def is_managed(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def second_mpi(modules: Iterable[str]) -> str:
-    """Return a warning if the MPI of a wheel takes precedence over that in one of the loaded ``modules``, or ""."""
+    """Return a warning if an MPI wheel takes precedence over the MPI of an environment module in ``modules``, or ""."""
     wheels = [f"{name} {version}" for name in _WHEELS if (version := package_version(name))]
     loaded = [name for name in modules if _MPI_MODULE.match(name)]
     if not wheels or not loaded:
@@ -109,7 +108,7 @@ def candidates(environment: Mapping[str, str] = os.environ) -> list[Path]:
 
 
 def identify(path: Path) -> Launcher:
-    """Return the launcher at ``path``, identified by its --version. Raises MissingCapabilityError if it fails."""
+    """Return the launcher at ``path``, identified by --version. Raises MissingCapabilityError if --version fails."""
     try:
         text = _output(path, "--version")
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -146,9 +145,11 @@ def command(
     extra: Sequence[str] = (),
     environment: Mapping[str, str] = os.environ,
 ) -> list[str]:
-    """Return the command line that runs ``program`` on ``ranks`` ranks with the variables ``settings``.
+    """Return the command line that runs ``program`` on ``ranks`` ranks.
 
-    Options in ``extra`` override our options.
+    ``settings``: variables that Open MPI exports to all hosts. Their values are taken from mpirun's environment.
+    ``environment``: this process's variables, which show if a resource manager places the ranks. Options in ``extra``
+    override our options.
     """
     line: list[str] = []
     if launcher.vendor == OPEN_MPI:
@@ -209,12 +210,12 @@ def _major(launcher: Launcher) -> int:
 def session(
     launcher: Launcher, folder: Path, options: Sequence[str] = (), environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return variables that set separate folders for the session of this mpirun and for its shared memory.
+    """Return environment variables that give this mpirun separate folders for its session and its shared memory.
 
-    Open MPI 5 names a session only by the process id. If a killed mpirun has left its session, a later mpirun with the
-    same id fails, so each start gets its own ``folder``. Jobs in two containers with one /dev/shm may also use the same
-    names of shared memory. So ranks that are all on this host get a directory in /dev/shm. Returns {} for other
-    launchers. Folders that the environment, ``options`` or a parameter file sets are not changed.
+    The result is {} unless the launcher is Open MPI 5 or later. Folders that the environment, ``options`` or a
+    parameter file sets are not changed. The session gets ``folder``: by default Open MPI names sessions by process id,
+    so a session left by a killed mpirun makes a later mpirun with the same id fail. If all ranks are on this host,
+    their shared memory gets a new directory in /dev/shm: containers can share /dev/shm and use equal names there.
     """
     if launcher.vendor != OPEN_MPI or _major(launcher) < 5:
         return {}
@@ -236,9 +237,9 @@ def transports(
     *,
     surviving: bool = False,
 ) -> dict[str, str]:
-    """Return the variables that select the transports of the ranks. Values set by the user or the site stay.
+    """Return the environment variables that select MPI's transports, unless the user or the site sets them.
 
-    A peer that connects by TCP but sends nothing blocks the rank, so ranks on one host use shared memory without TCP.
+    Ranks on one host use shared memory without TCP, because a TCP peer that connects but sends nothing blocks a rank.
     If ``surviving`` is True, Open MPI needs TCP between old and new ranks, but only on the loopback interface. For Open
     MPI, libfabric is excluded, because it searches for networks at each start.
     """
@@ -254,7 +255,6 @@ def transports(
 
 
 def _is_one_host(launcher: Launcher, options: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Return True if all ranks start on this host: neither a scheduler nor an option names hosts."""
     if is_managed(environment) or "HYDRA_HOST_FILE" in environment:
         return False
     if any(word in _HOST_OPTIONS or "host" in word for word in options):
@@ -271,11 +271,11 @@ def _is_set(name: str, launcher: Launcher, options: Sequence[str], environment: 
 def daemons(
     launcher: Launcher, options: Sequence[str] = (), environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return a variable that lets mpirun's daemons survive a SIGTERM to the steps of a Slurm job.
+    """Return an environment variable with which mpirun's daemons survive a SIGTERM to the steps of a Slurm job.
 
     Slurm announces a preemption by SIGTERM, which would end the daemons, and so the job, before the ranks have saved.
-    The daemons start with SIGTERM blocked, and unblock it for the ranks. Returns {} for other launchers, and if the
-    launch agent is already set.
+    The daemons start with SIGTERM blocked, and unblock it for the ranks. Returns {} without
+    Open MPI 5 or Slurm, and if the command that starts the daemons is already set.
     """
     if launcher.vendor != OPEN_MPI or _major(launcher) < 5 or "SLURM_JOB_ID" not in environment:
         return {}
@@ -345,7 +345,7 @@ def on_hosts(launcher: Launcher, hosts: Sequence[str], ranks: int | None) -> lis
 
 
 def settings(launcher: Launcher, environment: Mapping[str, str] = os.environ, threads: int = 1) -> dict[str, str]:
-    """Return the variables for the ranks: `common_settings`, and variables that let Open MPI run as root."""
+    """Return the environment variables of the ranks: `common_settings`, and permission for Open MPI to run as root."""
     added = common_settings(threads, environment)
     if launcher.vendor == OPEN_MPI and os.geteuid() == 0:
         added |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -353,9 +353,6 @@ def settings(launcher: Launcher, environment: Mapping[str, str] = os.environ, th
 
 
 def common_settings(threads: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return variables for any launcher, which set the number of ``threads`` per rank.
-
-    SLURM_EXPORT_ENV, if it is set, becomes ALL, to undo `--export=NONE`.
-    """
+    """Return environment variables for any launcher: ``threads`` per rank, and SLURM_EXPORT_ENV=ALL if already set."""
     added = {name: str(threads) for name in _THREAD_VARIABLES if name not in environment}
-    return added | {_EXPORTED: "ALL"} if _EXPORTED in environment else added
+    return added | {_EXPORTED: "ALL"} if _EXPORTED in environment else added  # undoes --export=NONE

@@ -1,8 +1,7 @@
 """Restarts of a job after a failure: their number, the pauses between them, and when to give up.
 
-After two starts in a row without a new checkpoint the job is given up. Pauses double with every start without a new
-checkpoint, and there is no pause after a start with one. A start that lost a node does not count, because the next
-start runs on other nodes.
+Two starts in a row without a new checkpoint end the job. Pauses double with every start without a new checkpoint. A
+start that lost a node does not count, because the next start runs on other nodes.
 """
 
 import itertools
@@ -30,7 +29,10 @@ class NodePool(Protocol):
     def wait(
         self, pause: Callable[[float], signal.Signals | None], say: Callable[[str], None]
     ) -> signal.Signals | None:
-        """Wait for replacement nodes while too few are left. Return the stop signal that ended the wait, or None."""
+        """Wait for replacement nodes while too few are left. Return the stop signal that ended the wait, or None.
+
+        For ``pause`` and ``say`` see `repeat`.
+        """
 
     def shortage(self) -> str:
         """Return the reason why too few nodes are left for a start, or ""."""
@@ -45,12 +47,12 @@ def repeat(
     give_up: Callable[[str], None],
     nodes: NodePool,
 ) -> int:
-    """Call ``start(1)``. After failures, restart the job up to ``most`` times. Return the last exit code.
+    """Start a job, and restart it after failures up to ``most`` times. Return the last exit code.
 
-    ``saved()`` returns {checkpoint name: number}, the most recent first. The number changes at every save.
-    ``pause(seconds)`` returns the stop signal that ended the wait, or None. If too few ``nodes`` are left, the exit
-    code is 75. ``give_up(why)`` gets the reason if no further start follows, except after an exit code in
-    `FINAL_CODES`. ``say`` gets all other messages.
+    ``start(n)`` runs the n-th start, from 1. ``saved()`` returns {checkpoint name: number}, the most recent first; the
+    number changes at every save. ``pause(seconds)`` waits, and returns the stop signal that ended the wait, or None. If
+    too few ``nodes`` are left, the exit code is 75. ``give_up(why)`` gets the reason if no further start follows,
+    except after an exit code in `FINAL_CODES`. ``say`` gets all other messages.
     """
     fruitless = pauses = 0
     there = saved()

@@ -1,8 +1,6 @@
 """Standard output and standard error, guarded so that their failure does not end a training.
 
-A full disk or a reader that has left (`| head -1`) makes every print raise. `protect` drops data that standard error
-cannot write, `tolerate` also data that standard output cannot write. If standard output is the product of a command,
-the command fails, and `failure` returns the cause.
+A full disk or a reader that has left (`| head -1`) makes every print raise.
 """
 
 import errno
@@ -34,8 +32,6 @@ _REST_S: Final = 0.5  # limit for the rest of a notice to arrive
 
 
 class _Descriptor(io.FileIO):
-    """Unbuffered stream to file descriptor ``number``. If ``lossy`` is True, write errors only drop the data."""
-
     def __init__(self, number: int, closed_before: bool) -> None:
         super().__init__(number, "wb", closefd=False)
         self.lossy, self.failure, self._closed_before = False, None, closed_before
@@ -97,10 +93,6 @@ def _open_closed() -> set[int]:
 
 
 def _stream(descriptor: _Descriptor, before: io.TextIOWrapper | None) -> io.TextIOWrapper:
-    """Return a text stream that writes to ``descriptor``, with the settings of the stream ``before``.
-
-    It accepts file names that are not UTF-8.
-    """
     if before is None:
         return io.TextIOWrapper(io.BufferedWriter(descriptor), "utf-8", "backslashreplace", line_buffering=True)
     with suppress(OSError, ValueError):
@@ -116,11 +108,11 @@ def _stream(descriptor: _Descriptor, before: io.TextIOWrapper | None) -> io.Text
 
 
 class Relay:
-    """Forwarder of a child's ``stdout`` and ``stderr`` to ours. It keeps reading if it cannot write.
+    """Forwarder of a child's ``stdout`` and ``stderr`` to this process's streams. It reads on if it cannot write.
 
-    The child has one pipe for both if our stdout and stderr are one file, so that lines keep their order. NUL bytes are
-    removed, except from a separate stdout. Open MPI's notices about the end of a rank are held back until `release`,
-    which prints the notices that still inform the user.
+    The child has one pipe for both if this process's streams are one file, so that lines keep their order. NUL bytes
+    are removed, except from a separate stdout. Open MPI's notices about the end of a rank are held back until
+    `release`.
     """
 
     def __init__(self) -> None:
@@ -147,10 +139,7 @@ class Relay:
         return not any(thread.is_alive() for thread in self._threads)
 
     def release(self, expected: int | None) -> None:
-        """Print the notices held back until now, except those about the exit code ``expected``.
-
-        With ``expected`` None, print all.
-        """
+        """Print the notices held back until now, except notices about the exit code ``expected`` (None: print all)."""
         held, self._held = self._held, []
         for number, code, text in held:
             if expected is None or code not in (expected, None):

@@ -1,9 +1,7 @@
 """Supervisor of a launcher and its ranks: forwards signals to the ranks, and leaves no process running.
 
 At a SIGINT Open MPI's mpirun kills the ranks within half a second. So the launcher runs in its own session without
-Ctrl-C, and this process signals the ranks, which write their process ids into a directory (`comm.start`). While the
-ranks have nothing to save, a signal to stop ends the job at once. Linux only: orphans are adopted
-(PR_SET_CHILD_SUBREAPER) and ended.
+Ctrl-C, and this process signals the ranks. Linux only (PR_SET_CHILD_SUBREAPER).
 """
 
 import ctypes
@@ -61,13 +59,12 @@ _TOGETHER: Final = (OK, REQUEUE, INTERRUPTED)
 
 
 def _watched() -> set[signal.Signals]:
-    """Return the signals that the supervisor waits for, without the signals that its parent process ignores."""
     return {number for number in _WATCHED if signal.getsignal(number) is not signal.SIG_IGN}
 
 
 @dataclass(frozen=True)
 class LaunchOutcome:
-    """Outcome of one start of a job: its exit code, and the first signal that requested the job to stop."""
+    """Outcome of one start of a job: its exit code, and the first signal that asked for the end, or None."""
 
     code: int
     stop_signal: signal.Signals | None
@@ -75,7 +72,7 @@ class LaunchOutcome:
 
 
 def pause(seconds: float) -> signal.Signals | None:
-    """Wait for ``seconds`` inside `signals_held`. Return the stop signal that arrived before or meanwhile, or None."""
+    """Wait ``seconds`` inside `signals_held`. Return a stop signal from before or during the wait, or None."""
     until = time.monotonic() + seconds
     while True:
         received = signal.sigtimedwait(_watched(), max(0.0, until - time.monotonic()))
@@ -87,7 +84,7 @@ def pause(seconds: float) -> signal.Signals | None:
 
 @contextmanager
 def signals_held() -> Iterator[set[signal.Signals]]:
-    """Block the watched signals for `sigtimedwait`, and adopt orphaned processes. Yields the previous signal mask."""
+    """Block the signals that `Supervision` handles, and adopt orphaned processes. Yields the previous signal mask."""
     libc = ctypes.CDLL(None)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _watched())
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -100,24 +97,27 @@ def signals_held() -> Iterator[set[signal.Signals]]:
 
 @dataclass(eq=False)
 class _PendingSignal:
-    """A signal to forward to all ranks that run or start before the time ``until``. ``receivers`` already have it."""
-
     number: signal.Signals
-    until: float  # of time.monotonic()
-    receivers: set[int] = field(default_factory=set)
+    until: float  # time.monotonic() after which a new rank does not get the signal
+    receivers: set[int] = field(default_factory=set)  # processes that already have the signal
 
 
 @dataclass(eq=False)
 class Supervision:
-    """A supervised run of the launcher command ``line``. It must be inside `signals_held`, which yields ``mask``.
+    """A supervised run of the launcher command ``line``. Create it inside `signals_held`, which yields ``mask``.
 
-    SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded to the ranks. After the first three, the ranks have
-    ``grace_s`` seconds to save and exit. Then, or at a second SIGINT, all processes are killed. The exit code is the
-    ranks' code, or 130 after a SIGINT, or 128 + signal number if another signal led to the kill.
+    SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded to the ranks. After a SIGINT, SIGTERM or SIGHUP, the
+    ranks have ``grace_s`` seconds to save and exit. Then, or at a second SIGINT, all processes are killed. The exit
+    code is usually the ranks' code. It is 130 after a SIGINT, and 128 + signal number if another signal led to the
+    kill.
 
-    ``surviving`` ranks continue after a rank failure, and their exit code counts. If ``surviving`` or ``telling`` ranks
-    write no code although the launcher returns 0, the launcher has lost them. If no rank of a ``foreign`` program
-    announces itself within STARTING_S seconds, signals go to the launcher's processes on this host.
+    ``launch_dir``: directory in which the ranks write their process ids and the exit code of the job.
+    ``surviving``: the job continues after a rank failure. The exit code that its ranks write counts.
+    ``telling``: the ranks on this host always write an exit code. If ``surviving`` or ``telling`` is True and no code
+    is written, the job has failed, even if the launcher returns 0.
+    ``kind``: properties of the launcher, such as the signals that it forwards.
+    ``foreign``: the ranks run a program that is not a command of hpcdist. If no rank writes its process id within
+    STARTING_S seconds, signals go to the launcher's rank processes on this host.
     """
 
     line: Sequence[str]
@@ -165,7 +165,7 @@ class Supervision:
         self._relay.begin()
 
     def run(self) -> LaunchOutcome:
-        """Wait until the launcher has ended, and return the outcome."""
+        """Wait until the launcher has ended, handle signals meanwhile, and return the outcome."""
         while self._process.returncode is None:
             tick = SOON_S if self._pending else TICK_S
             wait_s = min(tick, max(0.0, self._deadline - time.monotonic()))
@@ -289,7 +289,6 @@ class Supervision:
         return any(not (self.launch_dir / f"{NOTHING_TO_SAVE}{pid}").exists() for pid in running)
 
     def _look_for_stopped(self) -> None:
-        """Report processes that SIGSTOP has stopped. If no rank can run for STOPPED_S seconds, end the job."""
         elapsed_s = time.monotonic() - self._looked
         if elapsed_s < LOOK_S:
             return
@@ -309,11 +308,8 @@ class Supervision:
             self._request(signal.SIGTERM)
 
     def _pass_on(self) -> None:
-        """Send pending signals to the ranks on this host. Ranks on other hosts learn of a stop from these ranks.
-
-        A rank announces itself after it has installed signal handlers. Before that, a signal would end the rank, and so
-        the job. So a rank that announces itself later gets the signal later.
-        """
+        """Send pending signals to the ranks on this host. Ranks on other hosts learn of a stop from these ranks."""
+        # A rank announces itself when it has signal handlers. Without them, a signal would end the job.
         pids = [pid for pid in self._announced_pids() if self._is_ours(pid)]
         for pending in self._pending:
             for pid in set(pids) - pending.receivers:
@@ -352,13 +348,11 @@ class Supervision:
         return {pid for pid in ranks if parent_of(pid) not in ranks}
 
     def _is_ours(self, pid: int) -> bool:
-        """Return True if the environment of process ``pid`` on this host shows that it belongs to this job."""
         return environment_of(pid).get(LAUNCH_DIR) == str(self.launch_dir)
 
     def _kill(self) -> None:
-        """End the launcher by SIGTERM, so that it ends ranks on other hosts. Then kill all processes on this host."""
         self._killed, self._deadline = True, float("inf")
-        send_signal(self._process.pid, signal.SIGTERM)
+        send_signal(self._process.pid, signal.SIGTERM)  # so that it ends ranks on other hosts
         self._let_go_on(self._process.pid)
         self._wait_for(lambda: self._process.returncode is not None, self.kind.teardown_s)
         self._kill_descendants()

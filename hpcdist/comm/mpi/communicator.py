@@ -27,7 +27,7 @@ _EXTREME_PIECE: Final = 2**20  # bytes of one call: MPICH uses a slow algorithm 
 
 @functools.cache  # MPI has few slots for user-defined operators; these live as long as MPI
 def _extreme(mpi: Any, op: str, code: str) -> Any:
-    """Return an MPI operator for "max" or "min" that, unlike MPI.MAX and MPI.MIN, always propagates NaN. Local."""
+    """Return an MPI operator for ``op`` "max" or "min" that, unlike MPI.MAX, propagates NaN."""
     ufunc, dtype = _EXTREMES[op], np.dtype(code)
 
     def reduce(left: Any, right: Any, datatype: Any) -> None:
@@ -61,7 +61,7 @@ class _MpiRequests:
 
 
 class _MpiMessage:
-    """A message reserved by MPI_Mprobe, so that no other thread can receive it."""
+    """A message that MPI_Mprobe has reserved."""
 
     def __init__(self, message: Any, status: Any, mpi: Any, handover: Handover) -> None:
         self._message, self._mpi, self._handover = message, mpi, handover
@@ -161,7 +161,6 @@ class MpiCommunicator(Endpoint):
             self._comm.Allreduce(self._mpi.IN_PLACE, message, self._mpi.SUM if op == "sum" else self._op(message, op))
 
     def _op(self, message: Array, op: str) -> Any:
-        """Return the MPI operator for ``op``. For max and min of floats, the operator propagates NaN. Local."""
         if op != "sum" and message.dtype.kind == "f":
             return _extreme(self._mpi, op, message.dtype.char)
         return self._ops[op]
@@ -222,7 +221,7 @@ class MpiCommunicator(Endpoint):
         receive_ranges: Sequence[Range],
         largest: int,
     ) -> None:
-        """Do an all-to-all: send ranges above ``largest`` elements as messages, and the others by MPI_Alltoallv."""
+        """Do an all-to-all: ranges above ``largest`` elements go as messages, the other ranges by MPI_Alltoallv."""
         tag = large_messages.PAIR_TAG
         requests = [
             self._irecv(receive[part.slice], peer, tag)

@@ -1,17 +1,11 @@
 """CUDA-aware MPI: a probe of the operations that take pointers to GPU memory, and its cache.
 
-Versions and build flags are unreliable, and a wrong yes is a segmentation fault or wrong data. So a child process
-(`cuda_child`) sends device memory and compares the received data. A signal, an error, wrong data or a timeout mean no
-for the tested operation; a new child tests the rest. There are two rounds:
+Versions and build flags are unreliable, and a wrong yes is a segmentation fault or wrong data. So child processes
+(`cuda_child`) send device memory and compare the received data: first on one rank, then on two ranks of this node. A
+crash, an error, wrong data or a timeout count as no. If mpirun cannot start two ranks, messages are assumed to work if
+they passed on one rank and the library says that it was built and started for CUDA; collectives are not.
 
-1. A world of one rank, without launcher, works in any job. What fails here also fails between ranks.
-2. A world of two ranks on this node, by the mpirun next to this Python. What passes here takes device pointers. If
-   mpirun cannot start two ranks, messages are assumed to work if they passed round 1 and the library says that it was
-   built and started for CUDA; collectives are not.
-
-All children together have `BUDGET_S` seconds; operations not tested by then count as no. `HPCDIST_CUDA_AWARE`
-overrides: ``yes`` and ``no`` skip the probe, ``auto`` (the default) probes. The answer is cached in one JSON file for
-each MPI library, GPU and settings. `hpcdist doctor` always probes again, and caches the answer.
+`HPCDIST_CUDA_AWARE` overrides: ``yes`` and ``no`` skip the probe, ``auto`` (the default) probes.
 """
 
 import contextlib
@@ -46,8 +40,7 @@ CACHE_SETTINGS: Final = ("MPICH_GPU", "I_MPI_OFFLOAD", "MV2_", "PSM2_", "PSM3_",
 def cache_key(library: str, launcher: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
     """Return the cache key for the device-pointer test, or None if the GPU cannot be determined. Local.
 
-    ``library`` is the version string of the MPI library. ``launcher`` is the path of the mpirun for the test with two
-    ranks.
+    ``library`` is the MPI library's version string, ``launcher`` the path of the mpirun for the test with two ranks.
     """
     if not library:
         return None
@@ -76,7 +69,7 @@ def cache_path(key: Mapping[str, Any]) -> Path:
 
 
 def read_cached(key: Mapping[str, Any]) -> tuple[list[str], str] | None:
-    """Return the cached (operations, reason) for ``key``, or None if there is no valid cache file. Local."""
+    """Return the operations that accept device pointers, and the reason, as cached for ``key``, or None. Local."""
     try:
         path = cache_path(key)
         content = json.loads(user_cache.read(path))
@@ -88,7 +81,7 @@ def read_cached(key: Mapping[str, Any]) -> tuple[list[str], str] | None:
 
 
 def write_cached(key: Mapping[str, Any], operations: Collection[str], reason: str) -> str:
-    """Write ``operations`` and ``reason`` to the cache. Return the write error, or "" on success. Local."""
+    """Cache the ``operations`` that accept device pointers, and the ``reason``. Return the error or "". Local."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     content = {
         "format": CACHE_FORMAT,
@@ -200,7 +193,7 @@ def probe_cached(
 ) -> DevicePointerSupport:
     """Return the device-pointer support of this MPI library and GPU, from the cache if possible. Local.
 
-    Tests it if nothing is cached, or if ``renewed`` is True.
+    Calls `probe` with ``run`` if nothing is cached, or if ``renewed`` is True.
     """
     run = run or _run
     ends_at = time.monotonic() + BUDGET_S
@@ -220,10 +213,10 @@ def probe_cached(
 def probe(
     environment: Mapping[str, str] = os.environ, on: str = "gpu", run: Run | None = None, ends_at: float | None = None
 ) -> DevicePointerSupport:
-    """Test every operation with buffers on "gpu", or on "cpu" to test the test itself. Local; takes seconds.
+    """Test which MPI operations accept device pointers, in child processes. Local; takes seconds.
 
-    ``run`` starts child processes. All children end by ``ends_at`` on the monotonic clock, by default `BUDGET_S` from
-    now.
+    ``on`` "cpu" tests this function itself, with host buffers. ``run`` runs a child process. All children end by
+    ``ends_at`` (monotonic clock), by default `BUDGET_S` seconds from now.
     """
     run = run or _run
     ends_at = time.monotonic() + BUDGET_S if ends_at is None else ends_at
@@ -252,9 +245,9 @@ def probe(
 def _try(
     run: Run, launch: Sequence[str], environment: Mapping[str, str], operations: Sequence[str], ends_at: float
 ) -> tuple[list[str], dict[str, str], set[str]]:
-    """Run child processes until all ``operations`` are tested, at most until ``ends_at`` (monotonic clock).
+    """Test ``operations`` in child processes. Return the passed ones, {failed operation: reason}, and the notes.
 
-    Returns (operations that passed, {failed operation: reason}, notes for the user).
+    The notes contain "two" if a child had two ranks, and "cuda" if MPI is built for CUDA.
     """
     passed: list[str] = []
     failures: dict[str, str] = {}
@@ -308,7 +301,6 @@ def stripped(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run(words: Sequence[str], environment: Mapping[str, str], limit_s: float) -> ProbeOutcome:
-    """Run the command ``words`` in its own session, so that all its processes can be ended with it. Local."""
     child = subprocess.Popen(
         words,
         stdin=subprocess.DEVNULL,
@@ -317,7 +309,7 @@ def _run(words: Sequence[str], environment: Mapping[str, str], limit_s: float) -
         text=True,
         errors="replace",  # a line may end in the middle of a character
         env=dict(environment),
-        start_new_session=True,
+        start_new_session=True,  # so that all its processes can be ended with it
     )
     try:
         out, complaints = child.communicate(timeout=limit_s)

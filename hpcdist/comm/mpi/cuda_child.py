@@ -1,7 +1,7 @@
-"""Child process of the CUDA-aware probe: passes GPU memory to MPI and prints the received data's state.
+"""Child process of the CUDA-aware probe: passes GPU memory to MPI and checks the received data.
 
-`cuda_aware` starts it as ``python -m hpcdist.comm.mpi.cuda_child OPERATION ...``, on one or two ranks. It may crash.
-Rank 0 prints one JSON object per line: first about the world, then for each operation.
+Run ``python -m hpcdist.comm.mpi.cuda_child OPERATION ...`` on one or two ranks. Rank 0 prints one JSON object per line:
+first about the world, then for each operation.
 """
 
 import ctypes

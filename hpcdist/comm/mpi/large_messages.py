@@ -1,7 +1,6 @@
 """Messages of more than 2^31 - 1 elements, the largest count of an MPI library without the large counts of MPI-4.
 
-A collective of a large buffer becomes one collective per piece (`pieces`). A point-to-point message stays one message,
-of one element of a derived datatype, so that a probe sees its size.
+A collective is split into `pieces`. A message is one element of a derived datatype, so that a probe sees its size.
 """
 
 import functools
@@ -25,7 +24,7 @@ def pieces(size: int, largest: int | None = None) -> list[Range]:
 
 
 def within(piece: Range, ranges: Sequence[Range]) -> list[Range]:
-    """Return the part of each of ``ranges`` inside the range ``piece``, counted from ``piece.start``. Local."""
+    """Return the intersection of each of ``ranges`` with the range ``piece``, relative to ``piece.start``. Local."""
     return [part.intersect(piece).shift(-piece.start) for part in ranges]
 
 
@@ -42,9 +41,9 @@ def _datatype(mpi: Any, code: str, size: int, largest: int) -> Any:
 
 
 def scratch_for(buffer: Array, ranges: Sequence[Range], largest: int) -> tuple[Array, list[Range]]:
-    """Return a scratch buffer with the dtype of ``buffer``, and each range's slot in it. Local.
+    """Return a scratch buffer of ``buffer``'s dtype, and a range in the scratch buffer for each of ``ranges``. Local.
 
-    A range above ``largest`` elements gets an empty slot.
+    Ranges of more than ``largest`` elements get an empty range.
     """
     sizes = [part.size if part.size <= largest else 0 for part in ranges]
     slots = [Range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]

@@ -1,8 +1,8 @@
 """Shared memory of the ranks of a node: an anonymous mapping, or an MPI window.
 
-The window is used if processes cannot open each other's descriptors. The mapping has no name, so that nothing is left
-after SIGKILL, and stays readable for the survivors of a failed rank. If neither works, each rank gets private memory,
-and ``is_shared`` is False. The caller must order reads and writes, by barriers or flags.
+The window is used if processes cannot open each other's descriptors. The mapping leaves nothing after SIGKILL, and
+stays readable for the survivors of a failed rank. If neither works, each rank gets private memory, and ``is_shared`` is
+False. The caller must order reads and writes.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class Members:
         self._was_seen = False  # the last check has seen a rank failure
 
     def progress(self) -> None:
-        """Let MPI make progress without receiving messages. `check_alive` handles rank failures. Local.
+        """Let MPI make progress without receiving messages. Local.
 
         Otherwise a rank that only polls shared memory would never complete a send for which another rank waits.
         """
@@ -89,7 +89,7 @@ class MemoryBlock:
         self.check_alive, self.progress = members.check_alive, members.progress
 
     def close(self) -> None:
-        """Drop this object's views of the memory. It is unmapped when the last array that uses it is freed."""
+        """Drop this object's views of the memory. The memory is unmapped when no array uses it."""
         self.views = []
 
 
@@ -121,7 +121,7 @@ class WindowBlock:
 def allocate(mpi: Any, comm: Any, nbytes: int) -> MemoryBlock | WindowBlock:
     """Return zeroed memory shared by the ranks of ``comm``, which are on one node. Collective.
 
-    This rank's part has ``nbytes`` bytes.
+    This rank contributes ``nbytes`` bytes. If sharing is impossible, the result is a `private_block`.
     """
     sizes = ulfm.allgather_objects(mpi, comm, nbytes)
     members = Members(mpi, comm)
@@ -139,13 +139,15 @@ def allocate(mpi: Any, comm: Any, nbytes: int) -> MemoryBlock | WindowBlock:
 
 
 def private_block(rank: int, sizes: list[int], members: Members) -> MemoryBlock:
-    """Return private memory for ``rank``, if sharing is impossible. The views of other ranks are empty. Local."""
+    """Return private memory of ``sizes[rank]`` bytes for ``rank``, if sharing is impossible. Local.
+
+    The views of other ranks' memory are empty. ``members`` detects failed ranks.
+    """
     views = [np.zeros(size if member == rank else 0, np.uint8) for member, size in enumerate(sizes)]
     return MemoryBlock(views, members, is_shared=False)
 
 
 def _starts(sizes: list[int]) -> list[int]:
-    """Return the byte offset of each rank's memory, on page boundaries, and as last entry the total size."""
     return list(accumulate((align_up(size, _STRIDE) for size in sizes), initial=0))
 
 
@@ -187,17 +189,13 @@ def _identity(descriptor: int) -> tuple[int, int]:
 
 
 def _populated(descriptor: int, start: int, size: int, total: int) -> mmap.mmap:
-    """Return a mapping of all ``total`` bytes, after allocating this rank's pages: ``size`` bytes from ``start``.
-
-    So a full /dev/shm raises an error, not SIGBUS.
-    """
     if size:
-        os.posix_fallocate(descriptor, start, size)
+        os.posix_fallocate(descriptor, start, size)  # a lack of memory raises an error here, not SIGBUS later
     return mmap.mmap(descriptor, total)
 
 
 def available_bytes() -> float:
-    """Return the bytes that this process may still allocate, limited by the machine and its control group. Local."""
+    """Return the bytes that this process may still allocate, within the limits of machine and control group. Local."""
     limits = [float("inf")]
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -1,7 +1,7 @@
 """Spawned ranks: processes that the survivors of a job start, and spares that sleep until they are needed.
 
-A new process should import all modules before it calls `start.start_joined`, because the other ranks wait for it in
-`spawn`. Only for an MPI with fault tolerance (`Communicator.supports("ulfm")`).
+Only for an MPI with fault tolerance (`Communicator.supports("ulfm")`). A new process should import all modules before
+it calls `start.start_joined`, because the other ranks wait for it in `spawn`.
 """
 
 import os
@@ -24,7 +24,11 @@ _INHERITED: Final = ("HPCDIST_", "PYTHONPATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_
 
 @dataclass(frozen=True)
 class SpawnMember:
-    """Properties that each rank sends to all others after new ranks joined. A new rank sends only its ``host``."""
+    """Properties that each rank sends to all others after new ranks joined. A new rank sends only its ``host``.
+
+    ``name``, ``checked`` and ``pointers`` are properties of the communicator that the new ranks copy. For
+    ``declared_node`` see `declared_nodes`.
+    """
 
     host: str
     name: str = ""
@@ -36,8 +40,9 @@ class SpawnMember:
 def spawn(comm: Communicator, count: int, arguments: Sequence[str], label: str = "world") -> Communicator:
     """Start ``count`` Python processes (`python -P`) with ``arguments``. Return a communicator that includes them.
 
-    Collective over ``comm`` and the new processes, which call `join_parent`, get the highest ranks, and exit if they
-    cannot join. If a rank dies during the call, this raises an error for which `rank_failures.is_rank_failure` is true.
+    The communicator is named ``label``. The new processes get the highest ranks. They must call `join_parent`, and exit
+    if they cannot join. Collective over ``comm`` and the new processes. If a rank dies during the call, this raises an
+    error for which `rank_failures.is_rank_failure` is true.
     """
     assert isinstance(comm, Endpoint)
     if count < 1:
@@ -55,7 +60,7 @@ def spawn(comm: Communicator, count: int, arguments: Sequence[str], label: str =
 def join_parent(mpi: Any) -> Communicator | None:
     """Return this spawned process's communicator with the old ranks, or None if this process was not spawned.
 
-    Collective over old and new ranks.
+    ``mpi`` is the module mpi4py.MPI. Collective over old and new ranks; old ranks call `spawn`.
     """
     bare = ulfm.join_parent(mpi)
     if bare is None:
@@ -79,7 +84,11 @@ def inherited_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def declared_nodes(members: Sequence[SpawnMember]) -> list[int | None]:
-    """Return the declared node of each of ``members``. New ranks get the node with the fewest ranks. Local."""
+    """Return the declared node number of each of ``members``, or None for all if no member has one. Local.
+
+    Nodes are declared if `start` got ``ranks_per_node``, which simulates nodes. A spawned rank gets the declared
+    node with the fewest ranks.
+    """
     nodes = [member.declared_node for member in members]
     declared = [node for node in nodes if node is not None]
     for rank, node in enumerate(nodes):

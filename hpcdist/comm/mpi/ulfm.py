@@ -1,10 +1,7 @@
 """User-level failure mitigation (ULFM) of MPI: revoke, shrink, agree and acknowledge, with Open MPI 5.
 
-Open MPI supports ULFM under ``mpirun --with-ft ulfm``. Other libraries end the process in these functions: call nothing
-here unless `is_enabled`.
-
-`allgather_objects` and `check_completed` work around the allgatherv of Open MPI 5.0 for few bytes: if a rank fails,
-most other ranks return success with stale data.
+Other libraries end the process in these functions: call nothing here unless `is_enabled`. If a rank fails, the
+allgatherv of Open MPI 5.0 for few bytes returns success with stale data on most other ranks (see `check_completed`).
 """
 
 import ctypes
@@ -88,7 +85,7 @@ def shrink(mpi: Any, comm: Any) -> Any:
 
 
 def grow(mpi: Any, comm: Any, count: int, arguments: Sequence[str], environment: Mapping[str, str]) -> Any:
-    """Return a communicator of ``comm`` and ``count`` new Python processes. Collective over old and new ranks."""
+    """Return a communicator of ``comm``'s ranks and ``count`` new Python processes. Collective over all these ranks."""
     # Pass variables by the command `env`, because daemons on other hosts have another environment, and a value of
     # MPI_Info holds a few hundred characters at most.
     variables = [f"{name}={value}" for name, value in environment.items()]
@@ -99,10 +96,6 @@ def grow(mpi: Any, comm: Any, count: int, arguments: Sequence[str], environment:
 
 
 def _least_used_node(mpi: Any, comm: Any, environment: Mapping[str, str]) -> Any:
-    """Return an MPI_Info that selects the node with the fewest survivors for a spawn. Collective.
-
-    Without Slurm, the MPI_Info is empty.
-    """
     hint = mpi.Info.Create()
     names = comm.allgather(environment.get("SLURMD_NODENAME", ""))
     if all(names):
@@ -111,10 +104,7 @@ def _least_used_node(mpi: Any, comm: Any, environment: Mapping[str, str]) -> Any
 
 
 def join_parent(mpi: Any) -> Any | None:
-    """Return the communicator that `grow` returns on the old ranks, or None if `grow` did not start this process.
-
-    Collective over its ranks.
-    """
+    """Return the communicator of `grow`, or None if `grow` did not start this process. Collective over its ranks."""
     intercomm = mpi.Comm.Get_parent()
     return None if intercomm == mpi.COMM_NULL else _merge(mpi, intercomm, late=True)
 

@@ -1,7 +1,6 @@
 """World of a program that is not a training: `init`, and the communicator that the public functions take.
 
-`hpcdist.init`, `hpcdist.session` and `hpcdist.World` are defined here. Public functions that communicate take ``comm``:
-None (all ranks), a `World`, a communicator of mpi4py or of `hpcdist.comm`. `communicator_of` converts it.
+Functions that communicate take ``comm``: None (all ranks), a `World`, a communicator of mpi4py or of `hpcdist.comm`.
 """
 
 import operator
@@ -128,7 +127,7 @@ _keyvals: Final[list[int]] = []  # key of the attribute that stores our communic
 
 
 def init(device: str = "cpu") -> World:
-    """Start MPI if a launcher announced a world, else a world of this process. Return the world. Collective.
+    """Start MPI, or without a launcher a world of only this process, and return the world. Collective.
 
     Later calls return the same world. If ``device`` is "gpu", the GPU with this rank's local rank becomes current
     before MPI starts. After the call, an uncaught exception on any rank ends the job. Under `hpcdist run --out`, or if
@@ -216,7 +215,7 @@ def session(device: str = "cpu") -> Iterator[World]:
 def communicator_of(comm: AnyComm = None) -> Communicator:
     """Convert ``comm`` to a communicator of this package. None means the communicator of `init`'s world.
 
-    The first call with an mpi4py communicator, which it duplicates, is collective, and so is the first call with None.
+    The first call with an mpi4py communicator duplicates it. This call and the first call with None are collective.
     Raises UsageError for other types.
     """
     refuse_worker()
@@ -235,10 +234,7 @@ def communicator_of(comm: AnyComm = None) -> Communicator:
 
 
 def _adopted(comm: Any) -> Communicator:
-    """Return our duplicate of mpi4py's ``comm``. The first call creates it.
-
-    It is stored as an attribute of ``comm`` until ``comm`` is freed.
-    """
+    """Return our duplicate of mpi4py's ``comm``. The first call for ``comm`` is collective."""
     mpi = import_mpi()
     if not _keyvals:
         _keyvals.append(mpi.Comm.Create_keyval(delete_fn=_freed))
@@ -254,11 +250,7 @@ def _adopted(comm: Any) -> Communicator:
 
 
 def _freed(comm: Any, keyval: int, ours: Communicator) -> None:
-    """MPI calls this when the program frees ``comm``. Frees ``ours``, our duplicate of ``comm``. Collective.
-
-    Does nothing for COMM_WORLD and COMM_SELF.
-    """
-    mpi = import_mpi()
+    mpi = import_mpi()  # `free` below is collective
     if comm not in (mpi.COMM_WORLD, mpi.COMM_SELF):
         ours.free()
 

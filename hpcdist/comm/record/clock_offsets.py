@@ -1,9 +1,8 @@
 """Clock offsets between the hosts of a job, measured with messages.
 
-A rank sends a request, and the peer replies with its clock. The reply is assumed to be read in the middle of the round
-trip, so the error is at most half the round trip. The shortest of several rounds counts (F. Cristian, Probabilistic
-clock synchronization, Distributed Computing 3, 1989). Clocks drift apart by up to 50 us per second, so offsets are
-measured repeatedly and interpolated (`hpcdist.telemetry.trace.clock_correction`).
+The peer is assumed to read its clock in the middle of the round trip, so the error is at most half the round trip. The
+shortest of several rounds counts (F. Cristian, Probabilistic clock synchronization, Distributed Computing 3, 1989).
+Clocks drift apart by up to 50 us per second, so offsets are measured repeatedly and interpolated.
 """
 
 import math
@@ -57,7 +56,11 @@ class HostTable:
 
 
 class HostClocks:
-    """Measures the offset of each host's monotonic clock to rank 0's. Construction is collective over ``comm``."""
+    """Offsets of the hosts' clocks to rank 0's clock. Construction is collective over ``comm``.
+
+    ``boot`` is this host's boot id; None reads it from the kernel. ``clock()`` returns ns, by default of the monotonic
+    clock. For ``flat`` see `measure_offsets`.
+    """
 
     def __init__(
         self,
@@ -77,11 +80,11 @@ class HostClocks:
         self._measured = -math.inf
 
     def due(self, every_s: float = EVERY_S) -> bool:
-        """Return True on rank 0 if the last `measure` was ``every_s`` seconds ago. False on other ranks. Local."""
+        """Return True on rank 0 if the last `measure` was at least ``every_s`` seconds ago, else False. Local."""
         return self._is_first and time.monotonic() - self._measured >= every_s
 
     def measure(self, rounds: int = ROUNDS) -> tuple[ClockReading, ...]:
-        """Measure each host's clock. Return the readings on rank 0, and () on other ranks. Collective over the job."""
+        """Measure each host's clock by ``rounds`` round trips. Return all readings on rank 0, else (). Collective."""
         self._measured = time.monotonic()
         if self._leaders is None:
             return (ClockReading(0, self._clock(), 0, 0),) if self._is_first else ()
@@ -91,10 +94,12 @@ class HostClocks:
 def measure_offsets(
     comm: Communicator, clock: Callable[[], int], rounds: int = ROUNDS, flat: int = FLAT
 ) -> tuple[ClockReading, ...]:
-    """Return the offset of each rank's ``clock`` to rank 0's, on rank 0; other ranks get (). Collective over ``comm``.
+    """Measure the offset of each rank's ``clock`` to rank 0's clock. Collective over ``comm``.
 
-    In the returned readings, ``host`` is the rank. Above ``flat`` ranks, about sqrt(n) groups have one head rank each.
-    Rank 0 measures the heads. Then the heads measure their groups in parallel. The two error bounds add up.
+    Returns one reading per rank, in rank order, on rank 0, and () on other ranks. The field ``host`` of a reading is
+    the rank. ``clock()`` returns ns. Each reading is the fastest of ``rounds`` round trips. With n > ``flat`` ranks,
+    rank 0 measures the first ranks of about sqrt(n) groups, and these ranks measure their groups. Then the error bounds
+    of both measurements add up.
     """
     # Groups of `size` = ceil(sqrt(n)) consecutive ranks, each led by its first rank, the head.
     size = comm.size if comm.size <= flat else math.isqrt(comm.size - 1) + 1

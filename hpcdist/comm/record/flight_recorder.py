@@ -2,8 +2,7 @@
 
     header | notes | texts | ring of records      all little-endian; clock values are monotonic nanoseconds
 
-The notes have one slot per kind. The texts are call sites, communicators, operations and dtypes. Records have a fixed
-size. Nothing is flushed: written pages belong to the kernel and survive the process.
+The texts are call sites, communicators, operations and dtypes. Nothing is flushed: the kernel keeps written pages.
 """
 
 import contextlib
@@ -28,7 +27,7 @@ from hpcdist.reporting import regular
 
 
 def create_mapped(path: Path, size: int, what: str, cure: str) -> mmap.mmap:
-    """Create and map a new file of ``size`` bytes. Raises StorageError with its use ``what`` and the remedy ``cure``.
+    """Create and map a new file of ``size`` bytes. StorageError names its use ``what`` and the remedy ``cure``.
 
     The whole size is allocated at once. Otherwise a write on a full disk would raise SIGBUS.
     """
@@ -144,7 +143,7 @@ class RankRecord:
 
     @property
     def open_events(self) -> tuple[RecordedEvent, ...]:
-        """Operations that have not ended, the earliest (so the outermost of its thread) first."""
+        """Operations that have not ended, sorted by start. The first of a thread is its outermost operation."""
         return tuple(event for event in self.events if event.ended_ns is None)
 
     @property
@@ -183,9 +182,15 @@ def parse(data: bytes, path: Path) -> RankRecord:
         raise StorageError(f"{path} is not a file of the flight recorder (wrong signature or too short)")
     _, version, rank, world, pid, capacity, ticks, wall, monotonic, host = HEADER.unpack_from(data)
     if version != VERSION or len(data) < size_bytes(capacity):
-        raise StorageError(f"{path}: version {version} or size {len(data)} is not what this hpcdist writes ({VERSION})")
+        raise StorageError(
+            f"{path} has version {version} and {len(data)} bytes; expected version {VERSION} and at least "
+            f"{size_bytes(capacity)} bytes. Use the hpcdist version that wrote the file, or delete the file"
+        )
     if not rank < world <= MOST_RANKS:
-        raise StorageError(f"{path} is damaged: its header says rank {rank} of {world} ranks; delete it")
+        raise StorageError(
+            f"{path} is damaged: the header says rank {rank} of {world} ranks, expected rank < ranks <= {MOST_RANKS}; "
+            "delete the file"
+        )
     offset = wall - monotonic
     beat, next_beat, used = struct.unpack_from("<qqq", data, BEAT * 8)
     try:
@@ -253,10 +258,7 @@ def has_ended(pid: int, began: int) -> bool:
 
 
 def _process(pid: int) -> tuple[str, int]:
-    """Return (state letter, start tick since boot) of process ``pid``, or ("", 0) if it has ended.
-
-    Raises OSError if the process cannot be read.
-    """
+    """Return (state letter, start tick since boot) of process ``pid``, or ("", 0) if it has ended. Raises OSError."""
     try:
         fields = process_fields(pid)
     except (FileNotFoundError, ProcessLookupError):
@@ -265,7 +267,7 @@ def _process(pid: int) -> tuple[str, int]:
 
 
 def remove_others(folder: Path, ranks: int) -> None:
-    """Remove the files of rank ``ranks`` and higher, left by an earlier, larger job, from ``folder``. Local."""
+    """Remove from ``folder`` the files of rank ``ranks`` and higher, left by an earlier job. Local."""
     for path in [path for ending in ("rec", "spans", "stacks", "failed") for path in folder.glob(f"rank-*.{ending}")]:
         number = path.stem.removeprefix("rank-")
         if number.isdecimal() and int(number) >= ranks:

@@ -2,7 +2,7 @@
 
     header | texts | ring of spans          all little-endian; clock values are monotonic nanoseconds
 
-The file is next to the flight recorder's file. One thread writes each span at its end; spans survive SIGKILL. Reading
+One thread writes each span at its end. The file is next to the flight recorder's file, and survives SIGKILL. Reading
 never writes and needs no MPI.
 """
 
@@ -49,7 +49,8 @@ def size_bytes(capacity: int) -> int:
 class Span:
     """A named time interval of a rank, in ns of its node's monotonic clock.
 
-    ``step``, ``microbatch`` and ``unit`` (of the model) are indices. -1 means that the span belongs to none.
+    ``step``, ``microbatch`` and ``unit`` are indices, or -1 if the span belongs to none. A unit is the model's
+    embedding, a layer, or the head.
     """
 
     phase: str
@@ -94,9 +95,15 @@ def parse(data: bytes, path: Path) -> RankSpans:
         raise StorageError(f"{path} is not a file of spans (wrong signature or too short)")
     _, version, rank, world, capacity, wall, monotonic, host, boot = HEADER.unpack_from(data)
     if version != VERSION or len(data) < size_bytes(capacity):
-        raise StorageError(f"{path}: version {version} or size {len(data)} is not what this hpcdist writes ({VERSION})")
+        raise StorageError(
+            f"{path} has version {version} and {len(data)} bytes; expected version {VERSION} and at least "
+            f"{size_bytes(capacity)} bytes. Use the hpcdist version that wrote the file, or delete the file"
+        )
     if not rank < world <= MOST_RANKS:
-        raise StorageError(f"{path} is damaged: its header says rank {rank} of {world} ranks; delete it")
+        raise StorageError(
+            f"{path} is damaged: the header says rank {rank} of {world} ranks, expected rank < ranks <= {MOST_RANKS}; "
+            "delete the file"
+        )
     (used,) = struct.unpack_from("<q", data, TEXT_USED * 8)
     host_name, boot_id = (text.rstrip(b"\0").decode(errors="replace") for text in (host, boot))
     spans = _spans(data, capacity, _texts(data, used))
@@ -141,7 +148,7 @@ class SpanSink:
     ) -> None:
         """Add the interval from ``begin_ns`` to ``end_ns``, both times of `now_ns`. ``phase`` is one of `PHASES`.
 
-        ``microbatch`` and ``unit`` (of the model) are indices, or -1 for none.
+        ``microbatch`` and ``unit`` are indices as in `Span`, or -1 for none.
         """
 
 
@@ -149,7 +156,7 @@ NULL_SPANS: Final = SpanSink()
 
 
 class Spans(SpanSink):
-    """Writes this rank's last ``capacity`` spans to the file ``path``, and keeps them in memory for `drain`.
+    """Span sink that writes this rank's last ``capacity`` spans to the file ``path``, and keeps them for `drain`.
 
     Raises StorageError if the file cannot be created.
     """
@@ -192,7 +199,7 @@ class Spans(SpanSink):
                 del fresh[: -self.capacity]
 
     def drain(self) -> np.ndarray:
-        """Return the spans since the last call as int64 rows (phase, begin, end), shape (spans, 3), times in ns.
+        """Return the spans since the last call, int64 of shape (spans, 3): phase, begin in ns and end in ns.
 
         The phase is an index into `PHASES`. Adjacent spans of the same phase are merged. Spans of whole steps, and the
         oldest spans beyond the capacity, are left out. Local.
@@ -201,15 +208,12 @@ class Spans(SpanSink):
         return np.array(fresh, np.int64).reshape(-1, 3)
 
     def _new_label(self, phase: str, name: str) -> tuple[int, int]:
-        """Add ``name`` to the label table. Return (its index in the table, index of ``phase``).
-
-        If the table is full, the first index is one that readers skip.
-        """
+        """Return the index of a new label, or `_UNNAMED` if the table is full, and the index of ``phase``."""
         code = PHASES.index(phase)
         data = name.encode()[:255]
         start = TEXTS + self._text_used
         if start + TEXT.size + len(data) > RING:
-            return _UNNAMED, code
+            return _UNNAMED, code  # readers skip unnamed spans
         TEXT.pack_into(self._map, start, code, len(data))
         self._map[start + TEXT.size : start + TEXT.size + len(data)] = data
         self._text_used += TEXT.size + len(data)

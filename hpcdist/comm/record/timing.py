@@ -1,8 +1,4 @@
-"""Totals of communication: event sinks that add up calls, seconds and bytes by operation.
-
-`OperationTiming` measures the operations that training calls. `count_traffic` counts the bytes that an algorithm
-sends; tests compare them with the volumes in docstrings.
-"""
+"""Totals of communication: event sinks that add up calls, seconds and bytes by operation."""
 
 import math
 import threading
@@ -67,8 +63,8 @@ _OUTERMOST, _STARTED_ONLY = 1, 2
 class OperationTotal(NamedTuple):
     """Totals of one operation, such as allreduce, on a rank: number of ended calls, their seconds and bytes.
 
-    ``bytes`` is the size of the buffers that the caller passed. So bytes / seconds is the algorithm bandwidth, even if
-    the library's traffic is unknown. It is NaN for Python objects, whose size is unknown.
+    ``bytes`` is the size of the buffers that the caller passed, or NaN for Python objects. So bytes / seconds is the
+    algorithm bandwidth, even if the library's traffic is unknown.
     """
 
     calls: int
@@ -109,9 +105,7 @@ class _Kind:
         self.bytes: float = 0
 
 
-class _ThreadTotals:
-    """Totals of one thread, and its current outermost operation. No lock, because only this thread writes them."""
-
+class _ThreadTotals:  # only the thread writes its totals
     __slots__ = ("began", "inside", "kinds", "sends", "sent_bytes", "shared", "size", "unknown", "unknown_calls")
 
     def __init__(self) -> None:
@@ -127,11 +121,9 @@ class _ThreadTotals:
 class OperationTiming(EventSink):
     """Event sink that adds up calls, seconds and bytes by operation. Forwards every event to the sink ``inner``.
 
-    Only outermost operations count: an operation that begins while its thread is in another operation is part of the
-    other operation. Non-blocking operations last until they complete. Any thread may record operations. Sent bytes are
-    counted as by `MessageTraffic`.
-
-    Create a new `OperationTiming` after a failure, because an operation that raises an error never ends.
+    Only the outermost operations of a thread count. Non-blocking operations last until they complete. Any thread may
+    record operations. Sent bytes are counted as by `MessageTraffic`. Create a new `OperationTiming` after a failure,
+    because an operation that raises an error never ends.
     """
 
     def __init__(self, inner: EventSink = NULL_SINK) -> None:
@@ -198,7 +190,7 @@ class OperationTiming(EventSink):
         return mine
 
     def totals(self) -> Mapping[str, OperationTotal]:
-        """Return the totals of each operation since the creation of this object, added over all threads. Local."""
+        """Return calls, seconds and bytes by operation since the creation of this object, over all threads. Local."""
         added: dict[str, OperationTotal] = {}
         for mine in self._threads.copy():  # copies, because the threads continue
             for op, kind in mine.kinds.copy().items():

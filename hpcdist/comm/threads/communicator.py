@@ -1,8 +1,6 @@
 """Communicator of ranks that are threads of one process, and of a single rank (`solo`).
 
-Messages are copied when they are sent. Reductions add in rank order. If a rank raises, waiting ranks get a
-CommunicationError. Ranks may also die while the others continue (see `run_threads`). `solo` starts no MPI; its
-messages and collectives work as with many ranks.
+Messages are copied when they are sent. If a rank raises, waiting ranks get a CommunicationError.
 """
 
 import threading
@@ -49,10 +47,7 @@ class ThreadCommunicator(Endpoint):
         self._meetings = self._rounds = 0
 
     def _wait(self, condition: threading.Condition, ready: Callable[[], bool], peer: int | None, what: str) -> None:
-        """Wait on ``condition``, whose lock is held, until ``ready()``. Raises an error if a needed rank has failed.
-
-        Operation ``what`` needs rank ``peer`` (None: all ranks).
-        """
+        """Wait on ``condition``, whose lock is held, until ``ready()``. ``what`` needs rank ``peer``; None: all."""
         limit = time.monotonic() + self._group.deadline_s
         while not ready():
             self._detector.check(peer, what)
@@ -135,12 +130,8 @@ class ThreadCommunicator(Endpoint):
         self._everyone(None)
 
     def _everyone(self, value: Any) -> list[Any]:
-        """Return each rank's ``value`` in rank order. The n-th call of a rank belongs to the n-th calls of the others.
-
-        All collectives use this.
-        """
         group, number = self._group, self._meetings
-        self._meetings += 1
+        self._meetings += 1  # the n-th calls of all ranks belong together
         with group.met:
             self._detector.check(None, "a collective")
             brought = group.meetings.setdefault(number, {})
@@ -252,8 +243,7 @@ def run_threads(
 
     If a rank raises an exception, waiting ranks are released, and the first exception is raised here.
     ``ranks_per_node`` simulates nodes. An operation may last ``deadline_s`` seconds. If ``fault_tolerant`` is True, a
-    rank that raises `RankDeath` dies and its result is None. Then the other ranks can continue as with ULFM
-    (`Communicator.revoke`, `agree`, `shrink`).
+    rank that raises `RankDeath` dies and its result is None. Then the other ranks can continue as with ULFM.
     """
     group = ThreadGroup(tuple(range(size)), deadline_s, fault_tolerant=fault_tolerant)
     results: list[Any] = [None] * size

@@ -1,7 +1,6 @@
 """Group of ranks that are threads: message queues, collectives, requests, and the death of a rank.
 
-Messages match as in MPI: each rank has a queue of unexpected messages and a queue of posted receives. A `RankDeath`
-looks like a SIGKILL to the other ranks: the survivors agree and continue. Reductions combine parts in rank order.
+Messages match as in MPI. A `RankDeath` looks like a SIGKILL to the other ranks. Reductions combine in rank order.
 """
 
 import threading
@@ -54,8 +53,8 @@ class ThreadGroup:
     """State that the threads of one communicator share. ``members`` are their world ranks, in rank order.
 
     All groups of a world share ``failed`` (exceptions) and ``dead`` (world ranks). If ``fault_tolerant`` is True, the
-    other ranks continue after the death of a rank. The condition ``changed`` guards all queues, and ``met`` guards
-    ``meetings``.
+    other ranks continue after the death of a rank. The condition ``changed`` guards all message queues. The condition
+    ``met`` guards ``meetings``, the values that ranks contribute to collectives.
     """
 
     members: tuple[int, ...]
@@ -78,7 +77,7 @@ class ThreadGroup:
         self.children: dict[str, ThreadGroup] = {}
 
     def child(self, key: str, ranks: Sequence[int]) -> "ThreadGroup":
-        """Return the child group named ``key`` with the members ``ranks``. The first caller creates the group."""
+        """Return the child group named ``key``, of the ``ranks`` of this group. The first caller creates the child."""
         with self.changed:
             group = self.children.get(key)
             if group is None:
@@ -105,7 +104,7 @@ class ThreadGroup:
                 condition.notify_all()
 
     def mark_dead(self, member: int) -> None:
-        """Mark the world rank ``member`` as dead, and wake all threads that wait in groups of this rank."""
+        """Mark the world rank ``member`` as dead. Wake threads that wait in this or derived groups that contain it."""
         self.dead.add(member)
         if member in self.members:
             self.stop()
@@ -129,7 +128,7 @@ _rank_life = _RankLife()
 
 
 class RankDeath(BaseException):
-    """Raised by a rank of ``run_threads(fault_tolerant=True)`` to die. Its later messages raise this again."""
+    """Exception by which a rank of ``run_threads(fault_tolerant=True)`` dies. Its later messages raise this again."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -161,7 +160,7 @@ class FailureDetector:
     def check_deaths(self, peer: int | None, what: str) -> None:
         """Raise RankDeath if this rank is dead, and RankDiedError after a revoke or if a needed rank is dead.
 
-        Rank ``peer`` is needed, or all ranks if ``peer`` is ANY or None.
+        For the needed ranks see `check`.
         """
         group = self._group
         if not group.dead and not group.revoked:
@@ -176,7 +175,7 @@ class FailureDetector:
             raise RankDiedError(f"rank {self.rank}: rank {dead} of {self._name} died, and {what} needs it", dead_ranks)
 
     def agree(self, flag: bool) -> SurvivorAgreement:
-        """Return the pending agreement: the logical AND of the survivors' flags. Collective over the survivors."""
+        """Wait until every survivor has passed its ``flag``. Return all flags. Collective over the survivors."""
         group, limit = self._group, time.monotonic() + self._group.deadline_s
         with group.changed:
             agreement = group.agreements.setdefault(self._agreements, SurvivorAgreement(self._agreements))
@@ -193,7 +192,10 @@ class FailureDetector:
                 if all(rank in agreement.brought for rank in living):
                     agreement.living = living
                 elif group.failed:
-                    raise CommunicationError(f"rank {self.rank}: another rank failed before the agreement")
+                    raise CommunicationError(
+                        f"rank {self.rank}: another rank failed while this rank waited for the agreement of the "
+                        "survivors; see the error of the failed rank"
+                    )
                 elif time.monotonic() >= limit:
                     raise DeadlineError(f"rank {self.rank}: the survivors did not agree within {group.deadline_s} s")
                 else:
@@ -265,7 +267,8 @@ class ThreadBlock:
         self.progress()
         if time.monotonic() - since > self._deadline_s:
             raise DeadlineError(
-                f"rank {self._detector.rank}: no other rank came to shared memory within {self._deadline_s} s"
+                f"rank {self._detector.rank}: waited {self._deadline_s} s for another rank in shared memory; check "
+                "that all ranks make the same calls in the same order"
             )
 
     def close(self) -> None:
@@ -317,10 +320,7 @@ class ReductionRequest:
 
 
 def reduce_in_order(parts: Sequence[Array], message: Array, op: str) -> Array:
-    """Return the reduction of ``parts``, one buffer per rank, combined in rank order by ``op``.
-
-    Shape and dtype must equal ``message``'s.
-    """
+    """Return the reduction ``op``, in rank order, of ``parts``: one buffer per rank, each like ``message``."""
     if any(part.shape != message.shape or part.dtype != message.dtype for part in parts):
         raise CommunicationError(
             f"the ranks passed buffers of {[(p.size, str(p.dtype)) for p in parts]}; size and dtype must be equal"

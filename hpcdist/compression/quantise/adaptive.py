@@ -1,18 +1,13 @@
 """Adaptive levels quantisation (ALQ): 4 bits per value, a sign and one of 8 levels fitted to the tensor.
 
-ALQ of Faghri et al. (arXiv:2010.12460), with block scales: magnitudes are divided by the largest magnitude of their
+ALQ of Faghri et al. (arXiv:2010.12460), with block scales: magnitudes are divided by the largest magnitude S of their
 block and rounded stochastically, without bias, to one of the two neighbouring levels. The levels minimise the variance
-for the given values, and are part of the payload. The variance is 0.14 (Student's t) to 0.7 (normal) times the variance
-of equally spaced levels.
+for the given values. The error of a value is below S times the distance between its two neighbouring levels. The
+variance is 0.14 (Student's t) to 0.7 (normal) times the variance of equally spaced levels.
 
-Payload bytes: 32 + 4 ceil(n / block) + ceil(n / 2), or 0 if n = 0. The error of a value is below S times the distance
-between its two neighbouring levels, where S is the scale of its block.
-
-Levels are fitted by coordinate descent. Let F be the distribution of the magnitudes, each divided by its block's scale
-and weighted by the square of this scale. Between fixed neighbours a < c, the best level b has F(b) = F(c) - integral
-from a to c of (r - a) / (c - a) dF(r). All odd levels are improved at once, and then all even levels. F is counted in
-`BINS` bins: 32 per octave, for 20 octaves below the scale. Sums over bins are integers that float64 holds exactly, so
-every processor computes the same levels.
+Levels are fitted by coordinate descent. Let F be the distribution of the divided magnitudes, weighted by S^2. Between
+fixed neighbours a < c, the best level b has F(b) = F(c) - integral from a to c of (r - a) / (c - a) dF(r). F is a
+histogram: sums over bins are integers that float64 holds exactly, so every processor computes the same levels.
 """
 
 from dataclasses import dataclass
@@ -85,12 +80,15 @@ def bins_arrays(magnitudes: Array) -> Array:
 
 
 def spacing(rows: int, block: int) -> int:
-    """Return n such that every n-th of ``rows`` blocks, of ``block`` values each, have at most SAMPLE values."""
+    """Return the smallest n such that the blocks 0, n, 2 n, ... have at most SAMPLE values together.
+
+    ``rows`` is the number of blocks, ``block`` the number of values in a block. A single block may have more values.
+    """
     return max(1, -(-rows // max(1, SAMPLE // block)))
 
 
 def fit_levels(counts: Array) -> Array:
-    """Return the quantisation levels, float32 (LEVELS + 1,) from 0 to 1, fitted to the histogram ``counts``, uint32."""
+    """Return float32 quantisation levels from 0 to 1, of shape (LEVELS + 1,), fitted to the histogram ``counts``."""
     if is_device(counts):
         return _fitted_arrays(counts)
     chosen = _EVENLY.copy()
@@ -124,10 +122,10 @@ def _improve(counts: Any, at: Any, centres: Any, chosen: Any) -> None:
 
 @jit
 def _variance(low: Any, middle: Any, high: Any, at: Any, mass: Any, moment: Any) -> Any:
-    """Return the variance of random rounding to the bin edges ``low``, ``middle`` and ``high``. For compiled kernels.
+    """Return the variance of random rounding to three bin edges, up to a constant.
 
-    Terms that do not depend on ``middle`` are left out. ``at``: all bin edges. ``mass``: running sums of the bins'
-    counts. ``moment``: running sums of count times magnitude.
+    ``low``, ``middle`` and ``high`` are indices into all bin edges ``at``. ``mass``: running sums of the bins' counts.
+    ``moment``: running sums of count times magnitude.
     """
     a, b, c = at[low], at[middle], at[high]
     # Rounded randomly to a or b, r has variance (r - a) (b - r) = (a + b) r - a b - r^2; the r^2 term is left out.
@@ -157,8 +155,7 @@ def _fitted_arrays(counts: Array) -> Array:
 
 
 def _running(counts: Array) -> Array:
-    """Return the running sums (BINS + 1,) of ``counts``, starting with 0. No sum has a rounding error."""
-    sums = namespace(counts).zeros(BINS + 1, np.float64)
+    sums = namespace(counts).zeros(BINS + 1, np.float64)  # all sums are exact, see WEIGHT
     sums[1:] = counts
     apart = 1  # scan by doubling: element i holds the sum of the last `apart` elements
     while apart <= BINS:
@@ -338,8 +335,6 @@ def _table(levels: Any, scale: Any, table: Any) -> None:
 
 
 def _decoder(*, adds: bool) -> Kernel:
-    """Return a compiled loop that writes decoded values to its output. ``adds``: it adds ``factor`` times them."""
-
     @jit
     def loop(levels: Any, scales: Any, packed: Any, out: Any, block: Any, factor: Any) -> None:
         table = np.empty(2 * LEVELS + 2, np.float32)

@@ -1,13 +1,11 @@
 """Codes of a quantiser: block scales, random draws for stochastic rounding, and bit packing.
 
 The scale of a block is its largest magnitude or its 2-norm. Sums of squares are computed in float64 by halves (element
-i plus element i + half), so that they are equal on every processor. The reciprocal of a subnormal scale may exceed
-float32. So a value v is first multiplied by a power of two ``lift``: x = (v lift) inverse, inverse = levels / (scale
-lift).
+i plus element i + half), so that they are equal on every processor.
 
 Uniform random numbers in [0, 1) have 24 bits of Philox4x32. Element i uses word i % 4 of counter i // 4.
 
-Codes of 1, 2, 4 or 8 bits take ceil(n bits / 8) bytes. They are packed in groups of `GROUP`. A group of m codes takes B
+Codes of 1, 2, 4 or 8 bits take ceil(n bits / 8) bytes, and are packed in groups of `GROUP`. A group of m codes takes B
 = ceil(m bits / 8) bytes. Byte j holds the codes j, j + B, j + 2 B, ... from its lowest bits on.
 """
 
@@ -34,9 +32,10 @@ def packed_bytes(n: int, bits: int) -> int:
 
 @jit
 def pack(codes: Any, count: Any, bits: Any, packed: Any) -> None:
-    """Pack the first ``count`` of the uint8 ``codes`` (GROUP,), of ``bits`` bits each, into the bytes ``packed``.
+    """Pack the first ``count`` of the uint8 array ``codes``, of ``bits`` bits each, into the bytes ``packed``.
 
-    For compiled kernels. Unused high bits of codes must be 0. Codes from index ``count`` on are overwritten.
+    For compiled kernels. ``codes`` has shape (GROUP,). Unused high bits of codes must be 0. Codes from index
+    ``count`` on are overwritten.
     """
     # Indices start at 0, and each width has its own loop: possibly negative indices and variable shifts would prevent
     # vectorisation.
@@ -54,7 +53,10 @@ def pack(codes: Any, count: Any, bits: Any, packed: Any) -> None:
 
 
 def pack_arrays(codes: Array, bits: int, packed: Array) -> None:
-    """Pack uint8 ``codes`` (n,) into ``packed`` (packed_bytes(n, bits),), on the host or a GPU."""
+    """Pack the uint8 array ``codes``, of ``bits`` bits each, into the bytes ``packed``, on the host or a GPU.
+
+    The shapes are (n,) and (packed_bytes(n, bits),).
+    """
     for group, place in _groups(codes, bits, packed):
         stride = place.shape[1]
         place[...] = 0
@@ -64,7 +66,7 @@ def pack_arrays(codes: Array, bits: int, packed: Array) -> None:
 
 
 def unpack_arrays(packed: Array, bits: int, codes: Array) -> None:
-    """Unpack ``packed`` into the uint8 ``codes`` (n,), on the host or a GPU."""
+    """Unpack ``packed``, the result of `pack_arrays`, into the uint8 array ``codes``, on the host or a GPU."""
     mask = np.uint8((1 << bits) - 1)
     for group, place in _groups(codes, bits, packed):
         stride = place.shape[1]
@@ -82,7 +84,7 @@ def _groups(codes: Array, bits: int, packed: Array) -> list[tuple[Array, Array]]
 
 
 def rows_of(values: Array, width: int) -> list[Array]:
-    """Return two views of ``values`` (n,): whole rows as (rows, width), and the remainder as (1, rest), if any."""
+    """Split ``values`` into up to two views: whole rows, of shape (rows, width), and the rest, of shape (1, rest)."""
     whole = values.size // width * width
     rows = [values[:whole].reshape(-1, width), values[None, whole:]]
     return [row for row in rows if row.size]
@@ -102,12 +104,12 @@ _STEP: Final = np.float32(2.0**-24)
 
 @jit
 def unit(word: Any) -> Any:
-    """Return a float32 in [0, 1) from the upper 24 bits of a random ``word``. For compiled kernels."""
+    """Return a float32 in [0, 1) from the upper 24 bits of a random uint32 ``word``. For compiled kernels."""
     return np.float32(np.float32(np.int32(np.uint32(word >> _SHIFT))) * _STEP)
 
 
 def units_arrays(like: Array, key: tuple[int, ...]) -> Array:
-    """Return a uniform random number in [0, 1) for each element of ``like`` (n,). ``key``: see `RandomKey.words`."""
+    """Return a uniform random number in [0, 1) for each element of the 1-D ``like``. ``key``: see `RandomKey.words`."""
     xp = namespace(like)
     counters = -(-like.size // WORDS)
     drawn = philox_arrays((xp.arange(counters, dtype=np.uint64), *key[:3]), (key[3], key[4]))
@@ -143,7 +145,7 @@ def largest(values: Any) -> Any:
 def folded(sums: Any) -> Any:
     """Return the sum of the float64 array ``sums``, by repeatedly adding its upper half to its lower half.
 
-    Its size must be a power of two. ``sums`` is overwritten.
+    The size of ``sums`` must be a power of two. ``sums`` is overwritten. For compiled kernels.
     """
     half = sums.size // 2
     while half:
@@ -156,7 +158,10 @@ def folded(sums: Any) -> Any:
 
 @jit
 def norm(values: Any, squares: Any) -> Any:
-    """Return the 2-norm of ``values`` as float32. ``squares``: float64 scratch for the values of a whole block."""
+    """Return the 2-norm of the block ``values`` as float32. For compiled kernels.
+
+    ``squares`` is a float64 scratch buffer. Its size is the size of a whole block, which must be a power of two.
+    """
     for j in range(values.size):
         wide = np.float64(values[j])
         squares[j] = wide * wide
@@ -166,7 +171,11 @@ def norm(values: Any, squares: Any) -> Any:
 
 @jit
 def lift_of(scale: Any) -> Any:
-    """Return the power of two that scales a block with the scale ``scale`` against underflow, or 0 for scale 0."""
+    """Return the lift of a block with the scale ``scale``: a power of two, or 0 if ``scale`` is 0.
+
+    The block's values are multiplied by the lift, and then by the result of `inverse_of`. Without the lift, the
+    reciprocal of a tiny scale could overflow. For compiled kernels.
+    """
     if scale == _ZERO:
         return _ZERO
     return _UP if scale < _SMALL else _ONE
@@ -174,12 +183,18 @@ def lift_of(scale: Any) -> Any:
 
 @jit
 def inverse_of(scale: Any, levels: Any) -> Any:
-    """Return the factor that maps values, already multiplied by `lift_of`, to the range [-levels, levels]."""
+    """Return ``levels`` / (``scale`` * lift), or 0 if ``scale`` is 0. The lift is the result of `lift_of`.
+
+    For a value v of a block with this scale, v * lift * result is in [-levels, levels]. For compiled kernels.
+    """
     return np.float32(np.float32(levels) / np.float32(scale * lift_of(scale))) if scale > _ZERO else _ZERO
 
 
 def scales_arrays(rows: Array, kind: int, width: int) -> Array:
-    """Return the float32 scale of each row of ``rows``, on the host or a GPU. ``kind``: MAXIMUM or NORM."""
+    """Return the float32 scale of each row of ``rows``, of shape (blocks, values), on the host or a GPU.
+
+    ``kind`` is MAXIMUM or NORM. ``width`` is the size of a whole block; for NORM it must be a power of two.
+    """
     xp = namespace(rows)
     if kind == MAXIMUM:
         return xp.absolute(rows).max(axis=1)
@@ -190,10 +205,7 @@ def scales_arrays(rows: Array, kind: int, width: int) -> Array:
 
 
 def folded_arrays(sums: Array) -> Array:
-    """Return the sums (rows,) of the rows of float64 ``sums``, added in the order of `folded`.
-
-    The row length must be a power of two.
-    """
+    """Return the sum of each row of the float64 ``sums``, as `folded` does. The row size must be a power of two."""
     half = sums.shape[1] // 2
     while half:
         sums = sums[:, :half] + sums[:, half : 2 * half]
@@ -202,7 +214,7 @@ def folded_arrays(sums: Array) -> Array:
 
 
 def lifts_arrays(scales: Array, levels: int) -> tuple[Array, Array]:
-    """Return two arrays: the results of `lift_of` and of `inverse_of` for each of ``scales``. On the host or a GPU."""
+    """Return the lift and the inverse (see `inverse_of`) of each of ``scales``: two float32 arrays, on host or GPU."""
     xp = namespace(scales)
     lift = xp.where(scales == _ZERO, _ZERO, xp.where(scales < _SMALL, _UP, _ONE)).astype(np.float32)
     reached = xp.where(scales == _ZERO, _ONE, scales * lift)

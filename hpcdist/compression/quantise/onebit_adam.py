@@ -1,19 +1,17 @@
 """1-bit Adam: momentum sent as signs over a frozen variance, Tang et al. 2021 (arXiv:2102.02888).
 
-The state covers a segment of n elements, preferably one tensor. Warm-up steps are Adam on the reduced gradient. Then
-the variance v is frozen. A step on P ranks with local gradients g is then
+Warm-up steps are Adam on the reduced gradient. Then the variance v is frozen. A step on P ranks with local gradients g
+is then
 
     m <- beta1 m + (1 - beta1) g                     on each rank, from the common m
     chunk q of m + worker error -> rank q, compressed; the worker error keeps the compression error
     mean over the ranks + server error -> all ranks, compressed; the server error keeps the compression error
     m <- chunks received from all owners;  u = m^ / (sqrt(v) + epsilon);  w -= rate u
 
-A rank sends about 2 (P-1)/P (n/8 + 4 P) bytes.
-
-Unlike the paper, moments are corrected for their start at 0, v for the last time when it is frozen. Elements with v = 0
-at the freeze never had a gradient, and are not updated: a sign would move them by rate * scale / epsilon. For the same
-reason, sqrt(v) is at least `FLOOR` times the root of the segment's mean v. A step that will be skipped must not reach
-`accumulate`.
+A rank sends about 2 (P-1)/P (n/8 + 4 P) bytes for n elements. Unlike the paper, moments are corrected for their start
+at 0. Elements with v = 0 at the freeze never had a gradient and are not updated. For other elements, sqrt(v) is at
+least `FLOOR` times the root of the mean v: dividing by a smaller one would make the step too large. Do not call
+`accumulate` for a step that will be skipped.
 """
 
 from collections.abc import Mapping
@@ -48,7 +46,7 @@ class AdamMoments:
 
 
 def places(sizes_bytes: list[int]) -> list[Range]:
-    """Return each payload's byte range in one message, for payloads of ``sizes_bytes`` bytes, with aligned starts."""
+    """Return the byte range of each payload in one message, for payload sizes ``sizes_bytes``. Starts are aligned."""
     starts = accumulate(sizes_bytes, lambda start, size: align(start + size), initial=0)
     return [Range(start, start + size) for start, size in zip(starts, sizes_bytes, strict=False)]
 
@@ -56,9 +54,10 @@ def places(sizes_bytes: list[int]) -> list[Range]:
 class OneBitAdam:
     """State of 1-bit Adam for ``n`` elements on rank ``rank`` of ``ranks`` ranks. All methods are local.
 
-    Before `freeze`, a step calls `warm`. After `freeze`, a step calls `accumulate`, `encode_worker` per chunk, an
-    all-to-all, `add_worker` per payload in rank order, `encode_server`, an all-gather, `receive` per chunk, and
-    `direction`. ``compressor`` encodes chunks, by default as signs scaled by the mean magnitude.
+    Each rank owns one of ``ranks`` chunks of the elements. Before `freeze`, a step calls `warm`. After `freeze`, a step
+    calls `accumulate`, `encode_worker` per chunk, an all-to-all, `add_worker` per payload in rank order,
+    `encode_server`, an all-gather, `receive` per chunk, and `direction`. The keyword ``compressor`` encodes chunks, by
+    default as signs scaled by the mean magnitude.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class OneBitAdam:
         self.server_error: Array = backend.zeros(self.own.size, real, on)
 
     def warm(self, gradient: Array) -> None:
-        """Update both moments with the reduced ``gradient`` (n,), then overwrite it with the warm-up step."""
+        """Update both moments with the reduced ``gradient`` of shape (n,), then overwrite it with the Adam step."""
         self._check(gradient, frozen=False)
         self.count += 1
         beta1, beta2 = self.moments.beta1, self.moments.beta2
@@ -96,8 +95,8 @@ class OneBitAdam:
         """End the warm-up: freeze the bias-corrected variance, with a lower bound. Requires at least one `warm`."""
         if self.is_frozen or not self.count:
             raise UsageError(
-                f"1-bit Adam frozen after step {self.count}, {'again' if self.is_frozen else 'without a variance'}; "
-                "take at least one warm-up step, and freeze only once"
+                f"1-bit Adam: freeze() was called {'a second time' if self.is_frozen else 'without a variance'}, after "
+                f"{self.count} steps; call freeze() once, after at least one warm-up step"
             )
         self.v *= np.float32(1 / (1 - self.moments.beta2**self.count))
         if self.v.size:
@@ -107,7 +106,10 @@ class OneBitAdam:
         self.is_frozen = True
 
     def thaw(self) -> None:
-        """Undo `freeze`, so that `warm` can continue. Only for a single rank. Adds compression errors to momentum."""
+        """Undo `freeze`: let the variance change again, so that the next step calls `warm`. Requires ``ranks`` = 1.
+
+        The kept compression errors are added to the momentum and set to 0, because `warm` does not send them.
+        """
         assert self.is_frozen and self.ranks == 1, "with several ranks, the errors must be sent, not added to m"
         self.v *= np.float32(1 - self.moments.beta2**self.count)
         self.m += self.worker_error
@@ -118,7 +120,7 @@ class OneBitAdam:
         self.is_frozen = False
 
     def accumulate(self, gradient: Array) -> None:
-        """Begin a step: update the momentum with this rank's ``gradient`` (n,). ``gradient`` does not change."""
+        """Begin a step: update the momentum with this rank's ``gradient`` of shape (n,), which stays unchanged."""
         self._check(gradient, frozen=True)
         self.count += 1
         beta1 = np.float32(self.moments.beta1)
@@ -126,25 +128,34 @@ class OneBitAdam:
         run(gradient, self.m, self.v, self.worker_error, beta1, np.float32(1 - self.moments.beta1))
 
     def encode_worker(self, owner: int, payload: Array, key: RandomKey) -> None:
-        """Compress the chunk that rank ``owner`` owns into ``payload``. The next step adds the compression error."""
+        """Compress the local momentum in the chunk that rank ``owner`` owns, and write the result to ``payload``.
+
+        The compression error is added to this momentum in the next step. ``key`` is the compressor's random stream.
+        """
         self._encode(self.worker_error[self.chunks[owner].slice], payload, key)
 
     def add_worker(self, payload: Array) -> None:
-        """Add the decoded ``payload`` of a rank, divided by the number of ranks, to the mean of this rank's chunk."""
+        """Add the decoded ``payload``, divided by the number of ranks, to the mean momentum in this rank's chunk.
+
+        ``payload`` is the result of a rank's `encode_worker` for this chunk.
+        """
         self.compressor.add(payload, self.server_error, 1 / self.ranks)
 
     def encode_server(self, payload: Array, key: RandomKey) -> None:
-        """Compress the mean of this rank's chunk into ``payload``. The next step adds the compression error."""
+        """Compress the mean momentum in this rank's chunk, and write the result to ``payload``.
+
+        The compression error is added to this mean in the next step. ``key`` is the compressor's random stream.
+        """
         run = _mask_ufuncs if is_device(self.v) else _mask
         run(self.server_error, self.v[self.own.slice])
         self._encode(self.server_error, payload, key)
 
     def receive(self, owner: int, payload: Array) -> None:
-        """Decode ``payload``, the chunk that rank ``owner`` owns, into the momentum that all ranks share."""
+        """Decode ``payload``, the result of `encode_server` on rank ``owner``, into that rank's momentum chunk."""
         self.compressor.decode(payload, self.m[self.chunks[owner].slice])
 
     def direction(self, out: Array) -> None:
-        """Write the optimizer step to ``out`` (n,). All chunks must have been received."""
+        """Write the optimizer step, without the learning rate, to ``out``, of shape (n,), after all `receive` calls."""
         self._check(out, frozen=True)
         correction = np.float32(1 / (1 - self.moments.beta1**self.count))
         run = _direction_ufuncs if is_device(out) else _direction
@@ -164,7 +175,10 @@ class OneBitAdam:
 
     def _check(self, values: Array, *, frozen: bool) -> None:
         if values.dtype != np.float32 or values.shape != self.m.shape:
-            raise UsageError(f"1-bit Adam: got {values.dtype} {values.shape}; pass float32 {self.m.shape}")
+            raise UsageError(
+                f"1-bit Adam: got a {values.dtype} array of shape {values.shape}; pass a float32 array of shape "
+                f"{self.m.shape}"
+            )
         if self.is_frozen != frozen:
             raise UsageError(
                 "1-bit Adam: the variance is frozen; call accumulate, not warm"

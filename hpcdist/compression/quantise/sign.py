@@ -1,10 +1,8 @@
-"""SignSGD with a scale: one bit per value, and one float32 for all values.
+"""SignSGD with a scale: each payload has one bit per value, and one float32 scale.
 
-Bernstein et al., arXiv:1802.04434; scale of Karimireddy et al., arXiv:1901.09847. sign(0) and sign(-0) are +1. The
-scale of values p is |p|_1 / n (``mean``) or |p|_2 / sqrt(n) (``norm``). The mean minimises |p - a sign(p)|^2 over all
-a, to |p|^2 - |p|_1^2 / n, as error feedback needs to converge.
-
-Payload bytes: 4 + ceil(n / 8), or 0 if n = 0. Elements that must stay 0 decode to the scale: mask them.
+Bernstein et al., arXiv:1802.04434; scale of Karimireddy et al., arXiv:1901.09847. The scale "mean" of n values p is the
+a that minimises |p - a sign(p)|^2. The minimum, |p|^2 - |p|_1^2 / n, is less than |p|^2, as error feedback needs to
+converge. sign(0) and sign(-0) are +1, so the caller must mask elements that must stay 0.
 """
 
 import math
@@ -37,7 +35,7 @@ _ONE: Final = np.uint32(1)
 
 @dataclass(frozen=True, kw_only=True)
 class SignSgd(DenseCompressor):
-    """Compressor to the sign of each value, with one ``scale`` for all values: "mean" or "norm"."""
+    """Compressor to signs, scaled by the mean magnitude (``scale`` "mean") or the root mean square ("norm")."""
 
     scale: str = MEAN
 
@@ -74,7 +72,7 @@ class SignSgd(DenseCompressor):
 def magnitude(values: Array, *, is_norm: bool) -> Any:
     """Return the scale of n > 0 values v: |v|_1 / n, or |v|_2 / sqrt(n) for the scale "norm".
 
-    The result is float32 on the host, or an array () on a GPU. The float64 sum is added in a fixed order.
+    The result is a float32 number on the host, or a 0-dimensional array on a GPU. The float64 sum has a fixed order.
     """
     if is_device(values):
         return _magnitude_arrays(values, is_norm)

@@ -1,12 +1,12 @@
-"""Uniform quantisation to levels -s..s of a block's scale: blockwise integers and QSGD.
+"""Uniform quantisation to integers from -s to s, with a scale per block of values: blockwise integers and QSGD.
 
-A payload holds the float32 scales of the blocks, then the codes q + s + 1 of all values, packed in `bits` each, with s
-= 2^(bits - 1) - 1: 4 ceil(n / block) + ceil(n bits / 8) bytes. A value v of a block with scale S has q = v s / S,
-rounded to nearest even, or stochastically. It decodes to (q (1/s)) S.
+With s = 2^(bits - 1) - 1, a value v of a block with scale S is quantised to q = v s / S, rounded to nearest even or
+stochastically. It decodes to (q (1/s)) S. A payload holds the float32 scales of the blocks, then the codes q + s + 1 of
+all values.
 
-Blockwise integers (int8, int4): S is the largest magnitude of the block (Dettmers et al., arXiv:2110.02861; Wang et
-al., arXiv:2306.10209). The error of a value is at most S / (2 s) if rounded to nearest, and below S / s if rounded
-stochastically. Stochastic rounding is unbiased, and its variance is at most S^2 / (4 s^2).
+Blockwise integers (Dettmers et al., arXiv:2110.02861; Wang et al., arXiv:2306.10209): S is the largest magnitude of the
+block. The error of a value is at most S / (2 s) if rounded to nearest, and below S / s if rounded stochastically.
+Stochastic rounding is unbiased, and its variance is at most S^2 / (4 s^2).
 
 QSGD (Alistarh et al., arXiv:1610.02132): S is the 2-norm of a bucket b of n values, and rounding is stochastic. The
 variance of a bucket is at most min(n / s^2, sqrt(n) / s) |b|^2 (lemma 3.1).
@@ -47,14 +47,14 @@ _KEYLESS: Final = (0, 0, 0, 0, 0)
 
 
 def levels_of(bits: int) -> int:
-    """Return s, the number of positive levels of codes with ``bits`` bits. Codes are 1 to 2 s + 1."""
+    """Return s = 2^(bits - 1) - 1. Quantised values are -s to s, and their codes are 1 to 2 s + 1."""
     return (1 << (bits - 1)) - 1
 
 
 class BlockCompressor(DenseCompressor):
     """Base class of quantisers to codes of ``bits`` bits, with one scale per ``width`` values.
 
-    ``scaling``: MAXIMUM or NORM of the values.
+    ``scaling`` selects the scale: the largest magnitude or the 2-norm of these values.
     """
 
     bits: int
@@ -111,7 +111,7 @@ def _nearest(values: Any, codes: Any, lift: Any, inverse: Any, rounder: Any) -> 
 
 @jit
 def _encode_bytes(values: Any, scales: Any, codes: Any, block: Any) -> None:
-    """Encode 8-bit codes, rounded to nearest, with the same result as `_encode_loop`, but at memory bandwidth."""
+    # The codes equal the codes of `_encode_loop`.
     rounder = np.float32(_ROUNDER + np.float32(128.0))
     for b in range(scales.size):
         part = values[b * block : (b + 1) * block]
@@ -279,5 +279,5 @@ class Qsgd(BlockCompressor):
 
     @property
     def levels(self) -> int:
-        """Number s of positive levels."""
+        """Number s of positive quantised values, from 1 to s."""
         return levels_of(self.bits)

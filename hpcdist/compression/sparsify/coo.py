@@ -1,8 +1,7 @@
-"""Coordinate payloads: k ascending indices and their values, with sums that are equal to the bit everywhere.
+"""Sparse payloads: k ascending indices and their values. Sums of payloads are bitwise equal on all ranks.
 
-A payload is k int32 indices, then k float32 values: 8 k bytes, so k follows from the size. Payloads of all ranks are
-added in rank order, so the sum is equal on every rank, on the host and on a GPU. Indices of a payload differ, so no
-atomics are needed.
+A payload is k int32 indices, then k float32 values: 8 k bytes. Payloads of all ranks are added in rank order. No two
+indices of a payload are equal, so an addition needs no atomics.
 """
 
 import functools
@@ -54,7 +53,7 @@ def values(payload: Array) -> Array:  # (k,) of float32
 
 
 def write(payload: Array, out: Array) -> None:
-    """Fill the float32 ``out`` (n,) with zeros, then write the values in the sparse ``payload`` to their indices."""
+    """Fill float32 ``out``, of shape (n,), with zeros, then write the values of the sparse ``payload`` into it."""
     out[...] = 0
     if is_device(out):
         out[indices(payload)] = values(payload)
@@ -63,7 +62,7 @@ def write(payload: Array, out: Array) -> None:
 
 
 def add(payload: Array, out: Array, factor: float | np.float32 = 1.0) -> None:
-    """Add ``factor`` times the values in the sparse ``payload`` to the float32 ``out`` (n,), at their indices."""
+    """Add ``factor`` times the values in the sparse ``payload`` to float32 ``out``, of shape (n,), at their indices."""
     scale = np.float32(factor)
     if is_device(out):
         where = indices(payload)
@@ -73,7 +72,7 @@ def add(payload: Array, out: Array, factor: float | np.float32 = 1.0) -> None:
 
 
 def clear(payload: Array, out: Array) -> None:
-    """Write zeros to ``out`` (n,) at the indices of the sparse ``payload``."""
+    """Write zeros to ``out``, of shape (n,), at the indices of the sparse ``payload``."""
     where = indices(payload)
     if is_device(out):
         out[where] = 0

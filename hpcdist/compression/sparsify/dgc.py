@@ -6,10 +6,9 @@ limit / sqrt(ranks):
     u <- m u + g,         v <- v + u         momentum correction; Nesterov's: u <- m (u + g), v <- v + u + g
     send the k largest of |v|; v <- 0 and u <- 0 at their indices     masking
 
-All ranks then step by the sum (or mean) of the sent values, without momentum, because v contains it. v also replaces
-error feedback. Payloads are sparse: 8 k bytes. If everything is sent, steps equal SGD without momentum, or momentum SGD
-with ``masks_velocity`` off. The density starts at 1/4 and falls by a factor of 4 each stage until the final density. A
-step that will be skipped must not reach `accumulate`.
+All ranks then step by the sum (or mean) of the sent values, without momentum, because v contains it. v replaces error
+feedback. If all values are sent, steps equal SGD without momentum, or momentum SGD if ``masks_velocity`` is off. Do not
+call `accumulate` for a step that will be skipped.
 """
 
 from collections.abc import Mapping
@@ -27,13 +26,13 @@ WARMUP_STAGES: Final = 4
 
 
 def density_at(stage: int, final: float) -> float:
-    """Return the fraction of elements to send in warm-up stage number ``stage``. It is at least ``final``."""
+    """Return the fraction of elements to send in warm-up stage ``stage``: 1/4, 1/16, ..., but at least ``final``."""
     coo.check_density(final)
     return max(final, 0.25 ** (stage + 1)) if stage < WARMUP_STAGES else final
 
 
 def clip_factor(norm_squared: float, limit: float, ranks: int) -> float:
-    """Return the factor that limits the gradient norm to ``limit`` / sqrt(``ranks``). ``limit`` 0 disables clipping."""
+    """Return the factor that clips a gradient norm to ``limit`` / sqrt(``ranks``). ``limit`` 0 disables clipping."""
     if ranks < 1 or limit < 0 or not 0 <= norm_squared < float("inf"):
         raise UsageError(
             f"clipping got a squared norm of {norm_squared}, a limit of {limit} and {ranks} ranks; pass a finite "
@@ -47,7 +46,7 @@ def clip_factor(norm_squared: float, limit: float, ranks: int) -> float:
 class DeepGradientCompression:
     """State of deep gradient compression for one tensor of ``n`` elements: velocity u and unsent values v. Local.
 
-    ``held``: existing float32 arrays (n,) for u and v. By default arrays of zeros are allocated.
+    ``held``: existing float32 arrays of shape (n,) to use for u and v. By default, arrays of zeros are allocated.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class DeepGradientCompression:
         self.velocity, self.unsent = held or [backend.zeros(n, np.dtype(np.float32), on) for _ in range(2)]
 
     def accumulate(self, gradient: Array, scale: float = 1.0) -> None:
-        """Add ``scale`` times the float32 ``gradient`` (n,) to the velocity and the unsent values.
+        """Add ``scale`` times the float32 ``gradient``, of shape (n,), to the velocity and the unsent values.
 
         ``gradient`` does not change. Pass the result of `clip_factor` as ``scale``, divided by the number of ranks if
         gradients are to be averaged.
@@ -83,19 +82,19 @@ class DeepGradientCompression:
         run(self.velocity, self.unsent, gradient, real(self.momentum), real(scale), self.nesterov)
 
     def encode(self, payload: Array) -> None:
-        """Write the k largest unsent values to the sparse ``payload`` (8 k,), and set them to 0 in u and v."""
+        """Write the k largest unsent values to the sparse ``payload``, of 8 k bytes, and set them to 0 in u and v."""
         topk.select(self.unsent, payload)
         coo.clear(payload, self.unsent)
         if self.masks_velocity:
             coo.clear(payload, self.velocity)
 
     def release(self, out: Array) -> None:
-        """Write all unsent values to ``out`` (n,), and set them to 0. The velocity does not change."""
+        """Write all unsent values to ``out``, of shape (n,), and set them to 0. The velocity does not change."""
         out[...] = self.unsent
         self.unsent[...] = 0
 
     def arrays(self) -> Mapping[str, Array]:
-        """Return the arrays to save in a checkpoint, float32 (n,) each, by name."""
+        """Return the float32 arrays, of shape (n,), to save in a checkpoint, by name."""
         return {"velocity": self.velocity, "unsent": self.unsent}
 
 

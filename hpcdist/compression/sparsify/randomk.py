@@ -1,15 +1,14 @@
 """Random-k: values at k random indices that follow from a key, so that only values are sent and payloads can be summed.
 
-k = max(1, ceil(density n)). A payload is 16 bytes that name the draw, and k float32 values. Ranks that encode with the
-same key, ``rank`` 0, use the same indices. So the sum of their payloads is the payload of the sum: a plain allreduce of
-`summable`.
+k = max(1, ceil(density n)). A payload is 16 bytes that identify the random draw, and k float32 values. Ranks that
+encode with the same key, ``rank`` 0, use the same indices. So the sum of their payloads is the payload of the sum.
 
-Scaled by n/k, the decoded values are unbiased, with E ||C(x) - x||^2 = (n/k - 1) ||x||^2 (arXiv:1809.07599;
+If scaled by n/k, the decoded values are unbiased, with E ||C(x) - x||^2 = (n/k - 1) ||x||^2 (arXiv:1809.07599;
 arXiv:1710.09854). Unscaled, E ||x - C(x)||^2 = (1 - k/n) ||x||^2, as error feedback needs. Scaled values with n/k > 2
 would let the residual grow without bound.
 
-The segment is divided into k strata whose sizes differ by at most one. One index is drawn in each stratum, and all
-indices are rotated by one common offset, which makes every probability exactly k/n. A draw costs O(k).
+One index is drawn in each of k strata of almost equal size. One common rotation of all indices makes every probability
+exactly k/n. A draw costs O(k).
 """
 
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ _OFFSET: Final = 0xFFFF_FFFF  # the counter of the offset; counters of the strat
 class RandomK(Compressor):
     """Compressor that sends k = ``density`` n values at random indices.
 
-    ``scaled``: multiply the values by n / k, for use without error feedback.
+    ``scaled`` True: multiply the values by n / k, for use without error feedback.
     """
 
     density: float
@@ -53,8 +52,8 @@ class RandomK(Compressor):
     def _encode(self, values: Array, payload: Array, key: RandomKey) -> None:
         if key.rank:
             raise UsageError(
-                f"randomk: the key has rank {key.rank}; pass rank 0 on all ranks, since only payloads with the same "
-                "indices may be summed"
+                f"randomk got a RandomKey with rank = {key.rank}; pass rank 0 on all ranks, since only payloads with "
+                "the same indices may be summed"
             )
         _name(payload, key)
         where, chosen = indices(payload, values.size), self.summable(payload)
@@ -88,7 +87,7 @@ def _name(payload: Array, key: RandomKey) -> None:
 
 
 def indices(payload: Array, n: int) -> Array:  # (k,) of int64
-    """Return the indices (0 to n - 1) of the values in ``payload``. They ascend, apart from a rotation."""
+    """Return the indices (0 to n - 1) of the values in ``payload``: ascending, except for one return to low indices."""
     k = (payload.size - HEADER_BYTES) // 4
     named = payload[:HEADER_BYTES].view(np.uint32)
     if is_device(payload):

@@ -3,9 +3,8 @@
 k = max(1, ceil(density n)); a payload has 8 k bytes. Aji & Heafield 2017 (arXiv:1704.05021); Stich et al. 2018
 (arXiv:1809.07599): ||x - C(x)||^2 <= (1 - k/n) ||x||^2. Top-k is biased, so it needs error feedback.
 
-On the host, radix selection finds the k-th largest: three digits of 11, 10 and 10 bits, each counted in one pass. A
-sample first proposes a lower bound, so that the segment is usually read once. On a GPU the threshold is found bit by
-bit, with 31 counts.
+The host finds the k-th largest magnitude by radix selection with three digits. A GPU finds it bit by bit, with 31
+counts.
 """
 
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ _MULTIPLIER: Final = 0x9E3779B1  # scatters the sample within its strides, again
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(Compressor):
-    """Compressor that sends the ``density`` n values with the largest magnitudes, but at least one value.
+    """Compressor that sends the fraction ``density`` of the values with the largest magnitudes, at least one value.
 
     On the host, NaN and infinity raise NonFiniteError. On a GPU the caller must check for NaN and infinity first.
     """
@@ -62,12 +61,12 @@ class TopK(Compressor):
 
 
 def select(values: Array, payload: Array) -> None:
-    """Write the k = payload.size / 8 values of largest magnitude to the sparse ``payload``. Needs 1 <= k <= n."""
+    """Write the k = payload.size / 8 values of largest magnitude to the sparse ``payload``. 1 <= k <= values.size."""
     n, k = values.size, payload.size // coo.ENTRY_BYTES
     if payload.size % coo.ENTRY_BYTES or not (1 <= k <= n or k == n == 0) or n > coo.MOST_ELEMENTS:
         raise UsageError(
-            f"{payload.size} payload bytes for the largest of {n} elements; pass 8 bytes for each of k elements, with "
-            f"1 <= k <= n and n <= {coo.MOST_ELEMENTS}"
+            f"the payload for the k largest of n = {n} elements has {payload.size} bytes; pass a payload of 8 k bytes, "
+            f"with 1 <= k <= n and n <= {coo.MOST_ELEMENTS}"
         )
     if n == 0:
         return
@@ -82,11 +81,10 @@ def select(values: Array, payload: Array) -> None:
 
 
 def _threshold(words: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, int, int]:
-    """Return (words, indices, threshold, ties) to select the k elements with the largest magnitudes.
+    """Return (candidates, indices, threshold, ties) to select the k largest magnitudes of ``words``, float32 bits.
 
-    ``words`` are the bits of candidates that include these k elements. ``indices`` are the candidates' positions, or
-    empty if all elements are candidates. ``threshold`` is the k-th largest magnitude, as bits. Of the elements equal to
-    it, ``ties`` elements must be selected.
+    ``candidates`` are ``words[indices]``, or all words if ``indices`` is empty. The k-th largest magnitude is
+    ``threshold``, and ``ties`` elements of this magnitude must be selected.
     """
     n = words.size
     room = 2 * k + 1024

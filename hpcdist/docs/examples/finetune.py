@@ -1,10 +1,10 @@
-"""Fine-tune a causal language model of Hugging Face on a text, with any strategy.
+"""Fine-tune a causal language model from Hugging Face on a text, with any parallel strategy.
 
 mpirun -n 2 python finetune.py TEXT [MODEL]
 HPCDIST_SET__PARALLEL__STRATEGY=zero2 mpirun -n 4 python finetune.py TEXT MODEL
 
 MODEL is a directory from `save_pretrained`, or a name that `transformers` can load. Without MODEL a small GPT-2 on
-bytes is trained from random weights. The result is saved in the directory `finetuned`.
+bytes is trained from random weights.
 """
 
 import sys
@@ -27,7 +27,7 @@ class Logits(nn.Module):
         self.model = model
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits (samples, positions, vocabulary) of ``tokens`` (samples, positions)."""
+        """Return logits of shape (samples, positions, vocabulary) for ``tokens`` of shape (samples, positions)."""
         return self.model(input_ids=tokens, use_cache=False).logits
 
 

@@ -1,4 +1,4 @@
-"""Train a PyTorch residual network on images, with any strategy and number of ranks.
+"""Train a PyTorch residual network on images, with any parallel strategy and number of ranks.
 
 mpirun -n 2 python pictures.py
 HPCDIST_SET__PARALLEL__STRATEGY=zero3 mpirun -n 2 python pictures.py
@@ -30,12 +30,12 @@ class Block(nn.Module):
         self.past = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the block output, (samples, outputs, height / stride, width / stride)."""
+        """Return the block output, of shape (samples, outputs, height / stride, width / stride)."""
         return torch.relu(self.body(x) + self.past(x))
 
 
 def pictures(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``count`` noisy images (count, 1, SIZE, SIZE) of discs and squares, and their classes 0 and 1."""
+    """Return noisy images of discs and squares, of shape (count, 1, SIZE, SIZE), and their classes 0 and 1."""
     kinds = torch.randint(2, (count,))
     y, x = torch.meshgrid(torch.arange(SIZE), torch.arange(SIZE), indexing="ij")
     centre = torch.randint(5, SIZE - 5, (2, count, 1, 1))

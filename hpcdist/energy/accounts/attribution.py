@@ -1,15 +1,11 @@
 """Attribute joules to the phases of a node's ranks if phases are shorter than a counter's update interval. Pure.
 
-Each interval between two updates of a counter has its own mixture of phases:
+Each interval between two updates of a counter is one row of a least squares problem for nonnegative watts:
 
-    joules of the interval = sum over phases of watts(phase) x seconds of the phase in it
+    joules of the interval = sum over phases of watts(phase) x seconds of the phase in the interval
 
-This is a least squares problem with one row per interval, and nonnegative watts. For a part-time sensor, a row is the
-mixture in the window that the sensor averages. An update is placed between two readings where the watts explain the
-joules best. The joules of a phase are watts x all its seconds, scaled to the counter's total. Phases that the mixtures
-cannot separate are unknown. If several ranks use a source, their mixtures are averaged. Time without a span is "idle".
-
-Updates are periodic, so the bounds of one update bound all others (`update_brackets`).
+The joules of a phase are its watts x all its seconds. If several ranks use a source, their seconds are averaged. For a
+part-time sensor, a row counts only the phases in the time window that the sensor averages.
 """
 
 import itertools
@@ -34,11 +30,11 @@ JITTER: Final = 0.01  # of a period: deviation of updates from a strict period
 
 
 def update_brackets(before_ns: np.ndarray, seen_ns: np.ndarray, update_s: float) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return time brackets (earliest, latest), each (n,), of the counter updates first seen at times ``seen_ns`` (n,).
+    """Return candidate time bounds of n counter updates: pairs (earliest, latest) of arrays in ns, of shape (n,).
 
-    Returns several alternatives if the number of updates between two readings is ambiguous. ``before_ns`` (n,) are the
-    times of the preceding readings. ``update_s`` is the expected period, or NaN. If several updates lie between two
-    readings, their bracket is for the last update.
+    The reading at ``seen_ns[i]`` was the first to see update i. The preceding reading was at ``before_ns[i]``. If
+    several updates lie between these readings, update i is the last of them. ``update_s`` is the expected period in
+    seconds, or NaN. There are several pairs if the number of updates between two readings is ambiguous.
     """
     expected = update_s * 1e9
     span = float(seen_ns[-1] - seen_ns[0])
@@ -71,10 +67,10 @@ def update_brackets(before_ns: np.ndarray, seen_ns: np.ndarray, update_s: float)
 
 
 def _tight_bounds(low: np.ndarray, high: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Narrow the time bounds ``low`` and ``high`` of counter updates. Return None if no times satisfy all bounds.
+    """Return narrower time bounds than ``low`` and ``high`` of periodic counter updates, or None if they contradict.
 
-    ``count[k]`` is the number of periods before update k. For a period between p (``fastest``) and q (``slowest``), and
-    an update j that is n periods later: low[j] - n q <= time of k <= high[j] - n p. If n < 0, p and q are exchanged.
+    ``count[k]`` is the number of periods before update k. With a period in [p, q], update j, n >= 0 periods after k,
+    bounds the time of k: low[j] - n q <= time of k <= high[j] - n p.
     """
     apart = count[None, :] - count[:, None]  # (k, j): periods from k to j
     later = apart > 0
@@ -108,9 +104,10 @@ TIMEOUT_NS: Final = 60_000_000_000  # limit of the wait for a rank or source tha
 
 @dataclass(frozen=True)
 class CounterSamples:
-    """New samples of one energy counter: ``times_ns`` and ``energy_mj``, each (n,) int64. Old samples may be repeated.
+    """New samples of one energy counter: ``times_ns`` and ``energy_mj``, int64 arrays of shape (n,).
 
     ``ranks`` are the indices of the ranks that use the counter's device, or None for all ranks of the node.
+    `Attribution.add` ignores repeated samples.
     """
 
     name: str
@@ -122,10 +119,7 @@ class CounterSamples:
 
 @dataclass
 class _SourceSums:
-    """Least squares sums of one energy source, separate for each fold of the samples (see `_jackknife_error`).
-
-    It also holds the samples for whose time the phase spans are not yet complete.
-    """
+    """Least squares sums (A^T A, A^T y) per jackknife fold, and samples that still wait for a rank's phase spans."""
 
     sensor: PowerSensor
     times_ns: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
@@ -157,7 +151,10 @@ class _SourceSums:
 
 
 class Attribution:
-    """Estimates the joules per training phase on one node. ``sensor_of(name, kind)``: a source's sensor. Local."""
+    """Estimate of the joules per training phase on one node. All methods are local.
+
+    ``sensor_of(name, kind)`` returns the sensor of the energy source with this name and kind.
+    """
 
     def __init__(self, sensor_of: Callable[[str, str], PowerSensor]) -> None:
         self._sensor_of = sensor_of
@@ -165,7 +162,7 @@ class Attribution:
         self._sources: dict[tuple[str, str], _SourceSums] = {}
 
     def add(self, ranks: Sequence[np.ndarray], counters: Sequence[CounterSamples]) -> None:
-        """Add the data since the last call: phase spans (n, 3) of each rank, and samples of each energy counter."""
+        """Add the data since the last call: the samples ``counters``, and in ``ranks`` the phase spans of each rank."""
         self._ranks += [RankPhases() for _ in range(len(ranks) - len(self._ranks))]
         for rank, spans in zip(self._ranks, ranks, strict=True):
             rank.add(spans)
@@ -199,9 +196,9 @@ class Attribution:
             rank.forget(min(needed, default=frontier))
 
     def rows(self, *, final: bool = True) -> list[dict[str, Any]]:
-        """Return for each source a dict of its name, its kind, and the result of `phase_joules`.
+        """Return a list with a dict for each energy source: ``name``, ``kind``, and ``activities`` from `phase_joules`.
 
-        If ``final``, samples whose phase spans are still incomplete are used too.
+        If the keyword ``final`` is True, samples that still wait for phase spans are used too.
         """
         if final:
             self._settle(True)
@@ -243,7 +240,6 @@ def _consume_intervals(
 
 
 def _discard_stale(sums: _SourceSums, frontier_ns: int) -> None:
-    """Drop the waiting samples of a counter that has stopped changing: they can never be attributed to phases."""
     new = np.flatnonzero(np.diff(sums.energy_mj))
     # The reading before the first update is its lower bracket, and stays.
     first = int(new[0]) if len(new) else len(sums.times_ns) - 1
@@ -257,10 +253,10 @@ def _reach_ns(sums: _SourceSums) -> int:
 
 
 def _add_rows(sums: _SourceSums, mixtures: PhaseShares, moments: np.ndarray, joules: np.ndarray) -> None:
-    """Add the ``joules`` between consecutive counter updates to the least squares sums.
+    """Add the n intervals between n + 1 consecutive updates of a counter to its least squares sums ``sums``.
 
-    Row i of ``moments`` has possible times of the updates; the row that fits best is used. ``mixtures`` has the seconds
-    of each phase.
+    Each row of ``moments``, of shape (guesses, n + 1), is a guess of the update times in ns. Only the guess with the
+    smallest residual is used.
     """
     sensor = sums.sensor
     lengths = np.diff(moments, axis=1) / 1e9
@@ -290,9 +286,10 @@ def _add_rows(sums: _SourceSums, mixtures: PhaseShares, moments: np.ndarray, jou
 
 
 def phase_joules(sums: _SourceSums) -> dict[str, dict[str, Any]]:
-    """Return for each phase: joules, their standard error, seconds, and the reason if the joules are unreliable.
+    """Return the joules of each phase from ``sums``, the least squares sums of an energy source: a dict by phase name.
 
-    The joules are scaled so that all phases together have the counter's total.
+    Each value is a dict with "joules", "error_j" (the standard error), "seconds", and "reason" (the reason why the
+    joules are unreliable, or None). The joules of all phases add up to the counter's total.
     """
     used = np.flatnonzero(sums.seconds > 0)
     if not len(used):
@@ -319,11 +316,7 @@ def phase_joules(sums: _SourceSums) -> dict[str, dict[str, Any]]:
 
 
 def _jackknife_error(sums: _SourceSums, used: np.ndarray) -> np.ndarray:
-    """Return the standard error of the watts of each phase in ``used`` by the jackknife over folds: (used,).
-
-    The error is 0 for a phase that is mostly in one fold. The jackknife does not assume equal or independent errors (M.
-    Quenouille 1956; J. Tukey 1958).
-    """
+    """Return each phase's jackknife error in watts (Quenouille 1956, Tukey 1958), 0 for a phase mostly in one fold."""
     inner = np.ix_(np.arange(FOLDS), used, used)
     grams = sums.gram[np.ix_(used, used)] - sums.grams[inner]  # (folds, used, used): the sums without each fold
     rights = sums.right[used] - sums.rights[:, used]
@@ -335,11 +328,7 @@ def _jackknife_error(sums: _SourceSums, used: np.ndarray) -> np.ndarray:
 
 
 def _collinear_phases(gram: np.ndarray) -> list[list[int]]:
-    """Return a list for each phase: the phases whose seconds are always in the same proportion to its seconds, or [].
-
-    The list includes the phase itself. Such phases are the large components of eigenvectors of the correlation matrix
-    with an eigenvalue of about 0.
-    """
+    """Return, for each phase, the phase indices (its own included) that the fit cannot separate, or [] if separable."""
     scale = 1 / np.sqrt(np.maximum(np.diag(gram), np.finfo(np.float64).tiny))
     values, vectors = np.linalg.eigh(gram * np.outer(scale, scale))
     parts = (np.abs(vectors[:, values < COLLINEAR * len(gram)]) > MIN_COMPONENT).T

@@ -1,8 +1,6 @@
-"""Metrics of energy: history, kWh of the site, emissions, cost, energy-delay products, joules to a target loss.
+"""Energy metrics: history, kWh of the site, emissions, cost, energy-delay products, joules to a target loss.
 
-Emissions are kWh at the socket x PUE x the carbon intensity of the grid, which may vary over time (arrays) or be a
-range. All functions but `read` are pure. `read` returns the joules over time of each start of a run from its metrics
-file, from evenly spread blocks of samples.
+Emissions are kWh at the socket x PUE x the carbon intensity of the grid. All functions but `read` are pure.
 """
 
 import math
@@ -34,7 +32,10 @@ MIN_LOSSES: Final = 5  # in this average
 
 @dataclass(frozen=True)
 class SourceHistory:
-    """Energy of one source in one start of a run: ``joules`` used until ``seconds`` (n,) after the first sample."""
+    """Energy of one source in one start of a run: ``joules[i]`` were used in the first ``seconds[i]`` seconds.
+
+    ``declared`` is True if the joules are modelled, not measured. ``node`` is the index of the source's node.
+    """
 
     node: int
     kind: str
@@ -53,14 +54,14 @@ class SourceHistory:
 
 @dataclass(frozen=True)
 class StartHistory:
-    """Energy history of one start of a run: the histories of its sources, which began at about the same time."""
+    """Energy histories (``courses``) of all energy sources, for the start or restart number ``session`` of a run."""
 
     session: int
     courses: tuple[SourceHistory, ...]
 
     @property
     def counted(self) -> tuple[SourceHistory, ...]:
-        """Sources whose joules are added up to the total: node counters if every node has one, else all others."""
+        """Sources whose joules make up the total: node counters if every node has one, else all other sources."""
         nodes = {course.node for course in self.courses}
         if nodes and nodes == {course.node for course in self.courses if course.kind == NODE}:
             return tuple(course for course in self.courses if course.kind == NODE)
@@ -77,7 +78,7 @@ class StartHistory:
         return math.fsum(course.total_j for course in self.counted) if self.counted else math.nan
 
     def until(self, seconds: np.ndarray) -> np.ndarray:
-        """Return the joules used in the first ``seconds`` (n,) of this start, or NaN if a source's are unknown."""
+        """Return an array with the joules used in the first ``seconds[i]`` seconds of this start, NaN if unknown."""
         joules = np.zeros(len(seconds)) if self.counted else np.full(len(seconds), math.nan)
         for course in self.counted:
             if course.gaps or not len(course.seconds):
@@ -109,13 +110,9 @@ def _places(table: dict[str, np.ndarray]) -> list[_Place]:
 
 
 def _sources(file: Any) -> dict[_Place, tuple[str, str, str, bool]]:
-    """Return a tuple (kind, name, note, declared) for each source in the open metrics file.
-
-    Files of earlier versions have only kind and name.
-    """
     table = datasets.read(file, f"{GROUP}/sources")
     about: dict[_Place, tuple[str, bool]] = {}
-    if f"{GROUP}/about" in file:
+    if f"{GROUP}/about" in file:  # not in older files
         rows = datasets.read(file, f"{GROUP}/about")
         about = dict(
             zip(_places(rows), zip(map(_text, rows["note"]), map(bool, rows["declared"]), strict=True), strict=True)
@@ -160,9 +157,9 @@ def _text(value: bytes | str) -> str:
 
 
 def joules_at(starts: Sequence[StartHistory], session: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return the joules that a run used up to each of n moments, counted from the begin of its first start: (n,).
+    """Return an array with the joules that a run used up to each of n times, in all its ``starts`` together.
 
-    Moment i is ``seconds[i]`` after the begin of the start with index ``session[i]``.
+    Time i is ``seconds[i]`` after the begin of the start with index ``session[i]``.
     """
     joules = np.full(len(seconds), math.nan)
     before = 0.0
@@ -185,7 +182,7 @@ class CarbonIntensity:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Lower and upper limit of the intensity."""
+        """Lower and upper limit of the carbon intensity in g/kWh. A missing limit is replaced by the intensity."""
         low = self.g_per_kwh if math.isnan(self.low) else self.low
         high = self.g_per_kwh if math.isnan(self.high) else self.high
         return low, high
@@ -193,7 +190,7 @@ class CarbonIntensity:
 
 @dataclass(frozen=True)
 class Emissions:
-    """Emissions in ``grams`` of CO2 equivalents, with lower and upper limits, or NaN and the ``reason`` if unknown."""
+    """Emissions in ``grams`` of CO2 equivalents, with lower and upper limits. If unknown: NaN, and the ``reason``."""
 
     grams: float
     low: float
@@ -202,12 +199,12 @@ class Emissions:
 
 
 def kwh(energy_j: float, pue: float = 1.0) -> float:
-    """Convert ``energy_j`` of nodes to kWh of the site. ``pue``: its power usage effectiveness, at least 1."""
+    """Convert ``energy_j``, joules of the nodes, to kWh of the site. ``pue``: power usage effectiveness, at least 1."""
     return energy_j / J_PER_KWH * pue
 
 
 def emissions(energy_j: float, pue: float, intensity: CarbonIntensity) -> Emissions:
-    """Return the emissions for the energy ``energy_j`` (joules) of the nodes, times ``pue`` for cooling and losses."""
+    """Return the emissions for ``energy_j``, joules of the nodes, times ``pue`` for cooling and losses of the site."""
     if math.isnan(energy_j) or math.isnan(intensity.g_per_kwh):
         reason = NO_ENERGY if math.isnan(energy_j) else NO_INTENSITY
         return Emissions(math.nan, math.nan, math.nan, reason)
@@ -219,11 +216,11 @@ def emissions(energy_j: float, pue: float, intensity: CarbonIntensity) -> Emissi
 def over_time(
     edges_s: np.ndarray, g_per_kwh: np.ndarray, begins_s: np.ndarray, ends_s: np.ndarray, joules: np.ndarray
 ) -> tuple[float, float, float]:
-    """Return the mean, smallest and largest carbon intensity, in g/kWh, for the energy used in n intervals.
+    """Return the mean, smallest and largest carbon intensity, in g/kWh, of the energy used in n time intervals.
 
     Interval i is from ``begins_s[i]`` to ``ends_s[i]`` and used ``joules[i]`` at constant power. The carbon intensity
-    is ``g_per_kwh[j]`` from ``edges_s[j]`` to ``edges_s[j + 1]``. All times are of one clock. The result is NaN if an
-    interval is outside of the edges.
+    is ``g_per_kwh[j]`` from ``edges_s[j]`` to ``edges_s[j + 1]``. All times are of one clock. The results are NaN if an
+    interval is outside of ``edges_s``.
     """
     if not len(joules) or begins_s.min() < edges_s[0] or ends_s.max() > edges_s[-1]:
         return math.nan, math.nan, math.nan
@@ -242,7 +239,7 @@ def over_time(
 
 @dataclass(frozen=True)
 class EnergyToTarget:
-    """Joules, seconds and steps (interpolated) until the loss reached a target, or NaN with a ``reason``."""
+    """Joules, seconds and steps (interpolated) until the loss reached a target. If unknown: NaN, and a ``reason``."""
 
     joules: float
     seconds: float
@@ -251,7 +248,7 @@ class EnergyToTarget:
 
 
 def smoothed(losses: np.ndarray) -> np.ndarray:
-    """Return, for each step, the mean of the last losses: over 2 % of the steps, but at least five: (steps,)."""
+    """Return the moving average of ``losses`` at each step, over the last 2 % of all steps, but at least five steps."""
     width = max(MIN_LOSSES, round(SMOOTHED_SHARE * len(losses)))
     sums = np.append(0.0, np.cumsum(losses))
     last = np.arange(1, len(losses) + 1)
@@ -266,9 +263,9 @@ def to_target(
     seconds: np.ndarray,
     joules: np.ndarray,
 ) -> EnergyToTarget:
-    """Return the step, seconds and joules, interpolated, at which the smoothed loss first reached the loss ``target``.
+    """Return the interpolated step, seconds and joules at which the smoothed loss first reached the loss ``target``.
 
-    The arrays, (n,), have one row per step: its number, its loss, and the seconds and joules until its end.
+    Arrays have one element per step: step number, loss, and the seconds and joules until the step's end.
     """
     is_finite = np.isfinite(losses)
     steps, losses, seconds, joules = (values[is_finite] for values in (steps, losses, seconds, joules))
@@ -301,10 +298,10 @@ def figures(
     price_per_kwh: float = 0.0,
     currency: str = "",
 ) -> dict[str, Any]:
-    """Return energy figures, such as mean power and energy x delay, as JSON values. Unknown: None with a reason.
+    """Return metrics of ``energy_j`` joules used in ``seconds`` seconds, such as mean power and energy x delay: a dict.
 
-    Energy x delay: R. Gonzalez and M. Horowitz, IEEE J. Solid-State Circuits 31, 1996. Energy x delay^2 weighs time as
-    voltage scaling does (A. Martin, M. Nystroem, P. Penzes, 2001).
+    The values are JSON values, None if unknown. Energy x delay: R. Gonzalez and M. Horowitz, IEEE J. Solid-State
+    Circuits 31, 1996. Energy x delay^2 weighs time as voltage scaling does: A. Martin, M. Nystroem, P. Penzes, 2001.
     """
     intensity = intensity or CarbonIntensity()
     emitted = emissions(energy_j, pue, intensity)
@@ -329,11 +326,11 @@ def figures(
 
 
 def joules_per_part(joules: float, parts: float) -> float | None:
-    """Return ``joules`` / ``parts`` (a number of steps, samples or tokens), or None if one is unknown."""
+    """Return ``joules`` / ``parts`` (steps, samples or tokens), or None if a number is unknown or ``parts`` is 0."""
     return json_number(joules / parts) if parts and parts > 0 else None
 
 
 def rates(training_j: float, steps: float, samples: float, tokens: float) -> dict[str, float | None]:
-    """Return the joules of training per step, per sample and per token. Numbers may be NaN if unknown."""
+    """Return ``training_j``, the joules of training, per step, sample and token: a dict, with None if unknown."""
     names: Sequence[tuple[str, float]] = (("j_per_step", steps), ("j_per_sample", samples), ("j_per_token", tokens))
     return {name: joules_per_part(training_j, parts) for name, parts in names}

@@ -1,15 +1,8 @@
-"""Part-time power sensors: a table of known sensors, the solver for partly seen loads, and shifts of steps.
+"""Part-time power sensors: a table of known sensors, a least squares solver, and delays of training steps.
 
 On an A100 or H100 the power sensor averages 25 ms and shows the mean for 100 ms. Steps locked to this period make power
-x time wrong by more than half (Yang, Adamek and Armour, "Part-time Power Measurements: nvidia-smi's Lack of Attention",
-arXiv 2312.02741).
-
-`solve` is nonnegative least squares with standard errors, from sums that can be collected piece by piece:
-
-    minimise |A x - y|^2  over x >= 0,   with  gram = A^T A,  right = A^T y,  square = y^T y  and the rows of A
-
-Source: the active set method of C. Lawson and R. Hanson, Solving Least Squares Problems, 1974, chapter 23, in the form
-of R. Bro and S. de Jong, J. Chemometrics 11, 1997.
+x time wrong by more than half (Yang, Adamek and Armour, arXiv 2312.02741). Sources of `solve`: C. Lawson and R. Hanson,
+Solving Least Squares Problems, 1974, chapter 23; R. Bro and S. de Jong, J. Chemometrics 11, 1997.
 """
 
 import math
@@ -25,7 +18,7 @@ TOLERANCE: Final = 1e-12
 
 @dataclass(frozen=True)
 class NnlsSolution:
-    """Solution ``values`` (n,) of non-negative least squares, and an upper bound of its ``covariance`` (n, n)."""
+    """Solution ``values`` of non-negative least squares, and an upper bound of its ``covariance``."""
 
     values: np.ndarray
     covariance: np.ndarray
@@ -36,7 +29,7 @@ def solve(
 ) -> NnlsSolution:
     """Return the x >= 0 with the smallest |A x - y|. ``gram``: A^T A, ``right``: A^T y, ``square``: y^T y. Local.
 
-    ``penalty`` (n, n), positive semidefinite, is added to ``gram``. ``rows`` is the number of independent rows, which
+    ``penalty``, a positive semidefinite matrix, is added to ``gram``. ``rows`` is the number of independent rows, which
     is smaller than the number of rows of A if rows overlap.
     """
     whole = gram if penalty is None else gram + penalty
@@ -102,7 +95,7 @@ UNKNOWN_SENSOR: Final = "not in the table of known sensors: taken to see all of 
 
 @dataclass(frozen=True)
 class PowerSensor:
-    """Power sensor that shows a new value every ``update_s`` seconds: the mean of the ``window_s`` seconds before."""
+    """Power sensor that shows, every ``update_s`` seconds, the mean power of the last ``window_s`` seconds."""
 
     update_s: float
     window_s: float
@@ -114,7 +107,10 @@ class PowerSensor:
         return min(1.0, self.window_s / self.update_s)
 
     def paced(self, update_s: float) -> "PowerSensor":
-        """Return this sensor with the observed period ``update_s``. It still measures all the time if it did before."""
+        """Return this sensor with the update period replaced by the observed period ``update_s``, in seconds.
+
+        An averaging window equal to the old period changes too. If ``update_s`` is NaN or not above 0, nothing changes.
+        """
         if not update_s > 0:  # also true for NaN
             return self
         return replace(self, update_s=update_s, window_s=update_s if self.window_s == self.update_s else self.window_s)
@@ -123,8 +119,7 @@ class PowerSensor:
 def sensor_of(gpu_name: str, field_name: str = "") -> PowerSensor:
     """Return the `PowerSensor` of a GPU by the name that its driver reports, such as "NVIDIA A100-SXM4-40GB".
 
-    ``field_name``: "" for the energy counter and instantaneous power, "average" for the averaged power of newer
-    drivers.
+    ``field_name``: "" for the counter and instantaneous power, "average" for the averaged power of newer drivers.
     """
     if field_name == "average" and _AVERAGED.search(gpu_name):
         return PowerSensor(0.1, AVERAGE_S, "NVML: POWER_AVERAGE is the mean of the last second")
@@ -135,11 +130,10 @@ def sensor_of(gpu_name: str, field_name: str = "") -> PowerSensor:
 
 
 class SensorShift:
-    """Delays the starts of training steps, so that a part-time power sensor sees all parts of a step equally often.
+    """Delays for the next ``steps`` training steps, so that a sensor with gaps sees all parts of a step equally often.
 
-    The sensor's update period is divided into slots of half a measuring window. Each slot has room for the same number
-    of steps. A step that would start in a full slot waits for the next free slot. The waits of steps locked to the
-    period sum to less than one period.
+    The sensor's update period is divided into slots of at most half an averaging window. Equally many steps may start
+    in each slot. A step waits for the next slot that is not full.
     """
 
     def __init__(self, sensor: PowerSensor, steps: int) -> None:
@@ -148,10 +142,7 @@ class SensorShift:
         self._room = [math.ceil(steps / self.slots)] * self.slots
 
     def pause_s(self, now_ns: int) -> float:
-        """Return the seconds to wait before a step that could start at ``now_ns`` (monotonic clock). Local.
-
-        The step is counted in the slot in which it will start. After the first ``steps`` steps, no step waits.
-        """
+        """Return the seconds to wait at the monotonic time ``now_ns`` before a step. Call once per step. Local."""
         slot = int(now_ns // self._slot_ns) % self.slots
         ahead = next((ahead for ahead in range(self.slots) if self._room[(slot + ahead) % self.slots]), 0)
         at = (slot + ahead) % self.slots

@@ -1,8 +1,6 @@
-"""Shares of phases in the time of a node's ranks, and the joules of training by activity. Pure.
+"""Seconds that the ranks of a node spend in each phase, and the joules of training by activity. Pure.
 
-`PhaseShares` returns the seconds of each phase in an interval, from disjoint spans. `job_activities` sums results of
-`attribution` over the sources and starts of a job: computing, communication, update, data, other and idle, which add up
-to the joules of training. Windows around checkpoints and validation are measured directly, not attributed.
+The joules of all activities, such as "compute" and "idle", add up to the joules of training.
 """
 
 import math
@@ -24,7 +22,7 @@ assert len(PHASES) - 1 == STEP
 
 
 def flatten_spans(spans: np.ndarray) -> np.ndarray:
-    """Return ``spans``, rows (phase, begin, end), sorted and disjoint. Of overlapping spans, the last begun counts."""
+    """Return ``spans``, rows of (phase, begin, end) in ns, sorted and disjoint: on overlap, the last begun wins."""
     spans = spans[np.argsort(spans[:, 1], kind="stable")]
     spans = spans[spans[:, 2] > spans[:, 1]]
     if np.all(spans[1:, 1] >= spans[:-1, 2]):
@@ -50,7 +48,7 @@ class RankPhases:
         self.until_ns: int | None = None
 
     def add(self, spans: np.ndarray) -> None:
-        """Add phase spans (n, 3) that ended since the last call."""
+        """Add ``spans`` that ended since the last call: rows of (phase index, begin, end) in monotonic ns."""
         if not len(spans):
             return
         if len(spans) >= CAPACITY or self.since_ns is None:
@@ -59,7 +57,7 @@ class RankPhases:
         self._replace(flatten_spans(np.concatenate([self.spans, spans])))
 
     def forget(self, before_ns: int) -> None:
-        """Drop the spans that ended before ``before_ns``."""
+        """Drop the spans that ended before the time ``before_ns``."""
         self._replace(self.spans[self.spans[:, 2] > before_ns])
 
     def _replace(self, spans: np.ndarray) -> None:
@@ -69,7 +67,7 @@ class RankPhases:
             self._by_code.append((int(code), begins.copy(), ends.copy(), np.append(0, np.cumsum(ends - begins))))
 
     def seconds(self, moments_ns: np.ndarray) -> np.ndarray:
-        """Return the seconds of each phase before each of ``moments_ns``: (moments, phases).
+        """Return the seconds that this rank spent in each phase before each time: an array of shape (times, phases).
 
         The origin is arbitrary: only the difference of two rows has a meaning.
         """
@@ -83,7 +81,7 @@ class RankPhases:
 
 
 class PhaseGrid:
-    """For each of ``ranks``, a table of the seconds spent in each phase before each point of a fine time grid."""
+    """Cumulative seconds of each phase at fine time steps from ``begin_ns`` to ``end_ns``: one table per rank."""
 
     def __init__(self, ranks: Sequence[RankPhases], begin_ns: int, end_ns: int) -> None:
         self._pitch_ns = max(GRID_NS, (end_ns - begin_ns) // MAX_GRID_POINTS)
@@ -92,15 +90,15 @@ class PhaseGrid:
         self._tables = [rank.seconds(moments) for rank in ranks]
 
     def of(self, ranks: Sequence[int] | None) -> "PhaseShares":
-        """Return the mean table of the ranks with the indices ``ranks`` (None: all ranks), as `PhaseShares`."""
+        """Return the mean of the tables of ``ranks``, indices of ranks (None: all), as `PhaseShares`."""
         chosen = self._tables if ranks is None else [self._tables[rank] for rank in ranks]
         return PhaseShares(np.mean(chosen, axis=0), self._begin_ns, self._pitch_ns)
 
 
 class PhaseShares:
-    """Seconds that ranks spend in each phase, for any time interval.
+    """Mean seconds that ranks spend in each phase, for any time interval.
 
-    ``table`` (moments, phases) has the seconds before each time of a grid that begins at ``begin_ns``.
+    ``table``, of shape (times, phases), has cumulative seconds of phases. Time i is ``begin_ns + i * pitch_ns``.
     """
 
     def __init__(self, table: np.ndarray, begin_ns: int, pitch_ns: int) -> None:
@@ -113,7 +111,7 @@ class PhaseShares:
         return np.asarray(low + (rest / self._pitch_ns)[..., None] * (self._table[at + 1] - low))
 
     def between(self, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Return the seconds per phase of `PHASE_NAMES` in each interval from ``begins`` to ``ends``: (..., phases)."""
+        """Return the seconds in each of `PHASE_NAMES` (last axis) from the times ``begins`` to ``ends``, in ns."""
         seconds = np.empty((*begins.shape, len(PHASE_NAMES)))
         seconds[..., :STEP] = self._before(ends) - self._before(begins)
         seconds[..., STEP] = np.maximum((ends - begins) / 1e9 - seconds[..., :STEP].sum(axis=-1), 0.0)
@@ -135,11 +133,11 @@ def job_activities(
     reason: str | None,
     earlier: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return ``joules``, ``error_j`` and ``seconds`` of a job by activity. Unknown values are NaN with a ``reason``.
+    """Return a dict of a job's ``joules``, ``error_j``, ``seconds`` and ``reason``, each of them a dict by activity.
 
-    ``rows`` are the `Attribution.rows` of all nodes; only rows with these ``kinds`` of sources count. ``training_j``
-    are the joules of training in this start, or NaN with a ``reason``. ``earlier`` is the `activities_state` of earlier
-    starts.
+    Unknown values are NaN, with a reason. ``rows`` are the `Attribution.rows` of all nodes. Only sources with a kind in
+    ``kinds`` count. ``training_j`` are the joules of training in this start, or NaN for the given ``reason``.
+    ``earlier`` is the `activities_state` of earlier starts, or None without earlier starts.
     """
     activities = {name: phase for name, phase in _sum_sources(rows, kinds).items() if name in ACTIVITIES}
     whole = math.fsum(phase["joules"] for phase in activities.values())
@@ -176,7 +174,7 @@ _ZERO: Final[Mapping[str, Any]] = {"joules": 0.0, "error_j": 0.0, "seconds": 0.0
 
 
 def activities_state(totals: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the joules and seconds by activity as JSON values for a checkpoint. Unknown values are None."""
+    """Return ``totals``, a result of `job_activities`, as JSON values for a checkpoint. Unknown values are None."""
     return {
         name: {
             "joules": None if math.isnan(joules) else joules,
@@ -189,7 +187,10 @@ def activities_state(totals: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ActivityState(msgspec.Struct):
-    """Seconds and joules of one activity, as saved in a checkpoint."""
+    """Seconds and joules of one activity of the ranks, such as "compute" or "idle", as saved in a checkpoint.
+
+    ``error_j`` is the standard error of the joules. Unknown joules are None, with a ``reason``.
+    """
 
     seconds: Amount
     joules: Amount | None = None
@@ -202,7 +203,7 @@ class ActivityState(msgspec.Struct):
 
 
 class EnergyRecord(msgspec.Struct):
-    """Energy record of a run since step ``since_step``. Records of earlier versions have no activities."""
+    """Energy record of a run since step ``since_step``, saved in a checkpoint. Old records have no ``activities``."""
 
     since_step: Count
     joules: EnergyState
@@ -210,7 +211,7 @@ class EnergyRecord(msgspec.Struct):
 
 
 def restored(read: Any) -> dict[str, Any]:
-    """Check the energy record ``read`` from a file, and return it. Raises ValueError if it is invalid."""
+    """Check the energy record ``read``, as decoded from a file, and return it. Raises ValueError if it is invalid."""
     record: dict[str, Any] = msgspec.to_builtins(msgspec.convert(read, EnergyRecord))
     return record | {"activities": record["activities"] or {}}
 

@@ -15,16 +15,13 @@ DIRECTIONS: Final = {"sent": COLUMNS.index("sent_bytes"), "received": COLUMNS.in
 
 
 class MeanPower:
-    """Mean power of a node's energy sources between calls of `by_source`."""
+    """Mean power of a node's energy sources since the previous call of `by_source`."""
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[int, int]] = {}  # time and energy of the last sample of a source
 
     def by_source(self, sources: int, drained: DrainedSamples) -> list[float]:
-        """Return the mean watts since the last call for each of ``sources`` sources (a number), or NaN if unknown.
-
-        ``drained`` has the new samples.
-        """
+        """Return the mean watts (or NaN) of each of ``sources`` sources. ``drained``: samples since the last call."""
         gaps = set(drained.gaps[:, 1].tolist())
         means = []
         for source in range(sources):
@@ -48,7 +45,7 @@ class LiveFigures:
         self._bytes: dict[int, Mapping[str, float]] = {}
 
     def see(self, rows: Sequence[NodeRows]) -> None:
-        """Store the ``rows`` of all nodes, which were collected since the last call."""
+        """Store the ``rows`` that `EnergyMonitor.collect` returned: the new samples and mean power of each node."""
         self._rows = rows
         for row in rows:
             if len(row.drained.looks):
@@ -71,7 +68,7 @@ class LiveFigures:
         }
 
     def utilisation(self) -> dict[str, float]:
-        """Return the utilisation (0 to 1) of each known resource, averaged over time and nodes."""
+        """Return the utilisation (0 to 1) of each resource in `SHARES`, if known, averaged over time and nodes."""
         shares = [row.drained.shares[:, : len(SHARES)] for row in self._rows if len(row.drained.looks)]
         if not shares:
             return {}
@@ -80,9 +77,9 @@ class LiveFigures:
         return {name: value for name, value in by_resource.items() if not math.isnan(value)}
 
     def network(self) -> dict[str, float]:
-        """Return the bytes sent and received, summed over nodes.
+        """Return the network bytes "sent" and "received" by all nodes since the construction of the monitor.
 
-        NaN if unknown on a node, {} before the first sample.
+        A value is NaN if it is unknown on a node. Before the first sample, the result is {}.
         """
         if not self._bytes:
             return {}

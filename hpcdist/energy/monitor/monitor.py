@@ -1,7 +1,6 @@
 """Energy monitor of a job: one rank of each node reads the sensors, and windows attribute joules to phases.
 
-Windows (`EnergyMonitor.window`) nest: an inner window's joules are not counted in the outer window. `EnergyWatch` needs
-no job: one process reads this machine, for `hpcdist energy watch`.
+`EnergyWatch` needs no job: one process reads this machine, for `hpcdist energy watch`.
 """
 
 import math
@@ -52,9 +51,9 @@ class WatchInterval:
 class EnergyWatch:
     """Energy measurement of one machine until `finish`. Raises MissingCapabilityError if there is no energy source.
 
-    It measures the GPUs in CUDA_VISIBLE_DEVICES, by default all. Samples are appended to the file ``output`` as a new
-    session. Raises StorageError if ``output`` cannot be written at the start. The message of a later write error is
-    stored in ``lost_output``.
+    `EnergyWatch` measures the GPUs in CUDA_VISIBLE_DEVICES, by default all. Samples are appended to the file ``output``
+    as a new session. Raises StorageError if ``output`` cannot be written at the start; ``lost_output`` reports a later
+    error.
     """
 
     def __init__(self, config: EnergyConfig, output: Path | None = None) -> None:
@@ -62,7 +61,8 @@ class EnergyWatch:
         if not self.sources.counters:
             why = "; ".join(f"{kind}: {reason}" for kind, reason in self.missing().items())
             raise MissingCapabilityError(
-                f"no energy source of this machine is readable, so nothing began (see `hpcdist energy sources`). {why}"
+                "no energy source of this machine is readable, so neither the energy measurement nor a command to "
+                f"measure was started (see `hpcdist energy sources`). {why}"
             )
         look = NodeUtilisation([this_process()], self.sources.sensors).look if config.utilisation_s else None
         self.sampler = EnergySampler(self.sources.counters, config.interval_s, look, config.utilisation_s)
@@ -75,7 +75,7 @@ class EnergyWatch:
         self._windows.enter(WINDOW, *_read_edge(self.sampler, self._windows))
 
     def missing(self) -> dict[str, str]:
-        """Kinds of energy that are not measured, each with the reason."""
+        """Return the kinds of energy that are not measured, each with the reason."""
         kinds = {counter.kind for counter in self.sources.counters}
         return {} if NODE in kinds else {k: why for k, why in self.sources.missing.items() if k not in kinds}
 
@@ -96,7 +96,6 @@ class EnergyWatch:
         )
 
     def _keep(self, row: NodeRows) -> None:
-        """Append the samples ``row`` to ``output``. After a write error, measure on, but write nothing more."""
         if self._output is None:
             return
         try:
@@ -119,7 +118,6 @@ class EnergyWatch:
 
 
 def _read_edge(sampler: EnergySampler, windows: PhaseWindows) -> tuple[int, list[int | None]]:
-    """Read the energy sources at the begin or end of a window. Mark sources that missed energy since the last edge."""
     reading = sampler.read()
     for source in sampler.gaps_since_edge():
         windows.forget(source)
@@ -187,14 +185,15 @@ def _no_synchronisation() -> None:
 class EnergyMonitor:
     """Energy monitor between `start` and `stop`, or as a context manager. Construction is collective over ``comm``.
 
-    ``bus_id`` is the PCI address of the GPU that this rank computes on (None: the CPU). ``synchronise`` waits for this
-    GPU at the begin and end of windows. The first rank of each ``host`` reads the sensors of its node; there, ``live``
-    has the power, utilisation and network traffic of all nodes. If no energy can be read, a window costs only two clock
-    readings.
+    ``bus_id`` is the PCI address of the GPU that this rank computes on (None: the CPU). ``synchronise()`` waits for
+    this GPU at the begin and end of a `window`. If no energy can be read, a window costs only two clock readings.
+
+    ``host`` identifies the machine; None uses the boot id of the kernel. All ranks of a machine form one node, so that
+    no energy is counted twice. The first rank of each node reads its sensors. On these ranks, ``live`` has the power,
+    utilisation and network traffic of all nodes.
 
     Construction, `report` and `state` raise DeadlineError if a rank is missing after ``deadline_s`` seconds; `math.inf`
-    leaves this to a watchdog. Nodes in reports are hosts, because two declared nodes on one machine would be counted
-    twice.
+    leaves this to a watchdog.
     """
 
     def __init__(
@@ -262,7 +261,10 @@ class EnergyMonitor:
 
     @contextmanager
     def window(self, phase: str) -> Iterator[None]:
-        """Attribute the energy used in the block to ``phase``, without nested windows. Local; call on every rank."""
+        """Attribute this node's energy in the ``with`` block to ``phase``. Local; every rank must call this.
+
+        If windows are nested, only the inner window gets the energy used in it.
+        """
         if not self._leads:
             self._synchronise()
             yield
@@ -279,7 +281,7 @@ class EnergyMonitor:
         return _read_edge(self.sampler, self._windows)
 
     def report(self) -> dict[str, Any]:
-        """Return the job's energy report so far, with earlier starts of the run (see `report.merge`). Collective."""
+        """Return the job's energy report, including earlier starts of the run: see `report.merge`. Collective."""
         self._meet("Monitor.report")
         node_share = _contribution(self._node, self.sampler, self._windows, self._sources, self._sources.needed)
         contributions = self._comm.allgather_object(node_share if self._leads else None)
@@ -288,26 +290,28 @@ class EnergyMonitor:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the energy state to save in a checkpoint. Open windows are included up to now. Collective."""
+        """Return the energy of the run for a checkpoint, including earlier starts and open windows. Collective."""
         if self._leads and not self._stopped:
             self._windows.edge(*self._look())
         return reports.state(self.report())
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Add the result ``state`` of `state` in an earlier start of the run. It must be equal on all ranks. Local."""
+        """Add ``state`` (from the method `state`, or None) to later reports. Local. All ranks pass equal values."""
         self._earlier = state
 
     def intervals(self) -> list[SourceSamples]:
-        """Return this node's samples of each source since the last call, preceded by that call's last sample. Local.
+        """Return this node's samples of each energy source since the last call of `intervals`. Local.
 
-        Returns [] on all ranks but the first of a node. Samples older than the last two calls of `collect` are dropped.
+        The samples of a source begin with its last sample of the last call. Ranks other than the first of a node get
+        []. Samples older than the last two calls of `collect` are dropped, so call `intervals` before each `collect`.
         """
         return self.sampler.intervals()
 
     def collect(self) -> list[NodeRows]:
-        """Return the samples and closed windows of all nodes since the last call, on each node's first rank.
+        """Return new data of all nodes, one `NodeRows` per node; [] on ranks that are not the first of their node.
 
-        Other ranks get []. Collective over the first ranks of the nodes. Also updates ``live``.
+        The data are the samples and the windows that ended since the last call. Also updates ``live``. Collective over
+        the nodes' first ranks.
         """
         if not self._watches or self._leaders is None:
             return []

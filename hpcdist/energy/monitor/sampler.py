@@ -1,7 +1,6 @@
 """Sampler thread: reads the counters at intervals, so that no wrap is missed, and stores each sample.
 
-It sleeps most of the time, makes no MPI call, and ends with its owner. The caller's thread reads at the edges of
-windows. The sampler also stores the power of sources that report it, and the utilisation of the node.
+The thread makes no MPI call.
 """
 
 import sys
@@ -26,11 +25,14 @@ Row: TypeAlias = tuple[int, int, int]  # time in ns, source, value
 
 @dataclass(frozen=True)
 class DrainedSamples:
-    """Samples that `EnergySampler.drain` returns: all since its last call.
+    """Samples of `EnergySampler.drain`. Sources are indices, and times are in ns of the monotonic clock.
 
-    ``samples`` (n, 3) int64 has rows (time in ns, source, energy in mJ). ``powers`` has rows (time, source, power in
-    mW). ``gaps`` (n, 2) has rows (time, source): the energy before the sample at this time is unknown. ``shares`` (n,
-    columns) is the utilisation at the times ``looks`` (n,) in ns.
+    - ``samples``, int64 of shape (n, 3): rows of time, source and energy in mJ.
+    - ``powers``, int64 of shape (n, 3): rows of time, source and power in mW.
+    - ``gaps``, int64 of shape (n, 2): rows of time and source. The energy just before this time is unknown.
+    - ``looks``, int64 of shape (n,): times at which the utilisation of the node was sampled.
+    - ``shares``, of shape (n, columns): utilisation at these times, ordered as
+      `hpcdist.energy.sources.utilisation.COLUMNS`.
     """
 
     samples: np.ndarray
@@ -42,7 +44,7 @@ class DrainedSamples:
 
 @dataclass(frozen=True)
 class SourceSamples:
-    """Energy samples of one source, int64 (n,). ``known`` (n-1,): is the energy between two samples known?"""
+    """Energy samples of one source. ``known[i]`` is True if the energy between samples i and i + 1 is known."""
 
     name: str
     kind: str
@@ -57,10 +59,11 @@ def _to_stderr(message: str) -> None:
 
 
 class EnergySampler:
-    """Sampler that reads ``counters`` every ``interval_s`` seconds between `start` and `stop`.
+    """Background thread that reads the energy ``counters`` every ``interval_s`` seconds, from `start` to `stop`.
 
-    If ``look`` is given, the sampler calls it every ``look_s`` seconds; it returns the utilisation, (columns,) float64.
-    If a source fails, the sampler calls ``tell`` once with a message.
+    The thread calls the function ``look`` every ``look_s`` seconds to sample the utilisation of the node. ``look``
+    returns a float64 array, ordered as `hpcdist.energy.sources.utilisation.COLUMNS`. The function ``tell`` gets one
+    message per failing source.
     """
 
     def __init__(
@@ -91,16 +94,13 @@ class EnergySampler:
         self._thread = threading.Thread(target=self._run, name="energy sampler", daemon=True)
 
     def start(self) -> None:
-        """Start the thread if there is something to read."""
+        """Start the thread if there are counters to read or a function ``look`` to call."""
         if self.tracks or self._look is not None:
             self._began_ns = time.monotonic_ns()
             self._thread.start()
 
     def stop(self) -> bool:
-        """End the thread and keep the samples.
-
-        Return False if it hangs in a read; then the sensors must not be closed.
-        """
+        """End the thread. Return False if the thread hangs in a read: then the caller must not close the sensors."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(HANG_TIMEOUT_S)
@@ -108,19 +108,19 @@ class EnergySampler:
         return not self._thread.is_alive()
 
     def overhead(self) -> tuple[float, float]:
-        """Return the processor seconds that reading the sources took, and the seconds since `start`."""
+        """Return (processor seconds used to read the sources, seconds from `start` to `stop` or until now)."""
         until_ns = self._ended_ns or time.monotonic_ns()
         return self._thread_s + self._edges_s, (until_ns - self._began_ns) / 1e9 if self._began_ns else 0.0
 
     def read(self) -> tuple[int, list[int | None]]:
-        """Read all sources. Return the time in ns, and each source's energy in mJ (None if it keeps failing)."""
+        """Read all sources. Return the time in ns, and each source's energy in mJ (None if all its reads fail)."""
         now_ns = time.monotonic_ns()
         values = [self._read_stubborn(source) for source in range(len(self.tracks))]
         self._edges_s += (time.monotonic_ns() - now_ns) / 1e9
         return now_ns, values
 
     def gaps_since_edge(self) -> list[int]:
-        """Return the sources that can be read now, but that missed some energy since the last call."""
+        """Return the indices of the sources that missed some energy since the last call of this method."""
         now = [track.gaps for track in self.tracks]
         new = [source for source, gaps in enumerate(now) if gaps != self._edge_gaps[source]]
         self._edge_gaps = now
@@ -158,7 +158,6 @@ class EnergySampler:
         return value
 
     def _bound(self) -> None:
-        """If there are too many samples, drop every second one. Counters are cumulative, so no energy is lost."""
         if len(self._samples) > MAX_ROWS:
             self._samples, self._gaps = _halved(self._samples, self._gaps)
         if len(self._recent) > MAX_ROWS:
@@ -221,7 +220,7 @@ class EnergySampler:
         return now_ns - began_ns < GIVE_UP_NS and not all(track.pace.settled(now_ns) for track in self.tracks)
 
     def drain(self) -> DrainedSamples:
-        """Return all samples since the last call. Older samples not taken by `intervals` are dropped."""
+        """Return the samples since the last call of `drain`. Earlier samples are no longer available to `intervals`."""
         with self._lock:
             samples, self._samples = self._samples, []
             powers, self._powers = self._powers, []
@@ -241,8 +240,7 @@ class EnergySampler:
     def intervals(self) -> list[SourceSamples]:
         """Return the samples of each source since the last call, preceded by the last sample of that call.
 
-        Samples older than the last two calls of `drain` are dropped, so memory stays bounded if this method is not
-        called.
+        Samples older than the last two calls of `drain` are dropped.
         """
         with self._lock:
             rows, gaps = self._recent, self._recent_gaps
@@ -258,7 +256,6 @@ class EnergySampler:
 
 
 def _halved(rows: list[Row], gaps: set[tuple[int, int]]) -> tuple[list[Row], set[tuple[int, int]]]:
-    """Return every second row of each source, including its last row. Gaps move to the next row that is kept."""
     left: list[Row] = []
     unknown: set[tuple[int, int]] = set()
     later: dict[int, Row] = {}  # by source: the next kept row
@@ -271,6 +268,6 @@ def _halved(rows: list[Row], gaps: set[tuple[int, int]]) -> tuple[list[Row], set
             skips.add(source)
             later[source] = row
             left.append(row)
-        if row[:2] in gaps:
+        if row[:2] in gaps:  # the gap at a dropped row moves to the next kept row
             unknown.add(later[source][:2])
     return left[::-1], unknown

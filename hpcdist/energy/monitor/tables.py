@@ -1,15 +1,6 @@
 """Tables of raw energy samples and windows in a metrics file, in the group ``energy``.
 
-    sources      kind and name of each source of a node
-    about        of each source: device, scope of its power, notes
-    samples      energy as read, in whole nanoseconds and millijoules
-    powers       power of the sources that report it, in milliwatts
-    gaps         samples before which an unknown amount of energy was used
-    windows      phase, begin, end and joules of each window
-    utilisation  utilisation of a node
-    sampler      processor time used by reading
-
-Without a source there are only the last two.
+Without an energy source, the file has only the tables ``utilisation`` and ``sampler``.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -88,10 +79,14 @@ _OF_NODES: Final = ("utilisation", "sampler")
 
 @dataclass(frozen=True)
 class NodeRows:
-    """Rows of one node: its sources as (kind, name, about), the samples of its sampler, and closed windows.
+    """Energy data of one node since the last `EnergyMonitor.collect`, to append to the metrics file.
 
-    Until ``now_ns`` of the node's clock, reading sensors used ``busy_s`` of ``lasted_s`` seconds. ``watts`` is the mean
-    power by kind since the last collection, NaN if unknown. ``lacking`` lists required kinds that are missing.
+    - ``sources``: (kind, name, `SourceInfo`) of each energy source of the node.
+    - ``windows``: phase windows that have ended.
+    - ``busy_s``: processor seconds used to read the sensors, in the ``lasted_s`` seconds of measurement until the time
+      ``now_ns``.
+    - ``watts``: mean power of each kind of source, NaN if unknown.
+    - ``lacking``: kinds of energy that the node's ranks use, but that the node cannot measure completely.
     """
 
     node: int
@@ -106,7 +101,10 @@ class NodeRows:
 
 
 def append(file: Any, session: int, nodes: Sequence[NodeRows]) -> None:
-    """Append the rows of ``nodes`` to an open metrics file. Each session's sources are written only once. Local."""
+    """Append the data of ``nodes`` to the tables of ``file``, an open HDF5 metrics file. Local.
+
+    ``session`` is the number of the start of the run, from 0. The sources of a session are written only once.
+    """
     has_sources = any(node.sources for node in nodes)
     for name, table in TABLES.items():
         if has_sources or name in _OF_NODES:

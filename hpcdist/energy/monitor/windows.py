@@ -1,7 +1,4 @@
-"""Windows of phases and the energy of each. Windows nest, and the innermost window gets the joules.
-
-Pure: the caller passes the time and the values of the sources at every edge.
-"""
+"""Phase windows and the energy of each. Windows nest, and the innermost window gets the joules. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -11,10 +8,7 @@ from typing import Any
 
 @dataclass
 class PhaseWindow:
-    """A time window in which ``phase`` ran. Duration ``own_ns`` and energy ``mj`` exclude the windows nested in it.
-
-    ``mj`` is NaN after a failed read.
-    """
+    """Time window of ``phase``. ``own_ns`` and ``mj`` (energy by source, or NaN) exclude nested windows."""
 
     phase: str
     begin_ns: int
@@ -26,8 +20,7 @@ class PhaseWindow:
 class PhaseWindows:
     """Energy and time of the phase windows of one rank. ``total_mj`` is the energy of all windows together, by source.
 
-    Closed windows are added to sums, and are also kept individually until `take`. If a source cannot be read between
-    two windows, the energy of each window is unknown, but their sum is known.
+    If a source cannot be read between two windows, the energy of each window is unknown, but their sum is known.
     """
 
     def __init__(self, sources: int) -> None:
@@ -41,12 +34,12 @@ class PhaseWindows:
         self._outside = [False] * sources  # there was time outside of all windows since then
 
     def enter(self, phase: str, now_ns: int, values: Sequence[int | None]) -> None:
-        """Begin a window at ``now_ns``, when the energy of each source is ``values`` in mJ."""
+        """Begin a window at time ``now_ns``. ``values``: energy of each source in mJ, None after a failed read."""
         self.edge(now_ns, values)
         self._open.append(PhaseWindow(phase, now_ns, [0.0] * len(self._last)))
 
     def leave(self, now_ns: int, values: Sequence[int | None]) -> None:
-        """End the innermost window at ``now_ns``, when the energy of each source is ``values`` in mJ."""
+        """End the innermost window at the time ``now_ns``. ``values``: energy of each source in mJ, as in `enter`."""
         self.edge(now_ns, values)
         window = self._open.pop()
         window.end_ns = now_ns
@@ -59,7 +52,7 @@ class PhaseWindows:
         return taken
 
     def edge(self, now_ns: int, values: Sequence[int | None]) -> None:
-        """Attribute the energy since the last call to the innermost window. ``values``: energy of each source in mJ."""
+        """Add the energy since the previous reading to the innermost open window. For the arguments see `enter`."""
         inner = self._open[-1] if self._open else None
         if inner is not None:
             inner.own_ns += now_ns - self._edge_ns
@@ -89,11 +82,14 @@ class PhaseWindows:
         self._last[source], self._inside[source], self._outside[source] = value, False, False
 
     def totals(self) -> list[float]:
-        """Return the energy of all windows by source in mJ, or NaN if a source could not be read at the end."""
+        """Return the energy of all windows together in mJ, by source.
+
+        The energy is NaN for a source that could not be read when an outermost window began or ended.
+        """
         return [math.nan if pending else total for pending, total in zip(self._inside, self.total_mj, strict=True)]
 
     def phases(self) -> dict[str, dict[str, Any]]:
-        """Return, by phase: seconds, number of windows, the shortest closed window in s, and energy in mJ by source."""
+        """Return a dict for each phase: seconds, number of windows, shortest closed window in s, and mJ by source."""
         phases = {name: {**phase, "mj": [*phase["mj"]]} for name, phase in self._sums.items()}
         for window in self._open:
             self._sum(phases, window)

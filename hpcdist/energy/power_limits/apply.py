@@ -5,9 +5,7 @@
         with apply.limited(requested) as in_force:
             ...  # trains under 250 W
 
-The former limits are restored at the end of the block or of the process. After a SIGKILL, `put_back` restores them from
-a journal record written before the first change. Signals are deferred while a limit is changed or restored, and raise
-an exception in between.
+After a SIGKILL, `put_back` restores the limits from a journal record, which is written before the first change.
 """
 
 import atexit
@@ -127,8 +125,8 @@ class TemporaryLimits:
     def end(self) -> None:
         """Restore the changed limits and remove the journal record. A second call does nothing.
 
-        If a limit cannot be restored, the other limits are restored first; then MissingCapabilityError is raised, and
-        the journal record keeps this limit.
+        Raises MissingCapabilityError if a limit cannot be restored, after restoring the others. The record keeps this
+        limit.
         """
         if os.getpid() != self._owner:
             return  # in a forked child: the limits belong to its parent
@@ -152,11 +150,12 @@ class TemporaryLimits:
 
 @contextmanager
 def limited(requested: Sequence[RequestedLimits], folder: Path | None = None) -> Iterator[tuple[float | None, ...]]:
-    """Limit devices in the block. Yields, for each device, the limit in force in W or MHz (None: unknown). Local.
+    """Limit devices in the ``with`` block. Yield the limit in force of each device in W or MHz, None if unknown. Local.
 
-    ``folder`` is for journal records (default: the user's folder). On an error, no limit stays changed. Raises
-    ConfigurationError for a value out of range, StorageError if no journal record can be written, and
-    MissingCapabilityError without permission, if another process changes the limit, or if the device does not keep it.
+    ``requested``: pairs (device limit, value; None keeps the present value). ``folder``: for journal records. On an
+    error, no limit stays changed. Raises ConfigurationError for a value out of range, StorageError if no journal record
+    can be written, and MissingCapabilityError without permission, if another process changes the limit, or if the
+    device does not keep it.
     """
     change = TemporaryLimits(requested, journal.directory() if folder is None else folder)
     atexit.register(change.end)  # in case of an exception between the statements below
@@ -176,10 +175,7 @@ def limited(requested: Sequence[RequestedLimits], folder: Path | None = None) ->
 
 
 def check_permitted(knobs: Iterable[DeviceLimit], folder: Path | None = None) -> None:
-    """Raise MissingCapabilityError if this process may not change the limits ``knobs``. Local.
-
-    The check sets each limit to its present value.
-    """
+    """Check that each limit of ``knobs`` may be changed. Raises MissingCapabilityError without permission. Local."""
     with limited([(knob, None) for knob in knobs], folder):
         pass
 
@@ -194,7 +190,7 @@ def _verify(knob: DeviceLimit, value: int | None) -> None:
 
 
 def refuse_changed(records: Iterable[JournalRecord], changes: Iterable[ChangedLimit]) -> None:
-    """Raise MissingCapabilityError if, by the journal ``records``, another process changed a limit of ``changes``."""
+    """Raise MissingCapabilityError if another process, by its journal record, has changed a limit of ``changes``."""
     mine = {change.key for change in changes}
     for record in records:
         others = [change for change in record.changes if change.key in mine]
@@ -213,10 +209,10 @@ def refuse_changed(records: Iterable[JournalRecord], changes: Iterable[ChangedLi
 
 
 def put_back(folder: Path, say: Callable[[str], None]) -> bool:
-    """Restore the limits that killed processes of this machine left changed. Return True if all were restored. Local.
+    """Restore the limits that killed processes left changed. Return False if this failed for a limit. Local.
 
-    ``say`` is called with a line of text per limit. Limits that other processes have changed since then are left alone,
-    and so are records of other machines, which a shared home directory may contain.
+    ``folder`` has the journal records. ``say`` gets a line of text per limit. Limits that another process has changed
+    in the meantime, and limits of other machines, are left alone.
     """
     if not folder.is_dir():
         say("no changed limits were left")

@@ -1,8 +1,7 @@
 """Limits of devices: power and locked clocks of NVIDIA GPUs, power of processor packages.
 
-NVML takes power in mW and clocks in MHz, by GPU UUID. It forgets both at a restart of the machine and, without
-persistence mode, when the last user closes the GPU: keep `NvmlDriver` open while a limit must hold. Linux shows limits
-of processors next to RAPL's counters in /sys/class/powercap, in uW, until a restart. Limits hold for the whole node.
+Limits hold for the whole node, until a restart. Without persistence mode, NVML also forgets a limit when the last user
+closes the GPU: keep `NvmlDriver` open while a limit must hold.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ ROUNDING: Final = 0.5  # W or MHz: RAPL rounds to eighths of a watt, NVML to who
 
 @dataclass(frozen=True)
 class LimitRange:
-    """Range of limits that a device allows, in W or MHz (None: unknown). ``values`` lists all of them, or is empty."""
+    """Range of limits that a device allows, in W or MHz (None: unknown). ``values`` lists discrete limits, if any."""
 
     least: float | None = None
     most: float | None = None
@@ -30,7 +29,7 @@ class LimitRange:
 
 
 class DeviceLimit(Protocol):
-    """Protocol of a power or clock limit of a device. ``device`` and ``place`` identify it in journal records."""
+    """Protocol of a power or clock limit of a device, identified by ``device`` and ``place`` in journal records."""
 
     kind: str
     device: str
@@ -46,7 +45,7 @@ class DeviceLimit(Protocol):
         """Return the present limit in the driver's unit, or None if it is unreadable. Raises MissingCapabilityError."""
 
     def in_force(self) -> float | None:
-        """Return the limit that is in force, in W or MHz, or None if it is not readable."""
+        """Return the limit that the device enforces, in W or MHz, or None if this is not readable."""
 
     def put(self, value: int | None) -> None:
         """Set the limit to ``value`` in the driver's unit; None removes it. Raises MissingCapabilityError."""
@@ -61,8 +60,9 @@ def check_value(knob: DeviceLimit, value: float) -> None:
     if allowed.values and value not in allowed.values:
         nearest = min(allowed.values, key=lambda choice: abs(choice - value))
         raise ConfigurationError(
-            f"{value:g} {knob.unit} for {knob.name}: expected {allowed.least:g} to {allowed.most:g} {knob.unit} in "
-            f"steps; the nearest value is {nearest:g} {knob.unit}"
+            f"{value:g} {knob.unit} for {knob.name}: expected one of the {len(allowed.values)} values from "
+            f"{allowed.least:g} to {allowed.most:g} {knob.unit} that the device supports; the nearest value is "
+            f"{nearest:g} {knob.unit}"
         )
     least, most = allowed.least or 0.0, allowed.most
     if not (value > 0 and value >= least and (most is None or value <= most)):
@@ -70,7 +70,7 @@ def check_value(knob: DeviceLimit, value: float) -> None:
 
 
 def range_text(allowed: LimitRange, unit: str) -> str:
-    """Return the allowed range as text."""
+    """Return the range ``allowed`` as text, such as "100 to 400 W"."""
     least = "more than 0" if allowed.least is None else f"{allowed.least:g}"
     if allowed.most is None:
         return f"{least} {unit} and more (its maximum is unknown)"
@@ -113,7 +113,10 @@ class _GpuLimit:
             hint = UNPRIVILEGED_HINT
             raise MissingCapabilityError(f"{name}: its {what} cannot be changed ({error}); {hint}") from None
         except binding.NVMLError_InvalidArgument as error:
-            raise ConfigurationError(f"{name}: the driver rejects this {what} ({error})") from None
+            raise ConfigurationError(
+                f"{name}: the driver rejects the requested {what} ({error}); choose a value that `nvidia-smi -q -i "
+                f"{self.device} -d POWER,SUPPORTED_CLOCKS` allows"
+            ) from None
         except binding.NVMLError as error:
             why = f"its {what} cannot be read or changed: the driver says: {error}"
             raise MissingCapabilityError(f"{name}: {why}") from None
@@ -125,7 +128,6 @@ class GpuPowerLimit(_GpuLimit):
     kind, unit, per_unit, what = GPU_POWER, "W", 1000, "power limit"
 
     def allowed(self) -> LimitRange:
-        """Return the minimum, maximum and default power limit in W, as the driver reports them."""
         with self._explained():
             least, most = self._nvml.nvmlDeviceGetPowerManagementLimitConstraints(self._handle)
             default = self._nvml.nvmlDeviceGetPowerManagementDefaultLimit(self._handle)
@@ -154,7 +156,7 @@ class GpuPowerLimit(_GpuLimit):
 class GpuClockLimit(_GpuLimit):
     """Limit that locks the clock of a GPU to one frequency (nvmlDeviceSetGpuLockedClocks).
 
-    The driver does not report an earlier lock, so that it cannot be restored: clocks are unlocked at the end.
+    The driver does not report an earlier lock, so clocks are unlocked at the end.
     """
 
     kind, unit, per_unit, what = GPU_CLOCK, "MHz", 1, "clock"
@@ -244,7 +246,7 @@ class CpuPowerLimit:
             return ""
 
     def allowed(self) -> LimitRange:
-        """Return the range of allowed limits. The kernel reports its maximum; 0 means that there is no maximum."""
+        """Return the range of allowed limits. If the kernel reports the maximum 0, there is no maximum."""
         self.now()
         if self._text("enabled") == "0":
             raise MissingCapabilityError(
@@ -289,10 +291,7 @@ class CpuPowerLimit:
 
 
 def cpu_limits(root: Path) -> list[CpuPowerLimit]:
-    """Return the power limits of all processors below the RAPL directory ``root``.
-
-    Raises MissingCapabilityError if there are none.
-    """
+    """Return the power limits of all processors in the RAPL directory ``root``. Raises MissingCapabilityError."""
     zones = sorted(path.name for path in root.glob(rapl.ZONES) if path.name.count(":") == 1)
     limits = [CpuPowerLimit(root, zone) for zone in zones]
     limits = [limit for limit in limits if "(package" in limit.name]

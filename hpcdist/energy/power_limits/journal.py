@@ -1,7 +1,7 @@
-"""Journal of power limits and clocks before a change: a file that outlives the process that changed them.
+"""Journal of the power limits and clocks before a change: a file that outlives the process that changed them.
 
-The record is written before the first change and removed after the last restore, in ``$XDG_STATE_HOME/hpcdist/limits``.
-A remaining record belongs to a killed process. A restart of the machine resets limits, so it also ends a record.
+The record of a change is written before the first change and removed after the last restore. So a remaining record
+belongs to a running or a killed process. A reboot of the machine resets the limits: older records no longer count.
 """
 
 import fcntl
@@ -29,7 +29,7 @@ RESTORE_COMMAND: Final = "hpcdist bench power --restore"
 
 @dataclass(frozen=True)
 class ChangedLimit:
-    """Changed limit of one device, in the unit of its driver (mW, MHz, uW). ``before``: the earlier limit, if readable.
+    """Changed limit of one device, in the unit of its driver. ``before`` is the limit before the change, if readable.
 
     ``place`` is the directory of the RAPL zones, or "" for a GPU.
     """
@@ -48,7 +48,7 @@ class ChangedLimit:
 
 @dataclass(frozen=True)
 class JournalRecord:
-    """Journal record of the limits that one process changed, with the identity of that process."""
+    """Journal record (a file) of the limits that one process changed, to restore them if the process is killed."""
 
     path: Path
     host: str
@@ -104,12 +104,7 @@ def locked_journal(folder: Path) -> Iterator[None]:
 
 
 def write(folder: Path, changes: Sequence[ChangedLimit], path: Path | None = None) -> Path:
-    """Write a journal record of this process's ``changes``, or replace its record at ``path``.
-
-    Return the record's path.
-
-    Raises StorageError.
-    """
+    """Write ``changes`` of this process to a new record or to ``path``, and return the path. Raises StorageError."""
     pid = os.getpid()
     path = path or folder / f"{socket.gethostname()}-{pid}-{os.urandom(4).hex()}.json"
     content = {

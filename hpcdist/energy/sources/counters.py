@@ -1,9 +1,7 @@
 """Energy counters: the protocol, and readers that unroll wraps, count failures, and integrate power.
 
-A counter counts energy since some moment before the job; only differences are meaningful. NVIDIA's and Cray's counters
-step about ten times a second, RAPL's a thousand times. A difference over less than two steps is noise.
-`IntegratedPower`, for a source that reports only watts, uses the trapezoidal rule. Reads further apart than
-``bridge_ns`` leave a gap, and a window with a gap has no joules.
+A counter starts before the job, so only differences are meaningful. NVIDIA's and Cray's counters step about ten times a
+second, RAPL's a thousand times. A difference over less than two steps is noise.
 """
 
 import math
@@ -55,10 +53,12 @@ class CounterResetError(SensorReadError):
 class SourceInfo:
     """Properties of an energy source that limit the meaning of its joules.
 
-    ``model`` is the name of the device. ``ranks`` is the number of this job's ranks that use it (0: the whole node).
-    ``power_field`` is "instant", "average", or "usage" (meaning unspecified). ``power_scope`` is "gpu", "module" (GPU
-    and its module) or "node". ``note`` is "" for an energy counter that no other job shares. ``declared``: a model
-    estimates the joules.
+    - ``model``: name of the device.
+    - ``ranks``: number of this job's ranks that use the device. 0: it belongs to the whole node.
+    - ``power_field``: kind of power reading: "instant", "average", or "usage" if the driver does not specify it.
+    - ``power_scope``: the hardware that the power includes: "gpu", "module" (the GPU and its module) or "node".
+    - ``note``: limitations of the joules, "" for an energy counter that no other job shares.
+    - ``declared``: True if the joules are estimates from declared watts.
     """
 
     model: str = ""
@@ -70,9 +70,10 @@ class SourceInfo:
 
 
 class EnergyCounter(Protocol):
-    """Protocol of a cumulative energy counter, with ``per_mj`` counts per mJ. It wraps to 0 at ``span`` (None: never).
+    """Protocol of a cumulative energy counter with ``per_mj`` counts per mJ.
 
-    ``gaps`` is the number of intervals between two readings whose energy is unknown.
+    The counter wraps to 0 at ``span`` counts (None: never, or unknown). ``gaps`` is the number of times that energy
+    between two readings was lost.
     """
 
     name: str
@@ -87,7 +88,7 @@ class EnergyCounter(Protocol):
         ...
 
     def read(self) -> int:
-        """Return the counter value. Raises SensorReadError. Local."""
+        """Return the value of the counter, in counts. Raises SensorReadError. Local."""
         ...
 
     def power_mw(self) -> int | None:
@@ -96,19 +97,18 @@ class EnergyCounter(Protocol):
 
 
 class NoPowerReading:
-    """Base class of counters without gaps and without power readings."""
+    """Base class of energy counters that lose no energy between readings and report no power."""
 
     about = SourceInfo()
     gaps = 0
 
     def power_mw(self) -> int | None:
-        """Return None, because there is no power reading."""
         return None
 
 
 @dataclass
 class UpdateInterval:
-    """Estimate of the time between updates of a counter, from frequent readings. It is an upper bound."""
+    """Estimate of the time between two updates of a counter, from frequent readings. The estimate is an upper bound."""
 
     _began_ns: int | None = None
     _value: int = 0
@@ -116,7 +116,7 @@ class UpdateInterval:
     changes: int = 0
 
     def see(self, now_ns: int, value: int) -> None:
-        """Add the counter's ``value``, read at time ``now_ns``. Do nothing if the interval is already known."""
+        """Add the reading ``value`` of the counter at time ``now_ns``. Do nothing if the estimate is `settled`."""
         if self._began_ns is None:
             self._began_ns, self._value = now_ns, value
         elif not self.settled(now_ns) and value != self._value:
@@ -125,7 +125,7 @@ class UpdateInterval:
             self._changed_ns = [*self._changed_ns[:1], now_ns]
 
     def settled(self, now_ns: int) -> bool:
-        """Return True if the interval is known: the counter was polled for long enough and has changed."""
+        """Return True if the estimate ``update_s`` is final at time ``now_ns``."""
         if self._began_ns is None:
             return False
         return self.changes >= PROBED_CHANGES and now_ns - self._began_ns >= PROBE_NS
@@ -139,10 +139,7 @@ class UpdateInterval:
 
 
 class CounterReader:
-    """Reader of one energy counter.
-
-    It corrects counter wraps, counts failed reads, and stores why reading ended, if it did.
-    """
+    """Reader of one energy counter. It corrects counter wraps and counts failed reads."""
 
     def __init__(self, counter: EnergyCounter) -> None:
         self.name, self.kind = counter.name, counter.kind
@@ -165,7 +162,7 @@ class CounterReader:
         return self._counter.gaps
 
     def read(self, now_ns: int) -> int | None:
-        """Return the energy in mJ at ``now_ns``, or None if the sensor fails or its value is implausible. Local."""
+        """Return the energy in mJ at time ``now_ns``, or None if the read fails or the counter was given up. Local."""
         try:
             raw = self._counter.read()
         except CounterResetError as error:
@@ -196,11 +193,6 @@ class CounterReader:
         self.failure = why
 
     def _unroll(self, raw: int, now_ns: int) -> None:
-        """Add the energy since the last reading, given the new counter value ``raw``.
-
-        A smaller value than before means exactly one wrap, because `MAX_GAP_NS` is shorter than the wrap period of
-        every counter. If the range is unknown, a smaller value cannot be explained, and the counter is no longer read.
-        """
         span = self._counter.span
         if self._raw is None:
             self._unrolled = raw
@@ -210,13 +202,13 @@ class CounterReader:
         elif raw >= self._raw:
             self._unrolled += raw - self._raw
         elif span is not None:
-            self._unrolled += raw + span - self._raw  # up to the end of its range, then from 0
+            self._unrolled += raw + span - self._raw  # one wrap: readings are closer than the wrap period
         else:
             self.lost = self.lost or f"it went back from {self._raw} to {raw} and its range is not known"
         self._raw, self._read_ns = raw, now_ns
 
     def explain(self) -> str:
-        """Describe the failures of this source, or return "" if there are none."""
+        """Return a description of this source's failures, or "" if it had no failure."""
         if self.lost:
             return f"{self.name}: {self.lost}"
         if self.gaps:
@@ -233,10 +225,7 @@ BRIDGED_INTERVALS: Final = 2.5  # one read may be missed
 
 
 class IntegratedPower:
-    """Energy counter of a GPU in pJ, calculated by integrating the readings of the function ``power_mw``.
-
-    The note about this source starts with ``label``.
-    """
+    """Energy counter of a GPU in pJ: the integral of ``power_mw`` readings. ``label`` starts the note of ``about``."""
 
     kind = "gpu"
     per_mj = 10**9
@@ -260,7 +249,11 @@ class IntegratedPower:
         self._twice_pj = 0  # sum of (a + b) dt of the trapezia, in integers, so that no rounding adds up
 
     def read(self) -> int:
-        """Return the energy in pJ since the first read. Count a gap if the last read is old. Raises SensorReadError."""
+        """Return the energy in pJ since the first read. Raises SensorReadError.
+
+        If the last read is too long ago to integrate, add no energy and count a gap. The joules of a window with a gap
+        are unknown.
+        """
         power = self._power_mw()
         now_ns = self._clock_ns()
         if self._last is not None:

@@ -1,8 +1,4 @@
-"""Discover the energy sources of a node, with the reasons why others cannot be read.
-
-`open_node_sources` opens them for the ranks of a job, each GPU once. `survey` lists every source of this machine as
-plain values (`hpcdist energy`), and opens nothing for a job.
-"""
+"""Discover the energy sources of a node, with the reasons why others cannot be read."""
 
 from collections import Counter as Tally
 from collections.abc import Iterable, Mapping
@@ -32,10 +28,13 @@ class GpuClaim:
 
 @dataclass
 class NodeSources:
-    """Open energy sources of a node. ``missing`` has the reason for each kind of source that is missing or incomplete.
+    """Open energy sources of a node. A kind of source is "gpu", "cpu", "dram" or "node".
 
-    ``needed`` are the kinds without which a total would be too small. ``unused`` are the kinds that no rank of this
-    node uses. ``sensors`` read the utilisation of the GPUs.
+    - ``counters``: energy counters of the node.
+    - ``missing``: for each kind of source that is missing or incomplete, the reason.
+    - ``needed``: kinds without which the job's total energy would be too small.
+    - ``unused``: kinds that no rank of this node uses.
+    - ``sensors``: readers of the utilisation of the GPUs.
     """
 
     counters: list[EnergyCounter] = field(default_factory=list)
@@ -55,7 +54,10 @@ class NodeSources:
 def claim_gpus(
     config: EnergyConfig, bus_id: str | None, environment: Mapping[str, str], process: RankProcess | None = None
 ) -> GpuClaim:
-    """Return the GPUs that this rank uses. ``bus_id``: PCI address of the GPU it computes on, or None. Local."""
+    """Return the GPUs that this rank uses, or the reason why they are unknown. Local.
+
+    ``bus_id`` is the PCI address of the rank's GPU, or None if the rank computes on the CPU.
+    """
     needs_gpus = config.wants("nvml") or config.gpu_tdp_w > 0 or config.utilisation_s > 0
     if not needs_gpus or (bus_id is None and nvml.VISIBLE not in environment):
         return GpuClaim(process=process)
@@ -68,7 +70,10 @@ def claim_gpus(
 
 
 def open_node_sources(config: EnergyConfig, claims: Iterable[GpuClaim], computing: bool) -> NodeSources:
-    """Open the sources for the ranks of ``claims``, each GPU once. ``computing``: the ranks compute on GPUs. Local."""
+    """Open the energy sources of this node, with each GPU of ``claims`` once. Local.
+
+    ``claims`` has the GPUs of each rank of the node. ``computing``: True if the ranks compute on GPUs.
+    """
     sources = NodeSources()
     claims = list(claims)
     ranks = Tally(uuid for claim in claims for uuid in claim.gpus)
@@ -117,13 +122,12 @@ def _add_gpus(sources: NodeSources, config: EnergyConfig, ranks: Mapping[str, in
 
 
 def _add_cray(sources: NodeSources, config: EnergyConfig) -> None:
-    """Add the energy counters of a Cray node, which replace RAPL. GPU counters are added only if NVML has none."""
     counters, missing = pm_counters.find(Path(config.pm_counters))
     if not counters:
         if config.sources == "cray":
             sources.missing |= missing
         return
-    kinds = {counter.kind for counter in counters}
+    kinds = {counter.kind for counter in counters}  # Cray counters replace RAPL, but not NVML
     sources.counters = [counter for counter in sources.counters if counter.kind == "gpu" or counter.kind not in kinds]
     better = {counter.kind for counter in sources.counters}
     sources.counters += [counter for counter in counters if counter.kind not in better]
@@ -158,10 +162,16 @@ MODEL_NOTE: Final = (
 
 
 def survey(config: EnergyConfig, environment: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return a dict for each energy source: ``kind``, ``name``, ``readable``, and ``reason`` (None if readable).
+    """Return one dict for each energy source of this machine, readable or not.
 
-    GPUs also have ``model``, ``held`` (a CPU job in this environment counts the GPU), ``note``, ``power`` (field and
-    scope), and ``sensor``: (seconds between updates, seconds measured per update, source), or None if unknown.
+    The keys are ``kind``, ``name``, ``readable``, and ``reason`` (the reason why it is not readable, or None). The dict
+    of a GPU also has ``model`` and ``held``. The dict of a readable GPU has the other keys too:
+
+    - ``model``: name of the GPU model.
+    - ``held``: True if CUDA_VISIBLE_DEVICES in ``environment`` lists the GPU. Then even a CPU job measures the GPU.
+    - ``note``: limitations of the joules.
+    - ``power``: field and scope of the power readings, as in `SourceInfo`, such as "average of the module".
+    - ``sensor``: [seconds between updates, seconds measured per update, source of these numbers], or None if unknown.
     """
     rows: list[dict[str, Any]] = []
     try:

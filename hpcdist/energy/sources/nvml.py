@@ -1,7 +1,6 @@
 """NVIDIA GPUs through NVML: the GPUs of this job, their energy counters and power. Only this module loads pynvml.
 
-GPUs are identified by UUID, because the indices of CUDA and NVML differ. `cuda_visible` resolves CUDA_VISIBLE_DEVICES
-to UUIDs and is pure. pynvml is imported at the first use (`load_pynvml`).
+GPUs are identified by UUID, because the indices of CUDA and NVML differ.
 """
 
 import functools
@@ -22,7 +21,7 @@ INSTANCE = "MIG-"
 
 @dataclass(frozen=True)
 class NvmlGpu:
-    """GPU of this node, in NVML's order (PCI bus order). ``partitioned`` means MIG mode."""
+    """GPU of this node. ``partitioned`` is True if the GPU is in MIG mode."""
 
     uuid: str
     name: str
@@ -35,7 +34,7 @@ def cuda_visible(
     """Return the UUIDs of the GPUs in CUDA_VISIBLE_DEVICES, in its order, or () if it is not set.
 
     Entries are indices or prefixes of UUIDs, up to the first entry that matches no GPU, as in CUDA. A MIG instance is
-    replaced by its GPU, which ``parent`` returns. Raises MissingCapabilityError for ambiguous indices.
+    replaced by its GPU: ``parent(instance)`` returns the UUID. Raises MissingCapabilityError for ambiguous indices.
     """
     seen: list[str] = []  # entries so far: a repeated entry ends the list, as an invalid entry does
     chosen: list[str] = []
@@ -128,7 +127,7 @@ class GpuSensor:
         return float(self._ask(self._nvml.nvmlDeviceGetUtilizationRates).gpu) / 100
 
     def memory_share(self) -> float:
-        """Return the fraction of GPU memory that processes use, NaN if it has no memory. Raises SensorReadError."""
+        """Return the fraction of the GPU memory in use, NaN for a GPU without memory. Raises SensorReadError."""
         info = self._ask(self._nvml.nvmlDeviceGetMemoryInfo)
         return info.used / info.total if info.total else math.nan
 
@@ -225,10 +224,7 @@ class NvmlDriver:
         return GpuSensor(self._nvml, self._look_up(uuid)[0], uuid)
 
     def about(self, uuid: str, ranks: int = 0) -> SourceInfo:
-        """Return the properties of the GPU ``uuid``. ``ranks`` is the number of ranks that use it.
-
-        Raises MissingCapabilityError.
-        """
+        """Return the properties of the GPU ``uuid``, which ``ranks`` ranks use. Raises MissingCapabilityError."""
         gpu = self._look_up(uuid)[1]
         shared = f"shared by {ranks} ranks" if ranks > 1 else ""
         return SourceInfo(gpu.name, ranks, note="; ".join(filter(None, (shared, MIG_NOTE if gpu.partitioned else ""))))

@@ -1,13 +1,11 @@
 """Counters of a Cray node: files in /sys/cray/pm_counters, readable by everybody, updated ten times a second.
 
-    energy, power                  of the whole node
-    cpu_energy, memory_energy, accel<N>_energy (and _power)
-    freshness                      number of updates: values are consistent if it is equal before and after the reads
-    startup                        changes when the blade's controller starts, and resets its counters
-    generation                     changes with the power cap
+    freshness     number of updates: values are consistent if this number is equal before and after the reads
+    startup       changes when the blade's controller starts, and resets its counters
+    generation    changes with the power cap
 
-A file holds a number, its unit and, on later machines, the time: "81147367 J 1700061210920464 us". Source: HPE, "User
-Access to Compute Node Power Data".
+A counter file holds a number, its unit and, on later machines, the time: "81147367 J 1700061210920464 us". Source: HPE,
+"User Access to Compute Node Power Data".
 """
 
 import time
@@ -41,15 +39,12 @@ class PmCounterFiles:
         self.files: tuple[str, ...] = ()
 
     def watch(self, *files: str) -> None:
-        """Add ``files`` to the snapshot. All its files are read at the same value of the file ``freshness``."""
+        """Add ``files`` to the snapshot. All files of a snapshot are read between two updates of the counters."""
         self.files = tuple(dict.fromkeys((*self.files, *files)))
         self._freshness = ""
 
     def value(self, file: str) -> int:
-        """Return the value of ``file`` in uJ or uW.
-
-        Raises SensorReadError, or CounterResetError if the counters restarted.
-        """
+        """Return the value of ``file`` in uJ or uW. Raises SensorReadError, or CounterResetError after a reset."""
         # As a seqlock: the values are consistent if freshness is equal before and after the reads.
         for _ in range(ATTEMPTS):
             before = self._read("freshness")
@@ -60,7 +55,7 @@ class PmCounterFiles:
             if self._read("freshness") == before:
                 if startup and self._startup and startup != self._startup:
                     raise CounterResetError(
-                        f"the file startup changed from {self._startup} to {startup}: the controller was restarted"
+                        f"pm_counters/startup changed from {self._startup} to {startup}: the controller was restarted"
                     )
                 self._values, self._freshness, self._renewed_ns = values, before, self._clock_ns()
                 self.capped = self.capped or generation != self._generation
@@ -69,7 +64,10 @@ class PmCounterFiles:
             raise SensorReadError(f"{self._directory}/freshness changed during each of {ATTEMPTS} reads")
         waited_ns = self._clock_ns() - self._renewed_ns
         if waited_ns > STALE_NS:
-            raise SensorReadError(f"{self._directory}/freshness stands at {before} for {waited_ns / 1e9:.0f} s")
+            raise SensorReadError(
+                f"the counters are no longer updated: {self._directory}/freshness has been {before} for "
+                f"{waited_ns / 1e9:.0f} s, expected ten updates per second; report this to the site"
+            )
         value = self._values[file]
         if isinstance(value, SensorReadError):
             raise value
@@ -118,7 +116,7 @@ class PmCounter:
 
 
 def find(directory: Path) -> tuple[list[EnergyCounter], dict[str, str]]:
-    """Return the readable counters, with the node's total first, or the reason why the total is unreadable. Local."""
+    """Return the readable counters, node total first. If the total is unreadable, return [] and the reason. Local."""
     if not directory.is_dir():
         return [], {"node": f"{directory} does not exist: this is not a Cray, or its node does not show its counters"}
     try:

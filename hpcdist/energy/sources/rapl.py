@@ -1,7 +1,7 @@
 """RAPL energy counters of processors and their memory, which Linux shows in /sys/class/powercap.
 
 Only the zones "package" and "dram" are read: "core" and "uncore" are parts of a package, and "psys" contains all zones.
-Since CVE-2020-8694 only root may read them, unless the site allows it.
+Since CVE-2020-8694, only root may read zones by default.
 """
 
 from pathlib import Path

@@ -1,14 +1,7 @@
 """Utilisation of a node during a job (processors, memory, GPUs, network), and the energy model by TDP.
 
-`NodeUtilisation` reads a few files in /proc and queries the driver twice per GPU. Unknown values are NaN.
-`NetworkCounters` counts all bytes of the node's Ethernet and InfiniBand interfaces. IP over InfiniBand is counted by
-both, and used once. Traffic that bypasses Slingshot's interfaces is not counted.
-
-The energy model (`TdpProcessors`, `tdp_gpu`) uses the declared TDP of a device:
-
-    power = tdp * (idle_fraction + (1 - idle_fraction) * utilisation)
-
-Utilisation does not show what is computed: a busy processor may draw half or all of its TDP.
+Unknown values are NaN. Slingshot traffic that bypasses the kernel's network interfaces is not counted. The energy model
+is linear in the utilisation, which does not show what is computed: a busy processor may draw half or all of its TDP.
 """
 
 import math
@@ -35,7 +28,7 @@ _COUNTED: Final = 8  # user nice system idle iowait irq softirq steal; user and 
 def power_w(tdp_w: float, idle_fraction: float, utilisation: float) -> float:
     """Return the modelled watts of a device that is busy for the fraction ``utilisation`` (0 to 1) of the time.
 
-    It uses ``tdp_w`` watts if busy, and ``idle_fraction`` of these if idle.
+    The device draws ``tdp_w`` watts if busy, and ``idle_fraction`` times ``tdp_w`` if idle.
     """
     return tdp_w * (idle_fraction + (1 - idle_fraction) * utilisation)
 
@@ -48,7 +41,7 @@ def busy_seconds(line: str, ticks: float) -> tuple[float, float]:
 
 
 class TdpProcessors(NoPowerReading):
-    """Model of the energy of all processors of a node together, in uJ since its first read."""
+    """Energy counter that models all processors of a node together, in uJ since its first read."""
 
     kind = "cpu"
     name = "declared model of the processors"
@@ -90,7 +83,10 @@ class TdpProcessors(NoPowerReading):
 def tdp_gpu(
     sensor: GpuSensor, about: SourceInfo, tdp_w: float, idle_fraction: float, interval_s: float
 ) -> IntegratedPower:
-    """Return a model of the energy of a GPU of ``tdp_w`` watts, from its utilisation every ``interval_s`` seconds."""
+    """Return an energy counter that models a GPU with the formula of `power_w`. ``sensor`` reads its utilisation.
+
+    ``about`` has the properties of the GPU. The caller reads the counter every ``interval_s`` seconds.
+    """
     declared = SourceInfo(about.model, about.ranks, note=about.note, declared=True)
 
     def power_mw() -> int:
@@ -100,7 +96,7 @@ def tdp_gpu(
 
 
 WORD_BYTES: Final = 4  # InfiniBand counts words of four bytes
-INFINIBAND: Final = "32"  # ARPHRD_INFINIBAND, of an interface for IP over InfiniBand
+INFINIBAND: Final = "32"  # ARPHRD_INFINIBAND, of an interface for IP over InfiniBand; its port counts the same bytes
 _RECEIVED: Final = 0  # column of /proc/net/dev
 _SENT: Final = 8
 
@@ -178,10 +174,10 @@ _STARTED: Final = 19  # index of the start time in the words of /proc/<pid>/stat
 
 @dataclass(frozen=True)
 class RankProcess:
-    """Process of a rank on its node. ``started`` is its start time, since a later process may have the same pid.
+    """Process of a rank on its node. The start time ``started`` detects a later process with the same pid.
 
-    ``space`` is its pid namespace: in another namespace, the pid names another process. ``cpus`` are the processors
-    that it may run on.
+    ``space`` is the PID namespace: in another namespace, ``pid`` is another process. ``cpus`` are the processors that
+    the process may run on.
     """
 
     pid: int
@@ -211,10 +207,7 @@ def _space() -> str:
 
 
 class NodeUtilisation:
-    """Utilisation of a node's resources by the ranks' ``processes`` and GPUs.
-
-    ``proc`` and ``sys``: paths of /proc and /sys.
-    """
+    """Utilisation of a node's resources by the ranks' ``processes`` and ``gpus``."""
 
     def __init__(
         self, processes: Sequence[RankProcess], gpus: Sequence[GpuSensor] = (), proc: Path = PROC, sys: Path = SYS
@@ -227,7 +220,7 @@ class NodeUtilisation:
         self._network = NetworkCounters(proc, sys)
 
     def look(self) -> np.ndarray:
-        """Return the mean utilisation since the last call: float64 (columns,), ordered as `COLUMNS`."""
+        """Return the mean utilisation since the last call, as a float64 array with the columns `COLUMNS`."""
         figures = dict.fromkeys(COLUMNS, math.nan)
         figures |= self._processors() | self._memory() | self._devices()
         network = self._network.read()
@@ -262,10 +255,6 @@ class NodeUtilisation:
         }
 
     def _own_bytes(self) -> float:
-        """Return the bytes of memory that the ranks use: all private pages, plus the shared pages of one rank.
-
-        The ranks share the shared pages, so only the rank with most of them counts.
-        """
         if not self._ours or not self._processes:
             return math.nan
         private, shared = 0.0, 0.0
@@ -274,7 +263,7 @@ class NodeUtilisation:
                 continue  # the process has ended, or another process has its pid
             held = _kibibytes(self._proc / str(process.pid) / "status", ("RssAnon", "RssShmem"))
             private += held["RssAnon"]
-            shared = max(shared, held["RssShmem"])
+            shared = max(shared, held["RssShmem"])  # the ranks share these pages
         return private + shared
 
     def _devices(self) -> dict[str, float]:
@@ -297,10 +286,7 @@ def _share(
 
 
 def _kibibytes(path: Path, names: Sequence[str]) -> dict[str, float]:
-    """Return the values with the given ``names`` in bytes, from a file with lines like "MemTotal:  16314260 kB".
-
-    The value of a missing line is NaN.
-    """
+    """Return the sizes ``names`` in bytes, NaN if missing, from a file with lines like "MemTotal:  16314260 kB"."""
     sizes = dict.fromkeys(names, math.nan)
     try:
         for line in counters.read_text(path).splitlines():

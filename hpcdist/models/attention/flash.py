@@ -1,8 +1,8 @@
 """FlashAttention: attention (Vaswani et al. 2017) in tiles of queries and keys (Dao, arXiv:2307.08691).
 
-Forward saves the maximum and sum of each softmax row. Backward recomputes the probabilities of each tile. Memory is
-linear in the context. Sums over keys use tiles of LONG in a fixed order, so a sample's result has the same bits in
-every batch. Errors: at most 3e-6 (1 + largest element) in float32, 1e-13 in float64; gradients four times as much.
+Backward recomputes the probabilities of each tile, so memory is linear in the context. Sums over keys use tiles of
+`LONG` keys in a fixed order, so a sample's result has the same bits in every batch. Errors: at most 3e-6 (1 + largest
+element) in float32, 1e-13 in float64; gradients four times as much.
 """
 
 import math
@@ -54,10 +54,10 @@ def fused_forward(
     dropped: Mask | None,
     documents: Documents | None = None,
 ) -> None:
-    """Write the attention of all query heads to y (batch, context, heads * size).
+    """Write the attention of all query heads to y, of shape (batch, context, heads * head size), on a GPU.
 
-    ``heads`` describes the heads. The inputs are in ``qkv``, or queries in ``qkv`` and keys and values in ``kv``.
-    ``sums`` receives the float32 maximum and sum of exponentials of each softmax row, for `fused_backward`.
+    ``kv`` has keys and values, or is None if ``qkv`` has them. ``sums``, of shape (batch * heads, context), receives
+    one float32 statistic per softmax row, for `fused_backward`. ``dropped`` is the dropout mask.
     """
     grid = heads.batch * heads.queries, -(-heads.context // FUSED_ROWS)
     numbers = _fused_numbers(heads, qkv, kv, causal, window, dropped, documents)
@@ -78,9 +78,9 @@ def fused_backward(
     dropped: Mask | None,
     documents: Documents | None = None,
 ) -> None:
-    """Write the gradients of ``inputs``, (qkv, kv), to the arrays ``gradients``, for the contiguous output gradient dy.
+    """Write the gradients of ``inputs`` (qkv, kv) to the arrays ``gradients``, given the contiguous output gradient dy.
 
-    ``sums`` is from `fused_forward`, ``dots`` from `dots_of`.
+    ``sums`` is the result of `fused_forward`, ``dots`` the result of `dots_of`. ``dropped`` is the dropout mask.
     """
     (qkv, kv), (dq, dkv) = inputs, gradients
     types, numbers = _fused_types(heads, dy), _fused_numbers(heads, qkv, kv, causal, window, dropped, documents)
@@ -150,15 +150,13 @@ class LocalAttention:
         window: int = 0,
         y: Array | None = None,
     ) -> Array:
-        """Return the attention (batch, context, width) for contiguous ``qkv``, or for queries ``qkv`` with ``kv``.
-
-        Raises UsageError if shapes do not match.
+        """Return attention of shape (batch, context, width) for contiguous ``qkv``. Raises UsageError if invalid.
 
         Args:
-            qkv: Queries, keys and values (batch, context, 3 width), or only queries (batch, context, width).
-            kv: Keys and values (batch, context, 2 kv width). Query head h of H uses key head h // (H / K) of K.
+            qkv: Queries, keys and values, of shape (batch, context, 3 width). With ``kv``, only queries: (..., width).
+            kv: Keys and values, of shape (batch, context, 2 kv width). Query head h of H reads key head h // (H / K).
             part: (index of the first local query head, number of query heads of the layer), if heads are sharded.
-            y: Output array. It is not saved, so `backward` then needs ``dots``.
+            y: Output array, or None to allocate one. An array passed here is not saved: pass ``dots`` to `backward`.
         """
         assert causal or not window, "a sliding window needs causal attention"
         heads = heads_of(qkv, kv, head_size)
@@ -185,10 +183,10 @@ class LocalAttention:
     def backward(
         self, dy: Array, saved: Saved, *, keep: bool = False, dots: Array | None = None
     ) -> Array | tuple[Array, Array]:
-        """Return the gradient of qkv, or of (queries, kv) if the forward had kv, for contiguous dy.
+        """Return the gradient of qkv, or of (queries, kv) if the forward had kv, for the contiguous output gradient dy.
 
-        dy (batch, context, width) is the output gradient. ``dots`` (samples * heads, context) has the sum of dy * y
-        over each head's columns, with the output y; it is required if the forward did not save y.
+        dy has the shape (batch, context, width). The keyword ``dots`` is the sum of dy * y over the columns of each
+        head, of shape (batch * heads, context). It is required if the caller passed the output array y to `forward`.
         """
         if dots is None:
             dots = dots_of(dy, saved["attention.y"], saved["attention.head_size"], saved)
@@ -218,7 +216,7 @@ def keep_for_backward(
 
 
 def dots_of(dy: Array, y: Array, head_size: int, saved: Saved) -> Array:
-    """Return the sums of dy * y over each head's columns (batch * heads, tokens), in scratch memory."""
+    """Return the sums of dy * y over the columns of each head, as a scratch array of shape (batch * heads, tokens)."""
     (batch, tokens, width), dtype = y.shape, accumulation_dtype(y.dtype)
     dots = saved.scratch("attention.dots", (batch * width // head_size, tokens), dtype)
     kernels.row_dots(dy, y, width // head_size, dots)
@@ -231,7 +229,7 @@ def begin_backward(
     """Return (heads, inputs, gradient arrays, visibility, dropout mask) for an attention backward pass.
 
     Inputs: the saved (qkv, kv, softmax sums). Visibility: (causal, window). The gradient arrays, dqkv or (dq, dkv), are
-    uninitialised, in scratch memory or, if ``keep`` is true, in memory of ``saved``.
+    uninitialised. ``saved`` keeps them if ``keep`` is true, else they are scratch memory.
     """
     qkv, kv, sums = (saved[f"attention.{key}"] for key in ("qkv", "kv", "sums"))
     take = saved.empty if keep else saved.scratch
@@ -246,8 +244,8 @@ def mask_of_heads(
 ) -> Mask | None:
     """Return the attention dropout mask of this rank's ``queries`` query heads, or None without dropout.
 
-    The layer's mask has one row for each pair of head and query token, with ``context`` tokens per sample. ``part`` is
-    (first local head, number of heads of the layer) and selects the rows of the local heads. None: all heads.
+    ``context`` is the number of tokens per sample. ``part``: (first local head, heads of the layer), or None for all
+    heads.
     """
     first_head, of_heads = part or (0, queries)
     layout = {"first_row": first_head * context, "groups": queries, "pitch": context}
@@ -255,7 +253,7 @@ def mask_of_heads(
 
 
 class _Memory:
-    """Scratch array of ``elements`` elements for one tile at a time. The next tile overwrites the previous tile."""
+    """Scratch array for one tile at a time: the next tile overwrites it."""
 
     def __init__(self, saved: Saved, name: str, elements: int, like: Array) -> None:
         self._flat = saved.scratch(f"attention.{name}", (elements,), like.dtype)
@@ -265,7 +263,10 @@ class _Memory:
 
 
 class KeyRows:
-    """Views of the keys and values of the tokens in ``pieces``, without the first ``skipped`` key heads."""
+    """Keys and values as views of ``qkv`` or ``kv``, without the first ``skipped`` key heads.
+
+    ``pieces`` lists the ranges of consecutive tokens: (first row, end row, token position of the first row).
+    """
 
     def __init__(self, heads: Heads, pieces: Pieces, qkv: Array, kv: Array | None, skipped: int = 0) -> None:
         self.pieces, self.skipped = pieces, skipped
@@ -274,7 +275,7 @@ class KeyRows:
 
 
 class KeyGradients:
-    """Gradient arrays of the keys and values of the tokens in ``pieces``, without the first ``skipped`` key heads."""
+    """Gradients of keys and values, as views of ``dqkv`` or ``dkv``, without the first ``skipped`` key heads."""
 
     def __init__(self, heads: Heads, dqkv: Array, dkv: Array | None, skipped: int = 0) -> None:
         first, array = (1, dqkv) if dkv is None else (0, dkv)
@@ -287,8 +288,7 @@ Block: TypeAlias = tuple[int, int, int]  # first row, end row, token position of
 class TiledForward:
     """Attention forward pass in tiles: a tile is the scores of a block of queries with a block of keys. Local.
 
-    ``sums`` receives the maximum and the sum of exponentials of the scores of each query. ``most`` is the largest
-    number of tokens in key arrays from other ranks, or 0 if there are none.
+    ``sums`` receives maximum and sum of exponentials per query. ``most``: tokens in the longest remote key array, or 0.
     """
 
     def __init__(
@@ -316,8 +316,9 @@ class TiledForward:
     ) -> None:
         """Add the attention of the queries in ``rows`` over the visible ``keys`` to the output.
 
-        ``chunk`` selects samples and heads. ``causal``: queries and keys come from the same tokens. ``span`` is the
-        range of key rows to use. ``begins``: this is the first call for these queries, and each query must see a key.
+        ``chunk``: samples and heads. ``dropped``: dropout mask. Keywords: ``span`` (range of key rows to use),
+        ``causal`` (queries and keys are the same tokens), ``begins`` (first call for these queries, which all see a
+        key).
         """
         (first, last, position), multiply, queries = rows, matmul, self._heads.queries
         count, size = chunk.pairs, self._heads.size
@@ -346,7 +347,7 @@ class TiledForward:
                 kernels.rescale_add(part.reshape(count, -1, size), self._y, queries, chunk.pair, first, shrink)
 
     def finish(self, chunk: HeadChunk, rows: Block) -> None:
-        """Divide the output of the queries in ``rows`` by their softmax sums, after their last call of `block`."""
+        """Divide the output in ``rows`` of the heads in ``chunk`` by the softmax sums, after the last `block`."""
         first, last, _ = rows
         kernels.divide_by_totals(
             self._y, self._heads.queries, chunk.pair, first, chunk.pairs, last - first, self._total
@@ -354,10 +355,10 @@ class TiledForward:
 
 
 class TiledBackward:
-    """Attention backward pass in tiles: a tile is a block of keys with a block of the queries in ``pieces``. Local.
+    """Attention backward pass in tiles: a tile is a block of keys with a block of queries. Local.
 
-    ``arrays`` are qkv (queries first), the gradient of the output, and the gradient of the queries. ``dots`` has, for
-    each query and head, the sum of output times output gradient.
+    ``arrays`` are qkv (queries first), the gradient of the output, and the gradient of the queries. ``pieces`` lists
+    the ranges of query rows, as in `KeyRows`. ``dots`` is the result of `dots_of`.
     """
 
     def __init__(
@@ -396,10 +397,10 @@ class TiledBackward:
         begins: bool,
         span: Span = EVERYTHING,
     ) -> None:
-        """Write the ``gradients`` of the keys and values in ``rows``, and add to the gradients of their queries.
+        """Write the ``gradients`` of the keys and values in ``rows``, and add their terms to the query gradients.
 
-        ``chunk`` selects samples and heads. ``causal``: queries and keys come from the same tokens. ``begins``:
-        overwrite the query gradients instead. Gradients of keys that no query sees are not written.
+        ``chunk``: samples and heads. ``dropped``: dropout mask. Keywords: ``span`` (range of query rows to use),
+        ``causal`` (queries and keys are the same tokens), ``begins`` (overwrite the query gradients).
         """
         (start, end, column), multiply, count, window = rows, matmul, chunk.pairs, self._window
         k, v = (chunk.of(view, keys.skipped)[..., start:end, :] for view in (keys.k, keys.v))
@@ -424,7 +425,7 @@ class TiledBackward:
 
 
 class _Sum:
-    """The gradient array (batch, context, columns) of queries, keys or values, to which tiles add their products."""
+    """The gradient array of queries, keys or values, to which tiles add their products."""
 
     def __init__(self, heads: Heads, target: Array, part: int, *, of_queries: bool, skipped: int = 0) -> None:
         self._skipped = skipped
@@ -434,10 +435,6 @@ class _Sum:
         self._groups = 1 if of_queries else heads.group
 
     def product(self, a: Array, b: Array, chunk: HeadChunk, first: int, last: int, memory: _Memory, add: bool) -> None:
-        """Write the matrix product ``a b`` to rows [first, last) of the gradient, or add it if ``add``.
-
-        For keys and values, sum over the query heads that share a key head. ``chunk`` selects samples and heads.
-        """
         if self._groups == 1 and not add:
             matmul(a, b, out=chunk.of(self._view, self._skipped)[..., first:last, :])
             return

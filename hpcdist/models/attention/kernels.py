@@ -1,9 +1,6 @@
 """Kernels of attention between the matrix products: online softmax in place, and sums over the rows of heads.
 
-The softmax is computed tile by tile (Milakov, Gimelshein, arXiv:1805.02867). A score tile is contiguous (pairs, rows,
-columns): (sample, head) pairs from ``pair`` on, queries from ``first`` on, and keys. Row i sees the columns
-[low + i, high + i). ``top`` has each row's maximum score so far, ``total`` the sum of exponentials. A tile of head rows
-is contiguous (pairs, rows, head size). Its target (batch, context, columns) has ``heads`` heads from ``column`` on.
+The softmax is computed tile by tile (Milakov, Gimelshein, arXiv:1805.02867). Tiles are contiguous.
 """
 
 from pathlib import Path
@@ -26,9 +23,13 @@ Tile: TypeAlias = tuple[int, int, int, int, bool]
 def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array, shrink: Array) -> None:
     """Overwrite a tile of scores s with ``exp(scale (s - top))``, with the maximum ``top`` of each row so far.
 
-    Update each row's ``top`` and sum of exponentials ``total``. Hidden elements become 0. The tiles of a row must come
-    in column order. After the first tile, ``shrink`` (pairs, rows) gets the factor for sums over the previous tiles. A
-    row without visible columns has the maximum -infinity.
+    s has the shape (pairs, rows, columns): (sample, query head) pairs, queries, keys. ``tile`` is its position. Hidden
+    elements become 0. The tiles of a row must come in column order.
+
+    - ``top``, ``total``, of shape (all pairs, all rows): maximum and sum of exponentials of each row so far, to be
+      updated.
+    - ``shrink``, of shape (pairs, rows): receives the factor for sums over a row's previous tiles, except in the first
+      tile.
     """
     if is_device(s):
         _softmax_advance_device(s, tile, scale, top, total, shrink)
@@ -39,7 +40,12 @@ def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array
 def softmax_gradient(s: Array, d: Array, tile: Tile, scale: float, top: Array, total: Array, dots: Array) -> None:
     """Overwrite a tile of scores s with probabilities p, and overwrite d, the gradient of p, with the gradient of s.
 
-    The gradient of s is ``scale p (d - dots)``. ``dots`` (all pairs, all rows) has the sum of p d over each row.
+    s and d have the shape (pairs, rows, columns): (sample, query head) pairs, queries, keys. ``tile`` is their
+    position. The gradient of s is ``scale p (d - dots)``.
+
+    - ``top``, ``total``, of shape (all pairs, all rows): maximum and sum of exponentials of each row, from
+      `softmax_advance`.
+    - ``dots``, of the same shape: sum of p d over all columns of each row.
     """
     if is_device(s):
         _softmax_gradient_device(s, d, tile, scale, top, total, dots)
@@ -132,9 +138,10 @@ for _softmax_dtype in SAMPLE_DTYPES:
 
 
 def rescale_add(part: Array, y: Array, heads: int, pair: int, first: int, shrink: Array) -> None:
-    """Multiply rows of y by the factors ``shrink`` (pairs, rows), then add the rows of ``part`` to them.
+    """Multiply rows of y by the factors ``shrink``, of shape (pairs, rows), then add the rows of ``part`` to them.
 
-    The rows begin at row ``first`` of the (sample, head) pair with index ``pair``. y has ``heads`` heads.
+    ``part`` has the shape (pairs, rows, head size). y has the shape (batch, context, columns), with ``heads`` heads in
+    its columns. The updated rows of y start at token ``first``, in the (sample, head) pairs from index ``pair`` on.
     """
     if is_device(y):
         _add_rows_device(part, 1, y, heads, pair, 0, first, True, shrink)
@@ -143,9 +150,10 @@ def rescale_add(part: Array, y: Array, heads: int, pair: int, first: int, shrink
 
 
 def divide_by_totals(y: Array, heads: int, pair: int, first: int, pairs: int, rows: int, total: Array) -> None:
-    """Divide rows [first, first + rows) of y by their entries in ``total`` (all pairs, context).
+    """Divide the tokens [first, first + rows) of y by their softmax sums ``total``, of shape (all pairs, context).
 
-    Do this for ``pairs`` (sample, head) pairs, of which the first has the index ``pair``.
+    y, of shape (batch, context, columns), has ``heads`` heads in its columns. Only ``pairs`` pairs (sample, head) are
+    divided, from index ``pair`` on.
     """
     if is_device(y):
         size = y.shape[2] // heads
@@ -157,7 +165,7 @@ def divide_by_totals(y: Array, heads: int, pair: int, first: int, pairs: int, ro
 
 
 def row_dots(dy: Array, y: Array, heads: int, out: Array) -> None:
-    """Write the sum of dy * y over the columns of each head to ``out``, for each (sample, head) pair and token."""
+    """Write the sum of dy * y over each head's columns to ``out``, of shape (batch * heads, tokens)."""
     if is_device(y):
         batch, context, width = y.shape
         rows = batch * context * heads
@@ -169,10 +177,11 @@ def row_dots(dy: Array, y: Array, heads: int, out: Array) -> None:
 def accumulate(
     part: Array, groups: int, target: Array, heads: int, pair: int, column: int, first: int, add: bool
 ) -> None:
-    """Sum ``part`` (pairs * groups, rows, size) over the ``groups`` query heads that share a key head.
+    """Sum ``part`` over each group of query heads, and write the sums to ``target``, or add them if ``add``.
 
-    Write the sums to ``target``, or add them if ``add``. They begin at row ``first``, column ``column`` and
-    (sample, head) pair ``pair`` of ``target``.
+    ``part`` has the shape (pairs * groups, rows, head size): ``groups`` consecutive query heads share a key head.
+    ``target``, of shape (batch, context, columns), has ``heads`` heads, whose columns start at ``column``. The sums go
+    to the tokens of ``target`` from ``first`` on, in its (sample, head) pairs from index ``pair`` on.
     """
     if is_device(target):
         _add_rows_device(part, groups, target, heads, pair, column, first, add, None)

@@ -1,7 +1,7 @@
 """Memory layout of attention heads, and chunks of samples and heads that are computed at a time.
 
-Rows of an array are tokens in sample order: all tokens, or some `Pieces`. Pairs (sample, query head) are numbered by
-sample, then head; query heads that share a key and value head are adjacent. Statistics have a row per pair.
+Rows of an array are tokens in sample order: all tokens of a sample, or the ranges in `Pieces`. Pairs (sample, query
+head) are numbered by sample, then head; query heads that share a key and value head are adjacent.
 """
 
 import math
@@ -41,10 +41,11 @@ class Heads:
         return self.shared * self.group
 
     def view(self, x: Array, part: int, *, of_queries: bool) -> Array:
-        """View the queries, keys or values in x (batch, context, columns) as (batch, shared, group, context, size).
+        """View the queries, keys or values in x as an array of shape (batch, shared, group, context, size).
 
-        The columns of x contain two or three of queries, keys and values, in this order. ``part`` is the index in x of
-        the one to view. For keys and values, group is 1.
+        The axes are samples, key heads, query heads per key head (1 for keys and values), tokens and head columns. The
+        columns of x, of shape (batch, context, columns), have queries, keys and values, or some of these three.
+        ``part`` is the index of the array to view among them.
         """
         group = self.group if of_queries else 1
         width = self.shared * group * self.size
@@ -57,16 +58,16 @@ class Heads:
         return 1 / math.sqrt(self.size)
 
     def most_pairs(self, like: Array) -> int:
-        """Return the number of (sample, query head) pairs in the largest chunk, on the device of the array ``like``."""
+        """Return the number of (sample, query head) pairs in the largest `HeadChunk` on the device of ``like``."""
         return max((chunk.pairs for chunk in self.chunks(everything=is_device(like))), default=0)
 
     def chunks(
         self, everything: bool, first_head: int = 0, last_head: int | None = None, *, apart: bool = False
     ) -> Iterator["HeadChunk"]:
-        """Split the key heads [first_head, last_head) of all samples into chunks, which are computed one at a time.
+        """Yield `HeadChunk` objects that cover the key heads [first_head, last_head), by default all, of all samples.
 
-        A tile of a chunk has about TILE scores. If ``everything``, return a single chunk. If ``apart``, a chunk has
-        only one sample, because documents differ between samples.
+        If ``everything``, a single chunk has all heads of all samples. Otherwise a score tile of a chunk has about TILE
+        elements. If the keyword ``apart`` is true, a chunk has at most one sample, as packed samples need.
         """
         last_head = self.shared if last_head is None else last_head
         tile = min(QUERY_BLOCK, self.context) * min(LONG, self.context)  # scores of one pair
@@ -98,36 +99,34 @@ class HeadChunk:
 
     @property
     def outer(self) -> tuple[int, int, int]:
-        """Shape of the chunk: (samples, key heads, query heads per key head)."""
+        """Numbers of (samples, key heads, query heads per key head) in this `HeadChunk`."""
         return self.last_sample - self.first_sample, self.last_head - self.first_head, self.heads.group
 
     @property
     def pairs(self) -> int:
-        """Number of (sample, query head) pairs in the chunk."""
+        """Number of (sample, query head) pairs in this `HeadChunk`."""
         samples, shared, group = self.outer
         return samples * shared * group
 
     @property
     def pair(self) -> int:
-        """Index of the chunk's first (sample, query head) pair in the batch."""
+        """Index in the batch of the first (sample, query head) pair of this `HeadChunk`."""
         return (self.first_sample * self.heads.shared + self.first_head) * self.heads.group
 
     def of(self, view: Array, skipped: int = 0) -> Array:
-        """Return this chunk's samples and heads of ``view``, an array from `Heads.view`.
-
-        ``skipped`` is the number of first key heads that ``view`` lacks.
-        """
+        """Return this chunk's samples and heads of ``view``, from which the first ``skipped`` key heads are missing."""
         return view[self.first_sample : self.last_sample, self.first_head - skipped : self.last_head - skipped]
 
     def spans(self, documents: Documents | None, pieces: "Pieces") -> Sequence[Span]:
-        """Return the row range of each document of the chunk's sample, in an array with the tokens in ``pieces``.
+        """Return the row range [first, end) of each document in this chunk's sample. A chunk must have one sample.
 
-        If ``documents`` is None (samples are not packed), return one range of all rows.
+        If ``documents`` is None, samples are not packed, and one range has all rows. ``pieces`` lists the token ranges
+        in the rows.
         """
         return (EVERYTHING,) if documents is None else documents.spans(self.first_sample, pieces)
 
     def drop(self, tile: Array, dropped: Mask | None, first: int, start: int) -> None:
-        """Apply ``dropped``, a dropout mask, to ``tile``: its first element is at row ``first``, column ``start``."""
+        """Apply the dropout mask ``dropped`` to ``tile``, whose first element is at row ``first``, column ``start``."""
         if dropped is not None and (skipped := start % WORDS_PER_COUNTER):  # e.g. at the start of a document
             wide = namespace(tile).empty((*tile.shape[:2], skipped + tile.shape[2]), tile.dtype)
             wide[..., skipped:] = tile
@@ -166,17 +165,18 @@ Pieces: TypeAlias = tuple[tuple[int, int, int], ...]  # (first row, end row, tok
 
 
 def one_piece(rows: int) -> Pieces:
-    """Return a list of pieces with one piece: the first ``rows`` tokens of each sample, at position 0."""
+    """Return `Pieces` with a single range: rows 0 to ``rows`` - 1 have the tokens from position 0 on."""
     return ((0, rows, 0),)
 
 
 def blocks(
     pieces: Pieces, long: int = QUERY_BLOCK, first: int = 0, last: int | None = None, places: Span = EVERYTHING
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield blocks of at most ``long`` rows that together cover the rows [first, last).
+    """Yield blocks of at most ``long`` rows that together cover the rows [first, last) of an array of tokens.
 
-    A block is (start row, end row, token position of the start row) and lies within one of the ``pieces``. Rows whose
-    token position is outside of the range ``places`` are skipped, in steps of QUERY_BLOCK rows.
+    A block is (start row, end row, token position of the start row). A block lies within one of the ``pieces``, the
+    ranges of consecutive tokens in the array. ``places`` is a range of token positions. Groups of QUERY_BLOCK rows that
+    lie entirely before or after ``places`` are omitted.
     """
     for begin, end, position in pieces:
         low, stop = max(begin, first), end if last is None else min(end, last)
@@ -188,7 +188,7 @@ def blocks(
 
 
 def band(distance: int, window: int, *, causal: bool) -> Span:
-    """Return the range of columns [low, high) that the first row of a tile sees.
+    """Return the range of columns [low, high) that the first row of a tile of attention scores sees.
 
     Both ends increase by one with each later row. Rows are queries, columns are keys. The first query is ``distance``
     positions after the first key. ``causal``: later keys are hidden. ``window`` is the number of keys that a query

@@ -1,7 +1,7 @@
 """Launches of the CUDA kernels of a mixture of experts (``models/cuda/experts.cu``).
 
-Each function does the same as the CPU loop of its name in `hpcdist.models.experts.router` or `mixture`, in one launch.
-No function waits for the GPU. Arrays are contiguous.
+Each function does the same as the CPU loop of its name in `hpcdist.models.experts.router` or `mixture`. No function
+waits for the GPU. Arrays are contiguous.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ def _by_warps(name: str, warps: int, *args: Any, real: Any) -> None:
 def choose(logits: Array, bias: Array, sigmoid: bool, chosen: Array, gates: Array) -> None:
     """Write each token's ``chosen`` experts (int32) and the experts' weights ``gates``, from its router ``logits``.
 
-    ``sigmoid``: scores are sigmoids, not a softmax. ``bias`` (experts,) is float64. On a GPU.
+    ``sigmoid`` True: scores are sigmoids, else a softmax. ``bias`` has a float64 number per expert. On a GPU.
     """
     tokens, experts = logits.shape
     _by_warps("choose", tokens, logits, bias, chosen, gates, tokens, experts, chosen.shape[1], int(sigmoid),
@@ -32,15 +32,17 @@ def choose(logits: Array, bias: Array, sigmoid: bool, chosen: Array, gates: Arra
 
 
 def count(chosen: Array, runs: Array, counts: Array) -> None:
-    """Write to ``counts``, for each range of tokens in ``runs``, how often each expert was chosen. On a GPU."""
+    """Write to ``counts`` how often each expert was chosen in each token range of ``runs``. On a GPU."""
     _by_warps("count_choices", counts.size, chosen, runs, counts, counts.size, counts.shape[-1], chosen.shape[1],
               real=np.float32)  # fmt: skip
 
 
 def place(chosen: Array, runs: Array, table: Array, places: Array) -> None:
-    """Write to ``places`` the row of each choice (one token's choice of one expert). On a GPU.
+    """Write the row of each choice, among the token rows sorted by expert, to ``places``. On a GPU.
 
-    ``runs`` are ranges of tokens. ``table`` (..., experts, 2) has each expert's first row and number of rows per range.
+    A choice is one token's choice of one expert; -1 marks a dropped choice. ``chosen`` and ``places`` have the shape
+    (tokens, k). ``runs`` are ranges of tokens. For each range, ``table``, of shape (..., experts, 2), has each expert's
+    first row and number of rows.
     """
     n = table.size // 2
     _by_warps("place_choices", n, chosen, runs, table, places, n, table.shape[-2], chosen.shape[1],
@@ -50,10 +52,10 @@ def place(chosen: Array, runs: Array, table: Array, places: Array) -> None:
 def choose_backward(
     logits: Array, chosen: Array, gates: Array, dgates: Array, sigmoid: bool, runs: Array, table: Array, figures: Array
 ) -> None:
-    """Overwrite the router ``logits`` with their gradient, and add to ``figures`` (3,). On a GPU.
+    """Overwrite the router ``logits`` with their gradient, and add statistics to ``figures``. On a GPU.
 
-    ``figures`` are sums over all tokens: entropy, balance loss and z loss. ``table`` (samples, experts + 2) has each
-    expert's share of the choices, and the coefficients of both losses.
+    For the arguments, see `hpcdist.models.experts.router.gradient_of_logits`. ``sigmoid`` True: scores are sigmoids,
+    else a softmax.
     """
     (tokens, experts), (samples, pieces, _) = logits.shape, runs.shape
     if not tokens:
@@ -65,19 +67,19 @@ def choose_backward(
 
 
 def spread(tokens: Array, places: Array, rows: Array) -> None:
-    """Copy each token to the rows of its choices of experts: the indices ``places`` in ``rows``. On a GPU."""
+    """Copy ``tokens[t]`` to the rows ``places[t]`` of ``rows``, one row per chosen expert (-1: no row). On a GPU."""
     n, each, hidden = places.size * tokens.shape[1], places.shape[1], tokens.shape[1]
     grid = elementwise(n, width_of(rows.dtype))
     EXPERTS.launch("spread", *grid, tokens, places, rows, n, each, hidden, REAL=rows.dtype)
 
 
 def collect(rows: Array, places: Array, gates: Array, y: Array) -> None:
-    """Write to y, for each token, the sum of the expert rows of its choices, weighted by the gates. On a GPU."""
+    """Set y[t] to the sum of expert outputs ``rows[places[t]]`` times ``gates[t]`` (-1: dropped choice). On a GPU."""
     _collect(rows, places, gates, y, gated=True)
 
 
 def collect_onto(rows: Array, places: Array, dx: Array) -> None:
-    """Add to each row of ``dx``, the gradient of a token, the expert rows of the token's choices. On a GPU."""
+    """Add the gradients ``rows[places[t]]`` of token t's expert rows (-1: dropped choice) to dx[t]. On a GPU."""
     _collect(rows, places, rows, dx, gated=False)
 
 
@@ -90,7 +92,8 @@ def _collect(rows: Array, places: Array, gates: Array, y: Array, *, gated: bool)
 def collect_backward(dy: Array, places: Array, gates: Array, rows: Array, dgates: Array) -> None:
     """Overwrite the expert outputs ``rows`` with their gradient, for the output gradient dy. On a GPU.
 
-    Write the gradient of the gates to ``dgates``, 0 for dropped choices.
+    ``places[t, j]`` is the row for choice j of token t. The gradient of ``gates`` is written to ``dgates``, 0 for
+    dropped choices.
     """
     _by_warps("collect_backward", places.size, dy, places, gates, rows, dgates, places.size, places.shape[1],
               rows.shape[1], real=rows.dtype)  # fmt: skip
@@ -99,8 +102,8 @@ def collect_backward(dy: Array, places: Array, gates: Array, rows: Array, dgates
 def move_blocks(source: Array, target: Array, blocks: Array, longest: int, *, back: bool) -> None:
     """Copy groups of consecutive rows from ``source`` to ``target`` on a GPU.
 
-    Each line of ``blocks`` (n, 3) is a group: first source row, first target row, number of rows (at most ``longest``).
-    ``back`` swaps the first two columns.
+    Each row of ``blocks``, of shape (n, 3), describes a group: first source row, first target row, number of rows (at
+    most ``longest``). ``back`` swaps the first two columns.
     """
     wide, threads = elementwise(longest * source.shape[1], width_of(source.dtype))
     EXPERTS.launch("move_blocks", (wide, len(blocks)), threads, source, target, blocks, source.shape[1], int(back),

@@ -1,13 +1,8 @@
 """Mixture of experts: tokens sorted by expert, and one matrix product per expert over its rows.
 
-N tokens of width h with k experts each take four steps:
-
-    route      logits, experts and gates of the N tokens, and the row of each choice, sorted by expert
-    spread     row <- token of the choice                                        (rows, h), rows = k N without drops
-    multiply   up, activation, down: a BLAS call on the rows of each expert      (rows, f)
-    collect    token <- sum of its k rows, weighted by their gates               (N, h)
-
-On a GPU the host waits once per forward, for the number of rows of each expert. `hpcdist.models.counts` has the memory.
+Forward copies each of N tokens to the rows of its k experts (k N rows without drops), applies each expert to its rows,
+and sums the k rows of each token, weighted by their gates. On a GPU, the host waits once per forward pass, to read the
+number of rows of each expert.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,47 +29,53 @@ ACTIVATION: Final = "experts.activation"
 
 
 class ExpertTensors(NamedTuple):
-    """Weights (outputs, inputs) and biases of the experts that this rank computes, in the order of the token rows."""
+    """Weights, of shape (outputs, inputs), and biases of the experts that this rank computes, in token row order."""
 
     weights: Sequence[Array]
     biases: Sequence[Array] | None
 
 
 class ExpertGradients(NamedTuple):
-    """Gradient arrays of `ExpertTensors`, as pairs (array, add). ``add`` False: overwrite the array."""
+    """Gradient arrays of `ExpertTensors`, as pairs (array, add). If ``add``, add to the array, else overwrite it."""
 
     weights: Sequence[tuple[Array, bool]]
     biases: Sequence[tuple[Array, bool]] | None
 
 
 class StayingRows:
-    """Transfer of token rows if all experts are on this rank. Strategies with remote experts replace this. Local."""
+    """Transfer of token rows if all experts are on this rank. Classes for remote experts replace this one. Local."""
 
     attends = False  # True if ranks compute together, even ranks without samples
 
     def send_buffer(self, starts: np.ndarray, like: Array, parameters: Parameters, saved: Saved) -> Array:
-        """Return memory (``starts[-1]``, h) for the token rows to send. The rows of expert e begin at ``starts[e]``."""
+        """Return memory for the token rows to send, with the width and dtype of the array ``like``.
+
+        The rows of expert e begin at row ``starts[e]``, and ``starts[-1]`` is the number of rows.
+        """
         return saved.empty("experts.rows", (int(starts[-1]), like.shape[1]), like.dtype)
 
     def send_out(
         self, rows: Array, starts: np.ndarray, parameters: Parameters, saved: Saved, *, back: bool = False
     ) -> Callable[[], tuple[Array, np.ndarray]]:
-        """Start to send token rows to the ranks of their experts. Return a function that waits for received rows.
+        """Start to send token rows to the ranks of their experts. Return a function that waits for the received rows.
 
-        The rows of expert e begin at ``starts[e]``. The returned function returns (received rows sorted by expert,
-        first row of each local expert). ``back``: the rows are gradients.
+        The rows of expert e begin at ``starts[e]``. The returned function returns the received rows sorted by expert,
+        and an array with the first row of each local expert. The keyword ``back`` is true if the rows are gradients.
         """
         if not back:
             saved.keep("experts.received", rows)
         return lambda: (rows, starts)
 
     def tensors(self, parameters: Parameters, prefix: str, saved: Saved) -> ExpertTensors:
-        """Return the tensors named ``prefix`` of the experts whose rows this rank received."""
+        """Return the weights and biases of the experts whose rows this rank received. ``prefix`` is `UP` or `DOWN`."""
         weights, biases = parameters[f"{prefix}.weight"], parameters.get(f"{prefix}.bias")
         return ExpertTensors([*matrices(weights)], None if biases is None else [bias.reshape(-1) for bias in biases])
 
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
-        """Return the gradient arrays of the tensors that `tensors` returns. Call this before gradient rows are sent."""
+        """Return the gradient arrays, out of ``gradients``, of the weights and biases that `tensors` returns.
+
+        ``prefix`` is `UP` or `DOWN`. Call this for both prefixes before passing gradient rows to `send_out`.
+        """
         weights, add = gradients.into(f"{prefix}.weight")
         into = [(gradient, add) for gradient in matrices(weights)]
         if f"{prefix}.bias" not in parameters:
@@ -85,42 +86,45 @@ class StayingRows:
     def result_buffer(
         self, name: str, shape: tuple[int, int], dtype: Any, saved: Saved, *, back: bool = False
     ) -> Array:
-        """Return memory for the experts' results, to be passed to `bring_back`. ``back``: the results are gradients."""
+        """Return memory for the experts' results, to be passed to `bring_back`.
+
+        ``saved`` stores it under the unique name ``name``. The keyword ``back`` is true if the results are gradients.
+        """
         return (saved.scratch if back else saved.empty)(name, shape, dtype)
 
     def bring_back(self, rows: Array, name: str, saved: Saved, *, back: bool = False) -> Array:
         """Send the experts' results ``rows`` back to the ranks of their tokens.
 
-        Return the results for this rank's tokens, in the order in which the tokens were sent. ``back``: the results
-        are gradients.
+        Return the results for this rank's tokens, in the order in which the tokens were sent. ``name`` is the unique
+        name of the returned array in ``saved``. The keyword ``back`` is true if the results are gradients.
         """
         return rows
 
 
 class WholeExperts:
-    """Steps before and after experts that tensor parallelism does not shard. Strategies replace this class. Local."""
+    """Communication around experts that tensor parallelism does not shard: none. Also a base class. Local."""
 
     first = True  # True on the rank that adds terms which must be added once
     writes_whole = True  # True on the rank that writes the gradients of unsharded tensors
 
     def enter(self, x: Array, saved: Saved) -> Array:
-        """Gather this rank's tokens x from all tensor ranks. Return all tokens (batch, context, hidden)."""
+        """Gather the tokens x of all tensor ranks. Return all tokens, of shape (batch, context, hidden)."""
         return x
 
     def partial(self, shape: tuple[int, ...], dtype: Any, saved: Saved) -> Array:
-        """Return uninitialised memory for this rank's partial sum of the experts' output, with the given shape."""
+        """Return uninitialised memory of shape ``shape`` for this rank's partial sum of the experts' output."""
         return saved.empty("experts.y", shape, dtype)
 
     def leave(self, partial: Array, saved: Saved) -> Array:
-        """Sum ``partial`` over the tensor ranks. Return the experts' output for this rank's tokens."""
+        """Sum the experts' ``partial`` output over tensor ranks. Return this rank's tokens, kept in ``saved``."""
         return partial
 
     def leave_backward(self, dy: Array, saved: Saved) -> Array:
-        """Gather the output gradient ``dy`` of this rank's tokens. Return the gradient of the tokens of all ranks."""
+        """Gather the output gradient ``dy`` of this rank's tokens. Return the gradient of all ranks' tokens."""
         return dy
 
     def enter_backward(self, dx: Array, saved: Saved) -> Array:
-        """Sum ``dx`` over the tensor ranks. Return the input gradient of this rank's tokens."""
+        """Sum the partial input gradients ``dx`` over the tensor ranks. Return the sum for this rank's tokens."""
         return dx
 
     def sum_gates(self, dgates: Array) -> Array:
@@ -132,16 +136,18 @@ class WholeSamples:
     """Layout of samples whose tokens are all on this rank. Strategies that shard samples replace this class. Local."""
 
     def placed(self, tokens: int) -> tuple[int, Pieces]:
-        """Return the number of tokens of a whole sample, and the list of its pieces on this rank.
+        """Return the number of tokens of a whole sample, and the token ranges of the sample on this rank as `Pieces`.
 
         ``tokens`` is the number of a sample's tokens on this rank.
         """
         return tokens, one_piece(tokens)
 
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return two arrays: each expert's choices before each local piece, and each expert's choices per whole sample.
+        """Return two arrays of choices per expert: before each local token range, and in each whole sample.
 
-        A choice is one token's choice of an expert. ``counts`` (samples, pieces, experts) counts those in local pieces.
+        A choice is one token's selection of one expert. ``counts``, of shape (samples, ranges, experts), has the
+        choices in each local range. The first result has the same shape, and counts the earlier tokens of the sample on
+        any rank. The second result has the shape (samples, experts).
         """
         return np.zeros(counts.shape, np.int64), counts[:, 0]
 
@@ -153,11 +159,16 @@ UNCUT: Final = WholeSamples()
 
 @dataclass(frozen=True)
 class LocalExperts:
-    """Router and experts of all blocks. ``predictions`` maps a sample's length to its number of targets.
+    """Router and experts of all transformer blocks, as `hpcdist.models.stage.ExpertsOperation`.
 
-    Tensors: ``router.weight`` (E, h), ``experts.up.weight`` (E, [2,] f, h), ``experts.down.weight`` (E, h, f), and
-    optional biases, with E experts, width h and inner width f. ``travel`` moves tokens to experts on other ranks,
-    ``borders`` handles experts that are sharded, and ``samples`` handles samples that are sharded.
+    With E experts of inner width f and tokens of width h, ``router.weight`` has the shape (E, h), ``experts.up.weight``
+    (E, f, h), or (E, 2, f, h) for gates and values, and ``experts.down.weight`` (E, h, f). Biases are optional.
+
+    - ``predictions(tokens)``: number of targets of a sample with ``tokens`` tokens.
+    - ``state``: router biases and statistics.
+    - ``travel``: transfer of token rows to experts on other ranks and back.
+    - ``borders``: gathers the input and sums the output, if tensor parallelism shards each expert.
+    - ``samples``: positions of this rank's tokens in their samples, if context parallelism shards the samples.
     """
 
     config: ModelConfig
@@ -244,7 +255,11 @@ class LocalExperts:
         return travel.bring_back(drows, "experts.drows", saved, back=True)
 
     def _route(self, parameters: Parameters, x: Array, saved: Saved) -> tuple[Array, Array, Array, np.ndarray]:
-        """Choose experts for each token. Return tokens (N, h), rows and gates of choices, and experts' first rows."""
+        """Choose k experts per token. Return (tokens as a matrix, places, gates, starts).
+
+        ``places`` has the row of each choice among the token rows sorted by expert, or -1 for a dropped choice. The
+        rows of expert e begin at ``starts[e]``.
+        """
         config, tokens = self.config, x.reshape(-1, x.shape[-1])
         logits = saved.empty("experts.logits", (len(tokens), config.experts), x.dtype)
         namespace(x).matmul(tokens, parameters["router.weight"].T, out=logits)
@@ -267,7 +282,6 @@ class LocalExperts:
     def _router_backward(
         self, parameters: Parameters, gradients: Gradients, tokens: Array, dgates: Array, saved: Saved
     ) -> Array:
-        """Write or add the router's weight gradient. Return the gradient of the tokens (N, h), in scratch memory."""
         config, chosen, logits = self.config, saved["experts.chosen"], saved["experts.logits"]
         sizes, runs, loads, counts = saved["experts.routed"]
         seen = self.state.seen_of(saved.layer)
@@ -298,14 +312,17 @@ class LocalExperts:
 
 
 def with_experts(operations: Operations, config: ModelConfig, predictions: Callable[[int], int]) -> Operations:
-    """Return ``operations`` with `LocalExperts` if ``config`` has experts, else ``operations`` unchanged."""
+    """Return ``operations`` with `LocalExperts` if ``config`` has experts, else ``operations`` unchanged.
+
+    ``predictions(tokens)`` returns the number of targets of a sample with ``tokens`` tokens.
+    """
     if not config.experts:
         return operations
     return replace(operations, experts=LocalExperts(config, predictions, RouterState(config)))
 
 
 def _runs(pieces: Pieces, tokens: int, sizes: np.ndarray) -> np.ndarray:
-    """Return, for each sample and piece, the range of tokens before the padding, for `router.count`.
+    """Return the ranges [first, end) of non-padding tokens among the local tokens, of shape (samples, pieces, 2).
 
     ``tokens`` is a sample's number of local tokens. Sample s has ``sizes[s]`` tokens before its padding.
     """
@@ -319,15 +336,11 @@ def _slices(starts: np.ndarray) -> Iterator[tuple[int, slice]]:
 
 
 def matrices(stacked: Array) -> Array:
-    """View the stacked weights of all experts (experts, ..., inputs) as (experts, outputs, inputs)."""
+    """View the stacked weights of all experts, of shape (experts, ..., inputs), as (experts, outputs, inputs)."""
     return stacked.reshape(len(stacked), -1, stacked.shape[-1])
 
 
 def _products(tensors: ExpertTensors, rows: Array, starts: np.ndarray, y: Array) -> None:
-    """Multiply each row by the transposed weight of its expert, add the bias, and write to y (rows, outputs).
-
-    The rows of expert e begin at ``starts[e]``.
-    """
     matmul = namespace(rows).matmul
     for e, where in _slices(starts):
         matmul(rows[where], tensors.weights[e].T, out=y[where])
@@ -346,10 +359,6 @@ def _products_backward(
     *,
     biased: bool = True,
 ) -> None:
-    """Write the experts' weight gradients to ``into``, or add them to it, and write the input gradient to dx.
-
-    The rows of expert e begin at ``starts[e]``. ``biased``: also bias gradients.
-    """
     idle = set(np.flatnonzero(np.diff(starts) == 0).tolist())
     for index, (weight, add) in enumerate(into.weights):
         if index in idle and not add:

@@ -4,15 +4,14 @@ The scores of E experts for a token come from its logits l = W x: "softmax" (Sha
 "sigmoid" of each logit (DeepSeek-V3, arXiv:2412.19437). The k largest scores select the experts. The gates are these k
 scores divided by their sum; for k = 1, the score (Switch, arXiv:2101.03961). For T tokens without padding:
 
-    capacity           At most c k T / E tokens (rounded up) per expert and sample; c = 0: no limit. Earlier tokens have
-                       priority. A dropped choice adds nothing.
+    capacity           At most ceil(c k T / E) tokens per expert and sample, earlier tokens first; c = 0: no limit.
     balance loss       a E sum_e f_e P_e, with f_e the share of choices of expert e before drops, and P_e the mean of
                        its normalised scores (arXiv:2412.19437, eq. 17)
     z loss             z mean of (log sum exp l)^2 over the tokens (ST-MoE, arXiv:2202.08906)
 
 Both losses are means over samples, weighted by the number of targets. The reported loss excludes them. Balancing
-without a loss (Wang et al., arXiv:2408.15664) adds a bias per expert to the scores for the choice only. A step changes
-the bias by ``balance_rate``: up if the expert's load was below the mean, down if it was above.
+without a loss (Wang et al., arXiv:2408.15664) adds a bias per expert to the scores for the choice only. A step adds
+``balance_rate * sign(mean load - load of the expert)`` to the bias.
 """
 
 import math
@@ -32,10 +31,11 @@ EXTRA: Final = 4  # entries of `RouterState.seen` after the loads: dropped choic
 
 
 class RouterState:
-    """Load-balancing biases and statistics of the routers of all blocks. Local.
+    """Load-balancing biases and statistics of the routers of all layers. Local.
 
-    ``seen`` (layers, experts + EXTRA) has sums over all tokens since the last `take`: choices of each expert before
-    drops, dropped choices, entropy of the scores in nats, and both losses (balance, z) without their coefficients.
+    ``seen``, of shape (layers, experts + EXTRA), has sums over all tokens since the last `take`: choices of each expert
+    before drops, dropped choices, entropy of the scores in nats, and both losses (balance, z) without their
+    coefficients.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -47,7 +47,7 @@ class RouterState:
         self._figures_there: Array | None = None
 
     def bias_of(self, layer: int, like: Array) -> Array:
-        """Return a view (experts,) of the router biases of ``layer``, on the device of ``like``."""
+        """Return a view of the router biases of ``layer``, one per expert, on the device of ``like``."""
         bias = self.bias
         if is_device(like):
             if self._bias_there is None:
@@ -56,7 +56,7 @@ class RouterState:
         return bias[layer - self.first_layer]
 
     def figures_of(self, layer: int, like: Array) -> Array:
-        """Return a view of ``layer``'s sums of entropy, balance loss and z loss, on the device of ``like``."""
+        """Return a view of the sums of entropy, balance loss and z loss of ``layer``, on the device of ``like``."""
         if not is_device(like):
             return self.seen_of(layer)[self.experts + 1 :]
         if self._figures_there is None:
@@ -64,12 +64,15 @@ class RouterState:
         return self._figures_there[layer - self.first_layer]
 
     def seen_of(self, layer: int) -> np.ndarray:
-        """Return a view (experts + EXTRA,) of the router statistics of ``layer`` since the last `take`, on the host."""
+        """Return statistics of ``layer`` since the last `take`, as a host view: choices per expert, then sums.
+
+        In order, the sums are of dropped choices, entropy, balance loss and z loss.
+        """
         row: np.ndarray = self.seen[layer - self.first_layer]
         return row
 
     def take(self) -> np.ndarray:
-        """Return the router statistics (layers, experts + EXTRA) since the last call, and reset them to 0."""
+        """Return the router statistics since the last call, of shape (layers, experts + EXTRA), and reset them to 0."""
         if self._figures_there is not None:
             self.seen[:, self.experts + 1 :] += backend.to_host(self._figures_there)
             self._figures_there = None
@@ -77,7 +80,7 @@ class RouterState:
         return taken
 
     def balance(self, loads: np.ndarray) -> None:
-        """Update the router biases. ``loads`` (layers, experts): choices of each expert in a step's global batch."""
+        """Update the router biases. ``loads[l, e]``: choices of expert e of layer l in the global batch of a step."""
         if self.rate:
             self.bias += self.rate * np.sign(loads.sum(axis=1, keepdims=True) - self.experts * loads)
             self._bias_there = None
@@ -87,7 +90,7 @@ class RouterState:
         return {"router_bias": self.bias.tolist()} if self.rate or self.bias.any() else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the biases from ``state``, the result of `state`. Ignore biases of a model with other sizes."""
+        """Restore the biases from a result of the method `state`. Ignore biases of a model with other sizes."""
         rows = state.get("router_bias", [])
         if [len(row) for row in rows] == [self.experts] * len(self.bias):
             self.bias[...] = rows
@@ -95,25 +98,25 @@ class RouterState:
 
 
 def capacity(config: ModelConfig, context: int) -> int:
-    """Return the number of choices that each expert accepts from a sample of ``context`` tokens."""
+    """Return the largest number of choices that each expert accepts from a sample of ``context`` tokens."""
     even = config.experts_per_token * context / config.experts
     return min(context, math.ceil(config.capacity_factor * even - 1e-9)) if config.capacity_factor else context
 
 
 def choose(logits: Array, bias: Array, kind: str, chosen: Array, gates: Array) -> None:
-    """Choose k experts per token from the logits (tokens, E).
+    """Choose k of E experts for each token, from the router ``logits`` of shape (tokens, E).
 
-    Write the experts to ``chosen``, their weights to ``gates``. ``kind`` names the score function. Both outputs are
-    (tokens, k), ``chosen`` in int32.
+    Write the int32 indices of the experts to ``chosen``, and their weights to ``gates``, both of shape (tokens, k).
+    ``kind`` is the score function: "softmax" or "sigmoid". ``bias`` is added to the scores for the choice only.
     """
     (kernels.choose if is_device(logits) else _choose)(logits, bias, kind == "sigmoid", chosen, gates)
 
 
 def count(chosen: Array, runs: Array, experts: int) -> np.ndarray:
-    """Return the number of choices of each expert in each range of ``runs``: int32 (samples, pieces, experts).
+    """Return the number of choices of each expert in each token range: int32 of shape (samples, ranges, experts).
 
-    ``runs`` (samples, pieces, 2), int64, has the range [first, end) of routed tokens for each piece of a sample, on the
-    device of ``chosen``. On a GPU the host waits for the counts.
+    ``chosen``, of shape (tokens, k), has the experts of each token. ``runs``, of shape (samples, ranges, 2), int64 on
+    the same device, has the token ranges [first, end), without padding. On a GPU the host waits for the counts.
     """
     counts = backend.zeros((*runs.shape[:2], experts), np.dtype(np.int32), "gpu" if is_device(chosen) else "cpu")
     (kernels.count if is_device(chosen) else _count)(chosen, runs, counts)
@@ -123,11 +126,16 @@ def count(chosen: Array, runs: Array, experts: int) -> np.ndarray:
 def place(
     chosen: Array, runs: Array, counts: np.ndarray, before: np.ndarray, rooms: np.ndarray, places: Array
 ) -> np.ndarray:
-    """Sort all choices by expert. Write the row of each choice to ``places`` (tokens, k), and return ``starts``.
+    """Assign a row to each choice of an expert, in rows sorted by expert. Return ``starts``, the first row per expert.
 
-    Expert e has the rows ``starts[e]`` to ``starts[e + 1]`` - 1, in token order. A dropped choice has row -1. Each
-    expert accepts the first ``rooms[s]`` choices of sample s. ``counts`` is the result of `count` for ``runs``.
-    ``before`` has, for each piece and expert, the number of the sample's choices before the piece.
+    The rows of expert e begin at ``starts[e]`` and are in token order. ``starts[-1]`` is the number of rows.
+
+    - ``chosen``, of shape (tokens, k): the chosen experts of each token.
+    - ``runs``, of shape (samples, ranges, 2): token ranges, as in `count`.
+    - ``counts``, of shape (samples, ranges, experts): the result of `count` for ``runs``.
+    - ``before``, of the same shape: choices of each expert in the earlier ranges of the same sample.
+    - ``rooms``, per sample: number of choices that each expert accepts. Later choices are dropped.
+    - ``places``, of shape (tokens, k): receives the row of each choice, -1 for a dropped choice.
     """
     kept = np.clip(rooms[:, None, None] - before, 0, counts).astype(np.int64)
     starts = np.concatenate([[0], np.cumsum(kept.sum(axis=(0, 1)))])
@@ -152,10 +160,15 @@ def gradient_of_logits(
     table: np.ndarray,
     figures: Array,
 ) -> None:
-    """Overwrite router ``logits`` with their gradient; add entropy, balance loss and z loss to ``figures`` (3,).
+    """Overwrite the router ``logits`` with their gradient, and add statistics to ``figures``.
 
-    ``dgates`` is the gradient of ``gates``. ``table`` (samples, experts + 2) has each expert's share of the choices of
-    a whole sample, and the coefficients of the balance loss and the z loss.
+    - ``chosen``, ``gates``, of shape (tokens, k): the experts of each token and their weights, from `choose`.
+    - ``dgates``: the gradient of ``gates``.
+    - ``kind``: the score function, "softmax" or "sigmoid".
+    - ``runs``, of shape (samples, ranges, 2): ranges of routed tokens, as in `count`.
+    - ``table``, of shape (samples, experts + 2): each expert's share of the choices, then the coefficients of both
+      losses.
+    - ``figures``, of shape (3,): sums of entropy, balance loss and z loss.
     """
     on_device = is_device(logits)
     run = kernels.choose_backward if on_device else _choose_backward
@@ -165,7 +178,6 @@ def gradient_of_logits(
 
 @jit
 def _scores(logits: Any, sigmoid: Any, scores: Any, soft: Any) -> Any:
-    """Write a token's router scores and softmax. Return the sum of the scores, and log sum exp of the logits."""
     most = logits[0]
     for e in range(1, logits.size):
         most = max(most, logits[e])

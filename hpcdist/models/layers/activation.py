@@ -1,7 +1,7 @@
 """Activation functions: GELU in its tanh form (Hendrycks, Gimpel 2016), ReLU, and SwiGLU (Shazeer 2020).
 
 GELU is ``x (1 + tanh u) / 2`` with ``u = sqrt(2 / pi) (x + 0.044715 x^3)``. Errors in machine epsilons of the dtype:
-GELU ``2 |x|``, its gradient ``4 |dy|``; SwiGLU ``3 |gate value|``, its gradients ``4 |dy value|`` (gates) and
+GELU ``2 |x|``, gradient of GELU ``4 |dy|``; SwiGLU ``3 |gate value|``, gradients of SwiGLU ``4 |dy value|`` (gates) and
 ``3 |dy gate|`` (values).
 """
 
@@ -27,15 +27,15 @@ KINDS: Final = ("gelu", "relu", "swiglu")
 class LocalActivation:
     """Activation functions of contiguous arrays. The kind is "gelu", "relu" or "swiglu".
 
-    "swiglu" maps x (..., 2 w), which has w gates followed by w values, to silu(gate) * value (..., w).
+    "swiglu" maps x of shape (..., 2 w), with w gates followed by w values, to silu(gate) * value of shape (..., w).
     """
 
     def forward(
         self, x: Array, kind: str, saved: Saved, *, name: str = "activation", bias: Array | None = None
     ) -> Array:
-        """Return the activation ``kind`` of x, and save x under its name for the backward pass. x must not change.
+        """Return the activation ``kind`` of x. The keyword ``bias``, if given, is first added to x in place.
 
-        If there is a ``bias``, first add it to x in place; on a GPU, the same kernel does both.
+        ``saved`` keeps x, without a copy, under the keyword ``name``. The caller must not change x after this call.
         """
         assert kind in KINDS, f"unknown activation {kind!r}; choose one of {', '.join(KINDS)}"
         width = x.shape[-1] // 2 if kind == "swiglu" else x.shape[-1]
@@ -73,7 +73,6 @@ class LocalActivation:
 
 
 def _swiglu(x: Array, y: Array) -> None:
-    """Write silu(gate) * value to y (rows, w), for x (rows, 2 w) with w gates followed by w values."""
     flat, width = x.reshape(-1), y.shape[1]
     _swiglu_rows(flat, flat[width:], y.reshape(-1), width)
 

@@ -1,7 +1,7 @@
 """Convolution of pictures (channels last), by matrix products over unfolded neighbourhoods (im2col).
 
-A few samples at a time are unfolded to rows of SIZE x SIZE x inputs numbers, as many as fit in a cache. Rows are not
-saved: backward unfolds again. Symbols: n samples, h x w input pixels, p x q output pixels, c channels.
+As many samples are unfolded at a time as fit in a cache. Backward unfolds again, to save memory. Symbols: n samples,
+h x w input pixels, p x q output pixels, c channels.
 """
 
 from collections.abc import Iterator
@@ -21,15 +21,15 @@ DEVICE_BYTES: Final = 1 << 28  # of rows at a time on a GPU, which is faster wit
 
 
 def output_side(side: int, stride: int) -> int:
-    """Return the number of output pixels along a side of ``side`` input pixels, if the window moves by ``stride``."""
+    """Return the number of output pixels along a side of ``side`` input pixels, for windows ``stride`` pixels apart."""
     return (side - 1) // stride + 1
 
 
 def convolve(parameters: Parameters, prefix: str, x: Array, stride: int, saved: Saved) -> Array:
-    """Return the convolution y (n, p, q, outputs) of n pictures, contiguous x (n, h, w, inputs).
+    """Return the convolution, of shape (n, p, q, outputs), of n pictures: contiguous x of shape (n, h, w, inputs).
 
-    x must not change until the backward pass. ``PREFIX.weight`` is (outputs, SIZE, SIZE, inputs), ``PREFIX.bias``
-    (outputs,). The window is centred on every pixel whose coordinates are multiples of ``stride``.
+    x must not change until the backward pass. The weight ``PREFIX.weight`` has the shape (outputs, SIZE, SIZE, inputs).
+    The window is centred on every pixel whose coordinates are multiples of ``stride``.
     """
     weight = _as_matrix(parameters[f"{prefix}.weight"])
     samples, height, width, _ = x.shape
@@ -46,7 +46,10 @@ def convolve(parameters: Parameters, prefix: str, x: Array, stride: int, saved: 
 def convolve_backward(
     parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved, wants_dx: bool = True
 ) -> Array | None:
-    """Write or add the gradients of weight and bias. Return dx in scratch memory, or None unless ``wants_dx``."""
+    """Compute the gradients of ``PREFIX.weight`` and ``PREFIX.bias``. Return dx, or None if ``wants_dx`` is False.
+
+    dx is a scratch array. `hpcdist.models.stage.Gradients.into` decides if gradients are added or overwritten.
+    """
     x, stride = saved[f"{prefix}.x"], saved[f"{prefix}.stride"]
     weight = _as_matrix(parameters[f"{prefix}.weight"])
     dweight, add = gradients.into(f"{prefix}.weight")
@@ -80,7 +83,7 @@ def _as_matrix(weight: Array) -> Array:
 
 
 def _unfolded(x: Array, shape: tuple[int, ...], stride: int, saved: Saved) -> Iterator[tuple[slice, Array]]:
-    """Yield (slice of samples, scratch array). Each array row has the inputs of one output pixel's window."""
+    """Yield (slice of samples, scratch array whose row i has the inputs of output pixel i)."""
     samples, high, wide = shape[:3]
     columns = SIZE * SIZE * x.shape[-1]
     room = (DEVICE_BYTES if is_device(x) else CACHE_BYTES) // x.dtype.itemsize
@@ -153,11 +156,7 @@ def _fold_rows(rows: Any, dx: Any, high: Any, wide: Any, stride: Any) -> None:
 
 
 def _shifted(high: int, wide: int, height: int, width: int, stride: int) -> Iterator[tuple[int, Any, Any]]:
-    """Yield (window index, output pixels, input pixels) for each position in the window.
-
-    At this window position, the input pixels contribute to the output pixels. The input has ``height`` x ``width``
-    pixels, the output has ``high`` x ``wide``.
-    """
+    """Yield (index, output slices, input slices) for each window pixel. Output pixels read these input pixels."""
     for i in range(SIZE):
         for j in range(SIZE):
             outputs, inputs = [slice(None)], [slice(None)]

@@ -1,7 +1,8 @@
 """Softmax cross entropy: loss in float64, gradient in place of the logits.
 
-One pass over the logits per direction. With e = the machine epsilon of the dtype, the error of a gradient is at most
-``32 e scale``; the error of a loss is at most ``8 e`` per token, plus ``8 e`` times the range of the logits.
+Forward and backward each take one pass over the logits. With e = the machine epsilon of the dtype, the error of a
+gradient is at most ``32 e scale``; the error of a loss is at most ``8 e`` per token, plus ``8 e`` times the range of
+the logits.
 """
 
 from typing import Any
@@ -17,13 +18,12 @@ from hpcdist.models.stage import Saved, as_indices, check_tokens
 
 
 class LocalCrossEntropy:
-    """Cross-entropy loss in nats of target classes. Targets of -1 are ignored."""
+    """Cross-entropy loss of target classes, in nats."""
 
     def forward(self, logits: Array, targets: Array, saved: Saved) -> Scalar:
-        """Return the float64 sum of the losses. Overwrite contiguous logits (tokens, classes) with exponentials.
+        """Return the float64 sum of the losses. Overwrite the contiguous logits with their exponentials.
 
-        Targets of -1 have no loss. Raises DataError for other invalid targets on the host; on a GPU, the sum becomes
-        NaN.
+        Targets of -1 are ignored. Other invalid targets raise DataError on the host; on a GPU, the sum becomes NaN.
         """
         tokens, classes = logits.shape
         check_tokens(targets, classes, "target", ignored=True)

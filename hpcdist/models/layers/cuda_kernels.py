@@ -1,4 +1,4 @@
-"""Launches of the CUDA kernels of the layers, for every float type; the sources are in ``models/cuda``.
+"""Launches of the CUDA kernels of the layers, for every float type.
 
 Sums, statistics and angles have the `accumulation_dtype` of the elements. No function waits for the GPU. Sums have a
 fixed order. Arrays are contiguous.
@@ -47,12 +47,12 @@ def relu_backward(x: Array, dy: Array) -> None:
 
 
 def swiglu(x: Array, y: Array, bias: Array | None = None) -> None:
-    """Write silu(gate) * value to y (rows, w); x (rows, 2 w) has gates, then values. First add ``bias`` to x."""
+    """Write silu(gate) * value to y. The rows of x have gates, then values. First add ``bias``, if any, to x."""
     _activate("swiglu", x, y, bias)
 
 
 def swiglu_backward(x: Array, dy: Array) -> None:
-    """Overwrite the input x (rows, 2 w) of `swiglu` with its gradient, given the output gradient dy (rows, w)."""
+    """Overwrite x, the input of `swiglu`, with its gradient, given the output gradient dy."""
     grid = elementwise(dy.size, width_of(dy.dtype))
     ACTIVATION.launch("swiglu_backward", *grid, x, dy, dy.size, dy.shape[1], REAL=x.dtype)
 
@@ -78,7 +78,7 @@ def _elementwise(name: str, x: Array, *args: Array) -> None:
 def norm(
     x: Array, scale: Array, bias: Array, epsilon: Any, y: Array, statistics: Array, residual: Array | None = None
 ) -> None:
-    """Write the normalised rows of x to y, and their mean and inverse deviation to ``statistics`` (rows, 2).
+    """Write the normalised rows of x to y. Write the mean and inverse deviation of each row to ``statistics``.
 
     First add ``residual``, if any, to x in place. See `hpcdist.models.layers.norm`.
     """
@@ -86,9 +86,9 @@ def norm(
 
 
 def rms(x: Array, scale: Array, epsilon: Any, y: Array, statistics: Array, residual: Array | None = None) -> None:
-    """Write the rows of x, divided by their root mean square and scaled, to y. ``statistics`` (rows, 1) has 1 / rms.
+    """Write the scaled rows of x, divided by their root mean square, to y. Write 1 / rms to ``statistics``.
 
-    First add ``residual``, if any, to x in place.
+    If there is a ``residual``, first add it to x in place.
     """
     _norm(x, residual, (scale, scale), epsilon, y, statistics, 0)
 
@@ -113,8 +113,8 @@ def norm_backward(
 ) -> None:
     """Write the gradient of x, the input of `norm` or `rms`, to dx, or add it to dx if ``adds``.
 
-    Write the parameter gradients to the pairs (array, add) ``sums``: for the scale and, if ``statistics`` has two
-    columns, for the bias.
+    Write the gradients of the scale and, if ``statistics`` has two columns, of the bias to ``sums``: pairs (array, True
+    to add to the array).
     """
     rows, hidden = x.shape
     blocks, centred = min(max(1, rows), ROWS), statistics.shape[1] - 1
@@ -134,7 +134,7 @@ def _join(partial: Array, into: Array, parts: int, pitch: int, add: bool) -> Non
 
 
 def column_sums(rows: Array, into: Array, add: bool) -> None:
-    """Write the sums over the n rows of ``rows`` (n, columns) to ``into`` (columns,), or add the sums if ``add``."""
+    """Write the column sums of ``rows`` to ``into``, of shape (columns,), or add them to ``into`` if ``add``."""
     count, columns = rows.shape
     parts = min(PARTS, max(1, count // 16), max(1, (1 << 22) // max(columns, 1)))
     partial = namespace(rows).empty((parts, columns), accumulation_dtype(rows.dtype))
@@ -144,7 +144,7 @@ def column_sums(rows: Array, into: Array, add: bool) -> None:
 
 
 def cross_entropy(logits: Array, targets: Array, statistics: Array) -> Array:
-    """Return the sum of the losses, a float64 array (). Write row maxima and sums to ``statistics`` (tokens, 2).
+    """Return the sum of the losses, a 0-dimensional float64 array. Write row maxima and sums to ``statistics``.
 
     A negative target has no loss. A target that is not a class makes the sum NaN.
     """
@@ -168,10 +168,7 @@ def _threads(columns: int, like: Array) -> int:
 
 
 def gather(table: Array, tokens: Array, y: Array, missing: float = math.nan) -> None:
-    """Copy row ``tokens[i]`` (int64) of ``table`` to row i of y (n, hidden).
-
-    For an invalid token, write ``missing``.
-    """
+    """Copy row ``tokens[i]`` of ``table`` to row i of y. For an invalid token, fill the row with ``missing``."""
     vocabulary, hidden = table.shape
     grid = elementwise(y.size, width_of(y.dtype))
     EMBEDDING.launch("gather", *grid, table, tokens, y, tokens.size, hidden, vocabulary, missing,
@@ -179,16 +176,16 @@ def gather(table: Array, tokens: Array, y: Array, missing: float = math.nan) -> 
 
 
 def scatter(rows: Array, tokens: Array, table: Array) -> None:
-    """Add row i of ``rows`` (n, hidden) to row ``tokens[i]`` of ``table``, for i in order. Each sum is rounded once."""
+    """Add row i of ``rows`` to row ``tokens[i]`` of ``table``, for i in order. Each sum is rounded once."""
     vocabulary, hidden = table.shape
     EMBEDDING.launch("scatter", (tokens.size, -(-hidden // 1024)), 256, rows, tokens, table, tokens.size, hidden,
                      vocabulary, REAL=table.dtype)  # fmt: skip
 
 
 def rotate(x: Array, rotated: int, turns: Array, sign: int) -> None:
-    """Rotate the first ``rotated`` columns of x (batch, context, columns) in place, as in `LocalRotary`.
+    """Rotate the first ``rotated`` columns of x in place, as in `LocalRotary`, by the angles of each token.
 
-    ``turns`` has the cosines and sines of each token's angles. ``sign`` -1 rotates back.
+    ``turns`` has the cosines and sines of these angles. ``sign`` -1 rotates back.
     """
     batch, context, columns = x.shape
     n = batch * context * rotated // 2

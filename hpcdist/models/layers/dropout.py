@@ -1,8 +1,8 @@
 """Inverted dropout (Srivastava et al. 2014): kept elements are scaled by 1 / (1 - rate).
 
-Masks are equal for every split of the work, and are drawn again in backward. Philox4x32-10 (Salmon et al., SC'11) has
-the seed as its key. It makes four elements from a counter: (index of the element in the sample / 4, index of the sample
-in the global batch, layer and site, step).
+Masks do not depend on the number of ranks. They are not stored, but drawn again in backward. Philox4x32-10 (Salmon et
+al., SC'11) with the seed as its key draws the numbers for four elements from a counter: (index of the element in the
+sample / 4, index of the sample in the global batch, layer and site, step).
 """
 
 from dataclasses import dataclass
@@ -32,9 +32,9 @@ def fits_counter(rows: int, columns: int) -> bool:
 class Mask:
     """Dropout mask of one site (a use of dropout in a layer), and the position of an array in this mask. Local.
 
-    A sample's mask has ``rows_per_sample`` rows of ``columns`` elements. The array (n, rows, columns) has ``groups``
-    groups of rows per sample. In the mask, the first group starts at row ``first_row``, and each next group ``pitch``
-    rows later.
+    A sample's mask has ``rows_per_sample`` rows of ``columns`` elements. The array, of shape (n, rows, columns), has
+    ``groups`` groups of rows per sample, such as one group per attention head. In the mask, the first group starts at
+    row ``first_row``, and each next group ``pitch`` rows later.
     """
 
     draw: Draw
@@ -48,10 +48,9 @@ class Mask:
     pitch: int = 0
 
     def drop(self, x: Array, first: int, last: int, width: int, above: int = 0, left: int = 0) -> None:
-        """Apply the mask to the first ``width`` columns of rows [first, last) of contiguous x (groups, rows, columns).
+        """Apply the mask to the first ``width`` columns of rows [first, last) of contiguous x, in place.
 
-        x begins ``above`` rows after the start of each group, and ``left`` columns after the start of the mask.
-        ``left`` must be a multiple of 4.
+        In the mask, x[g] begins ``above`` rows after the first row of group g, and at column ``left``, a multiple of 4.
         """
         assert x.flags.c_contiguous, "dropout needs a contiguous array"
         assert left % WORDS_PER_COUNTER == 0, f"left = {left} must be a multiple of {WORDS_PER_COUNTER}"
@@ -65,13 +64,16 @@ class Mask:
 
     @property
     def place(self) -> tuple[int, int, int, int, int]:
-        """Groups per sample, rows between group starts, rows per sample, first row, and random counters per row."""
+        """Kernel arguments: ``groups``, ``pitch``, ``rows_per_sample``, ``first_row``, Philox counters per mask row."""
         assert fits_counter(self.rows_per_sample, self.columns), "a sample has too many elements for its counters"
         return self.groups, self.pitch, self.rows_per_sample, self.first_row, -(-self.columns // WORDS_PER_COUNTER)
 
     @property
     def counters(self) -> tuple[int, int, int, int, int, int]:
-        """First sample, site, step and two key words for random numbers, and the limit below which elements drop."""
+        """Kernel arguments: first sample, number of the layer's dropout site, step, two halves of the seed, limit.
+
+        A kernel drops an element if its 32-bit random number is below the limit.
+        """
         # An element is dropped if its word is below the limit: with probability ``rate``, rounded to 2^-32.
         draw, limit = self.draw, min(round(self.rate * (1 << 32)), (1 << 32) - 1)
         site, key = self.layer * MAX_SITES + self.site, (draw.seed & 0xFFFFFFFF, draw.seed >> 32 & 0xFFFFFFFF)
@@ -79,7 +81,7 @@ class Mask:
 
     @property
     def words(self) -> int:
-        """GPU address of the indices of first sample and step, or 0 if only `counters` contains these indices."""
+        """GPU address from which kernels read the first sample and the step, or 0 if they use `counters`."""
         return 0 if self.draw.words is None else address(self.draw.words)
 
     @property
@@ -89,14 +91,18 @@ class Mask:
 
 
 def mask(saved: Saved, rate: float, site: int, **layout: int) -> Mask | None:
-    """Return the dropout mask of ``site``, or None without dropout. ``layout`` has fields of `Mask`."""
+    """Return the mask of dropout ``site``, such as `ATTENTION`, in the layer of ``saved``, or None without dropout.
+
+    The keywords ``layout`` are fields that `Mask` explains: ``rows_per_sample`` and ``columns``, and for an array that
+    covers only some rows of the mask also ``first_row``, ``groups`` and ``pitch``.
+    """
     if not rate or saved.draw is None:
         return None
     return Mask(draw=saved.draw, layer=saved.layer, site=site, rate=rate, **layout)
 
 
 class LocalDropout:
-    """Dropout in arrays (samples, columns) or (samples, rows, columns)."""
+    """Dropout in arrays of shape (samples, columns) or (samples, rows, columns)."""
 
     def forward(self, x: Array, rate: float, site: int, saved: Saved) -> Array:
         rows_per_sample, columns = (x.shape[1] if x.ndim > 2 else 1), x.shape[-1]

@@ -21,7 +21,7 @@ from hpcdist.models.stage import Gradients, Parameters, Saved, as_indices, check
 
 
 class LocalEmbedding:
-    """Token embedding with a table ``PREFIX.weight`` (vocabulary, hidden)."""
+    """Token embedding with a table ``PREFIX.weight`` of shape (vocabulary, hidden)."""
 
     weight_reads = ("tokens",)
 
@@ -44,7 +44,7 @@ class LocalEmbedding:
 
 
 class LocalPositions:
-    """Learned position embedding: table ``PREFIX.weight`` (positions, hidden); documents start at position 0."""
+    """Learned position embedding: ``PREFIX.weight`` of shape (positions, hidden). Documents start at position 0."""
 
     def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
         if saved.documents is not None:
@@ -66,10 +66,7 @@ class LocalPositions:
 
 
 def add_to_positions(dy: Array, places: Array, into: Array, add: bool) -> None:
-    """Sum dy (..., hidden) over all tokens of equal position. ``places`` has the position of each token.
-
-    Write the sums to the rows of ``into``, one row per position, or add them if ``add``.
-    """
+    """Add dy[i] to row ``places[i]`` of ``into``, for each token i. Unless ``add``, first set ``into`` to 0."""
     if not add:
         into[...] = 0
     rows = dy.reshape(-1, dy.shape[-1])
@@ -107,9 +104,10 @@ class LocalRotary:
     """Rotary position encoding of query and key heads. Position 0 is the start of a sample or document."""
 
     def forward(self, x: Array, head_size: int, rotated: int, saved: Saved) -> Array:
-        """Rotate the first ``rotated`` columns of contiguous x (batch, context, columns) in place, and return x.
+        """Rotate the first ``rotated`` columns of contiguous x in place, and return x.
 
-        ``rotated`` must be a multiple of ``head_size``. Raises ConfigurationError for an odd ``head_size``.
+        x has the shape (batch, context, columns). ``rotated`` must be a multiple of ``head_size``. Raises
+        ConfigurationError for an odd ``head_size``.
         """
         if saved.documents is not None:
             return turn_in_documents(x, head_size, rotated, saved.documents, 1)
@@ -122,9 +120,9 @@ class LocalRotary:
 
 
 def turn_in_documents(x: Array, head_size: int, rotated: int, documents: Documents, sign: int) -> Array:
-    """Rotate columns [0, rotated) of contiguous x (batch, tokens, columns) in place.
+    """Rotate the first ``rotated`` columns of contiguous x, of shape (batch, tokens, columns), in place. Return x.
 
-    The angles are for positions in ``documents``. ``sign`` -1 rotates back.
+    The angles are for the token positions in ``documents``. ``sign`` -1 rotates back.
     """
     turns = rotary_table(documents.longest, head_size, x)[documents.places.reshape(-1)]
     turn(x.reshape(1, -1, x.shape[2]), rotated, turns, sign)
@@ -132,9 +130,10 @@ def turn_in_documents(x: Array, head_size: int, rotated: int, documents: Documen
 
 
 def rotary_table(context: int, head_size: int, like: Array) -> Array:
-    """Return cosines, then sines, of the rotary angles of positions 0 to ``context`` - 1: (context, head_size).
+    """Return cosines, then sines, of the rotary angles of ``context`` positions, of shape (context, head_size).
 
-    Computed in float64 and rounded to the accumulation dtype. The table is on the device of ``like`` and is cached.
+    The angles are computed in float64. The table has the accumulation dtype, is on the device of ``like``, and is
+    cached.
     """
     dtype = accumulation_dtype(like.dtype)
     key = head_size, dtype, is_device(like)
@@ -155,9 +154,9 @@ def rotary_table(context: int, head_size: int, like: Array) -> Array:
 
 
 def turn(x: Array, rotated: int, turns: Array, sign: int) -> Array:
-    """Rotate columns [0, rotated) of contiguous x (batch, context, columns) in place, and return x.
+    """Rotate the first ``rotated`` columns of contiguous x in place. Return x, of shape (batch, context, columns).
 
-    ``turns`` has the cosines and sines of each token: its row of `rotary_table`. ``sign`` -1 rotates back.
+    ``turns`` has a row of `rotary_table` for each token. ``sign`` -1 rotates back.
     """
     _, context, columns = x.shape
     assert rotated % turns.shape[1] == 0 and rotated <= columns, f"{rotated} of {columns} columns are not whole heads"

@@ -12,7 +12,7 @@ from hpcdist.models.stage import Gradients, Parameters, Saved
 
 
 class LocalLinear:
-    """Linear layer ``y = x weight^T + bias`` with weight (outputs..., inputs) and bias (outputs...)."""
+    """Linear layer ``y = x weight^T + bias``: weight of shape (outputs..., inputs), bias of shape (outputs...)."""
 
     weight_reads = ("x",)
 
@@ -36,7 +36,7 @@ class LocalLinear:
 
 
 def affine(parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
-    """Return x weight^T + bias (..., outputs), and save it as ``PREFIX.y``. x must be contiguous and is not saved."""
+    """Return ``x weight^T + bias`` for contiguous x, and save this result, but not x, as ``PREFIX.y``."""
     weight = as_matrix(parameters[f"{prefix}.weight"])
     outputs, inputs = weight.shape
     y = saved.empty(f"{prefix}.y", (*x.shape[:-1], outputs), x.dtype)
@@ -49,7 +49,7 @@ def affine(parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biase
 
 
 def gradient_of_input(parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
-    """Return the input gradient, dy weight (..., inputs), in a scratch array that all linear layers share."""
+    """Return the input gradient ``dy weight``, in a scratch array that all linear layers share."""
     weight = as_matrix(parameters[f"{prefix}.weight"])
     outputs, inputs = weight.shape
     dx = saved.scratch("linear.dx", (*dy.shape[:-1], inputs), dy.dtype)
@@ -59,7 +59,7 @@ def gradient_of_input(parameters: Parameters, prefix: str, dy: Array, saved: Sav
 
 
 def gradient_of_weight(gradients: Gradients, prefix: str, dy: Array, x: Array, saved: Saved) -> None:
-    """Write the gradient dy^T x of the weight ``PREFIX.weight`` to its array in ``gradients``, or add it."""
+    """Write ``dy^T x`` to the gradient of ``PREFIX.weight``, or add it to an earlier gradient of this step."""
     dweight, add = gradients.into(f"{prefix}.weight")
     into = as_matrix(dweight)
     outputs, inputs = into.shape
@@ -70,24 +70,24 @@ def gradient_of_weight(gradients: Gradients, prefix: str, dy: Array, x: Array, s
 
 
 def gradient_of_bias(gradients: Gradients, prefix: str, dy: Array) -> None:
-    """Write the gradient of ``PREFIX.bias``, the column sums of dy, to the array in ``gradients``, or add it."""
+    """Write the column sums of dy to the gradient of ``PREFIX.bias``, or add them to this step's gradient."""
     dbias, add = gradients.into(f"{prefix}.bias")
     into = dbias.reshape(-1)
     column_sums(dy.reshape(-1, into.size), into, add)
 
 
 def as_matrix(weight: Array) -> Array:
-    """View ``weight`` (..., inputs) as (outputs, inputs)."""
+    """View ``weight``, of shape (..., inputs), as a matrix of shape (outputs, inputs)."""
     return weight.reshape(-1, weight.shape[-1])
 
 
 def add_to_rows(rows: Array, row: Array) -> None:
-    """Add ``row`` (columns,) to each row of contiguous ``rows`` (n, columns) in place."""
+    """Add ``row``, of shape (columns,), to each row of contiguous ``rows``, of shape (n, columns), in place."""
     (cuda_kernels.add if is_device(rows) else _add_row)(rows, row)
 
 
 def column_sums(rows: Array, into: Array, add: bool) -> None:
-    """Write the sums over the rows of ``rows`` (n, columns) to ``into`` (columns,), or add the sums if ``add``."""
+    """Write the column sums of ``rows``, of shape (n, columns), to ``into``, or add them to ``into`` if ``add``."""
     if is_device(rows):
         cuda_kernels.column_sums(rows, into, add)
         return

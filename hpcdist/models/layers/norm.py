@@ -1,7 +1,7 @@
-"""Layer normalisation (Ba, Kiros, Hinton 2016), and RMS normalisation (Zhang, Sennrich 2019), which has no mean.
+"""Layer normalisation (Ba, Kiros, Hinton 2016) and RMS normalisation (Zhang, Sennrich 2019).
 
-Errors are at most, with e = machine epsilon, n = a normalised row, far = 1 + |mean| / deviation (1 for RMS),
-g = dy scale, and up to a few thousand tokens:
+Upper bounds of the errors for up to a few thousand tokens, with e = machine epsilon, n = a normalised row, far = 1 +
+|mean| / deviation (1 for RMS), and g = dy scale:
 
     y        ``4 e far (1 + |n|) |scale| + 2 e |bias|``
     dx       ``4 e far (|g| + (1 + |n|) rms(g)) / deviation``

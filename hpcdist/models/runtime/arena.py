@@ -26,9 +26,9 @@ NOTHING: Final = np.empty(0, np.uint8)
 
 @dataclass(frozen=True)
 class BlockUse:
-    """Blocks of an `Arena` that a recorded call used, for `Arena.repeat`.
+    """Use of the memory blocks of an `Arena`, recorded from `Arena.begin_record` to `Arena.end_record`.
 
-    ``taken``: the blocks it took. ``changes``: the changes of their numbers of users. ``scratch``: its scratch arrays.
+    ``taken``: indices of the blocks that `Arena.take` returned. ``scratch``: the scratch arrays at the end.
     """
 
     taken: frozenset[int]
@@ -53,7 +53,7 @@ class Arena:
         self._fixed = set[int]()  # blocks for `repeat`, which must not grow
 
     def saved(self, layer: int, microbatch: int = 0) -> "ArenaSaved":
-        """Return the `Saved` object of this layer and micro-batch. The first call creates it."""
+        """Return the `Saved` object of this layer and micro-batch. Create it if it does not exist."""
         key = (layer, microbatch)
         if key not in self._live:
             self._live[key] = ArenaSaved(self, key)
@@ -82,10 +82,7 @@ class Arena:
         return index
 
     def _growing(self, nbytes: int) -> int | None:
-        """Remove the largest free block that may grow to ``nbytes`` from the list of free blocks.
-
-        Return its index, or None if there is no such block.
-        """
+        """Take the largest free block that may grow to ``nbytes`` bytes. Return its index, or None."""
         for slot in reversed(range(bisect_left(self._free, (nbytes, -1)))):
             size, index = self._free[slot]
             if nbytes > MAX_WASTE * size:
@@ -106,11 +103,11 @@ class Arena:
             insort(self._free, (self._blocks[index].nbytes, index))
 
     def begin_record(self) -> None:
-        """Start recording which blocks are used, for a later `repeat`."""
+        """Start to record the use of memory blocks. `end_record` ends the recording."""
         self._recorded, self._uses_before = set(), list(self._uses)
 
     def end_record(self) -> BlockUse:
-        """Stop recording, and return the use of memory blocks since `begin_record`, for `repeat`."""
+        """End the recording. Return the use of memory blocks since `begin_record`, for `repeat`."""
         assert self._recorded is not None
         before = self._uses_before + [0] * (len(self._uses) - len(self._uses_before))
         changes = [(index, now - then) for index, (now, then) in enumerate(zip(self._uses, before, strict=True))]
@@ -119,11 +116,11 @@ class Arena:
         return BlockUse(taken, tuple(change for change in changes if change[1]), tuple(self._scratch.values()))
 
     def has_free(self, use: BlockUse) -> bool:
-        """Return True if all blocks that ``use`` took are free now, so that `repeat` can take them."""
+        """Return True if `repeat` may be called: every block that was taken during the recording ``use`` is free."""
         return not any(self._uses[index] for index in use.taken)
 
     def repeat(self, use: BlockUse) -> None:
-        """Take the blocks that the recorded call ``use`` still had at its end. All its blocks must be free before."""
+        """Take and free the same blocks as in the recording ``use``. Call this only if `has_free` returns True."""
         for index, change in use.changes:
             if not self._uses[index]:
                 del self._free[bisect_left(self._free, (self._blocks[index].nbytes, index))]
@@ -141,11 +138,11 @@ class Arena:
         return index if first < start + self._blocks[index].nbytes else None
 
     def view(self, index: int, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return an array at the start of block ``index``."""
+        """Return an array of this shape and dtype that starts at the first byte of block ``index``."""
         return _shaped(self._blocks[index], shape, dtype)
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return the scratch array ``name`` in this shape. Calls with equal ``name`` share memory, which can grow."""
+        """Return the scratch array ``name`` of this shape. Later calls with this ``name`` reuse or grow its memory."""
         nbytes = prod(shape) * np.dtype(dtype).itemsize
         block = self._scratch.get(name)
         if block is None or block.nbytes < nbytes:
@@ -153,7 +150,7 @@ class Arena:
         return _shaped(block, shape, dtype)
 
     def forget(self, key: tuple[int, int], released: "ArenaSaved") -> None:
-        """Remove the object ``released`` of layer and micro-batch ``key``, unless `saved` has replaced it."""
+        """Forget ``released`` if it is the object that `saved` returns for ``key`` = (layer, micro-batch)."""
         if self._live.get(key) is released:
             del self._live[key]
 
@@ -170,9 +167,9 @@ class Arena:
 
 @dataclass(frozen=True)
 class SavedState:
-    """Copy of the entries of an `ArenaSaved`, to be restored later.
+    """State of an `ArenaSaved` for a later `ArenaSaved.restore`: its named arrays and objects.
 
-    `Arena.repeat` takes the blocks of these entries.
+    The contents of the arrays are not copied, and their memory blocks may be released and reused.
     """
 
     values: dict[str, Any]
@@ -230,11 +227,11 @@ class ArenaSaved:
         self._held.append((name, index))
 
     def state(self) -> SavedState:
-        """Return a copy of the current entries, for a later `restore`."""
+        """Return a snapshot of the stored arrays and objects, for a later `restore`. Array contents are not copied."""
         return SavedState(dict(self._values), tuple(self._taken), tuple(self._held), dict(self.deferred), self.draw)
 
     def restore(self, state: SavedState) -> None:
-        """Set the entries to ``state``, after `Arena.repeat` has taken their memory blocks."""
+        """Restore the arrays and objects of ``state``. First call `Arena.repeat`, which marks their memory as used."""
         self._values, self._taken, self._held = dict(state.values), list(state.taken), list(state.held)
         self.deferred, self.draw = dict(state.deferred), state.draw
 

@@ -1,13 +1,10 @@
-"""Activation recomputation, and a split backward: input gradients in a first pass, weight gradients in a second pass.
+"""Activation recomputation, and a split backward: first the input gradients, later the weight gradients.
 
 Recomputation (Chen et al., arXiv:1604.06174): a stage keeps only its input and output, and repeats its forward in
 backward. Zero-bubble schedules (Qi et al., arXiv:2401.10241) fill idle time with the second pass.
 
-- The weight gradients of linears, and the whole backward of embeddings and of the first layer of an mlp, are deferred.
-- The second pass of a linear needs its saved input and ``dy``. ``dy`` is copied, unless it lies in memory of this
-  stage's `Saved` that is not written any more. Both passes take 1.02 to 1.04 times the joint
-  backward (hidden 256 and 128).
-  both second passes of a micro-batch must precede those for the next, the later stage first.
+The weight gradients of linears, and the whole backward of embeddings and of the first layer of an mlp, are deferred.
+Both passes take 1.02 to 1.04 times the joint backward (hidden 256 and 128).
 """
 
 import copy
@@ -34,8 +31,8 @@ from hpcdist.models.stage import (
 def with_recomputation(model: Model) -> Model:
     """Return a copy of ``model`` whose stages recompute their activations in the backward pass. Local.
 
-    Three kinds of stages do not recompute: the first stage (an embedding keeps only its output), the last stage (its
-    backward pass follows at once), and stages with skip connections.
+    These stages do not recompute: the first stage, which stores only its output; the last stage, whose backward pass
+    follows at once; and stages with skip connections.
     """
     recomputing = copy.copy(model)
     last, joined = len(model.stages) - 1, {unit for pair in model.skips for unit in pair}
@@ -68,7 +65,6 @@ class RecomputedStage(WrappedStage):
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array | None:
-        """Repeat the forward pass of ``inner``, then run its backward pass. Return dx."""
         within = saved.within()
         self.inner.forward(parameters, saved["recomputed.x"], operations, within)
         dx = self.inner.backward(parameters, gradients, dy, operations, within)
@@ -85,7 +81,7 @@ class RecomputedStage(WrappedStage):
     def attend_backward(
         self, parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved
     ) -> None:
-        """Take part in the repeated forward pass and the backward pass as a rank without samples. Collective."""
+        """Take part in the collectives of the repeated forward and of backward, as a rank without samples."""
         within, inner = saved.within(), cast(MixedStage, self.inner)
         inner.attend(parameters, operations, within)
         inner.attend_backward(parameters, gradients, operations, within)
@@ -96,7 +92,7 @@ _LINEARS: Final = ("linear_column", "linear_row")
 
 
 def split_operations(operations: Operations) -> Operations:
-    """Return ``operations`` whose backward passes leave the weight gradients to a later call of `weight_gradients`."""
+    """Wrap ``operations`` so that backward computes only input gradients. `weight_gradients` computes the rest."""
     return replace(
         operations,
         linear_column=SplitLinear("linear_column", operations.linear_column),
@@ -107,14 +103,19 @@ def split_operations(operations: Operations) -> Operations:
 
 
 def release_first_pass(saved: Saved) -> None:
-    """Free the memory that `weight_gradients` does not need, after a stage's backward pass with `split_operations`."""
+    """Free the arrays in ``saved`` that `weight_gradients` does not need. Call this after a split backward pass."""
     saved.narrow()
 
 
 def weight_gradients(parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved) -> None:
-    """Write or add the weight gradients that `split_operations` deferred. Then ``saved`` can be released. Local.
+    """Compute the weight gradients that a backward pass with `split_operations` deferred. Local.
 
-    Only the names in ``parameters`` are used, since the parameters' memory may already be free.
+    Write the gradients, or add them to earlier gradients of this step. ``operations``: the argument of
+    `split_operations`. ``saved``: arrays of the backward pass, which the caller may release afterwards. Only the names
+    in ``parameters`` are used, so the parameters may be freed before.
+
+    If two stages use one tensor, call this for both stages of a micro-batch, the later stage first, before the next
+    micro-batch. Any other order changes the gradient of this tensor by rounding.
     """
     for prefix, name in saved.deferred.items():
         dy = saved[f"{prefix}.dy"]
@@ -128,7 +129,7 @@ def weight_gradients(parameters: Parameters, gradients: Gradients, operations: O
 
 @dataclass(frozen=True)
 class SplitLinear:
-    """Linear layer ``inner`` that defers its weight gradients. ``name`` is its field in `Operations`."""
+    """Linear layer ``inner`` that defers its weight gradients. ``name``: the field of `Operations` that it replaces."""
 
     name: str
     inner: LinearOperation
@@ -141,7 +142,6 @@ class SplitLinear:
         return self.inner.forward(parameters, prefix, x, saved, biased=biased)
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Return dx. `weight_gradients` computes the weight gradients later."""
         dx = self.inner.backward_input(parameters, prefix, dy, saved)
         _defer(self.name, prefix, dy, saved, self.weight_reads)
         return dx
@@ -152,7 +152,7 @@ class SplitLinear:
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
-        """Defer the weight gradients again, until the next `weight_gradients`."""
+        """Save dy for `weight_gradients`. Compute no gradient here."""
         _defer(self.name, prefix, dy, saved, self.weight_reads)
 
 
@@ -170,7 +170,6 @@ class SplitEmbedding:
         return self.inner.forward(parameters, prefix, tokens, saved)
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
-        """Defer the gradient of the embedding table until `weight_gradients`."""
         _defer("embed", prefix, dy, saved, self.weight_reads)
 
 
@@ -188,7 +187,6 @@ class SplitAttention:
 
 
 def _defer(name: str, prefix: str, dy: Array, saved: Saved, reads: tuple[str, ...]) -> None:
-    """Keep dy and the entries ``reads`` of ``saved``, with which `weight_gradients` will compute the gradients."""
     if saved.owns(dy):
         saved.keep(f"{prefix}.dy", dy)
     else:

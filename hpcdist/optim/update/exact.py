@@ -1,8 +1,7 @@
 """Exact sums of squares: bitwise equal for any order and any partition over ranks.
 
-Each square, rounded to float64, is added as an integer in units of 2^-1074 to 64-bit digits of 32 bits each: a
-superaccumulator (R. Neal, "Fast exact summation using small and large superaccumulators", arXiv:1505.05571).
-Accumulators of several ranks can be added. `rounded` rounds the sum once, to nearest even.
+Each square, rounded to float64, is added in units of 2^-1074 to 64-bit digits of 32 bits each: a superaccumulator (R.
+Neal, arXiv:1505.05571). Accumulators of several ranks can be added.
 """
 
 import math
@@ -24,14 +23,15 @@ _HALF = np.uint64(32)
 
 
 def zeros(*shape: int) -> np.ndarray:
-    """Return an array ``shape`` of zeroed accumulators for exact sums, each of `SLOTS` int64 digits."""
+    """Return zeroed accumulators for exact sums: an int64 array of shape (``*shape``, `SLOTS`)."""
     return np.zeros((*shape, SLOTS), np.int64)
 
 
 def add_squares(values: Array, digits: np.ndarray) -> None:
-    """Add the squares of float32 or float64 host ``values`` exactly to the accumulator ``digits`` (SLOTS,), in place.
+    """Add the squares of float32 or float64 host ``values`` exactly to the accumulator ``digits``, in place.
 
-    Afterwards each digit is below 2^32, so accumulators of 2^31 ranks can be added. Raises UsageError for other dtypes.
+    ``digits`` has shape (SLOTS,). Afterwards each digit is below 2^32, so accumulators of 2^31 ranks can be added.
+    Raises UsageError for other dtypes.
     """
     if values.dtype == np.float32:
         _add_float32(values.view(np.uint32), digits)
@@ -42,7 +42,7 @@ def add_squares(values: Array, digits: np.ndarray) -> None:
 
 
 def rounded(digits: np.ndarray) -> np.ndarray:
-    """Return the exact sums as float64. ``digits`` (..., SLOTS) are accumulators of one rank or summed over ranks."""
+    """Return the sums in accumulators ``digits``, of shape (..., SLOTS), as float64 values, rounded to nearest even."""
     sums = [_rounded(row) for row in digits.reshape(-1, SLOTS)]
     return np.array(sums, np.float64).reshape(digits.shape[:-1])
 

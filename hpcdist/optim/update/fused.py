@@ -1,8 +1,8 @@
 """Fused updates of the elementwise optimizers in one pass over memory: unscale, clip, decay, moments, step.
 
 Buffers are as in `hpcdist.optim.update.kernels`. If GPU buffers span tensors, ``decay`` is the `TensorOptions` of all
-tensors, whose factors multiply ``rate``. ``gradient`` is multiplied by ``scale``, which includes clipping and loss
-scale, and is undefined afterwards. Results are bitwise equal to a direction followed by a descent.
+tensors, whose factors multiply ``rate``. ``scale`` includes clipping and loss scale. ``gradient`` is undefined
+afterwards. Results are bitwise equal to a direction followed by a descent.
 """
 
 from hpcdist.arrays.backend import Array
@@ -25,7 +25,7 @@ def adam(
     count: int,
     working: Array | None = None,
 ) -> None:
-    """Adam step: update the moments m and v with g = ``scale * gradient``, and update the weights w.
+    """Run an Adam step: update the moments m and v with g = ``scale * gradient``, and update the weights w.
 
     m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;  w -= rate (m^ / (sqrt(v^) + epsilon) + decay w). m^
     and v^ are bias-corrected for ``count`` applied updates, unless ``count`` is 0.
@@ -57,9 +57,9 @@ def momentum(
     decay: float | TensorOptions,
     working: Array | None = None,
 ) -> None:
-    """Momentum step: ``velocity`` = momentum velocity + g, with g = ``scale * gradient`` + decay w. Update weights w.
+    """Run a momentum step: ``velocity`` = momentum velocity + g, with g = ``scale * gradient`` + decay w.
 
-    w -= rate velocity or, if ``nesterov`` is true, w -= rate (g + momentum velocity).
+    The weights are w:  w -= rate velocity or, if ``nesterov`` is true, w -= rate (g + momentum velocity).
     """
     g_share, v_share = kernels.shares_of_step(momentum, nesterov)
     scalars = (scale, momentum, g_share, v_share)
@@ -89,7 +89,7 @@ def sgd(
     decay: float | TensorOptions,
     working: Array | None = None,
 ) -> None:
-    """Plain SGD step: weights w -= rate (``scale * gradient`` + decay w)."""
+    """Run a plain SGD step on the weights w: w -= rate (``scale * gradient`` + decay w)."""
     if isinstance(decay, TensorOptions):
         kernels.launch_update("plain", weights, gradient, (), working, decay, scale, rate)
         return

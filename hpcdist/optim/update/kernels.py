@@ -1,8 +1,8 @@
 """Update kernels, each as a numba loop for the CPU and as ufuncs for a GPU, and launches of CUDA kernels.
 
-Buffers of a call are 1-D contiguous views of equal length (n,) and, unless noted, of one dtype, float32 or float64.
-Scalars are cast to that dtype. The functions ``launch_*`` do not wait for the GPU. Their gradient may have any float
-dtype. ``working``, or None, is a copy of the weights in another dtype.
+Buffers of a call are contiguous vectors of equal length and, unless noted, of one dtype, float32 or float64. The
+functions ``launch_*`` do not wait for the GPU. Their gradient may have any float dtype. ``working``, or None, is a copy
+of the weights in another dtype.
 """
 
 import math
@@ -32,7 +32,10 @@ THREADS: Final = 256  # per block
 
 
 class TensorOptions(NamedTuple):
-    """Optimizer settings per tensor, for a GPU kernel whose arrays start at ``start`` of the flat parameters."""
+    """Optimizer settings of all tensors of a model, as arguments of a GPU kernel.
+
+    A kernel processes a range of the flat parameters. ``start``: index of the range's first element.
+    """
 
     bounds: Array  # (tensors, 2), int64: start and end of each tensor, ascending
     options: Array  # (tensors, 2), float64: weight decay and factor of the rate
@@ -52,7 +55,7 @@ def launch_adam_direction(
     """Update Adam's moments m and v on a GPU. Write the direction to ``step``, which may be the gradient array.
 
     See `adam_direction`. Add the squares of weights and direction to ``partial``; see `tensor_sums`. ``scalars`` are
-    scale, beta1, 1 - beta1, beta2, 1 - beta2, the bias corrections of m and v, and epsilon.
+    the factor of ``gradient``, beta1, 1 - beta1, beta2, 1 - beta2, the bias corrections of m and v, and epsilon.
     """
     _launch("adam_direction", weights, gradient, (m, v, step, partial), step, tensors, (), scalars)
 
@@ -62,22 +65,22 @@ def launch_scaled_direction(
 ) -> None:
     """Write ``scale * gradient`` to ``step`` on a GPU. Add the squares of ``weights`` and ``step`` to ``partial``.
 
-    See `tensor_sums`.
+    ``partial`` comes from `partial_sums`. ``tensors`` has the bounds of each tensor.
     """
     _launch("scaled_direction", weights, gradient, (step, partial), step, tensors, (), (scale,))
 
 
 def partial_sums(size: int, tensors: int) -> Array:  # (places, 2)
-    """Return zeroed GPU memory for partial sums of squares of ``tensors`` tensors, in a vector of ``size`` elements.
+    """Return a zeroed GPU array for partial sums of squares of ``tensors`` tensors, in a vector of ``size`` elements.
 
-    A tensor has one row in this memory for each `TILE` of elements that it overlaps. Pieces that end at tile boundaries
-    therefore do not change the bits of its sum.
+    A tensor has one row in this array for each block of `TILE` vector elements that it overlaps. Splitting the vector
+    at block boundaries therefore does not change the bits of a tensor's sum.
     """
     return zeros((-(-size // TILE) + tensors, 2), np.dtype(np.float64), "gpu")
 
 
 def tensor_sums(partial: Array, tensors: TensorOptions) -> Array:  # (tensors, 2)
-    """Return each tensor's sums of squares of weights and directions, (tensors, 2) float64, from ``partial``."""
+    """Return sums of squares from ``partial``: a float64 array of shape (tensors, 2), for weights and directions."""
     sums = namespace(partial).empty((len(tensors.bounds), 2), np.float64)
     CUDA_SOURCE.launch("tensor_sums", len(sums), THREADS, partial, sums, tensors.bounds, **_types(sums, sums, sums))
     return sums
@@ -94,10 +97,10 @@ def launch_update(
 ) -> None:
     """Launch the GPU kernel ``name`` of `hpcdist.optim.update.fused`. The gradient is not changed.
 
-    Write the rounded weights to ``working``, if given. Expected ``slots`` and ``scalars`` for each name:
+    Write the rounded weights to ``working``, if given. ``tensors`` has each tensor's weight decay and rate factor. The
+    arguments after ``tensors`` are the scalars. Expected ``slots`` and scalars for each name:
 
-    "adam": slots m and v; scalars scale, beta1, 1 - beta1, beta2, 1 - beta2, the bias corrections of m and v, epsilon,
-    rate.
+    "adam": slots m and v; scalars scale, beta1, 1 - beta1, beta2, 1 - beta2, both bias corrections, epsilon, rate.
     "momentum": slot velocity; scalars scale, momentum, factors of g and of the velocity in the step, rate.
     "plain": scalars scale, rate.
     "descend": the gradient is a direction, and the factors in ``tensors`` are learning rates.
@@ -131,7 +134,7 @@ def _types(weights: Array, gradient: Array, working: Array) -> dict[str, Any]:
 
 
 def launch_sum_of_squares(*pieces: Array) -> Array:
-    """Return the sum of squares of one or more arrays, as a float64 array () on the GPU."""
+    """Return the sum of squares of one or more arrays, as a 0-dimensional float64 array on the GPU."""
     blocks = min(max(1, -(-max(values.size for values in pieces) // (THREADS * PACK))), BLOCKS)
     partial = namespace(pieces[0]).empty(blocks, np.float64)
     for number, values in enumerate(pieces):
@@ -142,7 +145,7 @@ def launch_sum_of_squares(*pieces: Array) -> Array:
 
 
 def launch_convert(values: Array, into: Array, add: bool = False) -> None:
-    """Convert ``values`` to the dtype of ``into``, rounded once to nearest even. Write or ``add`` them to ``into``."""
+    """Write ``values`` to ``into`` on a GPU, or add them if ``add`` is true. Round the result once, to nearest even."""
     types: dict[str, Any] = {"REAL": np.float32, "GRADIENT": values.dtype, "WORKING": into.dtype}
     CUDA_SOURCE.launch("convert", *elementwise(values.size, PACK), values, into, values.size, int(add), **types)
 
@@ -181,7 +184,10 @@ def moment_factors(betas: tuple[float, float], count: int) -> tuple[float, ...]:
 
 @jit
 def adam_step(m, v, i, g, beta1, rest1, beta2, rest2, correct1, correct2, epsilon):  # type: ignore[no-untyped-def]
-    """Update Adam's moments of element ``i`` with the gradient ``g``. Return m^ / (sqrt(v^) + epsilon). For kernels."""
+    """Update Adam's moments of element ``i`` with the gradient ``g``. Return m^ / (sqrt(v^) + epsilon).
+
+    For kernels. The arguments from ``beta1`` to ``correct2`` are the result of `moment_factors`.
+    """
     mean = m[i] * beta1 + g * rest1
     square = v[i] * beta2 + g * g * rest2
     m[i] = mean
@@ -227,7 +233,7 @@ def momentum_direction(
 
 
 def shares_of_step(momentum: float, nesterov: bool) -> tuple[float, float]:
-    """Return two factors: the optimizer step is their sum of products with g and the velocity."""
+    """Return the factors (a, b) of the momentum step a * gradient + b * velocity."""
     return (1.0, momentum) if nesterov else (0.0, 1.0)
 
 
@@ -287,7 +293,7 @@ def _velocity_loop(weights, gradient, velocity, rate, momentum, decay):  # type:
 
 
 def sum_of_squares(values: Array) -> Any:
-    """Return the sum of squares in float64: a float, or for GPU ``values`` an array () without waiting for the GPU."""
+    """Return the float64 sum of squares: a float, or for GPU ``values`` a 0-dimensional array, without a wait."""
     if is_device(values):
         return launch_sum_of_squares(values)
     sums = np.zeros(LANES)
@@ -371,7 +377,7 @@ def _add_to_float16_loop(halves, addend):  # type: ignore[no-untyped-def]
 
 
 def samples(buffers: int, scalars: int) -> list[tuple[object, ...]]:
-    """Return example arguments to compile a kernel for both dtypes of training: float32 and float64."""
+    """Return example arguments of a kernel, in float32 and in float64: ``buffers`` arrays, then ``scalars`` numbers."""
     return [
         (*(np.ones(8, dtype) for _ in range(buffers)), *(dtype(0.5) for _ in range(scalars)))
         for dtype in (np.float32, np.float64)

@@ -1,7 +1,7 @@
 """Assemble a calibrated cluster from measurements of device, links and collectives.
 
-Device values are measured with all ranks of a node at work, as in training. Values that are not measured (storage,
-failures, power, prices) come from a base cluster, and are marked as assumptions.
+Device values are measured with all ranks of a node at work. Values that are not measured (storage, failures, power,
+prices) come from a base cluster, and are marked as assumptions.
 """
 
 import math
@@ -62,14 +62,17 @@ class ClusterMeasurements:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibratedCluster:
-    """Cluster with fitted constants. ``lines``: text of each fit: size range, constants, error at sizes left out."""
+    """Cluster with fitted constants. ``lines``: a description of each fit, for the user."""
 
     cluster: Cluster
     lines: tuple[str, ...]
 
 
 def assemble(name: str, base: Cluster, measurements: ClusterMeasurements) -> CalibratedCluster:
-    """Return the calibrated cluster ``name``. Unmeasured values come from ``base``. Local. Raises UsageError."""
+    """Return the calibrated cluster ``name``. Local.
+
+    Unmeasured values come from ``base``. Raises UsageError for too few measurements.
+    """
     lines: list[str] = []
     device = _device(base, measurements, lines)
     fits, levels, remarks = _links(base, measurements, lines)
@@ -146,7 +149,7 @@ def _device(base: Cluster, measurements: ClusterMeasurements, lines: list[str]) 
 def _links(
     base: Cluster, measurements: ClusterMeasurements, lines: list[str]
 ) -> tuple[tuple[MeasuredFit, ...], tuple[LinkLevel, ...], tuple[str, ...]]:
-    """Fit the link measurements. Return (fits by series, link levels, assumptions). Unmeasured levels: ``base``."""
+    """Return a fit per timing series, the link levels, and assumptions about them. Append fit texts to ``lines``."""
     fits: list[MeasuredFit] = []
     levels: list[TimingSeries] = []
     for series in measurements.series:
@@ -178,7 +181,6 @@ def _links(
 
 
 def _borrowed(base: Cluster, measurements: ClusterMeasurements) -> tuple[LinkLevel, ...]:
-    """Return the link levels of cluster ``base`` that can be used: all if the nodes match, else the internode level."""
     node, devices = measurements.devices_per_host, measurements.hosts * measurements.devices_per_host
     # Levels nest if one is a multiple of the other; a level may not split a node.
     nest = all(level.devices % node == 0 or node % level.devices == 0 for level in base.levels if level.devices)
@@ -189,15 +191,11 @@ def _borrowed(base: Cluster, measurements: ClusterMeasurements) -> tuple[LinkLev
 
 
 def _level(series: TimingSeries, devices: int) -> LinkLevel:
-    """Return a link level with the latency of the fastest message and the bandwidth of the longest messages.
-
-    The latency is subtracted from a message's time, but at most half of this time: on a busy machine a long message may
-    be the fastest.
-    """
     latency_s = min(series.seconds)
     long_bytes = max(series.nbytes) / LONG
 
     def rate(seconds: Sequence[float]) -> float:
+        # At most half of a time is latency: on a busy machine a long message may be the fastest.
         pairs = zip(series.nbytes, seconds, strict=True)
         return median(size / max(time - min(seconds), time / 2) for size, time in pairs if size >= long_bytes)
 
@@ -229,7 +227,7 @@ def _fit(series: TimingSeries, pieces: FittedPieces) -> MeasuredFit:
 def _sources(
     base: Cluster, measurements: ClusterMeasurements, remarks: Sequence[str], *, measured_links: bool
 ) -> dict[str, str]:
-    """Return the source of each section of the cluster file, as text. Plans show texts with "assumption" as flags."""
+    """Return the origin of the values in each section of the cluster file. Plans print every "assumption"."""
     measured = f"measured on {measurements.date}" + (f" with {measurements.by}" if measurements.by else "")
     assumed = f"assumption: as in {base.name}"
     device, level = [measured, f"power and reserved memory: {assumed}"], [measured if measured_links else assumed]

@@ -1,6 +1,5 @@
 """Fit a device: the efficiency curve of matrix products, and the shares of memory bandwidth and attention.
 
-The curve is the share of the peak that a product reaches, by size. Every third size is left out to measure the error.
 The attention share is the median of (attention FLOPs / peak FLOP/s) / (measured time). Elementwise operations take
 
     seconds = kernels * kernel_s + bytes / (memory bandwidth * memory_share)
@@ -41,7 +40,7 @@ class MeasuredProduct(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """FLOPs of the product: 2 per multiplication and addition."""
+        """FLOPs of the matrix product: 2 m k n."""
         return 2.0 * self.m * self.k * self.n
 
     @property
@@ -52,9 +51,9 @@ class MeasuredProduct(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FittedCurve:
-    """Fitted efficiency curve and peak of a device.
+    """Efficiency curve and peak FLOP rate of a device, fitted to measured matrix products.
 
-    ``errors``: relative time errors of the ``unseen`` products, which the fit left out.
+    ``unseen``: measured matrix products that the fit left out. ``errors``: relative errors of their predicted times.
     """
 
     peak_flops: float
@@ -64,27 +63,33 @@ class FittedCurve:
 
     @property
     def error(self) -> float:
-        """Median absolute relative error of the products left out of the fit, or NaN if there are none."""
+        """Median absolute relative error at the matrix products left out of the fit, or NaN if all were fitted."""
         return float(np.median(np.abs(self.errors))) if self.errors else math.nan
 
 
 def product_seconds(fitted: FittedCurve, product: MeasuredProduct) -> float:
-    """Return the time of ``product`` in s by the fitted curve."""
+    """Return the time in s that the fitted curve predicts for the matrix product ``product``."""
     return product.flops / (fitted.peak_flops * peak_share_of(fitted.curve, product.size)[0])
 
 
 def fit_curve(products: Sequence[MeasuredProduct]) -> FittedCurve:
-    """Fit a device's efficiency curve to ``products``. Every third size is left out to measure the error.
+    """Fit a device's efficiency curve to the measured matrix products ``products``, for one dtype.
 
-    The peak is the rate of the fastest product. The curve has knots an octave apart. The logarithms of its values at
-    the knots minimise the Huber loss. Raises UsageError for fewer than `LEAST_SIZES` sizes.
+    Every third size is left out to measure the error. The peak is the rate of the fastest product. The logarithms of
+    the curve at knots an octave apart minimise the Huber loss. Raises UsageError for fewer than `LEAST_SIZES` sizes.
     """
     ordered = sorted(products, key=lambda product: product.size)
     bad = next((product for product in ordered if not (math.isfinite(product.seconds) and product.seconds > 0)), None)
     if bad is not None:
-        raise UsageError(f"a product of ({bad.m}, {bad.k}) and ({bad.k}, {bad.n}) took {bad.seconds} s; measure again")
+        raise UsageError(
+            f"the matrix product of shapes ({bad.m}, {bad.k}) and ({bad.k}, {bad.n}) took {bad.seconds} s, expected a "
+            "finite time above 0; measure this product again"
+        )
     if len({round(product.size, 6) for product in ordered}) < LEAST_SIZES:
-        raise UsageError(f"a curve needs products of {LEAST_SIZES} sizes, got {len(ordered)} products; measure more")
+        raise UsageError(
+            f"an efficiency curve needs matrix products of at least {LEAST_SIZES} different sizes, got {len(ordered)} "
+            "matrix products of fewer sizes; measure more sizes"
+        )
     # The smallest and the largest size are fitted: the curve is not extrapolated.
     unseen = tuple(product for number, product in enumerate(ordered) if number % 3 == 1 and number < len(ordered) - 1)
     fitted = [product for product in ordered if product not in unseen]
@@ -126,7 +131,7 @@ PRECISION: Final = "float32"  # of the measured steps
 
 
 class MeasuredStep(NamedTuple):
-    """Measured (forward, backward) seconds of products, attention and elementwise kernels for ``samples`` samples."""
+    """Measured times of a model with ``samples`` samples: (forward, backward) seconds for each type of operation."""
 
     description: ModelDescription
     samples: int
@@ -151,18 +156,17 @@ class FittedShares:
 
     @property
     def error(self) -> float:
-        """Largest absolute relative error of the steps left out of the fit, or NaN if there are none."""
+        """Largest absolute relative error of the steps left out of the fit, or NaN if all were fitted."""
         return max(map(abs, self.errors), default=math.nan)
 
 
 def fit_shares(steps: Sequence[MeasuredStep], cluster: Cluster) -> FittedShares:
-    """Return a device's memory share, attention share and kernel time, fitted to the measured ``steps``.
-
-    The shares are fractions of the memory bandwidth and of the peak FLOP rate. Raises UsageError for fewer than
-    `LEAST_STEPS` steps.
-    """
+    """Fit the device constants `FittedShares` to ``steps``. Raises UsageError for fewer than `LEAST_STEPS` steps."""
     if len(steps) < LEAST_STEPS:
-        raise UsageError(f"fitting shares needs {LEAST_STEPS} measured steps, got {len(steps)}; measure more models")
+        raise UsageError(
+            f"fitting memory_share and attention_share of the device needs at least {LEAST_STEPS} measured steps, got "
+            f"{len(steps)}; measure more models"
+        )
     unseen = steps[LEFT_OUT - 1 :: LEFT_OUT]
     fitted = [step for number, step in enumerate(steps) if number % LEFT_OUT != LEFT_OUT - 1]
     memory_share, kernel_s = _elementwise(fitted, cluster)

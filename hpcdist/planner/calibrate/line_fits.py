@@ -1,12 +1,10 @@
 """Fit measured times of messages and collectives by piecewise lines, with the error at sizes left out of the fit.
 
-The time of an n-byte message is about alpha + beta n (Hockney, Parallel Computing 20 (1994) 389-398). Sizes are split
-into pieces with separate constants. The number and borders of the pieces minimise the criterion of Schwarz (Ann. Stat.
-6 (1978) 461-464)
+An n-byte message takes about alpha + beta n (Hockney, Parallel Computing 20 (1994) 389-398), with other constants in
+each piece. The number and borders of pieces minimise Schwarz's criterion (Ann. Stat. 6 (1978) 461-464) with the Huber
+loss of relative differences:
 
     points ln(loss / points) + constants ln(points)
-
-The loss is the Huber loss of relative differences. Every other size is left out of the fit to measure the error.
 """
 
 import math
@@ -39,7 +37,7 @@ class FittedLine(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FittedPieces:
-    """Fitted line for each range of sizes: ``lines[i]`` up to ``until_bytes[i]``.
+    """Fitted lines, one for each range of message sizes: ``lines[i]`` is for sizes up to ``until_bytes[i]``.
 
     ``errors``: relative errors at ``unseen_bytes``, the sizes that the fit left out.
     """
@@ -52,11 +50,11 @@ class FittedPieces:
 
     @property
     def error(self) -> float:
-        """Largest relative error at a size left out of the fit, or NaN if there are none."""
+        """Largest absolute relative error at the sizes left out of the fit, or NaN if all were fitted."""
         return max((abs(error) for error in self.errors), default=math.nan)
 
     def seconds(self, nbytes: float) -> float:
-        """Return the time in s for ``nbytes`` by the line of its size range, or the nearest line outside all ranges."""
+        """Return the fitted time in s for ``nbytes`` bytes. Outside all size ranges, the nearest line is used."""
         for limit, line in zip(self.until_bytes, self.lines, strict=True):
             if nbytes <= limit:
                 return line.at(nbytes)
@@ -64,10 +62,11 @@ class FittedPieces:
 
 
 def fit_pieces(nbytes: Sequence[float], seconds: Sequence[float], always: Sequence[float] = ()) -> FittedPieces:
-    """Return lines fitted to ``seconds`` at every second size and the largest size, and their errors at other sizes.
+    """Return lines fitted to the times ``seconds`` of messages of ``nbytes`` bytes, and the errors of these lines.
 
-    Sizes in ``always`` are fitted too. If a size has several times, their median is used. Raises UsageError for fewer
-    than `LEAST_SIZES` sizes, or for invalid times.
+    The lines are fitted to every second size, the largest size, and the sizes in ``always``. Errors are measured at the
+    other sizes. If a size has several times, their median is used. Raises UsageError for fewer than `LEAST_SIZES`
+    sizes, or for invalid times.
     """
     sizes, times = _medians(nbytes, seconds)
     fitted = _fitted(np.isin(sizes, always))
@@ -86,26 +85,31 @@ def fit_pieces(nbytes: Sequence[float], seconds: Sequence[float], always: Sequen
 def _medians(nbytes: Sequence[float], seconds: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     size, time = np.asarray(nbytes, np.float64), np.asarray(seconds, np.float64)
     if size.shape != time.shape or size.ndim != 1:
-        raise UsageError(f"a fit needs a time for each size, got {size.shape} sizes and {time.shape} times")
+        raise UsageError(
+            "a fit of time against bytes needs one time for each size, got sizes of shape "
+            f"{size.shape} and times of shape {time.shape}"
+        )
     bad = np.flatnonzero(~(np.isfinite(time) & (time > 0) & np.isfinite(size) & (size >= 0)))
     if bad.size:
         raise UsageError(
-            f"a fit needs sizes and times above 0, got {time[bad[0]]} s for {size[bad[0]]:g} bytes; measure it again"
+            "a fit of time against bytes needs finite times above 0 s and finite sizes of at least 0 bytes, got "
+            f"{time[bad[0]]} s for {size[bad[0]]:g} bytes; measure this size again"
         )
     sizes = np.unique(size)
     if len(sizes) < LEAST_SIZES:
-        raise UsageError(f"a fit needs {LEAST_SIZES} sizes, got {len(sizes)}; measure more of them")
+        raise UsageError(
+            f"a fit of time against bytes needs at least {LEAST_SIZES} different sizes in bytes, got {len(sizes)}; "
+            "measure more sizes"
+        )
     return sizes, np.array([np.median(time[size == value]) for value in sizes])
 
 
 def _fitted(always: np.ndarray) -> np.ndarray:
-    """Return the indices of the sizes to fit: marked in ``always``, every second other size, and the last one."""
     others = np.flatnonzero(~always)
     return np.unique(np.concatenate([others[::2], others[-1:], np.flatnonzero(always)]))
 
 
 def _best(sizes: np.ndarray, times: np.ndarray) -> FittedPieces:
-    """Return the piecewise lines with the lowest `_criterion`, found by dynamic programming over the size ranges."""
     count = len(sizes)
     cache: dict[tuple[int, int], tuple[FittedLine, float]] = {}
 
@@ -138,15 +142,15 @@ def _cheapest(
 
 
 def _criterion(loss: float, points: int, lines: int) -> float:
-    """Return the BIC (Schwarz's criterion) of a fit. ``loss``: total loss. ``points``, ``lines``: their numbers."""
+    """Return Schwarz's criterion for ``lines`` lines through ``points`` points. Smaller is better."""
     return points * math.log(max(loss / points, FLOOR)) + (3 * lines - 1) * math.log(points)
 
 
 def weighted_line(sizes: np.ndarray, times: np.ndarray) -> tuple[FittedLine, float]:
-    """Return the line through the points with the least Huber loss of relative differences, and this loss. Local.
+    """Return the line with the least Huber loss of relative errors of ``times`` at ``sizes``, and this loss. Local.
 
-    Iterative reweighting (P. J. Huber, "Robust estimation of a location parameter", Ann. Math. Stat. 35 (1964) 73-101).
-    Both constants of the line are at least 0.
+    Uses iterative reweighting (P. J. Huber, "Robust estimation of a location parameter", Ann. Math. Stat. 35 (1964)
+    73-101). Both constants of the line are at least 0.
     """
     weights = np.ones(len(sizes))
     line = FittedLine(float(np.median(times)), 0.0)
@@ -160,7 +164,10 @@ def weighted_line(sizes: np.ndarray, times: np.ndarray) -> tuple[FittedLine, flo
 
 
 def _least_squares(slope: np.ndarray, constant: np.ndarray, weights: np.ndarray) -> FittedLine:
-    """Return (a, b), both >= 0, of the line a + b * size that minimises sum(weights * (a*constant + b*slope - 1)^2)."""
+    """Return the line with a, b >= 0 that minimises sum(weights * (a * constant + b * slope - 1)^2).
+
+    ``constant``: 1 / time. ``slope``: size / time.
+    """
     aa, ab, bb = (float((weights * x * y).sum()) for x, y in ((constant, constant), (constant, slope), (slope, slope)))
     a1, b1 = float((weights * constant).sum()), float((weights * slope).sum())
     determinant = aa * bb - ab * ab
@@ -176,10 +183,6 @@ def _least_squares(slope: np.ndarray, constant: np.ndarray, weights: np.ndarray)
 
 
 def _border(below: float, above: float, left: FittedLine, right: FittedLine) -> float:
-    """Return the size at which line ``left`` ends and ``right`` starts: their intersection.
-
-    If they do not intersect between the sizes ``below`` and ``above``, return a size in between.
-    """
     steeper = left.s_per_byte - right.s_per_byte
     if steeper:
         crossing = (right.latency_s - left.latency_s) / steeper

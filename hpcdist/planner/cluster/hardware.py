@@ -1,8 +1,7 @@
 """Cluster description: devices, link levels, storage, power, failures and prices, with units and consistency checks.
 
-Values are in base units: bytes, seconds, FLOP/s, watts. `parse` reads and `text` writes the units of the TOML files:
-"80 GiB", "400 Gbit/s", "5 us", "3 years". Missing and ambiguous units are refused: GB is 10^9 bytes and GiB 2^30, bits
-are written out, and case matters. A year has 365.25 days.
+Values are in base units: bytes, seconds, FLOP/s, watts. TOML files have units such as "80 GiB", "400 Gbit/s" or "5 us".
+Missing and ambiguous units are refused: GB is 10^9 bytes and GiB 2^30, bits are written out, and case matters.
 """
 
 import math
@@ -118,8 +117,7 @@ def rough(value: float, dimension: str) -> str:
 
 
 def _times(number: Decimal, factor: float) -> float:
-    """Return ``number`` * ``factor``, rounded only once: 66.9 * 10^12 is exactly 66,900,000,000,000."""
-    return float(number * Decimal(repr(factor)))
+    return float(number * Decimal(repr(factor)))  # rounded once: 66.9 * 10^12 is exactly 66,900,000,000,000
 
 
 def _wrong(unit: str, dimension: str) -> str:
@@ -140,8 +138,7 @@ def _wrong(unit: str, dimension: str) -> str:
 class QuantityField(NamedTuple):
     """Rules for a field of a cluster file: key, type of value (key of `UNITS`, "count", "number", "text"), and bounds.
 
-    The bounds are inclusive and in base units. ``zero``: 0 is also allowed. A number outside the bounds suggests a
-    wrong unit.
+    The bounds are inclusive and in base units. ``zero``: 0 is also allowed.
     """
 
     key: str
@@ -158,9 +155,10 @@ OPERATIONS: Final = ("allreduce", "reduce_scatter", "all_gather", "message")
 
 @dataclass(frozen=True, kw_only=True)
 class EfficiencyCurve:
-    """Fraction of the peak FLOP rate that matrix products reach, by size. The size is the harmonic mean of m, k and n.
+    """Fraction of the peak FLOP rate that matrix products reach, by the size of the product.
 
-    Between the listed sizes the fraction is linear in log(size).
+    The size of a product of shapes (m, k) and (k, n) is the harmonic mean of m, k and n. Between the listed
+    sizes the fraction is linear in log(size).
     """
 
     sizes: Annotated[tuple[float, ...], QuantityField("sizes", "number", 1, 1e6)]
@@ -200,7 +198,7 @@ class Device:
 class LinkLevel:
     """Level of the network: links that join each group of ``devices`` neighbouring devices (0: all devices).
 
-    Devices in the same group of a lower level use that level instead. ``bytes_per_s``: rate in one direction of a
+    Devices in the same group of a faster level use that level instead. ``bytes_per_s``: rate in one direction of a
     device while all neighbours send. ``alone_bytes_per_s``: rate while no neighbour sends (0: the same as
     ``bytes_per_s``).
     """
@@ -214,10 +212,11 @@ class LinkLevel:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredFit:
-    """Measured time of an operation: for size range i, latency_s[i] + bytes * s_per_byte[i] up to ``until_bytes[i]``.
+    """Fitted time of an operation: latency_s[i] + bytes * s_per_byte[i], where i is the index of a size range.
 
-    Sizes were measured between ``from_bytes`` and the last of ``until_bytes``. ``error``: largest relative error at
-    sizes left out of the fit. ``level``: outermost link level. ``library``: "mpi", "nccl", or "" for any library.
+    Range i ends at ``until_bytes[i]``; the first range starts at ``from_bytes``. ``error``: largest relative error at
+    sizes left out of the fit. ``level``: name of the slowest `LinkLevel` between the ranks. ``library``: "mpi", "nccl",
+    or "" for any library.
     """
 
     operation: str  # one of `OPERATIONS`
@@ -327,9 +326,9 @@ def _check_device(device: Device) -> None:
         fed = device.memory_bytes_per_s / ITEM_BYTES[kind]
         if peak < fed:
             raise ConfigurationError(
-                f"device.flops.{kind} of {rough(peak, 'flops')} is not plausible: at "
-                f"{rough(device.memory_bytes_per_s, 'bandwidth')} the memory alone supplies {fed:.3g} numbers per "
-                "second; is the peak or the bandwidth in the wrong unit?"
+                f"device.flops.{kind} of {rough(peak, 'flops')} is not plausible: device.memory_bandwidth of "
+                f"{rough(device.memory_bytes_per_s, 'bandwidth')} supplies {fed:.3g} {kind} numbers per second, more "
+                "than the device could process; check the units of both"
             )
     for kind, curve in device.matmul.items():
         if kind not in device.peak_flops:
@@ -361,7 +360,9 @@ def _check_levels(levels: Sequence[LinkLevel], devices: int) -> None:
     for inner, outer in pairwise(levels):
         both = f"level {inner.name!r} of {inner.devices} devices and level {outer.name!r} of {outer.devices}"
         if inner.devices == 0:
-            raise ConfigurationError(f"{both} do not nest: only the last may have 0 devices (all of them)")
+            raise ConfigurationError(
+                f"{both} do not nest: only the last level may have devices = 0, which means all devices of the cluster"
+            )
         if outer.devices and (outer.devices <= inner.devices or outer.devices % inner.devices):
             raise ConfigurationError(
                 f"{both} do not nest: each level must hold at least two complete groups of the level before"
@@ -387,11 +388,12 @@ def _check_levels(levels: Sequence[LinkLevel], devices: int) -> None:
 
 
 def _check_boxes(cluster: Cluster) -> None:
-    """Raise ConfigurationError if two levels have the same name, or if a level does not fit the nodes."""
     names = [level.name for level in cluster.levels]
     for name in names:
         if names.count(name) > 1:
-            raise ConfigurationError(f"two levels have the name {name!r}; names must be unique")
+            raise ConfigurationError(
+                f"two [[level]] sections of the cluster file have the name {name!r}; rename one of them"
+            )
     box = cluster.node.devices
     for level in cluster.levels:
         if level.devices and level.devices % box and box % level.devices:
@@ -418,11 +420,15 @@ def _check_fit(fit: MeasuredFit, place: str, levels: Sequence[str]) -> None:
         raise ConfigurationError(f"{place}: unknown library {fit.library!r}; choose {accepted}, or leave it out")
     lengths = {len(fit.until_bytes), len(fit.latency_s), len(fit.s_per_byte)}
     if len(lengths) != 1:
-        raise ConfigurationError(f"{place}: until, latency and slowness need one value per piece, but lengths differ")
+        raise ConfigurationError(
+            f"{place}: until, latency and slowness have {len(fit.until_bytes)}, {len(fit.latency_s)} and "
+            f"{len(fit.s_per_byte)} values; expected equal numbers, one value per size range"
+        )
     _check_ascending(fit.until_bytes, f"{place}: until")
     if fit.from_bytes > fit.until_bytes[-1]:
         raise ConfigurationError(
-            f"{place}: from {rough(fit.from_bytes, 'bytes')} is above until {rough(fit.until_bytes[-1], 'bytes')}"
+            f"{place}: 'from' is {rough(fit.from_bytes, 'bytes')}; it must be at most the last value of 'until', "
+            f"{rough(fit.until_bytes[-1], 'bytes')}"
         )
 
 

@@ -1,7 +1,7 @@
 """Check a layout: yield each violated limit, by how much, and a change that helps.
 
-A limit has a short name, by which a search counts refusals, and a text. Order: values, degrees on the grid
-(`grid_problems`), micro-batches (`order_problems`), and memory last, because an impossible layout has no memory.
+Order: values, degrees on the grid (`grid_problems`), micro-batches (`order_problems`), and memory last, because an
+impossible layout has no memory.
 """
 
 import math
@@ -145,10 +145,6 @@ def _experts(description: ModelDescription, layout: ParallelLayout) -> Iterator[
 
 
 def _layers(description: ModelDescription, layout: ParallelLayout, parts: int, suffix: str) -> Iterator[LayoutProblem]:
-    """Yield a problem if the model's layers cannot be split into ``parts`` parts (Megatron-LM: equal parts).
-
-    ``suffix``: text about the chunks, appended to the message.
-    """
     if parts == 1:
         return
     split = f"pipeline {layout.pipeline}{suffix}"

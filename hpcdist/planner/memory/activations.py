@@ -9,12 +9,12 @@ stores, in 16 bits and with dropout:
     both                                34 s h / t
     full recomputation                  2 s h, and 2 s h / t with sequence parallelism
 
-The embedding stores s h / t, the head 4 s h / t (1 + v / h). `_published_block` splits the sums 10, 24 and 5 into
-terms, to cover float32, grouped keys, gated feed-forwards and experts. A fused attention (arXiv:2205.14135) counts as
-"selective". The context axis shards tokens. A split backward keeps 32 s h (arXiv:2401.10241, table 1).
+The embedding stores s h / t, the head 4 s h / t (1 + v / h). `_published_block` adds float32, grouped keys, gated
+feed-forwards and experts. Fused attention (arXiv:2205.14135) counts as "selective". The context axis shards tokens. A
+split backward keeps 32 s h (arXiv:2401.10241, table 1).
 
-**hpcdist**: arrays of `hpcdist.models.counts`. Attention stores no scores, so "selective" saves nothing. The context
-axis shards stored tokens and scratch, but not attention tiles.
+**hpcdist**: arrays of `hpcdist.models.counts`. No scores are stored, so "selective" saves nothing. The context axis
+does not shard attention tiles.
 """
 
 from dataclasses import replace
@@ -35,11 +35,10 @@ HALF_BYTES: Final = 2
 
 
 class UnitActivations(NamedTuple):
-    """Activation bytes of one unit per sample.
+    """Activation bytes of one model unit per sample.
 
     ``kept``: stored from forward to backward. ``held``: stored between the input gradient and the weight gradient, if
-    backward is split. ``again``: additional bytes during recomputation. ``border``: input of the unit, if it is a
-    message.
+    backward is split. ``again``: additional bytes during recomputation. ``border``: the input, as a pipeline message.
     """
 
     kept: float
@@ -49,7 +48,11 @@ class UnitActivations(NamedTuple):
 
 
 class BlockActivations(NamedTuple):
-    """Activation bytes of a block: replicated (``between``) or sharded (``cut``) over tensor ranks, and scores."""
+    """Activation bytes of a transformer block.
+
+    ``between``: replicated over the tensor ranks. ``cut``: sharded over them. ``scores``: attention scores.
+    ``held_between``, ``held_cut``: stored between the input gradient and the weight gradient, if backward is split.
+    """
 
     between: float
     cut: float
@@ -59,7 +62,7 @@ class BlockActivations(NamedTuple):
 
 
 def itemsize(layout: ParallelLayout) -> int:
-    """Return the bytes per element of activations between units. Local."""
+    """Return the bytes per element of activations between model units. Local."""
     if layout.precision == "float64":
         return 8
     is_wide = layout.precision == "float32" or layout.activations == "float32"
@@ -67,7 +70,7 @@ def itemsize(layout: ParallelLayout) -> int:
 
 
 def of_units(description: ModelDescription, layout: ParallelLayout) -> tuple[UnitActivations, ...]:
-    """Return the activation bytes of each unit of ``description``, in model order. Local."""
+    """Return the activation bytes of each model unit of ``description``, in model order. Local."""
     size, by_tokens = itemsize(layout), layout.sequence_parallel
     if layout.implementation == "megatron" and description.shape is not None:
         shape = description.shape
@@ -76,7 +79,7 @@ def of_units(description: ModelDescription, layout: ParallelLayout) -> tuple[Uni
 
 
 def is_mostly_scores(description: ModelDescription, layout: ParallelLayout) -> bool:
-    """Return True if attention scores are more than half of a block's activations, in a "megatron" layout. Local."""
+    """Return True if a "megatron" layout stores attention scores that are over half of a block's activations. Local."""
     if layout.implementation != "megatron" or description.shape is None or layout.recompute != "none":
         return False
     block = _published_block(description.shape, description.shape.context / layout.context, itemsize(layout))
@@ -85,7 +88,10 @@ def is_mostly_scores(description: ModelDescription, layout: ParallelLayout) -> b
 
 
 def context_share(unit: ModelUnit, layout: ParallelLayout, samples: int) -> tuple[AttentionShare, str]:
-    """Return the attention sizes (heads, tokens, ...) of a context rank, and the context-parallel method's name."""
+    """Return the sizes of the attention in model unit ``unit``, and the name of the context-parallel method.
+
+    The sizes include the tokens per sample, the heads per tensor rank, and the ``samples`` per micro-batch.
+    """
     return _share(unit, layout.tensor, layout.context, itemsize(layout), samples)
 
 
@@ -189,14 +195,17 @@ def _held(unit: ModelUnit) -> tuple[KeptArray, ...]:
 
 
 def _received(unit: ModelUnit, expert: int) -> tuple[KeptArray, ...]:
-    """Return the arrays of token rows that a rank receives for its experts. ``expert``: number of expert ranks."""
+    """Return the array of received token rows, or () without expert parallelism."""
     sizes = [round(p.rows * p.experts * p.share) * p.inner for p in unit.products if p.experts > 1]
     rows = [KeptArray(size, whole=True) for size in sizes]
     return tuple(rows[:1]) if expert > 1 else ()
 
 
 def row_bytes(description: ModelDescription, layout: ParallelLayout, present: tuple[int, ...]) -> float:
-    """Return the most bytes of token rows that a unit sends to experts per micro-batch. ``present``: unit indices."""
+    """Return the maximum bytes of token rows that a model unit sends to its experts per micro-batch.
+
+    ``present``: indices in ``description`` of the rank's model units, over which the maximum is taken.
+    """
     if layout.expert == 1:
         return 0.0
     rows = [array.size for place in present for array in _received(description.units[place], layout.expert)]
@@ -204,7 +213,7 @@ def row_bytes(description: ModelDescription, layout: ParallelLayout, present: tu
 
 
 def recomputed_one_by_one(description: ModelDescription, layout: ParallelLayout) -> float:
-    """Return the activation bytes per sample of hpcdist if blocks are recomputed one by one (no pipeline). Local."""
+    """Return hpcdist's peak activation bytes per sample for full recomputation without a pipeline. Local."""
     size = itemsize(layout)
     peak = _again(description, layout.tensor, layout.sequence_parallel, layout.expert) * size / layout.context
     if layout.context == 1:
@@ -228,11 +237,12 @@ def _again(description: ModelDescription, tensor: int, by_tokens: bool, expert: 
 def scratch_of(
     description: ModelDescription, layout: ParallelLayout, present: tuple[int, ...], *, accumulates: bool
 ) -> float:
-    """Return the bytes of temporary arrays of hpcdist's kernels on a device with the units ``present``. Local.
+    """Return the bytes of temporary kernel arrays on a device for the implementation "hpcdist". Local.
 
-    Temporary arrays with the same name are shared by the units. ``accumulates``: gradients of several micro-batches are
-    summed, so a weight gradient needs an array in addition to the sum. 16-bit sums use a whole unit instead
-    (`hpcdist.planner.memory.model_states`).
+    ``present``: indices of the device's model units, which share temporary arrays of the same name. The keyword
+    ``accumulates``: gradients of several micro-batches are summed, so that a weight gradient needs one more array. If
+    kernels compute in float32 for 16-bit parameters, `hpcdist.planner.memory.model_states.whole_units` counts this
+    array instead.
     """
     adds = accumulates and layout.computes_in == layout.precision
     sizes = layout.tensor, layout.context, itemsize(layout), layout.sequence_parallel, layout.microbatch

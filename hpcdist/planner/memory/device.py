@@ -1,11 +1,8 @@
 """Memory of the device with the highest use: states, activations, messages, scratch, and reserved memory.
 
-"messages": buffers in flight of the pipeline, the exchange and the experts. "scratch": gathered units and temporary
-kernel arrays. Batches, BLAS workspaces and fragmentation are in ``reserved_bytes``.
-
-Of the pipeline ranks with the same units only the first and the last can have the highest use. Micro-batches in flight
-follow closed forms: p on the first rank of 1F1B (arXiv:2104.04473); p v + p - 1 chunks of 1/v of the layers for
-interleaved with v chunks (arXiv:2205.05198, section 4.2.3). Short pipelines are counted from their operation lists.
+Batches, BLAS workspaces and fragmentation are in ``reserved_bytes``. Micro-batches in flight: p on the first of p ranks
+of 1F1B (arXiv:2104.04473); p v + p - 1 chunks of 1/v of the layers for interleaved with v chunks (arXiv:2205.05198,
+section 4.2.3). Short pipelines are counted from their operation lists.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,12 +38,17 @@ STEADY_ROUNDS: Final = 4  # micro-batches / ranks after which every schedule but
 def in_flight(
     schedule: str, ranks: int, microbatches: int, chunks: int, rank: int, *, recompute: bool
 ) -> tuple[Moment, ...]:
-    """Return the number of live micro-batches of pipeline rank ``rank`` when its memory use may be highest. Local.
+    """Return the numbers of live micro-batches on pipeline rank ``rank`` at its possible memory peaks. Local.
 
-    The result has one entry per such moment, with one count per chunk.
+    Each element is a peak, with one `LiveMicroBatches` per model chunk. ``microbatches``: micro-batches per step.
+    ``chunks``: chunks per rank. The keyword ``recompute``: chunks recompute their activations. Raises
+    ConfigurationError if the schedule is read from a file or does not support these numbers.
     """
     if schedule == FILE:
-        raise ConfigurationError(f"the schedule {schedule!r} has no closed form; choose one of {', '.join(SCHEDULES)}")
+        raise ConfigurationError(
+            f"the planner cannot compute the activation memory of the schedule {schedule!r}, whose passes come from a "
+            f"file; choose one of {', '.join(SCHEDULES)}"
+        )
     chunks_per_rank = check_schedule(schedule, ranks, microbatches, chunks)
     row = SCHEDULES[schedule]
     if ranks * chunks_per_rank <= EXACT_RANKS:
@@ -75,7 +77,7 @@ def in_flight(
 
 
 def _dealt(schedule: str, ranks: int, microbatches: int, chunks: int, total: int) -> list[int]:
-    """Return the live micro-batches of each chunk, ``total`` in all, assigned in the order of forward passes."""
+    """Divide the ``total`` live micro-batches of a rank among its chunks."""
     if chunks == 1:
         return [total]
     if schedule != "interleaved":  # chunks are folded: forth and back
@@ -97,12 +99,19 @@ def _executed(
 
 
 class PipelinePart(NamedTuple):
-    """Units and numbers of parameters of a pipeline rank.
+    """Model units and numbers of parameters of pipeline rank ``rank``.
 
-    ``whole`` and ``cut``: dense parameters that are replicated, and sharded, over the tensor axis. ``experts``: expert
-    parameters. ``copied``: tied parameters that another rank has too. ``longest``, ``longest_experts``: dense and
-    expert parameters of the largest unit. ``longest_dense``: maximum dense parameters of a unit. ``chunks``: (first
-    unit, ((unit, count), ...)). ``present``: indices of its units. ``borders``: units whose input is a message.
+    Model units are given by their index in the model description. Dense parameters are all parameters outside experts.
+
+    ``whole``: dense parameters that are replicated over the tensor axis.
+    ``cut``: dense parameters that the tensor axis shards, before sharding.
+    ``experts``: expert parameters, before sharding.
+    ``copied``: tied parameters of this rank that another rank also has.
+    ``longest``, ``longest_experts``: dense and expert parameters of the unit with the most parameters.
+    ``longest_dense``: largest number of dense parameters of any unit.
+    ``chunks``: per chunk, (first unit, ((unit, number of identical units in the chunk), ...)).
+    ``present``: all units of the rank.
+    ``borders``: units whose inputs this rank sends or receives as pipeline messages.
     """
 
     rank: int
@@ -120,9 +129,10 @@ class PipelinePart(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def parts(description: ModelDescription, cut: SplitKey) -> tuple[PipelinePart, ...]:
-    """Return the units and parameters of the pipeline ranks that may use most memory. Local.
+    """Return the model units and parameters of the pipeline ranks that may have the highest memory use. Local.
 
-    Of all ranks with equal units, these are the first and the last rank. ``cut``: key of the split into stages.
+    Ranks with the same model units form a group. The result has the first and the last rank of each group. ``cut``
+    holds the layout fields that determine the split into stages.
     """
     ends: dict[tuple[UnitGroup, ...], tuple[int, int]] = {}
     for rank, shares in enumerate(stages_of_split(description, cut)):
@@ -133,7 +143,11 @@ def parts(description: ModelDescription, cut: SplitKey) -> tuple[PipelinePart, .
 
 @lru_cache(maxsize=65536)
 def part_of(description: ModelDescription, cut: SplitKey, rank: int) -> PipelinePart:
-    """Return the units and parameters of pipeline rank ``rank``. ``cut``: key of the split into stages. Local."""
+    """Return the model units and parameters of pipeline rank ``rank``. Local.
+
+    ``cut`` holds the layout fields that determine the split into stages. Raises ConfigurationError for fewer model
+    units than pipeline chunks.
+    """
     grouped = [chunk.shares for chunk in chunks_of_split(description, cut) if chunk.rank == rank]
     shares = [share for shares in grouped for share in shares]
     last = len(description.units) - 1
@@ -161,7 +175,7 @@ def part_of(description: ModelDescription, cut: SplitKey, rank: int) -> Pipeline
 
 
 def _borders(firsts: Sequence[tuple[int, int]], rank: int) -> Iterator[int]:
-    """Yield the first unit of each chunk of ``rank`` and of its next chunk. ``firsts``: (rank, first unit) by chunk."""
+    """Yield the model units at the chunk borders of ``rank``. ``firsts``: (owner rank, first unit) of each chunk."""
     for number, (owner, place) in enumerate(firsts):
         if number and owner == rank:
             yield place
@@ -188,7 +202,10 @@ Alive = tuple[tuple[int, Count], ...]  # (unit index, count)
 
 
 class StepMemory(NamedTuple):
-    """Bytes of a pipeline rank that do not depend on micro-batches. ``messages``, ``scratch``: gradient exchange."""
+    """Memory of a pipeline rank that does not depend on micro-batches, in bytes.
+
+    ``messages``: buffers of collectives over the data axis. ``scratch``: temporary copies of the largest model unit.
+    """
 
     parameters: float
     gradients: float
@@ -199,7 +216,11 @@ class StepMemory(NamedTuple):
 
 
 class MicrobatchMemory(NamedTuple):
-    """Bytes of a pipeline rank that depend on micro-batches. ``added``: scratch memory to accumulate gradients."""
+    """Memory of a pipeline rank that depends on micro-batches, in bytes.
+
+    ``messages``: buffers of pipeline messages and of token rows for experts. ``added``: additional scratch memory if
+    gradients are accumulated over micro-batches.
+    """
 
     activations: float
     messages: float
@@ -211,7 +232,7 @@ class MicrobatchMemory(NamedTuple):
 def memory(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> MemoryEstimate:
-    """Return the memory estimate of the device with the highest use. Local. Raises ConfigurationError."""
+    """Return the memory of the device with the highest use. Local. Raises ConfigurationError for an invalid layout."""
     many, cut = layout.microbatches(global_batch), SplitKey.of(layout)
     lasting = _lasting(description, cut, _lasting_of(layout))
     passing = _passing(description, _passing_of(layout), many, row_route(layout, cluster))
@@ -255,8 +276,7 @@ def _terms(lasts: StepMemory, passes: MicrobatchMemory, *, adds: bool) -> dict[s
 
 
 def _accumulates(layout: ParallelLayout, microbatches: int) -> bool:
-    """Return True if gradients are accumulated over micro-batches. ZeRO 2 and 3 reduce them after each backward."""
-    return microbatches > 1 and stage_of(layout.strategy) < 2
+    return microbatches > 1 and stage_of(layout.strategy) < 2  # ZeRO 2 and 3 reduce after each backward
 
 
 @lru_cache(maxsize=1 << 15)
@@ -286,7 +306,6 @@ def _lasts(description: ModelDescription, layout: ParallelLayout, part: Pipeline
 
 
 def _exchanged(layout: ParallelLayout, part: PipelinePart) -> float:
-    """Return the bytes of collective buffers for the dense and expert parameters of pipeline rank ``part``."""
     tensor, longest_experts = layout.tensor, part.longest_experts / layout.expert
     if layout.expert == 1:
         numbers = part.whole + (part.cut + part.experts) / tensor
@@ -310,7 +329,7 @@ def _passing(
 
 
 def _scratch(description: ModelDescription, layout: ParallelLayout, present: tuple[int, ...]) -> tuple[float, float]:
-    """Return the scratch bytes of the units ``present``, and the additional bytes to accumulate gradients."""
+    """Return the scratch bytes of the model units ``present``, and the additional bytes to accumulate gradients."""
     if layout.implementation == "hpcdist" or description.shape is None:
         once = scratch_of(description, layout, present, accumulates=False)
         return once, scratch_of(description, layout, present, accumulates=True) - once
@@ -375,7 +394,6 @@ def _bytes_of(moment: Alive, units: Sequence[UnitActivations]) -> float:
 def _on_their_way(
     description: ModelDescription, layout: ParallelLayout, part: PipelinePart, units: Sequence[UnitActivations]
 ) -> float:
-    """Return the bytes per sample of buffers for activation messages between ``part`` and other pipeline ranks."""
     if layout.implementation == "hpcdist" or description.shape is None:
         return IN_MESSAGES * sum([units[place].border for place in part.borders])
     size = itemsize(layout) * description.tokens / layout.context * description.width

@@ -8,11 +8,9 @@ over d data ranks. The optimizer has a float32 master and two moments. Bytes per
     16 bits     float32    12           18     6 + 12/d     2 + 16/d     18/d       Megatron-LM
     float32     float32     8           16     8 +  8/d     4 + 12/d     16/d       all implementations
 
-hpcdist accumulates in 16 bits, whatever ``main_gradients`` says. Experts have fewer replicas, so their d is smaller.
-
-Compression stores residuals, counted with the optimizer: 4 bytes per parameter of a worker, 8 with 16-bit parameters,
-and with onebit 4/d more. ZeRO does not shard them. A worker of a parameter server has parameters and gradients. A
-server has, for its part, optimizer state, parameters and a gradient sum.
+Experts have fewer replicas, so their d is smaller. Compression residuals count as optimizer state and are not sharded:
+4 bytes per parameter, 8 with 16-bit parameters, 4 + 4/d with onebit. A worker of a parameter server has parameters and
+gradients. A server has, for its part, optimizer state, parameters and a gradient sum.
 """
 
 import math
@@ -67,7 +65,7 @@ def stage_of(strategy: str) -> int:
 
 
 def states(layout: ParallelLayout, *, experts: bool = False) -> ModelStates:
-    """Return the bytes of model states per parameter, on a device or on a worker of a parameter server. Local."""
+    """Return the bytes of model states per parameter, or per expert parameter if the keyword ``experts`` is true."""
     replicas = layout.data * layout.context
     return _states(
         unsharded(layout),
@@ -93,7 +91,7 @@ def _states(
 
 
 def _owed(compression: str, precision: str, replicas: int) -> float:
-    """Return the bytes per parameter of compression residuals, as in `hpcdist.training.build.pipeline`."""
+    """Return the bytes per parameter of the error-feedback residuals of a device."""
     if compression == "onebit":
         return FLOAT32 + FLOAT32 / replicas
     return FLOAT32 * (2 if precision in HALVES else 1)
@@ -131,10 +129,11 @@ WIDE: Final = 4  # bytes per element in which hpcdist's kernels compute for 16-b
 
 
 def whole_units(layout: ParallelLayout, longest: float) -> float:
-    """Return the bytes of temporary copies during the computation of a unit of ``longest`` parameters.
+    """Return the bytes of temporary copies during the computation of a model unit with ``longest`` parameters.
 
-    ZeRO gathers the parameters (stage 3) and sums the gradients (stages 2 and 3) of the unit. In hpcdist, 16-bit
-    parameters and gradients of a micro-batch are float32 during this time (`hpcdist.strategies.core.mixed_precision`).
+    ZeRO gathers the parameters (stage 3) and sums the gradients (stages 2 and 3) of the model unit. In hpcdist,
+    16-bit parameters and gradients of a micro-batch are float32 during this time
+    (`hpcdist.strategies.core.mixed_precision`).
     """
     size, stage, each = unsharded(layout), stage_of(layout.strategy), 0
     if layout.data * layout.context > 1:
@@ -145,11 +144,12 @@ def whole_units(layout: ParallelLayout, longest: float) -> float:
 
 
 def exchanged(layout: ParallelLayout, parameters: float, longest: float, bucket_bytes: float = BUCKET_BYTES) -> float:
-    """Return the bytes of hpcdist's collective buffers over the data axis, for ``parameters`` on this device.
+    """Return the bytes of hpcdist's buffers for collectives over the data axis, on a device.
 
-    ``bucket_bytes``: gradient bytes per allreduce. The receive buffer is half of a bucket for recursive halving, and 1
-    / ranks of a bucket for the ring. ZeRO has the same buffers per unit, of at most ``longest`` parameters. With
-    compression there are a sent and a received payload instead.
+    ``parameters``: number of parameters on the device. ``longest``: parameters of the largest model unit, before tensor
+    parallelism shards it. ``bucket_bytes``: gradient bytes per allreduce. Without compression, an allreduce needs a
+    receive buffer: half of a bucket for recursive halving, 1 / ranks of a bucket for the ring. ZeRO needs the same
+    fraction of the gradients of the largest model unit. Compression needs a sent and a received payload instead.
     """
     replicas = layout.data * layout.context
     size, unit = unsharded(layout).gradient, longest / layout.tensor
@@ -176,7 +176,7 @@ def with_buckets(estimate: MemoryEstimate, layout: ParallelLayout, bucket_bytes:
 
 
 def _coded(layout: ParallelLayout, parameters: float, unit: float, replicas: int, bucket_bytes: float) -> float:
-    """Return the bytes of compressed payloads in memory at once: for a bucket, a unit, or a worker's gradients."""
+    """Return the bytes of the compressed payloads in memory. ``unit``: parameters of the largest local model unit."""
     size = unsharded(layout).gradient
     is_served = layout.strategy == "parameter_server"
     values = min(bucket_bytes / WIDE, parameters)  # compressed buckets have as many elements as float32 buckets

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class ProductShape(NamedTuple):
-    """Matrix product (rows, inner) x (inner, columns) per sample. The second matrix is a weight.
+    """Matrix product per sample: an input of shape (rows, inner) times a weight of shape (inner, columns).
 
     ``cut``: dimension of the weight that the tensor axis shards: "columns", "inner" or "". ``experts``: number of
     copies of the weight. Each row uses the fraction ``share`` of the copies.
@@ -50,10 +50,14 @@ class AttentionShape(NamedTuple):
 class ModelUnit:
     """Group of ``count`` identical consecutive units: an embedding, transformer blocks, a head, or layers of an mlp.
 
-    The other values are per unit. The tensor axis shards ``cut_parameters`` of the ``parameters``, the expert axis
-    ``expert_parameters``. ``moved``: elements that elementwise operations read and write in forward, per sample. The
-    tensor axis shards ``moved_cut`` of these elements, and the rest only with sequence parallelism. ``counted``: the
-    unit in `hpcdist.models.counts`.
+    All values but ``count`` are per unit.
+
+    ``cut_parameters``: number of the ``parameters`` that the tensor axis shards.
+    ``expert_parameters``: number of the ``parameters`` that the expert axis shards.
+    ``moved``: elements that elementwise operations read and write in forward, per sample.
+    ``moved_cut``: number of the ``moved`` elements that the tensor axis shards. It shards the other elements only with
+    sequence parallelism.
+    ``counted``: FLOPs and arrays of the unit in hpcdist's implementation, or None if they are unknown.
     """
 
     name: str
@@ -105,7 +109,7 @@ class TransformerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
-    """Model as a list of units, with the ``tokens`` per sample (1 for other data), and a ``shape`` if a transformer.
+    """Model as a list of units. ``tokens``: tokens per sample, 1 for other data. ``shape``: transformer sizes, or None.
 
     ``sample_bytes``: bytes read from storage per sample. 0 means four bytes per token, the largest token type.
     """

@@ -6,18 +6,13 @@
     hardware, selective    72 B L s h^2 (1 + s / (3 h) + v / (12 h L))
     hardware, full         96 B L s h^2 (1 + s / (6 h) + v / (16 h L)), equation 3 of arXiv:2104.04473
 
-They count attention over all pairs of tokens, causal or not. With "selective" the paper counts attention twice, also in
-backward; so does this module, because published utilisations use it. hpcdist's kernels always recompute the scores in
-backward. "Exact" FLOPs count only the visible pairs of the model, "executed" FLOPs the pairs that the hardware
-computes: hpcdist's kernels skip masked pairs.
+They count attention over all pairs of tokens, and with "selective" twice, also in backward, because published
+utilisations do so. "Exact" FLOPs count only the visible pairs of the model, "executed" FLOPs the pairs that the
+hardware computes: hpcdist skips masked pairs. Its kernels always recompute the scores in backward.
 
 **Split.** Megatron-LM distributes blocks evenly. If the blocks are not divisible, both ends have a block less
-(arXiv:2401.10241, section 5.1). hpcdist minimises the FLOPs of the slowest rank by dynamic programming, which is
-quadratic in the units. For more than `MANY_UNITS` units and one chunk per rank the optimum is found by bisection.
-
-**Recomputation.** Without a pipeline "full" recomputes every unit but the first and the last. In pipelines hpcdist
-recomputes whole chunks, except the last chunk of 1f1b and interleaved, whose backward follows its forward at once.
-"selective" recomputes attention in the published implementation only.
+(arXiv:2401.10241, section 5.1). hpcdist minimises the FLOPs of the slowest rank by dynamic programming, or by bisection
+for more than `MANY_UNITS` units and one chunk per rank.
 """
 
 from bisect import bisect_left
@@ -53,7 +48,7 @@ def step_flops(description: ModelDescription, layout: ParallelLayout, global_bat
 
 
 def matrix_flops(unit: ModelUnit) -> float:
-    """Return the forward FLOPs of the matrix products of one ``unit``, per sample."""
+    """Return the forward FLOPs of the matrix products of the model unit ``unit``, per sample."""
     return sum(
         2.0 * product.rows * product.inner * product.columns * product.experts * product.share
         for product in unit.products
@@ -61,12 +56,12 @@ def matrix_flops(unit: ModelUnit) -> float:
 
 
 def forward_flops(unit: ModelUnit, *, exact: bool = False) -> float:
-    """Return the forward FLOPs of ``unit`` per sample. ``exact``: leave out masked query-key pairs."""
+    """Return the forward FLOPs of a model unit per sample. The keyword ``exact``: omit masked query-key pairs."""
     return matrix_flops(unit) + attention_flops(unit, exact=exact)
 
 
 def attention_flops(unit: ModelUnit, *, exact: bool = False) -> float:
-    """Return the forward FLOPs of attention in ``unit`` per sample. ``exact``: leave out masked query-key pairs."""
+    """Return the forward FLOPs of a model unit's attention per sample. The keyword ``exact``: omit masked pairs."""
     if unit.attention is None:
         return 0.0
     attention = unit.attention
@@ -109,7 +104,7 @@ ROUNDING: Final = 1e-12  # relative error of a sum
 
 
 class UnitGroup(NamedTuple):
-    """``times`` identical units of a pipeline chunk. ``place``: index of the unit in ``ModelDescription.units``."""
+    """``times`` identical model units of a pipeline chunk. ``place``: their index in ``ModelDescription.units``."""
 
     unit: ModelUnit
     times: int
@@ -117,7 +112,7 @@ class UnitGroup(NamedTuple):
 
 
 class StageChunk(NamedTuple):
-    """Consecutive units that pipeline rank ``rank`` computes as one chunk."""
+    """Consecutive model units that pipeline rank ``rank`` computes as a chunk. ``shares``: groups of equal units."""
 
     rank: int
     shares: tuple[UnitGroup, ...]
@@ -134,7 +129,7 @@ class SplitKey(NamedTuple):
 
     @classmethod
     def of(cls, layout: ParallelLayout) -> "SplitKey":
-        """Return the key of ``layout``. Local."""
+        """Return the `SplitKey` of ``layout``. Layouts with equal keys have the same pipeline stages. Local."""
         row = SCHEDULES.get(layout.schedule)
         schedule = "1f1b" if row is not None and row.most == 1 else layout.schedule  # all with one chunk per rank
         recompute = "full" if layout.recompute == "full" else "none"
@@ -142,23 +137,23 @@ class SplitKey(NamedTuple):
 
     @property
     def layout(self) -> ParallelLayout:
-        """A layout with the fields of this key. It is split into the same pipeline stages as the key's layout."""
+        """Layout with the fields of this key, and default values for all other fields."""
         return ParallelLayout(**self._asdict())
 
 
 def stages(description: ModelDescription, layout: ParallelLayout) -> tuple[tuple[UnitGroup, ...], ...]:
-    """Return the units of each pipeline rank, in model order. Local. Raises ConfigurationError."""
+    """Return the model units of each pipeline rank. Local. Raises ConfigurationError for fewer units than chunks."""
     return stages_of_split(description, SplitKey.of(layout))
 
 
 def chunks(description: ModelDescription, layout: ParallelLayout) -> tuple[StageChunk, ...]:
-    """Return all pipeline chunks in model order. Local. Raises ConfigurationError for fewer units than chunks."""
+    """Return all pipeline chunks in model order. Local. Raises ConfigurationError for fewer model units than chunks."""
     return chunks_of_split(description, SplitKey.of(layout))
 
 
 @lru_cache(maxsize=4096)
 def stages_of_split(description: ModelDescription, cut: SplitKey) -> tuple[tuple[UnitGroup, ...], ...]:
-    """Return the units of each pipeline rank, as `stages` does, for layouts with the cache key ``cut``. Local."""
+    """Return the model units of each pipeline rank. ``cut`` holds the layout fields that determine the split. Local."""
     if cut.pipeline == 1:
         return (tuple(UnitGroup(unit, unit.count, place) for place, unit in enumerate(description.units)),)
     by_rank: list[list[UnitGroup]] = [[] for _ in range(cut.pipeline)]
@@ -169,7 +164,7 @@ def stages_of_split(description: ModelDescription, cut: SplitKey) -> tuple[tuple
 
 @lru_cache(maxsize=4096)
 def chunks_of_split(description: ModelDescription, cut: SplitKey) -> tuple[StageChunk, ...]:
-    """Return all pipeline chunks, as `chunks` does, for layouts with the cache key ``cut``. Local."""
+    """Return all pipeline chunks in model order. ``cut`` holds the layout fields that determine the split. Local."""
     ranks, chunks_per_rank, schedule, implementation, recompute = cut
     row = SCHEDULES.get(schedule)
     if row is not None and row.most is not None and ranks > 1:
@@ -186,8 +181,9 @@ def chunks_of_split(description: ModelDescription, cut: SplitKey) -> tuple[Stage
     of_unit = [UnitGroup(unit, 1, place) for place, unit in enumerate(description.units) for _ in range(unit.count)]
     if len(of_unit) < parts:
         raise ConfigurationError(
-            f"a pipeline of {ranks} ranks with {chunks_per_rank} chunks each needs {parts} units, but "
-            f"{description.name} has {len(of_unit)}; use fewer pipeline ranks or chunks"
+            f"a pipeline of {ranks} ranks with {chunks_per_rank} chunks each needs at least {parts} model units "
+            f"(embedding, layers and head), but {description.name} has {len(of_unit)} units; use fewer pipeline ranks "
+            "or chunks"
         )
     if implementation == "megatron" and description.shape is not None:
         bounds = _even(description.units[1].count, parts)
@@ -204,13 +200,9 @@ def chunks_of_split(description: ModelDescription, cut: SplitKey) -> tuple[Stage
 
 
 def _even(blocks: int, parts: int) -> list[int]:
-    """Return the unit indices at which the model is split into ``parts`` parts with equal numbers of blocks.
-
-    The first part also has the embedding, and the last part the head. If ``parts`` does not divide ``blocks``, the
-    embedding and the head each count as a block.
-    """
+    """Return the unit indices at which the model is split into ``parts`` parts with equal numbers of blocks."""
     units = blocks + 2
-    if blocks % parts:
+    if blocks % parts:  # the embedding and the head each count as a block
         return [units * number // parts for number in range(parts + 1)]
     return [0, *(1 + blocks // parts * number for number in range(1, parts)), units]
 
@@ -224,7 +216,7 @@ def _by_operations(weights: Sequence[float], owners: Sequence[int]) -> list[int]
 
 
 def _filled(weights: Sequence[float], parts: int) -> list[int]:
-    """Split the units into ``parts`` non-empty parts with the smallest maximum weight. Return the part boundaries."""
+    """Split units into ``parts`` groups so that the largest sum of ``weights`` is minimal. Return the index bounds."""
     sums = [0.0, *accumulate(weights)]
 
     def up_to(limit: float) -> list[int] | None:
@@ -251,10 +243,6 @@ def _filled(weights: Sequence[float], parts: int) -> list[int]:
 
 
 def _operations(unit: ModelUnit, *, first: bool, recompute: bool) -> float:
-    """Return the FLOPs of ``unit`` per sample: forward, backward and, with ``recompute``, a second forward.
-
-    ``first``: the unit is the first of the model, so that backward needs no gradient of its input.
-    """
     linear, scores = matrix_flops(unit), 0.0
     if unit.attention is not None:
         looked: float = unit.attention.context**2
@@ -288,7 +276,12 @@ def recomputes_ahead(layout: ParallelLayout) -> bool:
 
 
 def recomputed(description: ModelDescription, layout: ParallelLayout) -> tuple[StageChunk, ...]:
-    """Return the units that each chunk recomputes, in model order. Local. Raises ConfigurationError."""
+    """Return the model units that each pipeline chunk recomputes, in model order. Local. Raises ConfigurationError.
+
+    "full": all model units except the first and the last. Pipelines of hpcdist recompute whole chunks instead, except
+    the last chunk of 1f1b and interleaved. "selective": the model units with attention if ``layout.implementation`` is
+    "megatron", or nothing for "hpcdist".
+    """
     return _repeated(
         description, layout.pipeline, layout.chunks, layout.schedule, layout.implementation, layout.recompute
     )
@@ -320,7 +313,6 @@ def _repeated(
 
 
 def _between(shares: tuple[UnitGroup, ...], *, is_first: bool, is_last: bool) -> tuple[UnitGroup, ...]:
-    """Return a chunk's unit groups ``shares`` without its first unit (``is_first``) and last unit (``is_last``)."""
     times = [share.times for share in shares]
     times[0] -= is_first
     times[-1] -= is_last

@@ -3,7 +3,6 @@
 For a sample of s tokens, a block of width h, k columns of keys, inner width f, and f' = 2 f if gated, else f:
 
     products    (s, h) x (h, h + 2 k), (s, h) x (h, h), (s, h) x (h, f'), (s, f) x (f, h)
-    attention   scores and values, including its elementwise traffic
     moved       two norms 4 s h, two residual sums 6 s h, the activation s (f' + f), rotary queries and keys
                 2 s (h + k), dropout 2 s h each
     parameters  as in `hpcdist.models.counts`; e experts add a router of h e and e feed-forwards
@@ -74,10 +73,12 @@ def of_config(
     classes: int = 0,
     documents: counts.DocumentPairs | None = None,
 ) -> ModelDescription:
-    """Return the description of the model in a recipe's ``config``. Inputs as in `hpcdist.models.build`.
+    """Return the description of the model that the recipe section ``config`` selects.
 
-    ``documents``: for packed samples, the numbers of query-key pairs inside documents. Features and images are assumed
-    to be stored as float32. Raises ConfigurationError for a model that user code creates.
+    The keywords give the size of a sample. A transformer needs ``context`` (tokens). An mlp needs ``features`` and
+    ``classes``. A convnet needs ``height``, ``width``, ``channels`` and ``classes``. ``documents``: for packed
+    samples, the numbers of query-key pairs inside documents. Features and images are assumed to be stored as float32.
+    Raises ConfigurationError for a missing size, or for a model that user code creates.
     """
     if config.kind in FOREIGN:
         raise ConfigurationError(

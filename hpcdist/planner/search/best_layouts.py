@@ -1,9 +1,7 @@
 """Search the best layouts of a training on a cluster: for time, energy, cost, or energy times delay.
 
-`hpcdist.planner.plan` computes the value of each layout. `space` lists the layouts, `branch_and_bound` visits them best
-first and prunes. The finalists are timed again by the schedule simulator, and explained: why each beats the next
-(`why_better`), and its limits (`bottlenecks`). If nothing fits, the result has the layout closest to fitting, and
-changes that would fit (`nothing_fits`).
+`branch_and_bound` finds the finalists. They are timed again by the schedule simulator, and explained: why each beats
+the next (`why_better`), and its limits (`bottlenecks`). If nothing fits, `nothing_fits` suggests changes.
 """
 
 import gc
@@ -36,10 +34,7 @@ SAME: Final = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class RankedLayout:
-    """Layout with its objective ``value`` in ``unit``. ``why``: reasons why it is better than the next layout.
-
-    ``limits``: lines of text on its bottlenecks.
-    """
+    """Layout with its objective ``value``. ``why``: reasons why it beats the next layout. ``limits``: bottlenecks."""
 
     estimate: PlanEstimate
     value: float
@@ -50,10 +45,7 @@ class RankedLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class RefusalCount:
-    """Number (``count``) of "grids" or "layouts" that a limit refused. A refused grid stands for all of its layouts.
-
-    ``example``: message of the first refusal.
-    """
+    """Refusals of grids (parallel degrees) or layouts by one limit. ``example``: message of the first refusal."""
 
     limit: str
     count: int
@@ -65,9 +57,9 @@ class RefusalCount:
 class SearchResult:
     """Result of a search. ``found`` has the best layouts, best first.
 
-    The ``layouts`` on possible grids were either ``estimated``, refused, or ``left_out`` because they cannot be better
-    than the last layout of ``found``. ``nothing``: if no layout fits into memory, messages on the missing memory and on
-    changes that would help.
+    ``layouts``: number of layouts with possible parallel degrees. Of these, ``estimated`` were estimated, ``left_out``
+    cannot be better than the last layout of ``found``, and the others were refused. ``nothing``: if no layout fits into
+    memory, messages on the missing memory and on changes that would help.
     """
 
     objective: str
@@ -85,7 +77,10 @@ class SearchResult:
 def search(
     description: ModelDescription, cluster: Cluster, devices: int, global_batch: int, spec: SearchSpec
 ) -> SearchResult:
-    """Return the best layouts for ``global_batch`` samples per step on ``devices``. Local. Raises UsageError."""
+    """Return the best layouts for ``global_batch`` samples per step on ``devices`` devices. Local.
+
+    ``spec``: objective of the search, and layout values to try. Raises UsageError for impossible requests.
+    """
     _check(description, cluster, devices, global_batch, spec)
     spare = SPARE_LAYOUTS if spec.simulate else 0
     walk = BranchAndBound(description, cluster, devices, global_batch, spec, keep=spec.first + spare)
@@ -216,7 +211,7 @@ def _sums(estimate: PlanEstimate, other: PlanEstimate, objective: str) -> str:
 
 
 def bottlenecks(estimate: PlanEstimate, memory_bytes: float = 0.0) -> tuple[str, ...]:
-    """Return lines of text: the step time by term, largest first, and the memory use. Local."""
+    """Return text lines: the largest terms of the step time, and the fraction of ``memory_bytes`` in use. Local."""
     terms, step_s = estimate.timing.terms, estimate.step_s
     computing_s = sum(terms.get(name, 0.0) for name in COMPUTING)
     lost = [(seconds_, name) for name, seconds_ in terms.items() if name not in COMPUTING and seconds_ > SAME * step_s]
@@ -235,7 +230,7 @@ def bottlenecks(estimate: PlanEstimate, memory_bytes: float = 0.0) -> tuple[str,
 
 
 def nothing_fits(walk: BranchAndBound) -> tuple[str, ...]:
-    """Return text lines on the finished search ``walk``: the layout closest to fitting, and changes that may help."""
+    """Return text lines on a search without results: the layout closest to fitting, and changes that may help."""
     if walk.memory_filter.leanest is None:
         return tuple(_no_grid(walk))
     over, layout, footprint = walk.memory_filter.leanest
@@ -260,7 +255,6 @@ def layout_line(layout: ParallelLayout) -> str:
 
 
 def _no_grid(walk: BranchAndBound) -> Iterator[str]:
-    """Yield lines of text on the search ``walk``: why no grid is possible, and the most devices that can be used."""
     counts = {**walk.refusals.layouts, **walk.refusals.grids}
     causes = ", ".join(f"{limit} ({count})" for limit, (count, _) in sorted(counts.items(), key=lambda x: -x[1][0]))
     yield f"no parallel degrees are possible on {walk.devices} devices; first violated limits: {causes}"
@@ -275,7 +269,6 @@ def _no_grid(walk: BranchAndBound) -> Iterator[str]:
 
 
 def _helps(walk: BranchAndBound, layout: ParallelLayout, needed_bytes: float) -> Iterator[str]:
-    """Yield texts on changes that make ``layout``, which needs ``needed_bytes``, fit. ``walk``: finished search."""
     limit = walk.limit_bytes
     yield f"a device with {bytes_in_both(needed_bytes)} would suffice"
     many = 2

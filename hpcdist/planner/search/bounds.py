@@ -4,14 +4,7 @@
 all stages were equally busy. If one of p ranks recomputes nothing, it has at most X of S seconds, and saves at most X /
 2 of the A seconds of recomputation. So p X >= S + A - X / 2.
 
-**Schedule bound.** Messages are known, and so is the idle time of the slowest rank for given times F, I, W of the other
-ranks (`hpcdist.planner.time.pipeline`): their mean is the total without the slowest rank, divided by p - 1. The total
-with the slowest rank overestimates the idle time by at most X (X / v for v chunks). So m micro-batches take at least m
-X + (idle time by the total) - X / v, with idle time >= 0. Recomputation ahead fills at most X / 2 of A more, once per v
-for 1F1B, and twice for the interleaved schedule.
-
-**Order bound.** The strategies of an order differ only in exchange, update and input, so the time without these is a
-bound. For energy, the slowest rank is assumed to compute for the same share of time as all ranks together.
+Bounds for a single schedule: `schedule_bound` and `order_bound`.
 """
 
 import math
@@ -55,7 +48,7 @@ def check_objective(objective: str, cluster: Cluster) -> None:
 
 
 def value(estimate: PlanEstimate, objective: str) -> float:
-    """Return the objective value of one step, which the search minimises. Local."""
+    """Return the objective of one step: seconds (time), joules (energy), price (cost), or J s (energy-delay). Local."""
     if objective == "time":
         return estimate.step_s
     if objective == "cost":
@@ -90,9 +83,11 @@ def order_bound(
     global_batch: int,
     objective: str,
 ) -> float:
-    """Return a lower bound of the objective value of candidate ``order``, whatever its data-axis strategy. Local.
+    """Return a lower bound of the objective value of the layout ``order`` with any data-axis strategy. Local.
 
-    ``flow``: times of the micro-batches of ``order``.
+    ``flow``: times of the micro-batches of ``order``. The strategy and compression of ``order`` are ignored: strategies
+    differ only in exchange, update and input, so the time without these is a bound. For energy, the slowest rank is
+    assumed to compute for the same share of time as all ranks together.
     """
     least_s = sum(flow.terms.values())
     if objective == "time":
@@ -105,10 +100,13 @@ def order_bound(
 class FamilyTotals(NamedTuple):
     """Compute and collective times of all units of the model together, equal for all layouts of a family.
 
-    A family is a set of layouts that differ only in schedule, chunks and strategy. ``seconds``: per micro-batch, summed
-    over all ranks, without recomputation before the gradient arrives. ``each_s``: lower bound for the slowest rank, per
-    micro-batch. ``full``: micro-batches per replica, where a smaller last micro-batch counts as a fraction.
-    ``computing``: fraction of the time that is computation.
+    A family is a set of layouts that differ only in schedule, chunks, data-axis strategy and compression.
+
+    ``seconds``: times per micro-batch, summed over all pipeline ranks. They exclude the recomputation of layouts that
+    recompute a chunk before its gradient arrives (`recomputes_ahead`), and include other recomputation.
+    ``each_s``: lower bound of the time per micro-batch on the slowest pipeline rank.
+    ``full``: micro-batches per replica, where a smaller last micro-batch counts as a fraction.
+    ``computing``: fraction of the time that is computation, not collectives.
     """
 
     seconds: PlannedSeconds
@@ -120,7 +118,7 @@ class FamilyTotals(NamedTuple):
 def family_totals(
     description: ModelDescription, family: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> FamilyTotals:
-    """Return the seconds of all units of the model together, in the layouts of ``family``. Local."""
+    """Return the totals of the family (see `FamilyTotals`) that contains the layout ``family``. Local."""
     many = family.microbatches(global_batch)
     alone = family.but(pipeline=1, chunks=1, schedule="1f1b")  # the same cache entry for every pipeline degree
     load, waits = _alone(description, alone, cluster)
@@ -140,7 +138,6 @@ def family_totals(
 
 
 def _alone(description: ModelDescription, alone: ParallelLayout, cluster: Cluster) -> tuple[StageLoad, CollectiveWait]:
-    """Return the load and the collective waits of layout ``alone``, which has a single pipeline rank. Cached."""
     spans = (span(alone, axis, cluster) for axis in AXES)
     route = row_route(alone, cluster)
     key, cache = (*load_key(description, alone), alone.tensor_overlap, route, *spans), cached(cluster, "alone")
@@ -152,16 +149,26 @@ def _alone(description: ModelDescription, alone: ParallelLayout, cluster: Cluste
 
 
 def family_bound(of_all: FamilyTotals, family: ParallelLayout, cluster: Cluster, objective: str) -> float:
-    """Return a lower bound of the objective value of every layout of ``family``, from its totals ``of_all``. Local."""
+    """Return a lower bound of the objective value that holds for every layout of a family. Local.
+
+    ``of_all``: totals of the family. ``family``: any layout of the family.
+    """
     return _floor(of_all, 0.0, 0.0, family, cluster, objective)
 
 
 def schedule_bound(
     of_all: FamilyTotals, order: ParallelLayout, hop_s: float, cluster: Cluster, objective: str
 ) -> float:
-    """Return a lower bound of the objective value of layouts with the schedule of the layout ``order``. Local.
+    """Return a lower bound of the objective value of the layout ``order`` from the idle time of its schedule. Local.
 
-    ``of_all``: totals of the family of ``order``. ``hop_s``: time of a message between neighbouring ranks.
+    The bound holds for any data-axis strategy and compression. ``of_all``: totals of the family that contains
+    ``order``. ``hop_s``: time of a message between neighbouring pipeline ranks.
+
+    The idle time of the slowest rank follows from the mean times of the other ranks (`hpcdist.planner.time.pipeline`).
+    Here, (times of all p ranks) / (p - 1) replaces this mean. Let X be the seconds per micro-batch of the slowest rank,
+    which has v chunks. The idle time is then overestimated by at most X / v, or X with a split backward. So m
+    micro-batches take at least m X + (overestimated idle time) - X / v. Recomputation before a gradient arrives fills
+    at most X / (2 v) more idle seconds for 1F1B, and X / v for the interleaved schedule.
     """
     ranks = order.pipeline
     if ranks == 1:
@@ -178,7 +185,7 @@ def schedule_bound(
 def _floor(
     of_all: FamilyTotals, idle_s: float, message_s: float, layout: ParallelLayout, cluster: Cluster, objective: str
 ) -> float:
-    """Return a lower bound of the objective: a step of the least busy time, plus ``idle_s``, plus ``message_s``."""
+    """Return a lower bound of the objective. ``idle_s`` and ``message_s`` are lower bounds too."""
     busy_s = of_all.each_s * of_all.full
     least_s = busy_s + idle_s + message_s
     if objective == "time":

@@ -1,11 +1,8 @@
 """Branch and bound over the space of layouts, best first, with a memory filter.
 
-A heap orders nodes by a lower bound (`hpcdist.planner.search.bounds`). A popped family is split into its orders. An
-order is pushed again with the bound by its micro-batch times, and then its strategies are planned. The search ends if
-the smallest bound is not better than the last result.
-
-Memory does not decrease with the micro-batch size, for equal micro-batches in complete groups, so few layouts are
-estimated. If the activations alone are too large, no strategy fits.
+A heap orders nodes by a lower bound (`hpcdist.planner.search.bounds`). A popped family is split into its orders, an
+order into its strategies. The search ends if the smallest bound is not better than the last result. Memory does not
+decrease with the size of equal micro-batches in complete groups, so few layouts need a memory estimate.
 """
 
 import heapq
@@ -40,7 +37,10 @@ _NEVER: Final = 1 << 62
 
 
 class MemoryFilter:
-    """Filter of layouts by memory use. ``leanest``: best layout too large, as (excess bytes, layout, memory)."""
+    """Filter of layouts by memory use. It caches results, so that it estimates the memory of few layouts.
+
+    ``leanest``: (excess bytes, layout, memory estimate) of the rejected layout with the fewest excess bytes, or None.
+    """
 
     def __init__(self, description: ModelDescription, cluster: Cluster, global_batch: int, limit_bytes: float) -> None:
         self.leanest: tuple[float, ParallelLayout, MemoryEstimate] | None = None
@@ -52,7 +52,10 @@ class MemoryFilter:
     def fitting(
         self, order: ParallelLayout, strategies: Sequence[Strategy], sizes: Sequence[int]
     ) -> tuple[Strategy, ...]:
-        """Return the ``strategies`` with which layout ``order`` fits. ``sizes``: micro-batch sizes, ascending."""
+        """Return the ``strategies`` with which the layout ``order`` fits into memory.
+
+        ``sizes``: all micro-batch sizes that the search tries with ``order``, ascending.
+        """
         stem: tuple[object, ...] = _STEM(order)
         # Results hold for other sizes only within a class; a size apart is a class of its own.
         if self._is_apart(order, order.microbatch):
@@ -68,7 +71,7 @@ class MemoryFilter:
         return tuple(fitting)
 
     def _is_apart(self, order: ParallelLayout, microbatch: int) -> bool:
-        """Return True if memory results of other micro-batch sizes say nothing about ``microbatch`` in ``order``."""
+        """Return True if memory use at micro-batch size ``microbatch`` bounds no other size of the layout ``order``."""
         many = -(-self._global_batch // (order.data * microbatch))
         is_uneven = self._global_batch % (order.data * microbatch) != 0
         return many == 1 or is_uneven or (order.schedule == "interleaved" and many % order.pipeline != 0)
@@ -85,7 +88,7 @@ class MemoryFilter:
         return self._ask(order, stem, strategy, size)
 
     def _ask(self, order: ParallelLayout, stem: tuple[object, ...], strategy: Strategy, microbatch: int) -> bool:
-        """Return True if ``order`` with ``strategy`` and ``microbatch`` fits. Store the result under key ``stem``."""
+        """Return True if the layout fits into memory, and cache the result. ``stem``: cache key of ``order``."""
         layout = with_strategy(order, strategy, microbatch)
         footprint = memory(self._description, layout, self._cluster, self._global_batch)
         limit = min(footprint.limit_bytes, self._limit_bytes or footprint.limit_bytes)
@@ -108,7 +111,10 @@ Rank = tuple[float, float, int, int]  # both values; ties: number of the order, 
 
 
 class SearchNode(NamedTuple):
-    """Node of the search tree: a family of layouts, or one schedule of the family with the ``strategies`` to try."""
+    """Node of the search tree: a family of layouts, or one schedule of the family with the ``strategies`` to try.
+
+    ``known``: totals of the family, or the `MicrobatchFlow` of the schedule (None until it is computed).
+    """
 
     bound: Bound
     number: int  # order of creation, which breaks ties
@@ -119,7 +125,7 @@ class SearchNode(NamedTuple):
 
 @dataclass
 class Refusals:
-    """Number of grids and layouts that each limit refused, and the first message of each limit."""
+    """Refused grids (parallel degrees) and layouts: their number and the first message, keyed by the limit's name."""
 
     grids: dict[str, tuple[int, str]] = field(default_factory=dict)
     layouts: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -140,7 +146,7 @@ class Refusals:
 
 @dataclass
 class BranchAndBound:
-    """Best-first search for layouts. After `run`, ``best`` has (value, estimate) of the best layouts, best first."""
+    """Best-first search for layouts. After `run`, ``best`` lists (objective value, estimate) pairs, best first."""
 
     description: ModelDescription
     cluster: Cluster
@@ -227,7 +233,7 @@ class BranchAndBound:
         self._wait(node._replace(bound=self._bound(bound, node.layout), known=flow))
 
     def _bound(self, floor: float, layout: ParallelLayout) -> Bound:
-        """Return lower bounds of the objective value: ``floor`` raised to the MFU limit's time, and ``floor``."""
+        """Return a lower bound with the limit `Cluster.most_mfu`, and ``floor``, the bound without this limit."""
         if self.wanted.objective != "time" or not self.cluster.most_mfu:
             return floor, floor
         workers = layout.devices - layout.servers
@@ -252,14 +258,13 @@ class BranchAndBound:
         return tuple(runnable)
 
     def _full(self, order: ParallelLayout, strategies: tuple[Strategy, ...]) -> LayoutProblem:
-        """Return the problem that ``order`` exceeds the memory. Only the first such problem has a message."""
         if "memory" not in self.refusals.layouts:
             for strategy in strategies:
                 layout = space.with_strategy(order, strategy)
                 footprint = memory(self.description, layout, self.cluster, self.global_batch)
                 if problem := checks.memory_problem(footprint, self.limit_bytes):
                     return problem
-        return LayoutProblem("memory", "")
+        return LayoutProblem("memory", "")  # only the first memory problem of a search has a message
 
     def _plan(self, layout: ParallelLayout, flow: MicrobatchFlow, seen: tuple[int, int]) -> None:
         arguments = self.description, layout, self.cluster, self.global_batch, self.wanted.steps
@@ -268,7 +273,6 @@ class BranchAndBound:
         self._keep((*bounds.value_and_tie_break(estimate, self.wanted.objective), *seen), estimate)
 
     def _keep(self, rank: Rank, estimate: PlanEstimate) -> None:
-        """Keep ``estimate`` if its sort key ``rank`` is among the best. With ``wanted.distinct``, keep one per grid."""
         if rank >= self._last:
             return
         layout = estimate.layout

@@ -28,10 +28,10 @@ class SearchSpec:
     """Settings of a search: the objective, and the values to try. An empty tuple means all possible values.
 
     ``objective``: quantity per step to minimise. ``memory_bytes``: memory limit of a device. 0 means the device memory
-    minus the fraction ``headroom``. ``fewer``: layouts may also use a divisor of the devices. ``compressions``: only
-    the listed ones are tried, because compression changes the training. ``runnable``: only layouts that hpcdist can
-    run. ``first``: number of results. ``simulate``: time the best layouts by the schedule simulator. ``distinct``: only
-    the best layout of each grid.
+    minus the fraction ``headroom``. ``fewer``: layouts may also use a divisor of the number of devices.
+    ``compressions``: only the listed ones are tried, because compression changes the training. ``runnable``: only
+    layouts that hpcdist can run. ``first``: number of results. ``simulate``: time the best layouts by the schedule
+    simulator. ``distinct``: only the best layout of each grid.
     """
 
     objective: str = "time"
@@ -93,7 +93,10 @@ def limit_bytes(spec: SearchSpec, memory_bytes: float) -> float:
 
 
 def grids(devices: int, spec: SearchSpec) -> Iterator[ParallelLayout]:
-    """Yield all combinations of parallel degrees on ``devices`` devices or a divisor of it. Some are impossible."""
+    """Yield a layout for each combination of parallel degrees on ``devices`` devices. Some are impossible.
+
+    If ``spec.fewer`` is true, divisors of ``devices`` are also tried.
+    """
     for tensor in _chosen(divisors(devices), spec.tensors):
         for context in _chosen(divisors(devices // tensor), spec.contexts):
             for pipeline in _chosen(divisors(devices // (tensor * context)), spec.pipelines):
@@ -114,7 +117,7 @@ def grids(devices: int, spec: SearchSpec) -> Iterator[ParallelLayout]:
 
 
 def families(grid: ParallelLayout, spec: SearchSpec) -> Iterator[ParallelLayout]:
-    """Yield copies of the layout ``grid``, one for each choice of recomputation and sequence parallelism. Local."""
+    """Yield copies of ``grid`` with each combination of recomputation and sequence parallelism in ``spec``."""
     both = spec.sequence_parallel if grid.tensor > 1 else (False,)
     choices = spec.recompute
     if grid.implementation == "hpcdist" and "none" in choices:  # scores are always recomputed
@@ -125,10 +128,10 @@ def families(grid: ParallelLayout, spec: SearchSpec) -> Iterator[ParallelLayout]
 
 
 def sizes(grid: ParallelLayout, global_batch: int, spec: SearchSpec) -> tuple[int, ...]:
-    """Return the micro-batch sizes to try: those in ``spec``, or else one size per number of micro-batches. Local.
+    """Return the micro-batch sizes to try: the sizes in ``spec``, or else one per number of micro-batches. Local.
 
-    That size is the smallest which gives this number of micro-batches. Megatron-LM needs equal micro-batches. hpcdist
-    balances their sizes, but with a pipeline all micro-batches must be equal.
+    If several sizes give the same number of micro-batches, only the smallest is tried. Megatron-LM needs equal
+    micro-batches. hpcdist balances their sizes, but with a pipeline all micro-batches must be equal.
     """
     if spec.microbatches:
         return tuple(sorted(set(spec.microbatches)))
@@ -164,7 +167,7 @@ def strategies(grid: ParallelLayout, spec: SearchSpec) -> tuple[Strategy, ...]:
 
 
 def with_strategy(order: ParallelLayout, variant: Strategy, microbatch: int = 0) -> ParallelLayout:
-    """Return the layout ``order`` with the strategy and compression of ``variant``, and ``microbatch`` unless 0."""
+    """Return ``order`` with (strategy, compression) ``variant`` and micro-batch size ``microbatch`` (0: unchanged)."""
     strategy, compression = variant
     # hpcdist overlaps neither compressed exchanges nor exchanges with servers.
     alone = order.implementation == "hpcdist" and (compression != "none" or strategy == "parameter_server")
@@ -188,7 +191,6 @@ def _chosen(possible: tuple[int, ...], allowed: tuple[int, ...]) -> tuple[int, .
 
 
 def _chunks(description: ModelDescription, grid: ParallelLayout, spec: SearchSpec) -> tuple[int, ...]:
-    """Return the chunks per pipeline rank to try: divisors of its number of blocks, and 2 if uneven is allowed."""
     if spec.chunks:
         return spec.chunks
     layers = description.shape.layers if description.shape else description.stages

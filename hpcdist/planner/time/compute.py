@@ -1,11 +1,11 @@
 """Seconds of one micro-batch in one unit on one device: products, attention, elementwise operations, kernels.
 
-A product of (m, k) and (k, n) takes 2 m k n FLOPs in forward, and the same for the gradients of its input and of its
-weight, at the same efficiency (`EfficiencyCurve`). A product is never faster than its memory traffic.
+A product of (m, k) and (k, n) takes 2 m k n FLOPs in forward and for each gradient. A product is never faster than its
+memory traffic.
 
 Tiled attention (arXiv:2307.08691), as in hpcdist, takes 4 h P FLOPs in forward for P pairs of tokens, and 10 h P in
 backward, at `Device.attention_share` of the peak. Attention with scores in memory (arXiv:2205.05198, section 4.1) takes
-two small products per head over all s^2 pairs, twice as many in backward, plus the traffic of a s^2 scores.
+two small products per head over all s^2 pairs, four in backward, plus the traffic of a s^2 scores.
 
 Elementwise operations take the time of their memory traffic; backward moves three elements per two in forward. Each
 kernel adds `Device.kernel_s`.
@@ -37,7 +37,7 @@ _KNOWN: Final[dict[int, dict[str, dict[Any, Any]]]] = {}  # cached results by id
 
 
 class UnitSeconds(NamedTuple):
-    """Times in seconds of one unit for a micro-batch.
+    """Times in seconds of one model unit for a micro-batch on one device.
 
     ``forward_s``: forward. ``input_s`` and ``weight_s``: gradients of inputs and of weights. ``again_s``: recomputation
     before backward. ``add_s``: gradient accumulation, in addition to ``weight_s``. ``cover_s``: time in backward that
@@ -56,7 +56,7 @@ class UnitSeconds(NamedTuple):
 
 
 def cached(cluster: Cluster, kind: str) -> dict[Any, Any]:
-    """Return the cache of results of ``kind`` for ``cluster``. The cache is freed with the cluster object."""
+    """Return the dict that caches results of type ``kind``, such as "loads", until ``cluster`` is freed."""
     results = _KNOWN.get(id(cluster))
     if results is None:
         results = _KNOWN[id(cluster)] = {}
@@ -72,7 +72,10 @@ timed_fields: Final = attrgetter(
 
 
 def unit_seconds(unit: ModelUnit, layout: ParallelLayout, cluster: Cluster) -> UnitSeconds:
-    """Return the forward and backward times of one ``unit`` on one device. Local. Raises ConfigurationError."""
+    """Return the times of one model ``unit`` for a micro-batch on one device. Local.
+
+    Raises ConfigurationError if the device has no efficiency curve for the precision.
+    """
     key = (unit, *timed_fields(layout))
     cache = cached(cluster, "unit_seconds")
     times: UnitSeconds | None = cache.get(key)
@@ -88,7 +91,10 @@ def main_bytes(layout: ParallelLayout) -> int:
 
 
 def peak_share_of(curve: EfficiencyCurve, size: float) -> tuple[float, str]:
-    """Return the fraction of the peak FLOP rate for products of ``size``, and a warning ("" if not extrapolated)."""
+    """Return the fraction of the peak FLOP rate for matrix products of ``size``, and a warning.
+
+    ``size``: harmonic mean of m, k and n. The warning is "" unless ``size`` is outside the curve.
+    """
     sizes, shares = curve.sizes, curve.shares
     if size < sizes[0]:
         return shares[0] * size / sizes[0], f"smaller than {sizes[0]:.6g}, the smallest on the curve"
@@ -102,7 +108,7 @@ def peak_share_of(curve: EfficiencyCurve, size: float) -> tuple[float, str]:
 
 
 class _Unit:
-    """Calculator of the times of one unit on one device."""
+    """Calculator of the times of one `ModelUnit` for a micro-batch on one device."""
 
     def __init__(self, unit: ModelUnit, layout: ParallelLayout, cluster: Cluster) -> None:
         device = cluster.device
@@ -142,7 +148,6 @@ class _Unit:
         return UnitSeconds(whole, into, weight, repeated, flags, self._add(), cover, (forward, back))
 
     def _extents(self, product: ProductShape) -> tuple[float, float, float, float]:
-        """Return the rows, inner size, columns and number of experts of ``product`` on this device."""
         layout = self.layout
         rows = layout.microbatch * product.rows / layout.context
         inner, columns, experts = float(product.inner), float(product.columns), 1.0
@@ -195,13 +200,12 @@ class _Unit:
         return forward + kernels, back + 2 * kernels
 
     def _pairs(self, attention: AttentionShape) -> float:
-        """Return the visible query-key pairs per head and sample; on the busiest rank for a ring with a window."""
         layout, ranks = self.layout, self.layout.context
         if not attention.window or attention.within or ranks == 1:
             return attention.pairs
         if context_share(self.unit, layout, layout.microbatch)[1] != "ring":
             return attention.pairs
-        placed = pieces(attention.context, ranks)
+        placed = pieces(attention.context, ranks)  # the busiest rank counts
         return ranks * max(pairs(placed, rank, causal=True, window=attention.window) for rank in range(ranks))
 
     def _moved(self) -> tuple[float, float]:
@@ -232,12 +236,12 @@ class _Unit:
 
 
 def local_parameters(unit: ModelUnit, layout: ParallelLayout) -> float:
-    """Return the number of parameters of ``unit`` on a device, before ZeRO shards them. Local."""
+    """Return the number of parameters of one model unit on a device, before ZeRO shards them. Local."""
     experts = unit.expert_parameters / layout.tensor
     rest = unit.parameters - unit.cut_parameters + unit.cut_parameters / layout.tensor - experts
     return rest + local_experts(unit, layout)
 
 
 def local_experts(unit: ModelUnit, layout: ParallelLayout) -> float:
-    """Return the number of expert parameters of ``unit`` on a device, sharded over tensor and expert ranks. Local."""
+    """Return the number of expert parameters of one model unit on a device, after tensor and expert sharding. Local."""
     return unit.expert_parameters / layout.tensor / layout.expert

@@ -6,20 +6,14 @@ micro-batches. A device sends
     allreduce           2 Psi (p-1)/p                    once per step
     zero1               Psi (p-1)/p + Psi (p-1)/p        reduce-scatter of gradients; all-gather after the update
     zero2               (1 + m) Psi (p-1)/p              reduce-scatter after each micro-batch
-    zero3               3 m Psi (p-1)/p                  and two gathers per micro-batch; 4 m if a pipeline of hpcdist
-                                                         recomputes blocks; less for the first and last unit
+    zero3               3 m Psi (p-1)/p                  4 m if a pipeline of hpcdist recomputes; less for the ends
     parameter_server    Psi, and Psi is received         dedicated: p Psi / s go into and out of each of s servers
                         2 Psi (p-1)/p                    colocated (servers = 0): every rank serves its share
 
-ZeRO: arXiv:1910.02054, section 7. Servers work in lock-step. p workers send to a dedicated server at once: bytes queue
-at its link, messages are handled sequentially, and all gradients pass its memory.
+ZeRO: arXiv:1910.02054, section 7. At a dedicated server, bytes queue at its link, and all gradients pass its memory.
 
 Gradients overlap backward: at most the share ``overlap``, excluding the unit computed last, and no longer than backward
-takes. Gathers of ZeRO-3 overlap both passes in the same way. Parameters of zero1, zero2 and servers are exposed.
-
-A message has one unit. For the published implementation ZeRO-3 sends `TENSORS` messages per block. `TENSORS` was chosen
-for arXiv:2104.04473, table 2, so this table does not validate it; the planner is 26 to 92 % faster than its six rows.
-A plan uses longer buckets than the default if they reduce exposed time and fit into memory.
+takes. Gathers of ZeRO-3 overlap both passes. Other gathers and the parameters of servers are exposed.
 """
 
 import math
@@ -43,7 +37,9 @@ from hpcdist.planner.time.gradient_payloads import (
 from hpcdist.planner.time.network import NO_COST, MessageCost, collective, repeated_cost, span, substituted
 
 WORTHWHILE: Final = 0.9  # longer buckets must reduce the exposed time to this share
-TENSORS: Final = 12  # per GPT block: two norms and four products, weight and bias each (module docstring)
+# Messages of Megatron-LM's ZeRO-3 per GPT block: two norms and four products, weight and bias each. Chosen for
+# arXiv:2104.04473, table 2, so this table does not validate it. The planner is 26 to 92 % faster than its six rows.
+TENSORS: Final = 12
 
 
 class BucketChoice(NamedTuple):
@@ -154,10 +150,14 @@ def exchange(
 ) -> ExchangeCost:
     """Return the cost of a step's data-axis exchange for a device with ``parameters`` parameters.
 
-    ``backward_s`` and ``forward_s``: times of one micro-batch. ``spare_bytes``: memory for longer buckets in hpcdist.
-    ``expert_parameters``: parameters that only data x context / expert ranks replicate. ``ends``: parameters of the
-    first and last unit, which zero3 gathers less often. ``matrices``: (rows, columns, count) of the weights, for
-    low-rank compression; by default square. Raises UsageError for an unknown strategy.
+    ``backward_s`` and the keyword ``forward_s``: times of one micro-batch. ``microbatches``: micro-batches per step.
+    Other keywords:
+    - ``units``: number of model units on the device.
+    - ``expert_parameters``: expert parameters among ``parameters``, exchanged by data x context / expert ranks only.
+    - ``ends``: parameters of the first and of the last unit, which zero3 gathers less often.
+    - ``matrices``: (rows, columns, count) per weight shape, for low-rank compression. () assumes square weights.
+    - ``spare_bytes``: free memory for allreduce buckets above the default size (implementation "hpcdist" only).
+    Raises UsageError for an unknown strategy.
     """
     if layout.strategy not in STRATEGIES:
         raise UsageError(f"unknown strategy {layout.strategy!r}; choose one of {', '.join(STRATEGIES)}")
@@ -173,7 +173,7 @@ def exchange(
 
 
 class _Job(NamedTuple):
-    """Exchange whose cost is calculated: a layout on a cluster, the passes that can overlap messages, and the data."""
+    """Calculator of the cost of a data-axis exchange. See `exchange` for the fields."""
 
     layout: ParallelLayout
     cluster: Cluster
@@ -235,10 +235,6 @@ class _Job(NamedTuple):
         )
 
     def _servers(self, parameters: float, axis: str, ranks: int) -> ExchangeCost:
-        """Return the cost of pushing gradients to servers and pulling parameters, in lock-step.
-
-        The optimizer update of the servers is not included; `hpcdist.planner.time.step` adds it.
-        """
         layout, cluster = self.layout, self.cluster
         payload = self._payload(parameters, ranks)
         pushed = parameters * gradient_item_bytes(layout) if payload is None else payload.nbytes
@@ -271,9 +267,8 @@ class _Job(NamedTuple):
 
     @property
     def _servers_each(self) -> float:
-        """Servers per (pipeline rank, tensor rank) pair. A value below 1 means that pairs share a server."""
         layout = self.layout
-        return layout.servers / (layout.pipeline * layout.tensor)
+        return layout.servers / (layout.pipeline * layout.tensor)  # below 1: pipeline and tensor ranks share a server
 
     def _incast(self, nbytes: float, workers: int) -> float:
         levels, total, servers = self.cluster.levels, self.layout.devices, self.layout.servers
@@ -292,7 +287,6 @@ class _Job(NamedTuple):
         return max(at_server, messages * level.latency_s + nbytes / out_rate)
 
     def _gradients(self, operation: str, parameters: float, axis: str, messages: int) -> MessageCost:
-        """Return the cost of summing gradients; with compression it includes encoding and decoding."""
         plain = self._in_messages(operation, parameters * gradient_item_bytes(self.layout), axis, messages)
         if self._payload(parameters) is None:
             return plain._replace(flags=(*plain.flags, *self._useless()))
@@ -305,7 +299,6 @@ class _Job(NamedTuple):
         return cost._replace(flags=(*cost.flags, slower))
 
     def _payload(self, parameters: float, ranks: int = 2) -> Payload | None:
-        """Return the compressed gradient payload, or None if it is not smaller than the gradients."""
         payload = gradient_payloads.payload(self.layout.compression, parameters, ranks, self.units, self.matrices)
         if payload is None or payload.nbytes >= 0.999 * parameters * gradient_item_bytes(self.layout):
             return None
@@ -326,11 +319,9 @@ class _Job(NamedTuple):
         return repeated_cost(cost, messages)
 
     def _hideable(self, seconds: float) -> float:
-        """Return the part of the message time ``seconds`` that can overlap computation. One unit's cannot."""
-        return self.layout.overlap * seconds * (self.units - 1) / self.units
+        return self.layout.overlap * seconds * (self.units - 1) / self.units  # all but the last unit's messages
 
     def _hide(self, seconds: float, often: int) -> tuple[float, float]:
-        """Return the time of gradient messages, ``seconds``, and the part hidden by ``often`` backward passes."""
         return seconds, min(self._hideable(seconds), often * self.backward_s)
 
     def _result(self, whole: tuple[float, float], after_s: float, *costs: MessageCost) -> ExchangeCost:

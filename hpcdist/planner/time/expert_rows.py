@@ -1,9 +1,8 @@
 """Route and cost of token rows sent to experts: in node memory, or in messages.
 
-hpcdist chooses as `hpcdist.strategies.expert.axis.algorithm_for`: with `algorithm = auto`, ranks of one node without
-GPUs read the rows in shared memory; ranks of several nodes send one message between two nodes; all others send
-pairwise. Bytes, memory and copies: `hpcdist.strategies.expert.costs`. Copies run at memory bandwidth. An exchange in
-node memory has the latency of a message. The published implementation sends pairwise, without counts and copies.
+hpcdist chooses as `hpcdist.strategies.expert.axis.algorithm_for`: ranks of one node without GPUs read the rows in
+shared memory; ranks of several nodes send one message between two nodes; all others send pairwise. An exchange in node
+memory has the latency of a message. Megatron-LM sends pairwise, without counts and copies.
 """
 
 from typing import Final, NamedTuple
@@ -22,10 +21,7 @@ EVEN_LOADS_FLAG: Final = (
 
 
 class RowRoute(NamedTuple):
-    """Route of token rows to experts.
-
-    ``way``: "node memory", "hierarchical" or "pairs". The expert group has ``each`` ranks on each of ``nodes`` nodes.
-    """
+    """Route (``way``) of token rows to experts: "node memory", "hierarchical" or "pairs". ``each``: ranks per node."""
 
     way: str = ""
     nodes: int = 1
@@ -68,7 +64,7 @@ def row_turn(turn: str, nbytes: float, layout: ParallelLayout, cluster: Cluster)
 
 
 def _between_nodes(nbytes: float, route: RowRoute, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
-    """Return the cost of an all-to-all that sends a single message from each node to each other node."""
+    """Return the cost of an all-to-all with a single message from each node to each other node."""
     reach, traffic = span(layout, "expert", cluster), node_traffic(nbytes, route.nodes, route.each)
     far = reach.tiers[-1]
     # If fewer ranks of a node send than it has, each gets a larger share of the link, up to a single sender's rate.
@@ -82,7 +78,7 @@ def _between_nodes(nbytes: float, route: RowRoute, layout: ParallelLayout, clust
 
 
 def row_buffers(nbytes: float, route: RowRoute) -> float:
-    """Return the bytes of buffers to send ``nbytes`` of token rows, in addition to the rows themselves. Local."""
+    """Return the buffer bytes, in addition to the rows, for a device that sends ``nbytes`` of token rows. Local."""
     if route.way == SHARED:
         return published_bytes(round(nbytes)) + nbytes  # plus received gradients
     return node_traffic(nbytes, route.nodes, route.each).workspace if route.way == HIERARCHICAL else 0.0

@@ -1,27 +1,22 @@
 """Gradients on the wire: data types, compressed payloads, and the time of compressed sums.
 
-**Types.** Megatron-LM sums in the type of its main gradients. hpcdist sends 16-bit gradients unchanged to servers and
-ZeRO owners, who sum them in float32. Its allreduce sends float32 sums.
+Megatron-LM sums in the type of its main gradients. hpcdist sends 16-bit gradients unchanged to servers and ZeRO owners,
+who sum them in float32. Its allreduce sends float32 sums.
 
-**Payloads** in bytes, for n values (modules in `hpcdist.compression`):
+**Payloads** in bytes, for n values and p ranks:
 
-    bfloat16    2 n                        casts                 shares to their owners, sums back
-    int8        n + 4 ceil(n / 256)        blockwise             as bfloat16
-    int4        n / 2 + 4 ceil(n / 256)    blockwise             as bfloat16
-    onebit      n / 8 + 4 p                onebit                as bfloat16: signs and a scale for each of p chunks
-    topk        8 ceil(n / 100)            topk                  all-gather: each rank receives p-1 payloads
-    powersgd    4 r (a + b), r = 4         powersgd              allreduce, for each matrix (a, b)
+    bfloat16    2 n                        owned
+    int8        n + 4 ceil(n / 256)        owned
+    int4        n / 2 + 4 ceil(n / 256)    owned
+    onebit      n / 8 + 4 p                owned: signs, and a scale for each of p chunks
+    topk        8 ceil(n / 100)            gathered
+    powersgd    4 r (a + b), r = 4         summed, for each matrix (a, b)
 
-Coding is bound by memory: encoding reads each value, reads and writes its residual (12 bytes), and writes the payload.
+**Compressed sums** (`Payload`): with c payload bytes per value, a rank sends
 
-**Compressed sums.** With n values, p ranks and c payload bytes per value, a rank sends
-
-    owned       2 (p-1)/p c n    shares to their owners and sums back; half for a reduce-scatter
-    gathered    (p-1) c n        all-gather of payloads
-    summed      2 (p-1)/p c n    allreduce of payloads
-
-If a node has l > 1 of the ranks, the first two may compress only between nodes: float32 sums within the node send 8 n
-(l-1)/l bytes, and p / l ranks exchange n / l values. The faster variant is used.
+    owned       2 (p-1)/p c n    half for a reduce-scatter
+    gathered    (p-1) c n
+    summed      2 (p-1)/p c n
 """
 
 from functools import lru_cache
@@ -43,7 +38,7 @@ def gradient_item_bytes(layout: ParallelLayout) -> int:
 
 
 def summed_item_bytes(layout: ParallelLayout) -> int:
-    """Return the bytes per element of gradients that an allreduce on any axis sums."""
+    """Return the bytes per gradient element in an allreduce on any axis."""
     working = STORED_ITEM_BYTES[layout.precision]
     is_narrow = layout.implementation == "megatron" and layout.main_gradients == "working"
     return working if is_narrow else max(4, working)
@@ -58,9 +53,13 @@ Matrices = tuple[tuple[int, int, int], ...]  # (rows, columns, count)
 
 
 class Payload(NamedTuple):
-    """Compressed payload of a device's gradients. ``way`` to sum payloads: "owned", "gathered" or "summed".
+    """Compressed payload of the gradients of one device.
 
-    The module docstring explains the ways.
+    ``way`` is the method that sums payloads over the ranks:
+
+    "owned": each rank decodes and sums the payloads of its shard; ranks then gather the encoded sums.
+    "gathered": each rank gathers, decodes and sums the payloads of all ranks.
+    "summed": an allreduce sums the payloads, and each rank decodes the sum.
     """
 
     nbytes: float
@@ -79,10 +78,11 @@ class Payload(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def payload(compression: str, values: float, ranks: int, units: int = 1, matrices: Matrices = ()) -> Payload | None:
-    """Return the compressed payload of ``values`` gradients, or None if ``compression`` is "none".
+    """Return the compressed payload of ``values`` gradient elements, or None if ``compression`` is "none".
 
-    ``units``: number of model units with these gradients. ``matrices``: (rows, columns, count) of the weights, for
-    powersgd. Raises UsageError for an unknown compression.
+    ``ranks``: number of ranks that sum these gradients. ``units``: number of model units that have these gradients.
+    ``matrices``: (rows, columns, number of matrices) for each weight shape, used by powersgd. Raises UsageError for an
+    unknown compression.
     """
     if compression == "none":
         return None
@@ -121,7 +121,7 @@ _FLOAT32: Final = 4
 
 
 class CompressedGradients(NamedTuple):
-    """Uncompressed gradients of a device: ``values`` elements in ``units`` model units. ``matrices``: see `payload`."""
+    """Gradients of one device before compression: number of elements, number of model units, weight shapes."""
 
     values: float
     units: int
@@ -136,7 +136,14 @@ def compressed_sum(
     cluster: Cluster,
     messages: int = 1,
 ) -> MessageCost:
-    """Return the cost of a compressed allreduce or reduce_scatter, in ``messages`` messages, including coding time."""
+    """Return the cost of summing compressed gradients over ``axis``, including the time to encode and decode.
+
+    ``operation``: "allreduce" or "reduce_scatter". ``messages``: number of equal messages that the gradients fill.
+
+    If a node has l > 1 of the p ranks, messages within the node may stay uncompressed, if this is faster: float32 sums
+    of n values within the node send 8 n (l-1)/l bytes, and p / l ranks on different nodes exchange n / l compressed
+    values. This needs a `Payload` with the ``way`` "owned" or "gathered".
+    """
     whole = span(layout, axis, cluster)
     flat = _over(operation, gradients, layout, whole, cluster, messages)
     inside = _inside(whole, cluster)

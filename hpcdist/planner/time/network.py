@@ -1,14 +1,10 @@
 """Cost of a collective or message on a cluster: from measured fits, or by formulas over the crossed links.
 
-**Links.** A group of an axis has ``size`` devices, ``stride`` apart. `span` finds its *tiers*, the link levels that it
-crosses. A box is a set of devices joined by a level. A tier joins ``fan`` boxes of the tier below; the product of the
-fans is ``size``. A level's ``bytes_per_s`` is the rate of a device while all of its box send. ``single`` is for a flat
-ring, with one sender per group in a box. ``crowded`` is for algorithms in which all devices send. With ``channels``, as
-in NCCL, as many rings or trees leave a box as it has members.
+**Links.** A group crosses link levels, its *tiers* (`LinkTier`). With ``channels``, as in NCCL, as many rings or trees
+leave a box as it has members.
 
 **Measurements** (`hpcdist.planner.cluster.hardware.MeasuredFit`) have priority if algorithm, library, number of ranks
-and link level match and the ranks are neighbours. Below the smallest measured size the formula is used, limited by the
-time of that size.
+and link level match and the ranks are neighbours.
 
 **Formulas.** p devices, n bytes of the whole buffer, alpha (latency) and beta (seconds per byte) of a tier, h = sum
 over the tiers of ceil(log2 fan):
@@ -23,11 +19,8 @@ over the tiers of ceil(log2 fan):
     binomial        ceil(log2 p) (alpha + n beta)                      broadcast
 
 Ring, doubling, Rabenseifner, binomial: R. Thakur et al., IJHPCA 19 (2005) 49-66, without gamma. Tree: P. Sanders et
-al., Parallel Computing 35 (2009) 581-594, with the best number of segments. Hierarchical: arXiv:1811.05233.
-
-A flat ring is as fast as its slowest link; in doubling and similar algorithms all devices of a box send at once. The
-tiers of a hierarchical allreduce are pipelined over segments: the slowest tier counts, plus one segment in the others.
-Without channels the tiers of reduce_scatter and all_gather add up.
+al., Parallel Computing 35 (2009) 581-594, with the best number of segments. Hierarchical: arXiv:1811.05233. Its tiers
+are pipelined over segments. Without channels the tiers of reduce_scatter and all_gather add up.
 """
 
 import math
@@ -45,11 +38,15 @@ AXES: Final = ("tensor", "context", "data", "replicas", "expert", "expert_replic
 
 
 class LinkTier(NamedTuple):
-    """Link level that a group of devices crosses.
+    """Link level that connects the members of a group of devices, such as the links between nodes.
 
-    A box of a level is a set of devices that its links join. ``fan``: group members that the level joins, each in
-    another box of the level below. ``outer``: index of the level in the cluster, 0 for the fastest. ``crowded``,
-    ``single``: seconds per byte if all devices send, and in a flat ring.
+    A box of a level is a set of devices that the links of this level join.
+
+    ``outer``: index of the level in the cluster, 0 for the fastest level.
+    ``fan``: number of boxes of the next faster level that this level joins and that have members of the group.
+    ``lanes``: number of members of the group in one box of the next faster level.
+    ``crowded``: seconds per byte of a device while all devices send over this level.
+    ``single``: seconds per byte in a flat ring, where one member of the group per faster box sends over this level.
     """
 
     outer: int
@@ -62,7 +59,11 @@ class LinkTier(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GroupSpan:
-    """Group of devices on an axis. ``tiers``: link levels that the group crosses, fastest first (one device: none)."""
+    """Group of ``size`` devices, ``stride`` apart, with the link levels ``tiers`` that connect the devices.
+
+    ``tiers``: fastest level first; empty for one device. ``channels``: True if several rings or trees run in parallel,
+    as in NCCL. ``flags``: warnings about the group.
+    """
 
     size: int
     stride: int
@@ -72,18 +73,18 @@ class GroupSpan:
 
     @property
     def slow(self) -> float:
-        """Seconds per byte of a flat ring or tree on the slowest tier."""
+        """Seconds per byte of a flat ring or tree on the slowest link level of the group."""
         if self.channels:
             return max(tier.crowded / tier.lanes for tier in self.tiers)
         return max(tier.single for tier in self.tiers)
 
     @property
     def latency_s(self) -> float:
-        """Latency of the slowest tier in s."""
+        """Largest latency of the group's link levels, in seconds."""
         return max(tier.latency_s for tier in self.tiers)
 
     def tier_at(self, distance: int) -> LinkTier:
-        """Return the link level between members whose indices differ by ``distance`` (a power of two, as in XOR)."""
+        """Return the link level between the group members i and i XOR ``distance``; ``distance`` is a power of 2."""
         # Partners share an aligned block of 2 * distance members: the first tier whose boxes consist of such blocks.
         for tier in self.tiers[:-1]:
             if tier.lanes * tier.fan % (2 * distance) == 0:
@@ -123,10 +124,12 @@ def span(layout: ParallelLayout, axis: str, cluster: Cluster) -> GroupSpan:
 
 @lru_cache(maxsize=1 << 16)
 def group(size: int, stride: int, total: int, levels: tuple[LinkLevel, ...], channels: bool = False) -> GroupSpan:
-    """Return the span over the link ``levels`` of a group of ``size`` of ``total`` devices, ``stride`` apart.
+    """Return the group of ``size`` devices, ``stride`` apart, with the link levels that connect the devices.
 
-    If the boxes of a level (sets of devices that it joins) split groups unevenly, equal parts that fit into all boxes
-    are assumed, and the result has a flag. Raises UsageError if no level joins the devices.
+    ``total``: number of devices of the job. ``levels``: link levels of the cluster, fastest first. ``channels``: see
+    `GroupSpan`. A box is a set of devices that a level joins. If the boxes of a level contain unequal numbers of group
+    members, equal numbers are assumed, and the result has a warning in ``flags``. Raises UsageError if no level joins
+    all members of the group.
     """
     tiers: list[LinkTier] = []
     flags: list[str] = []
@@ -154,14 +157,16 @@ def group(size: int, stride: int, total: int, levels: tuple[LinkLevel, ...], cha
 
 @lru_cache(maxsize=1 << 14)
 def _span(size: int, stride: int, tiers: tuple[LinkTier, ...], channels: bool, flags: tuple[str, ...]) -> GroupSpan:
-    """Return the group span with these fields from a cache. Equal spans are one object and share cached costs."""
+    """Return a cached `GroupSpan`: equal groups are one object and share cached costs."""
     return GroupSpan(size, stride, tiers, channels, flags)
 
 
 def members_inside(size: int, stride: int, box: int, below: int = 1) -> int:
-    """Return the number of group members among the ``box`` devices that a link level joins.
+    """Return the number of members of a device group that one box of a link level contains.
 
-    ``below``: number of group members among the devices that the next lower level joins.
+    The group has ``size`` devices, ``stride`` apart. A box is a set of ``box`` consecutive devices that the level
+    joins. ``below``: number of group members in a box of the next faster level, 1 if there is no faster level. The
+    result is a multiple of ``below`` and divides ``size``.
     """
     # Boxes nest: a multiple of ``below``, which divides the group into equal parts.
     room = max(1, box // stride)
@@ -170,9 +175,7 @@ def members_inside(size: int, stride: int, box: int, below: int = 1) -> int:
 
 SEGMENT_BYTES: Final = 256 << 10  # hierarchical segments, as in `hpcdist.collectives.algorithms.hierarchical`
 
-Formula = Callable[
-    [float, GroupSpan], tuple[float, float]
-]  # (n bytes, span) -> (seconds, maximum bytes sent by a device)
+Formula = Callable[[float, GroupSpan], tuple[float, float]]  # (n bytes, span) -> (seconds, bytes sent by a device)
 
 
 def _ring(passes: int) -> Formula:
@@ -246,7 +249,7 @@ def _rabenseifner(n: float, span: GroupSpan) -> tuple[float, float]:
 
 
 def _fold(n: float, span: GroupSpan) -> tuple[float, float]:
-    """Return (seconds, bytes sent) to fold excess ranks into a power of two: ``n`` bytes to a partner, and back."""
+    """Return the seconds and bytes of messages of ``n`` bytes to and from the ranks of ``span`` beyond a power of 2."""
     if span.size & (span.size - 1) == 0:
         return 0.0, 0.0
     tier = span.tier_at(1)
@@ -328,8 +331,9 @@ def collective(
     """Return the cost of ``operation`` on a buffer of ``nbytes`` bytes over the device group ``span``.
 
     ``nbytes`` is the size of the whole buffer: the input of reduce_scatter, the output of all_gather, all data of a
-    device in all_to_all. ``algorithm`` "auto" means the measured cost, or else the fastest formula. An operation
-    without the algorithm uses its fastest algorithm, and flags the result. Raises UsageError for unknown names.
+    device in all_to_all. ``algorithm`` "auto" means the measured cost, or else the fastest formula. If ``operation``
+    does not have ``algorithm``, the result is the cost of its fastest algorithm, with a warning in ``flags``. Raises
+    UsageError for unknown names.
     """
     if span.size <= 1 or nbytes <= 0:
         return NO_COST
@@ -344,7 +348,7 @@ def collective(
 
 
 def message(nbytes: float, layout: ParallelLayout, axis: str, cluster: Cluster) -> MessageCost:
-    """Return the cost of a message to the next rank of ``axis`` over its slowest links, while all groups send one."""
+    """Return the cost of a message to the next rank of ``axis`` over the slowest link, while all ranks send."""
     reach = span(layout, axis, cluster)
     if reach.size <= 1 or nbytes <= 0:
         return NO_COST
@@ -357,14 +361,13 @@ def message(nbytes: float, layout: ParallelLayout, axis: str, cluster: Cluster) 
 
 
 def _on(fit: MeasuredFit, span: GroupSpan, cluster: Cluster) -> bool:
-    """Return True if ``fit`` applies to ``span``: measured with the same library and outermost link level."""
     if fit.library and (fit.library == "nccl") != span.channels:
         return False
     return not fit.level or fit.level == cluster.levels[span.tiers[-1].outer].name
 
 
 def _within(fit: MeasuredFit, nbytes: float, measured: MessageCost, formula: MessageCost) -> MessageCost:
-    """Return ``measured``, or ``formula`` if ``nbytes`` is below all measured sizes. Outside them, add a warning."""
+    """Return ``measured``, or ``formula`` below all measured sizes of ``fit``. Outside these sizes, add a warning."""
     if fit.from_bytes <= nbytes <= fit.until_bytes[-1]:
         return measured
     sizes = f"measured from {fit.from_bytes:.3g} to {fit.until_bytes[-1]:.3g} bytes"
@@ -381,7 +384,7 @@ def _fitted(fit: MeasuredFit, nbytes: float) -> float:
 
 
 def _least_bytes(operation: str, nbytes: float, p: int) -> float:
-    """Return the minimum bytes that a device sends in ``operation`` on p ranks (Patarasuk and Yuan 2009)."""
+    """Return the minimum bytes that one of ``p`` ranks sends in ``operation`` (Patarasuk and Yuan 2009)."""
     if operation == "broadcast":
         return nbytes
     return (2 if operation == "allreduce" else 1) * (p - 1) / p * nbytes

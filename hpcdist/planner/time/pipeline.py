@@ -1,35 +1,25 @@
-"""Pipeline time of a layout: seconds of its ranks, messages between stages, and bubble; closed form and simulated.
+"""Pipeline time of a layout, in closed form or simulated: computation, messages between stages, and idle time.
 
 With p ranks, v chunks per rank, m micro-batches, F, I, W the seconds of a rank per micro-batch (forward, gradients of
-inputs and of weights, over all of its chunks) and T = F + I + W, the time of all passes is m T plus
+inputs and of weights, over all of its chunks) and T = F + I + W, the time of all passes is m T plus the idle time
 
     gpipe, 1f1b    (p-1) T                                              arXiv:1811.06965, arXiv:2104.04473
     interleaved    (p-1) T / v                                          arXiv:2104.04473, section 2.2
-    zb-h1          (p-1) (F + I) - min(m-1, p-1) w                      w = min(W, I, F)
+    zb-h1          (p-1) (F + I) - min(m-1, p-1) w                      w = min(W, I, F); arXiv:2401.10241
     zb-h2          (p-1) (F + I) - min(m/2, p-1) w - min((m-1)/2, p-1) min(W, I - w, F), integer quotients
     zb-v           (p-1) (F + I) - min(m-1, p-1) min(F, 2 W, (F + I)/2) - max(0, m-p) min(W, (F + I)/2), and at least
                    (p-1) max(F/2, I/2, F + I - 3 W)
 
-zb-h1 agrees with arXiv:2401.10241, table 1, for m >= p and W <= I, F. All forms agree with the simulator for any m and
-times; zb-v for F = I = W, otherwise within 5 %. The term m T uses the times of the slowest rank. The other terms use
-the means of F, I, W over the other ranks.
+zb-h1 agrees with table 1 of its paper for m >= p and W <= I, F. All forms agree with the simulator for any m; zb-v only
+for F = I = W, otherwise within 5 %. The term m T uses the times of the slowest rank. The other terms use the means of
+F, I, W over the other ranks.
 
-If chunks are recomputed (A seconds) before their gradient arrives, as in hpcdist, the idle time is shorter: with B = I
-+ W, T = A + F + B, and m > 1 (interleaved m > p)
+If chunks are recomputed before their gradient arrives, as in hpcdist, the slowest rank needs A more seconds per
+micro-batch. Its idle time is then shorter, but at least 0: for 1f1b by min(2 A, A + I + W), for interleaved (m > p) by
+min(3 A, A + I + W) / v, and for m = 1 by A.
 
-    gpipe          (p-1) (F + B)
-    1f1b           (p-1) (F + B) - min(2 A, A + B)
-    interleaved    (p-1) (F + B) / v - min(3 A, A + B) / v
-
-with A of the slowest rank, and at least 0. For m = 1 it is (p-1) (F + B) - A.
-
-Messages of x seconds between neighbours, shorter than a pass, add
-
-    gpipe    2 (p-1) x      1f1b     2 (p-1 + (m-1) (p-1)/p) x      interleaved   2 (p v - 1) x
-    zb-h1    4 (p-1) x      zb-h2    (p-1) x                        zb-v          (5 p - 7) x, at least 4 (p-1) x
-
-with integer quotients; interleaved for m a multiple of p; zero-bubble forms approximately, for many micro-batches.
-Messages of Megatron-LM block the computation and add 2 (v m + p-1) x in total.
+The number of waits (`_waits`) is valid for messages shorter than a pass. Interleaved also needs m to be a multiple of
+p; zero-bubble schedules are approximate.
 """
 
 from collections.abc import Sequence
@@ -66,7 +56,10 @@ class PlannedSeconds(NamedTuple):
 
 
 class PipelineTime(NamedTuple):
-    """Time of a step on the slowest pipeline rank: busy, message and idle seconds. ``bubble``: idle fraction."""
+    """Time of a step on the slowest pipeline rank: seconds of computation, of waits for messages, and idle seconds.
+
+    ``bubble``: fraction of the time in which a rank does not compute, from its first pass to its last pass.
+    """
 
     busy_s: float
     message_s: float
@@ -94,9 +87,11 @@ def closed_time(
 ) -> PipelineTime:
     """Return the step time of a pipeline by a closed formula.
 
-    ``slowest``: times of the slowest rank. ``others``: mean times of the other ranks. ``blocking``: messages stop
-    computation. ``steps_overlap``: a rank starts the next step without waiting. ``ahead_s``: recomputation on the
-    slowest rank before the gradient arrives.
+    ``slowest``: times of a micro-batch on the slowest rank. ``others``: mean times on the other ranks. The keyword
+    ``chunks``: chunks per rank. The keyword ``message_s``: time of a message between neighbouring ranks. The keyword
+    ``blocking``: True if messages stop computation. The keyword ``steps_overlap``: True if a rank starts the next step
+    without waiting for other ranks. The keyword ``ahead_s``: seconds per micro-batch in which the slowest rank
+    recomputes activations before their gradient arrives.
     """
     busy_s = microbatches * (slowest.whole_s + ahead_s)
     if ranks == 1:
@@ -118,7 +113,7 @@ def closed_time(
 
 
 def _idle_s(schedule: str, others: PlannedSeconds, ranks: int, microbatches: int, chunks: int) -> float:
-    """Return the idle seconds of the slowest rank. ``others``: mean F, I, W (module docstring) of the other ranks."""
+    """Return the idle seconds of the slowest rank in a step without messages. ``others``: mean times of other ranks."""
     forward_s, input_s, weight_s = others
     other_ranks, there_and_back = ranks - 1, (ranks - 1) * (forward_s + input_s)
     filled_s = min(others)  # w: part of W that fits into each gap
@@ -159,9 +154,10 @@ def simulated_timeline(
     message_s: float = 0.0,
     recompute: bool = False,
 ) -> "StepTimeline":
-    """Simulate the forward and backward passes of ``chunks`` (in model order) and return the timeline. Local.
+    """Simulate the forward and backward passes of a step and return the timeline. Local.
 
-    A message occupies its link for ``message_s``. With ``recompute``, each chunk is recomputed before its gradient
+    ``chunks``: times of a micro-batch in each chunk, in model order. The keyword ``message_s``: seconds in which a
+    message occupies its link. If the keyword ``recompute`` is true, each chunk is recomputed before its gradient
     arrives, in the time of a forward pass.
     """
     from hpcdist.strategies.schedule.simulate import timeline
@@ -184,16 +180,17 @@ def simulated_timeline(
 
 @lru_cache(maxsize=4)
 def _rows(schedule: str, ranks: int, microbatches: int, chunks_per_rank: int) -> "list[np.ndarray]":
-    """Return the passes of all ranks in execution order. They are cached, because they are simulated twice."""
     from hpcdist.strategies.schedule.simulate.passes import compact
 
+    # Cached, because each schedule is simulated twice.
     return [compact(SCHEDULES[schedule].passes(rank, ranks, microbatches, chunks_per_rank)) for rank in range(ranks)]
 
 
 class StageTime(NamedTuple):
-    """Load, collective waits and compute seconds of a pipeline rank or chunk, per micro-batch.
+    """Load, waits for collectives, and total seconds of a pipeline rank or chunk, per micro-batch.
 
-    ``ahead_s``: recomputation before the gradient arrives.
+    ``sent``: waits for the collectives of ``load``. ``seconds``: times of the passes, including these waits.
+    ``ahead_s``: seconds of recomputation before the gradient arrives, not included in ``seconds``.
     """
 
     load: StageLoad
@@ -214,7 +211,10 @@ def stage_of(
     microbatches: int,
     costs: dict[tuple[str, str, float], MessageCost] | None = None,
 ) -> StageTime:
-    """Return the times of a rank or chunk. ``load``: its work per micro-batch. ``costs``: cache of costs. Local."""
+    """Return the times of a pipeline rank or chunk with the work ``load`` per micro-batch. Local.
+
+    ``microbatches``: number per step. ``costs``: optional cache of collective costs, keyed by (axis, operation, bytes).
+    """
     waits = collective_wait(load, layout, cluster, costs)
     again_s = load.again_s + sum(waits.again_s.values())
     is_early = recomputes_ahead(layout)
@@ -240,7 +240,7 @@ def ranks_of(
 def chunks_seconds(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, microbatches: int
 ) -> list[PlannedSeconds]:
-    """Return the seconds per micro-batch of each chunk in model order. Local."""
+    """Return the times of a micro-batch in each pipeline chunk, in model order. ``microbatches``: per step. Local."""
     costs: dict[tuple[str, str, float], MessageCost] = {}
     of_chunks = chunk_loads(description, layout, cluster)
     return [stage_of(load, layout, cluster, microbatches, costs).seconds for load in of_chunks]
@@ -261,7 +261,7 @@ def border(description: ModelDescription, layout: ParallelLayout, cluster: Clust
 
 
 def messages_per_microbatch(layout: ParallelLayout) -> int:
-    """Return the number of messages per micro-batch of the busiest pipeline rank. Local."""
+    """Return the number of messages that the busiest pipeline rank sends per micro-batch. Local."""
     chunks_per_rank = chunks_of(layout.schedule, layout.chunks)
     if layout.pipeline > 2:
         return 2 * chunks_per_rank
@@ -274,16 +274,18 @@ def messages_block(layout: ParallelLayout) -> bool:
 
 
 def steps_overlap(layout: ParallelLayout) -> bool:
-    """Return True if pipeline ranks may start the next step early. hpcdist's ranks first sum the gradient norm."""
+    """Return True if pipeline ranks may start the next step early. In hpcdist, they first sum the gradient norm."""
     return layout.implementation == "megatron" and layout.schedule in SPLIT
 
 
 def closed_pipe(
     layout: ParallelLayout, m: int, ranks: Sequence[tuple[StageTime, int]], slowest: StageTime, hop_s: float
 ) -> PipelineTime:
-    """Return the time of a pipeline by a closed formula; ``ranks``: pairs (times, number of ranks). Local.
+    """Return the step time of the pipeline of ``layout`` by a closed formula. Local.
 
-    ``m``: micro-batches. ``hop_s``: time of a message between neighbouring ranks.
+    ``m``: number of micro-batches per step. ``ranks``: pairs (times of a rank, number of pipeline ranks with these
+    times). ``slowest``: times of the slowest rank, an object in ``ranks``. ``hop_s``: seconds of a message between
+    neighbouring ranks.
     """
     others = slowest.seconds
     if layout.pipeline > 1:
@@ -298,10 +300,10 @@ def closed_pipe(
 def closed_form(
     layout: ParallelLayout, slowest: PlannedSeconds, others: PlannedSeconds, m: int, hop_s: float, ahead_s: float = 0.0
 ) -> PipelineTime:
-    """Return the time of a pipeline with the schedule of ``layout`` by a closed formula. Local.
+    """Return the step time of a pipeline with the schedule of ``layout``, by `closed_time`. Local.
 
-    ``slowest``: times of the slowest rank. ``others``: mean times of the other ranks. ``m``: micro-batches. ``hop_s``:
-    time of a message. ``ahead_s``: recomputation before the gradient arrives.
+    ``slowest``, ``others``, ``ahead_s``: see `closed_time`. ``m``: number of micro-batches per step. ``hop_s``: seconds
+    of a message between neighbouring pipeline ranks.
     """
     return closed_time(
         layout.schedule,
@@ -320,9 +322,10 @@ def closed_form(
 def simulated_pipe(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, m: int, slowest: StageTime, hop_s: float
 ) -> PipelineTime:
-    """Return the time of a pipeline by two simulations: with messages, and without messages. Local.
+    """Return the step time of a pipeline by simulation. Local.
 
-    ``m``: micro-batches. ``slowest``: times of the slowest rank. ``hop_s``: time of a message.
+    A simulation without messages gives the idle time. Another with messages gives the waits for messages. ``m``,
+    ``slowest`` and ``hop_s``: see `closed_pipe`.
     """
     chunks = chunks_seconds(description, layout, cluster, m)
     # Without messages the simulation gives the idle time of the schedule; the additional time is waiting for messages.

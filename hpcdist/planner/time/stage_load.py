@@ -1,19 +1,13 @@
 """Load of a pipeline rank per micro-batch: the seconds of its units, and its collectives.
 
 For b samples of s tokens and width h, the tensor axis sends b s h elements per collective in each region from a
-column-sharded to a row-sharded weight (arXiv:1909.08053, section 3; arXiv:2205.05198, section 4.2):
+column-sharded to a row-sharded weight (arXiv:1909.08053, section 3; arXiv:2205.05198, section 4.2). Without sequence
+parallelism the collectives are an allreduce in forward and in backward. With sequence parallelism an all-gather begins
+the region and a reduce-scatter ends it; backward reverses both, and gathers the input again. In backward all but the
+first all-gather can overlap the gradients' computation (arXiv:2205.05198, section 6.2).
 
-    forward         an allreduce after the region; with sequence parallelism an all-gather before and a reduce-scatter
-                    after it
-    backward        an allreduce for the input gradient; with sequence parallelism an all-gather of the output gradient,
-                    a reduce-scatter of the input gradient, and another all-gather of the input
-
-The loss over a sharded vocabulary sums three float32 numbers per token. In backward all but the first all-gather can
-overlap the gradients' computation (arXiv:2205.05198, section 6.2).
-
-The context axis gathers keys and values in forward, and reduce-scatters their gradients in backward (arXiv:2407.21783,
-section 3.3.2). In hpcdist they pass round a ring, once more in backward, or heads are exchanged for tokens.
-Recomputation repeats the messages of forward.
+The context axis gathers keys and values in forward, and reduce-scatters their gradients (arXiv:2407.21783, section
+3.3.2). In hpcdist they pass round a ring, once more in backward, or heads are exchanged for tokens.
 """
 
 from collections import Counter
@@ -40,10 +34,13 @@ LOSS_SUMS: Final = 3  # maximum, sum of exponentials, logit of the target token
 
 
 class AxisCollective(NamedTuple):
-    """Collective of a micro-batch: phase ``when`` (forward, backward, ...), axis, operation and bytes.
+    """Collective that a rank runs once per micro-batch for one unit of the model.
 
-    On the expert axis the operation is "counts", "rows", "gradients" or "results". A ring of ``passes`` passes overlaps
-    ``tiles_s`` seconds of attention. ``tiles_s`` None means no overlap.
+    ``when``: phase, one of `FORWARD`, `BACKWARD`, `OVERLAPPED` and `RECOMPUTE`.
+    ``operation``: name of the collective; on the expert axis "counts", "rows", "gradients" or "results".
+    ``nbytes``: size of the whole buffer.
+    ``tiles_s``: for ring attention, the seconds of attention that overlap the messages, else None.
+    ``passes``: for ring attention, the number of blocks that a rank receives.
     """
 
     when: int
@@ -57,7 +54,9 @@ class AxisCollective(NamedTuple):
 class StageLoad(NamedTuple):
     """Load of a micro-batch on one rank or chunk: computation, collectives with their counts, and parameters.
 
-    ``cover_s``: computation that collectives can overlap. ``uncut``: parameters replicated over the tensor axis.
+    ``again_s``: seconds of recomputation. ``add_s``: seconds of gradient accumulation. ``cover_s``: seconds of
+    computation that can overlap collectives. ``calls``: pairs (collective, number of calls). ``uncut``: number of
+    parameters that all tensor ranks replicate. ``units``: number of model units.
     """
 
     forward_s: float
@@ -75,7 +74,10 @@ class StageLoad(NamedTuple):
 
 
 class CollectiveWait(NamedTuple):
-    """Seconds per micro-batch that a rank waits for collectives, by axis. ``hidden_s``: overlapped ring passes."""
+    """Seconds per micro-batch in which a rank waits for collectives, by axis, in forward, backward and recomputation.
+
+    ``nbytes``: bytes sent, by axis. ``hidden_s``: seconds of ring attention messages that computation hides.
+    """
 
     forward_s: dict[str, float]
     back_s: dict[str, float]
@@ -110,7 +112,7 @@ def loads(description: ModelDescription, layout: ParallelLayout, cluster: Cluste
 
 
 def chunk_loads(description: ModelDescription, layout: ParallelLayout, cluster: Cluster) -> tuple[StageLoad, ...]:
-    """Return the load of each chunk in model order. Local."""
+    """Return the `StageLoad` of each pipeline chunk, in model order. Local."""
     return tuple(
         _load(chunk.shares, {share.place: share.times for share in repeated.shares}, description, layout, cluster)
         for chunk, repeated in zip(chunks(description, layout), recomputed(description, layout), strict=True)
@@ -118,7 +120,7 @@ def chunk_loads(description: ModelDescription, layout: ParallelLayout, cluster: 
 
 
 def combined(load: StageLoad, other: StageLoad) -> StageLoad:
-    """Return the sum of two loads: the load of a rank that has both. Local."""
+    """Return the `StageLoad` of a pipeline rank that computes the work of both ``load`` and ``other``. Local."""
     pairs: Iterator[tuple[Any, Any]] = zip(load, other, strict=True)
     return StageLoad(*(first + second for first, second in pairs))._replace(
         flags=tuple(dict.fromkeys(load.flags + other.flags))
@@ -131,7 +133,10 @@ def collective_wait(
     cluster: Cluster,
     costs: dict[tuple[str, str, float], MessageCost] | None = None,
 ) -> CollectiveWait:
-    """Return the seconds that a rank waits for the collectives of ``load``. ``costs``: cache by collective. Local."""
+    """Return the times for which a rank waits for the collectives of ``load``. Local.
+
+    ``costs``: optional cache of collective costs, keyed by (axis, operation, bytes); this function adds new costs.
+    """
     costs = {} if costs is None else costs
     waits: tuple[dict[str, float], dict[str, float], dict[str, float]] = {}, {}, {}
     nbytes: dict[str, float] = {}
@@ -164,11 +169,7 @@ def collective_wait(
 
 
 def _exposed_s(gathered_s: float, tiles_s: float, passes: int, *, back: bool) -> float:
-    """Return the seconds of a ring's messages that attention does not hide.
-
-    ``gathered_s``: seconds of all ``passes`` passes. ``tiles_s``: seconds of attention. ``back``: return the seconds of
-    one of the two rings in backward.
-    """
+    """Return the seconds of one ring's messages that attention does not overlap. ``back``: a backward ring."""
     blocks = passes + 1
     exposed_s = ring_exposed_s(blocks, tiles_s / blocks, gathered_s / passes, back=back)
     return exposed_s / 2 if back else exposed_s
@@ -186,7 +187,7 @@ def _load(
     layout: ParallelLayout,
     cluster: Cluster,
 ) -> StageLoad:
-    """Return the total load of the units ``shares``. ``repeats``: number of recomputed units, by unit index."""
+    """Return the `StageLoad` of unit groups ``shares``. ``repeats``: recomputed units per `UnitGroup.place`."""
     sums, again_s = [0.0] * 8, 0.0
     calls: Counter[AxisCollective] = Counter()
     flags: dict[str, None] = {}
@@ -263,10 +264,7 @@ def _calls(
 def _context(
     unit: ModelUnit, layout: ParallelLayout, attention: AttentionShape, item: int, attention_s: tuple[float, float]
 ) -> Iterator[AxisCollective]:
-    """Yield the context-axis collectives of one attention. Ring passes overlap its attention tiles.
-
-    ``item``: bytes per element. ``attention_s``: seconds of attention in forward and in backward.
-    """
+    """Yield the context-axis collectives of one attention. ``attention_s``: seconds in forward and in backward."""
     # Whole buffer: keys and values of all tokens.
     whole = layout.microbatch * attention.context * 2 * attention.kv_heads / layout.tensor * attention.size * item
     if layout.implementation == "hpcdist":
@@ -290,10 +288,7 @@ def _context(
 def _tensor(
     unit: ModelUnit, description: ModelDescription, layout: ParallelLayout, each: float
 ) -> Iterator[AxisCollective]:
-    """Yield the collectives of a unit's tensor-parallel regions.
-
-    ``each``: bytes per element of a sample: micro-batch size * bytes of one element / context ranks.
-    """
+    """Yield the tensor-axis collectives of ``unit``. ``each``: local bytes of a micro-batch per element of a sample."""
     if unit.cut_parameters and not unit.products:  # an embedding
         yield from _ends(description.tokens * description.width * each, layout)
     inside = False

@@ -1,19 +1,16 @@
 """Critical path of a step: micro-batches, pipeline bubble, exposed exchange, update and input.
 
-A step of m micro-batches takes m times the time of the slowest pipeline rank per micro-batch, plus pipeline idle time
-and waits for messages, the exposed exchange, and the update. Only the backward of the last micro-batch can overlap
-gradients of a step. Input is prefetched. With a pipeline the gradients of a tied embedding are summed over the first
-and last stage.
+The m micro-batches take m times the time of the slowest pipeline rank. Only the last micro-batch's backward overlaps
+the exchange of gradients. Input is prefetched.
 
-The update (gradient norm and optimizer) is bound by memory traffic. Bytes per updated number (a device's share under
-ZeRO), with p bytes per parameter, g per gradient, and k optimizer slots:
+The update is bound by memory traffic. Bytes per updated number, with p bytes per parameter, g per gradient, and k
+optimizer slots:
 
-    norm        read g; plus an allreduce of one number over all devices
+    norm        read g
     step        read g, read and write parameter and k slots: 2 p (1 + k); for 16 bits with a float32 master
                 2 x 4 (1 + k), and write the parameter p
     Megatron    copy 16-bit gradients to float32 (read 2, write 4), unscale and check for infinities (8), clip (8),
                 and zero the gradients (g)
-
 """
 
 import math
@@ -45,7 +42,10 @@ WIDE_BYTES = 4  # float32: of a master, a moment
 
 
 def update_s(parameters: float, layout: ParallelLayout, cluster: Cluster, expert_parameters: float = 0.0) -> float:
-    """Return the seconds of the optimizer update. ``parameters`` include the ``expert_parameters``. Local."""
+    """Return the seconds of the gradient norm and the optimizer update on one device. Local.
+
+    ``parameters``: number before sharding over replicas or servers, of which ``expert_parameters`` belong to experts.
+    """
     numbers = owned(parameters - expert_parameters, layout, layout.data * layout.context)
     if expert_parameters:
         numbers += owned(expert_parameters, layout, max(1, layout.data * layout.context // layout.expert))
@@ -55,7 +55,10 @@ def update_s(parameters: float, layout: ParallelLayout, cluster: Cluster, expert
 
 
 def owned(parameters: float, layout: ParallelLayout, replicas: int) -> float:
-    """Return the number of the ``parameters`` that one device or server updates. ``replicas``: their replicas."""
+    """Return the number of parameters that one device or server updates.
+
+    ``parameters``: number of parameters that each of ``replicas`` devices computes with.
+    """
     if layout.strategy == "parameter_server":
         return parameters / (layout.servers or replicas)
     return parameters / replicas if stage_of(layout.strategy) else parameters
@@ -136,9 +139,10 @@ def timing(
 ) -> TimeEstimate:
     """Return the time of a step by terms. Local.
 
-    ``simulate``: simulate the pipeline passes with the times of each chunk. ``spare_bytes``: memory for larger gradient
-    buckets. ``flow``: result of `microbatch_flow` for this layout, or for a layout that differs only in strategy or
-    compression. Raises ConfigurationError for an impossible schedule or precision.
+    If the keyword ``simulate`` is true, the pipeline passes are simulated with the times of each chunk. The keyword
+    ``spare_bytes``: memory for larger gradient buckets. The keyword ``flow``: result of `microbatch_flow` for this
+    layout, or for a layout that differs only in strategy or compression. Raises ConfigurationError for an impossible
+    schedule or precision.
     """
     if flow is None:
         flow = microbatch_flow(description, layout, cluster, global_batch, simulate=simulate)
@@ -173,9 +177,10 @@ def data_exchange(
     stage: StageTime,
     spare_bytes: float = math.inf,
 ) -> ExchangeCost:
-    """Return the cost of the data-axis exchange for the parameters of ``stage``; only computation can hide it. Local.
+    """Return the cost of exchanging gradients and parameters over the data axis, on one pipeline rank. Local.
 
-    ``m``: micro-batches. ``spare_bytes``: memory for larger gradient buckets.
+    The exchange is assumed to overlap computation, but not the messages of other axes. ``stage``: load and times of the
+    pipeline rank. ``m``: number of micro-batches per step. ``spare_bytes``: memory for larger gradient buckets.
     """
     load, ends = stage.load, (0.0, 0.0)
     if layout.pipeline == 1 and layout.implementation == "hpcdist":
@@ -224,12 +229,14 @@ def _update_s(description: ModelDescription, fullest: StageLoad, layout: Paralle
 
 
 def _full(layout: ParallelLayout, global_batch: int) -> float:
-    """Return the micro-batches per step of the replica with most samples. A smaller last one counts as a fraction."""
-    return -(-global_batch // layout.data) / layout.microbatch
+    return -(-global_batch // layout.data) / layout.microbatch  # a smaller last micro-batch counts as a fraction
 
 
 def rows_sum(load: StageLoad, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
-    """Return the allreduce cost of gradients of parameters that tensor ranks replicate, or 0. Local."""
+    """Return the cost of the allreduce that sums gradients of replicated parameters over the tensor axis. Local.
+
+    The cost is 0 without sequence parallelism. ``load``: load of the pipeline rank.
+    """
     if layout.tensor == 1 or not layout.sequence_parallel:
         return NO_COST
     return collective("allreduce", load.uncut * summed_item_bytes(layout), span(layout, "tensor", cluster), cluster)

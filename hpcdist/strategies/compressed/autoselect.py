@@ -1,8 +1,8 @@
-"""Automatic choice of a compressor: measure at the start of a run whether compression pays on this network.
+"""Automatic choice of a compressor: measure at the start of a run whether compression pays.
 
-The largest gradient bucket is summed uncompressed and with each candidate, in turn. Of several turns, the fastest
-counts. With B bytes of a bucket, compression ratio c, and W bytes per second of the slowest link, a candidate wins if
-it is clearly faster:
+The largest gradient bucket is summed uncompressed and with each candidate, several times; the fastest time counts. With
+B bytes of a bucket, compression ratio c, and W bytes per second of the slowest link, a candidate wins if it is clearly
+faster:
 
     codec + wire(B / c) < wire(B),        about       codec < (1 - 1/c) B / W
 """
@@ -37,7 +37,7 @@ _FLOAT32: Final = np.dtype(np.float32)
 
 @dataclass(frozen=True)
 class CandidateTiming:
-    """Time to sum one bucket with compressor ``name``: ``seconds`` in total, of it ``codec_s`` to encode and decode."""
+    """Time to sum a gradient bucket with compressor ``name``. ``codec_s``: time for coding and decoding."""
 
     name: str
     seconds: float
@@ -50,10 +50,7 @@ class CandidateTiming:
 
 @dataclass(frozen=True)
 class CompressionDecision:
-    """Name of the gradient compressor chosen for a run, with the source of the choice and the measured times.
-
-    ``source`` is "recipe", "checkpoint", "measured" or "default".
-    """
+    """Gradient compressor of a run. ``source`` of the choice: "recipe", "checkpoint", "measured" or "default"."""
 
     name: str
     source: str
@@ -92,9 +89,9 @@ def decide(
 ) -> CompressionDecision:
     """Measure the compressors of ``config.candidates``; return the fastest, or "none" if it saves too little time.
 
-    Collective over the world; all ranks get the same result. ``halved``: gradients are reduce-scattered but not
-    all-gathered. ``budget_s``: time after which measuring stops. All data axes measure at the same time, as in
-    training, where they share the network.
+    Collective over the world; all ranks get the same result. ``seed``: seed of compressors that use random numbers. The
+    keyword ``halved``: True if gradients are reduce-scattered but not all-gathered. The keyword ``budget_s``: seconds
+    after which measuring stops. All data axes measure at the same time, because they share the network.
     """
     if context.world.size == 1 or _most(context, context.data.size) == 1:
         return CompressionDecision(NONE, "default", note="one data rank: no gradients are sent")
@@ -138,7 +135,7 @@ def _most(context: RankContext, value: float) -> float:
 
 
 class _Dense:
-    """Candidate without compression: times the sum of the largest gradient bucket."""
+    """Benchmark of the uncompressed sum of the largest gradient bucket over the data axis."""
 
     name = NONE
     share = 1.0  # factor of the time of `run`, if it sums more or less than the largest bucket
@@ -165,8 +162,6 @@ class _Dense:
 
 
 class _Candidate(_Dense):
-    """Candidate with compression and error feedback: times the sum of the largest gradient bucket."""
-
     def __init__(self, context: RankContext, name: str, config: CompressionConfig, seed: int, halved: bool) -> None:
         super().__init__(context, halved and not config.across_nodes)
         self.name = name
@@ -190,9 +185,8 @@ class _Candidate(_Dense):
             codes.feedback.keep()
 
     def settle(self) -> None:
-        """Divide the summed values by the number of ranks, so that they stay finite over many rounds. Local."""
         if not self._halved:
-            self.values *= np.float32(1.0 / self.context.data.size)
+            self.values *= np.float32(1.0 / self.context.data.size)  # or they overflow over many rounds
 
     def codec_s(self, clock: Callable[[], float]) -> float:
         codes = self._summing.codes

@@ -119,7 +119,7 @@ class Residuals:
         self._taken, self._before = [], self.ranks
 
     def state(self) -> dict[str, Any]:
-        """Return the scalars that a checkpoint keeps beside the pieces."""
+        """Return the scalars to store in a checkpoint in addition to the residual arrays."""
         return {STATE: self.ranks}
 
 

@@ -1,7 +1,7 @@
 """PowerSGD reduction: two allreduces of thin factors for all matrices of a range; vectors are not compressed.
 
-See `hpcdist.compression.powersgd` for the method. With p ranks and factors of rank r, a rank sends 2 (p-1)/p times 4
-(sum of r (a + b) over the a x b matrices, plus the elements of vectors) bytes. Ranges must contain whole tensors.
+With p ranks and factors of rank r, a rank sends 2 (p-1)/p times 4 (sum of r (a + b) over the a x b matrices, plus the
+elements of vectors) bytes. See `hpcdist.compression.powersgd`.
 """
 
 from collections.abc import Iterable
@@ -26,9 +26,10 @@ _LINE: Final = ALIGN_BYTES // _FLOAT32.itemsize
 
 
 class PowerSgdReduction:
-    """PowerSGD: sums gradient matrices over the ranks as low-rank factors, which are kept from step to step.
+    """PowerSGD: allreduce of gradients that sends matrices as low-rank factors, which it keeps from step to step.
 
-    ``parts`` must list all ranges to be summed; each range must consist of whole tensors.
+    ``parts``: all parameter ranges whose gradients will be summed; each must consist of whole tensors. ``rank``: rank
+    of the factors, not a rank of ``comm``. ``algorithm``: allreduce algorithm of the factors.
     """
 
     def __init__(
@@ -58,16 +59,14 @@ class PowerSgdReduction:
 
     @property
     def passes(self) -> tuple[float, float]:
-        """(encodings, decodings): mean numbers per gradient value on each rank, here one of each."""
         return 1.0, 1.0
 
     def kept(self, part: Range) -> list[Range]:
-        """Return ``[part]``: any tensor may have a residual, if only from a checkpoint of another compressor."""
+        """Return ``[part]``, because any tensor in this range may have a compression residual. Local."""
         return [part]
 
     def _rounds(self, part: Range) -> list[tuple[Segment, Range, Range]]:
-        """Return (tensor, its range in the first allreduce message, and in the second) for each tensor in ``part``."""
-        rounds, ends = [], [0, 0]
+        rounds, ends = [], [0, 0]  # ends of the used parts of the first and the second allreduce buffer
         for segment, _ in self.layout.within(part):
             is_thin = segment.key in self.matrices
             sizes = powersgd.round_elements(segment.spec.shape, self.rank) if is_thin else (segment.spec.size, 0)
@@ -77,7 +76,7 @@ class PowerSgdReduction:
         return rounds
 
     def allreduce(self, values: Array, part: Range) -> None:
-        """Sum the gradients ``values`` of ``part`` in place; matrices are sent as low-rank factors. Collective."""
+        """Sum ``values``, the gradients of range ``part``, in place. Collective over the communicator."""
         rounds = self.rounds(part)
         if not rounds:
             return
@@ -110,16 +109,14 @@ class PowerSgdReduction:
         self._owing.clear()
 
     def _in_full(self, segment: Segment, gradient: Array) -> Array:
-        """Return ``gradient`` of an uncompressed tensor ``segment`` plus its residual, and set the residual to 0."""
         if not self.owes:
             return gradient
         total = self._compensated(segment, gradient).copy()
         if segment.key in self._owing:
-            self._owing[segment.key][...] = 0
+            self._owing[segment.key][...] = 0  # the uncompressed sum includes the residual
         return total
 
     def _compensated(self, segment: Segment, gradient: Array) -> Array:
-        """Return ``gradient`` of the tensor ``segment`` plus its residual, or a non-finite gradient unchanged."""
         if self.feedback is None or not is_finite(gradient):
             return gradient
         self._owing[segment.key] = self.feedback.compensate(segment.range, gradient)
@@ -135,7 +132,7 @@ class PowerSgdReduction:
             self.matrices[key].query[...] = before
 
     def pieces(self, parts: Iterable[Range]) -> list[Piece]:
-        """Return views of the factors with which the next step starts, for the tensors in ``parts``. Local."""
+        """Return checkpoint pieces with the start factors of the next step, for matrices in ranges ``parts``. Local."""
         return [
             Piece.whole(QUERY, segment.key, self.matrices[segment.key].query)
             for part in parts

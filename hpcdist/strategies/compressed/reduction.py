@@ -1,15 +1,13 @@
 """Reductions of compressed gradients over the ranks of a communicator, with the same bits on all ranks.
 
-`GradientCoder` encodes the gradients of a rank: one payload per tensor, all in one message. With n values on p ranks,
-and c bytes of payload per value, a rank sends
+With n values on p ranks, and c bytes of payload per value, a rank sends
 
-  QuantisedReduction  2 (p-1)/p c n    each share goes to its owner, who sums in float32 and encodes the sum: two
-                                       compression errors for any p (qgZ of ZeRO++, Wang et al., arXiv:2306.10209)
-  GatheredReduction   (p-1) c n        every rank adds all payloads in rank order (sparse payloads)
-  PayloadAllreduce    2 (p-1)/p c n    an allreduce of payloads whose sum decodes to the sum
+  QuantisedReduction  2 (p-1)/p c n    two compression errors for any p (qgZ of ZeRO++, Wang et al., arXiv:2306.10209)
+  GatheredReduction   (p-1) c n
+  PayloadAllreduce    2 (p-1)/p c n
 
-`InterNodeReduction` reduce-scatters in float32 among the l ranks of a node, and compresses between ranks of equal local
-rank. A rank sends 2 n 4 (l-1)/l bytes within its node. Between nodes it reduces n/l values.
+`InterNodeReduction` sends 2 n 4 (l-1)/l bytes within a node of l ranks, and reduces n/l compressed values between ranks
+of equal local rank.
 """
 
 import sys
@@ -55,8 +53,8 @@ class CodedMessage:
 class GradientCoder:
     """Encoder and decoder of one rank's gradients with the method of ``compressor``. Local.
 
-    ``rank`` selects the random stream. ``feedback`` stores the compression errors, or is None. Before each step, the
-    caller must set ``step`` to a number that is unique in the run.
+    ``seed`` and ``rank`` select the random stream. ``feedback`` stores the compression errors, or is None. Before each
+    step, the caller must set ``step`` to a number that is unique in the run.
     """
 
     def __init__(self, layout: Layout, compressor: Compressor, seed: int, rank: int) -> None:
@@ -74,12 +72,12 @@ class GradientCoder:
         return CodedMessage(tuple(units), offset)
 
     def encode(self, values: Array, part: Range, payloads: Array) -> None:
-        """Compress the float32 ``values`` of range ``part`` into the bytes ``payloads``; keep ``values`` unchanged."""
+        """Compress the float32 gradients ``values`` of parameter range ``part`` into the byte array ``payloads``."""
         for unit in self.message(part).units:
             self.encode_unit(unit, values[unit.where.shift(-part.start).slice], payloads[unit.place.slice])
 
     def encode_unit(self, unit: CodedUnit, values: Array, payload: Array) -> None:
-        """Compress the ``values`` of the tensor ``unit`` into the bytes ``payload``."""
+        """Compress ``values``, the gradient of the tensor described by ``unit``, into the byte array ``payload``."""
         key = self._key(unit)
         if not is_finite(values):  # the payload decodes to NaN, because no scale encodes infinity
             self.compressor.poison(payload, key)
@@ -92,12 +90,12 @@ class GradientCoder:
         return RandomKey(self.seed, self.step, self.rank, unit.where.start // _LINE)
 
     def decode(self, payloads: Array, part: Range, out: Array) -> None:
-        """Decode ``payloads`` of range ``part`` to ``out``; leave the padding between tensors unchanged."""
+        """Decode ``payloads`` of parameter range ``part`` to ``out``; leave the padding between tensors unchanged."""
         for unit in self.message(part).units:
             self.compressor.decode(payloads[unit.place.slice], out[unit.where.shift(-part.start).slice])
 
     def add(self, payloads: Array, part: Range, out: Array) -> None:
-        """Decode ``payloads`` of range ``part`` and add the values to ``out``."""
+        """Decode ``payloads`` of parameter range ``part`` and add the values to ``out``."""
         for unit in self.message(part).units:
             self.compressor.add(payloads[unit.place.slice], out[unit.where.shift(-part.start).slice])
 
@@ -114,7 +112,7 @@ class CompressedReduction(Protocol):
 
     @property
     def passes(self) -> tuple[float, float]:
-        """(encodings, decodings): mean number of times that a rank encodes, or decodes, one gradient value."""
+        """Pair (encodings, decodings): mean numbers of times that a rank encodes and decodes each gradient value."""
 
     def kept(self, part: Range) -> list[Range]:
         """Return the ascending, disjoint ranges within ``part`` for which this rank may keep residuals. Local."""
@@ -125,7 +123,7 @@ class CompressedReduction(Protocol):
 
 
 class _Messages:
-    """Sender and receiver of byte messages. Messages between nodes are sent in segments. Construction is collective."""
+    """Sender and receiver of byte messages, in segments between nodes. Construction is collective."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -141,7 +139,10 @@ class _Messages:
         return [self._comm.irecv(segment, peer) for segment in self._segments(row)]
 
     def gather_and_take(self, rows: Sequence[Array], encode: Callable[[], None], take: Callable[[int], None]) -> None:
-        """Fill this rank's row by ``encode()``, all-gather ``rows``, call ``take(r)`` for each rank r. Collective."""
+        """All-gather the byte buffers ``rows``, of which ``encode()`` fills this rank's buffer. Collective.
+
+        ``take(r)`` is called in rank order, when the buffer of rank r is full.
+        """
         rank, size = self._comm.rank, self._comm.size
         receives = {peer: self.receive(row, peer) for peer, row in enumerate(rows) if peer != rank}
         encode()  # while the first messages are in flight
@@ -161,7 +162,6 @@ class QuantisedReduction(CompressedReduction):
 
     @property
     def passes(self) -> tuple[float, float]:
-        """(encodings, decodings) per value: 1 encoding; 1 - 1/p decodings to sum and 1 to gather, for p ranks."""
         return 1.0, 2.0 - 1.0 / self.comm.size
 
     def shares(self, part: Range) -> list[Range]:
@@ -174,10 +174,9 @@ class QuantisedReduction(CompressedReduction):
         self.all_gather(values, part, shares)
 
     def reduce_scatter(self, values: Array, part: Range, shares: Sequence[Range]) -> None:
-        """Sum ``values`` of range ``part`` over the ranks in place; each rank gets the float32 sum of its shard.
+        """Sum the gradients ``values`` of range ``part`` in place; each rank gets the float32 sum of its shard.
 
-        Collective. ``shares`` has each rank's shard. A shard's sum starts with this rank's values, then adds the other
-        ranks' values in rank order. Values outside the local shard become undefined.
+        Collective. ``shares``: ranges of the shards, in rank order. Values outside the local shard become undefined.
         """
         comm, share = self.comm, shares[self.comm.rank]
         _compare(comm, "reduce_scatter", self.coder, part, shares)
@@ -194,7 +193,6 @@ class QuantisedReduction(CompressedReduction):
         wait_all(sends)
 
     def _send_shares(self, values: Array, part: Range, shares: Sequence[Range]) -> list[Request]:
-        """Encode and send the other ranks' shards, starting with the next rank to balance the network load."""
         comm, sent = self.comm, list[Request]()
         rows = _rows("compressed.outgoing", [self.coder.message(share).nbytes for share in shares], values)
         for distance in range(1, comm.size):
@@ -205,7 +203,7 @@ class QuantisedReduction(CompressedReduction):
         return sent
 
     def all_gather(self, values: Array, part: Range, shares: Sequence[Range]) -> None:
-        """Fill ``values`` with all ranks' shards; each owner encodes its shard, all ranks decode it. Collective."""
+        """All-gather ``shares``, the ranks' compressed shards of ``values``: the gradients of ``part``. Collective."""
         comm = self.comm
         _compare(comm, "all_gather", self.coder, part, shares)
         rows = _rows("compressed.arrived", [self.coder.message(share).nbytes for share in shares], values)
@@ -271,14 +269,13 @@ def _within(values: Array, part: Range, share: Range) -> Array:
 
 
 def _rows(name: str, sizes: Sequence[int], like: Array) -> list[Array]:
-    """Return one scratch buffer per size in ``sizes`` (bytes), aligned for compressed tensors; device of ``like``."""
+    """Return aligned byte buffers of ``sizes``. Calls with the same ``name`` share memory."""
     starts = list(accumulate(map(align, sizes), initial=0))
     memory = scratch(name, starts[-1], _BYTES, like)
     return [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
 def _compare(comm: Communicator, call: str, coder: GradientCoder, part: Range, shares: Sequence[Range]) -> None:
-    """In checked mode, raise an error on all ranks of ``comm`` if they make different collective calls. Collective."""
     if comm.checked and comm.size > 1:
         count = f"{part.size} in {len(shares)} shares"
         checks.compare_calls(comm, checks.CollectiveCall(f"compressed {call}", coder.compressor.name, "float32", count))
@@ -307,7 +304,6 @@ class InterNodeReduction(CompressedReduction):
         self._node, self._sharding = data.nodes().intra, SHARDED["ring"]
 
     def _shares(self, part: Range) -> list[Range]:
-        """Return the shard of each rank of this node, relative to the start of ``part``. PowerSGD: whole tensors."""
         shares = self._sharding.shares(self._node, part.size, np.dtype(np.float32).itemsize)
         if not isinstance(self._between_nodes, PowerSgdReduction):
             return shares

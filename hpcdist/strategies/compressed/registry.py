@@ -45,7 +45,7 @@ _MAKE: Final[dict[str, Callable[[CompressionConfig], Compressor]]] = {
 
 
 def compressor(name: str, config: CompressionConfig) -> Compressor:
-    """Return the compressor ``name`` of `config.QUANTISED` or `config.SPARSE`, with options of ``config``. Local."""
+    """Return the compressor that a recipe calls ``name``, such as "topk", with the options in ``config``. Local."""
     return _MAKE[name](config)
 
 
@@ -54,9 +54,9 @@ _ITEMSIZE: Final = np.dtype(np.float32).itemsize  # of encoded values, whatever 
 
 @dataclass(frozen=True)
 class BucketReduction:
-    """Method to sum the gradients of ``buckets`` over the ranks of ``comm``, one bucket at a time.
+    """Compressed sum of gradients over the data axis, one bucket of ``buckets`` at a time.
 
-    ``codes`` holds the state kept between steps. ``reduction`` computes the sums; it is ``codes`` or wraps ``codes``.
+    ``codes`` encodes the gradients for ``reduction``, and keeps state from step to step. ``comm`` sends the payloads.
     """
 
     comm: Communicator
@@ -73,8 +73,7 @@ class BucketReduction:
 def bucket_reduction(context: RankContext, name: str, config: CompressionConfig, seed: int) -> BucketReduction:
     """Return the gradient reduction over the data axis with the compressor ``name``. Collective over the data axis.
 
-    The caller must set up error feedback. Raises ConfigurationError if ``config.across_nodes`` is set and nodes have
-    different numbers of ranks.
+    The caller must set up error feedback. See `reduction_of` for ``seed`` and errors.
     """
     buckets = tuple(bucket for part in reversed(context.parts) for bucket in _cut(context, name, part))
     return reduction_of(context.data, context.layout, buckets, name, config, seed, context.algorithm, context.on)
@@ -92,8 +91,9 @@ def reduction_of(
 ) -> BucketReduction:
     """Return the gradient reduction of ``buckets`` with the compressor ``name``. Collective over ``data``.
 
-    ``on`` is the device, "cpu" or "gpu". Raises ConfigurationError if ``config.across_nodes`` is set and nodes have
-    different numbers of ranks.
+    ``layout``: tensors in the flat parameter vector. ``seed``: seed of compressors that use random numbers.
+    ``algorithm``: allreduce algorithm of compressors whose payloads are summed. ``on``: device, "cpu" or "gpu". Raises
+    ConfigurationError if ``config.across_nodes`` is set and nodes have different numbers of ranks.
     """
     comm = inter_node(data) if config.across_nodes else data
     codes: GradientCoder | PowerSgdReduction
@@ -115,12 +115,7 @@ def reduction_of(
 
 
 def _cut(context: RankContext, name: str, part: Range) -> list[Range]:
-    """Return the buckets of range ``part``, in the order in which the backward pass completes their gradients. Local.
-
-    Buckets are sized for float32 gradients. Low-rank compressors need whole tensors and two rounds of messages per
-    bucket, so their buckets consist of whole layers.
-    """
-    if name in LOW_RANK:
+    if name in LOW_RANK:  # they need whole tensors, and two rounds of messages per bucket
         return list(groups_of_layers(context.layout.units.values(), -(-context.bucket_bytes // _ITEMSIZE), part))
     # Random draws of a piece are keyed by its first line, so no two pieces may begin in the same line.
     return buckets_of_layers(context.layout, _ITEMSIZE, align_up(context.bucket_bytes, ALIGN_BYTES), part)

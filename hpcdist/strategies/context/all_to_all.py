@@ -1,10 +1,8 @@
 """Attention by exchanging tokens for heads (DeepSpeed-Ulysses; Jacobs et al., arXiv:2309.14509).
 
-Before attention each rank receives whole samples for its heads and sends the heads of other ranks; afterwards the
-reverse. Gradients of key and value heads that several ranks need are summed. With q and k bytes of the queries and the
-keys of a sample on c ranks, a rank sends ``(2 q + 2 k) (c - 1) / c^2`` per layer forward, and as much backward. Row
-products of the output with its gradient take ``q / s (c - 1) / c^2`` more bytes for heads of s numbers, twice as many
-in 16 bits.
+With q and k bytes of the queries and the keys of a sample on c ranks, a rank sends ``(2 q + 2 k) (c - 1) / c^2`` per
+layer forward, and as much backward. Row products of the output with its gradient take ``q / s (c - 1) / c^2`` more
+bytes for heads of s numbers, twice as many in 16 bits.
 """
 
 from collections.abc import Sequence
@@ -35,10 +33,6 @@ class AllToAllAttention:
         self._there, self._back = cast(tuple[HeadExchange, HeadExchange], axis.messages(axis.window)[0])
 
     def forward(self, qkv: Array, head_size: int, saved: Saved, **options: Unpack[AttentionOptions]) -> Array:
-        """Return the attention output (batch, local tokens, width).
-
-        ``qkv`` is contiguous. It has queries, keys and values or, if ``kv`` is given, only queries.
-        """
         axis, kv = self._axis, options.get("kv")
         heads = heads_of(qkv, kv, head_size)
         # The outputs of the linear layers are not read again: whole samples use their memory if it suffices.
@@ -71,10 +65,6 @@ class AllToAllAttention:
         return y
 
     def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
-        """Return the gradient of qkv or, if kv was given, of (queries, kv), for the local tokens.
-
-        See `LocalAttention.backward`.
-        """
         axis, (qkv, kv, head_size), y = self._axis, saved["context.inputs"], saved["context.output"]
         heads = heads_of(qkv, kv, head_size)
         dots = self._exchange_dots(dots_of(dy, y, head_size, saved), heads, saved)
@@ -93,7 +83,6 @@ class AllToAllAttention:
         return dq if dkv is None else (dq, dkv)
 
     def _exchange_dots(self, local_dots: Array, heads: Heads, saved: Saved) -> Array:
-        """Send each rank its heads of ``local_dots`` (local rows, all heads); return (all rows, local heads)."""
         axis, num_heads = self._axis, heads.queries // self._axis.size
         by_token = local_dots.reshape(heads.batch, heads.queries, heads.context).swapaxes(1, 2)
         (whole,) = self._exchange([[part] for part in _split(by_token, axis.size)], [num_heads], saved)
@@ -102,7 +91,6 @@ class AllToAllAttention:
         return dots
 
     def _columns(self, heads: Heads, grouped: bool) -> tuple[int, ...]:
-        """Return the numbers of array columns for one rank's heads: (queries, kv) if ``grouped``, else (qkv,)."""
         queries, shared = heads.queries // self._axis.size, self._shared(heads)
         if grouped:
             return queries * heads.size, 2 * shared * heads.size
@@ -112,7 +100,6 @@ class AllToAllAttention:
         return max(1, heads.shared // self._axis.size)
 
     def _sources(self, heads: Heads, qkv: Array, kv: Array | None) -> list[list[Array]]:
-        """Return for each rank the queries, keys and values (columns of qkv and kv) to send to it."""
         size, shared = heads.size, self._shared(heads)
         keys, first = (qkv, heads.queries * size) if kv is None else (kv, 0)
         second = first + heads.shared * size
@@ -125,17 +112,13 @@ class AllToAllAttention:
         return sources
 
     def _targets(self, heads: Heads, dq: Array, dkv: Array | None) -> list[list[Target]]:
-        """Return (view of the gradient, whether to add) per sending rank, for queries, keys and values each.
-
-        The data from a rank is added to the view, or else overwrites it.
-        """
         firsts = [rank * heads.shared // self._axis.size for rank in range(self._axis.size)]
         adds = [rank > 0 and firsts[rank] == firsts[rank - 1] for rank in range(self._axis.size)]
         queries, *others = zip(*self._sources(heads, dq, dkv), strict=True)
         return [[(part, False) for part in queries], *(list(zip(parts, adds, strict=True)) for parts in others)]
 
     def _memory(self, saved: Saved, like: Array, most: int, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-        """Return arrays of ``shapes``, one after the other in a scratch buffer of at least ``most`` elements."""
+        """Return arrays of ``shapes`` in a scratch buffer that all calls share."""
         flat = saved.scratch("context.moved", (max(most, sum(map(prod, shapes))),), like.dtype)
         stops = list(accumulate(map(prod, shapes), initial=0))
         return [flat[a:b].reshape(shape) for (a, b), shape in zip(pairwise(stops), shapes, strict=True)]
@@ -143,9 +126,9 @@ class AllToAllAttention:
     def _buffers(
         self, saved: Saved, like: Array, sent: int, received: int, after: int, arrives: Array | None
     ) -> tuple[Array, Array]:
-        """Return a send and a receive buffer of ``sent`` and ``received`` elements.
+        """Return a send and a receive buffer; the receive buffer is in ``arrives`` if that is large enough.
 
-        Received data do not overwrite the first ``after`` elements of `_memory`.
+        The receive buffer does not overlap the first ``after`` elements of `_memory`, to which its data will be copied.
         """
         if arrives is not None and arrives.size >= received:
             return self._memory(saved, like, max(sent, after), [(sent,)])[0], arrives[:received]
@@ -155,10 +138,10 @@ class AllToAllAttention:
     def _exchange(
         self, sources: list[list[Array]], widths: Sequence[int], saved: Saved, arrives: Array | None = None
     ) -> list[Array]:
-        """Send each rank its heads of the local tokens, from ``sources``; return the local heads of all tokens.
+        """Exchange all heads of the local tokens for the local heads of all tokens. Collective over the axis.
 
-        The returned arrays (batch, context, width) are valid until the next call. ``arrives`` is optional memory for
-        the received data; it may be the memory of the sent arrays.
+        Return arrays of shape (batch, context, width), valid until the next call. ``arrives``: optional receive memory,
+        which may overlap ``sources``.
         """
         axis, like = self._axis, sources[0][0]
         batch, columns = like.shape[0], sum(widths)
@@ -185,10 +168,10 @@ class AllToAllAttention:
     def _exchange_back(
         self, wholes: list[Array], targets: list[list[Target]], saved: Saved, arrives: Array | None = None
     ) -> None:
-        """Send each rank its tokens of the local heads ``wholes``; write the data of rank r to each ``targets[i][r]``.
+        """Exchange the local heads of all tokens for all heads of the local tokens. Collective over the axis.
 
-        ``arrives`` is optional memory for the received data; it may be the memory of ``wholes``. ``targets`` may be in
-        the memory of the sent arrays.
+        ``targets``: a list for the output, or three for queries, keys and values, with a `Target` per sending rank.
+        ``arrives``: optional receive memory, which may overlap ``wholes``.
         """
         axis, like = self._axis, wholes[0]
         batch, columns = like.shape[0], sum(whole.shape[2] for whole in wholes)

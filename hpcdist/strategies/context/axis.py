@@ -22,8 +22,9 @@ from hpcdist.strategies.schedule.observers import NanFinder
 class ContextAxis:
     """The ranks of ``comm``, which divide the ``context`` tokens of each sample. Methods are local unless marked.
 
-    ``window`` is the model's sliding window, or 0. ``spans`` receives the times of waits in the ring. ``watch``
-    searches for non-finite values of this rank, and stops when such values come from other ranks.
+    ``method``: "ring" or "all_to_all". The keyword ``window``: sliding window of the model in tokens, or 0. The keyword
+    ``spans`` receives the times of waits in the ring. ``watch``: search for the first non-finite value that this rank
+    computes. The search ends if another rank sends non-finite values.
     """
 
     def __init__(
@@ -45,7 +46,11 @@ class ContextAxis:
         self._spent_s = 0.0
 
     def messages(self, window: int) -> tuple[Messages, Messages]:
-        """Return this rank's (forward, backward) communication operations of one attention, for the schedule proof."""
+        """Return this rank's messages of one attention, as a pair of operation lists (forward, backward).
+
+        ``window``: sliding window of the attention in tokens, or 0. Raises ScheduleError if the lists of all ranks are
+        not consistent.
+        """
         if window not in self._messages:
             lists = zip(*(self._of_rank(rank, window) for rank in range(self.size)), strict=True)
             for back, rank_lists in enumerate(lists):
@@ -58,11 +63,15 @@ class ContextAxis:
         return make(self.pieces, window, rank, False), make(self.pieces, window, rank, True)
 
     def visited(self, window: int) -> tuple[tuple[int, ...], ...]:
-        """Return for each rank the ranks that its key block visits on the ring; see `passes.paths`."""
+        """Return, for each rank, the ranks that its keys and values visit, itself first. See `passes.paths`."""
         return paths(self.pieces, window)
 
     def cut(self, samples: Array) -> Array:
-        """Return this rank's tokens of ``samples`` (n, context, ...). Raises DataError for a wrong sample length."""
+        """Return a copy of this rank's tokens of ``samples``, of shape (n, context, ...).
+
+        Samples of length 0, on a rank that does not read its samples, are returned unchanged. Raises DataError for any
+        other length than ``context``.
+        """
         if not isinstance(samples, ArrayGroup) and samples.ndim == 2 and samples.shape[1] == 0:
             return samples  # on a rank that does not read its samples
         if isinstance(samples, ArrayGroup) or samples.ndim < 2 or samples.shape[1] != self.context:
@@ -81,10 +90,7 @@ class ContextAxis:
         return rows
 
     def wait(self, request: Request, like: Array, name: str) -> None:
-        """Wait for ``request``, a message of the size of ``like``.
-
-        If the message has not yet arrived, the wait is recorded as a span called ``name``.
-        """
+        """Wait for the MPI ``request`` on buffer ``like``. Record waits on host buffers as spans called ``name``."""
         if is_device(like):  # the wait includes the computation before it
             request.wait()
         elif not request.test():
@@ -106,7 +112,7 @@ class ContextAxis:
             self.watch.distrust(receive)
 
     def all_gather(self, local: np.ndarray) -> np.ndarray:
-        """Return the integer arrays ``local`` of all ranks, stacked as (ranks, ...). Collective over the axis."""
+        """Return the integer arrays ``local`` of all ranks, stacked along a new first axis. Collective."""
         whole, begin = np.empty((self.size, *local.shape), local.dtype), time.perf_counter()
         whole[self.rank] = local
         self.comm.all_gather(whole.reshape(-1), [Range(r * local.size, (r + 1) * local.size) for r in range(self.size)])
@@ -122,8 +128,9 @@ class ContextAxis:
 class Ring:
     """Ring on which each rank's block of keys and values is passed to every rank whose queries see the block.
 
-    A block is (batch, tokens of its rank, columns). The buffers named in `operations.MEMORY` are scratch memory of
-    ``saved``, with at most ``most`` columns.
+    A block has shape (batch, tokens of its owner, ``columns``), with the batch size and dtype of ``like``. The buffers
+    named in `operations.MEMORY` are scratch memory in ``saved``. They have room for ``most`` columns, so that rings
+    with fewer columns can use the same memory. ``window``: sliding window in tokens, or 0.
     """
 
     def __init__(self, axis: ContextAxis, saved: Saved, like: Array, columns: int, most: int, window: int) -> None:
@@ -131,7 +138,7 @@ class Ring:
         self._messages = cast(tuple[tuple[RingOperation, ...], ...], axis.messages(window))
 
     def block(self, memory: str, source: int) -> Array:
-        """Return an uninitialised scratch buffer for the block of rank ``source``; ``memory`` is one of `MEMORY`."""
+        """Return the buffer named ``memory`` with the shape of the block of rank ``source``. Keeps its content."""
         batch, most = self._like.shape[0], self._axis.most_tokens
         flat = self._saved.scratch(f"context.{memory}", (batch * most * self._most,), self._like.dtype)
         shape = batch, tokens(self._axis.pieces[source]), self._columns
@@ -142,9 +149,11 @@ class Ring:
     ) -> Iterator[tuple[int, Array, Array | None, Callable[[], None]]]:
         """Run this rank's ring operations; yield (rank, block, gradients, poll) for each block to compute with.
 
-        ``rank`` owns the block. The first block is ``local_block``. ``gradients`` is memory for the gradients of
-        another rank's block, or None. ``poll()`` advances the messages in flight. At the end, ``block(HOME, ...)`` has
-        other ranks' gradients of the local block. Collective over the axis.
+        ``rank`` owns the block. The first block is ``local_block``, with this rank's keys and values. ``gradients`` is
+        memory to which the caller must write the gradients of another rank's block, or None. ``poll()`` advances the
+        messages in flight. If the keyword ``back`` is true, run the backward pass; afterwards the buffer
+        `operations.HOME` (see `block`) has the sum of the other ranks' gradients of ``local_block``. Collective over
+        the axis.
         """
         axis, blocks = self._axis, {"keys0": local_block}
         in_flight: dict[str, tuple[Request, RingOperation]] = {}  # by memory

@@ -16,7 +16,8 @@ PART_BYTES: Final = 1 << 20  # larger blocks travel in parts of their heads, to 
 class AttentionShare:
     """Sizes of one attention over ``ranks`` context ranks.
 
-    There are ``samples`` samples of ``tokens`` tokens, and ``shared`` key heads.
+    There are ``samples`` samples of ``tokens`` tokens, ``heads`` query heads and ``shared`` key heads. A head has
+    ``size`` elements of ``itemsize`` bytes per token. ``window``: sliding window in tokens, or 0.
     """
 
     ranks: int
@@ -40,13 +41,16 @@ class AttentionShare:
 
 
 def head_parts(share: AttentionShare) -> int:
-    """Return the number of groups of key heads; on CPUs, the groups pass round the ring one after the other."""
+    """Return the number of groups of key heads that CPUs pass round the ring in turn, for the attention ``share``."""
     nbytes = share.samples * share.most_tokens * 2 * share.shared * share.size * share.itemsize
     return min(share.shared, -(-nbytes // PART_BYTES))
 
 
 def sent_bytes(share: AttentionShare, method: str) -> tuple[float, float]:
-    """Return the (forward, backward) bytes that a rank sends in one attention by ``method``, averaged over ranks."""
+    """Return a pair (forward, backward): the mean bytes that a rank sends in one attention.
+
+    ``share``: sizes of the attention. ``method``: "ring" or "all_to_all".
+    """
     if method == "all_to_all":
         forward, back = exchanged_bytes(share)
         return sum(forward), sum(back)
@@ -60,7 +64,11 @@ def sent_bytes(share: AttentionShare, method: str) -> tuple[float, float]:
 
 
 def exchanged_bytes(share: AttentionShare) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the mean bytes that a rank sends in each all-to-all of the (forward, backward) pass of attention."""
+    """Return a pair of tuples (forward, backward): the mean bytes that a rank sends in each all-to-all.
+
+    ``share``: sizes of the attention. The forward pass exchanges inputs and output. The backward pass exchanges the dot
+    products of each head's output with its gradient, the output gradient, and the input gradients.
+    """
     token = share.samples * share.tokens * (share.ranks - 1) / share.ranks**2  # numbers, at one number per token
     number = token * share.size * share.itemsize
     output = share.heads * number
@@ -70,7 +78,7 @@ def exchanged_bytes(share: AttentionShare) -> tuple[tuple[float, ...], tuple[flo
 
 
 def ring_passes(share: AttentionShare) -> int:
-    """Return the largest number of other ranks' key blocks that the queries of any rank see."""
+    """Return the largest number of other ranks' key blocks that a rank's queries see in the attention ``share``."""
     if not share.window:
         return share.ranks - 1
     visited = paths(pieces(share.tokens, share.ranks), share.window)
@@ -80,9 +88,9 @@ def ring_passes(share: AttentionShare) -> int:
 def ring_exposed_s(ranks: int, tile_s: float, pass_s: float, *, back: bool) -> float:
     """Return the communication time of one ring attention that computation does not hide, in seconds.
 
-    ``tile_s``: seconds of computation with a block; ``pass_s``: seconds of its transfer. In the forward pass, a
-    transfer overlaps the computation with every block except the last. In the backward pass, two transfers overlap it
-    from the third block on.
+    ``tile_s``: seconds of computation with one key block. ``pass_s``: seconds of one transfer of a block. In the
+    forward pass, one transfer overlaps the computation with every block except the last. In the backward pass (the
+    keyword ``back``), two transfers overlap the computation from the third block on.
     """
     if ranks == 1:
         return 0.0
@@ -95,19 +103,25 @@ def ring_exposed_s(ranks: int, tile_s: float, pass_s: float, *, back: bool) -> f
 
 
 def counts_bytes(ranks: int, samples: int, experts: int) -> int:
-    """Return the bytes of the expert counts (int32) of ``samples`` samples that a router gathers from all ranks."""
+    """Return the bytes of the int32 token counts per expert that a router gathers for ``samples`` samples."""
     return 4 * 2 * ranks * samples * experts
 
 
 def kept_elements(share: AttentionShare, method: str) -> int:
-    """Return the number of elements per layer kept for the backward pass, beyond the number without a context axis."""
+    """Return the number of extra elements per layer that a rank keeps for backward because of the context axis.
+
+    ``share``: sizes of the attention. ``method``: "ring" or "all_to_all".
+    """
     # Keys of other ranks, if several ranks get the same key heads.
     takes_keys = method == "all_to_all" and share.shared < share.ranks
     return 2 * share.samples * share.tokens * share.size if takes_keys else 0
 
 
 def scratch_elements(share: AttentionShare, method: str) -> Mapping[str, int]:
-    """Return the number of scratch elements, by buffer name, beyond the number without a context axis."""
+    """Return the number of extra scratch elements that attention needs because of the context axis, by buffer name.
+
+    ``share``: sizes of the attention. ``method``: as in `kept_elements`.
+    """
     local_tokens = share.samples * share.most_tokens
     if method == "ring":
         block = local_tokens * 2 * -(-share.shared // head_parts(share)) * share.size

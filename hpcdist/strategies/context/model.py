@@ -1,7 +1,6 @@
 """The model of one rank of the context axis: whole layers for this rank's tokens of each sample.
 
-`cut_context` replaces operations that depend on token positions: learned and rotary positions, dropout, attention, and
-expert counts per sample. All other operations act on each token separately.
+`cut_context` replaces the operations that depend on token positions. Other operations act on each token separately.
 """
 
 import copy
@@ -30,16 +29,12 @@ from hpcdist.strategies.context.ring import RingAttention
 
 
 class PiecePositions:
-    """Learned position embedding of this rank's tokens.
-
-    Rows of the embedding table that belong to other ranks' tokens get a zero gradient.
-    """
+    """Learned position embedding of this rank's tokens. Table rows of other ranks' tokens get a zero gradient."""
 
     def __init__(self, axis: ContextAxis) -> None:
         self._axis = axis
 
     def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
-        """Add the position embeddings to y (batch, local tokens, hidden) in place; return y."""
         assert context == self._axis.tokens
         if saved.documents is not None:
             return LocalPositions().forward(parameters, prefix, y, context, saved)
@@ -48,7 +43,6 @@ class PiecePositions:
         return y
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
-        """Add dy (batch, local tokens, hidden), summed over samples, to the gradients of this rank's table rows."""
         if saved.documents is not None:
             LocalPositions().backward(gradients, prefix, dy, saved)
             return
@@ -69,13 +63,11 @@ class PieceRotary:
         self._tables: dict[object, Array] = {}
 
     def forward(self, x: Array, head_size: int, rotated: int, saved: Saved) -> Array:
-        """Rotate columns [0, rotated) of x (batch, local tokens, columns) in place; return x."""
         if saved.documents is not None:
             return turn_in_documents(x, head_size, rotated, saved.documents, 1)
         return turn(x, rotated, self._table(head_size, x), 1)
 
     def backward(self, dx: Array, head_size: int, rotated: int, saved: Saved) -> Array:
-        """Rotate columns [0, rotated) of the gradient ``dx`` in the inverse direction, in place; return ``dx``."""
         if saved.documents is not None:
             return turn_in_documents(dx, head_size, rotated, saved.documents, -1)
         return turn(dx, rotated, self._table(head_size, dx), -1)
@@ -88,16 +80,12 @@ class PieceRotary:
 
 
 class PieceDropout(LocalDropout):
-    """Dropout of this rank's tokens.
-
-    The dropout mask is the one that a single rank with whole samples would use.
-    """
+    """Dropout of this rank's tokens, with the mask that a single rank with whole samples would use."""
 
     def __init__(self, pieces: Pieces, context: int) -> None:
         self._pieces, self._context = pieces, context
 
     def forward(self, x: Array, rate: float, site: int, saved: Saved) -> Array:
-        """Apply dropout to x (batch, local tokens, columns) in place; return x."""
         dropped = mask(saved, rate, site, rows_per_sample=self._context, columns=x.shape[-1])
         if dropped is not None and x.size:
             for start, end, position in self._pieces:
@@ -116,10 +104,10 @@ class PieceSamples(WholeSamples):
         return self._axis.context, self._axis.own
 
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return two arrays of tokens per expert: before each of this rank's two pieces, and in whole samples.
+        """Return two arrays: tokens per expert before each local piece, and in each whole sample. Collective.
 
-        ``counts`` are the local tokens per expert. Collective over the axis, but local for an empty batch, which is
-        empty on all ranks of the axis.
+        ``counts``, of shape (samples, local pieces, experts): number of tokens in each piece that chose each expert.
+        Without samples, the call is local.
         """
         if not len(counts):
             return super().join(counts)

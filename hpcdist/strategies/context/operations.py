@@ -1,8 +1,6 @@
 """The messages within one attention over a context axis, as operation lists of each rank.
 
-`ring_operations` pass keys, values and gradients round the ring; `head_exchanges` exchange heads for tokens.
-`axis.Ring` and `all_to_all.AllToAllAttention` run the lists, and `proof.prove_messages` proves the lists of all ranks
-of the axis before anything runs.
+`axis.Ring` and `all_to_all.AllToAllAttention` run the lists. `proof.prove_messages` proves them before anything runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,16 +49,17 @@ class RingOperation:
 
 @dataclass(frozen=True, slots=True)
 class HeadExchange:
-    """One all-to-all on the axis: for each rank, the numbers of a sample's tokens sent to it and received from it."""
+    """One all-to-all on the axis: for each rank r, the numbers of tokens per sample sent to r and received from r."""
 
     sends: tuple[int, ...]
     receives: tuple[int, ...]
 
 
 def ring_operations(visited: Sequence[Sequence[int]], rank: int, *, back: bool) -> tuple[RingOperation, ...]:
-    """Return the ring operations of ``rank`` in one attention, in the backward pass if ``back`` is true.
+    """Return the ring operations of ``rank`` in one attention, in the order in which the rank executes them.
 
-    ``visited`` has the `passes.paths` of all blocks. A rank sends a block to the next rank while it computes with the
+    ``visited[r]``: ranks that the key block of rank r visits, in ring order, starting with r. If the keyword ``back``
+    is true, the operations are of the backward pass. A rank sends a block to the next rank while it computes with the
     block. The block's gradients are sent one computation later, and end at the block's owner.
     """
     steps: list[RingOperation] = []
@@ -105,7 +104,8 @@ def ring_operations(visited: Sequence[Sequence[int]], rank: int, *, back: bool) 
 def head_exchanges(placed: tuple[Pieces, ...], rank: int, *, back: bool) -> tuple[HeadExchange, ...]:
     """Return the all-to-alls of ``rank`` in one attention: from local tokens to local heads, and back to tokens.
 
-    In the backward pass (``back``), the row products of the output and its gradient are exchanged first.
+    ``placed``: each rank's pieces of a sample. In the backward pass (the keyword ``back``), the first all-to-all
+    exchanges the dot products of output rows and gradient rows.
     """
     local_counts, rank_counts = (tokens(placed[rank]),) * len(placed), tuple(map(tokens, placed))
     to_heads, to_tokens = HeadExchange(local_counts, rank_counts), HeadExchange(rank_counts, local_counts)

@@ -1,7 +1,4 @@
-"""Token positions on the ranks of a context axis, and the path of keys and values round its ring.
-
-Pure integer functions, used to place samples, to run attention, and to count pairs and bytes for the planner.
-"""
+"""Token positions on the ranks of a context axis, and the path of keys and values round its ring."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -18,10 +15,10 @@ assert PIECE_TOKENS % WORDS_PER_COUNTER == 0, "tiles of a dropout mask begin at 
 
 @dataclass(frozen=True)
 class Visit:
-    """Visit of the keys and values of rank ``source`` to another rank of the ring.
+    """Visit of the key block of rank ``source`` (keys and values of its tokens) to another rank of the ring.
 
-    Without a sliding window, this other rank's queries from local row ``from_row`` on see the pieces ``keys`` of the
-    block.
+    Without a sliding window, the visited rank's queries from local row ``from_row`` on see the pieces ``keys`` of the
+    key block.
     """
 
     source: int
@@ -30,9 +27,9 @@ class Visit:
 
 
 def pieces(context: int, ranks: int) -> tuple[Pieces, ...]:
-    """Return for each of ``ranks`` ranks its two pieces (head and tail) of a sample of ``context`` tokens.
+    """Return an early and a late piece of a sample of ``context`` tokens for each of ``ranks`` ranks.
 
-    Sizes differ by up to `PIECE_TOKENS`; the last tails may be empty.
+    Piece sizes differ by up to `PIECE_TOKENS` tokens. The late pieces of the last ranks may be empty.
     """
     assert context > PIECE_TOKENS * (ranks - 1), "every rank needs a token; the rules check this"
     if ranks == 1:
@@ -54,7 +51,7 @@ def visits(placed: tuple[Pieces, ...], rank: int, *, causal: bool) -> tuple[Visi
     """Return the visits of other ranks' key blocks to ``rank``, in ring order; ``placed`` has each rank's pieces.
 
     A rank has two pieces of a sample: an early one (head), a late one (tail). With causal attention, all local queries
-    see the head of an earlier rank. Only queries in the local tail see keys of a later rank, in both of its pieces. A
+    see the head of an earlier rank. Only queries in the local tail see keys of a later rank: its head and its tail. A
     query sees either all or none of the tokens of a piece.
     """
     ranks, visited = len(placed), []
@@ -72,10 +69,10 @@ def visits(placed: tuple[Pieces, ...], rank: int, *, causal: bool) -> tuple[Visi
 
 @lru_cache(maxsize=256)
 def paths(placed: tuple[Pieces, ...], window: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Return for each rank's block the ranks that it visits, in ring order, starting with its owner.
+    """Return, for each rank, the ranks that its keys and values visit, in ring order, starting with itself.
 
-    With a sliding ``window``, a block visits only ranks whose queries see it. To avoid cyclic waits, every query is
-    assumed to see as many earlier pieces as the query that sees the most.
+    ``placed``: each rank's pieces of a sample. With a sliding ``window``, only ranks whose queries see the keys are
+    visited. To avoid cyclic waits, every query is assumed to see as many earlier pieces as the query with most of them.
     """
     ranks = len(placed)
     numbers = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]  # piece numbers
@@ -89,14 +86,14 @@ def paths(placed: tuple[Pieces, ...], window: int = 0) -> tuple[tuple[int, ...],
 
 
 def _reach(placed: tuple[Pieces, ...], window: int) -> int:
-    """Return the largest number of earlier pieces that any query sees with the sliding ``window``."""
+    """Return the largest number of earlier pieces that a query sees in the sliding window."""
     every = [rank_pieces[0] for rank_pieces in placed] + [rank_pieces[-1] for rank_pieces in reversed(placed)]
     starts = [first for start, end, first in every if end > start]
     return max(number - bisect_right(starts, max(0, first - window + 1)) + 1 for number, first in enumerate(starts))
 
 
 def pairs(placed: tuple[Pieces, ...], rank: int, *, causal: bool, window: int = 0) -> int:
-    """Return the number of query-key pairs of a sample that ``rank`` computes. ``window`` 0: no sliding window."""
+    """Return the number of query-key pairs of a sample that ``rank`` computes. ``placed``: pieces of each rank."""
     if not causal:
         return tokens(placed[rank]) * sum(map(tokens, placed))
     # For each piece: the pairs of the sequence up to its end minus the pairs of the sequence up to its start.

@@ -2,10 +2,6 @@
 
 Posting a message never waits; a WAIT, also for a send, waits until the peer has posted its side. The n-th send to a
 rank with a tag matches its n-th receive, as in MPI. No operation has a choice, so one run proves all.
-
-Proven: no cyclic waits; each receive gets its intended block; no memory is used while its message is in flight; local
-queries see the keys of every rank (within the sliding window) once; gradients of each block return to its owner with
-one contribution of every rank that sees it; at the end nothing is in flight.
 """
 
 from collections.abc import Sequence
@@ -22,10 +18,14 @@ Content: TypeAlias = tuple[int, frozenset[int]]  # rank that owns the block, ran
 def prove_messages(
     lists: Sequence[Messages], ranks: Sequence[int], visited: Sequence[Sequence[int]], *, back: bool
 ) -> None:
-    """Prove that the operations ``lists`` of all ranks of an axis form one correct attention.
+    """Prove that the operation lists of all ranks of a context axis compute one attention correctly.
 
-    If ``back`` is true, they are lists of the backward pass. ``ranks`` are the ranks' numbers in the job, and
-    ``visited`` the `passes.paths` of their blocks. Raises ScheduleError, which names the rank and the operation.
+    Proven: the messages match and cannot deadlock; no memory is used while its message is in flight; each rank uses
+    exactly once every key block that visits it; the complete gradients of each key block return to its owner.
+
+    ``lists``: operations of each rank, of the backward pass if the keyword ``back`` is true. ``ranks``: world rank of
+    each rank of the axis, for error messages. ``visited[i]``: axis ranks that the key block of axis rank i visits,
+    starting with i. Raises ScheduleError, which names the rank and the operation.
     """
     rings = [[op for op in row if isinstance(op, RingOperation)] for row in lists]
     exchanges = [[op for op in row if isinstance(op, HeadExchange)] for row in lists]
@@ -61,7 +61,7 @@ def _check_exchanges(lists: Sequence[Sequence[HeadExchange]], ranks: Sequence[in
 
 
 class _RingRun:
-    """Dry run of the message lists of all ranks of a ring; ``names`` are the ranks' numbers in the job."""
+    """Dry run of the operation lists of all ranks of a ring. ``names``: world rank of each rank of the ring."""
 
     def __init__(
         self, lists: Sequence[Sequence[RingOperation]], names: Sequence[int], visited: Sequence[Sequence[int]]
@@ -84,7 +84,9 @@ class _RingRun:
                     moving = True
         for rank, steps in enumerate(self._lists):
             if self._at[rank] < len(steps):
-                raise self._refuse(rank, steps[self._at[rank]], "waits for ever: its peer never posts its operation")
+                raise self._refuse(
+                    rank, steps[self._at[rank]], "waits for ever: the peer never posts the matching send or receive"
+                )
         for rank, busy in enumerate(self._busy):
             for op, _, _ in busy.values():
                 raise self._refuse(rank, op, "is never waited for")
@@ -94,18 +96,19 @@ class _RingRun:
         expected = [source for source, path in enumerate(self._visited) if rank in path]
         if sorted(self._seen[rank]) != expected:
             raise ScheduleError(
-                f"rank {self._names[rank]}: its queries see the keys of ranks {self._seen[rank]} of its context axis, "
-                f"expected the keys of each of {expected} once"
+                f"rank {self._names[rank]}: the local queries see the keys of ranks {self._seen[rank]} of the context "
+                f"axis, expected the keys of each of the ranks {expected} exactly once"
             )
         home, others = self._holds[rank].get(HOME), frozenset(self._visited[rank][1:])
         if back and others and home != (rank, others):
             raise ScheduleError(
-                f"rank {self._names[rank]}: the gradients of its keys must come back from every rank that used the "
-                f"keys, but received (owner, contributors) = {home}"
+                f"rank {self._names[rank]}: the gradients of the local attention keys must return from every rank that "
+                f"used these keys: expected (owner, contributors) = {(rank, others)} as ranks of the context axis, "
+                f"but the buffer {HOME} holds {home}"
             )
 
     def _step(self, rank: int, op: RingOperation) -> bool:
-        """Run the ring operation ``op`` of ``rank`` and return True, or return False if it must wait."""
+        """Run ``op``, or return False if ``op`` must wait."""
         if op.action in (Action.SEND, Action.RECEIVE):
             self._post(rank, op)
         elif op.action is Action.WAIT:
@@ -139,10 +142,10 @@ class _RingRun:
             return False
         if sent[number][0] != awaited[number].source:
             raise self._refuse(
-                path[1], awaited[number], f"gets the block of {sent[number][0]} from rank {self._names[path[0]]}"
+                path[1], awaited[number], f"receives the block of {sent[number][0]} from rank {self._names[path[0]]}"
             )
         if started.source != op.source and started.action is Action.RECEIVE:
-            raise self._refuse(rank, op, f"ends {started}")
+            raise self._refuse(rank, op, f"does not match {started}, the receive in flight")
         if started.action is Action.RECEIVE:
             self._holds[rank][op.memory] = sent[number]
         del self._busy[rank][op.memory]
@@ -160,18 +163,19 @@ class _RingRun:
             return
         into, contributors = self._content(rank, op, op.into)
         if into != source or contributors & parts:
-            raise self._refuse(rank, op, f"adds to gradients of {into} again the parts of {sorted(parts)}")
+            raise self._refuse(
+                rank,
+                op,
+                f"adds gradients of block {source} from ranks {sorted(parts)} to gradients of block {into} from ranks "
+                f"{sorted(contributors)}; the blocks must be equal, and each rank may contribute once",
+            )
         self._holds[rank][op.into] = source, contributors | parts
 
     def _content(self, rank: int, op: RingOperation, memory: str) -> Content:
-        """Return the recorded content of buffer ``memory`` of ``rank``.
-
-        Raises ScheduleError unless it is the block that ``op`` names.
-        """
         held = self._holds[rank].get(memory)
         if held is None or held[0] != op.source:
             what = "nothing received" if held is None else f"the block of {held[0]}"
-            raise self._refuse(rank, op, f"finds {what} in {memory}")
+            raise self._refuse(rank, op, f"finds {what} in the buffer {memory}")
         return held
 
     def _check_free(self, rank: int, op: RingOperation, memory: str) -> None:

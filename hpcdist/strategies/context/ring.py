@@ -1,8 +1,8 @@
 """Ring attention: exact attention of the local queries over the keys of every rank of the context axis.
 
 The local block comes first, so that every row has seen a key; then the blocks of the previous ranks, each while the
-next block travels. The softmax continues over the blocks, and the backward pass recomputes the probabilities. Gradients
-of a block follow it round the ring, collect every rank's contribution, and return to the owner in the last pass.
+next block travels. The softmax continues over the blocks, and backward recomputes the probabilities. Gradients of a
+block follow it round the ring, and return to the owner in the last pass.
 """
 
 from collections.abc import Callable, Iterator
@@ -103,12 +103,10 @@ class RingAttention:
         return dq if dkv is None else (dq, dkv)
 
     def _spans(self, documents: Documents | None, chunk: HeadChunk, source: int) -> Iterator[tuple[Span, Span]]:
-        """Yield for each document its row ranges: (on this rank, in the block of rank ``source``)."""
         here, there = (chunk.spans(documents, self._axis.pieces[rank]) for rank in (self._axis.rank, source))
         return zip(here, there, strict=True)
 
     def _parts(self, heads: Heads, saved: Saved, qkv: Array, kv: Array | None, window: int) -> Iterator["_Travelling"]:
-        """Yield the groups of key heads that pass round the ring one after the other. All ranks use the same groups."""
         axis, columns = self._axis, 2 * heads.size
         share = AttentionShare(
             ranks=axis.size,
@@ -119,7 +117,7 @@ class RingAttention:
             size=heads.size,
             itemsize=qkv.dtype.itemsize,
         )
-        # GPU kernels take all heads at once.
+        # All ranks use the same groups of key heads. GPU kernels take all heads at once.
         parts = split(heads.shared, 1 if is_device(qkv) else head_parts(share), itemsize=1, align_bytes=1)
         for part in parts:
             ring = Ring(axis, saved, qkv, part.size * columns, parts[0].size * columns, window)
@@ -127,7 +125,7 @@ class RingAttention:
 
 
 class _Travelling:
-    """A group of key heads whose keys and values are passed round ``ring``."""
+    """Key heads in the range ``part`` of all ``heads``. Their keys and values are passed round the ring of ranks."""
 
     def __init__(self, ring: Ring, heads: Heads, part: Range, qkv: Array, kv: Array | None, rank: int) -> None:
         self._ring, self._heads, self._part, self._rank = ring, heads, part, rank
@@ -143,7 +141,6 @@ class _Travelling:
         return self._ring.rounds(block, back=back)
 
     def chunks(self, documents: Documents | None) -> Iterator[HeadChunk]:
-        """Yield this group's heads in chunks; with packed documents, each chunk has one sample."""
         apart = documents is not None
         return self._heads.chunks(is_device(self._qkv), self._part.start, self._part.stop, apart=apart)
 
@@ -154,7 +151,7 @@ class _Travelling:
         return KeyGradients(self._of(block), block, block, self._part.start)
 
     def add_home(self, target: Array) -> None:
-        """Add other ranks' gradients of the local keys and values to ``target``, which is dqkv or dkv."""
+        """Add the other ranks' gradients of the local keys and values to ``target``, after all `rounds`."""
         home, width = self._ring.block(HOME, self._rank), self._part.size * self._heads.size
         for at, columns in enumerate(self._columns(target)):
             target[..., columns] += home[..., at * width : (at + 1) * width]

@@ -18,7 +18,7 @@ LOCK_STEP: Final = (
 
 
 def of_tensor() -> Iterator[Rule]:
-    """Yield the recipe rules for tensor parallelism."""
+    """Yield a `Rule` for each unsupported use of tensor parallelism in a recipe."""
     yield rule(
         f"parallel.tensor>1 with model.kind!={'|'.join(TRANSFORMERS)}",
         UNBUILT,
@@ -50,16 +50,12 @@ def of_tensor() -> Iterator[Rule]:
 
 
 def _fewest_tokens(tokens: int, ranks: int) -> int:
-    """Return the smallest number of tokens on any of ``ranks`` context ranks.
-
-    Each rank gets two pieces of a sample of ``tokens`` tokens.
-    """
     parts = split(tokens, 2 * ranks, itemsize=1, align_bytes=PIECE_TOKENS)
     return min(parts[rank].size + parts[-1 - rank].size for rank in range(ranks))
 
 
 def of_context() -> Iterator[Rule]:
-    """Yield the recipe rules for context parallelism."""
+    """Yield a `Rule` for each unsupported use of context parallelism in a recipe."""
     yield rule(
         f"parallel.context>1 with model.kind!={'|'.join((*TRANSFORMERS, *FOREIGN))}",
         UNBUILT,
@@ -117,7 +113,7 @@ def of_context() -> Iterator[Rule]:
 
 
 def of_packed() -> Iterator[Rule]:
-    """Yield the recipe rules for packed documents."""
+    """Yield a `Rule` for each unsupported use of packed documents in a recipe."""
     yield rule(
         f"data.packed with model.kind!={'|'.join(TRANSFORMERS)}",
         UNBUILT,
@@ -130,7 +126,7 @@ def of_packed() -> Iterator[Rule]:
 
 
 def of_experts() -> Iterator[Rule]:
-    """Yield the recipe rules for mixtures of experts and for expert parallelism."""
+    """Yield a `Rule` for each unsupported use of mixtures of experts and of expert parallelism in a recipe."""
     yield rule("model.balance_rate with own steps", "router biases follow the loads of the whole batch", LOCK_STEP)
     shared = "parallel.expert>1"
     yield rule(

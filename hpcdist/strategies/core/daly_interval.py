@@ -1,14 +1,13 @@
-"""Daly's optimum checkpoint interval: the least total loss to saving and to failures. Pure functions.
+"""Daly's optimum checkpoint interval: the least total loss to saving and to failures.
 
 With M the mean time between failures, d the time for which a save delays the run, t the work between two saves and R
-the restart time, all in seconds (Daly 2006, eq. 13; minimum: eq. 37):
+the restart time, all in seconds
 
     wall / work = M e^(R/M) (e^((t + d)/M) - 1) / t
 
     t = sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d     if d < 2M, else t = M
 
-J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps,
-Future Generation Computer Systems 22(3), 2006, doi 10.1016/j.future.2004.11.016.
+Daly, Future Generation Computer Systems 22(3), 2006, eq. 13 and 37, doi 10.1016/j.future.2004.11.016.
 """
 
 import math
@@ -24,17 +23,14 @@ def daly(cost_s: float, mtbf_s: float) -> float:
 
 
 def slowdown(work_s: float, cost_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
-    """Return (wall time / work time) of a run that saves a checkpoint after every ``work_s`` seconds of work."""
+    """Return wall time / work time of a run that saves a checkpoint after every ``work_s`` seconds of work."""
     _check(cost_s, mtbf_s)
     assert work_s > 0 and restart_s >= 0
     return mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((work_s + cost_s) / mtbf_s) / work_s
 
 
 def overhead(cost_s: float, mtbf_s: float) -> float:
-    """Return the fraction of the run time spent on saving checkpoints, if they are saved at the interval of `daly`.
-
-    One save takes ``cost_s`` seconds.
-    """
+    """Return the fraction of the run time spent on saves of ``cost_s`` seconds at the interval of `daly`."""
     work_s = daly(cost_s, mtbf_s)
     return cost_s / (work_s + cost_s)
 

@@ -285,7 +285,7 @@ class Exchange(Protocol):
         """Return views of the state that this rank restores (local)."""
 
     def state(self) -> dict[str, Any]:
-        """Return the scalars that a checkpoint needs beside the pieces: JSON values (local)."""
+        """Return the scalars (JSON values) to store in a checkpoint in addition to the arrays. Local."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned, once the pieces are there (local)."""

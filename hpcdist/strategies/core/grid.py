@@ -1,7 +1,6 @@
 """The process grid: the ranks along the tensor, context, data and pipeline axes.
 
-Consecutive ranks are neighbours on the tensor axis, whose messages are the most frequent, so that its members share a
-node; then come context, data and pipeline. `GridCommunicators` splits the world into the communicators of the axes.
+Consecutive ranks are neighbours on the tensor axis, whose messages are the most frequent, so they share a node.
 """
 
 from collections.abc import Sequence
@@ -41,9 +40,8 @@ class ProcessGrid:
     ) -> "ProcessGrid":
         """Return the grid for ``world`` ranks, of which ``servers`` ranks do not compute.
 
-        If ``data`` is 0, the degree of data parallelism is computed from the other degrees. Raises ConfigurationError
-        if the product of the degrees is not the number of computing ranks, or if ``expert`` does not divide the number
-        of replicas.
+        If ``data`` is 0, it is computed from the other degrees. Raises ConfigurationError if the product of the degrees
+        is not the number of computing ranks, or if ``expert`` does not divide the number of replicas.
         """
         total, world = world, world - servers
         others = pipeline * tensor * context
@@ -61,9 +59,9 @@ class ProcessGrid:
             divisors = [d for d in range(1, grid.replicas + 1) if grid.replicas % d == 0]
             choice = f"choose one of {divisors}" if len(divisors) > 1 else "set parallel.expert = 1"
             raise ConfigurationError(
-                f"parallel.expert = {expert} does not divide parallel.data {data} x parallel.context {context} (of "
-                f"{world} ranks = data {data} x pipeline {pipeline} x tensor {tensor} x context {context}), whose "
-                f"ranks divide the experts; {choice}; a checkpoint can be resumed with any number of expert ranks"
+                f"parallel.expert = {expert} does not divide parallel.data {data} x parallel.context {context} = "
+                f"{grid.replicas}, the number of replicas that share the experts of {world} ranks; {choice}; a "
+                "checkpoint can be resumed with any number of expert ranks"
             )
         return grid
 
@@ -92,9 +90,9 @@ class ProcessGrid:
 
 
 def rank_map(grid: ProcessGrid, nodes: Sequence[Sequence[int]]) -> list[str]:
-    """Return one text line per pipeline stage with its ranks and their nodes; brackets enclose a tensor group.
+    """Return one line per pipeline stage, in the format "stage 0: node 0 [0-3] [4-7]; node 1 [8-11] [12-15]".
 
-    ``nodes`` lists the ranks of each node.
+    Each pair of brackets has the ranks of one tensor group. ``nodes``: ranks of each node. Long lines are shortened.
     """
     node_of = {rank: index for index, ranks in enumerate(nodes) for rank in ranks}
     groups_per_stage = len(grid.tensor_groups) // grid.pipeline
@@ -187,8 +185,7 @@ class GridCommunicators:
     def experts(self, degree: int) -> "Communicator":
         """Return the communicator of ``degree`` consecutive replicas that divide the experts among themselves.
 
-        Replicas along the context axis are consecutive. If ``degree`` is the number of replicas, this is the `replicas`
-        communicator, so its buffers are reused.
+        If ``degree`` is the number of replicas, this is the `replicas` communicator, so its buffers are reused.
         """
         replicas = self.replicas
         if degree == replicas.size:

@@ -1,15 +1,12 @@
 """Logical shards of a step: every sum has the same bits on any number of ranks.
 
-A step is divided into L logical shards of equal size, whatever the number of ranks. Each shard is one micro-batch, so
-matrix products have the same shape everywhere. Sums over shards, or over parts of the model, are
+Each shard is one micro-batch of equal size, so matrix products have the same shape everywhere. Gradients and losses are
+summed in the order of `hpcdist.collectives.algorithms.fixed_tree`.
 
-    gradients, losses   in the order of the tree of `hpcdist.collectives.algorithms.fixed_tree`
-    squares             exact, see `hpcdist.optim.update.exact`: the norms for clipping and for layer-wise rates
+The cost: smaller matrix products, one more pass over the gradients per shard, and exact squares for norms
+(`hpcdist.optim.update.exact`), which take 3 times as long as rounded ones in float32, 12 times in float64.
 
-The cost: smaller matrix products, one more pass over the gradients per shard, and exact squares, which take 3 times as
-long as rounded ones in float32, 12 times in float64.
-
-Other BLAS libraries, thread counts or processors give other bits: ranks and checkpoints compare `fp_fingerprint`.
+Other BLAS libraries, thread counts or processors give other bits.
 """
 
 import hashlib
@@ -51,7 +48,7 @@ def fp_fingerprint(dtype: "np.dtype[Any]") -> str:
 
 
 def _numbers(rows: int, columns: int, dtype: "np.dtype[Any]") -> np.ndarray:  # (rows, columns)
-    """Return an array (rows, columns) of pseudo-random numbers between -1 and 1, computed without a generator."""
+    """Return reproducible pseudo-random numbers between -1 and 1."""
     mixed = np.arange(rows * columns, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)
     return ((mixed.astype(np.float64) / (1 << 23)) - 1.0).astype(dtype).reshape(rows, columns)
 
@@ -63,9 +60,9 @@ CURE: Final = "Give every rank the same OMP_NUM_THREADS, the same kind of proces
 class LogicalShards:
     """Division of the global batch of each step into ``count`` logical shards.
 
-    ``own`` is the range of shards that this rank computes; it is empty on a server. ``arithmetic`` is the hash of the
-    ranks' floating-point results (`fp_fingerprint`). Construction is collective over the world, and raises
-    ConfigurationError on all ranks if these hashes differ.
+    ``own`` is the range of shards that this rank computes; it is empty on a server. ``arithmetic`` is the
+    `fp_fingerprint`. Construction is collective over the world, and raises ConfigurationError on all ranks if the
+    fingerprints of the ranks differ.
     """
 
     def __init__(self, context: RankContext, count: int) -> None:
@@ -79,9 +76,10 @@ class LogicalShards:
         return FixedTree(self._data, self.count)
 
     def add(self, tree: FixedTree, microbatch: int, gradients: Array, *, copy: bool) -> None:
-        """Add the ``gradients`` of micro-batch number ``microbatch`` to the summation ``tree``, if it has samples.
+        """Add the ``gradients`` of this rank's micro-batch number ``microbatch`` to the summation ``tree``. Local.
 
-        Local.
+        Micro-batch i is logical shard i of this rank. A ``microbatch`` after the last shard has no samples and is
+        ignored. If the keyword ``copy`` is False, ``gradients`` must not change until the tree is reduced.
         """
         if microbatch < self.own.size:
             tree.add(self.own.start + microbatch, gradients, copy=copy)
@@ -89,10 +87,10 @@ class LogicalShards:
     def agree_losses(
         self, losses: Sequence[float], values: np.ndarray, agree: Callable[[np.ndarray], np.ndarray]
     ) -> tuple[float, np.ndarray]:
-        """Return (all ranks' ``losses`` summed in tree order, ``agree(values)``), with one call of ``agree``.
+        """Return a pair: the sum of all ranks' ``losses``, added in the order of `tree_sum`, and ``agree(values)``.
 
-        ``losses`` has one loss per shard of this rank. ``agree(numbers)`` combines the numbers of all ranks.
-        Collective, like ``agree``.
+        ``losses`` has one loss per logical shard of this rank. ``agree(numbers)`` sums the numbers of all ranks; it is
+        called once. Collective over the ranks of ``agree``.
         """
         shard_losses = np.zeros(self.count)
         # Other ranks add zeros, which is exact in any order. An evaluation may have fewer losses than local shards.
@@ -101,14 +99,11 @@ class LogicalShards:
         return tree_sum(sums[: self.count].tolist()), sums[self.count :]
 
     def state(self) -> dict[str, Any]:
-        """Return the hash of the ranks' floating-point results, to be stored in a checkpoint. Local."""
+        """Return the `fp_fingerprint`, to be stored in a checkpoint. Local."""
         return {"arithmetic": self.arithmetic}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise ConfigurationError if the checkpoint ``state`` has another floating-point hash than these ranks.
-
-        Local.
-        """
+        """Raise ConfigurationError unless the checkpoint's ``state`` has the current ranks' `fp_fingerprint`. Local."""
         before = state.get("arithmetic", self.arithmetic)
         if before != self.arithmetic:
             raise ConfigurationError(

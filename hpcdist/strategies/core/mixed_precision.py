@@ -1,14 +1,10 @@
 """Mixed precision: 16-bit parameters and gradients with float32 computation, and loss scaling for float16.
 
-Loss scaling (Micikevicius et al., arXiv:1710.03740, section 3.2) multiplies the loss by a power of two, and divides the
-gradients by it. If the norm of the scaled gradient is not finite, all ranks skip the step. A non-finite loss is an
-error.
+Loss scaling follows Micikevicius et al. (arXiv:1710.03740, section 3.2). The scale is a power of two, so that scaling
+is exact. If the norm of the scaled gradient is not finite, all ranks skip the step. A non-finite loss is an error.
 
-The parameters of a stage are widened to float32 for its forward and backward pass. The float32 gradients of each
-micro-batch are rounded to 16 bits, or added in float32 and rounded.
-
-Bytes per parameter on N ranks with AdamW, whose master weights and moments take 12 bytes: 16 with allreduce,
-4 + 12/N with zero1, 2 + 14/N with zero2 and 16/N with zero3 (arXiv:1910.02054, section 3.1).
+Bytes per parameter on N ranks with AdamW, whose master weights and moments take 12 bytes: 16 with allreduce, 4 + 12/N
+with zero1, 2 + 14/N with zero2 and 16/N with zero3 (arXiv:1910.02054, section 3.1).
 """
 
 import math
@@ -41,7 +37,7 @@ class NoLossScale:
     skips_overflow = False  # whether a non-finite gradient skips its step
 
     def after(self, step: str, norm: float) -> bool:
-        """Return True: every step updates. Raises NonFiniteError, which names ``step``, if ``norm`` is not finite."""
+        """Return True. Raises NonFiniteError, which names ``step``, if the gradient ``norm`` is not finite."""
         if not math.isfinite(norm):
             raise NonFiniteError(step)
         return True
@@ -67,7 +63,7 @@ class FixedLossScale(NoLossScale):
     overflows: int = 0
 
     def after(self, step: str, norm: float) -> bool:
-        """Return True if the step may update, because the gradient ``norm`` is finite, or False to skip the step.
+        """Return True if the gradient ``norm`` is finite, so that the step may update, or False to skip the step.
 
         Raises NonFiniteError after `MAXIMUM_OVERFLOWS` consecutive overflows at a scale that cannot be lowered.
         """
@@ -144,7 +140,10 @@ class DynamicLossScale(FixedLossScale):
 def build_loss_scale(
     mode: str, fixed: float, interval: int, hysteresis: int, least: float = MINIMUM_SCALE
 ) -> NoLossScale:
-    """Return the loss scale of a precision ``mode``: for float16 ``fixed``, or a dynamic scale if this is 0; else 1."""
+    """Return the loss scale for the precision ``mode``. Only "float16" has a loss scale other than 1.
+
+    ``fixed``: constant loss scale, or 0 for a `DynamicLossScale` with ``interval``, ``hysteresis`` and ``least``.
+    """
     if mode != "float16":
         return NoLossScale()
     if fixed:
@@ -155,9 +154,8 @@ def build_loss_scale(
 class MixedPrecisionViews(ParameterViews):
     """Float32 views of the parameters and gradients that an exchange stores and sends in 16 bits. Local.
 
-    The gradient of a tied tensor is complete after the backward pass of the first stage that uses the tensor. If
-    another rank owns the tensor, the gradient is complete after the backward pass of the stage that uses this rank's
-    copy.
+    A tied tensor is used by several stages. Its gradient is complete after the backward pass of the first stage of this
+    rank that uses the tensor.
     """
 
     def __init__(self, context: RankContext, exchange: Exchange, copies: TiedCopies) -> None:
@@ -264,7 +262,6 @@ class MixedPrecisionViews(ParameterViews):
 
 
 def _take_in(working: Array, wide: Array, *, accumulate: bool) -> None:
-    """Round float32 ``wide`` into 16-bit ``working``; with ``accumulate``, first add the old ``working`` in float32."""
     if accumulate:
         kernels.add_rounded(working, wide)
     else:

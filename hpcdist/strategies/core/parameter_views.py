@@ -40,7 +40,7 @@ class ParameterViews:
         return self._parameters[unit]
 
     def gradients(self, unit: int) -> BoundGradients:
-        """Return views of the gradient memory of stage ``unit``, to which the stage writes or adds its gradients."""
+        """Return views of the gradient memory of stage ``unit``. The stage adds to gradients written in this step."""
         if unit not in self._gradients:
             self._gradients[unit] = self._model.bind_stage_gradients(unit, self._gradients_at, self.written)
         return self._gradients[unit]
@@ -64,7 +64,7 @@ class ParameterViews:
             self._copies.gradients.view(key)[...] = 0
 
     def exchanged(self, unit: int) -> None:
-        """Record that the gradients of stage ``unit`` were exchanged. The next micro-batch gets new views."""
+        """Record that the gradients of stage ``unit`` were exchanged. The next micro-batch gets new gradient views."""
         self._gradients.pop(unit).begin_step()
         self._complete.discard(unit)
 
@@ -83,8 +83,9 @@ class ParameterViews:
 class TransientLayers:
     """Memory pool for layers that are allocated in full only while they are used (ZeRO, mixed precision).
 
-    Layers used by only one stage share blocks of equal size. A layer that several stages use has a separate block. Only
-    the stages ``units`` use the pool. The ranks of ``over`` run collectives on the blocks.
+    Layers used by only one stage share blocks of equal size. A layer that several stages use has a separate block.
+    ``units``: stages that use the pool. ``over``: communicator whose collectives use the blocks, or None. ``category``:
+    name of the memory in memory reports.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class TransientLayers:
         self._stores: dict[int, FlatStore] = {}
 
     def at(self, layer: int) -> FlatStore:
-        """Return the full memory of ``layer``, taken from the pool if necessary. New memory is uninitialised. Local."""
+        """Return the flat store of the whole ``layer``, after allocating uninitialised memory if it has none."""
         if layer not in self._stores:
             size = self._block_size[layer]
             free = self._free.setdefault(size, [])

@@ -32,13 +32,18 @@ _IN_SHARED_MEMORY: Final = {"node_shared", "hierarchical"}  # algorithms that wo
 class RankContext:
     """Everything that a strategy needs on one rank: communicators, model, optimizer and settings.
 
-    ``world`` joins all ranks of the step, ``data`` the replicas of this rank's stages, ``pipeline`` the stages of this
-    replica, and ``tensor`` the ranks that hold shards of the same tensors. ``context`` joins the replicas with other
-    tokens of the same samples, ``batch`` the replicas with other samples, and ``experts`` the replicas that divide the
-    experts of this rank's stages. ``computes`` is False on a dedicated server. ``working`` is the 16-bit dtype of
-    stored and sent parameters and gradients, or None without mixed precision. ``portion`` selects the tensors that the
-    strategy handles: all (""), "expert" or "dense". If ``every_microbatch`` is true, gradients are exchanged after each
-    micro-batch.
+    ``world``: communicator of all ranks of a step.
+    ``data``: communicator of the replicas of this rank's stages.
+    ``pipeline``: communicator of the stages of this replica.
+    ``tensor``: communicator of the ranks that hold shards of the same tensors.
+    ``context``: axis of the replicas that divide the tokens of the same samples, or None if samples are not divided.
+    ``batch``: communicator of the replicas with different samples, or None if these are all replicas of ``data``.
+    ``experts``: communicator of the replicas that divide the experts of this rank's stages.
+    ``on``: device of the arrays, "cpu" or "gpu".
+    ``computes``: False on a dedicated server.
+    ``working``: 16-bit dtype of stored and sent parameters and gradients, or None without mixed precision.
+    ``portion``: tensors that the strategy handles: "" (all), "expert" or "dense".
+    ``every_microbatch``: True if gradients are exchanged after each micro-batch.
     """
 
     world: Communicator
@@ -64,12 +69,12 @@ class RankContext:
 
     @property
     def samplers(self) -> Communicator:
-        """Communicator of the ranks with different samples: ``batch`` if replicas share samples, else all replicas."""
+        """Communicator of the replicas with different samples: ``batch``, or ``data`` if ``batch`` is None."""
         return self.data if self.batch is None else self.batch
 
     @property
     def speaks(self) -> bool:
-        """True on one rank of each group of tensor and context ranks that share samples; it counts these samples."""
+        """True on tensor and context rank 0, which counts the samples for all ranks that have the same samples."""
         return self.tensor.rank == 0 and (self.context is None or self.context.rank == 0)
 
     @property
@@ -89,10 +94,7 @@ class RankContext:
 
     @property
     def members(self) -> Communicator:
-        """Communicator of the ranks that compute or serve this rank's stages.
-
-        This is the world, or the data axis if stages or tensors are divided over ranks.
-        """
+        """Ranks that compute or serve this rank's stages: ``data`` with a pipeline or tensor axis, else ``world``."""
         return self.world if self.pipeline.size * self.tensor.size == 1 else self.data
 
     @property
@@ -128,7 +130,7 @@ class RankContext:
 
     @property
     def part(self) -> Range:
-        """The range of this rank's stages in the flat parameter vector; the rank must have exactly one chunk."""
+        """The range of this rank's stages in the flat parameter vector; `parts` must have exactly one range."""
         (part,) = self.parts
         return part
 
@@ -142,10 +144,10 @@ class RankContext:
 
     @property
     def agree_algorithm(self) -> str:
-        """Name of the allreduce algorithm for a few numbers: native or node_shared if the recipe selects one of them.
+        """Name of the algorithm for allreduces of a few numbers, such as the loss and the gradient norm.
 
-        Otherwise it is recursive doubling, with log2(p) messages for p ranks. If the recipe chooses by message size,
-        its choice for small messages counts.
+        It is the recipe's allreduce algorithm for small messages if this is "native", or if it is "node_shared" and the
+        data axis has all ranks. Otherwise it is "recursive_doubling", with log2(p) messages for p ranks.
         """
         small = parse_algorithm(self.algorithm).at(_FEW_BYTES) if "<=" in self.algorithm else self.algorithm
         suits = small == "native" or (small == "node_shared" and self.data.size == self.world.size)
@@ -154,9 +156,10 @@ class RankContext:
     def store(
         self, category: str, parts: Range | Sequence[Range] | None = None, allocate: Allocate | None = None
     ) -> FlatStore:
-        """Return zeroed memory for ``parts`` of the flat parameter vector; the default is all stages of this rank.
+        """Return a store of zeros for the ranges ``parts`` of the flat parameter vector. Local.
 
-        Local.
+        ``category``: name of the memory in the memory ledger. ``parts``: ranges; None means all stages of this rank.
+        ``allocate``: function (elements, dtype) that provides the memory; None means private memory of this rank.
         """
         return FlatStore(
             self.layout,
@@ -171,8 +174,8 @@ class RankContext:
     def for_replicas(self, category: str, over: Communicator | None = None) -> Allocate | None:
         """Return a function that allocates memory shared by replicas on a node, or None if no collective needs it.
 
-        Local. Calling the returned function is collective over ``over``, by default ``data``. Collectives on the
-        allocated memory need no copy.
+        Local. ``category``: name of the memory in the memory ledger. The function can be the argument ``allocate`` of
+        `store`. Calling it is collective over ``over``, by default ``data``.
         """
         names = {row.partition("<=")[0] for row in self.algorithm.split(",")}
         if self.on != "cpu" or self.data.size == 1 or not names & _IN_SHARED_MEMORY:
@@ -184,10 +187,7 @@ class RankContext:
         return allocate
 
     def counted(self, array: Array, category: str) -> Array:
-        """Record the memory of ``array`` under ``category`` in this rank's memory ledger, if any. Return ``array``.
-
-        Local.
-        """
+        """Count the memory of ``array`` under ``category`` in memory reports. Return ``array``. Local."""
         return array if self.ledger is None else self.ledger.track(array, category)
 
     def build_optimizer(self, parts: Range | Sequence[Range]) -> Optimizer:

@@ -1,9 +1,7 @@
 """Checks of replicas: name the ranks and tensors that differ, or that first became non-finite.
 
-`check_parameters` costs one pass over the parameters, `check_batch` one over the batch.
-
-`explain_nonfinite` computes a failed step again, before any parameter changed, and checks each unit: parameters, then
-outputs, then gradients. With delayed gradients it also checks the previous step's gradients.
+`check_parameters` costs one pass over the parameters, `check_batch` one over the batch. `explain_nonfinite` computes a
+failed step again.
 """
 
 from collections.abc import Sequence
@@ -27,10 +25,7 @@ from hpcdist.strategies.schedule.stages import MicroBatch
 
 
 def check_parameters(executor: Executor, step: int) -> None:
-    """Raise DivergenceError if ranks hold copies of a parameter that are not bitwise equal.
-
-    Collective over the world.
-    """
+    """Raise DivergenceError if a parameter has different bits on the ranks that hold it. Collective over the world."""
     context, exchange, copies = executor.context, executor.exchange, executor.copies.parameters
     replicated = [(context.data, store) for store in (exchange.parameters, copies) if exchange.replicas_identical]
     for comm, store in (*replicated, *exchange.other_replicas):
@@ -45,8 +40,7 @@ def check_replicas(comm: Communicator, store: FlatStore, step: int, algorithm: s
     """Raise DivergenceError on all ranks of ``comm`` if the elements of ``store`` differ. Collective over ``comm``.
 
     The message names the first differing tensor and the ranks. ``store`` must hold the same range of the flat parameter
-    vector on every rank. Hashes are equal exactly if max(hash) = ~max(~hash), so one reduction of two numbers is
-    enough.
+    vector on every rank.
     """
     if _agree(comm, _digest(backend.to_host(store.array)), algorithm):
         return
@@ -57,7 +51,7 @@ def check_replicas(comm: Communicator, store: FlatStore, step: int, algorithm: s
 def check_tensor_axis(comm: Communicator, store: FlatStore, step: int, algorithm: str = "native") -> None:
     """Raise DivergenceError on all ranks of the tensor axis ``comm`` if their unsharded tensors differ. Collective.
 
-    ``store`` holds the parameters to compare. It must hold the same range of the flat parameter vector on every rank.
+    ``store`` must hold the same range of the flat parameter vector on every rank.
     """
     whole = [(segment, touched) for segment, touched in store.tensors() if segment.spec.cut is None]
     values = [store.range(touched) for _, touched in whole] or [store.array[:0]]
@@ -94,7 +88,7 @@ def _agree(comm: Communicator, digest: int, algorithm: str) -> bool:
     number = digest >> 1  # 63 bits fit an int64
     votes = np.array([number, ~number], np.int64)
     collectives.allreduce(comm, votes, algorithm, op="max")
-    return bool(votes[0] == ~votes[1])
+    return bool(votes[0] == ~votes[1])  # the numbers are equal if max(number) = ~max(~number)
 
 
 def _name_the_first(comm: Communicator, store: FlatStore, tensors: list[tuple[Segment, Range]], step: int) -> None:

@@ -35,7 +35,7 @@ class DecentralisedConfig:
     """Section ``[decentralised]``: options of strategies in which each replica makes its own steps.
 
     Strategy gossip: a rank averages its parameters with its neighbours' parameters on ``graph``. ``edges``, as in "0-1,
-    1-2", define the graph "edges". ``order``: mix before ("combine_first") or after the update ("adapt_first"). The
+    1-2", define the graph "edges". ``order``: average before ("combine_first") or after the update ("adapt_first"). The
     consensus distance is measured every ``report_every`` steps (0: only for a checkpoint).
 
     Strategy local_sgd: parameters are averaged over all ranks every ``period`` steps. The optimizer ``moments`` then
@@ -54,7 +54,7 @@ class DecentralisedConfig:
 
     @property
     def has_outer_optimizer(self) -> bool:
-        """True if the outer optimizer's settings change the result from the plain mean."""
+        """True if the outer optimizer's settings give another result than the plain mean of the parameters."""
         return self.outer_learning_rate != 1.0 or self.outer_momentum != 0.0
 
     def __post_init__(self) -> None:

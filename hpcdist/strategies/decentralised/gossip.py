@@ -1,17 +1,16 @@
 """Gossip (decentralised parallel SGD): each rank mixes its parameters with its neighbours' parameters only.
 
-D-PSGD (Lian et al., arXiv:1705.09056, Algorithm 1), with the direction u_i of any optimizer instead of the gradient.
-W is doubly stochastic (see `Graph`), x_i are the parameters of rank i, g_i is its gradient at x_i:
+D-PSGD (Lian et al., arXiv:1705.09056, Algorithm 1), with the direction u_i of any optimizer instead of the gradient. W
+is doubly stochastic (see `Graph`), x_i are the parameters of rank i, g_i is its gradient at x_i:
 
     combine first   x_i <- sum_j W_ij x_j - rate u_i(x_i, g_i)        messages overlap the computation of g_i
     adapt first     x_i <- sum_j W_ij (x_j - rate u_j(x_j, g_j))      messages wait for the update
 
-The mean of the replicas takes the SGD step of the mean of their gradients. g_i is p times this rank's share of the mean
-gradient of all samples. Directions and weight decay use the weights before mixing (LARS with combine first: decay after
-mixing).
+The mean of the replicas takes the SGD step of the mean of their gradients. Directions and weight decay use the weights
+before mixing (LARS with combine first: decay after mixing).
 
-With Psi bytes of parameters and d neighbours, a rank sends and receives d Psi per step, and buffers d Psi. The number d
-is 2 on a ring, 4 on a torus (3 or 2 if axes have two ranks), ceil(log2 p) on the exponential graph, and 1 for one peer.
+With Psi bytes of parameters and d neighbours, a rank sends, receives and buffers d Psi per step. The number d is 2 on a
+ring, at most 4 on a torus, ceil(log2 p) on the exponential graph, and 1 for one peer.
 """
 
 import math
@@ -41,7 +40,7 @@ _NOTHING: Final = 1e-12  # smaller eigenvalues are rounding errors of zero
 
 @dataclass(frozen=True)
 class Graph:
-    """Mixing graph of gossip: for each round, the ranks (sources) that every rank averages with, and their weights.
+    """Mixing graph of gossip: each rank's neighbours in each mixing round, and the weights of their parameters.
 
     Steps use the ``rounds`` cyclically. A complete graph has no rounds. ``gap`` is the spectral gap 1 - rho, or NaN if
     it is not computed. rho is the second largest absolute eigenvalue of the mixing matrix, as a geometric mean per
@@ -54,15 +53,15 @@ class Graph:
     gap: float
 
     def sources(self, rank: int, number: int) -> Sources:
-        """Return (neighbour, weight) of the ranks that ``rank`` averages with in round ``number``, in rank order."""
+        """Return (neighbour, weight) for each rank with which ``rank`` averages in round ``number``, in rank order."""
         return self.rounds[number][rank]
 
     def targets(self, rank: int, number: int) -> list[int]:
-        """Return the ranks that average with ``rank`` in round ``number``, so that ``rank`` must send to them."""
+        """Return the ranks that average with ``rank``'s parameters in round ``number``. ``rank`` must send to them."""
         return [other for other, sources in enumerate(self.rounds[number]) if any(peer == rank for peer, _ in sources)]
 
     def matrix(self, number: int = 0) -> np.ndarray:  # (ranks, ranks)
-        """Return the mixing matrix of round ``number``: row i has the weights with which rank i averages."""
+        """Return the mixing matrix W of round ``number``. W[i, j]: weight of rank j in the mean of rank i."""
         if not self.rounds:
             return np.full((self.size, self.size), 1.0 / self.size)
         return _matrix(self.rounds[number])
@@ -74,7 +73,10 @@ class Graph:
 
 
 def build(graph: str, size: int, edges: str = "") -> Graph:
-    """Return the mixing graph named ``graph`` on ``size`` ranks. Raises ConfigurationError for invalid ``edges``."""
+    """Return the mixing graph named ``graph`` on ``size`` ranks.
+
+    ``edges``: pairs of ranks of the graph "edges", as in "0-1, 1-2". Raises ConfigurationError if they are invalid.
+    """
     if graph == "edges":
         return _of_edges(size, parse_edges(edges))
     if graph == "complete" or size == 1:
@@ -94,10 +96,7 @@ def build(graph: str, size: int, edges: str = "") -> Graph:
 
 
 def _regular(name: str, shape: tuple[int, ...], rounds: Sequence[Sequence[tuple[int, ...]]]) -> Graph:
-    """Return a graph on a periodic grid of ``shape``; ``rounds`` has the offsets of the neighbours in each round.
-
-    A Fourier transform gives the eigenvalues of the mixing matrix.
-    """
+    """Return a graph on a periodic grid of ``shape``. ``rounds``: offsets of a rank's neighbours in each round."""
     size = math.prod(shape)
     sources = tuple(tuple(_neighbours(rank, shape, steps) for rank in range(size)) for steps in rounds)
     eigenvalues = np.ones(shape, np.complex128)
@@ -174,9 +173,10 @@ BLOCK: Final = 1 << 14  # elements of each replica mixed at a time, to stay in t
 
 
 class NeighbourMixing:
-    """Averages this rank's ``parameters`` with its neighbours' parameters. Construction is collective.
+    """Averaging of this rank's ``parameters`` with its neighbours' parameters in ``graph``. Construction is collective.
 
-    All ranks call ``start`` and ``wait`` for the same round. Between both calls, the parameters must not change.
+    ``ranges``: one message per range is sent to each neighbour. All ranks must call `start` and `wait` for the same
+    round. Between both calls, the parameters must not change.
     """
 
     def __init__(self, context: RankContext, graph: Graph, parameters: FlatStore, ranges: list[Range]) -> None:
@@ -191,7 +191,7 @@ class NeighbourMixing:
         self._under_way: list[Request] = []
 
     def start(self, number: int) -> None:
-        """Start to exchange the parameters with the neighbours of mixing round ``number``."""
+        """Start to exchange the parameters with this rank's neighbours in mixing round ``number``."""
         sources, targets = self._rounds[number % len(self._rounds)]
         # Receives are posted first, so that messages arrive in place. The tag is the bucket.
         for tag, part in enumerate(self._ranges):
@@ -274,7 +274,7 @@ class GossipExchange(Replicas):
         self._round = self.step
 
     def take_mean(self, op: Operation) -> None:
-        """Replace the parameters by their mean over all ranks: the mixing step of the complete graph."""
+        """Replace the parameters by their mean over all ranks (complete graph). ``op`` is not used. Collective."""
         self.average(self.parameters)
 
     def _mixes(self) -> Handlers:

@@ -1,15 +1,13 @@
 """Local SGD and DiLoCo: each rank makes its own steps, and all parameters are averaged every H steps.
 
-The mean over the ranks is weighted by their samples since the last averaging (McMahan et al., arXiv:1602.05629; Stich,
-arXiv:1805.09767).
-
-The mean may be a step of an outer optimizer (DiLoCo, Douillard et al., arXiv:2311.08105). With z the parameters after
-the previous averaging, and v the velocity:
+Each rank's weight in the mean is its number of samples since the last averaging (McMahan et al., arXiv:1602.05629;
+Stich, arXiv:1805.09767). The mean may be a step of an outer optimizer (DiLoCo, Douillard et al., arXiv:2311.08105),
+with z the parameters after the previous averaging, and v the velocity:
 
     d = z - mean;  v <- outer_momentum v + d;  z <- z - outer_learning_rate (d + outer_momentum v)
 
-Saving a checkpoint also averages and starts a new period. With Psi bytes of parameters each of p ranks sends 2 Psi
-(p-1)/p every H steps, and as much again per averaged moment. The outer optimizer keeps Psi, and Psi more for v.
+With Psi bytes of parameters each of p ranks sends 2 Psi (p-1)/p every H steps, and as much again per averaged moment.
+The outer optimizer keeps Psi, and Psi more for v. Saving a checkpoint also averages, and starts a new period.
 """
 
 from collections.abc import Collection, Mapping
@@ -39,7 +37,7 @@ class OuterOptimizer:
         self._start.copy_from(parameters)
 
     def step(self, parameters: FlatStore) -> None:
-        """Replace the averaged ``parameters`` by the result of the outer step, the start of the next period."""
+        """Replace the averaged ``parameters`` by the result of the outer step, with which the next period starts."""
         start, difference = self._start.array, parameters.array
         namespace(start).subtract(start, difference, out=difference)
         if self._momentum:
@@ -81,7 +79,10 @@ class LocalSgdExchange(Replicas):
         super().begin_update(scale)
 
     def replace_by_mean(self, op: Operation) -> None:
-        """At the end of a period, average the parameters; treat the optimizer moments as ``config.moments`` says."""
+        """Average the parameters over all ranks if this step ends a period of local steps. Collective.
+
+        Then keep, average or reset the optimizer moments, as ``config.moments`` says. ``op`` is not used.
+        """
         if self._steps == self.config.period:
             self._take_mean()
             if self.config.moments != "keep":
@@ -122,7 +123,6 @@ class LocalSgdExchange(Replicas):
             self._outer.begin(self.parameters)
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
-        """Return the piece types that a checkpoint may lack: the outer velocity, which then starts at zero. Local."""
         return (OUTER,)
 
     def kept(self) -> dict[str, FlatStore]:

@@ -1,11 +1,7 @@
 """Base class of strategies with differing replicas: own steps, and one averaged model in checkpoints.
 
-A rank steps by its own gradient, clipped by its own norm. The reported gradient norm is the root mean square over the
-ranks.
-
 Before a checkpoint, parameters and optimizer moments are averaged. This is part of the algorithm: a resumed run has the
-bits of a run that saved at the same step. `average` takes one allreduce: with n bytes on p ranks each sends 2 n
-(p-1)/p. Values are multiplied by integers, summed, and divided by an integer.
+bits of a run that saved at the same step. To average n bytes on p ranks, each sends 2 n (p-1)/p.
 
 Consensus distance: sqrt(1/p sum_i ||x_i - mean||^2) / ||mean|| of the replicas x_i, after a step and before averaging.
 """
@@ -33,7 +29,10 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 class Replicas(ShardedUpdateExchange):
     """Base class of strategies whose replicas differ, because each rank updates with its own gradient.
 
-    Subclasses set ``factor`` and average the replicas. ``distances`` maps step numbers to consensus distances until
+    A rank computes a summand of the mean gradient of all samples. Subclasses set ``factor``; the summand times
+    ``factor`` is the gradient with which this rank updates. Subclasses also average the replicas.
+
+    ``distances`` maps step numbers to consensus distances (relative differences of the replicas from their mean), until
     `new_consensus_distances` returns them. All ranks have the same distances.
     """
 
@@ -62,10 +61,10 @@ class Replicas(ShardedUpdateExchange):
         raise NotImplementedError
 
     def keep(self, op: Operation) -> None:
-        """Leave the gradients unchanged, because this rank updates with its own gradients. Local."""
+        """Leave the gradients unchanged, because this rank updates with them. ``op`` is not used. Local."""
 
     def norm_squared(self) -> float:
-        """Return this rank's squared gradient norm divided by the number of ranks: a summand of the mean."""
+        """Return this rank's summand of the mean squared gradient norm: the squared norm / the number of ranks."""
         self._norm_squared = self.sharded_update.norm_squared() * self.factor**2
         return self._norm_squared / self.context.data.size
 
@@ -77,11 +76,11 @@ class Replicas(ShardedUpdateExchange):
         super().begin_update(clip * self.factor * self.correction)
 
     def average(self, store: FlatStore, weight: int = 1, total: int = 0, *, replace: bool = True) -> np.ndarray:  # (2,)
-        """Compute the mean of ``store`` over the data axis; return two sums of squares. Collective; waits for a GPU.
+        """Compute the mean of ``store`` over the data axis; return the sums of squares of (value - mean) and of mean.
 
-        The two sums are over this rank's elements: of (value - mean), and of the mean. ``weight``: this rank's weight
-        in the mean. ``total``: sum of all ranks' weights (0: all weights are 1). If ``replace`` is true, ``store`` is
-        set to the mean.
+        The sums are over this rank's elements. ``weight``: this rank's weight in the mean. ``total``: sum of all ranks'
+        weights (0: all weights are 1). If the keyword ``replace`` is true, ``store`` is set to the mean. Collective;
+        waits for a GPU.
         """
         squares = np.zeros(2)
         for part in self.ranges:
@@ -126,13 +125,13 @@ class Replicas(ShardedUpdateExchange):
         return apart
 
     def pieces(self) -> Sequence[Piece]:
-        """Return the pieces that this rank saves: its shard of the averaged parameters and optimizer state."""
+        """Return this rank's checkpoint pieces: its shard of the averaged parameters and optimizer state."""
         part, data = self.context.part, self.context.data
         share = split(part.size, data.size, self.parameters.array.itemsize)[data.rank].shift(part.start)
         return pieces_of({"parameters": self.parameters, **self.kept()}, [share])
 
     def kept(self) -> dict[str, FlatStore]:
-        """Return the optimizer stores to save in addition to the parameters, keyed by piece type. Local."""
+        """Return the optimizer arrays to save in a checkpoint, by name, such as ``optimizer.outer``. Local."""
         return self.sharded_update.slots()
 
     def wanted(self) -> Sequence[Piece]:

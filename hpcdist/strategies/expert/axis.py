@@ -1,9 +1,7 @@
-"""The ranks that divide the experts, their all-to-alls with uneven counts, and the time spent in them.
+"""The ranks that divide the experts, and their all-to-alls with uneven counts.
 
-Of p replicas (data x context ranks, context neighbours first), e consecutive ones form a group that holds all experts,
-E / e each. A rank sends the rows of each layer (k N of width h for N tokens with k experts each) in two all-to-alls
-forward and two backward, each of (e-1)/e of the rows for equal loads. All ranks of a group must call the methods here
-in the same order.
+Of the data x context ranks (context neighbours first), e consecutive ones form a group that holds all experts. A rank
+sends the rows of each layer in two all-to-alls forward and two backward, each of (e-1)/e of the rows for equal loads.
 """
 
 import time
@@ -26,7 +24,7 @@ NODE_SHARED: Final = "node_shared"  # without messages: see `hpcdist.strategies.
 def expert_replicas(replicas: Communicator, degree: int) -> Communicator:
     """Return the communicator of the ranks of ``replicas`` that hold the same experts as this rank. Collective.
 
-    Each ``degree`` consecutive replicas divide the experts.
+    ``degree``: number of consecutive replicas that divide the experts.
     """
     same_experts = replicas.split(replicas.rank % degree, replicas.rank, "expert replicas")
     assert same_experts is not None
@@ -36,8 +34,8 @@ def expert_replicas(replicas: Communicator, degree: int) -> Communicator:
 class ExpertAxis:
     """All-to-alls over ``comm``, the ranks that divide the experts. Methods are collective unless marked local.
 
-    ``watch``: search for non-finite values that this rank itself computed. The search stops if received rows have such
-    values.
+    ``algorithm``: all-to-all algorithm. ``watch``: search for the first non-finite value that this rank computes. The
+    search ends if this rank receives non-finite rows.
     """
 
     def __init__(self, comm: Communicator, algorithm: str, watch: NanFinder) -> None:
@@ -46,10 +44,10 @@ class ExpertAxis:
         self._spent_s = 0.0
 
     def counts(self, sent: np.ndarray) -> np.ndarray:
-        """Exchange row counts; return the number of rows that each rank sends for each local expert.
+        """Exchange numbers of token rows; return the number of rows that each rank sends for each local expert.
 
-        ``sent``, int64, is (rank, expert of that rank): the numbers of rows that this rank sends. The result is (rank,
-        local expert).
+        ``sent``, int64 of shape (ranks, experts per rank): number of rows that this rank sends for each expert of each
+        rank. The result has shape (ranks, local experts).
         """
         begin = time.perf_counter()
         received = np.empty_like(sent)
@@ -61,7 +59,7 @@ class ExpertAxis:
     def exchange(self, rows: Array, arrived: Array, sent: np.ndarray, received: np.ndarray) -> None:
         """Send ``sent[r]`` of the ``rows``, in order, to rank r; store ``received[r]`` rows of rank r in ``arrived``.
 
-        ``rows`` and ``arrived`` are (rows, width), contiguous, and must not overlap.
+        ``rows`` and ``arrived`` have shape (rows, width), are contiguous, and must not overlap.
         """
         was_finite = self.watch.sees_only_finite(rows)
         begin = time.perf_counter()
@@ -73,7 +71,7 @@ class ExpertAxis:
             self.watch.distrust(arrived)
 
     def wait(self, memory: PublishedMemory, like: Array) -> None:
-        """Wait until all ranks have published their shared ``memory``. Log the wait as a collective on ``like``."""
+        """Wait until all ranks have published their shared ``memory``. Log the wait as an all-to-all of ``like``."""
         begin = time.perf_counter()
         events, dtype = self.comm.events, name_of(like.dtype)
         token = events.begin(self.comm.name, f"{NODE_SHARED}_all_to_all", dtype, like.size, 0, -1, 0)
@@ -93,11 +91,12 @@ def _ranges(counts: np.ndarray, width: int) -> list[Range]:
 
 
 def algorithm_for(comm: Communicator, chosen: str, *, settled: bool, on: str) -> str:
-    """Return the all-to-all algorithm over ``comm``. Collective. ``on``: "cpu" or "gpu".
+    """Return the name of the all-to-all algorithm over ``comm``. Collective.
 
-    If ``settled`` is true, the recipe itself set the allreduce algorithm ``chosen``: the result is the all-to-all of
-    that name if it exists, else "pairwise". Otherwise, the result is shared memory on one node (on a GPU the native
-    algorithm), and the hierarchical algorithm on several nodes.
+    ``chosen``: allreduce algorithm. If the keyword ``settled`` is true, the recipe itself set ``chosen``: the result is
+    the all-to-all algorithm ``chosen`` if it exists, else "pairwise". Otherwise, the result is "hierarchical" on
+    several nodes, "node_shared" on the CPUs of one node, and "native" on the GPUs of one node. The keyword ``on``:
+    device, "cpu" or "gpu".
     """
     is_one_node = comm.nodes().count == 1
     if settled and not (chosen == NODE_SHARED and is_one_node and on == "cpu"):

@@ -6,7 +6,7 @@ in the forward and in the backward pass over e ranks. For equal loads:
                 through memory of the node            by messages
                 (`hpcdist.strategies.expert.shared`)  (`hpcdist.strategies.expert.model.TravellingRows`)
     sent        nothing                               (e-1)/e n four times, (e-1)/e 8 E for int64 counts once
-    copied      n each time, and gradients once more  n each time, between the order of experts and of ranks
+    copied      n each time, and gradients once more  n each time
     kept        as on one rank                        n more: sent rows and received rows
     scratch     n more: received gradients            4 n more: received and sent rows, gradients, results
     shared      5/2 n: rows and results, plus 1/4     nothing
@@ -26,7 +26,7 @@ def counts_bytes(experts: int) -> int:
 
 
 def published_bytes(nbytes: int) -> int:
-    """Return the bytes of shared memory for a rank's rows and results, each of ``nbytes`` bytes."""
+    """Return the bytes of a rank's shared memory for ``nbytes`` of a layer's token rows, and for their results."""
     return 2 * part_bytes(nbytes)
 
 
@@ -45,7 +45,7 @@ class NodeTraffic(NamedTuple):
 
 
 def node_traffic(nbytes: float, nodes: int, ranks_per_node: int) -> NodeTraffic:
-    """Return the traffic of a rank whose all-to-all has ``nbytes``, including the bytes for the rank itself."""
+    """Return the traffic of a rank in one all-to-all between nodes. ``nbytes``: size of the whole send buffer."""
     messages = -(-(nodes - 1) // ranks_per_node)  # number of nodes for which the busiest rank acts
     away, most = (nodes - 1) / nodes * nbytes, messages * ranks_per_node * nbytes / nodes
     inside = (ranks_per_node - 1) / ranks_per_node * (nbytes / nodes + 2 * away)

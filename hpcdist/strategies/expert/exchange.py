@@ -1,11 +1,8 @@
 """Exchange of a model with divided experts: two exchanges, one for dense tensors and one for experts.
 
 Dense tensors are replicated over all p ranks of data x context, experts over the p/e ranks that hold the same experts.
-So the strategy is built twice, over different ranks and ranges of the flat space (`RankContext.portion`). With Psi
-bytes of dense tensors and X of experts, a rank sends 2 Psi (p-1)/p and 2 X/e (p/e - 1)/(p/e) on the ring for gradients,
-and all-to-alls in addition (see `axis`).
-
-Norms of expert stacks for layer-wise rates are also summed over the group.
+So the strategy is built twice (`RankContext.portion`). With Psi bytes of dense tensors and X of experts, a rank sends 2
+Psi (p-1)/p and 2 X/e (p/e - 1)/(p/e) for gradients.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -30,8 +27,8 @@ OF_UNITS: Final = (Kind.GATHER, Kind.FREE, Kind.REFRESH)
 class ExpertExchange(Exchange):
     """Strategy of a mixture of experts: one exchange for dense tensors and one for experts. Collective.
 
-    ``make`` builds both exchanges. ``replicas`` joins the replicas that hold the same experts as this rank; `close`
-    frees this communicator.
+    ``make(context)`` builds one exchange. ``replicas``: communicator of the ranks that hold the same experts as this
+    rank; `close` frees it.
     """
 
     lock_step = True
@@ -64,7 +61,7 @@ class ExpertExchange(Exchange):
                 exchange.handlers[op.kind](part)
 
     def _own(self, index: int, op: Operation) -> list[Operation]:
-        """Return operation ``op`` limited to the tensors of the dense (``index`` 0) or expert (1) exchange. Local."""
+        """Return the part of ``op`` on exchange ``index``: 0 for dense tensors, 1 for experts."""
         if op.range is not None:
             parts = [part.intersect(op.range) for part in self._portions[index]]
             return [replace(op, range=part) for part in parts if part]
@@ -88,7 +85,7 @@ class ExpertExchange(Exchange):
         return self.dense.gradients
 
     def plan(self) -> list[Operation]:
-        """Return the operations of both exchanges as one list with a single AGREE operation. Local."""
+        """Return the operations of the dense and the expert exchange, with one AGREE operation for both. Local."""
         agree = Operation(Kind.AGREE)
         plans = [exchange.plan() for exchange in self.both]
         dense, experts = (plan[: plan.index(agree)] for plan in plans)
@@ -164,14 +161,13 @@ class ExpertExchange(Exchange):
 
 
 def _units_by_kind(exchange: Exchange) -> dict[Kind, set[int]]:
-    """Return, by operation type, the indices of the units that ``exchange`` gathers, frees and refreshes. Local."""
     gathered = {unit for used in exchange.gathers.values() for unit in used}
     units = {kind: {op.unit for op in exchange.plan() if op.kind is kind} for kind in OF_UNITS}
     return units | {Kind.GATHER: units[Kind.GATHER] | gathered, Kind.FREE: gathered}
 
 
 class JoinedStore:
-    """A layer's dense and expert stores as one store; expert elements start at index ``border`` of the flat model."""
+    """A layer's dense and expert stores as one store. Experts start at ``border`` in the flat parameter vector."""
 
     def __init__(self, dense: FlatStore, experts: FlatStore, border: int) -> None:
         self._dense, self._experts, self._border = dense, experts, border
@@ -181,17 +177,17 @@ class JoinedStore:
         return self._experts if part.start >= self._border else self._dense
 
     def range(self, part: Range) -> Array:
-        """Return a view of the range ``part``, which must contain only dense tensors or only experts."""
+        """Return a 1-D view of the flat range ``part``, which must contain only dense tensors or only experts."""
         return self._of(part).range(part)
 
     def view(self, key: str) -> Array:
-        """Return a view of the tensor ``key`` with the shape of the tensor."""
+        """Return a view of the stored elements of the tensor named ``key``, with the shape of the tensor."""
         return self._of(self.layout.by_key[key].range).view(key)
 
     def add(self, part: Range, values: Array) -> None:
-        """Add ``values`` to the elements in range ``part``."""
+        """Add ``values`` to the stored elements of the flat range ``part``."""
         self._of(part).add(part, values)
 
     def blocks(self, part: Range) -> Iterable[Array]:
-        """Yield the elements in range ``part`` as consecutive arrays."""
+        """Return the stored elements of the flat range ``part`` as consecutive arrays."""
         return self._of(part).blocks(part)

@@ -1,8 +1,7 @@
-"""The model of a rank that holds some of the experts, and the tokens that travel to the ranks of their experts.
+"""The model of a rank that holds some of the experts, and the exchange of token rows by messages.
 
-`share_out` divides the experts of a model over ranks (`TravellingRows`). The router still scores the local tokens for
-all experts, and capacity and losses are per sample, so results do not depend on the number of expert ranks. Initial
-values equal the values of the whole model.
+The router scores the local tokens for all experts, and capacity and losses are per sample, so results do not depend on
+the number of expert ranks.
 """
 
 import copy
@@ -28,8 +27,8 @@ from hpcdist.strategies.expert.shared import SharedRows
 class TravellingRows(StayingRows):
     """Exchange of token rows with the ranks of their experts, by messages. Collective over ``axis``.
 
-    Rows are sent sorted by expert, and arrive sorted by rank, then expert. After arrival they are sorted by expert
-    again, so that each expert multiplies all its rows at once.
+    Rows arrive sorted by rank, then expert. They are sorted by expert again, so that each expert multiplies all its
+    rows at once.
     """
 
     attends = True
@@ -40,10 +39,6 @@ class TravellingRows(StayingRows):
     def send_out(
         self, rows: Array, starts: np.ndarray, parameters: Parameters, saved: Saved, *, back: bool = False
     ) -> Callable[[], tuple[Array, np.ndarray]]:
-        """Send the token ``rows``; return a function that returns the received rows and each expert's first row index.
-
-        ``starts``: index of the first row for each expert. ``back``: the rows are gradients, in the backward pass.
-        """
         if not back:
             sent = np.diff(starts).reshape(self.axis.size, -1)  # (rank, expert of that rank)
             received = self.axis.counts(sent)
@@ -60,7 +55,6 @@ class TravellingRows(StayingRows):
     def result_buffer(
         self, name: str, shape: tuple[int, int], dtype: Any, saved: Saved, *, back: bool = False
     ) -> Array:
-        """Return scratch memory for results of the local experts, which are later sent to the ranks of the rows."""
         return saved.scratch(name, shape, dtype)
 
     def bring_back(self, rows: Array, name: str, saved: Saved, *, back: bool = False) -> Array:
@@ -74,9 +68,9 @@ class TravellingRows(StayingRows):
 
 
 class _Blocks:
-    """Moves row blocks, one per rank and local expert, between rank order and expert order. Local.
+    """Moves blocks of token rows, one per rank and local expert, between rank order and expert order. Local.
 
-    ``received`` (rank, local expert) has the number of rows of each block. Blocks are moved on the device of ``like``.
+    ``received``, of shape (ranks, local experts): rows of each block. Blocks are moved on the device of ``like``.
     """
 
     def __init__(self, received: np.ndarray, like: Array) -> None:
@@ -112,7 +106,10 @@ class ExpertStage(WrappedStage):
         self._own = experts
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw the initial values of all tensors of the inner stage, but store only the local experts."""
+        """Draw the initial values of all tensors of the wrapped stage; of the experts, store only the local ones.
+
+        ``rng_of(spec)`` returns the random generator of the tensor ``spec``.
+        """
         specs = {spec.name: spec for spec in self._specs}
         targets = {
             name: _OwnExperts(part, self._own) if name in specs and specs[name].expert else part

@@ -1,7 +1,4 @@
-"""Experts on the ranks of a node: rows travel through shared memory, and idle ranks help busy ranks.
-
-A rank writes the rows of its tokens, sorted by expert, to its part of `PublishedMemory`; the ranks of the experts read
-them.
+"""Experts on the ranks of a node: token rows travel through shared memory.
 
 For each micro-batch `divide` lets busy ranks lend whole experts to idle ranks, with the same bits. For an expert with X
 parameters, lending copies about 4 X numbers and moves 6 X operations per row.
@@ -51,7 +48,8 @@ def divide(loads: np.ndarray, ranks: int, worth: int) -> np.ndarray:
 class Division:
     """Assignment of the token rows of one layer and micro-batch to ranks. Local.
 
-    ``counts`` (ranks, experts): rows that each rank has for each expert. ``at[e]``: rank that computes expert e.
+    ``counts``, of shape (ranks, experts): number of rows that each rank has for each expert. ``at[e]``: rank that
+    computes expert e. ``parameters``: tensors of the layer, from which the shapes of an expert's tensors are taken.
     """
 
     def __init__(self, counts: np.ndarray, at: np.ndarray, parameters: Parameters) -> None:
@@ -86,10 +84,7 @@ class Division:
         return ((expert, *divmod(expert, self.each)) for expert in self.experts[rank])
 
     def sizes(self, row_bytes: int) -> dict[str, int]:
-        """Return the bytes of each section of a rank's shared memory: the maximum over the ranks, by section name.
-
-        ``row_bytes``: bytes of one token row.
-        """
+        """Return the bytes of each section of a rank's shared memory, by section name: the maximum over the ranks."""
         expert_bytes = self.numbers * self.dtype.itemsize
         return {
             "rows": int(self.sent.max()) * row_bytes,
@@ -110,7 +105,7 @@ class SharedRows(StayingRows):
     def send_buffer(self, starts: np.ndarray, like: Array, parameters: Parameters, saved: Saved) -> Array:
         """Exchange the row counts of all ranks; return shared memory for the token rows that this rank sends.
 
-        ``starts``: index of the first row for each expert. ``like``: array with the width and dtype of the rows.
+        The rows for expert e begin at row ``starts[e]``. They have the width and dtype of the array ``like``.
         """
         head = self._memory.head
         head[self._rank][:-1], head[self._rank][-1] = np.diff(starts), self.axis.watch.is_awake
@@ -128,10 +123,6 @@ class SharedRows(StayingRows):
     def send_out(
         self, rows: Array, starts: np.ndarray, parameters: Parameters, saved: Saved, *, back: bool = False
     ) -> Callable[[], tuple[Array, np.ndarray]]:
-        """Publish the token ``rows``; return a function that waits for the other ranks and returns the received rows.
-
-        ``starts``: index of the first row for each expert. ``back``: the rows are gradients, in the backward pass.
-        """
         division: Division = saved["experts.division"]
         if back:
             self._rows(division, self._rank, rows)[...] = rows
@@ -168,7 +159,10 @@ class SharedRows(StayingRows):
         return arrival
 
     def tensors(self, parameters: Parameters, prefix: str, saved: Saved) -> ExpertTensors:
-        """Return the tensors of the experts that this rank computes, also of experts that other ranks own."""
+        """Return the weights and biases, with names ``prefix`` (`UP` or `DOWN`), of the experts this rank computes.
+
+        If another rank lends an expert to this rank, its tensors are in the shared memory of the lender.
+        """
         base = super().tensors(parameters, prefix, saved)
         division: Division = saved["experts.division"]
 
@@ -183,7 +177,10 @@ class SharedRows(StayingRows):
         return ExpertTensors(each("weight", base.weights), None if base.biases is None else each("bias", base.biases))
 
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
-        """Return gradient memory for the experts that this rank computes: shared memory if another rank owns them."""
+        """Return the arrays for the gradients of the weights and biases that `tensors` returns for ``prefix``.
+
+        The arrays belong to ``gradients`` or, for an expert that another rank lends, to this rank's shared memory.
+        """
         base = super().gradients(parameters, gradients, prefix, saved)
         division: Division = saved["experts.division"]
         saved.keep(f"{prefix}.into", base)
@@ -241,7 +238,6 @@ class SharedRows(StayingRows):
         return self._memory.part(rank, "rows", (int(division.sent[rank]), like.shape[1]), like.dtype)
 
     def _of_expert(self, division: Division, part: str, rank: int, expert: int) -> dict[str, np.ndarray]:
-        """Return, by name, the tensors or gradients (``part``) of ``expert`` in the shared memory of ``rank``."""
         experts = (division.lent if part == "tensors" else division.borrowed)[rank]
         whole = self._memory.part(rank, part, (len(experts), division.numbers), division.dtype)
         flat, tensors, start = whole[experts.index(expert)], {}, 0

@@ -75,7 +75,7 @@ class ParameterServerConfig:
 
     @property
     def own_steps(self) -> str:
-        """The setting "key = value" that lets workers step independently, or "" if they step in lock-step."""
+        """Recipe line that lets workers step independently (such as "KEY = 'asp'"), or "" if they step in lock-step."""
         return own_steps(self.consistency, self.staleness, self.backup_workers)
 
     @property
@@ -96,7 +96,7 @@ class ParameterServerConfig:
 
 
 def own_steps(consistency: str, staleness: int, backup_workers: int) -> str:
-    """Return the setting "key = value" that lets workers step independently, or "" in lock-step. Local."""
+    """Return the recipe line that lets workers step independently, or "" if they step in lock-step. Local."""
     if backup_workers:
         return f"parameter_server.backup_workers = {backup_workers}"
     ahead = consistency == "asp" or (consistency == "ssp" and staleness > 0)

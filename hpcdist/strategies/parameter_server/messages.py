@@ -1,10 +1,9 @@
 """Message transport of parameter servers: gradients and parameters as messages, on any number of nodes.
 
-Receives are posted before the matching sends. With Psi bytes of parameters on p ranks that all work and serve, a rank
-sends 2 Psi (p-1)/p per step, and buffers `AHEAD` of the largest messages.
-
-With ``communication.algorithm = "hierarchical"`` the workers of a node sum their gradients, and one of them (the
-speaker) exchanges one message per node with each server. A server sums 16-bit floats in float32, and rounds once.
+With Psi bytes of parameters on p ranks that all work and serve, a rank sends 2 Psi (p-1)/p per step, and buffers
+`AHEAD` of the largest messages. With ``communication.algorithm = "hierarchical"`` the workers of a node sum their
+gradients, and one of them (the speaker) exchanges one message per node with each server. A server sums 16-bit floats in
+float32, and rounds once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ AHEAD: Final = 4  # receive buffers of a server: two are added while two are in 
 class ReceiveQueue:
     """A server's receives in a fixed ``order`` of (number of elements, sender rank), into alternating buffers. Local.
 
-    An array that `take` returns stays valid until the second later call of `take`.
+    An array that `take` returns stays valid until `take` has been called twice more.
     """
 
     def __init__(self, comm: Communicator, order: Sequence[tuple[int, int]], dtype: "np.dtype[np.generic]", on: str):
@@ -50,7 +49,7 @@ class ReceiveQueue:
             self._requests = [self._post(index) for index in range(len(self._buffers))]
 
     def take(self) -> Array:
-        """Wait for the next message in the fixed order and return its values."""
+        """Wait for the next message, in the receive order set at construction, and return its values."""
         index = self._taken
         due = index - 2 + len(self._buffers)  # receive into the buffer of the message before the last
         if index >= 2 and due < len(self._order):
@@ -83,7 +82,6 @@ class MessageTransport(Transport):
         self._sent: list[Request] = []
 
     def _speakers(self) -> tuple[list[int], bool]:
-        """Return the workers that exchange messages with servers, and whether this rank does so. Collective."""
         speaks_here = self.topology.works and (self._node is None or self._node.rank == LEADER)
         speaking = self.comm.allgather_object(speaks_here)
         return [rank for rank, speaks in enumerate(speaking) if speaks], speaks_here

@@ -1,11 +1,8 @@
 """Partition of the parameters over servers, and the roles of the ranks. Pure functions of the layout.
 
 A key is a tensor with its padding, or a part of a tensor. Keys are assigned by size, the largest first, to the server
-with the least load (Graham 1969, LPT). Tensors are divided into shorter keys until the servers' loads differ by at
-most 1 %.
-
-Asynchronous servers (asp, ssp) have no common version, so a divided tensor could have parts of different versions.
-There tensors stay ``whole``.
+with the least load (Graham 1969, LPT). Tensors are divided into shorter keys until the servers' loads differ by at most
+1 %, but asynchronous servers hold ``whole`` tensors.
 """
 
 import heapq
@@ -65,10 +62,7 @@ class Roles:
         return cls(range(world - servers), range(world - servers, world))
 
     def part_of(self, world: "Communicator") -> "Communicator":
-        """Return the communicator of all workers if this rank is a worker, else of all dedicated servers.
-
-        Collective over ``world``.
-        """
+        """Return the communicator of all workers or, on dedicated servers, of all dedicated servers. Collective."""
         part = world.split(int(world.rank not in self.workers), world.rank, "role")
         assert part is not None
         return part
@@ -96,9 +90,9 @@ class KeyPartition:
         return [part for part, owner in _joined(zip(self.keys, self.owners, strict=True)) if owner == server]
 
     def messages(self, units: Mapping[int, Range]) -> list[tuple[Range, int]]:
-        """Return ``(range, server)`` of each message; a message joins one server's adjacent ranges in one layer.
+        """Return ``(range, server)`` for each message; a message joins one server's adjacent ranges in one layer.
 
-        ``units`` are the ranges of the layers. The order is the order in which the backward pass completes gradients.
+        ``units``: range of each layer. The order is the order in which the backward pass completes gradients.
         """
         messages: list[tuple[Range, int]] = []
         for unit in sorted(units.values(), reverse=True):

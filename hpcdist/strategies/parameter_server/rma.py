@@ -1,11 +1,8 @@
 """RMA transport of parameter servers: put gradients into, and get parameters from, the servers' MPI windows.
 
-A server's window holds its parameters and, per worker, a slot for the gradients of its ranges. A worker puts its
-gradients into its slot, flushes, and sends a message of one byte. The server adds the slots in rank order, and
-announces new parameters by a byte. With Psi bytes of parameters on s servers and w workers, a server holds w Psi/s of
-slots.
-
-A slot is written again, and parameters change, only after all ranks have agreed on a step.
+A server's window holds its parameters and, for each worker, a slot for the gradients of its ranges. With Psi bytes of
+parameters on s servers and w workers, a server holds w Psi/s of slots. A slot is written again, and parameters change,
+only after all ranks have agreed on a step.
 """
 
 from itertools import accumulate
@@ -75,7 +72,7 @@ class RmaTransport(Transport):
         return part.start if server in self.topology.roles.workers else self._owned_at(part, server)
 
     def push(self, part: Range) -> None:
-        """Start putting gradients ``part`` into the server's memory; announce that earlier puts are complete."""
+        """Start to put the gradients of range ``part`` into the server's window; announce completed puts."""
         self._announce()
         server = self.topology.owners[part]
         if server != self.topology.rank:

@@ -1,11 +1,8 @@
 """Shared-memory transport of parameter servers: ranks of a node read data where other ranks wrote them.
 
-Each worker's backward pass writes gradients to shared memory, and a server sums its ranges from there in rank order. A
-node has one copy of the parameters: its servers update it in place, and a pull only waits for a counter. Between nodes,
-workers send gradients as messages, and the first worker of a node receives parameters.
-
-With Psi bytes of parameters and w workers on one node, the servers together read w Psi; nothing is sent. Parameters
-take Psi on the node, not p Psi.
+A server sums the gradients of its node's workers from shared memory. A node has one copy of the parameters, which its
+servers update in place. With Psi bytes of parameters and w workers on one node, the servers read w Psi and send
+nothing.
 
 A server changes parameters after all ranks have agreed on the step. A backward pass writes gradients after the rank has
 pulled.
@@ -59,7 +56,10 @@ has_reached.sample(lambda: (*_samples(), 0, 0))
 
 
 class NodeFlags:
-    """Counters in a node's shared memory, ``words`` per rank. Usable if ``is_shared``. Construction is collective."""
+    """Shared-memory counters of the ranks on one node. Each rank has ``words`` counters. Construction is collective.
+
+    If ``is_shared`` is False, the ranks cannot share memory, and the counters must not be used.
+    """
 
     def __init__(self, comm: Communicator, words: int) -> None:
         self._block = comm.shared(align_up(max(1, words) * _WORD_BYTES, LINE_BYTES))
@@ -151,7 +151,6 @@ class SharedMemoryTransport(Transport):
         return parameters, gradients
 
     def _of_worker(self, worker: int, octets: np.ndarray) -> tuple[FlatStore, PartialSums | None]:
-        """Return views of ``worker``'s gradients and partial sums in ``octets``, the bytes of its shared memory."""
         nbytes = self.topology.context.layout.size * self.topology.context.dtype.itemsize
         stores = [
             self.topology.context.store("gradients", None, _given(octets[slot * nbytes : (slot + 1) * nbytes]))
@@ -165,7 +164,7 @@ class SharedMemoryTransport(Transport):
         return block
 
     def push(self, part: Range) -> None:
-        """Announce gradients ``part`` to their server, or start sending them if the server is on another node."""
+        """Announce the gradients of range ``part`` to a server on this node, or start sending them to another node."""
         server, index = self.topology.owners[part], self._place[part]
         if server not in self._here:
             values = pushed(self.gradients, self.partials, part)
@@ -194,7 +193,7 @@ class SharedMemoryTransport(Transport):
         self.topology.total(inputs, gradients)
 
     def publish(self, part: Range) -> None:
-        """Announce the new parameters of local range ``part`` on this node; start sending them to other nodes."""
+        """Announce this server's new parameters of range ``part`` on its node; start sending them to other nodes."""
         values = self.parameters.range(part)
         for members in self._nodes:
             first = next((rank for rank in members if rank in self.topology.roles.workers), None)
@@ -222,7 +221,6 @@ class SharedMemoryTransport(Transport):
         self._flags.raise_to(len(self._place) + index, self._news[index])
 
     def _wait(self, rank: int, word: int, value: int, size: int) -> None:
-        """Wait until counter ``word`` of ``rank`` reaches ``value``, before reading ``size`` elements of its memory."""
         dtype = self.topology.context.dtype
         token = self.comm.events.begin(self.comm.name, "load", str(dtype), size, 0, rank, 0)
         self._flags.wait(self._here.index(rank), word, value)

@@ -24,7 +24,7 @@ BLOCK_BYTES: Final = 64 << 10  # block size when several buffers are summed: par
 
 
 class ShardTree:
-    """Fixed tree that sums the gradients of ``shards`` logical shards on ``workers`` workers. Does not communicate."""
+    """Fixed tree that sums the gradients of ``shards`` logical shards (micro-batches) on ``workers`` workers. Local."""
 
     def __init__(self, shards: int, workers: int) -> None:
         self.shards = shards
@@ -37,8 +37,8 @@ class ShardTree:
         """Write the sum of ``addends`` in tree order to ``target``. Local.
 
         ``addends`` yields the partial sums of the workers' tree `nodes`, in rank order; ``target`` may be one of them.
-        If ``lasting`` is true, all addends stay valid. Otherwise an addend is valid until ``addends`` yields the second
-        one after it.
+        If the keyword ``lasting`` is true, all addends stay valid. Otherwise an addend is valid until ``addends``
+        yields the second addend after it.
         """
         if not lasting:
             self._total(iter(addends), target, lasting=False)
@@ -54,7 +54,6 @@ class ShardTree:
             return scratch(f"parameter_server.tree {level}", target.size, target.dtype, target)
 
         def finish(node: Range, level: int) -> Array:
-            """Return the sum of tree node ``node``: an addend, or a sum of addends in buffer number ``level``."""
             if node in self._brought:
                 return next(addends)
             left, right = halves(node)
@@ -73,10 +72,11 @@ class ShardTree:
 
 
 class PartialSums:
-    """Partial sums of worker ``index`` over the gradients of its logical shards, for a fixed summation ``tree``. Local.
+    """Partial sums that worker ``index`` pushes: one for each tree node in ``tree.nodes[index]``. Local.
 
-    ``slot(n)`` allocates buffer n. Partial sums, and shards whose sum is still incomplete, are kept in these buffers.
-    If the worker's last shard is not summed with earlier shards, its gradient stays in ``gradients``.
+    A partial sum adds the gradients of the logical shards in its node. ``slot(n)`` returns the n-th buffer for partial
+    sums, a new store with the ranges of ``gradients``. If the worker's last shard is not summed with earlier shards,
+    its gradient is a partial sum that stays in ``gradients``.
     """
 
     def __init__(self, tree: ShardTree, index: int, gradients: FlatStore, slot: Callable[[int], FlatStore]) -> None:
@@ -87,7 +87,10 @@ class PartialSums:
         self._slots = slots
 
     def add(self, shard: int, part: Range) -> None:
-        """Add gradients ``part`` of local ``shard`` (0, 1, ...). The last shard's must not change before the push."""
+        """Add the gradients of local ``shard`` (0, 1, ...) in the flat range ``part`` to the partial sums.
+
+        The gradients of the last shard must not change before the push.
+        """
         if shard >= len(self._steps):
             return
         depth, joins, stays = self._steps[shard]
@@ -100,7 +103,7 @@ class PartialSums:
             values = left
 
     def of(self, part: Range) -> list[Array]:
-        """Return the partial sums of range ``part`` in tree order. Call it after all local shards were added."""
+        """Return range ``part`` of every partial sum, as arrays in shard order. Call it after the last `add`."""
         return [store.range(part) for store in self._lies]
 
 
@@ -111,11 +114,11 @@ def slots_of(tree: ShardTree, index: int) -> int:
 
 
 def _plan(tree: ShardTree, index: int) -> tuple[list[tuple[int, int, bool]], list[int | None]]:
-    """Return the stack operation of each local shard, and the buffer number of each tree node.
+    """Return a stack operation for each logical shard of worker ``index``, and a buffer number for each pushed node.
 
-    The buffer number is None for a node whose sum stays in the gradients. A stack operation is (depth, joins, stays):
-    on a stack of ``depth`` partial sums, the shard is added to the top ``joins`` sums. If ``joins`` is 0, the shard is
-    pushed, unless it ``stays`` in the gradients.
+    A shard's operation (depth, joins, stays) finds a stack of ``depth`` partial sums, one buffer each. It merges the
+    shard's gradient with the top ``joins`` partial sums. If ``joins`` is 0, the gradient is a new partial sum: in a
+    buffer or, if ``stays`` is true, in the gradient store. A node in the gradient store has the buffer number None.
     """
     # As carries in binary counting: neighbouring nodes are joined when both are complete, so the stack holds at most
     # one node of each size.
@@ -176,7 +179,7 @@ class ServerTopology:
 
     @cached_property
     def messages(self) -> list[tuple[Range, int]]:
-        """(range, owning rank) of each gradient message, in the order in which the backward pass completes them."""
+        """(parameter range, server rank) of each gradient message, in the order in which gradients are completed."""
         messages = self.partition.messages(self.context.ranges)
         return [(part, self.roles.servers[index]) for part, index in messages]
 
@@ -216,13 +219,19 @@ class ServerTopology:
         return self.partials_in(self.rank, gradients, lambda slot: self.context.store("communication"))
 
     def partials_in(self, worker: int, gradients: FlatStore, slot: Callable[[int], FlatStore]) -> PartialSums | None:
-        """Return the `PartialSums` of rank ``worker``; ``slot(n)`` allocates its buffer n."""
+        """Return the `PartialSums` of rank ``worker``, or None if there are no logical shards.
+
+        ``gradients`` is the worker's gradient store. ``slot(n)`` allocates buffer n for its partial sums.
+        """
         if self.tree is None:
             return None
         return PartialSums(self.tree, self.roles.workers.index(worker), gradients, slot)
 
     def total(self, addends: Sequence[Array], target: Array) -> None:
-        """Write the sum of ``addends``, which all workers pushed, to ``target``; ``target`` may be an addend."""
+        """Write the sum of ``addends``, all workers' pushed arrays of one range, to ``target``, which may be an addend.
+
+        The addends are in rank order.
+        """
         if self.tree is None:
             add_in_order(addends, target)
         else:
@@ -230,11 +239,10 @@ class ServerTopology:
 
 
 class Transport(Protocol):
-    """Interface of parameter-server transports: workers push gradients and pull parameters.
+    """Interface of parameter-server transports. A rank calls the methods in the order of its operation list.
 
-    Servers collect gradients and publish parameters. A rank calls the methods in the order of its operation list. It
-    calls `settle` before `agree` to finish reads of this step's gradients, and after its last operation to finish reads
-    of earlier parameters.
+    A rank calls `settle` twice per step: before AGREE to complete the pushes, and after its last operation to complete
+    the pulls.
     """
 
     parameters: FlatStore

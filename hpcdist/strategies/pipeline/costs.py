@@ -1,19 +1,18 @@
 """Costs of the units of a model: operations, memory and messages in closed form, and measured seconds.
 
-Operations are multiplications and additions of matrix products, 2 per pair, for s tokens a sample, width h and
-vocabulary v (section 5.1 of Megatron-LM, arXiv:2104.04473, which has A = s^2):
+Operations are multiplications and additions of matrix products, 2 per pair, for s tokens a sample, width h, vocabulary
+v and A computed attention scores (section 5.1 of Megatron-LM, arXiv:2104.04473, has A = s^2):
 
     dense(i, o)        per token: forward 2 i o, input gradient 2 i o, weight gradient 2 i o
-    gpt block          24 h^2 s + 4 h A forward, 48 h^2 s + 10 h A backward; A = number of computed attention scores:
-                       s (s + 64) / 2 for long samples, s^2 up to 64 tokens; the mean number of visible pairs within
-                       documents for packed samples
+    gpt block          24 h^2 s + 4 h A forward, 48 h^2 s + 10 h A backward
     gpt head           2 h v s forward, twice as many backward
     gpt embedding      no product: h s additions forward, 2 h s backward
 
-Norms, activations and the loss are not counted.
+A is s (s + 64) / 2 for long causal samples and s^2 up to 64 tokens; for packed samples, the mean number of visible
+pairs within documents. Norms, activations and the loss are not counted.
 
 Memory in elements per sample, with a heads: kept by the forward pass, and held between the halves of a split backward
-pass. Tensor parallelism divides the terms in brackets. Sequence parallelism divides the other terms too.
+pass. Tensor parallelism divides the terms in brackets, and sequence parallelism divides all terms.
 
     gpt block          kept 4 s h + 4 s + [12 s h + 2 a s], held 4 s h + [12 s h]
     gpt head           kept s h + 2 s + [s v] + s, held the same without the statistics
@@ -54,7 +53,7 @@ VALUE: Final = 0.01  # of all parameters: products neither overflow nor underflo
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Seconds per pass of one unit for a micro-batch; a split backward pass has halves ``input`` and ``weight``."""
+    """Seconds per pass of a model unit over a micro-batch. A split backward pass takes ``input`` + ``weight``."""
 
     forward: float
     backward: float
@@ -63,7 +62,7 @@ class PassSeconds:
 
 
 def measure(model: Model, samples: int, on: str = "cpu") -> tuple[PassSeconds, ...]:
-    """Return the measured pass times of each unit for ``samples`` samples. Collective over the tensor axis."""
+    """Measure each model unit's pass times for ``samples`` samples on "cpu" or "gpu". Collective over tensor ranks."""
     by_kind: dict[object, PassSeconds] = {}
     seconds = []
     for unit in range(len(model.stages)):
@@ -75,9 +74,10 @@ def measure(model: Model, samples: int, on: str = "cpu") -> tuple[PassSeconds, .
 
 
 def agree(comm: Communicator, seconds: Sequence[PassSeconds], speed: float = 1.0) -> tuple[PassSeconds, ...]:
-    """Return each unit's median pass times over ``comm``, for a rank of speed 1. Collective over ``comm``.
+    """Return the median over ``comm`` of each model unit's pass times, scaled to a rank of speed 1. Collective.
 
-    ``seconds`` are this rank's measured times, ``speed`` its relative speed.
+    ``seconds``: this rank's measured times. ``speed``: this rank's speed relative to other ranks, as in
+    ``parallel.stage_speeds``.
     """
     rows = np.array([[unit.forward, unit.backward, unit.input, unit.weight] for unit in seconds]) * speed
     middle = np.median(np.array(comm.allgather_object(rows)), axis=0)
@@ -85,7 +85,7 @@ def agree(comm: Communicator, seconds: Sequence[PassSeconds], speed: float = 1.0
 
 
 def _kind(model: Model, unit: int) -> object:
-    """Return a key that is equal for units of equal run time, so that only one such unit is measured."""
+    """Return a key that is equal for model units of equal run time, so that only one such unit is measured."""
     stage = model.stages[unit]
     tensors = tuple((spec.name, spec.shape) for spec in stage.tensors())
     enters = model.stages[unit - 1].output_shape(1) if unit else None
@@ -94,7 +94,7 @@ def _kind(model: Model, unit: int) -> object:
 
 
 class _Probe:
-    """Measures the pass times of one unit, in memory that only this measurement uses, with random inputs."""
+    """Measures the pass times of one model unit, in memory that only this measurement uses, with random inputs."""
 
     def __init__(self, model: Model, unit: int, samples: int, on: str) -> None:
         self._model, self._stage, self._on = model, model.stages[unit], on
@@ -182,20 +182,20 @@ def _input(model: Model, unit: int, samples: int, draw: np.random.Generator) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSplit:
-    """Division of a unit's arrays over tensor ranks.
+    """Division of a model unit's arrays over tensor ranks.
 
-    If ``by_tokens`` is true, activations between matrix products are split by tokens, else not split.
+    With ``by_tokens`` (sequence parallelism), activations outside of tensor-parallel layers are split by tokens too.
     """
 
     ranks: int = 1
     by_tokens: bool = False
 
     def of(self, elements: int) -> int:
-        """Return the elements on the fullest tensor rank if ``elements`` are split over all tensor ranks."""
+        """Return the largest number of elements on any tensor rank if ``elements`` elements are split over all."""
         return -(-elements // self.ranks)
 
     def between(self, elements: int) -> int:
-        """Return the elements on the fullest tensor rank if activations between matrix products have ``elements``."""
+        """Return the largest number of elements on any rank if ``elements`` are outside of tensor-parallel layers."""
         return self.of(elements) if self.by_tokens else elements
 
     def elements(self, array: KeptArray) -> int:
@@ -203,7 +203,7 @@ class TensorSplit:
         return array.size if array.whole else self.of(array.size) if array.cut else self.between(array.size)
 
     def scratch(self, buffer: Scratch, samples: int) -> int:
-        """Return the elements of the scratch ``buffer`` on the fullest tensor rank, for ``samples`` samples."""
+        """Return the largest size of the scratch ``buffer`` on any tensor rank, in elements for ``samples`` samples."""
         if buffer.most:  # bounded by a tile or a cache
             return buffer.of(samples)
         return samples * self.elements(KeptArray(buffer.each, buffer.cut, buffer.whole))
@@ -217,11 +217,13 @@ class TensorSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCost:
-    """Costs of one unit for a micro-batch: operations summed over tensor ranks, bytes on one tensor rank.
+    """Costs of one model unit for a micro-batch: FLOPs summed over tensor ranks, bytes on one tensor rank.
 
-    ``input_flop`` and ``weight_flop``: operations for input and weight gradients. ``kept_bytes``: activations kept for
-    the backward pass. ``held_bytes``: arrays kept between its two halves. ``scratch``: bytes by buffer name; units of a
-    rank share buffers of equal name. ``input_bytes`` and ``output_bytes``: sizes of pipeline messages.
+    ``input_flop`` and ``weight_flop``: FLOPs for input gradients and weight gradients.
+    ``kept_bytes``: activations kept for the backward pass.
+    ``held_bytes``: arrays kept between the input-gradient and the weight-gradient pass of a split backward pass.
+    ``scratch``: bytes by buffer name; units of a rank share buffers of equal name.
+    ``input_bytes`` and ``output_bytes``: sizes of pipeline messages.
     """
 
     parameters: int
@@ -237,12 +239,14 @@ class UnitCost:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCounts:
-    """Operations and array sizes of one stage for one sample.
+    """FLOPs and array sizes of one stage for one sample.
 
-    ``unit``: counts of the stage without attention products. ``held``: arrays kept between the halves of a split
-    backward pass. ``products``: forward attention operations, masked scores included. ``additions``: operations of an
-    embedding. ``joint``: the first half computes the whole backward pass. ``joint_linear``: forward operations of the
-    linear layers whose whole backward pass is in the first half.
+    ``unit``: counts of the stage, without the FLOPs of attention products.
+    ``held``: arrays kept between the input-gradient and the weight-gradient pass of a split backward pass.
+    ``products``: forward FLOPs of attention products, masked scores included.
+    ``additions``: FLOPs of an embedding.
+    ``joint``: True if the backward pass cannot be split, so the input-gradient pass also has all weight gradients.
+    ``joint_linear``: forward FLOPs of the linear layers whose backward pass cannot be split.
     """
 
     unit: UnitCounts
@@ -254,21 +258,22 @@ class SampleCounts:
 
     @property
     def input_flop(self) -> int:
-        """Operations that compute the input gradients of a backward pass, including recomputed attention scores."""
+        """FLOPs for the input gradients of a sample's backward pass, including recomputed attention scores."""
         return (2 if self.joint else 1) * self.unit.linear + self.joint_linear + 5 * self.products // 2
 
     @property
     def weight_flop(self) -> int:
-        """Operations that compute the weight gradients of a backward pass."""
+        """FLOPs for the weight gradients of a sample's backward pass."""
         return (0 if self.joint else self.unit.linear - self.joint_linear) + 2 * self.additions
 
 
 def unit_costs(
     model: Model, samples: int, split: TensorSplit = TensorSplit(), documents: DocumentPairs | None = None
 ) -> tuple[UnitCost, ...]:
-    """Return the costs of all units for a micro-batch of ``samples`` samples. Local.
+    """Return the FLOPs and bytes of each model unit for a micro-batch of ``samples`` samples. Local.
 
-    ``documents`` describes packed documents, to which attention is limited, or is None.
+    ``split``: division of arrays over tensor ranks. ``documents`` describes packed documents, to which attention is
+    limited, or is None.
     """
     costs: list[UnitCost] = []
     itemsize, last = model.dtype.itemsize, len(model.stages) - 1
@@ -301,7 +306,11 @@ def unit_costs(
 
 
 def attention_scores(context: int, window: int = 0) -> int:
-    """Return the number of attention scores per sample and head: query blocks times the keys that each block sees."""
+    """Return the number of attention scores that are computed per sample and head, masked scores included.
+
+    A block of `QUERY_BLOCK` queries is multiplied with every block of keys that one of these queries sees.
+    ``context``: tokens of a sample. ``window``: sliding window in tokens (0: none).
+    """
     blocks, rest = divmod(context, QUERY_BLOCK)
     before = -(-(window - 1) // QUERY_BLOCK) if window else blocks  # visible key blocks before the query block
     rising = min(blocks, before)
@@ -310,8 +319,7 @@ def attention_scores(context: int, window: int = 0) -> int:
 
 
 def _product_size(spec: TensorSpec, split: TensorSplit) -> int:
-    """Return the number of elements in the weight of one matrix product; each expert has a separate product."""
-    return split.size(spec) // (spec.shape[0] if spec.expert else 1)
+    return split.size(spec) // (spec.shape[0] if spec.expert else 1)  # one product per expert
 
 
 def _products(model: Model, stage: Stage) -> list[TensorSpec]:

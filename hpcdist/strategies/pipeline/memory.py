@@ -1,4 +1,4 @@
-"""Memory of a pipeline rank for its units, which a partition must keep within the limit.
+"""Memory of a pipeline rank for its units.
 
 The sum over the units of all its chunks, with n parameters of b bytes on p data ranks:
 
@@ -27,7 +27,11 @@ IN_MESSAGES: Final = 2  # buffers per kind of message
 
 @dataclass(frozen=True)
 class LiveMicroBatches:
-    """Numbers of micro-batches whose inputs, activations or split-backward arrays a chunk keeps at one moment."""
+    """Numbers of micro-batches for which a pipeline chunk holds arrays at one moment.
+
+    ``inputs`` counts micro-batches with a stored chunk input, ``kept`` with activations for the backward pass, and
+    ``held`` with arrays for the weight gradients of a split backward pass.
+    """
 
     inputs: int = 0
     kept: int = 0
@@ -41,9 +45,9 @@ Moment = tuple[LiveMicroBatches, ...]  # by local chunk
 class StateBytes:
     """Bytes per parameter that a rank keeps for the parameter, its gradient and its optimizer state.
 
-    If parameters are sharded, ``gathered`` is the number of units that have unsharded parameters at the same time, and
-    ``reduced`` the number that have unsharded gradients, with ``itemsize`` bytes per element. ``widened``: extra bytes
-    per element of the unit that is computing, in mixed precision.
+    With sharding, ``gathered`` is the number of model units that have unsharded parameters at the same time.
+    ``reduced`` is the number of model units that have unsharded gradients. Both have ``itemsize`` bytes per element.
+    ``widened``: extra bytes per element of the model unit that is computing, in mixed precision.
     """
 
     per_parameter: float
@@ -71,7 +75,7 @@ class StateBytes:
         )
 
     def whole(self, parameters: int) -> dict[str, int]:
-        """Return the temporary bytes, by category, of a unit with ``parameters`` parameters while it computes."""
+        """Return the temporary bytes, by category, of a model unit of ``parameters`` parameters while it computes."""
         size = parameters * self.itemsize
         return {
             "gathered": self.gathered * size,
@@ -81,10 +85,7 @@ class StateBytes:
 
 
 def moments(steps: Sequence[Operation], chunks: Sequence[range]) -> tuple[Moment, ...]:
-    """Return the live micro-batches of each of a rank's ``chunks``, at each memory peak of the list ``steps``.
-
-    Local.
-    """
+    """Return the live micro-batches of ``chunks`` at each memory peak of a rank's operation list ``steps``. Local."""
     chunk_numbers = {chunk.start: number for number, chunk in enumerate(chunks)}
     recomputed = {(op.microbatch, op.unit) for op in steps if op.recompute}
     now = np.zeros((len(chunks), 3), np.int64)
@@ -116,9 +117,10 @@ _CHANGES: Final = {
 
 
 class StageMemory:
-    """Memory model of pipeline ranks: computes a rank's bytes from the units in its chunks. Local.
+    """Memory model of pipeline ranks: computes a rank's bytes from the model units in its pipeline chunks. Local.
 
-    ``live``: numbers of live micro-batches at each rank's memory peaks. ``copies``: bytes of tied copies by unit.
+    ``live``: each rank's numbers of live micro-batches at its memory peaks. ``copies``: bytes of the copies of tied
+    parameters and gradients, by model unit.
     """
 
     def __init__(
@@ -139,11 +141,17 @@ class StageMemory:
         self._scratch = [_largest([sizes.get(name, 0) for sizes in shared]) for name in names]
 
     def on(self, rank: int, starts: Sequence[Any], stops: Sequence[Any]) -> Any:
-        """Return the bytes on ``rank`` if its chunk i has units [starts[i], stops[i]). Bounds may be arrays."""
+        """Return the memory use of ``rank`` in bytes if its chunk i has the model units [starts[i], stops[i]).
+
+        The bounds may be arrays; then the result is an array.
+        """
         return sum(self.terms(rank, starts, stops).values())
 
     def terms(self, rank: int, starts: Sequence[Any], stops: Sequence[Any]) -> dict[str, Any]:
-        """Return the summands of `on`, by name: bytes of states, activations, messages and scratch."""
+        """Return the bytes of ``rank`` by category: "states", "activations", "messages" and "scratch".
+
+        Chunk i of the rank has the model units [starts[i], stops[i]).
+        """
         chunks = list(zip(starts, stops, strict=True))
         edges = [(self._borders[start], self._borders[stop]) for start, stop in chunks]
         activations: Any = 0

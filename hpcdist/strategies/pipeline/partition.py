@@ -6,14 +6,9 @@ every limit.
 
 v = 1: exact, by dynamic programming over (ranks so far, units so far), O(p n^2).
 
-v > 1, looped or folded: assign each unit to the rank that finishes first. This is optimal if only the first unit (an
-embedding) and the last (a head) differ. In general:
-
-  bound    the larger of: all work over all speeds; and that assignment with all inner units as short as the shortest
-  start    that assignment, and boundaries at equal shares of work; both improved by moving boundaries by one unit
-  search   branch and bound, depth first over the chunks in model order: a branch ends if a rank is too slow or too
-           full, if the remaining work does not fit, or, without memory limits, if an earlier visit to the same boundary
-           had no larger load on any rank
+v > 1: assign each unit to the rank that finishes first. This is optimal if only the first unit (an embedding) and the
+last (a head) differ. Otherwise improve this assignment, and boundaries at equal shares of work, by moving boundaries by
+one unit, then search by branch and bound over the chunks in model order.
 
 The search ends proven, or after `STEPS` steps with the best partition and the bound. Without memory limits the time is
 at most all work over all speeds, plus v of the longest units on the slowest rank.
@@ -36,7 +31,11 @@ VISITS: Final = 50  # loads remembered per boundary (chunks so far, units so far
 
 @dataclass(frozen=True)
 class StagePartition:
-    """Result of a partition search: chunks in model order, time of the slowest rank, lower bound of this time."""
+    """Result of the search for the partition of model units that minimises the time of the slowest rank.
+
+    ``chunks``: model units of each chunk, in model order. ``largest``: time of the slowest rank per micro-batch.
+    ``bound``: lower bound of this time over all partitions.
+    """
 
     chunks: tuple[range, ...]
     largest: float
@@ -44,7 +43,7 @@ class StagePartition:
 
     @property
     def is_proven(self) -> bool:
-        """True if no partition has a faster slowest rank, by the lower bound."""
+        """True if this partition is proven optimal: its slowest rank takes no more time than the lower bound."""
         return self.largest <= self.bound * (1 + SAME)
 
 
@@ -56,9 +55,10 @@ def search(
     memory: StageMemory | None,
     steps: int = STEPS,
 ) -> StagePartition | None:
-    """Return the fastest partition of units into chunks, chunk i on ``ranks[i]``, or None if none fits. Local.
+    """Return the fastest partition of model units into chunks, or None if no partition fits into memory. Local.
 
-    ``seconds`` has each unit's time; ``speeds`` and ``limits`` have each rank's relative speed and memory limit. The
+    Chunk i runs on ``ranks[i]``. ``seconds`` has each unit's time. ``speeds`` and ``limits`` have each rank's relative
+    speed and memory limit in bytes (0: no limit). ``memory`` computes a rank's memory use; None ignores the limits. The
     branch and bound search takes at most ``steps`` steps.
     """
     task = _Task(tuple(seconds), tuple(ranks), tuple(speeds), tuple(limits), memory)
@@ -97,7 +97,6 @@ class _Task:
         return self.memory is not None and any(self.limits)
 
     def loads(self, edges: Sequence[int]) -> list[float]:
-        """Return the seconds of work of each rank if chunk i has the units ``edges[i]`` to ``edges[i + 1]`` - 1."""
         loads = [0.0] * len(self.speeds)
         for rank, (start, stop) in zip(self.ranks, pairwise(edges), strict=False):
             loads[rank] += (self.sums[stop] - self.sums[start]) / self.speeds[rank]
@@ -122,6 +121,7 @@ class _Task:
         return True
 
     def bound(self) -> float:
+        """Return a lower bound of the slowest rank's seconds per micro-batch, over all partitions."""
         inner = self.seconds[1:-1]
         least = min(inner, default=0.0)
         loads, _ = self._counts(least)
@@ -130,7 +130,7 @@ class _Task:
     def _counts(self, unit_s: float) -> tuple[list[float], list[int]]:
         """Return each rank's seconds of work and each chunk's number of inner units, for the best partition.
 
-        ``unit_s`` is the time of an inner unit, that is, of any unit except the first and last.
+        Inner units are all model units except the first and last. Each of them takes ``unit_s`` seconds.
         """
         chunks, last = len(self.ranks), len(self.seconds) - 1
         counts = [0 if number in (0, chunks - 1) else 1 for number in range(chunks)]
@@ -152,7 +152,7 @@ class _Task:
         return loads, counts
 
     def counted(self) -> tuple[int, ...]:
-        """Return the chunk boundaries that are best if every inner unit takes the mean time of all inner units."""
+        """Return the chunk boundaries that are best if all model units but the first and last take their mean time."""
         inner = self.seconds[1:-1]
         _, counts = self._counts(sum(inner) / len(inner) if inner else 0.0)
         counts[0] += 1
@@ -160,7 +160,6 @@ class _Task:
         return tuple(accumulate(counts, initial=0))
 
     def even(self) -> tuple[int, ...]:
-        """Return the chunk boundaries with which each chunk's work is most nearly in proportion to its rank's speed."""
         chunks, units = len(self.ranks), len(self.seconds)
         shares = list(accumulate(self.speeds[rank] for rank in self.ranks))
         edges = [0]
@@ -172,8 +171,6 @@ class _Task:
 
 
 def _improve(task: _Task, edges: tuple[int, ...]) -> tuple[int, ...]:
-    """Move chunk boundaries by one unit while the slowest rank or, if equal, the longest chunk becomes faster."""
-
     def rank_of(candidate: tuple[int, ...]) -> tuple[bool, float, float]:
         return not task.fits(candidate), task.value(candidate), task.longest_chunk(candidate)
 
@@ -279,7 +276,10 @@ class StageDevices:
 def partition(
     seconds: Sequence[float], ranks: Sequence[int], devices: StageDevices, memory: StageMemory | None
 ) -> StagePartition | None:
-    """Return the best partition of units that take ``seconds`` into chunks, chunk i on ``ranks[i]``, or None. Local."""
+    """Return the fastest partition of model units on ``devices``, or None if no partition fits into memory. Local.
+
+    The other arguments are as in `search`.
+    """
     assert len(seconds) >= len(ranks) > 0
     if len(set(ranks)) == len(ranks):
         return _contiguous(seconds, ranks, devices, memory)
@@ -287,7 +287,10 @@ def partition(
 
 
 def least_memory(units: int, ranks: Sequence[int], devices: StageDevices, memory: StageMemory) -> tuple[range, ...]:
-    """Return the partition, one chunk per rank, that minimises the largest memory use relative to the limit. Local."""
+    """Return the chunks of model units that minimise the largest memory use relative to a rank's limit. Local.
+
+    Chunk i runs on ``ranks[i]``. ``devices`` has the memory limits; ``memory`` computes a rank's memory use.
+    """
     shares = [
         _bytes(memory, rank, units) / (devices.limits[rank] or max(devices.limits) or 1) for rank in range(len(ranks))
     ]
@@ -297,15 +300,15 @@ def least_memory(units: int, ranks: Sequence[int], devices: StageDevices, memory
 
 
 def check_units(units: int, ranks: int, chunks: int) -> None:
-    """Raise ConfigurationError if the model has fewer units than chunks."""
+    """Raise ConfigurationError if ``units`` model units are too few for ``ranks`` ranks with ``chunks`` chunks each."""
     if units >= ranks * chunks:
         return
     per_rank = f" x {chunks} chunks each = {ranks * chunks}" if chunks > 1 else ""
     fewer = " or chunks" if chunks > 1 else ""
     raise ConfigurationError(
-        f"parallel.pipeline = {ranks}{per_rank}, but the model has only {units} stages (its layers, and the stages "
-        f"before and after them); use at most {units} in all: fewer pipeline ranks{fewer}, or a model of more layers "
-        "(your own model: of more stages)"
+        f"parallel.pipeline = {ranks}{per_rank}, but the model has only {units} units (embedding, layers and head; the "
+        f"stages of your own model). Use fewer pipeline ranks{fewer}, so that each has at least one unit, or a model "
+        "with more units"
     )
 
 
@@ -337,13 +340,16 @@ def _contiguous(
 
 
 def _bytes(memory: StageMemory, rank: int, count: int) -> np.ndarray:
-    """Return a table t: ``rank`` needs t[start, stop] bytes for units [start, stop) of ``count``, if start <= stop."""
     start, stop = np.indices((count + 1, count + 1))
     return np.asarray(memory.on(rank, [start], [stop]), np.float64)
 
 
 def _least(costs: Sequence[np.ndarray]) -> tuple[float, tuple[range, ...]] | None:
-    """Return (cost, non-empty chunks) of the partition with the least maximum ``costs[i][start, stop]``, or None."""
+    """Return (largest chunk cost, chunks) of the partition that minimises the largest chunk cost.
+
+    Chunk i is a non-empty range of model units [start, stop) and costs ``costs[i][start, stop]``. Return None if every
+    partition has infinite cost.
+    """
     count = costs[0].shape[0] - 1
     filled = np.triu(np.ones((count + 1, count + 1), bool), 1)
     best = np.full(count + 1, NEVER)  # by the number of assigned units

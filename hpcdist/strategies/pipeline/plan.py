@@ -1,7 +1,6 @@
 """The partition plan of a recipe: the partition over the pipeline, and the table of every rank's share.
 
-Local, with equal results on every rank. The basis is the number of parameters, the operations of
-`hpcdist.strategies.pipeline.costs`, or measured seconds. A plan beyond the memory limits is rejected with a table.
+Local, with equal results on every rank. The basis is the number of parameters, operations, or measured seconds.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ BASES: Final = {"parameters": ("", 1.0), "flops": ("GFLOP", 1e9), "measured": ("
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionRow:
-    """Units, work and memory of one pipeline rank. Work is for one micro-batch on a rank of speed 1."""
+    """Model units, compute work and memory of one pipeline rank. Work is for one micro-batch on a rank of speed 1."""
 
     units: tuple[range, ...]
     parameters: int
@@ -58,7 +57,7 @@ class PartitionPlan:
 
     @property
     def stage_units(self) -> tuple[int, ...]:
-        """Number of units of each chunk, as in ``parallel.stage_units``."""
+        """Number of model units of each chunk, as in ``parallel.stage_units``."""
         return tuple(len(chunk) for chunk in self.placement.chunks)
 
     @property
@@ -138,10 +137,7 @@ def _moments(schedule: ScheduleText, empty: StagePlacement, rank: int, *, recomp
 
 
 def _copies(model: Model, empty: StagePlacement, itemsize: int, split: TensorSplit) -> dict[int, int]:
-    """Return the bytes of tied copies (parameters and gradients), keyed by the unit that uses the copies.
-
-    Only the first and last units have tied tensors. If both are on one rank, no copies are needed.
-    """
+    """Return the bytes of the copies of tied parameters and of their gradients, by model unit."""
     if empty.ranks[0] == empty.ranks[-1]:
         return {}
     copies = {}
@@ -160,10 +156,6 @@ def _work(
     *,
     recompute: bool,
 ) -> Iterator[tuple[float, float]]:
-    """Yield each unit's (forward, backward) work: parameters, operations or seconds, as ``basis`` says.
-
-    Recomputation counts as backward work.
-    """
     for unit, cost in enumerate(costs):
         if basis == "parameters":
             yield float(cost.parameters), 0.0
@@ -183,8 +175,9 @@ def _given(sizes: Sequence[int], count: int, ranks: int, chunks: int) -> tuple[r
     if len(sizes) != ranks * chunks or sum(sizes) != count:
         per_rank = f" x {chunks} chunks each" if chunks > 1 else ""
         raise ConfigurationError(
-            f"parallel.stage_units = {list(sizes)} has {len(sizes)} numbers for {sum(sizes)} units; give one for each "
-            f"of {ranks} pipeline ranks{per_rank}, {count} units in all (layers, and the stages before and after them)"
+            f"parallel.stage_units = {list(sizes)} has {len(sizes)} numbers with the sum {sum(sizes)}; give one number "
+            f"for each of {ranks} pipeline ranks{per_rank}, with the sum {count}: the number of units of the model "
+            "(embedding, layers and head)"
         )
     return tuple(range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0)))
 
@@ -192,7 +185,7 @@ def _given(sizes: Sequence[int], count: int, ranks: int, chunks: int) -> tuple[r
 def _too_large(
     weights: Sequence[float], empty: StagePlacement, devices: StageDevices, memory: StageMemory
 ) -> tuple[range, ...]:
-    """Return the partition to show in the error that none fits: the one with least memory, or the fastest."""
+    """Return the partition to show in the error that no partition fits into memory."""
     if len(empty.chunks) == empty.stages:
         return least_memory(len(weights), empty.ranks, devices, memory)
     result = partition(weights, empty.ranks, StageDevices(devices.speeds, (0,) * empty.stages), memory)

@@ -1,7 +1,6 @@
 """Tied tensors of a pipeline: parameters that two ranks share, their copies and gradients.
 
-The first and the last stage of a language model may share the embedding. The rank that does not own it keeps a copy,
-sends the copy's gradient to the owner after the backward pass, and receives the new values after the update.
+The first and the last stage of a language model may share the embedding.
 """
 
 from dataclasses import dataclass
@@ -21,10 +20,7 @@ TIES = 1 << 10
 
 @dataclass(frozen=True)
 class TiedTensor:
-    """Tensor ``key``, used by stage ``unit``.
-
-    Pipeline rank ``owner`` has the original tensor, and pipeline rank ``holder`` has a copy.
-    """
+    """Tensor ``key`` of stage ``unit``. Pipeline rank ``owner`` has the original tensor, and rank ``holder`` a copy."""
 
     key: str
     unit: int
@@ -49,8 +45,8 @@ def tied_tensors(model: Model, placement: StagePlacement) -> list[TiedTensor]:
 class TiedCopies:
     """This rank's copies of tensors that several pipeline ranks use.
 
-    The gradient of a copy is sent to the owner of the tensor. Before any reduction, the owner adds it to the tensor's
-    gradient. After the update, the owner sends the new value. So norms and checkpoints count the tensor once.
+    The gradient of a copy is sent to the tensor's owner. Before any reduction, the owner adds it to the gradient of the
+    original. After the update, the owner sends the new value. So norms and checkpoints count the tensor once.
     """
 
     def __init__(self, context: RankContext, ties: list[TiedTensor], exchange: Exchange) -> None:
@@ -73,27 +69,18 @@ class TiedCopies:
         return {tie.key for tie in self._held}
 
     def after_backward(self) -> list[Operation]:
-        """Return the operations that send gradients of tied copies to the owners, after the last backward pass.
-
-        Local.
-        """
+        """Return the operations that send gradients of copies to the owners after the last backward pass. Local."""
         return [Operation(Kind.COPY_GRADIENT, unit=unit) for unit in self._units()]
 
     def after_update(self) -> list[Operation]:
-        """Return the operations that send new values of tied tensors from the owners to the copies, after the update.
-
-        Local.
-        """
+        """Return the operations that send new values of tied tensors from owners to copies after the update. Local."""
         return [Operation(Kind.COPY_VALUE, unit=unit) for unit in self._units()]
 
     def _units(self) -> list[int]:
         return sorted({tie.unit for tie in (*self._owned, *self._held)})
 
     def gradient(self, op: Operation) -> None:
-        """Send gradients of copies to their owners.
-
-        The ranks that own or copy the tied tensors of ``op.unit`` call it.
-        """
+        """Send copies' gradients to owners. Collective over the ranks that own or copy tied tensors of ``op.unit``."""
         held = [tie for tie in self._held if tie.unit == op.unit]
         requests = [self._comm.isend(self._of(self.gradients, tie), tie.owner, self._tags[tie]) for tie in held]
         for tie in self._owned:
@@ -105,10 +92,7 @@ class TiedCopies:
         wait_all(requests)
 
     def value(self, op: Operation) -> None:
-        """Send the owners' values to the copies.
-
-        The ranks that own or copy the tied tensors of ``op.unit`` call it.
-        """
+        """Send the owners' values to copies. Collective over the ranks that own or copy tied tensors of ``op.unit``."""
         requests: list[Request] = []
         for tie in self._owned:
             if tie.unit == op.unit:

@@ -1,7 +1,4 @@
-"""The executor of one rank: runs the operations of a step through its stages and its exchange.
-
-It also evaluates, recomputes steps to find silent data corruption, and inspects steps with non-finite values.
-"""
+"""The executor of one rank: runs training steps and evaluations, and computes suspicious or failed steps again."""
 
 import time
 from collections.abc import Sequence
@@ -155,9 +152,9 @@ class Executor:
         return sum(self._stages.losses)
 
     def inspect(self, operations: Sequence[Operation], batches: Sequence[MicroBatch]) -> str | None:
-        """Compute a failed step again; return a text that names the first non-finite value computed on this rank.
+        """Compute a failed step again; return a description of this rank's first non-finite value, or None.
 
-        Returns None if all values that this rank computed are finite. Updates nothing. Collective, like `run`.
+        Updates nothing. Collective, like `run`.
         """
         self._watch.begin(self.exchange.parameters)
         self._compute(operations, batches)
@@ -187,7 +184,6 @@ class Executor:
             observer.went_back(self, op)
 
     def _gather(self, op: Operation) -> None:
-        """Run ``op``, which gathers or frees a unit's parameters, then drop the old views of these parameters."""
         self.exchange.handlers[op.kind](op)
         if self.exchange.gathers:
             if op.kind is not Kind.FREE:
@@ -247,11 +243,7 @@ class Executor:
         outcome.measured = np.concatenate([NO_COUNTS, *self._sums])
 
     def _weigh(self, weight: float) -> None:
-        """Set the factor that corrects this step's gradient for unequal loss weights. Local.
-
-        ``weight`` is the sum of all ranks' loss weights. Raises DataError if ``weight`` is 0 or not finite. Raises
-        UsageError if ``weight`` is not the number of targets and the strategy cannot correct the gradient.
-        """
+        """Correct this step's gradient for unequal loss weights; ``weight`` is their sum over all ranks. Local."""
         exchange = self.exchange
         targets = self._targets if exchange.lock_step else sum(self.sizes) * self.model.tokens_per_sample
         if not targets:  # a worker without samples in this step

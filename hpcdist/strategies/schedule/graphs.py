@@ -1,12 +1,8 @@
 """CUDA graphs of a rank's compute operations: one launch per unit instead of tens of kernel launches from Python.
 
-`KernelLaunches` runs operations directly, `StageGraphs` as graphs: one per forward or backward pass of a unit and a
-micro-batch. The first `WARM_UP` steps run without graphs, to compile kernels and allocate memory. Afterwards an
-operation without a matching graph is captured.
-
-A graph matches an operation with the same array addresses, gradients and forward graph, and with free arena blocks.
-Arrays from outside the unit's chunk are copied to a fixed address first. Shapes and the loss scale are constants in
-kernels: if they change, all graphs are dropped and warm-up starts again.
+Each forward or backward pass of a unit and a micro-batch has a graph, captured after `WARM_UP` steps. A graph matches
+an operation with the same array addresses, gradients and forward graph, and with free arena blocks. Shapes and the loss
+scale are constants in kernels: if they change, all graphs are dropped.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -32,14 +28,16 @@ Moving = Mapping[str, Array]  # arrays to copy to a fixed address, by name
 
 
 class KernelLaunches:
-    """Launches the kernels of compute operations directly, without CUDA graphs. Local."""
+    """Runner of compute operations that launches their kernels directly, without CUDA graphs. Local."""
 
     own_messages = False  # whether messages have memory of their own
 
     def begin(self, draws: Sequence[Draw], sizes: Sequence[int], scale: float, *, steady: bool) -> Sequence[Draw]:
-        """Start an operation list with micro-batches of ``sizes`` samples; return the random draws for its kernels.
+        """Start an operation list with micro-batches of ``sizes`` samples; return each micro-batch's `Draw`.
 
-        ``steady`` is True in a normal training step, and False in an evaluation or a search for NaN.
+        ``draws``: the `Draw`, which determines the dropout masks, of each micro-batch. ``scale``: factor of the loss
+        gradient. The keyword ``steady`` is True in a normal training step, and False in an evaluation or a search for
+        NaN.
         """
         return draws
 
@@ -54,10 +52,11 @@ class KernelLaunches:
         parameters: Parameters | None = None,
         gradients: BoundGradients | None = None,
     ) -> T:
-        """Return ``call(arrays)``; ``arrays`` are the ``moving`` arrays, or copies of them at fixed addresses.
+        """Run the compute operation ``op`` as ``call(arrays)``, and return the result.
 
-        ``moving`` are inputs whose addresses change. The kernels of ``call`` use ``saved``, ``still``, ``parameters``
-        and ``gradients`` in place, without copies.
+        ``arrays`` are the arrays of the keyword ``moving``, whose addresses change from step to step, or copies of them
+        at fixed addresses. ``saved`` has the unit's saved activations. The kernels use ``saved`` and the keywords
+        ``still``, ``parameters`` and ``gradients`` without copies.
         """
         return call(moving)
 
@@ -77,7 +76,7 @@ class _Captured:
 
 
 class StageGraphs(KernelLaunches):
-    """Runs a rank's forward and backward passes as CUDA graphs, in memory of ``arena``.
+    """Runner of a rank's forward and backward passes as CUDA graphs, with arrays from ``arena``.
 
     ``drops``: dropout is used, so kernels need the step number. ``ledger`` records the additional memory of graphs.
     """
@@ -93,7 +92,11 @@ class StageGraphs(KernelLaunches):
         self._on = False  # whether the operations of this list run as graphs
 
     def begin(self, draws: Sequence[Draw], sizes: Sequence[int], scale: float, *, steady: bool) -> Sequence[Draw]:
-        """Start a list; return the random draws of dropout, on the GPU if the list is a normal training step."""
+        """Start an operation list; return the `Draw` of each micro-batch, from ``draws``.
+
+        A `Draw` selects dropout masks. ``sizes``: number of samples of each micro-batch. ``scale``: factor of the loss
+        gradient.
+        """
         self._on = False
         if not steady:
             return draws
@@ -118,7 +121,10 @@ class StageGraphs(KernelLaunches):
         parameters: Parameters | None = None,
         gradients: BoundGradients | None = None,
     ) -> T:
-        """Launch the CUDA graph of ``op``, captured if needed. If not steady or with too many graphs, run ``call``."""
+        """Launch the CUDA graph of ``op``, captured from ``call`` if there is no matching graph; return its result.
+
+        During warm-up, in evaluations, in searches for NaN, or if there are too many graphs, run ``call`` directly.
+        """
         if not self._on:
             return call(moving)
         if op.kind is Kind.FORWARD and saved.draw is not None and saved.draw.words is not None:

@@ -22,10 +22,11 @@ Crossing = tuple[int, int]  # (micro-batch, connection that crosses ranks: see `
 
 
 class StageMessages:
-    """Pipeline messages of one rank, identified by micro-batch, connection between units, and direction.
+    """Pipeline messages of one rank, identified by micro-batch, connection between model units, and direction.
 
-    Sends never block, and receives are posted in advance. Both ends derive shapes from the model and the number of
-    samples. Construction is collective over the pipeline. Messages have the compute dtype.
+    Sends never block. Receives are posted in advance, into memory from ``arena``. Sender and receiver derive shapes
+    from the model and the number of samples. Construction is collective over the pipeline. Messages have the compute
+    dtype.
     """
 
     def __init__(self, context: RankContext, arena: Arena) -> None:
@@ -68,7 +69,6 @@ class StageMessages:
         self._post()
 
     def _check_order(self, operations: Sequence[Operation]) -> None:
-        """Check that micro-batches whose messages have equal tags come in ascending order in this rank's list."""
         latest: dict[tuple[Kind, int], Operation] = {}  # (kind, tag)
         for op in operations:
             if op.kind in MESSAGES:
@@ -91,7 +91,7 @@ class StageMessages:
             self._posted[op.kind, op.microbatch, self._edge(op)] = request, values
 
     def receive(self, op: Operation) -> Array:
-        """Wait for the message of ``op`` and return the received array, valid until `forget` or `forget_gradient`."""
+        """Wait for the message that ``op`` receives. Return its array, valid until `forget` or `forget_gradient`."""
         edge = self._edge(op)
         request, values = self._posted.pop((op.kind, op.microbatch, edge))
         self._post()
@@ -105,26 +105,26 @@ class StageMessages:
         return values
 
     def forget(self, microbatch: int, unit: int) -> None:
-        """Release the memory of the input of ``unit``, if another rank sent the input."""
+        """Free the input of model unit ``unit`` for one micro-batch, if it was received from another rank.
+
+        For a skip connection, ``unit`` is the number of the connection (`StagePlacement.edge`).
+        """
         if (microbatch, unit) in self._received:
             self._received.remove((microbatch, unit))
             self._memory(RECEIVED, microbatch, unit).release()
 
     def forget_gradient(self, microbatch: int, unit: int) -> None:
-        """Release the gradient of the input of ``unit``, an array that `receive` or `keep` returned."""
+        """Free an input gradient, an array that `receive` or `keep` returned. ``unit`` is as in `forget`."""
         self._memory(GRADIENT_IN, microbatch, unit).release()
 
     def keep(self, microbatch: int, unit: int, dx: Array) -> Array:
-        """Return a copy of ``dx``, the gradient of the input of ``unit``; the copy is valid until `forget_gradient`."""
+        """Return a copy of the input gradient ``dx``, valid until `forget_gradient`. ``unit`` is as in `forget`."""
         copy = self._memory(GRADIENT_IN, microbatch, unit).empty("message", dx.shape, dx.dtype)
         copy[...] = dx
         return copy
 
     def send_activation(self, op: Operation, y: Array, *, copy: bool) -> None:
-        """Send ``y``, a unit's output, to the rank of the unit in ``op``.
-
-        With ``copy``, a copy is sent, because ``y`` will soon be freed.
-        """
+        """Send ``y``, the input of unit ``op.unit``, to the rank of this unit. The keyword ``copy`` sends a copy."""
         if copy:
             self._send_copy(ACTIVATION_OUT, op, y)
         else:
@@ -132,14 +132,11 @@ class StageMessages:
             self._activations[op.microbatch, self._edge(op)] = request
 
     def send_gradient(self, op: Operation, dx: Array) -> None:
-        """Send a copy of ``dx``, the gradient of a unit's input, to the rank that sent the input.
-
-        The caller may overwrite ``dx`` at once.
-        """
+        """Send a copy of ``dx``, the gradient of the input of unit ``op.unit``, to the rank that sent the input."""
         self._send_copy(GRADIENT_OUT, op, dx)
 
     def poll(self) -> None:
-        """Test the messages in flight, because some MPI libraries without progress thread need such calls."""
+        """Test the messages in flight: MPI libraries without a progress thread advance them only inside MPI calls."""
         for request, _ in self._posted.values():
             request.test()
         self._reap()
@@ -189,8 +186,5 @@ class StageMessages:
 
 
 def _before(op: Operation) -> int:
-    """Return the unit in which the connection of the message ``op`` starts.
-
-    The message carries this unit's output, or the gradient of the output.
-    """
+    """Return the model unit whose output, or output gradient, the message ``op`` carries."""
     return op.unit - 1 if op.source < 0 else op.source

@@ -32,8 +32,9 @@ def phase_of(kind: Kind) -> str:
 class PhaseTimer:
     """Timer of the ``operations`` of a step, which run one after the other from construction on. Local.
 
-    Adds the time of each phase to the dict ``seconds``, with keys such as "compute_s". If ``array`` is on a GPU,
-    consecutive operations of one phase are timed together, with a GPU synchronisation at the end.
+    Adds the time of each phase to the dict ``seconds``, with keys such as "compute_s", and the timed spans of step
+    number ``step`` to ``spans``. If ``array`` is on a GPU, consecutive operations of one phase are timed together, with
+    a GPU synchronisation at the end.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class NanFinder:
 
     @property
     def is_awake(self) -> bool:
-        """True if the search is active."""
+        """True if the search for non-finite values is active: after `begin`, until it is stopped."""
         return self._awake
 
     def begin(self, parameters: FlatStore) -> None:
@@ -132,35 +133,32 @@ class NanFinder:
         self._awake = True
 
     def end(self) -> str | None:
-        """Stop the search; return a text that names the first non-finite value found, or None."""
+        """Stop the search for non-finite values; return a text that names the first such value, or None."""
         self._awake = False
         return self._found
 
     def look(self, what: str, values: Scalar) -> None:
-        """Check ``values`` that this rank computed for non-finite ones; ``what`` describes the values in messages."""
+        """Search ``values``, which this rank computed, for NaN and infinities; ``what`` is their name in messages."""
         if self._awake and self._found is None and not _finite(values):
             self._found = what
 
     def look_at_gradients(self, store: FlatStore, part: Range) -> None:
-        """Check the gradients in ``part``, a range of ``store``, for non-finite values."""
+        """Search the gradients in ``part``, a range of ``store``, for non-finite values."""
         if self._awake and self._found is None:
             for segment, touched in store.layout.within(part):
                 self.look(f"gradient of {segment.key}", store.range(touched))
 
     def sees_only_finite(self, values: Array) -> bool:
-        """Return True if the search is active and all ``values``, which this rank computed, are finite."""
+        """Return True if the NaN search is active and all ``values``, which this rank computed, are finite."""
         return self._awake and _finite(values)
 
     def distrust(self, values: Array) -> None:
-        """Stop the search if ``values`` from another rank are not finite.
-
-        Later non-finite values on this rank may come from the other rank.
-        """
+        """Stop the search for non-finite values if ``values``, received from another rank, are not finite."""
         if self._awake and not _finite(values):
             self._awake = False
 
     def distrust_tensors(self, store: FlatStore, part: Range) -> None:
-        """Stop the search if ``part``, a range of ``store`` that came from another rank, has non-finite values."""
+        """Stop the NaN search if ``part``, a range of ``store`` received from another rank, has non-finite values."""
         for _, touched in store.layout.within(part) if self._awake else ():
             self.distrust(store.range(touched))
 

@@ -1,8 +1,6 @@
 """The operations of a training step: entries of the list that one rank executes in order.
 
 Schedules generate the compute operations, an exchange the others. Executor, verifier and simulator read the same list.
-`StagePlacement` assigns each stage of the model to a pipeline rank, in chunks of consecutive stages: round-robin over
-the ranks (`looped`), or to the last rank and back (`folded`).
 """
 
 from collections.abc import Sequence
@@ -16,9 +14,9 @@ from hpcdist.arrays.ranges import Range
 
 @dataclass(frozen=True)
 class StagePlacement:
-    """Assignment of model chunks to pipeline ranks: ``ranks[i]`` computes ``chunks[i]``, a range of consecutive units.
+    """Assignment of model chunks to pipeline ranks: ``ranks[i]`` computes ``chunks[i]``, a range of model units.
 
-    ``skips`` are the model's skip connections: pairs (unit, later unit that also uses its output).
+    ``skips`` are the model's skip connections: pairs (unit, later unit that uses the output of the first unit).
     """
 
     chunks: tuple[range, ...]
@@ -46,26 +44,23 @@ class StagePlacement:
         return tuple(chunk for chunk, owner in zip(self.chunks, self.ranks, strict=True) if owner == rank)
 
     def rank_of(self, unit: int) -> int:
-        """Return the pipeline rank that computes ``unit``."""
+        """Return the pipeline rank that computes model unit ``unit``."""
         return self._ranks[unit]
 
     def crosses(self, unit: int) -> bool:
-        """Return True if the input of ``unit``, which is the output of the previous unit, comes from another rank."""
+        """Return True if model unit ``unit`` receives the output of the previous unit from another rank."""
         return unit > self.chunks[0].start and self._ranks[unit] != self._ranks[unit - 1]
 
     def skips_into(self, unit: int) -> list[int]:
-        """Return the units whose outputs are sent to ``unit`` by skip connections, in ascending order."""
+        """Return the model units whose outputs go to model unit ``unit`` over skip connections, in ascending order."""
         return sorted(source for source, target in self.skips if target == unit)
 
     def skips_from(self, unit: int) -> list[int]:
-        """Return the units that use the output of ``unit`` by skip connections, in ascending order."""
+        """Return the model units that get the output of unit ``unit`` over skip connections, in ascending order."""
         return sorted(target for source, target in self.skips if source == unit)
 
     def edge(self, source: int, target: int) -> int:
-        """Return the number of the connection from unit ``source`` to ``target``.
-
-        Skip connections have higher numbers than connections between consecutive units.
-        """
+        """Return the number of the connection from unit ``source`` to ``target``. Skip connections come last."""
         return target if source in (-1, target - 1) else self.units.stop + self.skips.index((source, target))
 
     @cached_property
@@ -74,13 +69,13 @@ class StagePlacement:
 
 
 def looped(parts: Sequence[range], ranks: int) -> StagePlacement:
-    """Return the placement that assigns the unit ranges ``parts`` to ranks round-robin, equally many to each."""
+    """Return the round-robin placement of ``parts``, ranges of model units, with equally many parts on each rank."""
     assert len(parts) % ranks == 0, f"{len(parts)} chunks for {ranks} ranks"
     return StagePlacement(tuple(parts), tuple(number % ranks for number in range(len(parts))))
 
 
 def folded(parts: Sequence[range], ranks: int) -> StagePlacement:
-    """Return the placement with two unit ranges per rank: one each from rank 0 to the last, then back to rank 0."""
+    """Return the placement of ``parts``, two ranges of model units per rank: on rank 0 to the last, then back to 0."""
     assert len(parts) == 2 * ranks, f"{len(parts)} chunks for {ranks} ranks"
     return StagePlacement(tuple(parts), (*range(ranks), *reversed(range(ranks))))
 

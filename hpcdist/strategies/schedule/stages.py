@@ -1,8 +1,8 @@
 """Stages of a rank: forward and backward passes, and the activations passed between stages and ranks.
 
-`SkipExchange` carries outputs that a later stage takes in addition to its predecessor's output. A stage with ``takes``,
-the indices of earlier units, finds their outputs in its `Saved` as "skip.UNIT" (read-only) and leaves the gradients as
-"skip.UNIT.gradient". Gradients of an output are summed in the order of its consumers, for equal bits on all placements.
+A stage with ``takes``, the indices of earlier units, finds their outputs in its `Saved` as "skip.UNIT" (read-only) and
+leaves the gradients as "skip.UNIT.gradient". Gradients of an output are summed in the order of its consumers, for equal
+bits on all placements.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ Skip = tuple[int, int, int]  # micro-batch, source unit, target unit
 
 
 class SkipExchange:
-    """Stores values and gradients of one rank's skip connections. Local, except for the messages."""
+    """Store of the values and gradients on one rank's skip connections. Local, except for its messages."""
 
     def __init__(self, placement: StagePlacement, neighbours: StageMessages) -> None:
         self._place, self._neighbours = placement, neighbours
@@ -44,12 +44,16 @@ class SkipExchange:
         self._gradients.clear()
 
     def bring(self, op: Operation, saved: Saved) -> None:
-        """Store in ``saved`` the values that the unit of the FORWARD ``op`` gets over skip connections."""
+        """Store the values that the model unit of the FORWARD ``op`` gets over skip connections in ``saved``."""
         for source in self._place.skips_into(op.unit):
             saved.keep(f"skip.{source}", self._values[op.microbatch, source, op.unit])
 
     def leave(self, op: Operation, y: Array, *, dropped: bool) -> None:
-        """Keep ``y``, the output of the FORWARD ``op``, for skip connections; a copy if activations are ``dropped``."""
+        """Keep ``y``, the output of the model unit of the FORWARD ``op``, for skip connections that start at the unit.
+
+        The keyword ``dropped`` is true if the unit's activations are freed after this pass. Then a copy of ``y`` is
+        kept for units on this rank, and the unit's skip inputs are freed too.
+        """
         if dropped:
             self.end(op)
             for source in self._place.skips_into(op.unit):
@@ -61,7 +65,7 @@ class SkipExchange:
             self._values[skip] = self._neighbours.keep(op.microbatch, self._edge(skip), y) if copy else y
 
     def add(self, op: Operation, dy: Array) -> Array:
-        """Add to ``dy``, in place, the gradients from all skip connections that start at the unit of ``op``."""
+        """Add to ``dy`` the gradients from all skip connections that start at the unit of ``op``. Return ``dy``."""
         for target in self._place.skips_from(op.unit):
             skip = (op.microbatch, op.unit, target)
             dy += self._gradients.pop(skip)
@@ -69,30 +73,33 @@ class SkipExchange:
         return dy
 
     def send_back(self, op: Operation, saved: Saved) -> None:
-        """Keep the gradients of the skip inputs of the unit of ``op`` for the units where these connections start."""
+        """Copy the gradients of ``op.unit``'s skip connections from ``saved``, for the units that sent the inputs."""
         for source in self._place.skips_into(op.unit):
             skip, gradient = (op.microbatch, source, op.unit), saved[f"skip.{source}.gradient"]
             self._gradients[skip] = self._neighbours.keep(op.microbatch, self._edge(skip), gradient)
 
     def end(self, op: Operation) -> None:
-        """Free the skip inputs of the unit of ``op`` after its backward pass."""
+        """After the backward pass ``op``, free the inputs that its model unit got over skip connections."""
         for source in self._place.skips_into(op.unit):
             skip = (op.microbatch, source, op.unit)
             del self._values[skip]
             self._neighbours.forget(op.microbatch, self._edge(skip))
 
     def send_activation(self, op: Operation, *, copy: bool) -> None:
-        """Send the unit output that ``op`` names over a skip connection to the rank of the connection's last unit."""
+        """Send the output of model unit ``op.source`` over a skip connection to the rank of unit ``op.unit``."""
         self._neighbours.send_activation(op, self._values.pop((op.microbatch, op.source, op.unit)), copy=copy)
 
     def send_gradient(self, op: Operation) -> None:
-        """Send the gradient that ``op`` names to the rank of the skip connection's first unit."""
+        """Send the gradient of the output of model unit ``op.source`` back to the rank of that unit."""
         skip = (op.microbatch, op.source, op.unit)
         self._neighbours.send_gradient(op, self._gradients.pop(skip))
         self._neighbours.forget_gradient(op.microbatch, self._edge(skip))
 
     def received(self, op: Operation, values: Array, *, back: bool) -> None:
-        """Keep ``values`` received over a skip connection: a unit's output or, if ``back`` is true, its gradient."""
+        """Keep ``values``, received by ``op`` over a skip connection, for a model unit on this rank.
+
+        ``values`` is the output of unit ``op.source`` or, with the keyword ``back``, the output's gradient.
+        """
         (self._gradients if back else self._values)[op.microbatch, op.source, op.unit] = values
 
     def _edge(self, skip: Skip) -> int:
@@ -103,10 +110,10 @@ MicroBatch = tuple[Array, Array]  # inputs (samples, ...), targets (samples, ...
 
 
 class Stages:
-    """Runs the compute operations and pipeline messages of one rank.
+    """Executor of the compute operations and pipeline messages of one rank.
 
-    The inputs of units, and the gradients of inputs, are keyed by (micro-batch, unit). ``launches`` launches the
-    kernels.
+    Activations are in ``arena``, parameters and gradients in the views ``bound``. ``watch`` searches for non-finite
+    values. ``launches`` launches the kernels.
     """
 
     def __init__(
@@ -143,7 +150,11 @@ class Stages:
         draw: Draw | None = None,
         scale: float = 1.0,
     ) -> None:
-        """Start an operation list; ``draw``: dropout draws, None in an evaluation; ``scale``: gradient of the loss."""
+        """Start the operation list ``operations`` with the micro-batches ``batches``, pairs (inputs, targets).
+
+        ``draw``: seed, step and first sample for the dropout masks; None means evaluation. ``scale``: factor of the
+        loss gradient.
+        """
         axis = self._context.context
         cut = (lambda whole: whole) if axis is None else axis.cut
         inputs = [unpacked(x, cut) for x, _ in batches]
@@ -168,13 +179,13 @@ class Stages:
 
     @property
     def losses(self) -> list[float]:
-        """Loss of each completed micro-batch that has samples, summed over its targets. On a GPU, reading waits."""
+        """Loss of each completed micro-batch that has samples, summed over its targets. Waits for the GPU."""
         losses: list[float] = backend.to_host(self._losses[: self._counted]).tolist() if self._counted else []
         return losses
 
     @property
     def weight(self) -> float:
-        """Sum of the loss weights in this operation list, or 0 if the loss has no weights. On a GPU, reading waits."""
+        """Sum of the loss weights in this operation list, or 0 if the loss has no weights. Waits for the GPU."""
         return sum(float(weight) for weight in self._weights)
 
     @cached_property
@@ -192,7 +203,7 @@ class Stages:
         return unit in self._firsts and (unit == 0 or self._place.crosses(unit))
 
     def forward(self, op: Operation) -> None:
-        """Run the forward pass of one unit for one micro-batch; after the last unit, also compute the loss."""
+        """Run the forward pass of model unit ``op.unit`` for one micro-batch; after the last unit, compute the loss."""
         if not self._has_samples(op):
             self._attend(op)
             return
@@ -238,7 +249,7 @@ class Stages:
         return self._launches.run(op, saved, call, moving=moving, still=still, parameters=parameters)
 
     def backward(self, op: Operation) -> None:
-        """Run the backward pass of the unit of ``op``; a BACKWARD_INPUT computes only the input gradient."""
+        """Run the backward pass of the model unit of ``op``; a BACKWARD_INPUT computes only the input gradient."""
         if not self._has_samples(op):
             self._bound.no_backward(op.unit)
             self._attend(op)
@@ -284,10 +295,7 @@ class Stages:
         )
 
     def _attend(self, op: Operation) -> None:
-        """Join the expert-parallel collectives of the unit of ``op``, for an empty micro-batch of this rank.
-
-        Collective.
-        """
+        """Join the expert-parallel collectives of ``op`` without tokens: the micro-batch is empty. Collective."""
         stage, operations = self._model.stages[op.unit], self._model.operations
         if operations.experts is None or not operations.experts.attends:
             return
@@ -305,7 +313,7 @@ class Stages:
             saved.release()
 
     def backward_weight(self, op: Operation) -> None:
-        """Compute the weight gradients of the unit of ``op``: the second half of a split backward pass."""
+        """Compute the weight gradients of the model unit of ``op``: the second half of a split backward pass."""
         if self._has_samples(op):
             gradients = self._bound.gradients(op.unit)
             saved, operations = self._saved(op), self._model.operations

@@ -27,8 +27,8 @@ class StepResult:
     """Result of a training step: mean loss over the global batch, stop requests, and this rank's seconds by phase.
 
     ``correction``: factor by which this step's gradient was multiplied. ``skipped``: the gradient overflowed at
-    ``loss_scale``, so nothing was updated. ``measured``: the concatenated counts of all observers, summed over the
-    world.
+    ``loss_scale``, so nothing was updated. ``measured``: the concatenated `StepObserver.counts` of all observers,
+    summed over the world.
     """
 
     loss: float = float("nan")
@@ -45,7 +45,7 @@ class StepResult:
 
 
 class RunningStep(Protocol):
-    """Interface by which step observers read the executor's current step, or its last step between two steps."""
+    """Interface by which observers read the executor's current step, or the previous step until the next one begins."""
 
     @property
     def number(self) -> int:
@@ -72,10 +72,7 @@ class RunningStep(Protocol):
         """Loss of each micro-batch of this rank, summed over its targets."""
 
     def gradients_in(self, part: Range) -> Array | None:
-        """Return this rank's gradients in ``part``, a flat range within one layer, or None if the rank has none.
-
-        Local.
-        """
+        """Return this rank's gradients in ``part``, a flat range within one layer, or None without gradients. Local."""
 
     def compute_again(self) -> None:
         """Compute the current step again, and sum the loss and the gradient norm over all ranks. Collective."""
@@ -101,13 +98,10 @@ class StepObserver:
         """Called after each backward operation; ``op`` is this operation."""
 
     def exchanges(self, step: RunningStep, op: Operation) -> None:
-        """Called before ``op``, which exchanges complete gradients of this rank."""
+        """Called before operation ``op`` exchanges gradients. This rank's gradients in ``op.part`` are complete."""
 
     def counts(self, step: RunningStep) -> np.ndarray:
-        """Return this observer's numbers for the step, to be summed over the ranks.
-
-        Every rank must return equally many numbers.
-        """
+        """Return a 1-D array of counts to sum over the ranks. Its length must be equal on all ranks."""
         return NO_COUNTS
 
     def agreed(self, step: RunningStep) -> None:

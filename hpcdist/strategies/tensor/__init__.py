@@ -1,8 +1,8 @@
 """Tensor parallelism: the ranks of one axis compute every layer together, each with a shard of the matrices.
 
-Floor 4; imports models and collectives. As in Megatron-LM (M. Shoeybi et al., arXiv:1909.08053), the first of two
-linear layers is sharded by outputs, the second by inputs. With b bytes of activations (tokens x hidden), p ranks and L
-blocks, a rank sends on a ring, per micro-batch:
+Floor 4. As in Megatron-LM (M. Shoeybi et al., arXiv:1909.08053), the first of two linear layers is sharded by outputs,
+the second by inputs. With b bytes of activations (tokens x hidden), p ranks and L blocks, a rank sends on a ring, per
+micro-batch:
 
     blocks                 4 L     allreduces of b           8 L b (p-1)/p
     embedding, head        2       allreduces of b           4 b (p-1)/p

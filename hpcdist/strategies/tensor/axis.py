@@ -3,8 +3,6 @@
 A border is a pair of conjugate operators: identity and sum in the forward and the backward pass, or the reverse (f and
 g of arXiv:1909.08053, `Borders`); or all-gather and reduce-scatter (arXiv:2205.05198, `SequenceBorders`). Methods are
 collective unless marked local.
-
-All ranks hold unsharded tensors; `counted`, `sum_norms` and `sum_gradients` count each tensor once.
 """
 
 import time
@@ -30,19 +28,22 @@ from hpcdist.strategies.schedule.observers import NanFinder
 
 
 def ranges_of(layout: Layout, parts: Iterable[Range]) -> list[Range]:
-    """Return the parts of the flat ranges ``parts`` whose tensors are not sharded over tensor ranks. Local."""
+    """Return the subranges of ``parts``, flat ranges of ``layout``, that hold unsharded tensors. Local."""
     return [touched for part in parts for segment, touched in layout.within(part) if segment.spec.cut is None]
 
 
 def counted(layout: Layout, parts: Sequence[Range], comm: Communicator) -> list[Range]:
-    """Return the parts of the flat ranges ``parts`` that this rank adds to a sum, so that each element counts once."""
+    """Return the subranges of ``parts`` that this rank adds to a sum over the tensor axis ``comm``. Local.
+
+    ``parts`` are flat ranges of ``layout``. Only rank 0 adds unsharded tensors, which all ranks hold.
+    """
     if comm.rank == 0:
         return list(parts)
     return [touched for part in parts for segment, touched in layout.within(part) if segment.spec.cut is not None]
 
 
 def sum_norms(norms: np.ndarray, layout: Layout, comm: Communicator, algorithm: str) -> None:
-    """Sum ``norms`` (segments, ...) over the tensor axis in place; unsharded tensors count once. Collective."""
+    """Sum ``norms`` of the tensors of ``layout`` over ``comm`` in place; unsharded tensors count once. Collective."""
     if comm.size == 1:
         return
     if comm.rank:
@@ -51,10 +52,7 @@ def sum_norms(norms: np.ndarray, layout: Layout, comm: Communicator, algorithm: 
 
 
 def sum_gradients(gradients: FlatStore, parts: Iterable[Range], comm: Communicator, algorithm: str) -> None:
-    """Sum the gradients of unsharded tensors over the tensor axis, in one message. Collective.
-
-    ``parts`` are ranges of the flat parameter vector.
-    """
+    """Sum the gradients of unsharded tensors in the flat ranges ``parts`` over ``comm``, in one message. Collective."""
     ranges = ranges_of(gradients.layout, parts)
     on = "gpu" if backend.is_device(gradients.array) else "cpu"
     message = backend.empty(sum(part.size for part in ranges), gradients.dtype, on)
@@ -75,7 +73,8 @@ ONE_NODE: Final = "node_shared"
 def algorithm_on(comm: Communicator, chosen: str, *, settled: bool, on: str) -> str:
     """Return the name of the allreduce algorithm for activations. Collective over ``comm``.
 
-    It is ``chosen`` if ``settled`` (the recipe sets it). Otherwise, it is shared memory if CPU ranks can use this.
+    It is the result of `suited` for ``chosen``. But if the recipe does not set it (the keyword ``settled`` is false),
+    the keyword ``on`` is "cpu" and the ranks can share memory, it is the shared-memory algorithm.
     """
     if not settled and on == "cpu" and shared_memory.is_available(comm):
         return ONE_NODE
@@ -90,10 +89,10 @@ def suited(comm: Communicator, algorithm: str) -> str:
 
 
 class TensorAxis:
-    """Collectives over the tensor axis ``comm`` by ``algorithm``, or by the native one if `suited` rejects it.
+    """Collectives over the tensor axis ``comm`` by ``algorithm``, or by "native" if `suited` rejects it.
 
-    Construction is collective. ``watch`` searches for non-finite values of this rank; it stops when such values come
-    from other ranks.
+    Construction is collective. ``watch`` is this rank's search for non-finite values. The search stops if a collective
+    brings non-finite values from another rank.
     """
 
     def __init__(self, comm: Communicator, algorithm: str, watch: NanFinder | None = None) -> None:
@@ -122,10 +121,6 @@ class TensorAxis:
         return spent_s
 
     def _timed(self, buffer: Array, sent: Array, received: Array, call: Callable[[], None]) -> None:
-        """Run ``call`` and record its time.
-
-        ``call`` sends the data ``sent`` and receives ``received``, both views of ``buffer``.
-        """
         was_finite = self.watch.sees_only_finite(sent)
         begin = time.perf_counter()
         call()
@@ -135,7 +130,7 @@ class TensorAxis:
             self.watch.distrust(received)
 
     def _sharding(self, buffer: Array, shares: Sequence[Range]) -> Sharding:
-        """Return the algorithm's reduce-scatter and all-gather; if its shards are not in rank order, the ring's."""
+        # The ring replaces algorithms that do not support these ranges.
         name = parse_algorithm(self.algorithm).at(buffer.nbytes)
         if name in ON_GPUS:
             return SHARDED_ON_GPUS[name] if len({part.size for part in shares}) == 1 else SHARDED["ring"]
@@ -144,10 +139,7 @@ class TensorAxis:
 
 
 class Borders:
-    """Collectives at the start and end of a layer's tensor-parallel part.
-
-    Outside of this part, every rank has the activations of all tokens.
-    """
+    """Collectives at the start and end of a layer's tensor-parallel part. Elsewhere, every rank has all tokens."""
 
     by_rows = False  # whether a rank has only some of the tokens
 
@@ -155,10 +147,7 @@ class Borders:
         self.axis = axis
 
     def enter(self, x: Array, saved: Saved) -> Array:
-        """Return the activations of all tokens.
-
-        This is ``x`` itself if it has all tokens, else a scratch array gathered from all ranks.
-        """
+        """Return all tokens' activations: ``x`` or, if ``x`` has only this rank's tokens, a gathered scratch array."""
         return x
 
     def enter_backward(self, dx: Array, saved: Saved) -> Array:
@@ -167,7 +156,10 @@ class Borders:
         return dx
 
     def partial(self, shape: tuple[int, ...], dtype: Any, name: str, saved: Saved) -> Array:
-        """Return uninitialised memory of ``shape`` for this rank's addend to the layer's result, for all tokens."""
+        """Return uninitialised memory of ``shape`` for this rank's partial sum of the layer's output, for all tokens.
+
+        `leave` sums it over the ranks. ``name`` is the name of the output in ``saved``, which provides the memory.
+        """
         return saved.empty(name, shape, dtype)
 
     def leave(self, partial: Array, name: str, saved: Saved) -> Array:
@@ -176,14 +168,11 @@ class Borders:
         return partial
 
     def leave_backward(self, dy: Array, saved: Saved) -> Array:
-        """Return the output gradient of all tokens.
-
-        This is ``dy`` itself if it has all tokens, else a scratch array gathered from all ranks.
-        """
+        """Return all tokens' output gradient: ``dy`` or, if this has only this rank's tokens, a gathered array."""
         return dy
 
     def first_token(self, y: Array) -> int:
-        """Return the index, among all ranks' rows, of the first row of ``y``; ``y`` has this rank's rows. Local."""
+        """Return the index of the first row of ``y``, this rank's rows, among the rows of all ranks. Local."""
         return 0
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
@@ -194,9 +183,9 @@ class Borders:
 class SequenceBorders(Borders):
     """Collectives of sequence parallelism: outside of tensor-parallel parts, ranks divide the rows of activations.
 
-    Activations are (batch x context, hidden), sharded by rows into shards of equal or nearly equal size. A sample has
-    ``context`` tokens on these ranks, at least one per rank. If a context axis splits samples of ``whole`` tokens,
-    ``pieces`` are the local pieces.
+    Activations, of shape (batch x context, hidden), are sharded by rows into shards of equal or nearly equal size. A
+    sample has ``context`` tokens on the tensor axis, at least one per rank. If a context axis splits samples too, a
+    whole sample has ``whole`` tokens. ``pieces`` are the token ranges of a sample on this tensor axis.
     """
 
     by_rows = True
@@ -208,9 +197,9 @@ class SequenceBorders(Borders):
         assert context >= axis.size
 
     def stretches(self, y: Array) -> Iterator[tuple[slice, int, int]]:
-        """Yield (row slice of ``y``, sample number, position of the first row) of each sample or piece in ``y``.
+        """Yield (row slice of ``y``, sample number, token position of the first row) for each run of tokens. Local.
 
-        Local.
+        ``y`` has this rank's rows. A run has consecutive tokens of one sample.
         """
         first, row = self.first_token(y), 0
         while row < y.shape[0]:

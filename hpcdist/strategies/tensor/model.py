@@ -1,8 +1,4 @@
-"""The tensor-parallel model of one rank: the stages of the whole model with this rank's tensor shards.
-
-`cut_model` replaces local layers by parallel ones: linears sharded by outputs (`ColumnLinear`) or inputs (`RowLinear`),
-attention of the local heads, and dropout that draws the same mask as the whole model.
-"""
+"""The tensor-parallel model of one rank: the stages of the whole model with this rank's tensor shards."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -52,21 +48,18 @@ class ColumnLinear:
         self.weight_reads = ("whole",) if borders.by_rows else ("x",)
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
-        """Return y (..., local outputs) for all tokens; ``x`` (..., inputs) has this rank's tokens."""
+        """Return y for all tokens, of shape (..., local outputs). ``x`` has only this rank's tokens."""
         saved.keep(f"{prefix}.x", x)
         return affine(parameters, prefix, self.borders.enter(x, saved), saved, biased=biased)
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Write, or add to, the gradients of the local weights; return the gradient of x for this rank's tokens."""
+        """Pass the gradients of the local weights to ``gradients``; return the gradient of x for this rank's tokens."""
         whole = self.borders.enter(saved[f"{prefix}.x"], saved)
         _weight_gradients(parameters, gradients, prefix, dy, whole, saved)
         return self._input_gradient(parameters, prefix, dy, saved)
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Return the gradient of x for this rank's tokens.
-
-        Keep the arrays that `backward_weight` needs in ``saved``.
-        """
+        """Return the gradient of x for this rank's tokens. Keep the arrays for `backward_weight` in ``saved``."""
         if self.borders.by_rows:
             whole = self.borders.enter(saved[f"{prefix}.x"], saved)
             saved.empty(f"{prefix}.whole", whole.shape, whole.dtype)[...] = whole
@@ -75,7 +68,7 @@ class ColumnLinear:
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
-        """Write the gradients of the local weights to ``gradients``, or add them to earlier ones. Local."""
+        """Pass the gradients of the local weights to ``gradients``, after `backward_input`. Local."""
         _weight_gradients(parameters, gradients, prefix, dy, saved[f"{prefix}.{self.weight_reads[0]}"], saved)
 
     def _input_gradient(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
@@ -90,7 +83,7 @@ class RowLinear:
         self.weight_reads = ("x", "whole") if borders.by_rows else ("x",)
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
-        """Return y (..., outputs) for this rank's tokens; ``x`` (..., local inputs) has all tokens."""
+        """Return y for this rank's tokens, of shape (..., outputs). ``x`` has the local inputs of all tokens."""
         weight = as_matrix(parameters[f"{prefix}.weight"])
         outputs, inputs = weight.shape
         saved.keep(f"{prefix}.x", x)
@@ -103,7 +96,7 @@ class RowLinear:
         return y
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Write, or add to, the gradients of local weights and bias; return the gradient of x for all tokens."""
+        """Pass the gradients of local weights and bias to ``gradients``; return the gradient of x for all tokens."""
         whole = self.borders.leave_backward(dy, saved)
         if f"{prefix}.bias" in parameters:
             gradient_of_bias(gradients, prefix, dy)
@@ -120,7 +113,7 @@ class RowLinear:
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
-        """Write the gradients of the local weights to ``gradients``, or add them to earlier ones. Local.
+        """Pass the gradients of the local weights to ``gradients``. Local.
 
         The bias gradient covers only the tokens of ``dy``.
         """
@@ -141,8 +134,8 @@ def _weight_gradients(
 class ParallelExperts(WholeExperts):
     """Mixture of experts whose feed-forward columns are sharded over the tensor axis. Collective over the axis.
 
-    Every rank sends all tokens to the same experts. All ranks hold the router and the output biases. If activations are
-    sharded by tokens, only the first rank has the gradients of the router and the output biases.
+    All ranks route the tokens identically, and hold the router and the output biases. If activations are sharded by
+    tokens, only the first rank has the gradients of the router and the output biases.
     """
 
     def __init__(self, borders: Borders) -> None:
@@ -180,24 +173,24 @@ class HeadParallelAttention:
         self._axis, self._inner = axis, inner
 
     def forward(self, qkv: Array, head_size: int, saved: Saved, **options: Unpack[AttentionOptions]) -> Array:
-        """Return the attention output (batch, context, local width) of the local heads."""
+        """Return the attention output of the local heads in ``qkv``, of shape (batch, context, local width)."""
         heads = qkv.shape[-1] // head_size // (3 if options.get("kv") is None else 1)
         options["part"] = options.get("part") or (self._axis.rank * heads, self._axis.size * heads)
         return self._inner.forward(qkv, head_size, saved, **options)
 
     def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
-        """Return the gradient of qkv, or of (queries, kv), of the local heads."""
+        """Return the gradient of the local heads of qkv, or of queries and kv if these were separate arrays."""
         return self._inner.backward(dy, saved, keep=keep)
 
 
 class RowDropout(LocalDropout):
-    """Dropout of this rank's rows (rows, columns) of activations sharded by tokens."""
+    """Dropout for activations that are sharded by tokens: this rank has an array of shape (local rows, columns)."""
 
     def __init__(self, borders: SequenceBorders) -> None:
         self._borders = borders
 
     def forward(self, x: Array, rate: float, site: int, saved: Saved) -> Array:
-        """Apply dropout with probability ``rate`` to the local rows x in place, and return x."""
+        """Apply dropout number ``site`` of the layer, with probability ``rate``, to ``x`` in place. Return ``x``."""
         whole, columns = self._borders.whole, x.shape[-1]
         dropped = mask(saved, rate, site, rows_per_sample=whole, columns=columns)
         if dropped is None:
@@ -275,10 +268,7 @@ class CutModel(Model):
     sampling: Operations  # for texts of any length
 
     def logits(self, parameters: Sequence[Parameters], x: Array, arena: Arena) -> Array:
-        """Return the logits (batch..., vocabulary) of all classes, gathered from all ranks, for sampling.
-
-        Collective over the tensor axis.
-        """
+        """Return the logits of ``x`` for sampling, of shape (batch..., vocabulary). Collective over the tensor axis."""
         local_logits = self.outputs(parameters, x, arena, self.sampling)
         tokens = local_logits.size // local_logits.shape[-1]
         parts = [Range(tokens * part.start, tokens * part.stop) for part in self.classes]

@@ -1,8 +1,4 @@
-"""Vocabulary parallelism: embedding and cross entropy with the vocabulary sharded over the tensor axis.
-
-No logits are gathered: ranks exchange three numbers per token. Token and target indices count the whole vocabulary;
-subtracting the start of the local range gives local rows or columns.
-"""
+"""Vocabulary parallelism: embedding and cross entropy with the vocabulary sharded over the tensor axis."""
 
 from typing import Any
 
@@ -21,10 +17,7 @@ from hpcdist.strategies.tensor.axis import Borders, SequenceBorders
 
 
 class VocabularyEmbedding:
-    """Embedding whose table is sharded over the tensor axis; this rank has the range ``rows`` of the table.
-
-    Collective.
-    """
+    """Embedding whose table is sharded over the tensor axis; this rank has the range ``rows``. Collective."""
 
     weight_reads = ("tokens",)
 
@@ -32,7 +25,7 @@ class VocabularyEmbedding:
         self.borders, self.own, self.vocabulary = borders, rows, vocabulary
 
     def forward(self, parameters: Parameters, prefix: str, tokens: Array, saved: Saved) -> Array:
-        """Return the embeddings (..., hidden) of this rank's tokens.
+        """Return the embeddings of this rank's tokens, of shape (..., hidden).
 
         Raises DataError on all ranks if a token is not in the vocabulary.
         """
@@ -61,16 +54,16 @@ class VocabularyEmbedding:
 
 
 class RowPositions:
-    """Position embedding of this rank's rows, for activations that are sharded by tokens. Local.
+    """Position embedding for activations that are sharded by tokens: each rank embeds its local tokens. Local.
 
-    The gradient of the table covers only the local rows; it is summed over the ranks once per step.
+    The gradient of the position table covers only the local tokens; it is summed over the ranks once per step.
     """
 
     def __init__(self, borders: SequenceBorders) -> None:
         self.borders = borders
 
     def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
-        """Add to each local row of y (rows, hidden) the embedding of the row's position, in place."""
+        """Add the position embeddings of the local rows to ``y``, of shape (rows, hidden), in place. Return ``y``."""
         assert context == self.borders.context
         if saved.documents is not None:
             y += namespace(y).take(parameters[f"{prefix}.weight"], self._places(saved.documents, y), axis=0)
@@ -80,7 +73,7 @@ class RowPositions:
         return y
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
-        """Add dy, the gradients (rows, hidden) of the local rows, to the gradient of the position table."""
+        """Add ``dy``, of shape (rows, hidden), the gradients of local rows, to the gradient of the position table."""
         into, add = gradients.into(f"{prefix}.weight")
         if saved.documents is not None:
             add_to_positions(dy, self._places(saved.documents, dy), into, add)
@@ -113,8 +106,8 @@ class VocabularyCrossEntropy:
     def forward(self, logits: Array, targets: Array, saved: Saved) -> Scalar:
         """Return the loss summed over all tokens on the first rank, and 0 on the other ranks.
 
-        The contiguous logits (tokens, local classes) are replaced by their exponentials. ``targets`` (tokens,) are
-        class indices in the whole vocabulary.
+        The contiguous ``logits``, of shape (tokens, local classes), are replaced by their exponentials. ``targets`` has
+        the class index in the whole vocabulary for each token.
         """
         check_tokens(targets, self.vocabulary, "target", ignored=True)
         saved.keep("cross_entropy.exponentials", logits)
@@ -134,9 +127,10 @@ class VocabularyCrossEntropy:
         return loss
 
     def _forward_device(self, logits: Array, indices: Array, top: Array, sums: Array, saved: Saved) -> Scalar:
-        """Return the summed loss on a GPU.
+        """Return the loss like `forward`, for logits on a GPU. The logits are not changed.
 
-        Keeps the logits; saves their maximum and sum of exponentials over all ranks.
+        ``indices``: target classes in the whole vocabulary. ``top``, of shape (tokens,), and ``sums``, of shape (2,
+        tokens), are scratch buffers.
         """
         xp, tokens = namespace(logits), logits.shape[0]
         statistics = saved.empty("cross_entropy.statistics", (tokens, 2), sums.dtype)
@@ -154,7 +148,7 @@ class VocabularyCrossEntropy:
         return 0.0 if self.axis.rank else _loss_device(indices, sums)
 
     def backward(self, scale: float, saved: Saved) -> Array:
-        """Return the gradient (softmax - onehot) * scale of the logits (tokens, local classes). Local.
+        """Return the gradient (softmax - onehot) * scale of the logits, of shape (tokens, local classes). Local.
 
         The gradient overwrites the logits.
         """
@@ -169,7 +163,6 @@ class VocabularyCrossEntropy:
 
 
 def _nearest(indices: Array, classes: Range) -> tuple[Array, Array]:
-    """Return (``indices`` clipped to range ``classes``, minus its start; mask of the indices inside the range)."""
     xp = namespace(indices)
     # Gathers need valid indices: indices outside are clipped, and masked out afterwards.
     near = xp.minimum(xp.maximum(indices, classes.start), classes.stop - 1)

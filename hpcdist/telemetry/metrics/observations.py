@@ -1,9 +1,5 @@
 """Observations of a run: the group ``observations`` of a metrics file, with events other than steps and evaluations.
 
-    names   the quantities of `hpcdist.telemetry.metrics.quantities`, as "memory_bytes[activations]"
-    rows    step, session, wall clock, index of the name, value
-    notes   texts of events, such as anomalies
-
 Frequent figures (`THINNED`) are written at intervals that grow with the run, so that a month takes about 100 MB.
 """
 
@@ -62,8 +58,8 @@ KINDS: Final = (
 class RunEvent:
     """Event of a run after ``step`` steps, at ``time_ns`` of the wall clock.
 
-    ``values`` has figures of the catalogue `quantities` under keys of `quantities.key` (for counters: totals), and
-    texts under other keys. ``ranks`` has one figure per rank, (world,), NaN if unknown.
+    ``values`` maps keys from `quantities.key` to numbers (totals of counters), and other keys to texts. ``ranks`` has
+    arrays of shape (world,), with NaN for unknown values.
     """
 
     kind: str
@@ -78,7 +74,7 @@ class RunEvent:
 
 @dataclass(frozen=True)
 class ObservedSeries:
-    """Observed values of one quantity, with their steps and times. Each array is (rows,)."""
+    """Observed values of one quantity, with their steps and times, as three arrays of equal length."""
 
     step: np.ndarray
     time_ns: np.ndarray
@@ -99,14 +95,17 @@ class EventNote:
 
 @dataclass(frozen=True)
 class Observations:
-    """Observations read from a metrics file. ``series`` maps names to series, in the order of the first observation."""
+    """Observations read from a metrics file. ``series`` is keyed by quantity, in the order of the first observation."""
 
     series: Mapping[str, ObservedSeries] = field(default_factory=dict)
     notes: Sequence[EventNote] = ()
 
 
 def append(file: Any, session: int, events: Sequence[RunEvent]) -> None:
-    """Append ``events`` of start number ``session`` to an open file. A new start drops rows of later steps. Local."""
+    """Append ``events`` of start number ``session`` of the run to the open metrics file ``file``. Local.
+
+    At the first events of a new start, first remove the rows of later steps, which an earlier start wrote.
+    """
     events = [event for event in events if event.kind not in OWN_TABLES]
     if not events:
         return
@@ -149,7 +148,7 @@ def _indices(file: Any, names: Sequence[str]) -> list[int]:
 
 
 def read(file: Any) -> Observations:
-    """Return the observations in an open file. The result is empty for a file of an earlier version."""
+    """Return the observations in the open metrics file ``file``. A file of an earlier version has no observations."""
     if GROUP not in file:
         return Observations()
     rows, notes = ROWS.read(file), NOTES.read(file)

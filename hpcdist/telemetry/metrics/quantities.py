@@ -1,7 +1,6 @@
 """Quantities of a run: name, unit and meaning of every figure, and figures derived from the steps.
 
-Names follow Prometheus: base units, ``_total`` for counters. All sinks use them. `DerivedFigures` computes speed,
-time fractions and stragglers. Axis letters: S steps, W ranks of the world, K computing ranks.
+Names follow Prometheus: base units, ``_total`` for counters. Axes: S steps, W ranks of the world, K computing ranks.
 """
 
 import math
@@ -110,9 +109,9 @@ _COMMON: Final = {"training_loss_nats": "loss", "learning_rate": "learning_rate"
 class StepRow:
     """Measurements of one step on all ranks. A value that was not measured is NaN, or missing in ``ranks``.
 
-    ``ranks`` maps the names `PER_RANK` to arrays (world,) of seconds or bytes. ``data_s`` is the wait for the batch.
-    ``exposed_s`` is the wait for overlapped reductions, ``overlapped_s`` their whole duration. ``tokens`` is a sum over
-    ranks.
+    ``ranks`` maps names in `PER_RANK` to arrays of shape (world,), in seconds or bytes. ``data_s`` is the wait for the
+    batch. ``exposed_s`` is the wait for overlapped reductions, ``overlapped_s`` their whole duration. ``tokens`` is a
+    sum over ranks.
     """
 
     step: int
@@ -125,7 +124,7 @@ class StepRow:
 
 
 class DerivedFigures:
-    """Figures, such as the speed, from the last ``window`` steps of one start of a run. Pass the steps in order.
+    """Calculator of figures, such as the speed, over the last ``window`` steps of one start. Pass steps in order.
 
     The first step of the start is ignored once there are other steps. If ``lock_step`` is false, ranks do not wait for
     each other, and the total time is the maximum over the ranks.
@@ -139,7 +138,10 @@ class DerivedFigures:
         self.scores = np.empty(0)  # (W,) `straggler_scores` of the last rows
 
     def of(self, rows: Sequence[StepRow]) -> list[dict[str, float]]:
-        """Return the known figures of each row, by `key`. The straggler's figures are only in the last row."""
+        """Return a dict of the known figures, keyed as by `key`, for each step in ``rows``.
+
+        The figures of the straggler are only in the dict of the last step.
+        """
         figures: list[dict[str, float]] = []
         for world, alike in groupby(rows, _world):
             if self._rows and _world(self._rows[-1]) != world:
@@ -186,10 +188,7 @@ class DerivedFigures:
         return _ratio(of_ranks[0][0], np.max([spent for _, spent in of_ranks], axis=0))
 
     def _sums(self, *columns: np.ndarray) -> list[np.ndarray]:
-        """Return, for each of ``columns``, its sum over the window of steps that ends at each row: (rows,).
-
-        Rows with NaN in any column do not count.
-        """
+        """Return, for each column, the sum over the window that ends at each row, without rows that contain NaN."""
         is_known = np.isfinite(columns).all(axis=0)
         sums = []
         for column in columns:
@@ -206,10 +205,7 @@ class DerivedFigures:
 
 
 def straggler_scores(compute_s: np.ndarray) -> np.ndarray:
-    """Return each rank's median compute time, divided by the median of these times over ranks, or NaN: (ranks,).
-
-    ``compute_s`` is (steps, ranks).
-    """
+    """Return each rank's median of ``compute_s``, of shape (steps, ranks), over the median of all ranks; or NaN."""
     times = np.where(compute_s > 0, compute_s, math.nan)
     is_known = np.isfinite(times)
     medians = np.full(times.shape[1], math.nan)
@@ -231,18 +227,17 @@ def _column(rows: Sequence[StepRow], name: str) -> np.ndarray:
 
 
 def mean_over_ranks(values: np.ndarray) -> np.ndarray:
-    """Return the mean of ``values`` (steps, ranks) over the ranks with a finite value: (steps,)."""
+    """Return the mean of each row of ``values``, of shape (steps, ranks), over the ranks with a finite value."""
     return _ratio(_total(values), np.isfinite(values).sum(axis=1).astype(float))
 
 
 def _total(values: np.ndarray) -> np.ndarray:
-    """Return the sum of ``values`` (steps, ranks) over the ranks with a finite value, or NaN if none: (steps,)."""
     is_known = np.isfinite(values)
     return np.where(is_known.any(axis=1), np.where(is_known, values, 0.0).sum(axis=1), math.nan)
 
 
 def most_over_ranks(values: np.ndarray) -> np.ndarray:
-    """Return the maximum of ``values`` (steps, ranks) over the ranks with a finite value, or NaN if none: (steps,)."""
+    """Return the maximum of each row of ``values``, of shape (steps, ranks); NaN in rows without finite values."""
     filled = np.where(np.isfinite(values), values, -math.inf).max(axis=1, initial=-math.inf)
     return np.where(np.isfinite(filled), filled, math.nan)
 

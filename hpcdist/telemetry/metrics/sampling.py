@@ -1,7 +1,4 @@
-"""Sampled rows of a run in bounded memory: columns of one number per step in full, columns per rank sampled evenly.
-
-A million steps of a thousand ranks take 40 GB on disk. Samples are read in whole chunks of the file.
-"""
+"""Sampled rows of a run in bounded memory: columns of one number per step in full, columns per rank sampled evenly."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +19,10 @@ MAX_SMALL_ROWS: Final = 200_000  # number of first rows read from a table withou
 
 @dataclass(frozen=True)
 class SampledMetrics:
-    """Metrics of a run. Columns with a value per rank are read only for a sample of the rows.
+    """Metrics of a run. Columns with a value per rank are read only for a sample of the steps.
 
-    ``steps`` has the columns with one value per step, for all steps. ``sample`` has all columns for the rows
-    ``chosen``. ``tables`` has the side tables by name.
+    ``steps`` has the columns with one value per step, for all steps. ``sample`` has all columns, for the steps with
+    the indices ``chosen``. ``tables`` maps the name of each other table in the metrics file to its columns.
     """
 
     steps: dict[str, np.ndarray]
@@ -41,9 +38,10 @@ class SampledMetrics:
 
 
 def read(path: str | Path, wide_bytes: int = WIDE_BYTES) -> SampledMetrics:
-    """Read the metrics file ``path`` of a finished or running run. Raises StorageError.
+    """Read the metrics file ``path`` of a finished or running run. Raises StorageError if it is missing or invalid.
 
-    ``wide_bytes`` limits the size of the sample.
+    Columns with a value per rank are read only for evenly spread steps, about ``wide_bytes`` bytes per column: a
+    million steps of a thousand ranks take 40 GB on disk.
     """
     return read_settled(path, lambda file: _read(file, wide_bytes))
 

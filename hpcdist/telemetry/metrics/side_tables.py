@@ -1,15 +1,4 @@
-"""Side tables of a metrics file, for events and measurements other than steps; see `MetricsWriter.put`.
-
-clocks       host of each rank, and the clock offsets between hosts
-consensus    distance between replicas
-lives        deaths and additions of ranks, and the recovery time
-loss_scale   changes of the loss scale, and skipped steps
-experts      load balance of the routers
-expert_loads load of each expert of a layer
-noise_scale  gradient noise: measurements and means
-recomputed   steps that were recomputed before their update
-shares       samples per replica, from a step on
-"""
+"""Side tables of a metrics file, for events and measurements other than steps; see `MetricsWriter.put`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,8 +18,8 @@ _SESSION: Final = Column("session", "i8", "1", "which start of the run made this
 
 
 def _step_table(name: str, *columns: Column, step: str = "completed optimizer steps", second: str = "") -> MetricsTable:
-    """Return the definition of a table with a row of ``columns`` per step. A resume drops rows of later steps."""
     first = Column("step", "i8", "1", step)
+    # remade: a resume drops the rows of later steps.
     return MetricsTable(name, (first, _SESSION, *columns), second=second, remade=True)
 
 
@@ -133,7 +122,10 @@ class ClockSession:
 
 
 def append_clocks(file: Any, session: int, hosts: HostTable, readings: Sequence[ClockReading], wall_ns: int) -> None:
-    """Append clock ``readings`` to an open file. The ``hosts`` of each session are written only once. Local."""
+    """Append clock ``readings`` of start ``session`` to the open metrics ``file``, and ``hosts`` once per start. Local.
+
+    ``wall_ns``: see `ClockSession`.
+    """
     for table in (CLOCK_RANKS, CLOCK_READINGS):
         table.create(file)
     if session not in CLOCK_RANKS.read(file)["session"]:

@@ -100,7 +100,6 @@ class MetricsWriter:
         self.close()
 
     def _change(self, change: Callable[[Any], None]) -> None:
-        """Call ``change`` with the open file. A damaged file is renamed and replaced, so that the run continues."""
         try:
             self._edit(change)
         except regular.DamagedFileError as error:
@@ -117,7 +116,6 @@ class MetricsWriter:
             print(f"hpcdist: {error}; it is now {aside.name}, and a new one begins here", file=sys.stderr, flush=True)
 
     def _edit(self, change: Callable[[Any], None], is_new: bool = False) -> None:
-        """Call ``change`` with the open file, without a retry. Raises DamagedFileError if its tables are damaged."""
         try:
             with files.edit(self.path, SCHEMA, VERSION) as file:
                 if is_new and self._is_begun:
@@ -195,10 +193,7 @@ class MetricsWriter:
             self.flush()
 
     def flush(self, *appends: Callable[[Any, int], None]) -> None:
-        """Write waiting rows, then call each function in ``appends`` with (open file, session number).
-
-        A failure loses unwritten rows.
-        """
+        """Write buffered rows, then call each ``append(file, session)`` in ``appends``. An error loses the rows."""
         steps, self._steps = self._steps, []
         evaluations, self._evaluations = self._evaluations, []
         self._flushed = time.monotonic()
@@ -220,11 +215,11 @@ class MetricsWriter:
         self._change(lambda file: file.attrs.update(attributes))
 
     def include(self, append: Callable[[Any, int], None]) -> None:
-        """Call ``append(file, session)`` with the open file. This function adds its own groups to the file."""
+        """Call ``append(file, number of this start)``, which adds its groups to the open metrics file."""
         self._change(lambda file: append(file, self._session))
 
     def put(self, table: MetricsTable, **columns: Any) -> None:
-        """Append rows of this start to the side table ``table``. ``columns`` has the values by column name."""
+        """Append rows of this start to ``table`` of the metrics file. ``columns`` has the values by column name."""
         self.include(lambda file, session: table.append(file, session=session, **columns))
 
     def close(self) -> None:
@@ -253,7 +248,7 @@ def _check_tables(file: Any, path: Path) -> None:
 
 @dataclass(frozen=True)
 class MetricsData:
-    """Content of a metrics file: columns of ``steps``, (steps,) or (steps, ranks), and columns of ``evaluations``."""
+    """Content of a metrics file: columns of the tables ``steps`` (by step, or by step and rank) and ``evaluations``."""
 
     steps: dict[str, np.ndarray]
     evaluations: dict[str, np.ndarray]
@@ -273,14 +268,13 @@ def read(path: str | Path) -> MetricsData:
 def read_settled(path: str | Path, take: Callable[[Any], Result]) -> Result:
     """Return ``take(file)``, where ``file`` is the open metrics file ``path``. Raises StorageError.
 
-    If a running run changes the file at the same time, this is repeated.
+    ``take`` is called again if a running run changed the file during the call.
     """
     for attempt in range(READ_ATTEMPTS):
         with files.open_read(path, SCHEMA, VERSION) as file:
             try:
                 return take(file)
             except regular.BROKEN_LIBRARY_ERRORS as error:
-                # The file may have been changed during the read: retry.
                 if attempt == READ_ATTEMPTS - 1:
                     raise StorageError(f"{path} is damaged: {error}") from error
         time.sleep(0.05)
@@ -288,7 +282,7 @@ def read_settled(path: str | Path, take: Callable[[Any], Result]) -> Result:
 
 
 def summarise(metrics: MetricsData) -> dict[str, Any]:
-    """Return the figures of a run as JSON values, None if not measured.
+    """Return a dict of figures of a run as JSON values, None if not measured.
 
     ``train_loss_mean`` is the mean over the last `LAST_LOSSES` steps. Times exclude the first step of each session, and
     are from the slowest rank. ``bytes_sent_per_step`` is the median over steps of the maximum over ranks.

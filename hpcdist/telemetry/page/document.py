@@ -1,7 +1,4 @@
-"""HTML document of a run: one file without scripts or external resources.
-
-`write_page` reads the run, draws the charts and writes the file atomically, from ``page.html.j2`` and ``page.css``.
-"""
+"""HTML document of a run: one file without scripts or external resources."""
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence

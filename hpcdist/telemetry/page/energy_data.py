@@ -1,8 +1,4 @@
-"""Energy, utilisation and step spans of a run for its page: joules, power over time, load of nodes, one step.
-
-`read` returns the spans of a typical step by rank on a common clock. `read_energy` returns totals from the energy
-record of all starts, and curves from samples in the metrics file. `read_utilisation` returns means over the nodes.
-"""
+"""Energy, utilisation and step spans of a run for its page: joules, power over time, load of nodes, one step."""
 
 import math
 import statistics
@@ -32,7 +28,7 @@ NO_STEP: Final = "no step is in the spans of all ranks: it did not end, or its s
 
 @dataclass(frozen=True)
 class RankLane:
-    """Spans of a rank in one step: (begin_s, end_s, span), in seconds since the first rank began the step."""
+    """Spans of a rank in one step as (begin_s, end_s, `Span`), in seconds since the first rank began the step."""
 
     rank: int
     host: str
@@ -57,7 +53,7 @@ class StepSpans:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the begin of the first span to the end of the last span."""
+        """Seconds from the begin of the step on its first rank to the end of the step on its last rank."""
         return max((lane.end_s for lane in self.lanes), default=0.0)
 
     def totals(self) -> dict[str, float]:
@@ -70,10 +66,10 @@ class StepSpans:
 
 
 def read(run_dir: Path, metrics_path: Path | None = None, slowest: int | None = None) -> StepSpans:
-    """Return the spans of one step. Of the last steps that all ranks recorded, it is the one with the median length.
+    """Return the spans of the step with the median length among the last steps that all ranks recorded.
 
     Reads at most `MAX_RANKS` evenly spread ranks, including rank 0, the last rank and the rank ``slowest``. Damaged
-    files are skipped. ``metrics_path`` has the clock readings of the nodes.
+    files are skipped. The metrics file ``metrics_path`` has the clock readings of the nodes.
     """
     paths = {number: path for path in (run_dir / "recorder").glob("rank-*.spans") if (number := _number(path)) >= 0}
     if not paths:
@@ -115,7 +111,6 @@ def _number(path: Path) -> int:
 
 
 def _steps(rank: RankSpans) -> Mapping[int, Span]:
-    """Return a dict: step -> the span of the whole step. If a step was repeated, its last span counts."""
     return {span.step: span for span in rank.spans if span.phase == "step" and span.end_ns > span.begin_ns}
 
 
@@ -176,7 +171,6 @@ def _lanes(ranks: Sequence[RankSpans], step: int, offset: Mapping[int, int]) -> 
 
 
 def _longest(lanes: Sequence[RankLane]) -> tuple[list[RankLane], int]:
-    """Return ``lanes`` with only the longest spans, at most `MAX_SPANS` together, and the number of omitted spans."""
     lengths = sorted((end - begin for lane in lanes for begin, end, _ in lane.spans), reverse=True)
     if len(lengths) <= MAX_SPANS:
         return list(lanes), 0
@@ -209,7 +203,7 @@ class PhaseEnergy:
 
 @dataclass(frozen=True)
 class EnergyCurve:
-    """Energy and power of one kind of source (such as gpu) over the hours of all starts, without pauses."""
+    """Energy and power of one kind of energy counter (such as gpu) over ``hours``, the running time of all starts."""
 
     hours: np.ndarray
     joules: np.ndarray
@@ -240,9 +234,9 @@ class RunEnergy:
 def read_energy(
     run_dir: Path, metrics_path: Path | None, attributes: Mapping[str, Any], last_step: int = 0
 ) -> RunEnergy:
-    """Return the energy of the run in ``run_dir``, from its energy record if this is newer than the metrics file.
+    """Return the energy of the run in ``run_dir``: from its energy record if this is newer, else from the metrics file.
 
-    ``attributes`` are from the metrics file, and ``last_step`` is the number of the run's last step.
+    ``attributes`` are from the metrics file ``metrics_path``. ``last_step`` is the number of the run's last step.
     """
     usage = regular.json_or_none(run_dir / USAGE)
     record = usage.get("joules") if isinstance(usage, dict) else None
@@ -330,8 +324,8 @@ def _joined_sessions(
 ) -> dict[str, EnergyCurve]:
     """Return the energy curve of each kind of source over all sessions.
 
-    ``parts`` maps session and kind to (times, millijoules, node) of each source. ``begins`` has the begin time of each
-    (session, node).
+    ``parts`` maps session and kind to (times, millijoules, node) of each source. ``begins`` maps (session, node) to the
+    begin time.
     """
     lasted = {
         session: max((int(times[-1]) - begins[session, node]) / 1e9 for row in kinds.values() for times, _, node in row)
@@ -359,10 +353,6 @@ def _joined_sessions(
 
 
 def _on_grid(seconds: np.ndarray, times: np.ndarray, joules: np.ndarray) -> np.ndarray:
-    """Return a counter's ``joules``, read at ``times``, interpolated at the times ``seconds``.
-
-    The result is NaN well before the first or after the last reading.
-    """
     near = 2 * (seconds[1] - seconds[0])
     values = np.interp(seconds, times, joules)
     values[(seconds < times[0] - near) | (seconds > times[-1] + near)] = np.nan
@@ -385,7 +375,10 @@ UTILISATION_BINS: Final = 300
 
 @dataclass(frozen=True)
 class UtilisationCurves:
-    """Utilisation over time: ``shares`` maps `UTILISATION_NAMES` to values (points,) at ``hours``, without pauses."""
+    """Utilisation over time: ``shares`` maps each of `UTILISATION_NAMES` to its values at the times ``hours``.
+
+    ``hours``, of shape (points,), is the running time since the first start, without pauses between starts.
+    """
 
     hours: np.ndarray
     shares: Mapping[str, np.ndarray]
@@ -403,7 +396,7 @@ def read_utilisation(path: Path | None) -> UtilisationCurves | None:
 
 
 def mean_over_nodes(rows: Mapping[str, np.ndarray]) -> UtilisationCurves:
-    """Return the mean utilisation over the nodes at each time. ``rows``: columns of the table, in any order."""
+    """Return the utilisation averaged over the nodes. ``rows``: columns of `UTILISATION_TABLE`, rows in any order."""
     seconds, at = np.zeros(len(rows["session"])), 0.0
     for session in np.unique(rows["session"]):
         in_session = rows["session"] == session

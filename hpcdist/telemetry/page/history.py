@@ -49,7 +49,7 @@ class LastRecord:
 
 @dataclass(frozen=True)
 class JobEntry:
-    """Entry of the run's ledger of batch jobs."""
+    """An event of a batch job of the run, from the job ledger, a file of the run directory."""
 
     time: str
     event: str
@@ -143,11 +143,11 @@ class _RecordHead:
 
 
 def _last_records(folder: Path) -> tuple[list[LastRecord], int, bool]:
-    """Return the last notes of the ranks, the number of ranks in the newest start, and True if all ranks have ended."""
     heads = [head for path in sorted(folder.glob("rank-*.rec")) if (head := _record_head(path)) is not None]
     if not heads:
         return [], 0, False
     world = max(heads, key=lambda head: head.began_ns).world
+    # Files of other ranks are from earlier starts with more ranks.
     current = [head for head in heads if head.rank < world]
     return [word for head in current for word in head.words], world, all(head.gone for head in current)
 

@@ -155,7 +155,7 @@ def _resources(data: PageData) -> Iterator[KeyFigure]:
 
 
 def peak_memory(data: PageData) -> float | None:
-    """Return the largest memory use, summed over all categories at one time, or None if it was not observed."""
+    """Return the peak memory use in bytes, summed over all categories at one time, or None if it was not observed."""
     parts = list(common.observed_by_label(data, "memory_bytes").values())
     if not parts:
         return None
@@ -179,7 +179,7 @@ def _mishaps(data: PageData) -> Iterator[KeyFigure]:
 
 
 def page_facts(data: PageData) -> list[tuple[str, str]]:
-    """Return the facts at the head of the page: times, size, strategy, job and version."""
+    """Return (name, text) pairs for the head of the page: times, size, strategy, job and version."""
     state, attributes = data.state, data.attributes
     facts: list[tuple[str, Any]] = [
         ("Began", format_time(state.began) if state.began is not None else attributes.get("created_utc")),

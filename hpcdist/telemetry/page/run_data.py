@@ -1,6 +1,6 @@
 """Data of a page: a run read from its directory, and data that the caller passes.
 
-The run may be running, or have failed early. Missing data is None or empty, with a reason, never zero.
+Missing data is None or empty, with a reason, never zero.
 """
 
 import math
@@ -73,8 +73,9 @@ class ExternalData:
 
 @dataclass(frozen=True)
 class PageData:
-    """Data of a run for its page. ``run`` has the rows of the metrics file, or is None with a ``reason`` without rows.
+    """Data of a run for its page.
 
+    ``run`` has the rows of the metrics file. If there are no rows, it is None and ``reason`` is the explanation.
     ``attributes`` come from the metrics file. ``figures`` are from `step_metrics.summarise`, with sampled rows.
     """
 
@@ -109,7 +110,7 @@ class PageData:
 
     @property
     def sessions(self) -> list[int]:
-        """First step of each start that has rows, without the first start."""
+        """First step after each resume of the run. Resumes without a completed step are left out."""
         if self.run is None:
             return []
         steps = self.run.steps
@@ -117,7 +118,11 @@ class PageData:
 
 
 def read(run_dir: Path, beside: ExternalData | None = None, now_ns: int | None = None) -> PageData:
-    """Read the data of the run in ``run_dir``. Raises StorageError if it has no run or an invalid metrics file."""
+    """Read the data of the run in ``run_dir``. Raises StorageError if it has no run or an invalid metrics file.
+
+    The second argument is `ExternalData` from other packages, which is added to the result. ``now_ns`` is the current
+    time, by default from the clock.
+    """
     run_dir = Path(run_dir)
     if not run_dir.is_dir() or not any((run_dir / name).exists() for name in RUN_FILES):
         raise StorageError(f"{run_dir} has no run; give the directory that a training wrote (its --out)")

@@ -1,5 +1,4 @@
 """Sinks of the events of a run on rank 0: JSON lines, TensorBoard and Prometheus.
 
-Imports `telemetry.config`, `telemetry.metrics`, reporting and errors. A sink is imported only if the recipe names it.
-Begin with `stream.EventStream` and `stream.StreamSink`.
+A sink is imported only if the recipe names it. Begin with `stream.EventStream` and `stream.StreamSink`.
 """

@@ -3,8 +3,7 @@
     {"time":"2026-02-03T04:05:06.789012Z","time_ns":1770091506789012345,"kind":"step","step":7,
      "values":{"training_loss_nats":5.1,...},"ranks":{"compute_seconds":[0.1,0.2]}}
 
-One line per event. ``values`` has figures named in `hpcdist.telemetry.metrics.quantities`, ``ranks`` one list entry per
-rank; unknown, NaN and infinite values are null.
+Figures are named in `hpcdist.telemetry.metrics.quantities`. Unknown, NaN and infinite values are null.
 """
 
 import json
@@ -41,7 +40,7 @@ class JsonLines:
     def __init__(self, run: RunInfo, config: TelemetryConfig) -> None:
         path = run.directory / FILE
         if path.is_fifo() or path.is_dir():
-            _set_aside(path, "it is not a regular file")
+            _set_aside(path, "not a regular file")
         if path.is_file():
             drop_after(path, run.resumed_step or 0)
         self._file = AppendOnlyFile(path, CURE)
@@ -100,14 +99,14 @@ def drop_after(path: Path, step: int) -> None:
 
 def _set_aside(path: Path, reason: str) -> None:
     aside = atomic.set_aside(path)
-    now = "" if aside is None else f"; it is now {aside.name}"
+    now = "" if aside is None else f"; the file is now {aside.name}"
     print(f"hpcdist: {path} cannot be read ({reason}){now}", file=sys.stderr, flush=True)
 
 
 def _rows(file: BinaryIO) -> Iterator[bytes]:
     while row := file.readline(MOST_LINE_BYTES):
         if len(row) == MOST_LINE_BYTES:
-            raise ValueError(f"it has a line of at least {MOST_LINE_BYTES} bytes")
+            raise ValueError(f"the event file has a line of at least {MOST_LINE_BYTES} bytes, expected shorter lines")
         yield row
 
 

@@ -5,8 +5,6 @@
 - http: on 127.0.0.1 only, because there is no password. ``prometheus/targets.json`` in the run directory has the
   address in the format of ``file_sd_configs``.
 - push: one group per job, deleted after a regular end, and kept with the last values after a failure.
-
-`CounterTotals` keeps the counters for the next start, so that they never fall.
 """
 
 import json
@@ -53,7 +51,7 @@ class CounterTotals:
         return self.shown[key]
 
     def keep(self) -> None:
-        """Write the totals to the file. Raises StorageError."""
+        """Write the totals of all counters to the file that the next start reads. Raises StorageError."""
         write_atomically(self._path, json.dumps(self.shown).encode(), "free space, or set telemetry.prometheus = 'off'")
 
 
@@ -61,7 +59,7 @@ class LatestFigures:
     """Latest value of every figure: a prometheus_client collector, which another thread may read.
 
     Metrics have the labels ``jobid`` (outside of a job, the run's name) and ``run``, and at most one other label. Only
-    the metric `INFO` has labels with the owner of the job, for joins.
+    the metric `INFO` has labels with the owner of the job, for joins in PromQL.
     """
 
     def __init__(self, run: RunInfo, totals: CounterTotals) -> None:
@@ -119,7 +117,7 @@ def job_identity(run: RunInfo) -> str:
 
 
 def write_atomically(path: Path, content: bytes, cure: str) -> None:
-    """Replace the content of ``path`` atomically, readable for all users. Raises StorageError ending with ``cure``."""
+    """Replace the content of ``path`` atomically, readable for all users. Raises StorageError with advice ``cure``."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic.replacing(path) as file:
@@ -276,7 +274,6 @@ class _Gateway:
             self._failure = self._push()
 
     def publish(self) -> None:
-        """Wake the thread to push the latest figures. Raises StorageError if the previous push failed."""
         with self._changed:
             self._due = True
             self._changed.notify()

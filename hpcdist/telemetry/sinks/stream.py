@@ -1,7 +1,7 @@
 """Event stream of a run on rank 0, the protocol of its sinks, and the append-only file of sinks.
 
-Every sink gets the same events in the same order. A failing sink is reported once and retried with the next events: a
-full disk or an unreachable gateway must not end a training.
+A failing sink is reported once and retried with the next events: a full disk or an unreachable gateway must not end a
+training.
 """
 
 import errno
@@ -22,7 +22,7 @@ _PROBE: Final = b" " * 4096
 class AppendOnlyFile:
     """File at ``path`` to which one thread appends whole pieces of data. A new file begins with ``header``.
 
-    The constructor and `append` raise StorageError, ending with ``cure``, if the file cannot be written. Unwritten
+    The constructor and `append` raise StorageError, with the advice ``cure``, if the file cannot be written. Unwritten
     pieces are kept, up to `PENDING_BYTES`, and written before the next piece.
     """
 
@@ -48,7 +48,7 @@ class AppendOnlyFile:
             self._write(self._header)
 
     def append(self, piece: bytes) -> None:
-        """Append ``piece`` with one write(2) call, so that readers rarely see an incomplete piece."""
+        """Append the bytes ``piece`` to the file with one write(2), so that readers rarely see an incomplete piece."""
         self._pending.append(piece)
         while len(self._pending) > 1 and sum(map(len, self._pending)) > PENDING_BYTES:
             del self._pending[0]
@@ -93,7 +93,7 @@ class RunInfo:
 
 
 class StreamSink(Protocol):
-    """Protocol of a sink of events. If it cannot work, its constructor raises an error that names the cure."""
+    """Protocol of a sink of events. If it cannot work, its constructor raises an error with advice."""
 
     name: str
 

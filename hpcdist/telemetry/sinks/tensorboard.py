@@ -1,8 +1,7 @@
 """TensorBoard event files in the directory ``tensorboard`` of a run: scalars, and the recipe as text.
 
 Uses the protocol buffers of tensorboardX, but not its writer, whose thread ends on a full disk, after which the
-training would block forever. Records are guarded by CRC-32C (Castagnoli), vectorised over the records with numpy: in
-pure Python it would take 0.15 us per byte.
+training would block forever. CRC-32C is vectorised over the records: pure Python would take 0.15 us per byte.
 """
 
 import math
@@ -41,7 +40,7 @@ def _table() -> np.ndarray:
 
 
 def crc32c(records: Sequence[bytes]) -> np.ndarray:
-    """Return the CRC-32C checksum of each row of bytes in ``records``: (records,) uint32."""
+    """Return the CRC-32C checksum of each byte string in ``records``, as a uint32 array."""
     table = _table()
     lengths = np.array([len(record) for record in records], np.int64)
     order = np.argsort(-lengths, kind="stable")  # longest first, so that records with a byte in a column come first
@@ -128,7 +127,7 @@ def tag(key: str) -> str:
 
 
 def records(contents: Sequence[bytes]) -> bytes:
-    """Return ``contents`` as TFRecord records: length, its CRC, content, its CRC. Numbers are little-endian."""
+    """Return ``contents`` as TFRecords: length, CRC of the length, content, CRC of the content (little-endian)."""
     lengths = [struct.pack("<Q", len(content)) for content in contents]
     guards = masked(crc32c([*lengths, *contents])).astype("<u4")
     of_lengths, of_contents = np.split(guards, 2)
@@ -137,8 +136,8 @@ def records(contents: Sequence[bytes]) -> bytes:
 
 
 def _new_file(run: RunInfo) -> Path:
-    """Return the name of a new event file that sorts after existing files: TensorBoard reads them in order."""
     folder = run.directory / DIRECTORY
+    # The new name must sort after the existing ones: TensorBoard reads the files in order.
     number = len(list(folder.glob("events.out.tfevents.*")))
     return folder / f"events.out.tfevents.{run.started_ns // 1_000_000_000:010d}.{number:04d}.hpcdist"
 
@@ -158,10 +157,10 @@ def _tensorboardx() -> tuple[ModuleType, ModuleType]:
 
 @contextmanager
 def _hidden(module: str) -> Iterator[None]:
-    """Make imports of ``module`` fail in the block, unless it is loaded. tensorboardX works without ``module``."""
     if module in sys.modules:
         yield
         return
+    # tensorboardX works without the module.
     sys.modules[module] = None  # type: ignore[assignment]
     try:
         yield

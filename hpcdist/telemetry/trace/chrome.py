@@ -54,7 +54,7 @@ class _Row:
 
 
 def lanes(bars: Sequence[tuple[int, int]]) -> list[int]:
-    """Return a lane number for each of the ordered ``bars`` (begin, end). Bars of one lane are disjoint or nested."""
+    """Return a lane number for each (begin, end) of the sorted ``bars``. Bars of one lane are disjoint or nested."""
     stacks: list[list[int]] = []
     numbers = []
     for begin, end in bars:
@@ -97,9 +97,9 @@ def events(timeline: RunTimeline) -> Iterator[dict[str, Any]]:
 def _threads(
     rows: Sequence[_Row], pid: int, first: int, label: str, zero: int, threads: dict[int, int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield events for the viewer: the names of threads, and ``rows`` as bars. Overlapping bars get separate threads.
+    """Yield viewer events: thread names, and ``rows`` (spans or calls) as bars. Overlapping bars get separate threads.
 
-    ``first`` is the first thread number. The thread number of each call is stored in ``threads``, by the call's id.
+    ``threads`` gets the thread number of each call, by the call's id.
     """
     lane_numbers = lanes([(row.begin_ns, row.end_ns) for row in rows])
     for lane in range(max(lane_numbers, default=0) + 1):
@@ -148,7 +148,6 @@ def _calls(calls: Iterable[RecordedCall]) -> list[_Row]:
 def _arrows(
     timeline: RunTimeline, processes: Mapping[int, int], threads: Mapping[int, int], zero: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield arrows from each send to its receive, and from the last rank in a collective to the other ranks."""
     pairs: list[tuple[str, RecordedCall, RecordedCall]] = [
         ("message", message.send, message.receive)
         for message in timeline.matches.messages
@@ -167,10 +166,6 @@ def _arrows(
 
 
 def _sending(timeline: RunTimeline, ranks: Sequence[int], pid: int, zero: int) -> Iterator[dict[str, Any]]:
-    """Yield counter events: the bytes in flight in messages from ``ranks``, which are all on one node.
-
-    Messages of unknown size do not count.
-    """
     changes: dict[int, int] = defaultdict(int)
     for rank in ranks:
         for call in timeline.lines[rank].calls:
@@ -184,7 +179,7 @@ def _sending(timeline: RunTimeline, ranks: Sequence[int], pid: int, zero: int) -
 
 
 def metadata(trace: Trace, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata of the trace file: description of the run, clock corrections, and notes."""
+    """Return the metadata of the trace file: description ``about`` of the run, clock corrections, and notes."""
     return {
         "run": str(trace.run_dir),
         **about,
@@ -199,7 +194,10 @@ def metadata(trace: Trace, about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(trace: Trace, file: Path, about: Mapping[str, Any]) -> int:
-    """Write the trace to ``file`` (.gz: compressed). Return the number of events written. Raises StorageError."""
+    """Write the trace to ``file`` (.gz: compressed). Return the number of events written. Raises StorageError.
+
+    ``about`` is a description of the run for `metadata`.
+    """
     try:
         with (
             atomic.replacing(file) as raw,

@@ -1,9 +1,8 @@
 """Clock correction: map the clock of every host to rank 0's clock, by measured readings or by messages.
 
-Between two readings the offset is interpolated, outside of them extrapolated from the nearest two.
-
-Without readings, causality bounds the offset of two clocks: no message is received before it was sent, and no member
-leaves a collective before the last has entered. Members are assumed to leave a collective together.
+Offsets between readings are interpolated. Without readings, causality bounds the offset of two clocks: no message is
+received before it was sent, and no member leaves a collective before the last has entered. Members are assumed to leave
+a collective together.
 """
 
 from bisect import bisect_right
@@ -27,7 +26,10 @@ WALL: Final = "wall clocks"
 
 
 class HostClock:
-    """Clock of one host, compared with rank 0's clock by ``readings``. Without readings, it is assumed equal."""
+    """Clock of one host, compared with rank 0's clock by ``readings``. Without readings, both clocks count as equal.
+
+    ``source`` is the origin of the readings: measured, messages or wall clocks.
+    """
 
     def __init__(self, readings: Sequence[ClockReading] = (), source: str = MEASURED) -> None:
         self.source = source
@@ -45,7 +47,6 @@ class HostClock:
 
     @staticmethod
     def _follows(before: ClockReading, after: ClockReading) -> bool:
-        """Return True if both clocks went forward between two readings, at rates that differ by at most `MAX_PPM`."""
         passed = after.t_ns - before.t_ns
         drifted = abs(after.offset_ns - before.offset_ns) - before.bound_ns - after.bound_ns
         ahead = passed > 0 and passed + after.offset_ns - before.offset_ns > 0
@@ -158,10 +159,7 @@ def find_corrections(
 
 
 def _measured_clocks(hosts: Sequence[str], sessions: Sequence[ClockSession]) -> ClockCorrections | None:
-    """Return the clocks of ``hosts`` from the readings of all starts in which rank 0 was on the same host.
-
-    Return None if there are no readings of a host.
-    """
+    """Return corrections from the readings of all starts with rank 0 on one host, or None if a host lacks readings."""
     for last in reversed(sessions):
         if not last.hosts.of_rank or not set(hosts) <= set(last.hosts.boots):
             continue
@@ -179,7 +177,7 @@ def _measured_clocks(hosts: Sequence[str], sessions: Sequence[ClockSession]) -> 
 
 @dataclass
 class _OffsetBounds:
-    """Bounds of the offset between two clocks in one step, from messages in both directions."""
+    """Bounds of the time by which a second clock is ahead of a first clock, from the messages of one step."""
 
     at_ns: list[int] = field(default_factory=list)  # times of the first clock
     least_ns: list[int] = field(default_factory=list)
@@ -187,7 +185,10 @@ class _OffsetBounds:
     together_ns: list[int] = field(default_factory=list)  # offsets if both left a collective at the same time
 
     def reading(self) -> tuple[int, int, int] | None:
-        """Return (time of the first clock, lead of the second clock, width of the bounds), or None without bounds."""
+        """Return (time of the first clock, offset of the second clock, width of bounds) in ns, or None without bounds.
+
+        The error of the offset is at most half of the width.
+        """
         if not self.least_ns or not self.most_ns:
             return None
         # Bounds can contradict each other if clocks drift within the step: swap them.
@@ -256,8 +257,7 @@ def _add_collective(
     for other in names[1:]:
         for a, b in ((names[0], other), (other, names[0])):
             span = bounds[a, b][meeting.calls[0].step]
-            # No member leaves before the last member has entered: ends[b] >= begins[a] on one clock, and ends[a] >=
-            # begins[b].
+            # No member leaves before the last has entered: ends[b] >= begins[a] and ends[a] >= begins[b] on one clock.
             span.at_ns.append(ends[a])
             span.most_ns.append(ends[b] - begins[a])
             span.least_ns.append(begins[b] - ends[a])
@@ -290,7 +290,10 @@ class CausalOrder:
 
 
 def causal_order(matches: Matches, bounds_ns: Mapping[int, int | None]) -> CausalOrder:
-    """Check the causal order of ``matches``, with times of one clock. ``bounds_ns``: clock error by rank. Local."""
+    """Check that no call in ``matches`` ends before its cause begins. Return the `CausalOrder`. Local.
+
+    Times must be corrected to one clock. ``bounds_ns``: largest clock error of each rank, None if unknown.
+    """
     pairs = [(message.send, message.receive) for message in matches.messages if not message.receive.is_open]
     for meeting in matches.meetings:
         last = meeting.released_by()

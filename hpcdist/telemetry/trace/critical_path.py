@@ -1,8 +1,7 @@
 """Critical path of a step over the ranks, waits between ranks, and communication hidden by computation.
 
-The path is walked backwards from the last end. It stays on a rank while the rank worked. If the rank waited for
-something that another rank sent after the wait began, the path continues on that rank at the time of the send. The time
-between is a transfer.
+The path is walked backwards from the last end. If a rank waited for something that another rank sent after the wait
+began, the path continues on that rank at the time of the send. The time between is a transfer.
 """
 
 from bisect import bisect_left
@@ -35,7 +34,7 @@ class PathSegment:
 
 
 def critical_path(pieces: Mapping[int, Sequence[TimelinePiece]]) -> list[PathSegment]:
-    """Return the critical path that ends with the last piece. Each rank's ``pieces`` are in order of time. Local."""
+    """Return the critical path to the latest end in ``pieces``, each rank's timeline pieces in order of time. Local."""
     ends = {rank: [piece.end_ns for piece in row] for rank, row in pieces.items()}
     last = max(((row[-1].end_ns, rank) for rank, row in pieces.items() if row), default=None)
     if last is None:
@@ -104,7 +103,7 @@ def path_shares(path: Sequence[PathSegment]) -> tuple[Counter[int], Counter[str]
 
 
 def waited_for(pieces: Mapping[int, Sequence[TimelinePiece]]) -> dict[tuple[int, int], int]:
-    """Return a dict: (waiting rank, rank it waited for) -> total wait in ns. Local."""
+    """Return a dict: (waiting rank, awaited rank) -> total wait in ns in ``pieces``, the ranks' timelines. Local."""
     waited: Counter[tuple[int, int]] = Counter()
     for row in pieces.values():
         for piece in row:
@@ -116,7 +115,10 @@ def waited_for(pieces: Mapping[int, Sequence[TimelinePiece]]) -> dict[tuple[int,
 def longest_waits(
     pieces: Mapping[int, Sequence[TimelinePiece]], ranks: Collection[int]
 ) -> list[tuple[TimelinePiece, str]]:
-    """Return the five longest waits of ``ranks``, each with what the awaited rank mainly did meanwhile. Local."""
+    """Return the five longest waits of ``ranks``, each with the main activity of the awaited rank meanwhile. Local.
+
+    ``pieces``: each rank's timeline in order of time.
+    """
     waiting = [piece for rank in ranks for piece in pieces.get(rank, ()) if piece.waited_ns]
     waiting.sort(key=lambda piece: (-piece.waited_ns, piece.begin_ns, piece.rank))
     return [(wait, _main_activity(pieces.get(wait.by, ()), wait)) for wait in waiting[:5]]
@@ -133,7 +135,7 @@ def _main_activity(row: Sequence[TimelinePiece], waiting: TimelinePiece) -> str:
 
 
 def communication_overlap(row: Sequence[TimelinePiece], transfers: Sequence[tuple[int, int]]) -> CommunicationOverlap:
-    """Return the overlap of a rank's ``transfers`` (begin, end) with the computing pieces in ``row``. Local."""
+    """Return the overlap of a rank's ``transfers`` (begin, end) with computation in its timeline ``row``. Local."""
     computing = union([(piece.begin_ns, piece.end_ns) for piece in row if piece.phase in COMPUTES])
     exposed = sum(piece.end_ns - piece.begin_ns for piece in row if piece.phase == "communication")
     waited = sum(piece.waited_ns for piece in row if piece.phase == "communication")

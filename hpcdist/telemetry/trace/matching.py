@@ -1,7 +1,7 @@
 """Matching of sends with receives, and of the calls of a collective, by order and number, without clocks.
 
 A collective has the same number on all members of its communicator. Messages on a path (communicator, sender, receiver,
-tag) are received in the order of sending, so they are counted from the begin of a step, or of the run.
+tag) are received in the order of sending.
 """
 
 from collections import defaultdict
@@ -62,7 +62,10 @@ def match(logs: Mapping[int, RankLog], world: int) -> Matches:
 
 
 def _members(comm: str, seen: Sequence[int], recorded: Sequence[int], world: int) -> Sequence[int]:
-    """Return the job ranks of the members of communicator ``comm``: element i is the job rank of its rank i."""
+    """Return the job ranks of the members of communicator ``comm``, in the order of their ranks in ``comm``.
+
+    ``recorded`` are the job ranks that have a log. ``seen`` are the job ranks whose log contains ``comm``.
+    """
     return range(world) if "/" not in comm or len(seen) == len(recorded) else seen
 
 
@@ -103,7 +106,6 @@ def _messages(logs: Mapping[int, RankLog], ranks: Mapping[str, Sequence[int]]) -
 def _in_order(
     sends: Sequence[RecordedCall], receives: Sequence[RecordedCall], sender: RankLog, receiver: RankLog
 ) -> list[tuple[RecordedCall, RecordedCall]]:
-    """Return the pairs (send, receive) with equal communicator, ranks and tag, in order, or [] if ambiguous."""
     if not sender.covered_ns and not receiver.covered_ns:
         return list(zip(sends, receives, strict=False))  # complete records; the last message may be in flight
     of_steps, in_steps = _by_step(sends), _by_step(receives)
@@ -134,7 +136,7 @@ def _by_step(calls: Iterable[RecordedCall]) -> dict[int, list[RecordedCall]]:
 def _rounds(
     calls: Sequence[RecordedCall], logs: Mapping[int, RankLog], ranks: Mapping[str, Sequence[int]]
 ) -> list[tuple[RecordedCall, RecordedCall]]:
-    """Return pairs of matching sendrecv calls: a rank's n-th call in a step, and the n-th call of its peer."""
+    """Return pairs of sendrecv calls with one communicator and tag: a rank's n-th call in a step, and its peer's."""
     pairs: list[tuple[RecordedCall, RecordedCall]] = []
     if not any(logs[call.rank].covered_ns for call in calls) and (turns := _turns(calls)):
         groups = [turns]  # complete records
@@ -152,10 +154,6 @@ def _rounds(
 
 
 def _turns(calls: Iterable[RecordedCall]) -> list[tuple[RecordedCall, ...]]:
-    """Group calls by turn: the first calls of all ranks, then their second calls, etc.
-
-    If the ranks have different numbers of calls, return [].
-    """
     rows: dict[int, list[RecordedCall]] = defaultdict(list)
     for call in calls:
         rows[call.rank].append(call)
@@ -163,7 +161,6 @@ def _turns(calls: Iterable[RecordedCall]) -> list[tuple[RecordedCall, ...]]:
 
 
 def _is_cut(log: RankLog, step: int) -> bool:
-    """Return True if calls of ``step`` may be missing in the records of this rank."""
     return log.covered_ns > 0 if step == NO_STEP else log.steps.get(step, (-1, 0))[0] < log.covered_ns
 
 

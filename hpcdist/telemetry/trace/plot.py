@@ -37,10 +37,7 @@ _PATH: Final = "#222222"
 
 
 def draw(trace: Trace, file: Path) -> int:
-    """Draw one step of ``trace`` to ``file``, and return its number. Raises UsageError.
-
-    It is the step with the median length of its critical path.
-    """
+    """Draw the step whose critical path has the median length to ``file``; return its number. Raises UsageError."""
     matplotlib = plotting.check_plot(file)
     if not trace.paths:
         raise UsageError(f"{trace.run_dir}: the records contain no whole step to draw")
@@ -100,7 +97,6 @@ def _kind(piece: TimelinePiece) -> str:
 
 
 def _path(axes: Any, links: Sequence[PathSegment], rows: Sequence[int], zero: int, scale: float) -> Any:
-    """Draw the critical path ``links`` just below the middle of the ranks' rows. Return its line for the legend."""
     heights = {rank: number + 0.44 for number, rank in enumerate(rows)}
     xs: list[float] = []
     ys: list[float] = []

@@ -156,12 +156,11 @@ def rank_log(spans: RankSpans | None, record: RankRecord | None) -> RankLog:
 
 
 def _is_sound(begin_ns: int, end_ns: int) -> bool:
-    """Return True if the begin and end times are possible for a clock. Damaged files contain impossible times."""
+    # Damaged files contain impossible times.
     return 0 <= begin_ns <= end_ns < _UPTIME_NS
 
 
 def _steps(spans: Sequence[Span]) -> dict[int, tuple[int, int]]:
-    """Return each step's begin and end. A step ends when the next one begins. Of a repeated step, the last counts."""
     bounds: dict[int, tuple[int, int]] = {}
     before = NO_STEP
     for span in spans:
@@ -169,6 +168,7 @@ def _steps(spans: Sequence[Span]) -> dict[int, tuple[int, int]]:
         if span.phase != "step" or not _is_sound(begin, end):
             continue
         if before in bounds and before == span.step - 1 and begin - bounds[before][1] < _BOUNDARY_NS:
+            # A step ends when the next step begins.
             begin = max(bounds[before][0], min(begin, bounds[before][1]))
             bounds[before] = bounds[before][0], begin
         bounds[span.step] = begin, max(begin, end)
@@ -199,7 +199,7 @@ def _calls(record: RankRecord, steps: Mapping[int, tuple[int, int]]) -> tuple[Re
 
 
 def select_steps(logs: Sequence[RankLog], requested: range | None, last: int) -> tuple[tuple[int, ...], list[str]]:
-    """Return step numbers that all ``logs`` have, and notes about missing ones. Raises UsageError.
+    """Return step numbers that all ``logs`` have, and notes about missing steps. Raises UsageError.
 
     The result has the ``requested`` steps, or, if ``requested`` is None, the last ``last`` steps.
     """

@@ -1,8 +1,4 @@
-"""Summary of a trace: selected steps and ranks of a run, with figures as JSON values and as text.
-
-`collect` reads files and finds the critical paths, `figures` returns plain values, `format_text` the text: critical
-path, overlap, waits between ranks, and clock corrections. `hpcdist trace` calls all three.
-"""
+"""Summary of a trace for `hpcdist trace`: selected steps and ranks of a run, as figures and as text."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -21,7 +17,7 @@ from hpcdist.telemetry.trace.matching import MatchedMessage
 from hpcdist.telemetry.trace.rank_log import RankLog, RankLogs, ranks_text, steps_text
 from hpcdist.telemetry.trace.timeline import RunTimeline, TimelinePiece
 
-DEFAULT_STEPS: Final = 20  # number of steps if none are requested
+DEFAULT_STEPS: Final = 20
 MAX_PIECES: Final = 250_000  # spans and calls: a file of about 100 MB, which viewers can still open
 
 
@@ -40,7 +36,10 @@ class StepPath:
 
 @dataclass(frozen=True)
 class Trace:
-    """Trace of some steps of a run: its timeline, each rank's pieces, critical paths, overlaps and longest waits."""
+    """Trace of some steps of a run: timeline, critical paths, communication overlaps and longest waits.
+
+    ``pieces`` maps each rank to its timeline pieces: consecutive time intervals with one activity each.
+    """
 
     run_dir: Path
     world: int
@@ -169,7 +168,7 @@ def _path(whole: RunTimeline, cut: Mapping[int, Sequence[TimelinePiece]], step: 
 
 
 def _transfers(whole: RunTimeline) -> dict[int, list[tuple[int, int]]]:
-    """Return, by rank, the time intervals with data in flight from or to that rank, without waits for late ranks."""
+    """Return the begin and end of each rank's transfers in ns, without waits for late ranks."""
     transfers: dict[int, list[tuple[int, int]]] = {rank: [] for rank in whole.lines}
     for message in whole.matches.messages:
         send, receive = message.send, message.receive
@@ -250,7 +249,6 @@ def figures(trace: Trace) -> dict[str, Any]:
 
 
 def _message_paths(trace: Trace) -> list[dict[str, Any]]:
-    """Return messages by sender, receiver and communicator, and the fraction hidden by computation, as JSON."""
     paths: dict[tuple[int, int, str], list[MatchedMessage]] = defaultdict(list)
     for message in trace.timeline.matches.messages:
         paths[message.send.rank, message.receive.rank, message.send.comm].append(message)

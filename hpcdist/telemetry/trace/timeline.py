@@ -1,4 +1,4 @@
-"""Timeline of all ranks in ``steps``, on one clock. ``bounds_ns``: clock error bound of each rank (None: unknown)."""
+"""Timeline of all ranks of a run on one clock, and its division into pieces with one activity each."""
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -18,10 +18,11 @@ NO_SOURCE_LINE: Final = 1 << 62
 
 @dataclass(frozen=True)
 class TimelinePiece:
-    """A time interval of ``rank`` with one activity, ``name``: an operation, or a call inside of it ("REDUCE: send").
+    """A time interval of ``rank`` with one activity, ``name``.
 
-    If a call of another rank ended a wait, ``by`` is that rank and ``since_ns`` the time of its call. After this time,
-    data was in flight. ``by`` is ``rank`` if it called last, and -1 if unknown.
+    The activity is an operation, such as "REDUCE", or a communication call in an operation, such as "REDUCE: send". If
+    the call had to wait for a later call of another rank, ``by`` is the other rank. ``since_ns`` is the begin of the
+    later call. If the call waited for no other rank, ``by`` is ``rank``. If unknown or not a call, ``by`` is -1.
     """
 
     rank: int
@@ -40,7 +41,11 @@ class TimelinePiece:
 
 @dataclass(frozen=True)
 class RunTimeline:
-    """Timeline of all ranks in ``steps``, on one clock. ``bounds_ns``: error bound of each clock (None: unknown)."""
+    """Timeline of all ranks in the steps ``steps``, on one clock.
+
+    ``lines`` has the log of each rank, with times on this clock. ``matches`` has the messages and collectives.
+    ``bounds_ns`` has the error bound of each rank's times, or None if it is unknown.
+    """
 
     lines: Mapping[int, RankLog]
     steps: tuple[int, ...]
@@ -67,9 +72,9 @@ def build(
     *,
     tail: bool = False,
 ) -> RunTimeline:
-    """Return a timeline of ``logs`` with all times on one clock, for ``steps`` (None: all).
+    """Return a timeline of ``logs`` in ``steps``, with all times on one clock.
 
-    If the keyword ``tail`` is true, it also has all records after these steps.
+    A log without any of these steps is included whole. ``tail``: also include all records after these steps.
     """
     lines: dict[int, RankLog] = {}
     bounds: dict[int, int | None] = {}
@@ -131,7 +136,10 @@ def _line(
 
 
 def pieces(timeline: RunTimeline) -> dict[int, list[TimelinePiece]]:
-    """Return each rank's consecutive pieces of time, from the begin of its first step to the end of its last step."""
+    """Return a dict: rank -> its timeline pieces in order of time, from its first to its last step.
+
+    A new piece begins at each begin and end of an operation, and of a communication call for which the rank waits.
+    """
     causes = _causes(timeline)
     by_rank = {}
     for rank, line in timeline.lines.items():
@@ -143,10 +151,7 @@ def pieces(timeline: RunTimeline) -> dict[int, list[TimelinePiece]]:
 
 
 def _causes(timeline: RunTimeline) -> dict[int, tuple[int, int]]:
-    """Return a dict: id of a call -> (rank, time) of the later call for which it had to wait.
-
-    If the call waited for no later call, these are its own rank and begin time.
-    """
+    """Return a dict: id of a call -> (rank, begin time) of the other rank's call for which this call waited."""
     causes: dict[int, tuple[int, int]] = {}
     for meeting in timeline.matches.meetings:
         last = meeting.released_by()
@@ -163,7 +168,10 @@ def _causes(timeline: RunTimeline) -> dict[int, tuple[int, int]]:
 
 
 def flatten(rank: int, spans: Sequence[Span], begin_ns: int, end_ns: int) -> list[TimelinePiece]:
-    """Return the time from ``begin_ns`` to ``end_ns`` as consecutive pieces: innermost ``spans``, and gaps. Local."""
+    """Return the time of ``rank`` from ``begin_ns`` to ``end_ns`` as consecutive timeline pieces. Local.
+
+    A piece has the name and phase of the innermost of the nested ``spans``, or the name `BETWEEN` outside of all spans.
+    """
     flat: list[TimelinePiece] = []
     stack: list[Span] = []
     at = begin_ns
@@ -192,9 +200,9 @@ def flatten(rank: int, spans: Sequence[Span], begin_ns: int, end_ns: int) -> lis
 def _cut(
     leaves: Sequence[TimelinePiece], calls: Sequence[RecordedCall], causes: Mapping[int, tuple[int, int]]
 ) -> list[TimelinePiece]:
-    """Split a rank's pieces ``leaves`` at its blocking ``calls``, and at nonblocking calls where it waits for them.
+    """Split ``leaves``, the timeline pieces of a rank from `flatten`, at the begins and ends of the rank's ``calls``.
 
-    ``causes`` is the result of `_causes`.
+    Nonblocking calls split only pieces in which the rank waits for them.
     """
     ends = sorted((call for call in outermost(calls) if id(call) in causes or not call.behind), key=lambda c: c.end_ns)
     times = [call.end_ns for call in ends]
@@ -232,7 +240,7 @@ def outermost(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
 
 
 def in_step(pieces_of_rank: Sequence[TimelinePiece], begin_ns: int, end_ns: int) -> list[TimelinePiece]:
-    """Return a rank's pieces between ``begin_ns`` and ``end_ns``, trimmed to these times. Local."""
+    """Return a rank's timeline pieces between ``begin_ns`` and ``end_ns``, trimmed to these times. Local."""
     starts = [piece.begin_ns for piece in pieces_of_rank]
     first = max(0, bisect_right(starts, begin_ns) - 1)
     inside = []

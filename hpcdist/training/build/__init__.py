@@ -1,5 +1,5 @@
-"""Assembly of a run from its recipe: rank context, exchange, executor, operation list, and initial state.
+"""Assembly of a run from its recipe.
 
-May import the packages below training and, of training, `recipe`, `data`, `chaos` and the step observers in `observe`.
-Begin with `assemble.assemble` and `trainer.Trainer`.
+May import `recipe`, `data`, `chaos`, the step observers in `observe`, and the packages below training. Begin with
+`assemble.assemble` and `trainer.Trainer`.
 """

@@ -83,7 +83,7 @@ def check_user_model(recipe: Recipe, model: Model) -> None:
 
 
 def build_exchange(context: RankContext, recipe: Recipe, compression: str) -> Exchange:
-    """Return the gradient exchange of the recipe's strategy. ``compression``: resolved, never "auto". Collective."""
+    """Return the gradient exchange of the recipe's strategy. ``compression``: a name other than "auto". Collective."""
     shards = LogicalShards(context, recipe.run.logical_shards) if recipe.run.logical_shards else None
     if context.experts.size > 1 and not context.portion:
         replicas = expert_replicas(context.data, context.experts.size)
@@ -122,7 +122,7 @@ def assemble(
     """Build the trainer of ``recipe`` on this rank, with initial or restored parameters. Collective.
 
     ``script_model`` is the model of a script, which replaces the recipe's model; the script then provides the batches.
-    The faults in section ``chaos`` are injected only with a ``directory``, in which they are recorded.
+    The faults in section ``chaos`` are injected only if ``directory`` is set. They are recorded in this directory.
     """
     origin = CheckpointSource.together(session.comm, resume_from) if isinstance(resume_from, Path) else resume_from
     comm, parallel, precision = session.comm, recipe.parallel, recipe.precision
@@ -193,10 +193,7 @@ def _build_executor(
 
 
 def _axes(comm: Communicator, grid: ProcessGrid, roles: Roles | None) -> tuple[GridCommunicators, bool]:
-    """Return the communicators along the grid axes, and True if this rank computes. Collective.
-
-    With parameter servers, only ranks with this rank's role (worker or server) are members.
-    """
+    """Return the grid communicators of this rank's role (server or worker), and True if it computes. Collective."""
     computes = roles is None or comm.rank in roles.workers
     members = roles.part_of(comm) if roles else comm
     return GridCommunicators(grid if computes else ProcessGrid(data=members.size), members), computes
@@ -214,7 +211,7 @@ def _measured_shares(
 def _proven_operations(
     recipe: Recipe, grid: ProcessGrid, context: RankContext, executor: Executor, schedule: ScheduleText | None
 ) -> tuple[list[Operation], Proof | None]:
-    """Return this rank's operations of a step, and the proof that the lists of all ranks are consistent. Collective."""
+    """Return this rank's operations of a step, and the proof that all ranks' operations are consistent. Collective."""
     exchange, microbatches = executor.exchange, microbatches_of(recipe, grid)
     pipeline.check_exchange(recipe.parallel, schedule, context, accumulates=exchange.accumulates)
     passes = None if schedule is None else schedule.passes
@@ -231,7 +228,6 @@ def _proven_operations(
 def _build_observers(
     recipe: Recipe, context: RankContext, exchange: Exchange, loss_scale: NoLossScale, directory: Path | None
 ) -> tuple[tuple[StepObserver, ...], RouterMeter | None, NoiseMeter | None, FaultPlan | None, ProfilerRanges]:
-    """Return (step observers in call order, router meter, noise meter, fault plan, profiler ranges). Local."""
     in_order: list[StepObserver] = []
     run, chaos, router, noise, faults, ranges = recipe.run, recipe.chaos, None, None, None, NO_RANGES
     if (experts := context.model.operations.experts) is not None:
@@ -261,7 +257,7 @@ def _build_observers(
 
 
 def _initialised(trainer: Trainer) -> Trainer:
-    """Set and return the initial parameters of ``trainer``: seeded, sent by rank 0, or loaded. Collective."""
+    """Return ``trainer`` with initial parameters: drawn from the seed, sent by rank 0, or loaded. Collective."""
     local_units, units = trainer.context.ranges, trainer.model.layout.units
     for unit, stage in enumerate(trainer.model.stages):
         if unit not in local_units and trainer.model.seeded:

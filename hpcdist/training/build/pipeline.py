@@ -1,8 +1,7 @@
 """Pipeline of a recipe: its schedule, and the partition of the model into stages.
 
-A partition by parameters or operations follows from the recipe and from the documents of packed samples. A measured
-partition is stored in checkpoints and reused on resume while the number of chunks is unchanged, because another
-partition would change the rounding. `hpcdist schedule` uses this module without MPI.
+A measured partition is stored in checkpoints and reused on resume while the number of chunks is unchanged, because
+another partition would change the rounding.
 """
 
 from collections.abc import Sequence
@@ -40,7 +39,7 @@ from hpcdist.training.recipe.recipe import Recipe
 def read_schedule(parallel: ParallelConfig, comm: Communicator) -> ScheduleText | None:
     """Return the pipeline schedule of ``parallel.schedule_file``, or None if the recipe names a schedule. Collective.
 
-    One rank reads the file. All ranks raise ConfigurationError if it is unreadable or not valid for this pipeline.
+    All ranks raise ConfigurationError if the file is unreadable or not valid for this pipeline.
     """
     if parallel.order != FILE:
         return None
@@ -59,9 +58,9 @@ def read_schedule(parallel: ParallelConfig, comm: Communicator) -> ScheduleText 
     schedule = operation_list.read(read, parallel.pipeline, parallel.microbatches, parallel.schedule_file)
     if parallel.recompute and schedule.keeps:
         raise ConfigurationError(
-            f"parallel.recompute = true with parallel.schedule_file = {parallel.schedule_file!r}: this schedule is "
-            "folded or splits backward passes, so its chunks must keep their activations; set parallel.recompute = "
-            "false, or write a looped schedule of F and B passes only"
+            f"parallel.recompute = true with parallel.schedule_file = {parallel.schedule_file!r}: the file has "
+            "'placement = folded' or split backward passes (I, W), which need the stored activations; set "
+            "parallel.recompute = false, or use 'placement = looped' and only the passes F and B"
         )
     return schedule
 
@@ -69,7 +68,11 @@ def read_schedule(parallel: ParallelConfig, comm: Communicator) -> ScheduleText 
 def check_exchange(
     parallel: ParallelConfig, schedule: ScheduleText | None, context: RankContext, *, accumulates: bool
 ) -> None:
-    """Raise ConfigurationError if gradients would be reduced over ranks before they are complete. Local."""
+    """Raise ConfigurationError if gradients would be reduced over ranks before they are complete. Local.
+
+    ``schedule`` is None unless it was read from a file. The keyword ``accumulates`` is True if the strategy adds up the
+    gradients of all micro-batches before it reduces them.
+    """
     if not accumulates and tied_tensors(context.model, context.placed):
         raise ConfigurationError(
             f"model.tied = true with parallel.pipeline = {parallel.pipeline} and parallel.strategy = "
@@ -98,11 +101,11 @@ def plan_partition(
     origin: StateSource | None,
     documents: DocumentPairs | None,
 ) -> PartitionPlan | None:
-    """Return the partition of the ``whole`` model over the pipeline, or None if there is only one chunk.
+    """Return the partition of the ``whole`` model over the pipeline, or None if it has only one model chunk.
 
-    If the partition is to be measured, passes of ``local_model`` are timed; the call is then collective over ``comm``,
-    the world. ``schedule`` is None unless it was read from a file. ``origin`` is the state to resume from. All ranks
-    return the same partition or raise ConfigurationError.
+    For a measured partition, passes of ``local_model`` are timed; the call is then collective over ``comm``, the world.
+    ``schedule`` is None unless it was read from a file. ``origin`` is the state to resume from. ``documents`` counts
+    the query-key pairs in packed samples. All ranks return the same partition or raise ConfigurationError.
     """
     parallel = recipe.parallel
     order = schedule or generated(parallel.order, parallel.pipeline, parallel.microbatches, parallel.chunks)
@@ -145,12 +148,16 @@ def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
 
 
 def partition_scalars(recipe: Recipe, plan: PartitionPlan | None) -> dict[str, list[int]]:
-    """Return the scalars that store a measured partition in a checkpoint, or {} for other partitions. Local."""
+    """Return the checkpoint scalars that store a measured partition, or {} for other partitions. Local."""
     return {STAGE_UNITS: list(plan.stage_units)} if plan and recipe.parallel.partition == "measured" else {}
 
 
 def model_state_bytes(recipe: Recipe, replicas: int, *, splits: bool = False) -> StateBytes:
-    """Return a rank's bytes of state per parameter with ``replicas``. ``splits``: backward passes are split. Local."""
+    """Return the bytes per parameter of a rank's parameters, gradients and optimizer state. Local.
+
+    ``replicas`` is the number of data-parallel replicas. The keyword ``splits`` is True if the schedule computes input
+    gradients and weight gradients in separate passes.
+    """
     master = np.dtype(recipe.precision.computes).itemsize
     working = recipe.precision.working
     itemsize = master if working is None else dtype_of(working).itemsize

@@ -1,7 +1,7 @@
-"""Selection of the collective algorithm and the gradient compression, and the source of each choice.
+"""Selection of the collective algorithm and the gradient compression of a run.
 
-The source is the recipe, the checkpoint (a resume on the same number of ranks keeps the same bits), a measurement or
-its cache, or the default. HPCDIST_TUNING=off disables measurements. Collective; the same on all ranks.
+A resume on the same number of ranks keeps the stored choice, and so the same bits. HPCDIST_TUNING=off disables
+measurements.
 """
 
 import os
@@ -32,7 +32,11 @@ DEADLINE_SHARE: Final = 0.25  # largest fraction of communication.deadline_s for
 
 @dataclass(frozen=True)
 class AlgorithmSelection:
-    """Collective algorithm of a run. ``source`` says who chose it: recipe, checkpoint, cache, measured or default."""
+    """Collective algorithm of a run, and the source of this choice.
+
+    ``source`` is "recipe", "checkpoint", "measured", "cache" (an earlier measurement) or "default". ``seconds`` is the
+    duration of the measurement. ``note`` is a remark on the choice for the log, or "".
+    """
 
     algorithm: str
     source: str
@@ -41,7 +45,7 @@ class AlgorithmSelection:
     note: str = ""
 
     def described(self) -> str:
-        """Return a sentence about the algorithm and its source for the log, or "" if the recipe names it. Local."""
+        """Return the log line about the algorithm and how it was chosen, or "" if the recipe names it. Local."""
         text = {
             "checkpoint": "kept from the checkpoint",
             "cache": "measured in an earlier start",
@@ -55,7 +59,11 @@ class AlgorithmSelection:
 def resolve_algorithm(
     session: Session, recipe: Recipe, model: Model, data: Communicator, origin: StateSource | None
 ) -> AlgorithmSelection:
-    """Return the allreduce algorithm over ``data``, the same on all ranks. Collective over the world."""
+    """Return the algorithm that reduces gradients over the communicator ``data``. Collective over the world.
+
+    ``data`` joins the ranks that hold the same parameters. ``origin`` is the state to resume from, or None. All ranks
+    get the same result. Raises an error if the recipe names an algorithm that this run cannot use.
+    """
     comm, requested = session.comm, recipe.communication.algorithm
     nodes = tuple(len(members) for members in comm.nodes().members)
     if recipe.run.logical_shards:
@@ -85,7 +93,7 @@ def resolve_algorithm(
 
 
 def _refuse_on_cpu(algorithm: str, on: str, data: Communicator) -> None:
-    """Raise on all ranks, before the first step, if ``algorithm`` needs GPUs but the run is on the CPU. Collective."""
+    """Raise on all ranks if ``algorithm`` needs GPUs, but this run cannot use them. Collective over ``data``."""
     if not _needs_gpus(algorithm):
         return
     if on != "gpu":
@@ -100,7 +108,7 @@ def _refuse_on_cpu(algorithm: str, on: str, data: Communicator) -> None:
 
 
 def _refuse_over_nodes(algorithm: str, declared: int, comm: Communicator, data: Communicator) -> None:
-    """Raise on all ranks if ``algorithm`` needs one node but ``data`` spans several. Collective over both groups."""
+    """Raise on all ranks if ``algorithm`` needs one node, but ``data`` spans several. Collective over ``comm``."""
     inside = set(autotune.ONE_NODE) & _algorithm_names(algorithm)
     nodes = max(comm.allgather_object(data.nodes().count)) if inside else 1
     if nodes > 1:
@@ -123,7 +131,10 @@ def _needs_gpus(algorithm: str) -> bool:
 def _checkpointed_algorithm(
     comm: Communicator, nodes: tuple[int, ...], is_usable: Callable[[str], bool], origin: StateSource | None
 ) -> tuple[str, str]:
-    """Return (algorithm stored in checkpoint ``origin``, ""), or ("", the reason why it cannot be reused). Local."""
+    """Return (algorithm stored in checkpoint ``origin``, ""), or ("", the reason why it cannot be reused). Local.
+
+    ``nodes`` has the number of ranks on each node.
+    """
     if origin is None:
         return "", ""
     scalars = origin.scalars
@@ -151,9 +162,9 @@ def tuning_is_off(comm: Communicator) -> bool:
 
 
 def _tuning_request(recipe: Recipe, model: Model, data: Communicator, kind: str) -> autotune.TuningRequest:
-    """Return the tuning request with the message sizes, rounded up to powers of two so that models share results."""
     dtype, layout = dtype_of(recipe.precision.mode), model.layout
     parts = len(layout.units) if kind == autotune.SHARDED_KIND else 1
+    # Rounded up, so that similar models share measurements.
     nbytes = 1 << (max(1, layout.size * dtype.itemsize // parts) - 1).bit_length()
     on_gpu = recipe.run.device == "gpu"
     return autotune.TuningRequest(
@@ -167,7 +178,11 @@ def _tuning_request(recipe: Recipe, model: Model, data: Communicator, kind: str)
 
 
 def resolve_compression(context: RankContext, recipe: Recipe, origin: StateSource | None) -> CompressionDecision:
-    """Return the gradient compression of a run, the same on all ranks. A resume keeps the stored one. Collective."""
+    """Return the gradient compression of a run. All ranks get the same result. Collective over the world.
+
+    ``origin`` is the state to resume from, or None. If the recipe's compression is "auto", a resume on the same number
+    of ranks keeps the compression stored in ``origin``.
+    """
     configured = recipe.communication.compression
     if configured != AUTO:
         return CompressionDecision(configured, "recipe")

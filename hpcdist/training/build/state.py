@@ -1,10 +1,8 @@
-"""State of a run in checkpoints: scalars next to the pieces, restore, and initial parameters.
+"""State of a run in checkpoints: scalars, restore, and initial parameters.
 
-Random streams are keyed by (seed, step, ...) and batches by the global sample index, so their state is a few scalars.
-
-`load_initial` starts a run with the parameters and router biases of another run (``run.init_from``). Everything else
-starts fresh. A mixture of experts can start from a dense model: each expert copies the feed-forward of its block, and
-the router is drawn (sparse upcycling, arXiv:2212.05055).
+Random streams are keyed by (seed, step, ...) and batches by the global sample index, so their state is a few scalars. A
+mixture of experts can start from a dense model: each expert copies the feed-forward of its block, and the router is
+drawn (sparse upcycling, arXiv:2212.05055).
 """
 
 import functools
@@ -124,13 +122,13 @@ def restore_state(trainer: Trainer, origin: StateSource) -> Trainer:
     if resumed["optimizer"].get("pending") and "pending" not in trainer.exchange.restores:
         raise ConfigurationError(
             f"{origin} has a pending gradient, because it was written with communication.delayed = true; resume with "
-            "communication.delayed = true, at least until the end of the run"
+            "communication.delayed = true and finish the run: its last checkpoint has no pending gradient"
         )
     if resumed["optimizer"].get(FROZEN) and FROZEN not in trainer.exchange.restores:
         raise ConfigurationError(
             f"{origin} has the frozen variance of 1-bit Adam, which other optimizers would continue to update; resume "
-            "with communication.compression = 'onebit' (after a step on one data rank it is AdamW's variance again), "
-            "or load only its parameters, with --init-from"
+            "with communication.compression = 'onebit', or load only its parameters with --init-from. To continue "
+            "with AdamW, first train and save at least one step with 'onebit' on one data rank"
         )
     trainer.exchange.restore(resumed["optimizer"])
     trainer.executor.loss_scale.restore(resumed.get("loss_scale", {}))
@@ -151,9 +149,9 @@ NOT_IN_MODEL: Final = "is not a tensor of the recipe's model"
 def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, str]:
     """Replace the initial parameters of ``trainer`` by the parameters in ``source``, a checkpoint or run directory.
 
-    Return {tensor name: reason why this tensor keeps its initial values}. Raises StorageError for the first tensor that
-    is missing, damaged or of another shape, unless ``partial``. Collective over the world. All ranks return the same
-    result or raise the same error.
+    Router biases are also loaded, but no other state. Return {tensor name: reason why this tensor keeps its initial
+    values}. Raises StorageError for the first tensor that is missing, damaged or of another shape, unless the keyword
+    ``partial`` is true. Collective over the world. All ranks return the same result or raise the same error.
     """
     path = on_first_rank(trainer.comm, lambda: listing.select(source))
     stored = on_first_rank(trainer.comm, lambda: listing.load_parameters(path))
@@ -163,8 +161,8 @@ def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, 
     skipped = _without_upcycled(_mismatched_tensors(trainer.model.layout, tensors), sources)
     if skipped and not partial:
         raise StorageError(
-            f"{path}: {next(iter(skipped.values()))}; use the [model] section of the run that saved it, or add "
-            "--allow-partial to keep the initial values of such tensors"
+            f"{path}: {next(iter(skipped.values()))}; use the [model] section of the run that wrote this "
+            "checkpoint, or add --allow-partial to load only the tensors that match"
         )
     if partial:
         skipped |= _damaged_tensors(trainer.comm, path, stored)
@@ -195,7 +193,7 @@ def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, 
 
 
 def _dense_sources(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Return {name of an expert stack that the file lacks: name of the dense tensor to copy into each expert}."""
+    """Return {name of a stacked expert tensor to fill: name of the stored dense tensor to copy to each expert}."""
     sources = {}
     for segment in layout.segments:
         spec, dense = segment.spec, segment.key.replace(".experts.", ".")
@@ -206,7 +204,6 @@ def _dense_sources(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> dic
 
 
 def _without_upcycled(reasons: Mapping[str, str], sources: Mapping[str, str]) -> dict[str, str]:
-    """Return ``reasons`` without the expert stacks and dense tensors in ``sources``, and without their routers."""
     routers = {f"{name.partition('.')[0]}.{ROUTER}" for name in sources}
     return {name: reason for name, reason in reasons.items() if name not in {*sources, *sources.values(), *routers}}
 
@@ -251,7 +248,7 @@ def _damaged_tensors(comm: Communicator, path: Path, stored: Manifest) -> dict[s
 
 
 def _restore_rounded(comm: Communicator, path: Path, stored_dtypes: list[tuple[Piece, str]]) -> None:
-    """Restore pieces whose stored dtype differs from the dtype of their array. Reads into host memory. Collective."""
+    """Restore pieces whose stored dtype differs from the dtype of their array. Collective over ``comm``."""
     read = [replace(piece, array=np.empty(piece.flat.size, dtype_of(dtype))) for piece, dtype in stored_dtypes]
     restore_together(comm, path, read)
     for (piece, _), stored in zip(stored_dtypes, read, strict=True):

@@ -69,7 +69,7 @@ class _Scalars(msgspec.Struct):
 
 
 class StateSource(Protocol):
-    """Interface of a source from which a run can resume. Its state has pieces (arrays) and scalars."""
+    """Interface of a source from which a run can resume. Its state consists of arrays (`Piece`) and scalars."""
 
     @property
     def scalars(self) -> Mapping[str, Any]:
@@ -77,9 +77,9 @@ class StateSource(Protocol):
         ...
 
     def fill(self, comm: Communicator, pieces: Sequence[Piece], optional: Collection[str]) -> None:
-        """Fill the arrays of ``pieces``. The state may lack pieces of a kind in ``optional``. Collective.
+        """Fill the arrays of ``pieces`` from the state. Collective. Raises StorageError, also for missing pieces.
 
-        Raises StorageError.
+        Pieces of a kind in ``optional`` are left unchanged if the state has no pieces of this kind.
         """
         ...
 
@@ -109,12 +109,15 @@ class CheckpointSource:
 
 
 def scalars_of(path: Path, stored: Manifest | None = None) -> dict[str, Any]:
-    """Return the scalars of the checkpoint at ``path``, after checking their types. Local. Raises StorageError."""
+    """Return the scalars of the checkpoint at ``path``, after checking their types. Local. Raises StorageError.
+
+    ``stored`` is the manifest of the checkpoint, or None to read it.
+    """
     scalars = (stored or manifest.load(path)).scalars
     try:
         msgspec.convert(scalars, _Scalars)
     except (msgspec.ValidationError, OverflowError) as error:
-        raise StorageError(f"{path / manifest.FILE_NAME} is not valid: in its scalars, {error}") from error
+        raise StorageError(f'{path / manifest.FILE_NAME} is not valid, under its key "scalars": {error}') from error
     return scalars
 
 
@@ -123,7 +126,7 @@ def from_intact_source(
 ) -> tuple[Result, StateSource | None]:
     """Call ``take(origin)``. If checkpoint ``origin`` is damaged, call ``take`` with earlier checkpoints. Collective.
 
-    Return the result of ``take``, and the source it was called with. Raises StorageError if all checkpoints in
+    Return the result of ``take``, and the source that was passed to ``take``. Raises StorageError if all checkpoints in
     ``run_dir`` are damaged: the run must not restart from step 0.
     """
     if not isinstance(origin, CheckpointSource):

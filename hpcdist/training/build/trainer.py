@@ -62,7 +62,7 @@ class Trainer:
 
     @property
     def model(self) -> Model:
-        """The model. This rank computes only its stages in ``context.units``."""
+        """The whole model. This rank computes only the stages in ``context.units``."""
         return self.context.model
 
     @property
@@ -77,7 +77,7 @@ class Trainer:
 
     @property
     def data_axis(self) -> Communicator:
-        """Communicator of the replicas, which train on different samples."""
+        """Communicator with one rank of each replica. Replicas train on different samples."""
         return self.context.samplers
 
     @property
@@ -86,10 +86,10 @@ class Trainer:
         return self.context.units[-1] == len(self.model.stages) - 1
 
     def batches(self, steps: int) -> Prefetcher:
-        """Return an iterator, also a context manager, that prefetches this replica's batches before ``steps``. Local.
+        """Return an iterator that prefetches this replica's batches up to step ``steps`` (first step: 1). Local.
 
-        Only the first and last rank of a pipeline read samples; if samples are packed, all ranks do. On other ranks the
-        arrays have the right number of rows, but no columns.
+        The iterator is also a context manager. Only the first and last rank of a pipeline read samples; if samples are
+        packed, all ranks do. On other ranks, the arrays have one row per sample, but no columns.
         """
         ends = self.last_stage or self.context.units[0] == 0
         reads = self.context.computes and (ends or self.recipe.data.packed)
@@ -175,7 +175,7 @@ class Trainer:
             self.executor.copies.refresh()
 
     def close(self) -> None:
-        """Free communicators, windows and threads. Collective; no step can follow."""
+        """Free communicators, MPI windows and threads. Collective; no step can follow."""
         if self.exchange.overlap is not None:
             self.exchange.overlap.close()
         self.exchange.close()

@@ -28,7 +28,7 @@ _ENTRY_FORMS: Final = {
 
 @dataclass(frozen=True)
 class ChaosFault:
-    """Fault to inject on ``rank`` in ``step`` (first step: 1). ``how`` depends on its kind: phase, target or error."""
+    """Fault to inject on ``rank`` in ``step`` (first step: 1). ``how``: phase, target or error, as ``kind`` needs."""
 
     kind: str
     rank: int
@@ -108,9 +108,9 @@ def _malformed_entry(kind: str, entry: str, reason: str) -> ConfigurationError:
 class ChaosConfig:
     """Section ``[chaos]``: stragglers and faults to inject into a run, for tests.
 
-    Each step of a rank in ``slow_ranks`` is slow with ``slow_probability``: forward and backward take ``slow_factor``
-    times as long. The choice depends only on (``seed``, rank, step). Every rank sleeps until its forward and backward
-    passes took at least ``step_s`` seconds, in proportion to its number of samples.
+    Each step of a rank in ``slow_ranks`` is slow with probability ``slow_probability``: forward and backward take
+    ``slow_factor`` times as long. The choice depends only on (``seed``, rank, step). Every rank sleeps until its
+    forward and backward passes took at least ``step_s`` seconds times its samples / mean samples per replica.
 
     Each fault happens once per run directory, even if its step is repeated:
 
@@ -168,7 +168,7 @@ class ChaosConfig:
                 )
 
     def check_world(self, world: int, computing: int, *, lock_step: bool = True) -> None:
-        """Raise ConfigurationError for ranks that cannot have the stragglers or faults set for them.
+        """Raise ConfigurationError if the settings delay or break a rank that cannot have this delay or fault.
 
         Ranks must be below ``world``, the number of ranks. Only the first ``computing`` ranks compute; the others are
         parameter servers, which make steps only if ``lock_step``.

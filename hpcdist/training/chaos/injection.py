@@ -1,4 +1,4 @@
-"""Inject stragglers and faults into a run: slow, dying or stalling ranks, flipped bits, failing disks.
+"""Inject stragglers and faults into a run.
 
 A straggler sleeps after each operation, so that the exchange sees the delays of a slower processor; the numbers do not
 change. A fault first creates a marker file in the run directory, so that a repeated step does not repeat the fault.
@@ -41,8 +41,7 @@ def is_slow(config: ChaosConfig, rank: int, step: int) -> bool:
 class SlowdownTimer:
     """Calculator of the sleeps that slow down one step.
 
-    The step has ``count`` operations. With the sleeps it takes ``factor`` times its compute time, but at least
-    ``factor`` times ``least_s`` seconds.
+    With the sleeps, the ``count`` operations take ``factor`` times the larger of their compute time and ``least_s``.
     """
 
     def __init__(self, count: int, least_s: float, factor: float) -> None:
@@ -50,19 +49,19 @@ class SlowdownTimer:
         self._done, self._computed_s, self._taken_s = 0, 0.0, 0.0
 
     def lacking_s(self, computed_s: float) -> float:
-        """Return the seconds to sleep after the next operation, which computed for ``computed_s`` seconds."""
+        """Record that an operation computed for ``computed_s`` seconds. Return the seconds to sleep after it."""
         self._done += 1
         self._computed_s += computed_s
         due_s = self._factor * max(self._computed_s, self._least_s * self._done / self._count)
         return max(0.0, due_s - self._taken_s - computed_s)
 
     def took(self, seconds: float) -> None:
-        """Record that the last operation and the sleep after it took ``seconds`` together."""
+        """Record that the last operation and the sleep after this operation took ``seconds`` together."""
         self._taken_s += seconds
 
 
 class Slowdown(StepObserver):
-    """Observer that slows down the steps of ``rank``. ``even_samples``: samples of a step / number of ranks."""
+    """Observer that slows down steps of ``rank``. ``even_samples``: mean number of samples per replica and step."""
 
     def __init__(self, config: ChaosConfig, rank: int, even_samples: float, exchange: Exchange) -> None:
         self._config, self._rank, self._even_samples, self._exchange = config, rank, even_samples, exchange
@@ -103,8 +102,8 @@ DISK_ERRNO: Final = {"fail": errno.EIO, "full": errno.ENOSPC, "fsync": errno.EIO
 class FailingFile(Overlay):
     """New file at ``path`` whose writing fails. ``how`` is the kind of failure: "fail", "full", "fsync" or "kill".
 
-    The file calls ``strikes`` at the point of failure, and fails if it returns True. For "kill", ``strikes`` ends the
-    process. Except for "fail", the first half of the data is written before the failure.
+    The file calls ``strikes()`` at the point of failure, and fails if the call returns True. For "kill", the call ends
+    the process. Except for "fail", the first half of the data is written before the failure.
     """
 
     def __init__(self, path: Path, how: str, strikes: Callable[[], bool]) -> None:
@@ -153,7 +152,7 @@ class FaultPlan:
         return [fault for fault in self._own if fault.step == step and not fault.in_save]
 
     def strikes(self, fault: ChaosFault) -> bool:
-        """Return True if ``fault`` shall happen now, and record it, so that it happens once per run directory."""
+        """Return True if ``fault`` has not happened in this run directory yet, and record that it happens now."""
         # O_EXCL makes the marker decide, also for a start that repeats the step after a kill.
         try:
             self._directory.mkdir(exist_ok=True)
@@ -166,7 +165,7 @@ class FaultPlan:
         return True
 
     def opens(self, step: int) -> Callable[[Path], Overlay]:
-        """Return the function that opens this rank's shard file in the checkpoint of ``step``, with faults injected."""
+        """Return the function that creates this rank's file in the checkpoint of ``step`` and injects a due fault."""
         for fault in self._own:
             if fault.in_save and fault.step <= step and not (self._directory / fault.name).exists():
                 how = fault.how if fault.kind == "disk" else fault.kind
@@ -247,7 +246,7 @@ def _moment(fault: ChaosFault) -> str:
 
 
 def largest_index(values: Array) -> int:
-    """Return the index of the value with the largest magnitude. Padding is chosen only if all values are zero."""
+    """Return the index of the value with the largest magnitude. Zero padding is chosen only if all values are zero."""
     return int(np.abs(backend.to_host(values).astype(np.float64)).argmax())
 
 
@@ -270,21 +269,24 @@ def refuse_impossible_faults(config: ChaosConfig, comm: Communicator, writers: s
     """Raise ConfigurationError on all ranks if a fault of ``config`` could never happen. Collective.
 
     ``writers`` is the value of ``checkpoint.writers``: a rank that writes no file cannot have a fault in a save.
+    ``exchange`` holds this rank's parameters: a rank without parameters cannot have a fault in its parameters.
     """
     if any(fault.in_save for fault in config.faults):
         writes: list[bool] = comm.allgather_object(group_of(comm, writers).writes)
         _refuse(
             [fault for fault in config.faults if fault.in_save and not writes[fault.rank]],
-            f"which writes nothing with checkpoint.writers = {writers!r}; the writing ranks are "
+            f"writes nothing with checkpoint.writers = {writers!r}; the writing ranks are "
             f"{[rank for rank, is_writer in enumerate(writes) if is_writer]}",
         )
     keeps: list[int] = comm.allgather_object(exchange.parameters.array.size)
     _refuse(
         [fault for fault in config.faults if fault.how == "parameters" and not keeps[fault.rank]],
-        "which keeps no parameters in memory between steps; choose another rank",
+        "keeps no parameters in memory between steps; choose another rank",
     )
 
 
 def _refuse(faults: Sequence[ChaosFault], reason: str) -> None:
     for fault in faults:
-        raise ConfigurationError(f"chaos.{fault.kind} names {fault.rank}@{fault.step}: rank {fault.rank}, {reason}")
+        raise ConfigurationError(
+            f"chaos.{fault.kind} = {fault.rank}@{fault.step} cannot happen: rank {fault.rank} {reason}"
+        )

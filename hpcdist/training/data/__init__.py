@@ -1,8 +1,7 @@
-"""Training data: sources in files, samples by global index, sample order, and prefetching.
+"""Training data: sources, samples by global index, sample order, and prefetching.
 
 The samples of a batch depend only on the seed and the global sample index, not on the number of ranks. May import
-`arrays`, `comm`, `hdf5`, `models` and `recipe.config`. Begin with `source.open_source` (the ``[data]`` section as
-samples) and `prefetch.Prefetcher` (the batches of a rank).
+`arrays`, `comm`, `hdf5`, `models` and `recipe.config`. Begin with `source.open_source` and `prefetch.Prefetcher`.
 """
 
 from hpcdist.training.data.prefetch import Prefetcher, own_samples

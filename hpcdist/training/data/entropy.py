@@ -66,7 +66,11 @@ def _count_ngrams(blocks: list[np.ndarray], used: np.ndarray, order: int, counts
 
 @jit
 def _count(positions: Any, numbers: Any, kinds: Any, order: Any, counts: Any) -> Any:
-    """Add the number of each n-gram of ``order`` tokens (1 to 3) to ``counts``. Token i is numbers[positions[i]]."""
+    """Add the occurrences of each n-gram of ``order`` tokens (1 to 3) in a text to ``counts``.
+
+    Token i of the text has the number numbers[positions[i]], from 0 to ``kinds - 1``. The trigram of numbers a, b and c
+    has the index (a * kinds + b) * kinds + c in ``counts``.
+    """
     third, second = kinds * kinds if order == 3 else 0, kinds if order >= 2 else 0
     two_before, before = 0, 0
     for i in range(len(positions)):
@@ -81,7 +85,11 @@ _count.sample(lambda: (np.zeros(1, np.int64), np.zeros(1, np.int64), 1, 1, np.ze
 
 
 def _conditional_entropy(counts: np.ndarray, contexts: np.ndarray) -> float:
-    """Return the sum over n-grams of -p ln(p / p(context)). The frequencies p are from ``counts`` and ``contexts``."""
+    """Return the entropy in nats of the last token of an n-gram, given its context, the tokens before it.
+
+    The entropy is the sum over n-grams of -p ln(p / p(context)). ``counts`` and ``contexts`` have the occurrences of
+    each n-gram and of each context; p is the relative frequency.
+    """
     total = int(counts.sum())
     return max(0.0, (_n_log_n(contexts) - _n_log_n(counts)) / total) if total else 0.0
 

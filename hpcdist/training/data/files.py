@@ -1,7 +1,6 @@
 """Open data files: tokens in .npy and HDF5, tables in HDF5, and text as bytes.
 
-Data is read lazily; h5py is imported only for HDF5 files. Text is one file, all files of a directory, or the source
-code of the Python standard library. Several files are concatenated once into the user's cache directory, under a lock.
+Data is read lazily. The text files of a directory are concatenated once into the cache directory, under a lock.
 """
 
 import fcntl
@@ -34,7 +33,7 @@ MOST_TOKEN: Final = 2**32 - 1  # the largest value of the largest unsigned type
 
 
 class Hdf5Dataset:
-    """Dataset of an HDF5 file that is read by the HDF5 library: with chunks, filters, foreign types, external files."""
+    """HDF5 dataset that the HDF5 library must read: with chunks, filters, a foreign type or external files."""
 
     def __init__(self, path: Path, dataset: Any) -> None:
         from hpcdist.hdf5 import files
@@ -54,11 +53,11 @@ class Hdf5Dataset:
         return elements
 
     def files(self) -> list[tuple[Path, os.stat_result]] | None:
-        """Return (path, current status) of all files that hold the dataset, or None if some files are unknown."""
+        """Return (path, `os.stat` result) of each file that stores this dataset, or None if some files are unknown."""
         return [(path.resolve(), path.stat()) for path in self._sizes] if self._all_known else None
 
     def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Return the ``length`` elements from each offset in ``starts`` on, as an array (n, length, ...)."""
+        """Return ``length`` elements from each offset in ``starts`` on, in an array of shape (starts, length, ...)."""
         rows = allocated((len(starts), length, *self.shape[1:]), self.dtype, self._path)
         for row, start in enumerate(starts.tolist()):
             rows[row] = self._read(slice(start, start + length))
@@ -73,16 +72,13 @@ class Hdf5Dataset:
             raise StorageError(f"{self._path}, dataset {self._dataset.name}: cannot be read: {error}") from error
 
     def _check_sizes(self) -> None:
-        """Raise StorageError if a file was truncated, where HDF5 would read zeros.
-
-        If there are more than `FEW_FILES` files, they are checked only every `CHECK_S` seconds.
-        """
         from hpcdist.hdf5 import files
 
         if len(self._sizes) > FEW_FILES:
             if time.monotonic() - self._checked_s < CHECK_S:
                 return
             self._checked_s = time.monotonic()
+        # HDF5 would read the missing data of a truncated file as zeros.
         for path, size in self._sizes.items():
             files.check_size(path, size, self._dataset.name)
 
@@ -99,7 +95,7 @@ def missing_filters(path: Path) -> list[str]:
                 if files.is_dataset(dataset):
                     files.storage_of(dataset)
         except MissingCapabilityError as error:
-            missing.append(f"data.path = {error}")
+            missing.append(f"an HDF5 filter is missing for data.path: {error}")
         except files.FAILURES:
             continue  # the training raises the error
     return missing
@@ -110,7 +106,7 @@ def npy_tokens(path: Path) -> Sliceable:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
         if not isinstance(array, np.memmap):
-            raise ValueError("the file is an archive of several arrays; expected one array")
+            raise ValueError("the file is an .npz archive of several arrays; expected one array")
         what = f"data.path = {path}"
         _check_tokens(array, what)
         tokens = FileArray(path, array.dtype, array.offset, array.shape)
@@ -138,20 +134,19 @@ def holds_tokens(path: Path) -> bool:
         with files.open_read(path) as file:
             return file.get("tokens", getlink=True) is not None
     except StorageError as error:
-        raise DataError(f"data.path = {error}") from error
+        raise DataError(f"cannot open the file of data.path: {error}") from error
 
 
 def hdf5_table(path: Path) -> tuple[Sliceable, Sliceable, int]:
-    """Return the datasets ``x`` (rows, ...) and ``y`` (rows,) of an HDF5 file, and the number of classes in ``y``.
-
-    Raises DataError.
-    """
+    """Return datasets ``x``, of shape (rows, ...), ``y``, of shape (rows,), and the class count. Raises DataError."""
     x, y = _datasets(path, ("x", "y"))
     if not (np.issubdtype(x.dtype, np.number) and not np.issubdtype(x.dtype, np.complexfloating) and len(x.shape) >= 2):
-        raise DataError(f"data.path = {path}: x is {x.dtype}{x.shape}; expected real numbers (rows, features)")
+        raise DataError(
+            f"data.path = {path}: x is {x.dtype} of shape {x.shape}; expected real numbers of shape (rows, features)"
+        )
     if not (np.issubdtype(y.dtype, np.integer) and len(y.shape) == 1):
         raise DataError(
-            f"data.path = {path}: y is {y.dtype}{y.shape}; expected the class of each row as an integer (rows,)"
+            f"data.path = {path}: y is {y.dtype} of shape {y.shape}; expected integer classes of shape (rows,)"
         )
     if len(x) != len(y):
         raise DataError(f"data.path = {path}: x has {len(x)} rows but y has {len(y)}; they must be equal")
@@ -164,8 +159,8 @@ def hdf5_table(path: Path) -> tuple[Sliceable, Sliceable, int]:
         raise DataError(f"data.path = {path}: y holds class {least}; number the classes from 0")
     if most >= MOST_CLASSES:
         raise DataError(
-            f"data.path = {path}: y holds class {most}, but the model has one output per class up to the largest; "
-            f"number the classes from 0, at most {MOST_CLASSES:,}"
+            f"data.path = {path}: y holds class {most}, so the model would need {most + 1:,} outputs; number the "
+            f"classes consecutively from 0, with at most {MOST_CLASSES:,} classes"
         )
     return x, y, most + 1
 
@@ -176,7 +171,7 @@ def _datasets(path: Path, names: tuple[str, ...]) -> list[Sliceable]:
     try:
         file = files.open_read(path)
     except StorageError as error:
-        raise DataError(f"data.path = {error}") from error
+        raise DataError(f"cannot open the file of data.path: {error}") from error
     missing = [name for name in names if file.get(name, getlink=True) is None]
     if missing:
         raise _no_dataset_error(path, file, " and ".join(missing))
@@ -189,7 +184,6 @@ def _no_dataset_error(path: Path, file: Any, names: str) -> DataError:
 
 
 def _open_dataset(path: Path, file: Any, name: str) -> Sliceable:
-    """Return dataset ``name`` of an HDF5 file. If its elements are contiguous in one file, return a `FileArray`."""
     from hpcdist.hdf5 import files
 
     what = f"data.path = {path}"
@@ -206,11 +200,12 @@ def _open_dataset(path: Path, file: Any, name: str) -> Sliceable:
         raise DataError(f"{what}: dataset {name} is {dataset.dtype}, {extent}; expected an array with rows")
     try:
         offset = files.offset_in_file(dataset)
+        # The elements are not contiguous in one file.
         if offset is None:
             return Hdf5Dataset(path, dataset)
         return FileArray(Path(dataset.file.filename), dataset.dtype, offset, dataset.shape)
     except MissingCapabilityError as error:
-        raise MissingCapabilityError(f"data.path = {error}") from error
+        raise MissingCapabilityError(f"an HDF5 filter is missing for data.path: {error}") from error
     except files.FAILURES as error:
         raise DataError(f"{what}, dataset {name}: {error}") from error
 
@@ -218,7 +213,7 @@ def _open_dataset(path: Path, file: Any, name: str) -> Sliceable:
 def _check_tokens(tokens: Sliceable, what: str) -> None:
     if tokens.dtype.newbyteorder("=") not in TOKEN_TYPES or len(tokens.shape) != 1:
         names = ", ".join(str(dtype) for dtype in TOKEN_TYPES)
-        raise DataError(f"{what} is {tokens.dtype}{tokens.shape}; expected one dimension of {names}")
+        raise DataError(f"{what} is {tokens.dtype} of shape {tokens.shape}; expected one dimension of {names}")
     if not len(tokens):
         raise DataError(f"{what} is empty")
 
@@ -256,7 +251,7 @@ _RULES: Final = b"2"  # version of `not_text`: cached concatenations of other ve
 
 
 def not_text(path: Path, head: bytes) -> str:
-    """Return the reason why the file ``path`` is not text, or "" if it is text. ``head``: its first bytes. Local.
+    """Return the reason why the file ``path`` is not text, or "" if it is text. ``head`` has its first bytes. Local.
 
     UTF-8 and single-byte encodings are text. UTF-16 and UTF-32 are not, because they contain NUL bytes.
     """
@@ -318,7 +313,7 @@ def text_of_standard_library() -> tuple[FileArray, np.ndarray, str]:
 
 
 def bytes_of_file(path: Path) -> FileArray:
-    """Return a file's bytes as an array that reads slices when they are used. DataError if empty or unreadable."""
+    """Return a file's bytes as an array that is read in slices on use. Raises DataError if empty or unreadable."""
     try:
         size = path.stat().st_size
         if size == 0:
@@ -329,9 +324,9 @@ def bytes_of_file(path: Path) -> FileArray:
 
 
 def _walk(root: Path, excluded: set[str]) -> list[str]:
-    """Return the relative paths of files below ``root`` except ``excluded``, sorted by a hash.
+    """Return the paths of files below ``root``, relative to ``root``, in the order of their hashes.
 
-    In this pseudo-random order the last files, which are used for validation, are a fair sample.
+    This order makes the last files, the validation data, a fair sample.
     """
 
     def refuse(error: OSError) -> None:
@@ -372,7 +367,6 @@ def _concatenate(root: Path, files: list[str]) -> tuple[FileArray, np.ndarray]:
 
 
 def _write_concatenation(target: Path, ends: Path, files: Iterable[Path]) -> None:
-    """Write the text files among ``files`` to the file ``target``, and their end offsets to ``ends``. Atomic."""
     offsets, skipped = [], []
     with atomic.replacing(target) as out:
         for path in files:

@@ -1,8 +1,8 @@
-"""Packed samples: whole documents are combined in a sample, so that little of the context is padding.
+"""Packed samples: whole documents are combined in a sample, to avoid padding.
 
-Documents are the files of a directory, or end after each token ``data.document_end``. They are packed once, at the
-start, from the longest to the shortest, each into the fullest sample with enough room ("best fit decreasing"; Ding et
-al., arXiv:2404.10830). The result depends only on data and context. Memory: 28 bytes per document, 16 per sample.
+Documents are packed once at the start, the longest first, each into the fullest sample with enough room ("best fit
+decreasing"; Ding et al., arXiv:2404.10830). The result depends only on data and context. Memory: 28 bytes per document,
+16 per sample.
 """
 
 from dataclasses import dataclass
@@ -50,10 +50,10 @@ def document_ends(tokens: Sliceable, files: np.ndarray | None, config: DataConfi
 
 @jit
 def _best_fit(sizes: Any, order: Any, context: Any, sample_of: Any) -> Any:
-    """Assign each document to a sample, longest document first. Return the number of samples.
+    """Assign each document to a sample of ``context`` tokens. Return the number of samples.
 
-    ``order`` is the order of the documents, and ``sizes`` are their lengths. The sample of each document is written to
-    ``sample_of``: the sample with the smallest free space in which the document fits, or a new one.
+    ``sizes`` has the length of each document, and ``order`` has the document indices, longest first. The sample index
+    of each document is written to ``sample_of``.
     """
     newest = np.full(context + 1, -1)  # by free positions: the sample that reached this number last
     older = np.empty(sizes.size, np.int64)  # the previous sample in its list
@@ -87,7 +87,10 @@ _best_fit.sample(lambda: (np.ones(1, np.int64), np.zeros(1, np.int64), 1, np.zer
 
 
 def best_fit(sizes: np.ndarray, context: int) -> tuple[np.ndarray, int]:
-    """Pack documents of ``sizes`` 1 to ``context`` tokens. Return each document's sample and the number of samples."""
+    """Pack documents of ``sizes`` tokens into samples of ``context`` tokens.
+
+    Return the sample index of each document, and the number of samples. No document may exceed ``context`` tokens.
+    """
     sample_of = np.empty(sizes.size, np.int64)
     return sample_of, int(_best_fit(sizes, np.argsort(-sizes, kind="stable"), context, sample_of))
 
@@ -95,8 +98,9 @@ def best_fit(sizes: np.ndarray, context: int) -> tuple[np.ndarray, int]:
 class PackedSamples:
     """Samples of ``context`` tokens, each packed with whole documents and then padding.
 
-    The documents begin at offset ``start`` and end at ``ends``. If ``predicting`` the next token, a document of n
-    tokens takes n - 1 positions. Documents that are too long are split if ``cut``, else they raise DataError.
+    The first document begins at token ``start``. ``ends`` has the end offset of each document. If ``predicting`` the
+    next token, a document of n tokens takes n - 1 positions. Longer documents than a sample are split if ``cut``;
+    otherwise they raise DataError.
     """
 
     shifts = 1
@@ -152,7 +156,10 @@ class PackedSamples:
         return int(self.filled(indices).sum())
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return inputs (`PackedTokens`) and targets (n, context) of samples ``indices``; `IGNORED` in padding."""
+        """Return inputs (`PackedTokens`) and targets, of shape (n, context), of the n samples ``indices``.
+
+        Targets are `IGNORED` in padding. ``shift`` has no effect, because packed samples cannot be moved.
+        """
         shape = len(indices), self._context
         tokens, targets = np.zeros(shape, self._tokens.dtype), np.full(shape, IGNORED, np.int64)
         positions = np.empty(shape, np.int64)
@@ -189,7 +196,10 @@ class PackedSplit:
 def split_documents(
     tokens: Sliceable, ends: np.ndarray, config: DataConfig, model: ModelConfig, what: str
 ) -> PackedSplit:
-    """Divide documents into packed training and validation samples (the last documents). Raises DataError."""
+    """Divide documents into packed training samples and, from the last documents, packed validation samples.
+
+    ``ends`` are the end offsets of the documents in ``tokens``. ``what`` names the data in messages. Raises DataError.
+    """
     number, border = len(ends), len(tokens) - round(len(tokens) * config.validation_fraction)
     if config.validation_fraction > 0:
         if number < 2:

@@ -1,7 +1,6 @@
 """Prefetching of batches: a thread reads the next batches during the current step.
 
-`ReadAhead` runs any iterator in a thread; `Prefetcher` reads this rank's shares of the global batches. No messages are
-needed: a rank's samples follow from the recipe and its rank on the data axis, or from measured shares.
+No messages are needed: a rank's samples follow from the recipe and its rank on the data axis, or from measured shares.
 """
 
 import queue
@@ -54,7 +53,6 @@ class ReadAhead(Generic[T]):
         self._put(end)
 
     def _put(self, item: T | _End) -> bool:
-        """Wait for room in the queue, append ``item`` and return True; or return False if the iterator was closed."""
         # With a timeout: `close` does not empty the queue, so the thread must check the event.
         while not self._closed.is_set():
             try:
@@ -91,7 +89,7 @@ class ReadAhead(Generic[T]):
 
 
 def own_samples(recipe: "Recipe", data_axis: Communicator, batch: int, shares: SampleShares | None = None) -> Range:
-    """Return the range of this replica's samples within the global batch number ``batch`` (from 0). Local."""
+    """Return this replica's sample range in global batch ``batch`` (from 0). ``shares``: samples per replica. Local."""
     if shares is not None:
         return shares.own(batch, data_axis.rank)
     size = recipe.run.batches.size(batch)
@@ -104,7 +102,7 @@ class Prefetcher(ReadAhead[Batch]):
     """Iterator over this replica's batches of steps ``first_step`` to ``steps - 1`` (from 0), read ahead by a thread.
 
     If ``reads`` is False, batches have the right number of rows but no columns. ``shares`` is the number of samples of
-    each replica, or None to divide evenly. ``rule`` is the rule of `sampler` for the order of samples.
+    each replica, or None to divide evenly. ``rule`` selects the random order: see `SampleOrder`.
     """
 
     def __init__(

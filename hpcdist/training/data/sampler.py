@@ -1,11 +1,8 @@
 """Assignment of samples to batches by seed and global index, and to replicas by even or measured shares.
 
-`SampleOrder`: a long order is an alternating Feistel network over the next power of two with cycle walking (Black and
-Rogaway, CT-RSA 2002), without memory and in at most two expected passes. A random swap of positions 0 and 1 adds the
-odd permutations, which a Feistel network cannot make.
-
-`LoadBalancer` chooses shares in proportion to the measured speed of replicas. The global batch is unchanged. New shares
-apply to batches that no rank has read ahead.
+A long order is an alternating Feistel network over the next power of two with cycle walking (Black and Rogaway, CT-RSA
+2002): no memory, and at most two expected passes. A random swap of positions 0 and 1 adds the odd permutations, which a
+Feistel network cannot make.
 """
 
 import statistics
@@ -26,9 +23,9 @@ ROUNDS = 8
 
 
 def feistel_order(indices: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
-    """Permute the numbers 0 to ``size - 1``, and return the numbers at the positions ``indices`` (n,) int64.
+    """Return the numbers at the positions ``indices`` of a random permutation of 0 to ``size - 1``.
 
-    ``key`` (ROUNDS,) uint64 selects the permutation.
+    ``indices`` is an int64 array of shape (n,). ``key``, a uint64 array of shape (ROUNDS,), selects the permutation.
     """
     assert size >= 1 and key.shape == (ROUNDS,) and key.dtype == np.uint64
     bits = (size - 1).bit_length()
@@ -41,7 +38,7 @@ def feistel_order(indices: np.ndarray, size: int, key: np.ndarray) -> np.ndarray
 
 
 def _feistel(values: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
-    """Permute ``values`` of ``bits`` bits with ``key``. A round XORs one half of a value with a hash of the other."""
+    """Permute integers of ``bits`` bits by ``key``."""
     low_bits = np.uint64(bits // 2)
     low_mask = np.uint64((1 << (bits // 2)) - 1)
     high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
@@ -76,7 +73,7 @@ def even_part(samples: int, parts: int, part: int) -> Range:
 
 
 def microbatches(batch: Batch, count: int) -> list[Batch]:
-    """Split a batch into ``count`` micro-batches (views). If it has fewer samples, the last views are empty."""
+    """Split a batch into ``count`` views. If it has fewer samples than micro-batches, the last views are empty."""
     x, y = batch
     return [(x[part.slice], y[part.slice]) for part in split(len(x), count, itemsize=1, align_bytes=1)]
 
@@ -88,7 +85,7 @@ def shards(batch: Batch, size: int, count: int) -> list[Batch]:
 
 
 class SampleOrder:
-    """Random order of the samples in each epoch, given by seed and rule. Any part of it can be computed alone."""
+    """Random order of the samples in each epoch, determined by ``seed`` and ``rule`` (one of `RULES`)."""
 
     def __init__(self, seed: int, samples: int, rule: int = UNIFORM) -> None:
         assert rule in RULES
@@ -96,7 +93,10 @@ class SampleOrder:
         self._epoch, self._drawn = -1, np.empty(0, np.int64)  # the last drawn order
 
     def places(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
-        """Return the ``count`` sample indices of ``epoch`` from position ``start`` on, and the epoch's random word."""
+        """Return ``count`` sample indices from position ``start`` of ``epoch`` on, and the epoch's random integer.
+
+        `Sampler` derives the epoch's shift from this integer.
+        """
         # Raw words of the generator do not change between versions of numpy.
         generator = rng.stream(self._seed, ORDER_STREAM, epoch).bit_generator
         words = generator.random_raw(ROUNDS + 2)
@@ -121,7 +121,10 @@ class SampleOrder:
 
 
 class Sampler:
-    """Reader of batches from endless epochs. Each epoch has every sample once, with a new order, shift and masks."""
+    """Reader of batches from endless epochs, each of which has every sample once, in a new order.
+
+    Each epoch also has a new shift, which moves the boundaries of samples in the text. Masked samples have new masks.
+    """
 
     def __init__(self, samples: Samples, seed: int, rule: int = UNIFORM) -> None:
         self._samples, self._seed, self._order = samples, seed, SampleOrder(seed, samples.count, rule)
@@ -144,13 +147,13 @@ class Sampler:
         return joined([x for x, _ in parts]), joined([y for _, y in parts])
 
     def places(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
-        """Return the sample indices at ``count`` positions of ``epoch`` from ``start`` on, and the epoch's shift."""
+        """Return ``count`` sample indices from position ``start`` of ``epoch`` on, and the epoch's shift."""
         samples, word = self._order.places(epoch, start, count)
         return samples, word % self._samples.shifts
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Concatenate arrays (samples, ...), or objects that consist of arrays, along the samples."""
+    """Concatenate arrays, or `ArrayGroup` objects, along their first axis, the samples."""
     if isinstance(parts[0], ArrayGroup):
         arrays = zip(*(part.arrays for part in parts), strict=True)
         return replace(parts[0], arrays=tuple(np.concatenate(members) for members in arrays))
@@ -158,10 +161,10 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 def in_order(samples: Samples, limit: int, parts: int, part: int, longest: int) -> Iterator[Batch]:
-    """Divide evaluation samples into ``parts`` parts; yield batches of at most ``longest`` samples of part ``part``.
+    """Divide ``samples`` into ``parts`` ranges; yield range ``part`` in batches of at most ``longest`` samples.
 
-    The parts together have ``limit`` evenly spaced samples (0: all), which do not depend on ``parts``. All parts yield
-    the same number of batches; the last batches may be empty.
+    The ranges together cover ``limit`` evenly spaced samples (0: all samples), for any ``parts``. Each range has the
+    same number of batches; the last batches may be empty.
     """
     total = min(limit or samples.count, samples.count)
     chunks = list(cut(even_part(total, parts, part), longest))
@@ -180,15 +183,14 @@ ShareSizes = tuple[int, ...]  # samples per replica, at least 1
 
 
 def even_shares(samples: int, replicas: int) -> ShareSizes:
-    """Return the samples per replica if ``samples`` are divided evenly; the first replicas get one more. Local."""
+    """Divide ``samples`` evenly. Return the samples per replica; the first replicas get the remainder. Local."""
     return tuple(even_part(samples, replicas, replica).size for replica in range(replicas))
 
 
 def balanced_shares(samples: int, sample_s: Sequence[float]) -> ShareSizes:
     """Divide ``samples`` so that the slowest replica finishes as early as possible. Local.
 
-    Return the number of samples of each replica, at least 1. ``sample_s`` is the time per sample of each replica. Each
-    sample goes to the replica that would finish it first, which minimises the maximum time.
+    Return the number of samples of each replica, at least 1. ``sample_s`` is the time per sample of each replica.
     """
     assert samples >= len(sample_s) and all(seconds > 0 for seconds in sample_s)
     sizes = [1] * len(sample_s)
@@ -202,7 +204,7 @@ def balanced_shares(samples: int, sample_s: Sequence[float]) -> ShareSizes:
 
 
 class SampleShares:
-    """Number of samples of each replica in each global batch; batch 0 is the first. Local; all ranks store the same."""
+    """Samples per replica in each global batch, from batch 0 on. Local; all ranks have the same numbers."""
 
     def __init__(self, samples: int, replicas: int) -> None:
         self._sizes = [(0, even_shares(samples, replicas))]  # (first batch, sizes), ascending
@@ -228,17 +230,17 @@ class SampleShares:
         self._sizes.append((first, sizes))
 
     def forget(self, batch: int) -> None:
-        """Drop the numbers of samples that are stored for batches before ``batch``."""
+        """Drop the stored numbers of samples per replica that apply only to batches before ``batch``."""
         while len(self._sizes) > 1 and self._sizes[1][0] <= batch:
             del self._sizes[0]
 
     def state(self, batch: int) -> list[list[Any]]:
-        """Return the numbers of samples from batch ``batch`` on, as JSON values for a checkpoint."""
+        """Return a list of [first batch, samples of each replica], from ``batch`` on, to store in a checkpoint."""
         later = [[first, list(sizes)] for first, sizes in self._sizes if first > batch]
         return [[batch, list(self.of(batch))], *later]
 
     def restore(self, state: Sequence[Sequence[Any]]) -> bool:
-        """Restore the result of `state`. Return False and change nothing if replicas or batch size differ."""
+        """Restore a result of the method `state`. Return False if its number of replicas or batch size differs."""
         restored = [(int(first), tuple(map(int, sizes))) for first, sizes in state]
         now = self._sizes[0][1]
         fits = bool(restored) and all(len(sizes) == len(now) and sum(sizes) == sum(now) for _, sizes in restored)
@@ -251,7 +253,7 @@ class SampleShares:
 class LoadBalancer:
     """Load balancer that adapts ``shares``, the samples of each replica, to the measured speeds of the replicas.
 
-    ``data`` connects the replicas of this rank's stages, ``pipeline`` the stages of this replica. Created locally.
+    Communicator ``data`` connects replicas. ``pipeline`` connects the stages of this replica. Construction is local.
     """
 
     def __init__(self, data: Communicator, pipeline: Communicator, shares: SampleShares) -> None:
@@ -259,10 +261,10 @@ class LoadBalancer:
         self._sample_s: list[float] = []
 
     def after(self, step: int, compute_s: float) -> bool:
-        """Record that this rank computed for ``compute_s`` seconds in ``step``; return True if the shares changed.
+        """Record that ``step`` took ``compute_s`` seconds on this rank. Return True if the shares have changed.
 
-        Collective over ``data`` and ``pipeline``; most calls send no messages. New shares apply only to batches that
-        no rank has read ahead.
+        Collective over ``data`` and ``pipeline``; most calls send no messages. New numbers of samples apply only to
+        batches that no rank has read ahead.
         """
         samples = self._shares.of(step - 1)[self._data.rank]
         self._sample_s.append(compute_s / samples)

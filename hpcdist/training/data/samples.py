@@ -1,8 +1,8 @@
-"""Samples by index over arrays of tokens or tables, and masked samples for encoders.
+"""Samples by index over arrays of tokens or tables.
 
-`MaskedSamples` masks tokens for an encoder (Devlin et al. 2018). Exactly `predictions` tokens of each sample become
-targets: 80 % are replaced by the mask, 10 % by another token, 10 % stay. The choice depends only on (seed, epoch,
-sample), through Philox4x32-10 (Salmon et al., SC'11).
+Masked samples (Devlin et al. 2018) have exactly `masked_predictions` targets each: 80 % of the targets are replaced by
+the mask, 10 % by another token, and 10 % stay. The choice depends only on (seed, epoch, sample), through Philox4x32-10
+(Salmon et al., SC'11).
 """
 
 import math
@@ -51,7 +51,7 @@ pread = Primitive(_pread, "pread of the C library")
 
 @jit
 def _read_blocks(descriptor: Any, offsets: Any, blocks: Any) -> Any:
-    """Read row i of ``blocks`` (n, bytes) at file offset ``offsets[i]``. Return the first failed row, or n if none."""
+    """Fill row i of ``blocks``, of shape (n, bytes), from offset ``offsets[i]``. Return the first failed row, or n."""
     address, size = blocks.ctypes.data, blocks.shape[1]
     for i in range(len(offsets)):
         done = 0
@@ -104,11 +104,11 @@ class FileArray:
         return self.gather(np.array([start]), max(0, stop - start))[0, ::step]
 
     def files(self) -> list[tuple[Path, os.stat_result]]:
-        """Return (path, current status) of the file that holds the elements, as a list."""
+        """Return the list [(path, `os.fstat` result)] with one entry: the file that holds the array."""
         return [(self._path.resolve(), os.fstat(self._descriptor))]
 
     def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Return the ``length`` elements from each offset in ``starts`` on, as an array (n, length, ...).
+        """Return ``length`` elements from each offset in ``starts`` on, as an array of shape (starts, length, ...).
 
         Raises StorageError if the file is too short.
         """
@@ -174,7 +174,7 @@ def slice_of(whole: Sliceable, start: int, stop: int) -> Sliceable:
 
 
 def gather(whole: Sliceable, starts: np.ndarray, length: int) -> np.ndarray:
-    """Return the ``length`` elements of ``whole`` from each offset in ``starts`` on, as an array (n, length, ...)."""
+    """Read ``length`` elements of ``whole`` from each offset in ``starts`` on. Result shape: (starts, length, ...)."""
     if isinstance(whole, np.ndarray):
         rows: np.ndarray = whole[starts[:, None] + np.arange(length)]
     else:
@@ -183,13 +183,17 @@ def gather(whole: Sliceable, starts: np.ndarray, length: int) -> np.ndarray:
 
 
 class Samples(Protocol):
-    """Interface of ``count`` training samples. A ``shift`` from 0 to ``shifts - 1`` moves the samples in the text."""
+    """Interface of ``count`` training samples, which can be moved in their text to ``shifts`` different offsets.
+
+    A shift from 0 to ``shifts - 1`` moves the begin of every sample by this number of tokens. Samples that cannot be
+    moved have ``shifts`` 1.
+    """
 
     count: int
     shifts: int
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return the samples at ``indices`` (n,) as new arrays: inputs (n, ...) and targets (n, ...)."""
+        """Return inputs and targets of samples ``indices``, moved by ``shift``: new arrays of shape (samples, ...)."""
         ...
 
 
@@ -220,7 +224,7 @@ class TokenWindows:
         self.shifts = min(context, len(tokens) - self.count * context) if shifting else 1
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return inputs and targets of the windows ``indices``, moved by ``shift`` tokens. Both are (n, context)."""
+        """Return inputs and targets of windows ``indices``, moved by ``shift`` tokens, each of shape (n, context)."""
         block = gather(self._tokens, indices * self._context + shift, self._context + 1)
         return np.ascontiguousarray(block[:, :-1]), np.ascontiguousarray(block[:, 1:])
 
@@ -236,13 +240,16 @@ class NextTokenSamples:
         self.count = len(tokens) - context
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return inputs (n, context) and targets (n,)."""
+        """Return inputs, of shape (n, context), and targets, of shape (n,), of the samples. ``shift`` has no effect."""
         block = gather(self._tokens, indices, self._context + 1)
         return np.ascontiguousarray(block[:, :-1]), np.ascontiguousarray(block[:, -1])
 
 
 class TableRows:
-    """Samples from rows ``start`` to ``stop - 1`` of ``x``, with classes ``y``. Rows are flat unless ``shaped``."""
+    """Samples that are rows ``start`` to ``stop - 1`` of the table ``x``, with classes ``y``.
+
+    Rows with several dimensions are flattened, unless the keyword ``shaped`` is true.
+    """
 
     shifts = 1
 
@@ -253,7 +260,10 @@ class TableRows:
         self.count = stop - start
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return inputs (n, features), or (n, ...) if ``shaped``, and targets (n,)."""
+        """Return inputs and targets of the n rows ``indices``. ``shift`` has no effect.
+
+        Inputs have the shape (n, features), or (n, ...) if ``shaped``. Targets have the shape (n,).
+        """
         rows = self._start + indices
         x, y = gather(self._x, rows, 1)[:, 0], gather(self._y, rows, 1)[:, 0]
         return x if self._shaped else x.reshape(len(rows), math.prod(x.shape[1:])), y
@@ -268,9 +278,10 @@ _MASKING_STREAM: Final = 0x6D61736B  # separates these words from dropout with t
 
 
 class MaskedSamples:
-    """Samples of ``windows`` with some tokens masked. Targets are the masked tokens, and IGNORED at other positions.
+    """Samples of ``windows`` in which some tokens are masked.
 
-    ``seed`` and ``epoch`` select the masked tokens. ``mask`` is the mask token, one of the ``vocabulary`` tokens.
+    Targets are the original tokens at masked positions, and `IGNORED` elsewhere. ``seed`` and ``epoch`` select the
+    masked tokens. ``mask`` is the mask token, one of the ``vocabulary`` tokens.
     """
 
     def __init__(
@@ -282,11 +293,14 @@ class MaskedSamples:
         self.count, self.shifts = windows.count, windows.shifts
 
     def in_epoch(self, seed: int, epoch: int) -> "MaskedSamples":
-        """Return these samples with the masks of epoch ``epoch`` in a run with seed ``seed``."""
+        """Return these samples with the choice of masked tokens of epoch ``epoch`` in a run with seed ``seed``."""
         return MaskedSamples(self._windows, self._mask, self._vocabulary, seed, epoch)
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return masked inputs (n, context), in a dtype that can hold the mask, and targets (n, context) int64."""
+        """Return masked inputs and int64 targets of the windows ``indices``, both of shape (n, context).
+
+        The dtype of inputs can hold the mask token. ``shift`` moves the windows before they are masked.
+        """
         unmasked, targets = self._windows.take(indices, shift)
         if not isinstance(unmasked, PackedTokens):
             return self._hidden(unmasked, indices)

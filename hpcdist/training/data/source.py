@@ -1,7 +1,6 @@
 """Data sources: the ``[data]`` section as training and validation samples, verified to be the same on all ranks.
 
-A source has the model arguments that follow from the data, a fingerprint of probes, and a digest of all data, so that
-a resume rejects other data. `script_source` is for a run whose script brings the batches.
+A resume rejects data with another fingerprint or digest.
 """
 
 import hashlib
@@ -113,7 +112,10 @@ def _block_place(columns: Sequence[Sliceable], number: int) -> tuple[Sliceable, 
         if number < _blocks(column):
             return column, number * _rows(column)
         number -= _blocks(column)
-    raise IndexError("the block number is beyond the last block of the columns")
+    raise IndexError(
+        f"a block index of the training data is too large by {number + 1}: the data has only "
+        f"{sum(map(_blocks, columns))} blocks"
+    )
 
 
 def _row_bytes(column: Sliceable) -> int:
@@ -129,10 +131,7 @@ def _block(column: Sliceable, start: int) -> bytes:
 
 
 def _file_state(columns: Sequence[Sliceable]) -> tuple[str, int | None]:
-    """Return a cache key for the current state of the columns' files, and the time of their last change in ns.
-
-    If a file is unknown, the key only names this host, and the time is None.
-    """
+    """Return the cache key of a digest of ``columns``, and the time of the files' last change in ns since 1970."""
     state: list[Any] = []
     newest_ns = 0
     for column in columns:
@@ -204,14 +203,14 @@ class Source:
     documents: DocumentPairs | None = None  # packed training samples: pairs of attention
 
     def made(self, scalars: Mapping[str, Any]) -> bool:
-        """Return True if the run of a checkpoint trained on this data. ``scalars`` has the run's data hashes."""
+        """Return True if this data is the data of a checkpoint, by the data hashes in the checkpoint's ``scalars``."""
         stored = scalars.get("data_digest")
         return scalars["data"] == self.fingerprint and (not stored or not self.digest or stored == self.digest)
 
     def validation_batches(self, recipe: "Recipe", parts: int, part: int | None) -> Iterator[Batch]:
-        """Divide the validation samples into ``parts`` parts; yield micro-batches of part number ``part``. Local.
+        """Divide the validation samples into ``parts`` ranges; yield micro-batches of range number ``part``. Local.
 
-        The parts together have the same samples for any ``parts``. All parts yield the same number of batches; some may
+        All ranges together have the same samples for any ``parts``. Each range has the same number of batches; some may
         be empty. If ``part`` is None, all batches are empty.
         """
         if self.validation is None:
@@ -221,7 +220,11 @@ class Source:
             yield batch if part is not None else (batch[0][:0], batch[1][:0])
 
     def targets_in(self, targets: Array, per_sample: float) -> float:
-        """Return the number of ``targets`` in a mean loss: ``per_sample`` per row, or if packed, the unmasked ones."""
+        """Return the number of targets over which a loss on ``targets`` is averaged.
+
+        This is ``per_sample`` times the number of samples. For packed samples, it is the number of targets except
+        `IGNORED`.
+        """
         if self.padding is None:
             return len(targets) * per_sample
         return int((targets != IGNORED).sum())
@@ -273,7 +276,6 @@ def open_source(
 
 
 def _agree(config: DataConfig, verdicts: list[str | HpcdistError]) -> None:
-    """Raise the first error in ``verdicts`` (one per rank), or DataError if ranks see different data."""
     for other in verdicts:
         if isinstance(other, HpcdistError):
             raise other
@@ -388,7 +390,6 @@ def _table_source(
 
 
 def _training_part(total: int, fraction: float, least: int, what: str, cure: str) -> int:
-    """Return the index where validation data (the last ``fraction``) starts. DataError if a part is below ``least``."""
     validation = max(least, round(total * fraction)) if fraction > 0 else 0
     if total - validation < least:
         purpose = "one sample to train and one to validate" if validation else "one sample"
@@ -397,7 +398,6 @@ def _training_part(total: int, fraction: float, least: int, what: str, cure: str
 
 
 def _fingerprint(*columns: Sliceable) -> str:
-    """Return a hash of the columns' shapes, types, and some evenly spaced elements."""
     state = hashlib.blake2b(digest_size=16)
     for column in columns:
         state.update(f"{column.dtype} {column.shape}".encode())

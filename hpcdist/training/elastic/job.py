@@ -1,15 +1,15 @@
 """Elastic job: training that survives the death of its ranks (`hpcdist run --survive`).
 
-An incarnation is the time between two changes of the training ranks. When a rank dies, all other ranks get an error
-from their communication, and recover together:
+An incarnation is the time between two changes of the training ranks. When a rank dies, the other ranks recover
+together:
 
     acknowledge   revoke the communicator, which releases waiting ranks
     meet          shrink to the living ranks; spares or new processes replace the dead, or ranks move up
     recover       use the newest state in the ranks' memory, else a checkpoint
     train         assemble the run in its new layout, and continue
 
-A death in any phase starts the recovery again. The global batch is kept; `refit` adapts the layout. MPI must have User
-Level Failure Mitigation (Bland et al., IJHPCA 27(3), 2013).
+A death in any phase starts the recovery again. The global batch is kept. MPI must have User Level Failure Mitigation
+(Bland et al., IJHPCA 27(3), 2013).
 """
 
 import gc
@@ -67,7 +67,6 @@ def _with_degrees(recipe: Recipe, pipeline: int, tensor: int) -> Recipe | None:
 
 
 def _with_stages(parallel: ParallelConfig, pipeline: int) -> ParallelConfig:
-    """Return ``parallel`` with ``pipeline`` stages, without the keys that describe its previous stages."""
     if pipeline == parallel.pipeline:
         return parallel
     of_stages: dict[str, Any] = {"stage_units": (), "stage_speeds": (), "stage_memory_bytes": ()}
@@ -85,7 +84,10 @@ def _is_runnable(recipe: Recipe, ranks: int) -> bool:
 
 
 def describe_change(change: MembershipChange, trainer: Trainer, origin: StateSource | None, seconds: float) -> str:
-    """Return a message about a membership change: ranks that died or started, the layout, and the step to resume."""
+    """Return a message about a membership change: ranks that died or started, the layout, and the step to resume.
+
+    ``origin`` is the source of the restored state, or None for the initial state. ``seconds`` is the recovery time.
+    """
     happened = []
     if change.lost:
         happened.append(f"rank{'s' * (len(change.lost) > 1)} {', '.join(map(str, change.lost))} died")
@@ -102,7 +104,7 @@ def describe_change(change: MembershipChange, trainer: Trainer, origin: StateSou
 
 @dataclass(frozen=True)
 class Incarnation:
-    """Objects of this process that live as long as the current set of training ranks. Objects not built are None."""
+    """Objects of this process that live as long as the current set of training ranks. Missing objects are None."""
 
     session: Session
     loop: TrainingLoop | None = None
@@ -112,8 +114,7 @@ class Incarnation:
 class ElasticJob:
     """One process of a job that survives rank failures.
 
-    Whenever the set of training ranks changes, a new incarnation begins ("life" in files). ``number`` counts the
-    incarnations from 0.
+    A new incarnation ("life") starts after each change of the training ranks. ``number`` counts incarnations from 0.
     """
 
     def __init__(
@@ -135,12 +136,12 @@ class ElasticJob:
         self._broken = False  # True if the communicator of everyone is revoked
 
     def run(self, origin: StateSource | None = None) -> None:
-        """Train to the end of the run despite rank failures, then exit with the same code on all ranks. Collective."""
+        """Call `train` with ``origin``, then exit with the common exit code. Collective."""
         code = self.train(origin)
         replace(self._session, comm=self._team.everyone).leave(code)  # after `agree` nothing may need all ranks
 
     def train(self, origin: StateSource | None = None) -> int:
-        """Train to the end of the run despite rank failures. Return the exit code, equal on all ranks. Collective."""
+        """Train from state ``origin`` (None: step 0) despite rank failures. Return the common exit code. Collective."""
         while True:
             code: int | None = None
             try:
@@ -161,10 +162,7 @@ class ElasticJob:
             self._broken = True
 
     def _acknowledge(self, error: Exception) -> None:
-        """After a rank failure, keep the state for a recovery, and free all communication objects. Local.
-
-        The communicator is revoked first, because other ranks may wait in a collective that can never complete.
-        """
+        """Revoke the communicator to release waiting ranks, keep the state, and free communication objects. Local."""
         if not self._broken:
             self._lost_at = time.monotonic()
         self._broken = True
@@ -245,10 +243,6 @@ class ElasticJob:
         return code
 
     def _fitted(self) -> Recipe:
-        """Return the recipe in a layout for the remaining ranks. Ranks that the layout does not use become spares.
-
-        Raises TooFewRanksError if there is no such layout, or if fewer than ``survival.least_ranks`` ranks remain.
-        """
         team, least = self._team, self._job.recipe.survival.least_ranks
         refitted = refit(self._job.recipe, team.size)
         if refitted is None or team.size < least:
@@ -263,7 +257,7 @@ class ElasticJob:
         return replace(recipe, chaos=recipe.chaos.within(used)) if self._number else recipe
 
     def _stored(self, session: Session) -> StateSource | None:
-        """Return the newest usable checkpoint, or None if none was saved yet. Collective over the training ranks."""
+        """Return the newest usable checkpoint, or None if none was saved yet. Collective over ``session.comm``."""
         path = newest_complete(self._job.run.path, session.comm)
         if path is None:
             refuse_restart_over_checkpoints(self._job.run.path)
@@ -298,10 +292,10 @@ class ElasticJob:
 
 
 def _drop_frames(error: BaseException | None) -> None:
-    """Clear the stack frames of ``error`` and its causes, which would keep the old state in memory. Local."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
+        # The frames would keep the old state in memory.
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

@@ -1,8 +1,4 @@
-"""Membership of an elastic job: training ranks, spares, and their changes.
-
-``everyone`` joins all processes of the job. A training rank has a place (its rank in the training); a spare sleeps.
-After a death, the places of dead ranks go to spares or new processes, or later ranks move up.
-"""
+"""Membership of an elastic job: training ranks, spares, and their changes."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -24,7 +20,10 @@ JOINER: Final = ("-m", "hpcdist.training.run.entry_point")
 
 @dataclass(frozen=True)
 class MembershipChange:
-    """Change of training ranks: ``lost`` ranks died, ``added`` processes started. ``grown``: a user asked for them."""
+    """Change of the training ranks: the ranks ``lost`` died, and ``added`` new processes started.
+
+    ``grown``: a user requested more ranks with `hpcdist grow`.
+    """
 
     lost: tuple[int, ...] = ()
     added: int = 0
@@ -32,7 +31,7 @@ class MembershipChange:
 
 
 def mode_of(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Return the mode of surviving rank failures ("": a failure ends the job), and the number of spares. Local."""
+    """Return the mode of surviving rank failures, or "" if a failure ends the job, and the number of spares. Local."""
     mode, spares = environment.get(SURVIVE, ""), environment.get(SPARES, "0")
     if mode and mode not in SURVIVE_MODES:
         raise ConfigurationError(f"{SURVIVE}={mode!r}; set it to one of {', '.join(SURVIVE_MODES)}, or leave it out")
@@ -46,8 +45,9 @@ def mode_of(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
 class Membership:
     """Roles of the processes of a job, which are training ranks and spares. Each process has such an object.
 
-    Methods are local or collective over ``everyone``, all living processes. ``place`` is this process's rank among the
-    ``size`` training ranks, or None for a spare. ``wanted`` is the number of training ranks after the next `fill`.
+    ``everyone`` is the communicator of all living processes. Methods are local, or collective over ``everyone``.
+    ``place`` is this process's rank among the ``size`` training ranks, or None for a spare. ``wanted`` is the number of
+    training ranks after the next `fill`.
     """
 
     def __init__(self, everyone: Communicator, mode: str, place: int | None, target_size: int) -> None:
@@ -93,7 +93,7 @@ class Membership:
         """Agree on new training ranks among the living ranks after ranks died. Collective over the living ranks.
 
         In mode "replace", spares take the ranks of dead processes. Otherwise later ranks are renumbered to close the
-        gaps. If `is_rank_failure` recognises the error of this call, all living ranks must call this again.
+        gaps. If this raises an error for which `is_rank_failure` is True, all living ranks must call it again.
         """
         before, self.everyone = self.everyone, self.everyone.shrink("everyone")
         before.abandon()
@@ -119,9 +119,10 @@ class Membership:
                 self.place = place
 
     def fill(self, change: MembershipChange, description: Any) -> MembershipChange:
-        """Start a process for each vacant training rank, and send it ``description``. Collective.
+        """Start a process for each vacant training rank. Collective over the living ranks.
 
-        Return ``change`` with the number of started processes added.
+        Return ``change`` with the number of started processes added. In each new process, `join` returns this result
+        and ``description``, a picklable object.
         """
         vacant = self._vacant(self._places())
         if vacant:
@@ -162,7 +163,11 @@ class Membership:
 
 
 def join(everyone: Communicator) -> tuple[Membership, MembershipChange, Any]:
-    """In a new process, return its membership, and the change and description sent by `Membership.fill`. Collective."""
+    """In a process that `Membership.fill` started, return its membership, the change and the description. Collective.
+
+    The change is the `MembershipChange` that added this process. The description is the object that the older processes
+    passed to `Membership.fill`. ``everyone`` joins the older and the new processes.
+    """
     vacant, target_size, mode, change, description = everyone.broadcast_object(None)
     mine: int = vacant[everyone.rank - (everyone.size - len(vacant))]
     return Membership(everyone, mode, mine, target_size), change, description

@@ -1,8 +1,8 @@
 """Protection of the state of a run against rank failures: in replicas, or in copies at partners.
 
 If every rank has the whole state, and the update sends no messages, survivors that completed the update send the state
-to the others. Otherwise each rank and its partner keep a copy of the rank's state. After a failure all ranks return to
-the newest complete copies, and repeat at most ``every_steps`` steps.
+to the others. Otherwise each rank and its partner keep a copy of the rank's state, and at most ``every_steps`` steps
+are repeated after a failure.
 """
 
 import socket
@@ -27,7 +27,10 @@ LOCAL_UPDATE_KINDS = (Kind.DIRECTION, Kind.NORMS, Kind.APPLY)  # operations of a
 
 @dataclass(frozen=True)
 class SurvivorState:
-    """State in memory after ``step`` steps. This rank has the pieces ``held``; ranks ``holders`` together have all."""
+    """State of a run after ``step`` steps, in the memory of the surviving ranks.
+
+    This rank holds the pieces ``held``. The ranks of communicator ``holders`` together hold all pieces of the state.
+    """
 
     step: int
     scalars: Mapping[str, Any]
@@ -35,7 +38,11 @@ class SurvivorState:
     holders: Communicator | None = None
 
     def fill(self, comm: Communicator, pieces: Sequence[Piece], optional: Collection[str]) -> None:
-        """Fill the arrays of ``pieces`` from ranks that hold their data, first from this rank. Collective."""
+        """Fill the arrays of ``pieces`` with this state: from this rank's memory, or else from other ranks.
+
+        Kinds of state in ``optional`` are left unchanged if no rank has them. Collective over ``holders``, or over
+        ``comm`` if ``holders`` is None.
+        """
         reshard(self.holders or comm, self.held, pieces, optional)
 
     def __str__(self) -> str:
@@ -44,9 +51,11 @@ class SurvivorState:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """State from incarnation number ``life`` in this process's memory: in ``copies``, or in the arrays of training.
+    """State of a run that this process keeps in memory for a recovery from a rank failure.
 
-    ``place`` was the rank of this process in that incarnation.
+    ``life`` is the number of the incarnation (see `elastic.job`) that made this state, with this process as training
+    rank ``place``. If partner ranks keep copies of their states, the state is in ``copies``. Otherwise ``live`` refers
+    to the arrays of the training.
     """
 
     life: int
@@ -56,10 +65,10 @@ class RankMemory:
 
 
 class StateProtection:
-    """Keeper of copies of the state of ``trainer``, for a recovery after a rank failure.
+    """Protection of the state of ``trainer`` against rank failures. All ranks must construct it together.
 
-    ``life`` counts the recoveries of the run, from 0. ``earlier`` holds the states from before these recoveries. They
-    are dropped after the first completed step.
+    ``life`` is the number of the current incarnation, from 0. ``earlier`` has this rank's states from previous
+    incarnations: see `RankMemory`. These states are dropped after the first completed step.
     """
 
     def __init__(self, trainer: Trainer, life: int, config: SurvivalConfig, earlier: list[RankMemory]) -> None:
@@ -75,7 +84,11 @@ class StateProtection:
         )
 
     def keep(self, step: int, now: bool) -> None:
-        """Record that ``step`` is complete. Renew the copies if ``now``, or if a renewal is due. Collective."""
+        """Record that ``step`` is complete, and renew the copies of the state at partner ranks if due. Collective.
+
+        A renewal is due every ``survival.every_steps`` steps, and if ``now`` is true. If every rank has the whole
+        state, there are no copies.
+        """
         self._done = step
         if step > self._trainer.first_step:
             # All ranks agreed on a step of this incarnation, so all have its state.
@@ -106,7 +119,7 @@ class StateProtection:
 
 
 def holds_whole_state(trainer: Trainer) -> bool:
-    """Return True if this rank stores the whole state, and can finish a step alone after operation AGREE. Local."""
+    """Return True if this rank has the whole state, and can complete an update without messages. Local."""
     exchange, operations = trainer.exchange, trainer.operations
     if not exchange.whole_state:
         return False

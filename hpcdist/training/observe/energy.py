@@ -1,7 +1,6 @@
 """Energy and time of a run, from its first step to its validation, over all of its starts.
 
-A record in the run directory (usage.json), renewed with the metrics rows, also counts repeated steps after a kill. The
-ranks of a node send their spans to the rank that reads the counters, which attributes joules to activities.
+A record in the run directory (usage.json) also counts steps that are repeated after a kill.
 """
 
 import json
@@ -53,8 +52,8 @@ def energy_figures(
 ) -> dict[str, Any]:
     """Return the energy figures of ``report`` over ``steps`` steps. A figure that is unknown is None, with a reason.
 
-    ``activities`` is the energy per activity, from `phase_shares.job_activities`. ``config`` has the electricity price
-    and the carbon intensity.
+    ``report`` is from `EnergyMonitor.report`, and ``activities`` from `phase_shares.job_activities`. ``config`` has the
+    electricity price and the carbon intensity.
     """
     phases, config = report["phases"], config or EnergyConfig()
     training = phases.get("training", {"joules": math.nan})["joules"]
@@ -171,7 +170,6 @@ class EnergyRecorder:
             self._attend(boot_id() if host is None else host, device.bus_id() if on_gpu else None)
 
     def _noted(self) -> dict[str, Any] | None:
-        """Return the energy record that an earlier start stored, or None. A damaged record is renamed. Local."""
         if self._path is None:
             return None
         path = self._path
@@ -196,7 +194,7 @@ class EnergyRecorder:
             self._before_j = _training_j(record["joules"])
 
     def _attend(self, host: str, bus_id: str | None) -> None:
-        """Connect the ranks of each host. A host's first rank reads energy counters and collects spans. Collective."""
+        """Split ranks by ``host``; a host's first rank collects spans. ``bus_id``: the rank's GPU. Collective."""
         hosts = self._comm.allgather_object(host)
         self._node = self._comm.split(list(dict.fromkeys(hosts)).index(host), self._comm.rank, "energy of a node")
         assert self._node is not None
@@ -276,7 +274,7 @@ class EnergyRecorder:
         )
 
     def note(self) -> dict[str, Any]:
-        """Store the run's energy up to now in the run directory, and return it. Collective; rank 0: StorageError."""
+        """Store the run's energy so far in the run directory; return it. Collective. Rank 0 raises StorageError."""
         state = self.state()
         self._write(state)
         return state
@@ -312,23 +310,17 @@ class EnergyRecorder:
 
 
 def _training_j(joules: Mapping[str, Any]) -> float | None:
-    """Return the joules of the training phase. ``joules`` is the result of `report.state`: energy per phase.
-
-    Return 0 if there was no training, and None if the energy is unknown.
-    """
     training_j: float | None = joules["phases"].get("training", {"joules": 0.0})["joules"]
     return training_j
 
 
 def _counted(source: SourceSamples, ranks: tuple[int, ...] | None) -> CounterSamples:
-    """Return the samples of energy counter ``source`` for ``ranks`` (None: all ranks). Unknown gaps count as 0 J."""
     used = np.diff(source.energy_mj, prepend=source.energy_mj[:1])
     used[1:][~source.known] = 0
     return CounterSamples(source.name, source.kind, source.times_ns, source.energy_mj[:1] + np.cumsum(used), ranks)
 
 
 def _checkpointed(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the energy record in a checkpoint's ``scalars``, or an empty record that begins at its step."""
     try:
         return phase_shares.restored(scalars.get("energy"))
     except ValueError:

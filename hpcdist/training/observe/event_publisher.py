@@ -1,7 +1,6 @@
 """Event publisher: live figures of a run from every rank to the sinks of rank 0.
 
-Covers steps, memory, collectives, checkpoints, anomalies, energy and utilisation; unknown figures are left out. The
-console prints at most one line per kind of anomaly in `ANOMALY_QUIET_NS`.
+The console prints at most one line per kind of anomaly in `ANOMALY_QUIET_NS`. Unknown figures are left out.
 """
 
 import math
@@ -65,7 +64,7 @@ def build_sinks(run: RunInfo, config: TelemetryConfig, say: Callable[[str], None
 def energy_events(
     monitor: EnergyMonitor, config: EnergyConfig, state: Mapping[str, Any], tokens: float
 ) -> dict[str, dict[str, float]]:
-    """Return the figures of the events "energy" and "utilisation" as {event kind: figures}. Local.
+    """Return the figures of the events "energy" and "utilisation" as {event kind: {name: value}}. Local.
 
     ``state`` is from `EnergyRecorder.state`. ``tokens`` is the number of tokens trained with this energy.
     """
@@ -189,7 +188,7 @@ class EventPublisher:
         self._fetched.update(hits=hits, misses=misses)
 
     def row(self, step: int, loss: float, learning_rate: float, tokens: int, ranks: Mapping[str, np.ndarray]) -> None:
-        """Add the metrics row of ``step``. ``ranks``: figure name -> values of all ranks (world,). Rank 0 only."""
+        """Add the metrics row of ``step``. ``ranks`` maps a figure's name to the values of all ranks. Rank 0 only."""
         time_ns, norm = self._steps.pop(step, (time.time_ns(), math.nan))
         self._rows.append(StepRow(step, time_ns, loss, learning_rate, tokens, norm, ranks))
 
@@ -211,7 +210,7 @@ class EventPublisher:
             self._add("evaluation", step, {"validation_loss_nats": loss})
 
     def gather(self, monitor: EnergyMonitor, energy: Mapping[str, Any]) -> None:
-        """Gather all ranks' counts since the last call on rank 0, after ``monitor`` collected energy. Collective."""
+        """Add events on rank 0: all ranks' times, bytes and memory, and the ``energy`` of the run. Collective."""
         ledger = self._trainer.ledger
         counted = dict(self._timing.totals()), dict(self._overlapped), self._fetched.copy()
         waited = self._waited_s, self._made, self._all_waited_s, self._all_made
@@ -246,7 +245,10 @@ class EventPublisher:
         fetched: Sequence[Mapping[str, int]],
         data_s: float,
     ) -> None:
-        """Add an event about collectives: mean seconds and total bytes per operation, over the ranks that ran it."""
+        """Add an event about collectives: mean seconds and total bytes per operation, over the ranks that ran it.
+
+        Each sequence has one item per rank. ``data_s`` is the mean wait for data per step.
+        """
         figures = {"data_seconds": data_s}
         for name in sorted({name for rank in operations for name in rank}):
             made = [rank[name] for rank in operations if name in rank]

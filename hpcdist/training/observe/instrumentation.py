@@ -1,8 +1,7 @@
-"""Instrumentation of a loop on one rank: spans, profiler ranges, energy windows, and sensor shift.
+"""Instrumentation of a training loop on one rank.
 
-`StepShifter`: a power sensor that measures 25 ms of every 100 ms always sees the same part of a step if the step time
-is a multiple of 100 ms, which biases the energy. One rank therefore delays its steps, as Yang, Adamek and Armour
-(arXiv:2312.02741) shift repeated measurements.
+A power sensor that measures 25 ms of every 100 ms always sees the same part of a step if the step time is a multiple of
+100 ms. `StepShifter` therefore delays steps, as Yang, Adamek and Armour (arXiv:2312.02741) shift repeated measurements.
 """
 
 import os
@@ -66,7 +65,7 @@ class NvtxRanges:
 
 
 def label(name: str, microbatch: int = -1, unit: int = -1) -> str:
-    """Return the text of a profiler range, e.g. "FORWARD microbatch 0 unit 3" (unit: stage). -1 is left out."""
+    """Return the text of a profiler range, e.g. "FORWARD microbatch 0 unit 3" (model unit 3). -1 omits a number."""
     numbers = (("microbatch", microbatch), ("unit", unit))
     return " ".join([name, *(f"{of} {number}" for of, number in numbers if number >= 0)])
 
@@ -101,8 +100,8 @@ class ConsoleProgress:
     def step(self, done: int, loss: float, targets: int, communication_s: float, step_s: float) -> None:
         """Report that ``done`` steps are complete. ``targets`` is the number of targets in the last step on all ranks.
 
-        Targets of dropped gradients do not count. The last step took ``step_s`` seconds. This rank spent
-        ``communication_s`` seconds of them in communication.
+        Targets of dropped gradients do not count. This rank spent ``communication_s`` seconds of the last step's
+        ``step_s`` seconds in communication.
         """
         if not self._shown:
             return
@@ -133,16 +132,12 @@ class ConsoleProgress:
         return f"ETA {(self._steps - done) * (now - warm_s) / (done - warm):.0f} s"
 
     def close(self) -> None:
-        """Close the progress bar."""
         if self._bar is not None:
             self._bar.close()
 
 
 def _terminal_columns() -> int | None:
-    """Return the width of the terminal of stderr in columns, 0 if the width is unknown, or None without a terminal.
-
-    The launcher reports its terminal in an environment variable.
-    """
+    """Return the width of the terminal of stderr in columns, 0 if the width is unknown, or None without a terminal."""
     if sys.stderr.isatty():
         return 0
     columns = os.environ.get(TERMINAL_COLUMNS, "")
@@ -185,7 +180,10 @@ class StepLog:
         )
 
     def shares(self, done: int, first: int) -> None:
-        """Write changes of replicas' sample counts after step ``done`` to the metrics, but not the first ``first``."""
+        """Write the samples per replica after step ``done``, and later planned changes, to the metrics.
+
+        ``first`` is the index of the first row to write: 0 for all rows, -1 for only the latest change.
+        """
         if self._trainer.shares is not None:
             for batch, samples in self._trainer.shares.state(done)[first:]:
                 self._metrics.put(side_tables.SHARES, first_step=batch + 1, samples=[samples])
@@ -196,10 +194,10 @@ SHIFT_SPAN: Final = "shift"
 
 
 class StepShifter:
-    """Delays this rank's steps, so that a sensor with gaps measures all phases of a step equally often. Local.
+    """Delays of this rank's steps, so that a sensor with gaps measures all phases of a step equally often. Local.
 
-    The other ranks wait for this rank in the step. ``sensor`` returns the power sensor, or None if all sensors measure
-    continuously.
+    Delaying one rank is enough, because the other ranks wait for it in the step. ``sensor`` returns the power sensor,
+    or None if all sensors measure continuously.
     """
 
     def __init__(self, sensor: Callable[[], PowerSensor | None], spans: SpanSink) -> None:
@@ -208,7 +206,7 @@ class StepShifter:
         self._left = 0
 
     def wait(self, step: int) -> None:
-        """Sleep until it is time to start ``step``."""
+        """Sleep before ``step`` as long as needed to shift its phases against the power sensor's measuring times."""
         if not self._left:
             sensor = self._sensor()  # its interval may be estimated better by now
             self._shift = None if sensor is None else SensorShift(sensor, SHIFTED_STEPS)
@@ -241,7 +239,7 @@ class Instrumentation:
 
     @contextmanager
     def phase(self, phase: str, name: str) -> Iterator[None]:
-        """Measure time and energy of the ``with`` body as ``phase``. All ranks should use it at the same time."""
+        """Record time and energy of the ``with`` body in ``phase`` as ``name``. All ranks should enter it together."""
         start = now_ns()
         with self.energy.monitor.window(phase), self.ranges(phase, name):
             yield

@@ -1,6 +1,6 @@
 """Metrics rows of every rank, gathered at intervals and written by rank 0.
 
-A killed run loses the rows of the last seconds. After a rank failure, rows in the memory of survivors are written.
+A killed run loses the rows of the last seconds.
 """
 
 import math
@@ -68,7 +68,7 @@ class RunMetrics:
         return time.monotonic() - self._flushed >= max(FLUSH_EVERY_S, seldom_s) or len(self._own) >= FLUSH_AT_ROWS
 
     def flush(self) -> None:
-        """Gather the rows of all ranks on rank 0, which writes them. Collective. Raises StorageError on rank 0."""
+        """Gather all ranks' new metrics rows on rank 0, which writes them. Collective. Rank 0 raises StorageError."""
         start = time.monotonic()
         self._gather()
         nodes = self._energy.collect()
@@ -103,11 +103,11 @@ class RunMetrics:
             self._writer.evaluation(step, val_loss)
 
     def unsaved(self) -> list[tuple[StepColumns, list[float]]]:
-        """Return this rank's rows that may be missing in the file, to be written after a rank failure. Local."""
+        """Return this rank's metrics rows that the file may lack, to be written after a rank failure. Local."""
         return [*self._gathered, *zip(self._common, self._own, strict=True)]
 
     def carry(self, rows: Sequence[tuple[StepColumns, list[float]]], last: int, world: int) -> None:
-        """After a rank failure, write the rows up to step ``last`` that the file lacks. Collective.
+        """After a rank failure, write the metrics rows up to step ``last`` that the file lacks. Collective.
 
         ``rows`` are this rank's rows from `unsaved`. ``world`` is the number of ranks that made these rows, or 0 if
         this rank did not train. Figures of dead ranks are NaN.
@@ -135,7 +135,7 @@ class RunMetrics:
             )
 
     def put(self, table: MetricsTable, **columns: Any) -> None:
-        """Write rows of a side ``table`` of the metrics file; see `MetricsWriter.put`. Only rank 0 writes."""
+        """Write ``columns`` to ``table`` of the metrics file; see `MetricsWriter.put`. Only rank 0 writes."""
         if self._writer is not None:
             self._writer.put(table, **columns)
 
@@ -165,8 +165,8 @@ class AsyncRunMetrics(RunMetrics):
 
     `serve` sends complete rows to rank 0, which writes the row of a step after all workers have made this step. Only
     `flush` writes energy samples. The loss in a row is the mean over the workers' batches, each computed with the
-    worker's parameters at this step. Figures of pure servers are NaN. A row lacks the workers that were more than
-    `MOST_LEAD_STEPS` steps ahead, and after a resume, the workers that made the step before the checkpoint.
+    worker's parameters at this step. Figures of pure servers are NaN. A row lacks workers that were more than
+    `MOST_LEAD_STEPS` steps ahead. After a resume, it also lacks workers that made the step before the checkpoint.
     """
 
     def __init__(
@@ -190,11 +190,11 @@ class AsyncRunMetrics(RunMetrics):
         self._channel.free()
 
     def begin(self, clocks: Mapping[int, int]) -> None:
-        """Set the numbers of steps made before this start: ``clocks`` maps each worker to its steps. Local."""
+        """Set the steps that were made before this start. ``clocks`` maps each worker to its number of steps. Local."""
         self._last = dict(clocks)
 
     def serve(self) -> None:
-        """Send the rows that are complete. Rank 0 also receives and writes rows. Never waits. Local."""
+        """Send this rank's new metrics rows to rank 0, which receives and writes them. Never waits. Local."""
         self._under_way = [request for request in self._under_way if not request.test()]
         if self._writer is None:
             if self._common and (len(self._common) >= ROWS_PER_MESSAGE or self._overdue()):

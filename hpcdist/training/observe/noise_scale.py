@@ -1,8 +1,8 @@
 """Gradient noise scale of a run, measured during its steps (formulas: `hpcdist.optim`).
 
-The small batch is one replica's part of a step. If gradients are exchanged after each micro-batch, or a single replica
-accumulates, it is a micro-batch. The squared norm of the small batch's gradient is taken before the exchange. Costs per
-measured step: one pass over the local gradients, and two numbers in an existing message.
+The small batch is one replica's part of a step, or a micro-batch if gradients are exchanged after each micro-batch or a
+single replica accumulates. Costs per measured step: one pass over the local gradients, before the exchange, and two
+numbers in an existing message.
 """
 
 import math
@@ -31,10 +31,7 @@ WHY_UNKNOWN: Final = (
 
 
 def _mixed_microbatches(operations: Sequence[Operation]) -> str:
-    """Return an error message if ``operations`` never have the gradient of micro-batch 0 alone, else "".
-
-    This is so if other micro-batches are added to a gradient before micro-batch 0 is complete.
-    """
+    """Return an error message if the gradient of micro-batch 0 cannot be measured in a step, else ""."""
     complete: set[int] = set()
     for op in operations:
         if op.kind in WRITING_PASSES and op.unit not in complete:
@@ -61,9 +58,9 @@ class NoiseMeter(StepObserver):
         self._rows: list[tuple[float, ...]] = []
 
     def check(self, operations: Sequence[Operation]) -> None:
-        """Raise ConfigurationError on all ranks if ``operations`` never have the gradient of a smaller batch alone.
+        """Raise ConfigurationError on all ranks if steps of this schedule cannot measure the noise scale.
 
-        The noise scale is computed from this gradient and the gradient of the whole step. Collective over the world.
+        ``operations`` are this rank's operations of a step. Collective over the world.
         """
         refusals = self._context.world.allgather_object(_mixed_microbatches(operations) if self.looks_at_first else "")
         if any(refusals):
@@ -88,9 +85,9 @@ class NoiseMeter(StepObserver):
         step.outcome.seconds["communication_s"] -= taken_s
 
     def counts(self, step: RunningStep) -> np.ndarray:  # (2,)
-        """Return two numbers to sum over ranks: the smaller batches' squared gradient norm, and 1 / (their samples).
+        """Return this rank's terms of |g_b|^2 and 1/b (see `estimate_noise`), to be summed over the ranks.
 
-        Reset the squared norm. The noise scale compares the gradients of smaller batches and of the whole batch.
+        The small batch b is a micro-batch, or a replica's samples of a step. Reset the squared norm for the next step.
         """
         samples, sizes = step.samples, step.sizes
         squared, self._squared = self._squared / step.outcome.loss_scale**2, 0.0
@@ -105,7 +102,6 @@ class NoiseMeter(StepObserver):
         return step.number % self._every_steps == 0
 
     def _add(self, unit: int, part: Range, weight: float) -> None:
-        """Add ``weight`` times the sum of squares of the gradients of stage ``unit`` in parameter range ``part``."""
         if part:
             store = self._exchange.gradients_at(self._context.model.stages[unit].layer)
             ranges = counted(self._context.layout, [part], self._context.tensor)
@@ -131,7 +127,7 @@ class NoiseMeter(StepObserver):
 
 
 def noise_figures(meter: NoiseMeter | None, batch: int) -> dict[str, Any]:
-    """Return the noise scale and critical batch size for the summary, or {} if they were not measured. Local."""
+    """Return noise scale and critical batch size for global batch size ``batch``, or {} if ``meter`` is None. Local."""
     if meter is None:
         return {}
     scale = meter.smoothed.mean.noise_scale

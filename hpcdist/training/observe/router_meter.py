@@ -1,7 +1,7 @@
-"""Router figures of a mixture of experts per step (load balance, entropy, drops), and the balancing biases.
+"""Router figures of a mixture of experts per step, and the balancing biases.
 
-The figures of all ranks are summed in the message of the loss: (E + 4) numbers for each of L layers with E experts.
-Loads are integers, so the biases are equal on every rank. Formulas: `hpcdist.models.experts.router`.
+Cost: (E + 4) numbers in the message of the loss for each of L layers with E experts. Loads are integers, so the biases
+are equal on every rank. Formulas: `hpcdist.models.experts.router`.
 """
 
 import sys
@@ -21,8 +21,8 @@ class RouterFigures(NamedTuple):
     """Figures about the expert routers in one step, averaged over the layers.
 
     ``imbalance`` is the load of the busiest expert divided by the mean load; ``worst`` is the largest imbalance of a
-    layer. ``entropy`` of a token's router scores is in nats. ``dropped`` is the fraction of expert choices dropped.
-    Losses are without their coefficients.
+    layer. ``entropy`` is the entropy of a token's router scores in nats. ``dropped`` is the dropped fraction of the
+    tokens' expert choices. The auxiliary losses are without their coefficients.
     """
 
     imbalance: float
@@ -81,7 +81,7 @@ class RouterMeter(StepObserver):
             )
 
     def taken(self) -> list[tuple[float, ...]]:
-        """Return the rows since the last call. A row is the step number, followed by the fields of `RouterFigures`."""
+        """Return a row for each step since the last call: the step number, then the fields of `RouterFigures`."""
         rows, self._rows = self._rows, []
         return rows
 

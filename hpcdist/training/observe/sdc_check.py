@@ -1,11 +1,9 @@
 """Silent data corruption check: recompute suspicious steps, or every n-th, before the update.
 
-A recomputed forward, backward and exchange give the same bits unless the hardware errs (Dixit et al.,
-arXiv:2102.11245). If the bits differ, a third computation decides. Ranks are at fault if their local losses or
-gradients, before any exchange, differ between computations. On pipeline or tensor axes, several ranks may be named.
-
-Costs: one hash pass (xxh3) over the gradients in each step that may be recomputed, and a small message per
-recomputation.
+A recomputed step has the same bits unless the hardware errs (Dixit et al., arXiv:2102.11245). If the bits differ, a
+third computation decides. Ranks are faulty if their local losses or gradients, before any exchange, differ between
+computations. On pipeline or tensor axes, several ranks may be named as faulty. Cost: one hash pass (xxh3) over the
+gradients in each step that may be recomputed, and a small message per recomputation.
 """
 
 import math
@@ -34,7 +32,7 @@ LEAST_STEPS: Final = 10  # number of steps before a step can be suspicious
 
 @dataclass(frozen=True)
 class ComputationDigest:
-    """Digests of a step's results: this rank's values before any exchange, and the values ``summed`` over ranks."""
+    """Digests of a step's results: of this rank's ``own`` values before exchanges, and values ``summed`` over ranks."""
 
     own: bytes
     summed: bytes
@@ -43,9 +41,9 @@ class ComputationDigest:
 class SdcCheck(StepObserver):
     """Observer that computes steps a second time, to find silent data corruption. Every rank of ``comm`` has one.
 
-    A step is suspicious if its loss or gradient norm exceeds ``factor`` times the median (0: no step is). Suspicious
-    steps and every ``every_steps``-th step (0: none) are computed twice. If ``skips_overflow``, non-finite gradients
-    are not suspicious.
+    A step is suspicious if its loss or gradient norm exceeds ``factor`` times the median of recent steps (0: never).
+    Suspicious steps and every ``every_steps``-th step (0: none) are computed twice. If ``skips_overflow``, non-finite
+    gradients are not suspicious.
     """
 
     def __init__(

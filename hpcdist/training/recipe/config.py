@@ -1,6 +1,6 @@
 """The ``[data]``, ``[precision]``, ``[run]`` and ``[survival]`` sections of a recipe.
 
-Frozen dataclasses with defaults and the rules of single keys. Light: imports no MPI, HDF5 or NumPy.
+Light: imports no MPI, HDF5 or NumPy.
 """
 
 import math
@@ -70,10 +70,10 @@ class DataConfig:
     """Section ``[data]``: the training data.
 
     ``keys.toml`` describes each key. ``path`` is a text file, a directory of text files, or a file of tokens: .npy, or
-    the dataset ``tokens`` of an HDF5 file. For an mlp or a convnet it is an HDF5 file with datasets ``x`` (rows, ...)
-    and ``y``. Pictures are (rows, height, width), optionally with channels.
+    the dataset ``tokens`` of an HDF5 file. For an mlp or a convnet it is an HDF5 file with datasets ``x``, of shape
+    (rows, ...), and ``y``. Pictures have the shape (rows, height, width), optionally with channels.
 
-    In packed samples, position 0 is the first token of each document, and padding has no loss. With ``digest`` "whole",
+    In packed samples, token positions restart at 0 in each document, and padding has no loss. With ``digest`` "whole",
     a digest of all data is computed once after each change of the files. "probes" reads only evenly spaced elements.
     """
 
@@ -174,7 +174,8 @@ class RunConfig:
     are compared every ``sentinel_every_steps`` steps and before each save. Validation samples are evenly spaced.
 
     With ``logical_shards``, gradients and losses are summed in a fixed order that does not depend on the number of
-    ranks. The median for ``suspicious_factor`` is taken over the last 50 steps.
+    ranks. A step is suspicious if its loss or gradient norm exceeds ``suspicious_factor`` times the median of the last
+    50 steps. Suspicious steps are computed twice.
     """
 
     steps: int = 1000

@@ -1,10 +1,7 @@
 """Recipe of a run: all sections, the origin of each value, and the identity of the run.
 
 Sources of a key, by priority: overrides (``--set``), environment (``HPCDIST_SET__RUN__STEPS``), recipe file, user file
-(``$XDG_CONFIG_HOME/hpcdist/config.toml``), site profile (``$HPCDIST_SITE``), defaults. Unknown keys are errors.
-
-Identity: operational keys (layout, devices, intervals) may change when a run resumes; other keys make a new run.
-Light: starts no MPI and opens no HDF5.
+(``$XDG_CONFIG_HOME/hpcdist/config.toml``), site profile (``$HPCDIST_SITE``), defaults. Light: starts no MPI.
 """
 
 import hashlib
@@ -63,7 +60,7 @@ class Recipe:
         self.chaos.check_steps(self.run.steps)
 
     def check_world(self, data_ranks: int, **options: object) -> None:
-        """Raise ConfigurationError if recipe and ``options`` contradict each other, or do not fit ``data_ranks``.
+        """Raise ConfigurationError if recipe and command-line ``options`` contradict each other or ``data_ranks``.
 
         ``data_ranks`` is the number of replicas; 0 if unknown.
         """
@@ -100,9 +97,9 @@ def load(
 ) -> ResolvedRecipe:
     """Return the recipe of the file ``path`` (None: no file), changed by ``overrides``, each ``section.name=value``.
 
-    A relative path such as ``data.path`` is relative to the file that sets it, or for an override or variable, to the
-    current directory. Raises ConfigurationError for an invalid file, key or value, and UsageError for an override
-    without a value.
+    A relative path, such as ``data.path``, is relative to the file that sets it. In overrides and environment
+    variables, it is relative to the current directory. Raises ConfigurationError for an invalid file, key or value, and
+    UsageError for an override without a value.
     """
     environment = os.environ if environment is None else environment
     keys = defaults()
@@ -191,7 +188,7 @@ def differences(stored: Recipe, recipe: Recipe) -> dict[str, str]:
 
 
 def contradictions(stored: Recipe, recipe: Recipe) -> list[str]:
-    """Return texts about the differences because of which ``recipe`` cannot resume the run of ``stored``."""
+    """Return a text for each recipe key whose change prevents ``recipe`` from resuming the run of ``stored``."""
     rounded = stored.precision.computes != recipe.precision.computes
     return [
         text
@@ -201,7 +198,7 @@ def contradictions(stored: Recipe, recipe: Recipe) -> list[str]:
 
 
 def init_from_hint(run_dir: object, contradictions: Sequence[str]) -> str:
-    """Return a hint how to start a new run from the parameters in ``run_dir``, or "" if the models differ. Local."""
+    """Return a hint to start a run from the parameters in ``run_dir``, or "" if ``contradictions`` name model keys."""
     if any(text.startswith("model.") for text in contradictions):
         return ""
     return f"; to start another run with its parameters: --out OTHER --init-from {run_dir}"

@@ -1,7 +1,7 @@
-"""Reference of the recipe keys: type or values, default, meaning, and the keys that each needs or excludes.
+"""Reference of the recipe keys: values, default, meaning, and requirements.
 
-Types and defaults come from the dataclasses, conditions from the rule tables, meanings from ``keys.toml``, the start of
-the page from ``head.md``. `python -m hpcdist.training.recipe.reference` prints ``hpcdist/docs/recipe.md``. Light.
+Meanings come from ``keys.toml``, the start of the page from ``head.md``. `python -m hpcdist.training.recipe.reference`
+prints ``hpcdist/docs/recipe.md``. Light.
 """
 
 import inspect
@@ -65,7 +65,7 @@ _PHRASES: Final = (
 
 @dataclass(frozen=True)
 class Need:
-    """Requirement of a recipe key: it is valid only with the setting ``what``, or if ``excludes``, only without it.
+    """Requirement of a recipe key: to be used only with the setting ``what``, or only without it if ``excludes``.
 
     ``of`` limits the requirement to some values of the key. ``where`` limits it to some values of other keys. Both are
     texts; "" means no limit.
@@ -93,7 +93,7 @@ class KeyEntry:
 
     @property
     def only_with(self) -> str:
-        """Text of the "only with" requirements that do not depend on other keys, or ""."""
+        """Text of the settings that this key requires, or "". Requirements that depend on other keys are left out."""
         needs = [need for need in self.needs if not (need.excludes or need.where)]
         ordered = sorted(needs, key=lambda need: need.of != "")
         return "; ".join(f"{need.of}: {need.what}" if need.of else need.what for need in ordered)
@@ -138,7 +138,7 @@ def lookup(word: str) -> str:
 
 
 def key_of(name: str) -> str:
-    """Return the recipe key called ``name``; else the first recipe key that allows the value ``name``."""
+    """Return the recipe key ``name``, or if there is no such key, the first key that allows the value ``name``."""
     return next(key for key in recipe.defaults() if key == name or name in _choices(key))
 
 
@@ -159,7 +159,6 @@ def _headline(section: Any) -> str:
 
 @cache
 def _choices(key: str) -> tuple[Any, ...]:
-    """Return the allowed values of ``key``, or () if they are not a list."""
     if key == _ANY:
         return communication.COMPRESSIONS
     if key == "communication.algorithm":
@@ -193,7 +192,7 @@ def _values(key: str) -> str:
 
 
 def _bounded(kind: str, cure: str) -> str:
-    """Return the name of the type ``kind``, with the bounds that ``cure`` (the remedy of a rule) states, if any."""
+    """Return the type name ``kind`` with its bounds from the advice ``cure``, e.g. "it must be between 0 and 1"."""
     if not (match := re.match(r"(it must be|choose among|choose) ", cure)):
         return kind
     text = re.sub(r" \([^)]*\)|'", "", cure[match.end() :])
@@ -205,10 +204,10 @@ def _bounded(kind: str, cure: str) -> str:
 
 
 def _needs(each: Rule, key: str) -> Iterator[Need]:
-    """Yield the requirements of ``key`` that follow from the rule ``each``, for values other than the default.
+    """Yield the requirements of the recipe key ``key`` that follow from the rule ``each``.
 
-    The rule forbids settings that satisfy all its conditions. If the defaults satisfy the other conditions, ``key`` is
-    valid "only with" a setting that violates one of them; otherwise it is "not" valid with settings that satisfy them.
+    A rule forbids recipes that satisfy all its conditions. So ``key`` is valid "only with" settings of other keys that
+    violate a condition, and "not with" settings that satisfy the conditions.
     """
     conditions = {**each.conditions, **each.given}
     other = {name: of for name, of in conditions.items() if name != key and (of.sign != "?" or name[:2] == "--")}
@@ -227,7 +226,10 @@ def _needs(each: Rule, key: str) -> Iterator[Need]:
 
 
 def _has_to_fail(key: str, condition: Condition, is_of_first: bool) -> bool:
-    """Return True if ``condition`` gives ``key`` an "only with" requirement, False if a "not with" requirement."""
+    """Return True to document the rule as "only with" values of ``key``, False to document it as "not with" values.
+
+    "Only with" names the values that violate ``condition``, and "not with" names the values that satisfy it.
+    """
     if key == "--survive":
         return False
     allows_few = condition.sign == "!=" and (is_of_first or 2 * len(condition.values) < len(_choices(key)))
@@ -244,7 +246,6 @@ def _default(key: str) -> Any:
 
 
 def _subject(key: str, condition: Condition) -> str:
-    """Return a text of the values of ``key`` that satisfy ``condition``, or "" for all values that enable the key."""
     default, choices = _default(key), _choices(key)
     if condition.sign in ("<", ">"):
         return f"{condition.sign} {condition.values[0]}"
@@ -290,7 +291,6 @@ def _denied(key: str, condition: Condition) -> str:
 
 
 def _other(key: str, value: Any) -> str:
-    """Return the text "KEY != VALUE", or "KEY > VALUE" if ``value`` is the minimum of ``key``."""
     least = (each.conditions.get(key) for each in RULES if len(each.conditions) == 1)
     return f"{key} {'>' if any(of and (of.sign, of.values) == ('<', (value,)) for of in least) else '!='} {value}"
 
@@ -303,7 +303,6 @@ def _of_compressors(names: tuple[str, ...]) -> str:
 
 
 def _of_choices(named: list[Any], choices: tuple[Any, ...]) -> str:
-    """Return a text that lists the values ``named``, or if shorter, "other than" and the remaining ``choices``."""
     if len(named) > max(3, len(choices) / 2):
         return f"other than {_one_of(choice for choice in choices if choice not in named)}"
     return f"= {_one_of(named)}"

@@ -1,6 +1,6 @@
-"""Requirements of a recipe, checked before a job waits for nodes: degrees of parallelism, and optional packages.
+"""Requirements of a recipe, checked before a job waits for nodes.
 
-Packages are found by name without an import, except the HDF5 filters of data. Called by `hpcdist submit` and `doctor`.
+Packages are found by name without an import, except the HDF5 filters of data.
 """
 
 import ast
@@ -37,7 +37,7 @@ def degrees_equation(recipe: "Recipe", world: int) -> str:
 
 
 def grid_of_recipe(recipe: "Recipe", world: int) -> "ProcessGrid":
-    """Return the process grid of ``recipe`` on ``world`` ranks, without numpy. Raises ConfigurationError."""
+    """Return the process grid of ``recipe`` on ``world`` ranks. Raises ConfigurationError if they do not fit."""
     from hpcdist.strategies.parameter_server.partition import Roles
 
     grid, roles = grid_and_roles(recipe, world)
@@ -50,8 +50,8 @@ def grid_and_roles(recipe: "Recipe", world: int, *, chaos: bool = True) -> "tupl
     """Return the process grid of ``recipe`` on ``world`` ranks, and the server and worker roles, or None. Local.
 
     If parameter servers are used with several grid axes, every rank computes and serves, and the roles are None (see
-    `RankContext.members`). Raises ConfigurationError if the recipe does not fit the ranks. ``chaos``: also check its
-    faults.
+    `RankContext.members`). Raises ConfigurationError if the recipe does not fit the ranks. If ``chaos``, the faults of
+    the recipe are also checked.
     """
     from hpcdist.strategies.core.grid import ProcessGrid
     from hpcdist.strategies.parameter_server.partition import Roles
@@ -116,10 +116,7 @@ def missing_packages(recipe: "Recipe") -> list[str]:
 
 
 def missing_for_gpu_tensors(program: Sequence[str]) -> list[str]:
-    """Return a list with a message if a script in ``program`` imports hpcdist.torch but cupy is missing. Local.
-
-    GPU tensors need cupy. The list is empty if nothing is missing.
-    """
+    """Return [message] if a script in the command line ``program`` uses hpcdist.torch without cupy, else []. Local."""
     for word in program:
         if word.endswith(".py") and _imports_torch_backend(Path(word)) and not _is_importable(_CUPY.module):
             return [f"{word}: tensors on GPUs need the module cupy, which {sys.executable} does not have: {_CUPY.cure}"]
@@ -153,7 +150,7 @@ def _is_hdf5(path: Path) -> bool:
 
 
 def _is_importable(module: str) -> bool:
-    """Return True if the top-level package of ``module`` is installed. Imports nothing."""
+    # Looking for the top-level package imports nothing.
     name = module.partition(".")[0]
     try:
         return name in sys.modules or importlib.util.find_spec(name) is not None
@@ -162,7 +159,6 @@ def _is_importable(module: str) -> bool:
 
 
 def _factory_requirements(named: str) -> Iterator[Requirement]:
-    """Yield the Python modules that must be installed so that the model factory ``named`` can be imported."""
     location = named.rpartition(":")[0]
     value, cure = f"model.factory = {named!r}", "install it, or set PYTHONPATH"
     if not location.endswith(".py"):
@@ -178,7 +174,6 @@ def _factory_requirements(named: str) -> Iterator[Requirement]:
 
 
 def _top_level_imports(path: Path) -> list[str]:
-    """Return the packages that the Python file ``path`` imports unconditionally, or [] if it is unreadable."""
     try:
         with path.open("rb") as file:
             tree = ast.parse(file.read(MOST_BYTES))

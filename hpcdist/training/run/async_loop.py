@@ -1,7 +1,6 @@
 """Training loop of workers that are not in lock-step (asp, ssp, backup workers), and their rendezvous.
 
-Each worker steps at its own speed. A rendezvous of all ranks is held for a stop request, a checkpoint, a non-finite
-loss, or the end; it costs a fast worker at most one step of the slowest.
+A rendezvous costs a fast worker at most one step of the slowest worker.
 """
 
 import math
@@ -32,7 +31,7 @@ def loop_class(trainer: Trainer) -> type[TrainingLoop]:
 
 
 class AsyncTrainingLoop(TrainingLoop):
-    """Training loop of one rank under asp or ssp, or with backup workers. `run` is collective over the world.
+    """Training loop of one rank in asynchronous training, or with backup workers. `run` is collective over the world.
 
     All ranks meet in a rendezvous: on a stop request or non-finite loss, when the slowest worker reaches a multiple of
     ``checkpoint.every_steps``, and at the end. The slowest worker's step count is the step count of the run. With
@@ -76,7 +75,7 @@ class AsyncTrainingLoop(TrainingLoop):
         return bool(self.stop_requests.current().any())
 
     def _tighten(self) -> None:
-        """On a server, shorten the watchdog's deadline once all workers made their first step, which is slow. Local."""
+        """On a server, shorten the watchdog's deadline after all workers have made their slow first step. Local."""
         if self.exchange.shard is None or self.exchange.works or not self._begins:
             return
         steps = self.trainer.recipe.run.steps
@@ -103,7 +102,7 @@ class AsyncTrainingLoop(TrainingLoop):
         self._sent_before += self.traffic.sent_bytes - sent
 
     def _work(self) -> bool:
-        """Make this worker's steps. Return True if the run ends in a rendezvous before all steps are made."""
+        """Make this worker's steps. Return True if a rendezvous of all ranks (`_meet`) ended the run early."""
         trainer, parts = self.trainer, self.trainer.recipe.parallel.microbatches
         first, steps = self.exchange.clock, trainer.recipe.run.steps
         of = trainer.source, trainer.recipe, trainer.data_axis
@@ -170,7 +169,6 @@ class AsyncTrainingLoop(TrainingLoop):
         self.progress.step(exchange.clock, loss, self._targets_of_all(), communication_s, step_s)
 
     def _note_missed(self) -> None:
-        """Add a metrics row without times for the last step that other workers made without this worker. Local."""
         nothing = dict.fromkeys(PER_RANK, math.nan)
         self.metrics.add(self.exchange.clock, 0.0, self.exchange.learning_rate, 0, nothing, math.nan)
 
@@ -191,10 +189,7 @@ class AsyncTrainingLoop(TrainingLoop):
         return over
 
     def _agree(self) -> StopReason | None:
-        """In a rendezvous, sum the ranks' stop requests, failures and step counts. Collective.
-
-        Return the reason to stop, or None. Raises NonFiniteError if a rank had a non-finite gradient.
-        """
+        """Sum the ranks' stop requests, failures and step counts; return the reason to stop, or None. Collective."""
         exchange, comm = self.exchange, self.trainer.comm
         loss, targets = self._last
         updates = exchange.updates if comm.rank == exchange.roles.servers[0] else 0
@@ -242,7 +237,7 @@ class AsyncTrainingLoop(TrainingLoop):
         self.exchange.plan_rendezvous((self._saved_at // every + 1) * every if every else 0)
 
     def _count_what_was_served(self) -> None:
-        """On a server, store its bytes sent per step: all bytes / the workers' mean number of steps. Collective."""
+        """On a server, store the bytes sent per step: total / mean number of steps of the workers. Collective."""
         outcome, exchange = self.outcome, self.exchange
         made = self.trainer.comm.allgather_object(outcome.steps.count)
         steps = [count for count in made if count]

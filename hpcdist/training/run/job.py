@@ -1,7 +1,4 @@
-"""Training job from start to end: assemble, introduce, train, evaluate, report, exit code.
-
-Called by the entry point, by a user's script, and by the elastic job for each incarnation.
-"""
+"""Training job from start to end: assemble, introduce, train, evaluate, report, exit code."""
 
 import json
 import math
@@ -56,12 +53,12 @@ class TrainingJob:
     is_verbose: bool = False  # print the selected algorithms and the proof of the step in the introduction
 
     def train(self, session: Session, recipe: Recipe, origin: StateSource | None) -> int:
-        """Train to the end or a stop request. Return the exit code, the same on all ranks. Collective."""
+        """Train from state ``origin`` (None: step 0) to the end or a stop. Return the common exit code. Collective."""
         loop = self.open(session, recipe, origin)
         return self.finish(loop, *self.steps(loop))
 
     def open(self, session: Session, recipe: Recipe, origin: StateSource | None) -> TrainingLoop:
-        """Build the run, print its introduction, and return its training loop, with files open. Collective."""
+        """Build the run from state ``origin`` (None: step 0). Print its introduction; return its loop. Collective."""
         session.record(self.run.path, recipe.communication.deadline_s, spans=recipe.telemetry.trace)
         trainer, _ = self.assemble(session, recipe, origin)
         progress = self.progress(trainer)
@@ -71,10 +68,7 @@ class TrainingJob:
     def assemble(
         self, session: Session, recipe: Recipe, origin: StateSource | None
     ) -> tuple[Trainer, StateSource | None]:
-        """Build the run from the state ``origin``, or if it is damaged, from an earlier checkpoint. Collective.
-
-        Return the trainer, and the checkpoint or other source that was used.
-        """
+        """Return the trainer and its initial state: ``origin``, or if damaged, an earlier checkpoint. Collective."""
         trainer, used = from_intact_source(
             session.comm,
             self.run.path,
@@ -86,12 +80,19 @@ class TrainingJob:
         return trainer, used
 
     def described(self, life: int) -> dict[str, Any]:
-        """Return the description of this job that a new process in incarnation ``life`` needs to join. Local."""
+        """Return the data that a new process needs to join this job after a rank failure, as a dict. Local.
+
+        ``life`` is the number of the incarnation that the process joins (see `elastic.job`).
+        """
         description = {"recipe": self.recipe, "run": self.run, "ends": self.stop_requests.ends, "as_json": self.as_json}
         return description | {"holder": self.holder, "lives": self.lives, "life": life}
 
     def share_lock(self, everyone: Communicator, leader: int, *, takes: bool) -> None:
-        """Transfer the run directory's lock to rank ``leader``. ``takes`` is True on that rank only. Collective."""
+        """Let the process with rank ``leader`` of ``everyone`` hold the lock of the run directory. Collective.
+
+        The keyword ``takes`` must be True on rank ``leader`` and False on all other ranks. ``everyone`` joins all
+        living processes of the job.
+        """
         if takes:
             self.lock.take_over(self.run.path, self.holder)
         self.holder = everyone.broadcast_object(self.lock.identity, root=leader)
@@ -120,7 +121,7 @@ class TrainingJob:
     def loop(
         self, session: Session, trainer: Trainer, progress: ConsoleProgress, protect: Protect | None = None
     ) -> TrainingLoop:
-        """Return the training loop of ``trainer``, after opening its output files and sensors. Collective."""
+        """Open metrics and sensors; return the training loop, which calls ``protect`` after each step. Collective."""
         drain = session.spans.drain if isinstance(session.spans, Spans) else None
         energy = EnergyRecorder(session.comm, trainer.recipe, self.run.resume_from, self.run.path, spans=drain)
         attributes = _metrics_attributes(session, trainer, self.entropies or {}) if session.comm.rank == 0 else {}
@@ -217,7 +218,6 @@ def _metrics_attributes(
 def _introduction(
     session: Session, trainer: Trainer, run: run_directory.RunDirectory, entropies: dict[str, float | None]
 ) -> Iterator[str]:
-    """Yield the lines that introduce a run. A line is "" if it does not apply to this run. Local."""
     grid, recipe = trainer.grid, trainer.recipe
     axes = " x ".join(f"{axis} {getattr(grid, axis)}" for axis in ORDER if getattr(grid, axis) > 1) or "one replica"
     yield (

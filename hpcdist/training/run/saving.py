@@ -17,7 +17,7 @@ from hpcdist.training.build.trainer import Trainer
 
 
 class CheckpointSaver:
-    """Saver of checkpoints of ``trainer`` in ``directory``; `save` blocks. Collective unless a method is local."""
+    """Blocking saver of checkpoints of ``trainer`` in ``directory``. Methods are collective unless marked "Local"."""
 
     waits = True  # True if a checkpoint is complete when `save` returns
 
@@ -44,22 +44,19 @@ class CheckpointSaver:
         return plan if faults is None else replace(plan, opens=faults.opens(step))
 
     def numbers(self) -> np.ndarray:
-        """Return this rank's progress on the checkpoint in flight, as numbers to sum over the ranks in each step."""
+        """Return this rank's progress on the checkpoint in flight, to be summed over all ranks in each step. Local."""
         return np.zeros(0)
 
     def goes_on(self, sums: np.ndarray) -> bool:
-        """Return True if `settle` must be called. ``sums`` are as in `settle`. Local; equal result on all ranks."""
+        """Return True if `settle` must continue the checkpoint in flight. ``sums`` are the summed `numbers`. Local."""
         return False
 
     def settle(self, sums: np.ndarray) -> Path | None:
-        """Continue the checkpoint in flight. ``sums`` are the `numbers` summed over the ranks.
-
-        Return the final path of the checkpoint if it is complete now. Otherwise, or if none is in flight, return None.
-        """
+        """Continue the checkpoint in flight; return its path if complete now, else None. ``sums``: see `goes_on`."""
         return None
 
     def finish(self) -> Path | None:
-        """Wait for the checkpoint in flight; return its path, or None without one. All ranks raise StorageError."""
+        """Wait for the checkpoint in flight; return its path, or None. If it failed, all ranks raise StorageError."""
         return None
 
     def abandon(self) -> None:

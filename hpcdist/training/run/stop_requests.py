@@ -1,7 +1,4 @@
-"""Stop requests: signals, a stop file and the clock set flags that all ranks agree on at a step boundary.
-
-The file ``grow`` requests additional ranks.
-"""
+"""Stop requests: signals, a stop file and the clock set flags that all ranks agree on at a step boundary."""
 
 import math
 import os
@@ -81,7 +78,7 @@ class CheckpointTimer:
 
     @property
     def cost_s(self) -> float:
-        """Median time by which a save delays the steps. The median ignores outliers of a busy disk."""
+        """Median time in seconds by which one save delays training. Before the first save, an estimate."""
         return quantile(self._saves, 0.5) if self._saves else self._guess_s
 
     @property
@@ -91,10 +88,7 @@ class CheckpointTimer:
 
     @property
     def mtbf_s(self) -> float:
-        """Mean time between failures in seconds, as configured or as observed. 0 if ``checkpoint.mtbf_s`` is 0.
-
-        An observed time is never less than the cost of a save.
-        """
+        """Mean time between failures in seconds: configured, or observed (then at least `cost_s`). 0: unset."""
         configured = self._config.mtbf_s
         if configured != OBSERVED:
             return float(configured)
@@ -122,7 +116,7 @@ class CheckpointTimer:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the ``share`` quantile of ``values``: at least the fraction ``share`` of them is not above the result."""
+    """Return the ``share`` quantile: the smallest value v so that at least this fraction of ``values`` is at most v."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
 
@@ -175,7 +169,8 @@ class StopRequests:
     def listening(cls, limit_s: float | None, *lets_go: Callable[[], object]) -> "StopRequests":
         """Return a `StopRequests` that handles signals, for a process that may run for ``limit_s`` seconds.
 
-        Calls `listen`, then `starts` with ``lets_go``. Main thread only. Raises ConfigurationError like `end_of_job`.
+        The process is in its start phase: until `begun` is called, a signal calls the functions ``lets_go`` (e.g. to
+        release a lock) and ends the process. Main thread only. Raises ConfigurationError like `end_of_job`.
         """
         requests = cls(ends=end_of_job(limit_s, time.time(), os.environ))
         requests.listen()
@@ -193,7 +188,10 @@ class StopRequests:
                 self._before[number] = signal.signal(number, self._on_signal)
 
     def starts(self, *lets_go: Callable[[], object]) -> None:
-        """Until `begun`, let signals call all functions ``lets_go`` and end this process at once. Main thread only."""
+        """Let signals end this process at once, until `begun` is called. Main thread only.
+
+        Before the exit, the functions ``lets_go`` are called, e.g. to release a lock.
+        """
         for action in lets_go:
             self._at_once.before(action)
         self._at_once.switch(True)
@@ -209,7 +207,10 @@ class StopRequests:
 
     @contextmanager
     def all_saved(self) -> Iterator[None]:
-        """Context for the time after the last save: signals end this process at once if `starts` was called. Local."""
+        """Context manager for work after the last save: in its body, signals end this process at once. Local.
+
+        It has no effect in a process that never called `starts`.
+        """
         self._at_once.switch(self._at_once.started)
         try:
             yield

@@ -1,8 +1,4 @@
-"""Summary of a run: throughput, communication, memory, losses and energy, as figures and as text.
-
-The same on every rank. Unmeasured figures are None, with a reason. Ranks in lock-step are as fast as the slowest rank
-of each step; other workers are measured by their own steps.
-"""
+"""Summary of a run, as figures and as text."""
 
 import math
 import statistics
@@ -52,9 +48,9 @@ def lock_step_throughput(
 ) -> StepThroughput:
     """Return the speed of a run whose ranks make each step together. ``targets``: mean targets per step. Local.
 
-    ``workers`` are the computing ranks among ``ranks``. A step takes the time of its slowest worker. Its bytes are from
-    the rank that sends most: their median over the steps if all steps are ``alike``, else their mean. If only a sample
-    of the steps is stored, the total time is extrapolated.
+    ``workers`` are the computing ranks among ``ranks``. A step takes the time of its slowest worker. The bytes of a
+    step are from the rank in ``ranks`` that sends most. They are the median over the steps if the steps are ``alike``,
+    else the mean. If only a sample of the steps is stored, the total time is extrapolated.
     """
     if not workers[0]["count"]:
         return StepThroughput()
@@ -78,8 +74,8 @@ def async_throughput(ranks: Sequence[Rank], workers: Sequence[Rank]) -> StepThro
     """Return the speed of a run whose workers do not wait for each other. Local.
 
     ``workers`` are the computing ranks among ``ranks``. The speed excludes each worker's first step, and the time until
-    the earliest of these steps ends. ``step_s`` is the median of the workers' median step times. ``sent_bytes`` is from
-    the rank that sends most, by the median of a worker or the mean of a server.
+    the earliest of these steps ends. ``step_s`` is the median of the workers' median step times. ``sent_bytes`` is per
+    step, of the rank that sends most: a worker's median over its steps, or a server's mean.
     """
     made = [rank for rank in workers if rank["count"]]
     if not made:
@@ -106,7 +102,7 @@ def _most(counts: Sequence[float]) -> float:
 
 
 def _steady(rank: Rank) -> Sequence[tuple[float, float, float]]:
-    """Return (seconds, bytes sent, communication seconds) of each stored step but the first, or of the only one."""
+    """Return (seconds, bytes sent, communication seconds) of each stored step except the first, or of the only step."""
     first = rank["first"]
     if not rank["count"] or rank["sample"]:
         return rank["sample"]
@@ -114,7 +110,6 @@ def _steady(rank: Rank) -> Sequence[tuple[float, float, float]]:
 
 
 def _mean(rank: Rank, figure: str) -> float:
-    """Return the mean ``figure`` of the steps of ``rank`` after the first, or of the first alone. NaN if unknown."""
     if rank["count"] > 1:
         return float(rank["sums"].get(figure, math.nan)) / (rank["count"] - 1)
     return float(rank["first"].get(figure, math.nan))
@@ -128,7 +123,10 @@ def summarise(
     val_loss: float,
     entropies: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the summary of a run, equal on all ranks. A figure that is unknown is None, with a reason. Collective."""
+    """Return the summary of the run in ``directory`` after its steps, equal on all ranks. Collective.
+
+    Unknown figures are None, with a reason. Only rank 0 has the ``entropies`` of the training text.
+    """
     ranks = comm.allgather_object(_measured(trainer, outcome))
     workers, pss = [rank for rank in ranks if rank["computes"]], [rank["pss"] for rank in ranks]
     if trainer.exchange.lock_step:
@@ -180,10 +178,10 @@ def summarise(
 
 
 def step_figures(pace: StepThroughput, workers: Sequence[Rank]) -> dict[str, float | None]:
-    """Return mean and median of the step time and of the fraction of it spent in communication. Local.
+    """Return mean and median of the step time, and of the fraction spent in communication. Local.
 
-    The fraction is a mean over ``workers``. Ranks that are only servers do not count, because they mostly wait. Figures
-    are None if no step was made.
+    The step time is from ``pace``. The fraction is a mean over ``workers``, without pure servers. Figures are None if
+    no step was made.
     """
     step_s = {"step_s_median": json_number(pace.step_s), "step_s_mean": json_number(pace.mean_step_s)}
     made = [rank for rank in workers if rank["count"]]
@@ -256,7 +254,7 @@ def overlap_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
 
 
 def prefetch_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
-    """Return prefetch hits and misses, and seconds of unhidden gathers, as means per step and rank, or None."""
+    """Return hits, misses and unhidden seconds of layer prefetches, as means per step and computing rank, or None."""
     ahead = [rank for rank in workers if rank["prefetches"]]
     means = [_mean_of_all(ahead, name) for name in ("hits", "misses", "fetches_exposed_s")]
     return {name: json_number(mean) for name, mean in zip(PREFETCH_FIGURES, means, strict=True)}
@@ -268,9 +266,10 @@ def _mean_of_all(ranks: Sequence[Rank], figure: str) -> float:
 
 
 def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
-    """Return the bytes that a rank moved per step, by kind of transfer (see `BytesMoved`), or None without a step.
+    """Return the bytes moved per step, keyed by the fields of `BytesMoved`, or None if no rank made a step.
 
-    Each result is a mean over steps, of the rank that moved most. For messages it is ``sent``, if that is known.
+    Each value is a mean over steps, and the maximum of this mean over ``ranks``. ``sent`` replaces the value of
+    "messages", unless ``sent`` is NaN.
     """
     made = [rank for rank in ranks if rank["count"]]
     if not made:
@@ -285,7 +284,7 @@ def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
 def loaded_figure(ranks: Sequence[Rank]) -> int | None:
     """Return the mean bytes per step read from a node's shared memory, by the rank that read most.
 
-    Return None if no rank read any.
+    Return None if no rank read from it.
     """
     most = max((rank["loaded"] / rank["count"] for rank in ranks if rank["count"]), default=0.0)
     return round(most) or None

@@ -1,7 +1,6 @@
-"""Batch job of a recipe or a program for a site, or an error if the site cannot run it.
+"""Batch job of a recipe or a program for a site.
 
-The recipe gets the site's defaults, its striping and, if no key sets it, a checkpoint interval. Called by `hpcdist
-submit`. Light: loads neither MPI nor HDF5.
+The recipe gets the site's defaults and, if no key sets it, a checkpoint interval. Light: loads neither MPI nor HDF5.
 """
 
 import dataclasses
@@ -45,10 +44,10 @@ _DAY_S: Final = 86400.0
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A batch job, its site profile, its recipe, and notes for the user.
+    """A batch job, its site profile and its recipe, with messages for the user.
 
-    ``told`` are lines about the job for the user. ``hidden`` lists files of the job that compute nodes cannot see.
-    ``missing`` lists modules that the recipe needs but that the job's Python lacks.
+    ``told``: notes on the job. ``hidden`` has a message for each file that compute nodes cannot see. ``missing`` has a
+    message for each module that the recipe needs but the job's Python lacks.
     """
 
     job: BatchJob
@@ -66,7 +65,11 @@ def plan_training(
     kind: type[BatchJob] = BatchJob,
     **more: Any,
 ) -> PlannedJob:
-    """Return the job of type ``kind`` that trains the recipe ``path``. ``more``: other fields. Raises HpcdistError."""
+    """Return the job of type ``kind`` that trains the recipe ``path``, changed by ``overrides``.
+
+    ``options`` are the options of `hpcdist submit` by name. ``more`` are additional job fields. Raises HpcdistError if
+    the recipe is invalid, or if the cluster cannot run the job.
+    """
     site = search.load_selected(options["site"])
     resolved = _resolved(path, overrides, site, options["site"])
     run_dir = run_dir_of(options["out"], options["name"], recipes.run_id(resolved.recipe))
@@ -108,7 +111,7 @@ def plan_training(
 def plan_script(
     program: tuple[str, ...], options: Mapping[str, Any], kind: type[BatchJob] = BatchJob, **more: Any
 ) -> PlannedJob:
-    """Return the job of type ``kind`` that runs ``program`` on all ranks. ``more`` are job fields.
+    """Return the job of type ``kind`` that runs ``program`` on all ranks. ``more`` are additional job fields.
 
     The job gets the HPCDIST_SET__... variables of this process. The same command line in the same directory resumes the
     same run. Raises ConfigurationError and UsageError if the site cannot run the job.
@@ -139,9 +142,9 @@ def size_of(job: BatchJob) -> str:
 
 
 def checked_job(job: BatchJob, site: SiteProfile, shape: str, notes: Iterable[str], data: Iterable[str]) -> PlannedJob:
-    """Check ``job`` against the site. Return a `PlannedJob` with ``notes`` and the files that nodes cannot see.
+    """Check ``job`` against its site profile. Return a `PlannedJob` with ``notes`` and the files that nodes cannot see.
 
-    ``shape`` is a text about the job's size, ``data`` lists its data files. Raises ConfigurationError.
+    ``shape`` is a text about the job's size. ``data`` has the paths of its data files. Raises ConfigurationError.
     """
     search.check(job, site)
     lines = [f"site {site.name}; {shape}", *_time_note(job, site), *_core_note(job, site), *notes]
@@ -177,7 +180,10 @@ def _core_note(job: BatchJob, site: SiteProfile) -> list[str]:
 
 
 def shared_fields(options: Mapping[str, Any], site: SiteProfile) -> tuple[dict[str, Any], list[str]]:
-    """Return the job fields that ``options`` set without a recipe, and notes for the user. Raises UsageError."""
+    """Return the job fields that do not depend on the job type, and notes for the user. Raises UsageError.
+
+    The fields follow from ``options`` of `hpcdist submit`, and from the container in the site profile ``site``.
+    """
     launcher_options(options["mpi_args"])  # raise errors here, not on the node
     begin, notes = _carbon_begin(options)
     fields = {name: options[name] for name in _FIELDS}
@@ -188,7 +194,7 @@ def shared_fields(options: Mapping[str, Any], site: SiteProfile) -> tuple[dict[s
 
 
 def check_visible(planned: PlannedJob) -> None:
-    """Raise ConfigurationError if the nodes would not see files of the job, unless this machine is the only node."""
+    """Raise ConfigurationError if compute nodes cannot see files of the job, unless this machine is the only node."""
     if not planned.hidden or (planned.site.scheduler.kind == "slurm" and _is_whole_cluster()):
         return
     raise ConfigurationError(
@@ -209,7 +215,6 @@ def check_packages(planned: PlannedJob) -> None:
 
 
 def _is_whole_cluster() -> bool:
-    """Return True if this machine is the whole cluster, or has no Slurm (then `sbatch` fails with a better error)."""
     from hpcdist.batch.schedulers.slurm import submit
 
     return shutil.which("sbatch") is None or submit.is_this_machine()
@@ -239,10 +244,9 @@ def _with_stripe(
 def _with_checkpoints(
     resolved: "ResolvedRecipe", options: Mapping[str, Any], site: SiteProfile
 ) -> tuple["Recipe", list[str]]:
-    """Return the recipe with an interval of checkpoints, and notes for the user.
+    """Return the recipe with a checkpoint interval, and notes for the user.
 
-    If the user set no interval, the run measures the cost of a save and uses Daly's interval. The failure rate for it
-    is from the cluster file, or else one failure per walltime. A note describes this choice.
+    If the user set no interval, use Daly's interval, with the cluster file's failure rate or one failure per walltime.
     """
     recipe = resolved.recipe
     if any(resolved.origin[f"checkpoint.{key}"] != recipes.DEFAULT for key in ("every_steps", "mtbf_s")):
@@ -280,7 +284,7 @@ def _mtbf_s(options: Mapping[str, Any], site: SiteProfile) -> tuple[float, str]:
 
 
 def run_dir_of(out: Path | None, name: str, run_id: str) -> Path:
-    """Return the run directory: ``out``, or one named by ``run_id``, so that the same recipe resumes the run."""
+    """Return the absolute path of the run directory: ``out``, or if it is None, "runs/<name>-<run_id>"."""
     if out is not None:
         return out.absolute()
     plain = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name)
@@ -294,8 +298,8 @@ def _check_same_run(run_dir: Path, recipe: "Recipe") -> None:
     other = recipes.contradictions(recipes.load_stored(stored), recipe)
     if other:
         raise ConfigurationError(
-            f"{run_dir} holds another run: {', '.join(other[:3])}; choose another --out, or submit that run's {stored}"
-            f"{recipes.init_from_hint(run_dir, other)}"
+            f"{run_dir} holds another run: {', '.join(other[:3])}; choose another --out, or continue that run by "
+            f"submitting its recipe {stored}{recipes.init_from_hint(run_dir, other)}"
         )
 
 
@@ -325,7 +329,6 @@ def _staged_data(is_requested: bool, recipe: "Recipe") -> Path | None:
 
 
 def _node_local_folder(options: Mapping[str, Any], site: SiteProfile, run_dir: Path) -> Path | None:
-    """Return the run's folder on the local file system of each node, or None if no option needs such a folder."""
     if not (options["stage_data"] or options["environment"] or options["warmup"]):
         return None
     place = hashlib.blake2b(os.fsencode(run_dir), digest_size=4).hexdigest()
@@ -336,7 +339,7 @@ def _node_local_folder(options: Mapping[str, Any], site: SiteProfile, run_dir: P
 
 
 def hidden_paths(job: BatchJob, site: SiteProfile, data: Iterable[str]) -> list[str]:
-    """Return a line for each data file and other file of ``job`` that the compute nodes cannot see. Local."""
+    """Return a message for each file of ``job`` and file in ``data`` that the compute nodes cannot see. Local."""
     if site.scheduler.kind == "none":
         return []
     paths = {"this directory, where the log goes,": Path.cwd(), "the run directory": job.run_dir}

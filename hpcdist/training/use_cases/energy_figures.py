@@ -1,7 +1,6 @@
 """Energy figures of a run: joules by phase, source and start, rates, emissions, costs.
 
-Called by `hpcdist energy report`. Sources: metrics file, energy record, recipe, and ledger of jobs (for Slurm's
-energy). Heavy: loads numpy and h5py.
+Sources: metrics file, energy record, recipe, and ledger of jobs (for Slurm's energy). Heavy: loads numpy and h5py.
 """
 
 import math
@@ -35,7 +34,7 @@ INTENSITY_PIECES: Final = 500  # intervals per start, over which a varying inten
 
 @dataclass(frozen=True)
 class EnergyReportOptions:
-    """Options of the energy report. An option that is None has the value in the run's recipe."""
+    """Options of the energy report. The run's recipe sets the options that are None."""
 
     target_loss: float | None = None
     pue: float | None = None
@@ -149,9 +148,9 @@ def _sources(begun: Sequence[StartHistory]) -> list[dict[str, Any]]:
 
 
 def _starts(begun: Sequence[StartHistory], metrics: step_metrics.MetricsData) -> list[dict[str, Any]]:
-    """Return the steps, seconds and joules of each start of the run. A repeated step counts for its last start only."""
     rows = []
     for start in begun:
+        # A repeated step counts for its last start only.
         steps = int(np.sum(metrics.steps["session"] == start.session))
         row = {"start": start.session, "steps": steps, "seconds": start.seconds, "joules": json_number(start.joules)}
         row["average_w"] = json_number(start.joules / start.seconds) if start.seconds > 0 else None
@@ -173,7 +172,7 @@ def _rates(
 
 
 def _moments(metrics: step_metrics.MetricsData) -> np.ndarray:
-    """Return the end time of each step on its slowest rank, in seconds since the rank started. Shape (steps,)."""
+    """Return the end time of each step on its slowest rank, in seconds since this start of the run."""
     of_rank = metrics.steps["step_s"]
     slowest = np.where(np.isnan(of_rank), 0.0, of_rank).max(axis=1, initial=0.0)
     moments = np.zeros(len(slowest))
@@ -207,7 +206,6 @@ def _target(target: float, metrics: step_metrics.MetricsData, begun: Sequence[St
 def _intensity(
     run_dir: Path, options: EnergyReportOptions, config: EnergyConfig, begun: Sequence[StartHistory]
 ) -> tuple[CarbonIntensity, str | None]:
-    """Return the carbon intensity and None, or the default and the reason why the forecast could not be used."""
     if options.forecast is None:
         return options.intensity or carbon_intensity(config), None
     table = carbon.read_forecast(options.forecast)

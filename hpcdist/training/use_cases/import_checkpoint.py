@@ -1,8 +1,4 @@
-"""Import of a foreign checkpoint: a new run directory with a recipe whose model has the checkpoint's tensors.
-
-Compares names and shapes of the tensors with the recipe's model (also a state dict of user modules). Called by
-`hpcdist checkpoint import`.
-"""
+"""Import of a foreign checkpoint: a new run directory with a recipe whose model has the checkpoint's tensors."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -57,10 +57,11 @@ def plan(
 
 
 def plan_of_subject(subject: PlanSubject, cluster: Cluster, *, simulate: bool = False) -> PlanEstimate:
-    """Return the plan of ``subject`` on ``cluster``. Raises ConfigurationError for an impossible layout.
+    """Return the plan of ``subject`` (model, layout, batch, steps) on ``cluster``: time, memory and energy.
 
-    ``simulate``: simulate the pipeline's passes if the simulator is available. The plan's flags contain notes for the
-    user. A layout that needs too much memory raises no error; the plan reports it.
+    If ``simulate``, the pipeline's passes are simulated, provided that the simulator is available. The plan's flags
+    contain notes for the user. Raises ConfigurationError for an impossible layout. A layout that needs too much memory
+    raises no error; the plan reports it.
     """
     description, layout, batch = subject.description, subject.layout, subject.global_batch
     wrong = [problem.text for problem in checks.shape_problems(description, layout, cluster, batch)]

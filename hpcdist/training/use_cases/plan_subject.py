@@ -1,7 +1,6 @@
 """Subject of a plan from options: a model, its layout, its batch and its steps.
 
-The model comes from a recipe, a published name, or numbers. Layout options replace the recipe's values; contradictory
-and ineffective options are usage errors. For GPUs without measurements, the kernels of published trainings (Megatron)
+Layout options replace the recipe's values. For GPUs without measurements, the kernels of published trainings (Megatron)
 are planned, because estimates were validated only with these kernels.
 """
 
@@ -48,7 +47,7 @@ def flag(name: str) -> str:
 def layout_from_options(options: Mapping[str, Any], base: ParallelLayout) -> ParallelLayout:
     """Return the layout ``base`` changed by the options. --devices determines the number of replicas.
 
-    Raises UsageError for contradictory options, or if the product of the degrees differs from the number of devices.
+    Raises UsageError for contradictory options, or if the product of the degrees is not the number of devices.
     """
     plain = {name: field for name, field in LAYOUT_FIELDS.items() if name not in _OWN_RULES}
     values = {field: options[name] for name, field in plain.items() if options.get(name) is not None}
@@ -64,7 +63,10 @@ def layout_from_options(options: Mapping[str, Any], base: ParallelLayout) -> Par
 
 
 def strategy_from_options(options: Mapping[str, Any], base: ParallelLayout) -> dict[str, Any]:
-    """Return the layout fields "strategy" and "servers" that the options set. Raises UsageError if they contradict."""
+    """Return the layout fields "strategy" and "servers", or {} if no option sets them. Raises UsageError.
+
+    If the options repeat the strategy of the layout ``base`` without --servers, ``base.servers`` is kept.
+    """
     stage, strategy, servers = options.get("zero"), options.get("strategy"), options.get("servers")
     if stage is not None:
         meant = f"zero{stage}" if stage else "allreduce"
@@ -147,11 +149,10 @@ def _replicas(options: Mapping[str, Any], layout: ParallelLayout) -> int:
 
 
 def with_published_kernels(subject: PlanSubject, on: Cluster, *, always: bool = False) -> PlanSubject:
-    """Return ``subject`` with the kernels of published trainings, if cluster ``on`` has no measured kernels.
+    """Return ``subject`` with the kernels of published trainings (Megatron), if cluster ``on`` has no measured kernels.
 
-    Estimates for GPUs were validated only with these kernels. ``subject`` is unchanged for models without a shape, and
-    for kernels that the user chose. Unless ``always``, it is also unchanged for layouts that these kernels do not
-    support.
+    This changes only plans of transformers on GPUs, for which the user chose no kernels. The published kernels must
+    support the layout, unless the keyword ``always`` is true. In other cases ``subject`` is returned unchanged.
     """
     is_measured = on.calibrated or not on.device.is_accelerator
     if is_measured or subject.kernels is not None or subject.description.shape is None:
@@ -170,7 +171,7 @@ def with_published_kernels(subject: PlanSubject, on: Cluster, *, always: bool = 
 def subject_from_options(path: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any]) -> PlanSubject:
     """Return the model, layout and batch to plan, from a recipe, or from a model in the options.
 
-    Without both, the default recipe is used. Raises UsageError for contradictory or missing options,
+    Without recipe and model, the default recipe is used. Raises UsageError for contradictory or missing options,
     ConfigurationError for a recipe or model that cannot be planned, and StorageError for a missing recipe file.
     """
     named = options.get("model") is not None

@@ -1,7 +1,6 @@
 """Plan subject of a recipe: the description of its model, its layout, and notes.
 
-Notes name the recipe keys that the plan changes or ignores. Recipes that the planner cannot describe (asynchronous
-replicas, schedules from a file) are rejected.
+Recipes that the planner cannot describe (asynchronous replicas, schedules from a file) are rejected.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -62,8 +61,7 @@ class PlanSubject:
 def plan_of_recipe(recipe: "Recipe", name: str) -> PlanSubject:
     """Return ``recipe`` as input of a plan. ``parallel.data`` = 0 counts as one replica.
 
-    Raises ConfigurationError if the planner cannot describe the recipe, and DataError if it needs data that it cannot
-    read.
+    Raises ConfigurationError if the planner cannot describe the recipe, and DataError if its data is unreadable.
     """
     _refuse(recipe)
     notes: list[str] = []
@@ -116,7 +114,6 @@ def _source(recipe: "Recipe") -> "Source":
 
 
 def _documents(recipe: "Recipe", notes: list[str]) -> "DocumentPairs | None":
-    """Return the attention's query-key pairs in packed samples, or None if this machine cannot read the data."""
     from hpcdist.models.counts import attention_pairs
 
     model, path = recipe.model, Path(recipe.data.path)
@@ -167,7 +164,7 @@ def _layout(recipe: "Recipe", notes: list[str]) -> ParallelLayout:
 
 
 def _servers(recipe: "Recipe", notes: list[str]) -> int:
-    """Return the number of ranks that are only parameter servers, or 0 if computing ranks are the servers."""
+    """Return the number of ranks that are only parameter servers."""
     servers = recipe.parameter_server
     if recipe.parallel.strategy != "parameter_server":
         return 0

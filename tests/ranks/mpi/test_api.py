@@ -114,7 +114,7 @@ def test_rank_bad_arguments_are_rejected(comm):
         hpcdist.reduce_scatter(np.zeros(3, np.int32), "mean", comm=comm)
     with pytest.raises(UsageError, match="at least one dimension"):
         hpcdist.all_gather(np.zeros(()), comm=comm)
-    with pytest.raises(UsageError, match=f"{comm.size + 1} parts for {comm.size} ranks"):
+    with pytest.raises(UsageError, match=f"{comm.size + 1} arrays for {comm.size} ranks"):
         hpcdist.all_to_all(np.zeros((comm.size + 1, 2)), comm=comm)
     with pytest.raises(UsageError, match="pass what hpcdist.init"):
         hpcdist.allreduce(np.zeros(3), comm="world")

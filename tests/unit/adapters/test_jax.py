@@ -528,9 +528,9 @@ def test_evaluation_with_sum_and_weight_matches_all_samples(rng):
         "does not show that every sample has the same weight",
     ),
     (lambda y, t: (models.squares(y, t) / jnp.abs(t).sum()).sum(), "no mean over samples|does not show"),
-    (lambda y, t: jnp.sqrt(models.squares(y, t).mean()), "no mean over samples"),
+    (lambda y, t: jnp.sqrt(models.squares(y, t).mean()), "no mean over samples|does not show"),
     (lambda y, t: sum_and_weight(y, t)[:1], r"return losses \(samples, ...\), their mean, or \(sum, weight\)"),
-    (lambda y, t: (models.squares(y, t).sum(), weights_of_targets(t)), "a pair of shapes"),
+    (lambda y, t: (models.squares(y, t).sum(), weights_of_targets(t)), r"a pair \(sum, weight\) with the shapes"),
 )
 def test_weighted_mean_without_visible_weights_is_rejected(loss, output, rng):
     functions, params = models.mlp(rng)

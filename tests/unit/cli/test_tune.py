@@ -39,7 +39,7 @@ def test_show_lists_stored_and_damaged_entries(home):
     done = tune(home, "--show")
     assert done.returncode == 0, done.stderr
     assert TUNED.text in done.stdout and "an MPI" in done.stdout
-    assert "not used: the file is damaged" in done.stdout
+    assert "not used: the tuning cache file is damaged" in done.stdout
     document = json.loads(tune(home, "--show", "--json").stdout)
     assert {content.get("text") for content in document.values()} == {TUNED.text, None}
 

@@ -208,6 +208,8 @@ def path(request, monkeypatch):
         def make(self, *args, **keywords):
             made(self, *args, **keywords)
             self._options = self._options_on_gpu()
+            if self.needs_norms:
+                self._norms = norms.GpuNorms(self.layout.size, self._options)
 
         monkeypatch.setattr(base.SegmentWise, "__init__", make)
     return request.param

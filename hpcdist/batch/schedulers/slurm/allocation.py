@@ -1,7 +1,7 @@
 """Allocation of a running Slurm job: which nodes are alive, even before Slurm has noticed a crash.
 
-Slurm needs up to SlurmdTimeout (default: five minutes) to declare a crashed node down; until then a step on that node
-fails or hangs. Therefore each node is probed with a small process, which may overlap with other steps.
+Slurm needs up to SlurmdTimeout (default: five minutes) to declare a crashed node down. Until then a step on that node
+fails or hangs. Therefore each node is probed with a small process.
 """
 
 import os
@@ -44,8 +44,8 @@ def lost_nodes(environment: Mapping[str, str] = os.environ) -> tuple[list[str], 
 class SlurmAllocation:
     """Nodes of the current Slurm job.
 
-    ``needed``: number of nodes that a restart needs (None: any number). ``whole``: every start uses all nodes of the
-    job, because the launcher cannot exclude nodes.
+    ``needed``: number of nodes that a restart needs (None: any number). ``whole``: the launcher cannot exclude nodes,
+    so every start uses all nodes of the job.
     """
 
     def __init__(self, needed: int | None, *, whole: bool = False, environment: Mapping[str, str] = os.environ) -> None:
@@ -73,7 +73,7 @@ class SlurmAllocation:
     def wait(
         self, pause: Callable[[float], signal.Signals | None], say: Callable[[str], None]
     ) -> signal.Signals | None:
-        """Wait for enough nodes for a start, at most SlurmdTimeout. Return the signal that ended the wait, or None.
+        """Wait, at most SlurmdTimeout, for enough nodes for a start. Return the signal that ended the wait, or None.
 
         ``pause(seconds)`` sleeps and returns a signal received meanwhile. ``say`` prints a message.
         """
@@ -93,7 +93,6 @@ class SlurmAllocation:
 
 
 def _allocated_nodes(environment: Mapping[str, str]) -> list[str]:
-    """Return the nodes that Slurm currently assigns to this job, array task or job component."""
     job, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
     number = f"{job}_{task}" if job and task else environment.get("SLURM_JOB_ID", "")
     rows = [row.split() for row in _output_of(["squeue", "-h", "-j", number, "-o", "%i %N"], environment).splitlines()]
@@ -103,7 +102,6 @@ def _allocated_nodes(environment: Mapping[str, str]) -> list[str]:
 
 
 def _names(short: str, environment: Mapping[str, str]) -> list[str]:
-    """Return the names in a Slurm host list such as n[1-2,4]."""
     return _output_of(["scontrol", "show", "hostnames", short], environment).split() if short else []
 
 
@@ -113,7 +111,7 @@ def _states(names: Sequence[str], environment: Mapping[str, str]) -> dict[str, s
 
 
 def _answering(job: str, names: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Return the nodes in ``names`` that can run a process of ``job``, or [] if srun cannot start any process."""
+    """Return the nodes in ``names`` on which srun can start a process of ``job``."""
     if not names:
         return []
     count = len(names)
@@ -136,10 +134,7 @@ def _setting_s(name: str, otherwise: float, environment: Mapping[str, str]) -> f
 
 
 def _output_of(line: list[str], environment: Mapping[str, str], limit_s: float = LIMIT_S, *, whole: bool = True) -> str:
-    """Return the output of the Slurm command ``line``.
-
-    After a failure or a timeout, return "" if the keyword ``whole`` is true, else the output until then.
-    """
+    """Return the output of ``line``. If it fails, return "" if ``whole``, else the incomplete output."""
     try:
         result = subprocess.run(
             line, capture_output=True, stdin=subprocess.DEVNULL, env=dict(environment), timeout=limit_s, check=False

@@ -1,8 +1,7 @@
 """Energy of one start of a Slurm job, summed over the steps in Slurm accounting. Pure.
 
-Slurm measures the energy of whole nodes during a step. With PrologFlags=Contain the step `.extern` covers all nodes for
-the whole job. Otherwise the job's value omits `.batch` and counts concurrent steps on a node twice. Therefore this
-module sums the steps, and counts overlapping time on a node once.
+With PrologFlags=Contain the step `.extern` covers the whole job. Otherwise the job's value omits `.batch` and counts
+concurrent steps on a node twice. Here overlapping time on a node counts once.
 """
 
 import itertools
@@ -33,8 +32,8 @@ _HOSTLIST: Final = re.compile(
 class AccountedStep(NamedTuple):
     """Accounting record of a job step, or of a whole job (``name`` "").
 
-    ``begin`` and ``end``: seconds since 1970, or 0 before this event. ``joules``: energy, or None if not measured.
-    ``of_nodes``: energy of single nodes. sacct reports only the nodes with minimum and maximum energy.
+    ``begin`` and ``end``: seconds since 1970, or 0 if the step has not yet started or ended. ``joules``: energy, or
+    None if not measured. ``of_nodes``: energy by node, only for the nodes with the least and the most energy.
     """
 
     name: str
@@ -54,14 +53,14 @@ class AccountedStep(NamedTuple):
 
 
 class AccountedEnergy(NamedTuple):
-    """Energy ``known`` in J, or None. ``lacking``: reason why the energy is unknown or incomplete, or ""."""
+    """Energy of a job: ``known`` in J or None, and ``lacking``, the reason if it is unknown or incomplete, else ""."""
 
     known: float | None
     lacking: str = ""
 
 
 def joules(text: str) -> float | None:
-    """Convert joules printed by sacct to a number, or None for 0, an empty text, or NO_VAL."""
+    """Convert an energy printed by sacct to joules. Return None for 0, an empty text, or NO_VAL."""
     try:
         value = float(text)
     except ValueError:
@@ -70,7 +69,10 @@ def joules(text: str) -> float | None:
 
 
 def of_start(job: AccountedStep, steps: Sequence[AccountedStep]) -> AccountedEnergy:
-    """Return the energy of one finished start of ``job``, from its ``steps``, or from ``job`` if it has no steps."""
+    """Return the energy of one finished start of a job, summed over its steps. A requeued job has several starts.
+
+    ``job`` and ``steps`` are the accounting records of this start. Without steps, the energy in ``job`` is used.
+    """
     if not steps:
         return AccountedEnergy(job.joules, "" if job.joules else NOT_MEASURED)
     covered: dict[str, list[tuple[int, int]]] = {}
@@ -95,7 +97,7 @@ def of_start(job: AccountedStep, steps: Sequence[AccountedStep]) -> AccountedEne
 
 
 def of_rows(rows: Sequence[JobState]) -> AccountedEnergy:
-    """Return the total energy of all job starts in ``rows``, the records that sacct printed."""
+    """Return the total energy in the sacct records ``rows``. A requeued job has a record for each start."""
     ran = [row for row in rows if row.elapsed_s or row.begun_utc or row.energy_j]
     if not ran:
         return AccountedEnergy(None, "no start of the job has run" if rows else "no accounts of these jobs")
@@ -113,7 +115,6 @@ def of_rows(rows: Sequence[JobState]) -> AccountedEnergy:
 
 
 def _uncovered_seconds(begin: int, end: int, others: Sequence[tuple[int, int]]) -> int:
-    """Return the seconds between ``begin`` and ``end`` that no interval (begin, end) in ``others`` covers."""
     if begin >= end:  # less than a second: counts as 1
         return int(not any(first <= begin <= last for first, last in others))
     left, at = 0, begin
@@ -159,7 +160,7 @@ def _listed(nodes: Sequence[str]) -> str:
 
 
 def expand_hostlist(short: str) -> tuple[str, ...]:
-    """Return the names in a Slurm host list such as n[1-2,04]; () for "None assigned". Raises ConfigurationError."""
+    """Return the nodes in a Slurm host list such as n[1-2,04], or () for "None assigned". Raises ConfigurationError."""
     if short in ("", "None assigned", "Unknown"):
         return ()
     if not _HOSTLIST.fullmatch(short):
@@ -172,7 +173,6 @@ def expand_hostlist(short: str) -> tuple[str, ...]:
 
 
 def _numbers(text: str) -> list[str]:
-    """Expand number ranges such as 1-2,04 into a list of texts with leading zeros."""
     numbers: list[str] = []
     for stretch in text.split(","):
         first, _, last = stretch.partition("-")

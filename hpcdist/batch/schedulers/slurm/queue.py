@@ -1,8 +1,7 @@
-"""Query and cancel Slurm jobs by squeue, sacct and scancel, with explicit formats.
+"""Query and cancel Slurm jobs by squeue, sacct and scancel.
 
 squeue knows waiting and running jobs, and jobs that ended within MinJobAge (default 300 s). sacct knows older jobs and
-energy, if accounting is on. Job names are queried separately: they may contain any character, even newlines, and must
-not be mistaken for states. Written for Slurm 22.05, whose --json differs from later versions.
+energy, if accounting is on. Written for Slurm 22.05, whose --json differs from later versions.
 """
 
 import os
@@ -34,7 +33,10 @@ _ENERGY: Final = re.compile(r"(?:^|,)energy=([^,]*)", re.ASCII)
 
 
 def queued(jobs: Sequence[str]) -> list[JobState]:
-    """Return the states of ``jobs``, of their tasks and components, from squeue. Raises MissingCapabilityError."""
+    """Return the states of ``jobs`` from squeue, one per job, array task or component of a heterogeneous job.
+
+    Jobs that squeue does not know are left out. Raises MissingCapabilityError if squeue does not answer.
+    """
     fields = ",".join(f"{name}:|" for name in _QUEUE)
     code, output, complaint = _run(
         "squeue", "--noheader", "--states=all", f"--jobs={','.join(jobs)}", f"--Format={fields}"
@@ -69,7 +71,7 @@ def _queued(row: list[str]) -> JobState:
 
 
 def accounted(jobs: Sequence[str]) -> list[JobState]:
-    """Return a state for each start of ``jobs``, from sacct. Raises MissingCapabilityError without accounting."""
+    """Return one state per start of ``jobs`` from sacct. Raises MissingCapabilityError without accounting data."""
     options = ["--noheader", "--parsable2", "--duplicates"]
     code, output, complaint = _run("sacct", *options, f"--jobs={','.join(jobs)}", f"--format={','.join(_ACCOUNTS)}")
     if code:
@@ -188,7 +190,6 @@ def _run(name: str, *arguments: str) -> tuple[int, str, str]:
 
 
 def _exit_code(text: str, state: str) -> int | None:
-    """Return the shell exit code of Slurm's ``text`` ("code:signal" or wait status), or None without an exit code."""
     if state not in FINAL_STATES:
         return None
     parts = [_whole(part) for part in text.split(":")]

@@ -1,7 +1,4 @@
-"""Submit jobs to Slurm by sbatch, after a test with --test-only.
-
-Variables that would override directives of the script are removed from sbatch's environment.
-"""
+"""Submit jobs to Slurm by sbatch, after a test with --test-only."""
 
 import os
 import re
@@ -84,7 +81,7 @@ def _sbatch(script: str, *options: str) -> str:
 
 
 def clean_environment(script: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return ``environment`` without the variables that would override directives of ``script``, or srun in the job."""
+    """Return ``environment`` without variables that would override directives of ``script`` or srun in the job."""
     options = set(re.findall(r"^#SBATCH (--[a-z-]+)", script, re.MULTILINE))
     # For sbatch variables override directives, and --requeue and --no-requeue override each other.
     if options & {"--requeue", "--no-requeue"}:
@@ -98,10 +95,7 @@ def clean_environment(script: str, environment: Mapping[str, str] = os.environ) 
 
 
 def _unavailable_nodes(script: str) -> str:
-    """Return a text on the down or drained nodes for which ``script`` would wait, or "".
-
-    Returns "" if it waits for another reason, or if the partition is too small, so that the job could never start.
-    """
+    """Return the names and states of down or drained nodes if only they prevent the start of ``script``, else ""."""
     absent = []
     # Each component of a heterogeneous job has its partition and node count.
     for component in script.split("\n#SBATCH hetjob\n"):

@@ -4,10 +4,6 @@ Chen et al. 2016 (arXiv:1604.00981), Algorithms 3 and 4. A late worker continues
 summed in rank order and divided by the number of their samples: the exact mean, clipped by its norm. Runs are not
 reproducible.
 
-    worker        FORWARD BACKWARD PUSH ...   AGREE (alone)   PULL: notify the first server, wait for all servers
-    first server  decides on a turn (`ControlKind.TURN`), and sends it to the other servers
-    every server  runs the turns in order: sum, norm (sent to the other servers), update, answer
-
 The first server decides for all servers (`Quorum`). No server waits in a collective.
 """
 
@@ -28,10 +24,13 @@ from hpcdist.strategies.schedule.operations import Operation
 
 
 class Quorum:
-    """Decides on the first server which gradients a step applies; a step ignores the ``spare`` slowest ``workers``.
+    """Decisions of the first server on pushed gradients. A step ignores the ``spare`` slowest of ``workers``.
 
-    A decision with ``dropped`` ignores the gradient of one worker. Any other decision sums the gradients of its
-    ``workers`` in ascending order and multiplies the sum by ``scale``. These workers continue at step ``clock``.
+    A decision is a `ControlFields` object for the gradients of its ``workers``:
+
+    If ``dropped`` is true, servers ignore the gradient of its only worker.
+    If ``dropped`` is false, servers sum the gradients of its workers in ascending order, and multiply by ``scale``.
+    In both cases, the workers of the decision continue at step ``clock``.
     """
 
     def __init__(self, workers: Iterable[int], spare: int) -> None:
@@ -45,7 +44,8 @@ class Quorum:
     def push(self, worker: int, clock: int, samples: int, divisor: int) -> list[ControlFields]:
         """Record that ``worker`` pushed its gradient for the update to step ``clock``; return decisions on gradients.
 
-        The gradient is summed over ``samples`` samples and divided by ``divisor``, the number of all workers' samples.
+        The list is empty if nothing is decided yet. ``samples``: number of samples in this gradient. ``divisor``:
+        number of samples of all workers, by which the worker divided its sum.
         """
         if clock <= self.clock:
             return [self._drop(worker)]
@@ -60,7 +60,7 @@ class Quorum:
         return [ControlFields(self.clock, divisor / total if total else 0.0, workers=workers)]
 
     def leave(self, worker: int) -> list[ControlFields]:
-        """Record that ``worker`` pushes nothing until the rendezvous; return decisions on pushed gradients."""
+        """Record that ``worker`` pushes no gradient until the next rendezvous; return decisions to drop gradients."""
         self._away.add(worker)
         return self._release()
 
@@ -70,7 +70,6 @@ class Quorum:
         self.clock = clock
 
     def _release(self) -> list[ControlFields]:
-        """If too few workers remain to finish this step, drop all gradients pushed for it; return the decisions."""
         if len(self._workers - self._away) >= self._needed:
             return []
         turns = [self._drop(worker) for worker in sorted(self._here)]
@@ -100,7 +99,7 @@ class BackupExchange(AsynchronousServerExchange):
         self.share = (len(roles.workers) - spare) / len(roles.workers)
 
     def weigh(self, samples: int, batch: int) -> int:
-        """Return ``batch`` as the divisor of this worker's gradient; servers correct for ignored samples. Local."""
+        """Return the global ``batch`` size as divisor. Servers rescale by the number of summed samples. Local."""
         self._weight = samples, batch
         return batch
 
@@ -140,13 +139,12 @@ class BackupExchange(AsynchronousServerExchange):
         self._advance()
 
     def _advance(self) -> None:
-        """Carry out the pending decisions in order, until a decision needs gradient norms that have not arrived."""
         while self._turns:
             turn = self._turns[0]
             if turn.dropped:
                 self._discard(*turn.workers)
             elif not self._update(turn):
-                return
+                return  # the norms of other servers are missing
             self._turns.popleft()
             assert self.shard is not None and self.shard.updates == turn.clock
             called = self.meetings.due
@@ -155,7 +153,7 @@ class BackupExchange(AsynchronousServerExchange):
                 self._answer(worker, ControlFields(turn.clock, updates=turn.clock, called=called, dropped=turn.dropped))
 
     def _update(self, turn: ControlFields) -> bool:
-        """Update with the gradients of decision ``turn``. Return False if other servers' norms are missing."""
+        """Update the shard by the decision ``turn``, or return False if other servers' norms are missing."""
         shard, scale, limit = self.shard, turn.scale, self.context.optimizer.clip_norm
         normalizes = self.context.optimizer.normalize_gradient
         assert shard is not None
@@ -204,9 +202,10 @@ class BackupExchange(AsynchronousServerExchange):
         self.clock, self.taken = what.clock, not what.dropped
 
     def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
-        """Record the results of a rendezvous: the workers' ``clocks``, number of updates, number of CALL messages.
+        """Record the step counts of a rendezvous; if a worker is late, send the newest parameters to all workers.
 
-        Collective over the world. A worker that missed the last update gets the newest parameters and clock.
+        Workers continue at step ``updates``, the number of updates so far. ``clocks``: step count of each worker.
+        ``calls``: number of CALL messages since the start of the run. Collective over the world.
         """
         super().leave([updates] * len(clocks), updates, calls)
         if self._quorum is not None:

@@ -1,12 +1,9 @@
 """Base class of parameter servers without lock-step (asp, ssp, backup workers).
 
-Each worker makes its own steps, and servers answer:
-
   worker   FORWARD BACKWARD PUSH ...   AGREE (alone)   PULL: announce the complete gradient, wait for new values
   server   receives gradients, updates its shard, sends the new values
 
-A worker posts its receives before it sends a control message and serves while it waits, so sends complete. A colocated
-rank serves only between its operations.
+A worker posts its receives before it sends a control message and serves while it waits, so sends complete.
 """
 
 import time
@@ -40,16 +37,19 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 
 
 def per_push_context(context: RankContext, workers: int) -> RankContext:
-    """Return ``context`` with ``workers`` times as many steps in schedules, for a server that updates on each push."""
+    """Return ``context`` with ``workers`` times as many steps in the learning-rate schedule, warm-up included.
+
+    For a server that makes one update per push: ``workers`` updates while every worker makes one step.
+    """
     optimizer = replace(context.optimizer, warmup_steps=context.optimizer.warmup_steps * workers)
     return replace(context, optimizer=optimizer, total_steps=context.total_steps * workers)
 
 
 class ServerShard:
-    """A server's parameters in the ranges ``parts``, with their optimizer. Local.
+    """The parameters that a server owns, with their optimizer. Local.
 
-    On a colocated rank, these parameters are separate from the copy with which it computes. ``inbox`` receives the
-    gradient of another rank, or a sum of gradients. Tensors are whole, so layer-wise learning rates need no messages.
+    ``parts`` are the server's ranges of the flat parameter vector. They contain whole tensors. A rank that is also a
+    worker computes with a separate copy. ``inbox`` receives the gradient of another rank, or a sum of gradients.
     """
 
     def __init__(self, context: RankContext, parts: Sequence[Range]) -> None:
@@ -64,7 +64,7 @@ class ServerShard:
         return self.optimizer.count
 
     def step(self, gradients: FlatStore, scale: float, factor: float = 1.0) -> None:
-        """Update with ``scale * gradients`` at ``factor`` times the learning rate; overwrites ``gradients``."""
+        """Update the parameters with ``scale * gradients``, at ``factor`` x the learning rate. Overwrites gradients."""
         start_s = time.perf_counter()
         self.optimizer.begin_step(factor)
         for part in self.parts:
@@ -76,16 +76,17 @@ class ServerShard:
         self.busy_s += time.perf_counter() - start_s
 
     def stores(self) -> dict[str, FlatStore]:
-        """Return the parameters and optimizer state to save in a checkpoint, by kind."""
+        """Return the parameters and optimizer state to save in a checkpoint, keyed by name, such as "parameters"."""
         return {"parameters": self.parameters} | {f"optimizer.{n}": s for n, s in self.optimizer.slots.items()}
 
 
 class AsynchronousServerExchange(Exchange):
     """Base class of parameter-server strategies whose workers are not in lock-step.
 
-    Ranks synchronise only in a rendezvous: then ``together`` is True and `agree` is collective over the world; else
-    `agree` is local. A rendezvous starts when the slowest worker has made ``meet_at`` steps (0: never). ``clocks`` are
-    all workers' step counts at the last rendezvous. Subclasses define `_on_push`.
+    In a rendezvous, all workers have stopped between steps, so that the world can run collectives. Then ``together`` is
+    True and `agree` is collective over the world; at other times `agree` is local. A rendezvous starts when the slowest
+    worker has made ``meet_at`` steps (0: only on request). ``clocks`` are the workers' step counts at the last
+    rendezvous. Subclasses define `_on_push`.
     """
 
     lock_step = False
@@ -94,7 +95,7 @@ class AsynchronousServerExchange(Exchange):
     staleness = 0  # staleness of that gradient
 
     def __init__(self, context: RankContext, roles: Roles, serving: RankContext) -> None:
-        """Collective. A server builds its optimizer from the context ``serving``, and all else from ``context``."""
+        """Create the exchange from ``context``. A server's `ServerShard` uses the context ``serving``. Collective."""
         self.context, self.roles, self.algorithm = context, roles, context.algorithm
         self.rank, self._first = context.world.rank, roles.servers[0]
         self.works = self.rank in roles.workers
@@ -143,7 +144,7 @@ class AsynchronousServerExchange(Exchange):
         return [*pushes, Operation(Kind.AGREE), Operation(Kind.PULL, range=Range(0, self.context.layout.size))]
 
     def attended(self, operations: Sequence[Operation]) -> list[Operation]:
-        """Return ``operations``; on a colocated rank, insert a COLLECT (serve requests) after each pass."""
+        """Return ``operations``; on a server, add a COLLECT operation (`serve`) after each forward or backward pass."""
         if self.shard is None:
             return list(operations)
         look = [Operation(Kind.COLLECT)]
@@ -160,18 +161,17 @@ class AsynchronousServerExchange(Exchange):
         self._channel.serve()
 
     def weigh(self, samples: int, batch: int) -> int:
-        """Return the divisor of this worker's summed gradient: its number of samples, ``samples``. Local."""
+        """Return the divisor of a worker's gradient: its ``samples``, or in subclasses the global ``batch``. Local."""
         return samples
 
     def pull(self, op: Operation) -> None:
-        """Tell the servers that the gradient is complete, and wait for new parameters, serving meanwhile. Local."""
+        """Tell the servers that this worker's gradient is complete, and wait for their new parameters.
+
+        If this rank is also a server, it handles other workers' requests meanwhile. ``op`` is the PULL operation.
+        """
         raise NotImplementedError
 
     def _request(self, kind: ControlKind, what: ControlFields, servers: Sequence[int]) -> None:
-        """Send requests of type ``kind`` with fields ``what`` to ``servers``; wait for new parameters from all servers.
-
-        This rank serves requests meanwhile.
-        """
         for server in self.roles.servers:
             # Receives are posted before the request is sent, so a server's send of values never waits.
             self._expected[server] = [] if server == self.rank else self._take_from(server)
@@ -189,8 +189,7 @@ class AsynchronousServerExchange(Exchange):
     def unpushed(self) -> Iterator[None]:
         """Tell the servers to drop the gradients pushed in a failed step; disable pushes inside the context. Local.
 
-        The context starts when all sends of these gradients are complete, so that the step can be recomputed in the
-        context.
+        The context starts when all sends are complete, so that the step can be recomputed in the context.
         """
         for server in self.roles.servers:
             if server != self.rank:
@@ -249,17 +248,21 @@ class AsynchronousServerExchange(Exchange):
         """Handle ``what``, the fields of the first server's reply to this worker's step."""
 
     def meet(self) -> None:
-        """Stop pushing gradients, and wait until all workers have stopped; a dedicated server serves. Collective."""
+        """Start a rendezvous: push no more gradients, and wait until all workers have stopped. Collective."""
         self.meetings.meet()
         self.together = True
 
     def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
-        """Record a rendezvous: the workers' clocks, the number of updates, the number of CALL messages sent. Local."""
+        """Record the counts of all ranks at a rendezvous, before `part` ends it. Local.
+
+        ``clocks``: step count of each worker. ``updates``: number of updates on the first server. ``calls``: number of
+        requests for a rendezvous (CALL messages) that all ranks have sent since the start of the run.
+        """
         self.clocks, self.updates = list(clocks), updates
         self.meetings.settle(calls)
 
     def plan_rendezvous(self, clock: int) -> None:
-        """Set the next rendezvous: when the slowest worker's clock reaches ``clock``; 0 means never. Local."""
+        """Plan the next rendezvous for when the slowest worker has made ``clock`` steps; 0 plans none. Local."""
         self.meet_at = clock
 
     def part(self) -> None:
@@ -302,11 +305,11 @@ class AsynchronousServerExchange(Exchange):
             self.shard.parameters.copy_from(initial)
 
     def pieces(self) -> Sequence[Piece]:
-        """Return the parameters and optimizer state that this server owns; a dedicated worker saves nothing."""
+        """Return the checkpoint pieces of this server: its parameters and optimizer state; [] on other ranks."""
         return [] if self.shard is None else pieces_of(self.shard.stores(), self.shard.parts)
 
     def wanted(self) -> Sequence[Piece]:
-        """Return the pieces to restore: all parameters on a worker, and the state that a server owns."""
+        """Return the checkpoint pieces to restore: all parameters on a worker, and the state that a server owns."""
         parameters = pieces_of({"parameters": self.parameters}, self.parameters.parts) if self.works else []
         return [*parameters, *self.pieces()]
 

@@ -1,15 +1,13 @@
 """Asynchronous and stale synchronous servers (asp, ssp): workers wait for none, or only for far slower workers.
 
-- A push is the clipped mean gradient of one worker, and each push is one update.
-- A pull waits for the update by the worker's own push. Under ssp the server delays the answer, never a push, while the
-  worker is more than ``bound`` ahead of the slowest (`VersionVector`).
+- Each push is the clipped mean gradient of one worker, and one update.
+- A pull waits for the update by the worker's own push. Under ssp the server delays the answer, never a push.
 - Servers do not wait for each other, so the tensors in one pull may have different versions.
-- With W workers a run of N steps has N pushes of each worker, so N W updates at each server. The learning rate of
-  update u is the rate of step u / W of N.
-- A push carries (worker, clock): a repeated push is answered but not applied again.
-- The staleness tau of a gradient is the number of updates that a server applied between sending the values and applying
-  the gradient. ``staleness_aware`` divides the rate of that update by tau if tau > 1 (Zhang et al. 2015,
-  arXiv:1511.05950; asp is their n-softsync with n = W).
+- With W workers a run of N steps has N W updates at each server. Update u uses the learning rate of step u / W of N.
+- The staleness tau of a gradient is the number of updates between sending the values and applying the gradient.
+  ``staleness_aware`` divides the rate of that update by tau if tau > 1 (Zhang et al. 2015, arXiv:1511.05950; asp is
+  their n-softsync with n = W).
+- A repeated push is answered, but not applied again.
 
 A worker's clock is the number of its pushes that the shard has applied. With a bound s (Ho et al. 2013, "More effective
 distributed ML via a stale synchronous parallel parameter server", NIPS) a worker may start iteration c, counted from 0,
@@ -17,9 +15,7 @@ only if
 
     c - min over q of clock(q) <= s.
 
-s = 0 is lock-step, s = infinity has no bound. The slowest worker is never delayed, so there is no deadlock. A worker
-that `leave`s (done, dead, or in a rendezvous) is not waited for. After a rendezvous (`meet`) or a restore, a worker
-that is too far ahead asks again.
+s = 0 is lock-step, s = infinity has no bound. The slowest worker is never delayed, so there is no deadlock.
 """
 
 import math
@@ -36,10 +32,7 @@ from hpcdist.strategies.schedule.operations import Operation
 
 
 class VersionVector:
-    """Step counts (clocks) of ``workers``; a worker may be at most ``bound`` steps ahead of the slowest worker.
-
-    A server has one such object.
-    """
+    """Step counts (clocks) of ``workers``; a worker may be at most ``bound`` steps ahead of the slowest worker."""
 
     def __init__(self, workers: Iterable[int], bound: float) -> None:
         self.vector = dict.fromkeys(workers, 0)  # clock of each worker, by rank
@@ -53,7 +46,7 @@ class VersionVector:
         return min((clock for worker, clock in self.vector.items() if worker not in self._away), default=math.inf)
 
     def push(self, worker: int, clock: int) -> bool:
-        """Record push ``clock`` of ``worker``. Return False if it was recorded before; raise ValueError for a gap."""
+        """Record push number ``clock`` of ``worker``; return False for a repeated push. Raises ValueError for a gap."""
         if clock <= self.vector[worker]:
             return False
         if clock != self.vector[worker] + 1:
@@ -111,7 +104,7 @@ class AsynchronousExchange(AsynchronousServerExchange):
 
     @property
     def seen(self) -> Mapping[int, int]:
-        """Clocks of the workers known to this server, by rank."""
+        """Number of pushes of each worker that this server has applied, by worker rank."""
         return self._vector.vector
 
     def begin_update(self, scale: float) -> None:
@@ -187,7 +180,7 @@ class AsynchronousExchange(AsynchronousServerExchange):
         return rate * self._factor(self.staleness)
 
     def state(self) -> dict[str, Any]:
-        """Return clocks and number of updates at the last rendezvous, and ``count``, the smallest clock."""
+        """Return the state of the last rendezvous: ``clocks``, ``updates``, and ``count``, the smallest clock."""
         return {"count": min(self.clocks), "clocks": self.clocks, "updates": self.updates}
 
     def restore(self, state: Mapping[str, Any]) -> None:

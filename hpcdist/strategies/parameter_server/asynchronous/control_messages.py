@@ -1,8 +1,7 @@
 """Control messages between workers and servers without lock-step, and their rendezvous.
 
-A `Rendezvous` brings all ranks together, for a checkpoint or to stop. Any rank calls it (`call`), and the first server
-announces the call. A worker that knows of the call, or has finished, reports to every server that it pushes no more
-(`meet`). When all workers have reported, no push is in flight and all servers have applied the same pushes.
+A `Rendezvous` stops all ranks between steps, for a checkpoint or to stop the run. Afterwards no push is in flight, and
+all servers have applied the same pushes.
 """
 
 import time
@@ -84,8 +83,8 @@ class ControlChannel:
     def wait(self, *, alone: bool, look: Callable[[], None] = lambda: None) -> None:
         """Wait for a control message and handle it.
 
-        ``alone``: this rank has nothing else to do, so it blocks in one receive with a deadline. Otherwise it polls
-        without a deadline, and calls ``look`` between polls.
+        If the keyword ``alone`` is true, this rank blocks in one receive with a deadline. Otherwise it polls without a
+        deadline, and calls the keyword ``look`` between polls.
         """
         if alone:
             self._answer(self._held.popleft() if self._held else _read(self._comm.probe()))
@@ -110,7 +109,7 @@ class ControlChannel:
         self._sent.clear()
 
     def close(self) -> None:
-        """Free the communicator. Collective over the communicator; call it in a rendezvous."""
+        """Free the communicator. Collective; call it after `Rendezvous.meet`, when no worker is in a step."""
         self.settle()
         self._comm.free()
 
@@ -138,10 +137,11 @@ LOOK_S: Final = 0.5  # interval at which a waiting rank checks whether to call t
 
 
 class Rendezvous:
-    """One rank's part in the protocol that stops all workers between steps, so that the world can run collectives.
+    """Rendezvous of all ranks, seen from one rank: workers stop between steps, so that the world can run collectives.
 
-    ``called``: this rank was asked to stop. ``due``: the first server asks workers to stop in its replies. A server
-    calls ``left(worker)`` for each worker that has stopped pushing.
+    ``called``: the first server (``roles.servers[0]``) has asked this worker to stop and call `meet`. ``due``: on the
+    first server, True if its replies ask workers to stop. A server calls ``left(worker)`` for each worker that has
+    stopped pushing.
     """
 
     def __init__(
@@ -166,11 +166,14 @@ class Rendezvous:
         self._looked = 0.0
 
     def ask(self, wants: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Set ``wants``, the condition to call a rendezvous; in `meet`, ``meanwhile`` runs every `LOOK_S`. Local."""
+        """Set the function ``wants``, which returns True if this rank requests a rendezvous. Local.
+
+        While a worker waits in `meet`, it calls ``wants()`` and ``meanwhile()`` every `LOOK_S` seconds.
+        """
         self._wants, self._meanwhile = wants, meanwhile
 
     def consider(self) -> None:
-        """Call a rendezvous if the condition set by `ask` is true. Local."""
+        """Request a rendezvous if the function ``wants`` set by `ask` returns True. Local."""
         if self._wants():
             self.call()
 
@@ -201,7 +204,10 @@ class Rendezvous:
         self._held += 1
 
     def settle(self, calls: int) -> None:
-        """Receive control messages sent before `meet`; ``calls`` is the number of CALLs from all ranks. Local."""
+        """Complete the control messages of the last rendezvous: receive late CALLs, wait for sends. Local.
+
+        ``calls`` is the number of CALLs that all ranks have sent since the start of the run.
+        """
         while self._rank == self._first and self._taken_before() < calls:
             self._channel.take(ControlKind.CALL)
         self._channel.settle()

@@ -1,8 +1,6 @@
 """Operation lists of one rank: pure functions that combine compute, exchange and pipeline into a step.
 
-`compute_operations` expands the passes of a schedule; `insert_gathers` and `insert_exchange` add an exchange;
-`overlap_reductions`, `prefetch_gathers` and `insert_polls` overlap it with computation, with the same bits.
-`ScheduleText` is a schedule from a file, one line of passes per rank (F3.1 B3.1 ...).
+Overlapping the exchange with computation keeps the same bits.
 """
 
 import re
@@ -36,7 +34,10 @@ _LINE: Final = 110  # characters
 
 @dataclass(frozen=True)
 class ScheduleText:
-    """Content of a schedule file: placement name, chunks per rank, and passes of each rank."""
+    """Content of a schedule file: placement name, chunks per rank, and passes of each rank.
+
+    A file has one line of passes per rank, such as "F3.1 B3.1" (see `passes.spell`).
+    """
 
     placement: str
     chunks: int
@@ -49,11 +50,11 @@ class ScheduleText:
 
     @property
     def keeps(self) -> bool:
-        """True if activations outlive a pass, because a second half or another chunk on the rank reads them."""
+        """True if recomputation is not possible: split backward passes and folded placements need all activations."""
         return self.splits or self.placement == "folded"
 
     def place(self, parts: Sequence[range]) -> StagePlacement:
-        """Return the placement of the unit ranges ``parts`` on the ranks, with `chunks` parts per rank."""
+        """Return the placement of ``parts``, ranges of model units, on the ranks, with `chunks` parts per rank."""
         return PLACEMENTS[self.placement](parts, len(self.passes))
 
 
@@ -80,18 +81,19 @@ def read(text: str, ranks: int, microbatches: int, name: str = "the schedule fil
     placement, chunks = header.get("placement", "looped"), header.get("chunks", "1")
     if placement not in PLACEMENTS or not chunks.isdecimal() or int(chunks) < 1:
         raise ConfigurationError(
-            f"{name}: placement = {placement}, chunks = {chunks}; the first is looped or folded, the second at least 1"
+            f"{name}: placement = {placement}, chunks = {chunks}; placement must be looped or folded, and chunks at "
+            "least 1"
         )
     if placement == "folded" and chunks != "2":
         raise ConfigurationError(
             f"{name}: placement = folded with chunks = {chunks}; a folded placement needs chunks = 2 on every rank"
         )
     if len(passes) != ranks:
-        raise ConfigurationError(f"{name} has the passes of {len(passes)} ranks (one a line), expected {ranks} ranks")
+        raise ConfigurationError(f"{name} has passes of {len(passes)} ranks (a line per rank), expected {ranks} ranks")
     if int(chunks) > min(map(len, passes)):
         raise ConfigurationError(
-            f"{name}: chunks = {chunks}, more than the {min(map(len, passes))} passes of a rank; every micro-batch "
-            "passes through every chunk"
+            f"{name}: chunks = {chunks}, but the line of one rank has only {min(map(len, passes))} passes; every rank "
+            "needs passes through each of its chunks. Reduce chunks, or add the missing passes"
         )
     schedule = ScheduleText(placement, int(chunks), tuple(passes))
     units = [range(unit, unit + 1) for unit in range(ranks * schedule.chunks)]
@@ -103,7 +105,7 @@ def read(text: str, ranks: int, microbatches: int, name: str = "the schedule fil
 
 
 def generated(schedule: str, ranks: int, microbatches: int, chunks: int = 1) -> ScheduleText:
-    """Return the built-in ``schedule`` as a `ScheduleText`. Raises ConfigurationError for invalid sizes. Local."""
+    """Return the built-in ``schedule`` as a `ScheduleText`. Raises ConfigurationError for invalid numbers. Local."""
     chunks = check_schedule(schedule, ranks, microbatches, chunks)
     row = SCHEDULES[schedule]
     passes = tuple(row.passes(rank, ranks, microbatches, chunks) for rank in range(ranks))
@@ -111,7 +113,7 @@ def generated(schedule: str, ranks: int, microbatches: int, chunks: int = 1) -> 
 
 
 def dump(written: ScheduleText, comment: str = "") -> str:
-    """Return ``written`` as the text of a schedule file that `read` accepts, with ``comment`` at its top."""
+    """Return the schedule ``written`` in the format of a schedule file for `read`, with ``comment`` at the top."""
     lines = [f"# {line}" for line in comment.splitlines()]
     lines += [f"placement = {written.placement}", f"chunks = {written.chunks}"]
     for steps in written.passes:
@@ -126,7 +128,6 @@ def dump(written: ScheduleText, comment: str = "") -> str:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield (line number, text) of all non-empty lines; a line that ends in a backslash is joined with the next."""
     joined, first = "", 0
     for number, raw in enumerate([*text.splitlines(), ""], 1):
         line = raw.partition("#")[0].strip()
@@ -156,9 +157,9 @@ def compute_operations(
     *,
     recompute: bool = False,
 ) -> list[Operation]:
-    """Return the passes and pipeline messages of ``rank``.
+    """Return the compute and message operations of pipeline rank ``rank`` in one step.
 
-    ``schedule`` is the name of a schedule, or a `ScheduleText` with the passes of every rank.
+    ``schedule`` is the name of a built-in schedule, or the passes of every rank.
     """
     if isinstance(schedule, str):
         chunks = len(placement.chunks) // placement.stages
@@ -178,10 +179,11 @@ def insert_gathers(
 ) -> list[Operation]:
     """Insert GATHER and FREE around the compute operations of ``steps`` that use parameters.
 
-    ``needs`` maps each unit to the units whose parameters it uses. A unit is gathered before each operation and freed
-    after it. For m micro-batches, this takes 2 m gathers per unit (3 m with recomputation) and memory for one unit. A
-    unit that several units use stays gathered from its first to its last use in overlapping micro-batches. If ``keep``
-    is true, each unit stays gathered from its first to its last use in the list: 1 gather, memory for all units.
+    ``needs`` maps each model unit to the units whose parameters it uses. A unit is gathered before each operation that
+    uses it, and freed after it. For m micro-batches, this takes 2 m gathers per unit (3 m with recomputation) and
+    memory for one unit. A unit that several units use stays gathered from its first to its last use in a micro-batch.
+    With the keyword ``keep``, each unit stays gathered from its first to its last use in the list: 1 gather, memory for
+    all units.
     """
     users = Counter(unit for used in needs.values() for unit in used)
     using = [index for index, op in enumerate(steps) if op.kind in USES]
@@ -220,10 +222,13 @@ def insert_exchange(
 ) -> list[Operation]:
     """Insert the operations in ``exchange``, which sum gradients and update, into the compute operations ``steps``.
 
-    Kinds in `EXCHANGED` are inserted as soon as the gradients of every unit in their range are complete; ``units`` maps
-    units to ranges. Other operations follow at the end, except a leading MIX_START. With ``every_microbatch``,
-    gradients are reduced after each micro-batch. With an ADD of the range in ``exchange``, gradients are added after
-    each micro-batch except the last, and the sum is reduced.
+    ``units`` maps each model unit to its range of the flat parameter vector. An operation of a type in `EXCHANGED` is
+    inserted as soon as the gradients of all units in its range are complete. Other operations follow at the end. Only a
+    MIX_START at the start of ``exchange`` stays at the start.
+
+    Gradients are complete after the last micro-batch or, with the keyword ``every_microbatch``, after each micro-batch.
+    If ``exchange`` has an ADD of the same range, gradients are reduced only after the last micro-batch. After each
+    earlier micro-batch, the ADD adds them to a local sum.
     """
     complete: dict[tuple[int, int], int] = {}  # (micro-batch, unit) -> index at which its gradients are complete
     for index, op in enumerate(steps):
@@ -262,8 +267,9 @@ def overlap_reductions(
 ) -> list[Operation]:
     """Replace each REDUCE in ``steps`` by a START at the same position and a WAIT as late as possible.
 
-    The WAIT comes before SUM_ROWS, AGREE, and any BACKWARD that writes to the range in flight. ``needs`` maps a unit to
-    the units to whose gradients it adds. At most ``most`` reductions are in flight.
+    The WAIT comes before SUM_ROWS, AGREE, and any BACKWARD that writes to the range in flight. ``units`` maps each
+    model unit to its range of the flat parameter vector. ``needs`` maps it to the units to whose gradients its backward
+    pass adds. At most ``most`` reductions are in flight (None: no limit).
     """
     operations: list[Operation] = []
     in_flight: deque[Operation] = deque()
@@ -291,7 +297,7 @@ def overlap_reductions(
 
 
 def prefetch_gathers(steps: Sequence[Operation], ahead: int) -> list[Operation]:
-    """Split the GATHERs of units that are freed later: a START_GATHER goes earlier, a WAIT_GATHER stays.
+    """Replace each GATHER of a unit that is freed later by an earlier START_GATHER, and a WAIT_GATHER at its position.
 
     At most ``ahead`` gathers are in flight. A gather starts only after the previous FREE of its unit. Gathers after
     AGREE are not started earlier, because they fetch new parameters.

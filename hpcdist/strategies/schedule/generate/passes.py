@@ -7,19 +7,12 @@ every step) leave a stage idle for (p-1)/(m+p-1) of the step. Stage r holds the 
 min(p-r, m) in 1F1B.
 
 Interleaved 1F1B (arXiv:2104.04473, section 2.2; `looped` placement) divides the idle time of 1F1B by v, and has v times
-as many messages. With tF and tB the forward and backward time of all chunks of a rank:
-
-    idle time           (p - 1) (tF + tB) / v                    (p - 1)/(v m) of the work
-    chunks in memory    min(2 (p - 1 - r) + (v - 1) G + 1, m v)  each with 1/v of the rank's units
-
-Forward passes run in the order "for each group of G micro-batches: for each chunk: for each micro-batch", backward
-passes in the same order with the chunks reversed. `interleaved_group` takes the smallest G >= p without a shorter last
-group.
+as many messages. Rank r holds min(2 (p - 1 - r) + (v - 1) G + 1, m v) chunks; G is the `interleaved_group`.
 
 Zero bubble splits the backward pass: B is the input gradient, and W the weight gradients, which fill idle time. ZB-H1,
-ZB-H2 and ZB-V are from P. Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241); ZB-V is V-ZB in
-arXiv:2405.15362. With tF, tB and tW the seconds of a pass of a stage, M_B bytes of activations until B and M_W bytes
-between B and W, for m >= p (ZB-H2, ZB-V: m >= 2p - 1):
+ZB-H2 and ZB-V are from P. Qi et al. (arXiv:2401.10241); ZB-V is V-ZB in arXiv:2405.15362. With tF, tB and tW the
+seconds of a pass of a stage, M_B bytes of activations until B and M_W bytes between B and W, for m >= p (ZB-H2, ZB-V:
+m >= 2p - 1), while these times are not negative:
 
              longest idle time of a stage            activations at once on stage r
     1F1B     (p - 1) (tF + tB + tW)                  (p - r) M_B
@@ -27,7 +20,7 @@ between B and W, for m >= p (ZB-H2, ZB-V: m >= 2p - 1):
     ZB-H2    (p - 1) (tF + tB - 2 tW)                (2 (p - r) - 1) M_B + 2 r M_W
     ZB-V     0 (needs tF = tB = tW)                  p M_B, in 2p halves: a stage has two chunks
 
-while these times are not negative. All schedules sum gradients in micro-batch order.
+All schedules sum gradients in micro-batch order.
 """
 
 from collections.abc import Sequence
@@ -45,9 +38,9 @@ LETTERS: Final = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "I
 class Peak:
     """Largest number of micro-batches that are in progress at once on a rank.
 
-    A micro-batch counts once for each chunk of the rank. ``live``: from the forward to the (first) backward pass, with
-    all activations. ``held``: between the halves of a split backward pass, with the inputs of weight gradients.
-    ``both``: live or held.
+    A micro-batch counts once for each chunk of the rank. ``live``: from the forward pass to the backward pass (or its
+    input-gradient half), with all activations. ``held``: between the input-gradient and the weight-gradient half of a
+    split backward pass, with the inputs of weight gradients. ``both``: live or held.
     """
 
     live: int
@@ -56,7 +49,7 @@ class Peak:
 
 
 def spell(step: Pass) -> str:
-    """Return a pass in the notation of schedule files: F3.1 is the forward pass of micro-batch 3, local chunk 1."""
+    """Return the pass ``step`` in schedule-file notation: F3.1 is the forward pass of micro-batch 3, local chunk 1."""
     return f"{LETTERS[step[0]]}{step[1]}.{step[2]}"
 
 
@@ -67,17 +60,14 @@ def sequential(rank: int, ranks: int, microbatches: int) -> Passes:
 
 
 def gpipe(rank: int, ranks: int, microbatches: int) -> Passes:
-    """Return the passes of GPipe: all forward passes, then all backward passes; all micro-batches are in progress."""
+    """Return the passes of GPipe: all forward passes, then all backward passes."""
     _check(rank, ranks, microbatches)
     forwards = [(Kind.FORWARD, microbatch, 0) for microbatch in range(microbatches)]
     return forwards + [(Kind.BACKWARD, microbatch, 0) for microbatch in range(microbatches)]
 
 
 def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Passes:
-    """Return the passes of 1F1B: fill the pipeline, alternate forward and backward passes, drain.
-
-    At most ``ranks - rank`` micro-batches are in progress.
-    """
+    """Return the passes of 1F1B: fill the pipeline, alternate forward and backward passes, drain."""
     _check(rank, ranks, microbatches)
     # Warm-up: one forward pass per later stage, before the first gradient can arrive.
     ahead = min(ranks - rank - 1, microbatches)
@@ -85,15 +75,15 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Passes:
     # Steady state: at most ahead + 1 micro-batches are live.
     for microbatch in range(microbatches - ahead):
         passes += [(Kind.FORWARD, microbatch + ahead, 0), (Kind.BACKWARD, microbatch, 0)]
-    # Cool-down: the remaining backward passes.
     return passes + [(Kind.BACKWARD, microbatch, 0) for microbatch in range(microbatches - ahead, microbatches)]
 
 
 def expand(passes: Sequence[Pass], placement: StagePlacement, rank: int, *, recompute: bool = False) -> list[Operation]:
-    """Return the operations of a rank that runs ``passes`` over its chunks, including pipeline messages.
+    """Return the operations of ``rank`` that run ``passes`` over its chunks in ``placement``, with pipeline messages.
 
-    If ``recompute`` is true, a chunk keeps only its input of a micro-batch. It runs its units forward again before the
-    backward pass, unless the backward pass directly follows the forward pass. Not for models with skip connections.
+    With the keyword ``recompute``, a chunk keeps only its input of each micro-batch. It runs its units forward again
+    before the backward pass, unless the backward pass directly follows the forward pass. Recomputation is not possible
+    for models with skip connections.
     """
     assert not (recompute and placement.skips), "outputs that other chunks take are not computed again"
     chunks, end = placement.of(rank), placement.units.stop
@@ -139,7 +129,10 @@ def _check(rank: int, ranks: int, microbatches: int) -> None:
 
 
 def interleaved_group(ranks: int, microbatches: int) -> int:
-    """Return the least group size for which every group, even the last, has at least ``ranks`` micro-batches."""
+    """Return the least group size for which every group, even the last, has at least ``ranks`` micro-batches.
+
+    In interleaved 1F1B, a rank runs a whole group of micro-batches through one chunk before its next chunk.
+    """
     assert microbatches >= ranks, f"{microbatches} micro-batches in groups of {ranks} or more"
     return next(size for size in range(ranks, microbatches + 1) if not 0 < microbatches % size < ranks)
 
@@ -165,23 +158,17 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Passes
 
 
 def zb_h1(rank: int, ranks: int, microbatches: int) -> Passes:
-    """Return the passes of ZB-H1: like 1F1B, but weight gradients are computed ``rank`` micro-batches later.
-
-    It needs as much memory as 1F1B.
-    """
+    """Return the passes of ZB-H1: 1F1B that computes weight gradients ``rank`` micro-batches after input gradients."""
     return _put_off(microbatches, ahead=ranks - 1 - rank, delay=rank)
 
 
 def zb_h2(rank: int, ranks: int, microbatches: int) -> Passes:
-    """Return the passes of ZB-H2: like ZB-H1, with twice the early forward passes and twice the delay; never idle."""
+    """Return the passes of ZB-H2: no rank is idle if a forward, an input and a weight pass take equal time."""
     return _put_off(microbatches, ahead=2 * (ranks - 1 - rank), delay=2 * rank)
 
 
 def _put_off(microbatches: int, *, ahead: int, delay: int) -> Passes:
-    """Return ``ahead`` forward passes, then forward, input-gradient and weight-gradient passes in turn.
-
-    Weight gradients are computed ``delay`` micro-batches after the input gradients.
-    """
+    """Delay weight gradients by ``delay`` micro-batches; begin with ``ahead`` forward passes."""
     passes = [(Kind.FORWARD, microbatch, 0) for microbatch in range(min(ahead, microbatches))]
     for microbatch in range(microbatches):
         if microbatch + ahead < microbatches:
@@ -194,7 +181,7 @@ def _put_off(microbatches: int, *, ahead: int, delay: int) -> Passes:
 
 
 class _Counting:
-    """Growing list of passes. It counts the passes per type and chunk, to give each pass its micro-batch number."""
+    """Growing list of passes. Each added pass gets the next micro-batch number of its type and chunk."""
 
     def __init__(self, microbatches: int) -> None:
         self.microbatches = microbatches
@@ -202,7 +189,6 @@ class _Counting:
         self.done = {(direction, chunk): 0 for direction in COMPUTE for chunk in range(2)}
 
     def add(self, direction: Kind, chunk: int) -> None:
-        """Append the pass ``direction`` of ``chunk`` for its next micro-batch, unless all micro-batches are done."""
         microbatch = self.done[direction, chunk]
         self.done[direction, chunk] += 1
         if microbatch < self.microbatches:
@@ -214,7 +200,7 @@ class _Counting:
 
 
 def zb_v(rank: int, ranks: int, microbatches: int) -> Passes:
-    """Return the passes of ZB-V, for `folded` chunks: chunk 0 runs up to the last rank, chunk 1 back to rank 0.
+    """Return the passes of ZB-V, for two chunks per rank that are placed by `folded`.
 
     The pattern needs 2 * ranks - 1 micro-batches; with fewer, the passes of missing micro-batches are left out.
     """

@@ -1,25 +1,16 @@
 """The table of schedules by name: passes, requirements, peak activations and bubbles. Without arrays or MPI.
 
-A micro-batch of a chunk is live from its forward to its (first) backward pass, and held between the halves of a split
-backward pass (`Peak`). On rank r of p, with m micro-batches and v chunks per rank:
+Largest numbers of micro-batches at once (`Peak`) on rank r of p, with m micro-batches and v chunks per rank; G is the
+`interleaved_group`:
 
     schedule      live                                     held           both
     sequential    1                                        0              = live
     gpipe         m                                        0              = live
     1f1b          min(p - r, m)                            0              = live
-    interleaved   min(2 (p-1-r) + (v-1) G + 1, m v)        0              = live     G: see `passes.interleaved_group`
+    interleaved   min(2 (p-1-r) + (v-1) G + 1, m v)        0              = live
     zb-h1         min(p - r, m)                            min(r+1, m)    min(p, m)
     zb-h2         min(2 (p - r) - 1, m)                    min(2r+1, m)   min(2p - 1, m)
     zb-v          min(2 p, 2 m, m + r + 1)                 2r+1           = live      held: less for m < 2p - 1
-
-`bubble` has the idle fractions for equal stages and free messages; F, I and W are the seconds of the forward pass, the
-input gradient (B in the papers) and the weight gradients. The last column has the source and the condition:
-
-    gpipe, 1f1b    (p-1) / (m + p-1)                                        arXiv:1811.06965, arXiv:2104.04473
-    interleaved    (p-1) / (v m + p-1)                                      arXiv:2104.04473; m a multiple of p
-    zb-h1          (p-1)(F + I - W) / (m (F + I + W) + (p-1)(F + I - W))    arXiv:2401.10241; W <= I, m >= p
-    zb-h2          (p-1)(F + I - 2W) / (m (F + I + W) + (p-1)(F + I - 2W))  arXiv:2401.10241; F = I = W, m >= 2p - 1
-    zb-v           0                                                        arXiv:2405.15362; F = I = W, m >= 2p - 1
 """
 
 from collections.abc import Callable, Sequence
@@ -54,7 +45,14 @@ def bubble(
 ) -> float | None:
     """Return the idle fraction of the pipeline rank with the longest time from first to last pass. Local.
 
-    Returns None if no formula exists for ``schedule``.
+    The formulas are for equal stages and free messages. F, I and W: seconds of the forward pass, the input gradient (B
+    in the papers) and the weight gradients. Return None without a formula, or if its condition (last column) fails.
+
+        gpipe, 1f1b    (p-1) / (m + p-1)                                        arXiv:1811.06965, arXiv:2104.04473
+        interleaved    (p-1) / (v m + p-1)                                      arXiv:2104.04473; m a multiple of p
+        zb-h1          (p-1)(F + I - W) / (m (F + I + W) + (p-1)(F + I - W))    arXiv:2401.10241; W <= I, m >= p
+        zb-h2          (p-1)(F + I - 2W) / (m (F + I + W) + (p-1)(F + I - 2W))  arXiv:2401.10241; F = I = W, m >= 2p-1
+        zb-v           0                                                        arXiv:2405.15362; F = I = W, m >= 2p-1
     """
     later, whole_s = stages - 1, forward_s + input_s + weight_s
     if schedule in ("gpipe", "1f1b"):
@@ -81,9 +79,10 @@ FILE: Final = "file"  # a schedule read from a file
 class Schedule:
     """Description of one pipeline schedule, an entry of `SCHEDULES`.
 
-    ``passes`` and ``peak`` take rank, ranks, micro-batches and chunks. A rank has ``least`` to ``most`` chunks (None:
-    no maximum). ``folded``: chunk 0 of each rank runs up to the last rank, chunk 1 back. ``splits``: input and weight
-    gradients are separate passes. ``pipelines``: supports several ranks. ``fewest``: minimum number of micro-batches.
+    ``passes`` and ``peak`` are functions of (rank, ranks, micro-batches, chunks). A rank has ``least`` to ``most``
+    chunks (None: no maximum). ``folded``: chunks are placed by `folded`, else by `looped`. ``splits``: input and weight
+    gradients are separate passes. ``pipelines``: supports several ranks. ``fewest(ranks)``: minimum number of
+    micro-batches.
     """
 
     passes: Callable[[int, int, int, int], Passes]
@@ -134,7 +133,7 @@ SCHEDULES: Final[dict[str, Schedule]] = {
     ),
     "zb-v": Schedule(
         passes=_one(zb_v),
-        peak=lambda r, p, m, v: Peak(live := min(2 * p, 2 * m, m + r + 1), 2 * r + 1, live),
+        peak=lambda r, p, m, v: Peak(live := min(2 * p, 2 * m, m + r + 1), 2 * r + 1, live),  # fewer held if m < 2p - 1
         least=2,
         most=2,
         folded=True,
@@ -145,9 +144,9 @@ NAMES: Final = (*SCHEDULES, FILE)
 
 
 def chunks_of(name: str, chunks: int = 1) -> int:
-    """Return the chunks per rank of schedule ``name``, given the recipe's ``chunks``.
+    """Return the number of model chunks per rank for the schedule ``name`` if the recipe sets ``chunks``.
 
-    Raises ConfigurationError if the schedule does not support this number.
+    1 selects the schedule's fixed number, if any. Raises ConfigurationError if ``chunks`` is not supported.
     """
     schedule = SCHEDULES[name]
     if schedule.most is not None and chunks in (1, schedule.most):
@@ -167,9 +166,9 @@ def chunks_of(name: str, chunks: int = 1) -> int:
 
 
 def check_schedule(name: str, ranks: int, microbatches: int, chunks: int = 1) -> int:
-    """Return the chunks per rank of schedule ``name``.
+    """Return the number of model chunks per rank of the schedule ``name``.
 
-    Raises ConfigurationError if the schedule does not support these numbers of ranks, micro-batches and chunks.
+    Raises ConfigurationError if it does not support these numbers of ranks, micro-batches and chunks.
     """
     if name == FILE:
         return chunks

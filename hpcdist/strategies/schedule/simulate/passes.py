@@ -2,9 +2,6 @@
 
 A program has one entry per pass of a whole chunk, not per unit, and no object per operation. Its times equal the times
 of the lists that `hpcdist.strategies.schedule.generate.passes.expand` makes.
-
-`peaks` counts the live activations on each rank. In a split backward pass, inputs of weight gradients stay from
-BACKWARD_INPUT to BACKWARD_WEIGHT and are counted separately.
 """
 
 from collections.abc import Sequence
@@ -79,10 +76,7 @@ def program(
 
 
 class _Row:
-    """Simulator entries of one rank.
-
-    A pass has up to three entries (receive, compute, send), or four if it recomputes activations.
-    """
+    """Simulator entries of one rank: up to 3 per pass (receive, compute, send), or 4 with recomputation."""
 
     def __init__(self, passes: np.ndarray, placement: StagePlacement, rank: int, recompute: bool) -> None:
         way, microbatch, local = passes
@@ -120,7 +114,7 @@ def _seconds(placement: StagePlacement, costs: StepCosts) -> np.ndarray:
 
 
 def peaks(program: Program) -> tuple[Peak, ...]:
-    """Return each rank's peak number of micro-batches in progress. Local."""
+    """Return the `Peak` of micro-batches in progress on each rank in the simulator ``program``. Local."""
     return tuple(_peak(program, program.row(rank)) for rank in range(program.ranks))
 
 

@@ -6,8 +6,7 @@ Each rank runs its entries in order:
     SEND    takes its seconds, then a message leaves; the sender continues at once
     RECV    waits for its message, then takes its seconds
 
-A link connects two ranks in one direction and carries messages in sending order: each occupies it for the transfer
-time, and arrives after an additional latency. O(entries).
+A link connects two ranks in one direction and carries messages in sending order. O(entries).
 """
 
 import math
@@ -32,7 +31,7 @@ class LinkCost:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """Seconds of each pass for one micro-batch; each field has one value per unit of the model.
+    """Seconds of each pass for one micro-batch, as sequences with one value per model unit, and the cost of a message.
 
     ``backward_s`` is the time of an unsplit backward pass; ``input_s`` and ``weight_s`` are the halves of a split one.
     """
@@ -47,15 +46,18 @@ class StepCosts:
         rows = {name: getattr(self, name) for name in ("forward_s", "backward_s", "input_s", "weight_s")}
         for name, row in rows.items():
             if len(row) != len(self.forward_s):
-                raise UsageError(f"costs: {name} has {len(row)} units, but forward_s has {len(self.forward_s)}")
+                raise UsageError(
+                    f"StepCosts: {name} has {len(row)} values, but forward_s has {len(self.forward_s)}; each field "
+                    "needs one value for each model unit"
+                )
             if not all(math.isfinite(seconds) and seconds >= 0 for seconds in row):
-                raise UsageError(f"costs: {name} = {list(row)}; seconds must be finite and not negative")
+                raise UsageError(f"StepCosts: {name} = {list(row)}; seconds must be finite and not negative")
 
     @classmethod
     def equal(
         cls, units: int, forward_s: float, input_s: float, weight_s: float, *, link: LinkCost | None = None
     ) -> "StepCosts":
-        """Return the costs of ``units`` equal units. An unsplit backward pass takes ``input_s + weight_s``."""
+        """Return the costs of ``units`` equal model units. An unsplit backward pass takes ``input_s + weight_s``."""
         return cls(
             forward_s=[forward_s] * units,
             backward_s=[input_s + weight_s] * units,
@@ -66,10 +68,7 @@ class StepCosts:
 
     @property
     def rows(self) -> tuple[Sequence[float], ...]:
-        """Seconds per unit of the model, one row per kind of work: FORWARD, BACKWARD, INPUT, WEIGHT and AGAIN.
-
-        AGAIN is recomputation.
-        """
+        """Seconds of each model unit, one row per pass type: FORWARD, BACKWARD, INPUT, WEIGHT, AGAIN (recomputed)."""
         return self.forward_s, self.backward_s, self.input_s, self.weight_s, self.forward_s
 
 
@@ -134,8 +133,9 @@ def run(program: Program) -> Times:
     if stuck.size:
         rank = int(stuck[0])
         raise ScheduleError(
-            f"rank {rank} waits for ever at entry {at[rank] - program.starts[rank]} of its {len(at)}-rank schedule, "
-            f"and so do ranks {stuck.tolist()}: a message is never sent, or waits are cyclic; verify the lists first"
+            f"rank {rank} waits for ever at entry {at[rank] - program.starts[rank]} of its operation list; of all "
+            f"{len(at)} ranks, ranks {stuck.tolist()} wait for ever. A message is never sent, or the waits form a "
+            "cycle: check operation lists with schedule.verify.proof.verify, passes with schedule.verify.liveness.prove"
         )
     return Times(begin_s, end_s, cause, before, arrival_s)
 
@@ -144,7 +144,11 @@ def run(program: Program) -> Times:
 def _run(
     rows: tuple[np.ndarray, ...], links: np.ndarray, travel_s: np.ndarray, at: np.ndarray, times: tuple[np.ndarray, ...]
 ) -> None:
-    """Simulate until each rank has ended or waits; update ``times`` and ``at``, each rank's current entry."""
+    """Simulate until each rank has ended or waits; update ``times`` (arrays of `Times`) and ``at``.
+
+    ``at`` has the index of each rank's next entry. ``rows``: the starts, codes, targets and seconds of a `Program`.
+    ``links``: link number of each message. ``travel_s``: ``carries_s`` and ``latency_s`` of `LinkCost`.
+    """
     starts, code, target, seconds = rows
     begin_s, end_s, cause, before, arrival_s = times
     ranks = len(starts) - 1

@@ -1,10 +1,7 @@
 """Timeline of a simulated step: busy and idle times of the stages, the bubble, and the critical path.
 
-`simulate_lists` runs the operation lists that the executor runs, `simulate_passes` the passes.
-
 The bubble of a stage (P. Qi et al., arXiv:2401.10241) is the idle share of its span, from its first pass to the end of
-its last. The bubble of the step is the bubble of the stage with the longest span. The makespan rate is the idle share
-of all ranks from the first pass to the last.
+its last.
 """
 
 from collections.abc import Sequence
@@ -63,7 +60,7 @@ class StepTimeline:
 
     @property
     def makespan_s(self) -> float:
-        """Seconds from the start of the step to the end of its last entry, on any rank."""
+        """Seconds from the start of the step to the end of the last program entry of any rank."""
         return float(self.times.end_s.max(initial=0.0))
 
     @property
@@ -87,7 +84,7 @@ class StepTimeline:
         return 1.0 - sum(stage.busy_s for stage in computing) / whole_s if whole_s else 0.0
 
     def critical_path(self) -> "list[CriticalSegment]":
-        """Return the chain of entries and messages without gaps that determines the simulated step time. Local."""
+        """Return the gapless chain of program entries and messages that determines the simulated step time. Local."""
         program, times = self.program, self.times
         segments: list[CriticalSegment] = []
         entry = int(times.end_s.argmax()) if len(times.end_s) else -1
@@ -110,7 +107,7 @@ class StepTimeline:
 
 @dataclass(frozen=True)
 class CriticalSegment:
-    """Segment of the critical path: ``rank`` runs entry number ``entry``, or waits for the message that it receives."""
+    """Segment of the critical path: ``rank`` runs entry ``entry`` of the program, or waits for the entry's message."""
 
     rank: int
     entry: int
@@ -120,10 +117,6 @@ class CriticalSegment:
 
 
 def _program(lists: Sequence[Sequence[Operation]], placement: StagePlacement, costs: StepCosts) -> Program:
-    """Return the simulator program of the operation lists of all pipeline ranks, with one entry per operation. Local.
-
-    Operations other than passes and messages take no time.
-    """
     chunk_of = {unit: number for number, units in enumerate(placement.chunks) for unit in units}
     messages: dict[object, int] = {}  # numbered when first seen at either end
     links: dict[int, int] = {}
@@ -161,10 +154,7 @@ def _program(lists: Sequence[Sequence[Operation]], placement: StagePlacement, co
 
 
 def simulate_lists(steps: Sequence[Sequence[Operation]], placement: StagePlacement, costs: StepCosts) -> StepTimeline:
-    """Simulate the operation lists ``steps`` of all ranks of one pipeline; return the timeline. Local.
-
-    Raises ScheduleError if a rank would wait forever.
-    """
+    """Simulate ``steps``, each pipeline rank's operation list. Raises ScheduleError if a rank waits forever. Local."""
     program = _program(steps, placement, costs)
     return StepTimeline(program, programs.run(program))
 
@@ -172,9 +162,6 @@ def simulate_lists(steps: Sequence[Sequence[Operation]], placement: StagePlaceme
 def simulate_passes(
     rows: Sequence[np.ndarray], placement: StagePlacement, costs: StepCosts, *, recompute: bool = False
 ) -> StepTimeline:
-    """Simulate ``rows``, the `compact` passes of all ranks of one pipeline; return the timeline. Local.
-
-    Raises ScheduleError if a rank would wait forever.
-    """
+    """Simulate ``rows``, each pipeline rank's `compact` passes. Raises ScheduleError if a rank waits forever. Local."""
     program = passes_simulate.program(rows, placement, costs, recompute=recompute)
     return StepTimeline(program, programs.run(program))

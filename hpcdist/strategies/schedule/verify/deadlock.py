@@ -33,7 +33,7 @@ MessageKey: TypeAlias = tuple[int, int, Kind, int, int, int]  # (from, to, kind 
 
 
 class PeerRanks:
-    """Peers of each rank along the axes of ``grid``. Ranks from the size of the grid to ``ranks`` - 1 are servers."""
+    """Peers of each rank on the axes of the process grid ``grid``. Ranks outside of the grid are parameter servers."""
 
     def __init__(self, grid: ProcessGrid, ranks: int) -> None:
         self.grid, self.ranks = grid, ranks
@@ -60,7 +60,10 @@ class PeerRanks:
         return coordinates["pipeline"], replica // math.lcm(grid.context, grid.expert)
 
     def along(self, axes: Collection[str], rank: int) -> tuple[int, ...]:
-        """Return the ranks that differ from ``rank`` only along ``axes``; all servers form one group."""
+        """Return the ranks, including ``rank``, whose grid coordinates differ from ``rank`` only along ``axes``.
+
+        ``axes`` are names of grid axes. If ``rank`` is a parameter server, return all parameter servers.
+        """
         if rank >= self.grid.size:
             return self.servers
         others = [other for other in ORDER if other not in axes]
@@ -69,7 +72,10 @@ class PeerRanks:
 
 
 class DryRun:
-    """Dry run of the operation lists of all ranks; counts ``messages`` and collectives (``meetings``)."""
+    """Dry run of ``lists``, the operation lists of all ranks. Counts ``messages`` and collectives (``meetings``).
+
+    ``neighbours``: peers of each rank on each grid axis. ``places``: placement of the model on each rank's pipeline.
+    """
 
     def __init__(
         self, lists: Sequence[Sequence[Operation]], neighbours: PeerRanks, places: Sequence[StagePlacement]
@@ -140,7 +146,9 @@ class DryRun:
             and (op.source < 0 or (before, op.unit) in placement.skips)
         )
         if placement is None or not is_valid or before < 0 or placement.rank_of(before) == placement.rank_of(op.unit):
-            raise ScheduleError(f"rank {rank}: {op} has no peer: no input of this unit comes from another rank")
+            raise ScheduleError(
+                f"rank {rank}: {op} receives from no rank: unit {op.unit} of the model has no input from another rank"
+            )
         ends = [self._pipeline[rank][placement.rank_of(unit)] for unit in (before, op.unit)]
         source, target = ends if onward else ends[::-1]
         if rank != (source if op.kind in SENDS else target):
@@ -148,7 +156,6 @@ class DryRun:
         return source, target, send, op.microbatch, op.unit, op.source
 
     def _group(self, rank: int, op: Operation) -> tuple[tuple[object, ...], tuple[int, ...]]:
-        """Return (key, member ranks) of the communicator on which ``op`` is collective."""
         if op.kind is Kind.AGREE:
             return ("world",), tuple(range(len(self._lists)))
         if op.kind in OVER_TENSOR:
@@ -162,7 +169,10 @@ class DryRun:
         pipeline = self._neighbours.along(("pipeline",), rank)
         members = tuple(r for r in pipeline if op in self._lists[r])
         if len(members) < 2:
-            raise ScheduleError(f"rank {rank}: {op} is in no other list of the pipeline ranks {list(pipeline)}")
+            raise ScheduleError(
+                f"rank {rank}: {op} has no counterpart: no other rank of the pipeline {list(pipeline)} has this "
+                "operation in its list"
+            )
         return ("copy", op.kind, op.unit, *members), members
 
     def _together(self, op: Operation) -> bool:
@@ -171,11 +181,11 @@ class DryRun:
         return (op.kind in OVER_TENSOR and tensor) or (op.kind in OVER_CONTEXT and grid.context > 1)
 
     def _updating(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that update on the data axis of ``rank``: its servers or, without servers, all its ranks."""
         axis = self._data[rank]
         kinds = {member: {op.kind for op in self._lists[member]} for member in axis}
         if not any(Kind.COLLECT in kinds_of_member for kinds_of_member in kinds.values()):
             return axis
+        # If there are parameter servers (ranks with a COLLECT), only the servers update.
         return tuple(member for member in axis if kinds[member] & {Kind.COLLECT, Kind.NORMS})
 
     def _meet(self, rank: int, op: Operation) -> bool:
@@ -198,10 +208,8 @@ class DryRun:
         return True
 
     def _start(self, rank: int, op: Operation) -> None:
-        """Check that the n-th operation that ``rank`` starts on a communicator equals the n-th of the other members."""
         key, _ = self._group(rank, op)
         started = self._begun.setdefault(key, [])
-        # A start waits for no rank, but the n-th start of every member must be the same operation.
         number = self._starts[rank]
         if number == len(started):
             started.append((rank, op))
@@ -222,7 +230,7 @@ class DryRun:
             if other.kind is awaited and other.touches(op.part)
         ]
         if not sources:
-            raise ScheduleError(f"rank {rank}: {op} waits for a {awaited.name} that no rank has in its list")
+            raise ScheduleError(f"rank {rank}: {op} waits for a {awaited.name} that no rank has among its operations")
         # A source has sent once it has passed the position of its PUSH or PUBLISH.
         return [source for source, index in sources if self._at[source] <= index]
 

@@ -43,7 +43,7 @@ def prove(
 
 
 def _of_rank(name: str, steps: Passes, chunks: int, microbatches: int) -> Peak:
-    """Check that each micro-batch passes forward and back through each chunk of a rank; return the rank's peak."""
+    """Check that ``steps`` pass each micro-batch once forward and back through each chunk; return the rank's `Peak`."""
     done: dict[tuple[int, int], Kind] = {}  # (micro-batch, chunk) -> its last pass
     live = held = 0
     most = Peak(0, 0, 0)
@@ -82,8 +82,7 @@ def _run(passes: Sequence[Passes], placement: StagePlacement, names: Sequence[st
     done: set[tuple[bool, int, int]] = set()  # (back, micro-batch, chunk of the model)
     waiting: dict[tuple[bool, int, int], int] = {}  # missing pass -> rank that waits for it
     at = [0] * len(passes)
-    # Each rank runs until it waits; the awaited pass makes it ready again. Ranks that still wait at the end form a
-    # cycle.
+    # Each rank runs until it waits, and again after the awaited pass. Ranks that wait at the end form a cycle.
     ready = list(range(len(passes)))
     while ready:
         rank = ready.pop()
@@ -105,7 +104,7 @@ def _run(passes: Sequence[Passes], placement: StagePlacement, names: Sequence[st
 
 
 def _needed(step: Pass, chunk_numbers: Sequence[int], placement: StagePlacement) -> tuple[bool, int, int] | None:
-    """Return the pass of another chunk that ``step`` waits for, as (is_backward, micro-batch, chunk), or None."""
+    """Return the pass that the pass ``step`` waits for, as (is_backward, micro-batch, chunk of the model), or None."""
     kind, microbatch, chunk = step
     if kind is Kind.FORWARD and chunk_numbers[chunk] > 0:
         return False, microbatch, chunk_numbers[chunk] - 1
@@ -143,11 +142,14 @@ def _circle(
 
 @dataclass(frozen=True)
 class RankProgram:
-    """Operation list of a rank, and what is needed to verify the list.
+    """Operation list ``steps`` of a rank, with the data needed to verify the list.
 
-    ``units`` has the ranges of the model stages that the rank computes. ``place`` is (placement, pipeline rank), or
-    None on a server. ``needs`` maps each unit to all units whose parameters it uses. ``accumulates``: gradients are
-    exchanged once per step. ``combines``: a REDUCE needs a COMBINE. ``refreshes``: a gathered unit needs a REFRESH.
+    ``units``: parameter ranges of the units (model stages) that the rank computes.
+    ``place``: (placement, pipeline rank), or None on a parameter server.
+    ``needs``: all units whose parameters a unit uses, by unit.
+    ``accumulates``: True if gradients are exchanged once per step, not once per micro-batch.
+    ``combines``: True if a REDUCE needs a COMBINE. ``refreshes``: True if a gathered unit needs a REFRESH.
+    ``alone``: True if there is no other replica or server, so that no exchange is needed.
     """
 
     rank: int
@@ -198,27 +200,27 @@ GATHERS = (Kind.GATHER, Kind.START_GATHER, Kind.WAIT_GATHER)
 
 
 def check_liveness(share: RankProgram) -> None:
-    """Raise ScheduleError if the program ``share`` uses a freed unit, or ends with old parameters of a unit."""
+    """Raise ScheduleError if one rank's program ``share`` uses a freed model unit or ends with old parameters."""
     _check_gathers(share)
     _check_residence(share)
     _check_freshness(share)
 
 
 def gathered_peak(share: RankProgram) -> int:
-    """Return the largest number of units that are gathered, or being gathered, at once in the program ``share``.
+    """Return the largest number of model units gathered, or being gathered, at once in one rank's program ``share``.
 
     Units that are never freed do not count.
     """
     freed = {op.unit for _, op in share.where(Kind.FREE)}
     gathered = most = 0
-    for _, op in share.where(Kind.GATHER, Kind.START_GATHER, Kind.FREE):  # permanent units do not count
+    for _, op in share.where(Kind.GATHER, Kind.START_GATHER, Kind.FREE):
         gathered += (op.unit in freed) * (-1 if op.kind is Kind.FREE else 1)
         most = max(most, gathered)
     return most
 
 
 def activation_peak(share: RankProgram) -> tuple[Peak, int]:
-    """Return peak numbers of micro-batches in the program ``share``: (in progress, with all activations in memory)."""
+    """Return the `Peak` of micro-batches in one rank's program ``share``, and the peak number with all activations."""
     chunks = share.place[0].of(share.place[1]) if share.place is not None else ()
     chunk_of = {unit: number for number, units in enumerate(chunks) for unit in units}
     recomputed = {(op.microbatch, chunk_of[op.unit]) for op in share.steps if op.recompute}
@@ -250,7 +252,6 @@ def activation_peak(share: RankProgram) -> tuple[Peak, int]:
 
 
 def _check_gathers(share: RankProgram) -> None:
-    """Check that each gather started in ``share`` is waited for once, and its unit is unused and unchanged before."""
     in_flight: dict[int, Operation] = {}
     for _, op in share.where(*GATHERS, Kind.FREE, *USES, Kind.APPLY):
         if op.kind is Kind.WAIT_GATHER:
@@ -260,7 +261,8 @@ def _check_gathers(share: RankProgram) -> None:
             early = sorted({op.unit, *share.needs.get(op.unit, ())} & in_flight.keys())
             if early:
                 raise share.refuse(
-                    f"{op} uses unit {early[0]}, which is not gathered at this point: no WAIT_GATHER before it"
+                    f"{op} uses unit {early[0]}, which is not gathered at this point; a WAIT_GATHER of this unit "
+                    "must come before this use"
                 )
         elif op.kind is Kind.APPLY:
             for unit, start in in_flight.items():
@@ -275,7 +277,6 @@ def _check_gathers(share: RankProgram) -> None:
 
 
 def _check_residence(share: RankProgram) -> None:
-    """Check that units of the program ``share`` are gathered when used, and never gathered with old values."""
     freed = {op.unit for _, op in share.where(Kind.FREE)}
     resident: set[int] = set()
     for op in share.steps:
@@ -296,13 +297,16 @@ def _check_residence(share: RankProgram) -> None:
         elif op.kind is Kind.APPLY:
             stale = [unit for unit in resident if op.touches(share.units.get(unit, NOWHERE))]
             if stale:
-                raise share.refuse(f"{op} updates unit {stale[0]} while its old values are gathered: no FREE before it")
+                raise share.refuse(
+                    f"{op} updates unit {stale[0]} while old values of this unit are gathered; a FREE of this unit "
+                    "must come before this update"
+                )
     if resident:
         raise share.refuse(f"unit {min(resident)} is gathered, but never freed")
 
 
 def _check_freshness(share: RankProgram) -> None:
-    """Check that all units of ``share`` end with new parameters: updated, gathered after the update, or pulled."""
+    """Check that all model units end with new values: updated, pulled or gathered."""
     freed = {op.unit for _, op in share.where(Kind.FREE)}
     for unit, whole in share.units.items():
         if unit in freed and not share.refreshes:

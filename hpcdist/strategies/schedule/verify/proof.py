@@ -1,9 +1,9 @@
 """Proof of a whole step: verify the operation lists of all ranks, and return the costs of the step.
 
 Proven before anything runs: every receive matches one send; collectives have the same order on all members of their
-axis; no cyclic waits (see `deadlock`); each micro-batch passes forward and backward through each stage once; gradients
-are exchanged once, when complete; started operations are waited for before their results are used; each element is
-updated by one owner or by every replica; every rank that keeps parameters ends with new ones.
+axis; no cyclic waits; each micro-batch passes forward and backward through each stage once; gradients are exchanged
+once, when complete; started operations are waited for before their results are used; each element is updated by one
+owner or by every replica; every rank that keeps parameters ends with new ones.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -24,10 +24,10 @@ from hpcdist.strategies.zero.config import ShardingDegrees
 class Proof:
     """Peak memory use and message counts of a step whose operation lists were proven to be correct.
 
-    The first four fields have each pipeline rank's largest number of micro-batches at once. ``live``: from the forward
-    to the (first) backward pass. ``whole``: with all activations. ``held``: between the halves of a split backward
-    pass. ``both``: live or held. ``gathered``: each rank's largest number of gathered units at once. ``messages`` and
-    ``meetings``: numbers of messages and collectives of all ranks.
+    The first four fields have each pipeline rank's largest number of micro-batches at once in a state. ``live``: from
+    the forward pass to the backward pass, or its input-gradient half. ``whole``: with all activations. ``held``:
+    between the halves of a split backward pass. ``both``: live or held. ``gathered``: each rank's largest number of
+    gathered model units at once. ``messages`` and ``meetings``: numbers of messages and collectives of all ranks.
     """
 
     live: tuple[int, ...]
@@ -53,10 +53,10 @@ def verify(
 ) -> Proof:
     """Prove that the operation lists of all ranks form one correct step. Raises ScheduleError if not. Local.
 
-    ``units`` has the ranges of all model stages; ``needs`` maps each unit to the other units whose parameters it uses.
-    Lists after the ranks of ``grid`` belong to parameter servers. ``placement`` assigns chunks to pipeline ranks; by
-    default chunks are as long as possible. ``experts``: range of each unit that differs between ``grid.expert``
-    consecutive replicas.
+    Lists after the ranks of the keyword ``grid`` belong to parameter servers. Keywords: ``units`` maps each model unit
+    to its flat parameter range. ``needs`` maps it to the other units whose parameters it uses. ``placement`` assigns
+    chunks to pipeline ranks; by default chunks are as long as possible. ``experts`` maps each unit to the flat range of
+    its experts; ``grid.expert`` consecutive replicas hold different experts there.
     """
     neighbours = PeerRanks(grid, len(lists))
     if len(lists) < grid.size:
@@ -104,10 +104,7 @@ def _owned(
     units: Mapping[int, Range],
     placement: StagePlacement | None,
 ) -> tuple[list[list[int]], list[StagePlacement]]:
-    """Return each rank's units and each rank's pipeline placement.
-
-    Raises ScheduleError unless each unit is computed exactly once per pipeline.
-    """
+    """Return each rank's model units, and the `StagePlacement` of each pipeline."""
     owned = [sorted({op.unit for op in steps if op.kind in COMPUTE}) for steps in lists]
     placements = []
     for rank in neighbours.workers:
@@ -137,10 +134,7 @@ def _owned(
 def _check_owners(
     shares: Sequence[RankProgram], neighbours: PeerRanks, copies: int, experts: Mapping[int, Range]
 ) -> None:
-    """Raise ScheduleError unless each parameter element is updated by ``copies`` ranks, or by all ranks that hold it.
-
-    The ranges in ``experts`` hold different experts on each expert-parallel rank.
-    """
+    """Raise ScheduleError unless each parameter element is updated by ``copies`` ranks, or by all that hold it."""
     servers = [part for server in neighbours.servers for part in shares[server].ranges(Kind.APPLY)]
     for share in shares[: neighbours.grid.size]:
         data, degree = neighbours.along(REPLICAS, share.rank), neighbours.grid.expert

@@ -1,7 +1,4 @@
-"""Checks of one rank's list: every pass, gradient, sum, norm and update occurs once and in a legal order.
-
-Each function checks one aspect of the list of one rank, and raises ScheduleError for a violation.
-"""
+"""Checks of one rank's list: every pass, gradient, sum, norm and update occurs once and in a legal order."""
 
 from bisect import bisect
 from collections.abc import Sequence
@@ -17,7 +14,10 @@ MIXING_CHANGES = (Kind.APPLY, Kind.MIX, Kind.AVERAGE)  # kinds that change param
 
 
 def check_mixing(share: RankProgram) -> None:
-    """Raise ScheduleError if a MIX_START of ``share`` has no MIX_WAIT or MIX, or if parameters being sent change."""
+    """Raise ScheduleError unless each MIX_START of one rank's program ``share`` has a MIX_WAIT and a MIX.
+
+    The flat range of the MIX_START must be unchanged until the MIX_WAIT.
+    """
     in_flight: list[Operation] = []
     arrived: list[Range | None] = []
     for _, op in share.where(Kind.MIX_START, Kind.MIX_WAIT, *MIXING_CHANGES):
@@ -91,7 +91,6 @@ def check(share: RankProgram) -> None:
 
 
 def _check_passes(share: RankProgram) -> None:
-    """Check that each micro-batch passes once forward and back through all units of ``share``, with its messages."""
     steps_of: dict[int, list[Operation]] = {microbatch: [] for microbatch in range(share.microbatches)}
     for _, op in share.where(*COMPUTE, *MESSAGES):
         if not share.units or op.microbatch not in steps_of:
@@ -110,7 +109,10 @@ def _check_passes(share: RankProgram) -> None:
 
 
 def _expected(place: tuple[StagePlacement, int], microbatch: int, steps: Sequence[Operation]) -> list[Operation]:
-    """Return a rank's operations for ``microbatch``, split and recomputed as in ``steps``; ``place`` has its chunks."""
+    """Return the passes and messages that a rank must run for ``microbatch``, without BACKWARD_WEIGHT.
+
+    The actual ``steps`` only decide which model units have split backward passes and which are recomputed.
+    """
     chunks = place[0].of(place[1])
     split = {op.unit for op in steps if op.kind is Kind.BACKWARD_INPUT}
     recomputed = {op.unit for op in steps if op.recompute}
@@ -140,7 +142,7 @@ def _check_weights(share: RankProgram, steps: Sequence[Operation]) -> None:
 
 
 def _check_gradients(share: RankProgram) -> None:
-    """Check that gradients are exchanged once: after the unit's last BACKWARD or, if not accumulated, after each."""
+    """Check that each unit's gradients are exchanged once, or without accumulation, after each backward pass."""
     exchanged = share.where(*EXCHANGED)
     indices = [index for index, _ in exchanged]
     for unit, whole in share.units.items():
@@ -151,7 +153,6 @@ def _check_gradients(share: RankProgram) -> None:
             parts = [op for _, op in exchanged[bisect(indices, start) : bisect(indices, stop)]]
             ranges = [op.range for op in parts if op.range is not None]
             for piece, times in coverage(whole, ranges):
-                # Expected: one exchange after the last backward pass or, without accumulation, after every one.
                 last = number == len(backwards)
                 due = int(last or (number > 0 and not share.accumulates))
                 if times == due or (times == 0 and share.alone):
@@ -160,12 +161,14 @@ def _check_gradients(share: RankProgram) -> None:
                 if times == 0:
                     raise share.refuse(f"the gradient of unit {unit} in {range_text(piece)} is never exchanged")
                 if due == 0:
-                    raise share.refuse(f"{named[0]} comes before {share.steps[stop]}, which adds to its gradients")
+                    raise share.refuse(
+                        f"{named[0]} comes before {share.steps[stop]}, but must come after it: this "
+                        f"{share.steps[stop].kind.name} adds to the gradients that {named[0].kind.name} exchanges"
+                    )
                 raise share.refuse(f"{named[1]} exchanges the gradients of {range_text(piece)} a second time")
 
 
 def _check_rounds(share: RankProgram) -> None:
-    """If gradients are not accumulated, check that each exchange contains the gradients of one micro-batch only."""
     if share.accumulates:
         return
     microbatches_in = {unit: set[int]() for unit in share.units}  # unit -> micro-batches of its gradients
@@ -203,7 +206,6 @@ def _check_sums(share: RankProgram) -> None:
 
 
 def _check_waits(share: RankProgram) -> None:
-    """Check that each START of ``share`` is waited for once, and nothing writes to its range before the WAIT."""
     in_flight: list[Operation] = []
     for _, op in share.where(Kind.START, Kind.WAIT, *WRITES):
         if op.kind is Kind.START:
@@ -223,8 +225,8 @@ def _check_waits(share: RankProgram) -> None:
 
 
 def _check_settled(share: RankProgram) -> None:
-    """Check that each DEFER has exactly one SETTLE in the list; the SETTLE runs in the next step."""
     deferred, settled = ([op for _, op in share.where(kind)] for kind in (Kind.DEFER, Kind.SETTLE))
+    # A SETTLE runs in the step after its DEFER.
     for operations, others, why in (
         (deferred, settled, "is not settled exactly once"),
         (settled, deferred, "does not settle exactly one DEFER"),
@@ -235,7 +237,6 @@ def _check_settled(share: RankProgram) -> None:
 
 
 def _check_once(share: RankProgram, kind: Kind, *, after: Sequence[Kind], before: Sequence[Kind] = ()) -> None:
-    """Check that ``kind`` occurs at most once, after all operations ``after`` and before all operations ``before``."""
     entries = share.where(kind)
     if len(entries) > 1:
         raise share.refuse(f"{entries[0][1]} comes twice in one step")
@@ -248,7 +249,7 @@ def _check_once(share: RankProgram, kind: Kind, *, after: Sequence[Kind], before
 
 
 def _check_update(share: RankProgram) -> None:
-    """Check that each parameter element of ``share`` has at most one DIRECTION and one APPLY, in this order."""
+    """Check that each parameter element has at most one DIRECTION, then one APPLY."""
     for kind in ONCE:
         seen: list[Range] = []
         for _, op in share.where(kind):
@@ -269,7 +270,10 @@ def _check_update(share: RankProgram) -> None:
 def _check_compressed(share: RankProgram) -> None:
     compressed = share.where(Kind.COMPRESS)
     if compressed and not share.where(Kind.AGREE):
-        raise share.refuse(f"{compressed[0][1]} sends gradients before the ranks agree on a step: no AGREE() before it")
+        raise share.refuse(
+            f"{compressed[0][1]} sends gradients, but has no AGREE() before it, in which the ranks agree on the step's "
+            "loss, norm, overflow and stop requests"
+        )
     travelled = share.ranges(Kind.COMPRESS)
     for _, op in share.where(Kind.DIRECTION) if compressed else ():
         if not is_covered(op.range or NOWHERE, travelled):
@@ -277,20 +281,29 @@ def _check_compressed(share: RankProgram) -> None:
 
 
 def _check_copies(share: RankProgram) -> None:
-    """Check that a tied copy's gradient is complete when it is sent, and is added before the owner's exchange."""
+    """Check the order of messages between a tied tensor's copy and its owner."""
     for index, copy in share.where(Kind.COPY_GRADIENT):
         for at, op in share.where(*WRITES):
             if copy.unit in (op.unit, *share.needs.get(op.unit, ())) and at > index:
-                raise share.refuse(f"{copy} comes before {op}, which adds to its gradients")
+                raise share.refuse(
+                    f"{copy} comes before {op}, but must come after it: this {op.kind.name} adds to the gradients that "
+                    f"{copy.kind.name} sends"
+                )
         owned = share.units.get(copy.unit, NOWHERE)
         for at, op in share.where(*EXCHANGED):
             if op.touches(owned) and at < index and share.accumulates:
-                raise share.refuse(f"{op} comes before {copy}, which adds to its gradients")
+                raise share.refuse(
+                    f"{op} comes before {copy}, but must come after it: this COPY_GRADIENT adds to the gradients that "
+                    f"{op.kind.name} exchanges"
+                )
     for index, copy in share.where(Kind.COPY_VALUE):
         owned = share.units.get(copy.unit, NOWHERE)
         for at, op in share.where(Kind.APPLY):
             if op.touches(owned) and at > index:
-                raise share.refuse(f"{copy} comes before {op}, which changes the values to send")
+                raise share.refuse(
+                    f"{copy} comes before {op}, but must come after it: this APPLY changes the values that COPY_VALUE "
+                    "sends"
+                )
 
 
 def _meet(first: Operation, second: Operation) -> bool:

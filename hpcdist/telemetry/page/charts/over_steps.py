@@ -93,7 +93,6 @@ def draw_loss(axes: Any, data: PageData, first: int = 0) -> None:
 
 
 def _window(steps: int) -> int:
-    """Return the number of steps in the moving mean that shows the trend over ``steps``; 1 if there are few."""
     return min(500, steps // 50) if steps >= 200 else 1
 
 
@@ -207,10 +206,7 @@ def _phases(data: PageData) -> Chart:
 
 
 def phase_times(run: SampledMetrics) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Divide the steps into bins. Return each bin's last step (bins,), and for each phase its ms per step (bins,).
-
-    Times are means over the ranks that compute.
-    """
+    """Return the last step of each bin, and a dict: phase -> ms per step in each bin, averaged over computing ranks."""
     rows, edges = run.sample.steps, series.bin_edges(run.sample.steps["step"])
     works = np.nansum(rows["compute_s"], axis=0) > 0
     parts = {name: series.means(mean_over_ranks(rows[f"{name}_s"][:, works]), edges) * 1e3 for name in PHASES}
@@ -335,7 +331,6 @@ def _bars(row: int, lane: RankLane, whole_s: float) -> Iterator[GanttBar]:
 
 
 def _merged(lane: RankLane, gap_s: float) -> list[tuple[float, float, Span]]:
-    """Return the spans of ``lane``, merging those with equal operation and micro-batch at most ``gap_s`` apart."""
     merged: list[tuple[float, float, Span]] = []
     for begin, end, span in sorted(lane.spans, key=lambda spans: spans[0]):
         if merged:

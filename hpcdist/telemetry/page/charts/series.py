@@ -17,7 +17,7 @@ BINS: Final = 400  # largest number of bins of an area
 
 
 def decimate(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most `POINTS` points of the line x, y, both (n,): the minimum and maximum of each interval."""
+    """Return at most `POINTS` points of the line ``x``, ``y``: the minimum and maximum of ``y`` in each interval."""
     if len(x) <= POINTS:
         return x, y
     parts = (POINTS - 2) // 2
@@ -37,12 +37,15 @@ def decimate(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def bin_edges(x: np.ndarray, bins: int = BINS) -> np.ndarray:
-    """Divide the rows of ``x`` (n,) into at most ``bins`` bins. Return the first row of each bin, followed by n."""
+    """Split the n rows of ``x`` evenly into at most ``bins`` bins. Return the first row of each bin, followed by n."""
     return np.unique(np.linspace(0, len(x), min(bins, len(x)) + 1).astype(np.int64))
 
 
 def means(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Return the mean over the rows of each bin, ignoring NaN: (n,) -> (bins,), (n, ranks) -> (bins, ranks)."""
+    """Return the mean over the rows of each bin, ignoring NaN. ``edges`` is the result of `bin_edges`.
+
+    ``values`` of shape (n,) give a result of shape (bins,), and (n, ranks) gives (bins, ranks).
+    """
     finite = np.isfinite(values)
     sums = np.add.reduceat(np.where(finite, values, 0.0), edges[:-1], axis=0)
     count = np.add.reduceat(finite.astype(np.float64), edges[:-1], axis=0)
@@ -50,7 +53,7 @@ def means(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
 
 def medians(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Return the median over the rows of each bin, ignoring NaN; shapes as in `means`."""
+    """Return the median over the rows of each bin, ignoring NaN; arguments and shapes as in `means`."""
     return np.array([median(values[start:stop]) for start, stop in itertools.pairwise(edges)])
 
 
@@ -78,7 +81,7 @@ MAX_RESUMES: Final = 40  # with more resumes, none is marked
 
 
 def observed_by_label(data: PageData, name: str) -> dict[str, ObservedSeries]:
-    """Return the observed series of the quantity ``name``, by label (such as the GPU)."""
+    """Return a dict: label (such as the number of a GPU) -> observed series of the quantity ``name``."""
     observed: Mapping[str, ObservedSeries] = {} if data.run is None else data.run.observed.series
     labelled = {
         key: series
@@ -101,7 +104,7 @@ def stack_observed(axes: Any, parts: Mapping[str, ObservedSeries]) -> None:
 
 
 def stack_areas(axes: Any, at: np.ndarray, parts: Mapping[str, np.ndarray], colours: Mapping[str, str]) -> None:
-    """Draw ``parts``, arrays (points,) by name, as stacked areas. ``at`` has the x values. NaN counts as 0."""
+    """Draw ``parts``, a dict: name -> y values at the x values ``at``, as stacked areas. NaN counts as 0."""
     shown = {name: np.nan_to_num(part) for name, part in parts.items() if np.nansum(part) > 0}
     if len(at) == 1:  # one point has no area
         at, shown = np.array([at[0] - 0.5, at[0] + 0.5]), {name: np.repeat(part, 2) for name, part in shown.items()}

@@ -1,7 +1,7 @@
 """Style of charts as SVG in the page.
 
-Text stays text. Colours become CSS variables, so that the page can change them for dark themes and paper. The palette
-is colour-blind safe (Okabe and Ito, "Color Universal Design", 2008); lines also differ in their strokes.
+Colours become CSS variables, so that the page can change them for dark themes and paper. The palette is colour-blind
+safe (Okabe and Ito, "Color Universal Design", 2008).
 """
 
 import io
@@ -85,7 +85,7 @@ _FONT: Final = re.compile(r"font(?:-family)?: ?[^;\"]*sans-serif;? ?")
 
 @dataclass(frozen=True)
 class Chart:
-    """Chart of the page. ``alt`` is its text alternative. If ``svg`` is empty, ``reason`` has the reason."""
+    """Chart of the page, with the text alternative ``alt``. If ``svg`` is empty, ``reason`` explains the absence."""
 
     key: str
     title: str

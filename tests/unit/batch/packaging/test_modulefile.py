@@ -306,7 +306,7 @@ class TestFind:
 
     @pytest.mark.parametrize("name", ["a:b", 'a"b', "a\\b", "a\nb"])
     def test_path_that_path_variable_cannot_hold_is_rejected(self, tmp_path, name):
-        with pytest.raises(UsageError, match="a path with"):
+        with pytest.raises(UsageError, match="a path in PATH cannot contain"):
             modulefile.find_installation(install(tmp_path / name))
 
 

@@ -110,9 +110,9 @@ def test_all_to_all_rejects_bad_calls_before_sending(comm):
             all_to_all(comm, send, receive, unequal, unequal, "bruck")
         for name in ALL_TO_ALL:
             call = partial(all_to_all, algorithm=name)
-            with pytest.raises(UsageError, match="one range inside them for each rank"):
+            with pytest.raises(UsageError, match="one range of the buffer for each rank"):
                 call(comm, send, receive[:5], thirds, thirds)
-            with pytest.raises(UsageError, match="one range inside them for each rank"):
+            with pytest.raises(UsageError, match="one range of the buffer for each rank"):
                 call(comm, send, receive, thirds[:2], thirds)
             with pytest.raises(UsageError, match=f"rank {comm.rank} sends itself 2 elements and receives 1"):
                 call(comm, send, receive, thirds, [Range(part.start, part.start + 1) for part in thirds])

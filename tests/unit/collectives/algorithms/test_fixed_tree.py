@@ -223,7 +223,7 @@ def test_wrong_call_errors_name_the_expected_call():
             tree.add(wrong, buffer)
     with pytest.raises(UsageError, match="reduce is called when rank 0 has added 1"):
         tree.reduce(buffer)
-    with pytest.raises(UsageError, match="a buffer of 5 elements does not fit a tree of 4"):
+    with pytest.raises(UsageError, match="a buffer of 5 elements, but this FixedTree sums buffers of 4 elements"):
         tree.add(1, np.zeros(5, np.float32))
     with pytest.raises(UsageError, match="mean"):
         FixedTree(solo(), 3, "mean")

@@ -98,7 +98,7 @@ def test_bad_ranges_and_segments_are_rejected_before_sending(comm):
         for _, *halves in HALVES.values():
             for half in halves:
                 for ranges in ([], [Range(0, 4)] * 2, [Range(0, 2), Range(2, 4), Range(4, 7)]):
-                    with pytest.raises(UsageError, match="one range inside them for each rank"):
+                    with pytest.raises(UsageError, match="one range of the buffer for each rank"):
                         half(comm, np.zeros(6), ranges)
                 with pytest.raises(BufferHandoverError, match="1-D contiguous"):
                     half(comm, np.zeros((3, 3)), split(9, 3, 8))

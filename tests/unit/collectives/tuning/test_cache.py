@@ -155,14 +155,14 @@ def test_file_with_invalid_fields_is_not_used(content):
 def test_file_writable_by_others_is_not_used(mode):
     save(TUNED, KEY)
     path_of(KEY).chmod(mode)
-    assert "another user could have written the file" in rejection_reason()
+    assert "another user could have written the cache or state file" in rejection_reason()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_file_of_another_user_is_not_used():
     save(TUNED, KEY)
     os.chown(path_of(KEY), 12345, 12345)
-    assert "another user could have written the file" in rejection_reason()
+    assert "another user could have written the cache or state file" in rejection_reason()
 
 
 def test_link_directory_and_pipe_are_not_read(tmp_path):

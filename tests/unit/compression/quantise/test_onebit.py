@@ -154,13 +154,13 @@ def test_bad_input_is_rejected():
     with pytest.raises(UsageError, match="without a variance"):
         state.freeze()
     for wrong in (np.ones(8), np.ones(7, np.float32)):
-        with pytest.raises(UsageError, match="pass float32"):
+        with pytest.raises(UsageError, match="pass a float32 array"):
             state.warm(wrong)
     state.warm(gradient)
     state.freeze()
     with pytest.raises(UsageError, match="frozen; call accumulate"):
         state.warm(gradient)
-    with pytest.raises(UsageError, match="again"):
+    with pytest.raises(UsageError, match="a second time"):
         state.freeze()
     for wrong in ({"beta1": 1.0}, {"beta2": -0.1}, {"epsilon": 0.0}):
         with pytest.raises(UsageError):

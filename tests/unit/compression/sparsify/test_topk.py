@@ -107,7 +107,7 @@ def test_nonfinite_values_are_rejected(bad, n, rng):
 def test_bad_input_is_rejected(rng):
     values = rng.standard_normal(10).astype(np.float32)
     for nbytes in (0, 88, 12):
-        with pytest.raises(UsageError, match=r"8 bytes for each of k elements, with 1 <= k <= n"):
+        with pytest.raises(UsageError, match=r"a payload of 8 k bytes, with 1 <= k <= n"):
             topk.select(values, np.empty(nbytes, np.uint8))
     for density in (0.0, -0.1, 1.5, float("nan")):
         with pytest.raises(ConfigurationError, match="above 0 and at most 1"):

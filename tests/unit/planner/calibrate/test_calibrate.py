@@ -104,11 +104,11 @@ def test_fitted_constants_are_never_negative():
 
 @cases(
     "sizes, seconds, output",
-    ((1, 2, 3, 4), (1, 1, 1, 1), "5 sizes, got 4"),
+    ((1, 2, 3, 4), (1, 1, 1, 1), "5 different sizes in bytes, got 4"),
     ((1, 2, 3, 4, 5), (1, 1, 0, 1, 1), "got 0.0 s for 3 bytes"),
     ((1, 2, 3, 4, 5), (1, 1, math.nan, 1, 1), "got nan s"),
-    ((1, 2, 3, 4, 5), (1, 1, 1), "a time for each size"),
-    ((1, 1, 1, 1, 1), (1, 1, 1, 1, 1), "5 sizes, got 1"),
+    ((1, 2, 3, 4, 5), (1, 1, 1), "one time for each size"),
+    ((1, 1, 1, 1, 1), (1, 1, 1, 1, 1), "5 different sizes in bytes, got 1"),
 )
 def test_measurements_that_cannot_be_fitted_are_rejected(sizes, seconds, output):
     with pytest.raises(UsageError, match=output):
@@ -145,7 +145,7 @@ def test_fitted_curve_reproduces_the_times_of_products():
 def test_products_without_time_or_of_one_size_are_rejected():
     with pytest.raises(UsageError, match="took 0 s"):
         device_fits.fit_curve([*products(), MeasuredProduct(8, 8, 8, 0)])
-    with pytest.raises(UsageError, match="3 sizes"):
+    with pytest.raises(UsageError, match="3 different sizes"):
         device_fits.fit_curve([MeasuredProduct(8, 8, 8, 1e-6)] * 9)
 
 

@@ -275,7 +275,7 @@ def test_layouts_of_the_paper_fit_and_its_baseline_does_not(name):
 
 @cases(
     "fields, message",
-    ({"schedule": "file"}, "'file' has no closed form"),
+    ({"schedule": "file"}, "cannot compute the activation memory of the schedule 'file'"),
     ({"schedule": "sequential"}, "all stages but one would wait"),
     ({"schedule": "interleaved", "chunks": 2, "microbatch": 4}, "as many as there are ranks"),
     ({"schedule": "1f1b", "chunks": 3}, "parallel.chunks = 3"),

@@ -144,7 +144,7 @@ def move(text, to):
     (lambda steps: steps.insert(0, Operation(Kind.START_GATHER, 0, 0)), r"START_GATHER\(0, 0\) comes while"),
     (
         lambda steps: steps.insert(index_of(steps, "FORWARD(0, 0)"), Operation(Kind.START_GATHER, 0, 0)),
-        r"FORWARD\(0, 0\) uses unit 0, which is not gathered at this point: no WAIT_GATHER before it",
+        r"FORWARD\(0, 0\) uses unit 0, which is not gathered at this point; a WAIT_GATHER of this unit must come",
     ),
     (
         lambda steps: steps.insert(index_of(steps, "APPLY([0:40])"), Operation(Kind.START_GATHER, unit=0)),

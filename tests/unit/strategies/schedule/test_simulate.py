@@ -217,7 +217,7 @@ def test_messages_that_never_arrive_are_rejected():
 
 
 def test_invalid_costs_are_rejected():
-    with pytest.raises(UsageError, match="weight_s has 1 units, but forward_s has 2"):
+    with pytest.raises(UsageError, match="weight_s has 1 values, but forward_s has 2"):
         StepCosts(forward_s=[1.0, 1.0], backward_s=[1.0, 1.0], input_s=[1.0, 1.0], weight_s=[1.0])
     with pytest.raises(UsageError, match="finite and not negative"):
         StepCosts.equal(2, 1.0, -1.0, 1.0)

@@ -214,7 +214,7 @@ def test_copies_out_of_order_are_rejected(rank, op, to, match):
 def test_copy_without_a_counterpart_is_rejected():
     step = tied_step()
     step.lists[2].pop(step.index_of(2, "COPY_VALUE(0)"))
-    step.assert_rejected(r"rank 0: COPY_VALUE\(0\) is in no other list of the pipeline ranks \[0, 2\]")
+    step.assert_rejected(r"rank 0: COPY_VALUE\(0\) has no counterpart: no other rank of the pipeline \[0, 2\]")
 
 
 @pytest.mark.parametrize("data", [1, 2])
@@ -323,7 +323,7 @@ def test_units_with_old_values_are_rejected():
     step = zero_step(3, 2, 3, 1)
     last = [index for index, op in enumerate(step.lists[1]) if op.kind is Kind.FREE][-1]
     step.lists[1].append(step.lists[1].pop(last))
-    step.assert_rejected(r"rank 1: APPLY\(\[16:20\]\) updates unit 0 while its old values are gathered")
+    step.assert_rejected(r"rank 1: APPLY\(\[16:20\]\) updates unit 0 while old values of this unit are gathered")
     step = zero_step(1, 2, 3, 1)
     step.lists[1].pop(step.index_of(1, "GATHER(2)"))
     step.assert_rejected(r"rank 1: unit 2 keeps old values")

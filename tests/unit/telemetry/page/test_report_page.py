@@ -142,8 +142,8 @@ def undrawn(monkeypatch):
     monkeypatch.setattr(style, "draw_svg", lambda key, draw, size=None: '<svg viewBox="0 0 1 1"></svg>')
 
 
-def make_page(path, beside=None):
-    return document.make_page(run_data.read(path, beside))
+def make_page(path, external=None):
+    return document.make_page(run_data.read(path, external))
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -158,13 +158,13 @@ def test_moved_bytes_are_reported_by_kind(run_dir):
 
 
 def test_complete_page_has_all_sections(run_dir):
-    beside = ExternalData(
+    external = ExternalData(
         settings=[RecipeSetting("run.steps", "60", "1000"), RecipeSetting("run.seed", "0", "0")],
         planned_steps=60,
         checkpoints=[CheckpointEntry("step-60", 60, "complete", "2026-01-01T00:00:00+00:00", 5 << 20)],
         sample=TextSample("def main():\n    pass", "def ", ""),
     )
-    result = parse_page(make_page(run_dir, beside))
+    result = parse_page(make_page(run_dir, external))
     loss = np.mean([5.0 / step**0.5 for step in range(41, 61)])
     for expected in (
         "mine", "finished", "after 60 of 60 steps", f"{loss:.4f} nats",
@@ -243,12 +243,12 @@ def test_texts_of_a_hostile_run_are_escaped(tmp_path):
     )
     for rank in range(2):
         spans(path, rank, 2)
-    beside = ExternalData(
+    external = ExternalData(
         settings=[RecipeSetting(HOSTILE, HOSTILE, "")],
         checkpoints=[CheckpointEntry(HOSTILE, 3, HOSTILE, HOSTILE, 5, HOSTILE)],
         sample=TextSample(HOSTILE + "text", HOSTILE, ""),
     )
-    text = make_page(path, beside)
+    text = make_page(path, external)
     assert parse_page(text).visible_text.count("<script>alert(1)</script>") > 10, "it is all there, as text"
     assert not re.search("[\x00-\x08\x0e-\x1f\u202e]", text)
 

@@ -249,9 +249,7 @@ def test_kill_during_a_save_leaves_half_a_shard(text, tmp_path):
 
 def test_disk_failure_of_a_rank_that_writes_nothing_is_rejected(text, tmp_path):
     settings = {**text, "checkpoint.writers": 1, "chaos.disk": "['1@2:full']"}
-    with pytest.raises(
-        ConfigurationError, match=r"rank 1, which writes nothing with .* '1'; the writing ranks are \[0\]"
-    ):
+    with pytest.raises(ConfigurationError, match=r"rank 1 writes nothing with .* '1'; the writing ranks are \[0\]"):
         run_threads(2, lambda comm: build_with_faults(comm, settings, tmp_path))
 
 
