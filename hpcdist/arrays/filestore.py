@@ -65,7 +65,7 @@ class FileStore(FlatStore):
         return BLOCK_BYTES // self.dtype.itemsize
 
     def range(self, elements: Range) -> Array:
-        """Return an empty array for an empty range. Use `read` for other ranges: a file has no array views."""
+        """Return an empty array if ``elements`` is empty. Raises AssertionError for other ranges: use `read`."""
         assert not elements, f"{elements} lies in a file: read it"
         return self.array
 
@@ -187,11 +187,11 @@ class FileSlice:
         return (self.where.size,)
 
     def read(self, part: Range, out: np.ndarray) -> None:
-        """Read the elements ``part``, a range relative to the start of the slice, into ``out``."""
+        """Read the range ``part`` of this slice's elements, counted from the first one, into ``out``."""
         self.store.read(part.shift(self.where.start), out)
 
     def write(self, part: Range, values: np.ndarray) -> None:
-        """Write ``values`` to the elements ``part``, a range relative to the start of the slice."""
+        """Write ``values`` to the range ``part`` of this slice's elements, counted from the first one."""
         self.store.write(part.shift(self.where.start), values)
 
     def copy(self) -> np.ndarray:

@@ -260,7 +260,7 @@ class Kernel:
         self._samples.append(arguments)
 
     def sample_address(self, *types: str) -> None:
-        """Make `warm` compile the code that `address` returns for arguments of ``types`` (numba type names)."""
+        """Register argument ``types`` (numba names) for which `warm` compiles this kernel's C function in advance."""
         self._addressed.append(types)
 
 

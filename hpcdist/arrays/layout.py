@@ -48,7 +48,7 @@ class TensorSpec:
 
     @property
     def size(self) -> int:
-        """Number of elements of the tensor or of this rank's shard, without padding."""
+        """Number of elements, without padding. If the tensor is split, only this rank's shard counts."""
         return math.prod(self.shape)
 
     @property
@@ -68,7 +68,7 @@ class TensorSpec:
         return replace(self, shape=shape, whole=self.shape, box=box, room=room)
 
     def of_experts(self, local_experts: Range) -> "TensorSpec":
-        """Return the spec of this tensor for a range of experts. Every rank must have the same number of experts."""
+        """Return the spec of this rank's shard: the experts ``local_experts``, a range of equal length on all ranks."""
         assert self.expert, f"{self.key} has no experts"
         box = self.box or tuple((0, size) for size in self.shape)
         return replace(

@@ -64,7 +64,7 @@ class FlatStore:
         return self.range(segment.range).reshape(segment.spec.shape)
 
     def tensors(self) -> Iterator[tuple[Segment, Range]]:
-        """Yield (segment, range of the flat array without padding) for each tensor that has elements in this store."""
+        """Yield (segment, range) for each tensor with elements in this store: these elements' layout range."""
         for part in self.parts:
             yield from self.layout.within(part)
 

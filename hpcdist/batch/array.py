@@ -127,7 +127,7 @@ class MergeJob(BatchJob):
 
     @classmethod
     def of(cls, job: SweepJob) -> "MergeJob":
-        """Return the merge job for the sweep ``job``, with one core and the partition and account of ``job``."""
+        """Return the job that merges the results of the sweep ``job`` in one file, on the same partition."""
         same = {name: getattr(job, name) for name in _OF_MERGED}
         return cls(**same, nodes=1, name=f"{job.name}-merge", walltime=_MERGE_TIME, check=False, link=2, links=2)
 

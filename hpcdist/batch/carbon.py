@@ -189,11 +189,12 @@ class CarbonWindow:
 
 
 def best_window(forecast: CarbonForecast, now: datetime, duration_s: float, deadline: datetime) -> CarbonWindow:
-    """Return the earliest start with the least mean intensity, so that now <= begin and begin + duration_s <= deadline.
+    """Return the time window of a job with the least mean carbon intensity, between ``now`` and ``deadline``.
 
-    ``now`` and ``deadline`` have a time zone. The mean is piecewise linear in the start time, so only a few candidates
-    are compared: the earliest and latest start, and starts at which the job starts or ends at a row boundary. Raises
-    UsageError if the deadline is too soon, and ConfigurationError if the forecast does not cover the job.
+    Of windows with equal means, the earliest is returned. ``now`` and ``deadline`` have a time zone. The mean is
+    piecewise linear in the start time, so only a few starts are compared: the earliest, the latest, and times at which
+    the job starts or ends together with a forecast row. Raises UsageError if the deadline is too soon, and
+    ConfigurationError if the forecast does not cover the job.
     """
     duration = timedelta(seconds=duration_s)
     if duration <= timedelta(0):

@@ -129,7 +129,7 @@ def _crash_before(ledger_job: ledger.LedgerJob | None, restart: int) -> str:
 
 
 def _starts_in_vain(entries: list[ledger.LedgerEntry], job: str, saved: NewestCheckpoint) -> int:
-    """Return the number of latest starts that made no checkpoint newer than ``saved``. Killed starts do not count."""
+    """Return the number of consecutive starts, including the latest, that made no checkpoint newer than ``saved``."""
     ledger_job = ledger.jobs(entries).get(job)
     began = None if ledger_job is None else ledger_job.last(ledger.BEGAN)
     if began is None:

@@ -175,7 +175,7 @@ class SubmittedJob:
 
 
 def chain(job: BatchJob, site: SiteProfile) -> list[tuple[BatchJob, str]]:
-    """Return (job, script) pairs to submit: all jobs of the chain that ``job`` describes, then its followers. Local."""
+    """Return (job, script) pairs to submit: all jobs of the chain of ``job``, then any merge job of a sweep. Local."""
     links = [*(replace(job, link=number) for number in range(1, job.links + 1)), *job.followers]
     return [(link, render(link, site)) for link in links]
 

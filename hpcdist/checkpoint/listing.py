@@ -119,7 +119,7 @@ def load_parameters(path: Path) -> Manifest:
 def select(path: Path) -> Path:
     """Return ``path`` if it is a checkpoint, else the newest complete checkpoint of the run in ``path``.
 
-    An unfinished ``step-N`` counts as a checkpoint. Raises StorageError if the run has no complete checkpoint.
+    An unfinished checkpoint at ``path`` is returned, too. Raises StorageError if a run has no complete checkpoint.
     """
     if (path / manifest.FILE_NAME).exists() or (path.is_dir() and path.name.startswith("step-")):
         return path
@@ -130,9 +130,9 @@ def select(path: Path) -> Path:
 
 
 def stored_tensors(loaded: Manifest, kinds: Collection[str] | None = None) -> list[StoredTensor]:
-    """Return the tensors in the manifest ``loaded`` whose kind of state is in ``kinds``, by kind, layer and name.
+    """Return the tensors in the manifest ``loaded`` whose kind is in ``kinds``, sorted by kind, layer and name.
 
-    ``kinds`` None means all kinds.
+    A kind is a text, such as "parameters" or "optimizer.m". ``kinds`` None means all kinds.
     """
     tensors = {
         (entry.kind, entry.tensor): StoredTensor(entry.kind, entry.tensor, entry.dtype, entry.shape)

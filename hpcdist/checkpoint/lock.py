@@ -190,7 +190,7 @@ def _identity(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _entry(path: Path) -> dict[str, Any] | None:
-    """Return the entry in lock file ``path``, {} if it is invalid, or None if the file is a copy."""
+    """Return the JSON object in lock file ``path``, {} if invalid, or None if copied here from another directory."""
     entry = regular.json_value(path, MAX_BYTES)
     if not isinstance(entry, dict):
         return {}
@@ -213,9 +213,9 @@ def _description(directory: Path, holder: Mapping[str, Any], age_s: float) -> st
 
 
 def _read_holder(path: Path) -> tuple[dict[str, Any] | None, float]:
-    """Return the entry in the lock file ``path``, and the age of the file in seconds.
+    """Return the JSON object in the lock file ``path``, and the age of the file in seconds.
 
-    The entry is {} if it cannot be read. It is None if there is no lock file, or only a copy.
+    The object is {} if it cannot be read. It is None if there is no file, or one copied here from another directory.
     """
     now, age_s = atomic.temporary_path(path), 0.0
     try:

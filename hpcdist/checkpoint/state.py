@@ -78,8 +78,8 @@ def save(directory: str | Path, state: State, *, step: int | None = None, keep: 
 
     ``state`` must have the same names on all ranks. A value is an array that is equal on all ranks, a `Sharded` part of
     an array, or a JSON value (used from rank 0). ``step`` is N, by default the newest step + 1. ``keep`` is the number
-    of newest checkpoints to keep. The save is atomic. Afterwards, no other job can save in ``directory``. Raises
-    StorageError on all ranks if one cannot write, and UsageError for an invalid argument.
+    of newest checkpoints to keep. The save is atomic. Until this program ends, no other job can save in ``directory``.
+    Raises StorageError on all ranks if one cannot write, and UsageError for an invalid argument.
     """
     keep, step = whole_number("keep", keep), None if step is None else whole_number("step", step)
     if keep < 1:
@@ -188,7 +188,6 @@ def _check_stored(path: Path, piece: Piece, stored: tuple[tuple[int, ...], str] 
 
 
 def _piece(comm: Communicator, name: str, value: Any, *, split_whole: bool) -> tuple[Piece, bool]:
-    """Return this rank's `Piece` of ``value``, and True if it is a copy. Collective if `Sharded` has no ``start``."""
     array = value.array if isinstance(value, Sharded) else value
     if isinstance(array, np.ma.MaskedArray):
         raise UsageError(f"{name} is a masked array, which would lose its mask; save array.filled(value)")

@@ -60,7 +60,7 @@ class StripePlan:
 
 
 def file_system(path: Path, mounts: Path = MOUNTS) -> MountedFileSystem:
-    """Return the file system of ``path``, or of its nearest existing parent. ``mounts``: path of the mount table."""
+    """Return the type and mount point of the file system of ``path``. ``mounts`` is the path of the mount table."""
     there = path.absolute()
     while not there.exists() and there != there.parent:
         there = there.parent
@@ -95,7 +95,10 @@ def _mount_of(path: Path, mounts: Path) -> tuple[str, str]:
 
 
 def stripes(nbytes: int, writers: int, servers: int | None = None) -> int:
-    """Return the number of ``servers`` over which to stripe each of ``writers`` shards of ``nbytes`` in total."""
+    """Return the number of storage servers over which to stripe each shard file.
+
+    ``writers`` ranks write one shard each, ``nbytes`` bytes in total. ``servers`` is None if unknown.
+    """
     shard = -(-nbytes // max(1, writers))
     most = UNKNOWN_SERVERS_STRIPES if servers is None else max(1, servers // max(1, writers))
     count = max(1, min(shard // PER_STRIPE_BYTES, most), -(-shard // MAX_BYTES_PER_STRIPE))

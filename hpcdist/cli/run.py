@@ -147,7 +147,8 @@ def command(
 class _Launch:
     """Settings that all starts of one `hpcdist run` share.
 
-    ``program`` are the words that run hpcdist, none for a ``script``. ``typed`` is the command line of `hpcdist run`.
+    ``program`` is the command prefix that runs hpcdist; it is empty for a ``script`` or other program. ``typed`` is the
+    command line of `hpcdist run`.
     """
 
     starter: launchers.Starter
@@ -200,8 +201,8 @@ class _Launch:
     ) -> supervisor.LaunchOutcome:
         """Run ``command`` once, print its first failure, and return its outcome.
 
-        ``where``: launcher options that select nodes in a restart. If a restart may follow (``repeated``), the command
-        to resume by hand is printed only if the exit code is final.
+        ``mask`` is the launcher's signal mask. ``where``: launcher options that select nodes in a restart. If the
+        keyword ``repeated`` is True, the command to resume by hand is printed only if the exit code forbids a restart.
         """
         began_ns = time.time_ns()
         with _launch_dir() as folder:
@@ -286,7 +287,10 @@ def _check_starter(starter: launchers.Starter, options: Sequence[str], *, trains
 
 
 def _check(command: tuple[str, ...], energy: bool) -> bool:
-    """Raise UsageError if ``command`` would fail on every rank. Return True if it is a script or other program."""
+    """Return True if ``command`` is a script or other program, False if it is an hpcdist command.
+
+    Raises UsageError if it would fail on every rank, or if ``energy`` (the option --energy) is set without a script.
+    """
     rank_commands = ", ".join(name for name in COMMANDS if name not in _ONE_PROCESS_COMMANDS)
     # `bench` of a sweep starts ranks itself; the other benchmarks run on ranks.
     measured = [("bench", name) for name in ("collectives", "pipeline", "checkpoint", "step")]

@@ -69,7 +69,6 @@ def allreduce(array: Any, op: str = "sum", *, comm: AnyComm = None) -> Any:
 
 
 def _reduced_number(comm: Communicator, number: int | float, op: str) -> int | float:
-    """Return the reduced ``number``, exact for integers. Collective. Raises UsageError on all ranks above 64 bits."""
     if op not in OPS:
         raise UsageError(f"op = {op!r} is unknown; choose {', '.join(OPS)}")
     is_whole = isinstance(number, int)
@@ -242,12 +241,15 @@ def _on_flat(array: Array, run: Callable[[Array], object], changes: bool) -> Non
 
 
 def algorithm_for(comm: Communicator, buffer: Array) -> str:
-    """Return the text of an `AlgorithmTable` for ``buffer``. Collective at the first call for its dtype and device."""
+    """Return the name of the allreduce for ``buffer``, or one name per range of sizes (see `AlgorithmTable`).
+
+    Collective at the first call for a dtype and device.
+    """
     return _selected(comm, buffer, autotune.ALLREDUCE_KIND)
 
 
 def sharding_for(comm: Communicator, buffer: Array) -> Sharding:
-    """Return the sharding algorithm for ``buffer``. Collective at the first call for its dtype and device."""
+    """Return the reduce-scatter and all-gather for ``buffer``. Collective at the first call for a dtype and device."""
     name = _selected(comm, buffer, autotune.SHARDED_KIND)
     return (SHARDED | SHARDED_ON_GPUS)["ring" if name == _UNORDERED else name]
 

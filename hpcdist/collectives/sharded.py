@@ -146,9 +146,10 @@ def _columns(comm: Communicator) -> list[list[int]]:
 
 
 def _levels(comm: Communicator, shares: Sequence[Range]) -> tuple[list[Range], list[Range]]:
-    """Return the chunk of each local rank, and each node's share of this rank's chunk.
+    """Return two lists of buffer ranges: one per rank of this node, and one per node.
 
-    A chunk joins the ``shares`` of the ranks with the same local rank on all nodes.
+    The first joins the ``shares`` of all ranks with the same local rank. The second has the shares of the ranks with
+    this rank's local rank.
     """
     columns = _columns(comm) if len(shares) == comm.size else []
     parts = [[shares[rank] for rank in column] for column in columns]

@@ -40,7 +40,10 @@ class Handover:
         return MESSAGES in self.pointers
 
     def outgoing(self, buffer: Array, operation: str = MESSAGES) -> Array:
-        """Return an array from which ``operation`` of MPI sends ``buffer``'s data. 16-bit floats appear as uint16."""
+        """Return an array with ``buffer``'s data that MPI can send. 16-bit floats appear as uint16.
+
+        It is a copy in host memory if MPI cannot read GPU memory in ``operation``, one of `OPERATIONS`.
+        """
         _check(buffer)
         if backend.is_device(buffer):
             if operation in self.pointers:

@@ -26,7 +26,7 @@ class Placement:
 
 
 def choose_gpu(announced: LaunchEnvironment | None) -> int:
-    """Select the GPU of the announced local rank, before MPI_Init uses a GPU. Return the GPU's index. Local."""
+    """Select the GPU of the local rank that the launcher ``announced``, before MPI_Init. Return its index. Local."""
     if announced is not None and announced.local_rank is None and announced.size > 1:
         raise ConfigurationError(
             f"{announced.launcher} announces {announced.size} ranks but no local rank, so no GPU can be chosen before "

@@ -77,8 +77,8 @@ class Session:
     def stop_recording(self) -> None:
         """Stop recording: close the files that `record` opened, and remove the deadlines of operations. Local.
 
-        In a job that survives rank failures, this rank must then call `record` or exit within the deadline of an
-        operation in the first step. Otherwise this rank ends the job.
+        In a job that survives rank failures, this rank must then call `record` again or exit. Otherwise this rank ends
+        the job after a time limit, several times the removed deadline.
         """
         if self.watchdog is not None and self.recorder is not None:
             if self.outlives:
@@ -158,7 +158,7 @@ def start(
     None, a node is a host. If ``checked`` is True, or HPCDIST_CHECK_COLLECTIVES=1 on any rank, ranks compare their
     calls before each collective. If MPI has not started after STARTING_S seconds, the job ends. After the start, an
     uncaught exception or a non-zero SystemExit ends the job. Raises ConfigurationError if MPI's world or local ranks
-    differ from the launcher's. If ``examined`` is True, local ranks are not checked.
+    differ from the launcher's. ``examined`` True: the caller examines the local ranks instead.
     """
     refuse_worker()
     standard_streams.protect()
@@ -239,7 +239,7 @@ def start_joined() -> Session:
     """Start MPI in a process that `spawn.spawn` started. Return its session with the existing ranks. Collective.
 
     Import all modules before this call, because the existing ranks wait for it. If the start fails, only this process
-    ends. Until `Session.survive`, the placement covers only this process.
+    ends. The session's node and local rank are valid only after `Session.survive`.
     """
     failfast.answer_requests_for_stacks()
     signal.alarm(JOINING_S)  # its default action needs no Python code, which could not run during an MPI call

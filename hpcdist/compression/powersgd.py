@@ -60,9 +60,10 @@ def round_elements(shape: Sequence[int], rank: int, least_saving: float = 1.0) -
 
 
 def wire_bytes(shapes: Iterable[Sequence[int]], rank: int, least_saving: float = 1.0) -> int:
-    """Return the total bytes that a rank passes to the two allreduces of a step, for tensors of ``shapes``.
+    """Return the total bytes that a process passes to the two allreduces of a step, for tensors of ``shapes``.
 
-    These are 4 r (a + b) for an (a, b) matrix with factors of rank r, and 4 n for n uncompressed values.
+    An a x b matrix with factors of rank r takes 4 r (a + b) bytes, an uncompressed tensor of n values 4 n bytes. For r
+    see `rank_of`.
     """
     return sum(4 * sum(round_elements(shape, rank, least_saving)) for shape in shapes)
 

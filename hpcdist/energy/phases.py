@@ -63,7 +63,7 @@ def window(phase: str) -> Iterator[None]:
     """Attribute the energy that this job uses in the ``with`` block to ``phase``, without the energy of nested windows.
 
     The first window of a program opens the sensors, and is collective over all ranks. Later windows are local. Every
-    rank should enter the same windows: the windows of a node's first rank divide the joules of the whole node.
+    rank should enter the same windows: only the windows of a node's first rank count, for the energy of the whole node.
     """
     if not _monitors:
         configure()

@@ -49,7 +49,7 @@ class NodeContribution:
     """Energy that one node measured, as input of `merge`.
 
     - ``phases``: result of `PhaseWindows.phases` on this node.
-    - ``totals_mj``: energy of each source in all windows in mJ, NaN if unknown.
+    - ``totals_mj``: energy of each source in mJ in all `PhaseWindows`, NaN if unknown.
     - ``missing``: for each kind of energy that is not measured completely, the reason.
     - ``needed``: kinds of energy without which the job's total would be too small.
     - ``unused``: kinds of energy that no rank of the node uses.
@@ -74,7 +74,8 @@ def merge(nodes: Sequence[NodeContribution], earlier: Mapping[str, Any] | None =
 
     - ``energy_j``: total joules. NaN if unknown: then ``reason`` has the reason.
     - ``by_kind``: joules of each kind of energy in the total.
-    - ``phases``: for each phase, ``joules``, ``seconds`` and ``windows`` (largest of the nodes), and ``reason``.
+    - ``phases``: for each phase, ``joules`` of all nodes, ``seconds`` and ``windows`` (number of measured blocks) of
+      the node with the most, and ``reason``.
     - ``sources``: one row for each source of each node.
     - ``parts``: joules of kinds that a counter of the whole node includes, if this counter is the total.
     - ``not_included``: kinds of energy that are not measured, with reasons.

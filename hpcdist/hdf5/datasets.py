@@ -78,7 +78,7 @@ def _dataset(group: h5py.Group, column: Column, width: int) -> None:
 
 
 def extend(file: h5py.File, name: str, rows: Mapping[str, np.ndarray]) -> None:
-    """Append ``rows`` to table ``name``: one array per column, of equal length. Wide columns may change their width."""
+    """Append ``rows`` to table ``name``: one array per column, of equal length. 2-D arrays may have any width."""
     group = file[name]
     for column, dataset in columns(file, name).items():
         values = rows[column]
@@ -117,7 +117,7 @@ def read(file: h5py.File, name: str, most_rows: int | None = None) -> dict[str, 
 
 
 def columns(file: h5py.File, name: str) -> dict[str, h5py.Dataset]:
-    """Return the datasets of the columns of table ``name``. Raises ValueError for shapes too large for the file."""
+    """Return the datasets of the columns of table ``name``. Raises ValueError if the file is too small for them."""
     group, size = file[name], file.id.get_filesize()
     datasets = {str(column): group[column] for column in group.attrs["columns"]}
     for column, dataset in datasets.items():

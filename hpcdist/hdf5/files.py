@@ -139,10 +139,11 @@ def offset_in_file(dataset: h5py.Dataset) -> int | None:
 
 
 def storage_of(dataset: h5py.Dataset) -> tuple[dict[Path, int], bool]:
-    """Return the files with elements of ``dataset`` and their minimum sizes in bytes, and True if none is left out.
+    """Return {file: minimum bytes} for the files that store ``dataset``, and True if the dict has all files.
 
-    Raises StorageError for missing or truncated files and missing source datasets, for which HDF5 would silently return
-    zeros or fill values. Raises MissingCapabilityError for a missing filter.
+    Files are missing in the dict if a virtual dataset names them by a pattern, or if they are open with a special HDF5
+    driver. Raises StorageError for missing or truncated files and missing source datasets, for which HDF5 would
+    silently return zeros or fill values. Raises MissingCapabilityError for a missing filter.
     """
     sizes: dict[Path, int] = {}
     complete = _add_storage(dataset, sizes, set(), ())
@@ -152,7 +153,10 @@ def storage_of(dataset: h5py.Dataset) -> tuple[dict[Path, int], bool]:
 
 
 def check_size(path: Path, needed: int, name: str) -> None:
-    """Raise StorageError if the file ``path``, with elements of dataset ``name``, has fewer than ``needed`` bytes."""
+    """Raise StorageError if the file ``path`` has fewer than ``needed`` bytes or is unreadable.
+
+    ``name``: a dataset with elements in this file, for the error message.
+    """
     try:
         size = path.stat().st_size
     except OSError as error:
@@ -168,7 +172,6 @@ _Place = tuple[Path, str]  # a file, and the name of a dataset in the file
 
 
 def _add_storage(dataset: h5py.Dataset, sizes: dict[Path, int], seen: set[_Place], outer: tuple[_Place, ...]) -> bool:
-    """Add the files of ``dataset`` and their minimum sizes to ``sizes``. Return True if these are all of its files."""
     datasets.check_filters(dataset)
     holder, complete = Path(dataset.file.filename), dataset.file.driver == "sec2"
     location = holder.resolve(), str(dataset.name)

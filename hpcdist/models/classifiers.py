@@ -43,7 +43,7 @@ def mlp_stages(config: ModelConfig, features: int, classes: int) -> tuple[Stage,
 
 
 def as_fractions(x: Array, dtype: np.dtype[Any], saved: Saved) -> Array:
-    """Return x in ``dtype``. Integers are scaled to [0, 1] by the range of their type. ``saved`` keeps the result."""
+    """Return x in ``dtype``; a conversion is in memory of ``saved``. Integers are divided by their type's maximum."""
     if x.dtype == dtype:
         return x
     fractions = saved.empty("fractions", x.shape, dtype)
@@ -70,7 +70,7 @@ class Dense(DeclaredStage):
         parameters["linear.bias"][...] = 0
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return the output of shape (batch, outputs) for x of shape (batch, inputs). Integers are scaled."""
+        """Return the output of shape (batch, outputs) for x of shape (batch, inputs). Integers: see `as_fractions`."""
         x = as_fractions(x, parameters["linear.weight"].dtype, saved)
         y = operations.linear_column.forward(parameters, "linear", x, saved)
         if self.activation:

@@ -124,7 +124,7 @@ class ModelConfig:
 
     @property
     def kv_width(self) -> int:
-        """Number of columns of a token's keys in all heads. Its values have equally many columns."""
+        """Number of columns of a token's keys, and also of its values: number of key heads times head size."""
         return (self.kv_heads or self.heads) * self.hidden // self.heads
 
     @property

@@ -49,7 +49,7 @@ class KeptArray(NamedTuple):
 class Scratch(NamedTuple):
     """Scratch memory that stages share: ``each`` elements per sample, in total at most ``most`` (0: no limit).
 
-    ``cut``: tensor parallelism divides this memory. ``whole``: no kind of parallelism divides it.
+    ``cut`` is True if tensor parallelism divides this memory, ``whole`` if even sequence parallelism does not.
     """
 
     each: int
@@ -130,7 +130,7 @@ def head_counts(config: ModelConfig, context: int) -> UnitCounts:
 def block_counts(config: ModelConfig, context: int, documents: DocumentPairs | None = None) -> UnitCounts:
     """Return FLOPs, parameters and memory of a transformer block.
 
-    ``documents`` has the mean numbers of query-key pairs of a packed sample, or is None if samples are not packed.
+    For packed samples, ``documents`` has a sample's mean numbers of all and of visible query-key pairs in documents.
     """
     pairs = attention_pairs(context, causal=config.kind == "gpt", window=config.window)
     hidden, wide = config.hidden, config.hidden + 2 * config.kv_width
@@ -256,9 +256,9 @@ def dense_counts(config: ModelConfig, inputs: int, outputs: int, *, first: bool,
 def convolution_counts(
     before: tuple[int, int, int], after: tuple[int, int, int], statistics: int, *, first: bool
 ) -> UnitCounts:
-    """Return FLOPs, parameters and memory of a convolution and its norm, which has ``statistics`` parameter vectors.
+    """Return FLOPs, parameters and memory of a convolution and a norm with ``statistics`` parameter vectors (1 or 2).
 
-    ``before`` and ``after`` are the shapes (height, width, channels) of its input and output pictures.
+    ``before`` and ``after`` are the shapes (height, width, channels) of the input and output pictures.
     """
     pixels, weight = after[0] * after[1], SIZE * SIZE * before[2] * after[2]
     row = SIZE * SIZE * before[2] * pixels  # of unfolded neighbourhoods
@@ -328,8 +328,8 @@ class Counts:
 def peak_with_recomputation(units: tuple[UnitCounts, ...]) -> int:
     """Return the peak number of kept elements per sample, if all stages but the first and last recompute.
 
-    ``units`` are the counts of the stages, in order. As in `Arena`, freed memory can be reused for an array that is up
-    to `MAX_WASTE` times larger or smaller.
+    ``units`` are the counts of the stages, in order. As in `Arena`, an array reuses freed memory of up to `MAX_WASTE`
+    times its size, or enlarges a freed block that is up to `MAX_WASTE` times too small.
     """
     free: list[int] = []
     total = 0

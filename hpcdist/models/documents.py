@@ -74,7 +74,7 @@ class Documents:
 
 
 def _row(position: int, pieces: Sequence[tuple[int, int, int]]) -> int:
-    """Return the number of rows of ``pieces`` whose tokens are before ``position``."""
+    """Return the number of this rank's tokens before ``position`` in a sample. ``pieces``: see `Documents.spans`."""
     return sum(min(max(position - first, 0), end - start) for start, end, first in pieces)
 
 

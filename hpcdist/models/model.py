@@ -68,7 +68,7 @@ class SkipConnections:
             self._values[unit] = y.copy() if copy else y
 
     def send_back(self, unit: int, saved: Saved) -> None:
-        """After the backward pass of stage ``unit``, take the gradients of its skip connections from ``saved``."""
+        """After the backward pass of stage ``unit``, copy the gradients of its skip inputs from ``saved`` for `add`."""
         for source in self._into.get(unit, ()):
             self._gradients[source].append(saved[f"skip.{source}.gradient"].copy())
 
@@ -113,7 +113,7 @@ class Model:
         self.watch: Any = None  # checker for bad values in the communication of stages
 
     def predicting(self, targets: float) -> "Model":
-        """Return a copy of the model for samples with a mean of ``targets`` loss targets. Local."""
+        """Return a copy of the model for samples with ``targets`` loss targets each, on average. Local."""
         other = copy.copy(self)
         other.tokens_per_sample = targets
         return other
@@ -201,7 +201,8 @@ class Model:
     ) -> None:
         """Run the backward pass of all stages after `forward` and ``loss.forward``. Release their activations.
 
-        The gradients are for ``scale`` times the summed loss. `Gradients` has methods to call before and after a step.
+        The gradients are for ``scale`` times the summed loss. Call `Gradients.begin_step` for all stages before the
+        first backward pass of a step, and `Gradients.finish` after the last.
         """
         last = arena.saved(self.stages[-1].layer, microbatch)
         d: Array | None = self.loss.backward(scale, self.operations, last)
@@ -302,7 +303,7 @@ class BoundGradients:
 
     @property
     def written(self) -> frozenset[str]:
-        """Keys of the stage's tensors whose gradients this step has already written. The method `into` adds to them."""
+        """Keys of the stage's tensors whose gradients this step has already written. Later gradients are added."""
         return frozenset(self._written.intersection(self._keys.values()))
 
     def wrote(self, keys: frozenset[str]) -> None:

@@ -71,13 +71,13 @@ class Saved(Protocol):
         """Return an uninitialised array. The next call with the same ``name``, by any stage, reuses this memory."""
 
     def within(self) -> "Saved":
-        """Return an empty `Saved` with the same layer, draw, documents and scale. The caller must release it."""
+        """Return another, empty `Saved` for the same stage and micro-batch. The caller must release it."""
 
     def owns(self, array: Array) -> bool:
         """Return True if ``array`` is in memory that the method `empty` of this object returned."""
 
     def hold(self, name: str) -> None:
-        """Exempt the array stored under ``name`` from `narrow`. It then lives until `release`."""
+        """Keep the array stored under ``name`` until `release`, even if `narrow` frees the other arrays."""
 
     def narrow(self) -> None:
         """Free all stored arrays and objects, except the names that were passed to `hold`."""
@@ -105,7 +105,7 @@ class LinearOperation(Protocol):
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
-        """Compute the weight and bias gradients; see `Gradients.into`. Local. The parameters may already be freed."""
+        """Compute the weight and bias gradients; see `Gradients.into`. Local. Uses only the names in ``parameters``."""
 
 
 class EmbeddingOperation(Protocol):
@@ -126,7 +126,7 @@ class PositionsOperation(Protocol):
     """Interface of learned position embeddings: rows of a table by token position."""
 
     def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
-        """Add the table's first ``context`` rows to each sample of y, of shape (batch, context, hidden). Return y."""
+        """Add position embeddings, rows of ``PREFIX.weight``, to y, of shape (batch, context, hidden). Return y."""
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
         """Add dy, summed over samples, to the gradient of the position table."""
@@ -139,7 +139,7 @@ class RotaryOperation(Protocol):
         """Rotate the heads in columns [0, rotated) of x, of shape (batch, context, columns), in place. Return x."""
 
     def backward(self, dx: Array, head_size: int, rotated: int, saved: Saved) -> Array:
-        """Rotate columns [0, rotated) of the gradient dx back in place, and return dx. Needs no saved values."""
+        """Undo the rotation of `forward` for the gradient dx: heads in columns [0, rotated), in place. Return dx."""
 
 
 class NormOperation(Protocol):
@@ -205,7 +205,7 @@ class ActivationOperation(Protocol):
 
 
 class DropoutOperation(Protocol):
-    """Interface of dropout. ``saved.draw`` and ``saved.layer`` determine the masks; see `models.layers.dropout`."""
+    """Interface of dropout. ``saved.draw`` (seed, step and sample index) and ``saved.layer`` determine the masks."""
 
     def forward(self, x: Array, rate: float, site: int, saved: Saved) -> Array:
         """Set elements of x, of shape (samples, ..., columns), to 0 with probability ``rate``, in place. Return x.
@@ -243,7 +243,7 @@ class ExpertsOperation(Protocol):
     ) -> Callable[[], Array]:
         """Start the forward pass of x, of shape (batch, context, hidden). Return a function that ends it and returns y.
 
-        x must not change until that function returns. Work before its call overlaps the transfer of tokens to experts.
+        x must not change until the returned function ends. Work between the two calls overlaps the transfer of tokens.
         """
 
     def begin_backward(
@@ -386,7 +386,7 @@ def norm_specs(layer: int, name: str, width: int, kind: str) -> tuple[TensorSpec
 def column_specs(layer: int, name: str, inputs: int, *outputs: int, bias: bool = True) -> tuple[TensorSpec, ...]:
     """Return the specs of weight and bias of a linear layer that tensor parallelism shards by outputs.
 
-    ``*outputs``: the width, or n and the width for n stacked layers.
+    After ``inputs``: the number of outputs, or n and this number if one weight tensor stacks n layers.
     """
     last = len(outputs) - 1
     stacked = outputs[0] if last else 1

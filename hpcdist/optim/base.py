@@ -185,18 +185,18 @@ class ElementWise(SegmentWise):
 
     - `apply` computes the step and updates the optimizer state and the weights. `direction` only stores ``scale``.
     - If the weights change between `direction` and `apply`, as in gossip, call `direct_before` before the first update.
-    - On the host, 16-bit gradients of float32 weights need the float32 buffer ``wide`` for one block of the gradient.
+    - For 16-bit gradients on the host, the caller sets ``wide``: a float32 buffer of at most `BLOCK` elements.
     """
 
     wide: Array | None = None  # float32 scratch buffer of one block
     _before = False
 
     def direct_before(self) -> None:
-        """From the next update on, compute the step in `direction`, from the weights at that time, not in `apply`."""
+        """From the next update on, `direction` computes the step from its argument ``master``. `apply` subtracts it."""
         self._before = True
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Store ``scale`` for `apply`. After `direct_before`, also replace ``gradient`` by the update direction."""
+        """Store the gradient factor ``scale``. If `direct_before` was called, write the direction to ``gradient``."""
         self._scale = scale
         if self._before:
             assert master.dtype == self.dtype == gradient.dtype, "direct_before needs gradients in the master dtype"
@@ -345,9 +345,10 @@ class LayerWise(SegmentWise):
         scale: float,
         tensors: kernels.TensorOptions,
     ) -> None:
-        """Write update directions to ``step``, and add squares of weights and directions to ``partial``, on a GPU.
+        """Write the update directions for the flat range ``where`` to ``step``, on a GPU.
 
-        The arrays have the elements of the flat range ``where``.
+        The mean gradient is ``scale * gradient``. ``tensors`` has the bounds and weight decays of tensors. Add each
+        tensor's squares of weights and directions to ``partial``; see `kernels.partial_sums`.
         """
 
     def _update(self, where: Range, weights: Array, step: Array, rate: float, decay: float) -> None:
@@ -356,7 +357,6 @@ class LayerWise(SegmentWise):
     def _update_all(
         self, where: Range, weights: Array, step: Array, tensors: kernels.TensorOptions, working: Array | None
     ) -> None:
-        """Update ``weights``, the elements of the flat range ``where``, by the directions ``step``, on a GPU."""
         kernels.launch_update("descend", weights, step, (), working, tensors)
 
 
@@ -383,13 +383,13 @@ class WrappedOptimizer(ABC):
 
     @abstractmethod
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Prepare the update of the flat range ``piece`` for `apply`, as `SegmentWise.direction` does."""
+        """Run the first phase of an update, for the flat range ``piece``. See `SegmentWise.direction`."""
 
     @abstractmethod
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
-        """Update the weights ``master`` in the flat range ``piece``, as `SegmentWise.apply` does."""
+        """Run the second phase of an update, for the flat range ``piece``. See `SegmentWise.apply`."""
 
     def sum_exactly(self) -> None:
         self._inner.sum_exactly()

@@ -23,8 +23,8 @@ from hpcdist.optim.update import kernels
 class MasterWeights(WrappedOptimizer):
     """Optimizer for 16-bit parameters. It applies ``inner`` to float32 ``weights``, and rounds these to 16 bits.
 
-    The argument ``master`` of its methods is the 16-bit copy of the weights. Gradients are 16-bit too. If ``inner`` is
-    layer-wise, update directions are stored in float32, which takes 4 more bytes per owned parameter.
+    Its methods are as in `SegmentWise`, with the 16-bit parameters as ``master``. Gradients are 16-bit too. If
+    ``inner`` is layer-wise, update directions are stored in float32, which takes 4 more bytes per owned parameter.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class MasterWeights(WrappedOptimizer):
             self._wide = FlatStore(layout, dtype, parts, on=on, category="gradients", ledger=ledger)
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Prepare the update of the flat range ``piece``, with the 16-bit ``gradient``. ``master`` is not used."""
+        """Run the first phase of an update of ``piece``; see `SegmentWise.direction`. ``master`` is not used."""
         if isinstance(self._inner, LayerWise):
             self._inner.direction(piece, self.weights, gradient, scale, self._wide)
         else:
@@ -53,7 +53,7 @@ class MasterWeights(WrappedOptimizer):
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
-        """Update the float32 weights in the flat range ``piece``, and round them into the 16-bit ``master``.
+        """Update the float32 weights in the flat range ``piece``. Write them to the 16-bit parameters ``master``.
 
         ``norms`` are the `partial_norms`, summed over ranks. ``working`` is not used.
         """

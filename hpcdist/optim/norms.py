@@ -61,7 +61,7 @@ class Norms:
         self._stretch = Range(self._stretch.start, where.stop)
 
     def sums(self) -> np.ndarray:  # (tensors, 2)
-        """Return the sums, of shape (tensors, 2): squares of the weights in column 0, of the directions in column 1."""
+        """Return the sums of squares, of shape (tensors, 2): weights in column 0, update directions in column 1."""
         self._close()
         return self._sums
 

@@ -143,9 +143,9 @@ def estimate_noise(small_squared: float, inverse_small: float, big_squared: floa
 
 
 class SmoothedNoise:
-    """Exponential moving average of noise estimates over steps, corrected for the start value 0.
+    """Exponential moving average of gradient noise estimates over steps, corrected for the start value 0.
 
-    Numerator and denominator of the noise scale are averaged before the division.
+    The fields of `NoiseEstimate` are averaged separately, before their division.
     """
 
     def __init__(self) -> None:
@@ -166,11 +166,11 @@ class SmoothedNoise:
         return NoiseEstimate(self._gradient_squared / self._weight, self._trace / self._weight)
 
     def state(self) -> dict[str, float]:
-        """Return the moving averages to save in a checkpoint."""
+        """Return the moving averages of the gradient noise, to be saved in a checkpoint."""
         return {"weight": self._weight, "gradient_squared": self._gradient_squared, "trace": self._trace}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Restore averages that the method `state` returned. An empty argument ``state`` resets them."""
+        """Restore the moving averages from a result of the method `state`. An empty dict resets the averages."""
         self._weight = float(state.get("weight", 0.0))
         self._gradient_squared, self._trace = float(state.get("gradient_squared", 0)), float(state.get("trace", 0))
 

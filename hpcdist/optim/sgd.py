@@ -83,7 +83,7 @@ class Lars(LayerWise):
         self._correction = self._rate / before if before and self.config.momentum_correction else 1.0
 
     def state(self) -> dict[str, float]:
-        """Return the state to save: number of updates, and the learning rate that the velocity includes."""
+        """Return the state to save: the number of updates, and the learning rate of the last update."""
         return {**super().state(), "rate": self._rate}
 
     def restore(self, state: Mapping[str, float]) -> None:

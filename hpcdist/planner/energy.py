@@ -32,10 +32,10 @@ ASSUMED: Final = (
 
 
 def energy(timing: TimeEstimate, layout: ParallelLayout, cluster: Cluster, peak_share: float) -> StepEnergy:
-    """Return the energy of one step in joules, by consumer, for all nodes of ``layout``. ``timing``: step time by term.
+    """Return the energy of one step in joules for all nodes of ``layout``: devices, hosts, network and cooling.
 
-    ``peak_share``: fraction of the peak FLOP rate that the devices reach while they compute. ``device_w`` of the result
-    is the mean power of a device that is no parameter server.
+    ``timing``: seconds of each phase of the step. ``peak_share``: fraction of the peak FLOP rate that the devices reach
+    while they compute. ``device_w`` of the result is the mean power of a device that is not a parameter server.
     """
     device, nodes, step_s = cluster.device, nodes_of(layout, cluster), timing.step_s
     worker_j = 0.0
@@ -60,7 +60,7 @@ def energy(timing: TimeEstimate, layout: ParallelLayout, cluster: Cluster, peak_
 
 
 def utilisation(term: str, peak_share: float) -> float:
-    """Return the assumed device utilisation, from 0 to 1, in a time term such as "forward". See `energy`."""
+    """Return the device utilisation (0 to 1) in phase ``term`` of a step, at ``peak_share`` of the peak FLOP rate."""
     if term in COMPUTING:
         return COMPUTE_FLOOR + (1 - COMPUTE_FLOOR) * min(1.0, max(0.0, peak_share))
     if term in ("update", UNPROVEN):

@@ -50,7 +50,7 @@ class TimeEstimate:
     (exchange of gradients and parameters), "rows" (with sequence parallelism: allreduce of the gradients of replicated
     parameters over the tensor ranks).
     "bubble": pipeline idle time. "input": reading samples.
-    "correction": for ZeRO-3, time added because published steps were slower than the formulas (`ZERO3_RATIOS`).
+    "correction": for ZeRO-3, time added because step times in publications exceed the formulas (`ZERO3_RATIOS`).
     "unproven": time added so that the MFU is not above the best published MFU.
 
     ``least_s``: step time at the best published MFU. ``hidden_s``: time of messages that overlap computation.
@@ -74,7 +74,7 @@ class TimeEstimate:
 
     @property
     def modelled_s(self) -> float:
-        """Seconds of a step by the formulas alone, without the terms "correction" and "unproven"."""
+        """Seconds of a step by the formulas alone, without the terms that adapt it to published measurements."""
         return sum(seconds for name, seconds in self.terms.items() if name not in (CORRECTION, UNPROVEN))
 
 
@@ -173,5 +173,5 @@ class PlanEstimate:
 
     @property
     def exact_hfu(self) -> float:
-        """HFU that counts only the operations that the kernels execute."""
+        """HFU without the FLOPs of masked query-key pairs that the attention kernels skip; `hfu` counts them."""
         return self.work.executed_flops / (self.step_s * self.peak_flops)

@@ -25,8 +25,8 @@ class ParallelLayout:
     parameter, 2 for Adam and LAMB.
 
     ``implementation``: whose memory and kernels are modelled: "hpcdist" or "megatron" (formulas of arXiv:2205.05198,
-    attention scores in memory). ``library``: whose collectives are modelled: "mpi", "nccl" (a channel per link of a
-    node), or "" for the usual library of the implementation. ``algorithm``: for the data axis only; an operation
+    attention scores in memory). ``library``: whose collectives are modelled: "mpi", "nccl", or "" for the usual
+    library of the implementation. ``algorithm``: for the data axis only; an operation
     that lacks this algorithm uses its fastest one. ``overlap``: fraction of the data axis's messages that may overlap
     computation. ``tensor_overlap``: fraction of the tensor axis's backward messages that may overlap, 0 in hpcdist.
     ``gradient_fusion`` ("megatron" only): matrix products add weight gradients directly to the gradients of earlier
@@ -67,7 +67,7 @@ class ParallelLayout:
 
     @property
     def channels(self) -> bool:
-        """Whether the modelled collectives use all links of a node at once, as the ``library`` NCCL does."""
+        """Whether the modelled collectives use all links of a node at once, as NCCL does and MPI does not."""
         return self.library == "nccl" if self.library else self.implementation == "megatron"
 
     @property

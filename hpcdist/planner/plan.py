@@ -55,9 +55,9 @@ def plan(
 
     The keyword ``simulate``: simulate the pipeline schedule instead of using a closed formula. Check first that the
     layout is possible, with `hpcdist.planner.limits.checks`; a layout that exceeds the memory also gets an estimate.
-    Gradient buckets are enlarged only within the keyword ``limit_bytes`` (0: the device memory). The keyword ``flow``:
-    see `hpcdist.planner.time.step.timing`. Raises ConfigurationError if the device has no peak FLOP rate for the
-    precision.
+    Larger gradient buckets are tried if the total memory use stays within the keyword ``limit_bytes`` (0: the device
+    memory). The keyword ``flow``: micro-batch times of this layout, if the caller has computed them already. Raises
+    ConfigurationError if the device has no peak FLOP rate for the precision.
     """
     footprint = memory(description, layout, cluster, global_batch)
     spare_bytes = max(0.0, (limit_bytes or footprint.limit_bytes) - footprint.bytes)
@@ -204,7 +204,10 @@ def _errors(times: TimeEstimate, layout: ParallelLayout, cluster: Cluster, model
 
 
 def errors_known(layout: ParallelLayout, cluster: Cluster) -> bool:
-    """Return True if `ZERO3_RATIOS` (published / modelled step time) apply: ZeRO-3 on an uncalibrated ``cluster``."""
+    """Return True if ``layout`` uses ZeRO-3 with several replicas, and ``cluster`` is not calibrated.
+
+    The step time is then corrected by `ZERO3_RATIOS`, the ratios of published to modelled step times.
+    """
     return layout.strategy == "zero3" and layout.data * layout.context > 1 and not cluster.calibrated
 
 

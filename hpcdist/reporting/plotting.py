@@ -66,7 +66,7 @@ class GanttBar(NamedTuple):
 
 
 class GanttStyle(NamedTuple):
-    """Style of one kind of bar. Bars begin ``low`` rows from the middle of their row and are ``height`` rows high."""
+    """Style of one kind of bar. In row y, a bar extends from y + ``low`` to y + ``low`` + ``height`` on the y axis."""
 
     colour: str
     low: float = -0.38

@@ -96,12 +96,12 @@ def read(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
-    """Return the UTF-8 text of the regular file ``path``. Raises OSError like `read`, and UnicodeDecodeError."""
+    """Return the UTF-8 text of a regular file. Raises UnicodeDecodeError, or OSError above ``most_bytes`` bytes."""
     return read(path, most_bytes).decode()
 
 
 def toml(path: str | os.PathLike[str], most_bytes: int = 1 << 20) -> dict[str, Any]:
-    """Parse the TOML file ``path``. Raises OSError like `read`, and ValueError if the file is not TOML."""
+    """Parse the TOML file ``path``. Raises OSError if it is unreadable or too large, and ValueError if not TOML."""
     return toml_of(text(path, most_bytes))
 
 

@@ -31,8 +31,9 @@ def written(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Condition:
-    """Condition on the value of a configuration key. ``cure(key, value)`` returns the setting that a message proposes.
+    """Condition of a `Rule` on the value of a configuration key.
 
+    ``cure(key, value)`` returns the setting that the error message of the rule proposes, such as "run.steps = 1".
     ``sign`` and ``values`` are the operator and operands of this condition in the notation of `rule`. ``sign`` is None
     if the notation cannot express the condition.
     """
@@ -50,12 +51,13 @@ class Rule:
     ``conditions``: condition on each key. The error message shows these keys with their values.
     ``given``: further conditions on keys, which the message does not show.
     ``relation``: optional function of the values of ``conditions``. The rule is broken only if it also returns true.
-    ``why``: text that follows the keys in the message: a reason, `NO_EFFECT` or `UNBUILT`.
+    ``why``: text that follows the keys in the message: a reason, " has no effect", or " is not built in this version".
     ``cure``: text at the end of the message. If it is empty, the message ends with the results of `Condition.cure`.
 
     ``why`` and ``cure`` are format strings or functions of the values of ``conditions``. A key is a setting
-    ``section.name``, an option (``--survive``), or a name without a dot for a value derived from settings. The message
-    shows a derived text as it is, and a derived number with the key as its noun ("2 ranks").
+    ``section.name``, an option (``--survive``), or a name without a dot for a value derived from settings. If the
+    derived value is a text, the message shows it without the key. For the key "rank" and the number 2, it shows
+    "2 ranks".
     """
 
     conditions: Mapping[str, Condition]
@@ -108,9 +110,10 @@ def _text(text: Text, values: list[Any]) -> str:
 def rule(
     terms: str, why: Text = "", cure: Text = "", relation: Callable[..., object] | None = None, **sets: Iterable[str]
 ) -> Rule:
-    """Parse a rule from ``terms``, conditions joined by " with ". The message omits conditions after " where ".
+    """Parse a `Rule` from ``terms``: "A with B where C with D" forbids settings that satisfy the conditions A to D.
 
-    The other arguments are as in `Rule`. {NAME} in ``terms`` stands for the values of the keyword NAME, joined by "|".
+    The error message does not show the conditions after "where". The other arguments are as in `Rule`. {NAME} in
+    ``terms`` stands for the values of the keyword NAME, joined by "|".
     Conditions on the value of KEY:
 
     KEY: switched on (not in `OFF`). KEY?: any value. KEY=: an empty text or list.
@@ -124,7 +127,7 @@ def rule(
 
 
 def each_of(form: str, why: Text, *terms: str, cure: Text = "") -> Iterator[Rule]:
-    """Yield one `rule` for each of ``terms``: the condition is ``form`` with * replaced by the term."""
+    """Yield a `Rule` for each argument after ``why``: `rule` parses ``form`` with * replaced by the argument."""
     for term in terms:
         yield rule(form.replace("*", term), why, cure)
 
@@ -193,14 +196,14 @@ def must(key: str, holds: Callable[[Any], object], expected: str) -> Rule:
 
 
 def at_least(least: float, *keys: str, expected: str = "") -> Iterator[Rule]:
-    """Yield the rules that the values of ``keys`` must be at least ``least``."""
+    """Yield a `Rule` for each configuration key after ``least``: its value must be at least ``least``."""
     for key in keys:
         below = Condition(lambda value: not value >= least, sign="<", values=(least,))  # also true for NaN
         yield Rule({key: below}, cure=expected or f"it must be at least {least}")
 
 
 def at_most(most: float, *keys: str) -> Iterator[Rule]:
-    """Yield the rules that the values of ``keys`` must be at most ``most``."""
+    """Yield a `Rule` for each configuration key after ``most``: its value must be at most ``most``."""
     for key in keys:
         yield Rule(
             {key: Condition(lambda value: value > most, sign=">", values=(most,))}, cure=f"it must be at most {most}"
@@ -229,5 +232,5 @@ def section_values(name: str, section: Any) -> dict[str, Any]:
 
 
 def check_section(rules: Iterable[Rule], name: str, section: Any, **derived: Any) -> None:
-    """Raise ConfigurationError for the first of ``rules`` that the section ``name`` or ``derived`` values break."""
+    """Raise ConfigurationError for the first of ``rules`` that ``section``, or a value given as a keyword, breaks."""
     check(rules, section_values(name, section) | derived)

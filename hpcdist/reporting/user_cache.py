@@ -26,7 +26,10 @@ JOB_SETTINGS: Final = ("OMPI_MCA_btl_sm_backing_directory",)
 
 
 def mpi_settings(environment: Mapping[str, str], *more: str) -> dict[str, str]:
-    """Return the variables of ``environment`` that change how MPI sends messages or have a prefix in ``more``."""
+    """Return the variables of ``environment`` that change how MPI sends messages.
+
+    Further positional arguments are prefixes of other variables to include.
+    """
     begin = (*MPI_SETTINGS, *more)
     return {
         name: text for name, text in sorted(environment.items()) if name.startswith(begin) and name not in JOB_SETTINGS

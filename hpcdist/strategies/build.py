@@ -73,8 +73,9 @@ def server_exchange(
 ) -> Exchange:
     """Return this rank's parameter-server exchange, with the server and worker roles that ``config`` sets. Collective.
 
-    Lock-step servers can sum in the order of the logical ``shards``, or receive gradients compressed by
-    ``compression``. Raises ConfigurationError for unsupported algorithms or compressors.
+    ``shards``: division of the global batch. If it is given, lock-step servers sum in the order of these shards.
+    ``compression``: compressor of the sent gradients; it excludes ``shards``. Raises ConfigurationError for unsupported
+    algorithms or compressors.
     """
     algorithms = server_algorithms(config)
     if shards is None and context.algorithm not in algorithms:

@@ -104,8 +104,7 @@ class ParallelConfig:
     The product of the axis degrees is the number of ranks. ``data = 0`` computes the data degree from the others.
     ``schedule``: order of the passes (``auto``: 1f1b in a pipeline, else sequential). ``chunks``: number of model parts
     per pipeline rank. ``microbatches`` without a pipeline is gradient accumulation. ``recompute``: recompute
-    activations in the backward pass. A pipeline then keeps only a micro-batch's input. If each backward pass directly
-    follows its forward pass, the input and output of each layer are kept.
+    activations in the backward pass, to store fewer activations.
 
     ``tensor`` ranks compute each layer together; ``sequence_parallel`` divides the activations between matrix products
     by tokens. ``context`` ranks divide the tokens of each sample. Each group of ``expert`` consecutive replicas divides
@@ -136,7 +135,7 @@ class ParallelConfig:
 
     @property
     def recomputes_layers(self) -> bool:
-        """True if layers are recomputed one by one, because every backward pass directly follows its forward pass."""
+        """True if activations are recomputed layer by layer, and not for all layers of a rank at once."""
         at_once = self.microbatches == 1 or self.order in ("sequential", "1f1b")
         return self.recompute and self.pipeline == 1 and at_once
 

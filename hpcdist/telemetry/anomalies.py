@@ -114,7 +114,7 @@ class _RollingBaseline:
 
 
 class _Spikes:
-    """Detector of values far above the usual median. Reports only the first of several consecutive spikes."""
+    """Detector of values far above the median of the last `WINDOW` values. Skips spikes soon after another spike."""
 
     def __init__(self, kind: str, what: str, deviations: float, rise: float) -> None:
         self._kind, self._what, self._deviations, self._rise = kind, what, deviations, rise

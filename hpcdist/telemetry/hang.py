@@ -246,7 +246,10 @@ def _states(records: Sequence[RankRecord], now: int) -> dict[int, str]:
 
 
 def _process(record: RankRecord, now: int) -> str:
-    """Return the process state letter. On another host: "?" if the rank's heartbeat is recent, else an empty string."""
+    """Return the kernel's state letter of the rank's process, "?" for a running process of unknown state, or "".
+
+    "" means that the process has ended or, if its state cannot be read from this host, that its heartbeat is late.
+    """
     state = record.process_state()
     if state is None:
         return "?" if record.next_beat_ns and now - record.last_sign_ns <= _late_ns(record) else ""

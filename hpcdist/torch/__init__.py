@@ -70,7 +70,7 @@ dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", 
 
 
 class _Name:
-    """Backend name that raises UsageError in a child process of a rank, where PyTorch's rendezvous would hang."""
+    """Descriptor of the backend name. Reading it raises UsageError in a child process, where rendezvous would hang."""
 
     def __get__(self, instance: Any, owner: Any) -> str:
         refuse_worker()

@@ -82,10 +82,10 @@ class Buffer:
 
 
 def coalesced_inputs(inputs: Sequence[torch.Tensor], *outputs: Sequence[torch.Tensor]) -> list[Buffer]:
-    """Return a buffer of each tensor in ``inputs`` of a coalesced call. Local.
+    """Return a buffer of each tensor in ``inputs``, the inputs of one call for several tensors. Local.
 
-    The call reads input i, then writes item i of each list in ``outputs``, for each i in order. All inputs are copied
-    if tensors of different indices, inputs or outputs, overlap in memory.
+    The other arguments are lists of the call's output tensors. The call handles index 0 of all lists first, then
+    index 1, and so on. All inputs are copied if two tensors with different indices overlap in memory.
     """
     copy = len(inputs) > 1 and _do_overlap(inputs, *outputs)
     return [Buffer(tensor, copy) for tensor in inputs]
@@ -123,7 +123,7 @@ def array_of(memory: torch.Tensor) -> Array:
 
 
 def devices_of(arguments: Iterable[Iterable[Any]]) -> set[torch.device]:
-    """Return the devices of the buffers in ``arguments``: tuples of buffers, lists of buffers and other values."""
+    """Return the devices of all buffers in the tuples ``arguments``, and in lists in them. Ignores other values."""
     values = (value for argument in arguments for value in argument)
     parts = (part for value in values for part in (value if isinstance(value, list) else (value,)))
     return {part.device for part in parts if isinstance(part, Buffer)}

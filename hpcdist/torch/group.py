@@ -337,7 +337,7 @@ class Group(_ProcessGroup):
         return group
 
     def shutdown(self) -> None:
-        """End all operations of the group, and free the group's communicators. Collective."""
+        """Complete the group's queued collectives, abandon late messages, and free the communicators. Collective."""
         self._ended = True
         self._queue.close()
         self._mailbox.finish()

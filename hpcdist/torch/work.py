@@ -179,7 +179,7 @@ class CollectiveWork(Work):
         self._run: Callable[[], object] | None = run
 
     def size(self) -> tuple[str, int]:
-        """Return (dtype, number of elements) for flight records if all ranks have equal sizes, else ("uint8", 0)."""
+        """Return (dtype, number of elements) of the result tensors, or ("uint8", 0) if ranks may have other sizes."""
         if self.name not in ONE_SIZE or not self._result:
             return "uint8", 0
         return str(self._result[0].dtype).removeprefix("torch."), sum(tensor.numel() for tensor in self._result)
@@ -249,7 +249,7 @@ class BatchWork(Work):
 
 
 class OperationQueue:
-    """Queue of the collectives of process group ``name``, which run in order. ``events()`` returns the flight recorder.
+    """Queue of a process group's collectives, which run in order. The function ``events`` gets the flight recorder.
 
     If ``has_thread``, the first asynchronous operation starts a thread that runs queued operations. The first NCCL
     operation starts a thread that detects the end of NCCL operations on the GPU. `close` ends both threads.
@@ -393,7 +393,7 @@ _ProcessGroup: Any = dist.ProcessGroup  # untyped in PyTorch
 
 
 class _Holder(_ProcessGroup):
-    """Dummy process group whose `barrier` returns ``work``: PyTorch's C++ wrapper of the result keeps it alive."""
+    """Dummy process group whose `barrier` returns ``work`` to C++, in a wrapper that keeps ``work`` alive."""
 
     def __init__(self, work: Work) -> None:
         super().__init__(0, 1)

@@ -136,8 +136,8 @@ class TrainedModel:
 def load(comm: Communicator, path: Path, recipe: Recipe, trust: bool = False) -> TrainedModel:
     """Restore the model of the run directory ``path`` from its newest checkpoint with intact parameters. Collective.
 
-    Raises StorageError if there is no such checkpoint, and UsageError if the model belongs to a script, or if its
-    factory file changed since the training and ``trust`` is False.
+    Raises StorageError if there is no such checkpoint. Raises UsageError if the training script defined the model, or
+    if the model's factory file changed since the training and ``trust`` is False.
     """
     if recipe.model.kind == "given":
         raise UsageError(
@@ -278,7 +278,7 @@ def _folder_for_records(comm: Communicator, path: Path) -> Path:
 def sample(path: Path, prompt: str, tokens: int, *, temperature: float, top_k: int, seed: int) -> Iterator[str]:
     """Yield ``prompt``, then the text that the model in ``path`` generates, piece by piece, then a newline. Local.
 
-    Only rank 0 generates. Raises UsageError for an empty prompt, or a model whose tokens are not bytes.
+    Ranks other than 0 yield nothing. Raises UsageError for an empty prompt, or a model whose tokens are not bytes.
     """
     variables = environment.launch_environment()
     if variables is not None and variables.rank:

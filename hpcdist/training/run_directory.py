@@ -126,7 +126,7 @@ def _has_begun(path: Path) -> bool:
 
 
 def _has_only_start_files(path: Path) -> bool:
-    """Return True if ``path`` has only files of batch jobs, of `hpcdist.init`, or of a run that never got a recipe."""
+    """Return True if ``path`` has only files that exist before a run starts, such as batch scripts and locks."""
     left = [entry.name for entry in path.iterdir() if not _JOB_FILE.fullmatch(entry.name)]
     return all(
         name.removeprefix(".").startswith((LOCK_FILE, RECIPE_FILE)) or name in (JOBS_FILE, STOP_FILE, "recorder")

@@ -287,9 +287,9 @@ class Training:
         return x, y
 
     def _compare(self, what: str, x: Array, y: Array, before: int, number: int) -> None:
-        """If a check is due, compare the batches of each replica's ranks; raise DataError if they differ. Collective.
+        """If a check is due, raise DataError if the ranks of a replica passed different batches. Collective.
 
-        ``before`` counts earlier batches. ``number`` is the number of the step or evaluation.
+        ``before`` is the number of such batches since this start. ``number`` is the number of the step or evaluation.
         """
         trainer, every = self._trainer, self.recipe.run.sentinel_every_steps
         if trainer.grid.size == trainer.grid.data:

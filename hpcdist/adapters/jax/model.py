@@ -205,15 +205,16 @@ def wrap(
 ) -> WrappedModel:
     """Return a model that trains the functions ``stages``: pure functions (params, x) -> y of whole micro-batches.
 
-    ``params`` has one entry per stage: a pytree, or a function without arguments that creates the pytree. The leaves
+    ``params`` has one entry per function: a pytree, or a function without arguments that creates the pytree. The leaves
     are float32 or float64 arrays. A function without params joins the stage before it. ``loss(y, targets)`` returns
     losses of shape (samples, ...), their mean as a number, or (sum, weight) as two numbers.
 
     Keyword arguments: ``example`` is a batch (inputs, targets) of arrays or `jax.ShapeDtypeStruct`. ``tied`` maps a
-    tensor ``LAYER.NAME`` to the tensor of an earlier stage that it shares, as in {"3.head": "0.table"}; NAME is the
-    pytree path with dots. ``keep`` selects the values to keep from forward to backward: "products", "everything" or
-    "nothing" (`hpcdist.adapters.jax.stage`). ``adapted(name, leaf)`` returns True if weight decay and layer-wise rates
-    apply to the leaf. By default they apply to leaves with at least two dims.
+    tensor to the tensor of an earlier stage that it shares, as in {"3.head": "0.table"}. A tensor is named by its
+    stage's number (counted after functions have joined), a dot, and its pytree path with dots. ``keep`` selects the
+    values to keep from forward to backward: "products", "everything" or "nothing" (`hpcdist.adapters.jax.stage`).
+    ``adapted(name, leaf)`` returns True if weight decay and layer-wise rates apply to the leaf. By default they apply
+    to leaves with at least two dims.
 
     Raises UsageError and ConfigurationError for models that cannot be trained.
     """

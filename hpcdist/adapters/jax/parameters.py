@@ -118,7 +118,7 @@ PLATFORMS: Final = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
 
 @dataclass(frozen=True)
 class ParameterLeaves:
-    """The leaves (arrays) of one function's pytree of params, in order. ``values()`` returns their initial values."""
+    """The leaves (arrays) of the params pytree of one user function. ``values()`` returns their initial values."""
 
     tree: Any
     names: tuple[str, ...]

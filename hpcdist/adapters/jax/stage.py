@@ -103,7 +103,7 @@ def _is_product(primitive: Any, *_: Any, **parameters: Any) -> bool:
 
 
 def _input_residuals(closed: Any, leaves: int) -> list[int]:
-    """Return the indices of the residuals that depend on input number ``leaves`` of ``closed``, except this input."""
+    """Return the indices of the residuals computed from the stage input x. ``leaves``: number of parameter leaves."""
     x = closed.jaxpr.invars[leaves]
     # A residual that occurs twice is kept twice; jit gives both the same memory.
     outputs = enumerate(closed.jaxpr.outvars[1:])
@@ -171,7 +171,7 @@ class FunctionChain:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Cache key for the compiled functions. Two chains of equal functions have equal keys."""
+        """Cache key for the compiled stage: the identity and the params structure of each of its functions."""
         return tuple((id(function.call), function.tree) for function in self.functions)
 
     def __str__(self) -> str:
@@ -283,7 +283,7 @@ class JaxStage:
                 parameters[name][...] = np.asarray(value)
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return the stage's output for input ``x``. Raises DataError if shape or dtype differ from the example."""
+        """Return the stage's output for ``x``. Raises DataError if its samples have an unexpected shape or dtype."""
         if x.shape[1:] != self._sample or jax_dtype(x.dtype) != self._dtype:
             raise DataError(
                 f"{self} got samples of shape {x.shape[1:]} and type {x.dtype}, but the example had {self._sample} and "

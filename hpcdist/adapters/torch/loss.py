@@ -35,9 +35,10 @@ REDUCTIONS: Final = ("mean", "sum")
 
 
 class TorchLoss(Loss):
-    """Loss by the user's ``function(outputs, targets)``, which returns (sum, weight), a mean or a sum.
+    """Loss that the user's ``function(outputs, targets)`` computes.
 
-    If the targets of a batch are a tuple or dict of arrays, ``function`` gets this tuple or dict.
+    It returns (sum, weight), or one number: the mean or sum over the samples, according to the text ``reduction``. If
+    the targets of a batch are a tuple or dict of arrays, ``function`` gets this tuple or dict.
     """
 
     takes_several: Final = True
@@ -133,7 +134,7 @@ class TorchLoss(Loss):
         return self._recorded(outputs.detach(), targets)[0].detach()
 
     def _recorded(self, outputs: "torch.Tensor", targets: Inputs) -> "tuple[torch.Tensor, int | torch.Tensor]":
-        """Return the summed loss, with its autograd graph, and its weight."""
+        """Return the summed loss, with its autograd graph, and its weight: the divisor that makes it a mean."""
         outputs.requires_grad_()
         with library().enable_grad():
             result = self._function(outputs, targets.given if isinstance(targets, ArrayGroup) else targets)
@@ -272,7 +273,7 @@ def _counted(node: Any) -> "int | torch.Tensor":
 
 
 def _selects(node: Any) -> bool:
-    """Return True if the number of terms of ``node`` depends on the data. Raises UsageError for nested means."""
+    """Return True if a mask or index selects the terms of ``node``, a mean or sum in the loss's autograd graph."""
     selects = False
     for operation in _before(node):
         kind = _kind(operation)

@@ -183,10 +183,11 @@ def wrap(
 
     - The children of an ``nn.Sequential``, or the modules of a list, are stages. Any other module is one stage. A stage
       takes one tensor of shape (samples, ...) and returns one of the parameters' dtype. Pipelines split the model
-      between stages, and ZeRO-3 gathers one stage at a time. A module without new parameters joins the previous stage.
+      between stages, and ZeRO-3 gathers one stage at a time. A module joins the previous stage if it has no parameters,
+      or only parameters of earlier modules.
     - ``loss(outputs, targets)`` returns (sum, weight): the summed loss and the number of targets that count.
       Alternatively it returns one number: the mean or sum over the samples, as declared by the keyword ``reduction``.
-      "mean" needs a weight that is visible in PyTorch's graph.
+      For a mean, PyTorch's autograd graph must show the number of averaged targets, as it does for cross_entropy.
     - The keyword ``example`` is an input, as tensor or array, or a tuple (input, targets). It determines
       the shapes between stages, which pipelines need. To measure the loss, ``parallel.partition = "measured"`` uses the
       targets of the example, or integer zeros if the example has no targets.

@@ -70,8 +70,8 @@ def stages_of(module_or_stages: Any) -> list[StageModules]:
     """Return the stages of a module or sequence of modules.
 
     The children of an ``nn.Sequential`` and the modules of a list or tuple are stages. Any other module is one stage. A
-    module without new parameters joins the previous stage, or the first stage if none precedes. Raises UsageError for
-    other types.
+    module without parameters, or with only parameters of earlier modules, joins the previous stage, or the first stage
+    if none precedes. Raises UsageError for other types.
     """
     modules = _modules(module_or_stages)
     stages: list[StageModules] = []
@@ -222,7 +222,7 @@ class _StageTensors:
 
 
 class ParameterBinding:
-    """Moves the parameters of a wrapped model's stages to the memory of a run of hpcdist. Not thread-safe."""
+    """Turns parameters of wrapped modules into views of the arrays of a training run. Not thread-safe."""
 
     def __init__(self, cuts: Sequence[StageModules]) -> None:
         self._bound = {id(cut): _StageTensors(cut) for cut in cuts}
@@ -241,13 +241,13 @@ class ParameterBinding:
                 parameter.register_post_accumulate_grad_hook(self._take)
 
     def initial(self, cut: StageModules) -> dict[str, np.ndarray]:
-        """Return the initial values of the parameters that stage ``cut`` owns, on the host."""
+        """Return the initial values, on the host, of the parameters that ``cut`` (the modules of a stage) owns."""
         if self._initial is None:
             raise UsageError("another run has taken the parameters of these modules; wrap new modules for this run")
         return {name: self._initial[id(parameter)].cpu().numpy() for name, parameter in cut.own.items()}
 
     def settle(self, step: int) -> None:
-        """Free all initial values, and parameters of other ranks' stages. Do nothing in step 1, which binds stages."""
+        """From step 2 on, free the initial parameter values, and the parameters of stages that only other ranks run."""
         if step > 1 and self._initial is not None:
             self._initial = None
             held = {id(p) for bound in self._bound.values() if bound.views for p in bound.parameters.values()}
@@ -257,7 +257,7 @@ class ParameterBinding:
                         parameter.data = parameter.new_empty(0)
 
     def bind(self, cut: StageModules, views: Parameters, same_device: Array) -> None:
-        """Move the parameters of stage ``cut`` into the arrays ``views``, which are keyed by parameter name.
+        """Move the parameters of ``cut`` (the modules of a stage) into the arrays ``views``, keyed by parameter name.
 
         Raises ConfigurationError if the modules are on another device than the array ``same_device``.
         """
@@ -282,7 +282,7 @@ class ParameterBinding:
         bound.views = views
 
     def has(self, cut: StageModules) -> bool:
-        """Return True if the run holds parameters of stage ``cut`` in its memory, or has freed them."""
+        """Return True if the run has moved parameters of ``cut`` (a stage's modules) to its arrays, or freed them."""
         bound = self._bound[id(cut)]
         run_memory = {tensor.data_ptr() for tensor in bound.tensors.values()}
         freed = self._initial is None
@@ -292,12 +292,12 @@ class ParameterBinding:
         )
 
     def holds(self, cut: StageModules, start: int) -> bool:
-        """Return True if the memory at address ``start`` belongs to a parameter of stage ``cut``."""
+        """Return True if address ``start`` is the start of a parameter of ``cut`` (the modules of a stage)."""
         return start in self._bound[id(cut)].starts
 
     @contextlib.contextmanager
     def saving(self, cut: StageModules) -> Iterator[None]:
-        """Context in which autograd graphs of stage ``cut`` save parameters by name instead of as tensors."""
+        """Context in which autograd graphs save parameters of ``cut`` (a stage's modules) by name, not as tensors."""
         bound = self._bound[id(cut)]
 
         def pack(tensor: "torch.Tensor") -> "ParameterView | tuple[torch.Tensor, int]":
@@ -323,7 +323,7 @@ class ParameterBinding:
 
     @contextlib.contextmanager
     def collect(self, cut: StageModules, gradients: Gradients) -> Iterator[set[str]]:
-        """Context in which a backward pass of stage ``cut`` writes to ``gradients``.
+        """Context in which a backward pass of ``cut`` (the modules of a stage) writes to ``gradients``.
 
         Yields a set, to which the name of each parameter is added when its gradient is written.
         """

@@ -138,7 +138,7 @@ class TorchStage:
             return array_of(x.grad)
 
     def guard(self, why: str) -> None:
-        """Make calls of this stage's modules outside of a step raise UsageError with the text ``why`` during a run."""
+        """Make this stage's modules raise UsageError, with the text ``why``, if user code calls them during a run."""
 
         def check(module: "torch.nn.Module", inputs: object) -> None:
             if not self._inside and self.binding.has(self.cut):

@@ -40,7 +40,7 @@ class Installation:
     python_path: bool  # True if Python finds the package only with PYTHONPATH=`home`
 
     def check_alone(self) -> None:
-        """Raise ConfigurationError if the folder libexec has no command hpcdist, as before version 0.2.0."""
+        """Raise ConfigurationError if the package has no executable command hpcdist in its folder libexec."""
         alone = self.home / "hpcdist" / "libexec" / "hpcdist"
         if not os.access(alone, os.X_OK):
             raise ConfigurationError(
@@ -172,7 +172,7 @@ def source() -> dict[str, Any]:
 
 
 def lua(value: object) -> str:
-    """Return ``value`` as a Lua string literal. Line breaks in printable text are kept."""
+    """Return ``value`` as a Lua string literal: several printable lines in long brackets, other text in quotes."""
     text = str(value)
     if "\n" in text and _lines_are_printable(text):
         level = next(n for n in range(len(text) + 1) if f"]{'=' * n}]" not in text + "]")
@@ -181,7 +181,7 @@ def lua(value: object) -> str:
 
 
 def tcl(value: object) -> str:
-    """Return ``value`` quoted as one word of Tcl. Line breaks are kept if the text can be quoted by braces."""
+    """Return ``value`` as one word of Tcl: several lines in braces if Tcl keeps them unchanged, else in quotes."""
     text = str(value)
     if "\n" in text and _lines_are_printable(text) and _fits_braces(text):
         return f"{{{text}}}"

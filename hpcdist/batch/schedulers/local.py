@@ -120,7 +120,7 @@ def state(job: str) -> JobState:
     """Return the state of ``job``: PENDING until its start time, RUNNING, COMPLETED, FAILED or CANCELLED.
 
     FAILED without an exit code: the supervising shell was killed. NODE_FAIL: the machine rebooted. UNKNOWN: the job is
-    on another machine, or does not exist. The reason explains these cases.
+    on another machine, or does not exist. In these three cases, the returned `JobState` has a ``reason``.
     """
     alive = _alive(job)  # before reading the code: the job may end in between
     record = _job_record(job)

@@ -63,14 +63,14 @@ def submit(script: str, after: str | None = None) -> str:
 
 
 def cancel(job: str) -> None:
-    """End ``job`` by qdel: it gets SIGTERM, and SIGKILL after kill_delay. Raises MissingCapabilityError."""
+    """End ``job`` by qdel: SIGTERM, and SIGKILL after kill_delay. Raises MissingCapabilityError if qdel fails."""
     answer = _output_of("qdel", job)
     if answer.code != 0 and "job has finished" not in answer.complaint.lower():
         raise MissingCapabilityError(f"qdel {job} failed, exit code {answer.code}: {answer.complaint}")
 
 
 def states(jobs: Iterable[str]) -> dict[str, JobState]:
-    """Return the states of ``jobs`` by job number, without jobs unknown to PBS. Raises MissingCapabilityError."""
+    """Return the states of ``jobs`` known to PBS, by job number. Raises MissingCapabilityError if qstat fails."""
     numbers = list(jobs)
     answer = _output_of("qstat", "-x", "-f", "-F", "json", *numbers)
     if answer.code != 0 and "job history" in answer.complaint.lower():  # history is off: ask without -x

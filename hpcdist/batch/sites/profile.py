@@ -205,7 +205,7 @@ class SiteProfile:
     """Settings of a cluster for batch jobs, read from the file ``origin``.
 
     ``recipe``: defaults of recipe keys. ``blocks``: Jinja text to replace blocks of the job script templates.
-    ``proven``: text on the tested features. ``cluster``: cluster name or file for `hpcdist plan`.
+    ``proven``: note on the tests of this profile. ``cluster``: cluster name or file for `hpcdist plan`.
     """
 
     name: str = ""

@@ -180,7 +180,7 @@ def shipped_folders() -> list[Path]:
 
 
 def names(environment: Mapping[str, str] = os.environ) -> dict[str, Path]:
-    """Return the file of each profile, keyed by name. Earlier folders have priority if two profiles share a name."""
+    """Return the path of each site profile, keyed by name. For equal names, the first folder of `folders` counts."""
     paths: dict[str, Path] = {}
     for folder in folders(environment):
         for path in sorted(folder.glob("*.toml")):
@@ -256,7 +256,7 @@ def _load_tables(path: Path, environment: Mapping[str, str], above: tuple[Path, 
 
 
 def _base(named: str, path: Path, environment: Mapping[str, str]) -> Path:
-    """Return the path of the base ``named`` that the profile at ``path`` extends; ``path`` if it is not found."""
+    """Return the path of the profile ``named`` (a name or a path), which the profile at ``path`` extends."""
     if os.sep in named or named.endswith(".toml"):
         return path.parent / Path(named).expanduser()
     if named == path.stem:

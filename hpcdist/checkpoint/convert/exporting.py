@@ -28,7 +28,7 @@ from hpcdist.reporting import atomic
 
 @dataclass(frozen=True)
 class _FileRegion:
-    """Region of an output file that holds one tensor, as the store of a `FileSlice`."""
+    """Region of an output file that holds one tensor. A `FileSlice` writes to it as to a `FileStore`."""
 
     fd: int
     offset: int
@@ -44,7 +44,7 @@ def key_of(tensor: StoredTensor) -> str:
 
 
 def export_metadata(loaded: Manifest) -> str:
-    """Return the step, scalars and kinds of state in the manifest ``loaded`` as JSON text, for a later import."""
+    """Return step, non-tensor state and tensor kinds (as "optimizer.m") of the manifest ``loaded``, as JSON text."""
     kinds = sorted({entry.kind for entry in loaded.pieces})
     return json.dumps({"step": loaded.step, "scalars": loaded.scalars, "kinds": kinds})
 
@@ -67,7 +67,7 @@ def write_tensors(checkpoint: Path, fd: int, offsets: Sequence[tuple[StoredTenso
 
 
 def piece_in_file(tensor: StoredTensor, store: Any) -> Piece:
-    """Return ``tensor`` as a piece. The methods of ``store`` read or write the elements in a file (see `FileStore`)."""
+    """Return a `Piece` of the whole ``tensor``. ``store``, an object like `FileStore`, reads or writes its elements."""
     whole = Range(0, tensor.size)
     elements: Any = FileSlice(store, whole)
     return Piece(tensor.kind, tensor.name, tensor.shape, whole_box(tensor.shape), whole, elements)

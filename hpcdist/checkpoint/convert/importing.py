@@ -86,7 +86,7 @@ class ForeignFile:
         self._reader.close()
 
     def pieces(self) -> list[Piece]:
-        """Return every tensor of the file as a piece. Elements are read on demand, while the file is open."""
+        """Return a `Piece` for every tensor of the file. Elements are read on demand, while the file is open."""
         return [
             piece_in_file(tensor, _ForeignTensor(self, index, dtype_of(tensor.dtype)))
             for index, tensor in enumerate(self.tensors)
@@ -116,7 +116,7 @@ def _file_bytes(path: Path) -> int:
 
 @dataclass(frozen=True)
 class _ForeignTensor:
-    """Tensor number ``index`` of a `ForeignFile`, as the store of a `FileSlice`."""
+    """Tensor number ``index`` of a `ForeignFile`. A `FileSlice` reads from it as from a `FileStore`."""
 
     source: ForeignFile
     index: int
@@ -192,7 +192,7 @@ def import_checkpoint(
 
     Args:
         step: Step of the checkpoint. None: the step in the file, or 0 if the file has no step.
-        inputs: Model sizes that the data set determines, if a recipe is used.
+        inputs: Model sizes to store in the checkpoint, unless the file is an export of hpcdist.
         keys: Maps tensor names in the file to names in the checkpoint. Tensors without an entry are left out.
 
     Raises StorageError if a file cannot be read or written, UsageError if ``run_dir`` has checkpoints.

@@ -79,8 +79,8 @@ def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], o
 def module_names(loaded: Manifest, tensors: Sequence[StoredTensor]) -> dict[str, tuple[str, ...]]:
     """Return the names that ``tensors`` have in the user's PyTorch modules. A tied tensor has several names.
 
-    ``loaded`` is the checkpoint's manifest. Returns {} for a model of hpcdist, and if two names would be equal without
-    their layer prefix.
+    ``loaded`` is the checkpoint's manifest. These names have no layer prefix, unlike names in a checkpoint. Returns {}
+    if two names would then be equal, and for a built-in model of hpcdist.
     """
     recipe, tied = loaded.about.get("recipe"), loaded.about.get("tied")
     if not isinstance(recipe, dict) or recipe.get("model.kind") not in FOREIGN:
@@ -168,7 +168,10 @@ def _check_records(path: Path) -> None:
 
 
 def _groups_of(module: ModuleType, state: Any) -> tuple[dict[Any, Mapping[Any, Any]], str, list[str]]:
-    """Return the tensors in ``state`` by kind of state, hpcdist's metadata, and the names of other entries."""
+    """Return the tensors in ``state`` by kind (as "parameters"), hpcdist's metadata, and the names of other entries.
+
+    ``module`` is the module torch.
+    """
     if not isinstance(state, Mapping):
         raise ValueError(
             f"the PyTorch file holds a {type(state).__name__}, expected a dict of tensors; save model.state_dict()"

@@ -128,7 +128,7 @@ class _Header:
 
 @dataclass(frozen=True, kw_only=True)
 class _Shards(_Header):
-    """Manifest fields of a fixed type. `Manifest` adds the fields that hold arbitrary JSON values."""
+    """Base class of `Manifest` with all fields of a fixed type. `Manifest` adds the fields of arbitrary JSON values."""
 
     step: int
     world: int
@@ -358,7 +358,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _parse_sealed(path: Path, data: bytes, end: int, digest: str) -> Manifest:
     """Return the manifest in ``data``, a text from `seal` whose digest starts at byte ``end``.
 
-    Only ``scalars`` and ``about``, of bounded size, may hold any JSON: parsed JSON takes far more memory than its text.
+    Only ``scalars`` and ``about``, of bounded size, become Python dicts: dicts take far more memory than JSON text.
     """
     # `seal` replaced the final "}" of the digested text by the digest.
     computed = xxhash.xxh3_128(memoryview(data)[:end])

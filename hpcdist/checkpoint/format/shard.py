@@ -169,10 +169,11 @@ def block_digests(blocks: Iterator[np.ndarray]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class WrittenShards:
-    """Shards of one writer. ``files``: their sizes. ``outside``: digests of their bytes that hold no tensor data.
+    """Shard files of one writer. ``files`` maps each shard to its size in bytes.
 
-    ``entries`` lists the tensor pieces of this checkpoint, and ``unused`` the pieces in hard-linked shards that only
-    earlier checkpoints need.
+    ``outside`` maps each shard to one digest of all its bytes that hold no tensor data. ``entries`` describes the
+    tensor pieces of this checkpoint. A hard-linked shard of an earlier checkpoint can contain further pieces, which
+    ``unused`` describes.
     """
 
     files: dict[str, int] = field(default_factory=dict)
@@ -183,7 +184,7 @@ class WrittenShards:
 
 @dataclass
 class _StoredPieceBlocks:
-    """Tensor piece as `hpcdist.hdf5.files.Blocks`. ``digests`` is complete after the write."""
+    """Tensor piece that implements `hpcdist.hdf5.files.Blocks`. Each block's digest is appended to ``digests``."""
 
     slot: Slot
     source: BlockSource

@@ -32,7 +32,7 @@ def dataset_names(slots: Sequence[Slot]) -> list[str]:
 def first_holders(groups: Sequence[Sequence[Slot]]) -> list[list[bool]]:
     """Return a flag for each tensor piece of each rank: True if the rank writes it, as no lower rank has the piece.
 
-    ``groups[r]`` lists the pieces of rank r, as slots.
+    ``groups[r]`` lists the descriptions (`Slot`) of the pieces of rank r.
     """
     seen: set[Slot] = set()
     flags = []

@@ -93,12 +93,12 @@ class MemoryCopy:
         self._head[_NBYTES : _NAMES + 1] = self._laid_out
 
     def prepare(self, names: CopyLayout, pieces: Sequence[Piece]) -> None:
-        """Prepare the memory for copies of this rank's tensor ``pieces``, whose `CopyLayout` is ``names``."""
+        """Prepare the memory for copies of the tensor ``pieces``. ``names`` is the layout of such a copy."""
         self.lay_out(*names.sizes)
         self._moves = list(_moves(names, pieces, self.data))
 
     def front(self, names: bool) -> np.ndarray:
-        """Return a view of the bytes before the tensor data: header to scalars and, if ``names``, the names section."""
+        """Return a view of the bytes before the tensor data, without the pieces' descriptions if ``names`` is False."""
         nbytes, room, _ = self._sizes()
         return self.memory[: _front(*self._sizes()) if names else _texts(nbytes) + room]
 
@@ -129,7 +129,7 @@ class MemoryCopy:
         """Write the scalars and the descriptions of the tensor pieces to this copy, with a digest of both and ``step``.
 
         ``names`` is the `CopyLayout` of the pieces. ``scalars`` is JSON text. The copy is complete only after `finish`.
-        Both sections are always rewritten: a new digest must not cover earlier damage.
+        Unchanged scalars and descriptions are written, too, in case the memory was damaged.
         """
         start = _texts(names.sizes[0])
         self._head[_SCALARS] = len(scalars)
@@ -198,7 +198,7 @@ def _blocks(nbytes: int) -> int:
 
 
 def _texts(nbytes: int) -> int:
-    """Return the byte offset of the scalars section in a copy whose tensor pieces take ``nbytes`` bytes."""
+    """Return the byte offset of the JSON texts, scalars first, in a copy whose tensor pieces take ``nbytes`` bytes."""
     return _HEAD + _DIGEST * _blocks(nbytes)
 
 
@@ -221,9 +221,9 @@ def _digest(data: np.ndarray) -> bytes:
 
 
 def _moves(names: CopyLayout, pieces: Sequence[Piece], data: np.ndarray) -> Iterator[list[_Move]]:
-    """Yield, for each block of BLOCK_BYTES of ``data``, a list of the copies from ``pieces`` that fill the block.
+    """Yield, for each block of BLOCK_BYTES of ``data``, the list of moves that fill the block from ``pieces``.
 
-    A copy is (index of a piece, slice of its elements, target view).
+    A move is (index of a piece, slice of its elements, target view in ``data``). ``names`` is the layout of ``data``.
     """
     number = 0  # of the first piece that ends after the start of the block
     for block in cut(Range(0, data.size), BLOCK_BYTES):

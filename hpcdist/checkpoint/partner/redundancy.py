@@ -138,7 +138,7 @@ class PartnerStore:
         return "; ".join(_damage_report(owner, copy.step, damage) for owner, copy, damage in damages if damage)
 
     def _prepare(self, target: CopyGeneration, pieces: Sequence[Piece], names: CopyLayout) -> None:
-        """Allocate memory for all state copies of ``target``, and lay out this rank's copy. Collective."""
+        """Allocate the memory of the copy generation ``target``, and lay out this rank's copy in it. Collective."""
         comm, nodes = self._comm, self._comm.nodes()
         target.of.clear()  # free the old memory first
         target.names, target.shared = names, False
@@ -159,9 +159,9 @@ class PartnerStore:
                 self._ledger.track(copy.memory, "buddy_copies" if rank == comm.rank else "partner_copies")
 
     def _send(self, target: CopyGeneration, step: int, pieces: Sequence[Piece], encoded: bytes, *, anew: bool) -> None:
-        """Copy this rank's state to ``target`` and to its partner, and receive other ranks' copies. Collective.
+        """Copy this rank's state to the generation ``target``, and exchange copies with partner ranks. Collective.
 
-        ``encoded``: the scalars as JSON. ``anew``: also send the names section.
+        ``encoded``: the scalars as JSON. ``anew``: also send the descriptions of the tensor pieces.
         """
         comm, local_copy, names = self._comm, target.of[self._comm.rank], target.names
         assert names is not None
@@ -200,7 +200,7 @@ class RecoveredState:
 def recover(comm: Communicator, old_rank: int | None, copies: HeldCopies | None) -> RecoveredState | None:
     """Return the newest state for which intact copies of all its data exist, or None. Collective over ``comm``.
 
-    Damaged copies are reported on stderr. All ranks get the same step and scalars. The pieces are views of the copies.
+    Damaged copies are reported on stderr. All ranks get the same step and scalars. Tensor pieces are views of copies.
 
     Args:
         old_rank: Rank of this process in the communicator before a rank died; None for a new process.

@@ -50,9 +50,9 @@ class CopyRuns:
     size: np.ndarray
 
     def covers(self, start: np.ndarray) -> np.ndarray:
-        """Return a bool array: True for each interval of the requested array that one of these runs contains.
+        """Return a bool array: True for each given interval of the requested array that a run of elements contains.
 
-        ``start`` holds the first index of each interval, which must be inside one run or outside of all runs.
+        ``start`` holds the first index of each interval. Every interval must be inside one run or outside of all runs.
         """
         if not self.to.size:
             return np.zeros(start.size, bool)
@@ -62,9 +62,9 @@ class CopyRuns:
         return (inside >= 0) & (start < (self.to + self.size)[inside])
 
     def only(self, start: np.ndarray, size: np.ndarray) -> "CopyRuns":
-        """Return runs that copy only the given intervals of the requested array.
+        """Return the `CopyRuns` (element ranges to copy) for only the given intervals of the requested array.
 
-        Interval i has ``size[i]`` elements from index ``start[i]`` on. Adjacent runs are joined.
+        Interval i has ``size[i]`` elements from index ``start[i]`` on. Adjacent ranges are joined.
         """
         inside = np.searchsorted(self.to, start, "right") - 1
         at = self.at[inside] + start - self.to[inside]
@@ -160,7 +160,7 @@ def _divided(
 
 
 def _element(mine: Runs, local: int) -> int:
-    """Return the index in the whole tensor of element ``local`` of a piece with the runs ``mine``."""
+    """Convert ``local``, a flat index in a tensor piece, to an index in the tensor. ``mine``: the piece's ranges."""
     run = int(np.searchsorted(mine.local, local, "right")) - 1
     return int(mine.start[run]) + local - int(mine.local[run])
 
@@ -215,7 +215,7 @@ def _announcement(held: Sequence[Piece]) -> tuple[list[tuple[Any, ...]], np.ndar
     """Encode the tensor pieces ``held`` as (distinct names, numbers).
 
     The numbers of a piece: index of its name, (start, stop) of its region in each dimension, and (start, stop) of its
-    elements in this region.
+    elements in the flattened region.
     """
     heads: dict[tuple[Any, ...], int] = {}
     numbers: list[int] = []
@@ -247,7 +247,10 @@ def _gather_offers(comm: Communicator, held: Sequence[Piece]) -> Offers:
 def _choose_offers(
     comm: Communicator, offers: Offers, requested: Sequence[Piece], optional: Collection[str]
 ) -> tuple[list[list[_Transfer]], str]:
-    """Return the elements to get from each rank, and an error message or "". Kinds in ``optional`` may be absent."""
+    """Return, for each rank, a list of the elements to get from it, and an error message or "".
+
+    ``offers`` describes the tensor pieces of all ranks. Kinds of tensors in ``optional`` may be absent.
+    """
     absent = set(optional) - {kind for kind, _ in offers}
     parts: list[list[_Transfer]] = [[] for _ in range(comm.size)]
     loads = [0] * comm.size

@@ -109,7 +109,7 @@ def _copy(
 
 
 def _run(out: np.ndarray, to: int, at: int, size: int) -> BlockConsumer:
-    """Return a consumer that copies elements ``at:at + size`` of a stored piece to ``out[to:]``."""
+    """Return a `BlockReader.read` callback that copies elements ``at:at + size`` of a stored piece to ``out[to:]``."""
     shift, low, high = to - at, at, at + size
 
     def take(first: int, elements: np.ndarray) -> None:
@@ -124,7 +124,7 @@ def _run(out: np.ndarray, to: int, at: int, size: int) -> BlockConsumer:
 
 
 def _runs(out: np.ndarray, to: np.ndarray, at: np.ndarray, size: np.ndarray) -> BlockConsumer:
-    """Return the consumer of `_run` for many disjoint ranges, with ascending ``at``."""
+    """Return a callback as `_run` does, to copy elements ``at[i]:at[i] + size[i]`` to ``out[to[i]:]`` for each i."""
     ends = at + size
 
     def take(first: int, elements: np.ndarray) -> None:

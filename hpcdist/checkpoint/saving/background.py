@@ -51,8 +51,8 @@ class SnapshotMemory:
     def fill(self, delivery: GroupGather) -> list[BlockSource]:
         """Copy the tensor pieces of ``delivery`` to memory. Return, for each piece, a function that yields its bytes.
 
-        ``delivery`` gathers the pieces of a `WriterGroup` of ranks on this rank. The other ranks of the group call
-        `GroupGather.bring`. The caller may change the pieces after this call.
+        ``delivery`` gets the pieces of all ranks for which this rank writes. These ranks call `GroupGather.bring`. The
+        caller may change the pieces after this call.
         """
         sizes = [slot.nbytes for slot in delivery.slots]
         self._reserve(sum(align_up(size, ALIGN_BYTES) for size in sizes), delivery.arrays)
@@ -112,8 +112,8 @@ class SnapshotFile:
     def fill(self, delivery: GroupGather) -> list[BlockSource]:
         """Copy the tensor pieces of ``delivery`` to a local file. Return a function per piece that reads it back.
 
-        ``delivery`` gathers the pieces of a `WriterGroup` on this rank. The caller may change the pieces after this
-        call. Raises StorageError if the file cannot be written.
+        ``delivery`` gets the pieces of all ranks for which this rank writes. The caller may change the pieces after
+        this call. Raises StorageError if the file cannot be written.
         """
         try:
             self._reserve(sum(slot.nbytes for slot in delivery.slots))
@@ -230,7 +230,7 @@ class BackgroundCheckpoints:
         self._task = WriterThread(lambda: two_phase.write(plan, group, slots, sources, self._incremental))
 
     def goes_on(self, sums: np.ndarray) -> bool:
-        """Return True if `settle` would advance the checkpoint. ``sums``: sum of `numbers` over all ranks. Local."""
+        """Return True if `settle`, called with ``sums``, would start the checkpoint's next phase or fail. Local."""
         working, failed = sums.tolist()
         return self.is_busy and bool(failed or not working)
 

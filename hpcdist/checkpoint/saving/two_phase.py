@@ -88,7 +88,7 @@ class IncrementalWriter:
         return same
 
     def _link(self, temporary: Path, same: dict[Slot, StoredPiece]) -> tuple[WrittenShards, dict[Slot, StoredPiece]]:
-        """Hard-link shards into ``temporary``. Return these shards and their pieces. Other pieces must be written."""
+        """Hard-link shards with the unchanged pieces ``same`` into ``temporary``. Return these shards and pieces."""
         files: dict[str, int] = {}
         outside: dict[str, str] = {}
         unused: list[StoredPiece] = []
@@ -123,7 +123,7 @@ class IncrementalWriter:
 
 @dataclass(frozen=True)
 class WriterGroup:
-    """Group ``index`` of ``count``: ranks whose first rank writes a shard for all. ``comm`` is None for one rank."""
+    """Group ``index`` of ``count``: ranks whose first rank writes one shard for all. A single rank has no ``comm``."""
 
     comm: Communicator | None
     index: int
@@ -180,7 +180,7 @@ class GroupGather:
 
     @property
     def slots(self) -> list[Slot]:
-        """Descriptions of the tensor pieces in the group's shard, ordered by the rank that holds them."""
+        """Descriptions of the tensor pieces in the shard that these ranks write together, ordered by rank."""
         return [slot for slots in self._slots for slot in slots]
 
     def sources(self) -> list[BlockSource]:

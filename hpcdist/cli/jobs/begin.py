@@ -53,7 +53,7 @@ def begin(
     """Record the start of a job in the ledger of RUN_DIR. Print `go`, or `done` if the run has all its steps.
 
     Exits with code 78 if the last --most-fruitless starts made no new checkpoint. A changed recipe, or a successful end
-    of a --program, resets that count. `done` is never printed for a --program.
+    of a --program (run instead of a recipe), resets that count.
     """
     from hpcdist.training.recipe import recipe as recipes
 

@@ -18,7 +18,7 @@ from hpcdist.reporting import atomic
 
 @dataclass(frozen=True)
 class CancelRequest:
-    """Request to cancel ``job``. ``parts`` are the states of the array tasks or components to cancel."""
+    """Request to cancel ``job``. ``parts`` has one `JobState` per array task or component to cancel."""
 
     job: LocatedJob
     how: str  # "pending", "now", "save" or "over"

@@ -76,7 +76,6 @@ def _job_start(
     live: dict[str, JobState],
     trainings: Sequence["StartEntry"],
 ) -> JobStart:
-    """Return duration and result of the job start that begins ``window``. ``live`` maps a job number to its state."""
     entry, state = entries[window.place], live.get(window.job)
     later = [other for other in entries[window.place + 1 :] if other.job == window.job]
     ending = next((other for other in later if other.event in (ledger.BEGAN, ledger.ENDED)), None)
@@ -110,10 +109,10 @@ def save_times(run_dir: Path, entries: Sequence[ledger.LedgerEntry]) -> list[dat
 
 
 def lost_s(trainings: Sequence["StartEntry"], within: Sequence[StartWindow], saved: Sequence[datetime]) -> float:
-    """Return the seconds of work that failed training starts lost: from the last checkpoint to the last heartbeat.
+    """Return the seconds of work lost by failed trainings, each from its last checkpoint to its last heartbeat.
 
-    Only starts that began in one of the windows ``within`` count. ``saved`` are the times of the checkpoints. The loss
-    is an upper bound if checkpoints were removed.
+    ``trainings`` are the starts of the training program. Only starts in one of the time windows ``within`` count.
+    ``saved`` are the times of the checkpoints. The loss is an upper bound if checkpoints were removed.
     """
     seconds = 0.0
     for training in trainings:

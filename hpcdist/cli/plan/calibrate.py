@@ -116,12 +116,12 @@ def command(
 def written(
     measured: "CalibrationPoints", output: Path, points: Path | None, base: str, name: str, origin: "Mapping[str, Any]"
 ) -> None:
-    """Write the measurements to ``points``. Then fit a cluster to them, and write the cluster to ``output``. Local.
+    """Write the measurements to ``points``, and a cluster description fitted to them to ``output``. Local.
 
-    ``base`` is the cluster (name or file) for values that are not measured. ``name`` is the name of the new cluster.
-    ``origin`` is stored with the measurements. If no cluster can be fitted, the measurements are written next to
-    ``output`` even if ``points`` is None. In that case, a UsageError or ConfigurationError has the path of the
-    measurements. Raises StorageError.
+    A cluster description holds hardware parameters for `hpcdist plan`. ``base`` is the description (name or file) for
+    values that are not measured. ``name`` is the name of the new cluster. ``origin`` is stored with the measurements.
+    If the fit fails, the measurements are written next to ``output`` even if ``points`` is None. The UsageError or
+    ConfigurationError then has their path. Raises StorageError.
     """
     import tomllib
 

@@ -245,7 +245,7 @@ def prune(
     """Remove the checkpoints of the run in RUN_DIR that no option keeps.
 
     Only complete checkpoints count. The newest restorable checkpoint is always kept; it is verified first. Checkpoints
-    being written are not touched. If the run is running, nothing is removed (exit code 74): it prunes its checkpoints.
+    being written are not touched. While a job of the run is running, this command removes nothing (exit code 74).
     """
     from hpcdist.checkpoint import verify as checkpoint_verify
     from hpcdist.checkpoint.directory import Retention

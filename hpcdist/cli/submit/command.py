@@ -173,8 +173,8 @@ def command(
     with its exit code unless --restarts is given.
 
     A PROGRAM (`-- python train.py`) is started on all ranks. Its hpcdist.training.pytorch.Training resumes from its
-    checkpoints and needs checkpoint.every_steps or a similar key. Instead of --set, export HPCDIST_SET__SECTION__KEY.
-    The same command in the same directory is the same run; with --tasks N it is N runs.
+    checkpoints. Regular saves need checkpoint.every_steps or checkpoint.mtbf_s. Instead of --set, export
+    HPCDIST_SET__SECTION__KEY. The same command in the same directory is the same run; with --tasks N it is N runs.
 
     --array submits a sweep, --bench a benchmark, and --server-nodes a training with nodes for parameter servers. See
     `hpcdist help cluster`.

@@ -70,10 +70,7 @@ def trees(size: int) -> tuple[tuple[TreePosition, TreePosition], ...]:
 
 
 def _place(rank: int, size: int) -> TreePosition:
-    """Return the position of ``rank`` in a binary tree. The root is rank 0; below it, in-order ranks are ascending.
-
-    A rank with t trailing zero bits has children with t - 1, or with fewer at the end of the tree.
-    """
+    """Return the position of ``rank`` in a binary search tree of all ranks. Rank 0 is an extra node above its root."""
     zeros = (rank & -rank).bit_length() - 1 if rank else size.bit_length()
     below = [rank - (1 << (zeros - 1))] if rank and zeros else []
     above = [rank + (1 << power) for power in range(zeros - 1, -1, -1) if rank + (1 << power) < size]
@@ -117,7 +114,8 @@ class _Lane:
     def turns(self) -> list[tuple[int, bool, int, int]]:
         """Return this rank's steps as (tick, is downward, tree, segment).
 
-        The root has the sum of segment s at tick s. A rank at depth d sends at tick s - d and receives at tick s + d.
+        An upward step adds the children's sums of segment s, and sends the sum to the parent. At depth d it has tick
+        s - d, which may be negative. A downward step, of tick s + d, receives the total from the parent.
         """
         count, depth = len(self.segments), self.place.depth
         turns = [(segment - depth, False, self.index, segment) for segment in range(count)]

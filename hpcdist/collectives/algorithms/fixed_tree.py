@@ -123,7 +123,7 @@ class FixedTree:
         self._partials.append(partial)
 
     def reduce(self, buffer: Array) -> None:
-        """Write the result, equal on all ranks, to ``buffer``, which may be the array of the last `add`. Collective."""
+        """Write the reduction of all added arrays to ``buffer``, which may be the last added array. Collective."""
         chunks = split(buffer.size, self._comm.size, buffer.itemsize)
         self._run("allreduce", buffer, chunks, lambda: all_gather(self._comm, buffer, chunks))
 
@@ -163,7 +163,7 @@ class FixedTree:
         comm.events.end(token)
 
     def _rows(self, chunks: Sequence[Range]) -> dict[int, Array]:
-        """Return this rank's chunk of every rank's partial sums, by first shard. The caller may overwrite them."""
+        """Return this rank's chunk of all ranks' partial sums, keyed by the first shard in each sum."""
         comm, share = self._comm, chunks[self._comm.rank]
         rows = {partial.node.start: partial.total[share.slice] for partial in self._partials}
         nothing = Range(0, 0)
@@ -182,7 +182,10 @@ class FixedTree:
         return rows
 
     def _finish(self, node: Range, rows: dict[int, Array], out: Array | None) -> Array:
-        """Return the sum of the shards in ``node``, in ``out``, or over one of ``rows`` if ``out`` is None."""
+        """Return the sum of the shards in the range ``node``. It is in ``out`` unless ``out`` is None.
+
+        ``rows`` has the partial sums from `_rows`, some of which are overwritten.
+        """
         if node in self._brought:
             return rows[node.start]
         left, right = (self._finish(half, rows, None) for half in halves(node))

@@ -54,9 +54,9 @@ def hierarchical(intra: Communicator, inter: Communicator, buffer: Array, op: st
 class _Place:
     """Position of this rank: on node ``index`` of ``count``.
 
-    ``intra`` has the ranks of this node; ``inter`` carries messages to other nodes, from the first ``streams`` ranks of
-    each node. ``ranks`` has, for each node, the rank in ``inter`` with this rank's part of the buffer, or is empty if
-    this rank sends nothing.
+    ``intra`` is the communicator of this node, ``inter`` of messages between nodes. Only the first ``streams`` ranks of
+    each node send such messages. ``ranks`` lists each node's rank in ``inter`` with the same local rank as this rank.
+    It is empty if this rank sends nothing.
     """
 
     intra: Communicator

@@ -54,10 +54,10 @@ def hierarchical_all_to_all(
 def _between(
     comm: Communicator, nodes: Nodes, mine: list[int], brought: Parts, sizes: np.ndarray, like: Array
 ) -> Parts:
-    """Exchange parts with each node in ``mine``, for which this rank is gateway. Return the received parts.
+    """Exchange the data of all local ranks with each node in ``mine``. Return the received arrays.
 
-    ``brought[i]`` lists the parts that local rank i sends, and item i of the result the parts for local rank i.
-    ``sizes`` comes from `gather_sizes`.
+    ``brought[i]`` lists the arrays that local rank i sends to ranks of these nodes. Item i of the result lists the
+    arrays for local rank i. ``sizes`` comes from `gather_sizes`.
     """
     arrived: Parts = [[] for _ in brought]
     requests, first, opened = [], 0, []

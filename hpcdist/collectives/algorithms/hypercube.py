@@ -173,7 +173,7 @@ class _Place:
         return self.held in (None, self.kept)
 
     def across(self, half: int) -> int:
-        """Return the rank of the partner vertex, a single rank or a pair, that has ``half`` (0 or 1) of the buffer."""
+        """Return the rank in the partner vertex (a single rank or a pair of ranks) that holds ``half`` (0 or 1)."""
         return self._answers(self.vertex ^ (self.cube.size // 2), half)
 
     def rank_of(self, vertex: int) -> int:
@@ -189,7 +189,7 @@ class _Place:
 
 
 def _first_halving(comm: Communicator, place: _Place, buffer: Array, arrival: Array, combine: Combine) -> None:
-    """Reduce ``buffer`` over this rank's pair, then over its vertex and the partner vertex.
+    """Reduce ``buffer`` over this rank's vertex (a single rank or a pair), then over this and the partner vertex.
 
     Afterwards the ranks with ``place.goes_on`` have the sum of the half ``place.kept``. ``arrival`` is scratch memory.
     """
@@ -242,7 +242,7 @@ def _reduce_scatter(
     chunks: Sequence[Range],
     combine: Combine,
 ) -> None:
-    """Reduce-scatter over 2 ``width`` vertices by recursive halving. ``chunks`` has a buffer range per vertex."""
+    """Reduce-scatter over 2 * ``width`` vertices by recursive halving. ``chunks`` has a buffer range per vertex."""
     while width:
         partner = vertex ^ width  # has the other half of the aligned window of 2 width chunks
         target, outgoing = buffer[_window(chunks, vertex, width)], buffer[_window(chunks, partner, width)]

@@ -207,7 +207,6 @@ def _reduce_piece(comm: Communicator, data: Array, views: list[Array], combine: 
 
 
 def _exchange_of(comm: Communicator, nbytes: int) -> _Exchange:
-    """Return GPU memory shared by all ranks, two halves of at least ``nbytes`` bytes. Collective if it is too small."""
     exchange = _exchanges.get(comm)
     if exchange is None or (not exchange.refusal and exchange.half_bytes < nbytes):
         release(comm)
@@ -216,7 +215,6 @@ def _exchange_of(comm: Communicator, nbytes: int) -> _Exchange:
 
 
 def _open(comm: Communicator, nbytes: int) -> _Exchange:
-    """Allocate and map two halves of ``nbytes`` bytes per rank, on all ranks or on no rank. Collective."""
     half_bytes = -(-nbytes // UNIT_BYTES) * UNIT_BYTES
     memory: Array | None = None
     answer: IpcHandle | str

@@ -223,10 +223,10 @@ _inside: weakref.WeakKeyDictionary[Communicator, Communicator] = weakref.WeakKey
 def flow_of(
     intra: Communicator, owners: int, buffer: Array, op: str, order: Sequence[Range], part_bytes: int
 ) -> NodeFlow:
-    """Return a `SharedFlow` if the ranks of ``intra`` can share memory, else a `NodeFlow`. Collective.
+    """Return a `SharedFlow`, or a `NodeFlow` if the ranks of ``intra`` cannot share memory. Collective.
 
-    A rank's part of a segment must not exceed ``part_bytes`` bytes. For the other arguments see `NodeFlow`. Raises
-    CommunicationError if an earlier call was aborted.
+    ``part_bytes`` is the largest size of the part of a segment that one rank owns. For segments and the other arguments
+    see `NodeFlow`. Raises CommunicationError if an earlier collective in this memory was aborted.
     """
     if intra.size == 1 or owners > MOST_OWNERS or not isinstance(buffer, np.ndarray):
         return NodeFlow(intra, owners, buffer, op, order)

@@ -213,11 +213,11 @@ def is_among(address: int, addresses: Any) -> bool:
 def reduce_at(
     inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any
 ) -> None:
-    """Reduce the data at ``ranks`` addresses, multiply by ``scale``, and write the result to ``copies`` addresses.
+    """Reduce the data at several addresses, multiply by ``scale``, and write the result to several addresses.
 
-    There are ``nbytes`` bytes at each address. ``inputs_at`` is the address of the array of input addresses, and
-    ``outputs_at`` of the array of output addresses. Both may be the same array. ``op`` is SUM, MAX or MIN. ``pointer``
-    is the address of a scratch buffer of BLOCK elements of the dtype.
+    ``inputs_at`` is the address of an array of ``ranks`` input addresses, and ``outputs_at`` of an array of ``copies``
+    output addresses. Both may be the same array. There are ``nbytes`` bytes at each address. ``op`` is SUM, MAX or MIN.
+    ``pointer`` is the address of a scratch buffer of BLOCK elements of the dtype.
     """
     total = array_behind(pointer, BLOCK)
     size = nbytes // total.itemsize
@@ -247,11 +247,11 @@ def reduce_halves_at(
     inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any,
     is_bfloat16: bool,
 ) -> None:  # fmt: skip
-    """Reduce 16-bit floats at ``ranks`` addresses, multiply by ``scale``, and write the result to ``copies`` addresses.
+    """Reduce 16-bit floats at several addresses, multiply by ``scale``, and write the result to several addresses.
 
-    The floats are bfloat16 if ``is_bfloat16``, else float16. There are ``nbytes`` bytes at each address. ``inputs_at``
-    is the address of the array of input addresses, and ``outputs_at`` of the array of output addresses. ``op`` is SUM,
-    MAX or MIN. ``pointer`` is the address of a scratch buffer of 2 BLOCK float32 values.
+    The floats are bfloat16 if ``is_bfloat16``, else float16. ``inputs_at`` is the address of an array of ``ranks``
+    input addresses, and ``outputs_at`` of an array of ``copies`` output addresses. There are ``nbytes`` bytes at each
+    address. ``op`` is SUM, MAX or MIN. ``pointer`` is the address of a scratch buffer of 2 * BLOCK float32 values.
     """
     blocks, halves, words = array_behind(pointer, 2 * BLOCK), np.empty(0, np.uint16), np.empty(0, np.int64)
     inputs, outputs = array_at(inputs_at, ranks, words), array_at(outputs_at, copies, words)
@@ -283,9 +283,9 @@ def reduce_halves_at(
 def reduce_float16_at(
     inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any
 ) -> None:
-    """Reduce float16 data at ``ranks`` addresses, multiply by ``scale``, and write the result to ``copies`` addresses.
+    """Reduce float16 data at several addresses, multiply by ``scale``, and write the result to several addresses.
 
-    For the other arguments see `reduce_halves_at`.
+    For the arguments see `reduce_halves_at`.
     """
     reduce_halves_at(inputs_at, ranks, outputs_at, copies, nbytes, op, scale, pointer, False)
 
@@ -294,9 +294,9 @@ def reduce_float16_at(
 def reduce_bfloat16_at(
     inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any
 ) -> None:
-    """Reduce bfloat16 data at ``ranks`` addresses, multiply by ``scale``, and write the result to ``copies`` addresses.
+    """Reduce bfloat16 data at several addresses, multiply by ``scale``, and write the result to several addresses.
 
-    For the other arguments see `reduce_halves_at`.
+    For the arguments see `reduce_halves_at`.
     """
     reduce_halves_at(inputs_at, ranks, outputs_at, copies, nbytes, op, scale, pointer, True)
 

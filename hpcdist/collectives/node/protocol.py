@@ -120,12 +120,12 @@ def reduce_to(inputs: Any, outputs: Any, nbytes: int, plan: Any, scale: float) -
 
 @jit
 def stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: Any, data: int) -> None:
-    """Copy this rank's data for one piece of each other rank's range to this rank's staging area.
+    """Copy the data that the other ranks reduce next from this rank's buffer to its staging area.
 
-    Each rank reduces one range of the buffer, in pieces. ``piece`` is the number of the piece in each range. ``data``
-    is the address of this rank's buffer, and ``area`` of its staging area. Row q of the area, of ``row`` bytes, is for
-    the range of rank q. ``bounds``, of shape (2, ranks), holds the first byte and the end of each range. ``rank`` is
-    this rank. Nothing is copied unless ``mode`` has the bit REDUCE.
+    Each rank reduces one range of the buffer. Piece number ``piece`` of rank q's range is copied to row q of the area;
+    pieces and rows have ``row`` bytes. ``data`` is the address of the buffer, and ``area`` of the staging area.
+    ``bounds``, of shape (2, ranks), holds the first byte and the end of each range. ``rank`` is this rank. Nothing is
+    copied unless ``mode`` has the bit REDUCE.
     """
     # This rank's row is not staged: this rank reads its operand from the buffer and writes the result to that row.
     if mode & REDUCE:
@@ -140,15 +140,14 @@ def stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: A
 def reduce_piece(
     piece: int, areas: Any, bounds: Any, data: int, target: int, scratch: Any, plan: Any, scale: float
 ) -> None:
-    """Reduce one piece of this rank's range: its addends are in all staging areas and in this rank's buffer.
+    """Reduce piece number ``piece`` of this rank's range: this rank's data, and the other ranks' staged data.
 
-    ``piece`` is the number of the piece in the range. ``areas`` holds the address of each rank's staging area. Row q of
-    an area is for the range of rank q. ``bounds``, of shape (2, ranks), holds the first byte and the end of each range.
-    ``data`` is the address of this rank's buffer. ``scratch`` holds ranks + 2 integers. ``plan`` holds the constants of
-    the call.
+    ``data`` is the address of this rank's buffer. ``areas`` holds the address of each rank's staging area, in which row
+    q is for the range of rank q. ``bounds``, of shape (2, ranks), holds the first byte and the end of each range.
+    ``scratch`` has space for ranks + 2 addresses. ``plan`` holds the constants of the call.
 
-    The result times ``scale`` is written to the array at address ``target`` and, in an allreduce, to this rank's row of
-    its own area. In an all-gather, the piece is instead copied from ``target`` to this row.
+    The result times ``scale`` is written to the array at address ``target``. An allreduce also writes the result to
+    this rank's area, for the other ranks. An all-gather only copies the piece from ``target`` to this area.
     """
     mode, rank, row = plan[MODE], plan[RANK], plan[ROW]
     first = bounds[0, rank] + piece * row
@@ -167,11 +166,11 @@ def reduce_piece(
 
 @jit
 def fetch_piece(rank: int, piece: int, row: int, areas: Any, bounds: Any, data: int) -> None:
-    """Copy one reduced piece of each other rank's range from the staging area of that rank to this rank's buffer.
+    """Copy the pieces that the other ranks have reduced from their staging areas to this rank's buffer.
 
-    ``piece`` is the number of the piece in each range. ``areas`` holds the address of each rank's staging area, in
-    which row q, of ``row`` bytes, is for the range of rank q. ``bounds``, of shape (2, ranks), holds the first byte and
-    the end of each range. ``data`` is the address of this rank's buffer. ``rank`` is this rank.
+    ``piece`` is the number of the piece in each rank's range. ``areas`` holds the address of each rank's staging area.
+    Rank q has written its piece to row q, of ``row`` bytes, of its area. ``bounds``, of shape (2, ranks), holds the
+    first byte and the end of each range. ``data`` is the address of this rank's buffer. ``rank`` is this rank.
     """
     for other in range(areas.size):
         first = bounds[0, other] + piece * row
@@ -245,9 +244,9 @@ def calls_match(flags: Any, parity: int, record: Any) -> bool:
 
 @jit
 def all_in_regions(flags: Any, parity: int, record: Any) -> bool:
-    """Return True if the buffers of all ranks are in one shared region, at the same offset in each rank's part.
+    """Return True if the buffers of all ranks are in one shared region, at equal offsets in the ranks' parts of it.
 
-    ``record`` describes this rank's call and buffer. ``flags`` holds the address of each rank's line of counters, with
+    ``record`` describes this rank's call and buffer. ``flags`` holds the address of each rank's counters, followed by
     two slots for such records. ``parity``, the number of the call modulo 2, selects the slot to compare.
     """
     for rank in range(flags.size):
@@ -303,11 +302,11 @@ def reduce_in_regions(buffers: Any, bounds: Any, target: int, scratch: Any, plan
 def barrier(
     state: Any, flags: Any, slots: Any, regions: Any, bounds: Any, data: int, nbytes: int, plan: Any, scale: float
 ) -> int:
-    """Wait until all ranks have begun this call, and check that their calls are equal.
+    """Poll for a limited time until all ranks have begun this call, and check that their calls are equal.
 
     A small allreduce is then finished. For all other calls, ``state[STAGE]`` is set to the stage in which `advance`
-    continues. Return DONE, WAITING (a rank is late, or a stage follows), or DIFFERENT if the ranks made different
-    calls.
+    continues. Return DONE, WAITING (call `advance`: a rank is late, or a stage follows), or DIFFERENT if the ranks made
+    different calls.
 
     ``flags`` holds the address of each rank's line of counters. ``slots``, of shape (2, ranks), holds the addresses of
     each rank's two slots for small buffers. ``data`` and ``nbytes`` are address and size of this rank's buffer. For the
@@ -356,7 +355,7 @@ def advance(state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale
 def start_call(
     state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale: float, buffer: Any, target: int
 ) -> int:
-    """Start a call of a collective, then continue it like `advance`. Return DONE, WAITING or DIFFERENT.
+    """Start a call of a collective, then continue it by `advance`. Return the status that `advance` returns.
 
     - ``state``: words of the state of this rank's calls. It is kept between calls.
     - ``places``, of shape (5, ranks): addresses for each rank: its line of counters, its two slots for small buffers,

@@ -74,7 +74,7 @@ class PublishedMemory:
         return array
 
     def publish(self) -> None:
-        """Make this rank's writes visible to all ranks. Raises CommunicationError after an aborted wait. Local."""
+        """Make this rank's writes visible to all ranks. Raises CommunicationError if a `wait` was aborted. Local."""
         if self._counters.given_up is not None:
             raise CommunicationError(
                 f"an earlier exchange in the shared memory of {self._comm.name} was aborted, and its ranks are out of "

@@ -50,7 +50,7 @@ def slot_bytes(ranks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Cached arguments of the compiled loops: constants ``words``, and byte ranges ``bounds``, of shape (2, ranks)."""
+    """Cached constants of a collective call (``words``), and the byte range of each rank in the buffer (``bounds``)."""
 
     words: np.ndarray
     bounds: np.ndarray
@@ -116,8 +116,8 @@ class NodeMemory:
     ) -> bool:
         """Run a collective on ``buffer``. Return False if the ranks made different calls. Collective.
 
-        ``mode`` combines the flags REDUCE, GATHER, and ELSEWHERE if all ranks share one result array. ``ranges`` has
-        the range that each rank reduces or contributes; None means balanced ranges. Reduced elements are multiplied by
+        ``mode`` combines the flags REDUCE, GATHER and ELSEWHERE (all ranks share one result array). ``ranges`` has the
+        range that each rank reduces or contributes; None means balanced ranges. Reduced elements are multiplied by
         ``scale``. ``target`` is the address of the result array, or 0 for ``buffer``.
         """
         if self._given_up is not None:
@@ -203,11 +203,12 @@ _inside: weakref.WeakKeyDictionary[Communicator, Communicator] = weakref.WeakKey
 
 
 def node_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
-    """Reduce ``buffer`` times ``scale`` in place to the same bits on every rank. Collective over ``comm``, on one node.
+    """Reduce ``buffer`` in place to the same bits on every rank. Collective over ``comm``, on one node.
 
-    16-bit floats are summed in float32 and rounded once. Raises UsageError if the ranks are on several nodes,
-    MissingCapabilityError if memory cannot be shared, and CommunicationError if the buffers differ or a rank has died.
-    If a rank dies in the first call, the MPI library raises its own exception.
+    The result is multiplied by the keyword ``scale``. 16-bit floats are summed in float32 and rounded once. Raises
+    UsageError if the ranks are on several nodes, MissingCapabilityError if memory cannot be shared, and
+    CommunicationError if the ranks' calls differ or a rank has died. If a rank dies in the first call, the MPI library
+    raises its own exception.
     """
     check_buffer(buffer)
     check_op(op)
@@ -225,10 +226,10 @@ def node_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum", *,
 def allreduce_into(
     comm: Communicator, buffer: np.ndarray, result: np.ndarray, op: str = "sum", *, scale: float = 1.0
 ) -> None:
-    """Reduce ``buffer`` times ``scale`` into ``result``, an array shared by all ranks. Collective over ``comm``.
+    """Reduce ``buffer`` into ``result``, an array shared by all ranks. Collective over ``comm``, on one node.
 
-    All ranks are on one node. ``result`` comes from `allocate_common`. For p ranks and n bytes, this moves (p+1) n
-    bytes instead of 2 p n. No rank may still read ``result`` when another rank calls this function.
+    The sum is multiplied by the keyword ``scale``. ``result`` comes from `allocate_common`. For p ranks and n bytes,
+    this moves (p+1) n bytes instead of 2 p n. No rank may still read ``result`` when another rank calls this function.
     """
     check_buffer(buffer)
     check_buffer(result)

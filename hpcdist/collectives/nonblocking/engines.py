@@ -144,12 +144,12 @@ class PollEngine(ProgressEngine):
             self._active = [operation for operation in self._active if not operation.advance()]
 
     def wait_a_little(self, *others: Request) -> None:
-        """Make progress, then wait until any request in flight, or any request in ``others``, is complete. Local."""
+        """Make progress, then wait like `wait_for_more`. Local."""
         self.progress()
         self.wait_for_more(*others)
 
     def wait_for_more(self, *others: Request) -> None:
-        """Wait until any request in flight, or any request in ``others``, is complete. Local."""
+        """Wait until any request of this engine, or any of the caller's requests ``others``, is complete. Local."""
         with self._in_step():
             lanes = [lane for operation in self._active for lane in operation.waits_for()]
             lanes += [[] if request.test() else [request] for request in others]

@@ -56,7 +56,8 @@ class Tournament:
         """Return the median seconds of each candidate by name, measured in about ``share_s`` seconds in total.
 
         Each candidate's first call does not count. Candidates that cannot run on ``comm`` are left out. Clearly too
-        slow candidates are left out, too, except the candidate named ``protected``. Collective over ``everyone``.
+        slow candidates are left out, too, except the candidate named ``protected``. Collective over all ranks that
+        measure at the same time.
         """
         start_s = self.clock()
         self._drop_refusals()
@@ -227,7 +228,7 @@ def runs_on(nodes: int, name: str) -> bool:
 
 
 def differs_on(nodes: int, name: str) -> bool:
-    """Return True if algorithm ``name`` runs on ``nodes`` nodes and differs there from all other algorithms. Local."""
+    """Return True if algorithm ``name`` runs on ``nodes`` nodes, and is not equal to another algorithm there. Local."""
     return runs_on(nodes, name) and not (nodes == 1 and name in BETWEEN_NODES)
 
 
@@ -278,7 +279,7 @@ def _allreduce(
 
 
 def sizes(max_bytes: int) -> list[int]:
-    """Return the buffer sizes to measure in bytes, in ascending order up to ``max_bytes``. Local."""
+    """Return the buffer sizes (in bytes) at which to time the algorithms, ascending up to ``max_bytes``. Local."""
     ascending, size = [], SMALLEST_BYTES
     while size * 2 <= max_bytes:  # skip a size close to the last one
         ascending.append(size)
@@ -340,7 +341,7 @@ class SizeSweep:
         self._latest: dict[str, tuple[int, float]] = {}  # algorithm -> (size, time) of its last tournament
 
     def measure(self, nbytes: list[int]) -> None:
-        """Run a tournament at each size in ``nbytes``, in this order, with an equal share of the remaining budget."""
+        """Time the algorithms at each size in ``nbytes``, in this order, with an equal share of the remaining time."""
         for index, size in enumerate(nbytes):
             share_s = (self.budget_s * (1 - RESERVE) - self._spent_s()) / (len(nbytes) - index)
             self._compare(size, self._candidates(size), share_s)

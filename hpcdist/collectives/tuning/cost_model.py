@@ -50,7 +50,10 @@ class Topology:
         return NODE if self.nodes == 1 else WIRE
 
     def across(self, distance: int) -> str:
-        """Return the slowest link class, NODE or CROWDED, if all ranks r and r XOR ``distance`` exchange at once."""
+        """Return the class of the links between all ranks r and r XOR ``distance``.
+
+        It is NODE if these links are inside nodes, else CROWDED: all ranks of a node share its network.
+        """
         inside = all(ranks % (2 * distance) == 0 for ranks in self.ranks_per_node)
         return NODE if self.nodes == 1 or inside else CROWDED
 
@@ -215,9 +218,9 @@ def slowest_rank(everyone: Communicator, *seconds: float) -> float:
 
 
 def _link(comm: Communicator | None, everyone: Communicator, on: str, clock: Clock) -> LinkParameters:
-    """Return the message costs if all pairs of ranks 2i and 2i + 1 of ``comm`` exchange data at the same time.
+    """Measure latency and seconds per byte while all pairs of ranks 2i and 2i + 1 of ``comm`` exchange data.
 
-    ``comm`` is None on ranks that send no messages. Collective over ``everyone``.
+    ``comm`` is None on ranks that send no messages. ``on`` is the data's device. Collective over ``everyone``.
     """
     partner = None if comm is None else comm.rank ^ 1
     if comm is None or partner is None or partner >= comm.size:

@@ -112,7 +112,7 @@ class RankFacts:
 def rank_facts(
     launch: LaunchEnvironment | None, gpu: GpuFacts, environment: Mapping[str, str] = os.environ
 ) -> RankFacts:
-    """Return this rank's resources. ``launch`` is the launcher's announcement, ``gpu`` the result of `gpu_facts`."""
+    """Return this rank's resources. ``launch`` has the launcher's name and rank numbers. ``gpu``: see `gpu_facts`."""
     is_srun_rank = launch is not None and started_by_srun(launch.size, launch.rank, environment)
     return RankFacts(
         host=socket.gethostname().split(".")[0],
@@ -199,7 +199,7 @@ def source_digest(package: Path = Path(hpcdist.__file__).parent) -> str:
 def scheduler_request(
     launch: LaunchEnvironment | None, environment: Mapping[str, str] = os.environ
 ) -> SchedulerRequest:
-    """Return the resources requested from the scheduler. ``launch``: the launcher's announcement. Call on rank 0."""
+    """Return the resources requested from the scheduler. ``launch`` has the launcher's variables. Call on rank 0."""
     if "SLURM_JOB_ID" in environment:
         gpus = any(name in environment for name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE"))
         if "SLURM_HET_SIZE" in environment:  # the variables describe only the first component

@@ -85,7 +85,7 @@ class Lint:
 
 
 def apply_lints(table: RankTable, name: str, lints: Sequence[Lint]) -> Check | None:
-    """Return a `Check` named ``name`` for the first of ``lints`` that finds a fault in ``table``, or None."""
+    """Return a `Check` named ``name`` for the first of ``lints`` with a fault in the rank facts ``table``, or None."""
     for lint in lints:
         texts = [lint.look(rows) for rows in table.nodes]
         if any(texts):

@@ -101,14 +101,14 @@ class AgreedExit(SystemExit):
 
 
 class Exit(SystemExit):
-    """SystemExit that the result of `exit_function` raises. Calls ``at_end`` if no code catches it."""
+    """SystemExit that hpcdist's replacement of `sys.exit` raises. Calls ``at_end`` if no code catches it."""
 
     site = ""  # call site of `sys.exit`
     at_end: Callable[["Exit"], None]
 
     @property
     def code(self) -> Any:
-        """The argument of `sys.exit`. Calls ``at_end`` if the interpreter reads ``code`` at the end of the program."""
+        """The argument of `sys.exit`. Calls ``at_end`` if the interpreter reads it after all Python code has ended."""
         code = _code_of.__get__(self)
         try:
             sys._getframe(1)

@@ -138,8 +138,8 @@ def set_agreement(all_agree: Callable[..., bool], withdraw: Callable[[], None]) 
     """Install ``all_agree``, a collective function that checks if all ranks end alike. Local.
 
     ``all_agree(text, seconds)`` returns True if all ranks pass the same ``text`` within ``seconds``. If all ranks raise
-    an equal exception, it is printed only once. If only some ranks call `sys.exit`, the job ends. After an agreement,
-    each rank calls ``withdraw()`` and exits.
+    an equal exception, it is printed only once. Each rank then calls ``withdraw()``, which may finalise MPI, and exits.
+    If only some ranks call `sys.exit`, the job ends.
     """
     assert _installed is not None, "install comes first"
     _installed.all_agree, _installed.withdraw = all_agree, withdraw
@@ -148,7 +148,7 @@ def set_agreement(all_agree: Callable[..., bool], withdraw: Callable[[], None]) 
 def set_survivable(is_survivable: Callable[[BaseException], bool]) -> None:
     """From now on, let a survivable error end only the thread that raises it, without output. Local.
 
-    ``is_survivable(error)`` returns True for such an error. Later exits of this process do not finalise MPI.
+    ``is_survivable(error)`` returns True for such an error. After this call, `agreed_exit` does not finalise MPI.
     """
     assert _installed is not None, "install comes first"
     _installed.is_survivable = is_survivable
@@ -188,7 +188,7 @@ def is_recording() -> bool:
 
 
 def detach() -> None:
-    """Undo `attach`: write no note when this process ends. Local."""
+    """Undo `attach`: the flight recorder no longer records the end of this process. Local."""
     if _installed is not None:
         _installed.recorder = None
         atexit.unregister(note_end)
@@ -204,7 +204,7 @@ def guarded(main: Callable[[], int | None]) -> int:
     """Call ``main()`` and return its exit code. A non-zero code or any exception ends the whole job. Local.
 
     The entry point of a job calls this, because an excepthook does not receive SystemExit. An exit on which all ranks
-    agreed (see `agreed_exit`) does not abort the job. Without `install`, exceptions propagate.
+    agreed (see `agreed_exit`) does not abort the job. This function only calls ``main()`` if `install` was not called.
     """
     try:
         code = main() or 0
@@ -337,7 +337,7 @@ def _report(state: _Installed, error: BaseException, code: int, thread: str | No
 def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> str:
     """Report a failure of rank ``rank``: the line ``headline``, then ``text``. Each line is tagged with the rank.
 
-    - Under `hpcdist run`: to a file that `hpcdist run` prints at its end, and to stderr unless ``alone`` is True.
+    - Under `hpcdist run`: to a file that it prints at its end, and to stderr. The keyword ``alone`` omits stderr.
     - Under another launcher: to stderr and to a copy in a file. Waits up to READ_S seconds until stderr is read.
     - Without a launcher: to stderr.
 

@@ -91,8 +91,8 @@ def bind_ranks(
 ) -> CoreBinding:
     """Return the binding of a node's ``per_node`` ranks to ``requested`` cores each.
 
-    ``requested`` None gives each rank an equal share of the cores of ``node``. If ``apart`` is True, no rank has
-    cores in two sockets.
+    ``requested`` None gives each rank an equal share of the cores of ``node``. No rank gets cores in two sockets,
+    unless the keyword ``apart`` is False.
     """
     if per_node is None:
         return CoreBinding(None, None, "the number of ranks per node is unknown; set --ranks-per-node")

@@ -70,7 +70,10 @@ def read_exit_code(folder: Path) -> int | None:
 
 
 def announce_segments() -> None:
-    """List this process's MPI files in /dev/shm, so that `hpcdist run` can remove them after a kill. Local."""
+    """Write the names of this process's MPI files in /dev/shm to a file. Local.
+
+    `hpcdist run` reads that file to remove the MPI files after a kill.
+    """
     folder = os.environ.get(LAUNCH_DIR)
     if folder:
         with suppress(OSError):  # on another host the directory does not exist
@@ -142,7 +145,7 @@ class ImmediateExit:
 
     @property
     def started(self) -> bool:
-        """Whether the exit at signals has been switched on at least once."""
+        """Whether `switch` has been called with True at least once."""
         return self._pipe is not None
 
     def before(self, callback: Callable[[], object]) -> None:
@@ -150,7 +153,7 @@ class ImmediateExit:
         self._callbacks.append(callback)
 
     def switch(self, on: bool) -> None:
-        """Switch the exit at stop signals on or off. The first call must be in the main thread."""
+        """Set whether this process exits at once at a stop signal. The first call must be in the main thread."""
         if on and self._pipe is None:
             self._start()
         if on is not self.on:
@@ -158,7 +161,7 @@ class ImmediateExit:
             self._mark(on)
 
     def close(self) -> None:
-        """Switch the exit at signals off permanently, and end the thread. Main thread only."""
+        """Stop watching for signals permanently, and end the thread that watches. Main thread only."""
         self.switch(False)
         if self._pipe is not None:
             signal.set_wakeup_fd(self._before)

@@ -30,8 +30,8 @@ class Guard:
     """Forked process that ends the job's processes if the supervisor, which creates this object, is killed.
 
     The supervisor must be single-threaded. The guard finds the job's processes by ``launch_dir`` in their environment.
-    The guard looks like a second `hpcdist run` in a list of processes. So it forwards the signals ``passed`` to the
-    supervisor, which must have blocked them.
+    Users may send a signal to the guard by mistake, so it forwards the signals ``passed`` to the supervisor. Block
+    these signals before creating this object.
     """
 
     def __init__(self, launch_dir: Path, passed: Collection[signal.Signals] = ()) -> None:
@@ -52,10 +52,6 @@ class Guard:
 
 
 def _watch(held: int, launch_dir: Path, supervisor: int, passed: Collection[signal.Signals]) -> NoReturn:
-    """Wait until process ``supervisor`` ends. If it was killed, end the job's processes.
-
-    ``held`` is the read end of a pipe whose write end only the supervisor holds.
-    """
     try:
         os.setsid()
         null = os.open(os.devnull, os.O_RDWR)

@@ -40,7 +40,7 @@ class LaunchRequest:
 class LauncherKind:
     """Command-line options of one kind of launcher, with {placeholders}. () means an unsupported option.
 
-    ``forwards`` maps each signal for ranks on other hosts to the signal that the launcher must get. ``keeps_codes`` is
+    To pass a signal s on to ranks on other hosts, send the signal ``forwards[s]`` to the launcher. ``keeps_codes`` is
     True if the launcher returns the exit code of the failed rank. ``teardown_s`` is the time that the launcher may need
     to kill all ranks.
     """

@@ -240,8 +240,8 @@ def transports(
     """Return the environment variables that select MPI's transports, unless the user or the site sets them.
 
     Ranks on one host use shared memory without TCP, because a TCP peer that connects but sends nothing blocks a rank.
-    If ``surviving`` is True, Open MPI needs TCP between old and new ranks, but only on the loopback interface. For Open
-    MPI, libfabric is excluded, because it searches for networks at each start.
+    If ``surviving`` is True, new ranks may replace failed ranks. Open MPI connects to them by TCP, on one host only on
+    the loopback interface. For Open MPI, libfabric is excluded, because it searches for networks at each start.
     """
     here = _is_one_host(launcher, options, environment)
     if launcher.vendor == MPICH:
@@ -353,6 +353,9 @@ def settings(launcher: Launcher, environment: Mapping[str, str] = os.environ, th
 
 
 def common_settings(threads: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return environment variables for any launcher: ``threads`` per rank, and SLURM_EXPORT_ENV=ALL if already set."""
+    """Return environment variables for any launcher: ``threads`` threads per rank, where the user has not set a number.
+
+    If SLURM_EXPORT_ENV is set to any value, it becomes ALL, so that srun passes the environment to the ranks.
+    """
     added = {name: str(threads) for name in _THREAD_VARIABLES if name not in environment}
     return added | {_EXPORTED: "ALL"} if _EXPORTED in environment else added  # undoes --export=NONE

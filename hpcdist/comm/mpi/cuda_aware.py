@@ -245,9 +245,10 @@ def probe(
 def _try(
     run: Run, launch: Sequence[str], environment: Mapping[str, str], operations: Sequence[str], ends_at: float
 ) -> tuple[list[str], dict[str, str], set[str]]:
-    """Test ``operations`` in child processes. Return the passed ones, {failed operation: reason}, and the notes.
+    """Test ``operations`` in child processes. Return the passed ones, {failed operation: reason}, and findings.
 
-    The notes contain "two" if a child had two ranks, and "cuda" if MPI is built for CUDA.
+    The findings contain "two" if a child had two ranks, and "cuda" if MPI is built for CUDA. The command of a child
+    begins with ``launch``. Tests stop at the monotonic time ``ends_at``.
     """
     passed: list[str] = []
     failures: dict[str, str] = {}

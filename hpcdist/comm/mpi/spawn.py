@@ -26,7 +26,7 @@ _INHERITED: Final = ("HPCDIST_", "PYTHONPATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_
 class SpawnMember:
     """Properties that each rank sends to all others after new ranks joined. A new rank sends only its ``host``.
 
-    ``name``, ``checked`` and ``pointers`` are properties of the communicator that the new ranks copy. For
+    New ranks copy ``name``, ``checked`` and ``pointers`` (operations that accept GPU pointers) of the communicator. For
     ``declared_node`` see `declared_nodes`.
     """
 

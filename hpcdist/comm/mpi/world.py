@@ -147,7 +147,10 @@ def init(device: str = "cpu") -> World:
 
 
 def start_world(device: str) -> World:
-    """Return the world of `init`, but do not record operations. Collective. Raises UsageError in a worker process."""
+    """Return the world of `init`, but do not record operations. Collective.
+
+    Raises UsageError in a process that a rank started, such as a DataLoader worker.
+    """
     refuse_worker()
     if not _worlds:
         _worlds.append(World(start(device)))

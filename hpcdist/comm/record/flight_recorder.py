@@ -415,7 +415,7 @@ class Recorder(EventSink):
         self._words[NEXT_BEAT] = next_ns
 
     def running(self) -> list[tuple[int, int]]:
-        """Return (start in monotonic ns, token) for each operation in flight, the earliest first."""
+        """Return (start in monotonic ns, token of the operation) for each operation in flight, the earliest first."""
         return sorted((start, token) for token, start in list(self._open.items()))
 
     def describe(self, token: int) -> str:

@@ -200,7 +200,7 @@ class OperationTiming(EventSink):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes sent as messages since the creation of this object, without traffic inside the MPI library."""
+        """Bytes sent in messages since the creation of this object, without bytes sent by collectives of a library."""
         return sum(mine.sent_bytes for mine in self._threads.copy())
 
     def moved(self) -> BytesMoved:

@@ -47,7 +47,6 @@ class ThreadCommunicator(Endpoint):
         self._meetings = self._rounds = 0
 
     def _wait(self, condition: threading.Condition, ready: Callable[[], bool], peer: int | None, what: str) -> None:
-        """Wait on ``condition``, whose lock is held, until ``ready()``. ``what`` needs rank ``peer``; None: all."""
         limit = time.monotonic() + self._group.deadline_s
         while not ready():
             self._detector.check(peer, what)

@@ -128,7 +128,7 @@ _rank_life = _RankLife()
 
 
 class RankDeath(BaseException):
-    """Exception by which a rank of ``run_threads(fault_tolerant=True)`` dies. Its later messages raise this again."""
+    """Exception by which a rank of ``run_threads(fault_tolerant=True)`` dies. A dead rank can no longer communicate."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -214,7 +214,7 @@ class CompletedRequest:
 
 
 class ReceiveRequest:
-    """A receive in flight. The function ``arrived(posted)`` waits for the message of ``posted`` and returns it."""
+    """A receive in flight. The function ``arrived`` waits for the message that matches ``posted``, and returns it."""
 
     def __init__(
         self,

@@ -65,7 +65,7 @@ _LAST: Final = np.uint32(BINS - 1)
 
 @jit
 def bin_of(magnitude: Any) -> Any:
-    """Return the index (uint32) of the histogram bin of a ``magnitude`` in [0, 1]. For compiled kernels."""
+    """Return the index (uint32) of the histogram bin of a ``magnitude`` in [0, 1]. Callable from compiled kernels."""
     # The bits of positive floats are ordered as their values, so a bin is an exponent and the 5 upper fraction bits.
     word = np.uint32(bits_of(magnitude) >> SHIFT)
     above = np.uint32((word if word > BASE else BASE) - BASE)
@@ -122,11 +122,6 @@ def _improve(counts: Any, at: Any, centres: Any, chosen: Any) -> None:
 
 @jit
 def _variance(low: Any, middle: Any, high: Any, at: Any, mass: Any, moment: Any) -> Any:
-    """Return the variance of random rounding to three bin edges, up to a constant.
-
-    ``low``, ``middle`` and ``high`` are indices into all bin edges ``at``. ``mass``: running sums of the bins' counts.
-    ``moment``: running sums of count times magnitude.
-    """
     a, b, c = at[low], at[middle], at[high]
     # Rounded randomly to a or b, r has variance (r - a) (b - r) = (a + b) r - a b - r^2; the r^2 term is left out.
     below = (a + b) * (moment[middle] - moment[low]) - a * b * (mass[middle] - mass[low])

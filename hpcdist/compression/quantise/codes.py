@@ -104,7 +104,7 @@ _STEP: Final = np.float32(2.0**-24)
 
 @jit
 def unit(word: Any) -> Any:
-    """Return a float32 in [0, 1) from the upper 24 bits of a random uint32 ``word``. For compiled kernels."""
+    """Return a float32 in [0, 1) from the upper 24 bits of a random uint32 ``word``. Callable from compiled kernels."""
     return np.float32(np.float32(np.int32(np.uint32(word >> _SHIFT))) * _STEP)
 
 
@@ -132,7 +132,7 @@ _ONE: Final = np.float32(1.0)
 
 @jit
 def largest(values: Any) -> Any:
-    """Return the largest magnitude of the float32 ``values``. For compiled kernels."""
+    """Return the largest magnitude of the float32 ``values``. Callable from compiled kernels."""
     # Integer maximum of the bits: a float maximum would not vectorise, because NaN forbids reordering.
     top = np.uint32(0)
     for i in range(values.size):
@@ -145,7 +145,7 @@ def largest(values: Any) -> Any:
 def folded(sums: Any) -> Any:
     """Return the sum of the float64 array ``sums``, by repeatedly adding its upper half to its lower half.
 
-    The size of ``sums`` must be a power of two. ``sums`` is overwritten. For compiled kernels.
+    The size of ``sums`` must be a power of two. ``sums`` is overwritten. Callable from compiled kernels.
     """
     half = sums.size // 2
     while half:
@@ -158,9 +158,9 @@ def folded(sums: Any) -> Any:
 
 @jit
 def norm(values: Any, squares: Any) -> Any:
-    """Return the 2-norm of the block ``values`` as float32. For compiled kernels.
+    """Return the 2-norm of the block ``values`` as float32. Callable from compiled kernels.
 
-    ``squares`` is a float64 scratch buffer. Its size is the size of a whole block, which must be a power of two.
+    ``squares`` is a float64 scratch buffer. Its size must be a power of two, at least the size of ``values``.
     """
     for j in range(values.size):
         wide = np.float64(values[j])
@@ -174,7 +174,7 @@ def lift_of(scale: Any) -> Any:
     """Return the lift of a block with the scale ``scale``: a power of two, or 0 if ``scale`` is 0.
 
     The block's values are multiplied by the lift, and then by the result of `inverse_of`. Without the lift, the
-    reciprocal of a tiny scale could overflow. For compiled kernels.
+    reciprocal of a tiny scale could overflow. Callable from compiled kernels.
     """
     if scale == _ZERO:
         return _ZERO
@@ -183,9 +183,9 @@ def lift_of(scale: Any) -> Any:
 
 @jit
 def inverse_of(scale: Any, levels: Any) -> Any:
-    """Return ``levels`` / (``scale`` * lift), or 0 if ``scale`` is 0. The lift is the result of `lift_of`.
+    """Return ``levels`` / (``scale`` * lift), or 0 if ``scale`` is 0. The lift avoids overflow: see `lift_of`.
 
-    For a value v of a block with this scale, v * lift * result is in [-levels, levels]. For compiled kernels.
+    For a value v of a block with this scale, v * lift * result is in [-levels, levels]. Callable from compiled kernels.
     """
     return np.float32(np.float32(levels) / np.float32(scale * lift_of(scale))) if scale > _ZERO else _ZERO
 
@@ -205,7 +205,7 @@ def scales_arrays(rows: Array, kind: int, width: int) -> Array:
 
 
 def folded_arrays(sums: Array) -> Array:
-    """Return the sum of each row of the float64 ``sums``, as `folded` does. The row size must be a power of two."""
+    """Return the sum of each row of ``sums`` (float64), by adding row halves. Row sizes must be a power of two."""
     half = sums.shape[1] // 2
     while half:
         sums = sums[:, :half] + sums[:, half : 2 * half]
@@ -214,7 +214,7 @@ def folded_arrays(sums: Array) -> Array:
 
 
 def lifts_arrays(scales: Array, levels: int) -> tuple[Array, Array]:
-    """Return the lift and the inverse (see `inverse_of`) of each of ``scales``: two float32 arrays, on host or GPU."""
+    """Return the results of `lift_of` and `inverse_of` for each of ``scales``: two float32 arrays, on host or GPU."""
     xp = namespace(scales)
     lift = xp.where(scales == _ZERO, _ZERO, xp.where(scales < _SMALL, _UP, _ONE)).astype(np.float32)
     reached = xp.where(scales == _ZERO, _ONE, scales * lift)

@@ -106,9 +106,9 @@ class OneBitAdam:
         self.is_frozen = True
 
     def thaw(self) -> None:
-        """Undo `freeze`: let the variance change again, so that the next step calls `warm`. Requires ``ranks`` = 1.
+        """Undo `freeze`: let the variance change again, so that the next step calls `warm`. Only in a job of one rank.
 
-        The kept compression errors are added to the momentum and set to 0, because `warm` does not send them.
+        The compression errors are added to the momentum and set to 0, because `warm` does not send them to other ranks.
         """
         assert self.is_frozen and self.ranks == 1, "with several ranks, the errors must be sent, not added to m"
         self.v *= np.float32(1 - self.moments.beta2**self.count)
@@ -164,8 +164,9 @@ class OneBitAdam:
     def arrays(self) -> Mapping[str, Array]:
         """Return the arrays to save in a checkpoint, by name, in addition to ``count`` and ``is_frozen``.
 
-        The server errors of all ranks, concatenated in rank order, form one array of n elements. Only the mean of the
-        worker errors over the ranks matters. If the number of ranks changes, restore this mean on every rank.
+        ``server_error`` holds the compression errors of this rank's chunk. In rank order, the ranks' arrays form one
+        array of n elements. ``worker_error`` is averaged over the ranks by the next step. If the number of ranks
+        changes, restore this average on every rank.
         """
         return {"m": self.m, "v": self.v, "worker_error": self.worker_error, "server_error": self.server_error}
 

@@ -82,7 +82,10 @@ class DeepGradientCompression:
         run(self.velocity, self.unsent, gradient, real(self.momentum), real(scale), self.nesterov)
 
     def encode(self, payload: Array) -> None:
-        """Write the k largest unsent values to the sparse ``payload``, of 8 k bytes, and set them to 0 in u and v."""
+        """Write the k largest unsent values to the sparse ``payload``, of 8 k bytes, and set them to 0.
+
+        If ``masks_velocity`` is True, also set the velocity of these elements to 0.
+        """
         topk.select(self.unsent, payload)
         coo.clear(payload, self.unsent)
         if self.masks_velocity:

@@ -69,7 +69,6 @@ class RandomK(Compressor):
         out[indices(payload, out.size)] += factor * self.summable(payload)  # indices are distinct
 
     def poison(self, payload: Array, key: RandomKey) -> None:
-        """Write a payload of NaN values, at the random indices that ``key`` gives."""
         if payload.size:
             _name(payload, key)
             self.summable(payload)[...] = np.float32(np.nan)
@@ -87,7 +86,7 @@ def _name(payload: Array, key: RandomKey) -> None:
 
 
 def indices(payload: Array, n: int) -> Array:  # (k,) of int64
-    """Return the indices (0 to n - 1) of the values in ``payload``: ascending, except for one return to low indices."""
+    """Return the index (0 to n - 1) of each value in ``payload``: ascending from a random first index, modulo ``n``."""
     k = (payload.size - HEADER_BYTES) // 4
     named = payload[:HEADER_BYTES].view(np.uint32)
     if is_device(payload):

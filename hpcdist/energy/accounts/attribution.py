@@ -30,11 +30,11 @@ JITTER: Final = 0.01  # of a period: deviation of updates from a strict period
 
 
 def update_brackets(before_ns: np.ndarray, seen_ns: np.ndarray, update_s: float) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return candidate time bounds of n counter updates: pairs (earliest, latest) of arrays in ns, of shape (n,).
+    """Return time bounds of n counter updates: a list of pairs of arrays (earliest, latest), in ns, of shape (n,).
 
     The reading at ``seen_ns[i]`` was the first to see update i. The preceding reading was at ``before_ns[i]``. If
     several updates lie between these readings, update i is the last of them. ``update_s`` is the expected period in
-    seconds, or NaN. There are several pairs if the number of updates between two readings is ambiguous.
+    seconds, or NaN. If the number of updates between two readings is ambiguous, each plausible number gives one pair.
     """
     expected = update_s * 1e9
     span = float(seen_ns[-1] - seen_ns[0])
@@ -67,11 +67,7 @@ def update_brackets(before_ns: np.ndarray, seen_ns: np.ndarray, update_s: float)
 
 
 def _tight_bounds(low: np.ndarray, high: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return narrower time bounds than ``low`` and ``high`` of periodic counter updates, or None if they contradict.
-
-    ``count[k]`` is the number of periods before update k. With a period in [p, q], update j, n >= 0 periods after k,
-    bounds the time of k: low[j] - n q <= time of k <= high[j] - n p.
-    """
+    """Return narrower bounds of the times of periodic updates, after ``count`` periods, or None if they contradict."""
     apart = count[None, :] - count[:, None]  # (k, j): periods from k to j
     later = apart > 0
     if not later.any():
@@ -119,7 +115,7 @@ class CounterSamples:
 
 @dataclass
 class _SourceSums:
-    """Least squares sums (A^T A, A^T y) per jackknife fold, and samples that still wait for a rank's phase spans."""
+    """Least squares sums (A^T A, A^T y) of a counter per jackknife fold, and counter samples not added to them yet."""
 
     sensor: PowerSensor
     times_ns: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
@@ -162,7 +158,7 @@ class Attribution:
         self._sources: dict[tuple[str, str], _SourceSums] = {}
 
     def add(self, ranks: Sequence[np.ndarray], counters: Sequence[CounterSamples]) -> None:
-        """Add the data since the last call: the samples ``counters``, and in ``ranks`` the phase spans of each rank."""
+        """Add the data since the last call: counter samples, and each rank's rows of (phase, begin, end) in ns."""
         self._ranks += [RankPhases() for _ in range(len(ranks) - len(self._ranks))]
         for rank, spans in zip(self._ranks, ranks, strict=True):
             rank.add(spans)
@@ -198,7 +194,7 @@ class Attribution:
     def rows(self, *, final: bool = True) -> list[dict[str, Any]]:
         """Return a list with a dict for each energy source: ``name``, ``kind``, and ``activities`` from `phase_joules`.
 
-        If the keyword ``final`` is True, samples that still wait for phase spans are used too.
+        If the keyword ``final`` is True, use all samples, even if a rank has not yet reported its phases for them.
         """
         if final:
             self._settle(True)
@@ -253,10 +249,10 @@ def _reach_ns(sums: _SourceSums) -> int:
 
 
 def _add_rows(sums: _SourceSums, mixtures: PhaseShares, moments: np.ndarray, joules: np.ndarray) -> None:
-    """Add the n intervals between n + 1 consecutive updates of a counter to its least squares sums ``sums``.
+    """Add the n intervals between n + 1 updates of a counter to the least squares sums ``sums`` of its phase watts.
 
     Each row of ``moments``, of shape (guesses, n + 1), is a guess of the update times in ns. Only the guess with the
-    smallest residual is used.
+    smallest residual is used. ``mixtures``: seconds of each phase in any interval.
     """
     sensor = sums.sensor
     lengths = np.diff(moments, axis=1) / 1e9
@@ -286,10 +282,10 @@ def _add_rows(sums: _SourceSums, mixtures: PhaseShares, moments: np.ndarray, jou
 
 
 def phase_joules(sums: _SourceSums) -> dict[str, dict[str, Any]]:
-    """Return the joules of each phase from ``sums``, the least squares sums of an energy source: a dict by phase name.
+    """Return a dict from phase names to results, for the energy source with the least squares sums ``sums``.
 
-    Each value is a dict with "joules", "error_j" (the standard error), "seconds", and "reason" (the reason why the
-    joules are unreliable, or None). The joules of all phases add up to the counter's total.
+    A result is a dict with "joules", "error_j" (the standard error), "seconds", and "reason" (the reason why the joules
+    are unreliable, or None). The joules of all phases add up to the counter's total.
     """
     used = np.flatnonzero(sums.seconds > 0)
     if not len(used):
@@ -316,7 +312,10 @@ def phase_joules(sums: _SourceSums) -> dict[str, dict[str, Any]]:
 
 
 def _jackknife_error(sums: _SourceSums, used: np.ndarray) -> np.ndarray:
-    """Return each phase's jackknife error in watts (Quenouille 1956, Tukey 1958), 0 for a phase mostly in one fold."""
+    """Return the jackknife error in watts (Quenouille 1956, Tukey 1958) of each of the phase indices ``used``.
+
+    An error is 0 if one fold (a group of intervals left out together) contains most of the phase.
+    """
     inner = np.ix_(np.arange(FOLDS), used, used)
     grams = sums.gram[np.ix_(used, used)] - sums.grams[inner]  # (folds, used, used): the sums without each fold
     rights = sums.right[used] - sums.rights[:, used]

@@ -74,11 +74,14 @@ class StartHistory:
 
     @property
     def joules(self) -> float:
-        """Joules used in this start, or NaN if samples are missing or there are no sources."""
+        """Joules used in this start or restart of the run. NaN if samples or energy sources are missing."""
         return math.fsum(course.total_j for course in self.counted) if self.counted else math.nan
 
     def until(self, seconds: np.ndarray) -> np.ndarray:
-        """Return an array with the joules used in the first ``seconds[i]`` seconds of this start, NaN if unknown."""
+        """Return an array with the joules used in the first ``seconds[i]`` seconds, NaN if unknown.
+
+        Times count from the begin of this start or restart of the run.
+        """
         joules = np.zeros(len(seconds)) if self.counted else np.full(len(seconds), math.nan)
         for course in self.counted:
             if course.gaps or not len(course.seconds):
@@ -88,7 +91,7 @@ class StartHistory:
 
 
 def read(path: Path) -> list[StartHistory]:
-    """Return the energy history of each start in the metrics file ``path``, or [] if nothing was measured."""
+    """Return the energy history of each start or restart of a run from its metrics file ``path``; [] without data."""
     with files.open_read(path) as file, regular.damage(path, f"its {GROUP} is damaged, or of another program"):
         if SAMPLES not in file:
             return []
@@ -204,7 +207,10 @@ def kwh(energy_j: float, pue: float = 1.0) -> float:
 
 
 def emissions(energy_j: float, pue: float, intensity: CarbonIntensity) -> Emissions:
-    """Return the emissions for ``energy_j``, joules of the nodes, times ``pue`` for cooling and losses of the site."""
+    """Return the emissions for ``energy_j``, joules of the nodes, at the carbon ``intensity`` of the grid.
+
+    ``pue`` (power usage effectiveness) adds cooling and losses of the site.
+    """
     if math.isnan(energy_j) or math.isnan(intensity.g_per_kwh):
         reason = NO_ENERGY if math.isnan(energy_j) else NO_INTENSITY
         return Emissions(math.nan, math.nan, math.nan, reason)

@@ -18,7 +18,7 @@ TOLERANCE: Final = 1e-12
 
 @dataclass(frozen=True)
 class NnlsSolution:
-    """Solution ``values`` of non-negative least squares, and an upper bound of its ``covariance``."""
+    """Solution ``values`` of non-negative least squares. The ``covariance`` ignores that values cannot be negative."""
 
     values: np.ndarray
     covariance: np.ndarray
@@ -29,8 +29,8 @@ def solve(
 ) -> NnlsSolution:
     """Return the x >= 0 with the smallest |A x - y|. ``gram``: A^T A, ``right``: A^T y, ``square``: y^T y. Local.
 
-    ``penalty``, a positive semidefinite matrix, is added to ``gram``. ``rows`` is the number of independent rows, which
-    is smaller than the number of rows of A if rows overlap.
+    ``penalty``, a positive semidefinite matrix, is added to ``gram``. ``rows`` is the number of statistically
+    independent rows of A, for the covariance.
     """
     whole = gram if penalty is None else gram + penalty
     # Scale unknowns such that the diagonal is 1, so that one tolerance suits all of them.
@@ -142,7 +142,10 @@ class SensorShift:
         self._room = [math.ceil(steps / self.slots)] * self.slots
 
     def pause_s(self, now_ns: int) -> float:
-        """Return the seconds to wait at the monotonic time ``now_ns`` before a step. Call once per step. Local."""
+        """Return the seconds to delay the next step, by which steps shift against the sensor's period. Local.
+
+        Call once per step, with the present monotonic time ``now_ns``.
+        """
         slot = int(now_ns // self._slot_ns) % self.slots
         ahead = next((ahead for ahead in range(self.slots) if self._room[(slot + ahead) % self.slots]), 0)
         at = (slot + ahead) % self.slots

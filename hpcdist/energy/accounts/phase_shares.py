@@ -90,7 +90,7 @@ class PhaseGrid:
         self._tables = [rank.seconds(moments) for rank in ranks]
 
     def of(self, ranks: Sequence[int] | None) -> "PhaseShares":
-        """Return the mean of the tables of ``ranks``, indices of ranks (None: all), as `PhaseShares`."""
+        """Return the mean phase seconds of the ranks with indices ``ranks`` (None: all ranks), as `PhaseShares`."""
         chosen = self._tables if ranks is None else [self._tables[rank] for rank in ranks]
         return PhaseShares(np.mean(chosen, axis=0), self._begin_ns, self._pitch_ns)
 
@@ -203,7 +203,10 @@ class ActivityState(msgspec.Struct):
 
 
 class EnergyRecord(msgspec.Struct):
-    """Energy record of a run since step ``since_step``, saved in a checkpoint. Old records have no ``activities``."""
+    """Energy record of a run since step ``since_step``, saved in a checkpoint.
+
+    ``activities``: joules of each activity, such as "compute", or None if the checkpoint has none.
+    """
 
     since_step: Count
     joules: EnergyState

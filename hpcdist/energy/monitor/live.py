@@ -53,9 +53,10 @@ class LiveFigures:
                 self._bytes[row.node] = {name: float(last[column]) for name, column in DIRECTIONS.items()}
 
     def power(self) -> dict[str, float]:
-        """Return the watts of the job by kind of source, summed over nodes, or NaN if a node lacks a required kind.
+        """Return the job's watts by kind of energy source, such as "gpu", summed over nodes.
 
-        The kind "node" is included only if all nodes have it.
+        The watts are NaN if a node uses this kind of energy but cannot measure it. The kind "node" (whole nodes) is
+        included only if all nodes have it.
         """
         kinds = dict.fromkeys(kind for row in self._rows for kind in row.watts)
         if not all(NODE in row.watts for row in self._rows):

@@ -303,15 +303,15 @@ class EnergyMonitor:
         """Return this node's samples of each energy source since the last call of `intervals`. Local.
 
         The samples of a source begin with its last sample of the last call. Ranks other than the first of a node get
-        []. Samples older than the last two calls of `collect` are dropped, so call `intervals` before each `collect`.
+        []. Call `intervals` before each `collect`, because `collect` drops samples from before the previous `collect`.
         """
         return self.sampler.intervals()
 
     def collect(self) -> list[NodeRows]:
         """Return new data of all nodes, one `NodeRows` per node; [] on ranks that are not the first of their node.
 
-        The data are the samples and the windows that ended since the last call. Also updates ``live``. Collective over
-        the nodes' first ranks.
+        The data are the samples and the phase windows that ended since the last call. Also updates ``live``, the latest
+        power of the job. Collective over the nodes' first ranks.
         """
         if not self._watches or self._leaders is None:
             return []

@@ -240,7 +240,7 @@ class EnergySampler:
     def intervals(self) -> list[SourceSamples]:
         """Return the samples of each source since the last call, preceded by the last sample of that call.
 
-        Samples older than the last two calls of `drain` are dropped.
+        Each call of `drain` drops the samples from before the previous call of `drain`.
         """
         with self._lock:
             rows, gaps = self._recent, self._recent_gaps

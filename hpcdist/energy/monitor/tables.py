@@ -103,7 +103,7 @@ class NodeRows:
 def append(file: Any, session: int, nodes: Sequence[NodeRows]) -> None:
     """Append the data of ``nodes`` to the tables of ``file``, an open HDF5 metrics file. Local.
 
-    ``session`` is the number of the start of the run, from 0. The sources of a session are written only once.
+    ``session`` is 0 for the first start of a run, 1 for its first restart. Energy sources are written once per session.
     """
     has_sources = any(node.sources for node in nodes)
     for name, table in TABLES.items():

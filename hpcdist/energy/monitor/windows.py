@@ -89,7 +89,7 @@ class PhaseWindows:
         return [math.nan if pending else total for pending, total in zip(self._inside, self.total_mj, strict=True)]
 
     def phases(self) -> dict[str, dict[str, Any]]:
-        """Return a dict for each phase: seconds, number of windows, shortest closed window in s, and mJ by source."""
+        """Return a dict for each phase: seconds, number of windows, shortest ended window in s, and mJ by source."""
         phases = {name: {**phase, "mj": [*phase["mj"]]} for name, phase in self._sums.items()}
         for window in self._open:
             self._sum(phases, window)

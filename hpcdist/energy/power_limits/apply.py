@@ -152,10 +152,10 @@ class TemporaryLimits:
 def limited(requested: Sequence[RequestedLimits], folder: Path | None = None) -> Iterator[tuple[float | None, ...]]:
     """Limit devices in the ``with`` block. Yield the limit in force of each device in W or MHz, None if unknown. Local.
 
-    ``requested``: pairs (device limit, value; None keeps the present value). ``folder``: for journal records. On an
-    error, no limit stays changed. Raises ConfigurationError for a value out of range, StorageError if no journal record
-    can be written, and MissingCapabilityError without permission, if another process changes the limit, or if the
-    device does not keep it.
+    ``requested``: pairs (device limit, value; None keeps the present value). ``folder``: for journal records. If a
+    limit cannot be set, the others are restored. Raises ConfigurationError for a value out of range, and StorageError
+    if no journal record can be written. Raises MissingCapabilityError if setting or restoring a limit fails, or if
+    another process has already changed it.
     """
     change = TemporaryLimits(requested, journal.directory() if folder is None else folder)
     atexit.register(change.end)  # in case of an exception between the statements below

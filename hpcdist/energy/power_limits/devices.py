@@ -29,7 +29,7 @@ class LimitRange:
 
 
 class DeviceLimit(Protocol):
-    """Protocol of a power or clock limit of a device, identified by ``device`` and ``place`` in journal records."""
+    """Protocol of a power or clock limit of a device. ``place`` is the directory of a RAPL limit, or "" for a GPU."""
 
     kind: str
     device: str
@@ -42,13 +42,13 @@ class DeviceLimit(Protocol):
         """Return the allowed range. Raises MissingCapabilityError if the device does not have this limit."""
 
     def now(self) -> int | None:
-        """Return the present limit in the driver's unit, or None if it is unreadable. Raises MissingCapabilityError."""
+        """Return the present limit in the driver's unit, or None. Raises MissingCapabilityError if reading it fails."""
 
     def in_force(self) -> float | None:
         """Return the limit that the device enforces, in W or MHz, or None if this is not readable."""
 
     def put(self, value: int | None) -> None:
-        """Set the limit to ``value`` in the driver's unit; None removes it. Raises MissingCapabilityError."""
+        """Set the limit to ``value`` in driver units; None removes it. Raises MissingCapabilityError if this fails."""
 
     def cure(self, value: int | None) -> str:
         """Return the shell command that sets the limit to ``value``."""
@@ -291,7 +291,10 @@ class CpuPowerLimit:
 
 
 def cpu_limits(root: Path) -> list[CpuPowerLimit]:
-    """Return the power limits of all processors in the RAPL directory ``root``. Raises MissingCapabilityError."""
+    """Return the power limits of all processors in the RAPL directory ``root``.
+
+    Raises MissingCapabilityError if no processor has a power limit.
+    """
     zones = sorted(path.name for path in root.glob(rapl.ZONES) if path.name.count(":") == 1)
     limits = [CpuPowerLimit(root, zone) for zone in zones]
     limits = [limit for limit in limits if "(package" in limit.name]

@@ -116,7 +116,7 @@ class UpdateInterval:
     changes: int = 0
 
     def see(self, now_ns: int, value: int) -> None:
-        """Add the reading ``value`` of the counter at time ``now_ns``. Do nothing if the estimate is `settled`."""
+        """Add the reading ``value`` of the counter at time ``now_ns``. Do nothing if the interval estimate is final."""
         if self._began_ns is None:
             self._began_ns, self._value = now_ns, value
         elif not self.settled(now_ns) and value != self._value:
@@ -125,7 +125,7 @@ class UpdateInterval:
             self._changed_ns = [*self._changed_ns[:1], now_ns]
 
     def settled(self, now_ns: int) -> bool:
-        """Return True if the estimate ``update_s`` is final at time ``now_ns``."""
+        """Return True if ``update_s``, the estimated time between counter updates, is final at time ``now_ns``."""
         if self._began_ns is None:
             return False
         return self.changes >= PROBED_CHANGES and now_ns - self._began_ns >= PROBE_NS
@@ -225,7 +225,7 @@ BRIDGED_INTERVALS: Final = 2.5  # one read may be missed
 
 
 class IntegratedPower:
-    """Energy counter of a GPU in pJ: the integral of ``power_mw`` readings. ``label`` starts the note of ``about``."""
+    """Energy counter of a GPU in pJ: the integral of ``power_mw`` readings. ``about``: properties of the GPU."""
 
     kind = "gpu"
     per_mj = 10**9

@@ -164,12 +164,12 @@ MODEL_NOTE: Final = (
 def survey(config: EnergyConfig, environment: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return one dict for each energy source of this machine, readable or not.
 
-    The keys are ``kind``, ``name``, ``readable``, and ``reason`` (the reason why it is not readable, or None). The dict
-    of a GPU also has ``model`` and ``held``. The dict of a readable GPU has the other keys too:
+    The keys are ``kind``, ``name``, ``readable``, and ``reason`` (the reason why it is not readable, or None). Every
+    GPU also has ``model`` and ``held``, and a readable GPU has all of these:
 
     - ``model``: name of the GPU model.
     - ``held``: True if CUDA_VISIBLE_DEVICES in ``environment`` lists the GPU. Then even a CPU job measures the GPU.
-    - ``note``: limitations of the joules.
+    - ``note``: limitations of the energy readings.
     - ``power``: field and scope of the power readings, as in `SourceInfo`, such as "average of the module".
     - ``sensor``: [seconds between updates, seconds measured per update, source of these numbers], or None if unknown.
     """

@@ -116,7 +116,7 @@ class PmCounter:
 
 
 def find(directory: Path) -> tuple[list[EnergyCounter], dict[str, str]]:
-    """Return the readable counters, node total first. If the total is unreadable, return [] and the reason. Local."""
+    """Return (readable counters, {}), node total first, or ([], {"node": reason}) if the total is unreadable. Local."""
     if not directory.is_dir():
         return [], {"node": f"{directory} does not exist: this is not a Cray, or its node does not show its counters"}
     try:

@@ -80,7 +80,7 @@ def fused_backward(
 ) -> None:
     """Write the gradients of ``inputs`` (qkv, kv) to the arrays ``gradients``, given the contiguous output gradient dy.
 
-    ``sums`` is the result of `fused_forward`, ``dots`` the result of `dots_of`. ``dropped`` is the dropout mask.
+    ``sums``: result of `fused_forward`. ``dots``: sums of dy * y, see `dots_of`. ``dropped`` is the dropout mask.
     """
     (qkv, kv), (dq, dkv) = inputs, gradients
     types, numbers = _fused_types(heads, dy), _fused_numbers(heads, qkv, kv, causal, window, dropped, documents)
@@ -154,9 +154,9 @@ class LocalAttention:
 
         Args:
             qkv: Queries, keys and values, of shape (batch, context, 3 width). With ``kv``, only queries: (..., width).
-            kv: Keys and values, of shape (batch, context, 2 kv width). Query head h of H reads key head h // (H / K).
+            kv: Keys and values, of shape (batch, context, 2 kv width). Consecutive query heads share a key head.
             part: (index of the first local query head, number of query heads of the layer), if heads are sharded.
-            y: Output array, or None to allocate one. An array passed here is not saved: pass ``dots`` to `backward`.
+            y: Output array, or None to allocate one. If it is passed, `backward` needs its keyword ``dots``.
         """
         assert causal or not window, "a sliding window needs causal attention"
         heads = heads_of(qkv, kv, head_size)
@@ -228,8 +228,8 @@ def begin_backward(
 ) -> tuple[Heads, tuple[Array, Array | None, Array], tuple[Array, Array | None], tuple[bool, int], Mask | None]:
     """Return (heads, inputs, gradient arrays, visibility, dropout mask) for an attention backward pass.
 
-    Inputs: the saved (qkv, kv, softmax sums). Visibility: (causal, window). The gradient arrays, dqkv or (dq, dkv), are
-    uninitialised. ``saved`` keeps them if ``keep`` is true, else they are scratch memory.
+    Heads: number and size of heads. Inputs: the saved (qkv, kv, softmax sums). Visibility: (causal, window). Gradient
+    arrays, dqkv or (dq, dkv), are uninitialised, and scratch memory unless the keyword ``keep`` is True.
     """
     qkv, kv, sums = (saved[f"attention.{key}"] for key in ("qkv", "kv", "sums"))
     take = saved.empty if keep else saved.scratch
@@ -288,7 +288,7 @@ Block: TypeAlias = tuple[int, int, int]  # first row, end row, token position of
 class TiledForward:
     """Attention forward pass in tiles: a tile is the scores of a block of queries with a block of keys. Local.
 
-    ``sums`` receives maximum and sum of exponentials per query. ``most``: tokens in the longest remote key array, or 0.
+    ``sums`` receives maximum and sum of exponentials per query. ``most``: most tokens in another rank's keys, or 0.
     """
 
     def __init__(
@@ -317,8 +317,8 @@ class TiledForward:
         """Add the attention of the queries in ``rows`` over the visible ``keys`` to the output.
 
         ``chunk``: samples and heads. ``dropped``: dropout mask. Keywords: ``span`` (range of key rows to use),
-        ``causal`` (queries and keys are the same tokens), ``begins`` (first call for these queries, which all see a
-        key).
+        ``causal`` (queries and keys are the same tokens), ``begins`` (first call for these queries). In the first call,
+        each query must see a key.
         """
         (first, last, position), multiply, queries = rows, matmul, self._heads.queries
         count, size = chunk.pairs, self._heads.size
@@ -357,8 +357,8 @@ class TiledForward:
 class TiledBackward:
     """Attention backward pass in tiles: a tile is a block of keys with a block of queries. Local.
 
-    ``arrays`` are qkv (queries first), the gradient of the output, and the gradient of the queries. ``pieces`` lists
-    the ranges of query rows, as in `KeyRows`. ``dots`` is the result of `dots_of`.
+    ``arrays`` are qkv (queries first), the gradient of the output, and the gradient of the queries. ``pieces``: ranges
+    (first row, end row, token position) of queries. ``dots``: sums of dy * y, see `dots_of`.
     """
 
     def __init__(
@@ -397,7 +397,7 @@ class TiledBackward:
         begins: bool,
         span: Span = EVERYTHING,
     ) -> None:
-        """Write the ``gradients`` of the keys and values in ``rows``, and add their terms to the query gradients.
+        """Write the ``gradients`` of rows ``rows`` of the ``keys`` and their values, and add to the query gradients.
 
         ``chunk``: samples and heads. ``dropped``: dropout mask. Keywords: ``span`` (range of query rows to use),
         ``causal`` (queries and keys are the same tokens), ``begins`` (overwrite the query gradients).

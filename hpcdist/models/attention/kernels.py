@@ -23,13 +23,13 @@ Tile: TypeAlias = tuple[int, int, int, int, bool]
 def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array, shrink: Array) -> None:
     """Overwrite a tile of scores s with ``exp(scale (s - top))``, with the maximum ``top`` of each row so far.
 
-    s has the shape (pairs, rows, columns): (sample, query head) pairs, queries, keys. ``tile`` is its position. Hidden
-    elements become 0. The tiles of a row must come in column order.
+    s has the shape (pairs, rows, columns): (sample, query head) pairs, queries, keys. ``tile`` is its position and the
+    range of keys that its queries see. Other elements become 0. The tiles of a row must come in column order.
 
     - ``top``, ``total``, of shape (all pairs, all rows): maximum and sum of exponentials of each row so far, to be
       updated.
-    - ``shrink``, of shape (pairs, rows): receives the factor for sums over a row's previous tiles, except in the first
-      tile.
+    - ``shrink``, of shape (pairs, rows): receives exp(scale (old top - new top)), by which earlier sums must be
+      multiplied. The first tile leaves it unchanged.
     """
     if is_device(s):
         _softmax_advance_device(s, tile, scale, top, total, shrink)
@@ -140,8 +140,8 @@ for _softmax_dtype in SAMPLE_DTYPES:
 def rescale_add(part: Array, y: Array, heads: int, pair: int, first: int, shrink: Array) -> None:
     """Multiply rows of y by the factors ``shrink``, of shape (pairs, rows), then add the rows of ``part`` to them.
 
-    ``part`` has the shape (pairs, rows, head size). y has the shape (batch, context, columns), with ``heads`` heads in
-    its columns. The updated rows of y start at token ``first``, in the (sample, head) pairs from index ``pair`` on.
+    ``part`` has the shape (pairs, rows, head size), y has the shape (batch, context, heads * head size). The row
+    ``part[p, i]`` belongs to head h of token ``first + i`` in sample b of y, where b * heads + h = ``pair + p``.
     """
     if is_device(y):
         _add_rows_device(part, 1, y, heads, pair, 0, first, True, shrink)
@@ -152,8 +152,8 @@ def rescale_add(part: Array, y: Array, heads: int, pair: int, first: int, shrink
 def divide_by_totals(y: Array, heads: int, pair: int, first: int, pairs: int, rows: int, total: Array) -> None:
     """Divide the tokens [first, first + rows) of y by their softmax sums ``total``, of shape (all pairs, context).
 
-    y, of shape (batch, context, columns), has ``heads`` heads in its columns. Only ``pairs`` pairs (sample, head) are
-    divided, from index ``pair`` on.
+    y has the shape (batch, context, heads * head size). Only heads h of samples b with b * heads + h in
+    [pair, pair + pairs) are divided.
     """
     if is_device(y):
         size = y.shape[2] // heads
@@ -180,8 +180,8 @@ def accumulate(
     """Sum ``part`` over each group of query heads, and write the sums to ``target``, or add them if ``add``.
 
     ``part`` has the shape (pairs * groups, rows, head size): ``groups`` consecutive query heads share a key head.
-    ``target``, of shape (batch, context, columns), has ``heads`` heads, whose columns start at ``column``. The sums go
-    to the tokens of ``target`` from ``first`` on, in its (sample, head) pairs from index ``pair`` on.
+    ``target``, of shape (batch, context, columns), has ``heads`` key heads in its columns from ``column`` on. The sum
+    for pair p and row i goes to head h of token ``first + i`` in sample b, where b * heads + h = ``pair + p``.
     """
     if is_device(target):
         _add_rows_device(part, groups, target, heads, pair, column, first, add, None)

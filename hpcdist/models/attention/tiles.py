@@ -58,7 +58,7 @@ class Heads:
         return 1 / math.sqrt(self.size)
 
     def most_pairs(self, like: Array) -> int:
-        """Return the number of (sample, query head) pairs in the largest `HeadChunk` on the device of ``like``."""
+        """Return the largest number of (sample, query head) pairs to compute at a time on the device of ``like``."""
         return max((chunk.pairs for chunk in self.chunks(everything=is_device(like))), default=0)
 
     def chunks(
@@ -66,8 +66,9 @@ class Heads:
     ) -> Iterator["HeadChunk"]:
         """Yield `HeadChunk` objects that cover the key heads [first_head, last_head), by default all, of all samples.
 
-        If ``everything``, a single chunk has all heads of all samples. Otherwise a score tile of a chunk has about TILE
-        elements. If the keyword ``apart`` is true, a chunk has at most one sample, as packed samples need.
+        If ``everything``, a single chunk has all heads of all samples. Otherwise the scores of QUERY_BLOCK queries and
+        LONG keys in all heads of a chunk are about TILE numbers. If the keyword ``apart`` is true, a chunk has at most
+        one sample, as packed samples need.
         """
         last_head = self.shared if last_head is None else last_head
         tile = min(QUERY_BLOCK, self.context) * min(LONG, self.context)  # scores of one pair
@@ -114,14 +115,14 @@ class HeadChunk:
         return (self.first_sample * self.heads.shared + self.first_head) * self.heads.group
 
     def of(self, view: Array, skipped: int = 0) -> Array:
-        """Return this chunk's samples and heads of ``view``, from which the first ``skipped`` key heads are missing."""
+        """Return the samples and heads of this `HeadChunk` from ``view``, whose first key head is head ``skipped``."""
         return view[self.first_sample : self.last_sample, self.first_head - skipped : self.last_head - skipped]
 
     def spans(self, documents: Documents | None, pieces: "Pieces") -> Sequence[Span]:
-        """Return the row range [first, end) of each document in this chunk's sample. A chunk must have one sample.
+        """Return the range [first, end) of this rank's token rows for each document of this `HeadChunk`.
 
-        If ``documents`` is None, samples are not packed, and one range has all rows. ``pieces`` lists the token ranges
-        in the rows.
+        The `HeadChunk` must have one sample. ``documents`` None: the sample is not packed, and one range has all rows.
+        ``pieces`` lists this rank's ranges of consecutive tokens.
         """
         return (EVERYTHING,) if documents is None else documents.spans(self.first_sample, pieces)
 
@@ -175,8 +176,8 @@ def blocks(
     """Yield blocks of at most ``long`` rows that together cover the rows [first, last) of an array of tokens.
 
     A block is (start row, end row, token position of the start row). A block lies within one of the ``pieces``, the
-    ranges of consecutive tokens in the array. ``places`` is a range of token positions. Groups of QUERY_BLOCK rows that
-    lie entirely before or after ``places`` are omitted.
+    ranges of consecutive tokens in the array. Rows with token positions outside the range ``places`` are omitted,
+    except fewer than QUERY_BLOCK rows at each end of a piece.
     """
     for begin, end, position in pieces:
         low, stop = max(begin, first), end if last is None else min(end, last)

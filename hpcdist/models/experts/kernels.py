@@ -40,9 +40,9 @@ def count(chosen: Array, runs: Array, counts: Array) -> None:
 def place(chosen: Array, runs: Array, table: Array, places: Array) -> None:
     """Write the row of each choice, among the token rows sorted by expert, to ``places``. On a GPU.
 
-    A choice is one token's choice of one expert; -1 marks a dropped choice. ``chosen`` and ``places`` have the shape
-    (tokens, k). ``runs`` are ranges of tokens. For each range, ``table``, of shape (..., experts, 2), has each expert's
-    first row and number of rows.
+    A choice is one token's choice of one expert. ``chosen`` and ``places`` have the shape (tokens, k). ``places`` gets
+    -1 for a dropped choice. ``runs``, of shape (samples, ranges, 2), has token ranges [first, end). ``table``, of shape
+    (samples, ranges, experts, 2), has the first row and the number of rows of each expert in each range.
     """
     n = table.size // 2
     _by_warps("place_choices", n, chosen, runs, table, places, n, table.shape[-2], chosen.shape[1],
@@ -67,19 +67,19 @@ def choose_backward(
 
 
 def spread(tokens: Array, places: Array, rows: Array) -> None:
-    """Copy ``tokens[t]`` to the rows ``places[t]`` of ``rows``, one row per chosen expert (-1: no row). On a GPU."""
+    """Copy ``tokens[t]`` to ``rows[places[t, j]]`` for each choice j, unless ``places[t, j]`` is -1. On a GPU."""
     n, each, hidden = places.size * tokens.shape[1], places.shape[1], tokens.shape[1]
     grid = elementwise(n, width_of(rows.dtype))
     EXPERTS.launch("spread", *grid, tokens, places, rows, n, each, hidden, REAL=rows.dtype)
 
 
 def collect(rows: Array, places: Array, gates: Array, y: Array) -> None:
-    """Set y[t] to the sum of expert outputs ``rows[places[t]]`` times ``gates[t]`` (-1: dropped choice). On a GPU."""
+    """Set y[t] to the sum of ``gates[t, j] * rows[places[t, j]]`` over all j with ``places[t, j]`` >= 0. On a GPU."""
     _collect(rows, places, gates, y, gated=True)
 
 
 def collect_onto(rows: Array, places: Array, dx: Array) -> None:
-    """Add the gradients ``rows[places[t]]`` of token t's expert rows (-1: dropped choice) to dx[t]. On a GPU."""
+    """Add the gradient ``rows[places[t, j]]`` of each choice j to dx[t], unless ``places[t, j]`` is -1. On a GPU."""
     _collect(rows, places, rows, dx, gated=False)
 
 

@@ -29,7 +29,7 @@ ACTIVATION: Final = "experts.activation"
 
 
 class ExpertTensors(NamedTuple):
-    """Weights, of shape (outputs, inputs), and biases of the experts that this rank computes, in token row order."""
+    """Weights, of shape (outputs, inputs), and biases of the experts that this rank computes: one array per expert."""
 
     weights: Sequence[Array]
     biases: Sequence[Array] | None
@@ -72,9 +72,9 @@ class StayingRows:
         return ExpertTensors([*matrices(weights)], None if biases is None else [bias.reshape(-1) for bias in biases])
 
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
-        """Return the gradient arrays, out of ``gradients``, of the weights and biases that `tensors` returns.
+        """Return the arrays in ``gradients`` for the gradients of the weights and biases that `tensors` returns.
 
-        ``prefix`` is `UP` or `DOWN`. Call this for both prefixes before passing gradient rows to `send_out`.
+        ``prefix`` is `UP` or `DOWN`. Call this for both before you pass gradient rows to `send_out`.
         """
         weights, add = gradients.into(f"{prefix}.weight")
         into = [(gradient, add) for gradient in matrices(weights)]
@@ -102,7 +102,7 @@ class StayingRows:
 
 
 class WholeExperts:
-    """Communication around experts that tensor parallelism does not shard: none. Also a base class. Local."""
+    """Communication before and after experts that tensor parallelism does not shard: no method sends data. Local."""
 
     first = True  # True on the rank that adds terms which must be added once
     writes_whole = True  # True on the rank that writes the gradients of unsharded tensors
@@ -116,7 +116,7 @@ class WholeExperts:
         return saved.empty("experts.y", shape, dtype)
 
     def leave(self, partial: Array, saved: Saved) -> Array:
-        """Sum the experts' ``partial`` output over tensor ranks. Return this rank's tokens, kept in ``saved``."""
+        """Return the experts' output for this rank's tokens: the sum of ``partial`` over the tensor ranks."""
         return partial
 
     def leave_backward(self, dy: Array, saved: Saved) -> Array:
@@ -314,7 +314,7 @@ class LocalExperts:
 def with_experts(operations: Operations, config: ModelConfig, predictions: Callable[[int], int]) -> Operations:
     """Return ``operations`` with `LocalExperts` if ``config`` has experts, else ``operations`` unchanged.
 
-    ``predictions(tokens)`` returns the number of targets of a sample with ``tokens`` tokens.
+    ``predictions(tokens)``, the number of targets of a sample of ``tokens`` tokens, scales balance loss and z loss.
     """
     if not config.experts:
         return operations
@@ -322,9 +322,9 @@ def with_experts(operations: Operations, config: ModelConfig, predictions: Calla
 
 
 def _runs(pieces: Pieces, tokens: int, sizes: np.ndarray) -> np.ndarray:
-    """Return the ranges [first, end) of non-padding tokens among the local tokens, of shape (samples, pieces, 2).
+    """Return the ranges [first, end) of local tokens without padding, as an array of shape (samples, ranges, 2).
 
-    ``tokens`` is a sample's number of local tokens. Sample s has ``sizes[s]`` tokens before its padding.
+    Each sample has ``tokens`` local tokens, in the ranges ``pieces``. Sample s has ``sizes[s]`` tokens before padding.
     """
     start, end, place = np.array(pieces).T
     first = tokens * np.arange(len(sizes))[:, None] + start

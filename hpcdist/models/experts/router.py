@@ -166,8 +166,8 @@ def gradient_of_logits(
     - ``dgates``: the gradient of ``gates``.
     - ``kind``: the score function, "softmax" or "sigmoid".
     - ``runs``, of shape (samples, ranges, 2): ranges of routed tokens, as in `count`.
-    - ``table``, of shape (samples, experts + 2): each expert's share of the choices, then the coefficients of both
-      losses.
+    - ``table``, of shape (samples, experts + 2): each expert's share of the choices, then the coefficients of the
+      balance loss and the z loss.
     - ``figures``, of shape (3,): sums of entropy, balance loss and z loss.
     """
     on_device = is_device(logits)

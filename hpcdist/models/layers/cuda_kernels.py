@@ -144,7 +144,7 @@ def column_sums(rows: Array, into: Array, add: bool) -> None:
 
 
 def cross_entropy(logits: Array, targets: Array, statistics: Array) -> Array:
-    """Return the sum of the losses, a 0-dimensional float64 array. Write row maxima and sums to ``statistics``.
+    """Return the summed loss, a 0-dimensional float64 array. Write row maxima and exponential sums to ``statistics``.
 
     A negative target has no loss. A target that is not a class makes the sum NaN.
     """
@@ -176,7 +176,7 @@ def gather(table: Array, tokens: Array, y: Array, missing: float = math.nan) -> 
 
 
 def scatter(rows: Array, tokens: Array, table: Array) -> None:
-    """Add row i of ``rows`` to row ``tokens[i]`` of ``table``, for i in order. Each sum is rounded once."""
+    """Add row i of ``rows`` to row ``tokens[i]`` of ``table``, for i in order. Round each ``table`` row only once."""
     vocabulary, hidden = table.shape
     EMBEDDING.launch("scatter", (tokens.size, -(-hidden // 1024)), 256, rows, tokens, table, tokens.size, hidden,
                      vocabulary, REAL=table.dtype)  # fmt: skip

@@ -32,9 +32,9 @@ def fits_counter(rows: int, columns: int) -> bool:
 class Mask:
     """Dropout mask of one site (a use of dropout in a layer), and the position of an array in this mask. Local.
 
-    A sample's mask has ``rows_per_sample`` rows of ``columns`` elements. The array, of shape (n, rows, columns), has
-    ``groups`` groups of rows per sample, such as one group per attention head. In the mask, the first group starts at
-    row ``first_row``, and each next group ``pitch`` rows later.
+    A sample's mask has ``rows_per_sample`` rows of ``columns`` elements. The array, of shape (samples * groups, rows,
+    columns), has ``groups`` groups of rows per sample, such as one group per attention head. In a sample's mask, the
+    first group starts at row ``first_row``, and each next group ``pitch`` rows later.
     """
 
     draw: Draw
@@ -48,9 +48,10 @@ class Mask:
     pitch: int = 0
 
     def drop(self, x: Array, first: int, last: int, width: int, above: int = 0, left: int = 0) -> None:
-        """Apply the mask to the first ``width`` columns of rows [first, last) of contiguous x, in place.
+        """Apply the mask to ``x[:, first:last, :width]`` in place. x is the contiguous array that `Mask` describes.
 
-        In the mask, x[g] begins ``above`` rows after the first row of group g, and at column ``left``, a multiple of 4.
+        Row 0 of x[g] is ``above`` rows after the start of group g in the mask. Column 0 of x is column ``left`` of the
+        mask, a multiple of 4.
         """
         assert x.flags.c_contiguous, "dropout needs a contiguous array"
         assert left % WORDS_PER_COUNTER == 0, f"left = {left} must be a multiple of {WORDS_PER_COUNTER}"
@@ -64,13 +65,13 @@ class Mask:
 
     @property
     def place(self) -> tuple[int, int, int, int, int]:
-        """Kernel arguments: ``groups``, ``pitch``, ``rows_per_sample``, ``first_row``, Philox counters per mask row."""
+        """Kernel arguments: four fields of this `Mask` for the array's position, and Philox counters per mask row."""
         assert fits_counter(self.rows_per_sample, self.columns), "a sample has too many elements for its counters"
         return self.groups, self.pitch, self.rows_per_sample, self.first_row, -(-self.columns // WORDS_PER_COUNTER)
 
     @property
     def counters(self) -> tuple[int, int, int, int, int, int]:
-        """Kernel arguments: first sample, number of the layer's dropout site, step, two halves of the seed, limit.
+        """Kernel arguments: index of the first sample, number of the dropout site, step, two halves of the seed, limit.
 
         A kernel drops an element if its 32-bit random number is below the limit.
         """
@@ -81,7 +82,7 @@ class Mask:
 
     @property
     def words(self) -> int:
-        """GPU address from which kernels read the first sample and the step, or 0 if they use `counters`."""
+        """GPU address of the first sample's index and the step, or 0 if kernels take both from `counters`."""
         return 0 if self.draw.words is None else address(self.draw.words)
 
     @property

@@ -104,10 +104,10 @@ class LocalRotary:
     """Rotary position encoding of query and key heads. Position 0 is the start of a sample or document."""
 
     def forward(self, x: Array, head_size: int, rotated: int, saved: Saved) -> Array:
-        """Rotate the first ``rotated`` columns of contiguous x in place, and return x.
+        """Rotate the heads in the first ``rotated`` columns of x in place, by angles for the token positions. Return x.
 
-        x has the shape (batch, context, columns). ``rotated`` must be a multiple of ``head_size``. Raises
-        ConfigurationError for an odd ``head_size``.
+        x is contiguous, of shape (batch, context, columns). ``rotated`` must be a multiple of ``head_size``. ``saved``
+        has the positions in packed samples. Raises ConfigurationError for an odd ``head_size``.
         """
         if saved.documents is not None:
             return turn_in_documents(x, head_size, rotated, saved.documents, 1)

@@ -28,7 +28,7 @@ NOTHING: Final = np.empty(0, np.uint8)
 class BlockUse:
     """Use of the memory blocks of an `Arena`, recorded from `Arena.begin_record` to `Arena.end_record`.
 
-    ``taken``: indices of the blocks that `Arena.take` returned. ``scratch``: the scratch arrays at the end.
+    ``taken``: indices of the blocks that `Arena.take` returned. ``scratch``: scratch arrays when the recording ended.
     """
 
     taken: frozenset[int]
@@ -82,7 +82,7 @@ class Arena:
         return index
 
     def _growing(self, nbytes: int) -> int | None:
-        """Take the largest free block that may grow to ``nbytes`` bytes. Return its index, or None."""
+        """Take the largest free block of nbytes / MAX_WASTE to nbytes bytes, for growth. Return its index, or None."""
         for slot in reversed(range(bisect_left(self._free, (nbytes, -1)))):
             size, index = self._free[slot]
             if nbytes > MAX_WASTE * size:
@@ -107,7 +107,7 @@ class Arena:
         self._recorded, self._uses_before = set(), list(self._uses)
 
     def end_record(self) -> BlockUse:
-        """End the recording. Return the use of memory blocks since `begin_record`, for `repeat`."""
+        """End the recording that `begin_record` started. Return the blocks that were taken and freed, for `repeat`."""
         assert self._recorded is not None
         before = self._uses_before + [0] * (len(self._uses) - len(self._uses_before))
         changes = [(index, now - then) for index, (now, then) in enumerate(zip(self._uses, before, strict=True))]
@@ -116,11 +116,11 @@ class Arena:
         return BlockUse(taken, tuple(change for change in changes if change[1]), tuple(self._scratch.values()))
 
     def has_free(self, use: BlockUse) -> bool:
-        """Return True if `repeat` may be called: every block that was taken during the recording ``use`` is free."""
+        """Return True if all blocks ``use.taken`` are free, as `repeat` requires. ``use``: result of `end_record`."""
         return not any(self._uses[index] for index in use.taken)
 
     def repeat(self, use: BlockUse) -> None:
-        """Take and free the same blocks as in the recording ``use``. Call this only if `has_free` returns True."""
+        """Take and free the blocks of ``use``, a result of `end_record`, again. `has_free` must be True before."""
         for index, change in use.changes:
             if not self._uses[index]:
                 del self._free[bisect_left(self._free, (self._blocks[index].nbytes, index))]

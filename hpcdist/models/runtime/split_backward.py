@@ -175,7 +175,7 @@ class SplitEmbedding:
 
 @dataclass(frozen=True)
 class SplitAttention:
-    """Attention ``inner`` that keeps its input gradient in memory, because deferred weight gradients need it."""
+    """Attention ``inner`` that keeps its input gradient for `weight_gradients` of the linear layer before it."""
 
     inner: AttentionOperation
 

@@ -54,8 +54,9 @@ def launch_adam_direction(
 ) -> None:
     """Update Adam's moments m and v on a GPU. Write the direction to ``step``, which may be the gradient array.
 
-    See `adam_direction`. Add the squares of weights and direction to ``partial``; see `tensor_sums`. ``scalars`` are
-    the factor of ``gradient``, beta1, 1 - beta1, beta2, 1 - beta2, the bias corrections of m and v, and epsilon.
+    See `adam_direction`. Add the squares of weights and direction to ``partial``; see `partial_sums`. ``tensors`` has
+    the weight decays. After it come the factor of ``gradient``, beta1, 1 - beta1, beta2, 1 - beta2, the bias
+    corrections of m and v, and epsilon.
     """
     _launch("adam_direction", weights, gradient, (m, v, step, partial), step, tensors, (), scalars)
 
@@ -80,7 +81,7 @@ def partial_sums(size: int, tensors: int) -> Array:  # (places, 2)
 
 
 def tensor_sums(partial: Array, tensors: TensorOptions) -> Array:  # (tensors, 2)
-    """Return sums of squares from ``partial``: a float64 array of shape (tensors, 2), for weights and directions."""
+    """Return the sums of ``partial`` per tensor, for weights and directions: a float64 array of shape (tensors, 2)."""
     sums = namespace(partial).empty((len(tensors.bounds), 2), np.float64)
     CUDA_SOURCE.launch("tensor_sums", len(sums), THREADS, partial, sums, tensors.bounds, **_types(sums, sums, sums))
     return sums
@@ -102,9 +103,9 @@ def launch_update(
 
     "adam": slots m and v; scalars scale, beta1, 1 - beta1, beta2, 1 - beta2, both bias corrections, epsilon, rate.
     "momentum": slot velocity; scalars scale, momentum, factors of g and of the velocity in the step, rate.
-    "plain": scalars scale, rate.
-    "descend": the gradient is a direction, and the factors in ``tensors`` are learning rates.
-    "descend_with_velocity": slot velocity; scalar momentum.
+    "plain": no slot; scalars scale, rate.
+    "descend": no slot, no scalar. The gradient is an update direction, and rate factors are learning rates.
+    "descend_with_velocity": slot velocity; scalar momentum. Gradient and rate factors as for "descend".
     """
     # Without a working copy the kernel gets the weights instead, and a flag.
     copy = weights if working is None else working

@@ -149,7 +149,10 @@ def _device(base: Cluster, measurements: ClusterMeasurements, lines: list[str]) 
 def _links(
     base: Cluster, measurements: ClusterMeasurements, lines: list[str]
 ) -> tuple[tuple[MeasuredFit, ...], tuple[LinkLevel, ...], tuple[str, ...]]:
-    """Return a fit per timing series, the link levels, and assumptions about them. Append fit texts to ``lines``."""
+    """Return a fit per timing series, the link levels, and assumptions about link speeds.
+
+    If messages were not measured, the link levels come from the cluster ``base``. Append a text per fit to ``lines``.
+    """
     fits: list[MeasuredFit] = []
     levels: list[TimingSeries] = []
     for series in measurements.series:
@@ -227,7 +230,7 @@ def _fit(series: TimingSeries, pieces: FittedPieces) -> MeasuredFit:
 def _sources(
     base: Cluster, measurements: ClusterMeasurements, remarks: Sequence[str], *, measured_links: bool
 ) -> dict[str, str]:
-    """Return the origin of the values in each section of the cluster file. Plans print every "assumption"."""
+    """Return the origin of the values in each section of the cluster file: "measured ..." or "assumption: ..."."""
     measured = f"measured on {measurements.date}" + (f" with {measurements.by}" if measurements.by else "")
     assumed = f"assumption: as in {base.name}"
     device, level = [measured, f"power and reserved memory: {assumed}"], [measured if measured_links else assumed]

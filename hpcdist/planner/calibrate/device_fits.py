@@ -75,8 +75,9 @@ def product_seconds(fitted: FittedCurve, product: MeasuredProduct) -> float:
 def fit_curve(products: Sequence[MeasuredProduct]) -> FittedCurve:
     """Fit a device's efficiency curve to the measured matrix products ``products``, for one dtype.
 
-    Every third size is left out to measure the error. The peak is the rate of the fastest product. The logarithms of
-    the curve at knots an octave apart minimise the Huber loss. Raises UsageError for fewer than `LEAST_SIZES` sizes.
+    Every third product, in order of size, is left out of the fit to measure its error. The peak is the rate of the
+    fastest product. The logarithm of the curve is linear between sizes about a factor of 2 apart, and minimises the
+    Huber loss. Raises UsageError for fewer than `LEAST_SIZES` sizes.
     """
     ordered = sorted(products, key=lambda product: product.size)
     bad = next((product for product in ordered if not (math.isfinite(product.seconds) and product.seconds > 0)), None)
@@ -147,7 +148,7 @@ class MeasuredStep(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FittedShares:
-    """Fitted constants of a device. ``errors``: relative time errors of the measured steps left out of the fit."""
+    """Fitted shares of a device's peak rates, and kernel time. ``errors``: relative time errors at held-out steps."""
 
     memory_share: float
     attention_share: float
@@ -156,7 +157,7 @@ class FittedShares:
 
     @property
     def error(self) -> float:
-        """Largest absolute relative error of the steps left out of the fit, or NaN if all were fitted."""
+        """Largest absolute relative error of the steps held out for validation, or NaN without such steps."""
         return max(map(abs, self.errors), default=math.nan)
 
 

@@ -164,9 +164,9 @@ def weighted_line(sizes: np.ndarray, times: np.ndarray) -> tuple[FittedLine, flo
 
 
 def _least_squares(slope: np.ndarray, constant: np.ndarray, weights: np.ndarray) -> FittedLine:
-    """Return the line with a, b >= 0 that minimises sum(weights * (a * constant + b * slope - 1)^2).
+    """Return the line time = a + b * size, with a, b >= 0, that has the least weighted squared relative error.
 
-    ``constant``: 1 / time. ``slope``: size / time.
+    ``constant``: 1 / time. ``slope``: size / time. The relative error is a * constant + b * slope - 1.
     """
     aa, ab, bb = (float((weights * x * y).sum()) for x, y in ((constant, constant), (constant, slope), (slope, slope)))
     a1, b1 = float((weights * constant).sum()), float((weights * slope).sum())

@@ -196,11 +196,10 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkLevel:
-    """Level of the network: links that join each group of ``devices`` neighbouring devices (0: all devices).
+    """Level of the network: links that join groups of ``devices`` consecutive devices (0: one group of all devices).
 
-    Devices in the same group of a faster level use that level instead. ``bytes_per_s``: rate in one direction of a
-    device while all neighbours send. ``alone_bytes_per_s``: rate while no neighbour sends (0: the same as
-    ``bytes_per_s``).
+    Two devices communicate over the fastest level that joins them. ``bytes_per_s``: rate of a device in one direction
+    while all devices send. ``alone_bytes_per_s``: rate of a device that sends alone (0: the same as ``bytes_per_s``).
     """
 
     name: str

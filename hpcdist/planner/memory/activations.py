@@ -195,7 +195,7 @@ def _held(unit: ModelUnit) -> tuple[KeptArray, ...]:
 
 
 def _received(unit: ModelUnit, expert: int) -> tuple[KeptArray, ...]:
-    """Return the array of received token rows, or () without expert parallelism."""
+    """Return the size of the token rows that ``unit`` receives, as a tuple of one `KeptArray`; () if expert is 1."""
     sizes = [round(p.rows * p.experts * p.share) * p.inner for p in unit.products if p.experts > 1]
     rows = [KeptArray(size, whole=True) for size in sizes]
     return tuple(rows[:1]) if expert > 1 else ()
@@ -240,9 +240,9 @@ def scratch_of(
     """Return the bytes of temporary kernel arrays on a device for the implementation "hpcdist". Local.
 
     ``present``: indices of the device's model units, which share temporary arrays of the same name. The keyword
-    ``accumulates``: gradients of several micro-batches are summed, so that a weight gradient needs one more array. If
-    kernels compute in float32 for 16-bit parameters, `hpcdist.planner.memory.model_states.whole_units` counts this
-    array instead.
+    ``accumulates``: True if gradients of several micro-batches are summed. A weight gradient is then computed in a
+    temporary array, before it is added to the sum. This array is not counted if kernels compute in float32 for 16-bit
+    parameters, because `hpcdist.planner.memory.model_states.whole_units` counts it.
     """
     adds = accumulates and layout.computes_in == layout.precision
     sizes = layout.tensor, layout.context, itemsize(layout), layout.sequence_parallel, layout.microbatch

@@ -175,7 +175,7 @@ def part_of(description: ModelDescription, cut: SplitKey, rank: int) -> Pipeline
 
 
 def _borders(firsts: Sequence[tuple[int, int]], rank: int) -> Iterator[int]:
-    """Yield the model units at the chunk borders of ``rank``. ``firsts``: (owner rank, first unit) of each chunk."""
+    """Yield the unit after each border of a chunk of ``rank``. ``firsts``: (rank, first model unit) of each chunk."""
     for number, (owner, place) in enumerate(firsts):
         if number and owner == rank:
             yield place

@@ -36,7 +36,7 @@ class ParameterBytes(NamedTuple):
 
 
 class ModelStates(NamedTuple):
-    """Sharded model states of a device, in bytes per parameter of its pipeline stage. ``rule``: formula as text."""
+    """Sharded model states on a device: bytes / (parameters of its pipeline stage). ``rule``: formula of their sum."""
 
     parameter: float
     gradient: float
@@ -188,7 +188,7 @@ def _coded(layout: ParallelLayout, parameters: float, unit: float, replicas: int
 
 
 def server_bytes(description: ModelDescription, layout: ParallelLayout) -> dict[str, float]:
-    """Return the memory of a dedicated server in bytes, by term. Local."""
+    """Return the memory of a dedicated parameter server in bytes, by the terms of `MemoryEstimate`. Local."""
     size = unsharded(layout)
     part = description.parameters / layout.servers
     longest = max(unit.parameters for unit in description.units) / layout.servers

@@ -42,7 +42,7 @@ class AttentionShape(NamedTuple):
 
     @property
     def every_pair(self) -> float:
-        """Number of query-key pairs in published formulas: all pairs in the sliding window, also the masked ones."""
+        """Number of query-key pairs if the causal mask is ignored, as in the usual FLOP formulas for transformers."""
         return self.within or self.context * min(self.window or self.context, self.context)
 
 

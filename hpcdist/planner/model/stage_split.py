@@ -104,7 +104,10 @@ ROUNDING: Final = 1e-12  # relative error of a sum
 
 
 class UnitGroup(NamedTuple):
-    """``times`` identical model units of a pipeline chunk. ``place``: their index in ``ModelDescription.units``."""
+    """``times`` identical model units of a pipeline chunk.
+
+    ``unit`` describes one of them. ``place``: index of this description in ``ModelDescription.units``.
+    """
 
     unit: ModelUnit
     times: int
@@ -112,7 +115,7 @@ class UnitGroup(NamedTuple):
 
 
 class StageChunk(NamedTuple):
-    """Consecutive model units that pipeline rank ``rank`` computes as a chunk. ``shares``: groups of equal units."""
+    """Consecutive model units that pipeline rank ``rank`` computes as a chunk. ``shares``: its model units, grouped."""
 
     rank: int
     shares: tuple[UnitGroup, ...]
@@ -137,7 +140,7 @@ class SplitKey(NamedTuple):
 
     @property
     def layout(self) -> ParallelLayout:
-        """Layout with the fields of this key, and default values for all other fields."""
+        """`ParallelLayout` with the fields of this `SplitKey`, such as ``pipeline`` and ``chunks``, and defaults."""
         return ParallelLayout(**self._asdict())
 
 

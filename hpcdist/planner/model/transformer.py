@@ -46,8 +46,8 @@ _COMMON: Final = (
 def describe(shape: TransformerShape, name: str, documents: counts.DocumentPairs | None = None) -> ModelDescription:
     """Return the description of the transformer ``shape``: an embedding, blocks and a head.
 
-    ``name``: name of the model. ``documents``: for packed samples, the numbers of query-key pairs inside documents.
-    Raises ConfigurationError for invalid sizes.
+    ``name``: name of the model. ``documents``: for packed samples, the mean number of query-key pairs of a sample whose
+    tokens are in the same document. Raises ConfigurationError for invalid sizes.
     """
     _check(shape)
     config = config_of(shape)
@@ -77,8 +77,8 @@ def of_config(
 
     The keywords give the size of a sample. A transformer needs ``context`` (tokens). An mlp needs ``features`` and
     ``classes``. A convnet needs ``height``, ``width``, ``channels`` and ``classes``. ``documents``: for packed
-    samples, the numbers of query-key pairs inside documents. Features and images are assumed to be stored as float32.
-    Raises ConfigurationError for a missing size, or for a model that user code creates.
+    samples, as in `describe`. Features and images are assumed to be stored as float32. Raises ConfigurationError for a
+    missing size, or for a model that user code creates.
     """
     if config.kind in FOREIGN:
         raise ConfigurationError(

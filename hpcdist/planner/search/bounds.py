@@ -61,8 +61,8 @@ def value(estimate: PlanEstimate, objective: str) -> float:
 def value_and_tie_break(estimate: PlanEstimate, objective: str) -> tuple[float, float]:
     """Return the objective value and a tie-break, to sort layouts.
 
-    The tie-break of the objective "time" is the maximum of the step time range, or without a range the modelled step
-    time. For other objectives it is the objective value.
+    The tie-break of the objective "time" is the maximum possible step time (`PlanEstimate.step_range_s`), or the
+    modelled step time if the maximum is unknown. Other objectives have no tie-break: the value is returned twice.
     """
     objective_value = value(estimate, objective)
     if objective != "time":
@@ -83,10 +83,10 @@ def order_bound(
     global_batch: int,
     objective: str,
 ) -> float:
-    """Return a lower bound of the objective value of the layout ``order`` with any data-axis strategy. Local.
+    """Return a lower bound of the objective value of a layout with the pipeline schedule of ``order``. Local.
 
-    ``flow``: times of the micro-batches of ``order``. The strategy and compression of ``order`` are ignored: strategies
-    differ only in exchange, update and input, so the time without these is a bound. For energy, the slowest rank is
+    The bound holds for any data-axis strategy and compression, because it leaves out gradient exchange, optimizer
+    update and reading of samples. ``flow``: times of the micro-batches of ``order``. For energy, the slowest rank is
     assumed to compute for the same share of time as all ranks together.
     """
     least_s = sum(flow.terms.values())
@@ -102,8 +102,8 @@ class FamilyTotals(NamedTuple):
 
     A family is a set of layouts that differ only in schedule, chunks, data-axis strategy and compression.
 
-    ``seconds``: times per micro-batch, summed over all pipeline ranks. They exclude the recomputation of layouts that
-    recompute a chunk before its gradient arrives (`recomputes_ahead`), and include other recomputation.
+    ``seconds``: times per micro-batch, summed over all pipeline ranks. They include recomputation, unless the layouts
+    recompute a chunk before its gradient arrives (`recomputes_ahead`).
     ``each_s``: lower bound of the time per micro-batch on the slowest pipeline rank.
     ``full``: micro-batches per replica, where a smaller last micro-batch counts as a fraction.
     ``computing``: fraction of the time that is computation, not collectives.
@@ -118,7 +118,10 @@ class FamilyTotals(NamedTuple):
 def family_totals(
     description: ModelDescription, family: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> FamilyTotals:
-    """Return the totals of the family (see `FamilyTotals`) that contains the layout ``family``. Local."""
+    """Return the `FamilyTotals`: the times of a micro-batch that ``family`` shares with similar layouts. Local.
+
+    Similar layouts differ from the layout ``family`` only in schedule, chunks, data-axis strategy and compression.
+    """
     many = family.microbatches(global_batch)
     alone = family.but(pipeline=1, chunks=1, schedule="1f1b")  # the same cache entry for every pipeline degree
     load, waits = _alone(description, alone, cluster)
@@ -149,9 +152,9 @@ def _alone(description: ModelDescription, alone: ParallelLayout, cluster: Cluste
 
 
 def family_bound(of_all: FamilyTotals, family: ParallelLayout, cluster: Cluster, objective: str) -> float:
-    """Return a lower bound of the objective value that holds for every layout of a family. Local.
+    """Return a lower bound of the objective value of all layouts with the same `family_totals` as ``family``. Local.
 
-    ``of_all``: totals of the family. ``family``: any layout of the family.
+    ``of_all``: result of `family_totals` for ``family``.
     """
     return _floor(of_all, 0.0, 0.0, family, cluster, objective)
 
@@ -161,14 +164,16 @@ def schedule_bound(
 ) -> float:
     """Return a lower bound of the objective value of the layout ``order`` from the idle time of its schedule. Local.
 
-    The bound holds for any data-axis strategy and compression. ``of_all``: totals of the family that contains
-    ``order``. ``hop_s``: time of a message between neighbouring pipeline ranks.
+    The bound holds for any data-axis strategy and compression. ``of_all``: result of `family_totals` for ``order``.
+    ``hop_s``: time of a message between neighbouring pipeline ranks.
 
-    The idle time of the slowest rank follows from the mean times of the other ranks (`hpcdist.planner.time.pipeline`).
-    Here, (times of all p ranks) / (p - 1) replaces this mean. Let X be the seconds per micro-batch of the slowest rank,
-    which has v chunks. The idle time is then overestimated by at most X / v, or X with a split backward. So m
-    micro-batches take at least m X + (overestimated idle time) - X / v. Recomputation before a gradient arrives fills
-    at most X / (2 v) more idle seconds for 1F1B, and X / v for the interleaved schedule.
+    Derivation, with p ranks, v chunks per rank, and X = seconds per micro-batch of the slowest rank:
+
+    - The idle time of the slowest rank is a function of the mean time of the other ranks (`closed_form`).
+    - This mean is unknown. The larger value (time of all p ranks) / (p - 1) gives a larger idle time I.
+    - The error of I is at most E = X / v, or E = X if backward is split into input and weight gradients.
+    - So m micro-batches take at least m X + I - E.
+    - Recomputation before a gradient arrives adds X / (2 v) to E for 1F1B, and X / v for the interleaved schedule.
     """
     ranks = order.pipeline
     if ranks == 1:
@@ -185,7 +190,6 @@ def schedule_bound(
 def _floor(
     of_all: FamilyTotals, idle_s: float, message_s: float, layout: ParallelLayout, cluster: Cluster, objective: str
 ) -> float:
-    """Return a lower bound of the objective. ``idle_s`` and ``message_s`` are lower bounds too."""
     busy_s = of_all.each_s * of_all.full
     least_s = busy_s + idle_s + message_s
     if objective == "time":
@@ -201,7 +205,6 @@ def _joules(terms: Mapping[str, float], layout: ParallelLayout, cluster: Cluster
 
 
 def _worth(step_s: float, joules: float, layout: ParallelLayout, cluster: Cluster, objective: str) -> float:
-    """Return the objective value of a step without failures, for objectives other than "time"."""
     if objective == "cost":
         site = cluster.site
         hours = devices_held(layout, cluster) * step_s / 3600

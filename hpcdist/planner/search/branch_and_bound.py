@@ -52,9 +52,9 @@ class MemoryFilter:
     def fitting(
         self, order: ParallelLayout, strategies: Sequence[Strategy], sizes: Sequence[int]
     ) -> tuple[Strategy, ...]:
-        """Return the ``strategies`` with which the layout ``order`` fits into memory.
+        """Return the ``strategies`` with which the layout ``order``, at its micro-batch size, fits into memory.
 
-        ``sizes``: all micro-batch sizes that the search tries with ``order``, ascending.
+        ``sizes``: all micro-batch sizes in the search, ascending. A result for one size often decides other sizes.
         """
         stem: tuple[object, ...] = _STEM(order)
         # Results hold for other sizes only within a class; a size apart is a class of its own.
@@ -71,7 +71,7 @@ class MemoryFilter:
         return tuple(fitting)
 
     def _is_apart(self, order: ParallelLayout, microbatch: int) -> bool:
-        """Return True if memory use at micro-batch size ``microbatch`` bounds no other size of the layout ``order``."""
+        """Return True if the memory use of ``order`` at size ``microbatch`` is no bound for other micro-batch sizes."""
         many = -(-self._global_batch // (order.data * microbatch))
         is_uneven = self._global_batch % (order.data * microbatch) != 0
         return many == 1 or is_uneven or (order.schedule == "interleaved" and many % order.pipeline != 0)
@@ -88,7 +88,6 @@ class MemoryFilter:
         return self._ask(order, stem, strategy, size)
 
     def _ask(self, order: ParallelLayout, stem: tuple[object, ...], strategy: Strategy, microbatch: int) -> bool:
-        """Return True if the layout fits into memory, and cache the result. ``stem``: cache key of ``order``."""
         layout = with_strategy(order, strategy, microbatch)
         footprint = memory(self._description, layout, self._cluster, self._global_batch)
         limit = min(footprint.limit_bytes, self._limit_bytes or footprint.limit_bytes)
@@ -113,7 +112,8 @@ Rank = tuple[float, float, int, int]  # both values; ties: number of the order, 
 class SearchNode(NamedTuple):
     """Node of the search tree: a family of layouts, or one schedule of the family with the ``strategies`` to try.
 
-    ``known``: totals of the family, or the `MicrobatchFlow` of the schedule (None until it is computed).
+    ``known``: times computed so far. For a family (layouts that differ only in schedule and strategy), `FamilyTotals`.
+    For a schedule, `MicrobatchFlow`, or None until it is computed.
     """
 
     bound: Bound
@@ -131,11 +131,11 @@ class Refusals:
     layouts: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def grid(self, problem: LayoutProblem) -> None:
-        """Count one refused grid. ``problem``: the limit and the message."""
+        """Count a refused combination of parallel degrees. ``problem``: name of the broken limit, and error message."""
         self._count(self.grids, problem, 1)
 
     def layout(self, problem: LayoutProblem, many: int = 1) -> None:
-        """Count ``many`` refused layouts. ``problem``: the limit and the message."""
+        """Count ``many`` refused layouts. ``problem``: name of the limit that they break, and error message."""
         self._count(self.layouts, problem, many)
 
     @staticmethod
@@ -233,7 +233,6 @@ class BranchAndBound:
         self._wait(node._replace(bound=self._bound(bound, node.layout), known=flow))
 
     def _bound(self, floor: float, layout: ParallelLayout) -> Bound:
-        """Return a lower bound with the limit `Cluster.most_mfu`, and ``floor``, the bound without this limit."""
         if self.wanted.objective != "time" or not self.cluster.most_mfu:
             return floor, floor
         workers = layout.devices - layout.servers

@@ -130,8 +130,8 @@ def families(grid: ParallelLayout, spec: SearchSpec) -> Iterator[ParallelLayout]
 def sizes(grid: ParallelLayout, global_batch: int, spec: SearchSpec) -> tuple[int, ...]:
     """Return the micro-batch sizes to try: the sizes in ``spec``, or else one per number of micro-batches. Local.
 
-    If several sizes give the same number of micro-batches, only the smallest is tried. Megatron-LM needs equal
-    micro-batches. hpcdist balances their sizes, but with a pipeline all micro-batches must be equal.
+    If several sizes give the same number of micro-batches, only the smallest is tried. With a pipeline, and always for
+    Megatron-LM, only sizes that divide the batch into equal micro-batches are tried.
     """
     if spec.microbatches:
         return tuple(sorted(set(spec.microbatches)))
@@ -167,7 +167,10 @@ def strategies(grid: ParallelLayout, spec: SearchSpec) -> tuple[Strategy, ...]:
 
 
 def with_strategy(order: ParallelLayout, variant: Strategy, microbatch: int = 0) -> ParallelLayout:
-    """Return ``order`` with (strategy, compression) ``variant`` and micro-batch size ``microbatch`` (0: unchanged)."""
+    """Return a copy of the layout ``order`` with the (strategy, compression) pair ``variant``.
+
+    ``microbatch``: micro-batch size of the copy, or 0 to keep the size of ``order``.
+    """
     strategy, compression = variant
     # hpcdist overlaps neither compressed exchanges nor exchanges with servers.
     alone = order.implementation == "hpcdist" and (compression != "none" or strategy == "parameter_server")

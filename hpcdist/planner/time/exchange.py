@@ -153,7 +153,7 @@ def exchange(
     ``backward_s`` and the keyword ``forward_s``: times of one micro-batch. ``microbatches``: micro-batches per step.
     Other keywords:
     - ``units``: number of model units on the device.
-    - ``expert_parameters``: expert parameters among ``parameters``, exchanged by data x context / expert ranks only.
+    - ``expert_parameters``: number of the ``parameters`` in experts. Only ranks with the same experts exchange them.
     - ``ends``: parameters of the first and of the last unit, which zero3 gathers less often.
     - ``matrices``: (rows, columns, count) per weight shape, for low-rank compression. () assumes square weights.
     - ``spare_bytes``: free memory for allreduce buckets above the default size (implementation "hpcdist" only).

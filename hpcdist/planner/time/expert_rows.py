@@ -21,7 +21,10 @@ EVEN_LOADS_FLAG: Final = (
 
 
 class RowRoute(NamedTuple):
-    """Route (``way``) of token rows to experts: "node memory", "hierarchical" or "pairs". ``each``: ranks per node."""
+    """Route (``way``) of token rows to experts. ``each``: ranks per node.
+
+    "node memory": shared memory. "hierarchical": a message between two nodes. "pairs": a message between two ranks.
+    """
 
     way: str = ""
     nodes: int = 1
@@ -78,7 +81,10 @@ def _between_nodes(nbytes: float, route: RowRoute, layout: ParallelLayout, clust
 
 
 def row_buffers(nbytes: float, route: RowRoute) -> float:
-    """Return the buffer bytes, in addition to the rows, for a device that sends ``nbytes`` of token rows. Local."""
+    """Return the bytes of shared-memory or forwarding buffers of a device that sends token rows to experts. Local.
+
+    ``nbytes``: bytes of the sent token rows. ``route``: result of `row_route`.
+    """
     if route.way == SHARED:
         return published_bytes(round(nbytes)) + nbytes  # plus received gradients
     return node_traffic(nbytes, route.nodes, route.each).workspace if route.way == HIERARCHICAL else 0.0

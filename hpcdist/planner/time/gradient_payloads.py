@@ -78,7 +78,7 @@ class Payload(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def payload(compression: str, values: float, ranks: int, units: int = 1, matrices: Matrices = ()) -> Payload | None:
-    """Return the compressed payload of ``values`` gradient elements, or None if ``compression`` is "none".
+    """Return the size and coding cost (`Payload`) of ``values`` compressed gradient elements, or None for "none".
 
     ``ranks``: number of ranks that sum these gradients. ``units``: number of model units that have these gradients.
     ``matrices``: (rows, columns, number of matrices) for each weight shape, used by powersgd. Raises UsageError for an
@@ -140,9 +140,9 @@ def compressed_sum(
 
     ``operation``: "allreduce" or "reduce_scatter". ``messages``: number of equal messages that the gradients fill.
 
-    If a node has l > 1 of the p ranks, messages within the node may stay uncompressed, if this is faster: float32 sums
-    of n values within the node send 8 n (l-1)/l bytes, and p / l ranks on different nodes exchange n / l compressed
-    values. This needs a `Payload` with the ``way`` "owned" or "gathered".
+    If nodes have several of the ranks, the result is the cost of the faster method: compressed messages everywhere, or
+    only between nodes. In the second method, the ranks of a node first reduce-scatter float32 values. Then ranks on
+    different nodes sum their shards with compressed messages. PowerSGD always uses the first method.
     """
     whole = span(layout, axis, cluster)
     flat = _over(operation, gradients, layout, whole, cluster, messages)

@@ -38,15 +38,15 @@ AXES: Final = ("tensor", "context", "data", "replicas", "expert", "expert_replic
 
 
 class LinkTier(NamedTuple):
-    """Link level that connects the members of a group of devices, such as the links between nodes.
+    """Link level that a group of devices uses, such as the links between nodes.
 
-    A box of a level is a set of devices that the links of this level join.
+    The links of a level join smaller boxes. A box is a set of devices that the next faster level joins, such as a node.
 
     ``outer``: index of the level in the cluster, 0 for the fastest level.
-    ``fan``: number of boxes of the next faster level that this level joins and that have members of the group.
-    ``lanes``: number of members of the group in one box of the next faster level.
-    ``crowded``: seconds per byte of a device while all devices send over this level.
-    ``single``: seconds per byte in a flat ring, where one member of the group per faster box sends over this level.
+    ``fan``: number of joined boxes that contain members of the group.
+    ``lanes``: number of members of the group in each of these boxes.
+    ``crowded``: seconds per byte of a device while all devices of the job send over this level.
+    ``single``: seconds per byte of a device in a flat ring, where one group member per box sends over this level.
     """
 
     outer: int
@@ -126,10 +126,10 @@ def span(layout: ParallelLayout, axis: str, cluster: Cluster) -> GroupSpan:
 def group(size: int, stride: int, total: int, levels: tuple[LinkLevel, ...], channels: bool = False) -> GroupSpan:
     """Return the group of ``size`` devices, ``stride`` apart, with the link levels that connect the devices.
 
-    ``total``: number of devices of the job. ``levels``: link levels of the cluster, fastest first. ``channels``: see
-    `GroupSpan`. A box is a set of devices that a level joins. If the boxes of a level contain unequal numbers of group
-    members, equal numbers are assumed, and the result has a warning in ``flags``. Raises UsageError if no level joins
-    all members of the group.
+    ``total``: number of devices of the job. ``levels``: link levels of the cluster, fastest first. ``channels``: True
+    if several rings or trees run in parallel, as in NCCL. The group is assumed to have equally many members on each
+    node, and similarly at other levels. If this is wrong, the result has a warning in ``flags``. Raises UsageError if
+    no level joins all members of the group.
     """
     tiers: list[LinkTier] = []
     flags: list[str] = []
@@ -162,11 +162,10 @@ def _span(size: int, stride: int, tiers: tuple[LinkTier, ...], channels: bool, f
 
 
 def members_inside(size: int, stride: int, box: int, below: int = 1) -> int:
-    """Return the number of members of a device group that one box of a link level contains.
+    """Return the number of group members among ``box`` consecutive devices, such as the devices of a node.
 
-    The group has ``size`` devices, ``stride`` apart. A box is a set of ``box`` consecutive devices that the level
-    joins. ``below``: number of group members in a box of the next faster level, 1 if there is no faster level. The
-    result is a multiple of ``below`` and divides ``size``.
+    The group has ``size`` devices, ``stride`` apart. ``below``: number of group members that the next faster link level
+    joins, or 1 if there is no faster level. The result is a multiple of ``below`` and divides ``size``.
     """
     # Boxes nest: a multiple of ``below``, which divides the group into equal parts.
     room = max(1, box // stride)
@@ -249,7 +248,7 @@ def _rabenseifner(n: float, span: GroupSpan) -> tuple[float, float]:
 
 
 def _fold(n: float, span: GroupSpan) -> tuple[float, float]:
-    """Return the seconds and bytes of messages of ``n`` bytes to and from the ranks of ``span`` beyond a power of 2."""
+    """Return the additional seconds and bytes of an allreduce of ``n`` bytes if the group size is not a power of 2."""
     if span.size & (span.size - 1) == 0:
         return 0.0, 0.0
     tier = span.tier_at(1)
@@ -367,7 +366,6 @@ def _on(fit: MeasuredFit, span: GroupSpan, cluster: Cluster) -> bool:
 
 
 def _within(fit: MeasuredFit, nbytes: float, measured: MessageCost, formula: MessageCost) -> MessageCost:
-    """Return ``measured``, or ``formula`` below all measured sizes of ``fit``. Outside these sizes, add a warning."""
     if fit.from_bytes <= nbytes <= fit.until_bytes[-1]:
         return measured
     sizes = f"measured from {fit.from_bytes:.3g} to {fit.until_bytes[-1]:.3g} bytes"

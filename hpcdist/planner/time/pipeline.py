@@ -68,7 +68,7 @@ class PipelineTime(NamedTuple):
 
     @property
     def whole_s(self) -> float:
-        """Seconds from the first pass to the end of the last pass, or to the next step if it starts earlier."""
+        """Total seconds of computation, waits for messages, and idle time in a step."""
         return self.busy_s + self.message_s + self.idle_s
 
 
@@ -113,7 +113,6 @@ def closed_time(
 
 
 def _idle_s(schedule: str, others: PlannedSeconds, ranks: int, microbatches: int, chunks: int) -> float:
-    """Return the idle seconds of the slowest rank in a step without messages. ``others``: mean times of other ranks."""
     forward_s, input_s, weight_s = others
     other_ranks, there_and_back = ranks - 1, (ranks - 1) * (forward_s + input_s)
     filled_s = min(others)  # w: part of W that fits into each gap
@@ -187,10 +186,10 @@ def _rows(schedule: str, ranks: int, microbatches: int, chunks_per_rank: int) ->
 
 
 class StageTime(NamedTuple):
-    """Load, waits for collectives, and total seconds of a pipeline rank or chunk, per micro-batch.
+    """Work (``load``) and times of a pipeline rank or chunk per micro-batch.
 
-    ``sent``: waits for the collectives of ``load``. ``seconds``: times of the passes, including these waits.
-    ``ahead_s``: seconds of recomputation before the gradient arrives, not included in ``seconds``.
+    ``sent``: times in which the rank waits for collectives. ``seconds``: times of the passes, including the times in
+    ``sent``. ``ahead_s``: seconds of recomputation before the gradient arrives, not included in ``seconds``.
     """
 
     load: StageLoad
@@ -274,7 +273,7 @@ def messages_block(layout: ParallelLayout) -> bool:
 
 
 def steps_overlap(layout: ParallelLayout) -> bool:
-    """Return True if pipeline ranks may start the next step early. In hpcdist, they first sum the gradient norm."""
+    """Return True if a pipeline rank may start the next step before other ranks end this step. False for hpcdist."""
     return layout.implementation == "megatron" and layout.schedule in SPLIT
 
 

@@ -133,7 +133,7 @@ def collective_wait(
     cluster: Cluster,
     costs: dict[tuple[str, str, float], MessageCost] | None = None,
 ) -> CollectiveWait:
-    """Return the times for which a rank waits for the collectives of ``load``. Local.
+    """Return the seconds per micro-batch for which a rank waits for the collectives of ``load``, by axis. Local.
 
     ``costs``: optional cache of collective costs, keyed by (axis, operation, bytes); this function adds new costs.
     """
@@ -169,7 +169,6 @@ def collective_wait(
 
 
 def _exposed_s(gathered_s: float, tiles_s: float, passes: int, *, back: bool) -> float:
-    """Return the seconds of one ring's messages that attention does not overlap. ``back``: a backward ring."""
     blocks = passes + 1
     exposed_s = ring_exposed_s(blocks, tiles_s / blocks, gathered_s / passes, back=back)
     return exposed_s / 2 if back else exposed_s
@@ -187,7 +186,6 @@ def _load(
     layout: ParallelLayout,
     cluster: Cluster,
 ) -> StageLoad:
-    """Return the `StageLoad` of unit groups ``shares``. ``repeats``: recomputed units per `UnitGroup.place`."""
     sums, again_s = [0.0] * 8, 0.0
     calls: Counter[AxisCollective] = Counter()
     flags: dict[str, None] = {}
@@ -264,7 +262,6 @@ def _calls(
 def _context(
     unit: ModelUnit, layout: ParallelLayout, attention: AttentionShape, item: int, attention_s: tuple[float, float]
 ) -> Iterator[AxisCollective]:
-    """Yield the context-axis collectives of one attention. ``attention_s``: seconds in forward and in backward."""
     # Whole buffer: keys and values of all tokens.
     whole = layout.microbatch * attention.context * 2 * attention.kv_heads / layout.tensor * attention.size * item
     if layout.implementation == "hpcdist":
@@ -288,7 +285,6 @@ def _context(
 def _tensor(
     unit: ModelUnit, description: ModelDescription, layout: ParallelLayout, each: float
 ) -> Iterator[AxisCollective]:
-    """Yield the tensor-axis collectives of ``unit``. ``each``: local bytes of a micro-batch per element of a sample."""
     if unit.cut_parameters and not unit.products:  # an embedding
         yield from _ends(description.tokens * description.width * each, layout)
     inside = False

@@ -155,7 +155,7 @@ class _Dense:
         sharding.reduce_scatter(data, self.values, sharding.shares(data, self.values.size, self.values.itemsize))
 
     def settle(self) -> None:
-        """Do nothing: the time of an uncompressed sum does not depend on the gradient values. Local."""
+        """Prepare ``values`` for the next timed sum. Here nothing is needed, as the values do not affect the time."""
 
     def codec_s(self, clock: Callable[[], float]) -> float:
         return 0.0

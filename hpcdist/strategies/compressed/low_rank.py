@@ -62,7 +62,7 @@ class PowerSgdReduction:
         return 1.0, 1.0
 
     def kept(self, part: Range) -> list[Range]:
-        """Return ``[part]``, because any tensor in this range may have a compression residual. Local."""
+        """Return the element ranges of ``part`` that may have compression residuals: the whole range. Local."""
         return [part]
 
     def _rounds(self, part: Range) -> list[tuple[Segment, Range, Range]]:
@@ -76,7 +76,7 @@ class PowerSgdReduction:
         return rounds
 
     def allreduce(self, values: Array, part: Range) -> None:
-        """Sum ``values``, the gradients of range ``part``, in place. Collective over the communicator."""
+        """Sum the gradients ``values`` of the parameter range ``part``, in place. Collective over the communicator."""
         rounds = self.rounds(part)
         if not rounds:
             return
@@ -132,7 +132,7 @@ class PowerSgdReduction:
             self.matrices[key].query[...] = before
 
     def pieces(self, parts: Iterable[Range]) -> list[Piece]:
-        """Return checkpoint pieces with the start factors of the next step, for matrices in ranges ``parts``. Local."""
+        """Return checkpoint pieces with the PowerSGD warm-start factors of the matrices in ranges ``parts``. Local."""
         return [
             Piece.whole(QUERY, segment.key, self.matrices[segment.key].query)
             for part in parts

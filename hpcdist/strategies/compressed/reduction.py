@@ -123,7 +123,7 @@ class CompressedReduction(Protocol):
 
 
 class _Messages:
-    """Sender and receiver of byte messages, in segments between nodes. Construction is collective."""
+    """Sender and receiver of byte messages, in segments if ``comm`` spans several nodes. Construction is collective."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm

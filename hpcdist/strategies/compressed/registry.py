@@ -56,7 +56,8 @@ _ITEMSIZE: Final = np.dtype(np.float32).itemsize  # of encoded values, whatever 
 class BucketReduction:
     """Compressed sum of gradients over the data axis, one bucket of ``buckets`` at a time.
 
-    ``codes`` encodes the gradients for ``reduction``, and keeps state from step to step. ``comm`` sends the payloads.
+    ``reduction`` sums a bucket with the encoder ``codes``, which keeps state from step to step. ``comm`` sends the
+    payloads.
     """
 
     comm: Communicator

@@ -118,7 +118,6 @@ class AllToAllAttention:
         return [[(part, False) for part in queries], *(list(zip(parts, adds, strict=True)) for parts in others)]
 
     def _memory(self, saved: Saved, like: Array, most: int, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-        """Return arrays of ``shapes`` in a scratch buffer that all calls share."""
         flat = saved.scratch("context.moved", (max(most, sum(map(prod, shapes))),), like.dtype)
         stops = list(accumulate(map(prod, shapes), initial=0))
         return [flat[a:b].reshape(shape) for (a, b), shape in zip(pairwise(stops), shapes, strict=True)]
@@ -126,9 +125,10 @@ class AllToAllAttention:
     def _buffers(
         self, saved: Saved, like: Array, sent: int, received: int, after: int, arrives: Array | None
     ) -> tuple[Array, Array]:
-        """Return a send and a receive buffer; the receive buffer is in ``arrives`` if that is large enough.
+        """Return a send buffer of ``sent`` elements and a receive buffer of ``received`` elements.
 
-        The receive buffer does not overlap the first ``after`` elements of `_memory`, to which its data will be copied.
+        The receive buffer is in ``arrives`` if that is large enough. Otherwise, it is after the first ``after``
+        elements of the scratch buffer in ``saved``, so that the caller can copy received data to these elements.
         """
         if arrives is not None and arrives.size >= received:
             return self._memory(saved, like, max(sent, after), [(sent,)])[0], arrives[:received]
@@ -170,8 +170,9 @@ class AllToAllAttention:
     ) -> None:
         """Exchange the local heads of all tokens for all heads of the local tokens. Collective over the axis.
 
-        ``targets``: a list for the output, or three for queries, keys and values, with a `Target` per sending rank.
-        ``arrives``: optional receive memory, which may overlap ``wholes``.
+        ``wholes``: the local heads of all tokens. ``targets``: a list for the output, or three lists for queries, keys
+        and values. Each list has one `Target` (array, whether to add to it) per sending rank. ``arrives``: optional
+        receive memory, which may overlap ``wholes``.
         """
         axis, like = self._axis, wholes[0]
         batch, columns = like.shape[0], sum(whole.shape[2] for whole in wholes)

@@ -23,8 +23,8 @@ class ContextAxis:
     """The ranks of ``comm``, which divide the ``context`` tokens of each sample. Methods are local unless marked.
 
     ``method``: "ring" or "all_to_all". The keyword ``window``: sliding window of the model in tokens, or 0. The keyword
-    ``spans`` receives the times of waits in the ring. ``watch``: search for the first non-finite value that this rank
-    computes. The search ends if another rank sends non-finite values.
+    ``spans`` receives the times of waits in the ring. The attribute ``watch`` finds the first non-finite value that
+    this rank computes itself.
     """
 
     def __init__(
@@ -63,7 +63,10 @@ class ContextAxis:
         return make(self.pieces, window, rank, False), make(self.pieces, window, rank, True)
 
     def visited(self, window: int) -> tuple[tuple[int, ...], ...]:
-        """Return, for each rank, the ranks that its keys and values visit, itself first. See `passes.paths`."""
+        """Return, for each rank, the ranks that its keys and values visit, in ring order, itself first.
+
+        ``window``: sliding window of the attention in tokens, or 0.
+        """
         return paths(self.pieces, window)
 
     def cut(self, samples: Array) -> Array:
@@ -128,9 +131,9 @@ class ContextAxis:
 class Ring:
     """Ring on which each rank's block of keys and values is passed to every rank whose queries see the block.
 
-    A block has shape (batch, tokens of its owner, ``columns``), with the batch size and dtype of ``like``. The buffers
-    named in `operations.MEMORY` are scratch memory in ``saved``. They have room for ``most`` columns, so that rings
-    with fewer columns can use the same memory. ``window``: sliding window in tokens, or 0.
+    A block has shape (batch, tokens of its owner, ``columns``), with the batch size and dtype of ``like``. Its columns
+    are the keys and values of some heads. The buffers named in `operations.MEMORY` are scratch memory in ``saved``.
+    Several rings share them, so they have room for ``most`` columns. ``window``: sliding window in tokens, or 0.
     """
 
     def __init__(self, axis: ContextAxis, saved: Saved, like: Array, columns: int, most: int, window: int) -> None:
@@ -138,7 +141,7 @@ class Ring:
         self._messages = cast(tuple[tuple[RingOperation, ...], ...], axis.messages(window))
 
     def block(self, memory: str, source: int) -> Array:
-        """Return the buffer named ``memory`` with the shape of the block of rank ``source``. Keeps its content."""
+        """Return the buffer named ``memory`` in `operations.MEMORY`, with the shape of the block of rank ``source``."""
         batch, most = self._like.shape[0], self._axis.most_tokens
         flat = self._saved.scratch(f"context.{memory}", (batch * most * self._most,), self._like.dtype)
         shape = batch, tokens(self._axis.pieces[source]), self._columns
@@ -151,9 +154,8 @@ class Ring:
 
         ``rank`` owns the block. The first block is ``local_block``, with this rank's keys and values. ``gradients`` is
         memory to which the caller must write the gradients of another rank's block, or None. ``poll()`` advances the
-        messages in flight. If the keyword ``back`` is true, run the backward pass; afterwards the buffer
-        `operations.HOME` (see `block`) has the sum of the other ranks' gradients of ``local_block``. Collective over
-        the axis.
+        messages in flight. If the keyword ``back`` is true, run the backward pass. Afterwards, the scratch buffer named
+        `operations.HOME` has the sum of the other ranks' gradients of ``local_block``. Collective over the axis.
         """
         axis, blocks = self._axis, {"keys0": local_block}
         in_flight: dict[str, tuple[Request, RingOperation]] = {}  # by memory

@@ -41,7 +41,10 @@ class AttentionShare:
 
 
 def head_parts(share: AttentionShare) -> int:
-    """Return the number of groups of key heads that CPUs pass round the ring in turn, for the attention ``share``."""
+    """Return the number of groups into which ring attention on CPUs divides the key heads.
+
+    CPUs pass one group after the other round the ring. ``share``: numbers of ranks, tokens and heads.
+    """
     nbytes = share.samples * share.most_tokens * 2 * share.shared * share.size * share.itemsize
     return min(share.shared, -(-nbytes // PART_BYTES))
 
@@ -49,7 +52,7 @@ def head_parts(share: AttentionShare) -> int:
 def sent_bytes(share: AttentionShare, method: str) -> tuple[float, float]:
     """Return a pair (forward, backward): the mean bytes that a rank sends in one attention.
 
-    ``share``: sizes of the attention. ``method``: "ring" or "all_to_all".
+    ``share``: numbers of ranks, tokens and heads. ``method``: "ring" or "all_to_all".
     """
     if method == "all_to_all":
         forward, back = exchanged_bytes(share)
@@ -66,8 +69,8 @@ def sent_bytes(share: AttentionShare, method: str) -> tuple[float, float]:
 def exchanged_bytes(share: AttentionShare) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return a pair of tuples (forward, backward): the mean bytes that a rank sends in each all-to-all.
 
-    ``share``: sizes of the attention. The forward pass exchanges inputs and output. The backward pass exchanges the dot
-    products of each head's output with its gradient, the output gradient, and the input gradients.
+    ``share``: numbers of ranks, tokens and heads. The forward pass exchanges inputs and output. The backward pass
+    exchanges the dot products of each head's output with its gradient, the output gradient, and the input gradients.
     """
     token = share.samples * share.tokens * (share.ranks - 1) / share.ranks**2  # numbers, at one number per token
     number = token * share.size * share.itemsize
@@ -78,7 +81,7 @@ def exchanged_bytes(share: AttentionShare) -> tuple[tuple[float, ...], tuple[flo
 
 
 def ring_passes(share: AttentionShare) -> int:
-    """Return the largest number of other ranks' key blocks that a rank's queries see in the attention ``share``."""
+    """Return the largest number of other ranks' key blocks that a rank's queries see, for the sizes ``share``."""
     if not share.window:
         return share.ranks - 1
     visited = paths(pieces(share.tokens, share.ranks), share.window)
@@ -88,9 +91,9 @@ def ring_passes(share: AttentionShare) -> int:
 def ring_exposed_s(ranks: int, tile_s: float, pass_s: float, *, back: bool) -> float:
     """Return the communication time of one ring attention that computation does not hide, in seconds.
 
-    ``tile_s``: seconds of computation with one key block. ``pass_s``: seconds of one transfer of a block. In the
-    forward pass, one transfer overlaps the computation with every block except the last. In the backward pass (the
-    keyword ``back``), two transfers overlap the computation from the third block on.
+    ``tile_s``: seconds of computation with one key block. ``pass_s``: seconds of one transfer of a block. The next
+    block is in flight during the computation with a block. From the third block on in the backward pass (the keyword
+    ``back``), so are the gradients of the block before. The transfer of the last gradients overlaps no computation.
     """
     if ranks == 1:
         return 0.0
@@ -110,7 +113,7 @@ def counts_bytes(ranks: int, samples: int, experts: int) -> int:
 def kept_elements(share: AttentionShare, method: str) -> int:
     """Return the number of extra elements per layer that a rank keeps for backward because of the context axis.
 
-    ``share``: sizes of the attention. ``method``: "ring" or "all_to_all".
+    ``share``: numbers of ranks, tokens and heads of the attention. ``method``: "ring" or "all_to_all".
     """
     # Keys of other ranks, if several ranks get the same key heads.
     takes_keys = method == "all_to_all" and share.shared < share.ranks

@@ -104,10 +104,10 @@ class PieceSamples(WholeSamples):
         return self._axis.context, self._axis.own
 
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return two arrays: tokens per expert before each local piece, and in each whole sample. Collective.
+        """Return two arrays: tokens per expert before each local piece of a sample, and in each sample. Collective.
 
-        ``counts``, of shape (samples, local pieces, experts): number of tokens in each piece that chose each expert.
-        Without samples, the call is local.
+        ``counts``, of shape (samples, local pieces, experts): number of tokens in each piece that chose each expert. If
+        it has no samples, the call is local.
         """
         if not len(counts):
             return super().join(counts)

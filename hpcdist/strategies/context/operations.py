@@ -58,9 +58,9 @@ class HeadExchange:
 def ring_operations(visited: Sequence[Sequence[int]], rank: int, *, back: bool) -> tuple[RingOperation, ...]:
     """Return the ring operations of ``rank`` in one attention, in the order in which the rank executes them.
 
-    ``visited[r]``: ranks that the key block of rank r visits, in ring order, starting with r. If the keyword ``back``
-    is true, the operations are of the backward pass. A rank sends a block to the next rank while it computes with the
-    block. The block's gradients are sent one computation later, and end at the block's owner.
+    ``visited[r]``: ranks that the key block of rank r visits, in ring order, starting with r. A rank sends a key block
+    to the next rank while it computes with the block. In the backward pass (the keyword ``back``), the gradients of the
+    block follow during the next computation. The last visited rank sends them to the owner.
     """
     steps: list[RingOperation] = []
     count = len(visited)
@@ -104,8 +104,8 @@ def ring_operations(visited: Sequence[Sequence[int]], rank: int, *, back: bool) 
 def head_exchanges(placed: tuple[Pieces, ...], rank: int, *, back: bool) -> tuple[HeadExchange, ...]:
     """Return the all-to-alls of ``rank`` in one attention: from local tokens to local heads, and back to tokens.
 
-    ``placed``: each rank's pieces of a sample. In the backward pass (the keyword ``back``), the first all-to-all
-    exchanges the dot products of output rows and gradient rows.
+    ``placed``: each rank's pieces of a sample. The backward pass (the keyword ``back`` is true) begins with an
+    additional all-to-all, for the dot products of output rows and gradient rows.
     """
     local_counts, rank_counts = (tokens(placed[rank]),) * len(placed), tuple(map(tokens, placed))
     to_heads, to_tokens = HeadExchange(local_counts, rank_counts), HeadExchange(rank_counts, local_counts)

@@ -17,8 +17,8 @@ assert PIECE_TOKENS % WORDS_PER_COUNTER == 0, "tiles of a dropout mask begin at 
 class Visit:
     """Visit of the key block of rank ``source`` (keys and values of its tokens) to another rank of the ring.
 
-    Without a sliding window, the visited rank's queries from local row ``from_row`` on see the pieces ``keys`` of the
-    key block.
+    The visited rank's queries from local row ``from_row`` on see the pieces ``keys`` of the key block. A sliding
+    window, which hides some of these keys, is ignored.
     """
 
     source: int
@@ -48,11 +48,11 @@ def tokens(rank_pieces: Pieces) -> int:
 
 
 def visits(placed: tuple[Pieces, ...], rank: int, *, causal: bool) -> tuple[Visit, ...]:
-    """Return the visits of other ranks' key blocks to ``rank``, in ring order; ``placed`` has each rank's pieces.
+    """Return a `Visit` for each other rank's key block, in the order in which the blocks arrive at ``rank``.
 
-    A rank has two pieces of a sample: an early one (head), a late one (tail). With causal attention, all local queries
-    see the head of an earlier rank. Only queries in the local tail see keys of a later rank: its head and its tail. A
-    query sees either all or none of the tokens of a piece.
+    ``placed``: each rank's pieces of a sample, an early one (head) and a late one (tail). In causal attention (the
+    keyword ``causal``), all local queries see the head of an earlier rank. Only queries in the local tail see keys of a
+    later rank, in its head and its tail.
     """
     ranks, visited = len(placed), []
     for step in range(1, ranks):
@@ -71,8 +71,8 @@ def visits(placed: tuple[Pieces, ...], rank: int, *, causal: bool) -> tuple[Visi
 def paths(placed: tuple[Pieces, ...], window: int = 0) -> tuple[tuple[int, ...], ...]:
     """Return, for each rank, the ranks that its keys and values visit, in ring order, starting with itself.
 
-    ``placed``: each rank's pieces of a sample. With a sliding ``window``, only ranks whose queries see the keys are
-    visited. To avoid cyclic waits, every query is assumed to see as many earlier pieces as the query with most of them.
+    ``placed``: each rank's pieces of a sample. With a sliding ``window``, only ranks whose queries may see the keys are
+    visited. All queries are assumed to see equally many earlier pieces, to avoid cyclic waits.
     """
     ranks = len(placed)
     numbers = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]  # piece numbers
@@ -86,7 +86,7 @@ def paths(placed: tuple[Pieces, ...], window: int = 0) -> tuple[tuple[int, ...],
 
 
 def _reach(placed: tuple[Pieces, ...], window: int) -> int:
-    """Return the largest number of earlier pieces that a query sees in the sliding window."""
+    """Return the largest number of pieces in ``placed`` before a query's piece that its sliding ``window`` reaches."""
     every = [rank_pieces[0] for rank_pieces in placed] + [rank_pieces[-1] for rank_pieces in reversed(placed)]
     starts = [first for start, end, first in every if end > start]
     return max(number - bisect_right(starts, max(0, first - window + 1)) + 1 for number, first in enumerate(starts))

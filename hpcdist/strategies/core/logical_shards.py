@@ -60,9 +60,9 @@ CURE: Final = "Give every rank the same OMP_NUM_THREADS, the same kind of proces
 class LogicalShards:
     """Division of the global batch of each step into ``count`` logical shards.
 
-    ``own`` is the range of shards that this rank computes; it is empty on a server. ``arithmetic`` is the
-    `fp_fingerprint`. Construction is collective over the world, and raises ConfigurationError on all ranks if the
-    fingerprints of the ranks differ.
+    ``own`` is the range of shards that this rank computes; it is empty on a server. ``arithmetic`` is a hash of
+    floating-point results (`fp_fingerprint`). Construction is collective over the world, and raises ConfigurationError
+    on all ranks if the hashes of the ranks differ.
     """
 
     def __init__(self, context: RankContext, count: int) -> None:
@@ -87,10 +87,10 @@ class LogicalShards:
     def agree_losses(
         self, losses: Sequence[float], values: np.ndarray, agree: Callable[[np.ndarray], np.ndarray]
     ) -> tuple[float, np.ndarray]:
-        """Return a pair: the sum of all ranks' ``losses``, added in the order of `tree_sum`, and ``agree(values)``.
+        """Return the sum of all ranks' ``losses``, in the order of `tree_sum`, and the sum of all ranks' ``values``.
 
-        ``losses`` has one loss per logical shard of this rank. ``agree(numbers)`` sums the numbers of all ranks; it is
-        called once. Collective over the ranks of ``agree``.
+        ``losses`` has one loss per logical shard of this rank. ``agree`` sums an array over ranks; one call sums both
+        losses and values. Collective over these ranks.
         """
         shard_losses = np.zeros(self.count)
         # Other ranks add zeros, which is exact in any order. An evaluation may have fewer losses than local shards.
@@ -99,11 +99,11 @@ class LogicalShards:
         return tree_sum(sums[: self.count].tolist()), sums[self.count :]
 
     def state(self) -> dict[str, Any]:
-        """Return the `fp_fingerprint`, to be stored in a checkpoint. Local."""
+        """Return the hash of floating-point results (`fp_fingerprint`), to be stored in a checkpoint. Local."""
         return {"arithmetic": self.arithmetic}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise ConfigurationError unless the checkpoint's ``state`` has the current ranks' `fp_fingerprint`. Local."""
+        """Raise ConfigurationError if ``state`` has another hash of floating-point results than this run. Local."""
         before = state.get("arithmetic", self.arithmetic)
         if before != self.arithmetic:
             raise ConfigurationError(

@@ -152,7 +152,7 @@ def build_loss_scale(
 
 
 class MixedPrecisionViews(ParameterViews):
-    """Float32 views of the parameters and gradients that an exchange stores and sends in 16 bits. Local.
+    """Float32 copies of this rank's 16-bit parameters and gradients, for each stage of the model. Local.
 
     A tied tensor is used by several stages. Its gradient is complete after the backward pass of the first stage of this
     rank that uses the tensor.
@@ -190,7 +190,7 @@ class MixedPrecisionViews(ParameterViews):
         self._has_copies = False
 
     def parameters(self, unit: int) -> Parameters:
-        """Return the float32 parameters of stage ``unit``; free float32 parameters that this stage does not need."""
+        """Return the float32 parameters that stage ``unit`` uses. All other float32 parameters are freed."""
         if unit not in self._parameters:
             self._keep(self._needs[unit])
             for used in self._needs[unit] - self._widened:
@@ -252,7 +252,7 @@ class MixedPrecisionViews(ParameterViews):
         self._held.discard(unit)
 
     def moved(self, unit: int | None = None) -> None:
-        """Do nothing: the float32 parameters stay valid until the next operation list."""
+        """Do nothing: the float32 copies do not depend on the address of the 16-bit parameters."""
 
     def _parameters_at(self, layer: int) -> FlatStore:
         return self._copied_parameters if layer in self._copies.layers else self._wide_parameters.at(layer)

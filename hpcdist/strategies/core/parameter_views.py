@@ -40,13 +40,13 @@ class ParameterViews:
         return self._parameters[unit]
 
     def gradients(self, unit: int) -> BoundGradients:
-        """Return views of the gradient memory of stage ``unit``. The stage adds to gradients written in this step."""
+        """Return views of the gradient memory of the model's stage number ``unit``."""
         if unit not in self._gradients:
             self._gradients[unit] = self._model.bind_stage_gradients(unit, self._gradients_at, self.written)
         return self._gradients[unit]
 
     def backward_done(self, unit: int) -> None:
-        """Record that the backward pass of stage ``unit`` is complete for one micro-batch."""
+        """Record that the backward pass of the model's stage number ``unit`` is complete for one micro-batch."""
 
     def no_backward(self, unit: int) -> None:
         """Allocate the gradients of stage ``unit`` for a micro-batch that has no samples on this rank."""
@@ -64,7 +64,7 @@ class ParameterViews:
             self._copies.gradients.view(key)[...] = 0
 
     def exchanged(self, unit: int) -> None:
-        """Record that the gradients of stage ``unit`` were exchanged. The next micro-batch gets new gradient views."""
+        """Record that the gradients of the model's stage number ``unit`` were exchanged and may be overwritten."""
         self._gradients.pop(unit).begin_step()
         self._complete.discard(unit)
 

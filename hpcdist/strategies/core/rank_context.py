@@ -36,8 +36,8 @@ class RankContext:
     ``data``: communicator of the replicas of this rank's stages.
     ``pipeline``: communicator of the stages of this replica.
     ``tensor``: communicator of the ranks that hold shards of the same tensors.
-    ``context``: axis of the replicas that divide the tokens of the same samples, or None if samples are not divided.
-    ``batch``: communicator of the replicas with different samples, or None if these are all replicas of ``data``.
+    ``context``: `ContextAxis` of the replicas that divide the tokens of a sample, or None if samples are not divided.
+    ``batch``: communicator of the replicas with different samples, or None if all replicas have different samples.
     ``experts``: communicator of the replicas that divide the experts of this rank's stages.
     ``on``: device of the arrays, "cpu" or "gpu".
     ``computes``: False on a dedicated server.
@@ -89,12 +89,12 @@ class RankContext:
 
     @property
     def units(self) -> tuple[int, ...]:
-        """Indices of this rank's stages that have tensors in ``portion``, in model order."""
+        """Indices of this rank's stages with tensors that the strategy handles (see ``portion``), in model order."""
         return tuple(unit for chunk in self.chunks for unit in chunk if self._range(unit))
 
     @property
     def members(self) -> Communicator:
-        """Ranks that compute or serve this rank's stages: ``data`` with a pipeline or tensor axis, else ``world``."""
+        """Communicator of the ranks that compute this rank's stages, including dedicated parameter servers."""
         return self.world if self.pipeline.size * self.tensor.size == 1 else self.data
 
     @property
@@ -172,10 +172,10 @@ class RankContext:
         )
 
     def for_replicas(self, category: str, over: Communicator | None = None) -> Allocate | None:
-        """Return a function that allocates memory shared by replicas on a node, or None if no collective needs it.
+        """Return a function that allocates memory shared by replicas on a node, or None if private memory suffices.
 
-        Local. ``category``: name of the memory in the memory ledger. The function can be the argument ``allocate`` of
-        `store`. Calling it is collective over ``over``, by default ``data``.
+        Local. ``category``: name of the memory in the memory ledger. The method `store` takes the function as
+        ``allocate``. Calling it is collective over ``over``, by default ``data``.
         """
         names = {row.partition("<=")[0] for row in self.algorithm.split(",")}
         if self.on != "cpu" or self.data.size == 1 or not names & _IN_SHARED_MEMORY:

@@ -42,9 +42,9 @@ _NOTHING: Final = 1e-12  # smaller eigenvalues are rounding errors of zero
 class Graph:
     """Mixing graph of gossip: each rank's neighbours in each mixing round, and the weights of their parameters.
 
-    Steps use the ``rounds`` cyclically. A complete graph has no rounds. ``gap`` is the spectral gap 1 - rho, or NaN if
-    it is not computed. rho is the second largest absolute eigenvalue of the mixing matrix, as a geometric mean per
-    round.
+    Steps use the ``rounds`` cyclically. In a complete graph, ``rounds`` is empty: all ranks average with equal weights.
+    ``gap`` is the spectral gap 1 - rho, or NaN if it is not computed. For k rounds, rho^k is the second largest
+    absolute eigenvalue of the product of their mixing matrices.
     """
 
     name: str

@@ -29,8 +29,8 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 class Replicas(ShardedUpdateExchange):
     """Base class of strategies whose replicas differ, because each rank updates with its own gradient.
 
-    A rank computes a summand of the mean gradient of all samples. Subclasses set ``factor``; the summand times
-    ``factor`` is the gradient with which this rank updates. Subclasses also average the replicas.
+    The backward pass gives a rank's contribution to the mean gradient of all samples. Subclasses set ``factor``, which
+    scales this contribution to the gradient with which the rank updates. Subclasses also average the replicas.
 
     ``distances`` maps step numbers to consensus distances (relative differences of the replicas from their mean), until
     `new_consensus_distances` returns them. All ranks have the same distances.
@@ -101,7 +101,7 @@ class Replicas(ShardedUpdateExchange):
         return squares
 
     def note(self, squares: np.ndarray) -> None:
-        """Record this step's consensus distance, given this rank's ``squares`` from `average`. Collective."""
+        """Compute and record this step's consensus distance from ``squares``, the result of `average`. Collective."""
         apart = float(self.agree(squares[:1].copy())[0]) / self.context.data.size
         self.distance = self.distances[self.step] = math.sqrt(apart / squares[1]) if squares[1] else math.nan
 

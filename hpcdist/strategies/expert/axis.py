@@ -34,8 +34,8 @@ def expert_replicas(replicas: Communicator, degree: int) -> Communicator:
 class ExpertAxis:
     """All-to-alls over ``comm``, the ranks that divide the experts. Methods are collective unless marked local.
 
-    ``algorithm``: all-to-all algorithm. ``watch``: search for the first non-finite value that this rank computes. The
-    search ends if this rank receives non-finite rows.
+    ``algorithm``: name of the all-to-all algorithm. ``watch``: object that finds the first non-finite value that this
+    rank computes itself.
     """
 
     def __init__(self, comm: Communicator, algorithm: str, watch: NanFinder) -> None:
@@ -71,7 +71,7 @@ class ExpertAxis:
             self.watch.distrust(arrived)
 
     def wait(self, memory: PublishedMemory, like: Array) -> None:
-        """Wait until all ranks have published their shared ``memory``. Log the wait as an all-to-all of ``like``."""
+        """Wait until all ranks have published ``memory``; log an all-to-all with the size and dtype of ``like``."""
         begin = time.perf_counter()
         events, dtype = self.comm.events, name_of(like.dtype)
         token = events.begin(self.comm.name, f"{NODE_SHARED}_all_to_all", dtype, like.size, 0, -1, 0)
@@ -93,10 +93,10 @@ def _ranges(counts: np.ndarray, width: int) -> list[Range]:
 def algorithm_for(comm: Communicator, chosen: str, *, settled: bool, on: str) -> str:
     """Return the name of the all-to-all algorithm over ``comm``. Collective.
 
-    ``chosen``: allreduce algorithm. If the keyword ``settled`` is true, the recipe itself set ``chosen``: the result is
-    the all-to-all algorithm ``chosen`` if it exists, else "pairwise". Otherwise, the result is "hierarchical" on
-    several nodes, "node_shared" on the CPUs of one node, and "native" on the GPUs of one node. The keyword ``on``:
-    device, "cpu" or "gpu".
+    ``chosen``: allreduce algorithm. If the keyword ``settled`` is true, the user set ``chosen`` in the recipe. The
+    result is then the all-to-all of the same name, or "pairwise" if no such algorithm exists. Otherwise, it is
+    "hierarchical" on several nodes, "node_shared" on the CPUs of one node, and "native" on the GPUs of one node. The
+    keyword ``on``: device, "cpu" or "gpu".
     """
     is_one_node = comm.nodes().count == 1
     if settled and not (chosen == NODE_SHARED and is_one_node and on == "cpu"):

@@ -26,7 +26,7 @@ def counts_bytes(experts: int) -> int:
 
 
 def published_bytes(nbytes: int) -> int:
-    """Return the bytes of a rank's shared memory for ``nbytes`` of a layer's token rows, and for their results."""
+    """Return the bytes of a rank's shared memory for ``nbytes`` of token rows and for results of the same size."""
     return 2 * part_bytes(nbytes)
 
 

@@ -61,7 +61,7 @@ class ExpertExchange(Exchange):
                 exchange.handlers[op.kind](part)
 
     def _own(self, index: int, op: Operation) -> list[Operation]:
-        """Return the part of ``op`` on exchange ``index``: 0 for dense tensors, 1 for experts."""
+        """Return ``op`` restricted to dense tensors (``index`` 0) or experts (``index`` 1), as a list of operations."""
         if op.range is not None:
             parts = [part.intersect(op.range) for part in self._portions[index]]
             return [replace(op, range=part) for part in parts if part]
@@ -85,7 +85,10 @@ class ExpertExchange(Exchange):
         return self.dense.gradients
 
     def plan(self) -> list[Operation]:
-        """Return the operations of the dense and the expert exchange, with one AGREE operation for both. Local."""
+        """Return the operations of the dense and the expert exchange. Local.
+
+        With one AGREE operation, the ranks agree on loss and norm for both exchanges.
+        """
         agree = Operation(Kind.AGREE)
         plans = [exchange.plan() for exchange in self.both]
         dense, experts = (plan[: plan.index(agree)] for plan in plans)
@@ -189,5 +192,5 @@ class JoinedStore:
         self._of(part).add(part, values)
 
     def blocks(self, part: Range) -> Iterable[Array]:
-        """Return the stored elements of the flat range ``part`` as consecutive arrays."""
+        """Return consecutive arrays with the elements of the flat range ``part`` that this rank stores."""
         return self._of(part).blocks(part)

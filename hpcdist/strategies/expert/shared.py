@@ -179,7 +179,7 @@ class SharedRows(StayingRows):
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
         """Return the arrays for the gradients of the weights and biases that `tensors` returns for ``prefix``.
 
-        The arrays belong to ``gradients`` or, for an expert that another rank lends, to this rank's shared memory.
+        The arrays belong to ``gradients`` or, for an expert that its owner lends to this rank, to local shared memory.
         """
         base = super().gradients(parameters, gradients, prefix, saved)
         division: Division = saved["experts.division"]

@@ -56,7 +56,8 @@ class ParameterServerConfig:
     ``staleness_aware`` divides the learning rate of an update by the staleness of its gradient. ``backup_workers`` (bsp
     only): each step ignores the gradients of this many slowest workers.
 
-    ``transport`` (lock-step only): messages, shared memory within a node, or one-sided communication.
+    ``transport``: messages, shared memory within a node, or one-sided communication. Only messages are supported if
+    workers do not make every step together.
     """
 
     servers: int = 0
@@ -75,7 +76,7 @@ class ParameterServerConfig:
 
     @property
     def own_steps(self) -> str:
-        """Recipe line that lets workers step independently (such as "KEY = 'asp'"), or "" if they step in lock-step."""
+        """Recipe line by which workers step independently, or "" if all workers make every step together."""
         return own_steps(self.consistency, self.staleness, self.backup_workers)
 
     @property

@@ -109,7 +109,6 @@ class MessageTransport(Transport):
                 self._sent.append(self.comm.isend(values, server, GRADIENT))
 
     def collect(self, part: Range) -> None:
-        """Sum the workers' gradients of the local range ``part``, in rank order or, for logical shards, tree order."""
         self._arrivals.begin()
         gradients = self.gradients.range(part)
         if self.topology.tree is not None:

@@ -34,11 +34,11 @@ class ShardTree:
         self._brought = {node for nodes in self.nodes for node in nodes}
 
     def total(self, addends: Iterable[Array], target: Array, *, lasting: bool) -> None:
-        """Write the sum of ``addends`` in tree order to ``target``. Local.
+        """Write the sum of ``addends``, added in the order of this tree, to ``target``. Local.
 
-        ``addends`` yields the partial sums of the workers' tree `nodes`, in rank order; ``target`` may be one of them.
-        If the keyword ``lasting`` is true, all addends stay valid. Otherwise an addend is valid until ``addends``
-        yields the second addend after it.
+        ``addends`` yields the arrays that the workers pushed, one per tree node, in rank order; ``target`` may be one
+        of them. If the keyword ``lasting`` is true, all arrays stay valid. Otherwise, only the last two arrays yielded
+        are valid.
         """
         if not lasting:
             self._total(iter(addends), target, lasting=False)
@@ -74,9 +74,9 @@ class ShardTree:
 class PartialSums:
     """Partial sums that worker ``index`` pushes: one for each tree node in ``tree.nodes[index]``. Local.
 
-    A partial sum adds the gradients of the logical shards in its node. ``slot(n)`` returns the n-th buffer for partial
-    sums, a new store with the ranges of ``gradients``. If the worker's last shard is not summed with earlier shards,
-    its gradient is a partial sum that stays in ``gradients``.
+    A partial sum adds the gradients of the logical shards (micro-batches) in its node. ``slot(n)`` returns the n-th
+    buffer for partial sums, a new store with the ranges of ``gradients``. A partial sum of only the last micro-batch
+    may stay in ``gradients``, without a buffer.
     """
 
     def __init__(self, tree: ShardTree, index: int, gradients: FlatStore, slot: Callable[[int], FlatStore]) -> None:
@@ -103,7 +103,7 @@ class PartialSums:
             values = left
 
     def of(self, part: Range) -> list[Array]:
-        """Return range ``part`` of every partial sum, as arrays in shard order. Call it after the last `add`."""
+        """Return one array per partial sum: its values in the flat range ``part``. Call it after the last `add`."""
         return [store.range(part) for store in self._lies]
 
 
@@ -114,11 +114,11 @@ def slots_of(tree: ShardTree, index: int) -> int:
 
 
 def _plan(tree: ShardTree, index: int) -> tuple[list[tuple[int, int, bool]], list[int | None]]:
-    """Return a stack operation for each logical shard of worker ``index``, and a buffer number for each pushed node.
+    """Return a stack operation for each micro-batch of worker ``index``, and the buffer of each partial sum to send.
 
-    A shard's operation (depth, joins, stays) finds a stack of ``depth`` partial sums, one buffer each. It merges the
-    shard's gradient with the top ``joins`` partial sums. If ``joins`` is 0, the gradient is a new partial sum: in a
-    buffer or, if ``stays`` is true, in the gradient store. A node in the gradient store has the buffer number None.
+    An operation (depth, joins, stays) starts with ``depth`` partial sums on a stack, one buffer each. It merges the
+    gradient of the micro-batch with the top ``joins`` partial sums. If ``joins`` is 0, the gradient is a new partial
+    sum: in a buffer or, if ``stays`` is true, in the gradient store. Buffer None stands for the gradient store.
     """
     # As carries in binary counting: neighbouring nodes are joined when both are complete, so the stack holds at most
     # one node of each size.
@@ -148,8 +148,8 @@ PARAMETER: Final = 1
 class ServerTopology:
     """Workers and servers of the world, and the parameter ranges that each server owns.
 
-    Gradients are summed over ``shards`` logical shards or, if this is 0, over the workers. ``comm`` carries only
-    gradients and parameters.
+    Gradients are summed over ``shards`` logical shards (micro-batches of all workers) or, if this is 0, over the
+    workers. ``comm`` carries only gradients and parameters.
     """
 
     context: RankContext
@@ -185,7 +185,7 @@ class ServerTopology:
 
     @cached_property
     def owners(self) -> dict[Range, int]:
-        """The rank of the server that owns the range of each message, keyed by range."""
+        """Mapping from the parameter range of each gradient message to the rank of the server that owns the range."""
         return dict(self.messages)
 
     @cached_property
@@ -199,11 +199,14 @@ class ServerTopology:
 
     @cached_property
     def tree(self) -> ShardTree | None:
-        """The summation tree over logical shards, or None if there are no logical shards."""
+        """Tree that sums the gradients of micro-batches (logical shards), or None if ``shards`` is 0."""
         return ShardTree(self.shards, len(self.roles.workers)) if self.shards else None
 
     def brings(self, worker: int) -> int:
-        """Return the number of arrays that ``worker`` pushes per range: 1 gradient, or all its partial sums."""
+        """Return the number of arrays that ``worker`` pushes per parameter range.
+
+        This is the number of the worker's `PartialSums` or, if ``shards`` is 0, 1 for its gradient.
+        """
         return 1 if self.tree is None else len(self.tree.nodes[self.roles.workers.index(worker)])
 
     def slots(self, worker: int) -> int:
@@ -213,13 +216,13 @@ class ServerTopology:
         return slots_of(self.tree, self.roles.workers.index(worker))
 
     def partials(self, gradients: FlatStore) -> PartialSums | None:
-        """Return this rank's `PartialSums` in private memory, or None if it has no logical shards to sum."""
+        """Return this rank's `PartialSums` in private memory, or None if ``shards`` is 0 or the rank only serves."""
         if not self.works:
             return None
         return self.partials_in(self.rank, gradients, lambda slot: self.context.store("communication"))
 
     def partials_in(self, worker: int, gradients: FlatStore, slot: Callable[[int], FlatStore]) -> PartialSums | None:
-        """Return the `PartialSums` of rank ``worker``, or None if there are no logical shards.
+        """Return the `PartialSums` of rank ``worker``, or None if ``shards`` is 0.
 
         ``gradients`` is the worker's gradient store. ``slot(n)`` allocates buffer n for its partial sums.
         """
@@ -241,8 +244,8 @@ class ServerTopology:
 class Transport(Protocol):
     """Interface of parameter-server transports. A rank calls the methods in the order of its operation list.
 
-    A rank calls `settle` twice per step: before AGREE to complete the pushes, and after its last operation to complete
-    the pulls.
+    A rank calls `settle` twice per step: to complete the pushes before the ranks agree on the loss, and to complete the
+    pulls after its last operation.
     """
 
     parameters: FlatStore
@@ -254,7 +257,7 @@ class Transport(Protocol):
         """On a worker, send the gradients or partial sums of ``part``, which must stay unchanged until `settle`."""
 
     def collect(self, part: Range) -> None:
-        """On a server, sum the pushed gradients of local range ``part``, in rank order or, for shards, tree order."""
+        """On a server, sum the arrays that all workers pushed for the local range ``part``, in a fixed order."""
 
     def expect(self) -> None:
         """Prepare to receive the new parameters of this step, for example by posting receives. Local."""
@@ -275,7 +278,7 @@ class Transport(Protocol):
 
 
 def pushed(gradients: FlatStore, partials: PartialSums | None, part: Range) -> list[Array]:
-    """Return the arrays that a worker pushes for range ``part``: its gradients, or its partial sums. Local."""
+    """Return the arrays that a worker pushes for range ``part``: its ``partials`` or, if None, its ``gradients``."""
     return [gradients.range(part)] if partials is None else partials.of(part)
 
 

@@ -195,7 +195,7 @@ class TensorSplit:
         return -(-elements // self.ranks)
 
     def between(self, elements: int) -> int:
-        """Return the largest number of elements on any rank if ``elements`` are outside of tensor-parallel layers."""
+        """Return the largest number of elements on any tensor rank if ``elements`` are split only with `by_tokens`."""
         return self.of(elements) if self.by_tokens else elements
 
     def elements(self, array: KeptArray) -> int:
@@ -244,9 +244,9 @@ class SampleCounts:
     ``unit``: counts of the stage, without the FLOPs of attention products.
     ``held``: arrays kept between the input-gradient and the weight-gradient pass of a split backward pass.
     ``products``: forward FLOPs of attention products, masked scores included.
-    ``additions``: FLOPs of an embedding.
-    ``joint``: True if the backward pass cannot be split, so the input-gradient pass also has all weight gradients.
-    ``joint_linear``: forward FLOPs of the linear layers whose backward pass cannot be split.
+    ``additions``: forward FLOPs of an embedding.
+    ``joint``: True if the backward pass cannot be split; its input-gradient pass computes all weight gradients too.
+    ``joint_linear``: forward FLOPs of the linear layers that cannot be split, if the others can; 0 with ``joint``.
     """
 
     unit: UnitCounts

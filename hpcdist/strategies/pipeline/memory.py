@@ -58,9 +58,9 @@ class StateBytes:
 
     @classmethod
     def of(cls, config: ZeroConfig, degrees: ShardingDegrees, itemsize: int, optimizer_bytes: int) -> "StateBytes":
-        """Return the bytes per parameter; ``degrees`` are the numbers of shards of each kind of state.
+        """Return the `StateBytes` for ``degrees``, the numbers of shards of parameters, gradients and optimizer state.
 
-        ``optimizer_bytes``: bytes per parameter of unsharded optimizer state, including master copies.
+        ``optimizer_bytes``: bytes per parameter of optimizer state and master copies, before sharding.
         """
         cut = degrees.parameters > 1, degrees.gradients > 1
         whole = config.keep_parameters + config.keep_gradients
@@ -75,7 +75,7 @@ class StateBytes:
         )
 
     def whole(self, parameters: int) -> dict[str, int]:
-        """Return the temporary bytes, by category, of a model unit of ``parameters`` parameters while it computes."""
+        """Return the temporary bytes while a unit of ``parameters`` elements computes: gathered, reduced, widened."""
         size = parameters * self.itemsize
         return {
             "gathered": self.gathered * size,
@@ -85,7 +85,7 @@ class StateBytes:
 
 
 def moments(steps: Sequence[Operation], chunks: Sequence[range]) -> tuple[Moment, ...]:
-    """Return the live micro-batches of ``chunks`` at each memory peak of a rank's operation list ``steps``. Local."""
+    """Return each chunk's numbers of live micro-batches at the memory peaks of a rank's operation list ``steps``."""
     chunk_numbers = {chunk.start: number for number, chunk in enumerate(chunks)}
     recomputed = {(op.microbatch, op.unit) for op in steps if op.recompute}
     now = np.zeros((len(chunks), 3), np.int64)
@@ -143,7 +143,7 @@ class StageMemory:
     def on(self, rank: int, starts: Sequence[Any], stops: Sequence[Any]) -> Any:
         """Return the memory use of ``rank`` in bytes if its chunk i has the model units [starts[i], stops[i]).
 
-        The bounds may be arrays; then the result is an array.
+        Each bound may be an array of candidates; then the result is an array with one value per candidate.
         """
         return sum(self.terms(rank, starts, stops).values())
 

@@ -20,7 +20,10 @@ TIES = 1 << 10
 
 @dataclass(frozen=True)
 class TiedTensor:
-    """Tensor ``key`` of stage ``unit``. Pipeline rank ``owner`` has the original tensor, and rank ``holder`` a copy."""
+    """Tensor that two pipeline ranks use: rank ``owner`` has the original tensor, and rank ``holder`` a copy.
+
+    ``key``: name of the tensor in the model's layout. ``unit``: model unit of the original tensor, on rank ``owner``.
+    """
 
     key: str
     unit: int

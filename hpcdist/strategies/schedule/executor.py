@@ -32,7 +32,7 @@ class Executor:
     """Runs the operation lists of one rank, for training steps and evaluations.
 
     ``clip_norm`` bounds the norm of the mean gradient; 0 disables clipping. ``seed`` is the seed of dropout. ``spans``
-    receives the times of every operation. ``launches`` launches the kernels of the stages, in memory of ``arena``.
+    receives the times of every operation. ``launches`` runs the stages' kernels, directly or as CUDA graphs.
     """
 
     def __init__(
@@ -291,7 +291,7 @@ class Executor:
 
     @property
     def own_weight(self) -> float:
-        """Sum of this rank's loss weights in the last operation list, or 0 if the loss has no weights. Local."""
+        """Sum of this rank's loss weights in the last step or evaluation, or 0 if the loss has no weights. Local."""
         return self._stages.weight
 
     def gradients_in(self, part: Range) -> Array | None:

@@ -33,11 +33,11 @@ class KernelLaunches:
     own_messages = False  # whether messages have memory of their own
 
     def begin(self, draws: Sequence[Draw], sizes: Sequence[int], scale: float, *, steady: bool) -> Sequence[Draw]:
-        """Start an operation list with micro-batches of ``sizes`` samples; return each micro-batch's `Draw`.
+        """Start an operation list, and return the `Draw` (values that select dropout masks) of each micro-batch.
 
-        ``draws``: the `Draw`, which determines the dropout masks, of each micro-batch. ``scale``: factor of the loss
-        gradient. The keyword ``steady`` is True in a normal training step, and False in an evaluation or a search for
-        NaN.
+        ``draws``: these values; a subclass may add copies on the GPU. ``sizes``: number of samples of each micro-batch.
+        ``scale``: factor of the loss gradient. The keyword ``steady`` is True in a normal training step, and False in
+        an evaluation or a search for NaN.
         """
         return draws
 
@@ -54,9 +54,9 @@ class KernelLaunches:
     ) -> T:
         """Run the compute operation ``op`` as ``call(arrays)``, and return the result.
 
-        ``arrays`` are the arrays of the keyword ``moving``, whose addresses change from step to step, or copies of them
-        at fixed addresses. ``saved`` has the unit's saved activations. The kernels use ``saved`` and the keywords
-        ``still``, ``parameters`` and ``gradients`` without copies.
+        The keyword ``moving`` has arrays whose addresses change from step to step. ``arrays`` is ``moving`` or, in a
+        CUDA graph, copies at fixed addresses. Kernels use all other arrays without copies: the activations ``saved``,
+        an input that does not move (keyword ``still``), and the keywords ``parameters`` and ``gradients``.
         """
         return call(moving)
 
@@ -92,11 +92,7 @@ class StageGraphs(KernelLaunches):
         self._on = False  # whether the operations of this list run as graphs
 
     def begin(self, draws: Sequence[Draw], sizes: Sequence[int], scale: float, *, steady: bool) -> Sequence[Draw]:
-        """Start an operation list; return the `Draw` of each micro-batch, from ``draws``.
-
-        A `Draw` selects dropout masks. ``sizes``: number of samples of each micro-batch. ``scale``: factor of the loss
-        gradient.
-        """
+        """Start an operation list; return ``draws``, with `Draw.words` if CUDA graphs with dropout follow."""
         self._on = False
         if not steady:
             return draws

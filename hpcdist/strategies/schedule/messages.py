@@ -114,17 +114,20 @@ class StageMessages:
             self._memory(RECEIVED, microbatch, unit).release()
 
     def forget_gradient(self, microbatch: int, unit: int) -> None:
-        """Free an input gradient, an array that `receive` or `keep` returned. ``unit`` is as in `forget`."""
+        """Free the input gradient of a unit or skip connection, an array that `receive` or `keep` returned."""
         self._memory(GRADIENT_IN, microbatch, unit).release()
 
     def keep(self, microbatch: int, unit: int, dx: Array) -> Array:
-        """Return a copy of the input gradient ``dx``, valid until `forget_gradient`. ``unit`` is as in `forget`."""
+        """Return a copy of ``dx``, the input gradient of a unit or skip connection, valid until `forget_gradient`."""
         copy = self._memory(GRADIENT_IN, microbatch, unit).empty("message", dx.shape, dx.dtype)
         copy[...] = dx
         return copy
 
     def send_activation(self, op: Operation, y: Array, *, copy: bool) -> None:
-        """Send ``y``, the input of unit ``op.unit``, to the rank of this unit. The keyword ``copy`` sends a copy."""
+        """Send ``y``, the input of model unit ``op.unit``, to the rank of this unit.
+
+        Without the keyword ``copy``, ``y`` itself is sent, and must not change before its gradient arrives.
+        """
         if copy:
             self._send_copy(ACTIVATION_OUT, op, y)
         else:

@@ -153,12 +153,12 @@ class NanFinder:
         return self._awake and _finite(values)
 
     def distrust(self, values: Array) -> None:
-        """Stop the search for non-finite values if ``values``, received from another rank, are not finite."""
+        """Stop the search if ``values``, received from another rank, are not finite: the fault began elsewhere."""
         if self._awake and not _finite(values):
             self._awake = False
 
     def distrust_tensors(self, store: FlatStore, part: Range) -> None:
-        """Stop the NaN search if ``part``, a range of ``store`` received from another rank, has non-finite values."""
+        """Apply `distrust` to ``part``, a flat range of ``store`` that was received from another rank."""
         for _, touched in store.layout.within(part) if self._awake else ():
             self.distrust(store.range(touched))
 

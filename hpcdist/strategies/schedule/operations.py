@@ -75,7 +75,7 @@ def looped(parts: Sequence[range], ranks: int) -> StagePlacement:
 
 
 def folded(parts: Sequence[range], ranks: int) -> StagePlacement:
-    """Return the placement of ``parts``, two ranges of model units per rank: on rank 0 to the last, then back to 0."""
+    """Return the V-shaped placement of ``parts``, ranges of units: rank i has parts i and 2 ``ranks`` - 1 - i."""
     assert len(parts) == 2 * ranks, f"{len(parts)} chunks for {ranks} ranks"
     return StagePlacement(tuple(parts), (*range(ranks), *reversed(range(ranks))))
 

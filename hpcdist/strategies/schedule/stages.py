@@ -39,20 +39,20 @@ class SkipExchange:
         self._gradients: dict[Skip, Array] = {}
 
     def begin(self) -> None:
-        """Drop the skip values and gradients of the previous operation list."""
+        """Drop all stored values and gradients of skip connections, before the next step or evaluation."""
         self._values.clear()
         self._gradients.clear()
 
     def bring(self, op: Operation, saved: Saved) -> None:
-        """Store the values that the model unit of the FORWARD ``op`` gets over skip connections in ``saved``."""
+        """Before the FORWARD ``op``, put the outputs that its model unit gets over skip connections into ``saved``."""
         for source in self._place.skips_into(op.unit):
             saved.keep(f"skip.{source}", self._values[op.microbatch, source, op.unit])
 
     def leave(self, op: Operation, y: Array, *, dropped: bool) -> None:
         """Keep ``y``, the output of the model unit of the FORWARD ``op``, for skip connections that start at the unit.
 
-        The keyword ``dropped`` is true if the unit's activations are freed after this pass. Then a copy of ``y`` is
-        kept for units on this rank, and the unit's skip inputs are freed too.
+        The keyword ``dropped`` is true if the unit's activations, such as ``y``, are freed after this pass. Then skip
+        connections within this rank keep a copy of ``y``, not ``y`` itself, and the unit's skip inputs are freed too.
         """
         if dropped:
             self.end(op)
@@ -73,7 +73,7 @@ class SkipExchange:
         return dy
 
     def send_back(self, op: Operation, saved: Saved) -> None:
-        """Copy the gradients of ``op.unit``'s skip connections from ``saved``, for the units that sent the inputs."""
+        """Copy the gradients of ``op.unit``'s skip inputs out of ``saved``, for `add` or `send_gradient`."""
         for source in self._place.skips_into(op.unit):
             skip, gradient = (op.microbatch, source, op.unit), saved[f"skip.{source}.gradient"]
             self._gradients[skip] = self._neighbours.keep(op.microbatch, self._edge(skip), gradient)
@@ -113,7 +113,7 @@ class Stages:
     """Executor of the compute operations and pipeline messages of one rank.
 
     Activations are in ``arena``, parameters and gradients in the views ``bound``. ``watch`` searches for non-finite
-    values. ``launches`` launches the kernels.
+    values. ``launches`` runs the kernels, directly or as CUDA graphs.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Stages:
 
     @property
     def weight(self) -> float:
-        """Sum of the loss weights in this operation list, or 0 if the loss has no weights. Waits for the GPU."""
+        """Sum of the loss weights of all micro-batches since `begin`, or 0 without weights. Waits for the GPU."""
         return sum(float(weight) for weight in self._weights)
 
     @cached_property

@@ -82,7 +82,7 @@ NO_COUNTS: Final = np.zeros(0)
 
 
 class StepObserver:
-    """Interface of step observers; its methods do nothing. Only `agreed` is collective."""
+    """Base class of step observers, which the executor calls during a step. Only `agreed` is collective."""
 
     def around(self, kind: Kind, handler: Handler) -> Handler:
         """Return the function that runs instead of ``handler`` for operations of type ``kind``.
@@ -101,11 +101,11 @@ class StepObserver:
         """Called before operation ``op`` exchanges gradients. This rank's gradients in ``op.part`` are complete."""
 
     def counts(self, step: RunningStep) -> np.ndarray:
-        """Return a 1-D array of counts to sum over the ranks. Its length must be equal on all ranks."""
+        """Return this observer's counters of the step, as a 1-D array to sum over the ranks (of equal length)."""
         return NO_COUNTS
 
     def agreed(self, step: RunningStep) -> None:
-        """Called before the update, when all ranks know the loss and the gradient norm. Collective over the world."""
+        """Called before the update, when loss and gradient norm are known; may compute the step again. Collective."""
 
     def complete_step(self, step: RunningStep, sums: np.ndarray) -> None:
         """Called after the step; ``sums`` are the `counts` of this observer summed over the world."""

@@ -73,8 +73,8 @@ ONE_NODE: Final = "node_shared"
 def algorithm_on(comm: Communicator, chosen: str, *, settled: bool, on: str) -> str:
     """Return the name of the allreduce algorithm for activations. Collective over ``comm``.
 
-    It is the result of `suited` for ``chosen``. But if the recipe does not set it (the keyword ``settled`` is false),
-    the keyword ``on`` is "cpu" and the ranks can share memory, it is the shared-memory algorithm.
+    The keyword ``settled`` is true if the recipe sets the algorithm ``chosen``. If not, ranks that can share memory use
+    the shared-memory algorithm, if the keyword ``on`` is "cpu". In all other cases, it is `suited(comm, chosen)`.
     """
     if not settled and on == "cpu" and shared_memory.is_available(comm):
         return ONE_NODE
@@ -91,8 +91,8 @@ def suited(comm: Communicator, algorithm: str) -> str:
 class TensorAxis:
     """Collectives over the tensor axis ``comm`` by ``algorithm``, or by "native" if `suited` rejects it.
 
-    Construction is collective. ``watch`` is this rank's search for non-finite values. The search stops if a collective
-    brings non-finite values from another rank.
+    Construction is collective. ``watch`` is this rank's search for the first non-finite value that it computed itself.
+    The search stops if a collective brings non-finite values from another rank.
     """
 
     def __init__(self, comm: Communicator, algorithm: str, watch: NanFinder | None = None) -> None:
@@ -139,7 +139,7 @@ class TensorAxis:
 
 
 class Borders:
-    """Collectives at the start and end of a layer's tensor-parallel part. Elsewhere, every rank has all tokens."""
+    """Collectives at the start and end of a layer's tensor-parallel part, outside of which ranks have all tokens."""
 
     by_rows = False  # whether a rank has only some of the tokens
 
@@ -151,7 +151,7 @@ class Borders:
         return x
 
     def enter_backward(self, dx: Array, saved: Saved) -> Array:
-        """Sum ``dx``, the gradient of the result of `enter`, over the ranks in place; return this rank's tokens."""
+        """Sum the ranks' input gradients ``dx``, for all tokens, in place; return the rows of this rank's tokens."""
         self.axis.allreduce(dx.reshape(-1))
         return dx
 
@@ -168,7 +168,7 @@ class Borders:
         return partial
 
     def leave_backward(self, dy: Array, saved: Saved) -> Array:
-        """Return all tokens' output gradient: ``dy`` or, if this has only this rank's tokens, a gathered array."""
+        """Return the output gradient of all tokens, gathered from the ranks if ``dy`` has only this rank's tokens."""
         return dy
 
     def first_token(self, y: Array) -> int:
@@ -183,9 +183,9 @@ class Borders:
 class SequenceBorders(Borders):
     """Collectives of sequence parallelism: outside of tensor-parallel parts, ranks divide the rows of activations.
 
-    Activations, of shape (batch x context, hidden), are sharded by rows into shards of equal or nearly equal size. A
-    sample has ``context`` tokens on the tensor axis, at least one per rank. If a context axis splits samples too, a
-    whole sample has ``whole`` tokens. ``pieces`` are the token ranges of a sample on this tensor axis.
+    Activations, of shape (batch x context, hidden), are sharded by rows into nearly equal shards. ``context``: tokens
+    per sample, at least one per rank. If a context axis splits samples too, these are the local tokens: the token
+    ranges ``pieces`` of a sample of ``whole`` tokens.
     """
 
     by_rows = True

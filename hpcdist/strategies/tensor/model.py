@@ -53,7 +53,7 @@ class ColumnLinear:
         return affine(parameters, prefix, self.borders.enter(x, saved), saved, biased=biased)
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Pass the gradients of the local weights to ``gradients``; return the gradient of x for this rank's tokens."""
+        """Store the gradients of local weights in ``gradients``; return the gradient of x for this rank's tokens."""
         whole = self.borders.enter(saved[f"{prefix}.x"], saved)
         _weight_gradients(parameters, gradients, prefix, dy, whole, saved)
         return self._input_gradient(parameters, prefix, dy, saved)
@@ -68,7 +68,7 @@ class ColumnLinear:
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
-        """Pass the gradients of the local weights to ``gradients``, after `backward_input`. Local."""
+        """Store the gradients of the local weights in ``gradients``, after `backward_input`. Local."""
         _weight_gradients(parameters, gradients, prefix, dy, saved[f"{prefix}.{self.weight_reads[0]}"], saved)
 
     def _input_gradient(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
@@ -83,7 +83,7 @@ class RowLinear:
         self.weight_reads = ("x", "whole") if borders.by_rows else ("x",)
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
-        """Return y for this rank's tokens, of shape (..., outputs). ``x`` has the local inputs of all tokens."""
+        """Return y for this rank's tokens, of shape (..., outputs). ``x`` has this rank's columns for all tokens."""
         weight = as_matrix(parameters[f"{prefix}.weight"])
         outputs, inputs = weight.shape
         saved.keep(f"{prefix}.x", x)
@@ -96,7 +96,7 @@ class RowLinear:
         return y
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Pass the gradients of local weights and bias to ``gradients``; return the gradient of x for all tokens."""
+        """Store the gradients of local weights and bias in ``gradients``; return the gradient of x for all tokens."""
         whole = self.borders.leave_backward(dy, saved)
         if f"{prefix}.bias" in parameters:
             gradient_of_bias(gradients, prefix, dy)
@@ -113,9 +113,9 @@ class RowLinear:
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
-        """Pass the gradients of the local weights to ``gradients``. Local.
+        """Store the gradients of the local weights and of the bias in ``gradients``. Local.
 
-        The bias gradient covers only the tokens of ``dy``.
+        If activations are sharded by tokens, the bias gradient covers only this rank's tokens.
         """
         if f"{prefix}.bias" in parameters:
             gradient_of_bias(gradients, prefix, dy)
@@ -285,7 +285,7 @@ class CutStage(WrappedStage):
 
     ``classes`` is the range of this rank's logits in the last stage, and None in other stages. Passes are collective
     over the tensor axis, and return outputs and gradients of this rank's tokens. If activations are sharded by tokens,
-    gradients of unsharded tensors cover this rank's tokens only.
+    each rank has only its tokens' term of the gradient of an unsharded tensor. `sum_gradients` sums these terms.
     """
 
     def __init__(self, inner: Stage, borders: Borders, classes: Range | None) -> None:
@@ -298,7 +298,7 @@ class CutStage(WrappedStage):
         return self._borders.shape(whole) if self._classes is None else (*whole[:-1], self._classes.size)
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw the initial values of unsharded tensors one after the other, but store only this rank's shards."""
+        """Draw the initial values of each tensor of the unsharded model, but store only this rank's shard."""
         boxes = {spec.name: _Box(parameters[spec.name], spec) for spec in self._specs}
         self.inner.initialise(cast(Parameters, boxes), rng_of)
 

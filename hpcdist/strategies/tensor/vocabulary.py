@@ -63,7 +63,7 @@ class RowPositions:
         self.borders = borders
 
     def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
-        """Add the position embeddings of the local rows to ``y``, of shape (rows, hidden), in place. Return ``y``."""
+        """Add the position embeddings of this rank's tokens to ``y``, of shape (tokens, hidden). Return ``y``."""
         assert context == self.borders.context
         if saved.documents is not None:
             y += namespace(y).take(parameters[f"{prefix}.weight"], self._places(saved.documents, y), axis=0)
@@ -73,7 +73,7 @@ class RowPositions:
         return y
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
-        """Add ``dy``, of shape (rows, hidden), the gradients of local rows, to the gradient of the position table."""
+        """Add ``dy``, of shape (tokens, hidden) for this rank's tokens, to the gradient of the position table."""
         into, add = gradients.into(f"{prefix}.weight")
         if saved.documents is not None:
             add_to_positions(dy, self._places(saved.documents, dy), into, add)

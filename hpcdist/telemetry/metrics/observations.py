@@ -102,9 +102,9 @@ class Observations:
 
 
 def append(file: Any, session: int, events: Sequence[RunEvent]) -> None:
-    """Append ``events`` of start number ``session`` of the run to the open metrics file ``file``. Local.
+    """Append ``events`` to the open metrics file ``file``. Local.
 
-    At the first events of a new start, first remove the rows of later steps, which an earlier start wrote.
+    ``session``: number of this start of the run. Its first call removes rows of later steps, from an earlier start.
     """
     events = [event for event in events if event.kind not in OWN_TABLES]
     if not events:

@@ -205,7 +205,10 @@ class DerivedFigures:
 
 
 def straggler_scores(compute_s: np.ndarray) -> np.ndarray:
-    """Return each rank's median of ``compute_s``, of shape (steps, ranks), over the median of all ranks; or NaN."""
+    """Return each rank's median compute time, divided by the median over all ranks; NaN for ranks without times.
+
+    ``compute_s``: compute times, of shape (steps, ranks).
+    """
     times = np.where(compute_s > 0, compute_s, math.nan)
     is_known = np.isfinite(times)
     medians = np.full(times.shape[1], math.nan)

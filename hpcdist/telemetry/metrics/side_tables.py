@@ -124,7 +124,7 @@ class ClockSession:
 def append_clocks(file: Any, session: int, hosts: HostTable, readings: Sequence[ClockReading], wall_ns: int) -> None:
     """Append clock ``readings`` of start ``session`` to the open metrics ``file``, and ``hosts`` once per start. Local.
 
-    ``wall_ns``: see `ClockSession`.
+    ``wall_ns``: rank 0's wall clock time minus its monotonic time.
     """
     for table in (CLOCK_RANKS, CLOCK_READINGS):
         table.create(file)
@@ -149,7 +149,7 @@ def append_clocks(file: Any, session: int, hosts: HostTable, readings: Sequence[
 
 
 def read_clocks(path: Path) -> tuple[ClockSession, ...]:
-    """Return the clock sessions in the metrics file ``path``, or () without clock readings. Raises StorageError."""
+    """Return a `ClockSession` for each start of the run with clock readings in ``path``. Raises StorageError."""
     with files.open_read(path, SCHEMA, VERSION) as file, regular.damage(path, "its table of clocks is damaged"):
         ranks, readings = CLOCK_RANKS.read(file), CLOCK_READINGS.read(file)
         return tuple(_clock_session(number, ranks, readings) for number in np.unique(ranks.get("session", ())).tolist())

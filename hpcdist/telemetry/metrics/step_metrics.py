@@ -193,7 +193,7 @@ class MetricsWriter:
             self.flush()
 
     def flush(self, *appends: Callable[[Any, int], None]) -> None:
-        """Write buffered rows, then call each ``append(file, session)`` in ``appends``. An error loses the rows."""
+        """Write buffered rows, then call each of ``appends`` with the open file and the number of this start."""
         steps, self._steps = self._steps, []
         evaluations, self._evaluations = self._evaluations, []
         self._flushed = time.monotonic()
@@ -215,7 +215,7 @@ class MetricsWriter:
         self._change(lambda file: file.attrs.update(attributes))
 
     def include(self, append: Callable[[Any, int], None]) -> None:
-        """Call ``append(file, number of this start)``, which adds its groups to the open metrics file."""
+        """Let the function ``append`` write to the open metrics file; it gets the file and the number of this start."""
         self._change(lambda file: append(file, self._session))
 
     def put(self, table: MetricsTable, **columns: Any) -> None:
@@ -336,7 +336,7 @@ def mean_step_s(metrics: MetricsData) -> float | None:
 
 
 def moved_bytes(attributes: Mapping[str, Any]) -> BytesMoved | None:
-    """Return the bytes that a rank moved per step, by kind of transport, or None if ``attributes`` do not have them."""
+    """Return the bytes moved per step by a rank, by transport, from ``attributes`` of a metrics file, or None."""
     noted = {way: attributes.get(MOVED_ATTRIBUTE.format(way)) for way in BytesMoved._fields}
     by_way = {way: float(nbytes) for way, nbytes in noted.items() if isinstance(nbytes, int | float)}
     return BytesMoved(**by_way) if len(by_way) == len(noted) and all(map(math.isfinite, by_way.values())) else None

@@ -46,7 +46,7 @@ def make_page(data: PageData) -> str:
     """Return the HTML page of the run ``data``. Raises MissingCapabilityError if matplotlib is missing."""
     plotting.require_matplotlib()
     charts = over_steps.charts(data) | resources.charts(data)
-    settings = [(row.key, row.value, row.default) for row in data.beside.settings]
+    settings = [(row.key, row.value, row.default) for row in data.external.settings]
     attributes, key_figures_of_run = data.attributes, key_figures.figures(data)
     page = _templates().get_template("page.html.j2").render(
         data=data,
@@ -62,7 +62,7 @@ def make_page(data: PageData) -> str:
         checkpoints=[
             (c.name, "" if c.step < 0 else f"{c.step:,}", c.state, _moment(c.written_utc), format_bytes(c.nbytes),
              c.reason)
-            for c in data.beside.checkpoints
+            for c in data.external.checkpoints
         ],
         events=[("" if e.step is None else f"{e.step:,}", e.time, e.kind, e.text) for e in data.events],
         jobs=[(_moment(job.time), job.job, job.event, ", ".join(_words(job.values))) for job in data.state.jobs],
@@ -115,14 +115,14 @@ def _missing(data: PageData, shown: Sequence[KeyFigure], charts: Sequence[Chart]
     return {reason: ", ".join(dict.fromkeys(names)) for reason, names in by_reason.items()}
 
 
-def write_page(run_dir: str | Path, file: str | Path, beside: ExternalData | None = None) -> None:
+def write_page(run_dir: str | Path, file: str | Path, external: ExternalData | None = None) -> None:
     """Write the page of the run in ``run_dir``, which may be running, to ``file`` atomically. Raises StorageError.
 
-    The last argument has data that this package cannot read itself (see `ExternalData`).
+    ``external`` holds data that this package cannot read itself (see `ExternalData`).
     """
     plotting.require_matplotlib()
     with regular.damage(run_dir, regular.FIGURES):
-        data = run_data.read(Path(run_dir), beside)
+        data = run_data.read(Path(run_dir), external)
     text = make_page(data).encode("utf-8", errors="replace")
     file = Path(file)
     try:

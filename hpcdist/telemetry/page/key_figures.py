@@ -47,8 +47,8 @@ def figures(data: PageData) -> list[KeyFigure]:
 def _losses(data: PageData) -> Iterator[KeyFigure]:
     values = data.figures
     steps = f"after {counted(values['steps'], 'step')}"
-    if data.beside.planned_steps:
-        steps = f"after {values['steps']:,} of {data.beside.planned_steps:,} steps"
+    if data.external.planned_steps:
+        steps = f"after {values['steps']:,} of {data.external.planned_steps:,} steps"
     train = values["train_loss_mean"]
     count = min(20, len(data.run.steps["step"])) if data.run is not None else 0
     mean = f"mean of the last {count} steps, " if count > 1 else ""
@@ -204,7 +204,7 @@ def page_facts(data: PageData) -> list[tuple[str, str]]:
 
 
 def _setting(data: PageData, key: str) -> str | None:
-    return next((setting.value.strip('"') for setting in data.beside.settings if setting.key == key), None)
+    return next((setting.value.strip('"') for setting in data.external.settings if setting.key == key), None)
 
 
 def _version(attributes: Any) -> str:

@@ -76,7 +76,7 @@ class PageData:
     """Data of a run for its page.
 
     ``run`` has the rows of the metrics file. If there are no rows, it is None and ``reason`` is the explanation.
-    ``attributes`` come from the metrics file. ``figures`` are from `step_metrics.summarise`, with sampled rows.
+    ``attributes`` come from the metrics file. ``figures`` is the result of `summary_figures`.
     """
 
     run_dir: Path
@@ -91,7 +91,7 @@ class PageData:
     use: UtilisationCurves | None
     timeline: StepSpans
     events: Sequence[Incident]
-    beside: ExternalData
+    external: ExternalData
 
     @property
     def name(self) -> str:
@@ -117,10 +117,10 @@ class PageData:
         return [int(step) for step in steps["step"][1:][np.diff(steps["session"]) != 0]]
 
 
-def read(run_dir: Path, beside: ExternalData | None = None, now_ns: int | None = None) -> PageData:
+def read(run_dir: Path, external: ExternalData | None = None, now_ns: int | None = None) -> PageData:
     """Read the data of the run in ``run_dir``. Raises StorageError if it has no run or an invalid metrics file.
 
-    The second argument is `ExternalData` from other packages, which is added to the result. ``now_ns`` is the current
+    ``external`` holds the values of other packages, such as recipe settings and checkpoints. ``now_ns`` is the current
     time, by default from the clock.
     """
     run_dir = Path(run_dir)
@@ -140,7 +140,7 @@ def read(run_dir: Path, beside: ExternalData | None = None, now_ns: int | None =
     state = history.read_state(run_dir, now_ns)
     last = 0 if run is None else last_step(run)
     energy = energy_data.read_energy(run_dir, path, attributes, last)
-    beside = ExternalData() if beside is None else beside
+    external = ExternalData() if external is None else external
     return PageData(
         run_dir=run_dir,
         made_ns=now_ns,
@@ -150,11 +150,11 @@ def read(run_dir: Path, beside: ExternalData | None = None, now_ns: int | None =
         attributes=attributes,
         figures=figures,
         energy=energy,
-        costs=beside.costs(math.nan if energy.joules is None else energy.joules, energy.seconds),
+        costs=external.costs(math.nan if energy.joules is None else energy.joules, energy.seconds),
         use=energy_data.read_utilisation(path),
         timeline=energy_data.read(run_dir, path, figures.get("slowest_rank")),
         events=history.read_incidents(run, state),
-        beside=beside,
+        external=external,
     )
 
 
@@ -171,8 +171,8 @@ def last_step(run: sampling.SampledMetrics) -> int:
 def summary_figures(run: sampling.SampledMetrics) -> dict[str, Any]:
     """Return the figures of `step_metrics.summarise`. Times are from sampled rows, losses from all rows.
 
-    ``data_fraction`` is the fraction of the last start spent waiting for data, or None. ``other_fraction`` is the rest
-    of the time. ``skipped_steps`` and ``anomalies`` are numbers over all starts.
+    ``data_fraction`` is the fraction of the last start spent waiting for data, or None. ``other_fraction`` is the time
+    in no other fraction. ``skipped_steps`` and ``anomalies`` are numbers over all starts.
     """
     summary = step_metrics.summarise(run.sample)
     summary |= {"data_fraction": None, "other_fraction": None}

@@ -119,7 +119,7 @@ class HostClock:
 
 @dataclass(frozen=True)
 class ClockCorrections:
-    """Clock of each host, by `RankLog.host`. ``reference`` is the host of rank 0; ``notes`` are sentences for users."""
+    """Clock corrections (`HostClock`) by host. ``reference`` is the host of rank 0; ``notes`` are remarks for users."""
 
     reference: str
     clocks: Mapping[str, HostClock]
@@ -159,7 +159,7 @@ def find_corrections(
 
 
 def _measured_clocks(hosts: Sequence[str], sessions: Sequence[ClockSession]) -> ClockCorrections | None:
-    """Return corrections from the readings of all starts with rank 0 on one host, or None if a host lacks readings."""
+    """Return corrections from the clock readings of the run's starts, or None if a host has no readings."""
     for last in reversed(sessions):
         if not last.hosts.of_rank or not set(hosts) <= set(last.hosts.boots):
             continue
@@ -177,7 +177,7 @@ def _measured_clocks(hosts: Sequence[str], sessions: Sequence[ClockSession]) -> 
 
 @dataclass
 class _OffsetBounds:
-    """Bounds of the time by which a second clock is ahead of a first clock, from the messages of one step."""
+    """Bounds of the offset by which a second clock is ahead of a first clock, from the messages of one step."""
 
     at_ns: list[int] = field(default_factory=list)  # times of the first clock
     least_ns: list[int] = field(default_factory=list)
@@ -185,9 +185,9 @@ class _OffsetBounds:
     together_ns: list[int] = field(default_factory=list)  # offsets if both left a collective at the same time
 
     def reading(self) -> tuple[int, int, int] | None:
-        """Return (time of the first clock, offset of the second clock, width of bounds) in ns, or None without bounds.
+        """Return (time of the first clock, offset of the second clock, error interval) in ns, or None if unbounded.
 
-        The error of the offset is at most half of the width.
+        The error of the offset is at most half of the error interval.
         """
         if not self.least_ns or not self.most_ns:
             return None

@@ -85,13 +85,13 @@ class CommunicationOverlap:
 
     @property
     def hidden_share(self) -> float | None:
-        """Hidden fraction of the communication time without waits, or None if there was no communication."""
+        """Fraction of the communication time that is hidden, or None without communication. Waits do not count."""
         whole = self.hidden_ns + self.exposed_ns - self.waited_ns
         return self.hidden_ns / whole if whole > 0 else None
 
 
 def path_shares(path: Sequence[PathSegment]) -> tuple[Counter[int], Counter[str], Counter[str]]:
-    """Return the ns on ``path``, summed by rank (transfers: -1), by phase, and by operation. Local."""
+    """Return the ns on ``path`` by rank (-1: transfers between ranks), by phase, and by operation. Local."""
     of_rank: Counter[int] = Counter()
     of_phase: Counter[str] = Counter()
     of_name: Counter[str] = Counter()
@@ -135,7 +135,10 @@ def _main_activity(row: Sequence[TimelinePiece], waiting: TimelinePiece) -> str:
 
 
 def communication_overlap(row: Sequence[TimelinePiece], transfers: Sequence[tuple[int, int]]) -> CommunicationOverlap:
-    """Return the overlap of a rank's ``transfers`` (begin, end) with computation in its timeline ``row``. Local."""
+    """Return the ns of a rank's communication that computation hides, and does not hide. Local.
+
+    ``row`` is the rank's timeline. ``transfers`` are the (begin, end) times of its messages.
+    """
     computing = union([(piece.begin_ns, piece.end_ns) for piece in row if piece.phase in COMPUTES])
     exposed = sum(piece.end_ns - piece.begin_ns for piece in row if piece.phase == "communication")
     waited = sum(piece.waited_ns for piece in row if piece.phase == "communication")

@@ -136,7 +136,10 @@ def _by_step(calls: Iterable[RecordedCall]) -> dict[int, list[RecordedCall]]:
 def _rounds(
     calls: Sequence[RecordedCall], logs: Mapping[int, RankLog], ranks: Mapping[str, Sequence[int]]
 ) -> list[tuple[RecordedCall, RecordedCall]]:
-    """Return pairs of sendrecv calls with one communicator and tag: a rank's n-th call in a step, and its peer's."""
+    """Return pairs (call, peer's call) of the sendrecv ``calls``: a rank's n-th call matches its peer's n-th call.
+
+    ``ranks`` maps a communicator to the job ranks of its members.
+    """
     pairs: list[tuple[RecordedCall, RecordedCall]] = []
     if not any(logs[call.rank].covered_ns for call in calls) and (turns := _turns(calls)):
         groups = [turns]  # complete records

@@ -138,7 +138,7 @@ def _line(
 def pieces(timeline: RunTimeline) -> dict[int, list[TimelinePiece]]:
     """Return a dict: rank -> its timeline pieces in order of time, from its first to its last step.
 
-    A new piece begins at each begin and end of an operation, and of a communication call for which the rank waits.
+    Pieces are divided where an operation, or a communication call that blocks the rank, begins or ends.
     """
     causes = _causes(timeline)
     by_rank = {}
@@ -202,7 +202,7 @@ def _cut(
 ) -> list[TimelinePiece]:
     """Split ``leaves``, the timeline pieces of a rank from `flatten`, at the begins and ends of the rank's ``calls``.
 
-    Nonblocking calls split only pieces in which the rank waits for them.
+    Nonblocking calls split only communication pieces. ``causes`` has the rank for which each call waited.
     """
     ends = sorted((call for call in outermost(calls) if id(call) in causes or not call.behind), key=lambda c: c.end_ns)
     times = [call.end_ns for call in ends]

@@ -93,7 +93,7 @@ def resolve_algorithm(
 
 
 def _refuse_on_cpu(algorithm: str, on: str, data: Communicator) -> None:
-    """Raise on all ranks if ``algorithm`` needs GPUs, but this run cannot use them. Collective over ``data``."""
+    """Raise on all ranks if ``algorithm`` needs GPUs, but ``on`` is "cpu" or NCCL fails. Collective over ``data``."""
     if not _needs_gpus(algorithm):
         return
     if on != "gpu":

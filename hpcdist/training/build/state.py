@@ -94,8 +94,8 @@ def _versions() -> dict[str, str]:
 def restore_state(trainer: Trainer, origin: StateSource) -> Trainer:
     """Restore the state of ``origin``, which any number of ranks may have written. Return ``trainer``. Collective.
 
-    Arrays are filled in place. Raises DataError if the training data changed. Raises ConfigurationError if this run
-    would drop a pending delayed gradient, or would misread the frozen variance of 1-bit Adam.
+    Arrays are filled in place. Raises DataError if the training data changed. Raises ConfigurationError if ``origin``
+    has state of delayed communication or 1-bit Adam, and the recipe no longer enables this feature.
     """
     resumed = origin.scalars
     optimizer_state = resumed.get("optimizer")

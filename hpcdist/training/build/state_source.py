@@ -79,7 +79,7 @@ class StateSource(Protocol):
     def fill(self, comm: Communicator, pieces: Sequence[Piece], optional: Collection[str]) -> None:
         """Fill the arrays of ``pieces`` from the state. Collective. Raises StorageError, also for missing pieces.
 
-        Pieces of a kind in ``optional`` are left unchanged if the state has no pieces of this kind.
+        ``optional`` are kinds of pieces, such as "optimizer.m", that stay unchanged if the state lacks them.
         """
         ...
 
@@ -93,7 +93,7 @@ class CheckpointSource:
 
     @classmethod
     def together(cls, comm: Communicator, path: Path) -> "CheckpointSource":
-        """Return the checkpoint at ``path``, with scalars read by rank 0. Collective: all ranks raise StorageError."""
+        """Return the checkpoint at ``path``. Rank 0 reads its scalars for all ranks, or all raise StorageError."""
         return cls(path, on_first_rank(comm, lambda: scalars_of(path)))
 
     @cached_property

@@ -34,7 +34,7 @@ from hpcdist.training.recipe.recipe import Recipe
 
 @dataclass(frozen=True)
 class Trainer:
-    """Objects of a training run on this rank. ``first_step`` is the number of steps made before this start."""
+    """Trainer of a run on this rank: makes its steps from number ``first_step + 1`` on (the run's first step is 1)."""
 
     comm: Communicator
     recipe: Recipe

@@ -246,7 +246,7 @@ def _moment(fault: ChaosFault) -> str:
 
 
 def largest_index(values: Array) -> int:
-    """Return the index of the value with the largest magnitude. Zero padding is chosen only if all values are zero."""
+    """Return the index of the value with the largest magnitude."""
     return int(np.abs(backend.to_host(values).astype(np.float64)).argmax())
 
 

@@ -33,7 +33,7 @@ MOST_TOKEN: Final = 2**32 - 1  # the largest value of the largest unsigned type
 
 
 class Hdf5Dataset:
-    """HDF5 dataset that the HDF5 library must read: with chunks, filters, a foreign type or external files."""
+    """HDF5 dataset that numpy cannot read directly: chunked, filtered, in external files, or not of a native dtype."""
 
     def __init__(self, path: Path, dataset: Any) -> None:
         from hpcdist.hdf5 import files
@@ -324,9 +324,9 @@ def bytes_of_file(path: Path) -> FileArray:
 
 
 def _walk(root: Path, excluded: set[str]) -> list[str]:
-    """Return the paths of files below ``root``, relative to ``root``, in the order of their hashes.
+    """Return the paths of files below ``root``, relative to ``root``, sorted by the hash of the relative path.
 
-    This order makes the last files, the validation data, a fair sample.
+    This order makes the last files, the validation data, a fair sample. Directories in ``excluded`` are left out.
     """
 
     def refuse(error: OSError) -> None:

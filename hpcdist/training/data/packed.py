@@ -158,7 +158,7 @@ class PackedSamples:
     def take(self, indices: np.ndarray, shift: int) -> Batch:
         """Return inputs (`PackedTokens`) and targets, of shape (n, context), of the n samples ``indices``.
 
-        Targets are `IGNORED` in padding. ``shift`` has no effect, because packed samples cannot be moved.
+        Targets are `IGNORED` in padding. ``shift`` has no effect.
         """
         shape = len(indices), self._context
         tokens, targets = np.zeros(shape, self._tokens.dtype), np.full(shape, IGNORED, np.int64)
@@ -182,7 +182,8 @@ class PackedSamples:
 class PackedSplit:
     """Packed training samples from the tokens before offset ``stop``, and packed validation samples (or None).
 
-    ``padding`` is the fraction of training positions that are padding. ``pairs`` is `PackedSamples.pairs` for training.
+    ``padding`` is the fraction of training positions that are padding. ``pairs`` is the mean number of query-key pairs
+    of attention per training sample.
     """
 
     training: FilledSamples

@@ -95,7 +95,7 @@ class SampleOrder:
     def places(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
         """Return ``count`` sample indices from position ``start`` of ``epoch`` on, and the epoch's random integer.
 
-        `Sampler` derives the epoch's shift from this integer.
+        `Sampler` derives from this integer the number of tokens by which samples are moved in this epoch.
         """
         # Raw words of the generator do not change between versions of numpy.
         generator = rng.stream(self._seed, ORDER_STREAM, epoch).bit_generator
@@ -147,7 +147,7 @@ class Sampler:
         return joined([x for x, _ in parts]), joined([y for _, y in parts])
 
     def places(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
-        """Return ``count`` sample indices from position ``start`` of ``epoch`` on, and the epoch's shift."""
+        """Return ``count`` sample indices from position ``start`` of ``epoch`` on, and ``shift`` for `Samples.take`."""
         samples, word = self._order.places(epoch, start, count)
         return samples, word % self._samples.shifts
 
@@ -221,7 +221,7 @@ class SampleShares:
 
     @property
     def newest(self) -> ShareSizes:
-        """Number of samples of each replica by the latest `change`, which may apply only to later batches."""
+        """Number of samples of each replica in a batch, as set by the latest `change`, maybe only for later batches."""
         return self._sizes[-1][1]
 
     def change(self, first: int, sizes: ShareSizes) -> None:
@@ -235,7 +235,7 @@ class SampleShares:
             del self._sizes[0]
 
     def state(self, batch: int) -> list[list[Any]]:
-        """Return a list of [first batch, samples of each replica], from ``batch`` on, to store in a checkpoint."""
+        """Return a list of [first batch, samples of each replica]: an item for ``batch``, and for each later change."""
         later = [[first, list(sizes)] for first, sizes in self._sizes if first > batch]
         return [[batch, list(self.of(batch))], *later]
 

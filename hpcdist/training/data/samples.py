@@ -193,7 +193,7 @@ class Samples(Protocol):
     shifts: int
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return inputs and targets of samples ``indices``, moved by ``shift``: new arrays of shape (samples, ...)."""
+        """Return new arrays of the inputs and targets of samples ``indices``, which begin ``shift`` tokens later."""
         ...
 
 
@@ -224,7 +224,7 @@ class TokenWindows:
         self.shifts = min(context, len(tokens) - self.count * context) if shifting else 1
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return inputs and targets of windows ``indices``, moved by ``shift`` tokens, each of shape (n, context)."""
+        """Return inputs and targets of windows ``indices``, of shape (n, context), beginning ``shift`` tokens later."""
         block = gather(self._tokens, indices * self._context + shift, self._context + 1)
         return np.ascontiguousarray(block[:, :-1]), np.ascontiguousarray(block[:, 1:])
 
@@ -299,7 +299,7 @@ class MaskedSamples:
     def take(self, indices: np.ndarray, shift: int) -> Batch:
         """Return masked inputs and int64 targets of the windows ``indices``, both of shape (n, context).
 
-        The dtype of inputs can hold the mask token. ``shift`` moves the windows before they are masked.
+        The dtype of inputs can hold the mask token. The windows begin ``shift`` tokens later in the text.
         """
         unmasked, targets = self._windows.take(indices, shift)
         if not isinstance(unmasked, PackedTokens):

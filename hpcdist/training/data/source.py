@@ -258,8 +258,8 @@ def open_source(
 ) -> Source:
     """Open the data for ``model``. Collective: all ranks raise if one fails, or if ranks see different data.
 
-    If not ``digests``, read only evenly spaced elements, not all data. If ``kept_only``, use a cached digest but
-    compute none. Raises DataError if the data is missing, empty, too short, unreadable, or unsuitable for the model.
+    Ranks compare hashes of evenly spaced elements and, if ``digests``, of all data. If ``kept_only``, the hash of all
+    data is only taken from the cache. Raises DataError if the data is missing, too short, unreadable or unsuitable.
     """
     verdict: str | HpcdistError
     try:
@@ -419,5 +419,5 @@ class ScriptSamples:
 
 
 def script_source() -> Source:
-    """Return the data source of a run whose script provides the batches and validates."""
+    """Return a placeholder data source for a run whose script provides the training and validation batches."""
     return Source("of the script", ScriptSamples(), None, None, {}, "of the script")

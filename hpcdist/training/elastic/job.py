@@ -136,12 +136,12 @@ class ElasticJob:
         self._broken = False  # True if the communicator of everyone is revoked
 
     def run(self, origin: StateSource | None = None) -> None:
-        """Call `train` with ``origin``, then exit with the common exit code. Collective."""
+        """Train from state ``origin`` (None: step 0), then exit with the training's exit code. Collective."""
         code = self.train(origin)
         replace(self._session, comm=self._team.everyone).leave(code)  # after `agree` nothing may need all ranks
 
     def train(self, origin: StateSource | None = None) -> int:
-        """Train from state ``origin`` (None: step 0) despite rank failures. Return the common exit code. Collective."""
+        """Train from state ``origin`` (None: step 0) despite rank failures. Return the exit code. Collective."""
         while True:
             code: int | None = None
             try:
@@ -162,7 +162,7 @@ class ElasticJob:
             self._broken = True
 
     def _acknowledge(self, error: Exception) -> None:
-        """Revoke the communicator to release waiting ranks, keep the state, and free communication objects. Local."""
+        """Revoke the communicator to release waiting ranks. Free the training, but keep its state in memory. Local."""
         if not self._broken:
             self._lost_at = time.monotonic()
         self._broken = True

@@ -38,10 +38,10 @@ class SurvivorState:
     holders: Communicator | None = None
 
     def fill(self, comm: Communicator, pieces: Sequence[Piece], optional: Collection[str]) -> None:
-        """Fill the arrays of ``pieces`` with this state: from this rank's memory, or else from other ranks.
+        """Fill the arrays of ``pieces`` from this rank's memory, or else from the memory of other ranks.
 
-        Kinds of state in ``optional`` are left unchanged if no rank has them. Collective over ``holders``, or over
-        ``comm`` if ``holders`` is None.
+        ``optional`` are kinds of pieces, such as "optimizer.m", that stay unchanged if no rank has them. Collective
+        over the ranks that hold the state, or over ``comm`` if they have no communicator.
         """
         reshard(self.holders or comm, self.held, pieces, optional)
 

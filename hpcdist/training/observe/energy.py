@@ -52,8 +52,8 @@ def energy_figures(
 ) -> dict[str, Any]:
     """Return the energy figures of ``report`` over ``steps`` steps. A figure that is unknown is None, with a reason.
 
-    ``report`` is from `EnergyMonitor.report`, and ``activities`` from `phase_shares.job_activities`. ``config`` has the
-    electricity price and the carbon intensity.
+    ``report`` is from `EnergyMonitor.report`. ``activities`` has the joules and seconds of computation, communication
+    etc., from `phase_shares.job_activities`. ``config`` has the electricity price and the carbon intensity.
     """
     phases, config = report["phases"], config or EnergyConfig()
     training = phases.get("training", {"joules": math.nan})["joules"]
@@ -194,7 +194,7 @@ class EnergyRecorder:
             self._before_j = _training_j(record["joules"])
 
     def _attend(self, host: str, bus_id: str | None) -> None:
-        """Split ranks by ``host``; a host's first rank collects spans. ``bus_id``: the rank's GPU. Collective."""
+        """Split ranks by ``host``, and record the ranks that use each GPU. ``bus_id``: this rank's GPU. Collective."""
         hosts = self._comm.allgather_object(host)
         self._node = self._comm.split(list(dict.fromkeys(hosts)).index(host), self._comm.rank, "energy of a node")
         assert self._node is not None
@@ -224,7 +224,7 @@ class EnergyRecorder:
         return None if least is None or least.seen_share >= 1 else least
 
     def collect(self) -> list[NodeRows]:
-        """Gather the energy samples and energy windows since the last call; return them on rank 0. Collective."""
+        """Return the energy data of all nodes since the last call, for rank 0 to write to the metrics. Collective."""
         self._attribute()
         return self.monitor.collect()
 

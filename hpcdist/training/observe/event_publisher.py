@@ -188,7 +188,7 @@ class EventPublisher:
         self._fetched.update(hits=hits, misses=misses)
 
     def row(self, step: int, loss: float, learning_rate: float, tokens: int, ranks: Mapping[str, np.ndarray]) -> None:
-        """Add the metrics row of ``step``. ``ranks`` maps a figure's name to the values of all ranks. Rank 0 only."""
+        """Add the metrics row of ``step``. ``ranks`` maps a metric's name to the values of all ranks. Rank 0 only."""
         time_ns, norm = self._steps.pop(step, (time.time_ns(), math.nan))
         self._rows.append(StepRow(step, time_ns, loss, learning_rate, tokens, norm, ranks))
 
@@ -247,7 +247,8 @@ class EventPublisher:
     ) -> None:
         """Add an event about collectives: mean seconds and total bytes per operation, over the ranks that ran it.
 
-        Each sequence has one item per rank. ``data_s`` is the mean wait for data per step.
+        The first three arguments have one item per rank. ``operations`` has (calls, seconds, bytes) by operation,
+        ``overlapped`` the seconds of background collectives, and ``fetched`` the hits and misses of layer prefetches.
         """
         figures = {"data_seconds": data_s}
         for name in sorted({name for rank in operations for name in rank}):

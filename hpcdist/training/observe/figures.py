@@ -185,7 +185,7 @@ def describe_utilisation(summary: dict[str, Any]) -> list[str]:
 
 
 def write_side_tables(metrics: RunMetrics, trainer: Trainer) -> None:
-    """Write new consensus distances, noise scales and router figures to the metrics file. Only rank 0 writes."""
+    """Write new consensus distances, noise scales and expert loads to the metrics file. Only rank 0 writes."""
     if new := trainer.exchange.new_consensus_distances():
         metrics.put(side_tables.CONSENSUS, step=list(new), distance=list(new.values()))
     if trainer.noise is not None and (rows := trainer.noise.taken()):

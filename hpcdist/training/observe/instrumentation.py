@@ -145,7 +145,7 @@ def _terminal_columns() -> int | None:
 
 
 class StepLog:
-    """Log of skipped steps and steps computed twice, in ``metrics`` and on the console. Only rank 0 writes."""
+    """Log of skipped steps, and of steps recomputed as a check, in ``metrics`` and on the console (rank 0 only)."""
 
     def __init__(self, trainer: Trainer, metrics: RunMetrics, progress: ConsoleProgress) -> None:
         self._trainer, self._metrics, self._progress = trainer, metrics, progress
@@ -153,7 +153,7 @@ class StepLog:
         self._has_suspected = False
 
     def stepped(self, step: int, result: StepResult) -> None:
-        """Log ``step`` if it was skipped or computed twice, or if its loss scale changed."""
+        """Log ``step`` if it was skipped or recomputed, or if its loss scale changed."""
         if result.skipped:
             self._progress.say(f"step {step}: skipped, its gradient overflows at the loss scale {result.loss_scale:g}")
         if result.skipped or result.loss_scale != self._loss_scale:
@@ -180,9 +180,9 @@ class StepLog:
         )
 
     def shares(self, done: int, first: int) -> None:
-        """Write the samples per replica after step ``done``, and later planned changes, to the metrics.
+        """Write the samples per replica after step ``done`` to the metrics: now, and after each planned change.
 
-        ``first`` is the index of the first row to write: 0 for all rows, -1 for only the latest change.
+        ``first`` is 0 to write all of these rows, or -1 to write only the latest change.
         """
         if self._trainer.shares is not None:
             for batch, samples in self._trainer.shares.state(done)[first:]:

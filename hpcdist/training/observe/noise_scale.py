@@ -31,7 +31,7 @@ WHY_UNKNOWN: Final = (
 
 
 def _mixed_microbatches(operations: Sequence[Operation]) -> str:
-    """Return an error message if the gradient of micro-batch 0 cannot be measured in a step, else ""."""
+    """Return an error message if ``operations`` never have the complete gradient of micro-batch 0 alone, else ""."""
     complete: set[int] = set()
     for op in operations:
         if op.kind in WRITING_PASSES and op.unit not in complete:

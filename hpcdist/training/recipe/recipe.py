@@ -198,7 +198,7 @@ def contradictions(stored: Recipe, recipe: Recipe) -> list[str]:
 
 
 def init_from_hint(run_dir: object, contradictions: Sequence[str]) -> str:
-    """Return a hint to start a run from the parameters in ``run_dir``, or "" if ``contradictions`` name model keys."""
+    """Return a hint to load parameters from ``run_dir``, or "" if the recipes' ``contradictions`` include the model."""
     if any(text.startswith("model.") for text in contradictions):
         return ""
     return f"; to start another run with its parameters: --out OTHER --init-from {run_dir}"

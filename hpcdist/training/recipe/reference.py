@@ -93,7 +93,7 @@ class KeyEntry:
 
     @property
     def only_with(self) -> str:
-        """Text of the settings that this key requires, or "". Requirements that depend on other keys are left out."""
+        """Text of the settings that this key requires, or "". Left out: requirements that a third key can lift."""
         needs = [need for need in self.needs if not (need.excludes or need.where)]
         ordered = sorted(needs, key=lambda need: need.of != "")
         return "; ".join(f"{need.of}: {need.what}" if need.of else need.what for need in ordered)
@@ -192,7 +192,10 @@ def _values(key: str) -> str:
 
 
 def _bounded(kind: str, cure: str) -> str:
-    """Return the type name ``kind`` with its bounds from the advice ``cure``, e.g. "it must be between 0 and 1"."""
+    """Return the type name ``kind`` with the bounds in the advice ``cure``.
+
+    For example, "float" and "it must be between 0 and 1" give "float from 0 to 1".
+    """
     if not (match := re.match(r"(it must be|choose among|choose) ", cure)):
         return kind
     text = re.sub(r" \([^)]*\)|'", "", cure[match.end() :])
@@ -204,10 +207,10 @@ def _bounded(kind: str, cure: str) -> str:
 
 
 def _needs(each: Rule, key: str) -> Iterator[Need]:
-    """Yield the requirements of the recipe key ``key`` that follow from the rule ``each``.
+    """Yield the requirements that the rule ``each`` puts on the recipe key ``key``.
 
-    A rule forbids recipes that satisfy all its conditions. So ``key`` is valid "only with" settings of other keys that
-    violate a condition, and "not with" settings that satisfy the conditions.
+    A rule forbids recipes that satisfy all its conditions. So ``key`` is valid "only with" another key's setting that
+    violates its condition. Other rules are written as ``key`` "not with" the settings that satisfy the conditions.
     """
     conditions = {**each.conditions, **each.given}
     other = {name: of for name, of in conditions.items() if name != key and (of.sign != "?" or name[:2] == "--")}
@@ -226,9 +229,10 @@ def _needs(each: Rule, key: str) -> Iterator[Need]:
 
 
 def _has_to_fail(key: str, condition: Condition, is_of_first: bool) -> bool:
-    """Return True to document the rule as "only with" values of ``key``, False to document it as "not with" values.
+    """Return True to document a rule as "only with" values of ``key``, False to document it as "not with" values.
 
-    "Only with" names the values that violate ``condition``, and "not with" names the values that satisfy it.
+    The rule forbids recipes that satisfy its conditions. So "only with" lists the values of ``key`` that violate
+    ``condition``, and "not with" lists the values that satisfy it.
     """
     if key == "--survive":
         return False

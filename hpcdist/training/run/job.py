@@ -121,7 +121,10 @@ class TrainingJob:
     def loop(
         self, session: Session, trainer: Trainer, progress: ConsoleProgress, protect: Protect | None = None
     ) -> TrainingLoop:
-        """Open metrics and sensors; return the training loop, which calls ``protect`` after each step. Collective."""
+        """Open metrics and sensors, and return the training loop. Collective.
+
+        After each step, the loop calls ``protect``, which keeps the state safe from rank failures.
+        """
         drain = session.spans.drain if isinstance(session.spans, Spans) else None
         energy = EnergyRecorder(session.comm, trainer.recipe, self.run.resume_from, self.run.path, spans=drain)
         attributes = _metrics_attributes(session, trainer, self.entropies or {}) if session.comm.rank == 0 else {}

@@ -31,7 +31,7 @@ class CheckpointSaver:
         return False
 
     def save(self, step: int, **more: Any) -> Path:
-        """Save the state after ``step`` steps and the scalars ``more``. Return the final path of the checkpoint."""
+        """Save the state after ``step`` steps, and the keyword arguments as scalars. Return the checkpoint's path."""
         trainer = self.trainer
         trainer.flush()
         writers = trainer.recipe.checkpoint.writers
@@ -48,11 +48,11 @@ class CheckpointSaver:
         return np.zeros(0)
 
     def goes_on(self, sums: np.ndarray) -> bool:
-        """Return True if `settle` must continue the checkpoint in flight. ``sums`` are the summed `numbers`. Local."""
+        """Return True if `settle` must be called. ``sums``: results of `numbers`, summed over the ranks. Local."""
         return False
 
     def settle(self, sums: np.ndarray) -> Path | None:
-        """Continue the checkpoint in flight; return its path if complete now, else None. ``sums``: see `goes_on`."""
+        """Continue the checkpoint in flight (``sums``: see `goes_on`). Return its path if complete now, else None."""
         return None
 
     def finish(self) -> Path | None:

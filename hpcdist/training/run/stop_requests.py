@@ -88,7 +88,7 @@ class CheckpointTimer:
 
     @property
     def mtbf_s(self) -> float:
-        """Mean time between failures in seconds: configured, or observed (then at least `cost_s`). 0: unset."""
+        """Mean time between failures in seconds: set by the recipe, or observed in earlier starts. 0 if unknown."""
         configured = self._config.mtbf_s
         if configured != OBSERVED:
             return float(configured)
@@ -178,7 +178,10 @@ class StopRequests:
         return requests
 
     def consult(self, stop_file: Path, time_up: Callable[[], bool]) -> None:
-        """Let `current` check for ``stop_file`` and call ``time_up()`` (True: time is up). Call on one rank only."""
+        """Set the ``stop_file`` that later calls of `current` look for, and the function that they call.
+
+        The function ``time_up`` returns True if the job's time is up. Call on one rank only.
+        """
         self._stop_file, self._time_up = stop_file, time_up
 
     def listen(self) -> None:

@@ -46,11 +46,11 @@ class StepThroughput:
 def lock_step_throughput(
     ranks: Sequence[Rank], workers: Sequence[Rank], targets: float, *, alike: bool = True
 ) -> StepThroughput:
-    """Return the speed of a run whose ranks make each step together. ``targets``: mean targets per step. Local.
+    """Return the speed of a run whose ranks make each step together. Local.
 
-    ``workers`` are the computing ranks among ``ranks``. A step takes the time of its slowest worker. The bytes of a
-    step are from the rank in ``ranks`` that sends most. They are the median over the steps if the steps are ``alike``,
-    else the mean. If only a sample of the steps is stored, the total time is extrapolated.
+    ``workers`` are the items of ``ranks`` except parameter servers. ``targets`` is the mean number of loss terms per
+    step. A step takes the time of its slowest worker. Its bytes are from the rank that sends most: the median over the
+    steps, or the mean if not all steps send equally much (not ``alike``).
     """
     if not workers[0]["count"]:
         return StepThroughput()
@@ -73,9 +73,9 @@ def lock_step_throughput(
 def async_throughput(ranks: Sequence[Rank], workers: Sequence[Rank]) -> StepThroughput:
     """Return the speed of a run whose workers do not wait for each other. Local.
 
-    ``workers`` are the computing ranks among ``ranks``. The speed excludes each worker's first step, and the time until
-    the earliest of these steps ends. ``step_s`` is the median of the workers' median step times. ``sent_bytes`` is per
-    step, of the rank that sends most: a worker's median over its steps, or a server's mean.
+    ``workers`` are the items of ``ranks`` except parameter servers. The first step of each worker does not count.
+    Measurement begins when a worker first completes a step. ``step_s`` is the median of the workers' median step times.
+    ``sent_bytes`` is per step, of the rank that sends most: a worker's median over its steps, or a server's mean.
     """
     made = [rank for rank in workers if rank["count"]]
     if not made:
@@ -125,7 +125,7 @@ def summarise(
 ) -> dict[str, Any]:
     """Return the summary of the run in ``directory`` after its steps, equal on all ranks. Collective.
 
-    Unknown figures are None, with a reason. Only rank 0 has the ``entropies`` of the training text.
+    Unknown figures are None, with a reason. ``entropies``: n-gram entropies of the training text, on rank 0 only.
     """
     ranks = comm.allgather_object(_measured(trainer, outcome))
     workers, pss = [rank for rank in ranks if rank["computes"]], [rank["pss"] for rank in ranks]
@@ -244,8 +244,8 @@ def _shares(trainer: Trainer, step: int) -> list[int] | None:
 def overlap_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
     """Return seconds of background reductions per step and rank, in total and unhidden, and the hidden fraction. Local.
 
-    Hidden time overlaps with computation. Unknown figures are None; see `BackgroundCollectives.taken`. Hiding may not
-    shorten a step: a communication thread without a free core slows down the backward pass.
+    Hidden time overlaps with computation. Unknown figures are None. Hidden time does not always shorten a step: a
+    communication thread without a free core slows down the backward pass.
     """
     exposed_s, total_s = (_mean_of_all(workers, name) for name in ("reductions_exposed_s", "reductions_s"))
     share = 1 - exposed_s / total_s if total_s else math.nan
@@ -254,7 +254,7 @@ def overlap_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
 
 
 def prefetch_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
-    """Return hits, misses and unhidden seconds of layer prefetches, as means per step and computing rank, or None."""
+    """Return hits, misses and wait seconds of layer prefetches, as means per step and worker, None if unknown."""
     ahead = [rank for rank in workers if rank["prefetches"]]
     means = [_mean_of_all(ahead, name) for name in ("hits", "misses", "fetches_exposed_s")]
     return {name: json_number(mean) for name, mean in zip(PREFETCH_FIGURES, means, strict=True)}

@@ -297,5 +297,5 @@ def test_rank_impossible_layouts_are_rejected(comm, folder):
     with pytest.raises(ConfigurationError, match=r"parallel.data \d+ x parallel.pipeline 5 x .* = .*, but the world"):
         _trainer(comm, folder, {"parallel.pipeline": 5, "parallel.data": 2})
     if comm.size > 2:
-        with pytest.raises(ConfigurationError, match="has only 2 stages"):
+        with pytest.raises(ConfigurationError, match="has only 2 units"):
             _trainer(comm, folder, {"model.kind": "mlp", "model.layers": 1, "parallel.pipeline": comm.size})

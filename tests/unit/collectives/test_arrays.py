@@ -26,7 +26,10 @@ def call(name, array, comm):
     "dtype", [">f8", ">i4", "bool", "complex64", "longdouble", "O", "U2", "M8[s]", [("a", "i4"), ("b", "f8")]], ids=str
 )
 def test_unsupported_dtype_error_names_the_call(name, dtype):
-    with pytest.raises(BufferHandoverError, match=rf"^{name}: dtype .* is not supported; .* or choose one of float16"):
+    with pytest.raises(
+        BufferHandoverError,
+        match=rf"^{name} cannot communicate this array: dtype .* is not supported; .* or choose one of float16",
+    ):
         call(name, np.zeros(2, dtype), solo())
 
 

@@ -134,7 +134,10 @@ def _setting_s(name: str, otherwise: float, environment: Mapping[str, str]) -> f
 
 
 def _output_of(line: list[str], environment: Mapping[str, str], limit_s: float = LIMIT_S, *, whole: bool = True) -> str:
-    """Return the output of ``line``. If it fails, return "" if ``whole``, else the incomplete output."""
+    """Return the stdout of the command ``line``, or "" if it fails or exceeds ``limit_s``.
+
+    If the keyword ``whole`` is False, a failed command's partial stdout is returned.
+    """
     try:
         result = subprocess.run(
             line, capture_output=True, stdin=subprocess.DEVNULL, env=dict(environment), timeout=limit_s, check=False

@@ -42,7 +42,7 @@ class Quorum:
         self.dropped = 0  # number of dropped gradients
 
     def push(self, worker: int, clock: int, samples: int, divisor: int) -> list[ControlFields]:
-        """Record that ``worker`` pushed its gradient for the update to step ``clock``; return decisions on gradients.
+        """Record that ``worker`` pushed its gradient for step ``clock``; return decisions to apply or drop gradients.
 
         The list is empty if nothing is decided yet. ``samples``: number of samples in this gradient. ``divisor``:
         number of samples of all workers, by which the worker divided its sum.
@@ -60,7 +60,10 @@ class Quorum:
         return [ControlFields(self.clock, divisor / total if total else 0.0, workers=workers)]
 
     def leave(self, worker: int) -> list[ControlFields]:
-        """Record that ``worker`` pushes no gradient until the next rendezvous; return decisions to drop gradients."""
+        """Record that ``worker`` has stopped pushing; return decisions to drop gradients.
+
+        If too few workers for an update still push, all gradients that wait for the update are dropped.
+        """
         self._away.add(worker)
         return self._release()
 
@@ -153,7 +156,7 @@ class BackupExchange(AsynchronousServerExchange):
                 self._answer(worker, ControlFields(turn.clock, updates=turn.clock, called=called, dropped=turn.dropped))
 
     def _update(self, turn: ControlFields) -> bool:
-        """Update the shard by the decision ``turn``, or return False if other servers' norms are missing."""
+        """Update the shard with gradients in ``turn``; return False if other servers' gradient norms are missing."""
         shard, scale, limit = self.shard, turn.scale, self.context.optimizer.clip_norm
         normalizes = self.context.optimizer.normalize_gradient
         assert shard is not None
@@ -202,10 +205,10 @@ class BackupExchange(AsynchronousServerExchange):
         self.clock, self.taken = what.clock, not what.dropped
 
     def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
-        """Record the step counts of a rendezvous; if a worker is late, send the newest parameters to all workers.
+        """Record the step counts at a stop of all workers; if a worker is late, send all workers the newest parameters.
 
         Workers continue at step ``updates``, the number of updates so far. ``clocks``: step count of each worker.
-        ``calls``: number of CALL messages since the start of the run. Collective over the world.
+        ``calls``: number of requests for a stop since the start of the run. Collective over the world.
         """
         super().leave([updates] * len(clocks), updates, calls)
         if self._quorum is not None:

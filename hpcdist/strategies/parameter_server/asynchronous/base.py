@@ -84,9 +84,9 @@ class AsynchronousServerExchange(Exchange):
     """Base class of parameter-server strategies whose workers are not in lock-step.
 
     In a rendezvous, all workers have stopped between steps, so that the world can run collectives. Then ``together`` is
-    True and `agree` is collective over the world; at other times `agree` is local. A rendezvous starts when the slowest
-    worker has made ``meet_at`` steps (0: only on request). ``clocks`` are the workers' step counts at the last
-    rendezvous. Subclasses define `_on_push`.
+    True, and `agree` sums values over the world; at other times `agree` is local. A rendezvous starts when the slowest
+    worker has completed step number ``meet_at`` (0: only on request). ``clocks`` are the workers' step counts at the
+    last rendezvous. Subclasses define `_on_push`.
     """
 
     lock_step = False
@@ -95,7 +95,10 @@ class AsynchronousServerExchange(Exchange):
     staleness = 0  # staleness of that gradient
 
     def __init__(self, context: RankContext, roles: Roles, serving: RankContext) -> None:
-        """Create the exchange from ``context``. A server's `ServerShard` uses the context ``serving``. Collective."""
+        """Create the exchange from ``context`` for the servers and workers in ``roles``. Collective.
+
+        ``serving``: context of a server's `ServerShard`, which may have another learning-rate schedule.
+        """
         self.context, self.roles, self.algorithm = context, roles, context.algorithm
         self.rank, self._first = context.world.rank, roles.servers[0]
         self.works = self.rank in roles.workers
@@ -137,7 +140,7 @@ class AsynchronousServerExchange(Exchange):
         return self._stores[1]
 
     def plan(self) -> list[Operation]:
-        """Return the operations of a worker's step, or [] on a dedicated server, which serves in `meet`."""
+        """Return the operations of a worker's step, or [] on a dedicated server."""
         if not self.works:
             return []
         pushes = [Operation(Kind.PUSH, range=part) for part, _ in self._messages]
@@ -187,9 +190,9 @@ class AsynchronousServerExchange(Exchange):
 
     @contextmanager
     def unpushed(self) -> Iterator[None]:
-        """Tell the servers to drop the gradients pushed in a failed step; disable pushes inside the context. Local.
+        """Return a context manager for recomputing a failed step without pushing gradients. Local.
 
-        The context starts when all sends are complete, so that the step can be recomputed in the context.
+        On entry, it tells the servers to drop the gradients of the failed step, and waits until all sends are complete.
         """
         for server in self.roles.servers:
             if server != self.rank:
@@ -245,7 +248,7 @@ class AsynchronousServerExchange(Exchange):
             self._told(what)
 
     def _told(self, what: ControlFields) -> None:
-        """Handle ``what``, the fields of the first server's reply to this worker's step."""
+        """Store values from ``what``, the fields of a server's reply to this worker. Subclasses override it."""
 
     def meet(self) -> None:
         """Start a rendezvous: push no more gradients, and wait until all workers have stopped. Collective."""
@@ -253,10 +256,10 @@ class AsynchronousServerExchange(Exchange):
         self.together = True
 
     def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
-        """Record the counts of all ranks at a rendezvous, before `part` ends it. Local.
+        """Record the step counts of all workers at a rendezvous (a stop of all workers). Local.
 
         ``clocks``: step count of each worker. ``updates``: number of updates on the first server. ``calls``: number of
-        requests for a rendezvous (CALL messages) that all ranks have sent since the start of the run.
+        requests for a rendezvous that all ranks have sent since the start of the run.
         """
         self.clocks, self.updates = list(clocks), updates
         self.meetings.settle(calls)

@@ -82,7 +82,7 @@ class VersionVector:
         return self.vector[worker]
 
     def convene(self, clocks: Mapping[int, int]) -> None:
-        """Record that all workers push again after a rendezvous, each at its clock in ``clocks``."""
+        """Record that all workers push again after a stop; ``clocks`` maps each worker to its step count."""
         self._away = set(clocks)
         self.vector = dict.fromkeys(clocks, 0)
         for worker, clock in sorted(clocks.items(), key=lambda item: item[1]):  # in ascending order, so none is raised
@@ -180,7 +180,7 @@ class AsynchronousExchange(AsynchronousServerExchange):
         return rate * self._factor(self.staleness)
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the last rendezvous: ``clocks``, ``updates``, and ``count``, the smallest clock."""
+        """Return the counts at the last stop of all workers: ``clocks``, their minimum ``count``, and ``updates``."""
         return {"count": min(self.clocks), "clocks": self.clocks, "updates": self.updates}
 
     def restore(self, state: Mapping[str, Any]) -> None:

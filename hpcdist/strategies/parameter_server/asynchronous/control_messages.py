@@ -173,7 +173,7 @@ class Rendezvous:
         self._wants, self._meanwhile = wants, meanwhile
 
     def consider(self) -> None:
-        """Request a rendezvous if the function ``wants`` set by `ask` returns True. Local."""
+        """Request a rendezvous (a stop of all workers) if the function passed to `ask` returns True. Local."""
         if self._wants():
             self.call()
 
@@ -204,9 +204,9 @@ class Rendezvous:
         self._held += 1
 
     def settle(self, calls: int) -> None:
-        """Complete the control messages of the last rendezvous: receive late CALLs, wait for sends. Local.
+        """Receive late requests for the rendezvous that `meet` has completed; wait for this rank's sends. Local.
 
-        ``calls`` is the number of CALLs that all ranks have sent since the start of the run.
+        ``calls``: number of requests for a rendezvous that all ranks have sent since the start of the run.
         """
         while self._rank == self._first and self._taken_before() < calls:
             self._channel.take(ControlKind.CALL)

@@ -34,9 +34,9 @@ _LINE: Final = 110  # characters
 
 @dataclass(frozen=True)
 class ScheduleText:
-    """Content of a schedule file: placement name, chunks per rank, and passes of each rank.
+    """Content of a schedule file: name of the chunk placement, chunks per rank, and each rank's passes through chunks.
 
-    A file has one line of passes per rank, such as "F3.1 B3.1" (see `passes.spell`).
+    A file has one line of passes per rank, such as "F3.1 B3.1": forward and backward of micro-batch 3, chunk 1.
     """
 
     placement: str
@@ -50,7 +50,7 @@ class ScheduleText:
 
     @property
     def keeps(self) -> bool:
-        """True if recomputation is not possible: split backward passes and folded placements need all activations."""
+        """True if activations cannot be recomputed: backward passes are split, or the placement is "folded"."""
         return self.splits or self.placement == "folded"
 
     def place(self, parts: Sequence[range]) -> StagePlacement:
@@ -223,8 +223,8 @@ def insert_exchange(
     """Insert the operations in ``exchange``, which sum gradients and update, into the compute operations ``steps``.
 
     ``units`` maps each model unit to its range of the flat parameter vector. An operation of a type in `EXCHANGED` is
-    inserted as soon as the gradients of all units in its range are complete. Other operations follow at the end. Only a
-    MIX_START at the start of ``exchange`` stays at the start.
+    inserted as soon as the gradients of all units in its range are complete. Other operations follow at the end. But a
+    MIX_START (start of a parameter swap) that is the first in ``exchange`` becomes the first operation of the result.
 
     Gradients are complete after the last micro-batch or, with the keyword ``every_microbatch``, after each micro-batch.
     If ``exchange`` has an ADD of the same range, gradients are reduced only after the last micro-batch. After each
@@ -267,9 +267,9 @@ def overlap_reductions(
 ) -> list[Operation]:
     """Replace each REDUCE in ``steps`` by a START at the same position and a WAIT as late as possible.
 
-    The WAIT comes before SUM_ROWS, AGREE, and any BACKWARD that writes to the range in flight. ``units`` maps each
-    model unit to its range of the flat parameter vector. ``needs`` maps it to the units to whose gradients its backward
-    pass adds. At most ``most`` reductions are in flight (None: no limit).
+    The WAIT comes before operations in `NEEDS_SUMS`, and before a backward pass that writes to the range in flight.
+    ``units`` maps each model unit to its range of the flat parameter vector. ``needs`` maps it to all units whose
+    gradients its backward pass writes. At most ``most`` reductions are in flight (None: no limit).
     """
     operations: list[Operation] = []
     in_flight: deque[Operation] = deque()
@@ -297,10 +297,10 @@ def overlap_reductions(
 
 
 def prefetch_gathers(steps: Sequence[Operation], ahead: int) -> list[Operation]:
-    """Replace each GATHER of a unit that is freed later by an earlier START_GATHER, and a WAIT_GATHER at its position.
+    """Replace each GATHER in ``steps`` by a WAIT_GATHER at the same position and an earlier START_GATHER.
 
-    At most ``ahead`` gathers are in flight. A gather starts only after the previous FREE of its unit. Gathers after
-    AGREE are not started earlier, because they fetch new parameters.
+    Only gathers of units with a FREE are replaced. At most ``ahead`` gathers are in flight. A gather starts only after
+    the previous FREE of its unit. Gathers after AGREE are not started earlier, because they fetch new parameters.
     """
     agreed = next((index for index, op in enumerate(steps) if op.kind is Kind.AGREE), len(steps))
     freed = {op.unit for op in steps[:agreed] if op.kind is Kind.FREE}

@@ -45,8 +45,9 @@ def bubble(
 ) -> float | None:
     """Return the idle fraction of the pipeline rank with the longest time from first to last pass. Local.
 
-    The formulas are for equal stages and free messages. F, I and W: seconds of the forward pass, the input gradient (B
-    in the papers) and the weight gradients. Return None without a formula, or if its condition (last column) fails.
+    The result is None if ``schedule`` has no formula below, or if the condition after the formula's source is false.
+    p ranks (``stages``), m micro-batches and v chunks per rank. F, I and W: seconds of the forward pass, the input
+    gradient (B in the papers) and the weight gradients. The formulas are for equal stages and free messages.
 
         gpipe, 1f1b    (p-1) / (m + p-1)                                        arXiv:1811.06965, arXiv:2104.04473
         interleaved    (p-1) / (v m + p-1)                                      arXiv:2104.04473; m a multiple of p
@@ -79,10 +80,10 @@ FILE: Final = "file"  # a schedule read from a file
 class Schedule:
     """Description of one pipeline schedule, an entry of `SCHEDULES`.
 
-    ``passes`` and ``peak`` are functions of (rank, ranks, micro-batches, chunks). A rank has ``least`` to ``most``
-    chunks (None: no maximum). ``folded``: chunks are placed by `folded`, else by `looped`. ``splits``: input and weight
-    gradients are separate passes. ``pipelines``: supports several ranks. ``fewest(ranks)``: minimum number of
-    micro-batches.
+    Two functions of (rank, ranks, micro-batches, chunks): ``passes`` returns the rank's passes, and ``peak`` its
+    largest numbers of micro-batches in progress. A rank has ``least`` to ``most`` chunks (None: no maximum).
+    ``folded``: chunks go up the ranks and back down, not round-robin. ``splits``: input and weight gradients are
+    separate passes. ``pipelines``: supports several ranks. ``fewest(ranks)``: minimum number of micro-batches.
     """
 
     passes: Callable[[int, int, int, int], Passes]
@@ -166,7 +167,7 @@ def chunks_of(name: str, chunks: int = 1) -> int:
 
 
 def check_schedule(name: str, ranks: int, microbatches: int, chunks: int = 1) -> int:
-    """Return the number of model chunks per rank of the schedule ``name``.
+    """Check the schedule ``name``, and return its number of model chunks per rank, as `chunks_of` does.
 
     Raises ConfigurationError if it does not support these numbers of ranks, micro-batches and chunks.
     """

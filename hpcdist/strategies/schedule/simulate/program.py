@@ -144,9 +144,9 @@ def run(program: Program) -> Times:
 def _run(
     rows: tuple[np.ndarray, ...], links: np.ndarray, travel_s: np.ndarray, at: np.ndarray, times: tuple[np.ndarray, ...]
 ) -> None:
-    """Simulate until each rank has ended or waits; update ``times`` (arrays of `Times`) and ``at``.
+    """Simulate until each rank has ended or waits; update ``at`` and ``times``, the arrays of `Times`.
 
-    ``at`` has the index of each rank's next entry. ``rows``: the starts, codes, targets and seconds of a `Program`.
+    ``at``: index of each rank's next entry. ``rows``: the arrays of a `Program` from `starts` to `seconds`.
     ``links``: link number of each message. ``travel_s``: ``carries_s`` and ``latency_s`` of `LinkCost`.
     """
     starts, code, target, seconds = rows

@@ -72,7 +72,7 @@ class StepTimeline:
 
     @property
     def bubble(self) -> float:
-        """Idle fraction of the pipeline rank with the longest span; among equal spans, the largest idle fraction."""
+        """Largest idle fraction of the pipeline ranks with the longest time from first to last pass."""
         longest = max(stage.span_s for stage in self.stages)
         return max(stage.bubble for stage in self.stages if stage.span_s >= longest * (1 - 1e-12))
 
@@ -162,6 +162,6 @@ def simulate_lists(steps: Sequence[Sequence[Operation]], placement: StagePlaceme
 def simulate_passes(
     rows: Sequence[np.ndarray], placement: StagePlacement, costs: StepCosts, *, recompute: bool = False
 ) -> StepTimeline:
-    """Simulate ``rows``, each pipeline rank's `compact` passes. Raises ScheduleError if a rank waits forever. Local."""
+    """Simulate ``rows``, each rank's passes as a `compact` array. Raises ScheduleError if a rank waits forever."""
     program = passes_simulate.program(rows, placement, costs, recompute=recompute)
     return StepTimeline(program, programs.run(program))

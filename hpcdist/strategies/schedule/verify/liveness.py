@@ -148,7 +148,8 @@ class RankProgram:
     ``place``: (placement, pipeline rank), or None on a parameter server.
     ``needs``: all units whose parameters a unit uses, by unit.
     ``accumulates``: True if gradients are exchanged once per step, not once per micro-batch.
-    ``combines``: True if a REDUCE needs a COMBINE. ``refreshes``: True if a gathered unit needs a REFRESH.
+    ``combines``: True if several ranks have the same gradient shard, and must sum it by COMBINE after REDUCE.
+    ``refreshes``: True if a rank updates only a part of its parameter shard, and must get the rest by REFRESH.
     ``alone``: True if there is no other replica or server, so that no exchange is needed.
     """
 
@@ -200,7 +201,7 @@ GATHERS = (Kind.GATHER, Kind.START_GATHER, Kind.WAIT_GATHER)
 
 
 def check_liveness(share: RankProgram) -> None:
-    """Raise ScheduleError if one rank's program ``share`` uses a freed model unit or ends with old parameters."""
+    """Raise ScheduleError if a rank's program ``share`` uses freed parameters or ends without new parameters."""
     _check_gathers(share)
     _check_residence(share)
     _check_freshness(share)
@@ -220,7 +221,10 @@ def gathered_peak(share: RankProgram) -> int:
 
 
 def activation_peak(share: RankProgram) -> tuple[Peak, int]:
-    """Return the `Peak` of micro-batches in one rank's program ``share``, and the peak number with all activations."""
+    """Return the `Peak` of micro-batches in one rank's program ``share``, and a second peak number.
+
+    The second number counts only micro-batches with all activations, without micro-batches to be recomputed later.
+    """
     chunks = share.place[0].of(share.place[1]) if share.place is not None else ()
     chunk_of = {unit: number for number, units in enumerate(chunks) for unit in units}
     recomputed = {(op.microbatch, chunk_of[op.unit]) for op in share.steps if op.recompute}
@@ -306,7 +310,6 @@ def _check_residence(share: RankProgram) -> None:
 
 
 def _check_freshness(share: RankProgram) -> None:
-    """Check that all model units end with new values: updated, pulled or gathered."""
     freed = {op.unit for _, op in share.where(Kind.FREE)}
     for unit, whole in share.units.items():
         if unit in freed and not share.refreshes:

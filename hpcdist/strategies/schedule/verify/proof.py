@@ -24,10 +24,10 @@ from hpcdist.strategies.zero.config import ShardingDegrees
 class Proof:
     """Peak memory use and message counts of a step whose operation lists were proven to be correct.
 
-    The first four fields have each pipeline rank's largest number of micro-batches at once in a state. ``live``: from
-    the forward pass to the backward pass, or its input-gradient half. ``whole``: with all activations. ``held``:
-    between the halves of a split backward pass. ``both``: live or held. ``gathered``: each rank's largest number of
-    gathered model units at once. ``messages`` and ``meetings``: numbers of messages and collectives of all ranks.
+    The first four fields have each pipeline rank's largest number of micro-batches at the same time. ``live``: from
+    the forward pass to the backward (or input-gradient) pass. ``whole``: with all activations. ``held``: between the
+    passes of a split backward pass. ``both``: live or held. ``gathered``: each rank's largest number of gathered model
+    units at once. ``messages`` and ``meetings``: numbers of point-to-point messages and of collectives of all ranks.
     """
 
     live: tuple[int, ...]
@@ -53,10 +53,10 @@ def verify(
 ) -> Proof:
     """Prove that the operation lists of all ranks form one correct step. Raises ScheduleError if not. Local.
 
-    Lists after the ranks of the keyword ``grid`` belong to parameter servers. Keywords: ``units`` maps each model unit
-    to its flat parameter range. ``needs`` maps it to the other units whose parameters it uses. ``placement`` assigns
-    chunks to pipeline ranks; by default chunks are as long as possible. ``experts`` maps each unit to the flat range of
-    its experts; ``grid.expert`` consecutive replicas hold different experts there.
+    ``lists``: one list per rank of the keyword ``grid``, then one per parameter server. Keywords: ``units`` maps each
+    model unit to its flat parameter range. ``needs`` maps it to the other units whose parameters it uses. ``placement``
+    assigns chunks to pipeline ranks; by default chunks are as long as possible. ``experts`` maps each unit to the flat
+    range of its experts; ``grid.expert`` consecutive replicas hold different experts there.
     """
     neighbours = PeerRanks(grid, len(lists))
     if len(lists) < grid.size:
@@ -104,7 +104,6 @@ def _owned(
     units: Mapping[int, Range],
     placement: StagePlacement | None,
 ) -> tuple[list[list[int]], list[StagePlacement]]:
-    """Return each rank's model units, and the `StagePlacement` of each pipeline."""
     owned = [sorted({op.unit for op in steps if op.kind in COMPUTE}) for steps in lists]
     placements = []
     for rank in neighbours.workers:
@@ -134,7 +133,7 @@ def _owned(
 def _check_owners(
     shares: Sequence[RankProgram], neighbours: PeerRanks, copies: int, experts: Mapping[int, Range]
 ) -> None:
-    """Raise ScheduleError unless each parameter element is updated by ``copies`` ranks, or by all that hold it."""
+    """Raise ScheduleError unless the number of ranks that update an element is ``copies``, or all that hold it."""
     servers = [part for server in neighbours.servers for part in shares[server].ranges(Kind.APPLY)]
     for share in shares[: neighbours.grid.size]:
         data, degree = neighbours.along(REPLICAS, share.rank), neighbours.grid.expert

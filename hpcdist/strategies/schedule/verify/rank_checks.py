@@ -14,9 +14,9 @@ MIXING_CHANGES = (Kind.APPLY, Kind.MIX, Kind.AVERAGE)  # kinds that change param
 
 
 def check_mixing(share: RankProgram) -> None:
-    """Raise ScheduleError unless each MIX_START of one rank's program ``share`` has a MIX_WAIT and a MIX.
+    """Raise ScheduleError unless a rank's program ``share`` mixes parameters with neighbour replicas in a legal order.
 
-    The flat range of the MIX_START must be unchanged until the MIX_WAIT.
+    MIX_START, MIX_WAIT and MIX start, complete and apply a swap. Its parameters must not change before MIX_WAIT.
     """
     in_flight: list[Operation] = []
     arrived: list[Range | None] = []
@@ -142,7 +142,6 @@ def _check_weights(share: RankProgram, steps: Sequence[Operation]) -> None:
 
 
 def _check_gradients(share: RankProgram) -> None:
-    """Check that each unit's gradients are exchanged once, or without accumulation, after each backward pass."""
     exchanged = share.where(*EXCHANGED)
     indices = [index for index, _ in exchanged]
     for unit, whole in share.units.items():
@@ -249,7 +248,6 @@ def _check_once(share: RankProgram, kind: Kind, *, after: Sequence[Kind], before
 
 
 def _check_update(share: RankProgram) -> None:
-    """Check that each parameter element has at most one DIRECTION, then one APPLY."""
     for kind in ONCE:
         seen: list[Range] = []
         for _, op in share.where(kind):

@@ -64,7 +64,7 @@ def _end(data: PageData) -> list[Chart]:
 def draw_loss(axes: Any, data: PageData, first: int = 0) -> None:
     """Draw the training loss from table row ``first`` on, its moving mean, and the validation loss.
 
-    If ``first`` is 0, the entropies of the data are drawn too.
+    If ``first`` is 0, horizontal lines show the n-gram entropies of the training text.
     """
     assert data.run is not None
     rows, evaluations = data.run.steps, data.run.sample.evaluations
@@ -206,7 +206,7 @@ def _phases(data: PageData) -> Chart:
 
 
 def phase_times(run: SampledMetrics) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return the last step of each bin, and a dict: phase -> ms per step in each bin, averaged over computing ranks."""
+    """Return the last step of each bin, and {phase: mean ms per step in each bin} of ranks except parameter servers."""
     rows, edges = run.sample.steps, series.bin_edges(run.sample.steps["step"])
     works = np.nansum(rows["compute_s"], axis=0) > 0
     parts = {name: series.means(mean_over_ranks(rows[f"{name}_s"][:, works]), edges) * 1e3 for name in PHASES}
